@@ -19,7 +19,7 @@ export PYTHON TORCH_ARGS
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-pure check format options bench bench-attention bench-core bench-engine \
-  bench-decode bench-step bench-first-token perf soak-core soak-engine accuracy cover-core gpu-check native test-native clean FORCE
+  bench-decode bench-step bench-first-token perf attack soak-core soak-engine accuracy cover-core gpu-check native test-native clean FORCE
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r name text; do \
@@ -75,6 +75,9 @@ bench-first-token: $(DEV)  ## time to first token of a server under load, beside
 
 perf: $(DEV)  ## this tree beside the stored baseline; fails when it is slower
 	@$(BIN)/python benchmarks/perf.py $(ARGS)
+
+attack: $(DEV)  ## what one tenant of a server can do to another: latency, memory, secrets; fails where a goal is missed
+	@PYTHONPATH=src $(BIN)/python benchmarks/attack.py $(ARGS)
 
 soak-core: $(DEV)  ## a million random operations on the cache core, checked after each
 	@PYTHONPATH=. $(BIN)/python scripts/soak_core.py $(ARGS)

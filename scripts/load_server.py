@@ -114,7 +114,9 @@ def body_of(rng: random.Random, max_tokens: int) -> bytes:
 
 
 def request_of(body: bytes) -> bytes:
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+    )
     return f"{head}Connection: close\r\n\r\n".encode() + body
 
 

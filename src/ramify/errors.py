@@ -129,8 +129,9 @@ class RequestTooLargeError(RequestError):
         self.num_prompt, self.max_tokens = num_prompt, max_tokens
         self.num_pages = -(-(num_prompt + max_tokens - 1) // page_size)  # no K/V for the last token
         self.max_pages = max_pages
-        room = max_pages * page_size + 1 - num_prompt
-        way_out = f"lower max_tokens to {room}" if room > 0 else "shorten the prompt"
+        # Output tokens that would fit; 0 or less: the prompt itself is too long.
+        self.room = max_pages * page_size + 1 - num_prompt
+        way_out = f"lower max_tokens to {self.room}" if self.room > 0 else "shorten the prompt"
         super().__init__(
             f"the request needs {self.num_pages} pages for a prompt of {num_prompt} tokens and "
             f"max_tokens={max_tokens}, but the pool has {max_pages} pages of {page_size}; "

@@ -23,6 +23,7 @@ __all__ = [
     "CacheReport",
     "Completion",
     "FinishReason",
+    "FreeText",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
@@ -30,6 +31,46 @@ __all__ = [
     "TokenLogprob",
     "Usage",
 ]
+
+
+# A part of the output that is looked for: texts, and ids of special tokens, in their order.
+Mark = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FreeText:
+    """The parts of an output that its format, called grammar here, leaves free: before a trigger, and between two.
+
+    Args:
+        triggers: the output follows the grammar from the token on in which one of these begins.
+            The grammar describes the text of that token and of all after it.
+        resumes: where the grammar may end, the output is free again until the next trigger; False:
+            it follows the grammar to the end of the answer.
+        begins_after: the output follows the grammar from the token on that comes after a trigger.
+        must_trigger: the answer must not end before a trigger.
+        ignored: begins and ends of parts in which triggers do not count, as of reasoning.
+        starts_ignored: the output begins inside of such a part.
+
+    Raises:
+        InvalidParamsError: there is no trigger, or one is empty.
+    """
+
+    triggers: tuple[Mark, ...]
+    resumes: bool = False
+    begins_after: bool = False
+    must_trigger: bool = False
+    ignored: tuple[tuple[Mark, ...], tuple[Mark, ...]] = ((), ())
+    starts_ignored: bool = False
+
+    def __post_init__(self) -> None:
+        begins, ends = self.ignored
+        marks = (*self.triggers, *begins, *ends)
+        if not self.triggers or not all(
+            mark and all(part != "" for part in mark) for mark in marks
+        ):
+            raise InvalidParamsError("triggers", marks, "at least one, none of them empty")
+        if (begins or self.starts_ignored) and not ends:
+            raise InvalidParamsError("ignored", self.ignored, "without begins, or with an end")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +83,7 @@ class StructuredOutput:
         regex: matches the whole output (Rust's syntax: no look-around, no back references).
         grammar: a context-free grammar, in Lark's EBNF with a rule `start`, or GBNF with `root`.
         choice: the output is one of these texts.
+        free_text: the parts of the output that do not follow the format.
 
     Raises:
         InvalidParamsError: none or several are given, or one is malformed, too long or too deep.
@@ -52,6 +94,7 @@ class StructuredOutput:
     regex: str | None = None
     grammar: str | None = None
     choice: tuple[str, ...] | list[str] | None = None
+    free_text: FreeText | None = None
 
     def __post_init__(self) -> None:
         if self.json_object not in (True, False):
@@ -79,10 +122,17 @@ class StructuredOutput:
                 num_bytes = len(text.encode())
             except UnicodeEncodeError as error:
                 raise InvalidParamsError(given[0], text[error.start], "Unicode text") from None
-            if num_bytes > MAX_FORMAT_BYTES:
+            limit = MAX_GRAMMAR_BYTES if given[0] == "grammar" else MAX_FORMAT_BYTES
+            if num_bytes > limit:
                 raise InvalidParamsError(
-                    given[0], f"{num_bytes} bytes", f"at most {MAX_FORMAT_BYTES} bytes: simplify it"
+                    given[0], f"{num_bytes} bytes", f"at most {limit} bytes: simplify it"
                 )
+
+    @property
+    def num_chars(self) -> int:
+        """Characters of its texts, as a measure of what it takes to keep it."""
+        texts = (self.json_schema, self.regex, self.grammar, *(self.choice or ()))
+        return sum(len(text) for text in texts if isinstance(text, str))
 
 
 def _is_deep(schema: object) -> bool:
@@ -148,6 +198,7 @@ class SamplingParams:
         frequency_penalty: subtracted once per occurrence in the output.
         logit_bias: token id -> value in -100..100 that is added to its logit.
         allowed_token_ids: sample from these tokens only; None allows all.
+        banned_sequences: lists of token ids that the output does not contain.
         structured: a format that constrains the text; see `StructuredOutput`.
         seed: draws depend on (seed, position) only; None draws a fresh seed per request.
         n: number of answers; answer i draws as a separate request with seed + i would.
@@ -156,8 +207,11 @@ class SamplingParams:
             tokens. A complete structured output, and an end of sequence that is the only
             allowed token, still end the output.
         stop: strings that end the output; the matching string is not part of the output.
+        include_stop: the stop string is part of the output, and the text of a stop token that has one.
         stop_token_ids: token ids that end the output, beside the model's own.
         ignore_eos: continue after the model's own end-of-sequence tokens.
+        keep_special_tokens: which special tokens the text of the output contains: none, all (True),
+            or those of these texts. A stop token is never part of the text.
         logprobs: likeliest tokens to report per output token; None reports none.
         prompt_logprobs: the same for the prompt; such a request reads nothing from the cache.
 
@@ -174,14 +228,17 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] | list[int] | None = None
+    banned_sequences: tuple[tuple[int, ...], ...] | list[list[int]] = ()
     structured: StructuredOutput | None = None
     seed: int | None = None
     n: int = 1
     max_tokens: int | None = 128
     min_tokens: int = 0
     stop: str | tuple[str, ...] | list[str] = ()
+    include_stop: bool = False
     stop_token_ids: tuple[int, ...] | list[int] = ()
     ignore_eos: bool = False
+    keep_special_tokens: bool | tuple[str, ...] | list[str] = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
@@ -220,6 +277,12 @@ class SamplingParams:
         if not _is_list(ids) or not all(_is_int(token) and token >= 0 for token in ids):
             raise InvalidParamsError("stop_token_ids", ids, "token ids >= 0")
         object.__setattr__(self, "stop", tuple(stop))
+        kept = self.keep_special_tokens
+        if not isinstance(kept, bool):
+            if not _is_list(kept) or not all(isinstance(text, str) and text for text in kept):
+                allowed = "True, False or texts of special tokens"
+                raise InvalidParamsError("keep_special_tokens", kept, allowed)
+            object.__setattr__(self, "keep_special_tokens", tuple(kept))
         object.__setattr__(self, "stop_token_ids", tuple(map(int, ids)))
         if self.max_tokens is not None and (not _is_int(self.max_tokens) or self.max_tokens < 1):
             raise InvalidParamsError("max_tokens", self.max_tokens, "None or an integer >= 1")
@@ -265,6 +328,18 @@ class SamplingParams:
                     "allowed_token_ids", ids, "None (all) or at least one token id >= 0"
                 )
             object.__setattr__(self, "allowed_token_ids", tuple(sorted(set(map(int, ids)))))
+        banned = self.banned_sequences
+        if not _is_list(banned) or not all(
+            _is_list(ids) and ids and all(_is_int(token) and token >= 0 for token in ids)
+            for ids in banned
+        ):
+            raise InvalidParamsError("banned_sequences", banned, "lists of token ids >= 0")
+        num_banned = sum(map(len, banned))
+        if num_banned > MAX_BANNED_TOKENS:
+            limit = f"at most {MAX_BANNED_TOKENS} tokens in all"
+            raise InvalidParamsError("banned_sequences", f"{num_banned} tokens", limit)
+        plain_banned = dict.fromkeys(tuple(map(int, ids)) for ids in banned)
+        object.__setattr__(self, "banned_sequences", tuple(plain_banned))
         if self.structured is not None and not isinstance(self.structured, StructuredOutput):
             raise InvalidParamsError("structured", self.structured, "None or a StructuredOutput")
 
@@ -288,10 +363,12 @@ class SamplingParams:
 
 MAX_ANSWERS = 128  # the OpenAI API's limit
 MAX_LOGPROBS = 1024  # bounds the output of one token; the OpenAI API allows 20
+MAX_BANNED_TOKENS = 4096  # each is compared with the output in each step
 MAX_BIAS = 100.0  # the OpenAI API's limit
 MAX_PENALTY = 2.0  # the OpenAI API's limit
 REPETITION_PENALTIES = (0.01, 100.0)  # float32 may overflow outside; usual are 1 to 1.5
-MAX_FORMAT_BYTES = 65536  # of a schema, grammar, regex or list of choices, as UTF-8
+MAX_FORMAT_BYTES = 65536  # of a schema, regex or list of choices, as UTF-8
+MAX_GRAMMAR_BYTES = 262_144  # calls of 128 tools take about 100 kB
 MAX_FORMAT_DEPTH = 64  # of objects and lists in a JSON schema
 
 

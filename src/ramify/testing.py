@@ -127,8 +127,10 @@ class FakeExecutor:
                     token = self.next_token(seen[owners[row]][: position + 1])
                 if shaping is not None and shaping.token_bitmasks is not None:
                     mask = shaping.token_bitmasks[len(chosen)]
-                    allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
-                    token = int(allowed[token % len(allowed)])
+                    if mask is not None:
+                        allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
+                        if token not in allowed:
+                            token = int(allowed[token % len(allowed)])
                 if draw.num_logprobs is not None:
                     known.append(self._logprob(int(slots[row]), token, draw.num_logprobs))
                 chosen.append(token)

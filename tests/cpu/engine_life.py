@@ -327,7 +327,7 @@ def build(
         saboteur,
         vocab_size=config.vocab_size,
         eos_token_ids=config.eos_token_ids,
-        detokenizer_factory=lambda: TornDecoder(model.tokenizer, saboteur),
+        detokenizer_factory=lambda _: TornDecoder(model.tokenizer, saboteur),
         drafter=drafter,
     )
     core.cache.observe_evictions(saboteur.evicted)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -53,7 +54,7 @@ def talking(tokenizer: Tokenizer) -> tuple[LLM, Callable[[Sequence[int]], None]]
     bench = Bench(page_size=1, next_token=lambda context: script.pop(0))
     bench.core.lifecycle.vocab_size = 400
     bench.core.lifecycle.eos_token_ids = frozenset({END})
-    bench.core.lifecycle.detokenizer_factory = lambda: Detokenizer(tokenizer)
+    bench.core.lifecycle.detokenizer_factory = partial(Detokenizer, tokenizer)
 
     def say(ids: Sequence[int]) -> None:
         script[:] = ids

@@ -1,5 +1,6 @@
 """Incremental tokenisation of a growing text equals tokenising it from scratch."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ def tokenizer(
 
 @settings(max_examples=200, deadline=None)
 @given(
-    turns=st.lists(st.lists(PIECES, max_size=6), max_size=8), limit=st.sampled_from([0, 30, 10**6])
+    turns=st.lists(st.lists(PIECES, max_size=6), max_size=8), limit=st.sampled_from([0, 200, 10**6])
 )
 def test_any_growing_text_has_the_tokens_of_one_from_scratch(
     tokenizer: Tokenizer, turns: list[list[str]], limit: int
@@ -58,3 +59,21 @@ def test_only_the_new_part_of_a_chat_is_tokenised(tokenizer: Tokenizer) -> None:
     )
 
     assert encoder.num_encoded - before < 100
+
+
+def test_several_threads_may_encode(tokenizer: Tokenizer) -> None:
+    """Each gets the tokens of its own text, whatever the others make the encoder forget."""
+    encoder = IncrementalEncoder(tokenizer, max_tokens=600)
+
+    def grow(tenant: str) -> bool:
+        text = ""
+        for turn in range(40):
+            text += f"<|user|>{tenant} {turn % 7}<|end|>"
+            encoding = encoder.encode(text, tenant)
+            if (encoding.ids, encoding.end_offsets) != tokenizer.encode_with_offsets(text):
+                return False
+        return True
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(grow, "abcd"))
+    assert sum(encoder._lengths.values()) == len(encoder._remembered)

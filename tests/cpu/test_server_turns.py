@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -43,7 +44,7 @@ class Talk:
             device,
             vocab_size=vocab,
             eos_token_ids=[END],
-            detokenizer_factory=lambda: Detokenizer(tokenizer),
+            detokenizer_factory=partial(Detokenizer, tokenizer),
         )
         self.tokenizer, self.answer = tokenizer, list[int]()
         self.llm = AsyncLLM.from_core(core, tokenizer)

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,9 @@ from hypothesis import strategies as st
 from ramify.config import EngineConfig, resolve
 from ramify.engine.core import EngineCore
 from ramify.engine.logits import grammar as structured
+from ramify.engine.logits import grammar_cache
 from ramify.engine.logits.grammar import GrammarCompiler
+from ramify.engine.logits.grammar_matcher import LlguidanceMatcher
 from ramify.engine.request import Request
 from ramify.engine.speculation.drafter import accepts_drafts, max_drafts
 from ramify.engine.text.detokenizer import Detokenizer
@@ -53,6 +56,12 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 @pytest.fixture(scope="module")
 def formats(tokenizer: Tokenizer) -> GrammarCompiler:
     return GrammarCompiler(tokenizer.to_json, vocab_size=VOCAB, eos_token_ids=[END])
+
+
+def matcher_of(formats: GrammarCompiler, spec: StructuredOutput) -> LlguidanceMatcher:
+    matcher = formats.compile(spec)
+    assert isinstance(matcher, LlguidanceMatcher)
+    return matcher
 
 
 @dataclass
@@ -105,7 +114,7 @@ def answers(
         FakeExecutor(config.num_pages, 4, vocab_size=VOCAB, fail_at=fail_at, error=error),
         vocab_size=VOCAB,
         eos_token_ids=[END],
-        detokenizer_factory=lambda: Detokenizer(tokenizer),
+        detokenizer_factory=partial(Detokenizer, tokenizer),
         drafter=drafter,
         grammar_compiler=formats.compile,
     )
@@ -234,8 +243,8 @@ def test_the_tokens_are_those_of_a_quiet_engine(
 def test_a_matcher_follows_any_history(seed: int, interrupt: int, formats: GrammarCompiler) -> None:
     """The bitmasks of a matcher match those of a fresh matcher after drafts and rollbacks."""
     rng = random.Random(seed)
-    matcher = formats.compile(CASES["schema"][0])
-    plain, output = formats.compile(CASES["schema"][0]), list[int]()
+    matcher = matcher_of(formats, CASES["schema"][0])
+    plain, output = matcher_of(formats, CASES["schema"][0]), list[int]()
     for _ in range(60):
         if plain.advance(output):
             break
@@ -250,7 +259,7 @@ def test_a_matcher_follows_any_history(seed: int, interrupt: int, formats: Gramm
             matcher._num_known = None  # what an interrupt leaves
         assert np.array_equal(bitmasks[0], mask)
         for position in range(1, len(bitmasks)):
-            longer = formats.compile(CASES["schema"][0])
+            longer = matcher_of(formats, CASES["schema"][0])
             assert np.array_equal(
                 bitmasks[position], longer.token_bitmasks([*output, *draft[:position]], ())[0]
             )
@@ -360,13 +369,13 @@ def test_formats_that_are_kept_are_bounded(
     monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
 ) -> None:
     """The cache of compiled formats evicts the oldest entries beyond MAX_CACHED."""
-    monkeypatch.setattr(structured, "MAX_CACHED", 3)
+    monkeypatch.setattr(grammar_cache, "MAX_CACHED", 3)
     formats = GrammarCompiler(tokenizer.to_json, vocab_size=VOCAB, eos_token_ids=[END])
 
     for number in range(6):
         formats.compile(StructuredOutput(regex=f"a{number}"))
 
-    assert [spec.regex for spec in formats._cache] == ["a3", "a4", "a5"]
+    assert [spec.regex for spec in formats._cache.specs("")] == ["a3", "a4", "a5"]
 
 
 def test_without_llguidance_the_error_says_what_to_install(
@@ -394,7 +403,8 @@ def test_a_vocabulary_may_be_larger_or_smaller_than_the_tokenizers(tokenizer: To
     for vocab_size in (270, 300, 301, 4000):
         formats = GrammarCompiler(tokenizer.to_json, vocab_size=vocab_size, eos_token_ids=[END])
 
-        (mask,) = formats.compile(StructuredOutput(regex="(.|\n)*")).token_bitmasks((), ())
+        spec = StructuredOutput(regex="(.|\n)*")
+        (mask,) = matcher_of(formats, spec).token_bitmasks((), ())
 
         bits = np.unpackbits(mask, bitorder="little")
         assert len(mask) == -(-vocab_size // 8)

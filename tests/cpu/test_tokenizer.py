@@ -209,6 +209,22 @@ def test_pieces_of_random_tokens_add_up_too(path: Path, seed: int) -> None:
     assert "".join(pieces) == tokenizer.decode(ids)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_kept_special_tokens_stand_in_the_text(path: Path, seed: int) -> None:
+    """Between kept special tokens, the pieces are those of an answer without them."""
+    tokenizer, rng = Tokenizer.load(path), random.Random(seed)
+    words = [rng.choice(["<|user|>", "<|end|>", "a é", " 🙂b"]) for _ in range(12)]
+    ids = tokenizer.encode("".join(words), add_special_tokens=False).tolist()
+
+    user, every = (
+        "".join([*map(detokenizer.step, ids), detokenizer.finish()])
+        for detokenizer in (Detokenizer(tokenizer, ["<|user|>"]), Detokenizer(tokenizer, True))
+    )
+
+    assert user == "".join(words).replace("<|end|>", "")
+    assert every == "".join(words)
+
+
 def test_an_incomplete_character_appears_at_the_end(path: Path) -> None:
     """`finish` returns the held-back bytes as U+FFFD and resets the detokenizer."""
     tokenizer = Tokenizer.load(path)

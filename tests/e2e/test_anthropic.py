@@ -161,7 +161,7 @@ def test_no_tokens_are_asked_for_to_prewarm(server: Running) -> None:
 
 def test_a_tool_is_called_and_its_result_goes_back(start: Start, talker: str) -> None:
     """Streamed or not; the arguments follow the schema, and the next turn reads the cache."""
-    server = start(model=talker)
+    server = start("--served-model-name", "*", model=talker)
     client = server.anthropic()
     options = request_body("Where does Ann live?", max_tokens=800, model="talker") | {
         "tools": [TOOL],
@@ -215,14 +215,59 @@ def test_errors_are_the_clients_exceptions(server: Running, start: Start) -> Non
     assert body["error"]["type"] == "not_found_error"
     with pytest.raises(anthropic.BadRequestError):
         client.messages.create(**request_body("x", extra_body={"temperature": 2.0}))
-    with pytest.raises(anthropic.BadRequestError, match="2048"):
+    with pytest.raises(anthropic.BadRequestError, match="2047 maximum"):
         client.messages.create(**request_body("word " * 5000))
-    image = {"type": "image", "source": {"type": "url", "url": "http://x"}}
     with pytest.raises(anthropic.BadRequestError, match=r"content\[0\]"):
         client.messages.create(
-            **request_body("x") | {"messages": [{"role": "user", "content": [image]}]}
+            **request_body("x")
+            | {"messages": [{"role": "user", "content": [{"type": "hologram"}]}]}
         )
     guarded = start("--api-key", "ann", "--api-key", "bob", "--admin-key", "root")
     with pytest.raises(anthropic.AuthenticationError):
         guarded.anthropic("eve").messages.create(**request_body("x"))
     assert guarded.anthropic("ann").messages.create(**request_body("x")).content
+
+
+def test_a_request_of_an_agent_is_streamed(start: Start, talker: str) -> None:
+    """By the beta client: tools of Anthropic's, an image, more tokens than the context has."""
+    server = start("--served-model-name", "*", model=talker)
+    client = server.anthropic()
+    image = {"type": "image", "source": {"type": "url", "url": "http://x"}}
+    options = {
+        "model": "claude-opus-4-5",
+        "max_tokens": 32000,
+        "betas": ["context-management-2025-06-27"],
+        "context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]},
+        "metadata": {"user_id": "u"},
+        "system": [{"type": "text", "text": SYSTEM, "cache_control": {"type": "ephemeral"}}],
+        "tools": [
+            TOOL | {"name": "plugin:people/look_up"},
+            {"type": "bash_20250124", "name": "bash"},
+            {"type": "web_search_20250305", "name": "web_search"},
+        ],
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "Who?"}, image]}],
+    }
+    with client.beta.messages.stream(**options) as stream:
+        kinds = {event.type for event in stream}
+        message = stream.get_final_message()
+        warning = stream.response.headers["x-ramify-warning"]
+
+    assert message.model == "claude-opus-4-5"
+    assert message.stop_reason
+    assert {"message_start", "message_delta", "message_stop"} <= kinds
+    assert "image content" in warning
+    assert "web_search" in warning
+
+
+def test_models_are_listed_and_retrieved(server: Running) -> None:
+    """By both clients, each in its own form."""
+    claude, openai = server.anthropic(), server.openai()
+
+    [model] = claude.models.list()
+    assert (model.id, model.type, model.display_name) == (MODEL, "model", MODEL)
+    assert claude.models.retrieve(MODEL).created_at.year > 2000
+    with pytest.raises(anthropic.NotFoundError):
+        claude.models.retrieve("nobody")
+
+    [model] = openai.models.list()
+    assert (model.id, model.object) == (MODEL, "model")

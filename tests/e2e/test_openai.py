@@ -210,7 +210,7 @@ def test_a_tool_that_must_be_called_is_called(server: Running) -> None:
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None),
+        ({"messages": [{"role": "user", "content": [{"type": "hologram"}]}]}, None),
     ],
 )
 def test_wrong_values_are_told_by_their_field(

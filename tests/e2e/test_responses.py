@@ -163,10 +163,11 @@ def test_what_is_not_served_is_refused(server: Running) -> None:
     """400 or 404 that names the field."""
     for change, param in (
         ({"background": True}, "background"),
+        ({"prompt": {"id": "x"}}, "prompt"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"truncation": "middle"}, "truncation"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].id"),
         ({"model": "gpt"}, "model"),
     ):
         with pytest.raises(openai.APIStatusError) as caught:

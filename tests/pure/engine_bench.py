@@ -6,7 +6,7 @@ from typing import Any
 
 from ramify.config import EngineConfig, resolve
 from ramify.engine.core import EngineCore
-from ramify.engine.request import IncrementalDetokenizer
+from ramify.engine.request import DetokenizerFactory
 from ramify.engine.speculation.drafter import Drafter
 from ramify.outputs import FinishReason, RequestOutput, StepOutput
 from ramify.params import SamplingParams
@@ -18,7 +18,8 @@ VOCAB, EOS = 50, 0
 class LetterDecoder:
     """Token t is letter number t; an odd token is held back until the next token."""
 
-    def __init__(self) -> None:
+    def __init__(self, keep: bool | Sequence[str] = False) -> None:
+        assert not keep
         self.held = ""
 
     def step(self, token_id: int) -> str:
@@ -48,7 +49,7 @@ class Bench:
     speculative: str = "off"
     max_draft_tokens: int = 15
     check_sample: float = 0.0
-    text_decoder: Callable[[], IncrementalDetokenizer] = LetterDecoder
+    text_decoder: DetokenizerFactory = LetterDecoder
     tokens: dict[int, list[int]] = field(default_factory=dict)
     answers: dict[int, dict[int, list[int]]] = field(default_factory=dict)
     texts: dict[tuple[int, int], str] = field(default_factory=dict)

@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,7 @@ def fake_engine(
         config,
         gate,
         vocab_size=TOKENIZER.vocab_size,
-        detokenizer_factory=lambda: Detokenizer(TOKENIZER),
+        detokenizer_factory=partial(Detokenizer, TOKENIZER),
     )
     return AsyncLLM.from_core(core, TOKENIZER), gate
 

@@ -2,9 +2,12 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Coroutine, Mapping, MutableMapping
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Coroutine, Mapping, MutableMapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,6 +51,41 @@ class Answer:
         return [json.loads(payload) for payload in payloads if payload != "[DONE]"]
 
 
+# Writes tools, calls, results and thoughts; ramify-tiny's own template has neither.
+TOOL_TEMPLATE = """
+{{- bos_token -}}
+{%- if tools -%}
+{{- '<|system|>Call one of these as <tool_call>JSON</tool_call>:' -}}
+{%- for tool in tools -%}{{- '\\n' + (tool | tojson) -}}{%- endfor -%}
+{{- '<|end|>' -}}
+{%- endif -%}
+{%- for message in messages -%}
+{{- '<|user|>' if message.role == 'tool' else '<|' + message.role + '|>' -}}
+{%- if message.reasoning_content -%}
+{{- '<think>' + message.reasoning_content + '</think>' -}}
+{%- endif -%}
+{{- message.content or '' -}}
+{%- for call in message.tool_calls or [] -%}
+{{- '<tool_call>' + (call.function | tojson) + '</tool_call>' -}}
+{%- endfor -%}
+{{- '<|end|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
+"""
+
+
+def tokenizer_with(chat_template: str | None) -> Tokenizer:
+    """The tokenizer of the built-in model, with another chat template if there is one."""
+    if chat_template is None:
+        return Tokenizer.load(TINY)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copyfile(TINY / file, folder / file)
+        (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
+        return Tokenizer.load(folder)
+
+
 class ServerBench:
     """A server over a fake device; use `call` and `post` inside `async with bench.running()`."""
 
@@ -62,6 +100,9 @@ class ServerBench:
         max_num_seqs: int = 16,
         max_waiting: int = 64,
         prefix_cache: bool = True,
+        chat_template: str | None = None,
+        aliases: Sequence[str] = (),
+        **server_options: Any,
     ) -> None:
         requested = EngineConfig.of(
             kv_cache_tokens=pool_tokens,
@@ -72,7 +113,7 @@ class ServerBench:
             max_waiting=max_waiting,
         )
         config = resolve(requested, model_max_len=max_model_len, token_bytes=1, free_memory=0)
-        tokenizer = Tokenizer.load(TINY)
+        tokenizer = tokenizer_with(chat_template)
         vocab = tokenizer.vocab_size
         ends = tokenizer.eos_token_ids
         self.device = FakeExecutor(config.num_pages, page_size, vocab_size=vocab)
@@ -83,7 +124,7 @@ class ServerBench:
             vocab_size=vocab,
             eos_token_ids=ends,
             namespace=b"",
-            detokenizer_factory=lambda: Detokenizer(tokenizer),
+            detokenizer_factory=partial(Detokenizer, tokenizer),
             grammar_compiler=formats.compile,
         )
         self.llm = AsyncLLM.from_core(self.core, tokenizer)
@@ -91,10 +132,11 @@ class ServerBench:
             self.llm,
             tokenizer,
             model="tiny",
+            aliases=aliases,
         )
         self.ended: list[Generation] = []
         self.service.listeners.append(self.ended.append)
-        self.server = Server(self.service, keys, local_admin=local_admin)
+        self.server = Server(self.service, keys, local_admin=local_admin, **server_options)
         self.app = self.server.app(self._lifespan)
 
     @asynccontextmanager
@@ -199,3 +241,25 @@ def chat(text: str, **others: Any) -> dict[str, Any]:
     """The body of a chat request for 4 tokens, with further fields."""
     body: dict[str, Any] = {"messages": [{"role": "user", "content": text}], "max_tokens": 4}
     return body | others
+
+
+def ask(path: str, body: object, *, next_text: str | None = None) -> Answer:
+    """The answer of a new server; with `next_text`, its model continues with that text."""
+    bench = ServerBench()
+    if next_text is not None:
+        tokenizer = bench.service.tokenizer
+        script = tokenizer.encode(next_text, add_special_tokens=False)
+        begins: list[int] = []
+
+        def next_token(context: Any) -> int:
+            begins[:] = begins or [len(context)]
+            done = len(context) - begins[0]
+            return script[done] if done < len(script) else tokenizer.eos_token_ids[0]
+
+        bench.device.next_token = next_token
+
+    async def main() -> Answer:
+        async with bench.running():
+            return await bench.post(path, body)
+
+    return run(main())

@@ -139,6 +139,49 @@ VALID: tuple[tuple[str, dict[str, Any]], ...] = (
         },
     ),
     (
+        "/v1/messages",
+        {
+            "model": "tiny",
+            "max_tokens": 3,
+            "messages": [
+                {"role": "system", "content": "first"},
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "image", "source": {"type": "base64", "data": "AAAA"}},
+                        {
+                            "type": "document",
+                            "title": "t",
+                            "source": {
+                                "type": "content",
+                                "content": [{"type": "text", "text": "d"}],
+                            },
+                        },
+                    ],
+                },
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "server_tool_use", "id": "s", "name": "w", "input": {"q": "x"}},
+                        {
+                            "type": "web_search_tool_result",
+                            "tool_use_id": "s",
+                            "content": [{"type": "web_search_result", "title": "t", "url": "u"}],
+                        },
+                    ],
+                },
+                {"role": "system", "content": "late", "clear_at": "never"},
+                {"role": "user", "content": "go on"},
+            ],
+            "tools": [
+                {"type": "bash_20250124", "name": "bash"},
+                {"type": "web_search_20250305", "name": "web_search", "max_uses": 1},
+            ],
+            "context_management": {"edits": []},
+            "mcp_servers": [],
+        },
+    ),
+    (
         "/v1/messages/count_tokens",
         {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "system": "s"},
     ),

@@ -104,7 +104,7 @@ class _BrokenMatcher:
 def test_who_breaks_the_making_of_steps_fails_alone() -> None:
     """A request whose grammar matcher raises fails, and every other request is answered."""
     bench = Bench()
-    bench.core.lifecycle.grammar_compiler = lambda spec: _BrokenMatcher()
+    bench.core.lifecycle.grammar_compiler = lambda spec, tenant: _BrokenMatcher()
     prompts = served(bench, steps=0)
     bad = bench.add([9] * 5, max_tokens=3, structured=StructuredOutput(regex="a+"))
     assert_answered(bench, prompts)
@@ -274,4 +274,4 @@ def test_a_guess_that_leads_to_a_dead_end_is_the_last_row_that_is_drawn() -> Non
         masks = shaper.for_step((), draft).token_bitmasks
         assert masks is not None
         assert len(masks) == rows
-        assert all(mask.any() for mask in masks)
+        assert all(mask is not None and mask.any() for mask in masks)

@@ -12,6 +12,7 @@ from tests.pure.test_docs import blocks
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = (DOCS / "server.md").read_text(encoding="utf-8")
+APIS = (DOCS / "api.md").read_text(encoding="utf-8")
 
 
 def test_every_block_of_python_runs() -> None:
@@ -43,7 +44,7 @@ def test_the_table_has_every_metric() -> None:
 
 
 def test_options_and_routes_exist() -> None:
-    """Every command-line option that the page names exists."""
+    """Every command-line option that the pages name exists."""
     group: Any = typer.main.get_command(app)
     known = {
         option
@@ -51,6 +52,6 @@ def test_options_and_routes_exist() -> None:
         for parameter in group.commands[name].params
         for option in parameter.opts
     }
-    named = set(re.findall(r"`(?:ramify \w+ )?(--[a-z-]+)", PAGE)) - {"--help"}
+    named = set(re.findall(r"`(?:ramify \w+ )?(--[a-z-]+)", PAGE + APIS)) - {"--help"}
     assert named <= known
     assert len(named) > 8

@@ -6,7 +6,8 @@ import random
 import pytest
 
 from ramify.server.errors import ApiError
-from ramify.server.http.wire import MAX_DEPTH, decode_body, json_depth
+from ramify.server.http.json_limits import MAX_DEPTH, json_shape
+from ramify.server.http.wire import decode_body
 
 
 def depth_of(value: object) -> int:
@@ -33,7 +34,7 @@ def test_depth_counts_brackets_outside_of_strings(seed: int) -> None:
     rng = random.Random(seed)
     value = [random_json(rng, rng.randrange(1, 6)), *[[]] * MAX_DEPTH]
 
-    depth = json_depth(json.dumps(value, ensure_ascii=rng.random() < 0.5).encode())
+    depth = json_shape(json.dumps(value, ensure_ascii=rng.random() < 0.5).encode()).depth
 
     assert depth == depth_of(value)
 

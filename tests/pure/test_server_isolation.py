@@ -11,7 +11,7 @@ from tests.pure.server_bench import Answer, ServerBench, chat, run
 SECRET = "zanzibar-quokka"  # in ann's prompts only
 PROMPT = f"The password of the vault is {SECRET}. " * 8
 KEYS = ApiKeys.of("key-ann", "key-bob", admin="key-admin")
-OPEN = {"/livez", "/readyz", "/health", "/ping", "/version", "/openapi.json"}
+OPEN = {"/", "/livez", "/readyz", "/health", "/ping", "/version", "/openapi.json"}
 ADMIN = {"/v1/cache", "/v1/cache/tree", "/v1/cache/pins", "/v1/cache/pins/{name}"} | {
     "/reset_prefix_cache",
     "/metrics",

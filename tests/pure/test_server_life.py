@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import httpx2 as httpx
 import pytest
@@ -140,8 +141,63 @@ def test_a_drain_has_an_end(caplog: pytest.LogCaptureFixture) -> None:
                 last = list(stream)[-1]
         running.thread.join(30)
         assert not running.thread.is_alive()
-    assert last["choices"][0]["finish_reason"] is not None
+    assert last["choices"][0]["finish_reason"] == "abort"
     assert "1 requests are cut short" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "reason"),
+    [
+        ("/v1/chat/completions", MESSAGE, "abort"),
+        ("/v1/messages", MESSAGE, "pause_turn"),
+        ("/v1/responses", {"input": "Who?", "max_output_tokens": 2000}, "abort"),
+    ],
+)
+def test_an_answer_that_a_shutdown_cuts_says_so(
+    path: str, body: dict[str, object], reason: str
+) -> None:
+    """In every API, not as if its own limit had been reached."""
+    with live(drain_s=0.2, next_token=slowly) as running, ThreadPoolExecutor(1) as pool:
+        request = body | ({} if "input" in body else {"max_tokens": 2000})
+        waiting = pool.submit(running.post, path, request)
+        until(lambda: num_live(running) == 1)
+        running.listener.handle_exit(signal.SIGTERM, None)
+        answer = waiting.result(30).json()
+        running.thread.join(30)
+    choice = (answer.get("choices") or [answer])[0]
+    details = answer.get("incomplete_details") or {}
+    assert reason in (
+        choice.get("finish_reason"),
+        choice.get("stop_reason"),
+        details.get("reason"),
+    ), answer
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
+def test_a_client_that_leaves_while_sending_is_499(
+    shared: Live, caplog: pytest.LogCaptureFixture, is_streaming: bool
+) -> None:
+    """While it sends its body, or while a stream is sent to it: in the metrics, without a traceback."""
+    name = 'ramify_http_responses_total{route="/v1/completions",status="499"}'
+    before = shared.metrics().get(name, 0)
+    body = b'{"prompt":"Who?","max_tokens":2000,"stream":true}'
+    length = len(body) + (0 if is_streaming else 5)
+    port = int(shared.url.rsplit(":", 1)[1])
+    with (
+        caplog.at_level(logging.INFO),
+        socket.create_connection(("127.0.0.1", port)) as client,
+    ):
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n"
+        client.sendall(head.encode() + body)
+        if is_streaming:
+            assert client.recv(100).startswith(b"HTTP/1.1 200")
+        client.close()
+        until(lambda: shared.metrics().get(name, 0) == before + 1)
+    shared.until_idle()
+    assert "Traceback" not in caplog.text
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    if not is_streaming:
+        assert "status=499" in caplog.text
 
 
 def slowly(context: object) -> int:
@@ -241,18 +297,33 @@ def test_a_reader_that_takes_nothing_is_left(caplog: pytest.LogCaptureFixture) -
             running.until_idle()
 
 
-def test_a_silent_stream_is_kept_open() -> None:
-    """By SSE comments while the engine computes."""
+@pytest.mark.parametrize(
+    ("path", "fields", "ping", "last"),
+    [
+        ("/v1/completions", {"prompt": "Who?"}, [": ping", ""], "data: [DONE]"),
+        (
+            "/v1/messages",
+            {"model": "fake", "messages": [{"role": "user", "content": "Who?"}]},
+            ["event: ping", 'data: {"type":"ping"}', "event: ping"],
+            'data: {"type":"message_stop"}',
+        ),
+    ],
+)
+def test_a_silent_stream_is_kept_open(
+    path: str, fields: dict[str, Any], ping: list[str], last: str
+) -> None:
+    """By pings while the engine computes: SSE comments, or Anthropic's event."""
     with live() as running:
         running.server.ping_s = 0.05
         running.gate.is_open = False
         running.gate.allowed.release()
-        body = {"prompt": "Who?", "max_tokens": 3, "stream": True}
-        with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=30) as answer:
+        body = fields | {"max_tokens": 3, "stream": True}
+        with httpx.stream("POST", running.url + path, json=body, timeout=30) as answer:
             lines = answer.iter_lines()
-            next(line for line in lines if line == ": ping")
+            for expected in ping:
+                next(line for line in lines if line == expected)
             running.gate.open()
-            assert list(lines)[-2] == "data: [DONE]"
+            assert list(lines)[-2] == last
 
 
 def test_asyncio_has_no_task_left(shared: Live) -> None:

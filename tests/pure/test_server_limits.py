@@ -17,14 +17,14 @@ from tests.pure.server_bench import Answer, ServerBench, chat, run
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
-LARGE = {"type": "object", "description": "x" * 70000}
+LARGE = {"type": "object", "const": {"a": "x" * 70000}}
 LARGE_FORM = {"type": "json_schema", "json_schema": {"name": "n", "schema": LARGE}}
 
 BEYOND: tuple[tuple[str, dict[str, Any], str], ...] = (
     (CHAT, chat("x", n=129), "n"),
     (CHAT, chat("x", n=10**30), "n"),
     (CHAT, chat("x", n=0), "n"),
-    (CHAT, chat("x", max_tokens=-1), "max_tokens"),
+    (CHAT, chat("x", max_tokens=-2), "max_tokens"),
     (CHAT, chat("x", stop=["s"] * 17), "stop"),
     (CHAT, chat("x", stop="s" * 257), "stop"),
     (CHAT, chat("x", logit_bias={str(at): 1 for at in range(1025)}), "logit_bias"),

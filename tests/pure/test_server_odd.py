@@ -87,11 +87,12 @@ def test_what_one_tenant_asked_does_not_make_another_ones_prompt_faster() -> Non
 def test_fronts_are_only_looked_up_where_a_text_as_long_is_remembered() -> None:
     """The encoder's text lengths match its remembered texts, also after it has forgotten some."""
     tokenizer = Tokenizer.load(TINY)
-    encoder = IncrementalEncoder(tokenizer, max_tokens=50)
+    encoder = IncrementalEncoder(tokenizer, max_tokens=500)
     for at in range(20):
         encoder.encode("<|user|>" + "word " * at + "<|end|>\n", "ann")
 
-    assert sum(encoder._lengths.values()) == len(encoder._remembered) < 20
+    assert sum(encoder._lengths.values()) == len(encoder._remembered)
+    assert 0 < len(encoder._remembered) < 20
     assert len(encoder._lengths) <= len(encoder._remembered)
 
 
@@ -126,7 +127,7 @@ def test_who_goes_away_pays_for_what_was_computed() -> None:
     ],
 )
 def test_what_is_remembered_of_a_request_is_bounded(path: str, field: dict[str, Any]) -> None:
-    """Records are counted in tokens: nothing that costs none may be large."""
+    """Fields that no context bounds have a bound of their own."""
 
     async def main() -> None:
         async with ServerBench().running() as bench:
@@ -156,5 +157,53 @@ def test_explain_goes_on_from_an_earlier_response() -> None:
 
             assert explained["prompt_tokens"] == answered["usage"]["input_tokens"]
             assert unknown.status == 404
+
+    run(main())
+
+
+def test_a_request_that_is_not_stored_leaves_no_record() -> None:
+    """`store: false` of both of OpenAI's APIs; without it, only the responses API keeps text."""
+
+    async def main() -> None:
+        async with ServerBench().running() as bench:
+            history = bench.service.history
+            for path, body in (
+                ("/v1/responses", {"input": "Hello", "max_output_tokens": 3}),
+                ("/v1/chat/completions", chat("Hello")),
+            ):
+                assert (await bench.post(path, body | {"store": False})).status == 200
+                assert (len(history), history.num_bytes) == (0, 0)
+            kept = [(await bench.post(*args)).json["id"] for args in STORED]
+            entries = [history.get("", id_) for id_ in kept]
+            assert [entry is not None and entry.response is not None for entry in entries] == [
+                True,
+                False,
+                False,
+            ]
+            assert "walrus" not in str(entries[1:])
+
+    run(main())
+
+
+WALRUS = {"type": "text", "json_schema": {"name": "n", "schema": {"description": "walrus" * 9}}}
+STORED: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("/v1/responses", {"input": "walrus", "max_output_tokens": 3}),
+    ("/v1/chat/completions", chat("walrus", response_format=WALRUS)),
+    ("/v1/completions", {"prompt": "walrus", "max_tokens": 3}),
+)
+
+
+def test_large_fields_that_are_only_compared_leave_digests() -> None:
+    """Forty requests with a megabyte in a schema's description leave a few kilobytes each."""
+    form = {"name": "n", "schema": {"type": "object", "description": "x" * 2**20}}
+
+    async def main() -> None:
+        async with ServerBench().running() as bench:
+            for number in range(40):
+                body = chat(f"{number}", response_format={"type": "text", "json_schema": form})
+                assert (await bench.post("/v1/chat/completions", body)).status == 200
+
+            assert len(bench.service.history) == 40
+            assert bench.service.history.num_bytes < 40 * 4096
 
     run(main())

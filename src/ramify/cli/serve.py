@@ -32,12 +32,26 @@ class LogFormat(str, Enum):
 def serve(
     engine: dict[str, Any],
     model: Model = DEFAULT_MODEL,
+    more_names: Annotated[
+        list[str] | None,
+        typer.Argument(help="Further model names: `ramify serve DIR --served-model-name a b c`."),
+    ] = None,
     host: Annotated[str, typer.Option(help="127.0.0.1 is this machine only.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
     served_model_name: Annotated[
         list[str] | None,
+        typer.Option(help="Model names for clients; '*' serves any name.", rich_help_panel=MODEL),
+    ] = None,
+    tool_call_parser: Annotated[
+        str | None,
         typer.Option(
-            help="Model name for clients; repeat the flag for several.", rich_help_panel=MODEL
+            help="Format of tool calls; default: the chat template's.", rich_help_panel=MODEL
+        ),
+    ] = None,
+    reasoning_parser: Annotated[
+        str | None,
+        typer.Option(
+            help="Format of reasoning; default: the chat template's.", rich_help_panel=MODEL
         ),
     ] = None,
     warm: Annotated[
@@ -56,6 +70,17 @@ def serve(
         Path | None, SafetyOption(help="Hashed keys, tenants, quotas: `ramify keys`.")
     ] = None,
     insecure: Annotated[bool, SafetyOption(help="Allow a non-local --host without keys.")] = False,
+    allowed_hosts: Annotated[
+        list[str] | None,
+        SafetyOption(
+            help="Host header to answer beside localhost; repeat it, '*' is any. Default: without "
+            "keys on this machine only localhost, else any."
+        ),
+    ] = None,
+    allowed_origins: Annotated[
+        list[str] | None,
+        SafetyOption(help="Origin whose web pages may call; repeat it, '*' is any."),
+    ] = None,
     record: Annotated[
         Path | None,
         OperationsOption(help="Append a line of token hashes per request to this file."),
@@ -72,6 +97,10 @@ def serve(
 
     Ctrl-C lets live requests end; a second one does not.
     """
+    if more_names and not served_model_name:
+        raise typer.BadParameter(
+            f"{more_names[0]!r} follows the model; more names need --served-model-name before them"
+        )
     from ramify.server.run import ServeOptions, serve
 
     options = ServeOptions(
@@ -79,11 +108,15 @@ def serve(
         engine=engine,
         host=host,
         port=port,
-        served_names=tuple(served_model_name or ()),
+        served_names=(*(served_model_name or ()), *(more_names or ())),
+        tool_call_parser=tool_call_parser,
+        reasoning_parser=reasoning_parser,
         api_keys=tuple(api_key or ()),
         admin_key=admin_key,
         key_file=api_key_file,
         insecure=insecure,
+        allowed_hosts=tuple(allowed_hosts or ()),
+        allowed_origins=tuple(allowed_origins or ()),
         warm=warm,
         public=public,
         record=record,

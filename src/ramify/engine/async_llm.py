@@ -88,7 +88,7 @@ class AsyncLLM:
     def _attach_core(self, core: EngineCore, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer
         self.config: ResolvedConfig = core.config
-        self._compile_grammar = core.compile_grammar
+        self.compile_grammar = core.compile_grammar  # for any thread
         self._engine_thread = EngineThread(core)
         self._dispatchers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopDispatcher] = (
             weakref.WeakKeyDictionary()
@@ -220,7 +220,8 @@ class AsyncLLM:
         async def submit(final_only: bool) -> OutputCollector:
             ids = await asyncio.to_thread(encode_prompt) if in_thread else encode_prompt()
             if isinstance(chosen, SamplingParams) and chosen.structured is not None:
-                await asyncio.to_thread(self._compile_grammar, chosen)  # may take a second
+                tenant = str(options["tenant"])
+                await asyncio.to_thread(self.compile_grammar, chosen, tenant)  # may take a second
             collector = OutputCollector(self._dispatcher(), final_only=final_only)
             self._engine_thread.submit(collector, ids, chosen, **options)
             return collector

@@ -24,7 +24,7 @@ from ramify.engine.lifecycle import RequestLifecycle
 from ramify.engine.logits.logits_processors import GrammarMatcher
 from ramify.engine.output_processor import append_sampled_tokens
 from ramify.engine.prefix_namespaces import PrefixNamespaces
-from ramify.engine.request import IncrementalDetokenizer, Request
+from ramify.engine.request import DetokenizerFactory, Request
 from ramify.engine.scheduling.queue_limits import QueueLimits
 from ramify.engine.scheduling.scheduler import ScheduledStep, Scheduler
 from ramify.engine.scheduling.step_plan import build_step_plan
@@ -64,7 +64,8 @@ class EngineCore:
         namespace: what K/V depends on besides the tokens: model, weights, dtype.
         detokenizer_factory: creates a request's detokenizer; None if the model has no tokenizer.
         drafter: proposes draft tokens; None for the drafter that `config` selects, if any.
-        grammar_compiler: creates a request's grammar matcher; None without structured output.
+        grammar_compiler: creates the grammar matcher of a format and a tenant; None without structured
+            output.
         clock: seconds.
     """
 
@@ -76,9 +77,9 @@ class EngineCore:
         vocab_size: int,
         eos_token_ids: Iterable[int] = (),
         namespace: bytes = b"",
-        detokenizer_factory: Callable[[], IncrementalDetokenizer] | None = None,
+        detokenizer_factory: DetokenizerFactory | None = None,
         drafter: Drafter | None = None,
-        grammar_compiler: Callable[[StructuredOutput], GrammarMatcher] | None = None,
+        grammar_compiler: Callable[[StructuredOutput, str], GrammarMatcher] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.config = config
@@ -248,17 +249,16 @@ class EngineCore:
             )
         limits.check_tokens(queue, tenant, num_tokens=num_tokens, now_s=self._clock())
 
-    def compile_grammar(self, params: SamplingParams) -> None:
-        """Compile the grammar of `params.structured` into the compiler's cache.
+    def compile_grammar(self, params: SamplingParams, tenant: str = "") -> None:
+        """Compile the grammar of `params.structured` into the tenant's part of the cache.
 
         For any thread: compiling takes long, and `add_request` would do it in the engine's thread.
 
         Raises:
             RequestError: the grammar is invalid or not supported.
         """
-        compiler = self.lifecycle.grammar_compiler
-        if params.structured is not None and compiler is not None:
-            compiler(params.structured)
+        if params.structured is not None:
+            self.lifecycle.compile_grammar(params.structured, tenant)
 
     def verify_next_hit(self) -> bool:
         """Queue a cold recomputation of the next sampled cache hit; returns whether it did.

@@ -16,7 +16,7 @@ from ramify.engine.hit_verifier import HitVerifier
 from ramify.engine.logits.logits_processors import GrammarMatcher, LogitsProcessor
 from ramify.engine.output_processor import flush_held_text, take_stable_text
 from ramify.engine.prefix_namespaces import owner_of_namespace
-from ramify.engine.request import IncrementalDetokenizer, Request
+from ramify.engine.request import DetokenizerFactory, Request
 from ramify.errors import InvalidParamsError, StepFailedError
 from ramify.outputs import FinishReason, PrefixReport, RequestOutput, StepOutput
 from ramify.params import SamplingParams, StructuredOutput
@@ -35,8 +35,8 @@ class RequestLifecycle:
         *,
         vocab_size: int,
         eos_token_ids: Iterable[int],
-        detokenizer_factory: Callable[[], IncrementalDetokenizer] | None,
-        grammar_compiler: Callable[[StructuredOutput], GrammarMatcher] | None,
+        detokenizer_factory: DetokenizerFactory | None,
+        grammar_compiler: Callable[[StructuredOutput, str], GrammarMatcher] | None,
         clock: Callable[[], float],
     ) -> None:
         self.requests: dict[int, Request] = {}  # live ones by id, children too, oldest first
@@ -117,7 +117,7 @@ class RequestLifecycle:
         """
         request.logits_processor = self._create_logits_processor(request)
         if self.detokenizer_factory is not None:
-            request.detokenizer = self.detokenizer_factory()
+            request.detokenizer = self.detokenizer_factory(request.params.keep_special_tokens)
             # A stop token is not text.
             end = -1 if isinstance(request.stop_reason, int) else None
             for token in request.output_ids[:end]:
@@ -128,10 +128,7 @@ class RequestLifecycle:
         if not LogitsProcessor.is_needed(params):
             return None
         if params.structured is not None:
-            if self.grammar_compiler is None:
-                allowed = "None: the model has no tokenizer"
-                raise InvalidParamsError("structured", "given", allowed)
-            matcher = self.grammar_compiler(params.structured)
+            matcher = self.compile_grammar(params.structured, request.tenant)
         return LogitsProcessor(
             request.prompt_ids,
             params,
@@ -139,6 +136,17 @@ class RequestLifecycle:
             vocab_size=self.vocab_size,
             matcher=matcher,
         )
+
+    def compile_grammar(self, spec: StructuredOutput, tenant: str) -> GrammarMatcher:
+        """A matcher for one answer. For any thread.
+
+        Raises:
+            InvalidParamsError: the grammar is invalid, or the model has no tokenizer.
+        """
+        if self.grammar_compiler is None:
+            allowed = "None: the model has no tokenizer"
+            raise InvalidParamsError("structured", "given", allowed)
+        return self.grammar_compiler(spec, tenant)
 
     def register(self, parent: Request) -> None:
         """Make a group live."""

@@ -25,6 +25,8 @@ def append_sampled_tokens(request: Request, sampled: SampledTokens) -> None:
         num_tokens = num_before + len(tokens)
         if token in request.stop_token_ids:
             finish_reason, stop_reason = FinishReason.STOP, token
+            if request.params.include_stop and request.detokenizer is not None:
+                text += request.detokenizer.step(token)
         else:
             if request.detokenizer is not None:
                 num_chars, text = len(text), text + request.detokenizer.step(token)
@@ -88,7 +90,10 @@ def _partial_stop_len(text: str, stop: str) -> int:
 def _truncate_at_stop_string(
     request: Request, text: str, num_chars: int, num_tokens: int
 ) -> tuple[str, str | None]:
-    """Text up to the first stop string that ends after `num_chars` characters, and that string."""
+    """Text up to the first stop string that ends after `num_chars` characters, and that string.
+
+    With `include_stop`, the text has the string at its end.
+    """
     if num_tokens < request.params.min_tokens:
         return text, None
     matches = [
@@ -99,4 +104,5 @@ def _truncate_at_stop_string(
     if not matches:
         return text, None
     begin, stop = min(matches)
-    return text[:begin], stop
+    end = begin + len(stop) if request.params.include_stop else begin
+    return text[:end], stop

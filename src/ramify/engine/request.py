@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -33,6 +34,10 @@ class IncrementalDetokenizer(Protocol):
 
     def finish(self) -> str:
         """The text held back at the end of the output."""
+
+
+# Creates the detokenizer of a request from its `SamplingParams.keep_special_tokens`.
+DetokenizerFactory = Callable[[bool | Sequence[str]], IncrementalDetokenizer]
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)

@@ -3,28 +3,45 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
+from starlette.types import Scope
 
+from ramify.server.anthropic.protocol import VERSION_HEADER
 from ramify.server.context import RequestContext
 from ramify.server.errors import ApiError, as_api_error
 from ramify.server.health import Readiness
-from ramify.server.http.wire import PING_S, KeepAliveResponse, error_response, request_id
+from ramify.server.http.body_budget import BodyBudget
+from ramify.server.http.browser_guard import BrowserGuard, BrowserRules
+from ramify.server.http.wire import (
+    ANTHROPIC_PING,
+    PING,
+    PING_S,
+    KeepAliveResponse,
+    error_response,
+    request_id,
+)
 from ramify.server.operations.load_monitor import LoadMonitor
 from ramify.server.operations.metrics import Metrics
 from ramify.server.operations.request_log import log_rejected
+from ramify.server.prompt_jobs import PromptWorkers
 from ramify.server.routes import ENDPOINTS, Endpoint
 from ramify.server.service import Service
 from ramify.server.tenants import ApiKeys, Caller, Quota
+
+EXPOSED_HEADERS = ("X-Request-Id", "X-Cache", "X-Ramify-Warning", "Retry-After")
+CORS_MAX_AGE_S = 600
 
 
 class Server:
@@ -33,22 +50,45 @@ class Server:
     Args:
         keys: None lets everybody call, as one tenant.
         local_admin: without keys, everybody may use the admin endpoints.
+        allowed_hosts: Host headers to answer; None: any. See `BrowserRules`.
+        allowed_origins: origins of other sites whose pages may call and read answers. Without keys
+            no other page may call; with keys it may, if it knows one, but not read.
     """
 
     def __init__(
-        self, service: Service, keys: ApiKeys | None = None, *, local_admin: bool = True
+        self,
+        service: Service,
+        keys: ApiKeys | None = None,
+        *,
+        local_admin: bool = True,
+        allowed_hosts: Collection[str] | None = None,
+        allowed_origins: Collection[str] = (),
     ) -> None:
         self.service, self.keys = service, keys
+        self.allowed_origins = allowed_origins
+        self._browser_rules = BrowserRules.of(
+            allowed_hosts, allowed_origins if keys is None else None
+        )
         is_admin = local_admin and keys is None
         self.anonymous = Caller("", is_admin=is_admin, quota=Quota(max_cached_share=None))
         service.has_several_tenants = keys is not None and keys.num_tenants > 1
         self.metrics = Metrics(service.model)
         service.listeners.append(self.metrics.observe_request)
         service.event_listeners.append(self.metrics.observe_tokens)
+        self.metrics.watch(
+            "request_history_bytes",
+            "memory of ended requests, for diagnostics and stored responses",
+            lambda: service.history.num_bytes,
+        )
+        self.metrics.watch(
+            "conversation_bytes",
+            "memory of /v1/conversations",
+            lambda: service.conversations.num_bytes,
+        )
         self.health = Readiness(service.engine.health)
         self.ping_s = PING_S
-        # Rendering and tokenising a long prompt would block the event loop.
-        self._prompt_thread = ThreadPoolExecutor(1, "ramify-prompts")
+        self.bodies = BodyBudget()
+        self._prompt_workers = PromptWorkers()
 
     def app(self, lifespan: Callable[[Starlette], Any] | None = None) -> Starlette:
         """The ASGI application.
@@ -56,11 +96,23 @@ class Server:
         Args:
             lifespan: in place of the server's own, for tests that start and stop the server themselves.
         """
-        return Starlette(
-            routes=[self._route(endpoint) for endpoint in ENDPOINTS],
+        guard = Middleware(BrowserGuard, rules=self._browser_rules, refuse=self._refuse)
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=self.allowed_origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=EXPOSED_HEADERS,
+            max_age=CORS_MAX_AGE_S,
+        )
+        app = Starlette(
+            routes=[route for endpoint in ENDPOINTS for route in self._routes(endpoint)],
+            middleware=[guard, cors] if self.allowed_origins else [guard],
             exception_handlers={HTTPException: self._http_error, Exception: self._http_error},
             lifespan=lifespan or self._lifespan,
         )
+        app.router.redirect_slashes = False  # redirects would go to whatever Host says
+        return app
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
@@ -73,11 +125,12 @@ class Server:
             self.health.is_ready = False
             monitor.cancel()
             await asyncio.gather(monitor, return_exceptions=True)
-            self._prompt_thread.shutdown(wait=False)
+            self._prompt_workers.shutdown()
 
-    def _route(self, endpoint: Endpoint) -> Route:
+    def _routes(self, endpoint: Endpoint) -> list[Route]:
         async def serve(request: Request) -> Any:
-            headers = {"x-request-id": request_id(request)}
+            is_anthropic = endpoint.uses_anthropic(request)
+            headers = _id_headers(request, is_anthropic)
             context = self._context(request, headers)
             try:
                 context = replace(context, caller=self.caller(request))
@@ -88,14 +141,16 @@ class Server:
                 response = await endpoint.handler(context)
             except Exception as error:  # noqa: BLE001 - every failure has a response
                 await context.close()
-                is_anthropic = endpoint.dialect == "anthropic"
                 response = error_response(error, anthropic=is_anthropic, headers=headers)
                 log_rejected(as_api_error(error), endpoint.path, headers["x-request-id"])
             except BaseException:
                 await context.close()
                 raise
-            self.metrics.count_response(endpoint.path, response.status_code)
-            return KeepAliveResponse(response, context.close, ping_s=self.ping_s)
+            count = partial(self.metrics.count_response, endpoint.path)
+            ping = ANTHROPIC_PING if is_anthropic else PING
+            return KeepAliveResponse(
+                response, context.close, count=count, ping_s=self.ping_s, ping=ping
+            )
 
         async def serve_open(request: Request) -> Response:
             context = self._context(request, {})
@@ -104,7 +159,7 @@ class Server:
             return await endpoint.handler(context)
 
         handler = serve_open if endpoint.is_open else serve
-        return Route(endpoint.path, handler, methods=[endpoint.method])
+        return [Route(path, handler, methods=[endpoint.method]) for path in endpoint.paths]
 
     def _context(self, request: Request, headers: dict[str, str]) -> RequestContext:
         return RequestContext(
@@ -114,7 +169,8 @@ class Server:
             self.service,
             self.metrics,
             self.health,
-            self._prompt_thread,
+            self._prompt_workers,
+            self.bodies,
         )
 
     def caller(self, request: Request) -> Caller:
@@ -130,14 +186,46 @@ class Server:
             key = request.headers.get("x-api-key", "")
         return self.keys.caller(key.strip())
 
+    def _refuse(self, scope: Scope, error: ApiError) -> Response:
+        """The response to a request that `BrowserRules` refuse."""
+        request = Request(scope)
+        anthropic = _is_anthropic(request)
+        headers = _id_headers(request, anthropic)
+        log_rejected(error, "-", headers["x-request-id"])
+        self.metrics.count_response("-", error.status)
+        return error_response(error, anthropic=anthropic, headers=headers)
+
     async def _http_error(self, request: Request, error: Exception) -> Response:
-        headers = {"x-request-id": request_id(request)}
-        anthropic = request.url.path.startswith("/v1/messages")
+        anthropic = _is_anthropic(request)
+        headers = _id_headers(request, anthropic)
         if isinstance(error, HTTPException):
             messages = {
                 404: f"there is nothing at {request.url.path[:200]}",
                 405: f"{request.method} is not possible at {request.url.path[:200]}",
             }
             message = messages.get(error.status_code, str(error.detail))
+            if error.status_code == 405:
+                headers["Allow"] = ", ".join(sorted(allowed_methods(request)))
             error = ApiError(error.status_code, message)
         return error_response(error, anthropic=anthropic, headers=headers)
+
+
+def allowed_methods(request: Request) -> set[str]:
+    """The methods of all routes that match the path of a request."""
+    methods: set[str] = set()
+    for route in request.app.routes:
+        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
+            methods |= route.methods or set()
+    return methods
+
+
+def _is_anthropic(request: Request) -> bool:
+    """Whether errors at a request's path have Anthropic's form."""
+    is_messages = request.url.path.startswith(("/v1/messages", "/messages"))
+    return is_messages or VERSION_HEADER in request.headers
+
+
+def _id_headers(request: Request, is_anthropic: bool) -> dict[str, str]:
+    """The request's id in a header, or in two: Anthropic's clients read another."""
+    name = request_id(request)
+    return {"x-request-id": name} | ({"request-id": name} if is_anthropic else {})

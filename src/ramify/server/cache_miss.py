@@ -25,7 +25,9 @@ REASONS = {  # of `Explanation` -> in responses
 class CacheMiss:
     """The first prompt token that missed the cache, and why."""
 
-    reason: str  # cold, diverged, evicted, other_namespace, page_tail, in_flight, disabled
+    # cold, new_turn, diverged, evicted, other_namespace, page_tail, shorter_than_a_page, in_flight,
+    # disabled
+    reason: str
     at_token: int
     segment: str | None = None
     had: str | None = None  # the cached prompt's text from `at_token` on
@@ -38,10 +40,17 @@ class CacheMiss:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
+def _continues(prompt: RenderedPrompt, num_hit: int, page_size: int) -> bool:
+    """Whether a hit has the earlier turns of a conversation, up to the last page of their answer."""
+    num_answered = prompt.num_answered_tokens
+    return num_hit > 0 and 0 < num_answered < num_hit + page_size
+
+
 def explain_miss(
     explanation: Explanation,
     prompt: RenderedPrompt,
     decode: Callable[[Sequence[int]], str],
+    page_size: int,
 ) -> CacheMiss | None:
     """The token at which the cache lookup of a prompt ended; None if it hit all it could.
 
@@ -52,6 +61,10 @@ def explain_miss(
     if reason == "hit":
         return None
     at_token = explanation.hit_tokens
+    if reason == "page_tail" and at_token == 0:
+        reason = "shorter_than_a_page"
+    elif reason == "cold" and _continues(prompt, at_token, page_size):
+        reason = "new_turn"
     if reason == "diverged" and explanation.diverged_at is not None:
         at_token = explanation.diverged_at
     had = None

@@ -4,21 +4,37 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ramify.server.errors import ApiError
 from ramify.server.generation import Generation, GenerationRequest, total_usage
 from ramify.server.health import Readiness
-from ramify.server.http.wire import decode_body, json_response, read_body, sse_event, sse_response
+from ramify.server.http.body_budget import BodyBudget, BodyReservation
+from ramify.server.http.request_body import extra_fields
+from ramify.server.http.wire import (
+    CLIENT_GONE,
+    decode_body,
+    header_text,
+    json_response,
+    read_body,
+    sse_event,
+    sse_response,
+)
 from ramify.server.operations.metrics import Metrics
-from ramify.server.service import Service
+from ramify.server.prompt_jobs import PromptWorkers
+from ramify.server.service import MAX_BYTES_PER_TOKEN, Service
 from ramify.server.tenants import Caller
+from ramify.server.unserved_fields import UnservedFields, unknown_warning
 
+SMALL_BODY = 1 << 16  # bytes; decoded on the event loop in a few milliseconds
+WARNING_HEADER = "X-Ramify-Warning"
+MAX_WARNING_CHARS = 1000  # of the whole header
 T = TypeVar("T")
 
 
@@ -38,7 +54,8 @@ class ResponseBuilder(Protocol):
 class RequestContext:
     """What an endpoint gets: the HTTP request, its caller, and the server's parts.
 
-    `headers` go into the response. `generations` are aborted when the request ends before them.
+    `headers` go into the response. `generations` are aborted when the request ends before them, and
+    `reservations` are released.
     """
 
     request: Request
@@ -47,24 +64,81 @@ class RequestContext:
     service: Service
     metrics: Metrics
     health: Readiness
-    prompt_thread: Executor
+    prompt_workers: PromptWorkers
+    bodies: BodyBudget
     generations: list[Generation] = field(default_factory=list)
+    reservations: list[BodyReservation] = field(default_factory=list)
 
-    async def body(self, kind: type[T]) -> T:
-        """Read and decode the body.
+    async def body(self, kind: type[T], unserved: UnservedFields | None = None) -> T:
+        """Read and decode the body; warn of unknown fields if `unserved` is given.
 
         Raises:
-            ApiError: 400 or 413, for a body that is not of this type or too large.
+            ApiError: 400 or 413, for a body that is not of this type, has a refused field, or is
+                too large.
         """
-        return decode_body(await read_body(self.request), kind)
+        body = await self.read()
+        if len(body) <= SMALL_BODY:
+            value, names = _decode(body, kind, unserved)
+        else:
+            value, names = await self.in_prompt_thread(_decode, body, kind, unserved)
+        if names:
+            self.warn(unknown_warning(names))
+            self.service.unknown_fields.report(names, self.request.url.path)
+        return value
+
+    async def read(self) -> bytes | bytearray:
+        """Read the body; its bytes count in the tenant's budget until the request ends.
+
+        Raises:
+            ApiError: as `read_body`; 429 or 503, too many bytes of bodies are in memory.
+        """
+        reservation = BodyReservation(self.bodies, self.caller.tenant)
+        self.reservations.append(reservation)
+        return await read_body(self.request, reserve=reservation.add)
+
+    def warn(self, message: str) -> None:
+        """Tell the client in `X-Ramify-Warning` what was ignored or changed; it is still served.
+
+        Call it before the response is made. Messages are joined by "; ", each is sent once, and
+        what exceeds `MAX_WARNING_CHARS` is cut.
+        """
+        text = header_text(message[:MAX_WARNING_CHARS])
+        earlier = self.headers.get(WARNING_HEADER)
+        if earlier is not None and (text in earlier or len(earlier) >= MAX_WARNING_CHARS):
+            return
+        joined = text if earlier is None else f"{earlier}; {text}"
+        if len(joined) > MAX_WARNING_CHARS:
+            joined = joined[: MAX_WARNING_CHARS - 3] + "..."
+        self.headers[WARNING_HEADER] = joined
 
     async def in_prompt_thread(self, render: Callable[..., T], *args: Any) -> T:
-        """Run `render(*args)` in the thread that renders and tokenises prompts."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self.prompt_thread, render, *args)
+        """Run `render(*args)` in a thread that renders and tokenises prompts, when it is its turn.
+
+        It counts as a live request of the tenant. If it fails, or the client has gone, the tenant is
+        charged for the body's bytes, as for the fewest tokens that they could be.
+
+        Raises:
+            ApiError: 429 or 503, the quota is used up or too many wait; 499, the client has gone.
+        """
+        quotas, num_bytes = self.service.quotas, sum(body.num_bytes for body in self.reservations)
+        quotas.acquire(self.caller, 0)
+        charge = num_bytes // MAX_BYTES_PER_TOKEN
+        try:
+            job = self.prompt_workers.run(self.caller.tenant, partial(render, *args))
+            result = await self.until_done_or_disconnect(job)
+            charge = 0
+            return result
+        except ApiError as error:
+            if error.status in (429, 503):  # nothing was done
+                charge = 0
+            raise
+        finally:
+            quotas.release(self.caller, 0, charge)
 
     async def start(self, generation_request: GenerationRequest, *, prefix: str) -> Generation:
         """Start a generation as `Service.start` does; it ends with the HTTP request."""
+        for message in generation_request.warnings:
+            self.warn(message)
         generation = await self.until_done_or_disconnect(
             self.service.start(generation_request, self.caller, prefix=prefix)
         )
@@ -83,11 +157,13 @@ class RequestContext:
             await asyncio.wait({waiting, disconnected}, return_when=asyncio.FIRST_COMPLETED)
             if waiting.done():
                 return waiting.result()
-            raise ApiError(499, "the client went away")
+            raise ApiError(499, CLIENT_GONE)
         finally:
             for task in (waiting, disconnected):
                 task.cancel()
             await asyncio.gather(waiting, disconnected, return_exceptions=True)
+            # Their errors' tracebacks have this frame: a cycle would keep the body.
+            del waiting, disconnected, task
 
     def json(self, payload: Any) -> Response:
         """A JSON response with this request's headers, and `X-Cache` if it ran generations."""
@@ -116,9 +192,24 @@ class RequestContext:
         return sse_response(events(), on_error=on_error, headers=headers)
 
     async def close(self) -> None:
-        """Abort the generations that are still live."""
+        """Release the body, and abort the generations that are still live."""
+        for reservation in self.reservations:
+            reservation.close()
         for generation in self.generations:
             await generation.close()
+
+
+def _decode(
+    body: bytes | bytearray, kind: type[T], unserved: UnservedFields | None
+) -> tuple[T, list[str]]:
+    """The decoded body and the names of its unknown fields."""
+    value = decode_body(body, kind)
+    if unserved is None:
+        return value, []
+    try:
+        return value, unserved.unknown(extra_fields(body, kind))
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # in what the type does not have
+        raise ApiError(400, f"the body is not JSON: {error}") from None
 
 
 async def _disconnected(request: Request) -> None:

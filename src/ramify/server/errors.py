@@ -12,6 +12,7 @@ from ramify.errors import (
     PromptTooLongError,
     RamifyError,
     RequestError,
+    RequestTooLargeError,
     UnknownRequestError,
 )
 
@@ -97,6 +98,32 @@ class ApiError(RamifyError):
         return {"type": "error", "error": error, "request_id": request_id}
 
 
+class ContextLengthError(ApiError):
+    """A prompt that the context cannot hold, in the words by which clients know to compact it.
+
+    Args:
+        num_tokens: of the prompt.
+        limit: of the context, prompt and answer together.
+        note: what else to say, such as how `num_tokens` was estimated.
+    """
+
+    def __init__(self, num_tokens: int, limit: int, *, param: str, note: str = "") -> None:
+        super().__init__(
+            400,
+            f"This model's maximum context length is {limit} tokens. However, you requested "
+            f"{num_tokens + 1} tokens ({num_tokens} tokens of prompt, at least 1 of answer); "
+            f"shorten the prompt by {num_tokens + 1 - limit}{note}",
+            param=param,
+            code="context_length_exceeded",
+        )
+        self._anthropic_message = f"prompt is too long: {num_tokens} tokens > {limit - 1} maximum"
+        self._anthropic_message += note
+
+    def anthropic(self, request_id: str | None = None) -> dict[str, Any]:
+        """The body in Anthropic's form."""
+        return ApiError(400, self._anthropic_message).anthropic(request_id)
+
+
 def as_api_error(error: BaseException) -> ApiError:
     """The error response for any exception: 4xx for the client's, 500 and 503 for the server's.
 
@@ -122,7 +149,10 @@ def as_api_error(error: BaseException) -> ApiError:
             code="engine_stopped",
         )
     if isinstance(error, PromptTooLongError):
-        return ApiError(400, str(error), param="messages", code="context_length_exceeded")
+        return ContextLengthError(error.num_tokens, error.limit, param="messages")
+    if isinstance(error, RequestTooLargeError) and error.room <= 0:
+        pool = error.num_prompt + error.room
+        return ContextLengthError(error.num_prompt, pool, param="messages")
     if isinstance(error, UnknownRequestError):
         return ApiError(404, str(error))
     if isinstance(error, RequestError):

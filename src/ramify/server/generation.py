@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from ramify.cache.key import CacheKey
 from ramify.engine.serving.streams import Stream
-from ramify.outputs import CacheReport, FinishReason, RequestOutput, StepOutput, TokenLogprob
+from ramify.outputs import CacheReport, FinishReason, RequestOutput, StepOutput
 from ramify.params import SamplingParams
+from ramify.server.answer import PlainTextParser
 from ramify.server.cache_miss import CacheMiss
+from ramify.server.output_formats.events import CallStart, OutputParser, ReasoningDelta
+from ramify.server.output_formats.output_format import OutputFormat
 from ramify.server.prompt_renderer import RenderedPrompt
 from ramify.server.request_history import HistoryEntry
 from ramify.server.tenants import Caller
-from ramify.server.tool_calls import (
-    ParsedToolCall,
-    TextOrCall,
-    ToolCallFormat,
-    ToolCallParser,
-    split,
-    stop_after_call,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,38 +30,50 @@ class GenerationRequest:
     priority: int = 0
     is_prewarm: bool = False  # compute and cache the prompt; the response has no text
     is_chat: bool = False  # a later request may send the answer back as a message
-    # A parser for one answer; None: answers are plain text.
-    new_tool_parser: Callable[[], ToolCallParser | None] = lambda: None
+    warnings: tuple[str, ...] = ()  # what was ignored or changed, for the client
+    new_parser: Callable[[], OutputParser] = PlainTextParser  # for one answer
+    is_remembered: bool = True  # in the request history, when it has ended
 
     @property
     def prompt(self) -> RenderedPrompt:
         """Token ids of the prompt, and the request fields that they came from."""
         return self.history_entry.prompt
 
+    def has_reasoning_without_call(self, answer: str) -> bool:
+        """True if the text of an answer has reasoning and calls no tool."""
+        kinds = {type(event) for event in self.new_parser().feed(answer, is_last=True)}
+        return ReasoningDelta in kinds and CallStart not in kinds
 
-def with_tool_calls(
+
+def with_output_parser(
     request: GenerationRequest,
+    output_format: OutputFormat,
     tools: Sequence[Mapping[str, Any]],
-    call_format: ToolCallFormat,
     *,
     forced: bool,
     single: bool,
 ) -> GenerationRequest:
-    """A request whose answers are parsed for calls of these tools; the same one if there are none.
+    """A request whose answers are parsed for reasoning, and for calls of these tools.
 
     Args:
         tools: definitions of functions; empty if the model must not call any.
         forced: `params.structured` allows nothing but a call.
         single: at most one call; the answer ends after it if the format has an end delimiter.
     """
-    if not tools:
-        return request
-    names = [tool["function"]["name"] for tool in tools]
-    params = request.params
-    if single and not forced:
-        params = stop_after_call(params, call_format)
-    new_parser = partial(ToolCallParser, call_format, names, forced=forced, single=single)
-    return replace(request, params=params, new_tool_parser=new_parser)
+    functions = [tool["function"] for tool in tools]
+    params, end = request.params, output_format.calls.end
+    params = replace(params, keep_special_tokens=output_format.kept_special_tokens)
+    if single and tools and not forced and end:
+        params = replace(params, stop=(*params.stop, end))
+    new_parser = partial(
+        output_format.new_parser,
+        [function["name"] for function in functions],
+        prompt_end=request.prompt.turn_opening,
+        single=single,
+        forced=forced,
+        schemas={function["name"]: function.get("parameters") or {} for function in functions},
+    )
+    return replace(request, params=params, new_parser=new_parser)
 
 
 def sampling_filters(
@@ -229,43 +236,3 @@ def total_usage(generations: Sequence[Generation]) -> CacheUsage | None:
         miss=next((usage.miss for usage in usages if usage.miss is not None), None),
         pins_refused=sum(usage.pins_refused for usage in usages),
     )
-
-
-TRUNCATED = (FinishReason.LENGTH, FinishReason.ABORT)  # ABORT: the server shut down
-
-
-@dataclass(slots=True)
-class Answer:
-    """One answer of a generation, as far as it was generated."""
-
-    parser: ToolCallParser | None  # None: the answer is plain text
-    stop_token_ids: frozenset[int] = frozenset()  # they end an answer and are not shown with it
-    text: str = ""
-    calls: list[ParsedToolCall] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    num_tokens: int = 0
-
-    def visible_logprobs(self, event: StepOutput) -> tuple[TokenLogprob, ...]:
-        """Logprobs of an event's tokens, without the stop token that ended the answer."""
-        logprobs = event.logprobs
-        if (
-            event.finish_reason is FinishReason.STOP
-            and logprobs
-            and logprobs[-1].token_id in self.stop_token_ids
-        ):
-            return logprobs[:-1]
-        return logprobs
-
-    def add(self, event: StepOutput) -> list[TextOrCall]:
-        """Append an event; returns the text to show and the calls that it completes."""
-        self.num_tokens += len(event.new_token_ids)
-        self.logprobs += self.visible_logprobs(event)
-        self.finish_reason = event.finish_reason
-        pieces: list[TextOrCall] = [event.text] if event.text else []
-        if self.parser is not None:
-            pieces = self.parser.feed(event.text, is_last=event.finish_reason is not None)
-        text, calls = split(pieces)
-        self.text += text
-        self.calls += calls
-        return pieces

@@ -12,12 +12,15 @@ from typing import Any
 
 from ramify.engine.text.incremental_encoder import Encoding, IncrementalEncoder
 from ramify.engine.text.tokenizer import Tokenizer
-from ramify.errors import ChatTemplateError
+from ramify.errors import ChatTemplateError, PromptTooLongError
+from ramify.server.prompt_jobs import stop_if_abandoned
 
 TemplateMessage = Mapping[str, Any]
-REASONING_TAGS = ("<think>", "</think>")  # delimiters of what a model thinks before it answers
+RenderMessages = Callable[[Sequence[TemplateMessage]], str]
 PLACEHOLDER = "\u2042"  # an asterism, for texts whose place in a rendered prompt is looked up
 PREFILL_END = "\ue0f1\ue0f2"  # two characters for private use: no template writes them
+# Characters to look through for the fields of a request, as `MAX_SEARCHES` whole texts or so many.
+MAX_SEARCHED, MAX_SEARCHES = 200_000_000, 64
 MAX_BREAKPOINTS = 4  # of one request, the implicit one included
 BREAKPOINT_TTL_S = {"5m": 300.0, "30m": 1800.0, "1h": 3600.0, "12h": 43_200.0, "24h": 86_400.0}
 
@@ -56,11 +59,49 @@ class RenderedPrompt:
     segments: tuple[PromptSegment, ...] = ()  # ascending; the template's own text lies between them
     breakpoints: tuple[CacheBreakpoint, ...] = ()
     num_stable_tokens: int = 0  # length of the prefix that the next turn's prompt shares
+    num_answered_tokens: int = 0  # up to the end of the last answer before this turn; 0: none
+    # The end of `text` after the messages: the header of the answer's turn, and what the template
+    # or a prefill has begun of the answer.
+    turn_opening: str = ""
 
     def with_breakpoint(self, ttl_s: float) -> RenderedPrompt:
         """Append a breakpoint at the end of the prefix that the next turn shares."""
         breakpoint_ = CacheBreakpoint(self.num_stable_tokens, ttl_s)
         return replace(self, breakpoints=(*self.breakpoints, breakpoint_))
+
+    def last_tokens(self, num_tokens: int) -> RenderedPrompt:
+        """The prompt without the tokens before its last `num_tokens`, which have no text any more."""
+        cut = len(self.ids) - num_tokens
+        if cut <= 0:
+            return self
+        segments = tuple(
+            PromptSegment(segment.path, max(0, segment.start - cut), segment.end - cut)
+            for segment in self.segments
+            if segment.end > cut
+        )
+        breakpoints = tuple(
+            CacheBreakpoint(point.num_tokens - cut, point.ttl_s)
+            for point in self.breakpoints
+            if point.num_tokens > cut
+        )
+        num_stable = max(0, self.num_stable_tokens - cut)
+        num_answered = max(0, self.num_answered_tokens - cut)
+        return replace(
+            self,
+            ids=self.ids[cut:],
+            text="",
+            segments=segments,
+            breakpoints=breakpoints,
+            num_stable_tokens=num_stable,
+            num_answered_tokens=num_answered,
+        )
+
+    def with_answers(self, paths: Sequence[str]) -> RenderedPrompt:
+        """The prompt with `num_answered_tokens`, given the request fields of earlier answers."""
+        if not paths:
+            return self
+        ends = [segment.end for segment in self.segments if segment.path.startswith(paths[-1])]
+        return replace(self, num_answered_tokens=max(ends, default=0))
 
     def path_at(self, token: int) -> str:
         """The request field that a token came from; template text counts to the field after it."""
@@ -94,13 +135,26 @@ class PromptPart:
 class PromptRenderer:
     """Renders conversations with the checkpoint's chat template.
 
-    Encodes incrementally: of a growing conversation, only the new text is tokenised.
+    Encodes incrementally: of a growing conversation, only the new text is tokenised. Several threads
+    may use it.
+
+    Args:
+        max_tokens: PromptTooLongError for a text with more; None: no limit.
+        max_model_len: the limit that the error names; by default `max_tokens`.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
-        self._encoder = IncrementalEncoder(tokenizer)
-        self._template_drops_reasoning: bool | None = None  # not tried yet
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        max_tokens: int | None = None,
+        max_model_len: int | None = None,
+    ) -> None:
+        self.tokenizer, self._max_model_len = tokenizer, max_model_len
+        self._encoder = IncrementalEncoder(tokenizer, max_text_tokens=max_tokens)
+        # What the template does; None: not tried yet.
+        self._template_drops_reasoning: bool | None = None
+        self._takes_late_system: bool | None = None
 
     def chat(
         self,
@@ -128,6 +182,7 @@ class PromptRenderer:
 
         Raises:
             ChatTemplateError: there is no template, or it refuses the messages.
+            PromptTooLongError: the text has more tokens than `max_tokens`.
         """
         escape = self.tokenizer.escape_special_tokens
         messages, tools, options = escape(messages), escape(tools), escape(template_options or {})
@@ -136,15 +191,20 @@ class PromptRenderer:
             self.tokenizer.apply_chat_template, tools=tools, **options
         )
         if continue_final_message:
-            text = _render_prefill(render, messages)
+            render_prompt: RenderMessages = partial(_render_prefill, render)
         else:
-            text = render(messages, add_generation_prompt=add_generation_prompt)
+            render_prompt = partial(render, add_generation_prompt=add_generation_prompt)
+        text = render_prompt(messages)
+        stop_if_abandoned()
         num_stable_chars = self._num_stable_chars(text, messages, tools, options)
+        num_earlier = len(messages) - 1 if continue_final_message else len(messages)
+        turn_opening = _turn_opening(render_prompt, messages, num_earlier, text)
         prefix = next(
             (prefix for prefix in known if prefix.text and text.startswith(prefix.text)), None
         )
+        stop_if_abandoned()
         encoding = (
-            self._encoder.encode(text, tenant)
+            self._encode(text, tenant)
             if prefix is None
             else self._extend_known(prefix, text, tenant)
         )
@@ -165,16 +225,28 @@ class PromptRenderer:
             if part.ttl_s is not None
         )
         return RenderedPrompt(
-            encoding.ids, text, segments, breakpoints, num_tokens[num_stable_chars]
+            encoding.ids,
+            text,
+            segments,
+            breakpoints,
+            num_stable_tokens=num_tokens[num_stable_chars],
+            turn_opening=turn_opening,
         )
+
+    def _encode(self, text: str, tenant: str) -> Encoding:
+        try:
+            return self._encoder.encode(text, tenant)
+        except PromptTooLongError as error:
+            limit = error.limit if self._max_model_len is None else self._max_model_len
+            raise PromptTooLongError(error.num_tokens, limit) from None
 
     def _extend_known(self, known: KnownPrefix, text: str, tenant: str) -> Encoding:
         """The known ids, then those of the text after them."""
         shift = len(known.text)
-        suffix = self._encoder.encode(text[shift:], tenant)
+        suffix = self._encode(text[shift:], tenant)
         # Where the known tokens end in their text is not recorded. Use the offsets of the
         # tokenizer's own tokens, as many as there are known ids.
-        offsets = self._encoder.encode(known.text, tenant).end_offsets
+        offsets = self._encode(known.text, tenant).end_offsets
         num_missing = max(0, len(known.ids) - len(offsets))
         offsets = offsets[: len(known.ids)] + array("i", [shift]) * num_missing
         return Encoding(
@@ -185,10 +257,9 @@ class PromptRenderer:
     def template_drops_reasoning(self) -> bool:
         """True if the template leaves the reasoning of earlier answers out of the prompt."""
         if self._template_drops_reasoning is None:
-            begin, end = REASONING_TAGS
             conversation = [
                 {"role": "user", "content": "a"},
-                {"role": "assistant", "content": f"{begin}\n{PLACEHOLDER}\n{end}\n\nb"},
+                {"role": "assistant", "content": "b", "reasoning_content": PLACEHOLDER},
                 {"role": "user", "content": "c"},
             ]
             try:
@@ -197,6 +268,22 @@ class PromptRenderer:
             except ChatTemplateError:  # it takes no such conversation
                 self._template_drops_reasoning = False
         return self._template_drops_reasoning
+
+    def takes_late_system(self) -> bool:
+        """True if the template writes system messages that are not the first message."""
+        if self._takes_late_system is None:
+            conversation = [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": "b"},
+                {"role": "system", "content": PLACEHOLDER},
+                {"role": "user", "content": "c"},
+            ]
+            try:
+                text = self.tokenizer.apply_chat_template(conversation)
+                self._takes_late_system = PLACEHOLDER in text
+            except ChatTemplateError:
+                self._takes_late_system = False
+        return self._takes_late_system
 
     def _num_stable_chars(
         self,
@@ -260,12 +347,39 @@ def _render_prefill(render: Callable[..., str], messages: Sequence[TemplateMessa
     return beginning + prefill if is_stripped else text
 
 
+def _turn_opening(
+    render: RenderMessages, messages: Sequence[TemplateMessage], num_earlier: int, text: str
+) -> str:
+    """The end of a prompt's text after the messages before the answer's turn.
+
+    Found by a mark in the last of them: some templates write the header of the answer's turn, and
+    the begin of its reasoning, with the message of the user.
+
+    Args:
+        num_earlier: messages before the answer's turn; one more is the beginning of the answer.
+    """
+    if not num_earlier:
+        return text
+    before = messages[num_earlier - 1]
+    marked = {**before, "content": str(before.get("content") or "") + PREFILL_END}
+    try:
+        text = render([*messages[: num_earlier - 1], marked, *messages[num_earlier:]])
+    except ChatTemplateError:  # this template reads the content, and does not only write it
+        return ""
+    _, end_mark, opening = text.rpartition(PREFILL_END)
+    return opening if end_mark else ""
+
+
 def _locate_parts(text: str, parts: Sequence[PromptPart]) -> Iterator[tuple[PromptPart, int, int]]:
-    """Yield each part with its span in `text`; the span is empty if the template rewrote the part."""
-    cursor = 0
+    """Yield each part with its span in `text`; the span is empty if the template rewrote the part.
+
+    Also if earlier parts that are not in the text took more than `MAX_SEARCHED`.
+    """
+    cursor, num_left = 0, max(MAX_SEARCHED, MAX_SEARCHES * len(text))
     for part in parts:
         for variant in part.texts:
-            start = text.find(variant, cursor) if variant else -1
+            start = text.find(variant, cursor) if variant and num_left > 0 else -1
+            num_left -= (start if start >= 0 else len(text)) - cursor
             if start >= 0:
                 yield part, start, start + len(variant)
                 cursor = start + len(variant)

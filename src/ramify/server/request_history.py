@@ -2,35 +2,56 @@
 
 from __future__ import annotations
 
-import json
+import hashlib
+import sys
+import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
+import msgspec
+
+from ramify.engine.text.tenant_lru import TenantLru
 from ramify.server.prompt_renderer import RenderedPrompt, common_prefix
 
 MAX_ENTRIES = 4096
-MAX_TOKENS = 8_000_000  # of all remembered prompts: 32 MB
+MAX_BYTES = 256 << 20
+MAX_TENANT_BYTES = 64 << 20
 TTL_S = 24 * 3600.0
+ENTRY_BYTES = 1024  # objects of an entry, whatever it holds
+
+_encode_sorted = msgspec.json.Encoder(order="deterministic").encode
 
 
-def canonical_json(value: object) -> str:
-    """JSON text that is equal for equal values: keys are sorted, lists keep their order."""
-    return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+def fingerprint(value: object) -> str:
+    """A digest that is equal for equal JSON values: objects have no order, lists have."""
+    return hashlib.blake2b(_encode_sorted(value), digest_size=16).hexdigest()
+
+
+class StoredAnswer(Protocol):
+    """What an API keeps with an entry, for requests that continue or fetch the response."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryEntry:
-    """A request as its prompt was made of it. `first_difference` compares the first five fields."""
+    """A request as its prompt was made of it. `first_difference` compares the first five fields.
+
+    What is only compared is a `fingerprint`, so that an entry has the size of its token ids.
+    """
 
     model: str
     options: Mapping[str, str]  # further request fields that may change the prompt, by name
-    tools: tuple[str, ...] = ()  # as `canonical_json`
-    system: str = ""  # as `canonical_json`; "" where the API has none
-    messages: tuple[str, ...]  # as `canonical_json`
+    tools: tuple[str, ...] = ()  # as `fingerprint`
+    system: str = ""  # as `fingerprint`; "" where the API has none
+    messages: tuple[str, ...]  # as `fingerprint`
     prompt: RenderedPrompt
-    response: object = None  # Responses API: the `StoredResponse` that a next turn continues
+    response: StoredAnswer | None = None  # Responses API: what a next turn continues
     paths: tuple[str, ...] = ()  # request fields of the messages, if not `messages[i]`
     max_shared: int | None = None  # tokens that may stay cached for others; None: all
 
@@ -38,6 +59,20 @@ class HistoryEntry:
     def num_reusable_tokens(self) -> int:
         """Tokens that a later request could have read from the cache."""
         return self.prompt.num_stable_tokens if self.max_shared is None else self.max_shared
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory, by what the entry alone refers to."""
+        texts = (self.model, self.system, *self.tools, *self.messages, *self.paths)
+        options = (*self.options, *self.options.values())
+        response = 0 if self.response is None else self.response.num_bytes
+        num_bytes = sum(map(sys.getsizeof, (*texts, *options, self.prompt.text, self.prompt.ids)))
+        return ENTRY_BYTES + num_bytes + response
+
+    def without_text(self) -> HistoryEntry:
+        """The entry without the prompt's text and segments, which no later request needs."""
+        stable = self.prompt.num_stable_tokens
+        return replace(self, prompt=RenderedPrompt(self.prompt.ids, num_stable_tokens=stable))
 
     def path_of(self, message: int) -> str:
         """The request field that a message came from."""
@@ -107,9 +142,13 @@ class PromptComparison:
 
 
 class RequestHistory:
-    """Entries by tenant and response id; bounded in number, tokens and age.
+    """Entries by tenant and response id; bounded in number, bytes and age.
+
+    Over a limit in all, the oldest entry of the tenant with most is forgotten.
 
     Args:
+        max_bytes: of all entries.
+        max_tenant_bytes: of one tenant's; an entry above it is not kept.
         clock: monotonic, in seconds.
     """
 
@@ -117,55 +156,51 @@ class RequestHistory:
         self,
         *,
         max_entries: int = MAX_ENTRIES,
-        max_tokens: int = MAX_TOKENS,
+        max_bytes: int = MAX_BYTES,
+        max_tenant_bytes: int = MAX_TENANT_BYTES,
         ttl_s: float = TTL_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.max_entries, self.max_tokens, self.ttl_s = max_entries, max_tokens, ttl_s
-        self._clock = clock
-        self._entries: dict[str, OrderedDict[str, tuple[float, HistoryEntry]]] = {}  # by tenant
-        self._num_tokens: dict[str, int] = {}
+        self.max_entries, self.ttl_s, self._clock = max_entries, ttl_s, clock
+        self._lock = threading.Lock()  # prompt threads look up what they continue
+        self._entries: TenantLru[str, tuple[float, HistoryEntry]] = TenantLru(
+            max_cost=max_bytes, max_tenant_cost=max_tenant_bytes, max_entries=max_entries
+        )
 
     def __len__(self) -> int:
-        return sum(map(len, self._entries.values()))
+        return len(self._entries)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all entries."""
+        return self._entries.cost
+
+    def bytes_of(self, tenant: str) -> int:
+        """Bytes of a tenant's entries."""
+        return self._entries.cost_of(tenant)
 
     def put(self, tenant: str, response_id: str, entry: HistoryEntry) -> None:
-        """Remember a request under the id of its response.
-
-        Over a limit, forget the oldest entry of the tenant that has the most.
-        """
-        self.forget(tenant, response_id)
-        own = self._entries.setdefault(tenant, OrderedDict())
-        own[response_id] = (self._clock() + self.ttl_s, entry)
-        self._num_tokens[tenant] = self._num_tokens.get(tenant, 0) + len(entry.prompt.ids)
-        while sum(self._num_tokens.values()) > self.max_tokens:
-            self._forget_oldest(max(self._num_tokens, key=lambda name: self._num_tokens[name]))
-        while len(self) > self.max_entries:
-            self._forget_oldest(max(self._entries, key=lambda name: len(self._entries[name])))
+        """Remember a request, without its text, under the id of its response."""
+        entry = entry.without_text()
+        with self._lock:
+            self._expire()
+            due_s = self._clock() + self.ttl_s
+            self._entries.put(tenant, response_id, (due_s, entry), entry.num_bytes)
 
     def get(self, tenant: str, response_id: str) -> HistoryEntry | None:
         """The request that `tenant` sent for this response; None if unknown or expired."""
-        self._expire()
-        own = self._entries.get(tenant)
-        entry = None if own is None else own.get(response_id)
+        with self._lock:
+            self._expire()
+            entry = self._entries.get(tenant, response_id)
         return None if entry is None else entry[1]
 
     def forget(self, tenant: str, response_id: str) -> bool:
         """Forget a request; returns whether it was remembered."""
-        own = self._entries.get(tenant)
-        entry = None if own is None else own.pop(response_id, None)
-        if own is None or entry is None:
-            return False
-        self._num_tokens[tenant] -= len(entry[1].prompt.ids)
-        if not own:
-            del self._entries[tenant], self._num_tokens[tenant]
-        return True
-
-    def _forget_oldest(self, tenant: str) -> None:
-        self.forget(tenant, next(iter(self._entries[tenant])))
+        with self._lock:
+            return self._entries.pop(tenant, response_id) is not None
 
     def _expire(self) -> None:
         now = self._clock()
-        for tenant in list(self._entries):
-            while (own := self._entries.get(tenant)) and next(iter(own.values()))[0] <= now:
-                self._forget_oldest(tenant)
+        for tenant in self._entries.tenants:
+            while (oldest := self._entries.oldest(tenant)) and oldest[1][0] <= now:
+                self._entries.pop(tenant, oldest[0])

@@ -12,20 +12,32 @@ from functools import partial
 from typing import Any, Literal
 
 import msgspec
+from starlette.requests import Request
 from starlette.responses import Response
 
 from ramify import __version__
+from ramify.server import model_list
 from ramify.server.anthropic import endpoints as anthropic
-from ramify.server.anthropic.protocol import CountRequest, MessageRequest
+from ramify.server.anthropic.protocol import VERSION_HEADER, CountRequest, MessageRequest
 from ramify.server.context import RequestContext
 from ramify.server.http.wire import json_response
+from ramify.server.openai import conversations
 from ramify.server.openai import endpoints as openai
+from ramify.server.openai import responses_endpoints as responses
 from ramify.server.openai.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    ResponsesRequest,
+    PoolingRequest,
     TokenizeRequest,
+)
+from ramify.server.openai.responses_protocol import (
+    CompactRequest,
+    ConversationItemsRequest,
+    ConversationRequest,
+    ConversationUpdate,
+    InputTokensRequest,
+    ResponsesRequest,
 )
 from ramify.server.operations import cache_admin
 from ramify.server.operations.cache_admin import PinRequest
@@ -44,9 +56,10 @@ class Endpoint:
         admin: needs the operator's key.
         is_open: needs no key; answers at any time.
         while_draining: is served while the server shuts down.
-        dialect: form of errors.
+        dialect: form of errors; by header: Anthropic's for a request with its version header.
         parameters: names and types of the query's parameters.
         media: type of the response's body.
+        aliases: further paths, which the OpenAPI document leaves out.
     """
 
     path: str
@@ -58,9 +71,23 @@ class Endpoint:
     admin: bool = False
     is_open: bool = False
     while_draining: bool = False
-    dialect: Literal["openai", "anthropic"] = "openai"
+    dialect: Literal["openai", "anthropic", "by_header"] = "openai"
     parameters: tuple[tuple[str, str], ...] = ()
     media: str = JSON
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Its path and all others that lead to it. Clients with a base URL without /v1 leave that out."""
+        without_version = self.path.removeprefix("/v1")
+        is_api = without_version != self.path and not self.path.startswith("/v1/cache")
+        return (self.path, *((without_version,) if is_api else ()), *self.aliases)
+
+    def uses_anthropic(self, request: Request) -> bool:
+        """True if a request is answered in Anthropic's form, errors and pings included."""
+        if self.dialect == "by_header":
+            return VERSION_HEADER in request.headers
+        return self.dialect == "anthropic"
 
 
 async def livez(context: RequestContext) -> Response:
@@ -96,6 +123,7 @@ async def openapi(_: RequestContext) -> Response:
 _open = partial(Endpoint, is_open=True)
 _admin = partial(Endpoint, admin=True)
 _anthropic = partial(Endpoint, dialect="anthropic")
+_PAGE = (("limit", "integer"), ("order", "string"), ("after", "string"))
 _CLEAR = (
     ("prefix", "string"),
     ("tenant", "string"),
@@ -108,14 +136,31 @@ _CLEAR = (
 ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint("/v1/chat/completions", "POST", openai.chat_completions, "Answer a conversation.", ChatRequest, streams=True),
     Endpoint("/v1/completions", "POST", openai.completions, "Continue texts.", CompletionRequest, streams=True),
-    Endpoint("/v1/responses", "POST", openai.responses, "Answer, and store the response.", ResponsesRequest, streams=True),
-    Endpoint("/v1/responses/{name}", "GET", openai.get_response, "A stored response."),
-    Endpoint("/v1/responses/{name}", "DELETE", openai.delete_response, "Delete a stored response."),
+    Endpoint("/v1/responses", "POST", responses.create_response, "Answer, and store the response.", ResponsesRequest, streams=True),
+    Endpoint("/v1/responses/input_tokens", "POST", responses.count_input_tokens, "Count a prompt's tokens.", InputTokensRequest),
+    Endpoint("/v1/responses/compact", "POST", responses.compact_response, "Summarise a conversation.", CompactRequest),
+    Endpoint("/v1/responses/{name}", "GET", responses.get_response, "A stored response, or its events.", streams=True, parameters=(("stream", "boolean"), ("starting_after", "integer"))),
+    Endpoint("/v1/responses/{name}", "DELETE", responses.delete_response, "Delete a stored response."),
+    Endpoint("/v1/responses/{name}/cancel", "POST", responses.cancel_response, "400: nothing runs in the background."),
+    Endpoint("/v1/responses/{name}/input_items", "GET", responses.list_input_items, "The items before a response.", parameters=_PAGE),
+    Endpoint("/v1/conversations", "POST", conversations.create_conversation, "Begin a conversation.", ConversationRequest),
+    Endpoint("/v1/conversations/{name}", "GET", conversations.get_conversation, "A conversation."),
+    Endpoint("/v1/conversations/{name}", "POST", conversations.update_conversation, "Replace a conversation's metadata.", ConversationUpdate),
+    Endpoint("/v1/conversations/{name}", "DELETE", conversations.delete_conversation, "Delete a conversation and its items."),
+    Endpoint("/v1/conversations/{name}/items", "GET", conversations.list_items, "A conversation's items.", parameters=_PAGE),
+    Endpoint("/v1/conversations/{name}/items", "POST", conversations.create_items, "Append items.", ConversationItemsRequest),
+    Endpoint("/v1/conversations/{name}/items/{item}", "GET", conversations.get_item, "An item."),
+    Endpoint("/v1/conversations/{name}/items/{item}", "DELETE", conversations.delete_item, "Delete an item."),
     _anthropic("/v1/messages", "POST", anthropic.messages, "Answer, in Anthropic's form.", MessageRequest, streams=True),
     _anthropic("/v1/messages/count_tokens", "POST", anthropic.count_tokens, "Count a prompt's tokens.", CountRequest),
-    Endpoint("/v1/models", "GET", openai.list_models, "The models that are served."),
-    Endpoint("/v1/models/{name:path}", "GET", openai.get_model, "A model."),
+    Endpoint("/v1/models", "GET", model_list.list_models, "The models that are served.", dialect="by_header", parameters=model_list.PAGE_PARAMETERS),
+    Endpoint("/v1/models/{name:path}", "GET", model_list.get_model, "A model.", dialect="by_header"),
     Endpoint("/tokenize", "POST", openai.tokenize, "Text to token ids.", TokenizeRequest),
+    Endpoint("/tokenizer_info", "GET", openai.tokenizer_info, "Chat template and special tokens."),
+    Endpoint("/v1/embeddings", "POST", openai.pooling, "Refused: no model that is served can do it.", PoolingRequest),
+    Endpoint("/v1/score", "POST", openai.pooling, "Refused, as /v1/embeddings.", PoolingRequest),
+    Endpoint("/v1/rerank", "POST", openai.pooling, "Refused, as /v1/embeddings.", PoolingRequest, aliases=("/v2/rerank",)),
+    Endpoint("/pooling", "POST", openai.pooling, "Refused, as /v1/embeddings.", PoolingRequest),
     Endpoint("/detokenize", "POST", openai.detokenize, "Token ids to text.", DetokenizeRequest),
     _admin("/v1/cache", "GET", cache_admin.stats, "Statistics of the cache."),
     _admin("/v1/cache", "DELETE", cache_admin.clear, "Evict everything, or what all parameters match.", parameters=_CLEAR),
@@ -126,6 +171,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint("/v1/cache/explain", "POST", cache_admin.explain, "What a request to any path above would hit; runs nothing.", dict),
     _admin("/reset_prefix_cache", "POST", cache_admin.reset, "Evict everything."),
     _admin("/metrics", "GET", cache_admin.metrics, "Metrics for Prometheus.", media=TEXT, while_draining=True),
+    _open("/", "GET", version, "Same as /version; clients probe it."),
     _open("/livez", "GET", livez, "Whether the process is alive."),
     _open("/readyz", "GET", readyz, "Whether requests are served."),
     _open("/health", "GET", readyz, "Same as /readyz."),

@@ -17,9 +17,10 @@ from ramify.engine.async_llm import AsyncLLM
 from ramify.errors import ConfigError
 from ramify.params import SamplingParams
 from ramify.server.app import Server
+from ramify.server.http.browser_guard import LOOPBACK_HOSTS
 from ramify.server.http.uvicorn_server import DrainingServer, TimeoutProtocol
 from ramify.server.operations.request_log import JsonFormatter, LineFile, log_request, trace_line
-from ramify.server.service import Service
+from ramify.server.service import ANY_NAME, Service
 from ramify.server.tenants import ApiKeys
 
 logger = logging.getLogger(__name__)
@@ -44,11 +45,15 @@ class ServeOptions:
     engine: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of `AsyncLLM`
     host: str = "127.0.0.1"
     port: int = 8000
-    served_names: tuple[str, ...] = ()  # the first is the model's name, the others aliases
+    served_names: tuple[str, ...] = ()  # the first is the model's name; "*" serves any name
+    tool_call_parser: str | None = None  # a name of an output format; None: the template's
+    reasoning_parser: str | None = None
     api_keys: tuple[str, ...] = ()
     admin_key: str | None = None
     key_file: Path | None = None
     insecure: bool = False
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
     warm: Path | None = None
     public: Path | None = None
     record: Path | None = None
@@ -78,6 +83,17 @@ class ServeOptions:
         return None
 
 
+def hosts_to_answer(options: ServeOptions, *, has_keys: bool) -> tuple[str, ...] | None:
+    """Host headers that a server answers; None: any.
+
+    Without keys, on this machine only, the names of this machine. With keys, or where others can
+    connect anyway, any, unless some are given.
+    """
+    if not options.allowed_hosts and (has_keys or not is_local(options.host)):
+        return None
+    return (*LOOPBACK_HOSTS, options.host, *options.allowed_hosts)
+
+
 def is_local(host: str) -> bool:
     """True if only this machine can reach a listening address."""
     try:
@@ -105,12 +121,14 @@ def serve(options: ServeOptions) -> int:
 async def _serve(options: ServeOptions, llm: AsyncLLM, keys: ApiKeys | None) -> int:
     if llm.tokenizer is None:
         raise ConfigError(f"{options.model} has no tokenizer.json, which a server needs")
-    names = options.served_names or (Path(options.model).name or options.model,)
+    default_name = Path(options.model).name or options.model
     service = Service(
         llm,
         llm.tokenizer,
-        model=names[0],
-        aliases=names[1:],
+        model=next((name for name in options.served_names if name != ANY_NAME), default_name),
+        aliases=options.served_names,
+        tool_call_parser=options.tool_call_parser,
+        reasoning_parser=options.reasoning_parser,
     )
     service.listeners.append(log_request)
     if options.record is not None:
@@ -120,7 +138,13 @@ async def _serve(options: ServeOptions, llm: AsyncLLM, keys: ApiKeys | None) -> 
                 trace_line(generation, with_tokens=options.record_tokens)
             )
         )
-    server = Server(service, keys, local_admin=is_local(options.host))
+    server = Server(
+        service,
+        keys,
+        local_admin=is_local(options.host),
+        allowed_hosts=hosts_to_answer(options, has_keys=keys is not None),
+        allowed_origins=options.allowed_origins,
+    )
 
     config = uvicorn.Config(
         server.app(),

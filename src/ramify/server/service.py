@@ -11,16 +11,20 @@ from functools import partial
 
 from ramify import __version__
 from ramify.cache.maintenance import evict_suffix
+from ramify.config import MAX_QUEUED_POOLS
 from ramify.engine.async_llm import AsyncLLM
 from ramify.engine.core import EngineCore
 from ramify.engine.prefix_namespaces import owner_of_namespace
 from ramify.engine.scheduling.validation import validate_token_ids
 from ramify.engine.text.tokenizer import Tokenizer
 from ramify.outputs import Explanation, StepOutput
+from ramify.server.answer_constraint import AnswerConstraints
 from ramify.server.cache_miss import CacheMiss, explain_miss
-from ramify.server.errors import ApiError
+from ramify.server.conversation_store import ConversationStore
+from ramify.server.errors import ApiError, ContextLengthError
 from ramify.server.generation import Generation, GenerationRequest
-from ramify.server.prompt_renderer import REASONING_TAGS, PromptRenderer, RenderedPrompt
+from ramify.server.output_formats.output_format import named
+from ramify.server.prompt_renderer import PromptRenderer, RenderedPrompt
 from ramify.server.request_history import (
     PromptComparison,
     RequestHistory,
@@ -28,11 +32,15 @@ from ramify.server.request_history import (
     is_fully_reused,
 )
 from ramify.server.tenants import TENANT_PIN_SHARE, Caller, QuotaMeter
-from ramify.server.tool_calls import detect_format
+from ramify.server.unserved_fields import UnknownFieldLog
 
 logger = logging.getLogger(__name__)
 
+ANY_NAME = "*"  # among the model names: requests may send any name
+MAX_NAME_CHARS = 256
 MAX_BYTES_PER_TOKEN = 16
+# Longer prompts are refused before their tokens become Python objects.
+MAX_RENDERED_CONTEXTS = 4
 
 
 class Service:
@@ -40,37 +48,66 @@ class Service:
 
     Args:
         tokenizer: of the engine's model.
-        model: the model name in responses; clients may also send any of `aliases`.
+        model: the model's name, in responses to requests that name none.
+        aliases: further names that requests may send; with `ANY_NAME` among them, any name.
+        tool_call_parser, reasoning_parser: names of output formats; by default the template's.
     """
 
     def __init__(
-        self, engine: AsyncLLM, tokenizer: Tokenizer, *, model: str, aliases: Sequence[str] = ()
+        self,
+        engine: AsyncLLM,
+        tokenizer: Tokenizer,
+        *,
+        model: str,
+        aliases: Sequence[str] = (),
+        tool_call_parser: str | None = None,
+        reasoning_parser: str | None = None,
     ) -> None:
         self.engine, self.tokenizer = engine, tokenizer
-        self.model, self.names = model, (model, *aliases)
+        self.model = model
+        self.names = tuple(dict.fromkeys((model, *(n for n in aliases if n != ANY_NAME))))
+        self.serves_any_name = ANY_NAME in aliases
         self.max_model_len = engine.config.max_model_len
         self.page_size = engine.config.page_size
         self.prefix_cache = engine.config.requested.cache.prefix_cache
-        self.prompt_renderer = PromptRenderer(tokenizer)
+        self.max_prompt_bytes = self.max_model_len * min(
+            MAX_BYTES_PER_TOKEN, tokenizer.max_token_bytes
+        )
+        self.max_queued_tokens = (
+            engine.config.max_waiting_tokens or MAX_QUEUED_POOLS * engine.config.kv_cache_tokens
+        )
+        self.prompt_renderer = PromptRenderer(
+            tokenizer,
+            max_tokens=MAX_RENDERED_CONTEXTS * self.max_model_len,
+            max_model_len=self.max_model_len,
+        )
         self.history = RequestHistory()
+        self.conversations = ConversationStore()
         self.quotas = QuotaMeter()
         self.has_several_tenants = False  # set by the server that has the keys
+        self.unknown_fields = UnknownFieldLog()
         self.started_s = int(time.time())
         self.special_token_ids = tokenizer.special_token_ids
-        self.tool_format = detect_format(tokenizer.chat_template or "")
+        self.output_format = named(
+            tool_call_parser,
+            reasoning_parser,
+            template="\n".join(tokenizer.chat_template_sources),
+            special_tokens=tokenizer.special_token_texts.values(),
+        )
+        self.constraints = AnswerConstraints(engine, tokenizer, self.output_format)
         self.fingerprint = f"ramify-{__version__}"
         self.listeners: list[Callable[[Generation], None]] = []  # called when a request has ended
         self.event_listeners: list[Callable[[Generation, StepOutput], None]] = []
 
     def check_model(self, name: str | None) -> str:
-        """The model name of a request; the server's own if it has none.
+        """The model name for the response to a request: as it was sent, or the server's own.
 
         Raises:
             ApiError: 404, this server has no model of that name.
         """
         if name is None:
             return self.model
-        if name not in self.names:
+        if name not in self.names and not (self.serves_any_name and len(name) <= MAX_NAME_CHARS):
             raise ApiError(
                 404,
                 f"the model {name!r} is not served here; this server has {', '.join(self.names)}",
@@ -83,16 +120,15 @@ class Service:
         """Refuse a text that no context holds, before it is rendered and tokenised.
 
         Raises:
-            ApiError: 400, more than `MAX_BYTES_PER_TOKEN` bytes for each token of the context.
+            ContextLengthError: 400, more bytes for each token of the context than any token has.
         """
-        limit = MAX_BYTES_PER_TOKEN * self.max_model_len
+        limit = self.max_prompt_bytes
         if num_bytes > limit:
-            raise ApiError(
-                400,
-                f"{num_bytes} bytes of text; more than {limit} cannot fit into this model's "
-                f"context of {self.max_model_len} tokens",
+            raise ContextLengthError(
+                -(-num_bytes * self.max_model_len // self.max_prompt_bytes),
+                self.max_model_len,
                 param=param,
-                code="context_length_exceeded",
+                note=f" (an estimate, as low as can be: it is {num_bytes} bytes of text)",
             )
 
     async def explain(
@@ -123,7 +159,7 @@ class Service:
         if explanation is None:
             return CacheMiss("disabled", 0)
         decode = partial(self.tokenizer.decode, skip_special_tokens=False)
-        return explain_miss(explanation, prompt, decode)
+        return explain_miss(explanation, prompt, decode, self.page_size)
 
     def compare_with_earlier(self, generation: Generation, id_: str) -> PromptComparison | None:
         """Compare with the caller's request of response `id_`; None if unknown or expired."""
@@ -240,7 +276,8 @@ class Service:
         num_computed = generation.num_output if output is None else output.usage.completion_tokens
         num_computed += 0 if generation.cache is None else generation.cache.computed
         self.quotas.release(caller, len(request.prompt.ids), num_computed, request.params.n)
-        self.history.put(caller.tenant, generation.id, request.history_entry)
+        if request.is_remembered:
+            self.history.put(caller.tenant, generation.id, request.history_entry)
         for listener in self.listeners:
             listener(generation)
 
@@ -255,16 +292,23 @@ class Service:
             return
         if not request.is_chat or request.history_entry.max_shared is not None:
             return
-        call_mark = self.tool_format.begin or self.tool_format.bare
-        answers = []
-        for completion in output.completions:
-            reasoning, end_tag, answer = completion.text.rpartition(REASONING_TAGS[1])
-            has_reasoning = bool(end_tag) and reasoning.lstrip().startswith(REASONING_TAGS[0])
-            if has_reasoning and not (request.history_entry.tools and call_mark in answer):
-                answers.append(completion.token_ids)
-        if not answers or not await asyncio.to_thread(
-            self.prompt_renderer.template_drops_reasoning
-        ):
+        reasoning = self.output_format.reasoning
+        marks = (*reasoning.marks.begin, *reasoning.marks.end, *reasoning.hidden)
+        texts = [completion.text for completion in output.completions]
+        if not any(mark in text for text in texts for mark in marks):
+            return
+
+        def find_answers() -> list[Sequence[int]]:
+            if not self.prompt_renderer.template_drops_reasoning():
+                return []
+            return [
+                completion.token_ids
+                for completion in output.completions
+                if request.has_reasoning_without_call(completion.text)
+            ]
+
+        answers = await asyncio.to_thread(find_answers)
+        if not answers:
             return
 
         def evict(core: EngineCore) -> None:

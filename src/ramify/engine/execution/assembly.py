@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from ramify.engine.execution.local_executor import LocalExecutor
 from ramify.engine.execution.runner import ModelRunner
 from ramify.engine.execution.sampler import rejection_sample, sample_from_cdf
 from ramify.engine.logits.grammar import GrammarCompiler
+from ramify.engine.request import DetokenizerFactory
 from ramify.engine.text.detokenizer import Detokenizer
 from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import CheckpointError, ConfigError, ModelError
@@ -80,10 +81,10 @@ class LocalEngine:
         self.runner = ModelRunner(self.decoder, pool, self.attention)
         tokenizer = self.tokenizer
         eos_token_ids = config.eos_token_ids or (tokenizer.eos_token_ids if tokenizer else ())
-        detokenizer_factory: Callable[[], Detokenizer] | None = None
+        detokenizer_factory: DetokenizerFactory | None = None
         self.grammar_compiler: GrammarCompiler | None = None
         if tokenizer is not None:
-            detokenizer_factory = lambda: Detokenizer(tokenizer)  # noqa: E731
+            detokenizer_factory = partial(Detokenizer, tokenizer)
             self.grammar_compiler = GrammarCompiler(
                 tokenizer.to_json, vocab_size=config.vocab_size, eos_token_ids=eos_token_ids
             )

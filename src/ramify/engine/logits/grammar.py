@@ -1,4 +1,4 @@
-"""Structured output: compiles grammars with llguidance, and follows one token by token."""
+"""Structured output: compiles grammars with llguidance."""
 
 from __future__ import annotations
 
@@ -7,26 +7,38 @@ import json
 import threading
 import time
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ramify.engine.logits.logits_processors import TokenBitmask
-from ramify.errors import DeadEndError, InvalidParamsError
+from ramify.engine.logits.grammar_cache import CompilePermits, GrammarCache
+from ramify.engine.logits.grammar_matcher import LlguidanceMatcher, next_mask, shortened
+from ramify.engine.logits.logits_processors import GrammarMatcher, TokenBitmask
+from ramify.engine.logits.triggered_matcher import (
+    TokenTexts,
+    TriggeredGrammar,
+    TriggeredMatcher,
+)
+from ramify.errors import InvalidParamsError
 from ramify.params import StructuredOutput
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-# Whitespace between JSON tokens: enough for pretty printing, but bounded, because some models would
-# write it for ever.
-JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+# White space between two JSON tokens: one space, or a line break and an indentation. That is what
+# `json.dumps(indent=…)` and its like write, 10 levels of 4 spaces deep, and all that a model can
+# pad a token with: some would write white space for ever.
+JSON_WHITESPACE = r"\x20|\r?\n[\x20\t]{0,40}"
+# llguidance's options of a JSON schema: `oneOf` is read as `anyOf`, whose branches may overlap; any
+# character may be escaped, as models do that learnt from ASCII JSON.
+JSON_OPTIONS = {
+    "whitespace_pattern": JSON_WHITESPACE,
+    "coerce_one_of": True,
+    "json_allow_general_unicode_escapes": True,
+}
 COMPILE_S = 1.0  # a grammar that takes longer is refused; 1,000 properties take 0.7 s
-MAX_COMPILING = 2  # threads at once, including those past their deadline
 EXIT_S = 10.0  # at exit, the most to wait for threads that compile
-MAX_CACHED = 256  # compiled grammars, including refused ones
 
 
 class _CompileThreads:
@@ -59,89 +71,6 @@ _compile_threads = _CompileThreads()
 atexit.register(_compile_threads.finish)
 
 
-class LlguidanceMatcher:
-    """The state of one answer in its grammar; each call catches up with the output it is given.
-
-    Args:
-        start: the matcher before the first token; copied, never changed.
-        start_mask: tokens allowed first.
-    """
-
-    def __init__(self, start: LLMatcher, start_mask: TokenBitmask, vocab_size: int) -> None:
-        self._start, self._matcher, self._vocab_size = start, start.deep_copy(), vocab_size
-        self._num_known: int | None = 0  # output tokens consumed; None while that changes
-        self._start_mask = self._mask = start_mask
-
-    def advance(self, output_ids: Sequence[int]) -> bool:
-        """See `ramify.engine.logits.logits_processors.GrammarMatcher`."""
-        if self._num_known == len(output_ids):
-            return self._num_known > 0 and self._is_complete
-        num_known, self._num_known = self._num_known, None
-        # A call was cut off, or the output has become shorter: begin again.
-        if num_known is None or num_known > len(output_ids):
-            self._matcher, num_known = self._start.deep_copy(), 0
-        new = list(output_ids[num_known:])
-        if new and not self._matcher.consume_tokens(new):
-            raise DeadEndError(len(output_ids), self._reason("the format does not allow the last"))
-        if not self._is_complete:
-            self._mask = self._next_mask() if output_ids else self._start_mask
-            if self._matcher.is_error() or not self._mask.any():
-                raise DeadEndError(len(output_ids), self._reason("the format has no such text"))
-        self._num_known = len(output_ids)
-        return bool(new) and self._is_complete
-
-    def token_bitmasks(self, output_ids: Sequence[int], draft: Sequence[int]) -> list[TokenBitmask]:
-        """See `ramify.engine.logits.logits_processors.GrammarMatcher`."""
-        masks = [self._next_mask() if self.advance(output_ids) else self._mask]
-        num_known, self._num_known = self._num_known, None
-        num_consumed = 0
-        for token in draft:
-            if not _has(masks[-1], token) or not self._matcher.consume_token(token):
-                break
-            num_consumed += 1
-            if self._is_complete:
-                break  # complete: no token can follow
-            mask = self._next_mask()
-            if self._matcher.is_error() or not mask.any():
-                break
-            masks.append(mask)
-        if not self._matcher.is_error() and (
-            not num_consumed or self._matcher.rollback(num_consumed)
-        ):
-            self._num_known = num_known
-        return masks
-
-    @property
-    def _is_complete(self) -> bool:
-        return self._matcher.is_stopped() and self._matcher.is_accepting()
-
-    def _next_mask(self) -> TokenBitmask:
-        return _mask(self._matcher, self._vocab_size)
-
-    def _reason(self, default: str) -> str:
-        limits = {"ParserTooComplex", "LexerTooComplex"}
-        if self._matcher.stop_reason() in limits:
-            return "the format needs more work per token than is allowed"
-        if self._matcher.stop_reason() == "InternalError":
-            return f"the format's parser gave up ({_shortened(self._matcher.get_error().splitlines()[0])})"
-        return default
-
-
-def _mask(matcher: LLMatcher, vocab_size: int) -> TokenBitmask:
-    """Tokens allowed next, as the model counts ids; the tokenizer may have fewer or more."""
-    bitmask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-    mask = np.zeros(-(-vocab_size // 8), np.uint8)
-    num_bytes = min(len(mask), len(bitmask))
-    mask[:num_bytes] = bitmask[:num_bytes]
-    if vocab_size % 8:
-        mask[-1] &= (1 << vocab_size % 8) - 1
-    return mask
-
-
-def _has(mask: TokenBitmask, token: int) -> bool:
-    return bool(mask[token // 8] >> (token % 8) & 1)
-
-
 class GrammarCompiler:
     """Compiles and caches grammars for one tokenizer. Thread-safe.
 
@@ -162,28 +91,32 @@ class GrammarCompiler:
         self._vocab_size, self._eos_token_ids = vocab_size, sorted(eos_token_ids)
         self._tokenizer: LLTokenizer | None = None
         self._lock, self._loading = threading.Lock(), threading.Lock()
-        self._cache: OrderedDict[StructuredOutput, _CompiledGrammar] = OrderedDict()
-        self._permits = threading.Semaphore(MAX_COMPILING)
+        self._token_texts: TokenTexts | None = None
+        self._cache: GrammarCache[_CompiledGrammar] = GrammarCache()
+        self._permits = CompilePermits()
 
-    def compile(self, spec: StructuredOutput) -> LlguidanceMatcher:
+    def compile(self, spec: StructuredOutput, tenant: str = "") -> GrammarMatcher:
         """A matcher for one answer, before its first token.
 
         Takes up to `COMPILE_S` seconds for a new grammar; the first one also reads the tokenizer,
         seconds for a large vocabulary. `AsyncLLM` calls it in another thread before the engine
         thread does, which then finds the grammar cached.
 
+        Args:
+            tenant: who asks; finds only grammars that the same tenant compiled.
+
         Raises:
             InvalidParamsError: the grammar is malformed, allows no text, or is too much work; or
                 llguidance is not installed.
         """
         with self._lock:
-            compiled = self._cache.get(spec)
-            if compiled is not None:
-                self._cache.move_to_end(spec)
+            compiled = self._cache.get(tenant, spec)
         if compiled is None:
             with self._loading:
                 tokenizer = self._load_tokenizer()
-            compiled = self._compile(spec, tokenizer)
+                if spec.free_text is not None and self._token_texts is None:
+                    self._token_texts = TokenTexts(tokenizer, self._vocab_size, self._eos_token_ids)
+            compiled = self._compile(spec, tenant, tokenizer)
         return compiled.matcher()
 
     def _load_tokenizer(self) -> LLTokenizer:
@@ -208,22 +141,24 @@ class GrammarCompiler:
                 ) from None
         return self._tokenizer
 
-    def _compile(self, spec: StructuredOutput, tokenizer: LLTokenizer) -> _CompiledGrammar:
+    def _compile(
+        self, spec: StructuredOutput, tenant: str, tokenizer: LLTokenizer
+    ) -> _CompiledGrammar:
         """Compile in a thread of its own, because llguidance cannot be stopped, only abandoned."""
         deadline = time.monotonic() + COMPILE_S
-        if not self._permits.acquire(timeout=COMPILE_S):
+        if not self._permits.acquire(tenant, COMPILE_S):
             raise InvalidParamsError(
                 "structured", "given", "sent later: other grammars are still being compiled"
             )
-        compiled = _CompiledGrammar(spec, self._vocab_size)
+        compiled = _CompiledGrammar(spec, self._vocab_size, self._token_texts)
 
         def work() -> None:
             try:
                 compiled.run(tokenizer)
             finally:
                 with self._lock:
-                    self._store(spec, compiled)
-                self._permits.release()
+                    self._cache.put(tenant, spec, compiled)
+                self._permits.release(tenant)
 
         worker = threading.Thread(target=work, name="ramify-format", daemon=True)
         try:
@@ -231,7 +166,7 @@ class GrammarCompiler:
         except RuntimeError:  # no more threads
             is_started = False
         if not is_started:
-            self._permits.release()
+            self._permits.release(tenant)
             raise InvalidParamsError(
                 "structured",
                 "given",
@@ -239,24 +174,23 @@ class GrammarCompiler:
             )
         worker.join(max(0.0, deadline - time.monotonic()))
         with self._lock:
-            if spec not in self._cache:  # refuse it until the thread has compiled it
-                late = _CompiledGrammar(spec, self._vocab_size)
+            cached = self._cache.get(tenant, spec)
+            if cached is None:  # refuse it until the thread has compiled it
+                cached = late = _CompiledGrammar(spec, self._vocab_size, self._token_texts)
                 late.fault = f"simpler: it takes more than {COMPILE_S:g} s to compile"
-                self._store(spec, late)
-            return self._cache[spec]
-
-    def _store(self, spec: StructuredOutput, compiled: _CompiledGrammar) -> None:
-        self._cache[spec] = compiled
-        while len(self._cache) > MAX_CACHED:
-            self._cache.popitem(last=False)
+                self._cache.put(tenant, spec, late)
+            return cached
 
 
 class _CompiledGrammar:
     """The matcher of a grammar before the first token, or why there is none."""
 
-    def __init__(self, spec: StructuredOutput, vocab_size: int) -> None:
-        self.spec, self.vocab_size = spec, vocab_size
+    def __init__(
+        self, spec: StructuredOutput, vocab_size: int, token_texts: TokenTexts | None
+    ) -> None:
+        self.spec, self.vocab_size, self._token_texts = spec, vocab_size, token_texts
         self.start: LLMatcher | None = None
+        self.triggered: TriggeredGrammar | None = None
         self.mask: TokenBitmask = np.zeros(0, np.uint8)
         self.fault = "another one: its parser gave up"  # unless `run` sets a better reason
 
@@ -267,7 +201,7 @@ class _CompiledGrammar:
         try:
             grammar = _grammar(self.spec)
         except Exception as error:  # noqa: BLE001 - foreign parsers; the error goes to the user
-            self.fault = f"well-formed, but: {_shortened(error)}"
+            self.fault = f"well-formed, but: {shortened(error)}"
             return
         # In llguidance's own units: about 20 ms to build a lexer, then 15 ms of lexing and 3 ms of
         # parsing per token (by its documentation). A lexer state takes 1 to 2 kB.
@@ -281,22 +215,28 @@ class _CompiledGrammar:
         )
         start = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         if not start.is_error():
-            self.mask = _mask(start, self.vocab_size)
+            self.mask = next_mask(start, self.vocab_size)
         if start.is_error():
             reason = start.get_error().splitlines()[0]
             if reason.startswith("NoExtension"):
                 reason = "no text satisfies it"
-            self.fault = f"possible to follow, but: {_shortened(reason)}"
+            self.fault = f"possible to follow, but: {shortened(reason)}"
         elif not self.mask.any():
             self.fault = "possible to follow, but: no text satisfies it"
         else:
+            if self.spec.free_text is not None and self._token_texts is not None:
+                self.triggered = TriggeredGrammar.of(
+                    start, self.mask, self._token_texts, self.spec.free_text
+                )
             self.start = start
 
-    def matcher(self) -> LlguidanceMatcher:
+    def matcher(self) -> GrammarMatcher:
         """A new matcher. Raises InvalidParamsError if the grammar was refused."""
         if self.start is None:
             name = next(name for name in self.spec.__slots__ if getattr(self.spec, name))
-            raise InvalidParamsError(name, _shortened(getattr(self.spec, name)), self.fault)
+            raise InvalidParamsError(name, shortened(getattr(self.spec, name)), self.fault)
+        if self.triggered is not None:
+            return TriggeredMatcher(self.triggered)
         return LlguidanceMatcher(self.start, self.mask, self.vocab_size)
 
 
@@ -305,7 +245,7 @@ def _grammar(spec: StructuredOutput) -> Any:
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import any_to_lark
 
-    options: Any = {"whitespace_pattern": JSON_WHITESPACE}
+    options: Any = JSON_OPTIONS
     if spec.json_object:
         return LLMatcher.grammar_from_json_schema('{"type": "object"}', defaults=options)
     if spec.json_schema is not None:
@@ -317,8 +257,3 @@ def _grammar(spec: StructuredOutput) -> Any:
     choices = " | ".join(json.dumps(text, ensure_ascii=False) for text in spec.choice or ())
     # One terminal: as rules, each text would be a parser item, and `step_max_items` limits those.
     return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
-
-
-def _shortened(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 200 else f"{text[:197]}..."

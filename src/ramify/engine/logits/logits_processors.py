@@ -1,4 +1,4 @@
-"""Logits processors: bias, penalties, min_tokens, allowed tokens and grammar of a request."""
+"""Logits processors: bias, penalties, min_tokens, allowed and banned tokens, grammar of a request."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ramify.engine.logits.banned_sequences import BannedSequences, without_tokens
 from ramify.errors import DeadEndError
 from ramify.params import SamplingParams
 
@@ -26,11 +27,13 @@ class GrammarMatcher(Protocol):
             DeadEndError: no token may follow, but the grammar is not complete.
         """
 
-    def token_bitmasks(self, output_ids: Sequence[int], draft: Sequence[int]) -> list[TokenBitmask]:
+    def token_bitmasks(
+        self, output_ids: Sequence[int], draft: Sequence[int]
+    ) -> Sequence[TokenBitmask | None]:
         """Tokens allowed after the output, and after each draft token that is itself allowed.
 
         Returns:
-            1 to 1 + len(draft) masks.
+            1 to 1 + len(draft) masks; None allows every token.
         """
 
 
@@ -77,12 +80,23 @@ class LogitsTransform:
     stop_token_ids: NDArray[np.int64]
     num_rows_without_stop: int  # the first rows, in which stop tokens are forbidden (min_tokens)
     # One per row. If there are fewer than rows, the rows after them cannot be reached.
-    token_bitmasks: tuple[TokenBitmask, ...] | None
+    token_bitmasks: tuple[TokenBitmask | None, ...] | None
 
     @property
     def num_rows(self) -> int:
         """Number of rows that tokens can be drawn from."""
         return len(self.draft) + 1 if self.token_bitmasks is None else len(self.token_bitmasks)
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether `apply` changes nothing, in any row."""
+        return (
+            self.token_counts is None
+            and not len(self.bias_ids)
+            and not self.num_rows_without_stop
+            and all(mask is None for mask in self.token_bitmasks or ())
+            and self.num_rows == len(self.draft) + 1
+        )
 
     def apply(self, logits: NDArray[np.float32], row: int) -> NDArray[np.float32]:
         """Transformed logits [vocab_size] of row `row`, a new array; -inf forbids a token."""
@@ -97,8 +111,9 @@ class LogitsTransform:
             penalties = params.presence_penalty * (seen.counts > 0)
             penalties += params.frequency_penalty * seen.counts
             logits[seen.ids] = scores - penalties.astype(np.float32)
-        if self.token_bitmasks is not None:
-            allowed = np.unpackbits(self.token_bitmasks[row], count=len(logits), bitorder="little")
+        mask = None if self.token_bitmasks is None else self.token_bitmasks[row]
+        if mask is not None:
+            allowed = np.unpackbits(mask, count=len(logits), bitorder="little")
             logits[allowed == 0] = -np.inf
         if row < self.num_rows_without_stop:
             stop_logits = logits[self.stop_token_ids]
@@ -136,11 +151,12 @@ class LogitsProcessor:
             [token for token in sorted(stop_token_ids) if token < vocab_size], np.int64
         )
         self._num_bitmask_bytes = -(-vocab_size // 8)
-        self._allowed: TokenBitmask | None = None
-        if params.allowed_token_ids is not None:
-            flags = np.zeros(vocab_size, bool)
-            flags[list(params.allowed_token_ids)] = True
+        self._allowed: TokenBitmask | None = None  # None: all tokens, after any output
+        if params.allowed_token_ids is not None or params.banned_sequences:
+            flags = np.full(vocab_size, params.allowed_token_ids is None)
+            flags[list(params.allowed_token_ids or ())] = True
             self._allowed = np.packbits(flags, bitorder="little")
+        self._banned = BannedSequences(params.banned_sequences)
         self.advance(())
 
     @staticmethod
@@ -153,6 +169,7 @@ class LogitsProcessor:
             or params.frequency_penalty
             or params.logit_bias
             or params.allowed_token_ids is not None
+            or params.banned_sequences
             or params.min_tokens
         )
 
@@ -162,15 +179,24 @@ class LogitsProcessor:
         Raises:
             DeadEndError: no token is allowed after these.
         """
-        if self._matcher is None:
-            return False
-        if self._matcher.advance(output_ids):
+        if self._matcher is not None and self._matcher.advance(output_ids):
             return True
-        if self._allowed is not None:
-            mask = self._matcher.token_bitmasks(output_ids, ())[0]
-            if not np.bitwise_and(mask, self._allowed).any():
-                raise DeadEndError(len(output_ids), "allowed_token_ids has none of those possible")
+        allowed = self._allowed_after(output_ids)
+        if allowed is not None:
+            matcher = self._matcher
+            mask = None if matcher is None else matcher.token_bitmasks(output_ids, ())[0]
+            if not _both(allowed, mask).any():
+                raise DeadEndError(
+                    len(output_ids), "allowed_token_ids or bad_words leave none of those possible"
+                )
         return False
+
+    def _allowed_after(self, output_ids: Sequence[int]) -> TokenBitmask | None:
+        """Tokens that `allowed_token_ids` and `banned_sequences` allow after an output; None: all."""
+        if self._allowed is None:
+            return None
+        banned = self._banned.after(output_ids)
+        return without_tokens(self._allowed, banned) if banned else self._allowed
 
     def for_step(self, output_ids: Sequence[int], draft: tuple[int, ...]) -> LogitsTransform:
         """The transform of a step that draws after the output, and after each accepted draft token."""
@@ -178,20 +204,28 @@ class LogitsProcessor:
             self._token_counts = self._token_counts.plus(
                 output_ids[self._token_counts.num_output :]
             )
-        masks: tuple[TokenBitmask, ...] | None = None
+        masks: tuple[TokenBitmask | None, ...] | None = None
         if self._matcher is not None:
             try:
                 masks = tuple(self._matcher.token_bitmasks(output_ids, draft))
             except DeadEndError:  # Ctrl-C cut `advance` off; only this request's step fails
                 masks = (np.zeros(self._num_bitmask_bytes, np.uint8),)
-            if self._allowed is not None:
-                masks = tuple(np.bitwise_and(mask, self._allowed) for mask in masks)
-                # Draw nothing after a draft token that leads to a dead end; if it is accepted,
-                # `advance` raises the error.
-                dead_ends = (row for row, mask in enumerate(masks) if row and not mask.any())
-                masks = masks[: next(dead_ends, len(masks))]
-        elif self._allowed is not None:
-            masks = (self._allowed,) * (len(draft) + 1)
+        if self._allowed is not None:
+            tail = self._banned.tail(output_ids)
+            num_rows = len(draft) + 1 if masks is None else len(masks)
+            limited = []
+            for row in range(num_rows):
+                allowed = self._allowed_after([*tail, *draft[:row]])
+                mask = None if masks is None else masks[row]
+                limited.append(mask if allowed is None else _both(allowed, mask))
+            # Draw nothing after a draft token that leads to a dead end; if it is accepted,
+            # `advance` raises the error.
+            dead_ends = (
+                row
+                for row, mask in enumerate(limited)
+                if row and mask is not None and not mask.any()
+            )
+            masks = tuple(limited[: next(dead_ends, len(limited))])
         return LogitsTransform(
             params=self._params,
             draft=draft,
@@ -202,3 +236,8 @@ class LogitsProcessor:
             num_rows_without_stop=max(0, self._params.min_tokens - len(output_ids)),
             token_bitmasks=masks,
         )
+
+
+def _both(allowed: TokenBitmask, mask: TokenBitmask | None) -> TokenBitmask:
+    """The tokens of both masks; None is all tokens."""
+    return allowed if mask is None else allowed & mask

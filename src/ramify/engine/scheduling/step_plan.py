@@ -67,6 +67,8 @@ def _sample_specs(request: Request, stop: int, end: int) -> list[SampleSpec]:
             num_logprobs = 0
         processor = member.logits_processor
         logits = None if processor is None else processor.for_step(member.output_ids, draft)
+        if logits is not None and logits.is_identity:
+            logits = None
         samples.append(
             SampleSpec(
                 member.id, row, position, member.params, member.seed, num_logprobs, draft, logits

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -65,6 +66,7 @@ def validate_token_options(params: SamplingParams, vocab_size: int) -> None:
     for name, ids in (
         ("logit_bias", params.biases),
         ("allowed_token_ids", params.allowed_token_ids or ()),
+        ("banned_sequences", [*chain(*params.banned_sequences)]),
     ):
         if ids and max(ids) >= vocab_size:
             raise InvalidParamsError(name, max(ids), allowed)

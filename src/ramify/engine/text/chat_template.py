@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, nodes
+from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -42,11 +42,36 @@ class ChatTemplates:
     def __init__(self, sources: Mapping[str, str], variables: Mapping[str, str]) -> None:
         self._sources, self._variables = dict(sources), dict(variables)
         self._environment = _environment()
+        self._compiled: dict[str, Template] = {}
 
     @property
     def default(self) -> str | None:
         """Source of the default template; None if there is none."""
         return self._sources.get(DEFAULT)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Sources of the templates that are rendered: without tools, and with tools."""
+        return tuple(self._sources[name] for name in (DEFAULT, TOOL_USE) if name in self._sources)
+
+    def variable_names(self) -> frozenset[str]:
+        """All names that the templates mention, their own included; parses the templates."""
+        names: set[str] = set()
+        for source in self._sources.values():
+            try:
+                tree = self._environment.parse(source)
+            except TemplateError:  # rendering says so
+                continue
+            names |= {node.name for node in tree.find_all(nodes.Name)}
+        return frozenset(names)
+
+    def _template(self, name: str) -> Template:
+        """The compiled template; compiling takes longer than rendering a short conversation."""
+        template = self._compiled.get(name)
+        if template is None:
+            template = self._environment.from_string(self._sources[name])
+            self._compiled[name] = template
+        return template
 
     def render(
         self,
@@ -78,7 +103,7 @@ class ChatTemplates:
             for message in messages
         ]
         try:
-            template = self._environment.from_string(self._sources[name])
+            template = self._template(name)
             try:
                 return template.render(variables, messages=without_none)
             except _TEMPLATE_FAULTS:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ramify.engine.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"  # what `decode` writes for bytes that are not, or not yet, a character
@@ -14,11 +16,20 @@ class Detokenizer:
 
     The pieces joined are `Tokenizer.decode` of all tokens. Only the number of U+FFFD can differ:
     where a tokenizer writes one for each broken byte, or after more than `MAX_HELD_TOKENS` broken
-    bytes in a row.
+    bytes in a row. Special tokens are skipped, but for those that are kept.
+
+    Args:
+        keep: texts of special tokens that the text shall contain; True: all.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer, self._skipped_ids = tokenizer, tokenizer.special_token_ids
+    def __init__(self, tokenizer: Tokenizer, keep: bool | Sequence[str] = False) -> None:
+        self._tokenizer = tokenizer
+        kept = (lambda text: keep) if isinstance(keep, bool) else keep.__contains__
+        # What stands in the text for each special token: its own text, or nothing.
+        self._special_texts = {
+            token: text if kept(text) else ""
+            for token, text in tokenizer.special_token_texts.items()
+        }
         # The tokens emitted last (the prefix), then those held back. The prefix is decoded again
         # with each new token, because decoders treat the start of a text specially.
         self._window: list[int] = []
@@ -28,19 +39,26 @@ class Detokenizer:
 
     def step(self, token_id: int) -> str:
         """The text that this token completes; "" while a character is incomplete."""
-        if token_id in self._skipped_ids:
-            return ""
+        special_text = self._special_texts.get(token_id)
+        if special_text is not None:
+            return self._flush() + special_text if special_text else ""
         self._window.append(token_id)
         new = self._tokenizer.decode(self._window)[len(self._prefix_text) :]
         num_held = len(self._window) - self._prefix_len
         if (not new or new.endswith(REPLACEMENT)) and num_held < MAX_HELD_TOKENS:
             self._held_text = new
             return ""
-        self._held_text = ""
-        self._window = self._window[self._prefix_len :]
-        self._prefix_len = len(self._window)
-        self._prefix_text = self._tokenizer.decode(self._window)
-        return new
+        self._held_text = new
+        return self._flush()
+
+    def _flush(self) -> str:
+        """The text held back, as it is; its tokens become the prefix."""
+        held, self._held_text = self._held_text, ""
+        if len(self._window) > self._prefix_len:
+            self._window = self._window[self._prefix_len :]
+            self._prefix_len = len(self._window)
+            self._prefix_text = self._tokenizer.decode(self._window)
+        return held
 
     def finish(self) -> str:
         """The text held back, a character that stays incomplete; forget all tokens."""

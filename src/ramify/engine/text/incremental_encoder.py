@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
+import threading
 from array import array
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ramify.engine.text.tenant_lru import TenantLru
 from ramify.engine.text.tokenizer import Tokenizer
 
 MAX_TOKENS = 4_000_000  # of all remembered texts: 32 MB
+ENTRY_TOKENS = 32  # as many tokens take the memory that every entry takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +34,26 @@ class IncrementalEncoder:
     whole.
 
     Args:
-        max_tokens: remembered in all; the least recently used texts are dropped.
+        max_tokens: remembered in all, and half as many of one tenant; the least recently used
+            texts of the tenant with most are dropped.
+        max_text_tokens: PromptTooLongError for a text with more; None: no limit.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, max_tokens: int = MAX_TOKENS) -> None:
-        self.tokenizer, self.max_tokens = tokenizer, max_tokens
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        max_tokens: int = MAX_TOKENS,
+        max_text_tokens: int | None = None,
+    ) -> None:
+        self.tokenizer, self.max_text_tokens = tokenizer, max_text_tokens
         self.num_encoded = 0  # characters that were tokenised
-        self._remembered: OrderedDict[tuple[str, str], Encoding] = OrderedDict()  # (tenant, text) →
+        # By length in characters and digest of the text.
+        self._remembered: TenantLru[tuple[int, bytes], Encoding] = TenantLru(
+            max_cost=max_tokens, max_tenant_cost=max_tokens // 2
+        )
+        self._lock = threading.Lock()  # of the two below: several threads encode
         self._lengths: Counter[tuple[str, int]] = Counter()  # (tenant, characters) of those texts
-        self._num_tokens = 0
         boundaries = tokenizer.boundary_tokens
         self._boundary = re.compile("|".join(map(re.escape, boundaries))) if boundaries else None
         if self._boundary is not None and not self._cuts_change_nothing(boundaries):
@@ -52,15 +67,7 @@ class IncrementalEncoder:
         if self._boundary is None:
             return self._encode_whole(text)
         cuts = [match.start() for match in self._boundary.finditer(text) if match.start()]
-        front, front_len = Encoding(array("i"), array("i")), 0
-        for cut in reversed(cuts):
-            if not self._lengths[tenant, cut]:  # comparing every front would be quadratic
-                continue
-            remembered = self._remembered.get((tenant, text[:cut]))
-            if remembered is not None:
-                self._remembered.move_to_end((tenant, text[:cut]))
-                front, front_len = remembered, cut
-                break
+        front_len, front = self._longest_remembered(text, cuts, tenant)
         ids, ends = front.ids[:], front.end_offsets[:]
         newest = cuts[-1] if cuts and cuts[-1] > front_len else None
         for begin, end in ((front_len, newest or front_len), (newest or front_len, len(text))):
@@ -72,21 +79,36 @@ class IncrementalEncoder:
                 self._remember(tenant, text[:newest], Encoding(ids[:], ends[:]))
         return Encoding(ids, ends)
 
+    def _longest_remembered(
+        self, text: str, cuts: Sequence[int], tenant: str
+    ) -> tuple[int, Encoding]:
+        """The longest front of a text that is remembered: its characters, and its tokens."""
+        # Comparing every front would be quadratic.
+        with self._lock:
+            known = [cut for cut in cuts if self._lengths[tenant, cut]]
+        for cut in reversed(known):
+            key = _text_key(text[:cut])
+            with self._lock:
+                remembered = self._remembered.get(tenant, key)
+                if remembered is not None:
+                    self._remembered.touch(tenant, key)
+                    return cut, remembered
+        return 0, Encoding(array("i"), array("i"))
+
     def _encode_whole(self, text: str) -> Encoding:
         self.num_encoded += len(text)
-        ids, ends = self.tokenizer.encode_with_offsets(text)
+        ids, ends = self.tokenizer.encode_with_offsets(text, self.max_text_tokens)
         return Encoding(ids, ends)
 
     def _remember(self, tenant: str, text: str, encoding: Encoding) -> None:
-        self._remembered[tenant, text] = encoding
-        self._lengths[tenant, len(text)] += 1
-        self._num_tokens += len(encoding.ids)
-        while self._num_tokens > self.max_tokens and self._remembered:
-            (old_tenant, old_text), old = self._remembered.popitem(last=False)
-            self._lengths[old_tenant, len(old_text)] -= 1
-            if not self._lengths[old_tenant, len(old_text)]:
-                del self._lengths[old_tenant, len(old_text)]
-            self._num_tokens -= len(old.ids)
+        key, cost = _text_key(text), len(encoding.ids) + ENTRY_TOKENS
+        with self._lock:
+            self._lengths[tenant, len(text)] += 1
+            for dropped in self._remembered.put(tenant, key, encoding, cost):
+                length = dropped.tenant, dropped.key[0]
+                self._lengths[length] -= 1
+                if not self._lengths[length]:
+                    del self._lengths[length]
 
     def _cuts_change_nothing(self, boundaries: Sequence[str]) -> bool:
         """Whether texts cut in front of each boundary have the ids that they have uncut."""
@@ -98,3 +120,8 @@ class IncrementalEncoder:
                     if whole != encode(before)[0] + encode(boundary + after)[0]:
                         return False
         return True
+
+
+def _text_key(text: str) -> tuple[int, bytes]:
+    """Length and digest of a text, which need less memory than the text."""
+    return len(text), hashlib.blake2b(text.encode("utf-8", "surrogatepass")).digest()

@@ -8,7 +8,10 @@ from bisect import bisect_right
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import numpy as np
 import tokenizers
+
+from ramify.errors import PromptTooLongError
 
 # A noncharacter, which no text contains: breaks up the special tokens that users write.
 ESCAPE_CHAR = "\U0010fffe"
@@ -62,16 +65,21 @@ class SpecialTokenEscaper:
             return [self.escape_special_tokens(item) for item in value]
         return value
 
-    def encode(self, text: str) -> tuple[array[int], array[int]] | None:
+    def encode(
+        self, text: str, max_tokens: int | None = None
+    ) -> tuple[array[int], array[int]] | None:
         """Token ids [T] and end offsets [T] of a text with escapes; None if it has none.
 
         Offsets count the escape characters.
+
+        Raises:
+            PromptTooLongError: it has more than `max_tokens`.
         """
         if ESCAPE_CHAR not in text or self._unescaped is None:
             return None
         # The template's special tokens; segment i is the text before the i-th of them.
         spans = [match.span() for match in self._unescaped.finditer(text)]
-        ids, begins, ends = self._encode(text, spans, ())
+        ids, begins, ends = self._encode(text, spans, (), max_tokens)
         starts, position, segments = [start for start, _ in spans], 0, list[str]()
         for start, end in (*spans, (len(text), len(text))):
             segments.append(text[position:start].replace(ESCAPE_CHAR, ""))
@@ -92,11 +100,15 @@ class SpecialTokenEscaper:
             if self._special[token].content in segments[segment]
         }
         if misread:
-            ids, _, ends = self._encode(text, spans, misread)
+            ids, _, ends = self._encode(text, spans, misread, max_tokens)
         return array("i", (self._id_of_alias.get(token, token) for token in ids)), ends
 
     def _encode(
-        self, text: str, spans: list[tuple[int, int]], broken_up: Collection[int]
+        self,
+        text: str,
+        spans: list[tuple[int, int]],
+        broken_up: Collection[int],
+        max_tokens: int | None,
     ) -> tuple[list[int], list[int], array[int]]:
         """Ids, aliases not yet resolved, and the offsets at which each begins and ends.
 
@@ -104,23 +116,32 @@ class SpecialTokenEscaper:
         text has the ids that it has without them.
         """
         tokenizer = self._alias_tokenizer or self._with_aliases()
+        is_kept = np.frombuffer(text.encode("utf-32-le"), np.uint32) != ord(ESCAPE_CHAR)
         # offsets[i]: where in `text` the i-th character of the encoded text begins
-        pieces, offsets, position = list[str](), [0], 0
+        pieces, offsets, position = list[str](), [np.zeros(1, np.int64)], 0
         for segment, (start, end) in enumerate((*spans, (len(text), len(text)))):
-            for index in range(position, start):
-                if text[index] != ESCAPE_CHAR or segment in broken_up:
-                    pieces.append(text[index])
-                    offsets.append(index + 1)
+            if segment in broken_up:
+                pieces.append(text[position:start])
+                offsets.append(np.arange(position + 1, start + 1))
+            else:
+                pieces.append(text[position:start].replace(ESCAPE_CHAR, ""))
+                offsets.append(np.flatnonzero(is_kept[position:start]) + position + 1)
             if start < end:
                 pieces.append(_alias(text[start:end]))
-                offsets.extend([end] * len(pieces[-1]))
+                offsets.append(np.full(len(pieces[-1]), end))
             position = end
         encoding = tokenizer.encode("".join(pieces), add_special_tokens=False)
-        ids, token_spans = encoding.ids, encoding.offsets  # properties that make a list each time
-        indices = [index for index, token in enumerate(ids) if token != self._escape_id]
-        begins = [offsets[token_spans[index][0]] for index in indices]
-        ends = array("i", (offsets[token_spans[index][1]] for index in indices))
-        return [ids[index] for index in indices], begins, ends
+        if max_tokens is not None and len(encoding) > max_tokens:
+            raise PromptTooLongError(len(encoding), max_tokens)
+        ids = np.array(encoding.ids, np.int64)
+        token_spans = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+        is_text = ids != self._escape_id
+        begins, ends = np.concatenate(offsets)[token_spans[is_text]].T
+        return (
+            ids[is_text].tolist(),
+            begins.tolist(),
+            array("i", ends.astype(np.int32).tobytes()),
+        )
 
     def _with_aliases(self) -> tokenizers.Tokenizer:
         """A copy that reads special tokens as text, and has their aliases as added tokens."""

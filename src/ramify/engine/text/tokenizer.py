@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from ramify.engine.text.added_tokens import (
 )
 from ramify.engine.text.chat_template import ChatTemplates, Messages, read_chat_templates
 from ramify.engine.text.special_tokens import SpecialTokenEscaper
-from ramify.errors import CheckpointError, InvalidParamsError
+from ramify.errors import CheckpointError, InvalidParamsError, PromptTooLongError
 
 
 class Tokenizer:
@@ -102,8 +103,19 @@ class Tokenizer:
     @property
     def special_token_ids(self) -> frozenset[int]:
         """Ids that `decode` skips by default."""
+        return frozenset(self.special_token_texts)
+
+    @property
+    def special_token_texts(self) -> dict[int, str]:
+        """Texts of the ids that `decode` skips by default."""
         added = self._core.get_added_tokens_decoder()
-        return frozenset(token for token, entry in added.items() if entry.special)
+        return {token: entry.content for token, entry in added.items() if entry.special}
+
+    @property
+    def added_token_texts(self) -> dict[int, str]:
+        """Texts of the tokens that were added to the vocabulary, special or not."""
+        added = self._core.get_added_tokens_decoder()
+        return {token: entry.content for token, entry in added.items()}
 
     @property
     def has_chat_template(self) -> bool:
@@ -115,17 +127,40 @@ class Tokenizer:
         """Jinja source of the default template; None if there is none."""
         return self._chat_templates.default
 
+    @cached_property
+    def chat_template_names(self) -> frozenset[str]:
+        """All names of variables that the chat templates mention."""
+        return self._chat_templates.variable_names()
+
+    @property
+    def chat_template_sources(self) -> tuple[str, ...]:
+        """Jinja sources of the templates that are rendered: without tools, and with tools."""
+        return self._chat_templates.sources
+
     def encode(self, text: str, add_special_tokens: bool = True) -> array[int]:
         """Token ids [T] int32; `add_special_tokens` adds what the model expects around a text (BOS)."""
         _require_unicode(text)
         return array("i", self._core.encode(text, add_special_tokens=add_special_tokens).ids)
 
-    def encode_with_offsets(self, text: str) -> tuple[array[int], array[int]]:
-        """Token ids [T] of a text as it stands, and the character at which each token ends [T]."""
+    @property
+    def max_token_bytes(self) -> int:
+        """Bytes of the longest piece of the vocabulary: text has at least a token for so many."""
+        return max((len(piece.encode()) for piece in self._core.get_vocab(True)), default=1)
+
+    def encode_with_offsets(
+        self, text: str, max_tokens: int | None = None
+    ) -> tuple[array[int], array[int]]:
+        """Token ids [T] of a text as it stands, and the character at which each token ends [T].
+
+        Raises:
+            PromptTooLongError: it has more than `max_tokens`.
+        """
         _require_unicode(text)
-        if encoded := self._escaper.encode(text):
+        if encoded := self._escaper.encode(text, max_tokens):
             return encoded
         encoding = self._core.encode(text, add_special_tokens=False)
+        if max_tokens is not None and len(encoding) > max_tokens:
+            raise PromptTooLongError(len(encoding), max_tokens)
         return array("i", encoding.ids), array("i", (end for _, end in encoding.offsets))
 
     def escape_special_tokens(self, value: Any) -> Any:

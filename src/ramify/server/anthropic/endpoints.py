@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+import msgspec
 from starlette.responses import Response
 
 from ramify.server.anthropic.messages_request import messages_to_generation, render_messages
@@ -11,18 +10,33 @@ from ramify.server.anthropic.messages_response import MessageResponseBuilder
 from ramify.server.anthropic.protocol import CountRequest, MessageRequest
 from ramify.server.context import RequestContext
 from ramify.server.http.wire import sse_event
+from ramify.server.unserved_fields import UnservedFields
+
+# They do not change the answer. Clients count the tokens of the body that they would send.
+FIELDS = UnservedFields(
+    ignored=frozenset(field.name for field in msgspec.structs.fields(MessageRequest))
+    | {
+        "betas",
+        "billing_policy",
+        "container",
+        "fallback_credit_token",
+        "fallbacks",
+        "inference_geo",
+        "user_profile_id",
+        "workspace_id",
+    }
+)
 
 
 async def messages(context: RequestContext) -> Response:
     """POST /v1/messages."""
-    request = await context.body(MessageRequest)
+    request = await context.body(MessageRequest, FIELDS)
     generation_request = await context.in_prompt_thread(
         messages_to_generation, request, context.service, context.caller.tenant
     )
     generation = await context.start(generation_request, prefix="msg_")
     builder = MessageResponseBuilder(context.service, request, generation)
     request_id = context.headers["x-request-id"]
-    context = replace(context, headers=context.headers | {"request-id": request_id})
     return await context.respond(
         builder,
         stream=request.stream,
@@ -32,8 +46,11 @@ async def messages(context: RequestContext) -> Response:
 
 async def count_tokens(context: RequestContext) -> Response:
     """POST /v1/messages/count_tokens."""
-    request = await context.body(CountRequest)
+    request = await context.body(CountRequest, FIELDS)
+    warnings: list[str] = []
     history_entry = await context.in_prompt_thread(
-        render_messages, request, context.service, context.caller.tenant
+        render_messages, request, context.service, context.caller.tenant, warnings
     )
+    for message in warnings:
+        context.warn(message)
     return context.json({"input_tokens": len(history_entry.prompt.ids)})

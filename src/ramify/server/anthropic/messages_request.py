@@ -2,38 +2,28 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from typing import Any
+from dataclasses import replace
 
-import msgspec
-
-from ramify.params import SamplingParams, StructuredOutput
+from ramify.params import SamplingParams
+from ramify.server.answer_constraint import CallChoice, OfferedTool, schema_format
+from ramify.server.anthropic.blocks import Unserved, blocks_of
+from ramify.server.anthropic.history import joined, render_turns
 from ramify.server.anthropic.protocol import (
     Block,
-    CacheControl,
     CountRequest,
     InputTool,
     MessageRequest,
     ToolChoice,
 )
+from ramify.server.anthropic.tools import tool_set
+from ramify.server.content_placeholders import placeholder_warnings
 from ramify.server.errors import ApiError
-from ramify.server.generation import (
-    GenerationRequest,
-    sampling_filters,
-    with_tool_calls,
-)
+from ramify.server.generation import GenerationRequest, sampling_filters, with_output_parser
 from ramify.server.http.wire import encode_json
-from ramify.server.prompt_renderer import (
-    BREAKPOINT_TTL_S,
-    MAX_BREAKPOINTS,
-    PromptPart,
-    text_variants,
-    tool_parts,
-)
-from ramify.server.request_history import HistoryEntry, canonical_json
+from ramify.server.prompt_renderer import MAX_BREAKPOINTS, PromptPart, text_variants
+from ramify.server.reasoning_options import THINKING_TYPES, ReasoningOptions
+from ramify.server.request_history import HistoryEntry, fingerprint
 from ramify.server.service import Service
-from ramify.server.tool_calls import tool_call_schema
 
 # Some agents begin their system prompt with this line. It ends in a number that differs in every
 # request, so nothing after it would hit the cache.
@@ -48,22 +38,30 @@ def messages_to_generation(
     Raises:
         ApiError, RequestError: it cannot be served.
     """
-    history_entry = render_messages(request, service, tenant)
-    structured = None
+    warnings: list[str] = []
+    history_entry = render_messages(request, service, tenant, warnings)
+    output_format, where = request.output_format, "output_format.schema"
     if request.output_config is not None and request.output_config.format is not None:
-        structured = StructuredOutput(json_schema=request.output_config.format.schema)
-    choice, tools = request.tool_choice or ToolChoice("auto"), _template_tools(request)
+        output_format, where = request.output_config.format, "output_config.format.schema"
+    answer_format = None
+    if output_format is not None:
+        answer_format = schema_format(output_format.schema, where, warnings, strict=False)
+    choice = request.tool_choice or ToolChoice("auto")
+    tools = tool_set(request.tools or (), choice)
     forces_call = choice.type in ("any", "tool")
-    if forces_call:
-        if not tools:
-            raise ApiError(400, f"{choice.type!r} needs tools", param="tool_choice")
-        names = [tool["function"]["name"] for tool in tools]
-        if choice.type == "tool" and choice.name not in names:
-            raise ApiError(400, f"{choice.name!r} is not among {names}", param="tool_choice.name")
-        structured = tool_call_schema(tools, choice.name if choice.type == "tool" else None)
+    name = tools.chosen(choice) if forces_call else None
+    single_call = bool(choice.disable_parallel_tool_use)
+    structured = service.constraints.of_answer(
+        OfferedTool.of(tools.definitions),
+        CallChoice(is_forced=forces_call, name=name, is_single=single_call),
+        prompt_end=history_entry.prompt.turn_opening,
+        tenant=tenant,
+        answer_format=answer_format,
+        warnings=warnings,
+    )
     params = SamplingParams(
         **sampling_filters(request.temperature, request.top_k, request.top_p),
-        max_tokens=max(1, request.max_tokens),
+        max_tokens=_output_limit(request, history_entry, service),
         stop=request.stop_sequences or (),
         structured=structured,
     )
@@ -74,15 +72,36 @@ def messages_to_generation(
         priority=request.priority,
         is_prewarm=request.max_tokens == 0,
         is_chat=True,
+        warnings=tuple(warnings),
     )
-    single_call = bool(choice.disable_parallel_tool_use)
-    return with_tool_calls(
-        generation_request, tools, service.tool_format, forced=forces_call, single=single_call
+    return with_output_parser(
+        generation_request,
+        service.output_format,
+        tools.definitions,
+        forced=forces_call,
+        single=single_call,
     )
 
 
-def render_messages(request: CountRequest, service: Service, tenant: str = "") -> HistoryEntry:
+def _output_limit(
+    request: MessageRequest, history_entry: HistoryEntry, service: Service
+) -> int | None:
+    """`max_tokens` for the engine; None, as many as there is room for, if the client wants more.
+
+    Agents send the same large limit with every request, whatever the context of the model is.
+    """
+    config = service.engine.config
+    room = min(config.max_model_len, config.kv_cache_tokens) - len(history_entry.prompt.ids)
+    return max(1, request.max_tokens) if request.max_tokens <= room else None
+
+
+def render_messages(
+    request: CountRequest, service: Service, tenant: str, warnings: list[str]
+) -> HistoryEntry:
     """Render the prompt of a request; returns it as an entry of the request history.
+
+    Args:
+        warnings: is extended by what the client is told of.
 
     Raises:
         ApiError, RequestError: it cannot be served.
@@ -93,51 +112,72 @@ def render_messages(request: CountRequest, service: Service, tenant: str = "") -
     _check_num_breakpoints(request)
     system = _system_blocks(request)
     system_texts = [block.text or "" for _, block in system]
-    turns = [
-        list(_template_messages(message.role, message.content, f"messages[{index}]"))
-        for index, message in enumerate(request.messages)
-    ]
+    unserved: Unserved = []
+    late_system = service.prompt_renderer.takes_late_system()
+    turns = render_turns(request.messages, unserved, late_system=late_system)
     messages = [{"role": "system", "content": "\n".join(system_texts)}] if system else []
-    messages += [message for turn in turns for message in turn]
+    messages += joined([message for turn in turns for message in turn.messages])
     if not messages:
         raise ApiError(400, "there is nothing to answer in them", param="messages")
-    tools = _template_tools(request)
-    parts = [
-        PromptPart(part.path, part.texts, _ttl_s(tool.cache_control))
-        for part, tool in zip(tool_parts(tools), request.tools or (), strict=False)
-    ]
-    parts += [
-        PromptPart(path, text_variants(block.text or ""), _ttl_s(block.cache_control))
-        for path, block in system
-    ]
-    for index, message in enumerate(request.messages):
-        parts += _message_parts(message.content, f"messages[{index}].content")
+    tools = tool_set(request.tools or (), request.tool_choice)
+    parts = list(tools.parts)
+    for path, block in system:
+        ttl_s = None if block.cache_control is None else block.cache_control.ttl_s
+        parts.append(PromptPart(path, text_variants(block.text or ""), ttl_s))
+    parts += (part for turn in turns for part in turn.parts)
+    warnings += placeholder_warnings(unserved) + tools.warnings()
+    if request.context_management:
+        warnings.append("context_management is not served: no edits are applied")
+    if request.mcp_servers:
+        warnings.append("mcp_servers are not served: their tools are left out")
     prompt = service.prompt_renderer.chat(
         messages,
         parts,
-        tools=tools or None,
+        tools=tools.definitions or None,
         continue_final_message=messages[-1]["role"] == "assistant",
         tenant=tenant,
+        template_options=_reasoning_options(request).template_variables(
+            service.tokenizer.chat_template_names
+        ),
+    )
+    prompt = prompt.with_answers(
+        [
+            f"messages[{index}]"
+            for index, message in enumerate(request.messages[:-1])
+            if message.role == "assistant"
+        ]
     )
     if request.cache_control is not None:  # of the request: a breakpoint after its last block
-        prompt = prompt.with_breakpoint(BREAKPOINT_TTL_S[request.cache_control.ttl])
+        prompt = prompt.with_breakpoint(request.cache_control.ttl_s)
     return HistoryEntry(
         model=model,
         options={
-            "tool_choice": canonical_json(msgspec.to_builtins(request.tool_choice)),
-            "thinking": canonical_json(msgspec.to_builtins(request.thinking)),
+            "tool_choice": fingerprint(request.tool_choice),
+            "thinking": fingerprint(request.thinking),
+            "effort": fingerprint(_reasoning_options(request).effort),
         },
-        tools=tuple(canonical_json(tool) for tool in tools),
-        system=canonical_json(system_texts),
-        messages=tuple(canonical_json(turn) for turn in turns),
+        tools=tuple(fingerprint(tool) for tool in tools.definitions),
+        system=fingerprint(system_texts),
+        messages=tuple(fingerprint(turn.messages) for turn in turns),
         prompt=prompt,
         max_shared=prompt.max_shared_tokens(),
     )
 
 
+def _reasoning_options(request: CountRequest) -> ReasoningOptions:
+    """How much the model should think. An effort alone turns no reasoning on, nor off."""
+    thinking, config = request.thinking, request.output_config
+    options = ReasoningOptions(effort=None if config is None else config.effort)
+    if thinking is None:
+        return options
+    return replace(
+        options, is_enabled=THINKING_TYPES.get(thinking.type), budget=thinking.budget_tokens
+    )
+
+
 def _check_num_breakpoints(request: CountRequest) -> None:
-    blocks = [block for message in request.messages for block in _blocks(message.content)]
-    items: list[InputTool | Block | CountRequest] = [*blocks, *_blocks(request.system), request]
+    blocks = [block for message in request.messages for block in blocks_of(message.content)]
+    items: list[InputTool | Block | CountRequest] = [*blocks, *blocks_of(request.system), request]
     items += request.tools or ()
     num_breakpoints = sum(item.cache_control is not None for item in items)
     if num_breakpoints > MAX_BREAKPOINTS:
@@ -148,124 +188,13 @@ def _check_num_breakpoints(request: CountRequest) -> None:
         )
 
 
-def _blocks(content: str | list[Block] | None) -> list[Block]:
-    if content is None:
-        return []
-    return [Block("text", text=content)] if isinstance(content, str) else content
-
-
 def _system_blocks(request: CountRequest) -> list[tuple[str, Block]]:
     """Paths and blocks of the system prompt, without the volatile line of some agents."""
     blocks = []
-    for index, block in enumerate(_blocks(request.system)):
+    for index, block in enumerate(blocks_of(request.system)):
         path = "system" if isinstance(request.system, str) else f"system[{index}]"
         if block.type != "text" or block.text is None:
             raise ApiError(400, "the system prompt is text", param=f"{path}.type")
         if not block.text.startswith(VOLATILE_SYSTEM):
             blocks.append((path, block))
     return blocks
-
-
-def _ttl_s(control: CacheControl | None) -> float | None:
-    """`ttl_s` of a part."""
-    return None if control is None else BREAKPOINT_TTL_S[control.ttl]
-
-
-def _template_tools(request: CountRequest) -> list[dict[str, Any]]:
-    """Tool definitions as chat templates take them; none if the model must not call any."""
-    if request.tool_choice is not None and request.tool_choice.type == "none":
-        return []
-    return [
-        _template_tool(tool, f"tools[{index}]") for index, tool in enumerate(request.tools or ())
-    ]
-
-
-def _template_tool(tool: InputTool, where: str) -> dict[str, Any]:
-    if tool.input_schema is None:
-        raise ApiError(
-            400,
-            f"tools of type {tool.type!r} run on Anthropic's servers and are not served here",
-            param=where,
-        )
-    function: dict[str, Any] = {"name": tool.name}
-    if tool.description is not None:
-        function["description"] = tool.description
-    return {"type": "function", "function": function | {"parameters": tool.input_schema}}
-
-
-def _template_messages(
-    role: str, content: str | list[Block], where: str
-) -> Iterator[dict[str, Any]]:
-    """A message as chat templates take it; each tool result becomes a message by itself."""
-    texts: list[str] = []
-    calls: list[dict[str, Any]] = []
-    thinking: list[str] = []
-    for index, block in enumerate(_blocks(content)):
-        path = f"{where}.content[{index}]"
-        if block.type == "text":
-            texts.append(_required(block.text, f"{path}.text"))
-        elif block.type == "thinking":
-            thinking.append(block.thinking or "")
-        elif block.type == "redacted_thinking":
-            continue
-        elif block.type == "tool_use":
-            name = _required(block.name, f"{path}.name")
-            function = {"name": name, "arguments": block.input or {}}
-            calls.append({"id": block.id or "", "type": "function", "function": function})
-        elif block.type == "tool_result":
-            if texts:
-                yield {"role": role, "content": "\n".join(texts)}
-                texts = []
-            yield {
-                "role": "tool",
-                "tool_call_id": block.tool_use_id or "",
-                "content": _result_text(block, path),
-            }
-        else:
-            raise ApiError(
-                400,
-                f"blocks of type {block.type!r} are not served by this model; send text",
-                param=f"{path}.type",
-            )
-    if texts or calls or thinking or not _blocks(content):
-        message: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
-        if thinking:
-            message["reasoning_content"] = "\n".join(thinking)
-        if calls:
-            message["tool_calls"] = calls
-        yield message
-
-
-def _required(value: str | None, where: str) -> str:
-    if value is None:
-        raise ApiError(400, "it is missing", param=where)
-    return value
-
-
-def _result_text(block: Block, where: str) -> str:
-    texts = [
-        _required(part.text if part.type == "text" else None, f"{where}.content[{index}].text")
-        for index, part in enumerate(_blocks(block.content))
-    ]
-    return "\n".join(texts)
-
-
-def _message_parts(content: str | list[Block], path: str) -> list[PromptPart]:
-    """The parts to locate in the rendered text: the message, or each of its blocks."""
-    if isinstance(content, str):
-        return [PromptPart(path, text_variants(content))]
-    parts = []
-    for index, block in enumerate(content):
-        if block.type == "tool_use":
-            variants: tuple[str, ...] = (
-                json.dumps(block.input or {}, ensure_ascii=False),
-                block.name or "",
-            )
-        elif block.type == "tool_result":
-            variants = text_variants("\n".join(part.text or "" for part in _blocks(block.content)))
-        elif block.type == "thinking":
-            variants = text_variants(block.thinking or "")
-        else:
-            variants = text_variants(block.text or "")
-        parts.append(PromptPart(f"{path}[{index}]", variants, _ttl_s(block.cache_control)))
-    return parts

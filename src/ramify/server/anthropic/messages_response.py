@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
-import json
+import base64
 from collections.abc import AsyncIterator
 from typing import Any
 
 from ramify.outputs import FinishReason
+from ramify.server.answer import (
+    TRUNCATED,
+    Answer,
+    AnswerPart,
+    PartBegin,
+    PartDelta,
+    PartEnd,
+    PartEvent,
+)
 from ramify.server.anthropic.protocol import MessageRequest
-from ramify.server.generation import TRUNCATED, Answer, Generation
+from ramify.server.generation import Generation
+from ramify.server.partial_json import partial_object
 from ramify.server.prompt_renderer import BREAKPOINT_TTL_S
 from ramify.server.service import Service
-from ramify.server.tool_calls import ParsedToolCall, TextOrCall
 
+# Of thinking blocks: they are accepted back from anyone, with any signature.
+SIGNATURE = base64.b64encode(b"ramify").decode()
+EMPTY_TEXT = AnswerPart("text", 0, 0)  # the block of an empty answer; nothing is added to it
+# Type of a block's delta, and its field, by kind of answer part.
+DELTAS = {
+    "text": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}
 # Kinds of `PromptDifference` that have a type of `cache_miss_reason`: `model_changed`.
 REPORTED_KINDS = ("model", "system", "tools", "messages")
 
@@ -48,7 +66,7 @@ class MessageResponseBuilder:
     def __init__(self, service: Service, request: MessageRequest, generation: Generation) -> None:
         self.service, self.request, self.generation = service, request, generation
         self.is_prewarm = generation.request.is_prewarm
-        self._answer = Answer(generation.request.new_tool_parser())
+        self._answer = Answer(generation.request.new_parser())
 
     def usage(self) -> dict[str, Any]:
         """`usage`: the prompt has `input + cache_read_input + cache_creation_input` tokens.
@@ -109,64 +127,43 @@ class MessageResponseBuilder:
             reason, stop = "tool_use", None
         elif stop is not None:
             reason = "stop_sequence"
+        elif answer.finish_reason is FinishReason.ABORT:
+            reason = "pause_turn"  # the client may send the answer back and go on
         elif answer.finish_reason in TRUNCATED:
-            is_context_full = len(answer.token_ids) < self.request.max_tokens and (
-                answer.finish_reason is FinishReason.LENGTH
-            )
+            is_context_full = len(answer.token_ids) < self.request.max_tokens
             reason = "model_context_window_exceeded" if is_context_full else "max_tokens"
         else:
             reason = "end_turn"
         return {"stop_reason": reason, "stop_sequence": stop}
 
-    async def _pieces(self) -> AsyncIterator[list[TextOrCall]]:
-        """Yield the text to show and the complete calls of each event."""
-        async for event in self.generation:
-            pieces = self._answer.add(event)
-            yield [] if self.is_prewarm else pieces
+    async def _changes(self) -> AsyncIterator[list[PartEvent]]:
+        """Yield what each step changes in the answer."""
+        async for step in self.generation:
+            changes = self._answer.add(step)
+            yield [] if self.is_prewarm else changes
         self.generation.raise_error()
 
     async def body(self) -> dict[str, Any]:
         """Wait for the end; returns the `message`."""
-        content: list[dict[str, Any]] = []
-        async for pieces in self._pieces():
-            for piece in pieces:
-                if isinstance(piece, ParsedToolCall):
-                    content.append(_tool_use(piece, json.loads(piece.arguments or "{}")))
-                elif content and content[-1]["type"] == "text":
-                    content[-1]["text"] += piece
-                else:
-                    content.append(_text(piece))
-        if not self.is_prewarm and not content:
-            content.append(_text(""))
-        return self._message(content, **self._stop_fields())
+        async for _ in self._changes():
+            pass
+        parts = () if self.is_prewarm else self._answer.parts or (EMPTY_TEXT,)
+        return self._message([_whole_block(part) for part in parts], **self._stop_fields())
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
         """Yield the data of server-sent events."""
-        begun, index, is_open = False, 0, False
-        async for pieces in self._pieces():
+        begun = False
+        async for changes in self._changes():
             if not begun:
                 begun = True
                 yield _event("message_start", message=self._message([]))
                 yield _event("ping")
-            for piece in pieces:
-                if isinstance(piece, str):
-                    if not is_open:
-                        is_open = True
-                        yield _event("content_block_start", index=index, content_block=_text(""))
-                    delta = {"type": "text_delta", "text": piece}
-                    yield _event("content_block_delta", index=index, delta=delta)
-                    continue
-                if is_open:
-                    yield _event("content_block_stop", index=index)
-                    index, is_open = index + 1, False
-                block = _tool_use(piece, {})
-                yield _event("content_block_start", index=index, content_block=block)
-                delta = {"type": "input_json_delta", "partial_json": piece.arguments}
-                yield _event("content_block_delta", index=index, delta=delta)
-                yield _event("content_block_stop", index=index)
-                index += 1
-        if is_open:
-            yield _event("content_block_stop", index=index)
+            for change in changes:
+                for event in _change_events(change):
+                    yield event
+        if not self.is_prewarm and not self._answer.parts:
+            yield _begin_event(EMPTY_TEXT)
+            yield _event("content_block_stop", index=0)
         yield _event("message_delta", delta=self._stop_fields(), usage=self.usage())
         yield _event("message_stop")
 
@@ -175,10 +172,42 @@ def _event(name: str, **fields: Any) -> dict[str, Any]:
     return {"type": name} | fields
 
 
-def _text(text: str) -> dict[str, Any]:
-    return {"type": "text", "text": text, "citations": None}
+def _change_events(change: PartEvent) -> list[dict[str, Any]]:
+    """The events of a change of the answer. Reasoning ends with its signature."""
+    index = change.part.index
+    match change:
+        case PartBegin(part):
+            return [_begin_event(part)]
+        case PartDelta(part, text):
+            delta_type, name = DELTAS[part.kind]
+            delta = {"type": delta_type, name: text}
+            return [_event("content_block_delta", index=index, delta=delta)]
+        case PartEnd(part):
+            stop = _event("content_block_stop", index=index)
+            if part.kind != "reasoning":
+                return [stop]
+            delta = {"type": "signature_delta", "signature": SIGNATURE}
+            return [_event("content_block_delta", index=index, delta=delta), stop]
 
 
-def _tool_use(call: ParsedToolCall, arguments: object) -> dict[str, Any]:
-    name = call.id.replace("call_", "toolu_", 1)
-    return {"type": "tool_use", "id": name, "name": call.name, "input": arguments}
+def _begin_event(part: AnswerPart) -> dict[str, Any]:
+    block = _block(part, text="", arguments={}, signature="")
+    return _event("content_block_start", index=part.index, content_block=block)
+
+
+def _whole_block(part: AnswerPart) -> dict[str, Any]:
+    """A block of the `content` of a whole message."""
+    text = part.text
+    arguments = partial_object(text) if part.kind == "call" else {}
+    return _block(part, text=text, arguments=arguments, signature=SIGNATURE)
+
+
+def _block(
+    part: AnswerPart, *, text: str, arguments: dict[str, Any], signature: str
+) -> dict[str, Any]:
+    if part.kind == "reasoning":
+        return {"type": "thinking", "thinking": text, "signature": signature}
+    if part.kind == "text":
+        return {"type": "text", "text": text, "citations": None}
+    name = part.id.replace("call_", "toolu_", 1)
+    return {"type": "tool_use", "id": name, "name": part.name, "input": arguments}

@@ -6,18 +6,40 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from ramify.server.openai.protocol import MAX_MESSAGES, Name, NonNegativeInt, UnitInterval
+from ramify.server.openai.protocol import (
+    MAX_MESSAGES,
+    Name,
+    NonNegativeInt,
+    ToolName,
+    UnitInterval,
+)
+from ramify.server.prompt_renderer import BREAKPOINT_TTL_S
+
+VERSION_HEADER = "anthropic-version"  # Anthropic's clients send it with every request
 
 
 class CacheControl(Struct):
     """Pin the prompt up to the end of this block."""
 
     type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] = "5m"
+    ttl: Literal["5m", "1h"] | None = None  # None: 5m
+
+    @property
+    def ttl_s(self) -> float:
+        """The lifetime in seconds after the last hit."""
+        return BREAKPOINT_TTL_S[self.ttl or "5m"]
+
+
+class Source(Struct):
+    """Where the bytes of an image or a document are; only text is read."""
+
+    type: str
+    data: str | None = None
+    content: str | list[Block] | None = None
 
 
 class Block(Struct):
-    """A block of a message's content; text, tool_use, tool_result and thinking are served."""
+    """A block of a message's content, or a part of one: the fields of all types that are served."""
 
     type: str
     text: str | None = None
@@ -26,26 +48,41 @@ class Block(Struct):
     name: Name | None = None
     input: dict[str, Any] | None = None
     tool_use_id: Name | None = None
-    content: str | list[Block] | None = None
+    content: str | list[Block] | Block | None = None
     is_error: bool | None = None
     cache_control: CacheControl | None = None
+    # of documents and search results
+    source: Source | str | None = None
+    title: str | None = None
+    context: str | None = None
+    # of what tools on Anthropic's servers returned
+    tool_name: str | None = None
+    tool_references: list[Block] | None = None
+    url: str | None = None
+    stdout: str | None = None
+    stderr: str | None = None
+    error_code: str | None = None
 
 
 class InputMessage(Struct):
     """One message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | list[Block] | None = None  # None: only where the role is `system`
+    clear_at: str | None = None  # `next_user_message`: not shown once such a message follows
 
 
 class InputTool(Struct):
-    """A tool that the model may call; only tools that the client runs are served."""
+    """A tool that the model may call; `type` names those that Anthropic defines."""
 
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+    name: ToolName | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     type: str | None = None
+    strict: bool | None = None
     cache_control: CacheControl | None = None
+    display_width_px: int | None = None
+    display_height_px: int | None = None
 
 
 class ToolChoice(Struct):
@@ -89,11 +126,15 @@ class CountRequest(Struct, kw_only=True):
     model: Name
     messages: Annotated[list[InputMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
     system: str | list[Block] | None = None
-    tools: Annotated[list[InputTool], Meta(max_length=128)] | None = None
+    tools: list[InputTool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # older name of `output_config.format`
     cache_control: CacheControl | None = None
+    # These two are not served, and the client is warned.
+    context_management: dict[str, Any] | None = None
+    mcp_servers: list[Any] | None = None
 
 
 class MessageRequest(CountRequest, kw_only=True):

@@ -16,23 +16,25 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from ramify.server.errors import ApiError, as_api_error
+from ramify.server.http.json_limits import check_json_limits
+from ramify.server.http.request_body import decode_json, validation_error
 
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 32 << 20
-MAX_DEPTH = 64  # of nested JSON brackets
 BODY_TIMEOUT_S = 60.0
 PING_S = 15.0
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_FIELD_PATH = re.compile(r" - at `(?:key in )?\$?(.*)`$")
+_NOT_PRINTABLE = re.compile(r"[^ -~]")
 EVENT_STREAM = "text/event-stream"
-PING = b": ping\n\n"
+CLIENT_GONE = "the client went away"
+PING = b": ping\n\n"  # a comment, which clients skip
+ANTHROPIC_PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 STREAM_HEADERS = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",
@@ -42,11 +44,15 @@ T = TypeVar("T")
 encode_json = msgspec.json.Encoder().encode
 
 
-async def read_body(request: Request) -> bytes:
-    """Read the body of a request.
+async def read_body(request: Request, *, reserve: Callable[[int], None]) -> bytes | bytearray:
+    """Read the body of a request; not copied once more, which takes 20 ms for a large one.
+
+    Args:
+        reserve: called with the number of bytes of each piece; raises ApiError to read no further.
 
     Raises:
-        ApiError: 413 larger than `MAX_BODY_BYTES`, 415 compressed, 408 not complete in time.
+        ApiError: 413 larger than `MAX_BODY_BYTES`, 415 compressed, 408 not complete in time, 499 the
+            client disconnected.
     """
     too_large = ApiError(
         413, f"the body is larger than {MAX_BODY_BYTES} bytes; send less, or token ids"
@@ -60,28 +66,25 @@ async def read_body(request: Request) -> bytes:
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             async for chunk in request.stream():
+                reserve(len(chunk))
                 body += chunk
                 if len(body) > MAX_BODY_BYTES:
                     raise too_large
     except TimeoutError as error:
         raise ApiError(408, f"the body did not come within {BODY_TIMEOUT_S:.0f} s") from error
-    return bytes(body)
+    except ClientDisconnect:
+        raise ApiError(499, CLIENT_GONE) from None
+    return body
 
 
-def decode_body(body: bytes, kind: type[T]) -> T:
+def decode_body(body: bytes | bytearray, kind: type[T]) -> T:
     """Decode a JSON body to a type.
 
     Raises:
-        ApiError: 400, it is not JSON, is nested deeper than `MAX_DEPTH`, or does not fit the type.
+        ApiError: 400, it is not JSON, exceeds `json_limits`, or does not fit the type.
     """
-    if json_depth(body) > MAX_DEPTH:
-        raise ApiError(400, f"the body is nested more than {MAX_DEPTH} levels deep")
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except msgspec.ValidationError as error:
-        raise _validation_error(error) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ApiError(400, f"the body is not JSON: {error}") from None
+    check_json_limits(body)
+    return decode_json(body, kind)
 
 
 def convert_value(value: object, kind: type[T]) -> T:
@@ -93,34 +96,7 @@ def convert_value(value: object, kind: type[T]) -> T:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise _validation_error(error) from None
-
-
-def _validation_error(error: msgspec.ValidationError) -> ApiError:
-    message = str(error)
-    match = _FIELD_PATH.search(message)
-    param = None if match is None else match[1].lstrip(".") or None
-    return ApiError(400, message if match is None else message[: match.start()], param=param)
-
-
-def json_depth(body: bytes) -> int:
-    """Nesting depth of the brackets outside of strings; vectorised, as bodies may be large.
-
-    Exact for JSON with more than `MAX_DEPTH` brackets; an upper bound with fewer, or if broken.
-    """
-    num_opening = body.count(b"[") + body.count(b"{")
-    if num_opening <= MAX_DEPTH:
-        return num_opening
-    # Without escapes, every quote that is left begins or ends a string.
-    unescaped = body.replace(b"\\\\", b"__").replace(b'\\"', b"__")
-    chars = np.frombuffer(unescaped, np.uint8)
-    # The uint8 sum wraps at 256, which keeps its parity.
-    in_string = np.cumsum(chars == ord('"'), dtype=np.uint8) & 1
-    opens = (chars == ord("[")) | (chars == ord("{"))
-    closes = (chars == ord("]")) | (chars == ord("}"))
-    steps = opens.view(np.int8) - closes.view(np.int8)
-    steps[in_string == 1] = 0
-    return int(np.cumsum(steps, dtype=np.int32).max())
+        raise validation_error(error, kind) from None
 
 
 def request_id(request: Request) -> str:
@@ -185,19 +161,31 @@ def sse_response(
 class KeepAliveResponse:
     """Sends a response, pings its client while an event stream is silent, then calls `close`.
 
+    Whether the client took all of it goes to `count`: as the response's status, or 499.
+
     `close` also runs when sending fails. A `finally` in the body's generator would not do: closing a
     generator that was never started does not run it. One task pings for the whole stream; a timer
     per event would cost more than the event. `TimeoutProtocol` drops clients that do not read.
 
     Args:
         close: ends what the response was made from.
-        ping_s: seconds of silence after which a stream gets a comment.
+        count: called with the status, once, when the response is sent or its client has gone.
+        ping_s: seconds of silence after which a stream gets a ping.
+        ping: its bytes, which depend on the API.
     """
 
     def __init__(
-        self, response: Response, close: Callable[[], Awaitable[None]], *, ping_s: float = PING_S
+        self,
+        response: Response,
+        close: Callable[[], Awaitable[None]],
+        *,
+        count: Callable[[int], None],
+        ping_s: float = PING_S,
+        ping: bytes = PING,
     ) -> None:
-        self.response, self._close, self._ping_s = response, close, ping_s
+        self.response, self._close = response, close
+        self._ping_s, self._ping_bytes = ping_s, ping
+        self._count, self._is_sent = count, False
         self._sent_s = time.monotonic()
         self._is_open = False  # between two messages of a stream: a ping may be sent
 
@@ -211,19 +199,19 @@ class KeepAliveResponse:
             self._is_open = message["type"] == "http.response.start" or bool(
                 message.get("more_body")
             )
+            self._is_sent = not self._is_open
 
-        if self.response.media_type != EVENT_STREAM:
-            try:
-                await self.response(scope, receive, send)
-            finally:
-                await self._close()
-            return
-        pinger = asyncio.ensure_future(self._ping(send))
+        is_stream = self.response.media_type == EVENT_STREAM
+        pinger = asyncio.ensure_future(self._ping(send)) if is_stream else None
         try:
             await self.response(scope, receive, send_and_track)
+        except (ClientDisconnect, OSError):
+            pass  # it is counted below
         finally:
-            pinger.cancel()
-            await asyncio.gather(pinger, return_exceptions=True)
+            if pinger is not None:
+                pinger.cancel()
+                await asyncio.gather(pinger, return_exceptions=True)
+            self._count(self.response.status_code if self._is_sent else 499)
             await self._close()
 
     async def _ping(self, send: Send) -> None:
@@ -231,7 +219,9 @@ class KeepAliveResponse:
             await asyncio.sleep(self._ping_s / 4)
             if self._is_open and time.monotonic() - self._sent_s > self._ping_s:
                 self._sent_s = time.monotonic()
-                await send({"type": "http.response.body", "body": PING, "more_body": True})
+                await send(
+                    {"type": "http.response.body", "body": self._ping_bytes, "more_body": True}
+                )
 
 
 def sse_event(value: object, event: str | None = None) -> bytes:
@@ -246,3 +236,8 @@ DONE = b"data: [DONE]\n\n"
 def log_safe(value: Any) -> str:
     """Escape a value for a log line: ASCII without control characters, at most 200 characters."""
     return json.dumps(str(value)[:200], ensure_ascii=True)[1:-1]
+
+
+def header_text(text: str) -> str:
+    """Escape a text for a header: printable ASCII in one line."""
+    return _NOT_PRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)

@@ -8,17 +8,30 @@ from typing import Any
 
 import msgspec
 
+from ramify.server.answer_constraint import CallChoice, OfferedTool
+from ramify.server.content_placeholders import content_placeholder, placeholder_warnings
 from ramify.server.errors import ApiError
-from ramify.server.generation import GenerationRequest, with_tool_calls
+from ramify.server.generation import GenerationRequest, with_output_parser
 from ramify.server.http.wire import encode_json
+from ramify.server.openai.answer_formats import answer_format
 from ramify.server.openai.options import (
     breakpoint_ttl_s,
     compared_options,
     limit_breakpoints,
     max_shared_tokens,
+    output_limit,
     sampling_params,
+    truncate_prompt,
 )
-from ramify.server.openai.protocol import ChatMessage, ChatRequest, ContentPart, NamedTool, Tool
+from ramify.server.openai.protocol import (
+    ChatMessage,
+    ChatRequest,
+    ContentPart,
+    NamedTool,
+    ReasoningOption,
+    ThinkingOption,
+    Tool,
+)
 from ramify.server.prompt_renderer import (
     BREAKPOINT_TTL_S,
     KnownPrefix,
@@ -26,10 +39,17 @@ from ramify.server.prompt_renderer import (
     text_variants,
     tool_parts,
 )
-from ramify.server.request_history import HistoryEntry, canonical_json
+from ramify.server.reasoning_options import (
+    THINKING_TYPES,
+    ReasoningOptions,
+    first_set,
+    implied_switch,
+)
+from ramify.server.request_history import HistoryEntry, fingerprint
 from ramify.server.service import Service
-from ramify.server.tool_calls import tool_call_schema
 
+# Content parts that are reasoning, not text of the message.
+REASONING_PARTS = frozenset({"thinking", "redacted_thinking"})
 # Names that `chat_template_kwargs` must not have: the server sets these itself.
 RESERVED_TEMPLATE_NAMES = frozenset("self messages parts tools known add_generation_prompt".split())
 
@@ -41,11 +61,10 @@ def chat_to_generation(
     *,
     known: Sequence[KnownPrefix] = (),
     names: Sequence[str] = (),
-    add_generation_prompt: bool = True,
 ) -> GenerationRequest:
     """Translate a chat completion request for the engine.
 
-    See `PromptRenderer.chat` for `tenant`, `known` and `add_generation_prompt`.
+    See `PromptRenderer.chat` for `tenant` and `known`.
 
     Args:
         names: of the messages, for errors and segments; by default `messages[i]`.
@@ -57,6 +76,7 @@ def chat_to_generation(
     reject_unsupported(request)
     texts = (request.messages, request.tools, request.chat_template_kwargs)
     service.check_prompt_bytes(len(encode_json(texts)), "messages")
+    paths = tuple(names)
     names = names or [f"messages[{index}]" for index in range(len(request.messages))]
     messages = [
         _template_message(message, name)
@@ -70,67 +90,107 @@ def chat_to_generation(
             *message_parts(request.messages, names, breakpoint_ttl_s(request)),
         ],
         tools=tools or None,
-        continue_final_message=request.continue_final_message,
-        add_generation_prompt=add_generation_prompt,
+        continue_final_message=bool(request.continue_final_message),
+        add_generation_prompt=request.add_generation_prompt is not False,
         known=known,
         tenant=tenant,
-        template_options=_template_options(request),
+        template_options=_template_options(request, service),
     )
-    prompt = limit_breakpoints(prompt, request)
-    if request.top_logprobs is not None and not request.logprobs:
+    prompt = prompt.with_answers(
+        [
+            name
+            for name, message in zip(names[:-1], request.messages, strict=False)
+            if message.role == "assistant"
+        ]
+    )
+    prompt = limit_breakpoints(truncate_prompt(prompt, request, service), request)
+    if request.top_logprobs and not request.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     others: dict[str, Any] = {}
     if request.logprobs:
         others["logprobs"] = request.top_logprobs or 0
     forces_call = request.tool_choice not in (None, "auto", "none")
-    if forces_call:
-        if not tools:
-            raise ApiError(400, "tool_choice needs tools", param="tool_choice")
-        others["structured"] = tool_call_schema(
-            tools, chosen_tool(request.tool_choice, request.tools)
-        )
-    limit = request.max_completion_tokens or request.max_tokens
+    if forces_call and not tools:
+        raise ApiError(400, "tool_choice needs tools", param="tool_choice")
+    warnings = list(unserved_content(request.messages, names))
+    single_call = request.parallel_tool_calls is False
+    name = chosen_tool(request.tool_choice, request.tools)
+    choice = CallChoice(is_forced=forces_call, name=name, is_single=single_call)
+    others["structured"] = service.constraints.of_answer(
+        OfferedTool.of(tools),
+        choice,
+        prompt_end=prompt.turn_opening,
+        tenant=tenant,
+        answer_format=answer_format(request, warnings),
+        warnings=warnings,
+    )
+    if request.max_completion_tokens is None:
+        limit = output_limit("max_tokens", request.max_tokens)
+    else:
+        limit = output_limit("max_completion_tokens", request.max_completion_tokens)
     history_entry = HistoryEntry(
         model=model,
-        options=compared_options(request),
-        tools=tuple(canonical_json(tool) for tool in tools),
-        messages=tuple(canonical_json(message) for message in messages),
+        options=compared_options(request) | {"thinking": fingerprint(reasoning_options(request))},
+        tools=tuple(fingerprint(tool) for tool in tools),
+        messages=tuple(fingerprint(message) for message in messages),
         prompt=prompt,
-        paths=tuple(names),
+        paths=paths,
         max_shared=max_shared_tokens(prompt, request),
     )
     generation_request = GenerationRequest(
         history_entry,
-        sampling_params(request, max_tokens=1 if request.is_prewarm else limit, **others),
+        sampling_params(
+            request,
+            service.tokenizer,
+            max_tokens=1 if request.is_prewarm else limit,
+            **others,
+        ),
         salt=request.cache_salt or "",
-        priority=request.priority,
+        priority=request.priority or 0,
         is_prewarm=request.is_prewarm,
         is_chat=True,
+        is_remembered=request.store is not False,
+        warnings=tuple(warnings),
     )
-    single_call = request.parallel_tool_calls is False
-    return with_tool_calls(
-        generation_request, tools, service.tool_format, forced=forces_call, single=single_call
+    return with_output_parser(
+        generation_request, service.output_format, tools, forced=forces_call, single=single_call
     )
 
 
 def reject_unsupported(request: ChatRequest) -> None:
-    """Raise ApiError for options that are not served and would change the answer."""
-    for name in ("functions", "function_call", "audio", "web_search_options"):
-        if getattr(request, name):
-            raise ApiError(400, f"{name} is not served; leave it out, or send tools", param=name)
+    """Raise ApiError for options that are not served or exclude each other."""
+    if request.continue_final_message and request.add_generation_prompt:
+        raise ApiError(
+            400,
+            "the final message is either continued or followed by a new one; leave out one of "
+            "continue_final_message and add_generation_prompt",
+            param="add_generation_prompt",
+        )
     if request.modalities not in (None, [], ["text"]):
         raise ApiError(400, "only text is served", param="modalities")
 
 
 def content_text(content: str | list[ContentPart] | None, where: str) -> str:
-    """The text of a message's content; its parts are joined by newlines."""
+    """The text of a message's content; its parts are joined by newlines.
+
+    Images, audio and files become placeholders; `unserved_content` has the warnings.
+
+    Raises:
+        ApiError: 400, a part is of another type.
+    """
     if content is None or isinstance(content, str):
         return content or ""
-    return "\n".join(_part_text(part, f"{where}[{index}]") for index, part in enumerate(content))
+    return "\n".join(
+        _part_text(part, f"{where}[{index}]")
+        for index, part in enumerate(content)
+        if part.type not in REASONING_PARTS
+    )
 
 
 def _part_text(part: ContentPart, where: str) -> str:
     text = part.text if part.type in ("text", "input_text", "output_text") else part.refusal
+    if text is None:
+        text = content_placeholder(part.type)
     if text is None:
         raise ApiError(
             400,
@@ -140,6 +200,16 @@ def _part_text(part: ContentPart, where: str) -> str:
     return text
 
 
+def unserved_content(messages: Sequence[ChatMessage], names: Sequence[str]) -> list[str]:
+    """Warnings for the content that is a placeholder in the prompt."""
+    return placeholder_warnings(
+        (f"{content_path(name)}[{index}]", part.type)
+        for message, name in zip(messages, names, strict=True)
+        if isinstance(message.content, list)
+        for index, part in enumerate(message.content)
+    )
+
+
 def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
     """A message as chat templates take it."""
     role = "system" if message.role == "developer" else message.role
@@ -147,10 +217,12 @@ def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
         "role": "tool" if role == "function" else role,
         "content": content_text(message.content, content_path(where)),
     }
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        value = getattr(message, name)
-        if value is not None:
-            fields[name] = value
+    named = {
+        "name": message.name,
+        "tool_call_id": message.tool_call_id,
+        "reasoning_content": _reasoning_text(message),
+    }
+    fields |= {name: value for name, value in named.items() if value is not None}
     if message.tool_calls:
         fields["tool_calls"] = [
             {
@@ -158,12 +230,24 @@ def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
                 "type": "function",
                 "function": {
                     "name": call.function.name,
-                    "arguments": _arguments(call.function.arguments, f"{where}.tool_calls"),
+                    "arguments": _arguments(call.function.arguments_json, f"{where}.tool_calls"),
                 },
             }
             for call in message.tool_calls
         ]
     return fields
+
+
+def _reasoning_text(message: ChatMessage) -> str | None:
+    """The reasoning of an assistant's message, in whichever form the client sends it back."""
+    text = first_set(message.reasoning_content, message.reasoning)
+    if text is not None or not isinstance(message.content, list):
+        return text
+    texts: list[str] = []
+    for part in message.content:
+        inner = part.thinking
+        texts += [inner] if isinstance(inner, str) else [piece.text or "" for piece in inner or ()]
+    return "".join(texts) or None
 
 
 def _arguments(text: str, where: str) -> object:
@@ -194,7 +278,10 @@ def message_parts(
             for index, block in enumerate(message.content):
                 point, path = block.prompt_cache_breakpoint, f"{where}[{index}]"
                 own_ttl_s = None if point is None else BREAKPOINT_TTL_S.get(point.ttl or "", ttl_s)
-                parts.append(PromptPart(path, text_variants(_part_text(block, path)), own_ttl_s))
+                variants = (
+                    () if block.type in REASONING_PARTS else text_variants(_part_text(block, path))
+                )
+                parts.append(PromptPart(path, variants, own_ttl_s))
         elif message.content:
             parts.append(PromptPart(where, text_variants(message.content)))
         parts += [
@@ -204,15 +291,27 @@ def message_parts(
     return parts
 
 
-def _template_options(request: ChatRequest) -> dict[str, Any]:
-    """Variables of the chat template that the client sets."""
+def reasoning_options(request: ChatRequest) -> ReasoningOptions:
+    """How much the model should think, by whichever names the client says it."""
+    reasoning, thinking = request.reasoning or ReasoningOption(), request.thinking
+    if isinstance(thinking, ThinkingOption):
+        switch, thinking_budget = THINKING_TYPES.get(thinking.type), thinking.budget_tokens
+    else:
+        switch, thinking_budget = thinking, None
+    effort = first_set(request.reasoning_effort, reasoning.effort)
+    budget = first_set(request.thinking_budget, thinking_budget, reasoning.max_tokens)
+    switch = first_set(request.enable_thinking, switch, reasoning.enabled)
+    return ReasoningOptions(first_set(switch, implied_switch(effort, budget)), effort, budget)
+
+
+def _template_options(request: ChatRequest, service: Service) -> dict[str, Any]:
+    """Variables of the chat template that the client sets; `chat_template_kwargs` win."""
     options: dict[str, Any] = dict(request.chat_template_kwargs or {})
     reserved = sorted(RESERVED_TEMPLATE_NAMES & options.keys())
     if reserved:
         raise ApiError(400, f"{reserved[0]!r} is not for this", param="chat_template_kwargs")
-    if request.reasoning_effort is not None:
-        options.setdefault("reasoning_effort", request.reasoning_effort)
-    return options
+    names = service.tokenizer.chat_template_names
+    return reasoning_options(request).template_variables(names) | options
 
 
 def _template_tools(request: ChatRequest) -> list[dict[str, Any]]:

@@ -6,27 +6,30 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from ramify.outputs import FinishReason, TokenLogprob
-from ramify.server.generation import Answer, CacheUsage, Generation
-from ramify.server.openai.options import diagnostics
-from ramify.server.openai.protocol import ChatRequest, StreamOptions
+from ramify.server.answer import Answer, AnswerPart, PartBegin, PartDelta, PartEvent
+from ramify.server.generation import CacheUsage, Generation
+from ramify.server.openai.options import diagnostics, token_name
+from ramify.server.openai.protocol import ChatRequest, NamedTool, StreamOptions
 from ramify.server.service import Service
-from ramify.server.tool_calls import ParsedToolCall, split
 
 MIN_LOGPROB = -9999.0  # JSON has no -inf
 FINISH_REASONS = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
-    FinishReason.ABORT: "length",  # truncated because the server shut down
+    FinishReason.ABORT: "abort",  # the server shut down, or an operator ended the request
     FinishReason.ERROR: "error",
 }
 
 
-def usage_json(usage: CacheUsage | None, num_prompt: int, num_output: int) -> dict[str, Any]:
+def usage_json(
+    usage: CacheUsage | None, num_prompt: int, num_output: int, num_reasoning: int = 0
+) -> dict[str, Any]:
     """`usage`: token counts, and where the prompt tokens came from."""
     payload: dict[str, Any] = {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_output,
         "total_tokens": num_prompt + num_output,
+        "completion_tokens_details": {"reasoning_tokens": num_reasoning},
     }
     if usage is not None:
         payload["prompt_tokens_details"] = {
@@ -35,14 +38,6 @@ def usage_json(usage: CacheUsage | None, num_prompt: int, num_output: int) -> di
         }
         payload["ramify_cache"] = usage.as_json()
     return payload
-
-
-def finish_name(answer: Answer) -> str | None:
-    """`finish_reason` of a choice; None before its end."""
-    reason = answer.finish_reason
-    if answer.calls and reason is FinishReason.STOP:
-        return "tool_calls"
-    return None if reason is None else FINISH_REASONS[reason]
 
 
 def response_header(generation: Generation, kind: str, service: Service) -> dict[str, Any]:
@@ -62,14 +57,17 @@ class ChatResponseBuilder:
     def __init__(self, service: Service, request: ChatRequest, generation: Generation) -> None:
         self.service, self.request, self.generation = service, request, generation
         self.is_prewarm = generation.request.is_prewarm
-        new_parser, stop_token_ids = generation.request.new_tool_parser, service.special_token_ids
+        self._shows_reasoning = _shows_reasoning(request)
+        new_parser, stop_token_ids = generation.request.new_parser, service.special_token_ids
         self.choices = [Answer(new_parser(), stop_token_ids) for _ in range(request.n or 1)]
 
     def usage(self) -> dict[str, Any]:
         """`usage` with the tokens so far."""
         num_prompt = len(self.generation.request.prompt.ids)
-        num_output = sum(choice.num_tokens for choice in self.choices)
-        return usage_json(self.generation.cache, num_prompt, 0 if self.is_prewarm else num_output)
+        choices = () if self.is_prewarm else self.choices
+        num_output = sum(choice.num_tokens for choice in choices)
+        num_reasoning = sum(choice.num_reasoning_tokens for choice in choices)
+        return usage_json(self.generation.cache, num_prompt, num_output, num_reasoning)
 
     def diagnostics(self) -> dict[str, Any]:
         """The field `prompt_cache_diagnostics`, if the request asks for it."""
@@ -87,21 +85,34 @@ class ChatResponseBuilder:
                 "index": index,
                 "message": self._message(choice),
                 "logprobs": self.logprobs(choice.logprobs),
-                "finish_reason": finish_name(choice),
+                "finish_reason": self._finish_reason(choice),
             }
             for index, choice in enumerate(() if self.is_prewarm else self.choices)
         ]
         return header | {"choices": choices, "usage": self.usage()} | self.diagnostics()
 
     def _message(self, choice: Answer) -> dict[str, Any]:
+        text, reasoning, calls = choice.text, choice.reasoning, choice.calls
         message: dict[str, Any] = {
             "role": "assistant",
-            "content": choice.text or (None if choice.calls else ""),
+            "content": text or (None if calls else ""),
             "refusal": None,
         }
-        if choice.calls:
-            message["tool_calls"] = [_call_json(call) for call in choice.calls]
+        if reasoning and self._shows_reasoning:
+            message |= _reasoning(reasoning)
+        if calls:
+            message["tool_calls"] = [_call(call, call.text) for call in calls]
         return message
+
+    def _finish_reason(self, choice: Answer) -> str | None:
+        """`finish_reason` of a choice; None before its end.
+
+        As OpenAI's: an answer that had to call a named tool ends with `stop`.
+        """
+        reason, is_named = choice.finish_reason, isinstance(self.request.tool_choice, NamedTool)
+        if choice.calls and reason is FinishReason.STOP and not is_named:
+            return "tool_calls"
+        return None if reason is None else FINISH_REASONS[reason]
 
     def logprobs(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         """`logprobs` of tokens; None unless the request asks for them."""
@@ -111,7 +122,7 @@ class ChatResponseBuilder:
 
     def _logprob(self, logprob: TokenLogprob) -> dict[str, Any]:
         def entry(token: int, value: float) -> dict[str, Any]:
-            text = self.service.tokenizer.token_text(token)
+            text = token_name(token, self.request, self.service.tokenizer)
             return {"token": text, "logprob": max(value, MIN_LOGPROB), "bytes": list(text.encode())}
 
         top = [entry(token, value) for token, value in logprob.top.items()]
@@ -131,26 +142,29 @@ class ChatResponseBuilder:
         begun: set[int] = set()
         async for event in self.generation:
             choice = self.choices[event.index]
-            text, calls = split(choice.add(event))
+            changes = [
+                change
+                for change in choice.add(event)
+                if self._shows_reasoning or change.part.kind != "reasoning"
+            ]
             if self.is_prewarm:
                 continue
-            delta: dict[str, Any] = {}
             if event.index not in begun:
                 begun.add(event.index)
                 yield chunk([_delta(event.index, {"role": "assistant", "content": ""})])
-            if text:
-                delta["content"] = text
-            if calls:
-                first = len(choice.calls) - len(calls)
-                delta["tool_calls"] = [
-                    {"index": index} | _call_json(call) for index, call in enumerate(calls, first)
-                ]
+            deltas = [delta for change in changes if (delta := _delta_of(change)) is not None]
             logprobs = choice.visible_logprobs(event)
-            if delta or logprobs:
-                yield chunk([_delta(event.index, delta) | {"logprobs": self.logprobs(logprobs)}])
+            if logprobs and not deltas:
+                deltas = [{}]
+            for number, delta in enumerate(deltas):
+                # a step's logprobs come with its first delta
+                values = self.logprobs(logprobs if number == 0 else ())
+                yield chunk([_delta(event.index, delta) | {"logprobs": values}])
             if choice.finish_reason is not None:
                 self.generation.raise_error(event.index)
-                yield chunk([_delta(event.index, {}) | {"finish_reason": finish_name(choice)}])
+                yield chunk(
+                    [_delta(event.index, {}) | {"finish_reason": self._finish_reason(choice)}]
+                )
         cache_diagnostics = self.diagnostics()
         if options.include_usage or cache_diagnostics:
             yield chunk([]) | {"usage": self.usage()} | cache_diagnostics
@@ -160,6 +174,28 @@ def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
-def _call_json(call: ParsedToolCall) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call.arguments}
+def _shows_reasoning(request: ChatRequest) -> bool:
+    is_excluded = request.reasoning is not None and bool(request.reasoning.exclude)
+    return request.include_reasoning is not False and not is_excluded
+
+
+def _delta_of(change: PartEvent) -> dict[str, Any] | None:
+    """`delta` of a change of the answer; None if clients see nothing of it."""
+    match change:
+        case PartBegin(part) if part.kind == "call":
+            return {"tool_calls": [{"index": part.number} | _call(part, "")]}
+        case PartDelta(part, text) if part.kind == "call":
+            return {"tool_calls": [{"index": part.number, "function": {"arguments": text}}]}
+        case PartDelta(part, text):
+            return _reasoning(text) if part.kind == "reasoning" else {"content": text}
+    return None
+
+
+def _reasoning(text: str) -> dict[str, str]:
+    """Reasoning under both names that clients read."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _call(call: AnswerPart, arguments: str) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}

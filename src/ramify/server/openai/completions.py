@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import AsyncIterator, Sequence
+from itertools import islice
 from typing import Any
 
+from ramify.errors import PromptTooLongError
 from ramify.outputs import RequestOutput, TokenLogprob
 from ramify.server.errors import ApiError
 from ramify.server.generation import Generation, GenerationRequest, total_usage
 from ramify.server.http.wire import convert_value
+from ramify.server.openai.answer_formats import answer_format
 from ramify.server.openai.chat_response import (
     FINISH_REASONS,
     MIN_LOGPROB,
@@ -20,11 +23,16 @@ from ramify.server.openai.options import (
     compared_options,
     limit_breakpoints,
     max_shared_tokens,
+    output_limit,
     sampling_params,
+    token_name,
+    truncate_prompt,
+    truncated_len,
 )
 from ramify.server.openai.protocol import CompletionRequest, StreamOptions
+from ramify.server.prompt_jobs import stop_if_abandoned
 from ramify.server.prompt_renderer import RenderedPrompt
-from ramify.server.request_history import HistoryEntry, canonical_json
+from ramify.server.request_history import HistoryEntry, fingerprint
 from ramify.server.service import Service
 
 MAX_COMPLETION_PROMPTS = 128
@@ -44,16 +52,21 @@ def completion_to_generations(
         raise ApiError(400, "suffix is not served; leave it out", param="suffix")
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise ApiError(400, "best_of other than n is not served", param="best_of")
-    limit = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
-    if request.is_prewarm:
-        limit = 1
-    if limit == 0 and not request.echo:
+    if request.max_tokens == 0 and not (request.echo or request.is_prewarm):
         raise ApiError(400, "max_tokens is 0, which needs echo: true", param="max_tokens")
+    limit = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+    if request.is_prewarm or limit == 0:
+        limit = 1
+    num_logprobs = num_top_logprobs(request)
+    of_prompt = [request.prompt_logprobs, num_logprobs if request.echo else None]
+    warnings: list[str] = []
     params = sampling_params(
         request,
-        max_tokens=max(1, limit),
-        logprobs=request.logprobs,
-        prompt_logprobs=request.logprobs if request.echo else None,
+        service.tokenizer,
+        structured=answer_format(request, warnings),
+        max_tokens=output_limit("max_tokens", limit),
+        logprobs=num_logprobs,
+        prompt_logprobs=max((num for num in of_prompt if num is not None), default=None),
     )
     prompts = _prompts(request.prompt)
     if len(prompts) * params.n > MAX_COMPLETION_PROMPTS:
@@ -63,20 +76,29 @@ def completion_to_generations(
             f"{MAX_COMPLETION_PROMPTS} answers; send several requests",
             param="n",
         )
+    max_ids = truncated_len(request, service)
+    if max_ids is not None:
+        prompts = [prompt if isinstance(prompt, str) else prompt[-max_ids:] for prompt in prompts]
+    _check_prompts(prompts, service)
     generation_requests = []
     for text_or_ids in prompts:
+        stop_if_abandoned()
         if isinstance(text_or_ids, str):
-            special = request.add_special_tokens
+            special = request.add_special_tokens is not False
             ids = encode_text(text_or_ids, service, add_special_tokens=special)
         else:
             token_ids = convert_value(text_or_ids, list[int])
             check_token_ids(token_ids, "prompt")
             ids = array("i", token_ids)
-        prompt = limit_breakpoints(RenderedPrompt(ids, num_stable_tokens=len(ids)), request)
+        if request.truncate_prompt_tokens is None and len(ids) > service.max_model_len:
+            # the prompts after it need not be tokenised
+            raise PromptTooLongError(len(ids), service.max_model_len)
+        prompt = truncate_prompt(RenderedPrompt(ids, num_stable_tokens=len(ids)), request, service)
+        prompt = limit_breakpoints(prompt, request)
         entry = HistoryEntry(
             model=model,
             options=compared_options(request),
-            messages=(canonical_json(text_or_ids),),
+            messages=(fingerprint(text_or_ids),),
             prompt=prompt,
             paths=("prompt",),
             max_shared=max_shared_tokens(prompt, request),
@@ -86,11 +108,17 @@ def completion_to_generations(
                 history_entry=entry,
                 params=params,
                 salt=request.cache_salt or "",
-                priority=request.priority,
+                priority=request.priority or 0,
                 is_prewarm=request.is_prewarm,
+                warnings=tuple(warnings),
             )
         )
     return generation_requests
+
+
+def num_top_logprobs(request: CompletionRequest) -> int | None:
+    """How many logprobs each token has, beside its own; None if it has none."""
+    return None if request.logprobs is False else request.logprobs
 
 
 def encode_text(text: str, service: Service, *, add_special_tokens: bool) -> array[int]:
@@ -109,6 +137,30 @@ def check_token_ids(token_ids: Sequence[int], param: str) -> None:
     invalid = next((token for token in token_ids if not 0 <= token < 2**31), None)
     if invalid is not None:
         raise ApiError(400, f"{invalid} is no token id", param=param)
+
+
+def _check_prompts(prompts: Sequence[Any], service: Service) -> None:
+    """Refuse prompts of which one exceeds the context, or which together exceed the queue.
+
+    A text counts as the fewest tokens that its characters could be.
+    """
+    bytes_per_token = service.max_prompt_bytes // service.max_model_len
+    num_tokens = 0
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            service.check_prompt_bytes(len(prompt), "prompt")
+            num_tokens += len(prompt) // bytes_per_token
+        elif len(prompt) > service.max_model_len:
+            raise PromptTooLongError(len(prompt), service.max_model_len)
+        else:
+            num_tokens += len(prompt)
+    if num_tokens > service.max_queued_tokens:
+        raise ApiError(
+            400,
+            f"{len(prompts)} prompts with at least {num_tokens} tokens; at most "
+            f"{service.max_queued_tokens} tokens may wait here. Send several requests",
+            param="prompt",
+        )
 
 
 def _prompts(prompt: str | list[Any]) -> list[Any]:
@@ -145,6 +197,7 @@ class CompletionResponseBuilder:
         self.service, self.request, self.generations = service, request, generations
         self.is_prewarm = generations[0].request.is_prewarm
         self.num_tokens = 0
+        self.num_logprobs = num_top_logprobs(request)
         self._text_offsets: dict[int, int] = {}  # choice -> characters that have a `text_offset`
 
     def _base(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -190,7 +243,7 @@ class CompletionResponseBuilder:
             if self.is_prewarm:
                 await generation.wait()
                 continue
-            if self.request.echo and self.request.logprobs is not None:
+            if self.request.echo and self.num_logprobs is not None:
                 # The prompt's logprobs arrive with the last event and come first in the response.
                 output = await generation.wait()
                 for index in range(per_prompt):
@@ -231,9 +284,9 @@ class CompletionResponseBuilder:
         self, index: int, logprobs: Sequence[TokenLogprob | None], *, first_token: int = 0
     ) -> dict[str, Any] | None:
         """`logprobs` of tokens. None stands for the first token of a prompt, which has none."""
-        if self.request.logprobs is None:
+        if self.num_logprobs is None:
             return None
-        token_text = self.service.tokenizer.token_text
+        tokenizer = self.service.tokenizer
         payload: dict[str, Any] = {
             "tokens": [],
             "token_logprobs": [],
@@ -241,16 +294,20 @@ class CompletionResponseBuilder:
             "text_offset": [],
         }
         for logprob in logprobs:
-            text = token_text(first_token if logprob is None else logprob.token_id)
+            token = first_token if logprob is None else logprob.token_id
+            text = tokenizer.token_text(token)
             offset = self._text_offsets.get(index, 0)
             self._text_offsets[index] = offset + len(text)
-            payload["tokens"].append(text)
+            payload["tokens"].append(token_name(token, self.request, tokenizer))
             payload["text_offset"].append(offset)
             if logprob is None:
                 payload["token_logprobs"].append(None)
                 payload["top_logprobs"].append(None)
             else:
                 payload["token_logprobs"].append(max(logprob.logprob, MIN_LOGPROB))
-                top = {token_text(token): value for token, value in logprob.top.items()}
+                top = {
+                    token_name(token, self.request, tokenizer): max(value, MIN_LOGPROB)
+                    for token, value in islice(logprob.top.items(), self.num_logprobs)
+                }
                 payload["top_logprobs"].append(top)
         return payload

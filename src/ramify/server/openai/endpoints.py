@@ -21,40 +21,47 @@ from ramify.server.openai.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    ResponsesRequest,
+    PoolingRequest,
     TokenizeRequest,
 )
-from ramify.server.openai.responses_request import (
-    previous_response,
-    response_to_generation,
-    stored_response,
-)
-from ramify.server.openai.responses_response import ResponsesResponseBuilder
-from ramify.server.service import Service
+from ramify.server.openai.unserved import CHAT_FIELDS, COMPLETION_FIELDS
+from ramify.server.openai.vllm_fields import with_vllm_fields
 
 
 async def chat_completions(context: RequestContext) -> Response:
     """POST /v1/chat/completions."""
-    request = await context.body(ChatRequest)
+    request = await context.body(ChatRequest, CHAT_FIELDS)
     generation_request = await context.in_prompt_thread(
         chat_to_generation, request, context.service, context.caller.tenant
     )
     generation = await context.start(generation_request, prefix="chatcmpl-")
-    builder = ChatResponseBuilder(context.service, request, generation)
+    builder = with_vllm_fields(
+        ChatResponseBuilder(context.service, request, generation),
+        request,
+        [generation],
+        context.service.tokenizer,
+    )
     return await context.respond(builder, stream=request.stream, on_error=_error_event, end=DONE)
 
 
 async def completions(context: RequestContext) -> Response:
     """POST /v1/completions; a prompt of the list is a generation of its own."""
-    request = await context.body(CompletionRequest)
+    request = await context.body(CompletionRequest, COMPLETION_FIELDS)
     generation_requests = await context.in_prompt_thread(
         completion_to_generations, request, context.service
     )
+    for message in (message for each in generation_requests for message in each.warnings):
+        context.warn(message)
     generations = await context.until_done_or_disconnect(
         context.service.start_all(generation_requests, context.caller, prefix="cmpl-")
     )
     context.generations.extend(generations)
-    builder = CompletionResponseBuilder(context.service, request, generations)
+    builder = with_vllm_fields(
+        CompletionResponseBuilder(context.service, request, generations),
+        request,
+        generations,
+        context.service.tokenizer,
+    )
     return await context.respond(builder, stream=request.stream, on_error=_error_event, end=DONE)
 
 
@@ -62,65 +69,8 @@ def _error_event(error: ApiError) -> bytes:
     return sse_event(error.openai()) + DONE
 
 
-async def responses(context: RequestContext) -> Response:
-    """POST /v1/responses; stores the response unless the request says `store: false`."""
-    request = await context.body(ResponsesRequest)
-    service, tenant = context.service, context.caller.tenant
-    previous = previous_response(request, service, tenant)
-    chat, generation_request = await context.in_prompt_thread(
-        response_to_generation, request, previous, service, tenant
-    )
-    generation = await context.start(generation_request, prefix="resp_")
-    builder = ResponsesResponseBuilder(service, request, chat, generation)
-
-    def on_error(error: ApiError) -> bytes:
-        payload = {"type": "error", "sequence_number": 0} | error.openai()["error"]
-        return sse_event(payload, "error")
-
-    return await context.respond(builder, stream=request.stream, on_error=on_error)
-
-
-async def get_response(context: RequestContext) -> Response:
-    """GET /v1/responses/{name}."""
-    name = context.request.path_params["name"]
-    stored = stored_response(context.service, context.caller.tenant, name, "response_id")
-    return context.json(stored.body)
-
-
-async def delete_response(context: RequestContext) -> Response:
-    """DELETE /v1/responses/{name}."""
-    name = context.request.path_params["name"]
-    stored_response(context.service, context.caller.tenant, name, "response_id")
-    context.service.history.forget(context.caller.tenant, name)
-    return context.json({"id": name, "object": "response", "deleted": True})
-
-
-async def list_models(context: RequestContext) -> Response:
-    """GET /v1/models."""
-    entries = [_model_entry(context.service, name) for name in context.service.names]
-    return context.json({"object": "list", "data": entries})
-
-
-async def get_model(context: RequestContext) -> Response:
-    """GET /v1/models/{name}."""
-    name = context.request.path_params["name"]
-    context.service.check_model(name)
-    return context.json(_model_entry(context.service, name))
-
-
-def _model_entry(service: Service, name: str) -> dict[str, Any]:
-    return {
-        "id": name,
-        "object": "model",
-        "created": service.started_s,
-        "owned_by": "ramify",
-        "root": service.model,
-        "max_model_len": service.max_model_len,
-    }
-
-
 async def tokenize(context: RequestContext) -> Response:
-    """POST /tokenize: token ids of a text, or of messages by chat template."""
+    """POST /tokenize: token ids of a text, or of the prompt that a chat request would run."""
     request = await context.body(TokenizeRequest)
     service = context.service
     service.check_model(request.model)
@@ -129,25 +79,26 @@ async def tokenize(context: RequestContext) -> Response:
 
     def encode() -> Any:
         if request.prompt is not None:
-            special = request.add_special_tokens
+            special = request.add_special_tokens is not False
             return encode_text(request.prompt, service, add_special_tokens=special)
-        chat = ChatRequest(messages=request.messages or [], tools=request.tools)
-        return chat_to_generation(
-            chat,
-            service,
-            context.caller.tenant,
-            add_generation_prompt=request.add_generation_prompt,
-        ).prompt.ids
+        if request.add_special_tokens:
+            raise ApiError(
+                400, "of messages, the chat template writes them", param="add_special_tokens"
+            )
+        return chat_to_generation(request, service, context.caller.tenant).prompt.ids
 
-    token_ids = (await context.in_prompt_thread(encode)).tolist()
-    payload: dict[str, Any] = {
-        "tokens": token_ids,
-        "count": len(token_ids),
-        "max_model_len": service.max_model_len,
-    }
-    if request.return_token_strs:
-        payload["token_strs"] = [service.tokenizer.token_text(token) for token in token_ids]
-    return context.json(payload)
+    def payload() -> dict[str, Any]:
+        token_ids = encode().tolist()
+        fields: dict[str, Any] = {
+            "tokens": token_ids,
+            "count": len(token_ids),
+            "max_model_len": service.max_model_len,
+        }
+        if request.return_token_strs:
+            fields["token_strs"] = [service.tokenizer.token_text(token) for token in token_ids]
+        return fields
+
+    return context.json(await context.in_prompt_thread(payload))
 
 
 async def detokenize(context: RequestContext) -> Response:
@@ -155,6 +106,41 @@ async def detokenize(context: RequestContext) -> Response:
     request = await context.body(DetokenizeRequest)
     service = context.service
     service.check_model(request.model)
-    check_token_ids(request.tokens, "tokens")
-    text = await context.in_prompt_thread(service.tokenizer.decode, request.tokens, False)
-    return context.json({"prompt": text})
+
+    def decode() -> str:
+        check_token_ids(request.tokens, "tokens")
+        return service.tokenizer.decode(request.tokens, False)
+
+    return context.json({"prompt": await context.in_prompt_thread(decode)})
+
+
+async def tokenizer_info(context: RequestContext) -> Response:
+    """GET /tokenizer_info: the chat template and special tokens, as remote tokenizers need them."""
+    service = context.service
+    tokenizer = service.tokenizer
+    return context.json(
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",  # the class that reads any tokenizer.json
+            "chat_template": tokenizer.chat_template,
+            "model_max_length": service.max_model_len,
+            "vocab_size": tokenizer.vocab_size,
+            **tokenizer.special_tokens,
+        }
+    )
+
+
+async def pooling(context: RequestContext) -> Response:
+    """POST /v1/embeddings and others for models that turn a text into vectors or scores.
+
+    Raises:
+        ApiError: always; 400, the model generates text, or 404, there is no such model.
+    """
+    request = await context.body(PoolingRequest)
+    model, task = context.service.check_model(request.model), context.request.url.path
+    raise ApiError(
+        400,
+        f"the model {model!r} does not support {task}: it generates text, and this server has no "
+        "models for embeddings, scores or reranking yet; send these requests to another server",
+        param="model",
+        code="model_not_supported",
+    )

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import msgspec
-
-from ramify.params import SamplingParams, StructuredOutput
+from ramify.engine.text.tokenizer import Tokenizer
+from ramify.params import SamplingParams
 from ramify.server.errors import ApiError
 from ramify.server.generation import Generation, sampling_filters
 from ramify.server.openai.protocol import ChatRequest, PromptCacheOptions, Sampling
 from ramify.server.prompt_renderer import BREAKPOINT_TTL_S, MAX_BREAKPOINTS, RenderedPrompt
-from ramify.server.request_history import canonical_json
+from ramify.server.request_history import fingerprint
 from ramify.server.service import Service
 
 # Kinds of `PromptDifference` that have a reason of their own: `model_changed`.
@@ -27,12 +27,20 @@ REPORTED_KINDS = (
 )
 
 
-def sampling_params(request: Sampling, *, max_tokens: int | None, **others: Any) -> SamplingParams:
-    """The sampling parameters of a request; `others` win over its response format.
+def sampling_params(
+    request: Sampling, tokenizer: Tokenizer, *, max_tokens: int | None, **others: Any
+) -> SamplingParams:
+    """The sampling parameters of a request, and `others`.
 
     Raises:
         ApiError, InvalidParamsError: a value is out of range, or two exclude each other.
     """
+    if request.stream and request.prompt_logprobs is not None:
+        raise ApiError(
+            400,
+            "a stream has no logprobs of the prompt; send stream: false",
+            param="prompt_logprobs",
+        )
     bias: dict[int, float] = {}
     if request.logit_bias:
         try:
@@ -48,43 +56,63 @@ def sampling_params(request: Sampling, *, max_tokens: int | None, **others: Any)
         min_tokens=request.min_tokens or 0,
         stop=[request.stop] if isinstance(request.stop, str) else request.stop or (),
         stop_token_ids=request.stop_token_ids or (),
-        ignore_eos=request.ignore_eos,
+        include_stop=bool(request.include_stop_str_in_output),
+        ignore_eos=bool(request.ignore_eos),
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
         repetition_penalty=request.repetition_penalty or 1.0,
         logit_bias=bias,
-        **{"structured": structured_output(request), **others},
+        allowed_token_ids=request.allowed_token_ids or None,
+        banned_sequences=banned_sequences(request.bad_words or (), tokenizer),
+        keep_special_tokens=request.skip_special_tokens is False,
+        **{"prompt_logprobs": request.prompt_logprobs, **others},
     )
 
 
-def structured_output(request: Sampling) -> StructuredOutput | None:
-    """The grammar that the answer must match; None if the request has none.
+def output_limit(name: str, limit: int | None) -> int | None:
+    """The limit of the answer's tokens that a field sets; None if there is none.
 
     Raises:
-        ApiError: it has more than one.
+        ApiError: it is 0.
     """
-    grammars: list[StructuredOutput] = []
-    response_format = request.response_format
-    if response_format is not None and response_format.type == "json_schema":
-        if response_format.json_schema is None:
-            raise ApiError(400, "json_schema is missing", param="response_format.json_schema")
-        grammars.append(StructuredOutput(json_schema=response_format.json_schema.schema))
-    elif response_format is not None and response_format.type == "json_object":
-        grammars.append(StructuredOutput(json_object=True))
-    if request.regex is not None:
-        grammars.append(StructuredOutput(regex=request.regex))
-    if request.grammar is not None:
-        grammars.append(StructuredOutput(grammar=request.grammar))
-    if request.choice is not None:
-        grammars.append(StructuredOutput(choice=tuple(request.choice)))
-    if len(grammars) > 1:
-        raise ApiError(
-            400,
-            f"{len(grammars)} forms of the answer were asked for; one of response_format, regex, "
-            "grammar and choice is possible",
-            param="response_format",
-        )
-    return grammars[0] if grammars else None
+    if limit == 0:
+        raise ApiError(400, "0 leaves no token for an answer; send at least 1", param=name)
+    return None if limit == -1 else limit
+
+
+def banned_sequences(words: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
+    """Token ids of words that must not occur: at the start of a text, and after a space."""
+    sequences = []
+    for word in words:
+        for text in (word, " " + word.lstrip()):
+            sequences.append(tokenizer.encode(text, add_special_tokens=False).tolist())
+    return [ids for ids in sequences if ids]
+
+
+def truncated_len(request: Sampling, service: Service) -> int | None:
+    """How many tokens of a prompt `truncate_prompt_tokens` keeps, its last; None: all.
+
+    -1 keeps as many as leave room for the answer.
+    """
+    num_tokens = request.truncate_prompt_tokens
+    if num_tokens == 0:
+        raise ApiError(400, "0 leaves nothing of the prompt", param="truncate_prompt_tokens")
+    if num_tokens == -1:
+        return max(1, service.max_model_len - max(1, request.max_tokens or 1))
+    return num_tokens
+
+
+def truncate_prompt(prompt: RenderedPrompt, request: Sampling, service: Service) -> RenderedPrompt:
+    """Keep the last `truncated_len` tokens of a prompt."""
+    num_tokens = truncated_len(request, service)
+    return prompt if num_tokens is None else prompt.last_tokens(num_tokens)
+
+
+def token_name(token: int, request: Sampling, tokenizer: Tokenizer) -> str:
+    """A token's text in logprobs, or `token_id:N` if the request wants that."""
+    if request.return_tokens_as_token_ids:
+        return f"token_id:{token}"
+    return tokenizer.token_text(token)
 
 
 def breakpoint_ttl_s(request: Sampling) -> float:
@@ -123,11 +151,11 @@ def compared_options(request: Sampling) -> dict[str, str]:
         "cache_salt": request.cache_salt or "",
     }
     if isinstance(request, ChatRequest):
-        options["text_format"] = canonical_json(msgspec.to_builtins(request.response_format))
+        options["text_format"] = fingerprint(request.response_format)
         options["reasoning_effort"] = request.reasoning_effort or ""
         options["verbosity"] = request.verbosity or ""
         options["service_tier"] = request.service_tier or ""
-        options["chat_template_kwargs"] = canonical_json(request.chat_template_kwargs or {})
+        options["chat_template_kwargs"] = fingerprint(request.chat_template_kwargs or {})
     return options
 
 

@@ -1,26 +1,39 @@
-"""Request types of OpenAI's endpoints. Unknown fields are ignored, unknown values are refused."""
+"""Request types of OpenAI's endpoints; see `unserved` for the fields that they do not have."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct, field
+from msgspec import Meta, Raw, Struct, UnsetType, field
+
+from ramify.server.http.wire import encode_json
 
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 UnitInterval = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 PositiveInt = Annotated[int, Meta(ge=1)]
 NonNegativeInt = Annotated[int, Meta(ge=0)]
+OutputLimit = Annotated[int, Meta(ge=-1)]  # -1: none; 0 is refused where it has no meaning
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 StopText = Annotated[str, Meta(min_length=1, max_length=256)]
 Stops = Annotated[list[StopText], Meta(max_length=16)]
 Name = Annotated[str, Meta(max_length=256)]
+# MCP clients write `server:tool` and `server/tool`.
+ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:/-]{1,256}$")]
 Bias = Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)]
 Metadata = Annotated[  # kept with the response, so its size is bounded
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
     Meta(max_length=16),
 ]
 MAX_MESSAGES = 10_000
+Refused = Raw | UnsetType  # a field that is not served: not decoded, only looked at
+
+
+def is_given(value: Refused | bool | None) -> bool:
+    """Whether a field that is refused has a value: not null, false or empty."""
+    if not isinstance(value, Raw):
+        return value is True
+    return bytes(value).strip() not in (b"", b"null", b"false", b"[]", b"{}", b'""', b"0")
 
 
 class PromptCacheBreakpoint(Struct):
@@ -40,11 +53,12 @@ class PromptCacheOptions(Struct):
 
 
 class ContentPart(Struct):
-    """A block of a message's content; only text is served."""
+    """A block of a message's content; images, audio and files become placeholders."""
 
     type: str
     text: str | None = None
     refusal: str | None = None
+    thinking: str | list[ContentPart] | None = None  # Mistral's form of an assistant's reasoning
     prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
 
 
@@ -52,7 +66,14 @@ class FunctionCall(Struct):
     """The function and the arguments of a tool call."""
 
     name: Name
-    arguments: str = "{}"
+    arguments: str | dict[str, Any] | None = "{}"
+
+    @property
+    def arguments_json(self) -> str:
+        """The arguments as JSON text; some clients send the object itself."""
+        if isinstance(self.arguments, str):
+            return self.arguments
+        return encode_json(self.arguments or {}).decode()
 
 
 class ToolCall(Struct):
@@ -72,13 +93,17 @@ class ChatMessage(Struct):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: Name | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # another name of `reasoning_content`
     refusal: str | None = None
+
+
+Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
 class FunctionDefinition(Struct):
     """Name and schema of a function that the model may call."""
 
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -118,6 +143,24 @@ class ResponseFormat(Struct):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema: dict[str, Any] | None = None  # of `json_object`
+
+
+Schema = dict[str, Any] | str  # a JSON schema, or its text
+Regex = Annotated[str, Meta(max_length=16384)]
+Grammar = Annotated[str, Meta(max_length=65536)]
+Choices = Annotated[list[str], Meta(max_length=1024)]
+
+
+class StructuredOutputs(Struct):
+    """The format of an answer, in vLLM's words."""
+
+    json: Schema | None = None
+    regex: Regex | None = None
+    choice: Choices | None = None
+    grammar: Grammar | None = None
+    json_object: bool | None = None
+    structural_tag: Any = None  # refused
 
 
 class StreamOptions(Struct):
@@ -141,24 +184,41 @@ class Sampling(Struct, kw_only=True):
     seed: Seed | None = None
     stop: StopText | Stops | None = None
     stop_token_ids: Annotated[list[NonNegativeInt], Meta(max_length=128)] | None = None
-    max_tokens: PositiveInt | None = None
+    max_tokens: OutputLimit | None = None
     min_tokens: NonNegativeInt | None = None
-    ignore_eos: bool = False
+    ignore_eos: bool | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
     logit_bias: Bias | None = None
-    regex: Annotated[str, Meta(max_length=16384)] | None = None
-    grammar: Annotated[str, Meta(max_length=65536)] | None = None
-    choice: Annotated[list[str], Meta(max_length=1024)] | None = None
+    regex: Regex | None = None
+    grammar: Grammar | None = None
+    choice: Choices | None = None
+    # The same in the words of vLLM (the next five), SGLang and llama.cpp.
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: Regex | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Grammar | None = None
+    json_schema: Schema | None = None
+    ebnf: Grammar | None = None
     response_format: ResponseFormat | None = None
     # For routing between servers; it does not separate cached prefixes, as `cache_salt` does.
     prompt_cache_key: Name | None = None
     prompt_cache_options: PromptCacheOptions | None = None
     prompt_cache_retention: Literal["in_memory", "24h"] | None = None
     cache_salt: Annotated[str, Meta(max_length=1024)] | None = None
-    priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
+    priority: Annotated[int, Meta(ge=-1000, le=1000)] | None = None
     user: str | None = None
+    # vLLM's
+    allowed_token_ids: Annotated[list[NonNegativeInt], Meta(max_length=4096)] | None = None
+    bad_words: Annotated[list[StopText], Meta(max_length=128)] | None = None
+    include_stop_str_in_output: bool | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None  # -1: to what fits
 
     @property
     def is_prewarm(self) -> bool:
@@ -167,26 +227,46 @@ class Sampling(Struct, kw_only=True):
         return options is not None and bool(options.prewarm)
 
 
+class ReasoningOption(Struct):
+    """`reasoning` of a chat request: how much the model should think."""
+
+    effort: Name | None = None
+    enabled: bool | None = None
+    max_tokens: NonNegativeInt | None = None
+    exclude: bool | None = None  # leave the reasoning out of the response
+
+
+class ThinkingOption(Struct):
+    """`thinking` of a chat request: whether the model should think."""
+
+    type: Name
+    budget_tokens: NonNegativeInt | None = None
+
+
 class ChatRequest(Sampling, kw_only=True):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
-    max_completion_tokens: PositiveInt | None = None
-    logprobs: bool | None = None
+    messages: Messages
+    max_completion_tokens: OutputLimit | None = None
+    logprobs: bool | Literal[0, 1] | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
+    tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    # How much the model should think: see `chat_request.reasoning_options`.
     reasoning_effort: Name | None = None
+    reasoning: ReasoningOption | None = None
+    enable_thinking: bool | None = None
+    thinking: bool | ThinkingOption | None = None
+    thinking_budget: NonNegativeInt | None = None
+    include_reasoning: bool | None = None
     verbosity: Name | None = None
     service_tier: Name | None = None
+    store: bool | None = None  # False: no later request can compare with this one
     modalities: list[str] | None = None
-    # These four are refused: ignoring them would change the answer.
-    functions: Any = None
-    function_call: Any = None
-    audio: Any = None
-    web_search_options: Any = None
-    continue_final_message: bool = False
+    add_generation_prompt: bool | None = None  # None: unless the final message is continued
+    continue_final_message: bool | None = None
+    echo: bool | None = None  # the answer begins with the text that it continues
     chat_template_kwargs: (
         Annotated[dict[str, bool | int | str | None], Meta(max_length=16)] | None
     ) = None
@@ -196,23 +276,26 @@ class CompletionRequest(Sampling, kw_only=True):
     """POST /v1/completions."""
 
     prompt: str | list[str | int | list[int]]
-    max_tokens: NonNegativeInt | None = None  # 0 with `echo`: the prompt and its logprobs only
-    echo: bool = False
-    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    # max_tokens 0 with `echo`: the prompt and its logprobs only
+    echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | Literal[False] | None = None
     suffix: str | None = None
     best_of: PositiveInt | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None
 
 
-class TokenizeRequest(Struct):
-    """POST /tokenize: either `prompt` or `messages`."""
+class TokenizeRequest(ChatRequest, kw_only=True):
+    """POST /tokenize: `prompt`, or the fields of a chat request, whose prompt is tokenised."""
 
+    messages: Messages | None = None  # type: ignore[assignment]
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Meta(max_length=MAX_MESSAGES)] | None = None
-    tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
-    add_special_tokens: bool = True
-    add_generation_prompt: bool = True
-    return_token_strs: bool = False
+    add_special_tokens: bool | None = None  # of a `prompt`; templates write their own
+    return_token_strs: bool | None = None
+
+
+class PoolingRequest(Struct, kw_only=True):
+    """POST to an endpoint of embedding, scoring or reranking models; see `pooling`."""
+
     model: Name | None = None
 
 
@@ -221,89 +304,3 @@ class DetokenizeRequest(Struct):
 
     tokens: Annotated[list[int], Meta(max_length=10_000_000)]
     model: Name | None = None
-
-
-class InputItem(Struct):
-    """An item of `input`: a message, a function call, or a call's output, by `type`."""
-
-    type: str = "message"
-    role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: str | list[ContentPart] | None = None
-    id: Name | None = None
-    call_id: Name | None = None
-    name: Name | None = None
-    arguments: str | None = None
-    output: str | list[ContentPart] | None = None
-
-
-class FunctionTool(Struct):
-    """A tool of the Responses API: a function's fields lie beside `type`."""
-
-    type: str
-    name: Name | None = None
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class TextFormat(Struct):
-    """Whether the text is free, a JSON object, or JSON of a schema."""
-
-    type: Literal["text", "json_object", "json_schema"] = "text"
-    name: Name = ""
-    schema: dict[str, Any] | None = None
-    strict: bool | None = None
-    description: str | None = None
-
-
-class TextOptions(Struct):
-    """Options of the answer's text."""
-
-    format: TextFormat | None = None
-    verbosity: Name | None = None
-
-
-class ChosenTool(Struct):
-    """`tool_choice` of one tool, which the model must call."""
-
-    type: str
-    name: Name | None = None
-
-
-class Reasoning(Struct):
-    """How much the model should think."""
-
-    effort: Name | None = None
-
-
-class ResponsesRequest(Struct, kw_only=True):
-    """POST /v1/responses."""
-
-    model: Name | None = None
-    input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
-    instructions: str | None = None
-    previous_response_id: Name | None = None
-    max_output_tokens: PositiveInt | None = None
-    temperature: Temperature | None = None
-    top_p: UnitInterval | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    stream: bool | None = None
-    include: list[str] | None = None
-    # These three are refused.
-    conversation: Any = None
-    prompt: Any = None
-    background: bool | None = None
-    store: bool | None = None
-    text: TextOptions | None = None
-    tools: Annotated[list[FunctionTool], Meta(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
-    parallel_tool_calls: bool | None = None
-    reasoning: Reasoning | None = None
-    service_tier: Name | None = None
-    metadata: Metadata | None = None
-    truncation: Literal["auto", "disabled"] | None = None
-    prompt_cache_key: Name | None = None
-    prompt_cache_options: PromptCacheOptions | None = None
-    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
-    cache_salt: Annotated[str, Meta(max_length=1024)] | None = None
-    user: Name | None = None

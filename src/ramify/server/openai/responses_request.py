@@ -1,115 +1,107 @@
-"""Responses requests to chat completion requests; a response id continues that conversation."""
+"""Responses requests to generation requests, through chat completion requests."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
-
-import msgspec
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from ramify.server.errors import ApiError
 from ramify.server.generation import GenerationRequest
-from ramify.server.openai.chat_request import chat_to_generation, content_text
+from ramify.server.openai.chat_request import chat_to_generation
 from ramify.server.openai.protocol import (
     ChatMessage,
     ChatRequest,
-    ChosenTool,
-    FunctionCall,
-    FunctionDefinition,
-    FunctionTool,
-    InputItem,
     JsonSchema,
-    NamedFunction,
-    NamedTool,
     ResponseFormat,
+    is_given,
+)
+from ramify.server.openai.responses_input import ItemTranslator, without_late_system
+from ramify.server.openai.responses_protocol import (
+    PromptFields,
     ResponsesRequest,
     TextFormat,
     TextOptions,
-    Tool,
-    ToolCall,
 )
-from ramify.server.prompt_renderer import KnownPrefix
+from ramify.server.openai.responses_store import EarlierTurns, Item, reference_id
+from ramify.server.openai.responses_tools import ServedTools, apply_tool_choice, served_tools
+from ramify.server.openai.responses_truncation import num_prompt_tokens, render_truncated
 from ramify.server.service import Service
-
-INSTRUCTIONS = "ramify:instructions"  # `name` of a message that a request's instructions became
 
 
 @dataclass(frozen=True, slots=True)
-class StoredResponse:
-    """A response that a later request may continue or fetch by its id."""
+class TranslatedRequest:
+    """A Responses request, ready for the engine.
 
-    messages: tuple[ChatMessage, ...]  # the answer included
-    known: tuple[KnownPrefix, ...]  # the prompt with the answer, then without
-    body: Mapping[str, Any]  # as the client received it
+    `items` are those of the request, without the turns before; `tools` says how calls are returned.
+    """
+
+    chat: ChatRequest
+    generation_request: GenerationRequest
+    items: list[Item]
+    earlier: EarlierTurns
+    tools: ServedTools
 
 
-def stored_response(service: Service, tenant: str, name: str, param: str) -> StoredResponse:
-    """Look up a stored response of this tenant.
-
-    Args:
-        param: the request's field, named in the error.
+def new_items(request: PromptFields, earlier: EarlierTurns) -> list[Item]:
+    """The items of the input; references are replaced by the stored items.
 
     Raises:
-        ApiError: 404, it has expired or was never stored.
+        ApiError: 404, an item is not stored.
     """
-    entry = service.history.get(tenant, name)
-    if entry is None or not isinstance(entry.response, StoredResponse):
-        raise ApiError(
-            404,
-            f"there is no response {name[:100]!r}; it has expired or was never stored",
-            param=param,
-        )
-    return entry.response
-
-
-def previous_response(
-    request: ResponsesRequest, service: Service, tenant: str
-) -> StoredResponse | None:
-    """The response that a request continues; None if it begins a conversation. See `stored_response`."""
-    name = request.previous_response_id
-    if name is None:
-        return None
-    return stored_response(service, tenant, name, "previous_response_id")
+    if request.input is None:
+        return []
+    if isinstance(request.input, str):
+        return [{"type": "message", "role": "user", "content": request.input}]
+    resolve = earlier.resolver()
+    items = []
+    for index, item in enumerate(request.input):
+        name = reference_id(item)
+        stored = item if name is None else resolve(name)
+        if stored is None:
+            raise ApiError(
+                404,
+                f"there is no item {str(name)[:100]!r}; it has expired or was never stored",
+                param=f"input[{index}].id",
+            )
+        items.append(stored)
+    return items
 
 
 def to_chat_request(
-    request: ResponsesRequest, previous: StoredResponse | None
-) -> tuple[ChatRequest, list[str]]:
-    """Translate to a chat completion request; returns the request fields of its messages as well.
+    request: ResponsesRequest, items: Sequence[Item], earlier: EarlierTurns, *, late_system: bool
+) -> tuple[ChatRequest, list[str], ServedTools, list[str]]:
+    """Translate to a chat completion request.
 
     Args:
-        previous: the response that `previous_response_id` names.
+        late_system: the template takes system messages anywhere.
+
+    Returns:
+        the chat request, the request fields of its messages, its tools, and warnings.
 
     Raises:
         ApiError: it has an option that is not served.
     """
-    for name in ("background", "conversation", "prompt"):
-        if getattr(request, name):
+    for name in ("background", "prompt"):
+        if is_given(getattr(request, name)):
             raise ApiError(400, f"{name} is not served; leave it out", param=name)
-    messages: list[ChatMessage] = []
-    names: list[str] = []
+    translator = ItemTranslator()
     if request.instructions:
-        messages.append(ChatMessage("system", request.instructions))
-        names.append("instructions")
-    if previous is not None:
-        earlier = previous.messages
-        # Only the instructions of the new request apply.
-        if earlier and earlier[0].name == INSTRUCTIONS:
-            earlier = earlier[1:]
-        messages += earlier
-        names += [f"previous_response[{index}]" for index in range(len(earlier))]
-    if isinstance(request.input, str):
-        messages.append(ChatMessage("user", request.input))
-        names.append("input")
-    else:
-        for index, item in enumerate(request.input):
-            where = f"input[{index}]"
-            _append_item(messages, item, where)
-            names += [where] * (len(messages) - len(names))
+        translator.append_message(ChatMessage("system", request.instructions), "instructions")
+    for index, item in enumerate(earlier.items()):
+        translator.append(item, f"{earlier.name}[{index}]")
+    for index, item in enumerate(items):
+        is_text = isinstance(request.input, str)
+        translator.append(item, "input" if is_text else f"input[{index}]")
+    messages, names = translator.finish()
     if not messages:
         raise ApiError(400, "there is nothing to answer", param="input")
-    tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(request.tools or ())]
+    if not late_system:
+        messages, names = without_late_system(messages, names)
+    tools = served_tools([("tools", request.tools or []), *translator.tools])
+    tool_choice, tools = apply_tool_choice(request.tool_choice, tools)
+    warnings = translator.warnings + tools.warnings
+    if request.context_management:
+        warnings.append("context_management is ignored; use /v1/responses/compact")
     text_options = request.text or TextOptions()
     includes_logprobs = "message.output_text.logprobs" in (request.include or ())
     chat = ChatRequest(
@@ -121,65 +113,20 @@ def to_chat_request(
         logprobs=request.top_logprobs is not None or includes_logprobs or None,
         top_logprobs=request.top_logprobs,
         stream=request.stream,
-        tools=tools or None,
-        tool_choice=_tool_choice(request.tool_choice),
+        tools=tools.functions or None,
+        tool_choice=tool_choice,
         response_format=_response_format(text_options.format),
         verbosity=text_options.verbosity,
         reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
         service_tier=request.service_tier,
+        store=request.store,
         prompt_cache_key=request.prompt_cache_key,
         prompt_cache_options=request.prompt_cache_options,
         prompt_cache_retention=request.prompt_cache_retention,
         parallel_tool_calls=request.parallel_tool_calls,
         cache_salt=request.cache_salt,
     )
-    return chat, names
-
-
-def _append_item(messages: list[ChatMessage], item: InputItem, where: str) -> None:
-    """Append an input item as a message, or to the last message if that is the same turn."""
-    last = messages[-1] if messages else None
-    if item.type == "message":
-        if item.role is None:
-            raise ApiError(400, "a message needs a role", param=f"{where}.role")
-        if item.role == "assistant" and last and last.role == "assistant" and last.tool_calls:
-            # The text after a call is an item by itself; templates take a single message.
-            text = content_text(last.content, where) + content_text(item.content, where)
-            messages[-1] = msgspec.structs.replace(last, content=text)
-        else:
-            messages.append(ChatMessage(item.role, item.content))
-    elif item.type == "function_call":
-        if item.name is None:
-            raise ApiError(400, "a call needs a name", param=f"{where}.name")
-        call = ToolCall(FunctionCall(item.name, item.arguments or "{}"), item.call_id or "")
-        if last and last.role == "assistant":
-            calls = [*(last.tool_calls or ()), call]
-            messages[-1] = msgspec.structs.replace(last, tool_calls=calls)
-        else:
-            messages.append(ChatMessage("assistant", "", tool_calls=[call]))
-    elif item.type == "function_call_output":
-        output = item.output
-        if isinstance(output, list):
-            output = "\n".join(part.text or "" for part in output)
-        messages.append(ChatMessage("tool", output or "", tool_call_id=item.call_id))
-    elif item.type != "reasoning":
-        raise ApiError(
-            400, f"input of type {item.type!r} is not served; send messages", param=f"{where}.type"
-        )
-
-
-def _tool(tool: FunctionTool, where: str) -> Tool:
-    if tool.type != "function" or tool.name is None:
-        raise ApiError(400, f"tools of type {tool.type!r} are not served", param=f"{where}.type")
-    return Tool(FunctionDefinition(tool.name, tool.description, tool.parameters, tool.strict))
-
-
-def _tool_choice(choice: object) -> Any:
-    if not isinstance(choice, ChosenTool):
-        return choice
-    if choice.type != "function" or choice.name is None:
-        raise ApiError(400, f"a choice of {choice.type!r} is not served", param="tool_choice.type")
-    return NamedTool(NamedFunction(choice.name))
+    return chat, names, tools, warnings
 
 
 def _response_format(text_format: TextFormat | None) -> ResponseFormat | None:
@@ -187,20 +134,35 @@ def _response_format(text_format: TextFormat | None) -> ResponseFormat | None:
         return None
     if text_format.type == "json_object":
         return ResponseFormat("json_object")
-    schema = JsonSchema(text_format.name, text_format.schema or {})
+    schema = JsonSchema(text_format.name, text_format.schema or {}, strict=text_format.strict)
     return ResponseFormat("json_schema", schema)
 
 
 def response_to_generation(
-    request: ResponsesRequest, previous: StoredResponse | None, service: Service, tenant: str = ""
-) -> tuple[ChatRequest, GenerationRequest]:
-    """Translate for the engine, through a chat completion request, which is returned as well.
+    request: ResponsesRequest, earlier: EarlierTurns, service: Service, tenant: str = ""
+) -> TranslatedRequest:
+    """Translate for the engine.
 
     The prompt keeps the token ids of the turns before, as they were computed and generated.
 
     Raises:
         ApiError, RequestError: it cannot be served.
     """
-    chat, names = to_chat_request(request, previous)
-    known = () if previous is None else previous.known
-    return chat, chat_to_generation(chat, service, tenant, known=known, names=names)
+    items = new_items(request, earlier)
+    chat, names, tools, warnings = to_chat_request(
+        request, items, earlier, late_system=service.prompt_renderer.takes_late_system()
+    )
+
+    def render(part: ChatRequest, part_names: Sequence[str]) -> GenerationRequest:
+        return chat_to_generation(part, service, tenant, known=earlier.known, names=part_names)
+
+    if request.truncation == "auto":
+        max_tokens = num_prompt_tokens(service.max_model_len, request.max_output_tokens)
+        chat, generation_request, num_dropped = render_truncated(chat, names, render, max_tokens)
+        if num_dropped:
+            warnings.append(f"truncation: the oldest {num_dropped} messages are left out")
+    else:
+        generation_request = render(chat, names)
+    warnings += generation_request.warnings
+    generation_request = replace(generation_request, warnings=tuple(warnings))
+    return TranslatedRequest(chat, generation_request, items, earlier, tools)

@@ -2,40 +2,28 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from array import array
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from ramify.errors import RamifyError
-from ramify.outputs import FinishReason
+from ramify.outputs import FinishReason, RequestOutput
+from ramify.server.answer import TRUNCATED, Answer
 from ramify.server.errors import as_api_error
-from ramify.server.generation import TRUNCATED, Answer, Generation
+from ramify.server.generation import Generation
+from ramify.server.http.wire import encode_json
 from ramify.server.openai.chat_response import ChatResponseBuilder
-from ramify.server.openai.protocol import (
-    ChatMessage,
-    ChatRequest,
-    FunctionCall,
-    ResponsesRequest,
-    ToolCall,
-)
-from ramify.server.openai.responses_request import INSTRUCTIONS, StoredResponse
+from ramify.server.openai.conversations import append_to_conversation
+from ramify.server.openai.responses_items import OutputItems
+from ramify.server.openai.responses_protocol import Reasoning, ResponsesRequest
+from ramify.server.openai.responses_request import TranslatedRequest
+from ramify.server.openai.responses_store import StoredResponse, joined_lists, numbered_items
 from ramify.server.prompt_renderer import KnownPrefix
 from ramify.server.service import Service
-from ramify.server.tool_calls import ParsedToolCall, TextOrCall
-
-
-@dataclass(slots=True)
-class OutputMessage:
-    """A text item of the output, between tool calls."""
-
-    id: str
-    text: str = ""
-    has_logprobs: bool = False  # the first message has those of the whole answer
 
 
 class ResponsesResponseBuilder:
@@ -45,22 +33,35 @@ class ResponsesResponseBuilder:
         self,
         service: Service,
         request: ResponsesRequest,
-        chat: ChatRequest,
+        translated: TranslatedRequest,
         generation: Generation,
     ) -> None:
-        self.service, self.request, self.chat = service, request, chat
+        self.service, self.request, self.translated = service, request, translated
         self.generation = generation
-        self.inner = ChatResponseBuilder(service, chat, generation)
-        self._items: list[OutputMessage | ParsedToolCall] = []
-        self._is_open = False  # in a stream: the last item is a message that still grows
+        self.inner = ChatResponseBuilder(service, translated.chat, generation)
+        includes = request.include or ()
+        self._items = OutputItems(
+            self.inner.choices[0],
+            generation.id,
+            translated.tools.forms,
+            self._logprobs,
+            carries_reasoning="reasoning.encrypted_content" in includes,
+        )
 
     @property
     def _choice(self) -> Answer:
         return self.inner.choices[0]
 
+    def _logprobs(self) -> list[dict[str, Any]]:
+        """Entries of the answer's tokens; none unless the request asks for them."""
+        payload = self.inner.logprobs(self._choice.logprobs)
+        return payload["content"] if payload else []
+
     def _body(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
         request = self.request
         options = request.prompt_cache_options
+        reasoning = request.reasoning or Reasoning()
+        conversation = self.translated.earlier.conversation
         return {
             "id": self.generation.id,
             "object": "response",
@@ -75,16 +76,19 @@ class ResponsesResponseBuilder:
             "output": output,
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": request.previous_response_id,
-            "reasoning": {"effort": self.chat.reasoning_effort, "summary": None},
+            "conversation": None if conversation is None else {"id": conversation.id},
+            "max_tool_calls": request.max_tool_calls,
+            "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
+            "safety_identifier": request.safety_identifier,
             "store": request.store is not False,
             "temperature": 1.0 if request.temperature is None else request.temperature,
             "top_p": 1.0 if request.top_p is None else request.top_p,
             "text": {"format": {"type": "text"}}
             if request.text is None
             else msgspec.to_builtins(request.text),
-            "tool_choice": msgspec.to_builtins(request.tool_choice or "auto"),
-            "tools": msgspec.to_builtins(request.tools or []),
-            "truncation": "disabled",
+            "tool_choice": request.tool_choice or "auto",
+            "tools": request.tools or [],
+            "truncation": request.truncation or "disabled",
             "metadata": request.metadata or {},
             "prompt_cache_key": request.prompt_cache_key,
             "prompt_cache_options": None
@@ -108,7 +112,7 @@ class ResponsesResponseBuilder:
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": usage.get("prompt_tokens_details", no_details),
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": usage["completion_tokens_details"],
             "total_tokens": usage["total_tokens"],
         }
         if "ramify_cache" in usage:
@@ -119,115 +123,83 @@ class ResponsesResponseBuilder:
         """The whole response, after the last event."""
         is_truncated = self._choice.finish_reason in TRUNCATED
         is_prewarm = self.inner.is_prewarm
-        if not is_prewarm and not self._items:
-            self._message()
-        last = self._items[-1] if is_truncated and self._items else None
-        output = [
-            self._text(item, "incomplete" if item is last else "completed")
-            if isinstance(item, OutputMessage)
-            else self._call(item, "completed")
-            for item in self._items
-        ]
+        output = [] if is_prewarm else self._items.as_json()
         is_incomplete = is_truncated and not is_prewarm
         body = self._body("incomplete" if is_incomplete else "completed", output)
         result = self.generation.output
         aborted = result is not None and result.completions[0].finish_reason is FinishReason.ABORT
-        if is_incomplete and not aborted:
-            body["incomplete_details"] = {"reason": "max_output_tokens"}
+        if is_incomplete:
+            body["incomplete_details"] = {"reason": "abort" if aborted else "max_output_tokens"}
         body["completed_at"] = int(time.time())
         body["usage"] = self._usage()
         return body | self.inner.diagnostics()
 
-    def _message(self) -> OutputMessage:
-        """The message that new text is appended to; a new one after a call."""
-        if not self._items or not isinstance(self._items[-1], OutputMessage):
-            is_first = not any(isinstance(item, OutputMessage) for item in self._items)
-            self._items.append(OutputMessage(f"msg_{secrets.token_hex(16)}", has_logprobs=is_first))
-        message = self._items[-1]
-        assert isinstance(message, OutputMessage)
-        return message
-
-    def _text(self, message: OutputMessage, status: str) -> dict[str, Any]:
-        return {
-            "id": message.id,
-            "type": "message",
-            "role": "assistant",
-            "status": status,
-            "content": [self._part(message)] if status != "in_progress" else [],
-        }
-
-    def _part(self, message: OutputMessage) -> dict[str, Any]:
-        payload = self.inner.logprobs(self._choice.logprobs)
-        content = payload["content"] if payload and message.has_logprobs and message.text else []
-        return {"type": "output_text", "text": message.text, "annotations": [], "logprobs": content}
-
-    @staticmethod
-    def _call(call: ParsedToolCall, status: str) -> dict[str, Any]:
-        return {
-            "id": call.id.replace("call_", "fc_", 1),
-            "type": "function_call",
-            "call_id": call.id,
-            "name": call.name,
-            "arguments": call.arguments if status == "completed" else "",
-            "status": status,
-        }
-
     async def body(self) -> dict[str, Any]:
         """Wait for the end; returns the `response`."""
         async for event in self.generation:
-            pieces = self._choice.add(event)
-            for piece in () if self.inner.is_prewarm else pieces:
-                if isinstance(piece, ParsedToolCall):
-                    self._items.append(piece)
-                else:
-                    self._message().text += piece
+            self._choice.add(event)
         self.generation.raise_error()
         end = self._end()
-        self._store(end)
+        self._store(end, array("I"))
         return end
 
-    def _store(self, body: Mapping[str, Any]) -> None:
-        """Store the ended response, for a next request to continue, unless `store` is false."""
-        output = self.generation.output
-        if output is None or self.request.store is False:
+    def _store(self, body: Mapping[str, Any], delta_lens: array[int]) -> None:
+        """Store the ended response, for a next request to continue, unless `store` is false.
+
+        A conversation gets the request's items and the answer in any case.
+        """
+        output, earlier = self.generation.output, self.translated.earlier
+        conversation, is_stored = earlier.conversation, self.request.store is not False
+        if output is None or not (is_stored or conversation):
             return
-        choice, ids = self._choice, list(output.completions[0].token_ids)
-        calls = [
-            ToolCall(FunctionCall(call.name, call.arguments), call.id) for call in choice.calls
-        ]
-        answer = ChatMessage("assistant", choice.text, tool_calls=calls or None)
-        messages = list(self.chat.messages)
-        if self.request.instructions:
-            messages[0] = msgspec.structs.replace(messages[0], name=INSTRUCTIONS)
-        if isinstance(output.completions[0].stop_reason, int):
-            ids = ids[:-1]  # the template writes the stop token
+        tenant, name = self.generation.caller.tenant, self.generation.id
+        known = self._known(output)
+        taken = () if conversation is None else conversation.items
+        items = numbered_items(self.translated.items, name, taken=taken)
+        if conversation is not None:
+            append_to_conversation(
+                self.service, tenant, conversation.id, [*items, *body["output"]], known
+            )
+        if not is_stored:
+            return
+        packed_input = joined_lists([*earlier.packed_items(), encode_json(items)])
+        stored = StoredResponse(packed_input, encode_json(body), known, delta_lens)
         entry = self.generation.request.history_entry
-        prompt = entry.prompt
-        text = output.completions[0].text
+        self.service.history.put(tenant, name, replace(entry, response=stored))
+
+    def _known(self, output: RequestOutput) -> tuple[KnownPrefix, ...]:
+        """The prompt with the answer, then without, as texts with their token ids."""
+        completion = output.completions[0]
+        ids = list(completion.token_ids)
+        if isinstance(completion.stop_reason, int):
+            ids = ids[:-1]  # the template writes the stop token
+        prompt, shown = self.generation.request.prompt, completion.text
+        decode = self.service.tokenizer.decode
+        text = decode(ids, skip_special_tokens=False)
         known = [KnownPrefix(prompt.text, prompt.ids)]
         # They differ if a stop string was cut off.
-        if self.service.tokenizer.decode(ids) == text:
+        if shown in (text, decode(ids)):
             known.insert(0, KnownPrefix(prompt.text + text, prompt.ids + array("i", ids)))
-        stored = StoredResponse((*messages, answer), tuple(known), body)
-        tenant = self.generation.caller.tenant
-        self.service.history.put(tenant, self.generation.id, replace(entry, response=stored))
+        return tuple(known)
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
         """Yield the data of server-sent events, numbered by `sequence_number`."""
-        number = 0
+        number, delta_lens = 0, array("I")
 
         def event(kind: str, **fields: Any) -> dict[str, Any]:
             nonlocal number
             number += 1
+            if kind.endswith(".delta"):
+                delta_lens.append(len(fields["delta"]))
             return {"type": f"response.{kind}", "sequence_number": number - 1} | fields
 
         body = self._body("in_progress", [])
         yield event("created", response=body)
         yield event("in_progress", response=body)
         async for step in self.generation:
-            pieces = self._choice.add(step)
-            for piece in () if self.inner.is_prewarm else pieces:
-                for payload in self._piece_events(event, piece):
+            changes = self._choice.add(step)
+            for change in () if self.inner.is_prewarm else changes:
+                for payload in self._items.events(change, event):
                     yield payload
         try:
             self.generation.raise_error()
@@ -235,63 +207,9 @@ class ResponsesResponseBuilder:
             failed = {"code": "server_error", "message": as_api_error(error).message}
             yield event("failed", response=self._body("failed", []) | {"error": failed})
             return
-        if not self.inner.is_prewarm and not self._items:  # the answer is empty
-            for payload in self._message_begin_events(event):
+        if not self.inner.is_prewarm and not self._choice.parts:
+            for payload in self._items.empty_events(event):
                 yield payload
         end = self._end()
-        if self._is_open:
-            status = "incomplete" if end["status"] == "incomplete" else "completed"
-            for payload in self._message_end_events(event, status):
-                yield payload
-        self._store(end)
+        self._store(end, delta_lens)
         yield event(end["status"], response=end)
-
-    def _where(self, message: OutputMessage) -> dict[str, Any]:
-        index = len(self._items) - 1
-        return {"item_id": message.id, "output_index": index, "content_index": 0}
-
-    def _piece_events(self, event: Any, piece: TextOrCall) -> list[dict[str, Any]]:
-        """The events of a new piece of text or a complete call."""
-        if isinstance(piece, ParsedToolCall):
-            closed = self._message_end_events(event, "completed") if self._is_open else []
-            return [*closed, *self._call_events(event, piece)]
-        begun = [] if self._is_open else self._message_begin_events(event)
-        message = self._message()
-        message.text += piece
-        delta = event("output_text.delta", **self._where(message), delta=piece, logprobs=[])
-        return [*begun, delta]
-
-    def _call_events(self, event: Any, call: ParsedToolCall) -> list[dict[str, Any]]:
-        """The events of a complete call."""
-        position = {"output_index": len(self._items)}
-        self._items.append(call)
-        begun, done = self._call(call, "in_progress"), self._call(call, "completed")
-        item = {"item_id": begun["id"]} | position
-        text = call.arguments
-        return [
-            event("output_item.added", **position, item=begun),
-            event("function_call_arguments.delta", **item, delta=text),
-            event("function_call_arguments.done", **item, name=call.name, arguments=text),
-            event("output_item.done", **position, item=done),
-        ]
-
-    def _message_begin_events(self, event: Any) -> list[dict[str, Any]]:
-        """The events that begin a message."""
-        self._is_open = True
-        message = self._message()
-        where, item = self._where(message), self._text(message, "in_progress")
-        return [
-            event("output_item.added", output_index=where["output_index"], item=item),
-            event("content_part.added", **where, part=self._part(message)),
-        ]
-
-    def _message_end_events(self, event: Any, status: str) -> list[dict[str, Any]]:
-        """The events that end the last message."""
-        self._is_open = False
-        message = self._message()
-        where, item = self._where(message), self._text(message, status)
-        return [
-            event("output_text.done", **where, text=message.text, logprobs=[]),
-            event("content_part.done", **where, part=self._part(message)),
-            event("output_item.done", output_index=where["output_index"], item=item),
-        ]

@@ -16,7 +16,7 @@ from ramify.server.anthropic.messages_request import render_messages
 from ramify.server.anthropic.protocol import CountRequest
 from ramify.server.context import RequestContext
 from ramify.server.errors import ApiError
-from ramify.server.http.wire import convert_value, decode_body, json_response, read_body
+from ramify.server.http.wire import convert_value, decode_body, json_response
 from ramify.server.openai.chat_request import chat_to_generation
 from ramify.server.openai.completions import completion_to_generations
 from ramify.server.openai.protocol import (
@@ -24,9 +24,10 @@ from ramify.server.openai.protocol import (
     ChatRequest,
     CompletionRequest,
     Name,
-    ResponsesRequest,
 )
-from ramify.server.openai.responses_request import previous_response, response_to_generation
+from ramify.server.openai.responses_protocol import ResponsesRequest
+from ramify.server.openai.responses_request import response_to_generation
+from ramify.server.openai.responses_store import earlier_turns
 from ramify.server.operations.metrics import CONTENT_TYPE
 from ramify.server.prompt_renderer import RenderedPrompt
 from ramify.server.service import Service
@@ -177,7 +178,7 @@ async def unpin(context: RequestContext) -> Response:
 
 async def explain(context: RequestContext) -> Response:
     """POST /v1/cache/explain: what a request would hit, without running it."""
-    body = await read_body(context.request)
+    body = await context.read()
     is_anthropic = "anthropic-version" in context.request.headers
     prompt, salt = await context.in_prompt_thread(
         parse_any_request, context.service, body, is_anthropic, context.caller.tenant
@@ -194,7 +195,7 @@ async def explain(context: RequestContext) -> Response:
 
 
 def parse_any_request(
-    service: Service, body: bytes, is_anthropic: bool, tenant: str
+    service: Service, body: bytes | bytearray, is_anthropic: bool, tenant: str
 ) -> tuple[RenderedPrompt, str]:
     """The prompt and the salt of a request of any API, told apart by its fields.
 
@@ -206,11 +207,12 @@ def parse_any_request(
         request = completion_to_generations(decode_body(body, CompletionRequest), service)[0]
     elif "input" in fields:
         response = decode_body(body, ResponsesRequest)
-        previous = previous_response(response, service, tenant)
-        _, request = response_to_generation(response, previous, service, tenant)
+        earlier = earlier_turns(response, service, tenant)
+        translated = response_to_generation(response, earlier, service, tenant)
+        request = translated.generation_request
     elif is_anthropic or "system" in fields:
         filled = {"model": service.model} | fields
-        entry = render_messages(convert_value(filled, CountRequest), service, tenant)
+        entry = render_messages(convert_value(filled, CountRequest), service, tenant, [])
         salt = fields.get("cache_salt")
         return entry.prompt, salt if isinstance(salt, str) else ""
     else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -172,8 +172,12 @@ class Metrics:
         )
         return DualMetric(ours.observe, vllm.labels(self._model).observe)
 
+    def watch(self, name: str, help_text: str, value: Callable[[], float]) -> None:
+        """Add a gauge whose value is read at each scrape."""
+        Gauge(f"ramify_{name}", help_text, registry=self.registry).set_function(value)
+
     def count_response(self, route: str, status: int) -> None:
-        """Count a response by route and status, when it begins."""
+        """Count a response by route and status, when it has ended; 499: its client has gone."""
         self._responses.labels(route, str(status)).inc()
 
     def observe_tokens(self, generation: Generation, event: StepOutput) -> None:

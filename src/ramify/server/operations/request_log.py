@@ -47,7 +47,7 @@ def log_request(generation: Generation) -> None:
     if generation.miss is not None and generation.miss.segment is not None:
         fields["at"] = f"{generation.miss.at_token}:{log_safe(generation.miss.segment)}"
     if output is None:
-        fields["end"] = "disconnected"
+        fields |= {"end": "disconnected", "status": 499}
     else:
         fields["output"] = output.usage.completion_tokens
         fields["end"] = str(output.finish_reason)

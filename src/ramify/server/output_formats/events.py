@@ -26,7 +26,7 @@ class CallStart:
 
     index: int  # of the call in the answer, from 0
     name: str
-    id: str  # "call_…"
+    id: str  # "call_…", or in the form that the family's chat template needs
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,113 @@
+"""`LlguidanceMatcher`: follows one answer in its grammar, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ramify.engine.logits.logits_processors import TokenBitmask
+from ramify.errors import DeadEndError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+
+class LlguidanceMatcher:
+    """The state of one answer in its grammar; each call catches up with the output it is given.
+
+    Args:
+        start: the matcher before the first token; copied, never changed.
+        start_mask: tokens allowed first.
+    """
+
+    def __init__(self, start: LLMatcher, start_mask: TokenBitmask, vocab_size: int) -> None:
+        self._start, self._matcher, self._vocab_size = start, start.deep_copy(), vocab_size
+        self._num_known: int | None = 0  # output tokens consumed; None while that changes
+        self._start_mask = self._mask = start_mask
+
+    def advance(self, output_ids: Sequence[int]) -> bool:
+        """See `ramify.engine.logits.logits_processors.GrammarMatcher`."""
+        if self._num_known == len(output_ids):
+            return self._num_known > 0 and self._is_complete
+        num_known, self._num_known = self._num_known, None
+        # A call was cut off, or the output has become shorter: begin again.
+        if num_known is None or num_known > len(output_ids):
+            self._matcher, num_known = self._start.deep_copy(), 0
+        new = list(output_ids[num_known:])
+        if new and not self._matcher.consume_tokens(new):
+            raise DeadEndError(len(output_ids), self._reason("the format does not allow the last"))
+        if not self._is_complete:
+            self._mask = self._next_mask() if output_ids else self._start_mask
+            if self._matcher.is_error() or not self._mask.any():
+                raise DeadEndError(len(output_ids), self._reason("the format has no such text"))
+        self._num_known = len(output_ids)
+        return bool(new) and self._is_complete
+
+    def token_bitmasks(self, output_ids: Sequence[int], draft: Sequence[int]) -> list[TokenBitmask]:
+        """See `ramify.engine.logits.logits_processors.GrammarMatcher`."""
+        masks = [self._next_mask() if self.advance(output_ids) else self._mask]
+        num_known, self._num_known = self._num_known, None
+        num_consumed = 0
+        for token in draft:
+            if not has_token(masks[-1], token) or not self._matcher.consume_token(token):
+                break
+            num_consumed += 1
+            if self._is_complete:
+                break  # complete: no token can follow
+            mask = self._next_mask()
+            if self._matcher.is_error() or not mask.any():
+                break
+            masks.append(mask)
+        if not self._matcher.is_error() and (
+            not num_consumed or self._matcher.rollback(num_consumed)
+        ):
+            self._num_known = num_known
+        return masks
+
+    @property
+    def _is_complete(self) -> bool:
+        return is_complete(self._matcher)
+
+    def _next_mask(self) -> TokenBitmask:
+        return next_mask(self._matcher, self._vocab_size)
+
+    def _reason(self, default: str) -> str:
+        return dead_end_reason(self._matcher, default)
+
+
+def is_complete(matcher: LLMatcher) -> bool:
+    """Whether its grammar allows nothing more, and ends here."""
+    return matcher.is_stopped() and matcher.is_accepting()
+
+
+def dead_end_reason(matcher: LLMatcher, default: str) -> str:
+    """Why a matcher allows no token: a limit of llguidance, or `default`."""
+    if matcher.stop_reason() in {"ParserTooComplex", "LexerTooComplex"}:
+        return "the format needs more work per token than is allowed"
+    if matcher.stop_reason() == "InternalError":
+        return f"the format's parser gave up ({shortened(matcher.get_error().splitlines()[0])})"
+    return default
+
+
+def next_mask(matcher: LLMatcher, vocab_size: int) -> TokenBitmask:
+    """Tokens allowed next, as the model counts ids; the tokenizer may have fewer or more."""
+    bitmask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+    mask = np.zeros(-(-vocab_size // 8), np.uint8)
+    num_bytes = min(len(mask), len(bitmask))
+    mask[:num_bytes] = bitmask[:num_bytes]
+    if vocab_size % 8:
+        mask[-1] &= (1 << vocab_size % 8) - 1
+    return mask
+
+
+def has_token(mask: TokenBitmask, token: int) -> bool:
+    """Whether a mask allows a token."""
+    return bool(mask[token // 8] >> (token % 8) & 1)
+
+
+def shortened(value: object) -> str:
+    """A value as text of at most 200 characters."""
+    text = str(value)
+    return text if len(text) <= 200 else f"{text[:197]}..."

@@ -1,0 +1,229 @@
+"""What constrains an answer: calls of the request's tools, its format, or either of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from ramify.engine.async_llm import AsyncLLM
+from ramify.engine.text.tokenizer import Tokenizer
+from ramify.errors import InvalidParamsError
+from ramify.params import SamplingParams, StructuredOutput
+from ramify.server.errors import ApiError
+from ramify.server.output_formats.call_grammar import AnswerBegin, AnswerGrammars
+from ramify.server.output_formats.lark_rules import AddedTokens, CallableTool
+from ramify.server.output_formats.output_format import OutputFormat
+from ramify.server.tool_schemas import (
+    SchemaTooLargeError,
+    SchemaWarnings,
+    enforceable_schema,
+)
+
+MAX_SCHEMA_CHARS = 200_000  # of the schemas of all tools in a grammar; further arguments are free
+MAX_TOOLS_TRIED = 128  # one by one, to find those whose schemas cannot be compiled
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedTool:
+    """A tool that the model may call.
+
+    Args:
+        where: its path in the request: `tools[0]`.
+        strict: refuse a schema that cannot be enforced.
+    """
+
+    name: str
+    schema: Mapping[str, Any]
+    where: str
+    strict: bool = False
+
+    @classmethod
+    def of(cls, tools: Sequence[Mapping[str, Any]]) -> list[OfferedTool]:
+        """The tools of a request, as chat templates take them."""
+        functions = [tool["function"] for tool in tools]
+        return [
+            cls(
+                function["name"],
+                function.get("parameters") or ANY_OBJECT,
+                f"tools[{index}]",
+                strict=function.get("strict") is True,
+            )
+            for index, function in enumerate(functions)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class CallChoice:
+    """Which calls an answer may have.
+
+    Args:
+        is_forced: nothing but calls.
+        name: of the tool that must be called; None if it may be any.
+        is_single: one call at most.
+    """
+
+    is_forced: bool = False
+    name: str | None = None
+    is_single: bool = False
+
+
+class AnswerConstraints:
+    """Makes the constraint of each answer of one model. Thread-safe.
+
+    Every constraint is compiled once here, into the tenant's part of the cache, so that what cannot
+    be enforced is known in time.
+    """
+
+    def __init__(self, engine: AsyncLLM, tokenizer: Tokenizer, output_format: OutputFormat) -> None:
+        self._engine, self._reasoning = engine, output_format.reasoning.marks
+        self._grammars = AnswerGrammars(
+            output_format.calls.name,
+            AddedTokens(tokenizer.added_token_texts),
+            template=tokenizer.chat_template or "",
+        )
+
+    def of_answer(
+        self,
+        offered: Sequence[OfferedTool],
+        choice: CallChoice,
+        *,
+        prompt_end: str,
+        tenant: str,
+        answer_format: StructuredOutput | None,
+        warnings: list[str],
+    ) -> StructuredOutput | None:
+        """The constraint of an answer; None if it is free.
+
+        Args:
+            prompt_end: the end of the prompt, which may have begun the reasoning.
+            answer_format: what an answer without calls must match, after reasoning.
+            warnings: what is not enforced is appended.
+
+        Raises:
+            ApiError, InvalidParamsError: 400, a strict tool's schema cannot be enforced, or calls
+                are forced and cannot be.
+        """
+        begin = AnswerBegin.after(prompt_end, self._reasoning)
+        if not offered:
+            return None if answer_format is None else self._grammars.format(answer_format, begin)
+        if choice.name is not None:
+            offered = [tool for tool in offered if tool.name == choice.name]
+        write = partial(_write, self._grammars, begin, choice, answer_format)
+        try:
+            spec = self._enforceable(write, offered, tenant, warnings)
+        except InvalidParamsError as error:
+            if choice.is_forced:
+                raise
+            spec = None
+            if error.name != "structured":
+                warnings.append(f"tools: arguments are not constrained: {error.allowed}")
+        if spec is not None or answer_format is None or choice.is_forced:
+            return spec
+        warnings.append("tools: none can be called, because the answer has a format")
+        return self._grammars.format(answer_format, begin)
+
+    def _enforceable(
+        self,
+        write: Callable[[Sequence[CallableTool]], StructuredOutput | None],
+        offered: Sequence[OfferedTool],
+        tenant: str,
+        warnings: list[str],
+    ) -> StructuredOutput | None:
+        """The constraint that `write` makes, with free arguments where a schema cannot be compiled."""
+        tools = self._callable(offered, warnings)
+        spec = write(tools)
+        if spec is None:
+            return None
+        try:
+            self._compile(spec, tenant)
+        except InvalidParamsError as error:
+            if error.name == "structured":  # nothing can be compiled now
+                raise
+            spec = write(self._compilable(offered, tools, tenant, warnings))
+            if spec is not None:
+                self._compile(spec, tenant)
+        return spec
+
+    def _compile(self, spec: StructuredOutput, tenant: str) -> None:
+        self._engine.compile_grammar(SamplingParams(structured=spec), tenant)
+
+    def _callable(self, offered: Sequence[OfferedTool], warnings: list[str]) -> list[CallableTool]:
+        """The tools with schemas that can be enforced, as far as is known without compiling."""
+        found, num_chars = SchemaWarnings(), 0
+        tools = []
+        for tool in offered:
+            try:
+                schema = enforceable_schema(tool.schema, tool.where, found, strict=tool.strict)
+                num_chars += len(json.dumps(schema, ensure_ascii=False))
+            except SchemaTooLargeError:
+                schema, num_chars = ANY_OBJECT, MAX_SCHEMA_CHARS + 1
+            if num_chars > MAX_SCHEMA_CHARS:
+                schema = _free_arguments(tool, "the schemas are too large", warnings)
+            tools.append(CallableTool(tool.name, schema))
+        warnings += found.messages
+        return tools
+
+    def _compilable(
+        self,
+        offered: Sequence[OfferedTool],
+        tools: Sequence[CallableTool],
+        tenant: str,
+        warnings: list[str],
+    ) -> list[CallableTool]:
+        """The tools, with free arguments where a schema cannot be compiled."""
+        checked = list(tools)
+        for index, tool in enumerate(tools[:MAX_TOOLS_TRIED]):
+            try:
+                self._compile(StructuredOutput(json_schema=tool.schema), tenant)
+            except InvalidParamsError as error:
+                if error.name == "structured":
+                    raise
+                schema = _free_arguments(offered[index], str(error.allowed), warnings)
+                checked[index] = replace(tool, schema=schema)
+        return checked
+
+
+def _write(
+    grammars: AnswerGrammars,
+    begin: AnswerBegin,
+    choice: CallChoice,
+    answer_format: StructuredOutput | None,
+    tools: Sequence[CallableTool],
+) -> StructuredOutput | None:
+    """The constraint of an answer that may or must call these tools; None if there is none."""
+    single = choice.is_single or choice.name is not None
+    if choice.is_forced:
+        return grammars.forced_calls(tools, begin, single=single)
+    if answer_format is None:
+        return grammars.optional_calls(tools, begin, single=single)
+    return grammars.forced_calls(tools, begin, single=single, or_format=answer_format)
+
+
+def schema_format(
+    schema: Mapping[str, Any], where: str, warnings: list[str], *, strict: bool
+) -> StructuredOutput:
+    """The format of an answer that is JSON of a schema; what is not enforced is appended to `warnings`.
+
+    Raises:
+        ApiError: 400, `strict` and it cannot be enforced, or it is too large.
+        InvalidParamsError: see `StructuredOutput`.
+    """
+    found = SchemaWarnings()
+    try:
+        enforceable = enforceable_schema(schema, where, found, strict=strict)
+    except SchemaTooLargeError:
+        raise ApiError(400, "the schema is too large; simplify it", param=where) from None
+    warnings += found.messages
+    return StructuredOutput(json_schema=enforceable)
+
+
+def _free_arguments(tool: OfferedTool, reason: str, warnings: list[str]) -> dict[str, Any]:
+    """The schema that replaces one that cannot be enforced. Raises ApiError if that is `strict`."""
+    if tool.strict:
+        raise ApiError(400, f"its schema cannot be enforced: {reason}", param=tool.where)
+    warnings.append(f"{tool.where}: its schema is not enforced: {reason}")
+    return ANY_OBJECT

@@ -1,0 +1,131 @@
+"""Messages of a conversation as chat templates take them, and the prompt parts of their blocks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from ramify.server.anthropic.blocks import (
+    HIDDEN_TYPES,
+    Unserved,
+    block_text,
+    blocks_of,
+    content_text,
+    required,
+)
+from ramify.server.anthropic.protocol import Block, InputMessage
+from ramify.server.errors import ApiError
+from ramify.server.prompt_renderer import PromptPart, text_variants
+
+
+@dataclass(slots=True)
+class Turn:
+    """One message of the request: its template messages, and its parts in the order of the text."""
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    parts: list[PromptPart] = field(default_factory=list)
+
+
+def render_turns(
+    messages: Sequence[InputMessage], unserved: Unserved, *, late_system: bool
+) -> list[Turn]:
+    """Translate the messages of a request, one turn for each.
+
+    Args:
+        unserved: is extended by path and type of blocks that became placeholders.
+        late_system: the template takes system messages anywhere; else those after the first message
+            of another role become the user's.
+
+    Raises:
+        ApiError: 400, a block cannot be served.
+    """
+    last_user = max((i for i, message in enumerate(messages) if message.role == "user"), default=-1)
+    first = next((i for i, message in enumerate(messages) if message.role != "system"), 0)
+    turns = []
+    for index, message in enumerate(messages):
+        path = f"messages[{index}]"
+        if message.content is None and message.role != "system":
+            raise ApiError(400, "it is missing", param=f"{path}.content")
+        is_cleared = message.clear_at == "next_user_message" and index < last_user
+        if message.role == "system" and (message.content is None or is_cleared):
+            turns.append(Turn())
+            continue
+        is_late = message.role == "system" and index > first
+        role = "user" if is_late and not late_system else message.role
+        turns.append(_turn(role, message.content, f"{path}.content", unserved))
+    return turns
+
+
+def joined(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Join consecutive messages of one role, as templates want user and assistant to alternate."""
+    merged: list[dict[str, Any]] = []
+    for role, group in groupby(messages, key=lambda message: message["role"]):
+        run = list(group)
+        if role == "tool" or len(run) == 1:
+            merged += run
+            continue
+        message: dict[str, Any] = {"role": role, "content": _joined_texts(run, "content")}
+        thoughts = _joined_texts(run, "reasoning_content")
+        calls = [call for each in run for call in each.get("tool_calls", ())]
+        if thoughts:
+            message["reasoning_content"] = thoughts
+        if calls:
+            message["tool_calls"] = calls
+        merged.append(message)
+    return merged
+
+
+def _joined_texts(messages: Sequence[dict[str, Any]], name: str) -> str:
+    return "\n".join(message[name] for message in messages if message.get(name))
+
+
+def _turn(role: str, content: str | list[Block] | None, path: str, unserved: Unserved) -> Turn:
+    """A message; each tool result becomes a message by itself."""
+    if isinstance(content, str):
+        part = PromptPart(path, text_variants(content))
+        return Turn([{"role": role, "content": content}], [part])
+    turn = Turn()
+    texts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    thoughts: list[str] = []
+    is_shown = not content
+    for index, block in enumerate(blocks_of(content)):
+        where = f"{path}[{index}]"
+        if block.type == "thinking":
+            # Most templates drop it, and a short text may occur elsewhere.
+            variants: tuple[str, ...] = ()
+            thoughts.append(block.thinking or "")
+        elif block.type == "tool_use":
+            name, arguments = required(block.name, f"{where}.name"), block.input or {}
+            variants = (json.dumps(arguments, ensure_ascii=False), name)
+            function = {"name": name, "arguments": arguments}
+            calls.append({"id": block.id or "", "type": "function", "function": function})
+        elif block.type == "tool_result":
+            if texts:
+                turn.messages.append({"role": role, "content": "\n".join(texts)})
+                texts = []
+            result = content_text(block.content, f"{where}.content", unserved)
+            variants = text_variants(result)
+            turn.messages.append(
+                {"role": "tool", "tool_call_id": block.tool_use_id or "", "content": result}
+            )
+        else:
+            text = block_text(block, where, unserved)
+            variants = text_variants(text)
+            is_shown |= block.type not in HIDDEN_TYPES
+            if text:
+                texts.append(text)
+        ttl_s = None if block.cache_control is None else block.cache_control.ttl_s
+        turn.parts.append(PromptPart(where, variants, ttl_s))
+    is_shown &= not turn.messages
+    if texts or calls or thoughts or is_shown:
+        message: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
+        if thoughts:
+            message["reasoning_content"] = "\n".join(thoughts)
+        if calls:
+            message["tool_calls"] = calls
+        turn.messages.append(message)
+    return turn

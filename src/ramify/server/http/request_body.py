@@ -1,0 +1,105 @@
+"""Decode request bodies: a byte order mark and `2.0` for an integer pass, errors name what is allowed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import inspect
+
+from ramify.server.errors import ApiError
+
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_INTEGRAL = re.compile(rb"(-?[0-9]{1,19})\.0{1,20}")
+_PATH_STEP = re.compile(r"\.([^.\[\]]+)|\[[^\]]*\]")
+_FIELD_PATH = re.compile(r" - at `(?:key in )?\$?(.*)`$")
+
+T = TypeVar("T")
+
+
+def decode_json(body: bytes | bytearray, kind: type[T]) -> T:
+    """Decode a JSON body, within `json_limits`; a top-level float without fraction is an integer.
+
+    Raises:
+        ApiError: 400, it is not JSON, or does not fit the type.
+    """
+    body = body.removeprefix(BYTE_ORDER_MARK)
+    try:
+        try:
+            return msgspec.json.decode(body, type=kind)
+        except msgspec.ValidationError as error:
+            integral = _with_integers(body) if "got `float`" in str(error) else None
+            if integral is None:
+                raise
+            return msgspec.json.decode(integral, type=kind)
+    except msgspec.ValidationError as error:
+        raise validation_error(error, kind) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from None
+
+
+def extra_fields(body: bytes | bytearray, kind: type) -> dict[str, msgspec.Raw]:
+    """The top-level fields of a valid body that a request type does not have, not decoded."""
+    fields = _raw_fields(body.removeprefix(BYTE_ORDER_MARK))
+    known = {info.encode_name for info in msgspec.structs.fields(kind)}
+    return {name: value for name, value in fields.items() if name not in known}
+
+
+def _raw_fields(body: bytes | bytearray) -> dict[str, msgspec.Raw]:
+    return msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+
+
+def _with_integers(body: bytes | bytearray) -> bytes | None:
+    """The body with top-level `2.0` written as `2`; None if it has none."""
+    fields = _raw_fields(body)
+    integers = {
+        name: msgspec.Raw(match[1])
+        for name, value in fields.items()
+        if (match := _INTEGRAL.fullmatch(memoryview(value)))
+    }
+    return msgspec.json.encode(fields | integers) if integers else None
+
+
+def validation_error(error: msgspec.ValidationError, kind: type) -> ApiError:
+    """The error for a value that does not fit a type; of a wrong choice it lists the right ones."""
+    message, match = str(error), _FIELD_PATH.search(str(error))
+    path = "" if match is None else match[1]
+    message = message if match is None else message[: match.start()]
+    if message.startswith("Invalid enum value"):
+        choices = sorted(map(repr, allowed_values(kind, path)))
+        message += f"; the values are {', '.join(choices)}" if choices else ""
+    return ApiError(400, message, param=path.lstrip(".") or None)
+
+
+def allowed_values(kind: type, path: str) -> set[Any]:
+    """The literals that a type allows at a path such as `.messages[0].role`."""
+    types = [_type_info(kind)]
+    for step in _PATH_STEP.finditer(path):
+        types = [inner for outer in types for inner in _step_into(outer, step[1])]
+    return {
+        value for info in types if isinstance(info, inspect.LiteralType) for value in info.values
+    }
+
+
+@lru_cache(64)
+def _type_info(kind: type) -> inspect.Type:
+    return inspect.type_info(kind)
+
+
+def _step_into(outer: inspect.Type, name: str | None) -> Iterator[inspect.Type]:
+    """The types of a field, or of the items if `name` is None; a union's members one by one."""
+    inner: list[inspect.Type] = []
+    match outer:
+        case inspect.StructType() if name is not None:
+            inner = [item.type for item in outer.fields if item.encode_name == name]
+        case inspect.ListType() if name is None:
+            inner = [outer.item_type]
+        case inspect.DictType() if name is None:
+            inner = [outer.value_type]
+        case _:
+            pass
+    for info in inner:
+        yield from info.types if isinstance(info, inspect.UnionType) else (info,)

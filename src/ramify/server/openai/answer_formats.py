@@ -1,0 +1,117 @@
+"""The format that an answer must match, in the words of OpenAI, vLLM, SGLang and llama.cpp."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ramify.params import StructuredOutput
+from ramify.server.answer_constraint import schema_format
+from ramify.server.errors import ApiError
+from ramify.server.http.json_limits import json_shape
+from ramify.server.openai.protocol import Sampling, StructuredOutputs
+
+Warnings = list[str]
+
+
+def answer_format(request: Sampling, warnings: Warnings) -> StructuredOutput | None:
+    """The format that the answer must match; None if the request has none.
+
+    Args:
+        warnings: what of a schema is not enforced is appended.
+
+    Raises:
+        ApiError: it has more than one, or one that is malformed or not served.
+    """
+    given = list(_given(request))
+    if len(given) > 1:
+        names = ", ".join(name for name, _ in given)
+        raise ApiError(
+            400, f"the answer can have one format, not {len(given)}: {names}", param=given[-1][0]
+        )
+    return given[0][1](warnings) if given else None
+
+
+def _given(request: Sampling) -> Iterator[tuple[str, Callable[[Warnings], StructuredOutput]]]:
+    """Yield each format that a request asks for: the field's name, and what makes it."""
+    response_format = request.response_format
+    if response_format is not None and response_format.type == "json_schema":
+        named = response_format.json_schema
+        if named is None:
+            raise ApiError(400, "json_schema is missing", param="response_format.json_schema")
+        where = "response_format.json_schema.schema"
+        strict = named.strict is True
+        yield (
+            "response_format",
+            lambda found: schema_format(named.schema, where, found, strict=strict),
+        )
+    elif response_format is not None and response_format.type == "json_object":
+        schema = response_format.schema
+        yield (
+            "response_format",
+            _json_object if schema is None else _schema(schema, "response_format.schema"),
+        )
+    nested = request.structured_outputs or StructuredOutputs()
+    if nested.structural_tag is not None:
+        raise ApiError(
+            400,
+            "structural tags are not served; send tools, whose calls are constrained",
+            param="structured_outputs.structural_tag",
+        )
+    if nested.json_object:
+        yield "structured_outputs.json_object", _json_object
+    for name, value in (
+        ("guided_json", request.guided_json),
+        ("json_schema", request.json_schema),
+        ("structured_outputs.json", nested.json),
+    ):
+        if value is not None:
+            yield name, _schema(value, name)
+    texts = {
+        "regex": request.regex,
+        "guided_regex": request.guided_regex,
+        "structured_outputs.regex": nested.regex,
+        "grammar": request.grammar,
+        "ebnf": request.ebnf,
+        "guided_grammar": request.guided_grammar,
+        "structured_outputs.grammar": nested.grammar,
+    }
+    for name, text in texts.items():
+        if text is not None:
+            yield name, _text("regex" if name.endswith("regex") else "grammar", text)
+    for name, choice in (
+        ("choice", request.choice),
+        ("guided_choice", request.guided_choice),
+        ("structured_outputs.choice", nested.choice),
+    ):
+        if choice is not None:
+            yield name, _text("choice", tuple(choice))
+
+
+def _json_object(_: Warnings) -> StructuredOutput:
+    return StructuredOutput(json_object=True)
+
+
+def _text(kind: str, value: Any) -> Callable[[Warnings], StructuredOutput]:
+    return lambda _: StructuredOutput(**{kind: value})
+
+
+def _schema(value: object, where: str) -> Callable[[Warnings], StructuredOutput]:
+    def make(warnings: Warnings) -> StructuredOutput:
+        schema = _decoded(value, where) if isinstance(value, str) else value
+        if not isinstance(schema, dict):
+            raise ApiError(400, "a JSON schema is an object", param=where)
+        return schema_format(schema, where, warnings, strict=False)
+
+    return make
+
+
+def _decoded(text: str, where: str) -> object:
+    excess = json_shape(text.encode("utf-8", "surrogatepass")).excess()
+    if excess is not None:
+        raise ApiError(400, excess, param=where)
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ApiError(400, f"it is no JSON: {error}", param=where) from error

@@ -1,0 +1,226 @@
+"""Calls of an answer as output items, each in the form of the tool that the client sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from ramify.server.answer import AnswerPart
+from ramify.server.openai.custom_input import CustomInputDecoder, custom_input
+from ramify.server.openai.responses_tools import CallForm, CallKind
+from ramify.server.partial_json import partial_object
+
+NumberedEvent = Callable[..., dict[str, Any]]  # the next of a stream: `event("completed", …)`
+
+
+class CallItem(Protocol):
+    """An output item that is a call, and the events of its stream."""
+
+    def as_json(self, status: str) -> dict[str, Any]:
+        """The item, with what was generated until now."""
+        ...
+
+    def begin(self, event: NumberedEvent) -> list[dict[str, Any]]:
+        """The events of its beginning."""
+        ...
+
+    def delta(self, text: str, event: NumberedEvent) -> list[dict[str, Any]]:
+        """The events of new text of the arguments."""
+        ...
+
+    def end(self, status: str, event: NumberedEvent) -> list[dict[str, Any]]:
+        """The events of its end."""
+        ...
+
+
+class FunctionCallItem:
+    """`function_call`: the arguments are streamed as they are written."""
+
+    def __init__(self, part: AnswerPart, form: CallForm, item_id: str) -> None:
+        self._part, self._form = part, form
+        self._place = {"item_id": item_id, "output_index": part.index}
+
+    def as_json(self, status: str) -> dict[str, Any]:
+        """See `CallItem`."""
+        namespace = {} if self._form.namespace is None else {"namespace": self._form.namespace}
+        return {
+            "id": self._place["item_id"],
+            "type": "function_call",
+            "call_id": self._part.id,
+            "name": self._form.name,
+            **namespace,
+            "arguments": "" if status == "in_progress" else self._part.text,
+            "status": status,
+        }
+
+    def begin(self, event: NumberedEvent) -> list[dict[str, Any]]:
+        """See `CallItem`."""
+        return [_item_event("added", self._part, self.as_json("in_progress"), event)]
+
+    def delta(self, text: str, event: NumberedEvent) -> list[dict[str, Any]]:
+        """See `CallItem`."""
+        return [event("function_call_arguments.delta", **self._place, delta=text)]
+
+    def end(self, status: str, event: NumberedEvent) -> list[dict[str, Any]]:
+        """See `CallItem`."""
+        fields = self._place | {"name": self._form.name, "arguments": self._part.text}
+        return [
+            event("function_call_arguments.done", **fields),
+            _item_event("done", self._part, self.as_json(status), event),
+        ]
+
+
+class CustomCallItem:
+    """`custom_tool_call`: the input is streamed as it is decoded from the arguments."""
+
+    def __init__(self, part: AnswerPart, form: CallForm, item_id: str) -> None:
+        self._part, self._form = part, form
+        self._place = {"item_id": item_id, "output_index": part.index}
+        self._decoder = CustomInputDecoder()
+
+    def as_json(self, status: str) -> dict[str, Any]:
+        """See `CallItem`."""
+        namespace = {} if self._form.namespace is None else {"namespace": self._form.namespace}
+        return {
+            "id": self._place["item_id"],
+            "type": "custom_tool_call",
+            "call_id": self._part.id,
+            "name": self._form.name,
+            **namespace,
+            "input": "" if status == "in_progress" else custom_input(self._part.text),
+            "status": status,
+        }
+
+    def begin(self, event: NumberedEvent) -> list[dict[str, Any]]:
+        """See `CallItem`."""
+        return [_item_event("added", self._part, self.as_json("in_progress"), event)]
+
+    def delta(self, text: str, event: NumberedEvent) -> list[dict[str, Any]]:
+        """See `CallItem`."""
+        return self._delta(self._decoder.feed(text), event)
+
+    def end(self, status: str, event: NumberedEvent) -> list[dict[str, Any]]:
+        """See `CallItem`."""
+        rest = self._decoder.finish(self._part.text)
+        item = self.as_json(status)
+        return [
+            *self._delta(rest, event),
+            event("custom_tool_call_input.done", **self._place, input=item["input"]),
+            _item_event("done", self._part, item, event),
+        ]
+
+    def _delta(self, text: str, event: NumberedEvent) -> list[dict[str, Any]]:
+        if not text:
+            return []
+        return [event("custom_tool_call_input.delta", **self._place, delta=text)]
+
+
+class ActionCallItem:
+    """`local_shell_call`, `shell_call` or `apply_patch_call`: sent when its arguments are whole."""
+
+    def __init__(self, part: AnswerPart, form: CallForm, item_id: str) -> None:
+        self._part, self._kind, self._id = part, form.kind, item_id
+
+    def as_json(self, status: str) -> dict[str, Any]:
+        """See `CallItem`."""
+        fields = _ACTIONS[self._kind](partial_object(self._part.text))
+        item = {"id": self._id, "type": f"{self._kind}_call", "call_id": self._part.id}
+        if self._kind == "apply_patch" and status == "incomplete":
+            status = "in_progress"  # the type has no other name for it
+        return item | fields | {"status": status}
+
+    def begin(self, event: NumberedEvent) -> list[dict[str, Any]]:  # noqa: ARG002
+        """See `CallItem`."""
+        return []
+
+    def delta(self, text: str, event: NumberedEvent) -> list[dict[str, Any]]:  # noqa: ARG002
+        """See `CallItem`."""
+        return []
+
+    def end(self, status: str, event: NumberedEvent) -> list[dict[str, Any]]:
+        """See `CallItem`."""
+        return [
+            _item_event("added", self._part, self.as_json("in_progress"), event),
+            _item_event("done", self._part, self.as_json(status), event),
+        ]
+
+
+def _item_event(
+    kind: str, part: AnswerPart, item: dict[str, Any], event: NumberedEvent
+) -> dict[str, Any]:
+    return event(f"output_item.{kind}", output_index=part.index, item=item)
+
+
+def _lines(value: object) -> list[str]:
+    """A command as a list of texts, also if the model wrote a single text."""
+    if isinstance(value, str):
+        return [value]
+    return [str(line) for line in value] if isinstance(value, Sequence) else []
+
+
+def _number(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _local_shell_action(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "action": {
+            "type": "exec",
+            "command": _lines(arguments.get("command")),
+            "env": {},
+            "timeout_ms": _number(arguments.get("timeout_ms")),
+            "working_directory": _text(arguments.get("working_directory")),
+            "user": None,
+        }
+    }
+
+
+def _shell_action(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "action": {
+            "commands": _lines(arguments.get("commands")),
+            "timeout_ms": _number(arguments.get("timeout_ms")),
+            "max_output_length": None,
+        },
+        "environment": {"type": "local"},
+    }
+
+
+def _patch_operation(arguments: dict[str, Any]) -> dict[str, Any]:
+    kind = arguments.get("type")
+    if kind not in ("create_file", "update_file", "delete_file"):
+        kind = "update_file"
+    operation = {"type": kind, "path": _text(arguments.get("path")) or ""}
+    if kind != "delete_file":
+        operation["diff"] = _text(arguments.get("diff")) or ""
+    return {"operation": operation}
+
+
+_ACTIONS: dict[CallKind, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "local_shell": _local_shell_action,
+    "shell": _shell_action,
+    "apply_patch": _patch_operation,
+}
+_ITEMS: dict[CallKind, Callable[[AnswerPart, CallForm, str], CallItem]] = {
+    "function": FunctionCallItem,
+    "custom": CustomCallItem,
+    "local_shell": ActionCallItem,
+    "shell": ActionCallItem,
+    "apply_patch": ActionCallItem,
+}
+ITEM_TYPES: dict[CallKind, str] = {
+    "function": "function_call",
+    "custom": "custom_tool_call",
+    "local_shell": "local_shell_call",
+    "shell": "shell_call",
+    "apply_patch": "apply_patch_call",
+}
+
+
+def call_item(part: AnswerPart, form: CallForm, item_id: str) -> CallItem:
+    """The item of a call, in the form of its tool."""
+    return _ITEMS[form.kind](part, form, item_id)

@@ -1,0 +1,296 @@
+"""Stored responses: their items, the ids that find them again, and pages of items."""
+
+from __future__ import annotations
+
+import re
+import sys
+from array import array
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from ramify.server.conversation_store import Conversation
+from ramify.server.errors import ApiError
+from ramify.server.openai.responses_protocol import PromptFields
+from ramify.server.prompt_renderer import KnownPrefix
+from ramify.server.service import Service
+
+Item = dict[str, Any]
+MAX_REFERENCES = 1024  # of one request
+MAX_PAGE, DEFAULT_PAGE = 100, 20
+# An item's id names the response or conversation that holds it, so that no index is needed.
+ITEM_ID = re.compile(r"[a-z]{2,5}_([0-9a-f]{32})_[io][0-9]{1,9}")
+ID_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "local_shell_call": "lsh",
+    "shell_call": "sh",
+    "apply_patch_call": "apc",
+    "compaction": "cmp",
+}
+
+
+def item_id(kind: str, owner: str, number: int, *, is_output: bool = False) -> str:
+    """The id of an item: `msg_…_o0` is the first output item of the response `resp_…`.
+
+    Args:
+        owner: id of the response or conversation that holds it.
+    """
+    prefix = ID_PREFIXES.get(kind, "item")
+    return f"{prefix}_{owner.partition('_')[2]}_{'o' if is_output else 'i'}{number}"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """A response that a later request may continue or fetch by its id.
+
+    Kept as JSON: a tenth of the memory of objects, and its bytes can be counted.
+    """
+
+    packed_input: bytes  # items of the whole conversation before the answer
+    packed_body: bytes
+    known: tuple[KnownPrefix, ...]  # the prompt with the answer, then without
+    delta_lens: array[int]  # characters of each delta that the stream had; empty: no stream
+
+    @property
+    def body(self) -> msgspec.Raw:
+        """The response as the client received it."""
+        return msgspec.Raw(self.packed_body)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory."""
+        known = sum(sys.getsizeof(prefix.text) + sys.getsizeof(prefix.ids) for prefix in self.known)
+        deltas = sys.getsizeof(self.delta_lens)
+        return len(self.packed_input) + len(self.packed_body) + known + deltas
+
+    def input_items(self) -> list[Item]:
+        """The items before the answer."""
+        return msgspec.json.decode(self.packed_input, type=list[Item])
+
+    @property
+    def packed_output(self) -> bytes:
+        """The items of the answer, as JSON."""
+        return bytes(msgspec.json.decode(self.packed_body, type=_Body).output)
+
+    def output_items(self) -> list[Item]:
+        """The items of the answer."""
+        return msgspec.json.decode(self.packed_output, type=list[Item])
+
+
+class _Body(msgspec.Struct):
+    output: msgspec.Raw
+
+
+def joined_lists(lists: Iterable[bytes]) -> bytes:
+    """One JSON list of the elements of several, each without white space around its brackets."""
+    return b"[" + b",".join(packed[1:-1] for packed in lists if packed != b"[]") + b"]"
+
+
+def stored_response(service: Service, tenant: str, name: str, param: str) -> StoredResponse:
+    """Look up a stored response of this tenant.
+
+    Args:
+        param: the request's field, named in the error.
+
+    Raises:
+        ApiError: 404, it has expired or was never stored.
+    """
+    entry = service.history.get(tenant, name)
+    if entry is None or not isinstance(entry.response, StoredResponse):
+        raise ApiError(
+            404,
+            f"there is no response {name[:100]!r}; it has expired or was never stored",
+            param=param,
+        )
+    return entry.response
+
+
+def stored_conversation(
+    service: Service, tenant: str, name: str, param: str = "conversation_id"
+) -> Conversation:
+    """Look up a conversation of this tenant.
+
+    Raises:
+        ApiError: 404, it has expired, was deleted or never created.
+    """
+    conversation = service.conversations.get(tenant, name)
+    if conversation is None:
+        raise ApiError(
+            404,
+            f"there is no conversation {name[:100]!r}; it has expired or was never created",
+            param=param,
+        )
+    return conversation
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierTurns:
+    """What a request goes on from: a response or a conversation, and the items that it refers to.
+
+    Looked up before the prompt is rendered, in the event loop; decoded where it is rendered.
+    """
+
+    name: str = ""  # how errors and segments call the items
+    response: StoredResponse | None = None
+    conversation: Conversation | None = None
+    has_references: bool = False
+    owners: tuple[StoredResponse | Conversation, ...] = ()  # of the items that it refers to
+
+    @property
+    def known(self) -> tuple[KnownPrefix, ...]:
+        """Texts with their token ids, for the prompt to keep."""
+        source = self.response or self.conversation
+        return () if source is None else source.known
+
+    def items(self) -> list[Item]:
+        """The items before those of the request."""
+        source = self.response or self.conversation
+        return [] if source is None else items_of(source)
+
+    def packed_items(self) -> list[bytes]:
+        """JSON lists that have the items before those of the request."""
+        if self.response is not None:
+            return [self.response.packed_input, self.response.packed_output]
+        if self.conversation is not None:
+            return [b"[" + b",".join(self.conversation.items.values()) + b"]"]
+        return []
+
+    def resolver(self) -> Callable[[str], Item | None]:
+        """A function from the id of a stored item to the item; decodes each owner once."""
+        items: dict[str, Item] = {}
+        sources = self.items() if self.has_references else []
+        for owner in self.owners:
+            sources += items_of(owner)
+        for item in sources:
+            items[item["id"]] = item
+        return items.get
+
+
+def items_of(owner: StoredResponse | Conversation) -> list[Item]:
+    """The items of a response, its answer included, or of a conversation."""
+    if isinstance(owner, Conversation):
+        return [msgspec.json.decode(packed) for packed in owner.items.values()]
+    return owner.input_items() + owner.output_items()
+
+
+def earlier_turns(request: PromptFields, service: Service, tenant: str) -> EarlierTurns:
+    """Look up what a request goes on from and refers to.
+
+    Raises:
+        ApiError: 404 if it is not stored; 400 if there are two, or too many references.
+    """
+    response = conversation = None
+    name = ""
+    if request.previous_response_id is not None:
+        if request.conversation is not None:
+            raise ApiError(
+                400,
+                "previous_response_id and conversation exclude each other; leave one out",
+                param="conversation",
+            )
+        name = "previous_response"
+        response = stored_response(
+            service, tenant, request.previous_response_id, "previous_response_id"
+        )
+    elif request.conversation_id is not None:
+        name = "conversation"
+        conversation = stored_conversation(service, tenant, request.conversation_id, name)
+    items = request.input if isinstance(request.input, list) else []
+    references = {reference for item in items if (reference := reference_id(item)) is not None}
+    if len(references) > MAX_REFERENCES:
+        raise ApiError(
+            400, f"{len(references)} item references; at most {MAX_REFERENCES}", param="input"
+        )
+    owners = {match[1] for each in references if (match := ITEM_ID.fullmatch(each))}
+    sources = [_owner(service, tenant, owner) for owner in sorted(owners)]
+    return EarlierTurns(
+        name,
+        response,
+        conversation,
+        has_references=bool(references),
+        owners=tuple(source for source in sources if source is not None),
+    )
+
+
+def _owner(service: Service, tenant: str, owner: str) -> StoredResponse | Conversation | None:
+    """What holds the items with this part of an id."""
+    entry = service.history.get(tenant, f"resp_{owner}")
+    if entry is not None and isinstance(entry.response, StoredResponse):
+        return entry.response
+    return service.conversations.get(tenant, f"conv_{owner}")
+
+
+def reference_id(item: Mapping[str, Any]) -> str | None:
+    """The id that an item refers to; None if it is an item itself."""
+    kind, name = item.get("type"), item.get("id")
+    is_reference = kind == "item_reference" or (
+        kind is None and "role" not in item and "content" not in item
+    )
+    return name if is_reference and isinstance(name, str) else None
+
+
+def numbered_items(
+    items: Sequence[Item], owner: str, first: int = 0, taken: Collection[str] = ()
+) -> list[Item]:
+    """The items as they are stored: each with an id of its own, and content as a list of parts.
+
+    Args:
+        owner: id of the response or conversation that holds them.
+        first: number of the first item.
+        taken: ids that others have.
+    """
+    ids = set(taken)
+    numbered = []
+    for number, item in enumerate(items, first):
+        kind = item.get("type") or "message"
+        name = item.get("id")
+        if not isinstance(name, str) or not name or len(name) > 256 or name in ids:
+            name = item_id(kind, owner, number)
+        ids.add(name)
+        fields = item | {"id": name, "type": kind}
+        if kind == "message":
+            fields.setdefault("status", "completed")
+            if isinstance(item.get("content"), str):
+                text_type = "output_text" if item.get("role") == "assistant" else "input_text"
+                part: Item = {"type": text_type, "text": item["content"]}
+                if text_type == "output_text":
+                    part["annotations"] = []
+                fields["content"] = [part]
+        numbered.append(fields)
+    return numbered
+
+
+def page_of_items(items: Mapping[str, Any], query: Mapping[str, str]) -> dict[str, Any]:
+    """A page of a list of items, as the query's `limit`, `order` and `after` ask for it.
+
+    Raises:
+        ApiError: 400, one of them is malformed or names no item.
+    """
+    text = query.get("limit", str(DEFAULT_PAGE))
+    limit = int(text) if text.isascii() and text.isdigit() and len(text) < 4 else 0
+    if not 1 <= limit <= MAX_PAGE:
+        raise ApiError(400, f"{text!r} is not a number from 1 to {MAX_PAGE}", param="limit")
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise ApiError(400, f"{order!r} is neither asc nor desc", param="order")
+    ids = list(items)[:: 1 if order == "asc" else -1]
+    start = 0
+    if "after" in query:
+        if query["after"] not in items:
+            raise ApiError(400, f"there is no item {query['after']!r}", param="after")
+        start = ids.index(query["after"]) + 1
+    page = ids[start : start + limit]
+    return {
+        "object": "list",
+        "data": [items[name] for name in page],
+        "first_id": page[0] if page else "",
+        "last_id": page[-1] if page else "",
+        "has_more": start + limit < len(ids),
+    }

@@ -1,0 +1,76 @@
+"""`truncation: "auto"`: leave out the oldest turns of a conversation that exceeds the context."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+import msgspec
+
+from ramify.errors import PromptTooLongError
+from ramify.server.errors import ApiError
+from ramify.server.generation import GenerationRequest
+from ramify.server.http.wire import encode_json
+from ramify.server.openai.protocol import ChatMessage, ChatRequest
+
+MAX_ATTEMPTS = 8  # to render a conversation; the next one has the last turn only
+TOO_LONG = "context_length_exceeded"  # code of the error for a text that no context holds
+
+Render = Callable[[ChatRequest, Sequence[str]], GenerationRequest]
+
+
+def num_prompt_tokens(max_model_len: int, max_output_tokens: int | None) -> int:
+    """The tokens that a prompt may have if the answer is to have room: an eighth, or what it asks."""
+    return max_model_len - min(max_output_tokens or max_model_len // 8, max_model_len // 2)
+
+
+def render_truncated(
+    chat: ChatRequest, names: Sequence[str], render: Render, max_tokens: int
+) -> tuple[ChatRequest, GenerationRequest, int]:
+    """Render a conversation without its oldest turns, if all of them have too many tokens.
+
+    System messages at the beginning stay, and so does the last turn. A turn begins with a message of
+    the user, so no result of a call is left without its call.
+
+    Args:
+        names: of the messages.
+        max_tokens: of the prompt.
+
+    Returns:
+        the request as it was rendered, its translation, and how many messages were left out.
+
+    Raises:
+        ApiError, RequestError: as `render`; the last turn alone is too long.
+    """
+    messages, names = list(chat.messages), list(names)
+    roles = [message.role for message in messages]
+    num_fixed = next((i for i, role in enumerate(roles) if role not in ("system", "developer")), 0)
+    turns = [i for i, role in enumerate(roles) if role == "user" and i > num_fixed]
+    num_chars = list(accumulate((_num_chars(message) for message in messages), initial=0))
+    start = num_fixed  # the first message that is not left out
+    for attempt in range(MAX_ATTEMPTS + 1):
+        kept = msgspec.structs.replace(chat, messages=messages[:num_fixed] + messages[start:])
+        is_last = not turns or start == turns[-1]
+        try:
+            request = render(kept, names[:num_fixed] + names[start:])
+            num_tokens = len(request.prompt.ids)
+            if num_tokens <= max_tokens or is_last:
+                return kept, request, start - num_fixed
+            excess = 1 - max_tokens / num_tokens
+        except (ApiError, PromptTooLongError) as error:
+            if is_last or (isinstance(error, ApiError) and error.code != TOO_LONG):
+                raise
+            excess = 0.5
+        if attempt == MAX_ATTEMPTS - 1:
+            start = turns[-1]
+        else:
+            num_kept = num_chars[num_fixed] + num_chars[-1] - num_chars[start]
+            target = num_chars[start] + excess * num_kept
+            turn = bisect_left(turns, target, key=lambda index: num_chars[index])
+            start = turns[min(turn, len(turns) - 1)]
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _num_chars(message: ChatMessage) -> int:
+    return len(encode_json(message))

@@ -1,0 +1,67 @@
+"""Calls as a name, a mark and JSON arguments: Mistral, DeepSeek, Kimi."""
+
+from __future__ import annotations
+
+import re
+
+from ramify.server.output_formats.json_calls import json_calls, read_arguments, tail
+from ramify.server.output_formats.reader import Marks, MismatchError, Reader, Steps
+from ramify.server.output_formats.writer import EventWriter
+
+MISTRAL_NAME_END = Marks({"[ARGS]", "[CALL_ID]", "{"})
+MISTRAL_ID = re.compile(r"[-\w]*+(?=[^-\w])", re.ASCII)
+PARTIAL_MISTRAL_ID = re.compile(r"[-\w]*+", re.ASCII)
+DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
+DEEPSEEK_END = "<｜tool▁call▁end｜>"
+DEEPSEEK_NAME_END = Marks({DEEPSEEK_SEPARATOR})
+DEEPSEEK_LINE_END = Marks({"\n", "{"})
+KIMI_ID = re.compile(r"(?:functions\.)?(.*):[0-9]++", re.DOTALL)
+KIMI_SEPARATOR = "<|tool_call_argument_begin|>"
+KIMI_NAME_END = Marks({KIMI_SEPARATOR})
+
+
+def mistral_calls(reader: Reader, writer: EventWriter) -> Steps[None]:
+    """Read `[{…}]` (tokenizers to v7), or `name[ARGS]{…}`, also with `[CALL_ID]id` after the name."""
+    yield from reader.skip_blank()
+    if (yield from reader.char()) in "[{":
+        yield from json_calls(reader, writer)
+        return
+    name = writer.check_name(
+        (yield from reader.word(MISTRAL_NAME_END, writer.max_name_chars)).strip()
+    )
+    if (yield from reader.accept("[CALL_ID]")):
+        yield from reader.match(MISTRAL_ID, PARTIAL_MISTRAL_ID)
+    yield from reader.accept("[ARGS]")
+    yield from reader.skip_blank()
+    yield from read_arguments(reader, writer, name)
+
+
+def deepseek_calls(reader: Reader, writer: EventWriter) -> Steps[None]:
+    """Read `name<sep>{…}` (V3.1), or `function<sep>name` and a fence with JSON (V3, R1)."""
+    name = (yield from reader.word(DEEPSEEK_NAME_END, writer.max_name_chars)).strip()
+    yield from reader.expect(DEEPSEEK_SEPARATOR)
+    yield from reader.skip_blank()
+    fence = ""
+    if name == "function" and (yield from reader.char()) != "{":
+        name = (yield from reader.word(DEEPSEEK_LINE_END)).strip()
+        yield from reader.skip_blank()
+        if (yield from reader.accept("```json", "```")):
+            fence = "```"
+        yield from reader.skip_blank()
+    writer.check_name(name)
+    yield from read_arguments(reader, writer, name)
+    yield from tail(reader, writer, fence, DEEPSEEK_END)
+
+
+def kimi_calls(reader: Reader, writer: EventWriter) -> Steps[None]:
+    """Read `functions.name:index<begin of arguments>{…}`; the template writes the same id."""
+    match = KIMI_ID.fullmatch(
+        (yield from reader.word(KIMI_NAME_END, writer.max_name_chars)).strip()
+    )
+    if match is None:
+        raise MismatchError
+    name = writer.check_name(match[1])
+    yield from reader.expect(KIMI_SEPARATOR)
+    yield from reader.skip_blank()
+    yield from read_arguments(reader, writer, name, match[0])
+    yield from tail(reader, writer, "<|tool_call_end|>")

@@ -1,0 +1,238 @@
+"""Parses an answer that marks reasoning and calls with delimiters, while it is generated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Protocol
+
+from ramify.server.output_formats.events import OutputEvent
+from ramify.server.output_formats.reader import (
+    EndOfAnswerError,
+    Marks,
+    MismatchError,
+    Reader,
+    Steps,
+)
+from ramify.server.output_formats.writer import EventWriter
+
+CallSyntax = Callable[[Reader, EventWriter], Steps[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """One way in which a family writes calls: a mark, then a syntax.
+
+    Where `mark` is "", a call can only be the first text of an answer, and begins with a character of
+    `first`.
+    """
+
+    mark: str
+    syntax: CallSyntax
+    first: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningMarks:
+    """The delimiters of reasoning, each in the ways in which it is written; empty: there is none."""
+
+    begin: tuple[str, ...] = ()
+    end: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Delimiters:
+    """What delimits the parts of an answer.
+
+    Args:
+        forms: of calls; empty if the request has no tools.
+        call_end: the mark after a call, "" if there is none.
+        hidden: marks that are dropped where they delimit nothing.
+    """
+
+    reasoning: ReasoningMarks
+    forms: tuple[CallForm, ...]
+    call_end: str
+    hidden: tuple[str, ...]
+
+    @property
+    def call_marks(self) -> tuple[str, ...]:
+        """The marks with which calls begin."""
+        return tuple(form.mark for form in self.forms if form.mark)
+
+    def opens_reasoning(self, prompt_end: str) -> bool:
+        """Whether the prompt has begun reasoning that the answer continues."""
+        begin = _last(prompt_end, self.reasoning.begin)
+        return begin > _last(prompt_end, self.reasoning.end)
+
+    def begun_call(self, prompt_end: str) -> str:
+        """The end of the prompt from the mark of a call that has not ended; "" if there is none."""
+        start = _last(prompt_end, self.call_marks)
+        is_begun = start >= 0 and not self.opens_reasoning(prompt_end[:start])
+        if not is_begun or (self.call_end and self.call_end in prompt_end[start:]):
+            return ""
+        return prompt_end[start:]
+
+
+def _last(text: str, marks: Collection[str]) -> int:
+    """Where the last of the marks begins; -1 if none stands in the text."""
+    return max(map(text.rfind, marks), default=-1)
+
+
+class AnswerSyntax(Protocol):
+    """The steps of a parser of whole answers."""
+
+    def __call__(
+        self, reader: Reader, writer: EventWriter, *, delimiters: Delimiters, prompt_end: str
+    ) -> Steps[None]:
+        """Read an answer to its end.
+
+        Args:
+            prompt_end: the end of the prompt, from the header of the answer's turn on.
+        """
+        ...
+
+
+class AnswerParser:
+    """An `OutputParser` that runs the steps of a parser as text arrives."""
+
+    def __init__(self, reader: Reader, writer: EventWriter, steps: Steps[None]) -> None:
+        self._reader, self._writer, self._steps = reader, writer, steps
+
+    def feed(self, text: str, *, is_last: bool = False) -> list[OutputEvent]:
+        """Append text of the answer; returns the events that are certain now.
+
+        Args:
+            is_last: the answer ends here. Returns everything that was held back; open calls end.
+        """
+        self._reader.append(text, is_last=is_last)
+        next(self._steps, None)
+        if is_last:
+            self._writer.finish()
+        return self._writer.take()
+
+
+def delimited_answer(
+    reader: Reader, writer: EventWriter, *, delimiters: Delimiters, prompt_end: str
+) -> Steps[None]:
+    """Read reasoning, then text and calls."""
+    try:
+        prefill = delimiters.begun_call(prompt_end)
+        if prefill:
+            yield from _prefilled_call(reader, writer, delimiters, prefill)
+        else:
+            is_open = delimiters.opens_reasoning(prompt_end)
+            yield from _reasoning(reader, writer, delimiters, is_open=is_open)
+            yield from bare_call(reader, writer, delimiters.forms, delimiters.hidden)
+        yield from _text(reader, writer, delimiters)
+    except EndOfAnswerError:
+        writer.plain(reader.rest())
+
+
+def _reasoning(
+    reader: Reader, writer: EventWriter, delimiters: Delimiters, *, is_open: bool = False
+) -> Steps[None]:
+    """Read reasoning, if the answer begins with it."""
+    marks = delimiters.reasoning
+    if not marks.begin:
+        return
+    write = writer.reasoning if is_open else writer.text
+    write("")
+    yield from reader.skip_blank(write)
+    # A model may repeat the mark with which its prompt ends.
+    begin = yield from reader.accept(*marks.begin)
+    if not (is_open or begin):
+        return
+    writer.reasoning("")
+    writer.delimiter()
+    end_marks = Marks({*marks.end, *delimiters.hidden})
+    while (mark := (yield from reader.copy_until(end_marks, writer.reasoning))) not in marks.end:
+        reader.take(len(mark))
+    reader.take(len(mark))
+    writer.text("")
+
+
+def bare_call(
+    reader: Reader, writer: EventWriter, forms: Collection[CallForm], marks: Collection[str]
+) -> Steps[None]:
+    """Read a call that has no mark, if the answer begins with one; it does not with one of `marks`."""
+    bare = [form for form in forms if not form.mark]
+    if not bare:
+        return
+    yield from reader.skip_blank(writer.text)
+    marked = (form.mark for form in forms if form.mark)
+    if (yield from reader.next_is(*marked, *marks)):
+        return
+    first = yield from reader.char()
+    for form in bare:
+        if first in form.first:
+            yield from attempt(reader, writer, form.syntax)
+            return
+
+
+def _text(reader: Reader, writer: EventWriter, delimiters: Delimiters) -> Steps[None]:
+    """Read text and calls to the end of the answer, and reasoning that a hidden mark begins."""
+    syntaxes = {form.mark: form.syntax for form in delimiters.forms if form.mark}
+    marks = Marks({*syntaxes, *delimiters.hidden})
+    while True:
+        mark = yield from reader.copy_until(marks, writer.text)
+        if mark in syntaxes:
+            yield from attempt(reader, writer, _after(mark, syntaxes[mark]))
+        elif mark in delimiters.reasoning.begin:
+            yield from _reasoning(reader, writer, delimiters)
+        else:
+            reader.take(len(mark))
+
+
+def _prefilled_call(
+    reader: Reader, writer: EventWriter, delimiters: Delimiters, prefill: str
+) -> Steps[None]:
+    """Read a call of which the prompt has the beginning, `prefill`, which is no text of the answer."""
+    form = next(form for form in delimiters.forms if form.mark and prefill.startswith(form.mark))
+    reader.prepend(prefill)
+    yield from attempt(reader, writer, _after(form.mark, form.syntax), len(prefill))
+
+
+def _after(mark: str, syntax: CallSyntax) -> CallSyntax:
+    """A syntax that begins with a mark that has been seen."""
+
+    def steps(reader: Reader, writer: EventWriter) -> Steps[None]:
+        reader.take(len(mark))
+        return syntax(reader, writer)
+
+    return steps
+
+
+def attempt(
+    reader: Reader, writer: EventWriter, syntax: CallSyntax, num_hidden: int = 0
+) -> Steps[None]:
+    """Read what may be a call; if it is none, it is text.
+
+    Args:
+        num_hidden: characters at the beginning that are of the prompt, not of the answer.
+    """
+    start = reader.num_taken
+
+    def give_up() -> None:
+        held = reader.release()
+        num_before = reader.num_taken - len(held) - start
+        writer.plain(held[max(0, num_hidden - num_before) :])
+
+    reader.hold()
+    try:
+        yield from syntax(reader, writer)
+        reader.release()
+    except MismatchError:
+        give_up()
+    except EndOfAnswerError:
+        if writer.is_open:
+            reader.release()
+            writer.arguments(reader.rest())
+            writer.end_call(is_complete=False)
+            reader.release()
+        else:
+            reader.rest()
+            give_up()
+        raise
+    # The rest of what is of the prompt.
+    reader.take(num_hidden - (reader.num_taken - start))

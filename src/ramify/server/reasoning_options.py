@@ -1,0 +1,57 @@
+"""How much a model should think, as every API says it, and the template variables for it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+NO_EFFORT = "none"  # the effort that turns reasoning off
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningOptions:
+    """Options of a request's reasoning; None: the chat template decides."""
+
+    is_enabled: bool | None = None
+    effort: str | None = None  # "none", "low", "high", …, as the client says it
+    budget: int | None = None  # tokens; for templates that write it into the prompt
+
+    def template_variables(self, names: Collection[str]) -> dict[str, Any]:
+        """The variables that tell a chat template.
+
+        Args:
+            names: of the variables that the template mentions; it gets no other.
+        """
+        variables = {
+            "enable_thinking": self.is_enabled,
+            "thinking": self.is_enabled,
+            "reasoning_effort": self.effort,
+            "thinking_budget": self.budget,
+        }
+        return {
+            name: value for name, value in variables.items() if value is not None and name in names
+        }
+
+
+def implied_switch(effort: str | None, budget: int | None) -> bool | None:
+    """Whether an effort or a budget alone turns reasoning on; None if neither is given."""
+    if budget is not None:
+        return budget > 0
+    return None if effort is None else effort != NO_EFFORT
+
+
+def first_set(*values: T | None) -> T | None:
+    """The first value that is not None; None if all are."""
+    return next((value for value in values if value is not None), None)
+
+
+# `thinking.type` of Anthropic and of those who took over its form.
+THINKING_TYPES: Mapping[str, bool] = {
+    "enabled": True,
+    "adaptive": True,
+    "auto": True,
+    "disabled": False,
+}

@@ -1,0 +1,91 @@
+"""Request fields outside of a request's type: refused, ignored by intent, or unknown."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from ramify.server.errors import ApiError
+from ramify.server.http.wire import log_safe
+
+logger = logging.getLogger(__name__)
+
+MAX_NAMED = 20  # unknown fields in a warning
+MAX_NAME_CHARS = 64
+MAX_LOGGED = 1000  # names, then the log has enough
+MAX_VALUE_BYTES = 1024  # no value that changes nothing is longer
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A field that would change the answer and is not served.
+
+    Args:
+        neutral: values that change nothing, beside null, false and what is empty.
+        hint: the way out.
+    """
+
+    neutral: tuple[Any, ...] = ()
+    hint: str = "leave it out"
+
+    def accepts(self, value: memoryview) -> bool:
+        """Whether a value, as JSON, changes nothing."""
+        if len(value) > MAX_VALUE_BYTES:
+            return False
+        decoded = msgspec.json.decode(value)
+        is_empty = decoded is None or decoded is False or decoded in ("", [], {})
+        return is_empty or decoded in self.neutral
+
+
+@dataclass(frozen=True, slots=True)
+class UnservedFields:
+    """What happens to the fields that a request type does not have.
+
+    Args:
+        ignored: change nothing in the answer; no warning.
+        refused: are an error, unless their value is neutral.
+    """
+
+    ignored: frozenset[str] = field(default_factory=frozenset)
+    refused: Mapping[str, Refused] = field(default_factory=dict)
+
+    def unknown(self, fields: Mapping[str, msgspec.Raw]) -> list[str]:
+        """The names of the fields that are neither ignored nor refused.
+
+        Args:
+            fields: those that the request type does not have, with their values as JSON.
+
+        Raises:
+            ApiError: 400, a refused field has a value that is not neutral.
+        """
+        for name in fields.keys() & self.refused.keys():
+            refused = self.refused[name]
+            if not refused.accepts(memoryview(fields[name])):
+                raise ApiError(400, f"{name} is not served; {refused.hint}", param=name)
+        return [name for name in fields if name not in self.ignored and name not in self.refused]
+
+
+def unknown_warning(names: Iterable[str]) -> str:
+    """The warning that names unknown fields."""
+    shown = [name[:MAX_NAME_CHARS] for name in names]
+    more = f" and {len(shown) - MAX_NAMED} more" if len(shown) > MAX_NAMED else ""
+    return f"unknown fields are ignored: {', '.join(shown[:MAX_NAMED])}{more}"
+
+
+class UnknownFieldLog:
+    """Logs each unknown field once, and at most `MAX_LOGGED` names."""
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+
+    def report(self, names: Iterable[str], path: str) -> None:
+        """Log the names that were not logged before, with the path of the request."""
+        for name in names:
+            shown = log_safe(name[:MAX_NAME_CHARS])
+            if shown not in self._names and len(self._names) < MAX_LOGGED:
+                self._names.add(shown)
+                logger.warning("unknown field %s in a request to %s is ignored", shown, path)

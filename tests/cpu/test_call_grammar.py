@@ -1,0 +1,429 @@
+"""Calls follow their tools' schemas in each family's own form, and everything else stays free."""
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ramify.engine.logits.grammar import GrammarCompiler
+from ramify.engine.logits.logits_processors import GrammarMatcher
+from ramify.engine.text.tokenizer import Tokenizer
+from ramify.errors import DeadEndError
+from ramify.params import StructuredOutput
+from ramify.server.output_formats.call_grammar import AnswerBegin, AnswerGrammars
+from ramify.server.output_formats.call_syntax import CALL_SYNTAXES
+from ramify.server.output_formats.events import ArgumentsDelta, CallStart, TextDelta
+from ramify.server.output_formats.lark_rules import AddedTokens, CallableTool
+from ramify.server.output_formats.output_format import named
+from ramify.server.output_formats.parser import ReasoningMarks
+from ramify.server.tool_schemas import SchemaWarnings, enforceable_schema
+from ramify.testing import write_tiny_checkpoint
+
+pytest.importorskip("llguidance", reason="llguidance is missing: the extra 'structured'")
+
+END = 0  # not <|end|>, which is a mark of gpt-oss
+THINK = ReasoningMarks(("<think>",), ("</think>",))
+MARKS = """<tool_call> </tool_call> [TOOL_CALLS] [ARGS] <|python_tag|> <|channel|> <|message|> <|call|>
+<|constrain|> <|start|> <|end|> <think> </think> <seed:tool_call> </seed:tool_call> <|tool_call|>
+<|/tool_call|> <|START_ACTION|> <|END_ACTION|> <|tool_calls_section_begin|> <|tool_call_begin|>
+<|tool_call_argument_begin|> <|tool_call_end|> <|tool_calls_section_end|> <｜tool▁calls▁begin｜>
+<｜tool▁calls▁end｜> <｜tool▁call▁begin｜> <｜tool▁call▁end｜> <｜tool▁sep｜>""".split()
+# Templates that tell the variants of a family apart.
+VARIANTS = [
+    *((family, "") for family in CALL_SYNTAXES),
+    ("mistral", "[ARGS]"),
+    ("deepseek_v3", "```json"),
+    ("granite", "<|tool_call|>"),
+]
+MARKED = [(family, template) for family, template in VARIANTS if family != "json"]
+
+
+def call_text(family: str, template: str, name: str, arguments: Mapping[str, Any]) -> str:
+    """One call as the family's chat template writes it."""
+    text = json.dumps(arguments, ensure_ascii=False)
+    plain = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+
+    def value(argument: object) -> str:
+        return argument if isinstance(argument, str) else json.dumps(argument, ensure_ascii=False)
+
+    def tags(begin: str, middle: str, end: str) -> str:
+        return "".join(
+            f"{begin}{key}{middle}{value(item)}{end}\n" for key, item in arguments.items()
+        )
+
+    qwen = f"\n<function={name}>\n{tags('<parameter=', '>', '</parameter>')}</function>\n"
+    fence = f"function<｜tool▁sep｜>{name}\n```json\n{text}\n```"
+    deepseek = fence if template else f"{name}<｜tool▁sep｜>{text}"
+    cohere = json.dumps([{"tool_call_id": "0", "tool_name": name, "parameters": arguments}])
+    granite = f"<|tool_call|>[{plain}]" if template else f"<tool_call>\n{plain}\n</tool_call>"
+    minimax = tags('<parameter name="', '">', "</parameter>")
+    return {
+        "harmony": f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{text}<|call|>",
+        "mistral": f"[TOOL_CALLS]{name}[ARGS]{text}" if template else f"[TOOL_CALLS][{plain}]",
+        "deepseek_v3": (
+            f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{deepseek}"
+            "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+        ),
+        "kimi_k2": (
+            f"<|tool_calls_section_begin|><|tool_call_begin|>functions.{name}:0"
+            f"<|tool_call_argument_begin|>{text}<|tool_call_end|><|tool_calls_section_end|>"
+        ),
+        "cohere": f"<|START_ACTION|>{cohere}<|END_ACTION|>",
+        "glm": (
+            f"<tool_call>{name}\n"
+            f"{tags('<arg_key>', '</arg_key><arg_value>', '</arg_value>')}</tool_call>"
+        ),
+        "seed_oss": f"<seed:tool_call>{qwen}</seed:tool_call>",
+        "qwen3_coder": f"<tool_call>{qwen}</tool_call>",
+        "minimax_m2": (
+            f'<minimax:tool_call>\n<invoke name="{name}">\n{minimax}</invoke>\n</minimax:tool_call>'
+        ),
+        "hunyuan": f"<tool_calls>[{plain}]</tool_calls>",
+        "phi4": f"<|tool_call|>[{plain}]<|/tool_call|>",
+        "granite": granite,
+        "hermes": f"<tool_call>\n{plain}\n</tool_call>",
+        "llama3_json": f"<|python_tag|>{plain.replace('arguments', 'parameters', 1)}",
+        "json": plain,
+    }[family]
+
+
+@cache
+def tokenizer(*, has_marks: bool) -> tokenizers.Tokenizer:
+    """The tiny checkpoints' tokenizer, with the families' marks as special tokens or without."""
+    import tempfile
+    from pathlib import Path
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_tiny_checkpoint(Path(folder), "llama")
+        core = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    if has_marks:
+        core.add_special_tokens(MARKS)
+    return core
+
+
+@cache
+def compiler(*, has_marks: bool) -> GrammarCompiler:
+    core = tokenizer(has_marks=has_marks)
+    return GrammarCompiler(core.to_str, vocab_size=core.get_vocab_size(), eos_token_ids=[END])
+
+
+def grammars(family: str, template: str, *, has_marks: bool) -> AnswerGrammars:
+    wrapped = Tokenizer(tokenizer(has_marks=has_marks), special_tokens={}, chat_templates={})
+    return AnswerGrammars(family, AddedTokens(wrapped.added_token_texts), template=template)
+
+
+def start(spec: StructuredOutput | None, *, has_marks: bool) -> GrammarMatcher:
+    assert spec is not None
+    return compiler(has_marks=has_marks).compile(spec)
+
+
+def is_allowed(matcher: GrammarMatcher, ids: Sequence[int], token: int) -> bool:
+    mask = matcher.token_bitmasks(ids, ())[0]
+    return mask is None or bool(mask[token // 8] >> (token % 8) & 1)
+
+
+def num_accepted(matcher: GrammarMatcher, ids: Sequence[int]) -> int:
+    """How many of the tokens may be written."""
+    for position, token in enumerate(ids):
+        if not is_allowed(matcher, ids[:position], token):
+            return position
+    matcher.advance(ids)
+    return len(ids)
+
+
+def encoded(text: str, *, has_marks: bool) -> list[int]:
+    return list(tokenizer(has_marks=has_marks).encode(text, add_special_tokens=False).ids)
+
+
+SCALARS: dict[str, tuple[dict[str, Any], st.SearchStrategy[Any]]] = {
+    "text": ({"type": "string"}, st.text("ab é\\", max_size=5)),
+    "number": ({"type": "integer"}, st.integers(-99, 99)),
+    "flag": ({"type": "boolean"}, st.booleans()),
+    "kind": ({"enum": ["red", "blue"]}, st.sampled_from(["red", "blue"])),
+    "list": (
+        {"type": "array", "items": {"type": "integer"}},
+        st.lists(st.integers(0, 9), max_size=3),
+    ),
+    "nested": (
+        {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"]},
+        st.just({"a": None}),
+    ),
+}
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> tuple[list[dict[str, Any]], str, dict[str, Any]]:
+    """Schemas of two tools, `first` and `second`, and a valid call of the first or the second."""
+    schemas = []
+    for _ in range(2):
+        names = draw(st.lists(st.sampled_from(list(SCALARS)), unique=True, max_size=4))
+        required = [name for name in names if draw(st.booleans())]
+        properties = {name: SCALARS[name][0] for name in names}
+        schemas.append({"type": "object", "properties": properties, "required": required})
+    index = draw(st.integers(0, 1))
+    chosen = schemas[index]
+    arguments = {
+        name: draw(SCALARS[name][1])
+        for name in chosen["properties"]
+        if name in chosen["required"] or draw(st.booleans())
+    }
+    return schemas, ("first", "second")[index], arguments
+
+
+def tools_of(schemas: Sequence[Mapping[str, Any]]) -> list[CallableTool]:
+    return [
+        CallableTool(name, enforceable_schema(schema, name, SchemaWarnings(), strict=True))
+        for name, schema in zip(("first", "second"), schemas, strict=True)
+    ]
+
+
+def is_valid(schema: Mapping[str, Any], value: object) -> bool:
+    """An oracle for the schemas of `calls`."""
+    if "enum" in schema:
+        return value in schema["enum"]
+    kinds = {"string": str, "integer": int, "boolean": bool, "array": list, "object": dict}
+    kind = kinds.get(schema["type"], type(None))
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        return False
+    if isinstance(value, list):
+        return all(is_valid(schema["items"], item) for item in value)
+    if isinstance(value, dict):
+        return value.keys() <= schema["properties"].keys() and all(
+            is_valid(schema["properties"][name], value[name])
+            if name in value
+            else name not in schema.get("required", ())
+            for name in schema["properties"]
+        )
+    return True
+
+
+@pytest.mark.parametrize(("family", "template"), VARIANTS)
+@settings(max_examples=4, deadline=None)
+@given(call=calls(), has_marks=st.booleans())
+def test_a_valid_call_in_the_familys_form_is_accepted(
+    family: str,
+    template: str,
+    call: tuple[list[dict[str, Any]], str, dict[str, Any]],
+    has_marks: bool,
+) -> None:
+    """Forced and optional, after reasoning and text, with marks as tokens and as text."""
+    schemas, name, arguments = call
+    writer, tools = grammars(family, template, has_marks=has_marks), tools_of(schemas)
+    text = call_text(family, template, name, arguments)
+    ids = encoded(text, has_marks=has_marks)
+
+    for begin, before in (
+        (AnswerBegin(), ""),
+        (AnswerBegin(THINK, may_begin=True), "<think>a < b</think>\n\n"),
+        (AnswerBegin(THINK, is_open=True), "a < b</think>"),
+    ):
+        longer = encoded(before, has_marks=has_marks) + ids
+        forced = start(writer.forced_calls(tools, begin), has_marks=has_marks)
+        assert num_accepted(forced, longer) == len(longer)
+        if family != "json":
+            optional = start(writer.optional_calls(tools, begin), has_marks=has_marks)
+            shown = encoded(before + "a <[ tool\n", has_marks=has_marks) + ids
+            assert num_accepted(optional, shown) == len(shown)
+
+
+@pytest.mark.parametrize("has_marks", [True, False])
+@pytest.mark.parametrize(("family", "template"), MARKED)
+@pytest.mark.parametrize(
+    "wrong", [{"n": "x"}, {"n": 1.5}, {"n": 1, "further": 2}, {"m": 1}, {"n": {"a": 1}}]
+)
+def test_a_call_that_breaks_its_schema_is_not_possible(
+    family: str, template: str, wrong: dict[str, Any], has_marks: bool
+) -> None:
+    """Wrong types, missing and further keys and other tools are not allowed, once a call has begun."""
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    writer = grammars(family, template, has_marks=has_marks)
+    tools = tools_of([schema, schema])
+
+    for name, arguments in (("first", wrong), ("third", {"n": 1})):
+        ids = encoded("Hm. " + call_text(family, template, name, arguments), has_marks=has_marks)
+        optional = start(writer.optional_calls(tools, AnswerBegin()), has_marks=has_marks)
+        assert 3 < num_accepted(optional, ids) < len(ids)
+
+
+END_MARKS = ("</parameter>", "</arg_value>", "</think>")
+
+
+def walk(
+    matcher: GrammarMatcher, ids: list[int], rng: random.Random, *, has_marks: bool
+) -> list[int] | None:
+    """Continue an answer with random allowed tokens; None if it does not end."""
+    core = tokenizer(has_marks=has_marks)
+    closers = encoded('"}],</>\n', has_marks=has_marks)
+    for _ in range(400):
+        try:
+            if matcher.advance(ids):
+                return ids
+        except DeadEndError as error:
+            raise AssertionError(core.decode(ids)) from error
+        mask = matcher.token_bitmasks(ids, ())[0]
+        if mask is None:  # free again: the call has ended
+            return ids
+        allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
+        if END in allowed and (len(allowed) == 1 or rng.random() < 0.5):
+            return ids
+        allowed = [token for token in allowed if token != END]
+        if rng.random() < 0.4:
+            mark = encoded(rng.choice(END_MARKS), has_marks=has_marks)
+            if num_accepted_after(matcher, ids, mark) == len(mark):
+                ids = ids + mark
+                continue
+        closing = [token for token in closers if token in allowed]
+        ids = [*ids, rng.choice(closing if closing and rng.random() < 0.6 else allowed)]
+    return None
+
+
+def num_accepted_after(matcher: GrammarMatcher, ids: Sequence[int], more: Sequence[int]) -> int:
+    masks = matcher.token_bitmasks(ids, more)
+    for position, (mask, token) in enumerate(zip(masks, more, strict=False)):
+        if mask is not None and not mask[token // 8] >> (token % 8) & 1:
+            return position
+    return min(len(masks), len(more))
+
+
+@pytest.mark.parametrize("forced", [True, False])
+@pytest.mark.parametrize(("family", "template"), VARIANTS)
+@settings(max_examples=5, deadline=None)
+@given(call=calls(), seed=st.integers(0, 10_000), has_marks=st.booleans())
+def test_whatever_is_allowed_parses_as_a_valid_call(
+    family: str,
+    template: str,
+    forced: bool,
+    call: tuple[list[dict[str, Any]], str, dict[str, Any]],
+    seed: int,
+    has_marks: bool,
+) -> None:
+    """A random walk through the masks ends in calls that the family's parser reads, all valid."""
+    schemas, _, _ = call
+    writer, tools = grammars(family, template, has_marks=has_marks), tools_of(schemas)
+    if forced:
+        spec, ids = writer.forced_calls(tools, AnswerBegin(), single=True), list[int]()
+    else:
+        spec = writer.optional_calls(tools, AnswerBegin(), single=True)
+        if spec is None:
+            return
+        syntax = next(row for row in CALL_SYNTAXES[family] if row.template_has in template)
+        mark = "".join(part if isinstance(part, str) else part.text for part in syntax.mark)
+        ids = encoded(f"so: {mark}", has_marks=has_marks)
+
+    answer = walk(start(spec, has_marks=has_marks), ids, random.Random(seed), has_marks=has_marks)
+
+    if answer is None:
+        return
+    text = tokenizer(has_marks=has_marks).decode(answer, skip_special_tokens=False)
+    parser = named(family).new_parser(
+        ["first", "second"],
+        prompt_end="<|start|>assistant" if family == "harmony" else "",
+        forced=forced,
+        schemas=dict(zip(("first", "second"), schemas, strict=True)),
+    )
+    events = parser.feed(text, is_last=True)
+    shown = "".join(event.text for event in events if isinstance(event, TextDelta))
+    names = [event.name for event in events if isinstance(event, CallStart)]
+    arguments = "".join(event.text for event in events if isinstance(event, ArgumentsDelta))
+    assert len(names) == 1, text
+    assert shown.strip() == "" if forced else shown.startswith("so:"), text
+    schema = schemas[("first", "second").index(names[0])]
+    assert is_valid(schema, json.loads(arguments)), text
+
+
+@pytest.mark.parametrize("has_marks", [True, False])
+@settings(max_examples=40, deadline=None)
+@given(text=st.text("ab<tool_ca>l/ \n{[", max_size=30), seed=st.integers(0, 1000))
+def test_free_text_is_free(text: str, seed: int, has_marks: bool) -> None:
+    """Text without a whole mark is allowed, whatever it looks like, and may end at any place."""
+    writer = grammars("hermes", "", has_marks=has_marks)
+    spec = writer.optional_calls(tools_of([{}, {}]), AnswerBegin())
+    text = text.replace("<tool_call>", "")
+    ids = encoded(text, has_marks=has_marks)
+    if has_marks:  # special tokens that mark nothing here are free too
+        ids.insert(seed % (len(ids) + 1), encoded("[ARGS]", has_marks=True)[0])
+
+    matcher = start(spec, has_marks=has_marks)
+
+    assert num_accepted(matcher, ids) == len(ids)
+    assert is_allowed(matcher, ids, END)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10_000), has_marks=st.booleans())
+def test_drafts_and_shorter_outputs_change_no_mask(seed: int, has_marks: bool) -> None:
+    """The masks of a matcher are those of a fresh one, after drafts, roll-backs and restarts."""
+    rng = random.Random(seed)
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    writer = grammars("hermes", "", has_marks=has_marks)
+    is_open = rng.random() < 0.5
+    spec = writer.optional_calls(tools_of([schema, schema]), AnswerBegin(THINK, is_open=is_open))
+    call = call_text("hermes", "", "first", {"n": 12})
+    reasoning = "<tool_call> a</think>" if is_open else ""
+    text = f"{reasoning}b{call}c <tool{call}<think>{call[:20]}</think>d"
+    ids, matcher = encoded(text, has_marks=has_marks), start(spec, has_marks=has_marks)
+    ids = ids[: num_accepted(start(spec, has_marks=has_marks), ids)]
+    vocab_size = tokenizer(has_marks=has_marks).get_vocab_size()
+
+    for _ in range(12):
+        end = rng.randrange(len(ids) + 1)
+        draft = ids[end : end + rng.randrange(6)]
+        if draft and rng.random() < 0.3:
+            draft[rng.randrange(len(draft))] = rng.randrange(vocab_size)
+
+        masks = matcher.token_bitmasks(ids[:end], draft)
+
+        for position, mask in enumerate(masks):
+            fresh = start(spec, has_marks=has_marks)
+            [expected] = fresh.token_bitmasks([*ids[:end], *draft[:position]], ())
+            assert (mask is None) == (expected is None)
+            assert mask is None or expected is None or np.array_equal(mask, expected)
+
+
+def test_a_forced_call_does_not_end_in_its_reasoning() -> None:
+    """The end of sequence is not allowed before the reasoning has ended and a call has come."""
+    spec = grammars("hermes", "", has_marks=True).forced_calls(
+        tools_of([{}, {}]), AnswerBegin(THINK, is_open=True)
+    )
+    matcher = start(spec, has_marks=True)
+    ids = encoded("so <tool_call> </think>", has_marks=True)
+
+    for position in range(len(ids) + 1):
+        assert not is_allowed(matcher, ids[:position], END)
+    call = encoded('<tool_call>{"name": "first", "arguments": {}}</tool_call>', has_marks=True)
+    assert num_accepted(matcher, ids + call) == len(ids + call)
+    assert is_allowed(matcher, ids + call, END)
+
+
+@pytest.mark.parametrize(
+    ("answer_format", "text"),
+    [
+        (StructuredOutput(json_object=True), '{"x": [1]}'),
+        (StructuredOutput(json_schema={"type": "integer"}), "12"),
+        (StructuredOutput(regex="[a-z]+/[0-9]"), "ab/1"),
+        (StructuredOutput(choice=["yes", "no"]), "yes"),
+    ],
+)
+@pytest.mark.parametrize("family", ["hermes", "llama3_json", "json", "harmony"])
+def test_an_answer_is_a_call_or_of_its_format(
+    family: str, answer_format: StructuredOutput, text: str
+) -> None:
+    """With a format and tools, the answer is either, and nothing else."""
+    writer, tools = grammars(family, "", has_marks=True), tools_of([{}, {}])
+    spec = writer.forced_calls(tools, AnswerBegin(), or_format=answer_format)
+    before = "<|channel|>final<|message|>" if family == "harmony" else ""
+
+    for answer in (before + text, call_text(family, "", "second", {})):
+        ids = encoded(answer, has_marks=True)
+        matcher = start(spec, has_marks=True)
+        assert num_accepted(matcher, ids) == len(ids)
+        assert matcher.advance(ids) or is_allowed(matcher, ids, END)
+    ids = encoded(before + "Hello!", has_marks=True)
+    assert num_accepted(start(spec, has_marks=True), ids) < len(ids)

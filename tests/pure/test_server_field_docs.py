@@ -1,0 +1,73 @@
+"""`docs/api.md` says of every field of a request what becomes of it, and of every format of calls."""
+
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from ramify.server.anthropic.endpoints import FIELDS as MESSAGE_FIELDS
+from ramify.server.anthropic.protocol import MessageRequest
+from ramify.server.openai.protocol import ChatRequest, CompletionRequest
+from ramify.server.openai.responses_protocol import ResponsesRequest
+from ramify.server.openai.unserved import CHAT_FIELDS, COMPLETION_FIELDS, RESPONSES_FIELDS
+from ramify.server.output_formats.table import CALL_FORMATS
+from ramify.server.unserved_fields import UnservedFields
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
+ROW = re.compile(r"^\| ((?:`\w+`(?:, )?)+) \| (\w+) \|", re.MULTILINE)
+APIS: dict[str, tuple[type[msgspec.Struct], UnservedFields]] = {
+    "Chat completions": (ChatRequest, CHAT_FIELDS),
+    "Completions": (CompletionRequest, COMPLETION_FIELDS),
+    "Responses": (ResponsesRequest, RESPONSES_FIELDS),
+    "Messages": (MessageRequest, MESSAGE_FIELDS),
+}
+
+
+def section(title: str) -> str:
+    match = re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
+    assert match is not None, title
+    return match[1]
+
+
+def documented(title: str) -> list[tuple[str, str]]:
+    """Each field of an API's table with what becomes of it."""
+    return [
+        (name, treatment)
+        for names, treatment in ROW.findall(section(title))
+        for name in re.findall(r"`(\w+)`", names)
+    ]
+
+
+@pytest.mark.parametrize("title", APIS)
+def test_every_field_has_one_row(title: str) -> None:
+    """Fields of the request's type, and those that are refused or ignored beside them; no others."""
+    kind, unserved = APIS[title]
+    fields = {field.encode_name for field in msgspec.structs.fields(kind)}
+    names = [name for name, _ in documented(title)]
+
+    assert len(names) == len(set(names))
+    assert set(names) == fields | set(unserved.refused) | unserved.ignored
+
+
+@pytest.mark.parametrize("title", APIS)
+def test_what_becomes_of_a_field_is_right(title: str) -> None:
+    """Fields outside of the type are refused or ignored as the table says; the words are four."""
+    kind, unserved = APIS[title]
+    fields = {field.encode_name for field in msgspec.structs.fields(kind)}
+
+    for name, treatment in documented(title):
+        assert treatment in ("honoured", "mapped", "ignored", "refused"), name
+        if name not in fields:
+            assert treatment == ("refused" if name in unserved.refused else "ignored"), name
+
+
+def test_every_format_of_tool_calls_has_a_row() -> None:
+    """With the names that other servers have for it."""
+    rows = dict(
+        re.findall(r"^\| `(\w+)` \| ([^|]*) \|", section("Formats of tool calls"), re.MULTILINE)
+    )
+
+    assert {name: tuple(re.findall(r"`([^`]+)`", aliases)) for name, aliases in rows.items()} == {
+        row.name: row.aliases for row in CALL_FORMATS
+    }

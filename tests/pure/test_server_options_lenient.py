@@ -1,0 +1,166 @@
+"""What lenient clients send: integral floats, null, odd bodies; and no combination is a 500."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ramify.server.http.wire import decode_body
+from ramify.server.openai.protocol import ChatRequest, CompletionRequest, TokenizeRequest
+from tests.pure.server_bench import ask, chat
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+LENIENT: list[dict[str, Any]] = [
+    {"max_tokens": 2.0},
+    {"max_tokens": None},
+    {"max_tokens": -1, "stop": ["e", "a", "t", "i"]},
+    {"n": 2.0, "top_k": -1.0, "seed": 3.00},
+    {"stop": []},
+    {"stop": None},
+    {"tools": []},
+    {"tools": [], "tool_choice": "none"},
+    {"tool_choice": "none"},
+    {"tool_choice": "auto"},
+    {"logprobs": 0},
+    {"logprobs": False, "top_logprobs": 0},
+    {"logit_bias": {}},
+    {"stream_options": None},
+    {"response_format": None},
+    {"metadata": {"a": "b"}, "store": True, "prediction": {"type": "content", "content": "x"}},
+]
+
+
+@pytest.mark.parametrize("fields", LENIENT)
+def test_what_other_servers_accept_is_accepted(fields: dict[str, Any]) -> None:
+    """Integral floats, null, empty lists, and fields of OpenAI's that change nothing."""
+    answer = ask(CHAT, chat("Hi") | fields)
+
+    assert answer.status == 200, answer.body
+    assert "x-ramify-warning" not in answer.headers
+
+
+@pytest.mark.parametrize(
+    "fields", [{"max_tokens": "2"}, {"temperature": "0.5"}, {"max_tokens": 2.5}, {"stream": "true"}]
+)
+def test_numbers_in_strings_and_fractions_are_refused(fields: dict[str, Any]) -> None:
+    """As OpenAI does; the error names the field."""
+    answer = ask(CHAT, chat("Hi") | fields)
+
+    assert answer.status == 400
+    assert answer.json["error"]["param"] in fields
+
+
+def test_a_byte_order_mark_is_skipped() -> None:
+    """Some clients on Windows begin the body with one; the unknown fields are found all the same."""
+    answer = ask(CHAT, b"\xef\xbb\xbf" + json.dumps(chat("Hi", frobnicate=1)).encode())
+
+    assert answer.status == 200
+    assert "frobnicate" in answer.headers["x-ramify-warning"]
+
+
+def test_arguments_of_a_call_may_be_an_object() -> None:
+    """In history, as the JSON text that OpenAI writes, or null for none."""
+    prompts = []
+    for arguments in ('{"place":"Rome"}', {"place": "Rome"}):
+        call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        body = {"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}]}
+        prompts.append(decode_body(json.dumps(body).encode(), ChatRequest))
+
+    texts = [request.messages[0].tool_calls[0].function.arguments_json for request in prompts]  # type: ignore[index]
+    assert texts[0] == texts[1]
+
+
+def test_an_unknown_role_is_refused_with_the_list() -> None:
+    """The message has every role that is served."""
+    answer = ask(CHAT, {"messages": [{"role": "bot", "content": "x"}]})
+
+    error = answer.json["error"]
+    assert (answer.status, error["param"]) == (400, "messages[0].role")
+    for role in ("system", "developer", "user", "assistant", "tool"):
+        assert repr(role) in error["message"]
+
+
+NULLABLE = [
+    (kind, info.encode_name)
+    for kind in (ChatRequest, CompletionRequest, TokenizeRequest)
+    for info in msgspec.structs.fields(kind)
+    if not info.required
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), NULLABLE)
+def test_every_option_may_be_null(kind: type, name: str) -> None:
+    """Clients write null for an option that is not set."""
+    required = {"messages": [{"role": "user", "content": "x"}], "prompt": "x"}
+
+    decode_body(json.dumps(required | {name: None}).encode(), kind)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.dictionaries(
+        st.sampled_from(
+            [
+                "bad_words",
+                "truncate_prompt_tokens",
+                "prompt_logprobs",
+                "echo",
+                "stop",
+                "max_tokens",
+                "allowed_token_ids",
+                "logprobs",
+                "n",
+                "min_tokens",
+                "return_token_ids",
+                "functions",
+                "best_of",
+            ]
+        ),
+        st.sampled_from(
+            [
+                None,
+                True,
+                False,
+                0,
+                1,
+                -1,
+                2.0,
+                0.5,
+                3,
+                "",
+                "a",
+                [],
+                ["a"],
+                ["\ud800"],
+                [5],
+                [-1],
+                {},
+                10**30,
+            ]
+        ),
+        max_size=5,
+    ),
+    st.booleans(),
+    st.sampled_from([CHAT, COMPLETIONS, "/tokenize"]),
+)
+def test_no_combination_of_options_is_a_server_error(
+    fields: dict[str, Any], stream: bool, path: str
+) -> None:
+    """200 or 4xx; a stream has no error of the server."""
+    body = (
+        ({"prompt": "Hi", "max_tokens": 12} if path == COMPLETIONS else chat("Hi"))
+        | fields
+        | {"stream": stream}
+    )
+
+    answer = ask(path, body)
+
+    assert answer.status == 200 or 400 <= answer.status < 500, (fields, answer.body)
+    if answer.status == 200 and stream and path != "/tokenize":
+        errors = [event["error"] for event in answer.events if "error" in event]
+        assert not [error for error in errors if error["type"] == "server_error"], errors
