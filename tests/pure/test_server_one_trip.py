@@ -46,6 +46,12 @@ class StepGate:
     def copy_pages(self, pairs: Any) -> None:
         self._device.copy_pages(pairs)
 
+    def close(self) -> None:
+        """Stop before the next step; `arrive` waits for that."""
+        self.is_open = False
+        while self.reached.acquire(blocking=False):
+            pass
+
     def open(self) -> None:
         self.is_open = True
         self.allowed.release()

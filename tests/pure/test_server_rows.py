@@ -4,6 +4,7 @@ import asyncio
 
 from ramify.server.tenants import ApiKeys
 from tests.pure.server_bench import Answer, ServerBench, chat, run
+from tests.pure.test_server_one_trip import StepGate, posted
 
 CHAT = "/v1/chat/completions"
 KEYS = ApiKeys.of("key-ann", "key-bob")
@@ -13,21 +14,33 @@ def test_long_answers_of_one_tenant_do_not_keep_another_waiting() -> None:
     """Bob is answered while all of ann's rows are still decoding; ann's answers do not change."""
     bench = ServerBench(keys=KEYS, max_num_seqs=4, max_model_len=1024)
     body = chat("a long story", max_tokens=300, ignore_eos=True, temperature=0)
+    gate = StepGate(bench.device)
+    gate.is_open = True
+    bench.core.executor = gate
 
     async def main() -> tuple[Answer, list[Answer], int]:
         async with bench.running():
             alone = await bench.post(CHAT, body, "key-ann")
-            greedy = [asyncio.ensure_future(bench.post(CHAT, body, "key-ann")) for _ in range(6)]
-            while bench.device.num_steps < 320:  # noqa: ASYNC110 - of another thread
-                await asyncio.sleep(0)
-            answer = await bench.post(CHAT, chat("x"), "key-bob")
-            num_live = sum(not task.done() for task in greedy)
-            assert answer.status == 200
-            return alone, list(await asyncio.gather(*greedy)), num_live
+            gate.close()
+            greedy = [asyncio.ensure_future(bench.post(CHAT, body, "key-ann"))]
+            await gate.arrive()
+            greedy += [asyncio.ensure_future(bench.post(CHAT, body, "key-ann")) for _ in range(5)]
+            await posted(bench, 5)
+            gate.allowed.release()
+            await gate.arrive()  # now four of them run
+            other = asyncio.ensure_future(bench.post(CHAT, chat("x"), "key-bob"))
+            await posted(bench, 1)
+            num_plans = len(gate.plans)
+            gate.open()
+            assert (await other).status == 200
+            return alone, list(await asyncio.gather(*greedy)), num_plans
 
-    alone, answers, num_live = run(main())
+    alone, answers, num_plans = run(main())
 
-    assert num_live >= 4
+    plans = [plan.request_ids for plan in gate.plans[num_plans:]]
+    latest = max(map(max, plans))
+    assert next(count for count, ids in enumerate(plans) if latest in ids) <= 10
+    assert len(plans) > 300
     assert bench.core.scheduler.num_fair_preemptions >= 1
     for answer in answers:
         assert answer.json["choices"] == alone.json["choices"]

@@ -11,6 +11,7 @@ from functools import partial
 
 from ramify import __version__
 from ramify.cache.maintenance import evict_suffix
+from ramify.config import MAX_QUEUED_POOLS
 from ramify.engine.async_llm import AsyncLLM
 from ramify.engine.core import EngineCore
 from ramify.engine.prefix_namespaces import owner_of_namespace
@@ -40,7 +41,6 @@ MAX_NAME_CHARS = 256
 MAX_BYTES_PER_TOKEN = 16
 # Longer prompts are refused before their tokens become Python objects.
 MAX_RENDERED_CONTEXTS = 4
-MAX_QUEUED_POOLS = 4  # pools of queued prompt tokens: more would wait for minutes
 
 
 class Service:
@@ -73,7 +73,9 @@ class Service:
         self.max_prompt_bytes = self.max_model_len * min(
             MAX_BYTES_PER_TOKEN, tokenizer.max_token_bytes
         )
-        self.max_queued_tokens = MAX_QUEUED_POOLS * engine.config.kv_cache_tokens
+        self.max_queued_tokens = (
+            engine.config.max_waiting_tokens or MAX_QUEUED_POOLS * engine.config.kv_cache_tokens
+        )
         self.prompt_renderer = PromptRenderer(
             tokenizer,
             max_tokens=MAX_RENDERED_CONTEXTS * self.max_model_len,
@@ -82,8 +84,8 @@ class Service:
         self.history = RequestHistory()
         self.conversations = ConversationStore()
         self.quotas = QuotaMeter()
-        self.unknown_fields = UnknownFieldLog()
         self.has_several_tenants = False  # set by the server that has the keys
+        self.unknown_fields = UnknownFieldLog()
         self.started_s = int(time.time())
         self.special_token_ids = tokenizer.special_token_ids
         self.output_format = named(
