@@ -19,7 +19,7 @@ export PYTHON TORCH_ARGS
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-pure check format options bench bench-attention bench-core bench-engine \
-  bench-decode bench-step perf attack soak-core soak-engine accuracy cover-core gpu-check native test-native clean FORCE
+  bench-decode bench-step perf attack clients soak-core soak-engine accuracy cover-core gpu-check native test-native clean FORCE
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r name text; do \
@@ -85,6 +85,9 @@ soak-engine: $(DEV)  ## 20,000 random requests with faults, forks and aborts, co
 accuracy: $(DEV)  ## 200 questions with known answers to a running server, cache off and on
 	@PYTHONPATH=. $(BIN)/python scripts/accuracy.py $(ARGS)
 
+clients: $(DEV)  ## other people's clients against a running server; installs them first (gigabytes)
+	@PYTHONPATH=src:.:scripts $(BIN)/python -m clients.runner $(ARGS)
+
 cover-core: $(DEV)  ## branch coverage of the cache core by its tests; below 100 % is an error
 	@$(BIN)/python -m coverage run --branch --source=src/ramify/cache -m pytest tests/pure -q \
 	  -k "not mutants and not machine and not engine and not test_cache_life" $(ARGS)
@@ -100,7 +103,7 @@ test-native: $(DEV)  ## the tests of the cache, with its core compiled
 	@sh scripts/test_native.sh $(BIN)/python $(ARGS)
 
 clean:  ## remove .venv, caches and builds
-	rm -rf $(VENV) $(CORE_PEERS) $(ENGINE_PEERS) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .venv-clients $(CORE_PEERS) $(ENGINE_PEERS) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find src tests scripts benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is removed first and written last: an interrupted install leaves none. It holds the folder it

@@ -1,0 +1,164 @@
+"""A server whose model is a script: it calls tools, follows schemas and repeats tool results.
+
+The engine, the tokenizer and the HTTP server are the real ones; only the forward pass is scripted.
+
+    python -m clients.scripted_server PORT
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import uvicorn
+
+from clients.schema_instance import schema_instance
+from ramify.config import EngineConfig, resolve
+from ramify.engine.async_llm import AsyncLLM
+from ramify.engine.core import EngineCore
+from ramify.engine.logits.grammar import GrammarCompiler
+from ramify.engine.text.detokenizer import Detokenizer
+from ramify.engine.text.tokenizer import Tokenizer
+from ramify.params import StructuredOutput
+from ramify.server.app import Server
+from ramify.server.generation import Generation, GenerationRequest
+from ramify.server.service import Service
+from ramify.server.tenants import Caller
+from ramify.testing import FakeExecutor
+from tests.cpu.talker import TALKER_TEMPLATE, tokenizer_with
+
+MAX_LEN = 16_384
+TOOL_LINE = re.compile(r'^\{.*"name": "[^"]+".*\}$', re.MULTILINE)
+RESULT = "Result: "
+
+
+class ScriptedModel:
+    """The next token of a prompt, from the answer that its text asks for.
+
+    With tools and no result yet: a call of the first tool. With a schema, of the answer or in the
+    prompt of a JSON answer: an instance of it. With a result: the result in a sentence. Else a sentence.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.end_id = tokenizer.encode("<|end|>", add_special_tokens=False)[0]
+        self.answer_formats: dict[StructuredOutput | None, StructuredOutput | None] = {}
+        self._answers: dict[bytes, list[int]] = {}
+        self._lengths: set[int] = set()
+
+    def register(self, request: GenerationRequest) -> None:
+        """Remember the prompt of a request, and the schema that its answer must match."""
+        prompt = request.prompt.ids
+        structured = self.answer_formats.get(request.params.structured)
+        schema: Mapping[str, Any] | None = None
+        if structured is not None and structured.json_schema is not None:
+            schema = json.loads(str(structured.json_schema))
+        elif structured is not None and structured.json_object:
+            schema = schema_in_prompt(request.prompt.text)
+        text = self._answer(request.prompt.text, schema)
+        self._answers[prompt.tobytes()] = list(self.tokenizer.encode(text, False))
+        self._lengths.add(len(prompt))
+
+    def next_token(self, context: Sequence[int]) -> int:
+        """The token after `context`, which begins with a registered prompt."""
+        ids = self.tokenizer.encode("", False)
+        ids.extend(int(token) for token in context)
+        for length in sorted(self._lengths, reverse=True):
+            answer = self._answers.get(ids[:length].tobytes()) if length <= len(ids) else None
+            if answer is not None:
+                index = len(ids) - length
+                return answer[index] if index < len(answer) else self.end_id
+        return self.end_id
+
+    def _answer(self, prompt: str, schema: Mapping[str, Any] | None) -> str:
+        turns = prompt.split("<|user|>")
+        if turns[-1].startswith(RESULT) and schema is None:
+            return f"The result is {turns[-1][len(RESULT) :].split('<|end|>')[0].strip()}."
+        header = prompt.partition("<|user|>")[0].replace("<|end|>", "\n")
+        tools = [json.loads(line) for line in TOOL_LINE.findall(header)]
+        if tools and not turns[-1].startswith(RESULT):
+            function = tools[0].get("function", tools[0])
+            arguments = schema_instance(function.get("parameters") or {"type": "object"})
+            call = {"name": function["name"], "arguments": arguments}
+            return f"<tool_call>{json.dumps(call)}</tool_call>"
+        if schema is not None:
+            return json.dumps(schema_instance(schema))
+        return "It is sunny in Rome."
+
+
+def schema_in_prompt(prompt: str) -> dict[str, Any]:
+    """The first JSON schema with properties that stands in a prompt; any object's if there is none."""
+    decoder = json.JSONDecoder()
+    for match in re.finditer(r"\{", prompt):
+        try:
+            value, _ = decoder.raw_decode(prompt, match.start())
+        except ValueError:
+            continue
+        if isinstance(value, dict) and "properties" in value:
+            return value
+    return {"type": "object"}
+
+
+class ScriptedService(Service):
+    """A service that shows each request to the scripted model before it starts."""
+
+    script: ScriptedModel
+
+    def watch_formats(self) -> None:
+        """Tell the scripted model the format behind each constraint."""
+        of_answer = self.constraints.of_answer
+
+        def watched(*args: Any, **options: Any) -> StructuredOutput | None:
+            constraint = of_answer(*args, **options)
+            self.script.answer_formats[constraint] = options["answer_format"]
+            return constraint
+
+        self.constraints.of_answer = watched  # type: ignore[method-assign]
+
+    async def start(self, request: GenerationRequest, caller: Caller, *, prefix: str) -> Generation:
+        """See `Service.start`."""
+        self.script.register(request)
+        return await super().start(request, caller, prefix=prefix)
+
+
+def scripted_service() -> ScriptedService:
+    """A service over a scripted model with the tokenizer of ramify-tiny and a template with tools."""
+    tokenizer = tokenizer_with(TALKER_TEMPLATE)
+    options = EngineConfig.of(kv_cache_tokens=8 * MAX_LEN, page_size=16)
+    config = resolve(options, model_max_len=MAX_LEN, token_bytes=1, free_memory=0)
+    vocab_size = tokenizer.vocab_size
+    script = ScriptedModel(tokenizer)
+    executor = FakeExecutor(
+        config.num_pages, 16, vocab_size=vocab_size, next_token=script.next_token
+    )
+    compiler = GrammarCompiler(
+        tokenizer.to_json, vocab_size=vocab_size, eos_token_ids=[script.end_id]
+    )
+    core = EngineCore(
+        config,
+        executor,
+        vocab_size=vocab_size,
+        eos_token_ids=[script.end_id],
+        detokenizer_factory=partial(Detokenizer, tokenizer),
+        grammar_compiler=compiler.compile,
+    )
+    service = ScriptedService(AsyncLLM.from_core(core, tokenizer), tokenizer, model="ramify-tiny")
+    service.script = script
+    service.watch_formats()
+    return service
+
+
+async def main() -> None:
+    """Serve on 127.0.0.1 at the port of the command line."""
+    app = Server(scripted_service()).app()
+    config = uvicorn.Config(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")
+    await uvicorn.Server(config).serve()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
