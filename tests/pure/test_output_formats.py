@@ -18,7 +18,7 @@ from ramify.server.output_formats.events import (
     ReasoningDelta,
     TextDelta,
 )
-from ramify.server.output_formats.table import CALL_FORMATS, REASONING_FORMATS
+from ramify.server.output_formats.table import CALL_FORMATS, REASONING_FORMATS, CallFormat
 
 TOOLS = ("add", "look_up")
 CALL = '{"name": "add", "arguments": {"a": 1, "b": [2, "}"]}}'
@@ -87,6 +87,9 @@ CASES = [
         f"[THINK]Hm[/THINK]ok[TOOL_CALLS]add[ARGS]{ARGUMENTS}[TOOL_CALLS]look_up[CALL_ID]12[ARGS]{OTHER_ARGUMENTS}",
         [("reasoning", "Hm"), ("text", "ok"), ADD, LOOK_UP],
     ),
+    (MISTRAL, f'[TOOL_CALLS][{CALL[:-1]}, "id": "ab', [ADD]),
+    (MISTRAL, f"[TOOL_CALLS][{CALL}, ", [ADD]),
+    (MISTRAL, f'[TOOL_CALLS][{CALL}, {{"name": "rm"', [ADD, ("text", ', {"name": "rm"')]),
     (MISTRAL, "[TOOL", [("text", "[TOOL")]),
     (MISTRAL, f"[{CALL}]", [ADD]),
     (MISTRAL, '[{"a": 1}]', [("text", '[{"a": 1}]')]),
@@ -254,10 +257,13 @@ def test_an_answer_continues_its_prompt(
     assert parsed(form, text, cuts, prompt_end=prompt_end) == expected
 
 
-@pytest.mark.parametrize("form", [HERMES, HARMONY, MISTRAL])
-def test_a_forced_call_is_bare_json(form: OutputFormat) -> None:
+@pytest.mark.parametrize("calls", CALL_FORMATS, ids=lambda calls: calls.name)
+def test_a_forced_call_is_bare_json(calls: CallFormat) -> None:
     """A forced call is parsed as bare JSON too, whatever the model's own format."""
+    form = named(calls.name, "none")
+
     assert parsed(form, CALL, [3], forced=True) == [ADD]
+    assert parsed(form, f"[{CALL}, {OTHER}]", [3, 40], forced=True) == [ADD, LOOK_UP]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ A request goes through `app` (keys, errors, disconnects) → `routes` (the table
 events, answers and cache usage) → `*_response` (JSON or server-sent events). Read in this order.
 
 - `context`: `RequestContext`, which every endpoint gets.
-- `prompt_renderer`, `tool_calls`, `request_history`, `cache_miss`: shared by both APIs.
+- `prompt_renderer`, `output_formats`, `answer_constraint`, `request_history`, `cache_miss`: shared by
+  all APIs.
 - `tenants`, `errors`, `health`: keys and quotas; error responses; liveness and readiness.
 - `http`: wire format and uvicorn. `operations`: cache administration, metrics, logs.
 - `run`: all of it put together for `ramify serve`.

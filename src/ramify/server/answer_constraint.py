@@ -83,7 +83,7 @@ class AnswerConstraints:
         self._grammars = AnswerGrammars(
             output_format.calls.name,
             AddedTokens(tokenizer.added_token_texts),
-            template=tokenizer.chat_template or "",
+            template="\n".join(tokenizer.chat_template_sources),
         )
 
     def of_answer(

@@ -105,7 +105,7 @@ class Tokenizer:
         """Ids that `decode` skips by default."""
         return frozenset(self.special_token_texts)
 
-    @property
+    @cached_property
     def special_token_texts(self) -> dict[int, str]:
         """Texts of the ids that `decode` skips by default."""
         added = self._core.get_added_tokens_decoder()

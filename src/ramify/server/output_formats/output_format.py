@@ -98,7 +98,7 @@ class OutputFormat:
 
     def _forms(self, *, forced: bool) -> tuple[CallForm, ...]:
         forms = self.calls.forms
-        return (*forms, BARE) if forced and BARE not in forms else forms
+        return (BARE, *(form for form in forms if form is not BARE)) if forced else forms
 
 
 def detect(template: str, *, special_tokens: Iterable[str] = ()) -> OutputFormat:
