@@ -194,6 +194,16 @@ class OverloadedError(RequestError):
         )
 
 
+class CompileBusyError(OverloadedError):
+    """Too many grammars are being compiled; nothing was queued."""
+
+    def __init__(self, retry_after_s: float) -> None:
+        self.num_waiting, self.limit, self.retry_after_s = 0, 0, retry_after_s
+        RequestError.__init__(
+            self, f"other formats are still being compiled; try again in {retry_after_s:.0f} s"
+        )
+
+
 class TokensWaitError(OverloadedError):
     """Too many prompt tokens are queued; nothing was queued."""
 

@@ -34,7 +34,7 @@ MARKS = """<tool_call> </tool_call> [TOOL_CALLS] [ARGS] <|python_tag|> <|channel
 <|constrain|> <|start|> <|end|> <think> </think> <seed:tool_call> </seed:tool_call> <|tool_call|>
 <|/tool_call|> <|START_ACTION|> <|END_ACTION|> <|tool_calls_section_begin|> <|tool_call_begin|>
 <|tool_call_argument_begin|> <|tool_call_end|> <|tool_calls_section_end|> <｜tool▁calls▁begin｜>
-<｜tool▁calls▁end｜> <｜tool▁call▁begin｜> <｜tool▁call▁end｜> <｜tool▁sep｜>""".split()
+<｜tool▁calls▁end｜> <｜tool▁call▁begin｜> <｜tool▁call▁end｜> <｜tool▁sep｜> ｜DSML｜""".split()
 # Templates that tell the variants of a family apart.
 VARIANTS = [
     *((family, "") for family in CALL_SYNTAXES),
@@ -64,7 +64,16 @@ def call_text(family: str, template: str, name: str, arguments: Mapping[str, Any
     cohere = json.dumps([{"tool_call_id": "0", "tool_name": name, "parameters": arguments}])
     granite = f"<|tool_call|>[{plain}]" if template else f"<tool_call>\n{plain}\n</tool_call>"
     minimax = tags('<parameter name="', '">', "</parameter>")
+    dsml = "".join(
+        f'<｜DSML｜parameter name="{key}" string="{json.dumps(isinstance(item, str))}">'
+        f"{value(item)}</｜DSML｜parameter>\n"
+        for key, item in arguments.items()
+    )
     return {
+        "deepseek_v32": (
+            f'<｜DSML｜function_calls>\n<｜DSML｜invoke name="{name}">\n{dsml}</｜DSML｜invoke>\n'
+            "</｜DSML｜function_calls>"
+        ),
         "harmony": f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{text}<|call|>",
         "mistral": f"[TOOL_CALLS]{name}[ARGS]{text}" if template else f"[TOOL_CALLS][{plain}]",
         "deepseek_v3": (
@@ -252,7 +261,7 @@ def test_a_call_that_breaks_its_schema_is_not_possible(
         assert 3 < num_accepted(optional, ids) < len(ids)
 
 
-END_MARKS = ("</parameter>", "</arg_value>", "</think>")
+END_MARKS = ("</parameter>", "</｜DSML｜parameter>", "</arg_value>", "</think>")
 
 
 def walk(

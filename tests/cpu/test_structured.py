@@ -398,6 +398,25 @@ def test_a_tokenizer_without_bytes_is_refused() -> None:
         formats.compile(StructuredOutput(regex="a"))
 
 
+def test_a_tokenizer_that_llguidance_panics_at_is_refused(tokenizer: Tokenizer) -> None:
+    """A vocabulary with an endless token is a fault that is told each time, and tried only once."""
+    core = tokenizers.Tokenizer.from_str(tokenizer.to_json())
+    core.add_tokens(["x" * 3000])
+    num_loads = 0
+
+    def to_json() -> str:
+        nonlocal num_loads
+        num_loads += 1
+        return core.to_str()
+
+    formats = GrammarCompiler(to_json, vocab_size=400, eos_token_ids=[END])
+
+    for _ in range(2):
+        with pytest.raises(InvalidParamsError, match="cannot use this model's tokenizer"):
+            formats.compile(StructuredOutput(regex="a"))
+    assert num_loads == 1
+
+
 def test_a_vocabulary_may_be_larger_or_smaller_than_the_tokenizers(tokenizer: Tokenizer) -> None:
     """A mask has one bit per model id, and allows no id that has no text."""
     for vocab_size in (270, 300, 301, 4000):

@@ -10,7 +10,7 @@ from typing import Any
 
 from ramify.engine.async_llm import AsyncLLM
 from ramify.engine.text.tokenizer import Tokenizer
-from ramify.errors import InvalidParamsError
+from ramify.errors import CompileBusyError, InvalidParamsError
 from ramify.params import SamplingParams, StructuredOutput
 from ramify.server.errors import ApiError
 from ramify.server.output_formats.call_grammar import AnswerBegin, AnswerGrammars
@@ -22,7 +22,8 @@ from ramify.server.tool_schemas import (
     enforceable_schema,
 )
 
-MAX_SCHEMA_CHARS = 200_000  # of the schemas of all tools in a grammar; further arguments are free
+MAX_SCHEMA_CHARS = 200_000  # of the rules of all tools in a grammar; further arguments are free
+RULE_CHARS = 300  # of the rules of a tool, its schema not included
 MAX_TOOLS_TRIED = 128  # one by one, to find those whose schemas cannot be compiled
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
@@ -106,6 +107,7 @@ class AnswerConstraints:
         Raises:
             ApiError, InvalidParamsError: 400, a strict tool's schema cannot be enforced, or calls
                 are forced and cannot be.
+            CompileBusyError: calls are forced and cannot be compiled now.
         """
         begin = AnswerBegin.after(prompt_end, self._reasoning)
         if not offered:
@@ -115,6 +117,11 @@ class AnswerConstraints:
         write = partial(_write, self._grammars, begin, choice, answer_format)
         try:
             spec = self._enforceable(write, offered, tenant, warnings)
+        except CompileBusyError as error:
+            if choice.is_forced:
+                raise
+            spec = None
+            warnings.append(f"tools: arguments are not constrained: {error}")
         except InvalidParamsError as error:
             if choice.is_forced:
                 raise
@@ -158,7 +165,7 @@ class AnswerConstraints:
         for tool in offered:
             try:
                 schema = enforceable_schema(tool.schema, tool.where, found, strict=tool.strict)
-                num_chars += len(json.dumps(schema, ensure_ascii=False))
+                num_chars += RULE_CHARS + len(json.dumps(schema, ensure_ascii=False))
             except SchemaTooLargeError:
                 schema, num_chars = ANY_OBJECT, MAX_SCHEMA_CHARS + 1
             if num_chars > MAX_SCHEMA_CHARS:

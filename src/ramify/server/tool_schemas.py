@@ -15,6 +15,20 @@ MAX_WARNINGS = 16  # of a request
 MAX_NAME_CHARS = 64  # of a property, in a path
 _HAS_PROPERTIES = frozenset({"properties", "patternProperties"})
 _UNIONS = ("anyOf", "oneOf")
+# Keywords with schemas in them, or about properties: without any, a schema stays as it is.
+_NESTED = frozenset(
+    {
+        "$ref",
+        "additionalProperties",
+        "allOf",
+        "items",
+        "patternProperties",
+        "prefixItems",
+        "properties",
+        "required",
+        *_UNIONS,
+    }
+)
 
 Schema = dict[str, Any]
 
@@ -100,6 +114,8 @@ class _Rewriter:
         if isinstance(schema, bool):
             return schema
         schema = self._checked(schema, path)
+        if not outer and _NESTED.isdisjoint(schema):
+            return dict(schema)
         if schema.keys() == {"$ref"} and not outer:
             return self._ref(schema["$ref"], path, is_open=False)
         members = schema.get("allOf", ())

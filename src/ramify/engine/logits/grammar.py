@@ -20,7 +20,7 @@ from ramify.engine.logits.triggered_matcher import (
     TriggeredGrammar,
     TriggeredMatcher,
 )
-from ramify.errors import InvalidParamsError
+from ramify.errors import CompileBusyError, InvalidParamsError
 from ramify.params import StructuredOutput
 
 if TYPE_CHECKING:
@@ -90,6 +90,7 @@ class GrammarCompiler:
         self._tokenizer_json = tokenizer_json
         self._vocab_size, self._eos_token_ids = vocab_size, sorted(eos_token_ids)
         self._tokenizer: LLTokenizer | None = None
+        self._tokenizer_fault: str | None = None  # why there is none
         self._lock, self._loading = threading.Lock(), threading.Lock()
         self._token_texts: TokenTexts | None = None
         self._cache: GrammarCache[_CompiledGrammar] = GrammarCache()
@@ -108,6 +109,7 @@ class GrammarCompiler:
         Raises:
             InvalidParamsError: the grammar is malformed, allows no text, or is too much work; or
                 llguidance is not installed.
+            CompileBusyError: no thread has become free in `COMPILE_S` seconds.
         """
         with self._lock:
             compiled = self._cache.get(tenant, spec)
@@ -120,25 +122,26 @@ class GrammarCompiler:
         return compiled.matcher()
 
     def _load_tokenizer(self) -> LLTokenizer:
-        if self._tokenizer is None:
+        if self._tokenizer is None and self._tokenizer_fault is None:
             try:
                 from llguidance import LLTokenizer
-            except ImportError:
-                raise InvalidParamsError(
-                    "structured",
-                    "given",
-                    "None, because llguidance is not installed: pip install 'ramify[structured]'",
-                ) from None
-            try:
+
                 self._tokenizer = LLTokenizer(
                     self._tokenizer_json(), eos_token=self._eos_token_ids or None
                 )
-            except ValueError as error:
-                raise InvalidParamsError(
-                    "structured",
-                    "given",
-                    f"None: llguidance cannot use this model's tokenizer ({error})",
-                ) from None
+            except ImportError:
+                self._tokenizer_fault = (
+                    "None, because llguidance is not installed: pip install 'ramify[structured]'"
+                )
+            except BaseException as error:
+                # It panics, which is no Exception, at a vocabulary with tokens that are too long.
+                if not isinstance(error, ValueError) and type(error).__name__ != "PanicException":
+                    raise
+                self._tokenizer_fault = (
+                    f"None: llguidance cannot use this model's tokenizer ({shortened(error)})"
+                )
+        if self._tokenizer is None:
+            raise InvalidParamsError("structured", "given", str(self._tokenizer_fault))
         return self._tokenizer
 
     def _compile(
@@ -147,9 +150,7 @@ class GrammarCompiler:
         """Compile in a thread of its own, because llguidance cannot be stopped, only abandoned."""
         deadline = time.monotonic() + COMPILE_S
         if not self._permits.acquire(tenant, COMPILE_S):
-            raise InvalidParamsError(
-                "structured", "given", "sent later: other grammars are still being compiled"
-            )
+            raise CompileBusyError(COMPILE_S)
         compiled = _CompiledGrammar(spec, self._vocab_size, self._token_texts)
 
         def work() -> None:

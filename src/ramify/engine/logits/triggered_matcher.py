@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 # Text is compared as bytes, one character each; a special token is one character after them.
 _FIRST_SPECIAL = 0x1000
+MAX_TAIL_MASKS = 64  # of a grammar; most are None
 
 
 class TokenTexts:
@@ -31,6 +32,8 @@ class TokenTexts:
     def __init__(
         self, tokenizer: LLTokenizer, vocab_size: int, eos_token_ids: Sequence[int]
     ) -> None:
+        from llguidance import LLMatcher
+
         self._tokenizer, self._texts = tokenizer, dict[int, str]()
         self.vocab_size = vocab_size
         num_texts = min(vocab_size, tokenizer.vocab_size)
@@ -40,8 +43,12 @@ class TokenTexts:
         is_end = np.zeros(vocab_size, bool)
         is_end[[token for token in eos_token_ids if token < vocab_size]] = True
         self.special: TokenBitmask = np.packbits(is_special, bitorder="little")
+        # Special tokens, and those that are no text by themselves: parts of characters.
+        any_text = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(r"start: /(.|\n)*/"))
+        self.not_text = ~next_mask(any_text, vocab_size) | self.special
         self.all: TokenBitmask = np.packbits(np.ones(vocab_size, bool), bitorder="little")
         self.end: TokenBitmask = np.packbits(is_end, bitorder="little")
+        self.not_text &= self.all
 
     def of(self, token: int) -> str:
         """The text of one token."""
@@ -106,6 +113,8 @@ class TriggeredGrammar:
     finder: MarkFinder  # of the triggers, then the begins of what is ignored
     ignored_end: MarkFinder
     first_mask: TokenBitmask | None  # before any text; None: every token is allowed
+    # Tail of the text → mask. Computing one takes milliseconds.
+    tail_masks: dict[str, TokenBitmask | None] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -123,11 +132,28 @@ class TriggeredGrammar:
         return replace(grammar, first_mask=grammar.free_mask(start_mask))
 
     def free_mask(self, grammar_mask: TokenBitmask) -> TokenBitmask | None:
-        """The mask of free text: special tokens too; None if that is all tokens."""
-        mask = np.bitwise_or(grammar_mask, self.texts.special)
+        """The mask of free text, whose tokens need not be text; None if that is all tokens."""
+        mask = np.bitwise_or(grammar_mask, self.texts.not_text)
         if self.free_text.must_trigger:
             mask &= ~self.texts.end
         return None if np.array_equal(mask, self.texts.all) else mask
+
+    def mask_after(self, tail: str, tokens: Sequence[int]) -> TokenBitmask | None:
+        """The mask of free text that ends with `tail`, which may begin a trigger.
+
+        Args:
+            tokens: in which the tail lies; text before it changes nothing.
+        """
+        if tail not in self.tail_masks:
+            matcher = self.start.deep_copy()
+            mask = self.texts.all
+            # The tail may begin the mark of what is ignored instead, which is no part of the grammar.
+            if matcher.consume_tokens(list(tokens)):
+                mask = next_mask(matcher, self.texts.vocab_size)
+            if len(self.tail_masks) >= MAX_TAIL_MASKS:
+                self.tail_masks.clear()
+            self.tail_masks[tail] = self.free_mask(mask)
+        return self.tail_masks[tail]
 
 
 class TriggeredMatcher:
@@ -221,11 +247,7 @@ class _State:
             return grammar.free_mask(grammar.texts.all)
         if not self._tail:
             return grammar.first_mask
-        matcher = grammar.start.deep_copy()
-        # The tail may begin the mark of what is ignored instead, which is no part of the grammar.
-        if not matcher.consume_tokens(list(self._tail_tokens)):
-            return grammar.free_mask(grammar.texts.all)
-        return grammar.free_mask(next_mask(matcher, grammar.texts.vocab_size))
+        return grammar.mask_after(self._tail, self._tail_tokens)
 
     def consume(self, token: int) -> bool:
         """Append a token; returns whether it was allowed."""

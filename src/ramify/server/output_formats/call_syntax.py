@@ -44,6 +44,7 @@ class ParameterSyntax:
     after_name: tuple[Piece, ...]
     end: str
     strips_newlines: bool = False  # around a text: one at each side is none of it
+    after_name_of_text: tuple[Piece, ...] = ()  # if texts are told from other values there
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,7 @@ def _json_list(begin: str, end: str = "") -> CallSyntax:
 
 
 _ARROW = Delimiter("<｜tool▁sep｜>")
+_DSML = Delimiter("｜DSML｜")
 
 
 def _deepseek(*call: Piece, template_has: str = "") -> CallSyntax:
@@ -157,6 +159,22 @@ CALL_SYNTAXES: dict[str, tuple[CallSyntax, ...]] = {
             template_has="[ARGS]",
         ),
         _json_list("[TOOL_CALLS]"),
+    ),
+    "deepseek_v32": (
+        CallSyntax(
+            begin=("<", _DSML, "function_calls>", _SPACE),
+            call=(
+                *("<", _DSML, 'invoke name="', Slot.NAME, '">', _SPACE, Slot.PARAMETERS),
+                *("</", _DSML, "invoke>"),
+            ),
+            end=(_SPACE, "</", _DSML, "function_calls>"),
+            parameters=ParameterSyntax(
+                '<｜DSML｜parameter name="',
+                ('" string="false">',),
+                "</｜DSML｜parameter>",
+                after_name_of_text=('" string="true">',),
+            ),
+        ),
     ),
     "deepseek_v3": (
         _deepseek(

@@ -86,10 +86,17 @@ class LarkRules:
 
         The text comes from the token in which the mark begins, so it has none of the mark before.
         """
+        return self._text_with(mark)
+
+    def _text_with(self, mark: Mark) -> str:
+        """Any text up to the first text of a mark, the mark, and any text before its other texts."""
         heads = []
-        for part in mark:
+        for part, following in zip(mark, (*mark[1:], ""), strict=True):
             if isinstance(part, int):
                 heads.append(_part(part))
+            elif isinstance(following, int):
+                # Where a special token does not follow, the text goes on.
+                heads.append(f"/(.|\\n)*{_escaped(re.escape(part))}/")
             else:
                 heads.append(self._add(f"head{len(self._rules)}[lazy]", f"{TEXT} {quoted(part)}"))
         return " ".join(heads)
@@ -195,19 +202,17 @@ class LarkRules:
     def _parameters(self, tool: CallableTool, index: int, syntax: ParameterSyntax) -> str:
         """Parameters in the order of the schema; those that it leaves open come last."""
         schema = _object(tool.schema)
-        after_name, required = self._pieces(syntax.after_name), schema.get("required", ())
+        required = schema.get("required", ())
         parameters = []
         for number, (name, value) in enumerate(schema.get("properties", {}).items()):
-            begin, rule = quoted(syntax.begin + name), f"parameter{index}_{number}"
+            begin, rule = self.mark(syntax.begin + name), f"parameter{index}_{number}"
             value_rule = self._value(f"value{index}_{number}", value, schema, syntax)
-            self._add(rule, f"{begin} {after_name} {value_rule} space")
+            self._add(rule, f"{begin} {value_rule} space")
             parameters.append(rule if name in required else f"{rule}?")
         if schema.get("additionalProperties", True) is not False:
-            value_rule = self._add(f"value{index}[lazy]", f"{TEXT} {quoted(syntax.end)}")
-            begin = quoted(syntax.begin)
-            rule = self._add(
-                f"parameter{index}", f"{begin} OTHER_NAME {after_name} {value_rule} space"
-            )
+            value_rule = f"{self._after_name(syntax, is_text=True)} {self._text_to_end(syntax)}"
+            begin = self.mark(syntax.begin)
+            rule = self._add(f"parameter{index}", f"{begin} OTHER_NAME {value_rule} space")
             parameters.append(f"{rule}*")
         return " ".join(parameters)
 
@@ -215,17 +220,26 @@ class LarkRules:
         self, rule: str, value: Any, schema: Mapping[str, Any], syntax: ParameterSyntax
     ) -> str:
         """A text as it is, up to the end mark; any other value as JSON."""
-        end = syntax.end
+        end = self.mark(syntax.end)
         fields = value if isinstance(value, Mapping) else {}
         choices, types = fields.get("enum"), fields.get("type")
+        after_name = self._after_name(syntax, is_text=True)
         if choices and all(isinstance(choice, str) for choice in choices):
             ways = " | ".join(map(quoted, choices))
             newline = r'"\n"?' if syntax.strips_newlines else ""
-            return self._add(rule, f"{newline} ({ways}) {newline} {quoted(end)}")
+            return self._add(rule, f"{after_name} {newline} ({ways}) {newline} {end}")
         if types in ("object", "array", "integer", "number", "boolean", "null"):
+            after_name = self._after_name(syntax, is_text=False)
             defs = {"$defs": schema["$defs"]} if "$defs" in schema else {}
-            return self._add(rule, f"space {_json({**fields, **defs})} space {quoted(end)}")
-        return self._add(f"{rule}[lazy]", f"{TEXT} {quoted(end)}")
+            return self._add(rule, f"{after_name} space {_json({**fields, **defs})} space {end}")
+        return f"{after_name} {self._text_to_end(syntax)}"
+
+    def _after_name(self, syntax: ParameterSyntax, *, is_text: bool) -> str:
+        of_text = syntax.after_name_of_text or syntax.after_name
+        return self._pieces(of_text if is_text else syntax.after_name)
+
+    def _text_to_end(self, syntax: ParameterSyntax) -> str:
+        return self._text_with(self._added.split(syntax.end))
 
 
 def quoted(text: str) -> str:
