@@ -19,11 +19,11 @@ export PYTHON TORCH_ARGS
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-pure check format options bench bench-attention bench-core bench-engine \
-  bench-decode bench-step perf attack clients soak-core soak-engine accuracy cover-core gpu-check native test-native clean FORCE
+  bench-decode bench-step bench-first-token perf attack clients soak-core soak-engine accuracy cover-core gpu-check native test-native clean FORCE
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r name text; do \
-	  printf '  make %-15s %s\n' "$$name" "$$text"; done
+	  printf '  make %-17s %s\n' "$$name" "$$text"; done
 
 venv: $(DEV)  ## .venv with everything for working on Ramify
 	@echo "$(VENV) is ready"
@@ -69,6 +69,9 @@ bench-decode: $(DEV)  ## decode of one request beside the time that reading its 
 
 bench-step: $(DEV)  ## Python time of a step, by running and waiting requests
 	@PYTHONPATH=src:. $(BIN)/python benchmarks/step_overhead.py $(ARGS)
+
+bench-first-token: $(DEV)  ## time to first token of a server under load, beside another checkout
+	@$(BIN)/python benchmarks/first_token.py $(ARGS)
 
 perf: $(DEV)  ## this tree beside the stored baseline; fails when it is slower
 	@$(BIN)/python benchmarks/perf.py $(ARGS)

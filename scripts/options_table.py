@@ -26,8 +26,8 @@ INTRO = """\
 
 <!-- Written by scripts/options_table.py (make options). Edit the help in src/ramify/config.py instead. -->
 
-Engine options are keyword arguments of `LLM` and `AsyncLLM`, and flags of `ramify serve` where the second
-column names one. An option that does not exist is an error that lists those that do.
+Engine options are keyword arguments of `LLM` and `AsyncLLM`, and flags of `ramify serve`, `chat` and
+`generate`. An option that does not exist is an error that lists those that do.
 
 ```python
 llm = LLM("path/to/checkpoint", kv_cache_tokens=65_536, policy="lru")
@@ -35,6 +35,18 @@ llm = LLM("path/to/checkpoint", kv_cache_tokens=65_536, policy="lru")
 
 ```sh
 ramify serve path/to/checkpoint --kv-cache-tokens 65536 --policy lru
+```
+
+`--config FILE` reads flags of these commands from a TOML file, engine options and others, flat or below
+the name of a section. A flag on the command line goes before the file.
+
+```toml
+port = 8001
+max_waiting = 256
+
+[cache]
+kv_cache_tokens = 65536
+policy = "lru"
 ```
 """
 

@@ -18,7 +18,13 @@ KV_DTYPES = ("auto", "int8", "fp8")
 OPS = ("auto", "cpu", "torch")
 SPECULATIVE_METHODS = ("off", "ngram", "tree", "auto")
 SPECULATIVE_SAMPLING = ("exact", "rejection")
-MAY_BE_NONE = ("max_waiting", "kv_cache_tokens", "kv_cache_memory", "max_model_len")
+MAY_BE_NONE = (
+    "max_waiting",
+    "max_waiting_tokens",
+    "kv_cache_tokens",
+    "kv_cache_memory",
+    "max_model_len",
+)
 # 11 days; a lock cannot wait for longer than its platform's limit
 MAX_TIMEOUT_S = 1e6
 
@@ -116,9 +122,22 @@ class SchedulerSection:
         "step. 0: never. Helps where many short prompts arrive during decode; delays "
         "their first token.",
     )
+    # a step takes 10 ms to a second on CPUs; a preemption costs less than a page of recomputed tokens
+    fair_wait_steps: int = option(
+        8,
+        "Steps after which a tenant that waits and has no running request gets a row of the tenant "
+        "that has most; the preempted request goes on later with the same tokens. 0: never.",
+    )
     max_waiting: int | None = option(
         None,
-        "Most requests that may wait; the next one is refused. `None`: no limit.",
+        "Most answers that may wait; the next request is refused, unless its tenant has less "
+        "than an equal share of the queue. `None`: no limit.",
+    )
+    # more would wait for minutes
+    max_waiting_tokens: int | None = option(
+        None,
+        "Most prompt tokens that may wait; an empty queue takes any prompt. `None`: four times the "
+        "K/V pool if `max_waiting` is set, else no limit.",
     )
 
 
@@ -217,7 +236,9 @@ class EngineConfig:
             ("max_num_seqs", self.scheduler.max_num_seqs),
             ("max_batch_tokens", self.scheduler.max_batch_tokens),
             ("max_waiting", self.scheduler.max_waiting),
+            ("max_waiting_tokens", self.scheduler.max_waiting_tokens),
             ("coalesce_steps", self.scheduler.coalesce_steps),
+            ("fair_wait_steps", self.scheduler.fair_wait_steps),
             ("kv_cache_tokens", self.cache.kv_cache_tokens),
             ("kv_cache_memory", self.cache.kv_cache_memory),
             ("max_model_len", self.model.max_model_len),
@@ -225,7 +246,7 @@ class EngineConfig:
         ):
             if value is None and name in MAY_BE_NONE:
                 continue
-            least = 0 if name == "coalesce_steps" else 1
+            least = 0 if name in ("coalesce_steps", "fair_wait_steps") else 1
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"{name}={value!r} but it must be an integer >= {least}")
         for name, flag in (
@@ -312,6 +333,14 @@ class ResolvedConfig:
     max_batch_tokens: int
 
     @property
+    def max_waiting_tokens(self) -> int | None:
+        """Prompt tokens that may wait; None: any number."""
+        scheduler = self.requested.scheduler
+        if scheduler.max_waiting_tokens is None and scheduler.max_waiting is not None:
+            return MAX_QUEUED_POOLS * self.kv_cache_tokens
+        return scheduler.max_waiting_tokens
+
+    @property
     def kv_cache_tokens(self) -> int:
         """Tokens that the pool holds."""
         return self.num_pages * self.page_size
@@ -327,6 +356,7 @@ class ResolvedConfig:
         return -(-self.max_model_len // self.page_size)
 
 
+MAX_QUEUED_POOLS = 4  # default of `max_waiting_tokens`
 TABLE_ENTRY_BYTES = 4  # a page id
 MEMORY_SHARE = 0.3  # of the free memory: weights, activations and the page cache need the rest
 

@@ -61,6 +61,71 @@ class CacheReport:
 
 
 @dataclass(frozen=True, slots=True)
+class Explanation:
+    """What a lookup of a key would hit, and why no more.
+
+    `reason` is one of
+
+    - "hit": everything that can hit does; at least one token is always computed;
+    - "page_tail": less than a page is left, and pages are shared whole;
+    - "pending": the next page is being computed by another request;
+    - "evicted": the next page was cached. `evicted_by` is the reason (capacity, asked, cleared,
+      predicate, or withdrawn: its step failed or its drafts were rejected), `evicted_ago_s` the
+      time since, `idle_s` how long it had been unused by then; `pin_refused` says why it was not
+      pinned;
+    - "diverged": a cached prompt is equal up to token `diverged_at`, and differs there. `sibling`
+      holds its atoms from the end of the hit on, as packed int32. Where only one of the two has a
+      salt, nothing behind the salt is revealed;
+    - "namespace": nothing hits here, but `other_namespace` has `other_tokens` of the key;
+    - "never_seen": nothing starts like this, or it was forgotten.
+    """
+
+    num_tokens: int  # length of the key
+    hit_tokens: int
+    reason: str
+    diverged_at: int | None = None
+    sibling: bytes = field(default=b"", repr=False)
+    evicted_tokens: int = 0  # tokens behind the hit that are ghosts
+    evicted_by: str = ""
+    evicted_ago_s: float | None = None
+    idle_s: float | None = None
+    pin_refused: str = ""
+    other_namespace: bytes | None = None
+    other_tokens: int = 0
+
+    def __str__(self) -> str:
+        summary = f"{self.hit_tokens} of {self.num_tokens} tokens found; "
+        match self.reason:
+            case "hit":
+                return summary + "that is all there is to find"
+            case "page_tail":
+                return summary + "the rest is less than a page"
+            case "pending":
+                return summary + "the next page is being computed"
+            case "evicted":
+                refused = f", after a pin was refused ({self.pin_refused})" * bool(self.pin_refused)
+                return summary + (
+                    f"the next {self.evicted_tokens} were evicted {self.evicted_ago_s:.1f} s ago "
+                    f"({self.evicted_by}), idle for {self.idle_s:.1f} s{refused}"
+                )
+            case "diverged":
+                return summary + f"a cached prompt is the same up to token {self.diverged_at}"
+            case "namespace":
+                return summary + f"another namespace has {self.other_tokens}"
+        verb = "goes on" if self.hit_tokens else "begins"
+        return summary + f"nothing cached or remembered {verb} like this"
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixReport:
+    """What a request asked of the cache, with `explain` or `retention`; comes with its first tokens."""
+
+    # Taken in the step that read the cache; None: not asked for, or an option forbade to read.
+    explanation: Explanation | None
+    num_pins_refused: int = 0  # prefixes of `retention` that could not be pinned
+
+
+@dataclass(frozen=True, slots=True)
 class RequestMetrics:
     """Times in seconds; None where the request did not get that far."""
 
@@ -149,6 +214,7 @@ class StepOutput:
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None  # of this answer, when it has ended
     cache: CacheReport | None = None  # with the first tokens of the first answer
+    prefix: PrefixReport | None = None  # with `cache`, if the request asked for it
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.request_id, list(self.new_token_ids), self.output is not None))

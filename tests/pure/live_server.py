@@ -67,7 +67,7 @@ class Live:
             stats = core.cache.stats()
             return not core.live and not stats.num_leases and not stats.private_pages
 
-        return self.look(look) and not self.server.service.quotas._usage
+        return self.look(look) and not self.server.service.quotas.num_live
 
     def until_idle(self) -> None:
         until(self.is_idle)

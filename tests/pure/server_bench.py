@@ -160,7 +160,7 @@ class ServerBench:
     def assert_nothing_left(self) -> None:
         assert not self.core.live
         assert not self.llm._engine_thread._collectors
-        assert not [use for use in self.service.quotas._usage.values() if use.live]
+        assert not self.service.quotas.num_live
         for pin in self.core.cache.pins():
             self.core.cache.unpin(pin)
         stats = self.core.cache.stats()

@@ -119,6 +119,38 @@ VALID: tuple[tuple[str, dict[str, Any]], ...] = (
         },
     ),
     (
+        "/v1/responses",
+        {
+            "input": [
+                {"role": "developer", "content": "Be brief."},
+                {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}]},
+                {"type": "function_call", "name": "f", "arguments": "{}", "call_id": "c"},
+                {"type": "compaction", "encrypted_content": "ramify1.YQ=="},
+                {"type": "web_search_call", "id": "ws_1", "status": "completed"},
+                {"type": "message", "role": "user", "content": "Go on."},
+            ],
+            "max_output_tokens": 3,
+            "store": False,
+            "stream": True,
+            "truncation": "auto",
+            "include": ["reasoning.encrypted_content"],
+            "tools": [
+                {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "f"}]},
+                {"type": "custom", "name": "c", "format": {"type": "text"}},
+                {"type": "local_shell"},
+                {"type": "web_search"},
+            ],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "mode": "auto",
+                "tools": [{"type": "custom", "name": "c"}],
+            },
+        },
+    ),
+    ("/v1/responses/input_tokens", {"input": "Hi", "instructions": "Be short.", "tools": []}),
+    ("/v1/responses/compact", {"input": [{"role": "user", "content": "Hi"}], "model": "tiny"}),
+    ("/v1/conversations", {"items": [{"role": "user", "content": "Hi"}], "metadata": {"a": "b"}}),
+    (
         "/v1/messages",
         {
             "model": "tiny",

@@ -93,6 +93,26 @@ def test_the_next_page_may_be_in_work(index: str) -> None:
     assert cache.explain(key("abcdefg")).reason == "hit"
 
 
+@pytest.mark.parametrize("text", ["abcdefgh", "abcdefX", "abcdXY", "abXY"])
+def test_with_pending_pages_it_explains_what_attach_hits(text: str) -> None:
+    """Announced pages count as found, as far as `attach` goes; the rest is explained as usual."""
+    cache = PrefixCache(16, 2)
+    serve(cache, "ab")
+    lease, private = begin(cache, "abcdef")
+    leader = cache.announce(lease, key("abcdef"), private)
+
+    explanation = cache.explain(key(text), pending=True)
+
+    attached = cache.attach(key(text))
+    assert explanation.hit_tokens == attached.num_tokens
+    assert explanation.reason == ("hit" if len(text) - attached.num_tokens <= 2 else "never_seen")
+    assert cache.explain(key(text)).hit_tokens == 2
+    cache.cancel(attached)
+    cache.withdraw(leader)
+    cache.release(leader)
+    cache.check()
+
+
 @INDICES
 @pytest.mark.parametrize("by", ["capacity", "asked", "cleared", "predicate"])
 def test_an_eviction_is_told_with_time_cause_and_idleness(by: str, index: str) -> None:

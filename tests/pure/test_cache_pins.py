@@ -164,6 +164,37 @@ def test_the_share_is_rounded_down_to_whole_pages(share: float, fits: int) -> No
     assert done == fits
 
 
+def test_an_owner_has_a_budget_of_its_own() -> None:
+    """Pages that another owner pins too are not charged; the error names owner and limit."""
+    cache = PrefixCache(16, 2)
+    serve(cache, "abcdef")
+    serve(cache, "abuvwx")
+    cache.pin(key("ab"), "all")
+
+    cache.pin(key("abcd"), "me", max_owner_pages=1)
+    with pytest.raises(
+        PinError, match="with these 3 pages 2 would be pinned for 'me', but at most"
+    ):
+        cache.pin(key("abcdef"), "me", max_owner_pages=1)
+    assert "2 of at most 1 pages of 'me'" in cache._pin_table.last_refusal(key("abcdef"))
+    cache.pin(key("abuvwx"), "you", max_owner_pages=2)
+
+    assert [pin.owner for pin in cache.pins()] == ["all", "me", "you"]
+
+
+def test_pins_leave_the_room_that_is_asked_for() -> None:
+    """Whatever the budget of all pins would allow."""
+    cache = PrefixCache(8, 2, max_pinned_share=1.0)
+    serve(cache, "abcdef")
+
+    with pytest.raises(PinError, match="3 would be pinned, but at most 2 may"):
+        cache.pin(key("abcdef"), "me", room_pages=6)
+    with pytest.raises(PinError, match="at most 0 may"):
+        cache.pin(key("ab"), "me", room_pages=9)
+
+    assert cache.pin(key("abcdef"), "me", room_pages=5).num_pages == 3
+
+
 def test_a_refused_pin_cuts_no_node() -> None:
     """Refusing a pin that ends inside a node changes nothing, also beside another pin."""
     cache = PrefixCache(8, 2, max_pinned_share=0.25)

@@ -1,6 +1,7 @@
 """A state machine that checks pins against a model made of a dict."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 from hypothesis import settings
@@ -64,20 +65,36 @@ class PinMachine(RuleBasedStateMachine):
         text=st.sampled_from(TEXTS),
         owner=st.sampled_from(["me", "you"]),
         ttl=st.sampled_from([None, 1.0, 5.0]),
+        own_limit=st.none() | st.integers(0, 4),
+        room=st.integers(0, 8),
     )
-    def pin(self, text: str, owner: str, ttl: float | None) -> None:
+    def pin(
+        self, text: str, owner: str, ttl: float | None, own_limit: int | None, room: int
+    ) -> None:
+        """Refused over the budget of all pins, over the owner's, or if it leaves too little room."""
         self.expire()
         prefix = text[: self.cache.match(key(text + "!")).num_tokens]
         would = len(self.pinned() | self.pages([prefix]))
+        others = self.pages([text for name, text, *_ in self.model.values() if name != owner])
+        own = self.pages([text for name, text, *_ in self.model.values() if name == owner])
+        would_own = len((own | self.pages([prefix])) - others)
         before = state(self.cache)[0].cached_pages, self.cache.pins()
-        if not prefix or would > self.most:
-            with pytest.raises(
-                PinError, match=f"{would} would be pinned" if prefix else "no whole"
-            ):
-                self.cache.pin(key(text), owner, ttl)
+        problem = None
+        if not prefix:
+            problem = "no whole"
+        elif would > min(self.most, max(0, self.cache.num_pages - room)):
+            problem = f"{would} would be pinned, but"
+        elif own_limit is not None and would_own > own_limit:
+            problem = f"{would_own} would be pinned for '{owner}', but at most {own_limit} may"
+        pin_it = partial(
+            self.cache.pin, key(text), owner, ttl, max_owner_pages=own_limit, room_pages=room
+        )
+        if problem is not None:
+            with pytest.raises(PinError, match=problem):
+                pin_it()
             assert (state(self.cache)[0].cached_pages, self.cache.pins()) == before
             return
-        pin = self.cache.pin(key(text), owner, ttl)
+        pin = pin_it()
         assert (pin.key, pin.num_pages, pin.owner) == (key(prefix), len(prefix) // 2, owner)
         end = float("inf") if ttl is None else self.clock.now_s + ttl
         self.model[pin.id] = (owner, prefix, ttl, end)

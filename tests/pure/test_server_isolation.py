@@ -320,3 +320,19 @@ def test_a_tenant_over_its_quota_is_told_and_the_others_are_served() -> None:
     assert (first.status, second.status, other.status) == (200, 429, 200)
     assert second.json["error"]["type"] == "rate_limit_error"
     assert int(second.headers["retry-after"]) > 1
+
+
+@pytest.mark.parametrize("path", ["/livez", "/readyz", "/health", "/ping"])
+def test_health_without_the_admin_key_tells_no_activity(path: str) -> None:
+    """Only the status, also with another key and with a wrong one; the operator sees the engine."""
+    bench = ServerBench(keys=KEYS)
+
+    async def main() -> list[Answer]:
+        async with bench.running():
+            keys = (None, "wrong", "key-ann", "key-admin")
+            return [await bench.call("GET", path, key=key) for key in keys]
+
+    *others, admin = run(main())
+
+    assert [answer.json for answer in others] == [{"status": "ok"}] * 3
+    assert admin.json.keys() == {"status", "engine", "busy", "step_age_s"}

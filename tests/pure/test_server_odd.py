@@ -111,8 +111,8 @@ def test_who_goes_away_pays_for_what_was_computed() -> None:
             use = generation.cache
             assert generation.output is None
             assert use is not None
-            left = 1000 - use.computed - generation.num_output
-            assert service.quotas._usage["ann"].allowance == pytest.approx(left, abs=10)
+            num_computed = use.computed + generation.num_output
+            assert service.quotas._usage["ann"].used == pytest.approx(num_computed, abs=10)
 
     run(main())
 

@@ -387,3 +387,29 @@ def test_the_line_has_rates(empty: Live) -> None:
     assert line is not None
     assert line.startswith("in=100 tok/s out=10 tok/s ")
     assert "hit=10%" in line
+
+
+def test_failures_repairs_and_drafts_are_metrics() -> None:
+    """What only a log line told before: failed steps, failed requests, drafts, hit checks."""
+
+    def value(running: Live, name: str) -> float:
+        text = running.get("/metrics").text
+        return next(
+            sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == f"ramify_{name}_total"
+        )
+
+    with live(fail_at=[0], error=RuntimeError("bad step")) as running:
+        assert running.ask().status_code == 200
+        running.until_idle()
+        running.look(lambda core: setattr(core.watchdog, "num_stuck", 3))
+        running.look(lambda core: setattr(core.hit_verifier, "num_mismatches", 2))
+
+        assert value(running, "failed_steps") == 1
+        assert value(running, "request_errors") == 0
+        assert value(running, "repairs") == 0
+        assert value(running, "stuck_steps") == 3
+        assert value(running, "hit_mismatches") == 2
+        assert value(running, "draft_tokens") == 0

@@ -215,7 +215,9 @@ def test_what_would_change_the_answer_is_refused(
     refused = ask(path, body | {name: value})
     passed = [ask(path, body | {name: same}) for same in (neutral, None)]
 
-    assert refused.status == 400
+    explained = ask("/v1/cache/explain", body | {name: value})
+
+    assert explained.status == refused.status == 400
     assert refused.json["error"]["param"] == name
     assert name in refused.json["error"]["message"]
     assert [answer.status for answer in passed] == [200, 200]
@@ -255,3 +257,29 @@ def test_many_unknown_fields_are_not_all_named() -> None:
     assert answer.status == 200
     assert answer.headers["x-ramify-warning"].endswith("f19 and 2980 more")
     assert len(bench.service.unknown_fields._names) == 1000
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize(
+    ("skip", "text"), [(None, " in the"), (True, " in the"), (False, " in<|pad|> the")]
+)
+def test_special_tokens_stay_in_the_text_on_request(
+    path: str, skip: bool | None, text: str
+) -> None:
+    """`skip_special_tokens: false`: what the model wrote, without the token that ended it."""
+    body = completion() if path == COMPLETIONS else chat("Hi", max_tokens=12)
+    bench = ServerBench()
+    script = [*TOKENIZER.encode(" in", False), 0, *TOKENIZER.encode(" the", False), 2]
+    num_prompt: list[int] = []
+
+    def next_token(context: Any) -> int:
+        num_prompt[:] = num_prompt or [len(context)]
+        return int(script[min(len(context) - num_prompt[0], len(script) - 1)])
+
+    bench.device.next_token = next_token
+
+    async def main() -> Answer:
+        async with bench.running():
+            return await bench.post(path, body | {"skip_special_tokens": skip})
+
+    assert text_of(run(main())) == text

@@ -359,6 +359,8 @@ def test_truncation_leaves_out_the_oldest_turns() -> None:
         assert "RULES" in seen[-1] and "LAST" in seen[-1] and "assistant 11 " in seen[-1]
         assert "user 0 " not in seen[-1]
         assert "the oldest" in answer.headers["x-ramify-warning"]
+        many = {"input": [*turns * 20, {"role": "user", "content": "LAST"}], "truncation": "auto"}
+        assert (await bench.post(PATH, body | many)).status == 200
         too_long = body | {"input": "word " * 2000, "truncation": "auto"}
         assert (await bench.post(PATH, too_long)).status == 400
 

@@ -94,3 +94,55 @@ def test_tokens_per_minute_come_back_with_time() -> None:
     assert wait is not None
     time[0] += wait
     meter.acquire(ann, 1)
+
+
+def test_a_key_without_a_rate_leaves_the_debt_of_its_tenant() -> None:
+    """What another key has used still counts, and what this one computes counts too."""
+    time = [0.0]
+    meter = QuotaMeter(clock=lambda: time[0])
+    rated, free = Caller("ann", quota=Quota(tokens_per_minute=600)), Caller("ann")
+    meter.acquire(rated, 10)
+    meter.release(rated, 10, 1800)
+    before = refusal(meter, rated, 1).retry_after_s
+    for _ in range(2):
+        meter.acquire(free, 10)
+        meter.release(free, 10, 0)
+
+    assert refusal(meter, rated, 1).retry_after_s == before == 121
+    meter.acquire(free, 1)
+    meter.release(free, 1, 600)
+    assert refusal(meter, rated, 1).retry_after_s == 181
+    assert meter.num_live == 0
+
+
+def test_keys_of_one_tenant_have_the_smallest_of_its_limits() -> None:
+    """Whichever key asks, the tenant's quota is the same; other tenants keep theirs."""
+    keys = ApiKeys(
+        {
+            hash_key("one"): Caller("ann", quota=Quota(max_requests=5, tokens_per_minute=900)),
+            hash_key("two"): Caller("ann", is_admin=True, quota=Quota(max_requests=3)),
+            hash_key("six"): Caller("bob", quota=Quota(max_cached_share=None)),
+        }
+    )
+
+    quotas = [keys.caller(name).quota for name in ("one", "two", "six")]
+
+    assert quotas[0] == quotas[1] == Quota(max_requests=3, tokens_per_minute=900)
+    assert quotas[2].max_cached_share is None
+    assert keys.caller("two").is_admin
+
+
+def test_each_answer_of_a_request_counts() -> None:
+    """429 beyond the limit, and 400 where no waiting would help."""
+    meter = QuotaMeter()
+    ann = Caller("ann", quota=Quota(max_requests=10))
+    meter.acquire(ann, 5, 8)
+    meter.acquire(ann, 5, 2)
+    refusal(meter, ann, 5)
+    meter.release(ann, 5, 0, 2)
+
+    with pytest.raises(ApiError) as caught:
+        meter.acquire(ann, 5, 11)
+
+    assert (caught.value.status, caught.value.param) == (400, "n")
+    assert meter.num_live == 8

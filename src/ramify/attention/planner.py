@@ -190,6 +190,11 @@ class RadixAttentionPlanner:
             self._by_lease[sequence.lease.id] = sequence
             sequence.num_shared = sequence.lease.num_pending * self.page_size
             sequence.num_read = sequence.num_computed - sequence.num_shared
+            if sequence.may_tell is not None and key is not None and sequence.reuse:
+                # before its own pages are announced
+                sequence.explanation = self.cache.explain(
+                    key, may_tell=sequence.may_tell, pending=True
+                )
             sequence.row = self.table.allocate()
             self.table.append(sequence.row, sequence.lease.pages)
         sequence.num_planned = min(limit, sequence.num_uncomputed)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ramify.cache.content_atoms import Media, Salt
 from ramify.cache.key import CacheKey
 from ramify.cache.leases import Lease
+from ramify.outputs import Explanation
 
 
 @dataclass(slots=True, eq=False)
@@ -16,11 +17,14 @@ class RadixSequence:
     """A request in the planner: its tokens, pages, and how far its K/V is computed.
 
     The caller writes `tokens`, by appending between steps, and `num_draft` until `commit`.
-    `namespace`, `reuse`, `media`, `salts` and `max_shared` are fixed. Only the planner writes the
-    other fields; everyone may read them.
+    `namespace`, `reuse`, `media`, `salts`, `max_shared` and `may_tell` are fixed. Only the planner
+    writes the other fields; everyone may read them.
 
     `reuse=False` reads nothing from the cache but publishes its own pages. Tokens of a `media`
     segment are identified by its content, not by their ids. A salt may start beyond the last token.
+
+    With `may_tell`, the first plan leaves in `explanation` why the cache had no more of the prompt,
+    pages that the same step computes included; see `PrefixCache.explain`.
     """
 
     tokens: array[int]
@@ -39,6 +43,8 @@ class RadixSequence:
     salts: Sequence[Salt] = field(default=(), kw_only=True)
     num_draft: int = 0  # drafts at the end of `tokens`, never shared
     max_shared: int | None = field(default=None, kw_only=True)  # tokens that others may reuse
+    may_tell: Callable[[bytes], bool] | None = field(default=None, kw_only=True)
+    explanation: Explanation | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         tokens: object = self.tokens

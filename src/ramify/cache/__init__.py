@@ -18,7 +18,6 @@ because users subclass it.
 
 from ramify.cache.content_atoms import Media, Salt
 from ramify.cache.events import CacheEvent, Evicted, Snapshot, Subscription
-from ramify.cache.explain import Explanation
 from ramify.cache.hash_index import INDICES
 from ramify.cache.key import CacheKey, namespace_of, namespace_parts
 from ramify.cache.leases import Lease
@@ -28,6 +27,7 @@ from ramify.cache.policies import POLICIES
 from ramify.cache.prefix_cache import PrefixCache
 from ramify.cache.tree import RadixTree
 from ramify.cache.types import CacheStats, Histogram, Match, Node
+from ramify.outputs import Explanation
 
 __all__ = [
     "INDICES",

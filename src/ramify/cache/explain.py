@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from itertools import islice
 
 from ramify.cache.content_atoms import slice_atoms
@@ -11,66 +10,11 @@ from ramify.cache.ghosts import REASONS, Ghosts
 from ramify.cache.key import CacheKey
 from ramify.cache.packed import ATOM_BYTES, shared_pages
 from ramify.cache.tree import RadixTree
+from ramify.outputs import Explanation
 
 MAX_SIBLINGS = 64  # compared to find the longest common prefix
 MAX_CHILDREN = 1024  # visited to find siblings: most may be private
 MAX_NAMESPACES = 64  # searched for the same prefix
-
-
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """What a lookup of a key would hit, and why no more.
-
-    `reason` is one of
-
-    - "hit": everything that can hit does; at least one token is always computed;
-    - "page_tail": less than a page is left, and pages are shared whole;
-    - "pending": the next page is being computed by another request;
-    - "evicted": the next page was cached. `evicted_by` is the reason (capacity, asked, cleared,
-      predicate, or withdrawn: its step failed or its drafts were rejected), `evicted_ago_s` the
-      time since, `idle_s` how long it had been unused by then; `pin_refused` says why it was not
-      pinned;
-    - "diverged": a cached prompt is equal up to token `diverged_at`, and differs there. `sibling`
-      holds its atoms from the end of the hit on, as packed int32. Where only one of the two has a
-      salt, nothing behind the salt is revealed;
-    - "namespace": nothing hits here, but `other_namespace` has `other_tokens` of the key;
-    - "never_seen": nothing starts like this, or it was forgotten.
-    """
-
-    num_tokens: int  # length of the key
-    hit_tokens: int
-    reason: str
-    diverged_at: int | None = None
-    sibling: bytes = field(default=b"", repr=False)
-    evicted_tokens: int = 0  # tokens behind the hit that are ghosts
-    evicted_by: str = ""
-    evicted_ago_s: float | None = None
-    idle_s: float | None = None
-    pin_refused: str = ""
-    other_namespace: bytes | None = None
-    other_tokens: int = 0
-
-    def __str__(self) -> str:
-        summary = f"{self.hit_tokens} of {self.num_tokens} tokens found; "
-        match self.reason:
-            case "hit":
-                return summary + "that is all there is to find"
-            case "page_tail":
-                return summary + "the rest is less than a page"
-            case "pending":
-                return summary + "the next page is being computed"
-            case "evicted":
-                refused = f", after a pin was refused ({self.pin_refused})" * bool(self.pin_refused)
-                return summary + (
-                    f"the next {self.evicted_tokens} were evicted {self.evicted_ago_s:.1f} s ago "
-                    f"({self.evicted_by}), idle for {self.idle_s:.1f} s{refused}"
-                )
-            case "diverged":
-                return summary + f"a cached prompt is the same up to token {self.diverged_at}"
-            case "namespace":
-                return summary + f"another namespace has {self.other_tokens}"
-        verb = "goes on" if self.hit_tokens else "begins"
-        return summary + f"nothing cached or remembered {verb} like this"
 
 
 def explain_key(
@@ -81,11 +25,14 @@ def explain_key(
     now_s: float,
     pin_refused: str,
     may_tell: Callable[[bytes], bool] | None,
+    *,
+    pending: bool = False,
 ) -> Explanation:
     """Follow a key through cached nodes and ghosts; changes nothing.
 
     Args:
         usable: bytes of its atoms that a lookup may match.
+        pending: pages that are being computed hit too, as in `PrefixCache.attach`.
         may_tell: whether another namespace may be named; the others have no influence.
 
     Cost: a match, and a comparison with at most 64 siblings or namespaces.
@@ -97,7 +44,7 @@ def explain_key(
 
     atoms, page_bytes, size, total = key.atoms, tree.page_bytes, tree.page_size, len(key)
     root = tree.roots.get(key.namespace, 0)
-    path, part, covered = tree.find(root, atoms, usable, pending=False) if root else ([], 0, 0)
+    path, part, covered = tree.find(root, atoms, usable, pending=pending) if root else ([], 0, 0)
     node = path[-1] if path else root
     pages = tree.num_matched_pages(path, part, covered)
     hit, position = pages * size, pages * page_bytes

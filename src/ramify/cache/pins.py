@@ -78,13 +78,27 @@ class PinTable:
     def __len__(self) -> int:
         return len(self._pins)
 
-    def check_budget(self, key: CacheKey, end: int) -> None:
+    def check_budget(
+        self,
+        key: CacheKey,
+        end: int,
+        owner: str = "",
+        *,
+        max_pages: int | None = None,
+        max_owner_pages: int | None = None,
+    ) -> None:
         """Check that `pin` may pin the prefix of `key` up to byte `end`; remembers a refusal.
+
+        Args:
+            max_pages: limit of the pages under pins, if it is below that of the table.
+            max_owner_pages: limit of the pages under pins of `owner` that no other owner pins.
 
         Raises:
             PinError: no page of the prefix is cached, or it exceeds the budget.
         """
-        tree, pinned = self._tree, self._nodes()
+        tree, others = self._tree, self._nodes(lambda pin: pin.owner != owner)
+        own = self._nodes(lambda pin: pin.owner == owner)
+        pinned = others | own
         num_cached, path, part, covered = 0, list[int](), 0, 0
         if (root := tree.roots.get(key.namespace)) is not None:
             path, part, covered = tree.find(root, key.atoms, end, pending=False)
@@ -94,16 +108,30 @@ class PinTable:
         num_pinned = sum(tree.resident[node] for node in pinned.union(path))
         if part and part not in pinned:
             num_pinned += covered
-        if num_pinned > self.max_pages:
-            self._refusals[key] = f"{num_pinned} of at most {self.max_pages} pages would be pinned"
-            if len(self._refusals) > MAX_REFUSALS:
-                del self._refusals[next(iter(self._refusals))]
+        num_own = sum(tree.resident[node] for node in own.union(path) - others)
+        if part and part not in pinned:
+            num_own += covered
+        limit = self.max_pages if max_pages is None else min(max_pages, self.max_pages)
+        if num_pinned > limit:
+            self._refuse(key, f"{num_pinned} of at most {limit} pages would be pinned")
             raise PinError(
                 f"with these {num_cached} pages {num_pinned} would be pinned, but at most "
-                f"{self.max_pages} may be; unpin something, pin a shorter prefix, or raise "
+                f"{limit} may be; unpin something, pin a shorter prefix, or raise "
                 "max_pinned_share"
             )
+        if max_owner_pages is not None and num_own > max_owner_pages:
+            self._refuse(key, f"{num_own} of at most {max_owner_pages} pages of {owner!r}")
+            raise PinError(
+                f"with these {num_cached} pages {num_own} would be pinned for {owner!r}, but at "
+                f"most {max_owner_pages} may be; unpin something, or pin a shorter prefix"
+            )
         self._refusals.pop(key, None)
+
+    def _refuse(self, key: CacheKey, reason: str) -> None:
+        """Remember why a pin was refused, for explanations."""
+        self._refusals[key] = reason
+        if len(self._refusals) > MAX_REFUSALS:
+            del self._refusals[next(iter(self._refusals))]
 
     def add(self, lease: Lease, owner: str, ttl_s: float | None) -> Pin:
         """Make a pin of a lease, which `check_budget` has allowed."""
@@ -156,10 +184,12 @@ class PinTable:
         """The live pins, oldest first; with `owner`, only that owner's."""
         return [pin for _, pin in self._pins.values() if owner in (None, pin.owner)]
 
-    def _nodes(self) -> set[int]:
-        """All nodes under pins."""
+    def _nodes(self, is_selected: Callable[[Pin], bool] = lambda pin: True) -> set[int]:
+        """All nodes under the selected pins."""
         tree, nodes = self._tree, set[int]()
-        for lease, _ in self._pins.values():
+        for lease, pin in self._pins.values():
+            if not is_selected(pin):
+                continue
             node = lease.node
             while node not in nodes and tree.parent[node]:
                 nodes.add(node)

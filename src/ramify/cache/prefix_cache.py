@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from ramify.cache.call_guard import UNNAMED, CallGuard, guarded
 from ramify.cache.draft_lookup import draft_tokens
 from ramify.cache.events import Evicted, Snapshot, Subscription
-from ramify.cache.explain import Explanation, explain_key
+from ramify.cache.explain import explain_key
 from ramify.cache.ghosts import ASKED
 from ramify.cache.hash_index import INDICES
 from ramify.cache.invariants import check_cache
@@ -29,6 +29,7 @@ from ramify.cache.statistics import collect_stats
 from ramify.cache.tree import RadixTree
 from ramify.cache.types import CacheStats, Match, Node, validate_int
 from ramify.errors import ConfigError
+from ramify.outputs import Explanation
 
 # Times `num_pages`: below 2 the policy learns too little, beyond 4 no gain was measured.
 GHOST_POOLS = 4
@@ -140,12 +141,23 @@ class PrefixCache:
 
     @guarded
     def explain(
-        self, key: CacheKey, *, may_tell: Callable[[bytes], bool] | None = None
+        self,
+        key: CacheKey,
+        *,
+        may_tell: Callable[[bytes], bool] | None = None,
+        pending: bool = False,
     ) -> Explanation:
-        """Why a lookup of `key` hits no more tokens; see `explain_key`. Changes nothing."""
+        """Why a lookup of `key` hits no more tokens; see `explain_key`. Changes nothing.
+
+        Args:
+            may_tell: whether another namespace may be named; None: each may.
+            pending: explain what `attach` would hit, announced pages included.
+        """
         store, end = self._store, self._lease_ops.matchable_bytes(key)
         refusal = self._pin_table.last_refusal(key)
-        return explain_key(self._tree, store.ghosts, key, end, store.clock(), refusal, may_tell)
+        return explain_key(
+            self._tree, store.ghosts, key, end, store.clock(), refusal, may_tell, pending=pending
+        )
 
     @guarded
     def continuation(self, lease: Lease, tail: Iterable[int], limit: int) -> array[int]:
@@ -249,7 +261,15 @@ class PrefixCache:
             guard.thread = 0
 
     @guarded
-    def pin(self, key: CacheKey, owner: str, ttl: float | None = None) -> Pin:
+    def pin(
+        self,
+        key: CacheKey,
+        owner: str,
+        ttl: float | None = None,
+        *,
+        max_owner_pages: int | None = None,
+        room_pages: int = 0,
+    ) -> Pin:
         """Keep the longest computed prefix of `key`, up to all its whole pages, from eviction.
 
         Args:
@@ -257,16 +277,21 @@ class PrefixCache:
             owner: name to list the pin under; see `pins`.
             ttl: seconds until the pin expires. Each lookup that hits the whole prefix restarts it,
                 even if it is cancelled later. None: until `unpin`.
+            max_owner_pages: limit of the pages that the owner pins and no other owner does.
+            room_pages: pages that must stay without a pin.
 
         Raises:
             ConfigError: `ttl` is not positive.
-            PinError: no page of the prefix is cached, or more than `max_pinned_share` of all pages
-                would be pinned.
+            PinError: no page of the prefix is cached, or more pages would be pinned than
+                `max_pinned_share` of all, `max_owner_pages` or `room_pages` allow.
         """
+        max_pages = max(0, self.num_pages - validate_int("room_pages", room_pages))
         ttl_s = validate_ttl(ttl)
         end = len(atoms_of(key)) // self._page_bytes * self._page_bytes
         self._pin_table.expire()
-        self._pin_table.check_budget(key, end)
+        self._pin_table.check_budget(
+            key, end, owner, max_pages=max_pages, max_owner_pages=max_owner_pages
+        )
         lease = self._lease_ops.pin_prefix(key, end)
         return self._pin_table.add(lease, owner, ttl_s)
 

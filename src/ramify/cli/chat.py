@@ -15,7 +15,7 @@ from typing import Annotated, Any, Protocol, TextIO
 
 import typer
 
-from ramify.cli.options import DEFAULT_MODEL, engine_options, exit_on_error
+from ramify.cli.options import DEFAULT_MODEL, PANELS, engine_options, exit_on_error
 from ramify.errors import ConfigError, RamifyError
 from ramify.params import SamplingParams
 
@@ -257,7 +257,7 @@ def read_line() -> str | None:
         return None
 
 
-@engine_options("dtype", "ops")
+@engine_options(panels=PANELS)
 def chat(
     engine: dict[str, Any],
     model: Annotated[

@@ -12,6 +12,7 @@ import typer
 
 from ramify.cli.options import (
     DEFAULT_MODEL,
+    PANELS,
     AsJson,
     Model,
     engine_options,
@@ -24,20 +25,7 @@ if TYPE_CHECKING:
     from ramify.outputs import RequestOutput
 
 
-@engine_options(
-    "dtype",
-    "page_size",
-    "kv_cache_tokens",
-    "kv_cache_memory",
-    "max_num_seqs",
-    "max_batch_tokens",
-    "max_model_len",
-    "prefix_cache",
-    "speculative",
-    "ops",
-    "attention_backend",
-    "exact",
-)
+@engine_options(panels=PANELS)
 def generate(
     engine: dict[str, Any],
     model: Model = DEFAULT_MODEL,

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from enum import Enum
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -22,7 +24,7 @@ from ramify.config import (
     SPECULATIVE_SAMPLING,
     ModelSection,
 )
-from ramify.errors import RamifyError
+from ramify.errors import ConfigError, RamifyError, UnknownOptionError
 
 CHOICES = {
     "dtype": DTYPES,
@@ -34,20 +36,37 @@ CHOICES = {
 MODEL_HELP = "Checkpoint directory, cached hub id, or ramify-tiny (built in)."
 DEFAULT_MODEL = ModelSection().model
 Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
+# Headings of help pages by section.
+PANELS = {
+    "model": "Model",
+    "attention": "Model",
+    "cache": "Cache",
+    "scheduler": "Load",
+    "speculative": "Speculation",
+    "self_check": "Self-checks",
+}
+CONFIG_HELP = "TOML file with values for these flags; a flag on the command line goes before it."
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
 
 
 def engine_options(
     *names: str, panels: dict[str, str] | None = None, **defaults: object
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the flags of these engine options; it receives their values as `engine`.
+    """Give a command the flags of engine options, and `--config`; it gets the values as `engine`.
 
     Args:
-        names: fields of the sections of `ramify.config`, in the order of the help page.
+        names: fields of the sections of `ramify.config`, in the order of the help page; none: every
+            one but `model`.
         panels: the heading of the help page by section; None: no headings.
         defaults: the command's own default of an option.
     """
     panels = panels or {}
+    names = names or tuple(
+        field.name
+        for section in SECTIONS.values()
+        for field in fields(section)
+        if field.name != "model"
+    )
     flags = []
     for section_name, section in SECTIONS.items():
         types = get_type_hints(section)
@@ -83,18 +102,65 @@ def engine_options(
 
         @functools.wraps(command)
         def with_engine_options(**values: Any) -> None:
+            del values["config"]  # `_read_config` has used it
             engine = {name: values.pop(name) for name in names}
             for name in CHOICES.keys() & engine.keys():
                 engine[name] = engine[name].value
             command(engine=engine, **values)
 
-        parameters = [*own, *flags]
+        config = inspect.Parameter(
+            "config",
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[
+                Path | None, typer.Option(callback=_read_config, is_eager=True, help=CONFIG_HELP)
+            ],
+        )
+        parameters = [*own, *flags, config]
         vars(with_engine_options).pop("__wrapped__")
         vars(with_engine_options)["__signature__"] = inspect.Signature(parameters)
         with_engine_options.__annotations__ = {p.name: p.annotation for p in parameters}
         return with_engine_options
 
     return decorate
+
+
+def _read_config(context: typer.Context, path: Path | None) -> Path | None:
+    """Make the values of a TOML file the defaults of the command's flags."""
+    if path is not None:
+        known = {str(parameter.name) for parameter in context.command.params} - {"config", "help"}
+        with exit_on_error():
+            values = read_config_file(path, known)
+        context.default_map = {**(context.default_map or {}), **values}
+    return path
+
+
+def read_config_file(path: Path, known: set[str]) -> dict[str, Any]:
+    """The options of a TOML file by name; tables named like sections of `ramify.config` are opened.
+
+    Args:
+        known: names that the file may have, with `_` or `-` between words.
+
+    Raises:
+        ConfigError: the file cannot be read, or has an option twice or one that is not known.
+    """
+    try:
+        document = tomllib.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the config file {path} cannot be read: {error}") from error
+    entries: list[tuple[str, Any]] = []
+    for name, value in document.items():
+        is_section = isinstance(value, dict) and name in SECTIONS
+        entries += value.items() if is_section else [(name, value)]
+    values: dict[str, Any] = {}
+    for name, value in entries:
+        option = name.replace("-", "_")
+        if option not in known or isinstance(value, dict):
+            raise UnknownOptionError(name, known)
+        if option in values:
+            raise ConfigError(f"the config file {path} has {option} twice")
+        values[option] = value
+    return values
 
 
 def _flag_help(text: str, default: object) -> str:

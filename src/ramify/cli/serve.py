@@ -11,11 +11,11 @@ from typing import Annotated, Any
 
 import typer
 
-from ramify.cli.options import DEFAULT_MODEL, Model, engine_options, exit_on_error
+from ramify.cli.options import DEFAULT_MODEL, PANELS, Model, engine_options, exit_on_error
 from ramify.errors import ConfigError
 
 # Headings of the help page, and the flags below them that are no engine options.
-MODEL, CACHE, LOAD, SAFETY, OPERATIONS = "Model", "Cache", "Load", "Safety", "Operations"
+MODEL, CACHE, SAFETY, OPERATIONS = "Model", "Cache", "Safety", "Operations"
 CacheOption = partial(typer.Option, rich_help_panel=CACHE)
 SafetyOption = partial(typer.Option, rich_help_panel=SAFETY)
 OperationsOption = partial(typer.Option, rich_help_panel=OPERATIONS)
@@ -28,24 +28,7 @@ class LogFormat(str, Enum):
     json = "json"
 
 
-@engine_options(
-    "dtype",
-    "max_model_len",
-    "ops",
-    "attention_backend",
-    "exact",
-    "kv_cache_tokens",
-    "kv_cache_memory",
-    "kv_dtype",
-    "page_size",
-    "prefix_cache",
-    "policy",
-    "max_num_seqs",
-    "max_batch_tokens",
-    "max_waiting",
-    panels={"model": MODEL, "attention": MODEL, "cache": CACHE, "scheduler": LOAD},
-    max_waiting=1024,
-)
+@engine_options(panels=PANELS, max_waiting=1024)
 def serve(
     engine: dict[str, Any],
     model: Model = DEFAULT_MODEL,

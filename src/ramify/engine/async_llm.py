@@ -119,13 +119,29 @@ class AsyncLLM:
         tenant: str = "",
         salt: str = "",
         max_shared: int | None = None,
+        explain: bool = False,
+        retention: Sequence[tuple[int, float | None]] = (),
+        cache_share: float | None = None,
+        pin_share: float | None = None,
     ) -> Stream:
         """The increments of an answer as they are generated; for errors see `Stream`.
+
+        The increment with the first tokens has `prefix`, the answer to `explain` and `retention`.
 
         Args:
             prompt: a text or token ids.
             priority, tenant, salt: see `LLM.generate`.
             max_shared: share only this many of the first tokens with other requests; None: all.
+            explain: say why no more of the prompt was cached, at the moment of the lookup.
+            retention: prefixes of the prompt to pin, in whole pages, once they are computed: pairs
+                of a number of tokens and of seconds, which each hit of the whole prefix restarts;
+                None: until `cache.unpin`. The owner of the pins is the tenant.
+            cache_share: where the prompt needs pages that others have cached, evict the tenant's
+                own first, as far as it holds more than this share of the pool. None: the least
+                valuable pages, whoever owns them.
+            pin_share: refuse pins beyond this share of the pool for the tenant, and pins that
+                leave no room for a request of `max_model_len`. None: only the budget of all pins
+                counts.
         """
         encode_prompt = partial(encode, prompt, self.tokenizer)
         is_long = isinstance(prompt, str) and len(prompt) > LONG_TEXT
@@ -135,6 +151,10 @@ class AsyncLLM:
             "tenant": tenant,
             "salt": salt,
             "max_shared": max_shared,
+            "explain": explain,
+            "retention": retention,
+            "cache_share": cache_share,
+            "pin_share": pin_share,
         }
         return self._stream(encode_prompt, params, options, in_thread=is_long)
 
@@ -256,7 +276,10 @@ class AsyncLLM:
         return AsyncSession(self, transcript, SessionOptions(priority, tenant, salt, pin, ttl_s))
 
     async def _warm(self, prompts: Sequence[WarmPrompt]) -> list[RequestOutput | Exception]:
-        permits = asyncio.Semaphore(self.config.max_num_seqs)
+        num_permits, max_tokens = self.config.max_num_seqs, self.config.max_waiting_tokens
+        if max_tokens is not None:  # the queue takes all of them, however long they are
+            num_permits = max(1, min(num_permits, max_tokens // self.config.max_model_len))
+        permits = asyncio.Semaphore(num_permits)
 
         async def compute(prompt: WarmPrompt) -> RequestOutput | Exception:
             ids = partial(prompt.ids, self.tokenizer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ramify.attention.planner import RadixAttentionPlanner
 from ramify.cache.prefix_cache import PrefixCache
@@ -14,18 +14,6 @@ from ramify.engine.scheduling.scheduler import Scheduler
 from ramify.engine.step import Executor
 from ramify.errors import InvariantError
 from ramify.kv.block_table import PagedBlockTable
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """Requests now, and work since the engine was built."""
-
-    num_running: int  # each answer of a request with n > 1 counts
-    num_waiting: int
-    num_steps: int
-    num_computed_tokens: int  # query rows of all steps: prompt, output and draft tokens
-    num_preemptions: int
-    cache: CacheStats
 
 
 @dataclass(slots=True)
@@ -40,6 +28,25 @@ class FailureCounts:
     audits: int = 0
     mismatches: int = 0  # audits that raised
     rebuilds: int = 0  # times that all bookkeeping was built anew
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Requests now, and work since the engine was built."""
+
+    num_running: int  # each answer of a request with n > 1 counts
+    num_waiting: int
+    num_steps: int
+    num_computed_tokens: int  # query rows of all steps: prompt, output and draft tokens
+    num_preemptions: int
+    cache: CacheStats
+    num_fair_preemptions: int  # of `num_preemptions`, for a tenant that had no row
+    failures: FailureCounts  # a copy
+    num_draft_tokens: int  # verified
+    num_accepted_draft_tokens: int
+    num_hit_checks: int  # cache hits that were recomputed cold and compared, see `verify_sample`
+    num_hit_mismatches: int
+    num_stuck_steps: int  # steps that took longer than `step_timeout_s`
 
 
 class EngineContext:
@@ -57,6 +64,7 @@ class EngineContext:
         )
         self.num_steps = 0
         self.num_computed_tokens = 0
+        self.num_draft_tokens = self.num_accepted_draft_tokens = 0
         self.failures = FailureCounts()
         self.reset()
 
@@ -76,10 +84,13 @@ class EngineContext:
             max_num_seqs=config.max_num_seqs,
             max_batch_tokens=config.max_batch_tokens,
             coalesce_steps=config.requested.scheduler.coalesce_steps,
+            fair_wait_steps=config.requested.scheduler.fair_wait_steps,
         )
 
-    def stats(self) -> EngineStats:
-        """A snapshot, for the thread that runs the engine."""
+    def stats(
+        self, *, num_hit_checks: int, num_hit_mismatches: int, num_stuck_steps: int
+    ) -> EngineStats:
+        """A snapshot, for the thread that runs the engine; with counters that others keep."""
         return EngineStats(
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
@@ -87,6 +98,13 @@ class EngineContext:
             num_computed_tokens=self.num_computed_tokens,
             num_preemptions=self.scheduler.num_preemptions,
             cache=self.cache.stats(),
+            num_fair_preemptions=self.scheduler.num_fair_preemptions,
+            failures=replace(self.failures),
+            num_draft_tokens=self.num_draft_tokens,
+            num_accepted_draft_tokens=self.num_accepted_draft_tokens,
+            num_hit_checks=num_hit_checks,
+            num_hit_mismatches=num_hit_mismatches,
+            num_stuck_steps=num_stuck_steps,
         )
 
     def check(self, live: Iterable[Request]) -> None:

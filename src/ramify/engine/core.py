@@ -16,6 +16,7 @@ from ramify.attention.planner import RadixAttentionPlanner
 from ramify.cache.call_guard import guarded
 from ramify.cache.prefix_cache import PrefixCache
 from ramify.config import ResolvedConfig
+from ramify.engine.cache_options import CacheOptions, enforce_cache_share
 from ramify.engine.call_turns import CallTurns
 from ramify.engine.context import EngineContext, EngineStats
 from ramify.engine.failure_recovery import FailureRecovery
@@ -24,6 +25,7 @@ from ramify.engine.logits.logits_processors import GrammarMatcher
 from ramify.engine.output_processor import append_sampled_tokens
 from ramify.engine.prefix_namespaces import PrefixNamespaces
 from ramify.engine.request import DetokenizerFactory, Request
+from ramify.engine.scheduling.queue_limits import QueueLimits
 from ramify.engine.scheduling.scheduler import ScheduledStep, Scheduler
 from ramify.engine.scheduling.step_plan import build_step_plan
 from ramify.engine.scheduling.validation import (
@@ -151,7 +153,11 @@ class EngineCore:
     @guarded
     def stats(self) -> EngineStats:
         """A snapshot, for the thread that runs the engine."""
-        return self.context.stats()
+        return self.context.stats(
+            num_hit_checks=self.hit_verifier.num_checked,
+            num_hit_mismatches=self.hit_verifier.num_mismatches,
+            num_stuck_steps=self.watchdog.num_stuck,
+        )
 
     # -- requests ----------------------------------------------------------------------------
 
@@ -166,6 +172,10 @@ class EngineCore:
         tenant: str = "",
         salt: str = "",
         max_shared: int | None = None,
+        explain: bool = False,
+        retention: Sequence[tuple[int, float | None]] = (),
+        cache_share: float | None = None,
+        pin_share: float | None = None,
     ) -> int:
         """Queue a request; returns its id.
 
@@ -177,21 +187,25 @@ class EngineCore:
             salt: only requests with an equal salt share prefixes, except public ones.
             max_shared: publish only this many leading tokens to the cache. None: all, those of the
                 answer included.
+            explain, retention, cache_share, pin_share: see `AsyncLLM.stream`; the first two are
+                answered in `StepOutput.prefix`.
 
         Raises:
-            OverloadedError: `max_waiting` requests or `scheduler.max_waiting_tokens` tokens wait.
+            OverloadedError: `max_waiting` requests or `max_waiting_tokens` tokens wait.
             RequestError: the request can never be served. Nothing is queued.
         """
         if not isinstance(params, SamplingParams):
             raise InvalidParamsError("params", params, "SamplingParams")
         validate_request_options(priority, tenant, salt, max_shared)
+        cache_options = CacheOptions.of(
+            explain=explain, retention=retention, cache_share=cache_share, pin_share=pin_share
+        )
         ids = validate_token_ids(token_ids, self.vocab_size)
         max_len = resolve_max_len(len(ids), params, self.config)
         validate_token_options(params, self.vocab_size)
         if params.stop and self.lifecycle.detokenizer_factory is None:
             raise InvalidParamsError("stop", params.stop, "empty: the model has no tokenizer")
-        self.scheduler.check_queue_len(self.max_waiting, self._clock())
-        self.scheduler.check_queued_tokens(len(ids), self._clock())
+        self._check_queue(tenant, len(ids))
         request = self.lifecycle.create_group(
             ids,
             params,
@@ -201,16 +215,39 @@ class EngineCore:
             priority=priority,
             tenant=tenant,
             max_shared=max_shared,
+            cache_options=cache_options,
         )
         request.verify_cold = self._chance(self.hit_verifier.share)
         try:
             self.lifecycle.register(request)
             self.scheduler.add(request)
+            if cache_share is not None and self.planner.share:
+                num_uncached = request.rank - request.virtual_arrival
+                num_cached = len(ids) - num_uncached if request.sequence.reuse else 0
+                key = request.sequence.key(len(ids))
+                enforce_cache_share(
+                    self.cache, key, tenant, share=cache_share, num_cached=num_cached
+                )
         except BaseException:  # Ctrl-C: leave no half-queued request behind
             self.scheduler.waiting.undo_add(request)
             self.lifecycle.unregister(request)
             raise
         return request.id
+
+    def _check_queue(self, tenant: str, num_tokens: int) -> None:
+        """Raise OverloadedError if the queue takes no further request of a tenant."""
+        limits = QueueLimits(self.max_waiting, self.config.max_waiting_tokens)
+        queue, running = self.scheduler.waiting, self.scheduler.running
+        if limits.max_waiting is not None:
+            num_rows = sum(request.tenant == tenant for request in running)
+            limits.check_answers(
+                queue,
+                tenant,
+                num_own=self.lifecycle.num_live[tenant] - num_rows,
+                num_all=self.lifecycle.num_live.total() - len(running),
+                now_s=self._clock(),
+            )
+        limits.check_tokens(queue, tenant, num_tokens=num_tokens, now_s=self._clock())
 
     def compile_grammar(self, params: SamplingParams, tenant: str = "") -> None:
         """Compile the grammar of `params.structured` into the tenant's part of the cache.
@@ -387,6 +424,8 @@ class EngineCore:
             num_accepted = min(num_correct, len(request.output_ids) - num_output)
             request.num_draft_tokens += len(request.draft)
             request.num_accepted_tokens += num_accepted
+            self.context.num_draft_tokens += len(request.draft)
+            self.context.num_accepted_draft_tokens += num_accepted
             if self.drafter is not None:
                 self.drafter.verified(request, num_accepted)
             request.draft = ()

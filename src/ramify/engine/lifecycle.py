@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import secrets
 from array import array
+from collections import Counter
 from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
 from itertools import count
 
 from ramify.cache import Salt
+from ramify.engine.cache_options import CacheOptions, pin_prefixes
 from ramify.engine.context import EngineContext
 from ramify.engine.hit_verifier import HitVerifier
 from ramify.engine.logits.logits_processors import GrammarMatcher, LogitsProcessor
 from ramify.engine.output_processor import flush_held_text, take_stable_text
+from ramify.engine.prefix_namespaces import owner_of_namespace
 from ramify.engine.request import DetokenizerFactory, Request
 from ramify.errors import InvalidParamsError, StepFailedError
-from ramify.outputs import FinishReason, RequestOutput, StepOutput
+from ramify.outputs import FinishReason, PrefixReport, RequestOutput, StepOutput
 from ramify.params import SamplingParams, StructuredOutput
 
 
@@ -41,6 +44,7 @@ class RequestLifecycle:
         self.detokenizer_factory, self.grammar_compiler = detokenizer_factory, grammar_compiler
         self._context, self._clock = context, clock
         self.vocab_size, self.eos_token_ids = vocab_size, frozenset(eos_token_ids)
+        self.num_live: Counter[str] = Counter()  # answers that have not ended, by tenant
         self._outputs: list[StepOutput] = []  # of several steps, if an interrupt cut one off
         self._ids = count()
 
@@ -80,6 +84,7 @@ class RequestLifecycle:
         priority: int,
         tenant: str,
         max_shared: int | None,
+        cache_options: CacheOptions | None = None,
     ) -> Request:
         """A parent with its n - 1 children, complete but neither registered nor queued.
 
@@ -91,7 +96,9 @@ class RequestLifecycle:
             RequestError: the grammar of the structured output is invalid.
         """
         parent = self.create(ids, params, scope, max_len)
-        parent.prompt = prompt
+        parent.prompt, parent.cache_options = prompt, cache_options
+        if cache_options is not None and cache_options.explain:
+            parent.sequence.may_tell = lambda namespace: owner_of_namespace(namespace)[0] == tenant
         for index in range(1, params.n):
             child = self.create(ids, replace(params, prompt_logprobs=None), scope, max_len)
             child.seed = parent.seed + index
@@ -144,11 +151,17 @@ class RequestLifecycle:
     def register(self, parent: Request) -> None:
         """Make a group live."""
         self.requests.update((request.id, request) for request in (parent, *parent.children))
+        self.num_live[parent.tenant] += 1 + len(parent.children)
 
     def unregister(self, parent: Request) -> None:
         """Undo `register`, even if an interrupt cut it off."""
         for request in (parent, *parent.children):
             self.requests.pop(request.id, None)
+        self._recount_live()
+
+    def _recount_live(self) -> None:
+        live = (request for request in self.requests.values() if not request.is_finished)
+        self.num_live = Counter(request.tenant for request in live)
 
     # -- outputs -----------------------------------------------------------------------------
 
@@ -179,6 +192,7 @@ class RequestLifecycle:
         output = self.make_output(parent) if parent.has_ended and not parent.has_output else None
         start, request.num_tokens_emitted = request.num_tokens_emitted, len(request.output_ids)
         request.end_emitted = request.is_finished
+        is_first = request is parent and start == 0 < request.num_tokens_emitted
         if parent.id not in self.hit_verifier.running:
             self._outputs.append(
                 StepOutput(
@@ -189,13 +203,26 @@ class RequestLifecycle:
                     take_stable_text(request),
                     tuple(request.logprobs[start:]) if with_logprobs else (),
                     request.finish_reason,
-                    parent.cache_report(cache_on=self._context.planner.share)
-                    if request is parent and start == 0 < request.num_tokens_emitted
-                    else None,
+                    parent.cache_report(cache_on=self._context.planner.share) if is_first else None,
+                    self._prefix_report(parent) if is_first and parent.cache_options else None,
                 )
             )
         elif output is not None:
             self.hit_verifier.compare(parent.id, parent.prompt_logprobs)
+
+    def _prefix_report(self, parent: Request) -> PrefixReport:
+        """Pin the prefixes of `retention`, which are computed now, and report."""
+        options, num_refused = parent.cache_options, 0
+        if options is not None and options.retention and self._context.planner.share:
+            key = parent.sequence.key(len(parent.prompt_ids))
+            num_refused = pin_prefixes(
+                self._context.cache,
+                key,
+                parent.tenant,
+                options,
+                room_pages=self._context.config.max_pages_per_seq,
+            )
+        return PrefixReport(parent.explanation, num_refused)
 
     def make_output(self, parent: Request) -> RequestOutput:
         """The final output of a group whose answers have all ended; it is not live any more."""
@@ -222,6 +249,9 @@ class RequestLifecycle:
             reason = self.detokenize_failed(request, error)
         request.end_s = self._clock()
         request.finish_reason = reason
+        self.num_live[request.tenant] -= 1
+        if not self.num_live[request.tenant]:
+            del self.num_live[request.tenant]
         if request.verify_cold:
             self.hit_verifier.record(request)
 

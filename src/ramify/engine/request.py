@@ -9,10 +9,12 @@ from typing import Protocol
 
 from ramify.attention.planner import RadixSequence
 from ramify.cache import CacheKey, Salt
+from ramify.engine.cache_options import CacheOptions
 from ramify.engine.logits.logits_processors import LogitsProcessor
 from ramify.outputs import (
     CacheReport,
     Completion,
+    Explanation,
     FinishReason,
     RequestMetrics,
     RequestOutput,
@@ -62,6 +64,7 @@ class Request:
     logits_processor: LogitsProcessor | None = None  # None if it leaves the logits as they are
     priority: int = 0  # larger values first
     tenant: str = ""  # tenants share the steps fairly
+    cache_options: CacheOptions | None = None  # of a parent; None if it asks for nothing
     index: int = 0  # of the answer, 0 for the parent
     parent: Request | None = None  # of a child
     children: list[Request] = field(default_factory=list)  # of a parent, live or ended
@@ -81,11 +84,14 @@ class Request:
     rank: int = 0
     waits_for: Request | None = None  # a running request that computes a prefix of its prompt
     last_step: int = 0  # number of the last step that it was in
+    admitted_step: int = 0  # number of the step that gave it its row
+    num_output_admitted: int = 0  # output tokens that it had by then
     first_step_s: float | None = None
     first_token_s: float | None = None
     end_s: float | None = None
     # Prompt tokens read from the cache and shared with running requests, in its first step.
     cache_counts: tuple[int, int] | None = None
+    explanation: Explanation | None = None  # taken with `cache_counts`, if it was asked for
     max_computed: int = 0  # largest number of leading tokens that have had K/V
     recomputed: int = 0  # tokens computed again, after preemption or recovery
     preemptions: int = 0
@@ -142,9 +148,11 @@ class Request:
         tokens = array("i", self.prompt_ids)
         tokens.extend(self.output_ids)
         self.draft = ()
+        may_tell = self.sequence.may_tell if self.cache_counts is None else None
         self.sequence = self.new_sequence(
             tokens, self.namespace, self.salts, self.params, self.sequence.max_shared
         )
+        self.sequence.may_tell = may_tell
         if self.params.prompt_logprobs is not None:
             # Prompt logprobs forbid reading the cache until all are known.
             self.sequence.reuse = len(self.prompt_logprobs) == len(self.prompt_ids) - 1
@@ -156,6 +164,7 @@ class Request:
         end = self.sequence.num_computed
         if self.cache_counts is None:
             self.cache_counts = (self.sequence.num_read, self.sequence.num_shared)
+            self.explanation = self.sequence.explanation
         if start < self.max_computed:
             self.recomputed += min(self.max_computed, end) - start
         self.max_computed = max(self.max_computed, end)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -69,7 +69,9 @@ class Server:
         self._browser_rules = BrowserRules.of(
             allowed_hosts, allowed_origins if keys is None else None
         )
-        self.anonymous = Caller("", is_admin=local_admin, quota=Quota(max_cached_share=None))
+        is_admin = local_admin and keys is None
+        self.anonymous = Caller("", is_admin=is_admin, quota=Quota(max_cached_share=None))
+        service.has_several_tenants = keys is not None and keys.num_tenants > 1
         self.metrics = Metrics(service.model)
         service.listeners.append(self.metrics.observe_request)
         service.event_listeners.append(self.metrics.observe_tokens)
@@ -151,7 +153,10 @@ class Server:
             )
 
         async def serve_open(request: Request) -> Response:
-            return await endpoint.handler(self._context(request, {}))
+            context = self._context(request, {})
+            with suppress(ApiError):  # a wrong key is as good as none here
+                context = replace(context, caller=self.caller(request))
+            return await endpoint.handler(context)
 
         handler = serve_open if endpoint.is_open else serve
         return [Route(path, handler, methods=[endpoint.method]) for path in endpoint.paths]

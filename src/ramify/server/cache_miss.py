@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-from ramify.cache.explain import Explanation
+from ramify.outputs import Explanation
 from ramify.server.prompt_renderer import RenderedPrompt
 
 SHOWN_TOKENS = 24  # of each prompt, from where they diverge

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -16,10 +15,8 @@ from ramify.server.errors import ApiError
 from ramify.server.generation import Generation, GenerationRequest, total_usage
 from ramify.server.health import Readiness
 from ramify.server.http.body_budget import BodyBudget, BodyReservation
-from ramify.server.http.request_body import extra_fields
 from ramify.server.http.wire import (
     CLIENT_GONE,
-    decode_body,
     header_text,
     json_response,
     read_body,
@@ -30,7 +27,7 @@ from ramify.server.operations.metrics import Metrics
 from ramify.server.prompt_jobs import PromptWorkers
 from ramify.server.service import MAX_BYTES_PER_TOKEN, Service
 from ramify.server.tenants import Caller
-from ramify.server.unserved_fields import UnservedFields, unknown_warning
+from ramify.server.unserved_fields import UnservedFields, decode_request, unknown_warning
 
 SMALL_BODY = 1 << 16  # bytes; decoded on the event loop in a few milliseconds
 WARNING_HEADER = "X-Ramify-Warning"
@@ -78,9 +75,9 @@ class RequestContext:
         """
         body = await self.read()
         if len(body) <= SMALL_BODY:
-            value, names = _decode(body, kind, unserved)
+            value, names = decode_request(body, kind, unserved)
         else:
-            value, names = await self.in_prompt_thread(_decode, body, kind, unserved)
+            value, names = await self.in_prompt_thread(decode_request, body, kind, unserved)
         if names:
             self.warn(unknown_warning(names))
             self.service.unknown_fields.report(names, self.request.url.path)
@@ -199,19 +196,6 @@ class RequestContext:
             await generation.close()
 
 
-def _decode(
-    body: bytes | bytearray, kind: type[T], unserved: UnservedFields | None
-) -> tuple[T, list[str]]:
-    """The decoded body and the names of its unknown fields."""
-    value = decode_body(body, kind)
-    if unserved is None:
-        return value, []
-    try:
-        return value, unserved.unknown(extra_fields(body, kind))
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # in what the type does not have
-        raise ApiError(400, f"the body is not JSON: {error}") from None
-
-
 async def _disconnected(request: Request) -> None:
     """Wait until the client has disconnected."""
     while (await request.receive())["type"] != "http.disconnect":
@@ -226,4 +210,6 @@ def cache_header(generations: list[Generation]) -> dict[str, str]:
     value = f"{'HIT' if cached else 'MISS'}; read={cached}; total={total}"
     if usage is not None and usage.miss is not None:
         value += f"; reason={usage.miss.reason}"
+    if usage is not None and usage.pins_refused:
+        value += f"; pins_refused={usage.pins_refused}"
     return {"X-Cache": value}

@@ -7,6 +7,7 @@ from typing import Any
 from ramify.errors import (
     DrainingError,
     EngineStoppedError,
+    OutOfPagesError,
     OverloadedError,
     PromptTooLongError,
     RamifyError,
@@ -14,6 +15,8 @@ from ramify.errors import (
     RequestTooLargeError,
     UnknownRequestError,
 )
+
+PINNED_S = 30  # `Retry-After` while pins hold the pages of a request
 
 # HTTP status → `error.type` of the two APIs.
 OPENAI_ERROR_TYPES = {
@@ -128,11 +131,17 @@ def as_api_error(error: BaseException) -> ApiError:
     """
     if isinstance(error, ApiError):
         return error
-    # Subclasses of RequestError: before it.
-    if isinstance(error, OverloadedError | DrainingError):
+    # A subclass of RequestError: before it. Its text has counts; this one has none.
+    if isinstance(error, OverloadedError):
         wait_s = max(1, round(error.retry_after_s))
-        code = "overloaded" if isinstance(error, OverloadedError) else "draining"
-        return ApiError(503, str(error), code=code, retry_after_s=wait_s)
+        message = f"too many requests wait here; try again in {wait_s} s"
+        return ApiError(503, message, code="overloaded", retry_after_s=wait_s)
+    if isinstance(error, OutOfPagesError):
+        message = f"there is no room for this request now; shorten it, or try again in {PINNED_S} s"
+        return ApiError(503, message, code="no_room", retry_after_s=PINNED_S)
+    if isinstance(error, DrainingError):
+        wait_s = max(1, round(error.retry_after_s))
+        return ApiError(503, str(error), code="draining", retry_after_s=wait_s)
     if isinstance(error, EngineStoppedError):
         return ApiError(
             503,

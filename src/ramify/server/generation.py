@@ -62,7 +62,8 @@ def with_output_parser(
     """
     functions = [tool["function"] for tool in tools]
     params, end = request.params, output_format.calls.end
-    params = replace(params, keep_special_tokens=output_format.kept_special_tokens)
+    if params.keep_special_tokens is not True:  # the client wants all of them
+        params = replace(params, keep_special_tokens=output_format.kept_special_tokens)
     if single and tools and not forced and end:
         params = replace(params, stop=(*params.stop, end))
     new_parser = partial(
@@ -96,6 +97,7 @@ class CacheUsage:
     computed: int
     written: int  # computed tokens that stay cached for others: whole pages only
     miss: CacheMiss | None
+    pins_refused: int = 0  # breakpoints whose prefix could not be pinned
 
     @property
     def cached(self) -> int:
@@ -110,6 +112,8 @@ class CacheUsage:
             "computed": self.computed,
             "written": self.written,
         }
+        if self.pins_refused:
+            payload["pins_refused"] = self.pins_refused
         return payload | ({} if self.miss is None else {"miss": self.miss.as_json()})
 
 
@@ -135,6 +139,7 @@ class Generation:
     cache: CacheUsage | None = None
     output: RequestOutput | None = None
     num_output: int = 0  # tokens so far, of all choices
+    num_pins_refused: int = 0
     is_closed: bool = False
 
     def __post_init__(self) -> None:
@@ -189,6 +194,8 @@ class Generation:
 
     def _record(self, event: StepOutput) -> StepOutput:
         self.num_output += len(event.new_token_ids)
+        if event.prefix is not None:
+            self.num_pins_refused = event.prefix.num_pins_refused
         if event.output is not None:
             self.output = event.output
             self.cache = self._cache_usage(event.output.cache)
@@ -213,6 +220,7 @@ class Generation:
             computed=report.computed_tokens,
             written=max(0, min(num_publishable, cached + report.computed_tokens) - cached),
             miss=self.miss,
+            pins_refused=self.num_pins_refused,
         )
 
 
@@ -227,4 +235,5 @@ def total_usage(generations: Sequence[Generation]) -> CacheUsage | None:
         computed=sum(usage.computed for usage in usages),
         written=sum(usage.written for usage in usages),
         miss=next((usage.miss for usage in usages if usage.miss is not None), None),
+        pins_refused=sum(usage.pins_refused for usage in usages),
     )

@@ -20,7 +20,6 @@ from ramify.server import model_list
 from ramify.server.anthropic import endpoints as anthropic
 from ramify.server.anthropic.protocol import VERSION_HEADER, CountRequest, MessageRequest
 from ramify.server.context import RequestContext
-from ramify.server.health import Readiness
 from ramify.server.http.wire import json_response
 from ramify.server.openai import conversations
 from ramify.server.openai import endpoints as openai
@@ -93,16 +92,19 @@ class Endpoint:
 
 async def livez(context: RequestContext) -> Response:
     """GET /livez: 503 when the process must be restarted."""
-    return _health_response(context.health.liveness_failure(), context.health)
+    return _health_response(context, context.health.liveness_failure())
 
 
 async def readyz(context: RequestContext) -> Response:
     """GET /readyz: 503 when requests should go to another server."""
-    return _health_response(context.health.unready_reason(), context.health)
+    return _health_response(context, context.health.unready_reason())
 
 
-def _health_response(failure: str | None, health: Readiness) -> Response:
-    payload = {"status": failure or "ok"} | health.as_json()
+def _health_response(context: RequestContext, failure: str | None) -> Response:
+    """The status for everybody; what the engine does at the moment for the admin."""
+    payload: dict[str, Any] = {"status": failure or "ok"}
+    if context.caller.is_admin:
+        payload |= context.health.as_json()
     if failure is None:
         return json_response(payload)
     return json_response(payload, status=503, headers={"Retry-After": "1"})
@@ -122,7 +124,13 @@ _open = partial(Endpoint, is_open=True)
 _admin = partial(Endpoint, admin=True)
 _anthropic = partial(Endpoint, dialect="anthropic")
 _PAGE = (("limit", "integer"), ("order", "string"), ("after", "string"))
-_CLEAR = (("prefix", "string"), ("tenant", "string"), ("salt", "string"), ("older_than", "number"))
+_CLEAR = (
+    ("prefix", "string"),
+    ("tenant", "string"),
+    ("salt", "string"),
+    ("older_than", "number"),
+    ("pins", "boolean"),
+)
 
 # fmt: off
 ENDPOINTS: tuple[Endpoint, ...] = (

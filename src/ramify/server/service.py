@@ -1,4 +1,4 @@
-"""Start requests in the engine for every API: quotas, cache share, pins, request history."""
+"""Start requests in the engine for every API: quotas, explanations, request history."""
 
 from __future__ import annotations
 
@@ -6,24 +6,17 @@ import asyncio
 import logging
 import secrets
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate
 
 from ramify import __version__
-from ramify.cache.explain import Explanation
-from ramify.cache.inspection import count_pages
 from ramify.cache.maintenance import evict_suffix
-from ramify.cache.packed import ATOM_BYTES
-from ramify.cache.types import Node
 from ramify.engine.async_llm import AsyncLLM
 from ramify.engine.core import EngineCore
-from ramify.engine.prefix_namespaces import owner_of_namespace, owner_of_node
+from ramify.engine.prefix_namespaces import owner_of_namespace
 from ramify.engine.scheduling.validation import validate_token_ids
 from ramify.engine.text.tokenizer import Tokenizer
-from ramify.errors import PinError
-from ramify.outputs import StepOutput
+from ramify.outputs import Explanation, StepOutput
 from ramify.server.answer_constraint import AnswerConstraints
 from ramify.server.cache_miss import CacheMiss, explain_miss
 from ramify.server.conversation_store import ConversationStore
@@ -37,7 +30,7 @@ from ramify.server.request_history import (
     first_difference,
     is_fully_reused,
 )
-from ramify.server.tenants import Caller, QuotaMeter
+from ramify.server.tenants import TENANT_PIN_SHARE, Caller, QuotaMeter
 from ramify.server.unserved_fields import UnknownFieldLog
 
 logger = logging.getLogger(__name__)
@@ -90,6 +83,7 @@ class Service:
         self.conversations = ConversationStore()
         self.quotas = QuotaMeter()
         self.unknown_fields = UnknownFieldLog()
+        self.has_several_tenants = False  # set by the server that has the keys
         self.started_s = int(time.time())
         self.special_token_ids = tokenizer.special_token_ids
         self.output_format = named(
@@ -186,27 +180,24 @@ class Service:
         Raises:
             ApiError, RequestError: it is refused; nothing of it is left.
         """
-        num_tokens = len(request.prompt.ids)
-        self.quotas.acquire(caller, num_tokens)
+        prompt, num_tokens = request.prompt, len(request.prompt.ids)
+        self.quotas.acquire(caller, num_tokens, request.params.n)
         generation = None
         try:
-
-            def prepare(core: EngineCore) -> Explanation | None:
-                # One call for all three: each call into the engine waits for the running step.
-                core.scheduler.max_waiting_tokens = self.max_queued_tokens
-                explanation = self._explanation(core, request.prompt, caller, request.salt)
-                num_cached = 0 if explanation is None else explanation.hit_tokens
-                self._enforce_cache_share(core, request, caller, num_cached)
-                return explanation
-
-            miss = self._cache_miss(await self.engine.run(prepare), request.prompt)
             events = self.engine.stream(
-                request.prompt.ids,
+                prompt.ids,
                 request.params,
                 priority=request.priority,
                 tenant=caller.tenant,
                 salt=request.salt,
                 max_shared=request.history_entry.max_shared,
+                explain=True,
+                retention=tuple(
+                    (breakpoint_.num_tokens, breakpoint_.ttl_s)
+                    for breakpoint_ in prompt.breakpoints
+                ),
+                cache_share=caller.quota.max_cached_share,
+                pin_share=self._pin_share(caller),
             )
             first_output = await anext(aiter(events), None)
             generation = Generation(
@@ -216,22 +207,35 @@ class Service:
                 created=int(time.time()),
                 events=events,
                 first_output=first_output,
-                miss=miss,
+                miss=self._first_miss(first_output, prompt),
                 page_size=self.page_size,
                 publishes=self.prefix_cache,
                 on_end=self._account,
                 on_event=self.event_listeners,
                 after_end=self._evict_reasoning,
             )
-            try:
-                await self._pin_breakpoints(request, caller)
-            except BaseException:
-                await generation.close()
-                raise
             return generation
         finally:
             if generation is None:
-                self.quotas.release(caller, num_tokens, 0)
+                self.quotas.release(caller, num_tokens, 0, request.params.n)
+
+    def _pin_share(self, caller: Caller) -> float | None:
+        """Share of the pool that a caller may pin; None: no limit of its own."""
+        share = caller.quota.max_pinned_share
+        return TENANT_PIN_SHARE if share is None and self.has_several_tenants else share
+
+    @property
+    def room_tokens(self) -> int:
+        """Tokens of the pool that no pin may take: for the longest request of another tenant."""
+        return self.max_model_len if self.has_several_tenants else 0
+
+    def _first_miss(
+        self, first_output: StepOutput | None, prompt: RenderedPrompt
+    ) -> CacheMiss | None:
+        """Why the prompt missed; None as well if the request ended before it was computed."""
+        if first_output is None or first_output.prefix is None:
+            return None
+        return self._cache_miss(first_output.prefix.explanation, prompt)
 
     async def start_all(
         self, requests: Sequence[GenerationRequest], caller: Caller, *, prefix: str
@@ -241,7 +245,7 @@ class Service:
         Raises:
             ApiError: 400, there are more requests than the engine's queue holds; else as `start`.
         """
-        limit = await self.engine.run(lambda core: core.max_waiting) if len(requests) > 1 else None
+        limit = self.engine.config.requested.scheduler.max_waiting
         if limit is not None and len(requests) > limit:
             raise ApiError(
                 400,
@@ -269,7 +273,7 @@ class Service:
         # A client that disconnected pays for the tokens that were generated by then.
         num_computed = generation.num_output if output is None else output.usage.completion_tokens
         num_computed += 0 if generation.cache is None else generation.cache.computed
-        self.quotas.release(caller, len(request.prompt.ids), num_computed)
+        self.quotas.release(caller, len(request.prompt.ids), num_computed, request.params.n)
         if request.is_remembered:
             self.history.put(caller.tenant, generation.id, request.history_entry)
         for listener in self.listeners:
@@ -312,67 +316,3 @@ class Service:
                 evict_suffix(core.cache, key, prompt.num_stable_tokens)
 
         await self.engine.run(evict)
-
-    def _enforce_cache_share(
-        self, core: EngineCore, request: GenerationRequest, caller: Caller, num_cached: int
-    ) -> None:
-        """Evict the tenant's own least recently used pages if this prompt needs others' pages.
-
-        Only as many as the tenant would be over `max_cached_share`.
-        """
-        share = caller.quota.max_cached_share
-        if share is None:
-            return
-        stats, size = core.cache.stats(), self.page_size
-        num_needed = -(-len(request.prompt.ids) // size) - num_cached // size - stats.free_pages
-        if num_needed <= 0:
-            return
-        atoms = core.namespaces.key(request.prompt.ids, caller.tenant, request.salt).atoms
-        page_bytes = size * ATOM_BYTES
-        leaves: list[tuple[int, int]] = []  # last access, number of pages
-
-        def is_own(node: Node) -> bool:
-            return owner_of_node(node)[0] == caller.tenant
-
-        def is_evictable(node: Node) -> bool:
-            # the cached prefix of this prompt is about to be read
-            return is_own(node) and not atoms.startswith(
-                node.atoms[:page_bytes], node.start * page_bytes
-            )
-
-        def visit(node: Node) -> bool:
-            if node.is_leaf and is_evictable(node):
-                leaves.append((node.last_access, len(node.pages)))
-            return is_own(node)
-
-        num_over = count_pages(core.cache, visit) + num_needed - int(share * stats.num_pages)
-        num_evict = min(num_over, num_needed)
-        if num_evict <= 0 or not leaves:
-            return
-        leaves.sort()
-        last = bisect_left(list(accumulate(num_pages for _, num_pages in leaves)), num_evict)
-        newest, _ = leaves[min(last, len(leaves) - 1)]
-        core.cache.evict_if(
-            lambda node: node.last_access <= newest and is_evictable(node), num_evict
-        )
-
-    async def _pin_breakpoints(self, request: GenerationRequest, caller: Caller) -> None:
-        """Pin the prompt up to each breakpoint; one that exceeds the budget is only logged."""
-        prompt = request.prompt
-
-        def pin_all(core: EngineCore) -> None:
-            # The lookup has refreshed the pins that this prompt hit.
-            pinned = {pin.key for pin in core.cache.pins(caller.tenant)}
-            prompt_key = core.namespaces.key(prompt.ids, caller.tenant, request.salt)
-            for breakpoint_ in prompt.breakpoints:
-                num_tokens = breakpoint_.num_tokens // self.page_size * self.page_size
-                key = prompt_key.prefix(num_tokens)
-                if not num_tokens or key in pinned:
-                    continue
-                try:
-                    core.cache.pin(key, caller.tenant, breakpoint_.ttl_s)
-                except PinError as error:
-                    logger.info("a prefix of %d tokens is not kept: %s", num_tokens, error)
-
-        if prompt.breakpoints and self.prefix_cache:
-            await self.engine.run(pin_all)

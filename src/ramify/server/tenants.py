@@ -7,7 +7,7 @@ import hmac
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from ramify.server.errors import ApiError
 
 HASH_PREFIX = "sha256:"
 MAX_KEY_CHARS = 512
+TENANT_PIN_SHARE = 0.25  # of the pool; `max_pinned_share` of tenants beside others
 
 
 def hash_key(key: str) -> str:
@@ -27,11 +28,27 @@ def hash_key(key: str) -> str:
 class Quota:
     """Limits of one tenant; None is no limit."""
 
-    max_requests: int | None = None  # live at once
+    max_requests: int | None = None  # live at once; each answer of `n` counts
     max_waiting_tokens: int | None = None  # prompt tokens of all live requests
     tokens_per_minute: int | None = None  # computed tokens: prompt without cache hits, and output
     # Share of the pool's pages; above it, the tenant's own pages are evicted first.
     max_cached_share: float | None = 0.5
+    # Share of the pool's pages that the tenant's requests may pin; None: TENANT_PIN_SHARE beside other
+    # tenants, else no limit but that of all pins.
+    max_pinned_share: float | None = None
+
+    def strictest(self, other: Quota) -> Quota:
+        """The smaller of the two quotas in each limit."""
+        pairs = {
+            limit.name: (getattr(self, limit.name), getattr(other, limit.name))
+            for limit in fields(Quota)
+        }
+        return Quota(
+            **{
+                name: min((value for value in values if value is not None), default=None)
+                for name, values in pairs.items()
+            }
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +65,19 @@ class ApiKeys:
 
     A key file is JSON: `{"keys": [{"hash": "sha256:…", "tenant": "ann", "admin": false, "quota":
     {…}}]}`. A key without `tenant` is a tenant of its own. `ramify keys` adds entries.
+
+    A quota is the tenant's: if several of its keys have one, each limit is the smallest of them, for
+    all of its keys.
     """
 
     def __init__(self, entries: Mapping[str, Caller]) -> None:
-        self._callers = {_digest(key_hash): caller for key_hash, caller in entries.items()}
+        quotas: dict[str, Quota] = {}
+        for caller in entries.values():
+            quotas[caller.tenant] = caller.quota.strictest(quotas.get(caller.tenant, caller.quota))
+        self._callers = {
+            _digest(key_hash): replace(caller, quota=quotas[caller.tenant])
+            for key_hash, caller in entries.items()
+        }
 
     @classmethod
     def load(cls, path: Path) -> ApiKeys:
@@ -73,6 +99,11 @@ class ApiKeys:
         if not entries:
             raise ConfigError(f"the key file {path} has no keys; nobody could call")
         return cls(dict(entries))
+
+    @property
+    def num_tenants(self) -> int:
+        """Tenants that have a key."""
+        return len({caller.tenant for caller in self._callers.values()})
 
     @classmethod
     def of(cls, *keys: str, admin: str | None = None) -> ApiKeys:
@@ -136,7 +167,7 @@ def _over_quota(message: str, retry_after_s: int = 1) -> ApiError:
 class _TenantUsage:
     live: int = 0
     waiting_tokens: int = 0
-    allowance: float = 0.0  # tokens that may still be computed; negative after an overdraft
+    used: float = 0.0  # computed tokens, less those that time has refilled
     refilled_s: float = 0.0
 
 
@@ -144,7 +175,8 @@ class QuotaMeter:
     """Counts the use of each tenant and rejects requests above its quota.
 
     `tokens_per_minute` is a token bucket: it refills with time up to one minute's tokens, and a
-    request is admitted while it is not empty, whatever the request then takes.
+    request is admitted while it is not empty, whatever the request then takes. Use is counted for
+    the tenant, whichever key and quota its requests came with.
 
     Args:
         clock: monotonic seconds.
@@ -154,17 +186,25 @@ class QuotaMeter:
         self._clock = clock
         self._usage: dict[str, _TenantUsage] = {}
 
-    def acquire(self, caller: Caller, num_tokens: int) -> None:
+    def acquire(self, caller: Caller, num_tokens: int, num_answers: int = 1) -> None:
         """Count a request whose prompt has `num_tokens`; `release` must follow.
 
         Raises:
-            ApiError: 429, the quota is used up; the request is not counted.
+            ApiError: 429, the quota is used up, or 400, it is too small for this request; the request
+                is not counted.
         """
         quota, usage = caller.quota, self._usage_of(caller)
-        if quota.max_requests is not None and usage.live >= quota.max_requests:
+        if quota.max_requests is not None and usage.live + num_answers > quota.max_requests:
+            if num_answers > quota.max_requests:
+                raise ApiError(
+                    400,
+                    f"{num_answers} answers in one request, but at most {quota.max_requests} of "
+                    "yours may be live at once",
+                    param="n",
+                )
             raise _over_quota(
-                f"{usage.live} of your requests are live, the limit is {quota.max_requests}; "
-                "wait for one to end"
+                f"{usage.live} of your answers are live, with this request "
+                f"{usage.live + num_answers}; the limit is {quota.max_requests}; wait for one to end"
             )
         limit = quota.max_waiting_tokens
         if limit is not None and usage.live and usage.waiting_tokens + num_tokens > limit:
@@ -173,22 +213,27 @@ class QuotaMeter:
                 f"{usage.waiting_tokens + num_tokens}; the limit is {limit}"
             )
         rate = quota.tokens_per_minute
-        if rate is not None and usage.allowance <= 0:
-            wait_s = max(1, round(-usage.allowance / rate * 60) + 1)
+        if rate is not None and usage.used >= rate:
+            wait_s = max(1, round((usage.used - rate) / rate * 60) + 1)
             raise _over_quota(
                 f"your {rate} tokens per minute are used up; try again in {wait_s} s", wait_s
             )
-        usage.live += 1
+        usage.live += num_answers
         usage.waiting_tokens += num_tokens
 
-    def release(self, caller: Caller, num_tokens: int, num_computed: int) -> None:
-        """Count the end of a request: `num_tokens` as for `acquire`, `num_computed` tokens computed."""
+    def release(
+        self, caller: Caller, num_tokens: int, num_computed: int, num_answers: int = 1
+    ) -> None:
+        """Count the end of a request, with the arguments of `acquire` and the tokens it computed."""
         usage = self._usage_of(caller)
-        usage.live -= 1
+        usage.live -= num_answers
         usage.waiting_tokens -= num_tokens
-        usage.allowance -= num_computed
-        if not usage.live and caller.quota.tokens_per_minute is None:
-            del self._usage[caller.tenant]
+        usage.used += num_computed
+
+    @property
+    def num_live(self) -> int:
+        """Answers of all tenants that were acquired and not released."""
+        return sum(usage.live for usage in self._usage.values())
 
     def _usage_of(self, caller: Caller) -> _TenantUsage:
         """The usage of the caller's tenant, with its token bucket refilled up to now."""
@@ -196,10 +241,8 @@ class QuotaMeter:
         now_s = self._clock()
         usage = self._usage.get(caller.tenant)
         if usage is None:
-            usage = _TenantUsage(allowance=float(rate or 0), refilled_s=now_s)
-            self._usage[caller.tenant] = usage
+            usage = self._usage[caller.tenant] = _TenantUsage(refilled_s=now_s)
         if rate is not None:
-            refill = (now_s - usage.refilled_s) / 60 * rate
-            usage.allowance = min(float(rate), usage.allowance + refill)
+            usage.used = max(0.0, usage.used - (now_s - usage.refilled_s) / 60 * rate)
             usage.refilled_s = now_s
         return usage

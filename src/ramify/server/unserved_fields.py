@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from ramify.server.errors import ApiError
-from ramify.server.http.wire import log_safe
+from ramify.server.http.request_body import extra_fields
+from ramify.server.http.wire import decode_body, log_safe
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 MAX_NAMED = 20  # unknown fields in a warning
 MAX_NAME_CHARS = 64
 MAX_LOGGED = 1000  # names, then the log has enough
@@ -36,7 +38,10 @@ class Refused:
         """Whether a value, as JSON, changes nothing."""
         if len(value) > MAX_VALUE_BYTES:
             return False
-        decoded = msgspec.json.decode(value)
+        try:
+            decoded = msgspec.json.decode(value)
+        except (msgspec.DecodeError, UnicodeDecodeError):  # text that nothing has decoded so far
+            return False
         is_empty = decoded is None or decoded is False or decoded in ("", [], {})
         return is_empty or decoded in self.neutral
 
@@ -67,6 +72,21 @@ class UnservedFields:
             if not refused.accepts(memoryview(fields[name])):
                 raise ApiError(400, f"{name} is not served; {refused.hint}", param=name)
         return [name for name in fields if name not in self.ignored and name not in self.refused]
+
+
+def decode_request(
+    body: bytes | bytearray, kind: type[T], unserved: UnservedFields | None
+) -> tuple[T, list[str]]:
+    """Decode a body to a request type; returns the names of its unknown fields as well.
+
+    Args:
+        unserved: None looks for no other fields.
+
+    Raises:
+        ApiError: 400, it does not fit the type, or has a refused field.
+    """
+    request = decode_body(body, kind)
+    return request, [] if unserved is None else unserved.unknown(extra_fields(body, kind))
 
 
 def unknown_warning(names: Iterable[str]) -> str:

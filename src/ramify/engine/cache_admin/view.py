@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from ramify.cache.explain import Explanation
 from ramify.cache.inspection import NodeInfo, count_pages, nodes_under, time_before, top_nodes
 from ramify.cache.key import CacheKey
 from ramify.cache.pins import Pin
@@ -31,7 +30,7 @@ from ramify.engine.prefix_namespaces import owner_of_node
 from ramify.engine.scheduling.validation import validate_token_ids
 from ramify.engine.text.prompt_inputs import Prefix, prefix_token_ids, stable_prefix_ids
 from ramify.errors import ConfigError, InvalidParamsError, RamifyError
-from ramify.outputs import RequestOutput
+from ramify.outputs import Explanation, RequestOutput
 
 if TYPE_CHECKING:
     from ramify.engine.text.tokenizer import Tokenizer
@@ -130,6 +129,7 @@ class CacheView:
         ttl_s: float | None = None,
         tenant: str = "",
         salt: str = "",
+        room_tokens: int = 0,
     ) -> Pin:
         """Keep the cached pages of a prefix from eviction.
 
@@ -137,11 +137,13 @@ class CacheView:
             owner: a name for the list of pins.
             ttl_s: seconds until the pin expires; each hit of the whole prefix restarts them. None:
                 until `unpin`.
+            room_tokens: tokens of the pool that must stay without a pin.
 
         Raises:
             PinError: no page of it is cached (`warm` it first), or the budget for pins is spent.
         """
-        return self.core.pin(self._key(prefix, tenant, salt), owner, ttl_s)
+        room_pages = -(-room_tokens // self.core.page_size)
+        return self.core.pin(self._key(prefix, tenant, salt), owner, ttl_s, room_pages=room_pages)
 
     @whole_call
     def unpin(self, pin: Pin | int) -> None:
@@ -323,12 +325,20 @@ class AsyncCacheView:
         ttl_s: float | None = None,
         tenant: str = "",
         salt: str = "",
+        room_tokens: int = 0,
     ) -> Pin:
         """See `CacheView.pin`; a caller that is cancelled leaves no pin behind."""
         ids = await self._ids(prefix)
         pinning = asyncio.ensure_future(
             self._run(
-                lambda view: view.pin(ids, owner=owner, ttl_s=ttl_s, tenant=tenant, salt=salt)
+                lambda view: view.pin(
+                    ids,
+                    owner=owner,
+                    ttl_s=ttl_s,
+                    tenant=tenant,
+                    salt=salt,
+                    room_tokens=room_tokens,
+                )
             )
         )
         try:

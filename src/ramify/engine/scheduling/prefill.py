@@ -56,7 +56,13 @@ class PrefillSelector:
         return key, self._planner.cache.match(key).num_tokens
 
     def choose(
-        self, running: list[Request], budget: int, *, num_free_rows: int, num_decodes: int
+        self,
+        running: list[Request],
+        budget: int,
+        *,
+        num_free_rows: int,
+        num_decodes: int,
+        first: Request | None = None,
     ) -> tuple[Work, Work]:
         """Chunks of running requests, and admissions, which leave the queue.
 
@@ -65,6 +71,7 @@ class PrefillSelector:
             budget: tokens.
             num_free_rows: maximum number of admissions; with 0 the queue is not read.
             num_decodes: number of other running requests.
+            first: a waiting request to admit before all others, and alone.
         """
         queue, self._running, self._num_decodes = self._queue, running, num_decodes
         self._budget_left, self._num_free_rows = budget, num_free_rows
@@ -76,17 +83,22 @@ class PrefillSelector:
                 queue.wake(leader, self._num_attachable(prefix))
             for request in queue.next_to_refresh(NUM_RERANKED):
                 queue.add(request, self.num_uncached(request))
-        self._choose(num_free_rows + MAX_PROBES)
+        self._choose(num_free_rows + MAX_PROBES, first)
         self._in_flight = {}
         return self._work, self._admitted
 
-    def _choose(self, num_probes: int) -> None:
+    def _choose(self, num_probes: int, first: Request | None) -> None:
         queue = self._queue
         running = sorted(self._running, key=queue.key, reverse=True)
         num_free_pages: int | None = None
         while self._budget_left > 0:
-            waiting = queue.peek() if self._num_free_rows and num_probes else None
-            if running and (waiting is None or queue.key(running[-1]) <= queue.key(waiting)):
+            waiting = (first or queue.peek()) if self._num_free_rows and num_probes else None
+            is_first, first = waiting is not None and waiting is first, None
+            if (
+                running
+                and not is_first
+                and (waiting is None or queue.key(running[-1]) <= queue.key(waiting))
+            ):
                 self._continue(running.pop())
                 continue
             if waiting is None:
@@ -94,9 +106,11 @@ class PrefillSelector:
             num_probes -= 1
             if num_free_pages is None:
                 num_free_pages = self._planner.cache.num_available - self._num_pages_owed()
-            num_pages = self._admit(waiting, num_free_pages)
-            if num_pages is None:
-                self._num_free_rows = 0  # it blocks those behind it
+            num_pages = self._admit(waiting, num_free_pages, is_first=is_first)
+            if num_pages is None or (is_first and num_pages):
+                # It blocks those behind it. Beside `first`, nobody else is admitted: the pages that
+                # they read from the cache may be those that it needs.
+                self._num_free_rows = 0
             num_free_pages -= num_pages or 0
 
     def _continue(self, request: Request) -> None:
@@ -111,8 +125,11 @@ class PrefillSelector:
             prefix = self._in_flight[request] = self._in_flight_prefix(request, num_new)
             self._queue.wake(request, self._num_attachable(prefix))
 
-    def _admit(self, request: Request, num_free_pages: int) -> int | None:
+    def _admit(self, request: Request, num_free_pages: int, *, is_first: bool) -> int | None:
         """Admit, park or re-rank the first request of the queue.
+
+        Args:
+            is_first: whatever its new rank is.
 
         Returns:
             Pages that this takes (0 unless admitted); None if pages or budget do not suffice.
@@ -127,7 +144,7 @@ class PrefillSelector:
                 return 0
         if key is not None and request.virtual_arrival + total - cached > request.rank:
             queue.add(request, total - cached)  # pages were evicted since it was ranked
-            if queue.peek() is not request:
+            if not is_first and queue.peek() is not request:
                 return 0
         num_pages = -(-total // page_size) - cached // page_size
         is_alone = not (self._running or self._num_decodes or self._admitted)

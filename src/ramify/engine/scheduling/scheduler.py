@@ -10,8 +10,9 @@ from ramify.attention.batch import AttentionBatch
 from ramify.attention.planner import RadixAttentionPlanner
 from ramify.engine.request import Request
 from ramify.engine.scheduling.prefill import MIN_CHUNK, PrefillSelector, Work
+from ramify.engine.scheduling.row_fairness import RowFairness
 from ramify.engine.scheduling.waiting_queue import PRIORITY_TOKENS, WaitingQueue
-from ramify.errors import OutOfPagesError, OverloadedError, TokensWaitError
+from ramify.errors import OutOfPagesError
 
 PREFILL_SHARE = 8  # prefill gets 1 / PREFILL_SHARE of a budget that decodes alone would fill
 
@@ -58,6 +59,7 @@ class Scheduler:
         max_batch_tokens: maximum number of query tokens per step; may be below max_num_seqs.
         coalesce_steps: defer admissions for up to this many steps while others decode and the
             waiting prompts do not fill the budget, to prefill more of them together.
+        fair_wait_steps: see `row_fairness`; 0: no request is preempted for another tenant's.
     """
 
     def __init__(
@@ -67,18 +69,22 @@ class Scheduler:
         max_num_seqs: int,
         max_batch_tokens: int,
         coalesce_steps: int = 0,
+        fair_wait_steps: int = 0,
     ) -> None:
         self.planner = planner
         self.max_num_seqs, self.max_batch_tokens = max_num_seqs, max_batch_tokens
         self.coalesce_steps = coalesce_steps
-        self.max_waiting_tokens: int | None = None  # limit for `check_queued_tokens`; None: none
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
-        self.num_preemptions = 0
+        self.num_preemptions = 0  # those for fairness included
+        self.num_fair_preemptions = 0
         self.num_tokens = 0  # in all planned steps: the clock that ranks are read on
         self._requeued: set[Request] = set()  # waiting requests that have run before, or failed
         self._step = self._round_robin = 0
         self._num_deferred_steps = 0  # in a row, see `coalesce_steps`
+        self._fairness = RowFairness(self.waiting, fair_wait_steps)
+        self._short_of_pages: Request | None = None  # starving, and not admitted in the last step
+        self._blocked: Request | None = None
         self._prefill = PrefillSelector(
             planner, self.waiting, min(MIN_CHUNK, max(1, max_batch_tokens // 4))
         )
@@ -87,28 +93,6 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         """Whether any request waits or runs."""
         return bool(self.waiting or self.running)
-
-    def check_queue_len(self, max_waiting: int | None, now_s: float) -> None:
-        """Raise OverloadedError if `max_waiting` requests wait already; None is no limit.
-
-        Its `retry_after_s` is half the oldest request's waiting time, between 1 s and 60 s.
-        """
-        count = len(self.waiting)
-        if max_waiting is None or count < max_waiting:
-            return
-        waited_s = now_s - min(request.arrival_s for request in self.waiting)
-        raise OverloadedError(count, max_waiting, min(60.0, max(1.0, waited_s / 2)))
-
-    def check_queued_tokens(self, num_tokens: int, now_s: float) -> None:
-        """Raise TokensWaitError if queueing `num_tokens` more would exceed `max_waiting_tokens`.
-
-        An empty queue takes a prompt of any length.
-        """
-        queued, limit = self.waiting.num_uncached, self.max_waiting_tokens
-        if limit is None or not queued or queued + num_tokens <= limit:
-            return
-        waited_s = now_s - min(request.arrival_s for request in self.waiting)
-        raise TokensWaitError(queued, num_tokens, limit, min(60.0, max(1.0, waited_s / 2)))
 
     def add(self, request: Request) -> None:
         """Queue a new request; a child arrived when its leader did."""
@@ -122,7 +106,7 @@ class Scheduler:
         """Add a child that has pages and a row already, from `planner.fork`."""
         if request.parent is not None:
             request.virtual_arrival = request.rank = request.parent.virtual_arrival
-        self.running.append(request)
+        self._begin_to_run(request)
 
     def remove(self, request: Request) -> None:
         """Remove a request that ends; its published pages stay cached."""
@@ -130,6 +114,7 @@ class Scheduler:
         # A child that has not begun is in neither queue: its leader still computes the prompt.
         if not self.waiting.remove(request) and request in self.running:
             self.running.remove(request)
+            self.waiting.row_freed(request.tenant)
         abandoned = self.planner.release([request.sequence])
         if abandoned:
             ids = set(map(id, abandoned))
@@ -140,6 +125,7 @@ class Scheduler:
         for request in list(requests):
             if request in self.running:
                 self.running.remove(request)
+                self.waiting.row_freed(request.tenant)
             request.reset_for_recompute()
             self._enqueue(request)
             self._requeued.add(request)
@@ -157,13 +143,32 @@ class Scheduler:
                 pages. Nothing changed; it fits once they are released.
         """
         self._step += 1
-        isolated = self.next_isolated()
-        work, admitted = self._choose() if isolated is None else self._schedule_isolated(isolated)
+        self.waiting.step, self._blocked = self._step, None
+        isolated, starving = self.next_isolated(), None
+        if isolated is None:
+            starving = self._make_room_for_starving()
+            work, admitted = self._choose(first=starving)
+        else:
+            work, admitted = self._schedule_isolated(isolated)
         try:
             return self._plan_until_it_fits(work, admitted, is_isolated=isolated is not None)
         except BaseException:
             self._undo_admissions(admitted, len(admitted))
             raise
+        finally:
+            still_waits = starving is not None and starving in self.waiting
+            self._short_of_pages = starving if still_waits else None
+
+    def _make_room_for_starving(self) -> Request | None:
+        """The request to admit first, if a tenant starves; preempts another's if it has to."""
+        starving = self._fairness.starving_request(self.running, self._step)
+        needs_row = len(self.running) >= self.max_num_seqs
+        if starving is not None and (needs_row or starving is self._short_of_pages):
+            victim = self._fairness.victim(self.running, self._step, needs_row=needs_row)
+            if victim is not None:
+                self.num_fair_preemptions += 1
+                self._release_and_requeue(victim)
+        return starving
 
     def _plan_until_it_fits(
         self, work: Work, admitted: Work, *, is_isolated: bool
@@ -184,13 +189,17 @@ class Scheduler:
         """Update queues and counters for the requests of a planned step."""
         step = self._step
         for request, _ in admitted:
-            self.running.append(request)
+            self._begin_to_run(request)
             self._requeued.discard(request)
         for request, _ in work + admitted:
             request.last_step = step
         if self.waiting.is_multi_tenant:  # admissions were charged when they were chosen
             for request, num_new in work:
                 self.waiting.charge(request, num_new)
+
+    def _begin_to_run(self, request: Request) -> None:
+        self.running.append(request)
+        request.admitted_step, request.num_output_admitted = self._step, len(request.output_ids)
 
     def _plan(self, chosen: Work) -> AttentionBatch:
         """`planner.plan`, with drafts appended to their sequences; undone if it raises."""
@@ -229,8 +238,7 @@ class Scheduler:
 
     def blocked_request(self) -> Request | None:
         """The request that `schedule` found no pages for when it raised OutOfPagesError."""
-        first = self.running[0] if self.running else self.waiting.peek()
-        return self.next_isolated() or first
+        return self._blocked
 
     def _schedule_isolated(self, isolated: Request) -> tuple[Work, Work]:
         """Work and admissions of a step that runs one request alone."""
@@ -243,8 +251,8 @@ class Scheduler:
         self.waiting.charge(isolated, num_new)
         return [], [(isolated, num_new)]
 
-    def _choose(self, *, admit: bool = True) -> tuple[Work, Work]:
-        """Work of running requests in this step, and admissions."""
+    def _choose(self, *, admit: bool = True, first: Request | None = None) -> tuple[Work, Work]:
+        """Work of running requests in this step, and admissions; `first` before all others."""
         decodes: list[Request] = []
         prefills: list[Request] = []
         num_draft = 0
@@ -257,14 +265,18 @@ class Scheduler:
                 num_draft += len(request.draft)
         budget, num_decodes = self.max_batch_tokens, len(decodes)
         rows = self.max_num_seqs - len(self.running) if admit and self.waiting else 0
-        if self._defers_admissions(rows, budget - num_decodes, prefills):
+        if first is None and self._defers_admissions(rows, budget - num_decodes, prefills):
             rows = 0
         work, admitted, used = Work(), Work(), 0
         if prefills or rows:
             reserved = budget // PREFILL_SHARE or int(not self._step % PREFILL_SHARE)
             prefill_budget = max(budget - num_decodes, reserved)
             work, admitted = self._prefill.choose(
-                prefills, prefill_budget, num_free_rows=rows, num_decodes=num_decodes
+                prefills,
+                prefill_budget,
+                num_free_rows=rows,
+                num_decodes=num_decodes,
+                first=first,
             )
             used = sum(num_new for _, num_new in work + admitted)
         left = budget - used
@@ -316,6 +328,7 @@ class Scheduler:
             self._undo_admissions(admitted, len(admitted) - (not work), num_missing)
             return work
         if len(self.running) + len(admitted) < 2:
+            self._blocked = (work or admitted)[0][0]
             raise error  # leases outside the engine hold the pages
         if not admitted:
             return self._preempt(work) or self._choose(admit=False)[0]
@@ -334,7 +347,7 @@ class Scheduler:
         while limit and (num_missing is None or num_missing > 0):
             request, num_new = admitted.pop()
             self.waiting.charge(request, -num_new)
-            self.waiting.add(request, request.rank - request.virtual_arrival)
+            self.waiting.undo_admit(request)
             limit -= 1
             if num_missing is not None:
                 num_missing -= -(-num_new // self.planner.page_size)
@@ -362,11 +375,15 @@ class Scheduler:
             ),
             default=oldest,
         )
+        self._release_and_requeue(victim)
+        return [(request, num_new) for request, num_new in work if request is not victim]
+
+    def _release_and_requeue(self, victim: Request) -> None:
+        """Preempt a running request; its published pages stay cached."""
         self.num_preemptions += 1
         victim.preemptions += 1
         self.planner.release([victim.sequence])
         self.requeue([victim])
-        return [(request, num_new) for request, num_new in work if request is not victim]
 
 
 def _without_drafts(work: Work) -> Work:

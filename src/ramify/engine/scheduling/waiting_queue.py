@@ -21,7 +21,7 @@ one, and wait longer.) Priorities order the requests of one tenant only.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterator
 from heapq import heapify, heappop, heappush, heapreplace, nlargest
 
@@ -61,6 +61,11 @@ class WaitingQueue:
         self.num_uncached = 0  # tokens of all waiting requests, when they were last ranked
         # leader → (tokens of it to wait for, request)
         self._parked: dict[Request, list[tuple[int, Request]]] = {}
+        self._num_waiting: Counter[str] = Counter()  # by tenant
+        self.step = 0  # number of the scheduler's step
+        # By tenant: the step since which it waits, or lost a row while it waited; oldest first.
+        # May hold tenants that do not wait any more.
+        self._waits_since: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -71,12 +76,32 @@ class WaitingQueue:
     def __contains__(self, request: Request) -> bool:
         return self._waiting.get(request.id) is request
 
+    def num_waiting(self, tenant: str) -> int:
+        """Waiting requests of a tenant."""
+        return self._num_waiting[tenant]
+
+    @property
+    def num_tenants_waiting(self) -> int:
+        """Tenants with waiting requests."""
+        return len(self._num_waiting)
+
     def add(self, request: Request, num_uncached: int) -> None:
         """Queue a request whose `virtual_arrival` is set, or re-rank one that waits."""
+        if request not in self and not self._num_waiting[request.tenant]:
+            self._begin_to_wait(request.tenant)
+        self._enqueue(request, num_uncached)
+
+    def undo_admit(self, request: Request) -> None:
+        """Queue a request again that `admit` has just removed."""
+        self._enqueue(request, request.rank - request.virtual_arrival)
+
+    def _enqueue(self, request: Request, num_uncached: int) -> None:
         if request in self:
             if request.rank == request.virtual_arrival + num_uncached and request.waits_for is None:
                 return
             self.num_uncached -= request.rank - request.virtual_arrival
+        else:
+            self._num_waiting[request.tenant] += 1
         self.num_uncached += num_uncached
         request.rank = request.virtual_arrival + num_uncached
         request.waits_for = None
@@ -98,6 +123,9 @@ class WaitingQueue:
         del self._waiting[request.id]
         self.num_uncached -= request.rank - request.virtual_arrival
         request.waits_for = None
+        self._num_waiting[request.tenant] -= 1
+        if not self._num_waiting[request.tenant]:
+            del self._num_waiting[request.tenant]
         if not self._waiting:
             self._parked.clear()  # only requests that ended while parked are left
         return True
@@ -106,6 +134,7 @@ class WaitingQueue:
         """Undo an `add` of a new request that an interrupt cut off anywhere. O(n)."""
         self._waiting.pop(request.id, None)
         self.num_uncached = sum(waiting.rank - waiting.virtual_arrival for waiting in self)
+        self._num_waiting = Counter(waiting.tenant for waiting in self)
         self._compact()
 
     def peek(self) -> Request | None:
@@ -113,19 +142,24 @@ class WaitingQueue:
         tenants = self._tenant_heap
         while tenants:
             served, _, tenant = tenants[0]
-            heap = tenant.heap
-            while heap:
-                rank, number, request = heap[0]
-                if self._is_current(rank, number, request):
-                    if served == tenant.served:
-                        return request
-                    break
-                heappop(heap)
-                self._num_entries -= 1
-            else:
+            request = self._first_of(tenant)
+            if request is None:
                 heappop(tenants)
-                continue
-            heapreplace(tenants, (tenant.served, tenant.number, tenant))
+            elif served == tenant.served:
+                return request
+            else:
+                heapreplace(tenants, (tenant.served, tenant.number, tenant))
+        return None
+
+    def _first_of(self, tenant: _Tenant) -> Request | None:
+        """The request of a tenant with the smallest rank that is not parked."""
+        heap = tenant.heap
+        while heap:
+            rank, number, request = heap[0]
+            if self._is_current(rank, number, request):
+                return request
+            heappop(heap)
+            self._num_entries -= 1
         return None
 
     def admit(self, request: Request) -> None:
@@ -200,6 +234,38 @@ class WaitingQueue:
         """Sort key of waiting and running requests; the smallest is first."""
         served = self._tenant(request.tenant).served if self.is_multi_tenant else 0
         return served, request.rank, request.id
+
+    # -- tenants without a row ---------------------------------------------------------------
+
+    def _begin_to_wait(self, tenant: str) -> None:
+        self._waits_since.pop(tenant, None)
+        self._waits_since[tenant] = self.step
+
+    def row_freed(self, tenant: str) -> None:
+        """A running request of a tenant has ended or was preempted."""
+        if self._num_waiting[tenant]:
+            self._begin_to_wait(tenant)
+
+    def first_rowless(self, holders: Collection[str], limit: int) -> Request | None:
+        """The first request of the tenant that waits longest without a row, since step `limit`.
+
+        Args:
+            holders: tenants that have a row.
+        """
+        ended: list[str] = []
+        first = None
+        for tenant, since in self._waits_since.items():
+            if not self._num_waiting[tenant]:
+                ended.append(tenant)
+                continue
+            if since > limit:
+                break
+            first = None if tenant in holders else self._first_of(self._tenant(tenant))
+            if first is not None:
+                break
+        for tenant in ended:
+            del self._waits_since[tenant]
+        return first
 
     # -- parked requests ---------------------------------------------------------------------
 

@@ -143,6 +143,7 @@ def merge_outputs(events: Sequence[StepOutput]) -> StepOutput:
         tuple(entry for event in events for entry in event.logprobs),
         last.finish_reason,
         next((event.cache for event in events if event.cache is not None), None),
+        next((event.prefix for event in events if event.prefix is not None), None),
     )
 
 

@@ -49,7 +49,10 @@ def extra_fields(body: bytes | bytearray, kind: type) -> dict[str, msgspec.Raw]:
 
 
 def _raw_fields(body: bytes | bytearray) -> dict[str, msgspec.Raw]:
-    return msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    try:
+        return msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except UnicodeDecodeError as error:  # decoding to a type does not look at unknown names
+        raise ApiError(400, f"the body is not JSON: {error}") from None
 
 
 def _with_integers(body: bytes | bytearray) -> bytes | None:

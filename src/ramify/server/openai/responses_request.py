@@ -158,7 +158,13 @@ def response_to_generation(
 
     if request.truncation == "auto":
         max_tokens = num_prompt_tokens(service.max_model_len, request.max_output_tokens)
-        chat, generation_request, num_dropped = render_truncated(chat, names, render, max_tokens)
+        chat, generation_request, num_dropped = render_truncated(
+            chat,
+            names,
+            render,
+            max_tokens=max_tokens,
+            max_bytes=service.max_prompt_bytes,
+        )
         if num_dropped:
             warnings.append(f"truncation: the oldest {num_dropped} messages are left out")
     else:

@@ -12,9 +12,9 @@ from ramify.errors import PromptTooLongError
 from ramify.server.errors import ApiError
 from ramify.server.generation import GenerationRequest
 from ramify.server.http.wire import encode_json
-from ramify.server.openai.protocol import ChatMessage, ChatRequest
+from ramify.server.openai.protocol import ChatRequest
 
-MAX_ATTEMPTS = 8  # to render a conversation; the next one has the last turn only
+MAX_ATTEMPTS = 4  # to render a conversation; the next one has the last turn only
 TOO_LONG = "context_length_exceeded"  # code of the error for a text that no context holds
 
 Render = Callable[[ChatRequest, Sequence[str]], GenerationRequest]
@@ -26,7 +26,7 @@ def num_prompt_tokens(max_model_len: int, max_output_tokens: int | None) -> int:
 
 
 def render_truncated(
-    chat: ChatRequest, names: Sequence[str], render: Render, max_tokens: int
+    chat: ChatRequest, names: Sequence[str], render: Render, *, max_tokens: int, max_bytes: int
 ) -> tuple[ChatRequest, GenerationRequest, int]:
     """Render a conversation without its oldest turns, if all of them have too many tokens.
 
@@ -36,6 +36,7 @@ def render_truncated(
     Args:
         names: of the messages.
         max_tokens: of the prompt.
+        max_bytes: no conversation with more of them, as JSON, has so few tokens.
 
     Returns:
         the request as it was rendered, its translation, and how many messages were left out.
@@ -47,8 +48,17 @@ def render_truncated(
     roles = [message.role for message in messages]
     num_fixed = next((i for i, role in enumerate(roles) if role not in ("system", "developer")), 0)
     turns = [i for i, role in enumerate(roles) if role == "user" and i > num_fixed]
-    num_chars = list(accumulate((_num_chars(message) for message in messages), initial=0))
+    # the bytes before each message, as JSON
+    offsets = list(accumulate((len(encode_json(message)) for message in messages), initial=0))
+
+    def first_turn_after(offset: float) -> int:
+        index = bisect_left(turns, offset, key=lambda turn: offsets[turn])
+        return turns[min(index, len(turns) - 1)]
+
     start = num_fixed  # the first message that is not left out
+    num_over = offsets[-1] - max_bytes
+    if turns and num_over > 0:
+        start = first_turn_after(offsets[num_fixed] + num_over)
     for attempt in range(MAX_ATTEMPTS + 1):
         kept = msgspec.structs.replace(chat, messages=messages[:num_fixed] + messages[start:])
         is_last = not turns or start == turns[-1]
@@ -65,12 +75,6 @@ def render_truncated(
         if attempt == MAX_ATTEMPTS - 1:
             start = turns[-1]
         else:
-            num_kept = num_chars[num_fixed] + num_chars[-1] - num_chars[start]
-            target = num_chars[start] + excess * num_kept
-            turn = bisect_left(turns, target, key=lambda index: num_chars[index])
-            start = turns[min(turn, len(turns) - 1)]
+            num_kept = offsets[num_fixed] + offsets[-1] - offsets[start]
+            start = first_turn_after(offsets[start] + excess * num_kept)
     raise AssertionError("the last attempt returns or raises")
-
-
-def _num_chars(message: ChatMessage) -> int:
-    return len(encode_json(message))

@@ -28,9 +28,11 @@ from ramify.server.openai.protocol import (
 from ramify.server.openai.responses_protocol import ResponsesRequest
 from ramify.server.openai.responses_request import response_to_generation
 from ramify.server.openai.responses_store import earlier_turns
+from ramify.server.openai.unserved import CHAT_FIELDS, COMPLETION_FIELDS, RESPONSES_FIELDS
 from ramify.server.operations.metrics import CONTENT_TYPE
 from ramify.server.prompt_renderer import RenderedPrompt
 from ramify.server.service import Service
+from ramify.server.unserved_fields import decode_request
 
 MAX_NODES = 2000
 READ_S = 2.0  # a scrape does not wait for a long step
@@ -77,8 +79,11 @@ async def tree(context: RequestContext) -> Response:
 
 
 async def clear(context: RequestContext) -> Response:
-    """DELETE /v1/cache?prefix=|tenant=|salt=|older_than=."""
-    known = {"prefix", "tenant", "salt", "older_than"}
+    """DELETE /v1/cache?prefix=|tenant=|salt=|older_than=|pins=.
+
+    `pins=true` ends the tenant's pins before; it needs `tenant`.
+    """
+    known = {"prefix", "tenant", "salt", "older_than", "pins"}
     query = context.request.query_params
     unknown = sorted(set(query) - known)
     if unknown:
@@ -93,13 +98,27 @@ async def clear(context: RequestContext) -> Response:
     # An unset shell variable gives an empty prefix; that must not clear everything.
     if query.get("prefix") == "":
         raise ApiError(400, "it is empty; leave it out to clear everything", param="prefix")
+    ends_pins, tenant = query.get("pins", "false"), query.get("tenant")
+    if ends_pins not in ("true", "false"):
+        raise ApiError(400, f"{ends_pins!r} is neither true nor false", param="pins")
+    if ends_pins == "true" and tenant is None:
+        raise ApiError(400, "it needs tenant: whose pins to end", param="pins")
+
+    def end_pins(core: EngineCore) -> int:
+        own = core.cache.pins(tenant)
+        for pin in own:
+            core.cache.unpin(pin)
+        return len(own)
+
+    num_pins = await context.service.engine.run(end_pins) if ends_pins == "true" else 0
     cleared = await context.service.engine.cache.clear(
         prefix=query.get("prefix"),
-        tenant=query.get("tenant"),
+        tenant=tenant,
         salt=query.get("salt"),
         older_than_s=older_than_s,
     )
-    return json_response({"pages": cleared.num_pages, "kept_pages": cleared.num_kept})
+    payload = {"pages": cleared.num_pages, "kept_pages": cleared.num_kept}
+    return json_response(payload | ({"pins": num_pins} if ends_pins == "true" else {}))
 
 
 async def reset(context: RequestContext) -> Response:
@@ -140,6 +159,7 @@ async def pin(context: RequestContext) -> Response:
             ttl_s=request.ttl_s,
             tenant=request.tenant,
             salt=request.salt,
+            room_tokens=context.service.room_tokens,
         )
     except PinError as error:
         raise ApiError(409, str(error)) from error
@@ -186,9 +206,10 @@ def parse_any_request(
     """
     fields = decode_body(body, dict[str, Any])
     if "prompt" in fields:
-        request = completion_to_generations(decode_body(body, CompletionRequest), service)[0]
+        completion, _ = decode_request(body, CompletionRequest, COMPLETION_FIELDS)
+        request = completion_to_generations(completion, service)[0]
     elif "input" in fields:
-        response = decode_body(body, ResponsesRequest)
+        response, _ = decode_request(body, ResponsesRequest, RESPONSES_FIELDS)
         earlier = earlier_turns(response, service, tenant)
         translated = response_to_generation(response, earlier, service, tenant)
         request = translated.generation_request
@@ -198,7 +219,8 @@ def parse_any_request(
         salt = fields.get("cache_salt")
         return entry.prompt, salt if isinstance(salt, str) else ""
     else:
-        request = chat_to_generation(decode_body(body, ChatRequest), service, tenant)
+        chat, _ = decode_request(body, ChatRequest, CHAT_FIELDS)
+        request = chat_to_generation(chat, service, tenant)
     return request.prompt, request.salt
 
 

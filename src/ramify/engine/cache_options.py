@@ -1,0 +1,136 @@
+"""What a request asks of the prefix cache: an explanation, pins, and its tenant's share."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import accumulate
+
+from ramify.cache import CacheKey, Node, PrefixCache
+from ramify.cache.inspection import count_pages
+from ramify.cache.packed import ATOM_BYTES
+from ramify.cache.pins import validate_ttl
+from ramify.engine.prefix_namespaces import owner_of_node
+from ramify.errors import ConfigError, InvalidParamsError, PinError
+
+MAX_RETENTION = 64  # prefixes that one request may ask to pin
+
+
+@dataclass(frozen=True, slots=True)
+class CacheOptions:
+    """Options of a request that the cache serves; `AsyncLLM.stream` describes them."""
+
+    explain: bool = False
+    retention: tuple[tuple[int, float | None], ...] = ()  # (tokens of a prefix, seconds)
+    cache_share: float | None = None
+    pin_share: float | None = None
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        explain: bool,
+        retention: Sequence[tuple[int, float | None]],
+        cache_share: float | None,
+        pin_share: float | None,
+    ) -> CacheOptions | None:
+        """The options, checked; None if none of them asks for anything.
+
+        Raises:
+            InvalidParamsError: a value of the wrong type or outside its range.
+        """
+        if not explain and not retention and cache_share is None:
+            return None
+        for name, share in (("cache_share", cache_share), ("pin_share", pin_share)):
+            if share is not None and not (isinstance(share, int | float) and 0 <= share <= 1):
+                raise InvalidParamsError(name, share, "None or a share of the pages from 0 to 1")
+        if len(retention) > MAX_RETENTION:
+            allowed = f"at most {MAX_RETENTION} prefixes"
+            raise InvalidParamsError("retention", f"{len(retention)} prefixes", allowed)
+        prefixes = tuple(_checked_prefix(prefix) for prefix in retention)
+        return cls(explain, prefixes, cache_share, pin_share)
+
+
+def _checked_prefix(prefix: object) -> tuple[int, float | None]:
+    match prefix:
+        case (int() as num_tokens, ttl_s) if not isinstance(num_tokens, bool) and num_tokens >= 0:
+            with suppress(ConfigError):
+                return num_tokens, validate_ttl(ttl_s)
+    allowed = "pairs of a number of tokens and of seconds > 0 or None"
+    raise InvalidParamsError("retention", prefix, allowed)
+
+
+def enforce_cache_share(
+    cache: PrefixCache, key: CacheKey, tenant: str, *, share: float, num_cached: int
+) -> int:
+    """Evict the tenant's own least recently used pages if a prompt needs others' pages.
+
+    Only as many as the tenant would be over its share. The cached prefix of the prompt stays.
+
+    Args:
+        key: of the whole prompt.
+        share: of all pages of the pool.
+        num_cached: tokens of the prompt that are cached.
+
+    Returns:
+        The number of evicted pages. Cost: O(cached nodes) if the free pages do not suffice, else O(1).
+    """
+    stats, size = cache.stats(), cache.page_size
+    num_needed = -(-len(key) // size) - num_cached // size - stats.free_pages
+    if num_needed <= 0:
+        return 0
+    atoms, page_bytes = key.atoms, size * ATOM_BYTES
+    leaves: list[tuple[int, int]] = []  # last access, number of pages
+
+    def is_own(node: Node) -> bool:
+        return owner_of_node(node)[0] == tenant
+
+    def is_evictable(node: Node) -> bool:
+        # the cached prefix of this prompt is about to be read
+        return is_own(node) and not atoms.startswith(
+            node.atoms[:page_bytes], node.start * page_bytes
+        )
+
+    def visit(node: Node) -> bool:
+        if node.is_leaf and is_evictable(node):
+            leaves.append((node.last_access, len(node.pages)))
+        return is_own(node)
+
+    num_over = count_pages(cache, visit) + num_needed - int(share * stats.num_pages)
+    num_evict = min(num_over, num_needed)
+    if num_evict <= 0 or not leaves:
+        return 0
+    leaves.sort()
+    last = bisect_left(list(accumulate(num_pages for _, num_pages in leaves)), num_evict)
+    newest, _ = leaves[min(last, len(leaves) - 1)]
+    return cache.evict_if(lambda node: node.last_access <= newest and is_evictable(node), num_evict)
+
+
+def pin_prefixes(
+    cache: PrefixCache, key: CacheKey, tenant: str, options: CacheOptions, *, room_pages: int
+) -> int:
+    """Pin the prefixes of `options.retention`, as whole pages; returns how many were refused.
+
+    A prefix that the tenant has pinned already is left as it is: the lookup has refreshed it.
+
+    Args:
+        key: of the whole prompt, whose pages are cached.
+        room_pages: pages that must stay without a pin if the tenant has a `pin_share`.
+    """
+    limits = {}
+    if options.pin_share is not None:
+        limits["max_owner_pages"] = int(options.pin_share * cache.num_pages)
+        limits["room_pages"] = room_pages
+    pinned = {pin.key for pin in cache.pins(tenant)}
+    num_refused = 0
+    for num_tokens, ttl_s in options.retention:
+        prefix = key.prefix(min(num_tokens, len(key)) // cache.page_size * cache.page_size)
+        if not len(prefix) or prefix in pinned:
+            continue
+        try:
+            pinned.add(cache.pin(prefix, tenant, ttl_s, **limits).key)
+        except PinError:
+            num_refused += 1
+    return num_refused
