@@ -13,12 +13,15 @@ from typing import Any
 from ramify.engine.text.incremental_encoder import Encoding, IncrementalEncoder
 from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import ChatTemplateError, PromptTooLongError
+from ramify.server.answer_opening import (
+    RenderMessages,
+    TemplateMessage,
+    find_turn_opening,
+    render_prefill,
+)
 from ramify.server.prompt_jobs import stop_if_abandoned
 
-TemplateMessage = Mapping[str, Any]
-RenderMessages = Callable[[Sequence[TemplateMessage]], str]
 PLACEHOLDER = "\u2042"  # an asterism, for texts whose place in a rendered prompt is looked up
-PREFILL_END = "\ue0f1\ue0f2"  # two characters for private use: no template writes them
 # Characters to look through for the fields of a request, as `MAX_SEARCHES` whole texts or so many.
 MAX_SEARCHED, MAX_SEARCHES = 200_000_000, 64
 MAX_BREAKPOINTS = 4  # of one request, the implicit one included
@@ -191,14 +194,15 @@ class PromptRenderer:
             self.tokenizer.apply_chat_template, tools=tools, **options
         )
         if continue_final_message:
-            render_prompt: RenderMessages = partial(_render_prefill, render)
+            render_prompt: RenderMessages = partial(render_prefill, render)
         else:
             render_prompt = partial(render, add_generation_prompt=add_generation_prompt)
         text = render_prompt(messages)
         stop_if_abandoned()
         num_stable_chars = self._num_stable_chars(text, messages, tools, options)
+        stop_if_abandoned()
         num_earlier = len(messages) - 1 if continue_final_message else len(messages)
-        turn_opening = _turn_opening(render_prompt, messages, num_earlier, text)
+        turn_opening = find_turn_opening(render_prompt, messages, num_earlier, text)
         prefix = next(
             (prefix for prefix in known if prefix.text and text.startswith(prefix.text)), None
         )
@@ -318,56 +322,6 @@ def common_prefix(left: str | array[int], right: str | array[int]) -> int:
         else:
             high = middle
     return low
-
-
-def _render_prefill(render: Callable[..., str], messages: Sequence[TemplateMessage]) -> str:
-    """The prompt up to the end of the last message's text, which a template may have stripped before.
-
-    Raises:
-        ChatTemplateError: the template leaves the last message out.
-    """
-
-    def render_until_end(content: str) -> str:
-        last = {**messages[-1], "content": content + PREFILL_END}
-        text = render([*messages[:-1], last], add_generation_prompt=False)
-        end = text.rfind(PREFILL_END)
-        if end < 0:
-            raise ChatTemplateError(
-                "the chat template does not write the last message, so its text cannot be "
-                "continued; end the messages with one of the user"
-            )
-        return text[:end]
-
-    prefill = str(messages[-1].get("content") or "")
-    text = render_until_end(prefill)
-    if not prefill[:1].isspace():
-        return text
-    beginning = render_until_end("")
-    is_stripped = text == beginning + prefill.lstrip()
-    return beginning + prefill if is_stripped else text
-
-
-def _turn_opening(
-    render: RenderMessages, messages: Sequence[TemplateMessage], num_earlier: int, text: str
-) -> str:
-    """The end of a prompt's text after the messages before the answer's turn.
-
-    Found by a mark in the last of them: some templates write the header of the answer's turn, and
-    the begin of its reasoning, with the message of the user.
-
-    Args:
-        num_earlier: messages before the answer's turn; one more is the beginning of the answer.
-    """
-    if not num_earlier:
-        return text
-    before = messages[num_earlier - 1]
-    marked = {**before, "content": str(before.get("content") or "") + PREFILL_END}
-    try:
-        text = render([*messages[: num_earlier - 1], marked, *messages[num_earlier:]])
-    except ChatTemplateError:  # this template reads the content, and does not only write it
-        return ""
-    _, end_mark, opening = text.rpartition(PREFILL_END)
-    return opening if end_mark else ""
 
 
 def _locate_parts(text: str, parts: Sequence[PromptPart]) -> Iterator[tuple[PromptPart, int, int]]:
