@@ -95,6 +95,7 @@ def call_text(family: str, template: str, name: str, arguments: Mapping[str, Any
             f'<minimax:tool_call>\n<invoke name="{name}">\n{minimax}</invoke>\n</minimax:tool_call>'
         ),
         "hunyuan": f"<tool_calls>[{plain}]</tool_calls>",
+        "nemotron": f"<TOOLCALL>[{plain}]</TOOLCALL>",
         "phi4": f"<|tool_call|>[{plain}]<|/tool_call|>",
         "granite": granite,
         "hermes": f"<tool_call>\n{plain}\n</tool_call>",

@@ -226,6 +226,7 @@ CALL_SYNTAXES: dict[str, tuple[CallSyntax, ...]] = {
         ),
     ),
     "hunyuan": (_json_list("<tool_calls>", "</tool_calls>"),),
+    "nemotron": (_json_list("<TOOLCALL>", "</TOOLCALL>"),),
     "phi4": (_json_list("<|tool_call|>", "<|/tool_call|>"),),
     "granite": (
         replace(_json_list("<|tool_call|>"), template_has="<|tool_call|>"),
