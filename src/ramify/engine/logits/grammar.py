@@ -39,10 +39,17 @@ JSON_OPTIONS = {
 }
 COMPILE_S = 1.0  # a grammar that takes longer is refused; 1,000 properties take 0.7 s
 EXIT_S = 10.0  # at exit, the most to wait for threads that compile
+# Of a thread that compiles: llguidance recurses along chains of rules and references, by up to 10 kB
+# a level, and a stack overflow ends the process. `MAX_GRAMMAR_BYTES` has up to 30,000 levels. Only
+# what is used takes memory.
+STACK_BYTES = 512 << 20
 
 
 class _CompileThreads:
-    """Threads that compile; joined at exit, because one that outlives the interpreter crashes it."""
+    """Threads that compile, with large stacks.
+
+    Joined at exit, because one that outlives the interpreter crashes it.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -53,7 +60,11 @@ class _CompileThreads:
         """Start a thread, unless the program is ending; returns whether it was started."""
         with self._lock:
             if not self._is_over:
-                worker.start()
+                others = threading.stack_size(STACK_BYTES)
+                try:
+                    worker.start()
+                finally:
+                    threading.stack_size(others)
                 self._started.add(worker)
             return not self._is_over
 
