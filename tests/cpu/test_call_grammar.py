@@ -184,6 +184,7 @@ def calls(draw: st.DrawFn) -> tuple[list[dict[str, Any]], str, dict[str, Any]]:
         for name in chosen["properties"]
         if name in chosen["required"] or draw(st.booleans())
     }
+    arguments = dict(draw(st.permutations(list(arguments.items()))))
     return schemas, ("first", "second")[index], arguments
 
 
@@ -260,6 +261,31 @@ def test_a_call_that_breaks_its_schema_is_not_possible(
         ids = encoded("Hm. " + call_text(family, template, name, arguments), has_marks=has_marks)
         optional = start(writer.optional_calls(tools, AnswerBegin()), has_marks=has_marks)
         assert 3 < num_accepted(optional, ids) < len(ids)
+
+
+@pytest.mark.parametrize("has_marks", [True, False])
+@pytest.mark.parametrize(("family", "template"), VARIANTS)
+def test_arguments_come_in_any_order_once(family: str, template: str, has_marks: bool) -> None:
+    """No order loses an argument; none comes twice, and the required one comes in any case."""
+    properties = {name: {"type": "integer"} for name in ("a", "b", "c", "d")}
+    writer = grammars(family, template, has_marks=has_marks)
+    tools = tools_of([{"properties": properties, "required": ["c"]}, {"properties": properties}])
+
+    def num_left(text: str) -> int:
+        spec = writer.forced_calls(tools, AnswerBegin(), single=True)
+        ids = encoded(text, has_marks=has_marks)
+        return len(ids) - num_accepted(start(spec, has_marks=has_marks), ids)
+
+    def call(name: str, *keys: str) -> str:
+        return call_text(family, template, name, dict.fromkeys(keys, 1))
+
+    for keys in ("c", "dc", "cba", "bdac", "acdb"):
+        assert num_left(call("first", *keys)) == 0, keys
+    assert num_left(call("second")) == 0
+    assert num_left(call("second", *"dbca")) == 0
+    assert num_left(call("first", *"dab")) > 0
+    twice = call("second", *"dbxa").replace("x", "b")
+    assert num_left(twice) > 0
 
 
 END_MARKS = ("</parameter>", "</｜DSML｜parameter>", "</arg_value>", "</think>")

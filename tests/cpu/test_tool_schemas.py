@@ -182,12 +182,19 @@ def test_what_restricts_nothing_is_dropped_in_silence(schema: dict[str, Any]) ->
     assert rewritten.keys() <= {"type"}
 
 
-def test_a_reference_to_elsewhere_is_refused() -> None:
-    """An external `$ref` is a 400 that names the tool, strict or not."""
-    schema = {"properties": {"a": {"$ref": "https://example.com/schema"}}}
-    with pytest.raises(ApiError, match=r"example\.com") as caught:
-        enforceable_schema(schema, "tools[0]", SchemaWarnings(), strict=False)
-    assert caught.value.param == "tools[0].properties.a"
+@pytest.mark.parametrize("reference", ["https://example.com/schema", "other.json#/a", "#name", "a"])
+def test_a_reference_to_elsewhere_allows_any_value(reference: str, accepts: Accepts) -> None:
+    """A `$ref` that cannot be followed is named in a warning; `strict` refuses it."""
+    schema = OBJECT | {"properties": {"a": {"$ref": reference}}}
+    warnings = SchemaWarnings()
+
+    enforceable_schema(schema, "tools[0]", warnings, strict=False)
+
+    assert warnings.messages == [f"tools[0].properties.a: $ref: {reference!r} is not enforced"]
+    assert accepts(schema, '{"a": [1]}')
+    with pytest.raises(ApiError, match="cannot be enforced") as caught:
+        enforceable_schema(schema, "tools[0]", SchemaWarnings(), strict=True)
+    assert caught.value.param == "tools[0].properties.a.$ref"
 
 
 def test_the_work_on_a_schema_is_bounded() -> None:

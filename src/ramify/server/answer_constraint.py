@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,6 +26,7 @@ from ramify.server.tool_schemas import (
 MAX_SCHEMA_CHARS = 200_000  # of the rules of all tools in a grammar; further arguments are free
 RULE_CHARS = 300  # of the rules of a tool, its schema not included
 MAX_TOOLS_TRIED = 128  # one by one, to find those whose schemas cannot be compiled
+TRY_S = 2.0  # for all of them; the others' arguments are free
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
@@ -140,7 +142,7 @@ class AnswerConstraints:
         tenant: str,
         warnings: list[str],
     ) -> StructuredOutput | None:
-        """The constraint that `write` makes, with free arguments where a schema cannot be compiled."""
+        """The constraint that `write` makes, simpler where a schema cannot be compiled."""
         tools = self._callable(offered, warnings)
         spec = write(tools)
         if spec is None:
@@ -181,10 +183,13 @@ class AnswerConstraints:
         tenant: str,
         warnings: list[str],
     ) -> list[CallableTool]:
-        """The tools, with free arguments where a schema cannot be compiled."""
-        checked = list(tools)
-        for index, tool in enumerate(tools[:MAX_TOOLS_TRIED]):
+        """The tools, with arguments in order, and free ones where a schema cannot be compiled."""
+        checked = [replace(tool, any_order=False) for tool in tools]
+        deadline = time.monotonic() + TRY_S
+        for index, tool in enumerate(checked[:MAX_TOOLS_TRIED]):
             try:
+                if time.monotonic() > deadline:
+                    raise InvalidParamsError("tools", "given", "simpler: they take too long")
                 self._compile(StructuredOutput(json_schema=tool.schema), tenant)
             except InvalidParamsError as error:
                 if error.name == "structured":

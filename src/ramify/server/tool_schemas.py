@@ -65,14 +65,15 @@ def enforceable_schema(
       means `schema`, recursion included.
     - An object with properties has no others, unless `additionalProperties` says so. What several
       schemas describe together (`allOf`, `anyOf`, `$ref` beside other keywords) is closed as a whole.
-    - Keywords that cannot be enforced are left out with a warning, annotations without one.
+    - Keywords that cannot be enforced are left out with a warning, annotations without one. So is a
+      `$ref` that names nothing here, as an external one.
 
     Args:
         where: path of the schema in the request: `tools[0].function.parameters`.
         strict: refuse what cannot be enforced.
 
     Raises:
-        ApiError: 400, `strict` and a keyword cannot be enforced, or a `$ref` is external.
+        ApiError: 400, `strict` and a keyword cannot be enforced.
         SchemaTooLargeError: there is too much work.
     """
     return _Rewriter(schema, where, warnings, strict=strict).run()
@@ -260,14 +261,8 @@ class _Rewriter:
         return self._where + pointer[: 4 * MAX_NAME_CHARS].replace("/", ".")
 
     def _ref(self, reference: str, path: str, *, is_open: bool) -> Schema:
-        if not reference.startswith("#"):
-            raise ApiError(
-                400,
-                f"$ref: {reference[:100]!r} is outside of the schema; put what it names into $defs",
-                param=path,
-            )
         pointer = reference[1:]
-        if self._target(pointer) is None:
+        if not reference.startswith("#") or self._target(pointer) is None:
             self._ignore("$ref", path, reference)
             return {}
         key = (pointer, is_open)

@@ -21,6 +21,11 @@ from ramify.server.output_formats.call_syntax import (
 
 TEXT = r"/(.|\n)*/"
 MAX_CALLS = 16  # in a row: some models would go on for ever
+# More arguments of a tool than this, or rules beyond so many characters, keep the schema's order.
+MAX_ANY_ORDER = 64  # bits of a rule's parameter
+MAX_ANY_ORDER_CHARS = 120_000
+_PLAIN_OBJECT = frozenset({"type", "properties", "required", "additionalProperties", "$defs"})
+RULE_CHARS = 100  # of the rules of an argument, its schema and name not included
 _ESCAPE_OR_SLASH = re.compile(r"\\.|/", re.DOTALL)
 _OF_TOOL = (Slot.NAME, Slot.QUOTED_NAME, Slot.ARGUMENTS, Slot.PARAMETERS)
 _RULE_OF_SLOT = {
@@ -32,6 +37,8 @@ _RULE_OF_SLOT = {
 _COMMON_RULES = (
     "space: | SPACE",
     f"SPACE: /{JSON_WHITESPACE}/",
+    'comma: space "," space',
+    'colon: space ":" space',
     r"lead: /\s{0,4}/",
     r"OTHER_NAME: /[^<>\"\n]{1,256}/",
 )
@@ -39,10 +46,17 @@ _COMMON_RULES = (
 
 @dataclass(frozen=True, slots=True)
 class CallableTool:
-    """A tool as a grammar needs it."""
+    """A tool as a grammar needs it.
+
+    Args:
+        schema: of its arguments, see `enforceable_schema`.
+        any_order: its arguments may come in any order, not only in the schema's. Those of models do,
+            and an argument whose place has passed would be lost.
+    """
 
     name: str
-    schema: Mapping[str, Any]  # of its arguments, see `enforceable_schema`
+    schema: Mapping[str, Any]
+    any_order: bool = True
 
 
 class AddedTokens:
@@ -73,6 +87,8 @@ class LarkRules:
     def __init__(self, added: AddedTokens) -> None:
         self._added = added
         self._rules: list[str] = []
+        self._values: dict[str, str] = {}  # text of a schema → rule of its values
+        self._num_any_order_chars = 0
 
     def text(self, start: str) -> str:
         """The grammar whose rule `start` is this."""
@@ -196,20 +212,91 @@ class LarkRules:
         if piece is Slot.QUOTED_NAME:
             return quoted(json.dumps(tool.name, ensure_ascii=False))
         if piece is Slot.ARGUMENTS:
-            return self._add(f"arguments{index}", _json(_object(tool.schema)))
+            return self._arguments(tool, index)
         assert syntax is not None, "a call with parameters has a syntax for them"
         return self._parameters(tool, index, syntax)
 
+    def _arguments(self, tool: CallableTool, index: int) -> str:
+        """Add rules for a JSON object of the tool's schema; returns their name."""
+        schema = _object(tool.schema)
+        rule, names = f"arguments{index}", schema.get("properties", {})
+        if (
+            schema.keys() <= _PLAIN_OBJECT
+            and schema.get("additionalProperties") is False
+            and schema["type"] in ("object", ["object"])
+            and False not in names.values()
+            and self._has_any_order(tool, schema)
+        ):
+            members = {}
+            for number, (name, value) in enumerate(names.items()):
+                member = f"member{index}_{number}"
+                key = quoted(json.dumps(name, ensure_ascii=False))
+                self._add(member, f"{key} colon {self._json_value(value, schema)}")
+                members[member] = name in schema.get("required", ())
+            in_any_order = self._in_any_order(index, members, "comma")
+            return self._add(rule, f'"{{" space {in_any_order} space "}}"')
+        return self._add(rule, _json(schema))
+
+    def _has_any_order(self, tool: CallableTool, schema: Mapping[str, Any]) -> bool:
+        """Whether there is room for rules of the arguments in any order, which this takes."""
+        names = schema.get("properties", {})
+        if not tool.any_order or not 1 < len(names) <= MAX_ANY_ORDER:
+            return False
+        # Each value that refers to definitions has a copy of them.
+        text = json.dumps(schema["$defs"], ensure_ascii=False) if "$defs" in schema else ""
+        num_chars = len(names) * (len(text) + RULE_CHARS) + sum(map(len, names))
+        if self._num_any_order_chars + num_chars > MAX_ANY_ORDER_CHARS:
+            return False
+        self._num_any_order_chars += num_chars
+        return True
+
+    def _in_any_order(self, index: int, members: Mapping[str, bool], separator: str) -> str:
+        """Add rules for members in any order, each at most once; returns what matches them.
+
+        A parameter of the rules has a bit for each member that has come, as in llguidance's
+        documentation of parametric grammars; those of required members are the lowest.
+
+        Args:
+            members: rule → whether it is required.
+        """
+        rules = sorted(members, key=lambda rule: not members[rule])
+        num_required = sum(members.values())
+        is_whole = f"is_ones([0:{num_required}])" if num_required else "true"
+        next_rule, end = f"members{index}", f"after{index}"
+        ways = (
+            f"{rule} {end}::set_bit({bit}) %if bit_clear({bit})" for bit, rule in enumerate(rules)
+        )
+        self._add(f"{next_rule}::_", " | ".join(ways))
+        has_more = f"not(is_ones([0:{len(rules)}]))"
+        self._add(f"{end}::_", f'"" %if {is_whole} | {separator} {next_rule}::_ %if {has_more}')
+        return f"{next_rule}::0x0" if num_required else f"({next_rule}::0x0)?"
+
+    def _json_value(self, value: Any, schema: Mapping[str, Any]) -> str:
+        """Add a rule for the values of a property, unless there is one; returns its name."""
+        fields = value if isinstance(value, Mapping) else {}
+        text = _json(fields)
+        if "$defs" in schema and '"$ref"' in text:
+            text = _json({**fields, "$defs": schema["$defs"]})
+        if text not in self._values:
+            self._values[text] = self._add(f"json{len(self._values)}", text)
+        return self._values[text]
+
     def _parameters(self, tool: CallableTool, index: int, syntax: ParameterSyntax) -> str:
-        """Parameters in the order of the schema; those that it leaves open come last."""
+        """Parameters; those that the schema leaves open come last."""
         schema = _object(tool.schema)
         required = schema.get("required", ())
-        parameters = []
+        members = {}
         for number, (name, value) in enumerate(schema.get("properties", {}).items()):
             begin, rule = self.mark(syntax.begin + name), f"parameter{index}_{number}"
             value_rule = self._value(f"value{index}_{number}", value, schema, syntax)
             self._add(rule, f"{begin} {value_rule} space")
-            parameters.append(rule if name in required else f"{rule}?")
+            members[rule] = name in required
+        if self._has_any_order(tool, schema):
+            parameters = [self._in_any_order(index, members, "")]
+        else:
+            parameters = [
+                rule if is_required else f"{rule}?" for rule, is_required in members.items()
+            ]
         if schema.get("additionalProperties", True) is not False:
             value_rule = f"{self._after_name(syntax, is_text=True)} {self._text_to_end(syntax)}"
             begin = self.mark(syntax.begin)
@@ -231,8 +318,9 @@ class LarkRules:
             return self._add(rule, f"{after_name} {newline} ({ways}) {newline} {end}")
         if types in ("object", "array", "integer", "number", "boolean", "null"):
             after_name = self._after_name(syntax, is_text=False)
-            defs = {"$defs": schema["$defs"]} if "$defs" in schema else {}
-            return self._add(rule, f"{after_name} space {_json({**fields, **defs})} space {end}")
+            return self._add(
+                rule, f"{after_name} space {self._json_value(fields, schema)} space {end}"
+            )
         return f"{after_name} {self._text_to_end(syntax)}"
 
     def _after_name(self, syntax: ParameterSyntax, *, is_text: bool) -> str:
