@@ -105,8 +105,8 @@ def call_text(family: str, template: str, name: str, arguments: Mapping[str, Any
 
 
 @cache
-def tokenizer(*, has_marks: bool) -> tokenizers.Tokenizer:
-    """The tiny checkpoints' tokenizer, with the families' marks as special tokens or without."""
+def tokenizer(*, has_marks: bool, are_special: bool = True) -> tokenizers.Tokenizer:
+    """The tiny checkpoints' tokenizer, with the families' marks as added tokens or without."""
     import tempfile
     from pathlib import Path
 
@@ -114,7 +114,8 @@ def tokenizer(*, has_marks: bool) -> tokenizers.Tokenizer:
         path = write_tiny_checkpoint(Path(folder), "llama")
         core = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
     if has_marks:
-        core.add_special_tokens(MARKS)
+        marks = [tokenizers.AddedToken(m, special=are_special, normalized=False) for m in MARKS]
+        core.add_tokens(marks)
     return core
 
 
@@ -261,6 +262,24 @@ def test_a_call_that_breaks_its_schema_is_not_possible(
         ids = encoded("Hm. " + call_text(family, template, name, arguments), has_marks=has_marks)
         optional = start(writer.optional_calls(tools, AnswerBegin()), has_marks=has_marks)
         assert 3 < num_accepted(optional, ids) < len(ids)
+
+
+@pytest.mark.parametrize(("family", "template"), MARKED)
+def test_marks_need_not_be_special(family: str, template: str) -> None:
+    """A mark that is an added token but no special one begins a call too, as in DeepSeek V3.2."""
+    core = tokenizer(has_marks=True, are_special=False)
+    wrapped = Tokenizer(core, special_tokens={}, chat_templates={})
+    writer = AnswerGrammars(family, AddedTokens(wrapped.added_token_texts), template=template)
+    tools = tools_of([{"properties": {"n": {"type": "integer"}}}, {}])
+    spec = writer.optional_calls(tools, AnswerBegin())
+    assert spec is not None
+    num_tokens = core.get_vocab_size()
+    compiled = GrammarCompiler(core.to_str, vocab_size=num_tokens, eos_token_ids=[END])
+
+    for value, is_valid in ((1, True), ("x", False)):
+        text = "Hm. " + call_text(family, template, "first", {"n": value})
+        ids = list(core.encode(text, add_special_tokens=False).ids)
+        assert (num_accepted(compiled.compile(spec), ids) == len(ids)) is is_valid
 
 
 @pytest.mark.parametrize("has_marks", [True, False])

@@ -61,11 +61,10 @@ class TokenTexts:
             self._texts[token] = text
         return text
 
-    @staticmethod
-    def of_mark(mark: Mark) -> str:
+    def of_mark(self, mark: Mark) -> str:
         """The text of a mark, in the same form."""
         return "".join(
-            chr(_FIRST_SPECIAL + part) if isinstance(part, int) else part.encode().decode("latin-1")
+            self.of(part) if isinstance(part, int) else part.encode().decode("latin-1")
             for part in mark
         )
 
