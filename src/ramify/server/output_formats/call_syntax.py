@@ -138,7 +138,7 @@ CALL_SYNTAXES: dict[str, tuple[CallSyntax, ...]] = {
         CallSyntax(
             (
                 *(Delimiter("<|channel|>"), "commentary to=functions.", Slot.NAME),
-                *(Maybe((" ",)), Maybe((Delimiter("<|constrain|>"), "json"))),
+                *(Maybe((" json",)), Maybe((" ",)), Maybe((Delimiter("<|constrain|>"), "json"))),
                 *(Delimiter("<|message|>"), Slot.ARGUMENTS, Delimiter("<|call|>")),
             ),
             separator=(Delimiter("<|start|>"), "assistant"),
@@ -208,7 +208,7 @@ CALL_SYNTAXES: dict[str, tuple[CallSyntax, ...]] = {
     ),
     "glm": (
         CallSyntax(
-            (_TOOL_CALL, Slot.NAME, "\n", Slot.PARAMETERS, _END_TOOL_CALL),
+            (_TOOL_CALL, Slot.NAME, _SPACE, Slot.PARAMETERS, _END_TOOL_CALL),
             resumes=True,
             parameters=ParameterSyntax(
                 "<arg_key>", ("</arg_key>", _SPACE, "<arg_value>"), "</arg_value>"
