@@ -1,7 +1,9 @@
 """Calls follow their tools' schemas in each family's own form, and everything else stays free."""
 
+import contextlib
 import json
 import random
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,12 +15,12 @@ from hypothesis import strategies as st
 from ramify.engine.logits.grammar import GrammarCompiler
 from ramify.engine.logits.logits_processors import GrammarMatcher
 from ramify.engine.text.tokenizer import Tokenizer
-from ramify.errors import DeadEndError
+from ramify.errors import DeadEndError, InvalidParamsError
 from ramify.params import StructuredOutput
 from ramify.server.output_formats.call_grammar import AnswerBegin, AnswerGrammars
 from ramify.server.output_formats.call_syntax import CALL_SYNTAXES
 from ramify.server.output_formats.events import ArgumentsDelta, CallStart, TextDelta
-from ramify.server.output_formats.lark_rules import MAX_CALLS, AddedTokens
+from ramify.server.output_formats.lark_rules import MAX_CALLS, AddedTokens, CallableTool
 from ramify.server.output_formats.output_format import named
 from ramify.server.output_formats.parser import ReasoningMarks
 from tests.cpu.family_calls import (
@@ -336,6 +338,23 @@ def test_drafts_and_shorter_outputs_change_no_mask(seed: int, has_marks: bool) -
             [expected] = fresh.token_bitmasks([*ids[:end], *draft[:position]], ())
             assert (mask is None) == (expected is None)
             assert mask is None or expected is None or np.array_equal(mask, expected)
+
+
+@pytest.mark.parametrize("family", ["hermes", "qwen3_coder"])
+def test_copies_of_definitions_are_bounded(family: str) -> None:
+    """Many arguments that refer to large definitions take no memory and time beyond the limit."""
+    large = {f"d{index}": {"enum": ["x" * 100]} for index in range(1000)}
+    items = {"type": "array", "items": {"$ref": "#/$defs/d0"}}
+    properties = {f"p{index}": items | {"minItems": index} for index in range(5000)}
+    schema = {"type": "object", "properties": properties, "$defs": large}
+    tools = [CallableTool("first", schema | {"additionalProperties": False})]
+    writer = grammars(family, "", has_marks=True)
+    began = time.process_time()
+
+    with contextlib.suppress(InvalidParamsError):
+        writer.forced_calls(tools, AnswerBegin())
+
+    assert time.process_time() - began < 1
 
 
 def test_calls_in_a_row_are_bounded() -> None:

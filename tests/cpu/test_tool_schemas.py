@@ -211,6 +211,11 @@ def test_the_work_on_a_schema_is_bounded() -> None:
         enforceable_schema(
             {"$defs": chain, "properties": users}, "x", SchemaWarnings(), strict=False
         )
+    named = {"d0": {"$ref": f"#/{'%41' * 300_000}"}}
+    with pytest.raises(SchemaTooLargeError):
+        enforceable_schema(
+            {"$defs": named, "properties": users}, "x", SchemaWarnings(), strict=False
+        )
     shared = enforceable_schema(
         {"$defs": pairs, "$ref": "#/$defs/d0"}, "x", SchemaWarnings(), strict=False
     )

@@ -144,17 +144,17 @@ class AnswerConstraints:
     ) -> StructuredOutput | None:
         """The constraint that `write` makes, simpler where a schema cannot be compiled."""
         tools = self._callable(offered, warnings)
-        spec = write(tools)
-        if spec is None:
-            return None
         try:
-            self._compile(spec, tenant)
+            return self._compiled(write(tools), tenant)
         except InvalidParamsError as error:
             if error.name == "structured":  # nothing can be compiled now
                 raise
-            spec = write(self._compilable(offered, tools, tenant, warnings))
-            if spec is not None:
-                self._compile(spec, tenant)
+        return self._compiled(write(self._compilable(offered, tools, tenant, warnings)), tenant)
+
+    def _compiled(self, spec: StructuredOutput | None, tenant: str) -> StructuredOutput | None:
+        """A constraint that has been compiled."""
+        if spec is not None:
+            self._compile(spec, tenant)
         return spec
 
     def _compile(self, spec: StructuredOutput, tenant: str) -> None:

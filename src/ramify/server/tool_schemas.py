@@ -276,6 +276,7 @@ class _Rewriter:
         value: Any = self._root
         if not pointer:
             return value
+        self._warnings.step(len(pointer) // 256)
         if not pointer.startswith("/"):
             return None
         for part in unquote(pointer[1:]).split("/"):

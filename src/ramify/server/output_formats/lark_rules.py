@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ramify.engine.logits.grammar import JSON_OPTIONS, JSON_WHITESPACE
-from ramify.params import Mark, StructuredOutput
+from ramify.errors import InvalidParamsError
+from ramify.params import MAX_GRAMMAR_BYTES, Mark, StructuredOutput
 from ramify.server.output_formats.call_syntax import (
     CallSyntax,
     Delimiter,
@@ -88,7 +89,7 @@ class LarkRules:
         self._added = added
         self._rules: list[str] = []
         self._values: dict[str, str] = {}  # text of a schema → rule of its values
-        self._num_any_order_chars = 0
+        self._num_chars = self._num_any_order_chars = 0
 
     def text(self, start: str) -> str:
         """The grammar whose rule `start` is this."""
@@ -182,7 +183,12 @@ class LarkRules:
         return self._pieces(pieces)
 
     def _add(self, rule: str, body: str) -> str:
-        """Add a rule; returns its name."""
+        """Add a rule; returns its name. Raises InvalidParamsError beyond `MAX_GRAMMAR_BYTES`."""
+        self._num_chars += len(body)
+        if self._num_chars > MAX_GRAMMAR_BYTES:
+            raise InvalidParamsError(
+                "tools", "given", f"simpler: their rules take more than {MAX_GRAMMAR_BYTES} bytes"
+            )
         self._rules.append(f"{rule}: {body}")
         return rule.partition("[")[0]
 
