@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import re
 import threading
 import time
 import weakref
@@ -38,6 +39,9 @@ JSON_OPTIONS = {
     "json_allow_general_unicode_escapes": True,
 }
 COMPILE_S = 1.0  # a grammar that takes longer is refused; 1,000 properties take 0.7 s
+# A line with which grammars in Lark begin. llguidance's own test takes quadratic time in blank lines.
+_LARK = re.compile(r"^[^\S\n]*(?:%llguidance\b|start[^\S\n]*:)", re.MULTILINE)
+MAX_GBNF_RULES = 1000  # of a grammar: its translation takes quadratic time, 0.2 s for these
 EXIT_S = 10.0  # at exit, the most to wait for threads that compile
 # Of a thread that compiles: llguidance recurses along chains of rules and references, by up to 10 kB
 # a level, and a stack overflow ends the process. `MAX_GRAMMAR_BYTES` has up to 30,000 levels. Only
@@ -255,7 +259,6 @@ class _CompiledGrammar:
 def _grammar(spec: StructuredOutput) -> Any:
     """The grammar in llguidance's own form."""
     from llguidance import LLMatcher
-    from llguidance.gbnf_to_lark import any_to_lark
 
     options: Any = JSON_OPTIONS
     if spec.json_object:
@@ -265,7 +268,18 @@ def _grammar(spec: StructuredOutput) -> Any:
     if spec.regex is not None:
         return LLMatcher.grammar_from_regex(spec.regex)
     if spec.grammar is not None:
-        return LLMatcher.grammar_from_lark(any_to_lark(spec.grammar))
+        return LLMatcher.grammar_from_lark(_lark(spec.grammar))
     choices = " | ".join(json.dumps(text, ensure_ascii=False) for text in spec.choice or ())
     # One terminal: as rules, each text would be a parser item, and `step_max_items` limits those.
     return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
+
+
+def _lark(grammar: str) -> str:
+    """A grammar in Lark or GBNF as Lark."""
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    if _LARK.search(grammar):
+        return grammar
+    if (num_rules := grammar.count("::=")) > MAX_GBNF_RULES:
+        raise ValueError(f"it has {num_rules} rules; at most {MAX_GBNF_RULES}, or write it in Lark")
+    return gbnf_to_lark(grammar)
