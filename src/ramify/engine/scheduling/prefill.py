@@ -69,23 +69,29 @@ class PrefillSelector:
         Args:
             running: requests whose prompt is partly computed.
             budget: tokens.
-            num_free_rows: maximum number of admissions; with 0 the queue is not read.
+            num_free_rows: maximum number of admissions; with 0 the queue is not read, but parked
+                requests are woken: their tenant may be owed a row.
             num_decodes: number of other running requests.
             first: a waiting request to admit before all others, and alone.
         """
         queue, self._running, self._num_decodes = self._queue, running, num_decodes
         self._budget_left, self._num_free_rows = budget, num_free_rows
         self._work, self._admitted, self._in_flight = [], [], {}
+        if num_free_rows or queue.has_parked:
+            self._wake_parked()
         if num_free_rows:
-            queue.wake_abandoned(running)
-            for leader in running:
-                self._in_flight[leader] = prefix = self._in_flight_prefix(leader, 0)
-                queue.wake(leader, self._num_attachable(prefix))
             for request in queue.next_to_refresh(NUM_RERANKED):
                 queue.add(request, self.num_uncached(request))
         self._choose(num_free_rows + MAX_PROBES, first)
         self._in_flight = {}
         return self._work, self._admitted
+
+    def _wake_parked(self) -> None:
+        """Wake the requests whose prefix running ones have computed, or do not compute any more."""
+        self._queue.wake_abandoned(self._running)
+        for leader in self._running:
+            self._in_flight[leader] = prefix = self._in_flight_prefix(leader, 0)
+            self._queue.wake(leader, self._num_attachable(prefix))
 
     def _choose(self, num_probes: int, first: Request | None) -> None:
         queue = self._queue

@@ -268,7 +268,7 @@ class Scheduler:
         if first is None and self._defers_admissions(rows, budget - num_decodes, prefills):
             rows = 0
         work, admitted, used = Work(), Work(), 0
-        if prefills or rows:
+        if prefills or rows or self.waiting.has_parked:
             reserved = budget // PREFILL_SHARE or int(not self._step % PREFILL_SHARE)
             prefill_budget = max(budget - num_decodes, reserved)
             work, admitted = self._prefill.choose(
@@ -342,15 +342,18 @@ class Scheduler:
     def _undo_admissions(self, admitted: Work, limit: int, num_missing: int | None = None) -> None:
         """Queue up to `limit` of the newest admissions again, until `num_missing` pages are saved.
 
-        An estimate: without them, cached pages that they would pin can be evicted too.
+        Counts what an admission saves at most: new pages, and cached pages that it would pin. If
+        others pin them too, the plan fails again and the next admission goes.
         """
+        page_size = self.planner.page_size
         while limit and (num_missing is None or num_missing > 0):
             request, num_new = admitted.pop()
             self.waiting.charge(request, -num_new)
             self.waiting.undo_admit(request)
             limit -= 1
             if num_missing is not None:
-                num_missing -= -(-num_new // self.planner.page_size)
+                num_cached = len(request.sequence.tokens) - (request.rank - request.virtual_arrival)
+                num_missing -= -(-num_new // page_size) + num_cached // page_size
 
     def _preempt(self, work: Work) -> Work:
         """Requeue a running request; returns `work` without it.
