@@ -184,6 +184,16 @@ class PinTable:
         """The live pins, oldest first; with `owner`, only that owner's."""
         return [pin for _, pin in self._pins.values() if owner in (None, pin.owner)]
 
+    def within(self, pin: Pin) -> list[Pin]:
+        """The other pins of its owner that end inside a pin's prefix, shortest first."""
+        path = set(self._tree.path(self._pins[pin.id][0].node))
+        inner = [
+            other
+            for lease, other in self._pins.values()
+            if other.owner == pin.owner and other.id != pin.id and lease.node in path
+        ]
+        return sorted(inner, key=lambda other: (other.num_pages, other.id))
+
     def _nodes(self, is_selected: Callable[[Pin], bool] = lambda pin: True) -> set[int]:
         """All nodes under the selected pins."""
         tree, nodes = self._tree, set[int]()

@@ -311,6 +311,11 @@ class PrefixCache:
         self._pin_table.expire()
         return self._pin_table.list(owner)
 
+    @guarded
+    def pins_within(self, pin: Pin) -> list[Pin]:
+        """The other pins of its owner that end inside a live pin's prefix, shortest first."""
+        return self._pin_table.within(pin)
+
     # -- pages -----------------------------------------------------------------------------
 
     def reserve(self, num_pages: int) -> Pages:
