@@ -86,7 +86,6 @@ CALLS: dict[str, Callable[[State], object]] = {
     "pin": lambda s: s.cache.pin(KEY, "you"),
     "unpin": lambda s: s.cache.unpin(s.pin),
     "pins": lambda s: s.cache.pins(),
-    "pins_within": lambda s: s.cache.pins_within(s.pin),
     "reserve": lambda s: s.cache.reserve(1),
     "give_back": lambda s: s.cache.give_back(s.private),
     "evict": lambda s: s.cache.evict(1),

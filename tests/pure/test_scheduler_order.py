@@ -386,7 +386,7 @@ def test_too_many_waiting_requests_are_refused_with_a_time() -> None:
         bench.add([1 + at], max_tokens=2)
     bench.time = 30.0
 
-    with pytest.raises(OverloadedError, match="3 requests wait and max_waiting is 3") as caught:
+    with pytest.raises(OverloadedError, match="3 answers wait and max_waiting is 3") as caught:
         bench.core.add_request([9], SamplingParams())
     with pytest.raises(PromptTooLongError):
         bench.core.add_request([9] * 64, SamplingParams())

@@ -138,13 +138,9 @@ def pin_prefixes(
             num_refused += 1
             continue
         try:
-            pin = cache.pin(prefix, tenant, ttl_s, **limits)
+            pin = cache.pin(prefix, tenant, ttl_s, max_nested=MAX_NESTED_PINS, **limits)
         except PinError:
             num_refused += 1
-            continue
-        pinned.add(pin.key)
-        inner = cache.pins_within(pin)
-        if len(inner) > MAX_NESTED_PINS and inner[-1].expires_s <= pin.expires_s:
-            pinned.discard(inner[-1].key)
-            cache.unpin(inner[-1])
+        else:
+            pinned.add(pin.key)
     return num_refused

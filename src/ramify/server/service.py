@@ -247,14 +247,17 @@ class Service:
         Raises:
             ApiError: 400, there are more requests than the engine's queue holds; else as `start`.
         """
+        answers = [request.params.n for request in requests]
         limit = self.engine.config.requested.scheduler.max_waiting
-        if limit is not None and len(requests) > limit:
+        if limit is not None and sum(answers[:-1]) >= limit:
             raise ApiError(
                 400,
-                f"{len(requests)} prompts in one request; the limit is {limit}, as many as may wait "
-                "here at once. Send several requests",
+                f"{len(requests)} prompts with {sum(answers)} answers in one request, but at most "
+                f"{limit} answers may wait here at once. Send several requests",
                 param="prompt",
             )
+        num_tokens = sum(len(request.prompt.ids) for request in requests)
+        self.quotas.check_batch(caller, len(requests), num_tokens, sum(answers))
         tasks = [
             asyncio.ensure_future(self.start(request, caller, prefix=prefix))
             for request in requests
