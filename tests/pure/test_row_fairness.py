@@ -327,8 +327,8 @@ def test_queued_tokens_are_shared_too() -> None:
     bench.add([2] * 40, tenant="second", max_tokens=1)
     with pytest.raises(
         TokensWaitError, match="40 prompt tokens wait and this prompt has 20"
-    ) as told:
+    ) as caught:
         bench.add([3] * 20, tenant="second", max_tokens=1)
 
-    assert told.value.retry_after_s == 1
+    assert caught.value.retry_after_s == 1
     bench.run()
