@@ -20,7 +20,7 @@ from ramify.params import StructuredOutput
 from ramify.server.output_formats.call_grammar import AnswerBegin, AnswerGrammars
 from ramify.server.output_formats.call_syntax import CALL_SYNTAXES
 from ramify.server.output_formats.events import ArgumentsDelta, CallStart, TextDelta
-from ramify.server.output_formats.lark_rules import AddedTokens, CallableTool
+from ramify.server.output_formats.lark_rules import MAX_CALLS, AddedTokens, CallableTool
 from ramify.server.output_formats.output_format import named
 from ramify.server.output_formats.parser import ReasoningMarks
 from ramify.server.tool_schemas import SchemaWarnings, enforceable_schema
@@ -395,6 +395,16 @@ def test_drafts_and_shorter_outputs_change_no_mask(seed: int, has_marks: bool) -
             [expected] = fresh.token_bitmasks([*ids[:end], *draft[:position]], ())
             assert (mask is None) == (expected is None)
             assert mask is None or expected is None or np.array_equal(mask, expected)
+
+
+def test_calls_in_a_row_are_bounded() -> None:
+    """Forced calls may be several, up to MAX_CALLS, after which the answer is complete."""
+    spec = grammars("hermes", "", has_marks=True).forced_calls(tools_of([{}, {}]), AnswerBegin())
+    matcher = start(spec, has_marks=True)
+    call = encoded(call_text("hermes", "", "first", {}) + "\n", has_marks=True)
+
+    assert num_accepted(matcher, (call * MAX_CALLS)[:-1]) == MAX_CALLS * len(call) - 1
+    assert matcher.advance((call * MAX_CALLS)[:-1])
 
 
 def test_a_forced_call_does_not_end_in_its_reasoning() -> None:

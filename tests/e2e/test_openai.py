@@ -186,6 +186,7 @@ def test_a_tool_that_must_be_called_is_called(server: Running) -> None:
             "messages": talk("", "Who?"),
             "tools": [tool],
             "tool_choice": "required",
+            "parallel_tool_calls": False,
             "max_tokens": 800,
         }
         client = server.openai()

@@ -20,6 +20,7 @@ from ramify.server.output_formats.call_syntax import (
 )
 
 TEXT = r"/(.|\n)*/"
+MAX_CALLS = 16  # in a row: some models would go on for ever
 _ESCAPE_OR_SLASH = re.compile(r"\\.|/", re.DOTALL)
 _OF_TOOL = (Slot.NAME, Slot.QUOTED_NAME, Slot.ARGUMENTS, Slot.PARAMETERS)
 _RULE_OF_SLOT = {
@@ -157,7 +158,7 @@ class LarkRules:
             first_call = f"{self._pieces(syntax.call[num_left_out:first])} tool {after}"
         else:
             first_call = call
-        more = "" if single else f"({self._pieces(syntax.separator)} {call})*"
+        more = "" if single else f"({self._pieces(syntax.separator)} {call}){{0,{MAX_CALLS - 1}}}"
         return f"{begin} {first_call} {more} {self._pieces(syntax.end)}"
 
     def add_pieces(self, pieces: Iterable[Piece]) -> str:
