@@ -109,6 +109,29 @@ def test_a_large_prompt_gets_its_pages_from_the_tenant_with_most_rows() -> None:
         assert list(outputs[request_id].token_ids) == expected([1 + at] * 30, 60, ends=())
 
 
+def test_prompts_as_large_as_the_pool_get_no_more_than_their_share() -> None:
+    """Sent one after the other, beside 16 rows of another tenant that decode: half of the tokens."""
+    bench = Bench(
+        2048, 16, max_num_seqs=16, max_batch_tokens=64, options={"fair_wait_steps": WAIT_STEPS}
+    )
+    core, owners, live, num_large = bench.core, dict[int, str](), Counter[str](), 0
+    for _ in range(600):
+        for tenant, most, num_tokens, max_tokens in (("many", 16, 60, 60), ("large", 1, 1800, 1)):
+            while live[tenant] < most:
+                start = 7 * len(owners)
+                prompt = [1 + (start + at * at) % 47 for at in range(num_tokens)]
+                params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+                owners[core.add_request(prompt, params, tenant=tenant)] = tenant
+                live[tenant] += 1
+        for event in core.step():
+            if event.output is not None:
+                live[owners[event.request_id]] -= 1
+                num_large += owners[event.request_id] == "large"
+
+    assert core.scheduler.num_fair_preemptions > 0
+    assert 0.3 < num_large * 1800 / core.num_computed_tokens < 0.6
+
+
 def test_a_tenant_that_waited_for_a_public_prefix_of_another_gets_a_row() -> None:
     """Its request was parked; when all rows are taken, that ends with the prefix, not with a row."""
     bench = Bench(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ramify.attention.planner import RadixAttentionPlanner
@@ -54,6 +55,17 @@ class PrefillSelector:
             return None, 0
         key = sequence.key(len(sequence.tokens))
         return key, self._planner.cache.match(key).num_tokens
+
+    def fits(self, request: Request, running: Sequence[Request]) -> bool:
+        """Whether there are pages for a waiting request and for what running ones still need."""
+        planner, sequence = self._planner, request.sequence
+        reads = planner.share and sequence.reuse
+        prefills = [other for other in running if other.sequence.num_uncomputed > 1]
+        num_owed = _num_pages_owed(prefills, len(running) - len(prefills), self._page_size)
+        num_tokens = len(sequence.tokens)
+        key = sequence.key(num_tokens if reads else 0)
+        num_more = num_tokens - len(key) + num_owed * self._page_size
+        return planner.cache.can_allocate(key, num_more)
 
     def choose(
         self,
@@ -111,7 +123,8 @@ class PrefillSelector:
                 break
             num_probes -= 1
             if num_free_pages is None:
-                num_free_pages = self._planner.cache.num_available - self._num_pages_owed()
+                num_owed = _num_pages_owed(self._running, self._num_decodes, self._page_size)
+                num_free_pages = self._planner.cache.num_available - num_owed
             num_pages = self._admit(waiting, num_free_pages, is_first=is_first)
             if num_pages is None or (is_first and num_pages):
                 # It blocks those behind it. Beside `first`, nobody else is admitted: the pages that
@@ -225,15 +238,16 @@ class PrefillSelector:
             return leader, num_later, cached
         return None, 0, num_attachable
 
-    def _num_pages_owed(self) -> int:
-        """Pages that running requests need to finish their prefill, and one more for each."""
-        page_size, total = self._page_size, self._num_decodes
-        for request in self._running:
-            sequence = request.sequence
-            num_leased = 0 if sequence.lease is None else sequence.lease.num_tokens
-            num_held = len(sequence.private) + num_leased // page_size
-            total += max(0, -(-len(sequence.tokens) // page_size) - num_held) + 1
-        return total
+
+def _num_pages_owed(prefills: Iterable[Request], num_decodes: int, page_size: int) -> int:
+    """Pages that running requests need to finish their prefill, and one more for each."""
+    total = num_decodes
+    for request in prefills:
+        sequence = request.sequence
+        num_leased = 0 if sequence.lease is None else sequence.lease.num_tokens
+        num_held = len(sequence.private) + num_leased // page_size
+        total += max(0, -(-len(sequence.tokens) // page_size) - num_held) + 1
+    return total
 
 
 def _publishable_key(request: Request) -> CacheKey:

@@ -83,7 +83,6 @@ class Scheduler:
         self._step = self._round_robin = 0
         self._num_deferred_steps = 0  # in a row, see `coalesce_steps`
         self._fairness = RowFairness(self.waiting, fair_wait_steps)
-        self._short_of_pages: Request | None = None  # starving, and not admitted in the last step
         self._blocked: Request | None = None
         self._prefill = PrefillSelector(
             planner, self.waiting, min(MIN_CHUNK, max(1, max_batch_tokens // 4))
@@ -144,10 +143,9 @@ class Scheduler:
         """
         self._step += 1
         self.waiting.step, self._blocked = self._step, None
-        isolated, starving = self.next_isolated(), None
+        isolated = self.next_isolated()
         if isolated is None:
-            starving = self._make_room_for_starving()
-            work, admitted = self._choose(first=starving)
+            work, admitted = self._choose(first=self._make_room_for_starving())
         else:
             work, admitted = self._schedule_isolated(isolated)
         try:
@@ -155,16 +153,18 @@ class Scheduler:
         except BaseException:
             self._undo_admissions(admitted, len(admitted))
             raise
-        finally:
-            still_waits = starving is not None and starving in self.waiting
-            self._short_of_pages = starving if still_waits else None
 
     def _make_room_for_starving(self) -> Request | None:
         """The request to admit first, if a tenant starves; preempts another's if it has to."""
-        starving = self._fairness.starving_request(self.running, self._step)
-        needs_row = len(self.running) >= self.max_num_seqs
-        if starving is not None and (needs_row or starving is self._short_of_pages):
-            victim = self._fairness.victim(self.running, self._step, needs_row=needs_row)
+        running, fairness = self.running, self._fairness
+        starving = fairness.starving_request(running, self._step)
+        if starving is None:
+            return None
+        needs_pages = not self._prefill.fits(starving, running)
+        if needs_pages and not fairness.may_take_pages(starving, running):
+            return None  # it waits for its turn in the queue
+        if needs_pages or len(running) >= self.max_num_seqs:
+            victim = fairness.victim(starving, running, self._step, needs_pages=needs_pages)
             if victim is not None:
                 self.num_fair_preemptions += 1
                 self._release_and_requeue(victim)

@@ -235,10 +235,13 @@ class WaitingQueue:
         if num_tokens < 0 and tenant.heap:  # the heap must hold lower bounds
             self._rebuild_tenant_heap()
 
+    def num_served(self, request: Request) -> int:
+        """Tokens that a request's tenant was served; 0 if there was only one tenant ever."""
+        return self._tenant(request.tenant).served if self.is_multi_tenant else 0
+
     def key(self, request: Request) -> tuple[int, int, int]:
         """Sort key of waiting and running requests; the smallest is first."""
-        served = self._tenant(request.tenant).served if self.is_multi_tenant else 0
-        return served, request.rank, request.id
+        return self.num_served(request), request.rank, request.id
 
     # -- tenants without a row ---------------------------------------------------------------
 
