@@ -267,21 +267,6 @@ def test_a_forced_call_is_bare_json(calls: CallFormat) -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "text"),
-    [
-        (HERMES, f"<tool_call>{CALL}</tool_call><tool_call>{OTHER}</tool_call>"),
-        (MISTRAL, f"[TOOL_CALLS][{CALL}, {OTHER}]"),
-        (LLAMA3, f"{CALL}; {OTHER}"),
-    ],
-)
-def test_a_single_call_is_the_first(form: OutputFormat, text: str) -> None:
-    """With `single`, calls after the first are dropped."""
-    parser = form.new_parser(TOOLS, prompt_end="", single=True)
-
-    assert summary(parser.feed(text, is_last=True)) == [ADD]
-
-
-@pytest.mark.parametrize(
     ("written", "arguments"),
     [
         ('"arguments": null, "name": "add"', None),

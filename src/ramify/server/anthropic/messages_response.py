@@ -17,7 +17,7 @@ from ramify.server.answer import (
     PartEvent,
 )
 from ramify.server.anthropic.protocol import MessageRequest
-from ramify.server.generation import Generation
+from ramify.server.generation import Generation, answer_changes
 from ramify.server.openai.opaque_text import encode_opaque
 from ramify.server.partial_json import partial_object
 from ramify.server.prompt_renderer import BREAKPOINT_TTL_S
@@ -67,7 +67,8 @@ class MessageResponseBuilder:
     def __init__(self, service: Service, request: MessageRequest, generation: Generation) -> None:
         self.service, self.request, self.generation = service, request, generation
         self.is_prewarm = generation.request.is_prewarm
-        self._answer = Answer(generation.request.new_parser())
+        translated = generation.request
+        self._answer = Answer(translated.new_parser(), ends_after_call=translated.ends_after_call)
         thinking = request.thinking
         self._omits_thinking = thinking is not None and thinking.display == "omitted"
 
@@ -144,8 +145,7 @@ class MessageResponseBuilder:
 
     async def _changes(self) -> AsyncIterator[list[PartEvent]]:
         """Yield what each step changes in the answer."""
-        async for step in self.generation:
-            changes = self._answer.add(step)
+        async for _, changes in answer_changes(self.generation, [self._answer]):
             yield [] if self.is_prewarm else changes
         self.generation.raise_error()
 
