@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise, permutations
 
 import pytest
@@ -332,3 +333,13 @@ def test_a_format_is_named() -> None:
         ConfigError, match=r"--tool-call-parser lama: .* granite, harmony, hermes, hunyuan"
     ):
         named("lama")
+
+
+def test_numbers_of_python_are_numbers_of_json() -> None:
+    """Hexadecimal and grouped digits are converted; what JSON has no number for is a string."""
+    parser = named("pythonic").new_parser(TOOLS, prompt_end="")
+
+    events = parser.feed("[add(a=0x10, b=1_000, c=-.5, d=1_0e999, e=007)]", is_last=True)
+
+    written = "".join(event.text for event in events if isinstance(event, ArgumentsDelta))
+    assert json.loads(written) == {"a": 16, "b": 1000, "c": -0.5, "d": "1_0e999", "e": "007"}

@@ -409,6 +409,19 @@ def test_the_call_of_a_named_tool_ends_with_stop() -> None:
 
 
 @pytest.mark.parametrize(
+    ("call_id", "shown"),
+    [("call_1", "toolu_1"), ("functions.call_api:0", "functions.call_api:0")],
+)
+def test_the_id_of_a_tool_use_is_anthropics_or_the_familys(call_id: str, shown: str) -> None:
+    """Kimi's template writes the id of a call, which names the tool: it stays as it is."""
+    played: Any = Played([([CallStart(0, "find", call_id), CallEnd(0)], 1)], FinishReason.STOP)
+
+    body = asyncio.run(message_builder(played).body())
+
+    assert [block["id"] for block in body["content"]] == [shown]
+
+
+@pytest.mark.parametrize(
     "fields", [{"include_reasoning": False}, {"reasoning": ReasoningOption(exclude=True)}]
 )
 def test_reasoning_is_left_out_on_request(fields: dict[str, Any]) -> None:

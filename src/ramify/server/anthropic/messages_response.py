@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -221,5 +222,6 @@ def _block(
         return {"type": "thinking", "thinking": text, "signature": signature}
     if part.kind == "text":
         return {"type": "text", "text": text, "citations": None}
-    name = part.id.replace("call_", "toolu_", 1)
-    return {"type": "tool_use", "id": name, "name": part.name, "input": arguments}
+    # Other ids are those that the family's template needs.
+    call_id = re.sub("^call_", "toolu_", part.id)
+    return {"type": "tool_use", "id": call_id, "name": part.name, "input": arguments}
