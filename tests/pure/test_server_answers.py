@@ -386,6 +386,8 @@ def test_a_single_call_is_the_end(script: tuple[list[Part], list[Step], FinishRe
     assert choice["finish_reason"] == "tool_calls"
     num_tokens = sum(num_tokens for _, num_tokens in steps[: ends[0] + 1])
     assert body["usage"]["completion_tokens"] == num_tokens
+    message = asyncio.run(message_builder(Played(steps, reason, ends_after_call=True)).body())
+    assert message["stop_reason"] == "tool_use"
     events = asyncio.run(all_events(chat_builder(Played(steps, reason, ends_after_call=True))))
     reasons = [event["choices"][0]["finish_reason"] for event in events]
     assert [reason for reason in reasons if reason] == ["tool_calls"]

@@ -126,18 +126,18 @@ class MessageResponseBuilder:
         """`stop_reason` and `stop_sequence`, after the last event."""
         output = self.generation.output
         assert output is not None
-        answer = output.completions[0]
+        answer, finish_reason = output.completions[0], self._answer.finish_reason
         stop_sequences = self.request.stop_sequences or ()
         stop = answer.stop_reason if answer.stop_reason in stop_sequences else None
         if self.is_prewarm:
             reason, stop = "max_tokens", None
-        elif self._answer.calls and answer.finish_reason not in TRUNCATED:
+        elif self._answer.calls and finish_reason not in TRUNCATED:
             reason, stop = "tool_use", None
         elif stop is not None:
             reason = "stop_sequence"
-        elif answer.finish_reason is FinishReason.ABORT:
+        elif finish_reason is FinishReason.ABORT:
             reason = "pause_turn"  # the client may send the answer back and go on
-        elif answer.finish_reason in TRUNCATED:
+        elif finish_reason in TRUNCATED:
             is_context_full = len(answer.token_ids) < self.request.max_tokens
             reason = "model_context_window_exceeded" if is_context_full else "max_tokens"
         else:
