@@ -343,3 +343,13 @@ def test_numbers_of_python_are_numbers_of_json() -> None:
 
     written = "".join(event.text for event in events if isinstance(event, ArgumentsDelta))
     assert json.loads(written) == {"a": 16, "b": 1000, "c": -0.5, "d": "1_0e999", "e": "007"}
+
+
+def test_a_usage_text_is_no_part_of_a_call() -> None:
+    """Mistral's `[ARGS]` outside of calls is text, unless it is a special token of the model."""
+    usage = "Usage: prog [OPTIONS] COMMAND [ARGS]..."
+
+    assert parsed(MISTRAL, usage, []) == [("text", usage)]
+    special = named("mistral", special_tokens=["[ARGS]"])
+    assert parsed(special, usage, []) == [("text", "Usage: prog [OPTIONS] COMMAND ...")]
+    assert "[ARGS]" in special.kept_special_tokens
