@@ -280,6 +280,12 @@ def test_a_forced_call_is_bare_json(calls: CallFormat) -> None:
             '{"arguments": {"name": "x"}}',
         ),
         (r'"name": "add", "arguments": "{\"a\": \"\\n\ud83d\ude00\"}"', '{"a": "\\n😀"}'),
+        (r'"name": "add", "arguments": "{\"a\": \"\\ud800\"} "', r'{"a": "\ufffd"} '),
+        (
+            r'"name": "add", "arguments": "{\"a\": \"\\ud83d\\ude00\\ud83d"',
+            r'{"a": "\ud83d\ude00\ufffd',
+        ),
+        (r'"name": "add", "arguments": "{\"a\": \"\\u12"', r'{"a": "\u12'),
         (
             r'"name": "\u0061dd", "arguments": {"a": "\u00e9\ud83d\ude00"}',
             r'{"a": "\u00e9\ud83d\ude00"}',
