@@ -129,11 +129,11 @@ def test_a_single_call_ends_the_answer(place: int) -> None:
     """Without parallel calls: end marks in thoughts and strings end nothing, the first call does."""
     text = "a</tool_call>b"
     call = f'<tool_call>{{"name": "find", "arguments": {{"city": "{text}"}}}}</tool_call>'
-    answer = f"<think>{THOUGHT}</think>{call}And more.{call}"
+    answer = f"<think>{THOUGHT}</think>{call}And more.{call}{' And so on.' * 150}"
     auto = {"type": "auto", "disable_parallel_tool_use": True}
     path, body = [
-        ("/v1/chat/completions", CHAT | {"parallel_tool_calls": False}),
-        ("/v1/messages", MESSAGES | {"tool_choice": auto}),
+        ("/v1/chat/completions", CHAT | {"parallel_tool_calls": False, "max_tokens": 1500}),
+        ("/v1/messages", MESSAGES | {"tool_choice": auto, "max_tokens": 1500}),
     ][place]
 
     async def main() -> tuple[Any, Any]:
@@ -144,8 +144,8 @@ def test_a_single_call_ends_the_answer(place: int) -> None:
 
     response, output = run(main())
 
+    # The engine would have gone on up to `max_tokens`.
     assert output.finish_reason is FinishReason.STOP
-    assert output.usage.completion_tokens < len(letters(answer))
     if path == "/v1/messages":
         thinking, block = response["content"]
         assert (thinking["thinking"], block["input"]) == (THOUGHT, {"city": text})
