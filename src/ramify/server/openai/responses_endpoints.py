@@ -26,6 +26,7 @@ from ramify.server.openai.responses_response import ResponsesResponseBuilder
 from ramify.server.openai.responses_store import (
     StoredResponse,
     earlier_turns,
+    items_by_id,
     page_of_items,
     stored_response,
 )
@@ -95,9 +96,8 @@ async def cancel_response(context: RequestContext) -> Response:
 
 async def list_input_items(context: RequestContext) -> Response:
     """GET /v1/responses/{name}/input_items: of the whole conversation before the answer."""
-    items = await context.in_prompt_thread(_named(context).input_items)
-    by_id = {item["id"]: item for item in items}
-    return context.json(page_of_items(by_id, context.request.query_params))
+    items = await context.in_prompt_thread(items_by_id, _named(context).packed_input)
+    return context.json(page_of_items(items, context.request.query_params))
 
 
 async def count_input_tokens(context: RequestContext) -> Response:
