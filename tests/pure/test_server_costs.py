@@ -1,9 +1,11 @@
 """Requests that are small for what they make a server do, or what they leave in its memory."""
 
 import json
+from typing import Any
 
 import pytest
 
+from ramify.server.conversation_store import ConversationStore
 from ramify.server.errors import ApiError
 from ramify.server.http.json_limits import MAX_CONTAINERS
 from ramify.server.http.wire import decode_body
@@ -61,8 +63,8 @@ def test_stored_items_are_as_few_as_those_of_one_body() -> None:
     async def main() -> None:
         bench = ServerBench()
         async with bench.running():
-            body = {"input": [LARGE_ITEM, {"role": "user", "content": "x"}]}
-            body |= {"max_output_tokens": 1}
+            message = {"role": "user", "content": "x"}
+            body: dict[str, Any] = {"input": [LARGE_ITEM, message], "max_output_tokens": 1}
             first = await bench.post(RESPONSES, body)
             chained = body | {"previous_response_id": first.json["id"]}
             second = await bench.post(RESPONSES, chained)
@@ -112,6 +114,30 @@ def test_references_decode_what_they_name() -> None:
                 statuses.append((await bench.post(RESPONSES, body)).status)
 
         assert statuses == [200, 400]
+
+    run(main())
+
+
+def test_a_turn_without_room_in_its_conversation_is_refused() -> None:
+    """Every turn that is answered is kept, until one is refused: none is lost unseen."""
+
+    async def main() -> None:
+        bench = ServerBench()
+        bench.service.conversations = ConversationStore(max_tenant_bytes=200_000)
+        async with bench.running():
+            name = (await bench.post("/v1/conversations", {})).json["id"]
+            image = {"type": "input_image", "image_url": "x" * 40_000}
+            message = {"role": "user", "content": [image]}
+            body = {"input": [message], "max_output_tokens": 1, "conversation": name}
+            num_kept = []
+            while (answer := await bench.post(RESPONSES, body)).status == 200:
+                conversation = bench.service.conversations.get("", name)
+                assert conversation is not None
+                num_kept.append(len(conversation.items))
+        assert num_kept == [2, 4, 6, 8][: len(num_kept)]
+        assert len(num_kept) > 1
+        assert (answer.status, answer.json["error"]["param"]) == (400, "conversation")
+        assert "no room" in answer.json["error"]["message"]
 
     run(main())
 

@@ -15,6 +15,7 @@ from ramify.server.openai.compaction import (
     compaction_request,
     translate_compaction,
 )
+from ramify.server.openai.conversations import check_room
 from ramify.server.openai.responses_protocol import (
     CompactRequest,
     InputTokensRequest,
@@ -40,6 +41,8 @@ async def create_response(context: RequestContext) -> Response:
     """POST /v1/responses; stores the response unless the request says `store: false`."""
     request = await context.body(ResponsesRequest, RESPONSES_FIELDS)
     translated = await _translate(context, request)
+    conversation, num_items = translated.earlier.conversation, len(translated.items)
+    check_room(context.service, conversation, num_items, context.num_body_bytes)
     generation = await context.start(translated.generation_request, prefix="resp_")
     builder = ResponsesResponseBuilder(context.service, request, translated, generation)
     return await context.respond(builder, stream=request.stream, on_error=_error_event)
