@@ -1,5 +1,6 @@
 """Requests that are small for what they make a server do, or what they leave in its memory."""
 
+import gc
 import json
 from typing import Any
 
@@ -10,6 +11,7 @@ from ramify.server.errors import ApiError
 from ramify.server.http.json_limits import MAX_CONTAINERS
 from ramify.server.http.wire import decode_body
 from ramify.server.openai.protocol import ChatRequest
+from ramify.server.run import frozen_heap
 from ramify.server.unserved_fields import MAX_NAMED, UnknownFieldLog, unknown_warning
 from tests.pure.server_bench import TOOL_TEMPLATE, ServerBench, chat, run
 
@@ -140,6 +142,21 @@ def test_a_turn_without_room_in_its_conversation_is_refused() -> None:
         assert "no room" in answer.json["error"]["message"]
 
     run(main())
+
+
+def test_the_collector_looks_at_what_requests_made_only() -> None:
+    """While the server serves, what was there before is in no generation; afterwards it is again."""
+    before = [object] * 1
+
+    with frozen_heap():
+        after = [object] * 1
+        tracked = {id(value) for value in gc.get_objects()}
+        num_frozen = gc.get_freeze_count()
+
+    assert id(after) in tracked
+    assert id(before) not in tracked
+    assert num_frozen > 10_000
+    assert gc.get_freeze_count() == 0
 
 
 def test_many_unknown_fields_are_counted_not_named() -> None:
