@@ -120,6 +120,29 @@ def test_references_decode_what_they_name() -> None:
     run(main())
 
 
+def test_an_item_keeps_its_place_whatever_ids_clients_send() -> None:
+    """An id that the server would give next, sent by a client, does not replace an item."""
+
+    async def main() -> None:
+        async with ServerBench().running() as bench:
+            name = (await bench.post("/v1/conversations", {})).json["id"]
+            ids = [f"msg_{name.removeprefix('conv_')}_i{number}" for number in (2, 4, 5, None)]
+            items = [{"role": "user", "content": text} for text in "abcd"]
+            for item, given in zip(items[:3], ids, strict=False):
+                item["id"] = given
+            path = f"/v1/conversations/{name}/items"
+            for batch in ([items[0], *items[3:] * 2, *items[1:3]], items[3:] * 3):
+                added = await bench.post(path, {"items": batch})
+                assert added.status == 200
+            kept = (await bench.call("GET", f"{path}?order=asc")).json["data"]
+
+        texts = [item["content"][0]["text"] for item in kept]
+        assert texts == ["a", "d", "d", "b", "c", "d", "d", "d"]
+        assert len({item["id"] for item in kept}) == 8
+
+    run(main())
+
+
 def test_a_turn_without_room_in_its_conversation_is_refused() -> None:
     """Every turn that is answered is kept, until one is refused: none is lost unseen."""
 

@@ -186,9 +186,8 @@ class RequestHistory:
 
     def get(self, tenant: str, response_id: str) -> HistoryEntry | None:
         """The request that `tenant` sent for this response; None if unknown or expired."""
-        self._expire()
-        entry = self._entries.get(tenant, response_id)
-        return None if entry is None else entry[1]
+        due_s, entry = self._entries.get(tenant, response_id) or (0.0, None)
+        return None if due_s <= self._clock() else entry
 
     def forget(self, tenant: str, response_id: str) -> bool:
         """Forget a request; returns whether it was remembered."""

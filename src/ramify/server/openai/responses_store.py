@@ -7,6 +7,7 @@ import sys
 from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -268,12 +269,15 @@ def numbered_items(
         taken: ids that others have.
     """
     ids = set(taken)
+    spare_numbers = count(first + len(items))
     numbered = []
     for number, item in enumerate(items, first):
         kind = item.get("type") or "message"
         name = item.get("id")
         if not isinstance(name, str) or not name or len(name) > 256 or name in ids:
             name = item_id(kind, owner, number)
+            while name in ids:  # a client sent it with another item
+                name = item_id(kind, owner, next(spare_numbers))
         ids.add(name)
         fields = item | {"id": name, "type": kind}
         if kind == "message":
