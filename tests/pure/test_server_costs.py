@@ -12,7 +12,6 @@ from ramify.server.http.json_limits import MAX_CONTAINERS
 from ramify.server.http.wire import decode_body
 from ramify.server.openai.protocol import ChatRequest
 from ramify.server.run import frozen_heap
-from ramify.server.unserved_fields import MAX_NAMED, UnknownFieldLog, unknown_warning
 from tests.pure.server_bench import TOOL_TEMPLATE, ServerBench, chat, run
 
 RESPONSES = "/v1/responses"
@@ -180,15 +179,3 @@ def test_the_collector_looks_at_what_requests_made_only() -> None:
     assert id(before) not in tracked
     assert num_frozen > 10_000
     assert gc.get_freeze_count() == 0
-
-
-def test_many_unknown_fields_are_counted_not_named() -> None:
-    """Of 100,000 unknown fields a warning and the log name the first, whatever comes after."""
-    names = [f"field{index}" for index in range(100_000)]
-    log = UnknownFieldLog()
-
-    warning = unknown_warning(names)
-    log.report(names, "/v1/chat/completions")
-
-    assert warning.endswith(f"field{MAX_NAMED - 1} and {100_000 - MAX_NAMED} more")
-    assert len(log._names) == MAX_NAMED
