@@ -162,7 +162,7 @@ class ResponsesResponseBuilder:
             )
         if not is_stored:
             return
-        packed_input = joined_lists([*earlier.packed_items(), encode_json(items)])
+        packed_input = joined_lists([earlier.packed_items(), encode_json(items)])
         stored = StoredResponse(packed_input, encode_json(body), known, delta_lens)
         entry = self.generation.request.history_entry
         self.service.history.put(tenant, name, replace(entry, response=stored))
