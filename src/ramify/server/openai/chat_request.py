@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from ramify.server.answer_constraint import CallChoice, OfferedTool
 from ramify.server.content_placeholders import content_placeholder, placeholder_warnings
 from ramify.server.errors import ApiError
 from ramify.server.generation import GenerationRequest, with_output_parser
+from ramify.server.http.request_body import decode_json_text
 from ramify.server.http.wire import encode_json
 from ramify.server.openai.answer_formats import answer_format
 from ramify.server.openai.options import (
@@ -230,10 +230,12 @@ def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
                 "type": "function",
                 "function": {
                     "name": call.function.name,
-                    "arguments": _arguments(call.function.arguments_json, f"{where}.tool_calls"),
+                    "arguments": _arguments(
+                        call.function.arguments_json, f"{where}.tool_calls[{index}].arguments"
+                    ),
                 },
             }
-            for call in message.tool_calls
+            for index, call in enumerate(message.tool_calls)
         ]
     return fields
 
@@ -252,10 +254,7 @@ def _reasoning_text(message: ChatMessage) -> str | None:
 
 def _arguments(text: str, where: str) -> object:
     """The arguments of a call as an object, which templates take, from their JSON."""
-    try:
-        return json.loads(text) if text.strip() else {}
-    except ValueError as error:
-        raise ApiError(400, f"arguments are no JSON: {error}", param=where) from error
+    return decode_json_text(text, where) if text.strip() else {}
 
 
 def content_path(message: str) -> str:
