@@ -91,6 +91,7 @@ class ChatMessage(Struct):
     content: str | list[ContentPart] | None = None
     name: Name | None = None
     tool_calls: list[ToolCall] | None = None
+    function_call: FunctionCall | None = None  # older form of a single tool call
     tool_call_id: Name | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # another name of `reasoning_content`

@@ -96,11 +96,13 @@ class CallForm:
 class ServedTools:
     """The functions that the model may call.
 
-    `forms` has the form of each by its name; `skipped` the types of the tools that are not served.
+    `forms` has the form of each by its name, `paths` its place in the request; `skipped` the types of
+    the tools that are not served.
     """
 
     functions: list[Tool] = field(default_factory=list)
     forms: dict[str, CallForm] = field(default_factory=dict)
+    paths: dict[str, str] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -110,7 +112,7 @@ class ServedTools:
         if name in self.forms:
             self.warnings.append(f"{where} is skipped: there is a tool {name!r} before it")
             return
-        self.forms[name] = form
+        self.forms[name], self.paths[name] = form, where
         self.functions.append(
             Tool(
                 FunctionDefinition(
@@ -125,6 +127,7 @@ class ServedTools:
         return ServedTools(
             [tool for tool in self.functions if tool.function.name in kept],
             {name: form for name, form in self.forms.items() if name in kept},
+            self.paths,
             self.skipped,
             self.warnings,
         )
@@ -161,7 +164,7 @@ def served_tools(groups: Iterable[tuple[str, Sequence[Mapping[str, Any]]]]) -> S
             _add_tool(served, tool, f"{field_name}[{index}]")
     if served.skipped:
         names = ", ".join(dict.fromkeys(served.skipped))
-        served.warnings.append(f"tools that this server does not run are skipped: {names}")
+        served.warnings.append(f"tools that this server does not run are left out: {names}")
     return served
 
 
@@ -256,6 +259,10 @@ def apply_tool_choice(
         mode: str | None = choice
     elif choice.get("type") == "allowed_tools":
         allowed = typed(choice, AllowedTools, "tool_choice")
+        for each in allowed.tools:
+            if not _allowed_names([each], tools):
+                described = each.type if each.name is None else f"{each.type} {each.name!r}"
+                tools.warnings.append(f"tool_choice.tools: {described} is no tool that is served")
         tools = tools.only(_allowed_names(allowed.tools, tools))
         mode = allowed.mode
     else:
