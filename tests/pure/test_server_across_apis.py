@@ -207,3 +207,40 @@ def test_allowed_tools_that_are_not_served_are_told() -> None:
 
     assert answer.status == 200, json.dumps(answer.json)
     assert "function 'gone' is no tool that is served" in answer.headers[WARNING]
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, MESSAGES])
+def test_a_negative_top_k_is_refused(path: str) -> None:
+    """Except -1, which is off as 0 is."""
+    assert send(path, {"top_k": -1}).status == 200
+    assert message_and_param(send(path, {"top_k": -2}))[1] == "top_k"
+
+
+def test_an_image_in_the_output_of_a_call_is_named_as_it_was_sent() -> None:
+    """`output`, not the content of the message that it becomes."""
+    call = {"type": "function_call", "name": "f", "call_id": "c", "arguments": "{}"}
+    output = [{"type": "input_image", "image_url": "data:,"}]
+    items = [call, {"type": "function_call_output", "call_id": "c", "output": output}]
+
+    answer = send(RESPONSES, {"input": [{"role": "user", "content": "Hi"}, *items]}, TOOL_TEMPLATE)
+
+    assert answer.status == 200, answer.body
+    assert "input[2].output[0]" in answer.headers[WARNING]
+
+
+@pytest.mark.parametrize("depth", [65, 990, 5000])
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+def test_arguments_in_the_history_are_nested_within_the_limit(path: str, depth: int) -> None:
+    """They are JSON in a string, which the limits of the body do not see."""
+    arguments = "[" * depth + "]" * depth
+    call: dict[str, Any] = {"name": "f", "arguments": arguments}
+    if path == CHAT:
+        message = {"role": "assistant", "tool_calls": [{"id": "c", "function": call}]}
+        fields = {"messages": [*BODIES[CHAT]["messages"], message]}
+    else:
+        fields = {"input": [{"role": "user", "content": "Hi"}, {"type": "function_call"} | call]}
+
+    answer = send(path, fields, TOOL_TEMPLATE)
+
+    assert answer.status == 400, answer.body
+    assert "64 levels" in message_and_param(answer)[0]

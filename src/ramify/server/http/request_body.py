@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from functools import lru_cache
@@ -11,6 +12,7 @@ import msgspec
 from msgspec import inspect
 
 from ramify.server.errors import ApiError
+from ramify.server.http.json_limits import json_shape
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _INTEGRAL = re.compile(rb"(-?[0-9]{1,19})\.0{1,20}")
@@ -39,6 +41,21 @@ def decode_json(body: bytes | bytearray, kind: type[T]) -> T:
         raise validation_error(error, kind) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}") from None
+
+
+def decode_text(text: str, param: str) -> Any:
+    """Decode JSON that a string of a body holds, within `json_limits`; integers of any size.
+
+    Raises:
+        ApiError: 400, it is not JSON, or exceeds a limit.
+    """
+    excess = json_shape(text.encode("utf-8", "surrogatepass")).excess()
+    if excess is not None:
+        raise ApiError(400, excess, param=param)
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ApiError(400, f"it is no JSON: {error}", param=param) from None
 
 
 def without_mark(body: bytes | bytearray) -> bytes | bytearray:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from ramify.params import StructuredOutput
 from ramify.server.answer_constraint import schema_format
 from ramify.server.errors import ApiError
-from ramify.server.http.json_limits import json_shape
+from ramify.server.http.request_body import decode_text
 from ramify.server.openai.protocol import Sampling, StructuredOutputs
 
 Warnings = list[str]
@@ -114,19 +113,9 @@ def _text(kind: str, value: Any) -> Callable[[Warnings], StructuredOutput]:
 
 def _schema(value: object, where: str) -> Callable[[Warnings], StructuredOutput]:
     def make(warnings: Warnings) -> StructuredOutput:
-        schema = _decoded(value, where) if isinstance(value, str) else value
+        schema = decode_text(value, where) if isinstance(value, str) else value
         if not isinstance(schema, dict):
             raise ApiError(400, "a JSON schema is an object", param=where)
         return schema_format(schema, where, warnings, strict=False)
 
     return make
-
-
-def _decoded(text: str, where: str) -> object:
-    excess = json_shape(text.encode("utf-8", "surrogatepass")).excess()
-    if excess is not None:
-        raise ApiError(400, excess, param=where)
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise ApiError(400, f"it is no JSON: {error}", param=where) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from ramify.server.answer_constraint import CallChoice, OfferedTool
 from ramify.server.content_placeholders import content_placeholder, placeholder_warnings
 from ramify.server.errors import ApiError
 from ramify.server.generation import GenerationRequest, with_output_parser
+from ramify.server.http.request_body import decode_text
 from ramify.server.http.wire import encode_json
 from ramify.server.openai.answer_formats import SCHEMA_PATH, answer_format
 from ramify.server.openai.options import (
@@ -27,6 +27,7 @@ from ramify.server.openai.protocol import (
     ChatMessage,
     ChatRequest,
     ContentPart,
+    FunctionCall,
     NamedTool,
     ReasoningOption,
     ThinkingOption,
@@ -243,10 +244,10 @@ def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
                 "type": "function",
                 "function": {
                     "name": call.function.name,
-                    "arguments": _arguments(call.function.arguments_json, f"{where}.tool_calls"),
+                    "arguments": _arguments(call.function, f"{where}.tool_calls[{index}]"),
                 },
             }
-            for call in calls
+            for index, call in enumerate(calls)
         ]
     return fields
 
@@ -270,12 +271,10 @@ def _reasoning_text(message: ChatMessage) -> str | None:
     return "".join(texts) or None
 
 
-def _arguments(text: str, where: str) -> object:
-    """The arguments of a call as an object, which templates take, from their JSON."""
-    try:
-        return json.loads(text) if text.strip() else {}
-    except ValueError as error:
-        raise ApiError(400, f"arguments are no JSON: {error}", param=where) from error
+def _arguments(function: FunctionCall, call: str) -> Any:
+    """The arguments of a call as an object, which templates take."""
+    text = function.arguments_json
+    return decode_text(text, f"{call}.function.arguments") if text.strip() else {}
 
 
 def content_path(message: str) -> str:
@@ -329,7 +328,9 @@ def _template_options(request: ChatRequest, service: Service) -> dict[str, Any]:
     options: dict[str, Any] = dict(request.chat_template_kwargs or {})
     reserved = sorted(RESERVED_TEMPLATE_NAMES & options.keys())
     if reserved:
-        raise ApiError(400, f"{reserved[0]!r} is not for this", param="chat_template_kwargs")
+        raise ApiError(
+            400, f"the server sets {reserved[0]!r}; leave it out", param="chat_template_kwargs"
+        )
     names = service.tokenizer.chat_template_names
     return reasoning_options(request).template_variables(names) | options
 
