@@ -244,3 +244,23 @@ def test_arguments_in_the_history_are_nested_within_the_limit(path: str, depth: 
 
     assert answer.status == 400, answer.body
     assert "64 levels" in message_and_param(answer)[0]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "param", "reason"),
+    [
+        ("guided_grammar", "root ::= " + '"a" ' * 9000 + "(", "grammar", "Expected ')'"),
+        ("guided_regex", "(" * 200 + "a" * 9000, "regex", "unclosed group"),
+        ("guided_json", {"type": "string", "pattern": "(a"}, "json_schema", "unclosed group"),
+        ("bad_words", ["x" * 256] * 128, "bad_words", "4096"),
+    ],
+)
+def test_a_long_value_does_not_hide_the_reason(
+    field: str, value: object, param: str, reason: str
+) -> None:
+    """The message is cut in the value, not behind it."""
+    answer = send(CHAT, {field: value})
+
+    message, named = message_and_param(answer)
+    assert (answer.status, named) == (400, param)
+    assert reason in message
