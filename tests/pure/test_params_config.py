@@ -25,7 +25,7 @@ from ramify.outputs import (
     RequestOutput,
     TokenLogprob,
 )
-from ramify.params import SamplingParams, StructuredOutput
+from ramify.params import MAX_GRAMMAR_BYTES, SamplingParams, StructuredOutput
 
 
 def resolved(
@@ -243,7 +243,7 @@ def test_parameters_about_tokens_are_values() -> None:
         ("json_schema", [{"a": "\ud800"}]),
         ("json_object", ["yes", 2, None]),
         ("regex", ["", 5, b"a", "x" * 65_537, "ü" * 40_000, "\ud800"]),
-        ("grammar", ["", 5, "x" * 65_537]),
+        ("grammar", ["", 5, "x" * (MAX_GRAMMAR_BYTES + 1)]),
         ("choice", [[], [""], ["a", 1], "ab", ["x" * 65_537], ["a\udfff"]]),
     ],
 )
