@@ -206,7 +206,7 @@ def test_allowed_tools_that_are_not_served_are_told() -> None:
     answer = send(RESPONSES, {"tools": [TOOLS[RESPONSES]], "tool_choice": choice}, TOOL_TEMPLATE)
 
     assert answer.status == 200, json.dumps(answer.json)
-    assert "function 'gone' is no tool that is served" in answer.headers[WARNING]
+    assert "tool_choice.tools: not served: function 'gone'" in answer.headers[WARNING]
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, MESSAGES])
