@@ -23,7 +23,7 @@ from ramify.server.context import RequestContext
 from ramify.server.errors import ApiError, ContextLengthError, as_api_error
 from ramify.server.health import Readiness
 from ramify.server.http.body_budget import BodyBudget
-from ramify.server.http.browser_guard import BrowserGuard, BrowserRules
+from ramify.server.http.browser_guard import BrowserGuard, BrowserRules, origin_name
 from ramify.server.http.wire import (
     ANTHROPIC_PING,
     PING,
@@ -65,7 +65,7 @@ class Server:
         allowed_origins: Collection[str] = (),
     ) -> None:
         self.service, self.keys = service, keys
-        self.allowed_origins = allowed_origins
+        self.allowed_origins = tuple(map(origin_name, allowed_origins))
         self._browser_rules = BrowserRules.of(
             allowed_hosts, allowed_origins if keys is None else None
         )

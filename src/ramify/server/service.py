@@ -7,6 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
 from ramify import __version__
@@ -17,6 +18,7 @@ from ramify.engine.core import EngineCore
 from ramify.engine.prefix_namespaces import owner_of_namespace
 from ramify.engine.scheduling.validation import validate_token_ids
 from ramify.engine.text.tokenizer import Tokenizer
+from ramify.errors import EngineStoppedError
 from ramify.outputs import Explanation, StepOutput
 from ramify.server.answer_constraint import AnswerConstraints
 from ramify.server.cache_miss import CacheMiss, explain_miss
@@ -215,6 +217,7 @@ class Service:
                 on_end=self._account,
                 on_event=self.event_listeners,
                 after_end=self._evict_reasoning,
+                abort=self.engine.abort,
             )
             return generation
         finally:
@@ -317,4 +320,5 @@ class Service:
                 key = core.namespaces.key(prompt.ids, tenant, request.salt, answer=token_ids)
                 evict_suffix(core.cache, key, prompt.num_stable_tokens)
 
-        await self.engine.run(evict)
+        with suppress(EngineStoppedError):  # a drain ends the engine with the last answer
+            await self.engine.run(evict)

@@ -8,7 +8,7 @@ from typing import Any
 from ramify.params import StructuredOutput
 from ramify.server.answer_constraint import schema_format
 from ramify.server.errors import ApiError
-from ramify.server.http.request_body import decode_text
+from ramify.server.http.request_body import decode_json_text
 from ramify.server.openai.protocol import Sampling, StructuredOutputs
 
 Warnings = list[str]
@@ -113,7 +113,7 @@ def _text(kind: str, value: Any) -> Callable[[Warnings], StructuredOutput]:
 
 def _schema(value: object, where: str) -> Callable[[Warnings], StructuredOutput]:
     def make(warnings: Warnings) -> StructuredOutput:
-        schema = decode_text(value, where) if isinstance(value, str) else value
+        schema = decode_json_text(value, where) if isinstance(value, str) else value
         if not isinstance(schema, dict):
             raise ApiError(400, "a JSON schema is an object", param=where)
         return schema_format(schema, where, warnings, strict=False)

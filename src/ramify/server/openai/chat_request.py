@@ -11,7 +11,7 @@ from ramify.server.answer_constraint import CallChoice, OfferedTool
 from ramify.server.content_placeholders import content_placeholder, placeholder_warnings
 from ramify.server.errors import ApiError
 from ramify.server.generation import GenerationRequest, with_output_parser
-from ramify.server.http.request_body import decode_text
+from ramify.server.http.request_body import decode_json_text
 from ramify.server.http.wire import encode_json
 from ramify.server.openai.answer_formats import SCHEMA_PATH, answer_format
 from ramify.server.openai.options import (
@@ -27,7 +27,6 @@ from ramify.server.openai.protocol import (
     ChatMessage,
     ChatRequest,
     ContentPart,
-    FunctionCall,
     NamedTool,
     ReasoningOption,
     ThinkingOption,
@@ -244,7 +243,9 @@ def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
                 "type": "function",
                 "function": {
                     "name": call.function.name,
-                    "arguments": _arguments(call.function, f"{where}.tool_calls[{index}]"),
+                    "arguments": _arguments(
+                        call.function.arguments_json, f"{where}.tool_calls[{index}].arguments"
+                    ),
                 },
             }
             for index, call in enumerate(calls)
@@ -271,10 +272,9 @@ def _reasoning_text(message: ChatMessage) -> str | None:
     return "".join(texts) or None
 
 
-def _arguments(function: FunctionCall, call: str) -> Any:
-    """The arguments of a call as an object, which templates take."""
-    text = function.arguments_json
-    return decode_text(text, f"{call}.function.arguments") if text.strip() else {}
+def _arguments(text: str, where: str) -> object:
+    """The arguments of a call as an object, which templates take, from their JSON."""
+    return decode_json_text(text, where) if text.strip() else {}
 
 
 def content_path(message: str) -> str:

@@ -52,11 +52,11 @@ def new_items(request: PromptFields, earlier: EarlierTurns) -> list[Item]:
         return []
     if isinstance(request.input, str):
         return [{"type": "message", "role": "user", "content": request.input}]
-    resolve = earlier.resolver()
+    referenced = earlier.referenced_items()
     items = []
     for index, item in enumerate(request.input):
         name = reference_id(item)
-        stored = item if name is None else resolve(name)
+        stored = item if name is None else referenced.get(name)
         if stored is None:
             raise ApiError(
                 404,
