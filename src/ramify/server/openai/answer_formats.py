@@ -14,36 +14,51 @@ from ramify.server.openai.protocol import Sampling, StructuredOutputs
 Warnings = list[str]
 
 
-def answer_format(request: Sampling, warnings: Warnings) -> StructuredOutput | None:
+SCHEMA_PATH = "response_format.json_schema.schema"
+
+
+def answer_format(
+    request: Sampling, warnings: Warnings, schema_path: str = SCHEMA_PATH
+) -> StructuredOutput | None:
     """The format that the answer must match; None if the request has none.
 
     Args:
         warnings: what of a schema is not enforced is appended.
+        schema_path: of the schema of `response_format` in the client's request.
 
     Raises:
         ApiError: it has more than one, or one that is malformed or not served.
     """
-    given = list(_given(request))
+    given = list(_given(request, schema_path))
     if len(given) > 1:
         names = ", ".join(name for name, _ in given)
         raise ApiError(
             400, f"the answer can have one format, not {len(given)}: {names}", param=given[-1][0]
         )
-    return given[0][1](warnings) if given else None
+    if given:
+        return given[0][1](warnings)
+    if request.structured_outputs is not None:
+        raise ApiError(
+            400,
+            "it has none of the formats json, regex, choice, grammar and json_object",
+            param="structured_outputs",
+        )
+    return None
 
 
-def _given(request: Sampling) -> Iterator[tuple[str, Callable[[Warnings], StructuredOutput]]]:
+def _given(
+    request: Sampling, schema_path: str
+) -> Iterator[tuple[str, Callable[[Warnings], StructuredOutput]]]:
     """Yield each format that a request asks for: the field's name, and what makes it."""
     response_format = request.response_format
     if response_format is not None and response_format.type == "json_schema":
         named = response_format.json_schema
         if named is None:
             raise ApiError(400, "json_schema is missing", param="response_format.json_schema")
-        where = "response_format.json_schema.schema"
         strict = named.strict is True
         yield (
             "response_format",
-            lambda found: schema_format(named.schema, where, found, strict=strict),
+            lambda found: schema_format(named.schema, schema_path, found, strict=strict),
         )
     elif response_format is not None and response_format.type == "json_object":
         schema = response_format.schema

@@ -29,13 +29,16 @@ from ramify.server.openai.responses_store import (
 )
 from ramify.server.prompt_renderer import KnownPrefix
 from ramify.server.service import Service
+from ramify.server.unserved_fields import UnservedFields
+
+NO_FIELDS = UnservedFields()  # beside those of the request types
 
 MAX_ANSWER_ITEMS = 64
 
 
 async def create_conversation(context: RequestContext) -> Response:
     """POST /v1/conversations."""
-    request = await context.body(ConversationRequest)
+    request = await context.body(ConversationRequest, NO_FIELDS)
     await _check_items(context, request.items or [])
     conversation = Conversation(
         f"conv_{secrets.token_hex(16)}", int(time.time()), request.metadata or {}
@@ -52,7 +55,7 @@ async def get_conversation(context: RequestContext) -> Response:
 
 async def update_conversation(context: RequestContext) -> Response:
     """POST /v1/conversations/{name}: replaces the metadata."""
-    request = await context.body(ConversationUpdate)
+    request = await context.body(ConversationUpdate, NO_FIELDS)
     conversation = replace(_named(context), metadata=request.metadata)
     _put(context, conversation)
     return context.json(_as_json(conversation))
@@ -73,7 +76,7 @@ async def list_items(context: RequestContext) -> Response:
 
 async def create_items(context: RequestContext) -> Response:
     """POST /v1/conversations/{name}/items; returns the new items."""
-    request = await context.body(ConversationItemsRequest)
+    request = await context.body(ConversationItemsRequest, NO_FIELDS)
     await _check_items(context, request.items)
     conversation = _named(context)
     items = _numbered(request.items, conversation)

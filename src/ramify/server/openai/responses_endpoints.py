@@ -31,7 +31,7 @@ from ramify.server.openai.responses_store import (
     page_of_items,
     stored_response,
 )
-from ramify.server.openai.unserved import RESPONSES_FIELDS
+from ramify.server.openai.unserved import INPUT_FIELDS, RESPONSES_FIELDS
 
 MAX_SUMMARY_SHARE = 8  # a summary has at most this part of the context
 MAX_SEQUENCE_DIGITS = 12  # of `starting_after`
@@ -105,7 +105,7 @@ async def list_input_items(context: RequestContext) -> Response:
 
 async def count_input_tokens(context: RequestContext) -> Response:
     """POST /v1/responses/input_tokens: the length of the prompt, without running it."""
-    fields = await context.body(InputTokensRequest)
+    fields = await context.body(InputTokensRequest, INPUT_FIELDS)
     request = ResponsesRequest(**msgspec.structs.asdict(fields))
     translated = await _translate(context, request)
     for message in translated.generation_request.warnings:
@@ -116,7 +116,7 @@ async def count_input_tokens(context: RequestContext) -> Response:
 
 async def compact_response(context: RequestContext) -> Response:
     """POST /v1/responses/compact: the user's messages, and a summary that the model writes."""
-    fields = await context.body(CompactRequest)
+    fields = await context.body(CompactRequest, INPUT_FIELDS)
     service, tenant = context.service, context.caller.tenant
     request = compaction_request(fields, max(1, service.max_model_len // MAX_SUMMARY_SHARE))
     earlier = earlier_turns(request, service, tenant)
