@@ -51,7 +51,7 @@ def load_row(result: LoadResult) -> Row:
         f"p99 {p99_s:.1f} s": p99_s <= MAX_P99_S,
         f"/livez {livez_s:.2f} s": livez_s <= MAX_LIVEZ_S,
         f"kept {result.rss_growth / MIB:.0f} MiB": result.rss_growth <= MAX_KEPT,
-        f"history {result.history_bytes / MIB:.0f} MiB": not result.history_bytes > MAX_HISTORY,
+        f"history {result.history_bytes / MIB:.0f} MiB": result.history_bytes <= MAX_HISTORY,
         f"other tenant: {dict(result.statuses)}": set(result.statuses) == {"200"},
         f"attacker: {dict(result.attacker_statuses)}": not any(
             status == "500" for status in result.attacker_statuses

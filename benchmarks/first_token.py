@@ -9,7 +9,7 @@ in turn gets the same streamed requests at the same times: `--rate` a second, wi
 All share a system prompt and differ in their question. With `--api anthropic` the system prompt has
 a cache breakpoint. `--busy` streams decode all the time, so that there is a step to wait for.
 
-Told for each tree: the median of the rounds' medians of the time from sending a request to its first
+Printed for each tree: the median of the rounds' medians of the time from sending a request to its first
 event with text, its smallest and largest round, and the same of the 90th percentile; and the ratio of
 the medians of each pair of rounds. A request that fails ends the benchmark.
 """

@@ -99,7 +99,7 @@ class Cell:
             timed(AttentionBatch, "from_rows", spent, "build"),
             timed(AttentionBatch, "from_decodes", spent, "build"),
             timed(engine_core, "build_step_plan", spent, "step plan"),
-            timed(core, "_process_result", spent, "update"),
+            timed(core.results, "process", spent, "update"),
             timed(planner, "commit", spent, "commit"),
         ]
         core.step()

@@ -32,8 +32,12 @@ GUARDED = (
 
 
 def forgeries_served(target: Target) -> list[str]:
-    """Requests as a page of another site could make them that a keyless server did not refuse."""
-    served = []
+    """Requests as a page of another site could make them that a keyless server did not refuse.
+
+    Also a program's request if that is refused: the server must answer somebody.
+    """
+    status, _, _ = target.call("POST", CHAT, chat("x"), HERE)
+    served = [] if status == 200 else [f"no forgery: POST {CHAT} {status}"]
     for name, headers in FORGERIES:
         for method, path in GUARDED:
             status, _, _ = target.call(method, path, chat("x"), headers)
@@ -66,13 +70,15 @@ def format_oracle(other: Target, attacker: Target, num_pairs: int) -> float:
     new_s: list[float] = []
     for number in range(num_pairs):
         known, new = _schema(rng, number), _schema(rng, -number - 1)
-        other.post(CHAT, known)
+        statuses = {other.post(CHAT, known)}
         pair = [(known_s, known), (new_s, new)]
         rng.shuffle(pair)
         for times_s, body in pair:
             begin_s = time.perf_counter()
-            attacker.post(CHAT, body)
+            statuses.add(attacker.post(CHAT, body))
             times_s.append(time.perf_counter() - begin_s)
+        if statuses != {200}:
+            raise RuntimeError(f"requests of the oracle ended with {statuses}; they tell nothing")
     return auc(known_s, new_s)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from attacks.server import OPERATOR, AttackedServer, Target, chat
 
 CHAT, COMPLETIONS, EXPLAIN = "/v1/chat/completions", "/v1/completions", "/v1/cache/explain"
+CONVERSATIONS, RESPONSES = "/v1/conversations", "/v1/responses"
 MIB = 1 << 20
 PROBE_S, LIVEZ_S = 0.05, 0.02  # between two requests of the other tenant, and two of /livez
 LEAVE_S = 0.08  # between two disconnects of an attacker
@@ -54,6 +55,21 @@ def many_values(target: Target, number: int) -> object:
     values = b"[]," * (28 * MIB // 3)
     body = b'{"messages":[{"role":"user","content":"x"}],"functions":[' + values + b"[]]}"
     return target.post(CHAT, body)
+
+
+def wrong_values(target: Target, number: int) -> object:
+    """1 MiB in a field of two values, so that the error quotes it; it looks like an error's path."""
+    return target.post(CHAT, chat("x", prompt_cache_retention=" - at `" + "[" * MIB))
+
+
+def many_stored_values(target: Target, number: int) -> object:
+    """A response that goes on from a conversation of many requests' lists, which no prompt has."""
+    _, _, body = target.call("POST", CONVERSATIONS, {})
+    name = json.loads(body)["id"]
+    item = {"type": "web_search_call", "action": [[]] * 95_000}
+    for _ in range(10):
+        target.post(f"{CONVERSATIONS}/{name}/items", {"items": [item]})
+    return target.post(RESPONSES, {"input": "x", "conversation": name, "max_output_tokens": 1})
 
 
 def slow_tokenisation(target: Target, number: int) -> object:
@@ -128,6 +144,8 @@ LOAD_ATTACKS = (
     LoadAttack("none", None),
     LoadAttack("large bodies hung up", hang_up_large_bodies, 3),
     LoadAttack("body of many values", many_values, 3),
+    LoadAttack("wrong values", wrong_values, 3),
+    LoadAttack("many stored values", many_stored_values, 3),
     LoadAttack("slow tokenisation", slow_tokenisation, 8),
     LoadAttack("schema descriptions", schema_descriptions, 2, max_rounds=20),
     LoadAttack("all rows held", hold_rows, 100),

@@ -5,6 +5,7 @@ Names resolve on first use, so that importing the package loads neither torch no
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,13 @@ if TYPE_CHECKING:
     from ramify.params import SamplingParams, StructuredOutput
 
 __version__ = "0.1.0"
+
+# How long a thread of torch's OpenMP pool (libgomp) spins for work before it sleeps. libgomp's own
+# 300,000 turns hold a core for milliseconds that another program, or the thread waited for, needs.
+# libgomp reads this when torch loads it.
+OMP_SPIN_COUNT = 1_000
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", str(OMP_SPIN_COUNT))
 
 _HOMES = {
     "AsyncLLM": "ramify.engine.async_llm",

@@ -189,7 +189,7 @@ class OverloadedError(RequestError):
     def __init__(self, num_waiting: int, limit: int, retry_after_s: float) -> None:
         self.num_waiting, self.limit, self.retry_after_s = num_waiting, limit, retry_after_s
         super().__init__(
-            f"{num_waiting} requests wait and max_waiting is {limit}; try again in "
+            f"{num_waiting} answers wait and max_waiting is {limit}; try again in "
             f"{retry_after_s:.0f} s, or start with a larger max_waiting"
         )
 

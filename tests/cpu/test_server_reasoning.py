@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
+import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 
+from ramify.outputs import FinishReason
 from tests.cpu.thinker import (
     ANSWER,
     ARGUMENTS,
@@ -45,9 +48,7 @@ def test_the_openai_client_reads_reasoning_and_calls() -> None:
         assert choice.finish_reason == "tool_calls"
         usage = answer.usage
         num_thought = usage.completion_tokens_details.reasoning_tokens
-        # steps of a slow reader are merged, and then counted by their characters
-        assert abs(num_thought - len(letters(f"<think>{THOUGHT}</think>"))) < 16
-        assert num_thought < usage.completion_tokens <= len(letters(ANSWER)) + 1
+        assert 0 < num_thought < usage.completion_tokens <= len(letters(ANSWER)) + 1
 
 
 def test_the_anthropic_client_reads_reasoning_and_calls() -> None:
@@ -68,7 +69,8 @@ def test_the_anthropic_client_reads_reasoning_and_calls() -> None:
         assert (text.type, text.text) == ("text", "I look it up.")
         assert (call.type, call.name, call.input) == ("tool_use", "find", {"city": "Rome"})
         assert answer.stop_reason == "tool_use"
-        assert answer.usage.output_tokens_details.thinking_tokens > 0.8 * len(letters(THOUGHT))
+        usage = answer.usage
+        assert 0 < usage.output_tokens_details.thinking_tokens < usage.output_tokens
 
 
 def test_thinking_that_is_not_shown_comes_back_in_its_signature() -> None:
@@ -118,7 +120,62 @@ def test_the_responses_client_reads_reasoning_and_calls() -> None:
         assert [part.text for part in reasoning.content] == [THOUGHT]
         assert [part.text for part in message.content] == ["I look it up."]
         assert (call.name, call.arguments) == ("find", ARGUMENTS)
-        assert answer.usage.output_tokens_details.reasoning_tokens > 0.8 * len(letters(THOUGHT))
+        usage = answer.usage
+        assert 0 < usage.output_tokens_details.reasoning_tokens < usage.output_tokens
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_single_call_ends_the_answer(place: int) -> None:
+    """Without parallel calls: end marks in thoughts and strings end nothing, the first call does."""
+    text = "a</tool_call>b"
+    call = f'<tool_call>{{"name": "find", "arguments": {{"city": "{text}"}}}}</tool_call>'
+    answer = f"<think>{THOUGHT}</think>{call}And more.{call}{' And so on.' * 150}"
+    auto = {"type": "auto", "disable_parallel_tool_use": True}
+    path, body = [
+        ("/v1/chat/completions", CHAT | {"parallel_tool_calls": False, "max_tokens": 1500}),
+        ("/v1/messages", MESSAGES | {"tool_choice": auto, "max_tokens": 1500}),
+    ][place]
+
+    async def main() -> tuple[Any, Any]:
+        bench = Thinker(answer)
+        async with bench.running():
+            response = await bench.post(path, body)
+            return response.json, bench.ended[-1].output
+
+    response, output = run(main())
+
+    # The engine would have gone on up to `max_tokens`.
+    assert output.finish_reason is FinishReason.STOP
+    if path == "/v1/messages":
+        thinking, block = response["content"]
+        assert (thinking["thinking"], block["input"]) == (THOUGHT, {"city": text})
+        assert response["stop_reason"] == "tool_use"
+        return
+    [choice] = response["choices"]
+    [made] = choice["message"]["tool_calls"]
+    assert (choice["message"]["reasoning"], choice["message"]["content"]) == (THOUGHT, None)
+    assert made["function"]["arguments"] == f'{{"city": "{text}"}}'
+    assert choice["finish_reason"] == "tool_calls"
+    assert response["usage"]["completion_tokens"] <= output.usage.completion_tokens
+
+
+def test_a_drain_waits_for_the_last_answer_with_reasoning() -> None:
+    """The engine ends with the answer, before its reasoning could be evicted: it is sent all the same."""
+
+    async def main() -> Any:
+        bench, begun = Thinker("<think>Hm, who?</think>Ann."), asyncio.Event()
+        bench.service.event_listeners.append(lambda *_: begun.set())
+        async with bench.llm:
+            bench.server.health.is_ready = True
+            asking = asyncio.ensure_future(bench.post("/v1/chat/completions", CHAT))
+            await begun.wait()
+            assert await bench.llm.drain(60)
+            return await asking
+
+    response = run(main())
+
+    assert response.status == 200, response.body
+    assert response.json["choices"][0]["message"]["content"] == "Ann."
 
 
 def test_a_call_that_is_cut_off_keeps_its_beginning() -> None:

@@ -198,7 +198,7 @@ def test_what_would_be_ignored_is_refused(server: Running) -> None:
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"regex": "a(", "max_tokens": 5}, "regex"),
-        ({"regex": "a", "choice": ["b"]}, "response_format"),
+        ({"regex": "a", "choice": ["b"]}, "choice"),
         ({"prompt_cache_options": {"mode": "sometimes"}}, "prompt_cache_options.mode"),
         ({"stop": ["x"] * 17}, "stop"),
     ):

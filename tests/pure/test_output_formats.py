@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise, permutations
 
 import pytest
@@ -267,21 +268,6 @@ def test_a_forced_call_is_bare_json(calls: CallFormat) -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "text"),
-    [
-        (HERMES, f"<tool_call>{CALL}</tool_call><tool_call>{OTHER}</tool_call>"),
-        (MISTRAL, f"[TOOL_CALLS][{CALL}, {OTHER}]"),
-        (LLAMA3, f"{CALL}; {OTHER}"),
-    ],
-)
-def test_a_single_call_is_the_first(form: OutputFormat, text: str) -> None:
-    """With `single`, calls after the first are dropped."""
-    parser = form.new_parser(TOOLS, prompt_end="", single=True)
-
-    assert summary(parser.feed(text, is_last=True)) == [ADD]
-
-
-@pytest.mark.parametrize(
     ("written", "arguments"),
     [
         ('"arguments": null, "name": "add"', None),
@@ -294,6 +280,12 @@ def test_a_single_call_is_the_first(form: OutputFormat, text: str) -> None:
             '{"arguments": {"name": "x"}}',
         ),
         (r'"name": "add", "arguments": "{\"a\": \"\\n\ud83d\ude00\"}"', '{"a": "\\n😀"}'),
+        (r'"name": "add", "arguments": "{\"a\": \"\\ud800\"} "', r'{"a": "\ufffd"} '),
+        (
+            r'"name": "add", "arguments": "{\"a\": \"\\ud83d\\ude00\\ud83d"',
+            r'{"a": "\ud83d\ude00\ufffd',
+        ),
+        (r'"name": "add", "arguments": "{\"a\": \"\\u12"', r'{"a": "\u12'),
         (
             r'"name": "\u0061dd", "arguments": {"a": "\u00e9\ud83d\ude00"}',
             r'{"a": "\u00e9\ud83d\ude00"}',
@@ -347,3 +339,23 @@ def test_a_format_is_named() -> None:
         ConfigError, match=r"--tool-call-parser lama: .* granite, harmony, hermes, hunyuan"
     ):
         named("lama")
+
+
+def test_numbers_of_python_are_numbers_of_json() -> None:
+    """Hexadecimal and grouped digits are converted; what JSON has no number for is a string."""
+    parser = named("pythonic").new_parser(TOOLS, prompt_end="")
+
+    events = parser.feed("[add(a=0x10, b=1_000, c=-.5, d=1_0e999, e=007)]", is_last=True)
+
+    written = "".join(event.text for event in events if isinstance(event, ArgumentsDelta))
+    assert json.loads(written) == {"a": 16, "b": 1000, "c": -0.5, "d": "1_0e999", "e": "007"}
+
+
+def test_a_usage_text_is_no_part_of_a_call() -> None:
+    """Mistral's `[ARGS]` outside of calls is text, unless it is a special token of the model."""
+    usage = "Usage: prog [OPTIONS] COMMAND [ARGS]..."
+
+    assert parsed(MISTRAL, usage, []) == [("text", usage)]
+    special = named("mistral", special_tokens=["[ARGS]"])
+    assert parsed(special, usage, []) == [("text", "Usage: prog [OPTIONS] COMMAND ...")]
+    assert "[ARGS]" in special.kept_special_tokens

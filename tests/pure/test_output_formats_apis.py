@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from ramify.outputs import FinishReason, StepOutput
 from ramify.server.output_formats.events import OutputParser
-from tests.pure.model_answers import FAMILIES, SCHEMAS, Family, answers
+from tests.pure.drawn_answers import answers
+from tests.pure.model_answers import FAMILIES, SCHEMAS, Family
 from tests.pure.test_output_formats_families import Part, meaning
 from tests.pure.test_server_answers import (
     Played,

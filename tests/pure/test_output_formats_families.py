@@ -18,7 +18,8 @@ from ramify.server.output_formats.events import (
     ReasoningDelta,
     TextDelta,
 )
-from tests.pure.model_answers import FAMILIES, SCHEMAS, Family, ModelAnswer, answers
+from tests.pure.drawn_answers import answers
+from tests.pure.model_answers import FAMILIES, SCHEMAS, Family, ModelAnswer
 
 Part = tuple[str, Any]
 

@@ -18,7 +18,8 @@ from ramify.server.output_formats.events import (
     ReasoningDelta,
     TextDelta,
 )
-from tests.pure.model_answers import FAMILIES, FRAGMENTS, SCHEMAS, Call, Family, ModelAnswer
+from tests.pure.drawn_answers import FRAGMENTS
+from tests.pure.model_answers import FAMILIES, SCHEMAS, Call, Family, ModelAnswer
 
 NUM_MUTATIONS = 10_000
 # No delimiter contains these letters: each must come out, in its place.

@@ -1,5 +1,6 @@
 """Tenants that wait get a row within a bound; preempted requests lose nothing, and none starves."""
 
+from array import array
 from collections import Counter
 from dataclasses import dataclass
 
@@ -106,6 +107,68 @@ def test_a_large_prompt_gets_its_pages_from_the_tenant_with_most_rows() -> None:
     outputs = bench.run()
     for at, request_id in enumerate(greedy):
         assert list(outputs[request_id].token_ids) == expected([1 + at] * 30, 60, ends=())
+
+
+def test_prompts_as_large_as_the_pool_get_no_more_than_their_share() -> None:
+    """Sent one after the other, beside 16 rows of another tenant that decode: half of the tokens."""
+    bench = Bench(
+        2048, 16, max_num_seqs=16, max_batch_tokens=64, options={"fair_wait_steps": WAIT_STEPS}
+    )
+    core, owners, live, num_large = bench.core, dict[int, str](), Counter[str](), 0
+    for _ in range(600):
+        for tenant, most, num_tokens, max_tokens in (("many", 16, 60, 60), ("large", 1, 1800, 1)):
+            while live[tenant] < most:
+                start = 7 * len(owners)
+                prompt = [1 + (start + at * at) % 47 for at in range(num_tokens)]
+                params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+                owners[core.add_request(prompt, params, tenant=tenant)] = tenant
+                live[tenant] += 1
+        for event in core.step():
+            if event.output is not None:
+                live[owners[event.request_id]] -= 1
+                num_large += owners[event.request_id] == "large"
+
+    assert core.scheduler.num_fair_preemptions > 0
+    assert 0.3 < num_large * 1800 / core.num_computed_tokens < 0.6
+
+
+def test_a_tenant_that_waited_for_a_public_prefix_of_another_gets_a_row() -> None:
+    """Its request was parked; when all rows are taken, that ends with the prefix, not with a row."""
+    bench = Bench(
+        8192, 4, max_num_seqs=2, max_batch_tokens=16, options={"fair_wait_steps": WAIT_STEPS}
+    )
+    public = [5] * 200
+    bench.core.namespaces.declare_public(array("i", public))
+    greedy = bench.add([*public, 6], tenant="greedy", max_tokens=300, ignore_eos=True)
+    bench.step()
+    other = bench.add([*public, 7], tenant="other", max_tokens=3, ignore_eos=True)
+    bench.step()
+    bench.add([1, 2], tenant="greedy", max_tokens=300, ignore_eos=True)
+
+    # 200 tokens, at most 16 a step
+    assert steps_until_first_token(bench, other, 100) <= 200 // 16 + 2 * WAIT_STEPS + 4
+
+    outputs = bench.run()
+    assert list(outputs[greedy].token_ids) == expected([*public, 6], 300, ends=())
+    assert outputs[other].cache.read_tokens == len(public)
+
+
+def test_a_rebuild_keeps_the_counters() -> None:
+    """Preemptions so far, and live answers, even if an interrupt had cut off their update."""
+    bench = Bench(8192, 4, max_num_seqs=1, options={"fair_wait_steps": 1})
+    for tenant in "ab":
+        bench.add([1, 2], tenant=tenant, max_tokens=99, ignore_eos=True)
+    while not bench.core.stats().num_fair_preemptions:
+        bench.step()
+    before = bench.core.stats().num_fair_preemptions
+    bench.core.lifecycle.num_live["a"] += 1
+
+    bench.core.recovery.rebuild(RuntimeError("test"))
+
+    assert bench.core.stats().num_fair_preemptions == before
+    check_counts(bench)
+    bench.run()
+    assert not bench.core.lifecycle.num_live
 
 
 @dataclass(frozen=True)
@@ -287,8 +350,8 @@ def test_queued_tokens_are_shared_too() -> None:
     bench.add([2] * 40, tenant="second", max_tokens=1)
     with pytest.raises(
         TokensWaitError, match="40 prompt tokens wait and this prompt has 20"
-    ) as told:
+    ) as caught:
         bench.add([3] * 20, tenant="second", max_tokens=1)
 
-    assert told.value.retry_after_s == 1
+    assert caught.value.retry_after_s == 1
     bench.run()

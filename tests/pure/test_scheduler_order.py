@@ -195,7 +195,9 @@ def test_nothing_is_kept_of_tenants_that_came_once() -> None:
         bench.core.step()
 
     assert not bench.core.has_unfinished
-    assert len(bench.core.scheduler.waiting._tenants) <= 2 * SPARE_TENANTS + 2
+    queue = bench.core.scheduler.waiting
+    assert len(queue._tenants) <= 2 * SPARE_TENANTS + 2
+    assert len(queue._waits_since) <= 2 * SPARE_TENANTS + 2
 
 
 @pytest.mark.parametrize("num_tenants", [1, 700])
@@ -384,7 +386,7 @@ def test_too_many_waiting_requests_are_refused_with_a_time() -> None:
         bench.add([1 + at], max_tokens=2)
     bench.time = 30.0
 
-    with pytest.raises(OverloadedError, match="3 requests wait and max_waiting is 3") as caught:
+    with pytest.raises(OverloadedError, match="3 answers wait and max_waiting is 3") as caught:
         bench.core.add_request([9], SamplingParams())
     with pytest.raises(PromptTooLongError):
         bench.core.add_request([9] * 64, SamplingParams())

@@ -78,6 +78,8 @@ class Played:
     prompt: RenderedPrompt = field(default_factory=lambda: RenderedPrompt(array("i", [1, 2])))
     model: str = "m"
     num_cached: int = 0
+    ends_after_call: bool = False
+    is_completed: bool = False
 
     @property
     def request(self) -> Any:
@@ -89,6 +91,11 @@ class Played:
 
     def new_parser(self) -> Script:
         return Script([events for events, _ in self.steps])
+
+    async def complete(self, request_id: int) -> None:
+        assert not self.is_completed
+        assert self.output is None
+        self.is_completed = True
 
     def raise_error(self, index: int | None = None) -> None:
         assert index in (None, 0)
@@ -353,6 +360,40 @@ def _num_chars(event: OutputEvent) -> int:
     return len(event.name if isinstance(event, CallStart) else event.text)
 
 
+@given(scripts())
+def test_a_single_call_is_the_end(script: tuple[list[Part], list[Step], FinishReason]) -> None:
+    """Without parallel calls nothing follows the first whole call; the engine ends the request."""
+    parts, steps, reason = script
+    ends = [
+        number
+        for number, (events, _) in enumerate(steps)
+        if any(isinstance(event, CallEnd) and event.is_complete for event in events)
+    ]
+    played: Any = Played(steps, reason, ends_after_call=True)
+
+    body = asyncio.run(chat_builder(played).body())
+
+    [choice] = body["choices"]
+    assert played.is_completed == bool(ends and ends[0] < len(steps) - 1)
+    if not ends:
+        assert body == asyncio.run(chat_builder(Played(steps, reason)).body())
+        return
+    first = next(place for place, (kind, _) in enumerate(parts) if kind in ("find", "count"))
+    [call] = choice["message"]["tool_calls"]
+    assert (call["function"]["name"], call["function"]["arguments"]) == parts[first]
+    texts = [text for kind, text in parts[:first] if kind == "text"]
+    assert (choice["message"]["content"] or "") == "".join(texts)
+    assert choice["finish_reason"] == "tool_calls"
+    num_tokens = sum(num_tokens for _, num_tokens in steps[: ends[0] + 1])
+    assert body["usage"]["completion_tokens"] == num_tokens
+    message = asyncio.run(message_builder(Played(steps, reason, ends_after_call=True)).body())
+    assert message["stop_reason"] == "tool_use"
+    events = asyncio.run(all_events(chat_builder(Played(steps, reason, ends_after_call=True))))
+    reasons = [event["choices"][0]["finish_reason"] for event in events]
+    assert [reason for reason in reasons if reason] == ["tool_calls"]
+    assert reasons[-1] == "tool_calls"
+
+
 def test_the_call_of_a_named_tool_ends_with_stop() -> None:
     """As OpenAI's: `tool_calls` where the model chose to call, `stop` where the tool was named."""
     events: list[OutputEvent] = [CallStart(0, "find", "call_0"), CallEnd(0)]
@@ -367,6 +408,19 @@ def test_the_call_of_a_named_tool_ends_with_stop() -> None:
         assert call["function"] == {"name": "find", "arguments": "{}"}
 
     assert endings == ["tool_calls", "tool_calls", "stop"]
+
+
+@pytest.mark.parametrize(
+    ("call_id", "shown"),
+    [("call_1", "toolu_1"), ("functions.call_api:0", "functions.call_api:0")],
+)
+def test_the_id_of_a_tool_use_is_anthropics_or_the_familys(call_id: str, shown: str) -> None:
+    """Kimi's template writes the id of a call, which names the tool: it stays as it is."""
+    played: Any = Played([([CallStart(0, "find", call_id), CallEnd(0)], 1)], FinishReason.STOP)
+
+    body = asyncio.run(message_builder(played).body())
+
+    assert [block["id"] for block in body["content"]] == [shown]
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,8 @@ REQUESTS: tuple[tuple[dict[str, str], int], ...] = (
     ({"host": "127.0.0.1.evil.example:80"}, 403),
     ({"host": "evil.example#localhost"}, 403),
     ({"host": "[::2]:8000"}, 403),
+    ({"host": "[::1]evil.example"}, 403),
+    ({"host": "localhost:evil.example"}, 403),
     ({"host": ""}, 403),
     # Requests across sites.
     ({"host": HERE, "origin": "https://evil.example"}, 403),

@@ -30,12 +30,19 @@ def section(title: str) -> str:
     return match[1]
 
 
+BOTH = "Both completion endpoints"
+
+
 def documented(title: str) -> list[tuple[str, str]]:
-    """Each field with what becomes of it, from the first table of an API's section."""
-    table = section(title).strip().split("\n\n")[0]
+    """Each field with what becomes of it, from the first table of an API's section.
+
+    The completion endpoints have a table of the fields of both.
+    """
+    shared = section(BOTH) if "ompletions" in title else ""
+    tables = [shared, section(title).partition("|\n\n")[0]]
     return [
         (name, treatment)
-        for names, treatment in ROW.findall(table)
+        for names, treatment in ROW.findall("\n".join(tables))
         for name in re.findall(r"`(\w+)`", names)
     ]
 

@@ -92,18 +92,22 @@ def test_head_answers_as_get_does(path: str) -> None:
 
 
 def test_pages_of_allowed_origins_may_call() -> None:
-    """A preflight names what is allowed; the answer lets the page read our headers."""
+    """A preflight names what is allowed; the answer lets the page read our headers.
+
+    Origins may be given in any case, and with a slash.
+    """
+    origins = (PAGE.upper() + "/",)
     asks = {"origin": PAGE, "access-control-request-method": "POST"}
     asks["access-control-request-headers"] = "authorization,content-type"
     keys = ApiKeys.of("ann")
 
-    preflight = call("OPTIONS", "/v1/chat/completions", headers=asks, origins=(PAGE,), keys=keys)
+    preflight = call("OPTIONS", "/v1/chat/completions", headers=asks, origins=origins, keys=keys)
     answer = call(
         "POST",
         "/v1/chat/completions",
         chat("Hi"),
         headers={"origin": PAGE},
-        origins=(PAGE,),
+        origins=origins,
         keys=keys,
         key="ann",
     )

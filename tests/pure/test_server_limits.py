@@ -43,7 +43,7 @@ BEYOND: tuple[tuple[str, dict[str, Any], str], ...] = (
     (COMPLETIONS, {"prompt": ["x"] * 129}, "prompt"),
     (COMPLETIONS, {"prompt": ["x"] * 20, "n": 20}, "n"),
     (COMPLETIONS, {"prompt": "x", "logprobs": 21}, "logprobs"),
-    (COMPLETIONS, {"prompt": [1] * 3000}, "messages"),
+    (COMPLETIONS, {"prompt": [1] * 3000}, "prompt"),
 )
 
 

@@ -298,7 +298,7 @@ def test_tools_that_the_server_would_run_are_left_out() -> None:
             refused = await bench.post("/v1/messages", demanded)
             assert refused.status == 400
             assert refused.json["error"]["message"].startswith("tool_choice.name")
-            assert "Anthropic's servers" in refused.json["error"]["message"]
+            assert "not run by this server" in refused.json["error"]["message"]
             none_left = body(tools=SERVER_TOOLS, tool_choice={"type": "any"})
             refused = await bench.post("/v1/messages", none_left)
             assert refused.status == 400
@@ -391,8 +391,8 @@ def test_unknown_fields_are_named() -> None:
                 answer = await bench.post(path, request)
                 assert answer.status == 200, answer.body
                 assert "x-ramify-warning" not in answer.headers
-                answer = await bench.post(path, request | {"presence_penalty": 1})
-                assert "presence_penalty" in answer.headers["x-ramify-warning"]
+                answer = await bench.post(path, request | {"poem": 1})
+                assert "poem" in answer.headers["x-ramify-warning"]
 
     run(main())
 

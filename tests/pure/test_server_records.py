@@ -95,7 +95,8 @@ def test_records_are_bounded_and_expire() -> None:
 
     time[0] = 10.0
     assert store.get("a", "2") is None
-    assert len(store) == store.num_bytes == 0
+    store.put("c", "1", OLD)
+    assert (len(store), store.num_bytes) == (1, size)
     assert not store.forget("a", "2")
 
 

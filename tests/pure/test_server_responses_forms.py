@@ -194,7 +194,7 @@ def builder(
     class Request:
         """What the builder reads of a generation request."""
 
-        is_prewarm = False
+        is_prewarm = ends_after_call = False
         new_parser = staticmethod(played.new_parser)
         prompt = real.generation_request.prompt
         history_entry = real.generation_request.history_entry

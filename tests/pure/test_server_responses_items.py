@@ -153,7 +153,11 @@ def test_items_of_a_turn_of_the_model_are_one_message() -> None:
     assert calls == [("f", "{}"), ("c", '{"input": "x"}')]
     assert [message.content for message in messages[3:6]] == ["s", '[{"stdout":"t"}]', "failed\nu"]
     assert [message.content for message in messages[7::2]] == ["v", "w"]
-    assert names == [f"input[{i}]" for i in (0, 1, 6, 7, 8, 9, 10, 10, 11, 11)]
+    outputs = {2, 3, 4, 5, 7, 9}
+    assert names == [
+        f"input[{item}].output" if place in outputs else f"input[{item}]"
+        for place, item in enumerate((0, 1, 6, 7, 8, 9, 10, 10, 11, 11))
+    ]
     assert "incomplete function_call (1)" in translator.warnings[0]
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from ramify.server.tenants import ApiKeys
+from ramify.server.tenants import ApiKeys, Caller, Quota, hash_key
 from tests.pure.server_bench import Answer, ServerBench, chat, run
 from tests.pure.test_server_one_trip import StepGate, posted
 
@@ -73,3 +73,35 @@ def test_a_full_queue_refuses_its_tenant_and_tells_no_count() -> None:
         wait_s = answer.headers["retry-after"]
         message = answer.json["error"]["message"]
         assert message == f"too many requests wait here; try again in {wait_s} s"
+
+
+def test_prompts_that_can_never_wait_together_are_no_overload() -> None:
+    """400, where 429 or 503 would have a client try for ever; what just fits is served."""
+    quota = Quota(max_requests=8, max_waiting_tokens=60)
+    keys = ApiKeys(
+        {hash_key("key-ann"): Caller("ann"), hash_key("key-eve"): Caller("eve", quota=quota)}
+    )
+    bench = ServerBench(keys=keys, max_num_seqs=2, max_waiting=8)
+
+    async def main() -> list[Answer]:
+        async with bench.running():
+            calls = []
+            for key, num_prompts, num_answers, num_tokens in (
+                ("key-ann", 4, 2, 5),
+                ("key-ann", 5, 2, 5),
+                ("key-eve", 4, 2, 15),
+                ("key-eve", 3, 3, 5),
+                ("key-eve", 4, 1, 16),
+            ):
+                prompts = [[7 + at] * num_tokens for at in range(num_prompts)]
+                body = {"prompt": prompts, "n": num_answers, "max_tokens": 2}
+                calls.append(await bench.post("/v1/completions", body, key))
+            return calls
+
+    answers = run(main())
+
+    assert [answer.status for answer in answers] == [200, 400, 200, 400, 400]
+    assert {answer.json["error"]["param"] for answer in answers if answer.status == 400} == {
+        "prompt"
+    }
+    assert bench.service.quotas.num_live == 0

@@ -51,6 +51,9 @@ def test_nobody_else_gets_in(key: str | None) -> None:
         '{"keys": [{"hash": "sha256:12"}]}',
         json.dumps({"keys": [{"hash": hash_key("a"), "quota": {"x": 1}}]}),
         json.dumps({"keys": [{"hash": hash_key("a"), "name": 1}]}),
+        json.dumps({"keys": [{"hash": hash_key("a"), "quota": {"max_requests": "5"}}]}),
+        json.dumps({"keys": [{"hash": hash_key("a"), "quota": {"tokens_per_minute": 0}}]}),
+        json.dumps({"keys": [{"hash": hash_key("a"), "quota": {"max_pinned_share": 25}}]}),
     ],
 )
 def test_a_wrong_file_is_told(tmp_path: Path, text: str) -> None:

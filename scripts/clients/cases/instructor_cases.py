@@ -25,8 +25,12 @@ class Team(BaseModel):
 
 
 QUESTION = [{"role": "user", "content": "Who is in the team?"}]
-OPENAI_MODES = ("TOOLS", "TOOLS_STRICT", "JSON", "JSON_SCHEMA", "PARALLEL_TOOLS")
-ANTHROPIC_MODES = ("ANTHROPIC_TOOLS",)
+# Those in which a server has a part. `MD_JSON` and `ANTHROPIC_JSON` only ask for JSON in the prompt,
+# which says nothing about a server whose answers are scripted.
+OPENAI_MODES = (
+    "TOOLS", "TOOLS_STRICT", "JSON", "JSON_SCHEMA", "JSON_O1", "PARALLEL_TOOLS", "RESPONSES_TOOLS",
+)  # fmt: skip
+ANTHROPIC_MODES = ("ANTHROPIC_TOOLS", "ANTHROPIC_REASONING_TOOLS")
 
 for mode_name in OPENAI_MODES:
     mode = getattr(instructor.Mode, mode_name, None)

@@ -83,7 +83,6 @@ class PinTable:
         key: CacheKey,
         end: int,
         owner: str = "",
-        *,
         max_pages: int | None = None,
         max_owner_pages: int | None = None,
     ) -> None:
@@ -133,13 +132,33 @@ class PinTable:
         if len(self._refusals) > MAX_REFUSALS:
             del self._refusals[next(iter(self._refusals))]
 
-    def add(self, lease: Lease, owner: str, ttl_s: float | None) -> Pin:
-        """Make a pin of a lease, which `check_budget` has allowed."""
+    def add(
+        self, lease: Lease, owner: str, ttl_s: float | None, max_nested: int | None = None
+    ) -> Pin:
+        """Make a pin of a lease, which `check_budget` has allowed.
+
+        With more than `max_nested` pins of the owner inside the prefix, it replaces the longest of
+        them, unless that ends later.
+        """
         expires_s = float("inf") if ttl_s is None else self._clock() + ttl_s
         pin = Pin(lease.id, owner, lease.key, len(lease.pages), ttl_s, expires_s)
         self._pins[pin.id] = lease, pin
         self.next_expiry_s = min(self.next_expiry_s, expires_s)
+        if max_nested is not None:
+            self._limit_nested(pin, lease.node, max_nested)
         return pin
+
+    def _limit_nested(self, pin: Pin, node: int, max_nested: int) -> None:
+        path = set(self._tree.path(node))
+        nested = [
+            other
+            for lease, other in self._pins.values()
+            if other.owner == pin.owner and other is not pin and lease.node in path
+        ]
+        if len(nested) > max_nested:
+            longest = max(nested, key=lambda other: (other.num_pages, other.id))
+            if longest.expires_s <= pin.expires_s:
+                self.remove(longest)
 
     def last_refusal(self, key: CacheKey) -> str:
         """Why a pin of a prefix of `key` was last refused; empty if none was."""

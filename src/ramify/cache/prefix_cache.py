@@ -269,6 +269,7 @@ class PrefixCache:
         *,
         max_owner_pages: int | None = None,
         room_pages: int = 0,
+        max_nested: int | None = None,
     ) -> Pin:
         """Keep the longest computed prefix of `key`, up to all its whole pages, from eviction.
 
@@ -279,6 +280,7 @@ class PrefixCache:
                 even if it is cancelled later. None: until `unpin`.
             max_owner_pages: limit of the pages that the owner pins and no other owner does.
             room_pages: pages that must stay without a pin.
+            max_nested: pins of the owner inside the prefix; of more, the longest is replaced.
 
         Raises:
             ConfigError: `ttl` is not positive.
@@ -289,11 +291,9 @@ class PrefixCache:
         ttl_s = validate_ttl(ttl)
         end = len(atoms_of(key)) // self._page_bytes * self._page_bytes
         self._pin_table.expire()
-        self._pin_table.check_budget(
-            key, end, owner, max_pages=max_pages, max_owner_pages=max_owner_pages
-        )
+        self._pin_table.check_budget(key, end, owner, max_pages, max_owner_pages)
         lease = self._lease_ops.pin_prefix(key, end)
-        return self._pin_table.add(lease, owner, ttl_s)
+        return self._pin_table.add(lease, owner, ttl_s, max_nested)
 
     @guarded
     def unpin(self, pin: Pin | int) -> None:

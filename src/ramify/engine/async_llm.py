@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ramify.engine.text.tokenizer import Tokenizer
 
 _MODEL = ModelSection()
-MAX_WAITING = 1024  # requests; a server does better to refuse more than to let all of them wait
+MAX_WAITING = 1024  # answers; a server does better to refuse more than to let all of them wait
 LONG_TEXT = 8192  # characters; tokenising more on the event loop would hold up other streams
 JOIN_S = 5.0  # wait at exit for the step that is being computed
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class AsyncLLM:
     Args:
         model: as `LLM`.
         progress: bars on stderr while weights load, if it is a terminal.
-        max_waiting: requests that may wait; one more raises OverloadedError. None: any number.
+        max_waiting: answers that may wait; the next request raises OverloadedError. None: any number.
         options: those of `LLM`.
 
     The constructor loads the model in the caller's thread. The engine thread starts with the first

@@ -16,6 +16,9 @@ from ramify.engine.prefix_namespaces import owner_of_node
 from ramify.errors import ConfigError, InvalidParamsError, PinError
 
 MAX_RETENTION = 64  # prefixes that one request may ask to pin
+# A pin keeps its key, 4 bytes a token, also where all of its pages are under a longer pin.
+MAX_TENANT_PINS = 512
+MAX_NESTED_PINS = 8  # of a tenant inside the prefix of another of its pins
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +116,9 @@ def pin_prefixes(
 ) -> int:
     """Pin the prefixes of `options.retention`, as whole pages; returns how many were refused.
 
-    A prefix that the tenant has pinned already is left as it is: the lookup has refreshed it.
+    A prefix that the tenant has pinned already is left as it is: the lookup has refreshed it. Beyond
+    `MAX_NESTED_PINS`, a pin replaces the longest one inside it that ends no later: so a conversation
+    that pins each turn has a few pins, and its pages stay.
 
     Args:
         key: of the whole prompt, whose pages are cached.
@@ -129,8 +134,13 @@ def pin_prefixes(
         prefix = key.prefix(min(num_tokens, len(key)) // cache.page_size * cache.page_size)
         if not len(prefix) or prefix in pinned:
             continue
+        if len(pinned) >= MAX_TENANT_PINS:
+            num_refused += 1
+            continue
         try:
-            pinned.add(cache.pin(prefix, tenant, ttl_s, **limits).key)
+            pin = cache.pin(prefix, tenant, ttl_s, max_nested=MAX_NESTED_PINS, **limits)
         except PinError:
             num_refused += 1
+        else:
+            pinned.add(pin.key)
     return num_refused

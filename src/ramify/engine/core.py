@@ -1,12 +1,12 @@
 """The step loop: schedule → plan → execute → commit → update. Knows no tensors.
 
 `EngineCore` holds the loop and the calls of its owner. Its state is in `context`, the beginning and
-end of requests in `lifecycle`, and what happens when a call raises in `failure_recovery`.
+end of requests in `lifecycle`, commit and update in `result_processor`, and what happens when a call
+raises in `failure_recovery`.
 """
 
 from __future__ import annotations
 
-import logging
 import random
 import time
 from array import array
@@ -22,9 +22,9 @@ from ramify.engine.context import EngineContext, EngineStats
 from ramify.engine.failure_recovery import FailureRecovery
 from ramify.engine.lifecycle import RequestLifecycle
 from ramify.engine.logits.logits_processors import GrammarMatcher
-from ramify.engine.output_processor import append_sampled_tokens
 from ramify.engine.prefix_namespaces import PrefixNamespaces
 from ramify.engine.request import DetokenizerFactory, Request
+from ramify.engine.result_processor import ResultProcessor
 from ramify.engine.scheduling.queue_limits import QueueLimits
 from ramify.engine.scheduling.scheduler import ScheduledStep, Scheduler
 from ramify.engine.scheduling.step_plan import build_step_plan
@@ -35,10 +35,9 @@ from ramify.engine.scheduling.validation import (
     validate_token_options,
 )
 from ramify.engine.speculation.drafter import Drafter, create_drafter, propose_drafts
-from ramify.engine.step import Executor, StepPlan, StepResult
+from ramify.engine.step import Executor, StepPlan
 from ramify.engine.watchdog import Watchdog
 from ramify.errors import (
-    CacheError,
     InvalidParamsError,
     OutOfPagesError,
     UnknownRequestError,
@@ -46,8 +45,6 @@ from ramify.errors import (
 from ramify.kv.block_table import PagedBlockTable
 from ramify.outputs import FinishReason, RequestOutput, StepOutput
 from ramify.params import SamplingParams, StructuredOutput
-
-logger = logging.getLogger(__name__)
 
 
 class EngineCore:
@@ -104,6 +101,9 @@ class EngineCore:
         self.hit_verifier = self.lifecycle.hit_verifier
         self.max_waiting = config.requested.scheduler.max_waiting
         self.drafter = drafter or create_drafter(config, self.cache)
+        self.results = ResultProcessor(
+            self.context, self.lifecycle, self.recovery, self.drafter, clock
+        )
         self._clock = clock
 
     @property
@@ -369,7 +369,7 @@ class EngineCore:
         except BaseException as error:  # noqa: BLE001 - re-raises KeyboardInterrupt, SystemExit
             self.recovery.step_failed(scheduled, error)
             return
-        self._process_result(scheduled, result)
+        self.results.process(scheduled, result)
         self.recovery.step_succeeded()
 
     def _plan_step(self) -> tuple[ScheduledStep, StepPlan] | None:
@@ -385,92 +385,3 @@ class EngineCore:
             if request.first_step_s is None:
                 request.first_step_s = now
         return scheduled, build_step_plan(scheduled)
-
-    def _process_result(self, scheduled: ScheduledStep, result: StepResult) -> None:
-        """Commit the computed K/V; update requests with sampled tokens and prompt logprobs."""
-        if result.failed:
-            self.recovery.requests_failed(scheduled, result.failed)
-        # A failed request was rolled back: none of its tokens are planned any more.
-        computed = [request for request in scheduled.requests if request.sequence.num_planned]
-        starts, num_committed = [], []
-        for request in computed:
-            num_tokens = request.sequence.num_planned
-            starts.append(request.sequence.num_computed)
-            if request.id in result.sampled:
-                num_sampled = len(result.sampled[request.id].token_ids)
-                num_tokens -= len(request.draft) + 1 - num_sampled  # rejected drafts
-            num_committed.append(num_tokens)
-        self.planner.commit([request.sequence for request in computed], num_committed)
-        self.context.num_steps += 1
-        self.context.num_computed_tokens += scheduled.batch.num_tokens
-        for request, start in zip(computed, starts, strict=True):
-            self.recovery.active_requests = (request,)
-            request.count_computed(start)
-            request.prompt_logprobs.extend(result.prompt_logprobs.get(request.id, ()))
-            if request.id in result.sampled:
-                self._process_sampled(request, result)
-
-    def _process_sampled(self, request: Request, result: StepResult) -> None:
-        """Handle a request's newly sampled tokens, and those of its children after a prompt.
-
-        Their K/V is committed, except that of the last one, which the next step computes.
-        """
-        sequence, num_output = request.sequence, len(request.output_ids)
-        children = [child for child in request.pending_children if child.id in result.sampled]
-        self._append_sampled(request, result)
-        if request.draft:
-            del sequence.tokens[sequence.num_computed :]
-            num_correct = len(result.sampled[request.id].token_ids) - 1
-            num_accepted = min(num_correct, len(request.output_ids) - num_output)
-            request.num_draft_tokens += len(request.draft)
-            request.num_accepted_tokens += num_accepted
-            self.context.num_draft_tokens += len(request.draft)
-            self.context.num_accepted_draft_tokens += num_accepted
-            if self.drafter is not None:
-                self.drafter.verified(request, num_accepted)
-            request.draft = ()
-        for child in children:
-            self._start_child(child, request)
-        self._continue_or_finish(request)
-        for child in children:
-            self._append_sampled(child, result)
-            self._continue_or_finish(child)
-
-    def _append_sampled(self, request: Request, result: StepResult) -> None:
-        """Append the sampled tokens; sets `pending_finish_reason` if they end the answer."""
-        try:
-            append_sampled_tokens(request, result.sampled[request.id])
-        except Exception as error:  # noqa: BLE001 - a detokenizer's; ends this request only
-            self.lifecycle.detokenize_failed(request, error)
-
-    def _continue_or_finish(self, request: Request) -> None:
-        """Finish a request whose end is pending, else extend its sequence; emit its new tokens."""
-        if request.first_token_s is None:
-            request.first_token_s = self._clock()
-        self.recovery.on_progress(request)
-        if request.pending_finish_reason is None:
-            request.sequence.tokens.append(request.output_ids[-1])
-        else:
-            self.lifecycle.finish(request, request.pending_finish_reason)
-        self.lifecycle.emit(request)
-
-    def _start_child(self, child: Request, parent: Request) -> None:
-        """Fork a child from its parent's computed prompt; queue it if no row or page is free."""
-        child.first_step_s = parent.first_step_s
-        child.max_computed = parent.max_computed
-        child.cache_counts = parent.cache_counts
-        try:
-            twin, pairs = self.planner.fork(parent.sequence)
-        except CacheError:  # no row or page; the scheduler admits it later, with a cached prompt
-            self.scheduler.add(child)
-            return
-        try:
-            if pairs:
-                self.executor.copy_pages(pairs)
-        except Exception as error:  # noqa: BLE001 - out of memory, say; queueing needs no copy
-            logger.warning("pages of request %d were not copied: %s", parent.id, error)
-            self.planner.release([twin])
-            self.scheduler.add(child)
-            return
-        child.sequence = twin
-        self.scheduler.add_running(child)

@@ -372,9 +372,11 @@ class FailureRecovery:
         context.reset()
         context.scheduler.max_batch_tokens = old.max_batch_tokens
         context.scheduler.num_preemptions = old.num_preemptions
+        context.scheduler.num_fair_preemptions = old.num_fair_preemptions
         context.scheduler.num_tokens = old.num_tokens  # the clock that `virtual_arrival` is read on
         with suppress(Exception):  # no page is read before it is written anyway
             context.executor.zero_pages(range(context.cache.num_pages))
+        self._lifecycle.recount_live()
         interrupts = list[BaseException]()
         for request in self._lifecycle.live:
             while True:

@@ -157,9 +157,10 @@ class RequestLifecycle:
         """Undo `register`, even if an interrupt cut it off."""
         for request in (parent, *parent.children):
             self.requests.pop(request.id, None)
-        self._recount_live()
+        self.recount_live()
 
-    def _recount_live(self) -> None:
+    def recount_live(self) -> None:
+        """Count `num_live` anew: an interrupt may have cut off an update."""
         live = (request for request in self.requests.values() if not request.is_finished)
         self.num_live = Counter(request.tenant for request in live)
 

@@ -95,6 +95,7 @@ class Answer:
 
     parser: OutputParser
     stop_token_ids: frozenset[int] = frozenset()  # they end an answer and are not shown with it
+    ends_after_call: bool = False  # the first call is the end; what the model writes on is dropped
     parts: list[AnswerPart] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -131,11 +132,17 @@ class Answer:
         return logprobs
 
     def add(self, step: StepOutput) -> list[PartEvent]:
-        """Append the output of a step; returns what it changes, in order."""
+        """Append the output of a step; returns what it changes, in order.
+
+        The answer must not have ended. It ends with `finish_reason`, of the step or after its call.
+        """
+        assert self.finish_reason is None, "the answer has ended"
         self.logprobs += self.visible_logprobs(step)
         self.finish_reason = step.finish_reason
-        is_last = step.finish_reason is not None
-        events = self.parser.feed(step.text, is_last=is_last)
+        events = self.parser.feed(step.text, is_last=step.finish_reason is not None)
+        if self.ends_after_call and step.finish_reason is not FinishReason.ERROR:
+            events = self._up_to_call(events)
+        is_last = self.finish_reason is not None
         self._count_tokens(len(step.new_token_ids), events, is_last=is_last)
         changes: list[PartEvent] = []
         for event in events:
@@ -143,6 +150,14 @@ class Answer:
         if is_last:
             self._end_part(changes)
         return changes
+
+    def _up_to_call(self, events: list[OutputEvent]) -> list[OutputEvent]:
+        """The events up to the end of a whole call, with which the answer ends."""
+        for index, event in enumerate(events):
+            if isinstance(event, CallEnd) and event.is_complete:
+                self.finish_reason = FinishReason.STOP
+                return events[: index + 1]
+        return events
 
     def _count_tokens(
         self, num_tokens: int, events: Sequence[OutputEvent], *, is_last: bool

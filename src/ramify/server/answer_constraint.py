@@ -45,14 +45,18 @@ class OfferedTool:
     strict: bool = False
 
     @classmethod
-    def of(cls, tools: Sequence[Mapping[str, Any]]) -> list[OfferedTool]:
-        """The tools of a request, as chat templates take them."""
+    def of(cls, tools: Sequence[Mapping[str, Any]], paths: Sequence[str] = ()) -> list[OfferedTool]:
+        """The tools of a request, as chat templates take them.
+
+        Args:
+            paths: of the tools in the request; by default `tools[i]`.
+        """
         functions = [tool["function"] for tool in tools]
         return [
             cls(
                 function["name"],
                 function.get("parameters") or ANY_OBJECT,
-                f"tools[{index}]",
+                paths[index] if paths else f"tools[{index}]",
                 strict=function.get("strict") is True,
             )
             for index, function in enumerate(functions)
@@ -83,6 +87,7 @@ class AnswerConstraints:
 
     def __init__(self, engine: AsyncLLM, tokenizer: Tokenizer, output_format: OutputFormat) -> None:
         self._engine, self._reasoning = engine, output_format.reasoning.marks
+        self._shows_tools = "tools" in tokenizer.chat_template_names
         self._grammars = AnswerGrammars(
             output_format.calls.name,
             AddedTokens(tokenizer.added_token_texts),
@@ -114,6 +119,8 @@ class AnswerConstraints:
         begin = AnswerBegin.after(prompt_end, self._reasoning)
         if not offered:
             return None if answer_format is None else self._grammars.format(answer_format, begin)
+        if not self._shows_tools:
+            warnings.append("tools: the model does not see them, its chat template leaves them out")
         if choice.name is not None:
             offered = [tool for tool in offered if tool.name == choice.name]
         write = partial(_write, self._grammars, begin, choice, answer_format)

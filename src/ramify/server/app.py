@@ -20,10 +20,10 @@ from starlette.types import Scope
 
 from ramify.server.anthropic.protocol import VERSION_HEADER
 from ramify.server.context import RequestContext
-from ramify.server.errors import ApiError, as_api_error
+from ramify.server.errors import ApiError, ContextLengthError, as_api_error
 from ramify.server.health import Readiness
 from ramify.server.http.body_budget import BodyBudget
-from ramify.server.http.browser_guard import BrowserGuard, BrowserRules
+from ramify.server.http.browser_guard import BrowserGuard, BrowserRules, origin_name
 from ramify.server.http.wire import (
     ANTHROPIC_PING,
     PING,
@@ -65,7 +65,7 @@ class Server:
         allowed_origins: Collection[str] = (),
     ) -> None:
         self.service, self.keys = service, keys
-        self.allowed_origins = allowed_origins
+        self.allowed_origins = tuple(map(origin_name, allowed_origins))
         self._browser_rules = BrowserRules.of(
             allowed_hosts, allowed_origins if keys is None else None
         )
@@ -141,8 +141,12 @@ class Server:
                 response = await endpoint.handler(context)
             except Exception as error:  # noqa: BLE001 - every failure has a response
                 await context.close()
+                failure = as_api_error(error)
+                if isinstance(failure, ContextLengthError):
+                    failure.param = endpoint.prompt_field or failure.param
+                    error = failure
                 response = error_response(error, anthropic=is_anthropic, headers=headers)
-                log_rejected(as_api_error(error), endpoint.path, headers["x-request-id"])
+                log_rejected(failure, endpoint.path, headers["x-request-id"])
             except BaseException:
                 await context.close()
                 raise

@@ -93,6 +93,11 @@ class RequestContext:
         self.reservations.append(reservation)
         return await read_body(self.request, reserve=reservation.add)
 
+    @property
+    def num_body_bytes(self) -> int:
+        """Bytes of the body, as far as they were read."""
+        return sum(reservation.num_bytes for reservation in self.reservations)
+
     def warn(self, message: str) -> None:
         """Tell the client in `X-Ramify-Warning` what was ignored or changed; it is still served.
 
@@ -117,9 +122,8 @@ class RequestContext:
         Raises:
             ApiError: 429 or 503, the quota is used up or too many wait; 499, the client has gone.
         """
-        quotas, num_bytes = self.service.quotas, sum(body.num_bytes for body in self.reservations)
+        quotas, charge = self.service.quotas, self.num_body_bytes // MAX_BYTES_PER_TOKEN
         quotas.acquire(self.caller, 0)
-        charge = num_bytes // MAX_BYTES_PER_TOKEN
         try:
             job = self.prompt_workers.run(self.caller.tenant, partial(render, *args))
             result = await self.until_done_or_disconnect(job)

@@ -97,14 +97,24 @@ class ConversationStore:
             return None
         return entry[1]
 
+    def has_room(self, conversation: Conversation, num_items: int, num_bytes: int) -> bool:
+        """Whether a conversation can be kept with further items; its `known` can be left out."""
+        num_bytes += replace(conversation, known=()).num_bytes + num_items * ITEM_BYTES
+        return (
+            len(conversation.items) + num_items <= MAX_ITEMS and num_bytes <= self.max_tenant_bytes
+        )
+
     def put(self, tenant: str, conversation: Conversation) -> bool:
         """Add or replace a conversation; returns False if it is too large to be kept.
 
         One that is too large changes nothing: an earlier version stays.
         """
-        num_bytes = conversation.num_bytes
-        if num_bytes > self.max_tenant_bytes or len(conversation.items) > MAX_ITEMS:
+        if not self.has_room(conversation, 0, 0):
             return False
+        num_bytes = conversation.num_bytes
+        if num_bytes > self.max_tenant_bytes:
+            conversation = replace(conversation, known=())
+            num_bytes = conversation.num_bytes
         self._expire()
         entry = (self._clock() + self.ttl_s, conversation)
         self._conversations.put(tenant, conversation.id, entry, num_bytes)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from ramify.cache.key import CacheKey
 from ramify.engine.serving.streams import Stream
+from ramify.errors import EngineStoppedError, UnknownRequestError
 from ramify.outputs import CacheReport, FinishReason, RequestOutput, StepOutput
 from ramify.params import SamplingParams
-from ramify.server.answer import PlainTextParser
+from ramify.server.answer import Answer, PartEvent, PlainTextParser
 from ramify.server.cache_miss import CacheMiss
 from ramify.server.output_formats.events import CallStart, OutputParser, ReasoningDelta
 from ramify.server.output_formats.output_format import OutputFormat
@@ -32,6 +34,7 @@ class GenerationRequest:
     is_chat: bool = False  # a later request may send the answer back as a message
     warnings: tuple[str, ...] = ()  # what was ignored or changed, for the client
     new_parser: Callable[[], OutputParser] = PlainTextParser  # for one answer
+    ends_after_call: bool = False  # an answer ends with its first call
     is_remembered: bool = True  # in the request history, when it has ended
 
     @property
@@ -58,23 +61,20 @@ def with_output_parser(
     Args:
         tools: definitions of functions; empty if the model must not call any.
         forced: `params.structured` allows nothing but a call.
-        single: at most one call; the answer ends after it if the format has an end delimiter.
+        single: at most one call; the answer ends after it.
     """
     functions = [tool["function"] for tool in tools]
-    params, end = request.params, output_format.calls.end
+    params = request.params
     if params.keep_special_tokens is not True:  # the client wants all of them
         params = replace(params, keep_special_tokens=output_format.kept_special_tokens)
-    if single and tools and not forced and end:
-        params = replace(params, stop=(*params.stop, end))
     new_parser = partial(
         output_format.new_parser,
         [function["name"] for function in functions],
         prompt_end=request.prompt.turn_opening,
-        single=single,
         forced=forced,
         schemas={function["name"]: function.get("parameters") or {} for function in functions},
     )
-    return replace(request, params=params, new_parser=new_parser)
+    return replace(request, params=params, new_parser=new_parser, ends_after_call=single)
 
 
 def sampling_filters(
@@ -136,11 +136,13 @@ class Generation:
     on_end: Callable[[Generation], None]
     after_end: Callable[[Generation], Awaitable[None]]
     on_event: Sequence[Callable[[Generation, StepOutput], None]]
+    abort: Callable[[int], Awaitable[None]]  # a live request of the engine, by its id
     cache: CacheUsage | None = None
     output: RequestOutput | None = None
     num_output: int = 0  # tokens so far, of all choices
     num_pins_refused: int = 0
     is_closed: bool = False
+    is_complete: bool = False  # all answers have ended, though the engine may go on
 
     def __post_init__(self) -> None:
         if self.first_output is not None:
@@ -165,6 +167,13 @@ class Generation:
             finally:
                 self.on_end(self)
             await self.after_end(self)
+
+    async def complete(self, request_id: int) -> None:
+        """Let the engine end the request now, with the finish reason `stop`: its answers are whole."""
+        self.is_complete = True
+        # It may have ended meanwhile.
+        with suppress(UnknownRequestError, EngineStoppedError):
+            await self.abort(request_id)
 
     @property
     def num_cached(self) -> int:
@@ -193,6 +202,8 @@ class Generation:
         return self.output
 
     def _record(self, event: StepOutput) -> StepOutput:
+        if self.is_complete:
+            event = _completed(event)
         self.num_output += len(event.new_token_ids)
         if event.prefix is not None:
             self.num_pins_refused = event.prefix.num_pins_refused
@@ -222,6 +233,44 @@ class Generation:
             miss=self.miss,
             pins_refused=self.num_pins_refused,
         )
+
+
+def _completed(event: StepOutput) -> StepOutput:
+    """An event with the finish reason `stop` in place of `abort`."""
+
+    def reason(reason: FinishReason) -> FinishReason:
+        return FinishReason.STOP if reason is FinishReason.ABORT else reason
+
+    output = event.output
+    if output is not None:
+        completions = (
+            replace(completion, finish_reason=reason(completion.finish_reason))
+            for completion in output.completions
+        )
+        output = replace(output, completions=tuple(completions))
+    ended = event.finish_reason
+    return replace(event, output=output, finish_reason=None if ended is None else reason(ended))
+
+
+async def answer_changes(
+    generation: Generation, answers: Sequence[Answer]
+) -> AsyncIterator[tuple[StepOutput, list[PartEvent]]]:
+    """Add each step to its answer; yields it with what it changes, until all answers have ended.
+
+    The request ends with its answers, which may be before the engine would end it.
+
+    Args:
+        answers: by index.
+    """
+    async for step in generation:
+        answer = answers[step.index]
+        # An answer that has ended after its call may go on in the engine until the others end.
+        if answer.finish_reason is not None:
+            continue
+        yield step, answer.add(step)
+        has_ended = all(answer.finish_reason is not None for answer in answers)
+        if has_ended and generation.output is None:
+            await generation.complete(step.request_id)
 
 
 def total_usage(generations: Sequence[Generation]) -> CacheUsage | None:

@@ -55,3 +55,8 @@ THINKING_TYPES: Mapping[str, bool] = {
     "auto": True,
     "disabled": False,
 }
+
+
+def unknown_thinking(kind: str) -> str:
+    """The warning for a `thinking.type` that is in no table."""
+    return f"thinking.type {kind!r} is ignored; the types are {', '.join(THINKING_TYPES)}"

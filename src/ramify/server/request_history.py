@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -142,7 +141,7 @@ class PromptComparison:
 
 
 class RequestHistory:
-    """Entries by tenant and response id; bounded in number, bytes and age.
+    """Entries by tenant and response id; bounded in number, bytes and age. Used by one thread.
 
     Over a limit in all, the oldest entry of the tenant with most is forgotten.
 
@@ -162,7 +161,6 @@ class RequestHistory:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.max_entries, self.ttl_s, self._clock = max_entries, ttl_s, clock
-        self._lock = threading.Lock()  # prompt threads look up what they continue
         self._entries: TenantLru[str, tuple[float, HistoryEntry]] = TenantLru(
             max_cost=max_bytes, max_tenant_cost=max_tenant_bytes, max_entries=max_entries
         )
@@ -182,22 +180,18 @@ class RequestHistory:
     def put(self, tenant: str, response_id: str, entry: HistoryEntry) -> None:
         """Remember a request, without its text, under the id of its response."""
         entry = entry.without_text()
-        with self._lock:
-            self._expire()
-            due_s = self._clock() + self.ttl_s
-            self._entries.put(tenant, response_id, (due_s, entry), entry.num_bytes)
+        self._expire()
+        due_s = self._clock() + self.ttl_s
+        self._entries.put(tenant, response_id, (due_s, entry), entry.num_bytes)
 
     def get(self, tenant: str, response_id: str) -> HistoryEntry | None:
         """The request that `tenant` sent for this response; None if unknown or expired."""
-        with self._lock:
-            self._expire()
-            entry = self._entries.get(tenant, response_id)
-        return None if entry is None else entry[1]
+        due_s, entry = self._entries.get(tenant, response_id) or (0.0, None)
+        return None if due_s <= self._clock() else entry
 
     def forget(self, tenant: str, response_id: str) -> bool:
         """Forget a request; returns whether it was remembered."""
-        with self._lock:
-            return self._entries.pop(tenant, response_id) is not None
+        return self._entries.pop(tenant, response_id) is not None
 
     def _expire(self) -> None:
         now = self._clock()

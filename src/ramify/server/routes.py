@@ -60,6 +60,7 @@ class Endpoint:
         parameters: names and types of the query's parameters.
         media: type of the response's body.
         aliases: further paths, which the OpenAPI document leaves out.
+        prompt_field: of the body, which the error for a prompt that is too long names; None: as raised.
     """
 
     path: str
@@ -75,6 +76,7 @@ class Endpoint:
     parameters: tuple[tuple[str, str], ...] = ()
     media: str = JSON
     aliases: tuple[str, ...] = ()
+    prompt_field: str | None = None
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -135,10 +137,10 @@ _CLEAR = (
 # fmt: off
 ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint("/v1/chat/completions", "POST", openai.chat_completions, "Answer a conversation.", ChatRequest, streams=True),
-    Endpoint("/v1/completions", "POST", openai.completions, "Continue texts.", CompletionRequest, streams=True),
-    Endpoint("/v1/responses", "POST", responses.create_response, "Answer, and store the response.", ResponsesRequest, streams=True),
-    Endpoint("/v1/responses/input_tokens", "POST", responses.count_input_tokens, "Count a prompt's tokens.", InputTokensRequest),
-    Endpoint("/v1/responses/compact", "POST", responses.compact_response, "Summarise a conversation.", CompactRequest),
+    Endpoint("/v1/completions", "POST", openai.completions, "Continue texts.", CompletionRequest, streams=True, prompt_field="prompt"),
+    Endpoint("/v1/responses", "POST", responses.create_response, "Answer, and store the response.", ResponsesRequest, streams=True, prompt_field="input"),
+    Endpoint("/v1/responses/input_tokens", "POST", responses.count_input_tokens, "Count a prompt's tokens.", InputTokensRequest, prompt_field="input"),
+    Endpoint("/v1/responses/compact", "POST", responses.compact_response, "Summarise a conversation.", CompactRequest, prompt_field="input"),
     Endpoint("/v1/responses/{name}", "GET", responses.get_response, "A stored response, or its events.", streams=True, parameters=(("stream", "boolean"), ("starting_after", "integer"))),
     Endpoint("/v1/responses/{name}", "DELETE", responses.delete_response, "Delete a stored response."),
     Endpoint("/v1/responses/{name}/cancel", "POST", responses.cancel_response, "400: nothing runs in the background."),

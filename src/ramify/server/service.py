@@ -7,6 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
 from ramify import __version__
@@ -17,6 +18,7 @@ from ramify.engine.core import EngineCore
 from ramify.engine.prefix_namespaces import owner_of_namespace
 from ramify.engine.scheduling.validation import validate_token_ids
 from ramify.engine.text.tokenizer import Tokenizer
+from ramify.errors import EngineStoppedError
 from ramify.outputs import Explanation, StepOutput
 from ramify.server.answer_constraint import AnswerConstraints
 from ramify.server.cache_miss import CacheMiss, explain_miss
@@ -215,6 +217,7 @@ class Service:
                 on_end=self._account,
                 on_event=self.event_listeners,
                 after_end=self._evict_reasoning,
+                abort=self.engine.abort,
             )
             return generation
         finally:
@@ -247,14 +250,17 @@ class Service:
         Raises:
             ApiError: 400, there are more requests than the engine's queue holds; else as `start`.
         """
+        answers = [request.params.n for request in requests]
         limit = self.engine.config.requested.scheduler.max_waiting
-        if limit is not None and len(requests) > limit:
+        if limit is not None and sum(answers[:-1]) >= limit:
             raise ApiError(
                 400,
-                f"{len(requests)} prompts in one request; the limit is {limit}, as many as may wait "
-                "here at once. Send several requests",
+                f"{len(requests)} prompts with {sum(answers)} answers in one request, but at most "
+                f"{limit} answers may wait here at once. Send several requests",
                 param="prompt",
             )
+        num_tokens = sum(len(request.prompt.ids) for request in requests)
+        self.quotas.check_batch(caller, len(requests), num_tokens, sum(answers))
         tasks = [
             asyncio.ensure_future(self.start(request, caller, prefix=prefix))
             for request in requests
@@ -317,4 +323,5 @@ class Service:
                 key = core.namespaces.key(prompt.ids, tenant, request.salt, answer=token_ids)
                 evict_suffix(core.cache, key, prompt.num_stable_tokens)
 
-        await self.engine.run(evict)
+        with suppress(EngineStoppedError):  # a drain ends the engine with the last answer
+            await self.engine.run(evict)

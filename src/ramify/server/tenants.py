@@ -37,6 +37,26 @@ class Quota:
     # tenants, else no limit but that of all pins.
     max_pinned_share: float | None = None
 
+    def __post_init__(self) -> None:
+        """Check the values, which come from a key file.
+
+        Raises:
+            ValueError: a limit of the wrong type or outside its range.
+        """
+        for name, count, least in (
+            ("max_requests", self.max_requests, 0),
+            ("max_waiting_tokens", self.max_waiting_tokens, 0),
+            ("tokens_per_minute", self.tokens_per_minute, 1),
+        ):
+            if count is not None and not (type(count) is int and count >= least):
+                raise ValueError(f"{name}={count!r} but it must be an integer >= {least}")
+        for name, share in (
+            ("max_cached_share", self.max_cached_share),
+            ("max_pinned_share", self.max_pinned_share),
+        ):
+            if share is not None and not (type(share) in (int, float) and 0 <= share <= 1):
+                raise ValueError(f"{name}={share!r} but it must be a share from 0 to 1")
+
     def strictest(self, other: Quota) -> Quota:
         """The smaller of the two quotas in each limit."""
         pairs = {
@@ -186,6 +206,31 @@ class QuotaMeter:
         self._clock = clock
         self._usage: dict[str, _TenantUsage] = {}
 
+    def check_batch(
+        self, caller: Caller, num_prompts: int, num_tokens: int, num_answers: int
+    ) -> None:
+        """Check that requests which come together could ever be live together.
+
+        Raises:
+            ApiError: 400, the quota is too small for them.
+        """
+        quota = caller.quota
+        if quota.max_requests is not None and num_answers > quota.max_requests:
+            raise ApiError(
+                400,
+                f"{num_answers} answers in one request, but at most {quota.max_requests} of "
+                "yours may be live at once",
+                param="n" if num_prompts == 1 else "prompt",
+            )
+        limit = quota.max_waiting_tokens
+        if limit is not None and num_prompts > 1 and num_tokens > limit:
+            raise ApiError(
+                400,
+                f"{num_prompts} prompts with {num_tokens} tokens in one request, but your live "
+                f"requests may have {limit}. Send several requests",
+                param="prompt",
+            )
+
     def acquire(self, caller: Caller, num_tokens: int, num_answers: int = 1) -> None:
         """Count a request whose prompt has `num_tokens`; `release` must follow.
 
@@ -194,14 +239,8 @@ class QuotaMeter:
                 is not counted.
         """
         quota, usage = caller.quota, self._usage_of(caller)
+        self.check_batch(caller, 1, num_tokens, num_answers)
         if quota.max_requests is not None and usage.live + num_answers > quota.max_requests:
-            if num_answers > quota.max_requests:
-                raise ApiError(
-                    400,
-                    f"{num_answers} answers in one request, but at most {quota.max_requests} of "
-                    "yours may be live at once",
-                    param="n",
-                )
             raise _over_quota(
                 f"{usage.live} of your answers are live, with this request "
                 f"{usage.live + num_answers}; the limit is {quota.max_requests}; wait for one to end"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -89,22 +89,22 @@ def decode_request(
     return request, [] if unserved is None else unserved.unknown(extra_fields(body, kind))
 
 
-def unknown_warning(names: Iterable[str]) -> str:
+def unknown_warning(names: Sequence[str]) -> str:
     """The warning that names unknown fields."""
-    shown = [name[:MAX_NAME_CHARS] for name in names]
-    more = f" and {len(shown) - MAX_NAMED} more" if len(shown) > MAX_NAMED else ""
-    return f"unknown fields are ignored: {', '.join(shown[:MAX_NAMED])}{more}"
+    shown = [name[:MAX_NAME_CHARS] for name in names[:MAX_NAMED]]
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return f"unknown fields are ignored: {', '.join(shown)}{more}"
 
 
 class UnknownFieldLog:
-    """Logs each unknown field once, and at most `MAX_LOGGED` names."""
+    """Logs each unknown field once: `MAX_NAMED` of a request, and `MAX_LOGGED` in all."""
 
     def __init__(self) -> None:
         self._names: set[str] = set()
 
-    def report(self, names: Iterable[str], path: str) -> None:
+    def report(self, names: Sequence[str], path: str) -> None:
         """Log the names that were not logged before, with the path of the request."""
-        for name in names:
+        for name in names[:MAX_NAMED]:
             shown = log_safe(name[:MAX_NAME_CHARS])
             if shown not in self._names and len(self._names) < MAX_LOGGED:
                 self._names.add(shown)

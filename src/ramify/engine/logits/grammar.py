@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ramify.engine.logits.grammar_cache import CompilePermits, GrammarCache
-from ramify.engine.logits.grammar_matcher import LlguidanceMatcher, next_mask, shortened
+from ramify.engine.logits.grammar_matcher import (
+    LlguidanceMatcher,
+    compile_reason,
+    next_mask,
+    shortened,
+)
 from ramify.engine.logits.logits_processors import GrammarMatcher, TokenBitmask
 from ramify.engine.logits.triggered_matcher import (
     TokenTexts,
@@ -233,10 +238,10 @@ class _CompiledGrammar:
         if not start.is_error():
             self.mask = next_mask(start, self.vocab_size)
         if start.is_error():
-            reason = start.get_error().splitlines()[0]
+            reason = compile_reason(start.get_error())
             if reason.startswith("NoExtension"):
                 reason = "no text satisfies it"
-            self.fault = f"possible to follow, but: {shortened(reason)}"
+            self.fault = f"possible to follow, but: {reason}"
         elif not self.mask.any():
             self.fault = "possible to follow, but: no text satisfies it"
         else:

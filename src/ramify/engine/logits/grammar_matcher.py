@@ -107,6 +107,13 @@ def has_token(mask: TokenBitmask, token: int) -> bool:
     return bool(mask[token // 8] >> (token % 8) & 1)
 
 
+def compile_reason(error: str) -> str:
+    """Why a grammar was refused: the first line, and behind a bad regex the line `error: …`."""
+    lines = [line.strip() for line in error.splitlines()]
+    details = [line for line in lines[1:] if line.startswith("error: ")]
+    return " ".join([shortened(lines[0]), *details[:1]])
+
+
 def shortened(value: object) -> str:
     """A value as text of at most 200 characters."""
     text = str(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ramify.attention.planner import RadixAttentionPlanner
@@ -55,6 +56,17 @@ class PrefillSelector:
         key = sequence.key(len(sequence.tokens))
         return key, self._planner.cache.match(key).num_tokens
 
+    def fits(self, request: Request, running: Sequence[Request]) -> bool:
+        """Whether there are pages for a waiting request and for what running ones still need."""
+        planner, sequence = self._planner, request.sequence
+        reads = planner.share and sequence.reuse
+        prefills = [other for other in running if other.sequence.num_uncomputed > 1]
+        num_owed = _num_pages_owed(prefills, len(running) - len(prefills), self._page_size)
+        num_tokens = len(sequence.tokens)
+        key = sequence.key(num_tokens if reads else 0)
+        num_more = num_tokens - len(key) + num_owed * self._page_size
+        return planner.cache.can_allocate(key, num_more)
+
     def choose(
         self,
         running: list[Request],
@@ -69,23 +81,29 @@ class PrefillSelector:
         Args:
             running: requests whose prompt is partly computed.
             budget: tokens.
-            num_free_rows: maximum number of admissions; with 0 the queue is not read.
+            num_free_rows: maximum number of admissions; with 0 the queue is not read, but parked
+                requests are woken: their tenant may be owed a row.
             num_decodes: number of other running requests.
             first: a waiting request to admit before all others, and alone.
         """
         queue, self._running, self._num_decodes = self._queue, running, num_decodes
         self._budget_left, self._num_free_rows = budget, num_free_rows
         self._work, self._admitted, self._in_flight = [], [], {}
+        if num_free_rows or queue.has_parked:
+            self._wake_parked()
         if num_free_rows:
-            queue.wake_abandoned(running)
-            for leader in running:
-                self._in_flight[leader] = prefix = self._in_flight_prefix(leader, 0)
-                queue.wake(leader, self._num_attachable(prefix))
             for request in queue.next_to_refresh(NUM_RERANKED):
                 queue.add(request, self.num_uncached(request))
         self._choose(num_free_rows + MAX_PROBES, first)
         self._in_flight = {}
         return self._work, self._admitted
+
+    def _wake_parked(self) -> None:
+        """Wake the requests whose prefix running ones have computed, or do not compute any more."""
+        self._queue.wake_abandoned(self._running)
+        for leader in self._running:
+            self._in_flight[leader] = prefix = self._in_flight_prefix(leader, 0)
+            self._queue.wake(leader, self._num_attachable(prefix))
 
     def _choose(self, num_probes: int, first: Request | None) -> None:
         queue = self._queue
@@ -105,7 +123,8 @@ class PrefillSelector:
                 break
             num_probes -= 1
             if num_free_pages is None:
-                num_free_pages = self._planner.cache.num_available - self._num_pages_owed()
+                num_owed = _num_pages_owed(self._running, self._num_decodes, self._page_size)
+                num_free_pages = self._planner.cache.num_available - num_owed
             num_pages = self._admit(waiting, num_free_pages, is_first=is_first)
             if num_pages is None or (is_first and num_pages):
                 # It blocks those behind it. Beside `first`, nobody else is admitted: the pages that
@@ -219,15 +238,16 @@ class PrefillSelector:
             return leader, num_later, cached
         return None, 0, num_attachable
 
-    def _num_pages_owed(self) -> int:
-        """Pages that running requests need to finish their prefill, and one more for each."""
-        page_size, total = self._page_size, self._num_decodes
-        for request in self._running:
-            sequence = request.sequence
-            num_leased = 0 if sequence.lease is None else sequence.lease.num_tokens
-            num_held = len(sequence.private) + num_leased // page_size
-            total += max(0, -(-len(sequence.tokens) // page_size) - num_held) + 1
-        return total
+
+def _num_pages_owed(prefills: Iterable[Request], num_decodes: int, page_size: int) -> int:
+    """Pages that running requests need to finish their prefill, and one more for each."""
+    total = num_decodes
+    for request in prefills:
+        sequence = request.sequence
+        num_leased = 0 if sequence.lease is None else sequence.lease.num_tokens
+        num_held = len(sequence.private) + num_leased // page_size
+        total += max(0, -(-len(sequence.tokens) // page_size) - num_held) + 1
+    return total
 
 
 def _publishable_key(request: Request) -> CacheKey:

@@ -9,6 +9,10 @@ and go on with the same tokens later.
 No thrash: a running request may be preempted once it has had `wait_steps` output tokens since its
 admission, or, before its first preemption, `wait_steps` steps. That of a tenant with one row needs
 `SINGLE_ROW_FACTOR` times as many tokens, and is preempted for its row only, never for its pages.
+
+Pages that are taken have to be computed again. So they are taken from tenants only that were served
+at least as many tokens as the starving one: else one that sends prompts as large as the pool, one
+after the other, would get most of the work.
 """
 
 from __future__ import annotations
@@ -42,18 +46,28 @@ class RowFairness:
         holders = {request.tenant for request in running}
         return self._queue.first_rowless(holders, step - self.wait_steps)
 
-    def victim(self, running: Sequence[Request], step: int, *, needs_row: bool) -> Request | None:
+    def may_take_pages(self, starving: Request, running: Sequence[Request]) -> bool:
+        """Whether `victim` could ever name a request whose pages the starving one may take."""
+        num_rows = Counter(request.tenant for request in running)
+        return any(self._owes_pages(request, starving, num_rows) for request in running)
+
+    def _owes_pages(self, request: Request, starving: Request, num_rows: Counter[str]) -> bool:
+        served = self._queue.num_served
+        return num_rows[request.tenant] > 1 and served(request) >= served(starving)
+
+    def victim(
+        self, starving: Request, running: Sequence[Request], step: int, *, needs_pages: bool
+    ) -> Request | None:
         """The newest row of the tenant that holds most, among the requests that may be preempted.
 
         Args:
-            needs_row: all rows are taken; False: there are too few pages.
+            needs_pages: there are too few pages; False: all rows are taken.
         """
         num_rows = Counter(request.tenant for request in running)
-        most = 0 if needs_row else 1
         candidates = [
             request
             for request in running
-            if num_rows[request.tenant] > most
+            if (not needs_pages or self._owes_pages(request, starving, num_rows))
             and self._has_been_served(request, step, num_rows[request.tenant])
         ]
         return min(

@@ -83,7 +83,6 @@ class Scheduler:
         self._step = self._round_robin = 0
         self._num_deferred_steps = 0  # in a row, see `coalesce_steps`
         self._fairness = RowFairness(self.waiting, fair_wait_steps)
-        self._short_of_pages: Request | None = None  # starving, and not admitted in the last step
         self._blocked: Request | None = None
         self._prefill = PrefillSelector(
             planner, self.waiting, min(MIN_CHUNK, max(1, max_batch_tokens // 4))
@@ -144,10 +143,9 @@ class Scheduler:
         """
         self._step += 1
         self.waiting.step, self._blocked = self._step, None
-        isolated, starving = self.next_isolated(), None
+        isolated = self.next_isolated()
         if isolated is None:
-            starving = self._make_room_for_starving()
-            work, admitted = self._choose(first=starving)
+            work, admitted = self._choose(first=self._make_room_for_starving())
         else:
             work, admitted = self._schedule_isolated(isolated)
         try:
@@ -155,16 +153,18 @@ class Scheduler:
         except BaseException:
             self._undo_admissions(admitted, len(admitted))
             raise
-        finally:
-            still_waits = starving is not None and starving in self.waiting
-            self._short_of_pages = starving if still_waits else None
 
     def _make_room_for_starving(self) -> Request | None:
         """The request to admit first, if a tenant starves; preempts another's if it has to."""
-        starving = self._fairness.starving_request(self.running, self._step)
-        needs_row = len(self.running) >= self.max_num_seqs
-        if starving is not None and (needs_row or starving is self._short_of_pages):
-            victim = self._fairness.victim(self.running, self._step, needs_row=needs_row)
+        running, fairness = self.running, self._fairness
+        starving = fairness.starving_request(running, self._step)
+        if starving is None:
+            return None
+        needs_pages = not self._prefill.fits(starving, running)
+        if needs_pages and not fairness.may_take_pages(starving, running):
+            return None  # it waits for its turn in the queue
+        if needs_pages or len(running) >= self.max_num_seqs:
+            victim = fairness.victim(starving, running, self._step, needs_pages=needs_pages)
             if victim is not None:
                 self.num_fair_preemptions += 1
                 self._release_and_requeue(victim)
@@ -268,7 +268,7 @@ class Scheduler:
         if first is None and self._defers_admissions(rows, budget - num_decodes, prefills):
             rows = 0
         work, admitted, used = Work(), Work(), 0
-        if prefills or rows:
+        if prefills or rows or self.waiting.has_parked:
             reserved = budget // PREFILL_SHARE or int(not self._step % PREFILL_SHARE)
             prefill_budget = max(budget - num_decodes, reserved)
             work, admitted = self._prefill.choose(
@@ -342,15 +342,18 @@ class Scheduler:
     def _undo_admissions(self, admitted: Work, limit: int, num_missing: int | None = None) -> None:
         """Queue up to `limit` of the newest admissions again, until `num_missing` pages are saved.
 
-        An estimate: without them, cached pages that they would pin can be evicted too.
+        Counts what an admission saves at most: new pages, and cached pages that it would pin. If
+        others pin them too, the plan fails again and the next admission goes.
         """
+        page_size = self.planner.page_size
         while limit and (num_missing is None or num_missing > 0):
             request, num_new = admitted.pop()
             self.waiting.charge(request, -num_new)
             self.waiting.undo_admit(request)
             limit -= 1
             if num_missing is not None:
-                num_missing -= -(-num_new // self.planner.page_size)
+                num_cached = len(request.sequence.tokens) - (request.rank - request.virtual_arrival)
+                num_missing -= -(-num_new // page_size) + num_cached // page_size
 
     def _preempt(self, work: Work) -> Work:
         """Requeue a running request; returns `work` without it.

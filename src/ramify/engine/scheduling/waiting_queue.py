@@ -94,6 +94,7 @@ class WaitingQueue:
     def undo_admit(self, request: Request) -> None:
         """Queue a request again that `admit` has just removed."""
         self._enqueue(request, request.rank - request.virtual_arrival)
+        self._waits_since.setdefault(request.tenant, self.step)
 
     def _enqueue(self, request: Request, num_uncached: int) -> None:
         if request in self:
@@ -194,6 +195,10 @@ class WaitingQueue:
 
     def _forget_tenants(self) -> None:
         """Keep the tenants that wait, and the SPARE_TENANTS others that were served most."""
+        if len(self._waits_since) > 2 * (len(self._num_waiting) + SPARE_TENANTS):
+            self._waits_since = {
+                name: since for name, since in self._waits_since.items() if self._num_waiting[name]
+            }
         if len(self._tenants) <= 2 * (len(self._tenant_heap) + SPARE_TENANTS):
             return
         idle = [
@@ -230,10 +235,13 @@ class WaitingQueue:
         if num_tokens < 0 and tenant.heap:  # the heap must hold lower bounds
             self._rebuild_tenant_heap()
 
+    def num_served(self, request: Request) -> int:
+        """Tokens that a request's tenant was served; 0 if there was only one tenant ever."""
+        return self._tenant(request.tenant).served if self.is_multi_tenant else 0
+
     def key(self, request: Request) -> tuple[int, int, int]:
         """Sort key of waiting and running requests; the smallest is first."""
-        served = self._tenant(request.tenant).served if self.is_multi_tenant else 0
-        return served, request.rank, request.id
+        return self.num_served(request), request.rank, request.id
 
     # -- tenants without a row ---------------------------------------------------------------
 
@@ -268,6 +276,11 @@ class WaitingQueue:
         return first
 
     # -- parked requests ---------------------------------------------------------------------
+
+    @property
+    def has_parked(self) -> bool:
+        """Whether a request may be parked."""
+        return bool(self._parked)
 
     def park(self, request: Request, leader: Request, num_tokens: int) -> None:
         """Skip a request in `peek` until `leader` has computed its first `num_tokens` tokens.

@@ -24,12 +24,7 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer, keep: bool | Sequence[str] = False) -> None:
         self._tokenizer = tokenizer
-        kept = (lambda text: keep) if isinstance(keep, bool) else keep.__contains__
-        # What stands in the text for each special token: its own text, or nothing.
-        self._special_texts = {
-            token: text if kept(text) else ""
-            for token, text in tokenizer.special_token_texts.items()
-        }
+        self._special_texts, self._keep = tokenizer.special_token_texts, keep
         # The tokens emitted last (the prefix), then those held back. The prefix is decoded again
         # with each new token, because decoders treat the start of a text specially.
         self._window: list[int] = []
@@ -41,7 +36,7 @@ class Detokenizer:
         """The text that this token completes; "" while a character is incomplete."""
         special_text = self._special_texts.get(token_id)
         if special_text is not None:
-            return self._flush() + special_text if special_text else ""
+            return self._flush() + special_text if self._keeps(special_text) else ""
         self._window.append(token_id)
         new = self._tokenizer.decode(self._window)[len(self._prefix_text) :]
         num_held = len(self._window) - self._prefix_len
@@ -50,6 +45,9 @@ class Detokenizer:
             return ""
         self._held_text = new
         return self._flush()
+
+    def _keeps(self, special_text: str) -> bool:
+        return self._keep if isinstance(self._keep, bool) else special_text in self._keep
 
     def _flush(self) -> str:
         """The text held back, as it is; its tokens become the prefix."""

@@ -10,10 +10,31 @@ from ramify.server.anthropic.messages_response import MessageResponseBuilder
 from ramify.server.anthropic.protocol import CountRequest, MessageRequest
 from ramify.server.context import RequestContext
 from ramify.server.http.wire import sse_event
+from ramify.server.openai.unserved import refused_elsewhere
 from ramify.server.unserved_fields import UnservedFields
 
-# They do not change the answer. Clients count the tokens of the body that they would send.
+# Those that are ignored do not change the answer. Clients count the tokens of the body that they would
+# send.
 FIELDS = UnservedFields(
+    refused=refused_elsewhere(
+        MessageRequest,
+        {
+            "chat_template": "the model's own is used",
+            "enable_thinking": "send thinking",
+            "functions": "send tools",
+            "input": "send messages",
+            "instructions": "send system",
+            "max_completion_tokens": "send max_tokens",
+            "max_output_tokens": "send max_tokens",
+            "n": "send several requests",
+            "prompt": "send messages",
+            "reasoning": "send thinking, or output_config.effort",
+            "reasoning_effort": "send output_config.effort",
+            "response_format": "send output_config.format",
+            "stop": "send stop_sequences",
+            "text": "send output_config.format",
+        },
+    ),
     ignored=frozenset(field.name for field in msgspec.structs.fields(MessageRequest))
     | {
         "betas",
@@ -24,7 +45,7 @@ FIELDS = UnservedFields(
         "inference_geo",
         "user_profile_id",
         "workspace_id",
-    }
+    },
 )
 
 

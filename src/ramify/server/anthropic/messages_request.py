@@ -21,7 +21,7 @@ from ramify.server.errors import ApiError
 from ramify.server.generation import GenerationRequest, sampling_filters, with_output_parser
 from ramify.server.http.wire import encode_json
 from ramify.server.prompt_renderer import MAX_BREAKPOINTS, PromptPart, text_variants
-from ramify.server.reasoning_options import THINKING_TYPES, ReasoningOptions
+from ramify.server.reasoning_options import THINKING_TYPES, ReasoningOptions, unknown_thinking
 from ramify.server.request_history import HistoryEntry, fingerprint
 from ramify.server.service import Service
 
@@ -52,7 +52,7 @@ def messages_to_generation(
     name = tools.chosen(choice) if forces_call else None
     single_call = bool(choice.disable_parallel_tool_use)
     structured = service.constraints.of_answer(
-        OfferedTool.of(tools.definitions),
+        OfferedTool.of(tools.definitions, [part.path for part in tools.parts]),
         CallChoice(is_forced=forces_call, name=name, is_single=single_call),
         prompt_end=history_entry.prompt.turn_opening,
         tenant=tenant,
@@ -127,9 +127,11 @@ def render_messages(
     parts += (part for turn in turns for part in turn.parts)
     warnings += placeholder_warnings(unserved) + tools.warnings()
     if request.context_management:
-        warnings.append("context_management is not served: no edits are applied")
+        warnings.append("context_management is ignored")
+    if request.thinking is not None and request.thinking.type not in THINKING_TYPES:
+        warnings.append(unknown_thinking(request.thinking.type))
     if request.mcp_servers:
-        warnings.append("mcp_servers are not served: their tools are left out")
+        warnings.append("mcp_servers is ignored: tools that this server does not run are left out")
     prompt = service.prompt_renderer.chat(
         messages,
         parts,

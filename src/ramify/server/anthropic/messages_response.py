@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from ramify.server.answer import (
     PartEvent,
 )
 from ramify.server.anthropic.protocol import MessageRequest
-from ramify.server.generation import Generation
+from ramify.server.generation import Generation, answer_changes
 from ramify.server.openai.opaque_text import encode_opaque
 from ramify.server.partial_json import partial_object
 from ramify.server.prompt_renderer import BREAKPOINT_TTL_S
@@ -67,7 +68,8 @@ class MessageResponseBuilder:
     def __init__(self, service: Service, request: MessageRequest, generation: Generation) -> None:
         self.service, self.request, self.generation = service, request, generation
         self.is_prewarm = generation.request.is_prewarm
-        self._answer = Answer(generation.request.new_parser())
+        translated = generation.request
+        self._answer = Answer(translated.new_parser(), ends_after_call=translated.ends_after_call)
         thinking = request.thinking
         self._omits_thinking = thinking is not None and thinking.display == "omitted"
 
@@ -124,18 +126,18 @@ class MessageResponseBuilder:
         """`stop_reason` and `stop_sequence`, after the last event."""
         output = self.generation.output
         assert output is not None
-        answer = output.completions[0]
+        answer, finish_reason = output.completions[0], self._answer.finish_reason
         stop_sequences = self.request.stop_sequences or ()
         stop = answer.stop_reason if answer.stop_reason in stop_sequences else None
         if self.is_prewarm:
             reason, stop = "max_tokens", None
-        elif self._answer.calls and answer.finish_reason not in TRUNCATED:
+        elif self._answer.calls and finish_reason not in TRUNCATED:
             reason, stop = "tool_use", None
         elif stop is not None:
             reason = "stop_sequence"
-        elif answer.finish_reason is FinishReason.ABORT:
+        elif finish_reason is FinishReason.ABORT:
             reason = "pause_turn"  # the client may send the answer back and go on
-        elif answer.finish_reason in TRUNCATED:
+        elif finish_reason in TRUNCATED:
             is_context_full = len(answer.token_ids) < self.request.max_tokens
             reason = "model_context_window_exceeded" if is_context_full else "max_tokens"
         else:
@@ -144,8 +146,7 @@ class MessageResponseBuilder:
 
     async def _changes(self) -> AsyncIterator[list[PartEvent]]:
         """Yield what each step changes in the answer."""
-        async for step in self.generation:
-            changes = self._answer.add(step)
+        async for _, changes in answer_changes(self.generation, [self._answer]):
             yield [] if self.is_prewarm else changes
         self.generation.raise_error()
 
@@ -221,5 +222,6 @@ def _block(
         return {"type": "thinking", "thinking": text, "signature": signature}
     if part.kind == "text":
         return {"type": "text", "text": text, "citations": None}
-    name = part.id.replace("call_", "toolu_", 1)
-    return {"type": "tool_use", "id": name, "name": part.name, "input": arguments}
+    # Other ids are those that the family's template needs.
+    call_id = re.sub("^call_", "toolu_", part.id)
+    return {"type": "tool_use", "id": call_id, "name": part.name, "input": arguments}

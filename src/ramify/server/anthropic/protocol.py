@@ -11,6 +11,7 @@ from ramify.server.openai.protocol import (
     Name,
     NonNegativeInt,
     ToolName,
+    TopK,
     UnitInterval,
 )
 from ramify.server.prompt_renderer import BREAKPOINT_TTL_S
@@ -104,7 +105,7 @@ class Thinking(Struct):
     """Whether the model thinks first, as the chat template is told, and what is shown of it."""
 
     type: Name
-    budget_tokens: int | None = None
+    budget_tokens: NonNegativeInt | None = None
     display: Name | None = None  # "omitted": thinking blocks have no text, only a signature
 
 
@@ -146,7 +147,7 @@ class MessageRequest(CountRequest, kw_only=True):
     stream: bool | None = None
     temperature: UnitInterval | None = None
     top_p: UnitInterval | None = None
-    top_k: int | None = None
+    top_k: TopK | None = None
     stop_sequences: (
         Annotated[list[Annotated[str, Meta(min_length=1, max_length=256)]], Meta(max_length=16)]
         | None

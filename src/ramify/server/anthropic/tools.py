@@ -115,7 +115,7 @@ class ToolSet:
         """What the client is told of the tools that are left out."""
         if not self.skipped:
             return []
-        return [f"tools that run on Anthropic's servers are left out: {', '.join(self.skipped)}"]
+        return [f"tools that this server does not run are left out: {', '.join(self.skipped)}"]
 
     def chosen(self, choice: ToolChoice) -> str | None:
         """The name of the tool that a forcing choice demands; None: any of them.
@@ -123,7 +123,7 @@ class ToolSet:
         Raises:
             ApiError: 400, there is no such tool.
         """
-        why = f"; {', '.join(self.skipped)} run on Anthropic's servers" if self.skipped else ""
+        why = f"; not run by this server: {', '.join(self.skipped)}" if self.skipped else ""
         if not self.definitions:
             raise ApiError(400, f"{choice.type!r} needs tools{why}", param="tool_choice")
         if choice.type != "tool":

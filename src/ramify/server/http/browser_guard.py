@@ -6,6 +6,7 @@ host name can be made to mean this machine.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -20,6 +21,8 @@ LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 # The types that a page may send to another site without asking it first.
 FORM_TYPES = ("application/x-www-form-urlencoded", "multipart/form-data", "text/plain")
+
+_HOST = re.compile(r"(\[[^\]]*\]|[^:\[\]]*?)\.?(?::[0-9]*)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +43,7 @@ class BrowserRules:
         """Rules from names as people write them."""
         return cls(
             None if hosts is None or "*" in hosts else frozenset(map(_host_name, hosts)),
-            None
-            if origins is None or "*" in origins
-            else frozenset(origin.lower().rstrip("/") for origin in origins),
+            None if origins is None or "*" in origins else frozenset(map(origin_name, origins)),
         )
 
     def check(self, method: str, headers: Headers) -> None:
@@ -90,13 +91,18 @@ class BrowserRules:
         return origin in (self.origins or ()) or origin.partition("://")[2] == host.lower() != ""
 
 
+def origin_name(origin: str) -> str:
+    """An origin as browsers send it, from one as people write it: `https://App.example/`."""
+    return origin.lower().rstrip("/")
+
+
 def _host_name(host: str) -> str:
-    """The name of a Host header, without port, in lower case."""
+    """The name of a Host header, without port, in lower case; all of it if it is malformed."""
     host = host.strip().lower()
     if host.count(":") > 1 and not host.startswith("["):
         return f"[{host}]"  # an IPv6 address, as in --host
-    end = host.find("]") + 1
-    return host[:end] if end else host.partition(":")[0].removesuffix(".")
+    match = _HOST.fullmatch(host)
+    return host if match is None else match[1]
 
 
 class BrowserGuard:

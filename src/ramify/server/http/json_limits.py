@@ -30,21 +30,31 @@ class JsonShape:
     num_commas: int  # at least the number of values, less one for each container
 
     def excess(self) -> str | None:
-        """What exceeds a limit, for an error message; None if nothing does."""
+        """What exceeds a limit, as "has more than 3 strings"; None if nothing does."""
         if self.depth > MAX_DEPTH:
-            return f"the body is nested more than {MAX_DEPTH} levels deep"
+            return f"is nested more than {MAX_DEPTH} levels deep"
         for count, limit, name in (
             (self.num_containers, MAX_CONTAINERS, "lists and objects"),
             (self.num_strings, MAX_STRINGS, "strings"),
             (self.num_commas, MAX_VALUES, "values"),
         ):
             if count > limit:
-                return f"the body has more than {limit} {name}; send fewer in a request"
+                return f"has more than {limit} {name}"
         return None
 
 
-def check_json_limits(body: bytes | bytearray) -> None:
-    """Raise ApiError 400 for a body with too many values, or nested too deep."""
+def check_json_limits(
+    body: bytes | bytearray,
+    *,
+    what: str = "the body",
+    hint: str = "send less",
+    param: str | None = None,
+) -> None:
+    """Raise ApiError 400 for JSON with too many values, or nested too deep.
+
+    Args:
+        what, hint, param: for the error: what the JSON is, the way out, and the request's field.
+    """
     is_small = (
         len(body) <= SLICE  # counting in more holds the interpreter lock for milliseconds
         and body.count(b"[") + body.count(b"{") <= MAX_DEPTH
@@ -53,7 +63,7 @@ def check_json_limits(body: bytes | bytearray) -> None:
     )
     excess = None if is_small else json_shape(body).excess()
     if excess is not None:
-        raise ApiError(400, excess)
+        raise ApiError(400, f"{what} {excess}; {hint}", param=param)
 
 
 def json_shape(body: bytes | bytearray) -> JsonShape:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from functools import lru_cache
@@ -11,11 +12,12 @@ import msgspec
 from msgspec import inspect
 
 from ramify.server.errors import ApiError
+from ramify.server.http.json_limits import check_json_limits
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _INTEGRAL = re.compile(rb"(-?[0-9]{1,19})\.0{1,20}")
 _PATH_STEP = re.compile(r"\.([^.\[\]]+)|\[[^\]]*\]")
-_FIELD_PATH = re.compile(r" - at `(?:key in )?\$?(.*)`$")
+_BEFORE_PATH = " - at `"
 
 T = TypeVar("T")
 
@@ -39,6 +41,19 @@ def decode_json(body: bytes | bytearray, kind: type[T]) -> T:
         raise validation_error(error, kind) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}") from None
+
+
+def decode_json_text(text: str, param: str) -> Any:
+    """Decode JSON that is a string in a body, within `json_limits`.
+
+    Raises:
+        ApiError: 400, it is not JSON, or exceeds the limits.
+    """
+    check_json_limits(text.encode("utf-8", "surrogatepass"), what="its JSON", param=param)
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ApiError(400, f"it is not JSON: {error}", param=param) from error
 
 
 def without_mark(body: bytes | bytearray) -> bytes | bytearray:
@@ -73,9 +88,10 @@ def _with_integers(body: bytes | bytearray) -> bytes | None:
 
 def validation_error(error: msgspec.ValidationError, kind: type) -> ApiError:
     """The error for a value that does not fit a type; of a wrong choice it lists the right ones."""
-    message, match = str(error), _FIELD_PATH.search(str(error))
-    path = "" if match is None else match[1]
-    message = message if match is None else message[: match.start()]
+    # The message may quote the value, the path has nothing that a client wrote: it is the last.
+    message, _, path = str(error).rpartition(_BEFORE_PATH)
+    message, path = (message, path.removesuffix("`")) if message else (path, "")
+    path = path.removeprefix("key in ").removeprefix("$")
     if message.startswith("Invalid enum value"):
         choices = sorted(map(repr, allowed_values(kind, path)))
         message += f"; the values are {', '.join(choices)}" if choices else ""

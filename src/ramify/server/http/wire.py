@@ -60,7 +60,7 @@ async def read_body(request: Request, *, reserve: Callable[[int], None]) -> byte
     if request.headers.get("content-encoding", "identity") != "identity":
         raise ApiError(415, "compressed bodies are not supported; send plain JSON")
     length = request.headers.get("content-length", "")
-    if length.isdigit() and int(length) > MAX_BODY_BYTES:
+    if length.isdecimal() and int(length) > MAX_BODY_BYTES:
         raise too_large
     body = bytearray()
     try:

@@ -2,49 +2,63 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from ramify.params import StructuredOutput
 from ramify.server.answer_constraint import schema_format
 from ramify.server.errors import ApiError
-from ramify.server.http.json_limits import json_shape
+from ramify.server.http.request_body import decode_json_text
 from ramify.server.openai.protocol import Sampling, StructuredOutputs
 
 Warnings = list[str]
 
 
-def answer_format(request: Sampling, warnings: Warnings) -> StructuredOutput | None:
+SCHEMA_PATH = "response_format.json_schema.schema"
+
+
+def answer_format(
+    request: Sampling, warnings: Warnings, schema_path: str = SCHEMA_PATH
+) -> StructuredOutput | None:
     """The format that the answer must match; None if the request has none.
 
     Args:
         warnings: what of a schema is not enforced is appended.
+        schema_path: of the schema of `response_format` in the client's request.
 
     Raises:
         ApiError: it has more than one, or one that is malformed or not served.
     """
-    given = list(_given(request))
+    given = list(_given(request, schema_path))
     if len(given) > 1:
         names = ", ".join(name for name, _ in given)
         raise ApiError(
             400, f"the answer can have one format, not {len(given)}: {names}", param=given[-1][0]
         )
-    return given[0][1](warnings) if given else None
+    if given:
+        return given[0][1](warnings)
+    if request.structured_outputs is not None:
+        raise ApiError(
+            400,
+            "it has none of the formats json, regex, choice, grammar and json_object",
+            param="structured_outputs",
+        )
+    return None
 
 
-def _given(request: Sampling) -> Iterator[tuple[str, Callable[[Warnings], StructuredOutput]]]:
+def _given(
+    request: Sampling, schema_path: str
+) -> Iterator[tuple[str, Callable[[Warnings], StructuredOutput]]]:
     """Yield each format that a request asks for: the field's name, and what makes it."""
     response_format = request.response_format
     if response_format is not None and response_format.type == "json_schema":
         named = response_format.json_schema
         if named is None:
             raise ApiError(400, "json_schema is missing", param="response_format.json_schema")
-        where = "response_format.json_schema.schema"
         strict = named.strict is True
         yield (
             "response_format",
-            lambda found: schema_format(named.schema, where, found, strict=strict),
+            lambda found: schema_format(named.schema, schema_path, found, strict=strict),
         )
     elif response_format is not None and response_format.type == "json_object":
         schema = response_format.schema
@@ -99,19 +113,9 @@ def _text(kind: str, value: Any) -> Callable[[Warnings], StructuredOutput]:
 
 def _schema(value: object, where: str) -> Callable[[Warnings], StructuredOutput]:
     def make(warnings: Warnings) -> StructuredOutput:
-        schema = _decoded(value, where) if isinstance(value, str) else value
+        schema = decode_json_text(value, where) if isinstance(value, str) else value
         if not isinstance(schema, dict):
             raise ApiError(400, "a JSON schema is an object", param=where)
         return schema_format(schema, where, warnings, strict=False)
 
     return make
-
-
-def _decoded(text: str, where: str) -> object:
-    excess = json_shape(text.encode("utf-8", "surrogatepass")).excess()
-    if excess is not None:
-        raise ApiError(400, excess, param=where)
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise ApiError(400, f"it is no JSON: {error}", param=where) from error

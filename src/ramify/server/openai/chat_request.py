@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,8 +11,9 @@ from ramify.server.answer_constraint import CallChoice, OfferedTool
 from ramify.server.content_placeholders import content_placeholder, placeholder_warnings
 from ramify.server.errors import ApiError
 from ramify.server.generation import GenerationRequest, with_output_parser
+from ramify.server.http.request_body import decode_json_text
 from ramify.server.http.wire import encode_json
-from ramify.server.openai.answer_formats import answer_format
+from ramify.server.openai.answer_formats import SCHEMA_PATH, answer_format
 from ramify.server.openai.options import (
     breakpoint_ttl_s,
     compared_options,
@@ -31,6 +31,7 @@ from ramify.server.openai.protocol import (
     ReasoningOption,
     ThinkingOption,
     Tool,
+    ToolCall,
 )
 from ramify.server.prompt_renderer import (
     BREAKPOINT_TTL_S,
@@ -44,11 +45,13 @@ from ramify.server.reasoning_options import (
     ReasoningOptions,
     first_set,
     implied_switch,
+    unknown_thinking,
 )
 from ramify.server.request_history import HistoryEntry, fingerprint
 from ramify.server.service import Service
 
 # Content parts that are reasoning, not text of the message.
+TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 REASONING_PARTS = frozenset({"thinking", "redacted_thinking"})
 # Names that `chat_template_kwargs` must not have: the server sets these itself.
 RESERVED_TEMPLATE_NAMES = frozenset("self messages parts tools known add_generation_prompt".split())
@@ -61,6 +64,8 @@ def chat_to_generation(
     *,
     known: Sequence[KnownPrefix] = (),
     names: Sequence[str] = (),
+    tool_paths: Sequence[str] = (),
+    schema_path: str = SCHEMA_PATH,
 ) -> GenerationRequest:
     """Translate a chat completion request for the engine.
 
@@ -68,6 +73,8 @@ def chat_to_generation(
 
     Args:
         names: of the messages, for errors and segments; by default `messages[i]`.
+        tool_paths: of the tools, for errors and warnings; by default `tools[i]`.
+        schema_path: of the answer's schema, likewise.
 
     Raises:
         ApiError, RequestError: it cannot be served.
@@ -113,15 +120,18 @@ def chat_to_generation(
     if forces_call and not tools:
         raise ApiError(400, "tool_choice needs tools", param="tool_choice")
     warnings = list(unserved_content(request.messages, names))
+    thinking = request.thinking
+    if isinstance(thinking, ThinkingOption) and thinking.type not in THINKING_TYPES:
+        warnings.append(unknown_thinking(thinking.type))
     single_call = request.parallel_tool_calls is False
     name = chosen_tool(request.tool_choice, request.tools)
     choice = CallChoice(is_forced=forces_call, name=name, is_single=single_call)
     others["structured"] = service.constraints.of_answer(
-        OfferedTool.of(tools),
+        OfferedTool.of(tools, tool_paths),
         choice,
         prompt_end=prompt.turn_opening,
         tenant=tenant,
-        answer_format=answer_format(request, warnings),
+        answer_format=answer_format(request, warnings, schema_path),
         warnings=warnings,
     )
     if request.max_completion_tokens is None:
@@ -188,9 +198,11 @@ def content_text(content: str | list[ContentPart] | None, where: str) -> str:
 
 
 def _part_text(part: ContentPart, where: str) -> str:
-    text = part.text if part.type in ("text", "input_text", "output_text") else part.refusal
+    text = part.text if part.type in TEXT_PARTS else part.refusal
     if text is None:
         text = content_placeholder(part.type)
+    if text is None and part.type in TEXT_PARTS:
+        raise ApiError(400, "it is missing", param=f"{where}.text")
     if text is None:
         raise ApiError(
             400,
@@ -223,19 +235,29 @@ def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
         "reasoning_content": _reasoning_text(message),
     }
     fields |= {name: value for name, value in named.items() if value is not None}
-    if message.tool_calls:
+    calls = message_calls(message)
+    if calls:
         fields["tool_calls"] = [
             {
                 "id": call.id,
                 "type": "function",
                 "function": {
                     "name": call.function.name,
-                    "arguments": _arguments(call.function.arguments_json, f"{where}.tool_calls"),
+                    "arguments": _arguments(
+                        call.function.arguments_json, f"{where}.tool_calls[{index}].arguments"
+                    ),
                 },
             }
-            for call in message.tool_calls
+            for index, call in enumerate(calls)
         ]
     return fields
+
+
+def message_calls(message: ChatMessage) -> list[ToolCall]:
+    """The tool calls of a message; the older `function_call` is one."""
+    if message.function_call is not None and not message.tool_calls:
+        return [ToolCall(message.function_call)]
+    return message.tool_calls or []
 
 
 def _reasoning_text(message: ChatMessage) -> str | None:
@@ -252,10 +274,7 @@ def _reasoning_text(message: ChatMessage) -> str | None:
 
 def _arguments(text: str, where: str) -> object:
     """The arguments of a call as an object, which templates take, from their JSON."""
-    try:
-        return json.loads(text) if text.strip() else {}
-    except ValueError as error:
-        raise ApiError(400, f"arguments are no JSON: {error}", param=where) from error
+    return decode_json_text(text, where) if text.strip() else {}
 
 
 def content_path(message: str) -> str:
@@ -286,7 +305,7 @@ def message_parts(
             parts.append(PromptPart(where, text_variants(message.content)))
         parts += [
             PromptPart(f"{name}.tool_calls[{index}]", (call.function.name,))
-            for index, call in enumerate(message.tool_calls or ())
+            for index, call in enumerate(message_calls(message))
         ]
     return parts
 
@@ -309,7 +328,9 @@ def _template_options(request: ChatRequest, service: Service) -> dict[str, Any]:
     options: dict[str, Any] = dict(request.chat_template_kwargs or {})
     reserved = sorted(RESERVED_TEMPLATE_NAMES & options.keys())
     if reserved:
-        raise ApiError(400, f"{reserved[0]!r} is not for this", param="chat_template_kwargs")
+        raise ApiError(
+            400, f"the server sets {reserved[0]!r}; leave it out", param="chat_template_kwargs"
+        )
     names = service.tokenizer.chat_template_names
     return reasoning_options(request).template_variables(names) | options
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ramify.outputs import FinishReason, TokenLogprob
 from ramify.server.answer import Answer, AnswerPart, PartBegin, PartDelta, PartEvent
-from ramify.server.generation import CacheUsage, Generation
+from ramify.server.generation import CacheUsage, Generation, answer_changes
 from ramify.server.openai.options import diagnostics, token_name
 from ramify.server.openai.protocol import ChatRequest, NamedTool, StreamOptions
 from ramify.server.service import Service
@@ -58,8 +58,11 @@ class ChatResponseBuilder:
         self.service, self.request, self.generation = service, request, generation
         self.is_prewarm = generation.request.is_prewarm
         self._shows_reasoning = _shows_reasoning(request)
-        new_parser, stop_token_ids = generation.request.new_parser, service.special_token_ids
-        self.choices = [Answer(new_parser(), stop_token_ids) for _ in range(request.n or 1)]
+        translated, stop_token_ids = generation.request, service.special_token_ids
+        self.choices = [
+            Answer(translated.new_parser(), stop_token_ids, translated.ends_after_call)
+            for _ in range(request.n or 1)
+        ]
 
     def usage(self) -> dict[str, Any]:
         """`usage` with the tokens so far."""
@@ -76,8 +79,8 @@ class ChatResponseBuilder:
 
     async def body(self) -> dict[str, Any]:
         """Wait for the end; returns the `chat.completion`."""
-        async for event in self.generation:
-            self.choices[event.index].add(event)
+        async for _ in answer_changes(self.generation, self.choices):
+            pass
         self.generation.raise_error()
         header = response_header(self.generation, "chat.completion", self.service)
         choices = [
@@ -140,19 +143,19 @@ class ChatResponseBuilder:
             return payload
 
         begun: set[int] = set()
-        async for event in self.generation:
+        async for event, changes in answer_changes(self.generation, self.choices):
             choice = self.choices[event.index]
-            changes = [
-                change
-                for change in choice.add(event)
-                if self._shows_reasoning or change.part.kind != "reasoning"
-            ]
             if self.is_prewarm:
                 continue
             if event.index not in begun:
                 begun.add(event.index)
                 yield chunk([_delta(event.index, {"role": "assistant", "content": ""})])
-            deltas = [delta for change in changes if (delta := _delta_of(change)) is not None]
+            shown = [
+                change
+                for change in changes
+                if self._shows_reasoning or change.part.kind != "reasoning"
+            ]
+            deltas = [delta for change in shown if (delta := _delta_of(change)) is not None]
             logprobs = choice.visible_logprobs(event)
             if logprobs and not deltas:
                 deltas = [{}]

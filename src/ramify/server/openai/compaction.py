@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ramify.server.errors import ApiError
 from ramify.server.generation import Generation
 from ramify.server.openai.opaque_text import encode_opaque
 from ramify.server.openai.responses_protocol import CompactRequest, ResponsesRequest
@@ -52,6 +53,8 @@ def translate_compaction(
     """
     translated = response_to_generation(request, earlier, service, tenant)
     history = [*earlier.items(), *translated.items[:-1]]
+    if not history:
+        raise ApiError(400, "there is nothing to compact; send messages", param="input")
     return translated, [item for item in history if _is_user_message(item)]
 
 

@@ -29,11 +29,16 @@ from ramify.server.openai.responses_store import (
 )
 from ramify.server.prompt_renderer import KnownPrefix
 from ramify.server.service import Service
+from ramify.server.unserved_fields import UnservedFields
+
+NO_FIELDS = UnservedFields()  # beside those of the request types
+
+MAX_ANSWER_ITEMS = 64
 
 
 async def create_conversation(context: RequestContext) -> Response:
     """POST /v1/conversations."""
-    request = await context.body(ConversationRequest)
+    request = await context.body(ConversationRequest, NO_FIELDS)
     await _check_items(context, request.items or [])
     conversation = Conversation(
         f"conv_{secrets.token_hex(16)}", int(time.time()), request.metadata or {}
@@ -50,7 +55,7 @@ async def get_conversation(context: RequestContext) -> Response:
 
 async def update_conversation(context: RequestContext) -> Response:
     """POST /v1/conversations/{name}: replaces the metadata."""
-    request = await context.body(ConversationUpdate)
+    request = await context.body(ConversationUpdate, NO_FIELDS)
     conversation = replace(_named(context), metadata=request.metadata)
     _put(context, conversation)
     return context.json(_as_json(conversation))
@@ -71,7 +76,7 @@ async def list_items(context: RequestContext) -> Response:
 
 async def create_items(context: RequestContext) -> Response:
     """POST /v1/conversations/{name}/items; returns the new items."""
-    request = await context.body(ConversationItemsRequest)
+    request = await context.body(ConversationItemsRequest, NO_FIELDS)
     await _check_items(context, request.items)
     conversation = _named(context)
     items = _numbered(request.items, conversation)
@@ -101,6 +106,27 @@ async def delete_item(context: RequestContext) -> Response:
     return context.json(_as_json(conversation))
 
 
+def check_room(
+    service: Service, conversation: Conversation | None, num_items: int, num_bytes: int
+) -> None:
+    """Raise ApiError 400 if a turn would not fit into its conversation, so that none is lost.
+
+    Args:
+        num_items, num_bytes: of the request; the answer has few.
+    """
+    store = service.conversations
+    if conversation is not None and not store.has_room(
+        conversation, num_items + MAX_ANSWER_ITEMS, num_bytes + service.max_prompt_bytes
+    ):
+        raise ApiError(
+            400,
+            f"the conversation has {len(conversation.items)} items of {conversation.num_bytes} "
+            f"bytes, and no room for this turn; at most {MAX_ITEMS} items of "
+            f"{store.max_tenant_bytes} bytes are kept. Begin a new one",
+            param="conversation",
+        )
+
+
 def append_to_conversation(
     service: Service,
     tenant: str,
@@ -108,7 +134,7 @@ def append_to_conversation(
     items: Sequence[Item],
     known: Sequence[KnownPrefix],
 ) -> None:
-    """Append the items of a turn; nothing happens if the conversation is gone or full."""
+    """Append the items of a turn; nothing happens if the conversation is gone. See `check_room`."""
     conversation = service.conversations.get(tenant, name)
     if conversation is not None:
         service.conversations.put(tenant, conversation.with_items(_packed(items), known))

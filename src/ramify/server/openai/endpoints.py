@@ -71,7 +71,7 @@ def _error_event(error: ApiError) -> bytes:
 
 async def tokenize(context: RequestContext) -> Response:
     """POST /tokenize: token ids of a text, or of the prompt that a chat request would run."""
-    request = await context.body(TokenizeRequest)
+    request = await context.body(TokenizeRequest, CHAT_FIELDS)
     service = context.service
     service.check_model(request.model)
     if (request.prompt is None) == (request.messages is None):

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ramify.engine.text.tokenizer import Tokenizer
-from ramify.params import SamplingParams
+from ramify.params import MAX_BANNED_TOKENS, SamplingParams
 from ramify.server.errors import ApiError
 from ramify.server.generation import Generation, sampling_filters
 from ramify.server.openai.protocol import ChatRequest, PromptCacheOptions, Sampling
@@ -81,11 +81,23 @@ def output_limit(name: str, limit: int | None) -> int | None:
 
 
 def banned_sequences(words: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
-    """Token ids of words that must not occur: at the start of a text, and after a space."""
+    """Token ids of words that must not occur: at the start of a text, and after a space.
+
+    Raises:
+        ApiError: 400, they have too many tokens.
+    """
     sequences = []
     for word in words:
         for text in (word, " " + word.lstrip()):
             sequences.append(tokenizer.encode(text, add_special_tokens=False).tolist())
+    num_tokens = sum(map(len, sequences))
+    if num_tokens > MAX_BANNED_TOKENS:
+        raise ApiError(
+            400,
+            f"the words have {num_tokens} tokens, with and without a space before; the limit is "
+            f"{MAX_BANNED_TOKENS}; send fewer",
+            param="bad_words",
+        )
     return [ids for ids in sequences if ids]
 
 

@@ -14,6 +14,7 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 PositiveInt = Annotated[int, Meta(ge=1)]
 NonNegativeInt = Annotated[int, Meta(ge=0)]
 OutputLimit = Annotated[int, Meta(ge=-1)]  # -1: none; 0 is refused where it has no meaning
+TopK = Annotated[int, Meta(ge=-1)]  # 0 and -1: off
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 StopText = Annotated[str, Meta(min_length=1, max_length=256)]
 Stops = Annotated[list[StopText], Meta(max_length=16)]
@@ -91,6 +92,7 @@ class ChatMessage(Struct):
     content: str | list[ContentPart] | None = None
     name: Name | None = None
     tool_calls: list[ToolCall] | None = None
+    function_call: FunctionCall | None = None  # older form of a single tool call
     tool_call_id: Name | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # another name of `reasoning_content`
@@ -178,7 +180,7 @@ class Sampling(Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     temperature: Temperature | None = None
     top_p: UnitInterval | None = None
-    top_k: int | None = None
+    top_k: TopK | None = None
     min_p: UnitInterval | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     seed: Seed | None = None

@@ -15,6 +15,7 @@ from ramify.server.openai.compaction import (
     compaction_request,
     translate_compaction,
 )
+from ramify.server.openai.conversations import check_room
 from ramify.server.openai.responses_protocol import (
     CompactRequest,
     InputTokensRequest,
@@ -26,10 +27,11 @@ from ramify.server.openai.responses_response import ResponsesResponseBuilder
 from ramify.server.openai.responses_store import (
     StoredResponse,
     earlier_turns,
+    items_by_id,
     page_of_items,
     stored_response,
 )
-from ramify.server.openai.unserved import RESPONSES_FIELDS
+from ramify.server.openai.unserved import INPUT_FIELDS, RESPONSES_FIELDS
 
 MAX_SUMMARY_SHARE = 8  # a summary has at most this part of the context
 MAX_SEQUENCE_DIGITS = 12  # of `starting_after`
@@ -39,6 +41,8 @@ async def create_response(context: RequestContext) -> Response:
     """POST /v1/responses; stores the response unless the request says `store: false`."""
     request = await context.body(ResponsesRequest, RESPONSES_FIELDS)
     translated = await _translate(context, request)
+    conversation, num_items = translated.earlier.conversation, len(translated.items)
+    check_room(context.service, conversation, num_items, context.num_body_bytes)
     generation = await context.start(translated.generation_request, prefix="resp_")
     builder = ResponsesResponseBuilder(context.service, request, translated, generation)
     return await context.respond(builder, stream=request.stream, on_error=_error_event)
@@ -95,14 +99,13 @@ async def cancel_response(context: RequestContext) -> Response:
 
 async def list_input_items(context: RequestContext) -> Response:
     """GET /v1/responses/{name}/input_items: of the whole conversation before the answer."""
-    items = await context.in_prompt_thread(_named(context).input_items)
-    by_id = {item["id"]: item for item in items}
-    return context.json(page_of_items(by_id, context.request.query_params))
+    items = await context.in_prompt_thread(items_by_id, _named(context).packed_input)
+    return context.json(page_of_items(items, context.request.query_params))
 
 
 async def count_input_tokens(context: RequestContext) -> Response:
     """POST /v1/responses/input_tokens: the length of the prompt, without running it."""
-    fields = await context.body(InputTokensRequest)
+    fields = await context.body(InputTokensRequest, INPUT_FIELDS)
     request = ResponsesRequest(**msgspec.structs.asdict(fields))
     translated = await _translate(context, request)
     for message in translated.generation_request.warnings:
@@ -113,7 +116,7 @@ async def count_input_tokens(context: RequestContext) -> Response:
 
 async def compact_response(context: RequestContext) -> Response:
     """POST /v1/responses/compact: the user's messages, and a summary that the model writes."""
-    fields = await context.body(CompactRequest)
+    fields = await context.body(CompactRequest, INPUT_FIELDS)
     service, tenant = context.service, context.caller.tenant
     request = compaction_request(fields, max(1, service.max_model_len // MAX_SUMMARY_SHARE))
     earlier = earlier_turns(request, service, tenant)

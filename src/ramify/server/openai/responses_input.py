@@ -129,7 +129,8 @@ class ItemTranslator:
         self._model_turn(where).calls.append(call)
 
     def _output(self, content: str | list[ContentPart], call_id: str | None, where: str) -> None:
-        self.append_message(ChatMessage("tool", content, tool_call_id=call_id), where)
+        message = ChatMessage("tool", content, tool_call_id=call_id)
+        self.append_message(message, f"{where}.output")
 
     def _function_call(self, item: Mapping[str, Any], where: str) -> None:
         call = typed(item, CallItem, where)

@@ -52,11 +52,11 @@ def new_items(request: PromptFields, earlier: EarlierTurns) -> list[Item]:
         return []
     if isinstance(request.input, str):
         return [{"type": "message", "role": "user", "content": request.input}]
-    resolve = earlier.resolver()
+    referenced = earlier.referenced_items()
     items = []
     for index, item in enumerate(request.input):
         name = reference_id(item)
-        stored = item if name is None else resolve(name)
+        stored = item if name is None else referenced.get(name)
         if stored is None:
             raise ApiError(
                 404,
@@ -154,7 +154,15 @@ def response_to_generation(
     )
 
     def render(part: ChatRequest, part_names: Sequence[str]) -> GenerationRequest:
-        return chat_to_generation(part, service, tenant, known=earlier.known, names=part_names)
+        return chat_to_generation(
+            part,
+            service,
+            tenant,
+            known=earlier.known,
+            names=part_names,
+            tool_paths=[tools.paths[tool.function.name] for tool in tools.functions],
+            schema_path="text.format.schema",
+        )
 
     if request.truncation == "auto":
         max_tokens = num_prompt_tokens(service.max_model_len, request.max_output_tokens)

@@ -14,7 +14,7 @@ from ramify.errors import RamifyError
 from ramify.outputs import FinishReason, RequestOutput
 from ramify.server.answer import TRUNCATED, Answer
 from ramify.server.errors import as_api_error
-from ramify.server.generation import Generation
+from ramify.server.generation import Generation, answer_changes
 from ramify.server.http.wire import encode_json
 from ramify.server.openai.chat_response import ChatResponseBuilder
 from ramify.server.openai.conversations import append_to_conversation
@@ -136,8 +136,8 @@ class ResponsesResponseBuilder:
 
     async def body(self) -> dict[str, Any]:
         """Wait for the end; returns the `response`."""
-        async for event in self.generation:
-            self._choice.add(event)
+        async for _ in answer_changes(self.generation, self.inner.choices):
+            pass
         self.generation.raise_error()
         end = self._end()
         self._store(end, array("I"))
@@ -162,7 +162,7 @@ class ResponsesResponseBuilder:
             )
         if not is_stored:
             return
-        packed_input = joined_lists([*earlier.packed_items(), encode_json(items)])
+        packed_input = joined_lists([earlier.packed_items(), encode_json(items)])
         stored = StoredResponse(packed_input, encode_json(body), known, delta_lens)
         entry = self.generation.request.history_entry
         self.service.history.put(tenant, name, replace(entry, response=stored))
@@ -196,8 +196,7 @@ class ResponsesResponseBuilder:
         body = self._body("in_progress", [])
         yield event("created", response=body)
         yield event("in_progress", response=body)
-        async for step in self.generation:
-            changes = self._choice.add(step)
+        async for _, changes in answer_changes(self.generation, self.inner.choices):
             for change in () if self.inner.is_prewarm else changes:
                 for payload in self._items.events(change, event):
                     yield payload

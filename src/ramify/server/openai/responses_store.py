@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 import sys
 from array import array
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import msgspec
 
 from ramify.server.conversation_store import Conversation
 from ramify.server.errors import ApiError
+from ramify.server.http.json_limits import check_json_limits
 from ramify.server.openai.responses_protocol import PromptFields
 from ramify.server.prompt_renderer import KnownPrefix
 from ramify.server.service import Service
@@ -70,22 +72,35 @@ class StoredResponse:
         deltas = sys.getsizeof(self.delta_lens)
         return len(self.packed_input) + len(self.packed_body) + known + deltas
 
-    def input_items(self) -> list[Item]:
-        """The items before the answer."""
-        return msgspec.json.decode(self.packed_input, type=list[Item])
-
     @property
     def packed_output(self) -> bytes:
         """The items of the answer, as JSON."""
         return bytes(msgspec.json.decode(self.packed_body, type=_Body).output)
 
-    def output_items(self) -> list[Item]:
-        """The items of the answer."""
-        return msgspec.json.decode(self.packed_output, type=list[Item])
-
 
 class _Body(msgspec.Struct):
     output: msgspec.Raw
+
+
+class _Named(msgspec.Struct):
+    id: str
+
+
+def items_by_id(packed: bytes) -> dict[str, msgspec.Raw]:
+    """The items of a JSON list by their ids, not decoded."""
+    names = msgspec.json.decode(packed, type=list[_Named])
+    items = msgspec.json.decode(packed, type=list[msgspec.Raw])
+    return {named.id: item for named, item in zip(names, items, strict=True)}
+
+
+def decode_items(packed: bytes, param: str) -> list[Item]:
+    """The items of a JSON list that many requests may have written.
+
+    Raises:
+        ApiError: 400, they are more than the body of one request may have.
+    """
+    check_json_limits(packed, what="what is stored", hint="begin a new conversation", param=param)
+    return msgspec.json.decode(packed, type=list[Item])
 
 
 def joined_lists(lists: Iterable[bytes]) -> bytes:
@@ -140,7 +155,7 @@ class EarlierTurns:
     name: str = ""  # how errors and segments call the items
     response: StoredResponse | None = None
     conversation: Conversation | None = None
-    has_references: bool = False
+    references: frozenset[str] = frozenset()  # ids of stored items
     owners: tuple[StoredResponse | Conversation, ...] = ()  # of the items that it refers to
 
     @property
@@ -149,35 +164,40 @@ class EarlierTurns:
         source = self.response or self.conversation
         return () if source is None else source.known
 
-    def items(self) -> list[Item]:
-        """The items before those of the request."""
+    def packed_items(self) -> bytes:
+        """The items before those of the request, as a JSON list."""
         source = self.response or self.conversation
-        return [] if source is None else items_of(source)
+        return b"[]" if source is None else packed_items_of(source)
 
-    def packed_items(self) -> list[bytes]:
-        """JSON lists that have the items before those of the request."""
-        if self.response is not None:
-            return [self.response.packed_input, self.response.packed_output]
-        if self.conversation is not None:
-            return [b"[" + b",".join(self.conversation.items.values()) + b"]"]
-        return []
+    def items(self) -> list[Item]:
+        """The items before those of the request.
 
-    def resolver(self) -> Callable[[str], Item | None]:
-        """A function from the id of a stored item to the item; decodes each owner once."""
-        items: dict[str, Item] = {}
-        sources = self.items() if self.has_references else []
-        for owner in self.owners:
-            sources += items_of(owner)
-        for item in sources:
-            items[item["id"]] = item
-        return items.get
+        Raises:
+            ApiError: 400, they are too many.
+        """
+        return decode_items(self.packed_items(), self.name)
+
+    def referenced_items(self) -> dict[str, Item]:
+        """The stored items that the request refers to, by their ids.
+
+        Raises:
+            ApiError: 400, they are too many.
+        """
+        items: dict[str, msgspec.Raw] = {}
+        sources = [self.response, self.conversation, *self.owners] if self.references else []
+        for source in sources:
+            if source is not None:
+                own = items_by_id(packed_items_of(source))
+                items |= {name: own[name] for name in self.references & own.keys()}
+        packed = b"[" + b",".join(map(bytes, items.values())) + b"]"
+        return dict(zip(items, decode_items(packed, "input"), strict=True))
 
 
-def items_of(owner: StoredResponse | Conversation) -> list[Item]:
-    """The items of a response, its answer included, or of a conversation."""
-    if isinstance(owner, Conversation):
-        return [msgspec.json.decode(packed) for packed in owner.items.values()]
-    return owner.input_items() + owner.output_items()
+def packed_items_of(source: StoredResponse | Conversation) -> bytes:
+    """The items of a response, its answer included, or of a conversation, as a JSON list."""
+    if isinstance(source, Conversation):
+        return b"[" + b",".join(source.items.values()) + b"]"
+    return joined_lists([source.packed_input, source.packed_output])
 
 
 def earlier_turns(request: PromptFields, service: Service, tenant: str) -> EarlierTurns:
@@ -203,7 +223,9 @@ def earlier_turns(request: PromptFields, service: Service, tenant: str) -> Earli
         name = "conversation"
         conversation = stored_conversation(service, tenant, request.conversation_id, name)
     items = request.input if isinstance(request.input, list) else []
-    references = {reference for item in items if (reference := reference_id(item)) is not None}
+    references = frozenset(
+        reference for item in items if (reference := reference_id(item)) is not None
+    )
     if len(references) > MAX_REFERENCES:
         raise ApiError(
             400, f"{len(references)} item references; at most {MAX_REFERENCES}", param="input"
@@ -214,7 +236,7 @@ def earlier_turns(request: PromptFields, service: Service, tenant: str) -> Earli
         name,
         response,
         conversation,
-        has_references=bool(references),
+        references=references,
         owners=tuple(source for source in sources if source is not None),
     )
 
@@ -247,12 +269,15 @@ def numbered_items(
         taken: ids that others have.
     """
     ids = set(taken)
+    spare_numbers = count(first + len(items))
     numbered = []
     for number, item in enumerate(items, first):
         kind = item.get("type") or "message"
         name = item.get("id")
         if not isinstance(name, str) or not name or len(name) > 256 or name in ids:
             name = item_id(kind, owner, number)
+            while name in ids:  # a client sent it with another item
+                name = item_id(kind, owner, next(spare_numbers))
         ids.add(name)
         fields = item | {"id": name, "type": kind}
         if kind == "message":

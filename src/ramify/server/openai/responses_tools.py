@@ -96,11 +96,13 @@ class CallForm:
 class ServedTools:
     """The functions that the model may call.
 
-    `forms` has the form of each by its name; `skipped` the types of the tools that are not served.
+    `forms` has the form of each by its name, `paths` its place in the request; `skipped` the types of
+    the tools that are not served.
     """
 
     functions: list[Tool] = field(default_factory=list)
     forms: dict[str, CallForm] = field(default_factory=dict)
+    paths: dict[str, str] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -110,7 +112,7 @@ class ServedTools:
         if name in self.forms:
             self.warnings.append(f"{where} is skipped: there is a tool {name!r} before it")
             return
-        self.forms[name] = form
+        self.forms[name], self.paths[name] = form, where
         self.functions.append(
             Tool(
                 FunctionDefinition(
@@ -125,6 +127,7 @@ class ServedTools:
         return ServedTools(
             [tool for tool in self.functions if tool.function.name in kept],
             {name: form for name, form in self.forms.items() if name in kept},
+            self.paths,
             self.skipped,
             self.warnings,
         )
@@ -161,7 +164,7 @@ def served_tools(groups: Iterable[tuple[str, Sequence[Mapping[str, Any]]]]) -> S
             _add_tool(served, tool, f"{field_name}[{index}]")
     if served.skipped:
         names = ", ".join(dict.fromkeys(served.skipped))
-        served.warnings.append(f"tools that this server does not run are skipped: {names}")
+        served.warnings.append(f"tools that this server does not run are left out: {names}")
     return served
 
 
@@ -250,12 +253,14 @@ def apply_tool_choice(
     """
     if choice is None or isinstance(choice, str):
         if choice not in (None, "none", "auto", "required"):
-            raise ApiError(
-                400, f"{choice!r} is none of none, auto and required", param="tool_choice"
-            )
+            message = f"{choice!r} is not possible; send auto, none, required or a tool"
+            raise ApiError(400, message, param="tool_choice")
         mode: str | None = choice
     elif choice.get("type") == "allowed_tools":
         allowed = typed(choice, AllowedTools, "tool_choice")
+        missing = dict.fromkeys(_described(each) for each in _not_served(allowed.tools, tools))
+        if missing:
+            tools.warnings.append(f"tool_choice.tools: not served: {', '.join(missing)}")
         tools = tools.only(_allowed_names(allowed.tools, tools))
         mode = allowed.mode
     else:
@@ -277,26 +282,36 @@ def _chosen_name(reference: ToolReference, tools: ServedTools) -> str:
     names = _allowed_names([reference], tools)
     if names:
         return names[0]
-    described = reference.type if reference.name is None else f"{reference.type} {reference.name!r}"
     raise ApiError(
         400,
-        f"{described} is not among the tools that are served: {list(tools.forms)}",
+        f"{_described(reference)} is not among the tools that are served: {list(tools.forms)}",
         param="tool_choice",
     )
 
 
 def _allowed_names(references: Sequence[ToolReference], tools: ServedTools) -> list[str]:
     """The names of the functions that are allowed; tools that are not served are left out."""
-    namespaces = {each.name for each in references if each.type == "namespace"}
-    allowed = {
-        (each.type, each.type)
-        if each.type in ACTION_FUNCTIONS
-        else (each.type, flat_name(each.name or "", each.namespace))
-        for each in references
-    }
+    allowed = {_key(each) for each in references}
     return [
         name
         for name, form in tools.forms.items()
-        if (form.kind, name) in allowed
-        or (form.namespace is not None and form.namespace in namespaces)
+        if (form.kind, name) in allowed or ("namespace", form.namespace) in allowed
     ]
+
+
+def _not_served(references: Sequence[ToolReference], tools: ServedTools) -> list[ToolReference]:
+    """The references that name neither a tool that is served nor a namespace of one."""
+    served: set[tuple[str, str | None]] = {(form.kind, name) for name, form in tools.forms.items()}
+    served |= {("namespace", form.namespace) for form in tools.forms.values()}
+    return [each for each in references if _key(each) not in served]
+
+
+def _key(reference: ToolReference) -> tuple[str, str | None]:
+    """Kind and name of a tool in `ServedTools.forms`, or "namespace" and its name."""
+    if reference.type in ACTION_FUNCTIONS:
+        return reference.type, reference.type
+    return reference.type, flat_name(reference.name or "", reference.namespace)
+
+
+def _described(reference: ToolReference) -> str:
+    return reference.type if reference.name is None else f"{reference.type} {reference.name!r}"

@@ -1,7 +1,16 @@
-"""Fields of OpenAI's API and of other servers' that are not served here: refused or ignored."""
+"""Fields of an API, of the other APIs and of other servers that a request type does not have.
+
+What would change the answer is refused, with the field to send in its place.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import msgspec
+
+from ramify.server.openai.protocol import Sampling
+from ramify.server.openai.responses_protocol import ResponsesRequest
 from ramify.server.unserved_fields import Refused, UnservedFields
 
 # They do not change the answer.
@@ -22,6 +31,9 @@ _IGNORED = frozenset(
 )
 _LENGTH = Refused(hint="send max_tokens")
 _STOPS = Refused(hint="send stop")
+_SYSTEM = Refused(hint="send a message of the role system")
+_FORMAT = Refused(({"format": {"type": "text"}},), hint="send response_format")
+_FROM_STORE = Refused(hint="send the request to /v1/responses")
 _REFUSED = {
     "custom_logit_processor": Refused(hint="send logit_bias or allowed_token_ids"),
     "dry_multiplier": Refused((0,), hint="send frequency_penalty"),
@@ -60,24 +72,96 @@ CHAT_FIELDS = UnservedFields(
         "best_of": Refused((1,), hint="send n"),
         "chat_template": Refused(hint="the model's own is used"),
         "documents": Refused(hint="send them in a message"),
+        "conversation": _FROM_STORE,
         "function_call": Refused(("none", "auto"), hint="send tools and tool_choice"),
         "functions": Refused(hint="send tools"),
+        "input": Refused(hint="send messages"),
+        "instructions": _SYSTEM,
+        "max_output_tokens": _LENGTH,
+        "output_config": _FORMAT,
+        "output_format": _FORMAT,
+        "previous_response_id": _FROM_STORE,
         "prompt": Refused(hint="send it to /v1/completions, or send messages"),
         "suffix": Refused(),
+        "system": _SYSTEM,
+        "text": _FORMAT,
         "web_search_options": Refused(hint="send tools that the client runs"),
     },
 )
+_CHAT_ONLY = Refused(hint="send the request to /v1/chat/completions")
 COMPLETION_FIELDS = UnservedFields(
     ignored=_IGNORED,
-    refused=_REFUSED | {"messages": Refused(hint="send them to /v1/chat/completions")},
-)
-RESPONSES_FIELDS = UnservedFields(
-    refused={
-        "max_completion_tokens": Refused(hint="send max_output_tokens"),
-        "max_tokens": Refused(hint="send max_output_tokens"),
-        "messages": Refused(hint="send input"),
-        "n": Refused((1,), hint="send several requests"),
-        "response_format": Refused(hint="send text.format"),
-        "stop": Refused(hint="send the request to /v1/chat/completions"),
+    refused=_REFUSED
+    | {
+        "chat_template": _CHAT_ONLY,
+        "documents": _CHAT_ONLY,
+        "input": Refused(hint="send prompt"),
+        "instructions": _CHAT_ONLY,
+        "max_output_tokens": _LENGTH,
+        "messages": _CHAT_ONLY,
+        "system": _CHAT_ONLY,
+        "tool_choice": Refused(("none", "auto"), hint="send the request to /v1/chat/completions"),
+        "tools": _CHAT_ONLY,
     },
 )
+# Values that change nothing, of the fields that both completion endpoints have.
+_NEUTRAL = {
+    "frequency_penalty": (0,),
+    "max_tokens": (-1,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "n": (1,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "skip_special_tokens": (True,),
+    "top_k": (0, -1),
+}
+# Of these fields, they leave the answer's text as it is: unknown where they are not served.
+_NO_EFFECT = frozenset(
+    "model user priority stream_options prompt_cache_key prompt_cache_options "
+    "prompt_cache_retention return_token_ids return_tokens_as_token_ids".split()
+)
+
+
+def refused_elsewhere(kind: type[msgspec.Struct], hints: Mapping[str, str]) -> dict[str, Refused]:
+    """What an API that is not a completion endpoint refuses: their fields that it does not have.
+
+    Args:
+        kind: the request type of that API.
+        hints: the ways out, by field; the others are sent to `/v1/chat/completions`.
+    """
+    chat = "send the request to /v1/chat/completions"
+    refused = {name: Refused(field.neutral) for name, field in _REFUSED.items()}
+    for field in msgspec.structs.fields(Sampling):
+        refused[field.name] = Refused(_NEUTRAL.get(field.name, ()), hint=chat)
+    for name, hint in hints.items():
+        refused[name] = Refused(refused.get(name, Refused()).neutral, hint=hint)
+    served = _NO_EFFECT.union(field.name for field in msgspec.structs.fields(kind))
+    return {name: field for name, field in refused.items() if name not in served}
+
+
+RESPONSES_FIELDS = UnservedFields(
+    refused=refused_elsewhere(
+        ResponsesRequest,
+        {
+            "chat_template": "the model's own is used",
+            "enable_thinking": "send reasoning.effort",
+            "functions": "send tools",
+            "max_completion_tokens": "send max_output_tokens",
+            "max_new_tokens": "send max_output_tokens",
+            "max_tokens": "send max_output_tokens",
+            "messages": "send input",
+            "n": "send several requests",
+            "output_config": "send text.format",
+            "output_format": "send text.format",
+            "reasoning_effort": "send reasoning.effort",
+            "response_format": "send text.format",
+            "system": "send instructions",
+            "thinking": "send reasoning.effort",
+        },
+    ),
+)
+_ALL_OF_RESPONSES = frozenset(field.name for field in msgspec.structs.fields(ResponsesRequest))
+# Clients count, or compact, with the body that they would send.
+INPUT_FIELDS = UnservedFields(ignored=_ALL_OF_RESPONSES, refused=RESPONSES_FIELDS.refused)

@@ -27,7 +27,7 @@ from ramify.server.openai.protocol import (
 )
 from ramify.server.openai.responses_protocol import ResponsesRequest
 from ramify.server.openai.responses_request import response_to_generation
-from ramify.server.openai.responses_store import earlier_turns
+from ramify.server.openai.responses_store import EarlierTurns, earlier_turns
 from ramify.server.openai.unserved import CHAT_FIELDS, COMPLETION_FIELDS, RESPONSES_FIELDS
 from ramify.server.operations.metrics import CONTENT_TYPE
 from ramify.server.prompt_renderer import RenderedPrompt
@@ -35,6 +35,7 @@ from ramify.server.service import Service
 from ramify.server.unserved_fields import decode_request
 
 MAX_NODES = 2000
+AnyRequest = ChatRequest | CompletionRequest | ResponsesRequest | CountRequest
 READ_S = 2.0  # a scrape does not wait for a long step
 
 
@@ -107,7 +108,8 @@ async def clear(context: RequestContext) -> Response:
     def end_pins(core: EngineCore) -> int:
         own = core.cache.pins(tenant)
         for pin in own:
-            core.cache.unpin(pin)
+            with suppress(PinError):  # it has expired just now
+                core.cache.unpin(pin)
         return len(own)
 
     num_pins = await context.service.engine.run(end_pins) if ends_pins == "true" else 0
@@ -181,11 +183,16 @@ async def unpin(context: RequestContext) -> Response:
 async def explain(context: RequestContext) -> Response:
     """POST /v1/cache/explain: what a request would hit, without running it."""
     body = await context.read()
+    service, tenant = context.service, context.caller.tenant
     is_anthropic = "anthropic-version" in context.request.headers
-    prompt, salt = await context.in_prompt_thread(
-        parse_any_request, context.service, body, is_anthropic, context.caller.tenant
+    request, salt = await context.in_prompt_thread(
+        decode_any_request, body, is_anthropic, service.model
     )
-    num_cached, miss = await context.service.explain(prompt, context.caller, salt)
+    earlier = EarlierTurns()
+    if isinstance(request, ResponsesRequest):
+        earlier = earlier_turns(request, service, tenant)
+    prompt = await context.in_prompt_thread(render_any_request, request, earlier, service, tenant)
+    num_cached, miss = await service.explain(prompt, context.caller, salt)
     return json_response(
         {
             "prompt_tokens": len(prompt.ids),
@@ -196,32 +203,47 @@ async def explain(context: RequestContext) -> Response:
     )
 
 
-def parse_any_request(
-    service: Service, body: bytes | bytearray, is_anthropic: bool, tenant: str
-) -> tuple[RenderedPrompt, str]:
-    """The prompt and the salt of a request of any API, told apart by its fields.
+def decode_any_request(
+    body: bytes | bytearray, is_anthropic: bool, model: str
+) -> tuple[AnyRequest, str]:
+    """A request of any API, told apart by its fields, and its `cache_salt`.
+
+    Args:
+        model: of a request to Anthropic's API that names none.
+
+    Raises:
+        ApiError: as if the request were sent to its own path.
+    """
+    fields = decode_body(body, dict[str, Any])
+    salt = fields.get("cache_salt")
+    salt = salt if isinstance(salt, str) else ""
+    if "prompt" in fields:
+        return decode_request(body, CompletionRequest, COMPLETION_FIELDS)[0], salt
+    if "input" in fields:
+        return decode_request(body, ResponsesRequest, RESPONSES_FIELDS)[0], salt
+    if is_anthropic or "system" in fields:
+        return convert_value({"model": model} | fields, CountRequest), salt
+    return decode_request(body, ChatRequest, CHAT_FIELDS)[0], salt
+
+
+def render_any_request(
+    request: AnyRequest, earlier: EarlierTurns, service: Service, tenant: str
+) -> RenderedPrompt:
+    """The prompt of a request.
 
     Raises:
         ApiError, RequestError: as if the request were sent to its own path.
     """
-    fields = decode_body(body, dict[str, Any])
-    if "prompt" in fields:
-        completion, _ = decode_request(body, CompletionRequest, COMPLETION_FIELDS)
-        request = completion_to_generations(completion, service)[0]
-    elif "input" in fields:
-        response, _ = decode_request(body, ResponsesRequest, RESPONSES_FIELDS)
-        earlier = earlier_turns(response, service, tenant)
-        translated = response_to_generation(response, earlier, service, tenant)
-        request = translated.generation_request
-    elif is_anthropic or "system" in fields:
-        filled = {"model": service.model} | fields
-        entry = render_messages(convert_value(filled, CountRequest), service, tenant, [])
-        salt = fields.get("cache_salt")
-        return entry.prompt, salt if isinstance(salt, str) else ""
-    else:
-        chat, _ = decode_request(body, ChatRequest, CHAT_FIELDS)
-        request = chat_to_generation(chat, service, tenant)
-    return request.prompt, request.salt
+    match request:
+        case CompletionRequest():
+            return completion_to_generations(request, service)[0].prompt
+        case ResponsesRequest():
+            translated = response_to_generation(request, earlier, service, tenant)
+            return translated.generation_request.prompt
+        case CountRequest():
+            return render_messages(request, service, tenant, []).prompt
+        case _:
+            return chat_to_generation(request, service, tenant).prompt
 
 
 async def metrics(context: RequestContext) -> Response:

@@ -6,7 +6,11 @@ import re
 from collections.abc import Callable
 from typing import Protocol
 
-from ramify.server.output_formats.json_scanner import ObjectScanner, StringScanner, unescape
+from ramify.server.output_formats.json_scanner import (
+    EncodedObjectScanner,
+    ObjectScanner,
+    unescape,
+)
 from ramify.server.output_formats.reader import EndOfAnswerError, MismatchError, Reader, Steps
 from ramify.server.output_formats.writer import EventWriter
 
@@ -148,7 +152,7 @@ def read_arguments(
         if not (yield from reader.next_is("{")):
             raise MismatchError
         writer.start_call(name, call_id)
-        yield from scan(reader, StringScanner(), lambda text: writer.arguments(unescape(text)))
+        yield from scan(reader, EncodedObjectScanner(), writer.arguments)
         writer.end_call()
     else:
         raise MismatchError
@@ -157,7 +161,10 @@ def read_arguments(
 class Scanner(Protocol):
     """Converts a value to JSON while it arrives."""
 
-    is_done: bool
+    @property
+    def is_done(self) -> bool:
+        """Whether the value has been read to its end."""
+        ...
 
     def scan(self, text: str, start: int = 0) -> tuple[str, int]:
         """The value's JSON from `start`, and where it stops: after the value, or for more text."""

@@ -133,3 +133,34 @@ class ObjectScanner:
     def finish(self) -> str:
         """What was held back, when the answer ends inside the object."""
         return "" if self._string is None else self._string.finish()
+
+
+class EncodedObjectScanner:
+    """Reads a JSON object that stands in a JSON string, from after the opening quote; writes the object.
+
+    Text after the object in the string is written too.
+    """
+
+    def __init__(self) -> None:
+        self._string, self._object = StringScanner(), ObjectScanner()
+        self._held = ""  # decoded, the beginning of an escape
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the closing quote has been consumed."""
+        return self._string.is_done
+
+    def scan(self, text: str, start: int = 0) -> tuple[str, int]:
+        """The object's text from `start`, and where it stops: after the string, or for more text."""
+        part, end = self._string.scan(text, start)
+        decoded = self._held + unescape(part)
+        written, position = self._object.scan(decoded)
+        self._held = decoded[position:]
+        if self.is_done or self._object.is_done:
+            written += self.finish()
+        return written, end
+
+    def finish(self) -> str:
+        """What was held back, when the answer or the string ends inside the object."""
+        held, self._held = self._held, ""
+        return self._object.finish() + held

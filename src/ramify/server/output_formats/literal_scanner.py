@@ -156,10 +156,10 @@ def _constant(word: str) -> str:
     if len(word) <= MAX_NUMBER_CHARS and word[-1].isdigit() | word[0].isdigit():
         try:
             value = ast.literal_eval(word)
+            if isinstance(value, int | float):
+                return json.dumps(value, allow_nan=False)
         except (ValueError, SyntaxError):
             return _quoted(word)
-        if isinstance(value, int | float):
-            return json.dumps(value)
     return _quoted(word)
 
 

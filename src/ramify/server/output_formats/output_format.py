@@ -67,7 +67,6 @@ class OutputFormat:
         tool_names: Collection[str],
         *,
         prompt_end: str,
-        single: bool = False,
         forced: bool = False,
         schemas: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> OutputParser:
@@ -77,7 +76,6 @@ class OutputFormat:
             tool_names: of the request; a call of any other is text.
             prompt_end: the end of the rendered prompt, from the header of the answer's turn on; it may
                 have begun the reasoning or, with a prefill, a call.
-            single: further calls than the first are dropped.
             forced: the answer may also be a call as bare JSON, whatever the format.
             schemas: JSON schemas of the tools' arguments; for formats whose arguments have no types.
         """
@@ -92,7 +90,7 @@ class OutputFormat:
         )
         answer = self.calls.answer or self.reasoning.answer or delimited_answer
         reader = Reader()
-        writer = EventWriter(reader, tools, hidden=hidden, single=single, new_id=self.calls.new_id)
+        writer = EventWriter(reader, tools, hidden=hidden, new_id=self.calls.new_id)
         steps = answer(reader, writer, delimiters=delimiters, prompt_end=prompt_end)
         return AnswerParser(reader, writer, steps)
 

@@ -106,7 +106,9 @@ CALL_FORMATS = (
         "mistral",
         (CallForm("[TOOL_CALLS]", mistral_calls), BARE),
         templates=(("[TOOL_CALLS]",),),
-        hidden=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+        hidden=("[TOOL_CALLS]",),
+        # `[ARGS]` is also what usage texts of commands say.
+        inner=("[ARGS]", "[CALL_ID]"),
         new_id=new_short_call_id,
     ),
     CallFormat(

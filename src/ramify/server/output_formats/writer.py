@@ -1,4 +1,4 @@
-"""Turns what parsers find into events: white space, call ids, calls beyond the first."""
+"""Turns what parsers find into events: white space, call ids."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ class EventWriter:
     Args:
         tools: name → JSON schema of the arguments, {} if it is not known.
         hidden: marks that are dropped from text and reasoning wherever they stand.
-        single: further calls than the first are dropped.
         new_id: makes the id of a call.
     """
 
@@ -49,13 +48,12 @@ class EventWriter:
         tools: Mapping[str, Mapping[str, Any]],
         *,
         hidden: Collection[str] = (),
-        single: bool = False,
         new_id: Callable[[], str] = new_call_id,
     ) -> None:
         self.tools = tools
         # Of a name with what formats write around it, such as white space and an index.
         self.max_name_chars = max(map(len, tools), default=0) + 64
-        self._reader, self._hidden, self._single, self._new_id = reader, hidden, single, new_id
+        self._reader, self._hidden, self._new_id = reader, hidden, new_id
         self._events: list[OutputEvent] = []
         self._content: Content = TextDelta
         self._blanks: list[str] = []  # after the last text; kept if more text follows
@@ -136,7 +134,7 @@ class EventWriter:
         self._reader.release()
         self.delimiter()
         self._is_open = True
-        self._call_event(CallStart(self._num_calls, name, call_id or self._new_id()))
+        self._events.append(CallStart(self._num_calls, name, call_id or self._new_id()))
 
     def whole_call(self, name: str, arguments: str, call_id: str = "") -> None:
         """Write a call whose arguments are known as a whole."""
@@ -147,15 +145,11 @@ class EventWriter:
     def arguments(self, text: str) -> None:
         """Append to the arguments of the open call."""
         if text:
-            self._call_event(ArgumentsDelta(self._num_calls, text))
+            self._events.append(ArgumentsDelta(self._num_calls, text))
 
     def end_call(self, *, is_complete: bool = True) -> None:
         """The open call ends; what follows is held until the format's end mark has been seen."""
-        self._call_event(CallEnd(self._num_calls, is_complete))
+        self._events.append(CallEnd(self._num_calls, is_complete))
         self._num_calls += 1
         self._is_open = False
         self._reader.hold()
-
-    def _call_event(self, event: CallStart | ArgumentsDelta | CallEnd) -> None:
-        if not (self._single and self._num_calls):
-            self._events.append(event)
