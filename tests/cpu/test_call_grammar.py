@@ -314,13 +314,14 @@ def test_free_text_is_free(text: str, seed: int, has_marks: bool) -> None:
 def test_drafts_and_shorter_outputs_change_no_mask(seed: int, has_marks: bool) -> None:
     """The masks of a matcher are those of a fresh one, after drafts, roll-backs and restarts."""
     rng = random.Random(seed)
-    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    properties = {name: {"type": "integer"} for name in "mno"}
+    schema = {"type": "object", "properties": properties, "required": ["n"]}
     writer = grammars("hermes", "", has_marks=has_marks)
     is_open = rng.random() < 0.5
     spec = writer.optional_calls(tools_of([schema, schema]), AnswerBegin(THINK, is_open=is_open))
-    call = call_text("hermes", "", "first", {"n": 12})
+    call = call_text("hermes", "", "first", {"o": 3, "n": 12, "m": 4})
     reasoning = "<tool_call> a</think>" if is_open else ""
-    text = f"{reasoning}b{call}c <tool{call}<think>{call[:20]}</think>d"
+    text = f"{reasoning}b{call}c <tool{call}<think>{call[:40]}</think>d"
     ids, matcher = encoded(text, has_marks=has_marks), start(spec, has_marks=has_marks)
     ids = ids[: num_accepted(start(spec, has_marks=has_marks), ids)]
     vocab_size = tokenizer(has_marks=has_marks).get_vocab_size()
