@@ -358,6 +358,27 @@ def test_copies_of_definitions_are_bounded(family: str) -> None:
     assert time.process_time() - began < 1
 
 
+@pytest.mark.parametrize("family", ["hermes", "qwen3_coder"])
+def test_128_tools_of_16_arguments_fit(family: str) -> None:
+    """As many tools as agents send follow their schemas, each argument with a type of its own."""
+    types = ("string", "integer", "boolean", "array")
+    tools = [
+        CallableTool(
+            f"server_{tool}__tool_{tool}",
+            {
+                "type": "object",
+                "properties": {f"argument_{n}": {"type": types[n % 4]} for n in range(16)},
+                "additionalProperties": False,
+            },
+        )
+        for tool in range(128)
+    ]
+    spec = grammars(family, "", has_marks=True).forced_calls(tools, AnswerBegin())
+    text = call_text(family, "", "server_99__tool_99", {"argument_0": "a", "argument_5": 1})
+    ids = encoded(text, has_marks=True)
+    assert num_accepted(start(spec, has_marks=True), ids) == len(ids)
+
+
 def test_calls_in_a_row_are_bounded() -> None:
     """Forced calls may be several, up to MAX_CALLS, after which the answer is complete."""
     spec = grammars("hermes", "", has_marks=True).forced_calls(tools_of([{}, {}]), AnswerBegin())

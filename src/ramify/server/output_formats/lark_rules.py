@@ -88,7 +88,7 @@ class LarkRules:
     def __init__(self, added: AddedTokens) -> None:
         self._added = added
         self._rules: list[str] = []
-        self._values: dict[str, str] = {}  # text of a schema → rule of its values
+        self._shared: dict[str, str] = {}  # body → rule
         self._num_chars = self._num_any_order_chars = 0
 
     def text(self, start: str) -> str:
@@ -116,7 +116,7 @@ class LarkRules:
                 # Where a special token does not follow, the text goes on.
                 heads.append(f"/(.|\\n)*{_escaped(re.escape(part))}/")
             else:
-                heads.append(self._add(f"head{len(self._rules)}[lazy]", f"{TEXT} {quoted(part)}"))
+                heads.append(self._share("head", f"{TEXT} {quoted(part)}", "[lazy]"))
         return " ".join(heads)
 
     def add_text_until(self, marks: Iterable[str]) -> str:
@@ -191,6 +191,12 @@ class LarkRules:
             )
         self._rules.append(f"{rule}: {body}")
         return rule.partition("[")[0]
+
+    def _share(self, name: str, body: str, attribute: str = "") -> str:
+        """Add a rule, unless there is one with this body; returns its name."""
+        if body not in self._shared:
+            self._shared[body] = self._add(f"{name}{len(self._rules)}{attribute}", body)
+        return self._shared[body]
 
     def _pieces(
         self,
@@ -283,9 +289,7 @@ class LarkRules:
         text = _json(fields)
         if "$defs" in schema and '"$ref"' in text:
             text = _json({**fields, "$defs": schema["$defs"]})
-        if text not in self._values:
-            self._values[text] = self._add(f"json{len(self._values)}", text)
-        return self._values[text]
+        return self._share("json", text)
 
     def _parameters(self, tool: CallableTool, index: int, syntax: ParameterSyntax) -> str:
         """Parameters; those that the schema leaves open come last."""
@@ -294,7 +298,7 @@ class LarkRules:
         members = {}
         for number, (name, value) in enumerate(schema.get("properties", {}).items()):
             begin, rule = self.mark(syntax.begin + name), f"parameter{index}_{number}"
-            value_rule = self._value(f"value{index}_{number}", value, schema, syntax)
+            value_rule = self._value(value, schema, syntax)
             self._add(rule, f"{begin} {value_rule} space")
             members[rule] = name in required
         if self._has_any_order(tool, schema):
@@ -310,9 +314,7 @@ class LarkRules:
             parameters.append(f"{rule}*")
         return " ".join(parameters)
 
-    def _value(
-        self, rule: str, value: Any, schema: Mapping[str, Any], syntax: ParameterSyntax
-    ) -> str:
+    def _value(self, value: Any, schema: Mapping[str, Any], syntax: ParameterSyntax) -> str:
         """A text as it is, up to the end mark; any other value as JSON."""
         end = self.mark(syntax.end)
         fields = value if isinstance(value, Mapping) else {}
@@ -321,12 +323,11 @@ class LarkRules:
         if choices and all(isinstance(choice, str) for choice in choices):
             ways = " | ".join(map(quoted, choices))
             newline = r'"\n"?' if syntax.strips_newlines else ""
-            return self._add(rule, f"{after_name} {newline} ({ways}) {newline} {end}")
+            return self._share("value", f"{after_name} {newline} ({ways}) {newline} {end}")
         if types in ("object", "array", "integer", "number", "boolean", "null"):
             after_name = self._after_name(syntax, is_text=False)
-            return self._add(
-                rule, f"{after_name} space {self._json_value(fields, schema)} space {end}"
-            )
+            value_rule = self._json_value(fields, schema)
+            return self._share("value", f"{after_name} space {value_rule} space {end}")
         return f"{after_name} {self._text_to_end(syntax)}"
 
     def _after_name(self, syntax: ParameterSyntax, *, is_text: bool) -> str:
