@@ -31,11 +31,11 @@ from ramify.server.openai.protocol import (
     NamedTool,
     ReasoningOption,
 )
-from ramify.server.openai.responses_protocol import ResponsesRequest
-from ramify.server.openai.responses_request import TranslatedRequest
-from ramify.server.openai.responses_response import ResponsesResponseBuilder
-from ramify.server.openai.responses_store import EarlierTurns
-from ramify.server.openai.responses_tools import ServedTools
+from ramify.server.openai.responses.protocol import ResponsesRequest
+from ramify.server.openai.responses.request import TranslatedRequest
+from ramify.server.openai.responses.response import ResponsesResponseBuilder
+from ramify.server.openai.responses.store import EarlierTurns
+from ramify.server.openai.responses.tools import ServedTools
 from ramify.server.output_formats.events import (
     ArgumentsDelta,
     CallEnd,

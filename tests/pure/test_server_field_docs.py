@@ -9,7 +9,7 @@ import pytest
 from ramify.server.anthropic.endpoints import FIELDS as MESSAGE_FIELDS
 from ramify.server.anthropic.protocol import MessageRequest
 from ramify.server.openai.protocol import ChatRequest, CompletionRequest
-from ramify.server.openai.responses_protocol import ResponsesRequest
+from ramify.server.openai.responses.protocol import ResponsesRequest
 from ramify.server.openai.unserved import CHAT_FIELDS, COMPLETION_FIELDS, RESPONSES_FIELDS
 from ramify.server.output_formats.table import CALL_FORMATS
 from ramify.server.unserved_fields import UnservedFields

@@ -13,16 +13,16 @@ from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from ramify.outputs import FinishReason
-from ramify.server.openai.custom_input import CustomInputDecoder, custom_input
-from ramify.server.openai.opaque_text import decode_opaque, encode_opaque
+from ramify.server.opaque_text import decode_opaque, encode_opaque
 from ramify.server.openai.protocol import ChatMessage, ChatRequest
-from ramify.server.openai.responses_input import ItemTranslator
-from ramify.server.openai.responses_protocol import ResponsesRequest
-from ramify.server.openai.responses_replay import replayed_events
-from ramify.server.openai.responses_request import TranslatedRequest, response_to_generation
-from ramify.server.openai.responses_response import ResponsesResponseBuilder
-from ramify.server.openai.responses_store import EarlierTurns, stored_response
-from ramify.server.openai.responses_tools import (
+from ramify.server.openai.responses.custom_input import CustomInputDecoder, custom_input
+from ramify.server.openai.responses.input import ItemTranslator
+from ramify.server.openai.responses.protocol import ResponsesRequest
+from ramify.server.openai.responses.replay import replayed_events
+from ramify.server.openai.responses.request import TranslatedRequest, response_to_generation
+from ramify.server.openai.responses.response import ResponsesResponseBuilder
+from ramify.server.openai.responses.store import EarlierTurns, stored_response
+from ramify.server.openai.responses.tools import (
     CallForm,
     ServedTools,
 )

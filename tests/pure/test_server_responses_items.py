@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from ramify.errors import RequestError
 from ramify.server.conversation_store import Conversation, ConversationStore
 from ramify.server.errors import ApiError
+from ramify.server.opaque_text import encode_opaque
 from ramify.server.openai.chat_request import content_text
-from ramify.server.openai.opaque_text import encode_opaque
 from ramify.server.openai.protocol import ChatMessage, NamedTool
-from ramify.server.openai.responses_input import ItemTranslator, without_late_system
-from ramify.server.openai.responses_protocol import ResponsesRequest
-from ramify.server.openai.responses_request import response_to_generation
-from ramify.server.openai.responses_store import EarlierTurns
-from ramify.server.openai.responses_tools import (
+from ramify.server.openai.responses.input import ItemTranslator, without_late_system
+from ramify.server.openai.responses.protocol import ResponsesRequest
+from ramify.server.openai.responses.request import response_to_generation
+from ramify.server.openai.responses.store import EarlierTurns
+from ramify.server.openai.responses.tools import (
     MAX_TOOLS,
     CallForm,
     apply_tool_choice,

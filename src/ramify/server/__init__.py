@@ -8,6 +8,9 @@ events, answers and cache usage) → `*_response` (JSON or server-sent events). 
 - `context`: `RequestContext`, which every endpoint gets.
 - `prompt_renderer`, `output_formats`, `answer_constraint`, `request_history`, `cache_miss`: shared by
   all APIs.
+- `answer`, `generation`: an answer in parts, one request in flight. `reasoning_options`,
+  `tool_schemas`, `content_placeholders`, `partial_json`, `opaque_text`: forms that the APIs share.
+- `prompt_jobs`, `conversation_store`, `request_history`: work before the engine, and what is kept.
 - `tenants`, `errors`, `health`: keys and quotas; error responses; liveness and readiness.
 - `http`: wire format and uvicorn. `operations`: cache administration, metrics, logs.
 - `run`: all of it put together for `ramify serve`.

@@ -141,12 +141,7 @@ class Server:
                 response = await endpoint.handler(context)
             except Exception as error:  # noqa: BLE001 - every failure has a response
                 await context.close()
-                failure = as_api_error(error)
-                if isinstance(failure, ContextLengthError):
-                    failure.param = endpoint.prompt_field or failure.param
-                    error = failure
-                response = error_response(error, anthropic=is_anthropic, headers=headers)
-                log_rejected(failure, endpoint.path, headers["x-request-id"])
+                response = _rejection(error, endpoint, headers, is_anthropic=is_anthropic)
             except BaseException:
                 await context.close()
                 raise
@@ -227,6 +222,21 @@ def _is_anthropic(request: Request) -> bool:
     """Whether errors at a request's path have Anthropic's form."""
     is_messages = request.url.path.startswith(("/v1/messages", "/messages"))
     return is_messages or VERSION_HEADER in request.headers
+
+
+def _rejection(
+    error: Exception, endpoint: Endpoint, headers: dict[str, str], *, is_anthropic: bool
+) -> Response:
+    """The response for an error, which is logged.
+
+    No local of a frame in the error's traceback may hold the error: a cycle would keep the body.
+    """
+    failure = as_api_error(error)
+    if isinstance(failure, ContextLengthError):
+        failure.param = endpoint.prompt_field or failure.param
+        error = failure
+    log_rejected(failure, endpoint.path, headers["x-request-id"])
+    return error_response(error, anthropic=is_anthropic, headers=headers)
 
 
 def _id_headers(request: Request, is_anthropic: bool) -> dict[str, str]:

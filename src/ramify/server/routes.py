@@ -21,9 +21,7 @@ from ramify.server.anthropic import endpoints as anthropic
 from ramify.server.anthropic.protocol import VERSION_HEADER, CountRequest, MessageRequest
 from ramify.server.context import RequestContext
 from ramify.server.http.wire import json_response
-from ramify.server.openai import conversations
 from ramify.server.openai import endpoints as openai
-from ramify.server.openai import responses_endpoints as responses
 from ramify.server.openai.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -31,7 +29,9 @@ from ramify.server.openai.protocol import (
     PoolingRequest,
     TokenizeRequest,
 )
-from ramify.server.openai.responses_protocol import (
+from ramify.server.openai.responses import conversations
+from ramify.server.openai.responses import endpoints as responses
+from ramify.server.openai.responses.protocol import (
     CompactRequest,
     ConversationItemsRequest,
     ConversationRequest,

@@ -18,7 +18,7 @@ from ramify.server.anthropic.blocks import (
 )
 from ramify.server.anthropic.protocol import Block, InputMessage
 from ramify.server.errors import ApiError
-from ramify.server.openai.opaque_text import decode_opaque
+from ramify.server.opaque_text import decode_opaque
 from ramify.server.prompt_renderer import PromptPart, text_variants
 
 

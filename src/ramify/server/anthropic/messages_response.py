@@ -19,7 +19,7 @@ from ramify.server.answer import (
 )
 from ramify.server.anthropic.protocol import MessageRequest
 from ramify.server.generation import Generation, answer_changes
-from ramify.server.openai.opaque_text import encode_opaque
+from ramify.server.opaque_text import encode_opaque
 from ramify.server.partial_json import partial_object
 from ramify.server.prompt_renderer import BREAKPOINT_TTL_S
 from ramify.server.service import Service

@@ -1,13 +1,11 @@
 """OpenAI's API: chat completions, completions, responses.
 
-- `protocol`: request types. `options`: sampling, response format and cache options, diagnostics.
+- `protocol`: request types. `options`, `answer_formats`: sampling, cache options, response formats.
+  `unserved`, `vllm_fields`: fields that are refused, and response fields of vLLM.
 - `chat_request`, `chat_response`: to a `GenerationRequest`, and from a `Generation` to JSON.
 - `completions`: both directions for plain prompts.
-- `responses_protocol`: types of the Responses API. `responses_tools`, `responses_input`,
-  `responses_request`: tools, items and requests to those of chat; `responses_truncation`.
-- `responses_calls`, `responses_items`, `responses_response`: an answer to items, events and a body.
-- `responses_store`, `responses_replay`, `compaction`: stored responses, their events again, summaries.
-- `endpoints`, `responses_endpoints`, `conversations`: the handlers of the routes.
+- `responses`: the Responses API, which is translated to chat completions, and conversations.
+- `endpoints`: the handlers of the routes.
 
 Read in this order. `routes` and `operations.cache_admin` import it; `anthropic.protocol` takes scalar
 types from `protocol`.

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import msgspec
 
 from ramify.server.openai.protocol import Sampling
-from ramify.server.openai.responses_protocol import ResponsesRequest
+from ramify.server.openai.responses.protocol import ResponsesRequest
 from ramify.server.unserved_fields import Refused, UnservedFields
 
 # They do not change the answer.

@@ -25,9 +25,9 @@ from ramify.server.openai.protocol import (
     CompletionRequest,
     Name,
 )
-from ramify.server.openai.responses_protocol import ResponsesRequest
-from ramify.server.openai.responses_request import response_to_generation
-from ramify.server.openai.responses_store import EarlierTurns, earlier_turns
+from ramify.server.openai.responses.protocol import ResponsesRequest
+from ramify.server.openai.responses.request import response_to_generation
+from ramify.server.openai.responses.store import EarlierTurns, earlier_turns
 from ramify.server.openai.unserved import CHAT_FIELDS, COMPLETION_FIELDS, RESPONSES_FIELDS
 from ramify.server.operations.metrics import CONTENT_TYPE
 from ramify.server.prompt_renderer import RenderedPrompt

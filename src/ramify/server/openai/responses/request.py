@@ -15,16 +15,16 @@ from ramify.server.openai.protocol import (
     ResponseFormat,
     is_given,
 )
-from ramify.server.openai.responses_input import ItemTranslator, without_late_system
-from ramify.server.openai.responses_protocol import (
+from ramify.server.openai.responses.input import ItemTranslator, without_late_system
+from ramify.server.openai.responses.protocol import (
     PromptFields,
     ResponsesRequest,
     TextFormat,
     TextOptions,
 )
-from ramify.server.openai.responses_store import EarlierTurns, Item, reference_id
-from ramify.server.openai.responses_tools import ServedTools, apply_tool_choice, served_tools
-from ramify.server.openai.responses_truncation import num_prompt_tokens, render_truncated
+from ramify.server.openai.responses.store import EarlierTurns, Item, reference_id
+from ramify.server.openai.responses.tools import ServedTools, apply_tool_choice, served_tools
+from ramify.server.openai.responses.truncation import num_prompt_tokens, render_truncated
 from ramify.server.service import Service
 
 

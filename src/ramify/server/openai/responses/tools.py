@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 from ramify.server.errors import ApiError
 from ramify.server.http.wire import convert_value
 from ramify.server.openai.protocol import FunctionDefinition, NamedFunction, NamedTool, Tool
-from ramify.server.openai.responses_protocol import (
+from ramify.server.openai.responses.protocol import (
     AllowedTools,
     CustomTool,
     FunctionTool,

@@ -17,11 +17,11 @@ from ramify.server.errors import as_api_error
 from ramify.server.generation import Generation, answer_changes
 from ramify.server.http.wire import encode_json
 from ramify.server.openai.chat_response import ChatResponseBuilder
-from ramify.server.openai.conversations import append_to_conversation
-from ramify.server.openai.responses_items import OutputItems
-from ramify.server.openai.responses_protocol import Reasoning, ResponsesRequest
-from ramify.server.openai.responses_request import TranslatedRequest
-from ramify.server.openai.responses_store import StoredResponse, joined_lists, numbered_items
+from ramify.server.openai.responses.conversations import append_to_conversation
+from ramify.server.openai.responses.items import OutputItems
+from ramify.server.openai.responses.protocol import Reasoning, ResponsesRequest
+from ramify.server.openai.responses.request import TranslatedRequest
+from ramify.server.openai.responses.store import StoredResponse, joined_lists, numbered_items
 from ramify.server.prompt_renderer import KnownPrefix
 from ramify.server.service import Service
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from ramify.server.errors import ApiError
 from ramify.server.generation import Generation
-from ramify.server.openai.opaque_text import encode_opaque
-from ramify.server.openai.responses_protocol import CompactRequest, ResponsesRequest
-from ramify.server.openai.responses_request import TranslatedRequest, response_to_generation
-from ramify.server.openai.responses_response import ResponsesResponseBuilder
-from ramify.server.openai.responses_store import EarlierTurns, Item, item_id, numbered_items
+from ramify.server.opaque_text import encode_opaque
+from ramify.server.openai.responses.protocol import CompactRequest, ResponsesRequest
+from ramify.server.openai.responses.request import TranslatedRequest, response_to_generation
+from ramify.server.openai.responses.response import ResponsesResponseBuilder
+from ramify.server.openai.responses.store import EarlierTurns, Item, item_id, numbered_items
 from ramify.server.service import Service
 
 TASK = (

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from ramify.server.answer import AnswerPart
-from ramify.server.openai.custom_input import CustomInputDecoder, custom_input
-from ramify.server.openai.responses_tools import CallForm, CallKind
+from ramify.server.openai.responses.custom_input import CustomInputDecoder, custom_input
+from ramify.server.openai.responses.tools import CallForm, CallKind
 from ramify.server.partial_json import partial_object
 
 NumberedEvent = Callable[..., dict[str, Any]]  # the next of a stream: `event("completed", …)`

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.server.openai.responses_store import Item, StoredResponse
+from ramify.server.openai.responses.store import Item, StoredResponse
 
 # Fields of the body that are known at the end only, as they are before it.
 BEFORE_END: dict[str, Any] = {

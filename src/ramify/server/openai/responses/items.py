@@ -7,11 +7,11 @@ from typing import Any
 
 from ramify.outputs import FinishReason
 from ramify.server.answer import Answer, AnswerPart, PartBegin, PartDelta, PartEnd, PartEvent
-from ramify.server.openai.opaque_text import encode_opaque
-from ramify.server.openai.responses_calls import ITEM_TYPES as CALL_TYPES
-from ramify.server.openai.responses_calls import CallItem, NumberedEvent, call_item
-from ramify.server.openai.responses_store import item_id
-from ramify.server.openai.responses_tools import CallForm
+from ramify.server.opaque_text import encode_opaque
+from ramify.server.openai.responses.calls import ITEM_TYPES as CALL_TYPES
+from ramify.server.openai.responses.calls import CallItem, NumberedEvent, call_item
+from ramify.server.openai.responses.store import item_id
+from ramify.server.openai.responses.tools import CallForm
 
 # Types of an item and of its only content part, by kind of answer part.
 ITEM_TYPES = {"text": "message", "reasoning": "reasoning"}

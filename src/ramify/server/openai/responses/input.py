@@ -12,10 +12,10 @@ import msgspec
 
 from ramify.server.errors import ApiError
 from ramify.server.http.wire import encode_json
+from ramify.server.opaque_text import decode_opaque
 from ramify.server.openai.chat_request import content_path, content_text
-from ramify.server.openai.opaque_text import decode_opaque
 from ramify.server.openai.protocol import ChatMessage, ContentPart, FunctionCall, ToolCall
-from ramify.server.openai.responses_protocol import (
+from ramify.server.openai.responses.protocol import (
     ActionCallItem,
     CallItem,
     CallOutputItem,
@@ -28,7 +28,7 @@ from ramify.server.openai.responses_protocol import (
     ToolsItem,
     WrappedOutput,
 )
-from ramify.server.openai.responses_tools import flat_name, typed
+from ramify.server.openai.responses.tools import flat_name, typed
 
 SUMMARY_TITLE = "Summary of the conversation until here:\n"
 # Items without text for the model: results and bookkeeping of tools that other servers run.

@@ -15,7 +15,7 @@ import msgspec
 from ramify.server.conversation_store import Conversation
 from ramify.server.errors import ApiError
 from ramify.server.http.json_limits import check_json_limits
-from ramify.server.openai.responses_protocol import PromptFields
+from ramify.server.openai.responses.protocol import PromptFields
 from ramify.server.prompt_renderer import KnownPrefix
 from ramify.server.service import Service
 

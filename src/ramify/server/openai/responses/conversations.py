@@ -15,13 +15,13 @@ from ramify.server.context import RequestContext
 from ramify.server.conversation_store import MAX_ITEMS, Conversation
 from ramify.server.errors import ApiError
 from ramify.server.http.wire import encode_json
-from ramify.server.openai.responses_input import ItemTranslator
-from ramify.server.openai.responses_protocol import (
+from ramify.server.openai.responses.input import ItemTranslator
+from ramify.server.openai.responses.protocol import (
     ConversationItemsRequest,
     ConversationRequest,
     ConversationUpdate,
 )
-from ramify.server.openai.responses_store import (
+from ramify.server.openai.responses.store import (
     Item,
     numbered_items,
     page_of_items,

@@ -10,21 +10,21 @@ from starlette.responses import Response
 from ramify.server.context import RequestContext
 from ramify.server.errors import ApiError
 from ramify.server.http.wire import sse_event, sse_response
-from ramify.server.openai.compaction import (
+from ramify.server.openai.responses.compaction import (
     compacted_response,
     compaction_request,
     translate_compaction,
 )
-from ramify.server.openai.conversations import check_room
-from ramify.server.openai.responses_protocol import (
+from ramify.server.openai.responses.conversations import check_room
+from ramify.server.openai.responses.protocol import (
     CompactRequest,
     InputTokensRequest,
     ResponsesRequest,
 )
-from ramify.server.openai.responses_replay import replayed_events
-from ramify.server.openai.responses_request import TranslatedRequest, response_to_generation
-from ramify.server.openai.responses_response import ResponsesResponseBuilder
-from ramify.server.openai.responses_store import (
+from ramify.server.openai.responses.replay import replayed_events
+from ramify.server.openai.responses.request import TranslatedRequest, response_to_generation
+from ramify.server.openai.responses.response import ResponsesResponseBuilder
+from ramify.server.openai.responses.store import (
     StoredResponse,
     earlier_turns,
     items_by_id,
