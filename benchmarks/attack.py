@@ -92,8 +92,8 @@ def run_attacks(only: str, seconds: float, num_pairs: int, folder: Path) -> list
             _show(rows[-1])
             end_pins(server)
         if only in REDIRECT:
-            found = redirects(other)
-            rows.append(Row(REDIRECT, {"found": len(found)}, tuple(found[:3])))
+            followed = redirects(other)
+            rows.append(Row(REDIRECT, {"found": len(followed)}, tuple(followed[:3])))
             _show(rows[-1])
         num_tracebacks = server.tracebacks()
         missed = (f"{num_tracebacks} tracebacks",) if num_tracebacks else ()

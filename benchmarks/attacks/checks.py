@@ -50,14 +50,14 @@ def redirects(target: Target) -> list[str]:
     """Paths at which the server redirects to another host."""
     paths = ["/v1/models/", "/v1/chat/completions/", "/v1//models", "//evil.example/v1", "/livez/"]
     paths += ["/v1/cache/", "/%2f%2fevil.example", "/v1/models/../models/"]
-    found = []
+    followed = []
     for path in paths:
         for method in ("GET", "POST"):
             status, headers, _ = target.call(method, path, b"", {"Host": "evil.example"})
             location = headers.get("Location", "")
             if 300 <= status < 400 or location:
-                found.append(f"{method} {path} {status} {location}")
-    return found
+                followed.append(f"{method} {path} {status} {location}")
+    return followed
 
 
 def format_oracle(other: Target, attacker: Target, num_pairs: int) -> float:

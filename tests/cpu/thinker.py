@@ -88,7 +88,7 @@ class Thinker(ServerBench):
                 api_key="none",
                 max_retries=0,
                 http_client=httpx2.AsyncClient(transport=transport),
-            ) as one,
+            ) as first,
             anthropic.AsyncAnthropic(
                 base_url="http://127.0.0.1",
                 api_key="none",
@@ -96,7 +96,7 @@ class Thinker(ServerBench):
                 http_client=httpx2.AsyncClient(transport=transport),
             ) as other,
         ):
-            yield one, other
+            yield first, other
 
 
 def run(main: Any) -> Any:

@@ -132,8 +132,8 @@ def test_a_conversation_is_kept_for_the_client(client: openai.OpenAI) -> None:
 
     assert [item.type for item in items] == ["message"] * 5
     assert [item.id for item in items[:-1]] == [item.id for item in before]
-    one = client.conversations.items.retrieve(items[0].id or "", conversation_id=conversation.id)
-    assert one == items[0]
+    item = client.conversations.items.retrieve(items[0].id or "", conversation_id=conversation.id)
+    assert item == items[0]
     client.conversations.items.delete(items[0].id or "", conversation_id=conversation.id)
     assert len(list(client.conversations.items.list(conversation.id))) == 4
     assert client.conversations.update(conversation.id, metadata={"c": "d"}).metadata == {"c": "d"}

@@ -33,8 +33,8 @@ def test_a_conversation_gets_the_items_of_each_response(stream: bool, store: boo
         assert [item["role"] for item in items] == ["user", "assistant"] * 2
         assert texts(items)[::2] == ["one", "two"]
         assert "one" in seen[1]
-        one = (await bench.call("GET", f"{path}/{items[0]['id']}")).json
-        assert one == items[0]
+        item = (await bench.call("GET", f"{path}/{items[0]['id']}")).json
+        assert item == items[0]
         assert (await bench.call("DELETE", f"{path}/{items[0]['id']}")).json["id"] == name
         assert (await bench.call("GET", f"{path}/{items[0]['id']}")).status == 404
         added = await bench.post(path, {"items": [{"role": "user", "content": "three"}]})

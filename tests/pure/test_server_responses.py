@@ -334,8 +334,8 @@ def test_a_compacted_conversation_goes_on() -> None:
         assert "Summary of the conversation" in seen[0] and "five" in seen[0]
         assert "three" not in seen[0]
         foreign = [{"type": "compaction", "encrypted_content": "gAAAA"}, *items]
-        told = await bench.post(PATH, ask("") | {"input": foreign})
-        assert "compaction of another server" in told.headers["x-ramify-warning"]
+        answer = await bench.post(PATH, ask("") | {"input": foreign})
+        assert "compaction of another server" in answer.headers["x-ramify-warning"]
 
     bench_run(main, chat_template=TOOL_TEMPLATE)
 

@@ -169,18 +169,20 @@ class AnswerConstraints:
 
     def _callable(self, offered: Sequence[OfferedTool], warnings: list[str]) -> list[CallableTool]:
         """The tools with schemas that can be enforced, as far as is known without compiling."""
-        found, num_chars = SchemaWarnings(), 0
+        schema_warnings, num_chars = SchemaWarnings(), 0
         tools = []
         for tool in offered:
             try:
-                schema = enforceable_schema(tool.schema, tool.where, found, strict=tool.strict)
+                schema = enforceable_schema(
+                    tool.schema, tool.where, schema_warnings, strict=tool.strict
+                )
                 num_chars += RULE_CHARS + len(json.dumps(schema, ensure_ascii=False))
             except SchemaTooLargeError:
                 schema, num_chars = ANY_OBJECT, MAX_SCHEMA_CHARS + 1
             if num_chars > MAX_SCHEMA_CHARS:
                 schema = _free_arguments(tool, "the schemas are too large", warnings)
             tools.append(CallableTool(tool.name, schema))
-        warnings += found.messages
+        warnings += schema_warnings.messages
         return tools
 
     def _compilable(
@@ -231,12 +233,12 @@ def schema_format(
         ApiError: 400, `strict` and it cannot be enforced, or it is too large.
         InvalidParamsError: see `StructuredOutput`.
     """
-    found = SchemaWarnings()
+    schema_warnings = SchemaWarnings()
     try:
-        enforceable = enforceable_schema(schema, where, found, strict=strict)
+        enforceable = enforceable_schema(schema, where, schema_warnings, strict=strict)
     except SchemaTooLargeError:
         raise ApiError(400, "the schema is too large; simplify it", param=where) from None
-    warnings += found.messages
+    warnings += schema_warnings.messages
     return StructuredOutput(json_schema=enforceable)
 
 

@@ -58,7 +58,7 @@ def _given(
         strict = named.strict is True
         yield (
             "response_format",
-            lambda found: schema_format(named.schema, schema_path, found, strict=strict),
+            lambda warnings: schema_format(named.schema, schema_path, warnings, strict=strict),
         )
     elif response_format is not None and response_format.type == "json_object":
         schema = response_format.schema
