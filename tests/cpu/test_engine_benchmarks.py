@@ -87,8 +87,9 @@ def test_a_version_that_is_slower_is_found(tmp_path: Path) -> None:
     verdicts = judge(shape.name, now[shape.name], base[shape.name])
 
     assert shape in SHAPES
+    # Not "end_to_end_s": beside other programs its interval is wide.
     assert {verdict.figure for verdict in verdicts if verdict.slower} >= {
-        "end_to_end_s",
+        "processor_s",
         "between_tokens_s",
     }
 
