@@ -25,7 +25,7 @@ from attacks.server import ATTACKER, OTHER, AttackedServer
 
 MAX_P99_S, MAX_LIVEZ_S = 2.0, 0.1
 MAX_KEPT = 256 * MIB  # of memory, after an attack
-MAX_HISTORY = 64 * MIB  # the bound for one tenant
+MAX_HISTORY = 64 * MIB  # request history of a tenant
 AUC_RANGE = (0.45, 0.55)
 ORACLE, FORGERY, REDIRECT, LOG = "format oracle", "host, origin", "redirects", "log"
 

@@ -3,8 +3,8 @@
     make bench-busy-cores                        needs cores that nothing else uses
     make bench-busy-cores ARGS="--rounds 5 --model DIR"
 
-Twelve requests of 16 new tokens, generated in one call, in a process for each way of waiting. The ways
-take turns within each round. "before" is libgomp's own spin count, "passive" sleeps at once.
+Time one call of `generate` with 12 requests of 16 new tokens, in a process for each wait policy. The
+policies take turns within each round. "before" is libgomp's own spin count, "passive" sleeps at once.
 """
 
 from __future__ import annotations

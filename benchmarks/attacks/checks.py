@@ -61,7 +61,7 @@ def redirects(target: Target) -> list[str]:
 
 
 def format_oracle(other: Target, attacker: Target, num_pairs: int) -> float:
-    """AUC with which an attacker tells by time a schema that another tenant has used from a new one.
+    """AUC of the timing attack: is a schema, judged by its request time, one that another tenant used?
 
     0.5: not at all. The standard error is about `1 / sqrt(6 * num_pairs)`.
     """
