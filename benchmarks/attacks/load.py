@@ -17,6 +17,8 @@ from typing import Any
 
 from attacks.server import OPERATOR, AttackedServer, Target, chat
 
+from ramify.server.http.json_limits import MAX_CONTAINERS
+
 CHAT, COMPLETIONS, EXPLAIN = "/v1/chat/completions", "/v1/completions", "/v1/cache/explain"
 CONVERSATIONS, RESPONSES = "/v1/conversations", "/v1/responses"
 MIB = 1 << 20
@@ -66,7 +68,7 @@ def many_stored_values(target: Target, number: int) -> object:
     """A response that goes on from a conversation of many requests' lists, which no prompt has."""
     _, _, body = target.call("POST", CONVERSATIONS, {})
     name = json.loads(body)["id"]
-    item = {"type": "web_search_call", "action": [[]] * 95_000}
+    item = {"type": "web_search_call", "action": [[]] * (MAX_CONTAINERS - 5_000)}
     for _ in range(10):
         target.post(f"{CONVERSATIONS}/{name}/items", {"items": [item]})
     return target.post(RESPONSES, {"input": "x", "conversation": name, "max_output_tokens": 1})

@@ -2,7 +2,7 @@
 
 Decoding holds the interpreter lock, and with it the event loop, for a time that depends on the
 number of values: 0.2 to 0.3 µs for a list, an object or a key, 0.05 µs for another value. At the
-limits that is 20 to 60 ms; 9 million empty lists took 2 to 8 s.
+limits that is 10 to 50 ms; 9 million empty lists took 2 to 8 s.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 from ramify.server.errors import ApiError
 
 MAX_DEPTH = 64  # of nested brackets
-MAX_CONTAINERS = 100_000  # lists and objects
-MAX_STRINGS = 200_000  # keys too
+MAX_CONTAINERS = 50_000  # lists and objects
+MAX_STRINGS = 100_000  # keys too
 MAX_VALUES = 1_000_000  # as many token ids may be in a body
 SLICE = 1 << 18  # bytes that are looked at together
 
