@@ -16,7 +16,6 @@ from multiprocessing.synchronize import Event
 from typing import Any
 
 from attacks.server import OPERATOR, AttackedServer, Target, chat
-
 from ramify.server.http.json_limits import MAX_CONTAINERS
 
 CHAT, COMPLETIONS, EXPLAIN = "/v1/chat/completions", "/v1/completions", "/v1/cache/explain"

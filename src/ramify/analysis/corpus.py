@@ -1,0 +1,190 @@
+"""The requests of a log with each text stored once, on disk where it is large."""
+
+from __future__ import annotations
+
+import tempfile
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import IO, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ramify.analysis.records import LoggedRequest, Segment, SegmentKind, TextForm
+from ramify.analysis.tokens import EstimatingTokenizer, PrefixHasher, Tokenizer, Tokens, spread_ids
+
+T = TypeVar("T")
+
+MEMORY_BYTES = 256 << 20  # of texts and token arrays that are kept beside the file
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What segments with the same content have in common, in all requests."""
+
+    kind: SegmentKind
+    form: TextForm
+    label: str
+    num_chars: int
+    num_tokens: int  # a token for the label included, if there is one
+    token_hash: int  # `PrefixHasher`'s hash of all tokens
+    offset: int  # of the text in the file
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRequest:
+    """A request of a corpus; `info` is the logged request without its segments."""
+
+    number: int  # in the corpus, in order of reading
+    info: LoggedRequest
+    units: NDArray[np.uint32]  # [segments] numbers of units
+    paths: tuple[str, ...]  # [segments]
+    breakpoints: tuple[tuple[int, float], ...] = ()  # segment, lifetime asked for in seconds
+
+    def start_key(self) -> tuple[float, int]:
+        """Sorts by start where it is logged, else by line."""
+        start = self.info.start_s
+        return (float("-inf") if start is None else start, self.number)
+
+
+class Corpus:
+    """Stores requests; texts are found by unit.
+
+    Memory grows by the number of segments of all requests (12 bytes each) and of different segments
+    (about 300 bytes each); texts go to an anonymous file.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer | None = None, *, memory_bytes: int = MEMORY_BYTES
+    ) -> None:
+        self.tokenizer = EstimatingTokenizer() if tokenizer is None else tokenizer
+        self.hasher = PrefixHasher()
+        self.requests: list[StoredRequest] = []
+        self.units: list[Unit] = []
+        self._unit_of: dict[bytes, int] = {}
+        self._path_of: dict[str, str] = {}
+        self._file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the corpus
+        weakref.finalize(self, self._file.close)
+        self._file_bytes = 0
+        self._texts: _ByteLru[str] = _ByteLru(memory_bytes // 2)
+        self._tokens: _ByteLru[Tokens] = _ByteLru(memory_bytes // 2)
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def __iter__(self) -> Iterator[StoredRequest]:
+        return iter(self.requests)
+
+    def add(self, request: LoggedRequest) -> StoredRequest:
+        """Store a request."""
+        segments = request.segments
+        stored = StoredRequest(
+            number=len(self.requests),
+            info=replace(request, segments=()),
+            units=np.fromiter(map(self.unit_of, segments), np.uint32, len(segments)),
+            paths=tuple(self._path_of.setdefault(item.path, item.path) for item in segments),
+            breakpoints=tuple(
+                (number, item.breakpoint_ttl_s)
+                for number, item in enumerate(segments)
+                if item.breakpoint_ttl_s is not None
+            ),
+        )
+        self.requests.append(stored)
+        return stored
+
+    def unit_of(self, segment: Segment) -> int:
+        """Number of the unit with a segment's content, which is added if it is new."""
+        text = segment.text.encode("utf-8", "surrogatepass")
+        head = f"{segment.kind} {segment.form} {len(segment.label)} {segment.label} ".encode(
+            "utf-8", "surrogatepass"
+        )
+        digest = blake2b(head + text, digest_size=16).digest()
+        number = self._unit_of.get(digest)
+        if number is None:
+            number = self._unit_of[digest] = len(self.units)
+            tokens = self._encode(segment.text, segment.form, segment.label)
+            self._file.seek(self._file_bytes)
+            self._file.write(text)
+            self.units.append(
+                Unit(
+                    kind=segment.kind,
+                    form=segment.form,
+                    label=segment.label,
+                    num_chars=len(segment.text),
+                    num_tokens=len(tokens),
+                    token_hash=int(self.hasher.prefix_hashes(tokens)[-1]),
+                    offset=self._file_bytes,
+                    num_bytes=len(text),
+                )
+            )
+            self._file_bytes += len(text)
+            self._texts.put(number, segment.text, len(text))
+            self._tokens.put(number, tokens, tokens.nbytes)
+        return number
+
+    def text(self, unit: int) -> str:
+        """Text of a unit."""
+        text = self._texts.get(unit)
+        if text is None:
+            stored = self.units[unit]
+            self._file.seek(stored.offset)
+            text = self._file.read(stored.num_bytes).decode("utf-8", "surrogatepass")
+            self._texts.put(unit, text, stored.num_bytes)
+        return text
+
+    def tokens(self, unit: int) -> Tokens:
+        """[num_tokens] of a unit, the label's token first."""
+        tokens = self._tokens.get(unit)
+        if tokens is None:
+            stored = self.units[unit]
+            tokens = self._encode(self.text(unit), stored.form, stored.label)
+            self._tokens.put(unit, tokens, tokens.nbytes)
+        return tokens
+
+    def num_tokens(self, request: StoredRequest) -> int:
+        """Tokens of a request's prompt."""
+        if request.info.hashed is not None:
+            return request.info.hashed.num_tokens
+        return sum(self.units[unit].num_tokens for unit in request.units)
+
+    def prompt_tokens(self, request: StoredRequest) -> Tokens:
+        """[num_tokens] of a request's prompt."""
+        if not len(request.units):
+            return np.zeros(0, np.uint64)
+        return np.concatenate([self.tokens(int(unit)) for unit in request.units])
+
+    def _encode(self, text: str, form: TextForm, label: str) -> Tokens:
+        if form is TextForm.TOKENS:
+            tokens = spread_ids(np.array(text.split(), np.int64))
+        else:
+            tokens = self.tokenizer.encode(text)
+        if not label:
+            return tokens
+        head = np.array([hash((form, label))], np.int64).view(np.uint64)
+        return np.concatenate([head, tokens])
+
+
+class _ByteLru(Generic[T]):
+    """Values by number, the least recently used dropped over a number of bytes."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes, self._num_bytes = max_bytes, 0
+        self._values: OrderedDict[int, tuple[T, int]] = OrderedDict()
+
+    def get(self, number: int) -> T | None:
+        entry = self._values.get(number)
+        if entry is None:
+            return None
+        self._values.move_to_end(number)
+        return entry[0]
+
+    def put(self, number: int, value: T, num_bytes: int) -> None:
+        self._values[number] = (value, num_bytes)
+        self._num_bytes += num_bytes
+        while self._num_bytes > self._max_bytes and len(self._values) > 1:
+            _, (_, dropped) = self._values.popitem(last=False)
+            self._num_bytes -= dropped

@@ -1,0 +1,1 @@
+"""The formats of logs, a file for each family."""

@@ -1,0 +1,65 @@
+"""What a log format implements: rows in, requests out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ramify.analysis.records import LoggedRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A value of a log: a line of JSONL, an item of an array, a row of a table."""
+
+    file: str
+    line: int  # on which the value begins, from 1
+    value: Any
+
+
+class BadRowError(Exception):
+    """A row that should be a request and is none; the message is the reason."""
+
+
+class RowReader(Protocol):
+    """Turns rows of one format into requests; holds what later rows are joined with."""
+
+    def feed(self, row: Row) -> Iterator[LoggedRequest]:
+        """The requests that this row completes.
+
+        Raises:
+            BadRowError: the row cannot be read.
+        """
+        ...
+
+    def close(self) -> Iterator[LoggedRequest]:
+        """The requests that were still waiting for other rows, in order."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LogFormat:
+    """A row of the table of formats."""
+
+    name: str
+    is_row: Callable[[Any], bool]  # whether a decoded row has this format
+    reader: Callable[[ReadQuality], RowReader]
+
+
+@dataclass(slots=True)
+class ReadQuality:
+    """What was read and what was not; `--json` has it as `quality`."""
+
+    num_rows: int = 0
+    num_requests: int = 0
+    bad_lines: list[tuple[str, int]] = field(default_factory=list)
+    bad_reasons: Counter[str] = field(default_factory=Counter)
+    skipped: Counter[str] = field(default_factory=Counter)  # rows that are no request, by reason
+    notes: Counter[str] = field(default_factory=Counter)  # as "text cut", "grouping inferred"
+
+    def add_bad_line(self, file: str, line: int, reason: str) -> None:
+        """Count a line that cannot be read."""
+        self.bad_lines.append((file, line))
+        self.bad_reasons[reason] += 1

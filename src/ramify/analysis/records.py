@@ -1,0 +1,103 @@
+"""Requests of a log in one form, whatever the format.
+
+A prompt is a sequence of segments in the order settings, tools, system, messages. A segment's path is
+its place in the body as sent: `settings.tool_choice`, `tools[3]`, `system`, `system[0]`,
+`messages[4]`, `messages[4].content[1]`, `messages[4].tool_calls[0]`; `prompt` for a prompt without
+messages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class SegmentKind(StrEnum):
+    """Part of the prompt that a segment belongs to, in the order of the prompt."""
+
+    SETTING = "setting"
+    TOOL = "tool"
+    SYSTEM = "system"
+    MESSAGE = "message"
+
+
+class TextForm(StrEnum):
+    """How the text of a segment is to be read."""
+
+    TEXT = "text"
+    JSON = "json"  # compact, keys in the order of the body, without `cache_control`
+    MEDIA = "media"  # a digest of an image, audio or document
+    TOKENS = "tokens"  # token ids as decimal numbers with a space between
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A part of a prompt that is compared with the same part of other prompts."""
+
+    path: str
+    kind: SegmentKind
+    text: str
+    form: TextForm = TextForm.TEXT
+    label: str = ""  # role, name and call id, which the model reads beside the text
+    breakpoint_ttl_s: float | None = None  # lifetime asked for by a cache breakpoint at its end
+
+
+@dataclass(frozen=True, slots=True)
+class HashedPrompt:
+    """A prompt of which only the ids of its blocks are known; equal ids mean equal prefixes."""
+
+    block_size: int  # tokens in a block; the last block may have fewer
+    block_ids: tuple[int, ...]
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts that the server billed; None is unknown, never 0."""
+
+    num_input: int | None = None  # all input tokens, with those read from the cache and written
+    num_read: int | None = None
+    num_written: int | None = None  # to a cache whose writes are billed
+    num_written_1h: int | None = None  # of those, with a lifetime of an hour
+    num_output: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class VendorVerdict:
+    """A vendor's own reason for a miss, as `messages_changed`; its estimate of the tokens missed."""
+
+    reason: str
+    num_missed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedRequest:
+    """One request for a model's answer.
+
+    Times are seconds since the epoch, or since the log's start if it has no dates. Whoever shares no
+    cache has another `cache_scope`: a tenant, an adapter, a salt.
+    """
+
+    file: str
+    line: int  # from 1, bad lines included; the first of a response that several lines hold
+    index: int | None = None  # among several requests of a line
+    segments: tuple[Segment, ...] = ()
+    output: tuple[Segment, ...] = ()  # the answer, where the log has it
+    hashed: HashedPrompt | None = None
+    request_id: str | None = None
+    conversation: str | None = None
+    parent_id: str | None = None  # request_id of the previous turn
+    start_s: float | None = None
+    first_output_s: float | None = None
+    end_s: float | None = None
+    api: str | None = None  # openai-chat, openai-completions, openai-responses, anthropic-messages
+    provider: str | None = None  # openai, anthropic, deepseek, ramify, vllm, sglang, gemini, …
+    model: str | None = None
+    response_model: str | None = None
+    cache_scope: str = ""
+    cache_key: str | None = None  # routing hint, as `prompt_cache_key`
+    replica: str | None = None  # deployment or server that answered
+    is_batch: bool = False  # one of a batch, in which neither order nor times are known
+    has_full_text: bool = True  # False: cut, redacted, or parts of the prompt are not logged
+    usage: Usage = field(default_factory=Usage)
+    verdict: VendorVerdict | None = None

@@ -1,0 +1,69 @@
+"""The store of requests: texts come back, hashes compose, memory is bounded."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ramify.analysis.corpus import Corpus
+from ramify.analysis.records import LoggedRequest, Segment, SegmentKind, TextForm
+from ramify.analysis.tokens import PrefixHasher, spread_ids
+
+TEXTS = st.lists(st.text(max_size=30), max_size=6)
+
+
+def request_of(texts: list[str]) -> LoggedRequest:
+    segments = tuple(
+        Segment(f"messages[{at}]", SegmentKind.MESSAGE, text, label="user")
+        for at, text in enumerate(texts)
+    )
+    return LoggedRequest("log.jsonl", 1, segments=segments)
+
+
+@given(st.lists(TEXTS, max_size=8), st.sampled_from([0, 60, 1 << 20]))
+def test_texts_come_back_from_memory_or_disk(prompts: list[list[str]], memory_bytes: int) -> None:
+    """Every text is read back whole, whatever fits into memory, and equal texts are one unit."""
+    corpus = Corpus(memory_bytes=memory_bytes)
+
+    stored = [corpus.add(request_of(texts)) for texts in prompts]
+
+    for texts, request in zip(prompts, stored, strict=True):
+        assert [corpus.text(int(unit)) for unit in request.units] == texts
+    assert len(corpus.units) == len({text for texts in prompts for text in texts})
+
+
+@given(TEXTS)
+def test_prompt_hash_is_composed_of_unit_hashes(texts: list[str]) -> None:
+    """The hash of a prompt follows from lengths and hashes of its units."""
+    corpus = Corpus()
+    request = corpus.add(request_of(texts))
+
+    composed = length = 0
+    for number in request.units:
+        unit = corpus.units[int(number)]
+        composed = (composed + corpus.hasher.power(length) * unit.token_hash) % (1 << 64)
+        length += unit.num_tokens
+
+    tokens = corpus.prompt_tokens(request)
+    assert length == len(tokens) == corpus.num_tokens(request)
+    assert composed == int(corpus.hasher.prefix_hashes(tokens)[-1])
+
+
+def test_token_ids_are_tokens() -> None:
+    """A prompt logged as token ids has as many tokens, equal where the ids are."""
+    corpus = Corpus()
+    segment = Segment("prompt", SegmentKind.MESSAGE, "5 0 5", TextForm.TOKENS)
+
+    tokens = corpus.tokens(corpus.unit_of(segment))
+
+    assert len(tokens) == 3
+    assert tokens[0] == tokens[2] != tokens[1]
+
+
+def test_small_ids_have_different_prefix_hashes() -> None:
+    """No two of the prefixes of all pairs of small ids collide."""
+    hasher = PrefixHasher()
+    pairs = [(a, b) for a in range(60) for b in range(60)]
+
+    hashes = {int(hasher.prefix_hashes(spread_ids(np.array(pair)))[-1]) for pair in pairs}
+
+    assert len(hashes) == len(pairs)
