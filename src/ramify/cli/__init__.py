@@ -7,6 +7,8 @@ it.
 
 from __future__ import annotations
 
+import sys
+
 import typer
 
 from ramify.cli.chat import chat
@@ -15,6 +17,7 @@ from ramify.cli.generate import generate
 from ramify.cli.info import info
 from ramify.cli.serve import keys, serve
 from ramify.cli.verify import verify
+from ramify.errors import MissingPackageError
 
 app = typer.Typer(
     help="LLM inference that never computes the same prefix twice.",
@@ -29,4 +32,11 @@ for command in (serve, chat, keys, demo, generate, info, verify):
 
 def main() -> None:
     """Entry point of the `ramify` command."""
-    app()
+    try:
+        app()
+    except ModuleNotFoundError as error:
+        missing = MissingPackageError.of(error)
+        if missing is None:
+            raise
+        typer.echo(f"error: {missing}", err=True)
+        sys.exit(2)
