@@ -28,6 +28,7 @@ RamifyError
 │  ├─ SlotOutOfRangeError         a slot that no page of the pool has
 │  ├─ PageOwnershipError          a page was given back or published by a caller that does not own it
 │  └─ InvariantError              check() found a contradiction: a bug in Ramify
+├─ LogError                       a log of requests cannot be read, or lacks what a command needs
 ├─ StepMemoryError                a forward pass ran out of memory
 ├─ StepFailedError                a request failed in its steps; its caller was notified
 ├─ MissingPackageError            a package of one of Ramify's extras is not installed
@@ -266,6 +267,10 @@ class SlotOutOfRangeError(CacheError, IndexError):
 
 class InvariantError(CacheError):
     """`check()` found a contradiction: a bug in Ramify."""
+
+
+class LogError(RamifyError, ValueError):
+    """A log of requests cannot be read, or lacks what a command needs."""
 
 
 class StepMemoryError(RamifyError, MemoryError):

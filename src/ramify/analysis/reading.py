@@ -17,6 +17,7 @@ class Row:
     file: str
     line: int  # on which the value begins, from 1
     value: Any
+    index: int | None = None  # among several values that begin on the line
 
 
 class BadRowError(Exception):

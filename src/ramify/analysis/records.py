@@ -87,6 +87,7 @@ class LoggedRequest:
     request_id: str | None = None
     conversation: str | None = None
     parent_id: str | None = None  # request_id of the previous turn
+    history_id: str | None = None  # response or conversation that the server puts before `segments`
     start_s: float | None = None
     first_output_s: float | None = None
     end_s: float | None = None
