@@ -16,7 +16,7 @@ from ramify.analysis.formats.otel_requests import (
     is_inference,
     request_of,
 )
-from ramify.analysis.formats.otlp_values import OtlpItem, item_of, items_of
+from ramify.analysis.formats.otlp_values import NESTED_KEYS, OtlpItem, item_of, items_of
 from ramify.analysis.reading import BadRowError, LogFormat, ReadQuality, Row
 from ramify.analysis.records import LoggedRequest
 
@@ -34,8 +34,9 @@ def is_otel_row(value: Any) -> bool:
     if isinstance(attributes, list):
         pairs = (pair.get("key") for pair in attributes if isinstance(pair, dict))
         return any(_is_llm_key(key) for key in pairs)
-    keys = attributes if isinstance(attributes, dict) else value
-    return any(_is_llm_key(key) for key in keys)
+    if isinstance(attributes, dict):
+        return not NESTED_KEYS.isdisjoint(attributes) or any(map(_is_llm_key, attributes))
+    return any(_is_llm_key(key) for key in value)
 
 
 def _is_llm_key(key: Any) -> bool:

@@ -8,7 +8,8 @@ from typing import Any
 
 from ramify.analysis.formats.times import parse_time
 
-_NESTED = frozenset({"llm", "gen_ai", "openinference"})  # first parts of keys that Phoenix nests
+# First parts of keys that Phoenix nests.
+NESTED_KEYS = frozenset({"llm", "gen_ai", "openinference"})
 MAX_DEPTH = 64  # of nested AnyValues; deeper ones become None
 
 
@@ -54,7 +55,7 @@ def attributes_of(pairs: Any, *, depth: int = 0) -> dict[str, Any]:
     """Attributes by key, in order, from OTLP's list of pairs or from an object."""
     if isinstance(pairs, dict):  # exporters to files and databases write them flat, or nested
         values = {key: any_value(value, depth=depth + 1) for key, value in pairs.items()}
-        return _flattened(values) if not _NESTED.isdisjoint(values) else values
+        return _flattened(values) if not NESTED_KEYS.isdisjoint(values) else values
     if not isinstance(pairs, list):
         return {}
     found: dict[str, Any] = {}
@@ -103,8 +104,8 @@ def item_of(value: Mapping[str, Any], resource: Mapping[str, Any], *, is_span: b
         trace_id=_identity(get("traceId", "trace_id") or context.get("trace_id")),
         span_id=_identity(get("spanId", "span_id") or context.get("span_id")),
         name=name if isinstance(name, str) else "",
-        start_s=parse_time(start) or None,
-        end_s=(parse_time(end) or None) if is_span else None,
+        start_s=_time(start),
+        end_s=_time(end) if is_span else None,
         is_span=is_span,
         is_error=code in (2, "2", "STATUS_CODE_ERROR", "ERROR"),
         body=any_value(get("body")),
@@ -138,7 +139,7 @@ def _event_of(value: Mapping[str, Any]) -> OtlpItem:
         trace_id="",
         span_id="",
         name=name if isinstance(name, str) else "",
-        start_s=parse_time(start) or None,
+        start_s=_time(start),
         end_s=None,
         is_span=False,
     )
@@ -147,6 +148,13 @@ def _event_of(value: Mapping[str, Any]) -> OtlpItem:
 def _objects(value: Any) -> Iterator[dict[str, Any]]:
     if isinstance(value, list):
         yield from (item for item in value if isinstance(item, dict))
+
+
+def _time(value: Any) -> float | None:
+    """Seconds of a time; nanoseconds are divided as integers, which loses nothing. 0 is unset."""
+    if isinstance(value, str) and value.isascii() and value.isdecimal() and 18 <= len(value) <= 20:
+        return int(value) / 10**9
+    return parse_time(value) or None
 
 
 def _identity(value: Any) -> str:
