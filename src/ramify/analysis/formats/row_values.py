@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from datetime import UTC, datetime
 from typing import Any
 
+from ramify.analysis.formats.times import parse_time
 from ramify.analysis.reading import BadRowError, ReadQuality, Row
 from ramify.analysis.records import LoggedRequest
 
@@ -75,15 +75,14 @@ def get_count(row: Mapping[str, Any], name: str) -> int | None:
 
 
 def get_time(row: Mapping[str, Any], name: str) -> float | None:
-    """Seconds since the epoch of an ISO 8601 time (UTC if it has no zone), or None."""
-    text = get_text(row, name)
-    if text is None:
+    """Seconds since the epoch of a number or an ISO 8601 text, or None if it is absent or null."""
+    value = row.get(name)
+    if value is None:
         return None
-    try:
-        time = datetime.fromisoformat(text)
-        return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
-    except (ValueError, OverflowError):
-        raise BadRowError(f"{name} is {quoted(text)}, not a time") from None
+    time = parse_time(value)
+    if time is None:
+        raise BadRowError(f"{name} is {quoted(value)}, not a time")
+    return time
 
 
 def ids_of(value: object, name: str) -> tuple[int, ...]:
@@ -98,6 +97,11 @@ def ids_of(value: object, name: str) -> tuple[int, ...]:
     if ids and not (min(ids) >= -(1 << 63) and max(ids) < 1 << 64):
         raise BadRowError(f"{name} has an integer of more than 64 bits")
     return tuple(ids)
+
+
+def later(start_s: float | None, duration_s: float | None) -> float | None:
+    """A time after another; None if either is unknown."""
+    return None if start_s is None or duration_s is None else start_s + duration_s
 
 
 class RowByRow:
