@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -93,9 +92,7 @@ class _Reading:
     def _requests_of(self, file: Path | str) -> Iterator[LoggedRequest]:
         name = str(file)
         as_text = self._chosen is not None and self._chosen.is_text
-        values = values_of(
-            file, advance=self._advance, is_text_row=_is_text_row, as_text=as_text
-        )
+        values = values_of(file, advance=self._advance, is_text_row=_is_text_row, as_text=as_text)
         is_empty = True
         for value in values:
             is_empty = False

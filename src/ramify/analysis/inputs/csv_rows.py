@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 import re
 import sys
 from collections.abc import Iterator
@@ -59,13 +58,16 @@ def _row(names: list[str], cells: list[str], line: int) -> RawValue:
     return RawValue(line, value)
 
 
-class _Lines(io.TextIOBase):
+class _Lines:
     """Lines of a source for the parser, and the number of the last that it took."""
 
     def __init__(self, source: ByteSource) -> None:
         self._source = source
         self.number = source.line - 1
         self.error: str | None = None  # of a line since it was last cleared
+
+    def __iter__(self) -> _Lines:
+        return self
 
     def __next__(self) -> str:
         while True:

@@ -202,16 +202,14 @@ class _Frames:
     Gives all data before a cut or a damage, which the readers of the libraries do not.
     """
 
-    def __init__(
-        self, file: CountedFile, new_frame: Callable[[], _Frame], read_bytes: int
-    ) -> None:
+    def __init__(self, file: CountedFile, new_frame: Callable[[], _Frame], read_bytes: int) -> None:
         self._file, self._new_frame, self._read_bytes = file, new_frame, read_bytes
         self._frame = new_frame()
         self._rest = b""
         self._is_inside = False
 
-    def read(self, size: int = -1, /) -> bytes:
-        """Some bytes, possibly more than `size`; none at the end."""
+    def read(self, _size: int = -1, /) -> bytes:
+        """Some bytes, possibly more than asked for; none at the end."""
         while True:
             data = self._rest or self._file.read(self._read_bytes)
             self._rest = b""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 
-from ramify.analysis.formats.body_fields import RESPONSES
+from ramify.analysis.formats.body_fields import RESPONSES, is_cut
 from ramify.analysis.formats.segments import num_messages, shift_messages
 from ramify.analysis.reading import ReadQuality
 from ramify.analysis.records import LoggedRequest, Segment, SegmentKind
@@ -84,10 +84,11 @@ def _length(turn: _Turn) -> int:
 def _joined(request: LoggedRequest, turn: _Turn) -> LoggedRequest:
     before = tuple(item for item in request.segments if item.kind is not SegmentKind.MESSAGE)
     new = tuple(item for item in request.segments if item.kind is SegmentKind.MESSAGE)
+    is_template = any(item.path == "prompt" for item in before)
     return replace(
         request,
         segments=before + turn.messages + shift_messages(new, turn.num_messages),
         output=shift_messages(request.output, turn.num_messages),
         parent_id=request.parent_id or request.history_id,
-        has_full_text=turn.is_full,
+        has_full_text=turn.is_full and not is_template and not is_cut(new),
     )
