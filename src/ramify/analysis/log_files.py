@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,8 @@ class _Reading:
         self._quality, self._strict, self._progress = quality, strict, progress
         self._readers: dict[str, RowReader] = {}
         self._history = ResponseHistory(quality)
+        self._line = ("", 0)
+        self._indices: set[int] = set()  # of the requests of that line
         self._num_bytes, self._total_bytes = 0, total_bytes(files)
 
     def requests(self) -> Iterator[LoggedRequest]:
@@ -128,11 +131,23 @@ class _Reading:
             reader = self._readers[found.name] = found.reader(self._quality)
         try:
             for request in reader.feed(row):
-                yield self._finished(request)
+                yield self._finished(self._indexed(request, row))
         except BadRowError as error:
             self._add_bad_line(row.file, row.line, str(error))
         except RecursionError:
             self._add_bad_line(row.file, row.line, "nested too deeply")
+
+    def _indexed(self, request: LoggedRequest, row: Row) -> LoggedRequest:
+        """The request with an index that no other request of its line has."""
+        if row.index is None or (request.file, request.line) != (row.file, row.line):
+            return request
+        if self._line != (row.file, row.line):
+            self._line, self._indices = (row.file, row.line), set()
+        index = row.index if request.index is None else request.index
+        if index in self._indices:
+            index = max(self._indices) + 1
+        self._indices.add(index)
+        return request if index == request.index else replace(request, index=index)
 
     def _finished(self, request: LoggedRequest) -> LoggedRequest:
         self._quality.num_requests += 1
