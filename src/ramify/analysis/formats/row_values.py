@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ramify.analysis.formats.times import parse_time
@@ -104,8 +105,24 @@ def later(start_s: float | None, duration_s: float | None) -> float | None:
     return None if start_s is None or duration_s is None else start_s + duration_s
 
 
+class LineIndices:
+    """Numbers the requests of a line, which may have several rows."""
+
+    def __init__(self) -> None:
+        self._place: tuple[str, int] | None = None
+        self._next = 0
+
+    def take(self, row: Row) -> int:
+        """The next number of the row's line."""
+        place = (row.file, row.line)
+        if place != self._place:
+            self._place, self._next = place, 0
+        self._next += 1
+        return self._next - 1
+
+
 class RowByRow:
-    """A `RowReader` whose rows need no other rows."""
+    """A `RowReader` whose rows need no other rows; an index of a request is one in its row."""
 
     def __init__(
         self,
@@ -113,10 +130,15 @@ class RowByRow:
         quality: ReadQuality,
     ) -> None:
         self._read, self._quality = read, quality
+        self._indices = LineIndices()
 
     def feed(self, row: Row) -> Iterator[LoggedRequest]:
         """See `RowReader`."""
-        return self._read(row, self._quality)
+        for request in self._read(row, self._quality):
+            if request.index is None:
+                yield request
+            else:
+                yield replace(request, index=self._indices.take(row))
 
     def close(self) -> Iterator[LoggedRequest]:
         """See `RowReader`."""
