@@ -27,4 +27,4 @@ def read_plain(row: Row, quality: ReadQuality) -> Iterator[LoggedRequest]:
     yield LoggedRequest(file=row.file, line=row.line, index=row.index, segments=(segment,))
 
 
-PLAIN = LogFormat("plain", is_plain, partial(RowByRow, read_plain))
+PLAIN = LogFormat("plain", is_plain, partial(RowByRow, read_plain), is_text=True)

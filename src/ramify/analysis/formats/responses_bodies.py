@@ -37,7 +37,7 @@ def parse_responses(body: Mapping[str, Any]) -> BodyFields:
     if isinstance(conversation, Mapping):
         conversation = conversation.get("id")
     conversation = text_or_none(conversation)
-    note = "history is stored at the vendor" if history or conversation else None
+    note = None
     template = body.get("prompt")
     if isinstance(template, Mapping):
         text = compact_json(template)
@@ -54,7 +54,7 @@ def parse_responses(body: Mapping[str, Any]) -> BodyFields:
         cache_scope=scope_of(body),
         conversation=conversation or conversation_of(body),
         history_id=history or conversation,
-        has_full_text=note is None,
+        has_full_text=note is None and history is None and conversation is None,
         note=note,
     )
 
