@@ -5,9 +5,15 @@ from __future__ import annotations
 from ramify.analysis.formats.bailian import BAILIAN
 from ramify.analysis.formats.batches import BATCHES
 from ramify.analysis.formats.dynamo import DYNAMO
+from ramify.analysis.formats.gateway_csv import GATEWAY
+from ramify.analysis.formats.har import HAR
+from ramify.analysis.formats.helicone import HELICONE
+from ramify.analysis.formats.langfuse import LANGFUSE
+from ramify.analysis.formats.langsmith import LANGSMITH
 from ramify.analysis.formats.lengths import LENGTHS
 from ramify.analysis.formats.litellm import LITELLM
 from ramify.analysis.formats.mooncake import MOONCAKE
+from ramify.analysis.formats.otel import OTEL
 from ramify.analysis.formats.plain import PLAIN
 from ramify.analysis.formats.token_ids import TOKEN_IDS
 from ramify.analysis.formats.weka import WEKA
@@ -19,10 +25,16 @@ from ramify.analysis.reading import LogFormat
 FORMATS: tuple[LogFormat, ...] = (
     BATCHES,
     LITELLM,
+    LANGFUSE,
+    HELICONE,
+    LANGSMITH,
+    OTEL,
+    HAR,
     DYNAMO,
     WEKA,
     BAILIAN,
     MOONCAKE,
+    GATEWAY,
     WRAPPED_BODIES,
     BODIES,
     TOKEN_IDS,
