@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from ramify.errors import CheckpointError, UnsupportedModelError
 from ramify.models.config_fields import ConfigFields
+from ramify.models.rope_config import rope_settings, yarn_mscale
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -225,45 +224,6 @@ def _dense_layers(fields: ConfigFields, model_type: str, num_layers: int) -> fro
 _MLP_KINDS = ("dense", "sparse")
 
 
-def rope_settings(fields: ConfigFields) -> dict[str, Any]:
-    """The fields of `rope_scaling` (transformers 4) and `rope_parameters` (5), with `rope_type`.
-
-    Raises:
-        CheckpointError: either is not an object, or they contradict each other.
-    """
-    settings: dict[str, Any] = {}
-    for name in ("rope_scaling", "rope_parameters"):
-        value: Any = fields.config.get(name) or {}
-        if not isinstance(value, Mapping):
-            raise CheckpointError(
-                f"{fields.source}: {name} is {value!r}; it must be an object or null"
-            )
-        # Older files call it "type".
-        if "type" in value:
-            value = {"rope_type": value["type"], **value}
-            del value["type"]
-        if settings and value and value | settings != value:
-            raise CheckpointError(
-                f"{fields.source}: rope_scaling is {settings!r} and rope_parameters {value!r}; "
-                "which of them holds? leave one"
-            )
-        settings |= value
-    return settings
-
-
-def yarn_attention_factor(rope: ConfigFields) -> float:
-    """YaRN's factor of cos and sin (Peng et al., 2023), with DeepSeek's `mscale` fields."""
-    if rope.config.get("attention_factor") is not None:
-        return rope.number("attention_factor")
-    factor = rope.number("factor")
-    mscale, all_dim = rope.config.get("mscale"), rope.config.get("mscale_all_dim")
-    if mscale and all_dim:
-        return _mscale(factor, rope.number("mscale")) / _mscale(
-            factor, rope.number("mscale_all_dim")
-        )
-    return _mscale(factor, 1.0)
-
-
 def _yarn_score_factor(fields: ConfigFields) -> float:
     """DeepSeek's extra factor of attention scores under YaRN: mscale(factor, mscale_all_dim) ** 2."""
     settings = rope_settings(fields)
@@ -271,8 +231,4 @@ def _yarn_score_factor(fields: ConfigFields) -> float:
     if kind == "default" or not settings.get("mscale_all_dim"):
         return 1.0
     rope = ConfigFields(settings, f"{fields.source} (rope)")
-    return _mscale(rope.number("factor"), rope.number("mscale_all_dim")) ** 2
-
-
-def _mscale(factor: float, mscale: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+    return yarn_mscale(rope.number("factor"), rope.number("mscale_all_dim")) ** 2
