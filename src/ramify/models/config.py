@@ -8,9 +8,10 @@ from typing import Any
 
 from ramify.errors import CheckpointError, UnsupportedModelError
 from ramify.models.config_fields import ConfigFields
-from ramify.models.deepseek_config import MlaConfig, MoeConfig
+from ramify.models.deepseek_config import MlaConfig
 from ramify.models.dense_variant import LLAMA, DenseVariant
 from ramify.models.families import ACTIVATIONS, FAMILIES, Family
+from ramify.models.moe_config import MoeConfig
 from ramify.models.rope_config import (
     KNOWN_SCALINGS,
     NO_ROPE,
@@ -59,6 +60,10 @@ class ModelConfig:
     def window_of(self, layer: int) -> int | None:
         """Sliding window of this layer in tokens, the query's own included; None: full attention."""
         return None if layer in self.full_attention_layers else self.sliding_window
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether this layer has a mixture of experts in place of an MLP."""
+        return self.moe is not None and layer not in self.moe.dense_layers
 
     def rope_of(self, layer: int) -> RopeConfig:
         """Rotary embedding of this layer."""
@@ -129,7 +134,7 @@ class ModelConfig:
 
     def _mlp_shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
         width, inner, names = self.hidden_size, self.intermediate_size, self.variant.names
-        if self.moe is not None and layer not in self.moe.dense_layers:
+        if self.moe is not None and self.has_experts(layer):
             return self.moe.tensor_shapes(width)
         is_fused = self.variant.has_gate and len(names.gate_up) == 1
         shapes: dict[str, tuple[int, ...]] = {}
@@ -166,7 +171,7 @@ class ModelConfig:
         if config.get("num_key_value_heads", 0) is None:
             num_kv_heads = num_heads
         mla = MlaConfig.from_hf(fields, family.model_type) if family.is_latent else None
-        moe = MoeConfig.from_hf(fields, family.model_type, num_layers) if mla else None
+        moe = family.experts(fields, num_layers)
         if mla is not None:
             head_dim = mla.nope_dim + mla.rope_dim
         else:

@@ -7,9 +7,8 @@ from typing import Literal
 
 from ramify.errors import CheckpointError, UnsupportedModelError
 from ramify.models.config_fields import ConfigFields
+from ramify.models.moe_config import MoeConfig, Shapes
 from ramify.models.rope_config import rope_settings, yarn_mscale
-
-Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,98 +108,60 @@ class MlaConfig:
         return shapes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MoeConfig:
-    """Mixture of experts: which layers have one, and the router.
+def deepseek_experts(fields: ConfigFields, model_type: str, num_layers: int) -> MoeConfig | None:
+    """Read the expert fields of a parsed `config.json`; None if no layer has experts.
 
-    `softmax` (DeepSeek-V2): a group's score is that of its best expert. `sigmoid` (V3): a learned
-    bias is added to scores for the choice only; a group's score is the sum of its best two experts.
+    Raises:
+        CheckpointError, UnsupportedModelError: see `ModelConfig.from_hf`.
     """
-
-    num_experts: int
-    top_k: int
-    expert_intermediate_size: int
-    shared_intermediate_size: int  # of all shared experts together, computed as one MLP
-    scoring: Literal["softmax", "sigmoid"]
-    num_groups: int  # 1: no groups
-    topk_groups: int  # groups a token may choose experts from
-    normalise: bool  # divide a token's expert weights by their sum before scaling
-    scale: float  # of expert weights
-    dense_layers: frozenset[int]  # layers with a gated MLP instead
-
-    @classmethod
-    def from_hf(cls, fields: ConfigFields, model_type: str, num_layers: int) -> MoeConfig | None:
-        """Read the expert fields of a parsed `config.json`; None if no layer has experts.
-
-        Raises:
-            CheckpointError, UnsupportedModelError: see `ModelConfig.from_hf`.
-        """
-        dense = _dense_layers(fields, model_type, num_layers)
-        if len(dense) == num_layers:
-            return None
-        config, source, v2 = fields.config, fields.source, model_type == "deepseek_v2"
-        methods = ("greedy", "group_limited_greedy") if v2 else ("noaux_tc",)
-        scoring: Literal["softmax", "sigmoid"] = "softmax" if v2 else "sigmoid"
-        method = config.get("topk_method") or methods[0]
-        normalise = bool(config.get("norm_topk_prob", not v2))
-        for name, value, known in (
-            ("topk_method", method, methods),
-            ("scoring_func", config.get("scoring_func") or scoring, (scoring,)),
-            ("moe_layer_freq", config.get("moe_layer_freq", 1), (1,)),
-            ("norm_topk_prob", normalise, (False,) if v2 else (True, False)),
-        ):
-            if value not in known:
-                raise UnsupportedModelError(
-                    f"{source}: {name} is {value!r}; supported for {model_type}: "
-                    f"{', '.join(map(repr, known))}"
-                )
-        num_experts = fields.count("n_routed_experts", 64 if v2 else 256)
-        grouped = method != "greedy"
-        groups = fields.count("n_group", None if v2 else 8) if grouped else 1
-        topk_groups = fields.count("topk_group", None if v2 else 4) if grouped else 1
-        expert_width = fields.count("moe_intermediate_size", 1407 if v2 else 2048)
-        moe = cls(
-            num_experts=num_experts,
-            top_k=fields.count("num_experts_per_tok", None if v2 else 8),
-            expert_intermediate_size=expert_width,
-            shared_intermediate_size=expert_width
-            * fields.count("n_shared_experts", 2 if v2 else 1),
-            scoring=scoring,
-            num_groups=groups,
-            topk_groups=topk_groups,
-            normalise=normalise,
-            scale=fields.number("routed_scaling_factor", 1.0 if v2 else 2.5),
-            dense_layers=dense,
+    dense = _dense_layers(fields, model_type, num_layers)
+    if len(dense) == num_layers:
+        return None
+    config, source, v2 = fields.config, fields.source, model_type == "deepseek_v2"
+    methods = ("greedy", "group_limited_greedy") if v2 else ("noaux_tc",)
+    scoring: Literal["softmax", "sigmoid"] = "softmax" if v2 else "sigmoid"
+    method = config.get("topk_method") or methods[0]
+    normalise = bool(config.get("norm_topk_prob", not v2))
+    for name, value, known in (
+        ("topk_method", method, methods),
+        ("scoring_func", config.get("scoring_func") or scoring, (scoring,)),
+        ("moe_layer_freq", config.get("moe_layer_freq", 1), (1,)),
+        ("norm_topk_prob", normalise, (False,) if v2 else (True, False)),
+    ):
+        if value not in known:
+            raise UnsupportedModelError(
+                f"{source}: {name} is {value!r}; supported for {model_type}: "
+                f"{', '.join(map(repr, known))}"
+            )
+    num_experts = fields.count("n_routed_experts", 64 if v2 else 256)
+    grouped = method != "greedy"
+    groups = fields.count("n_group", None if v2 else 8) if grouped else 1
+    topk_groups = fields.count("topk_group", None if v2 else 4) if grouped else 1
+    expert_width = fields.count("moe_intermediate_size", 1407 if v2 else 2048)
+    moe = MoeConfig(
+        num_experts=num_experts,
+        top_k=fields.count("num_experts_per_tok", None if v2 else 8),
+        expert_intermediate_size=expert_width,
+        shared_intermediate_size=expert_width * fields.count("n_shared_experts", 2 if v2 else 1),
+        scoring=scoring,
+        num_groups=groups,
+        topk_groups=topk_groups,
+        normalise=normalise,
+        scale=fields.number("routed_scaling_factor", 1.0 if v2 else 2.5),
+        dense_layers=dense,
+    )
+    eligible = num_experts // groups * topk_groups
+    if num_experts % groups or topk_groups > groups or moe.top_k > eligible:
+        raise CheckpointError(
+            f"{source}: {moe.top_k} experts per token cannot come from {topk_groups} of "
+            f"{groups} groups of {num_experts} experts"
         )
-        eligible = num_experts // groups * topk_groups
-        if num_experts % groups or topk_groups > groups or moe.top_k > eligible:
-            raise CheckpointError(
-                f"{source}: {moe.top_k} experts per token cannot come from {topk_groups} of "
-                f"{groups} groups of {num_experts} experts"
-            )
-        if scoring == "sigmoid" and num_experts // groups < 2:
-            raise CheckpointError(
-                f"{source}: n_group {groups} leaves {num_experts // groups} of {num_experts} "
-                "experts to a group; its score is the sum of the best two"
-            )
-        return moe
-
-    def tensor_shapes(self, hidden_size: int) -> Shapes:
-        """Shapes of the expert tensors of a layer, by name within the layer."""
-        shapes: Shapes = {"mlp.gate.weight": (self.num_experts, hidden_size)}
-        if self.scoring == "sigmoid":
-            shapes["mlp.gate.e_score_correction_bias"] = (self.num_experts,)
-        names = [f"mlp.experts.{number}" for number in range(self.num_experts)]
-        for name in (*names, "mlp.shared_experts"):
-            width = (
-                self.shared_intermediate_size
-                if name == "mlp.shared_experts"
-                else self.expert_intermediate_size
-            )
-            shapes[f"{name}.gate_proj.weight"] = (width, hidden_size)
-            shapes[f"{name}.up_proj.weight"] = (width, hidden_size)
-            shapes[f"{name}.down_proj.weight"] = (hidden_size, width)
-        return shapes
+    if scoring == "sigmoid" and num_experts // groups < 2:
+        raise CheckpointError(
+            f"{source}: n_group {groups} leaves {num_experts // groups} of {num_experts} "
+            "experts to a group; its score is the sum of the best two"
+        )
+    return moe
 
 
 def _dense_layers(fields: ConfigFields, model_type: str, num_layers: int) -> frozenset[int]:

@@ -7,6 +7,7 @@ from torch import Tensor
 from ramify.models.config import ModelConfig
 from ramify.models.decoder import Family, norm_of
 from ramify.models.dense_variant import ActivationName
+from ramify.models.moe import MoeMlp
 from ramify.models.ops.mlp import GatedMlp, PlainMlp
 from ramify.models.ops.protocol import (
     Activation,
@@ -115,14 +116,30 @@ def bind_attention(
     return qkv, attention, ops.linear(prefix + names.o, shard="rows")
 
 
-def bind_mlp(ops: Ops, config: ModelConfig, layer: int) -> GatedMlp | PlainMlp:
-    """The MLP of a layer, with the norm before it."""
+class NormedExperts:
+    """A mixture of experts behind its norm, which router and experts share."""
+
+    def __init__(self, norm: RowOp, experts: MoeMlp) -> None:
+        self.norm, self.experts = norm, experts
+
+    def __call__(
+        self, x: Tensor, step: ForwardStep | None, *, residual: Tensor | None = None
+    ) -> Tensor:
+        """[T, hidden_size] -> the same; see `Linear` for the residual."""
+        return self.experts(self.norm(x), step, residual=residual)
+
+
+def bind_mlp(ops: Ops, config: ModelConfig, layer: int) -> GatedMlp | PlainMlp | NormedExperts:
+    """The MLP or the experts of a layer, with the norm before it."""
     variant, prefix = config.variant, f"model.layers.{layer}."
     names = variant.names
     before = names.before_attention if variant.block == "parallel" else names.before_mlp
     if variant.block == "parallel" and names.before_mlp is not None:
         before = names.before_mlp
     norm = norm_of(config, layer, before)
+    if config.moe is not None and config.has_experts(layer):
+        assert norm is not None
+        return NormedExperts(ops.norm(norm), MoeMlp(ops, config.moe, prefix))
     if not variant.has_gate:
         return PlainMlp(ops, prefix, names.gate_up[0], names.down, variant.activation, norm=norm)
     return GatedMlp(
@@ -149,7 +166,7 @@ def _row_norm(ops: Ops, config: ModelConfig, layer: int, name: str | None) -> Ro
 
 def dense_layer(ops: Ops, config: ModelConfig, layer: int) -> DecoderLayer:
     """A layer of a dense family."""
-    if config.variant.is_llama:
+    if config.variant.is_llama and not config.has_experts(layer):
         return LlamaLayer(ops, config, layer)
     return VariantLayer(ops, config, layer)
 

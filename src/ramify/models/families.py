@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ramify.models.config_fields import ConfigFields
+from ramify.models.deepseek_config import deepseek_experts
 from ramify.models.dense_variant import LLAMA, ActivationName, DenseVariant
 from ramify.models.family_variants import (
     Biases,
@@ -19,6 +20,7 @@ from ramify.models.family_variants import (
     gemma2_variant,
     gemma3_variant,
     gemma_variant,
+    glm4_moe_variant,
     glm4_variant,
     glm_bias,
     glm_variant,
@@ -34,6 +36,14 @@ from ramify.models.family_variants import (
     stablelm_variant,
     starcoder2_bias,
     starcoder2_variant,
+)
+from ramify.models.moe_config import (
+    MoeConfig,
+    glm4_experts,
+    mixtral_experts,
+    olmoe_experts,
+    qwen2_experts,
+    qwen3_experts,
 )
 
 # How a family says which layers have a sliding window.
@@ -60,6 +70,7 @@ class Family:
     model_type: str
     variant: Callable[[ConfigFields, int], DenseVariant] = lambda _fields, _num_layers: LLAMA
     biases: Callable[[Mapping[str, Any]], Biases] = lambda _config: Biases()
+    experts: Callable[[ConfigFields, int], MoeConfig | None] = lambda _fields, _num_layers: None
     num_kv_heads: int | None = None  # None: num_heads
     head_dim: int | None = None  # None: hidden_size / num_heads
     windows: WindowRule = "none"
@@ -308,8 +319,52 @@ FAMILIES: dict[str, Family] = {
         bos_token_id=1,
         eos_token_id=2,
     ),
+    "MixtralForCausalLM": Family(
+        model_type="mixtral",
+        experts=mixtral_experts,
+        num_kv_heads=8,
+        windows="all",
+        eps=1e-5,
+        rope_theta=1_000_000.0,
+        bos_token_id=1,
+        eos_token_id=2,
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        model_type="qwen2_moe",
+        biases=lambda config: Biases(qkv=bool(config.get("qkv_bias", True))),
+        experts=qwen2_experts,
+        num_kv_heads=16,
+        windows="qwen",
+        sliding_window=4096,
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        model_type="qwen3_moe",
+        variant=lambda _fields, _num_layers: DenseVariant(qk_norm="head"),
+        biases=attention_bias,
+        experts=qwen3_experts,
+        num_kv_heads=4,
+        windows="all",
+    ),
+    "OlmoeForCausalLM": Family(
+        model_type="olmoe",
+        variant=lambda _fields, _num_layers: DenseVariant(qk_norm="width"),
+        biases=attention_bias,
+        experts=olmoe_experts,
+        eps=1e-5,
+        eos_token_id=50_279,
+    ),
+    "Glm4MoeForCausalLM": Family(
+        model_type="glm4_moe",
+        variant=glm4_moe_variant,
+        biases=lambda config: Biases(qkv=bool(config.get("attention_bias", False))),
+        experts=glm4_experts,
+        num_kv_heads=8,
+        eps=1e-5,
+        partial_rotary=0.5,
+    ),
     "DeepseekV2ForCausalLM": Family(
         model_type="deepseek_v2",
+        experts=lambda fields, num_layers: deepseek_experts(fields, "deepseek_v2", num_layers),
         biases=attention_bias,
         bos_token_id=1,
         eos_token_id=2,
@@ -317,6 +372,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "DeepseekV3ForCausalLM": Family(
         model_type="deepseek_v3",
+        experts=lambda fields, num_layers: deepseek_experts(fields, "deepseek_v3", num_layers),
         biases=attention_bias,
         bos_token_id=0,
         eos_token_id=1,
@@ -324,6 +380,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "DeepseekV32ForCausalLM": Family(
         model_type="deepseek_v32",
+        experts=lambda fields, num_layers: deepseek_experts(fields, "deepseek_v32", num_layers),
         biases=attention_bias,
         bos_token_id=0,
         eos_token_id=1,

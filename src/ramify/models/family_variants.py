@@ -185,6 +185,11 @@ def glm4_variant(_fields: ConfigFields, _num_layers: int) -> DenseVariant:
     return DenseVariant(names=names, rope_interleaved=True)
 
 
+def glm4_moe_variant(fields: ConfigFields, _num_layers: int) -> DenseVariant:
+    """GLM-4-MoE: QK norm if the configuration says so."""
+    return DenseVariant(qk_norm="head" if fields.config.get("use_qk_norm") else None)
+
+
 def exaone4_variant(_fields: ConfigFields, _num_layers: int) -> DenseVariant:
     """Exaone 4: norms behind the blocks, QK norm."""
     return DenseVariant(names=_POST_NORM_NAMES, qk_norm="head")

@@ -35,6 +35,13 @@ LONGROPE = {
     "original_max_position_embeddings": 64,
 }
 HEAD = {"head_dim": 16}
+EXPERTS = {
+    "num_experts": 6,
+    "num_local_experts": 6,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+}
 # Architecture's prefix in transformers -> settings; several cases of one after a space.
 CASES: dict[str, dict[str, Any]] = {
     "Llama": HEAD,
@@ -120,6 +127,11 @@ CASES: dict[str, dict[str, Any]] = {
         "qk_layernorm": True,
     },
     "SeedOss": HEAD | {"attention_out_bias": True},
+    "Mixtral": HEAD | EXPERTS | {"sliding_window": WINDOW},
+    "Qwen2Moe": HEAD | EXPERTS | {"shared_expert_intermediate_size": 56, "mlp_only_layers": [1]},
+    "Qwen3Moe": HEAD | EXPERTS | {"norm_topk_prob": True, "decoder_sparse_step": 2},
+    "Olmoe": {"hidden_size": 64} | EXPERTS,
+    "Glm4Moe": HEAD | EXPERTS | {"use_qk_norm": True, "routed_scaling_factor": 1.7},
     "HunYuanDenseV1": HEAD | {"attention_bias": True},
     "HunYuanDenseV1 alpha": HEAD
     | {
@@ -135,16 +147,19 @@ CASES: dict[str, dict[str, Any]] = {
 
 def write_checkpoint(case: str, path: Path) -> Any:
     """Save a random model of a case with transformers; returns it, in float32 with eager attention."""
-    family = case.split()[0]
+    family = case.split(maxsplit=1)[0]
     name = f"{family}TextConfig" if family == "Gemma3" else f"{family}Config"
     config = getattr(transformers, name)(**SIZES | CASES[case])
-    config._attn_implementation = "eager"
+    config._attn_implementation = config._experts_implementation = "eager"
     torch.manual_seed(len(case))
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     for name, weight in model.named_parameters():
         if "norm" in name:
             torch.nn.init.normal_(weight, 0.0 if "Gemma" in case else 1.0, 0.3)
-        elif name.endswith("bias"):
+        elif name.endswith(("bias", "gate.weight")):
             torch.nn.init.normal_(weight, std=0.3)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, std=0.3)
     model.save_pretrained(path)
     return model

@@ -1,4 +1,4 @@
-"""Every dense family against transformers: logits, chunks, greedy tokens, settings that are refused."""
+"""Every family with full heads against transformers: logits, chunks, greedy tokens, settings that are refused."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def logits_of(runner: ModelRunner, ends: list[int]) -> Tensor:
 @pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_transformers(case: str, ops: str, tmp_path: Path) -> None:
-    """float32 within 1e-4 of the largest logit; bfloat16 no worse than 1.5 times transformers' own."""
+    """float32 within 1e-4 of the largest logit; bfloat16 at most 1.5 times transformers' own error."""
     model = write_checkpoint(case, tmp_path)
     token_ids = torch.tensor([token_ids_of(NUM_TOKENS)])
     with torch.inference_mode():
@@ -63,7 +63,10 @@ def test_logits_are_those_of_transformers(case: str, ops: str, tmp_path: Path) -
 
     largest = expected.abs().max()
     assert (logits - expected).abs().max() <= 1e-4 * largest
-    error, their_error = ((x - expected).square().mean().sqrt() for x in (narrow, theirs))
+    # The median token: near a tie, another rounding sends a token to another expert.
+    error, their_error = (
+        (x - expected).square().mean(-1).sqrt().median() for x in (narrow, theirs)
+    )
     assert error <= 1.5 * their_error
 
 

@@ -263,8 +263,15 @@ class Ops(Protocol):
         """Attention over QKV rows; `qk_norm` are norms of q and of k."""
         ...
 
-    def experts(self, prefix: str, *, num_experts: int, shared: str | None) -> Experts:
-        """Gated MLPs `prefix` + 0., 1., ... and `shared`."""
+    def experts(
+        self,
+        prefix: str,
+        *,
+        num_experts: int,
+        shared: str | None,
+        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    ) -> Experts:
+        """Gated MLPs `prefix` + 0., 1., ... and `shared`; `names` are gate, up and down of each."""
         ...
 
     def row_op(

@@ -195,10 +195,19 @@ class TorchOps:
         is_late = qk_norm_form == "after_rope"
         return SplitAttention(layer, TorchQKNormRope(heads, norms, rotate, is_late))
 
-    def experts(self, prefix: str, *, num_experts: int, shared: str | None) -> LoopedExperts:
+    def experts(
+        self,
+        prefix: str,
+        *,
+        num_experts: int,
+        shared: str | None,
+        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    ) -> LoopedExperts:
         """See `Ops`."""
-        routed = tuple(GatedMlp(self, f"{prefix}{number}.") for number in range(num_experts))
-        return LoopedExperts(routed, None if shared is None else GatedMlp(self, shared))
+        gate, up, down = names
+        bind = partial(GatedMlp, self, gate_up=(gate, up), down=down)
+        routed = tuple(bind(f"{prefix}{number}.") for number in range(num_experts))
+        return LoopedExperts(routed, None if shared is None else bind(shared))
 
     def lm_head(
         self, name: str, *, norm: Norm, scale: float = 1.0, soft_cap: float | None = None
