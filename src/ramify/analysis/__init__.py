@@ -12,11 +12,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ramify.analysis.sharing.prefix_matcher import RequestPrefixMatcher
+    from ramify.analysis.sharing.request_tree import RequestTree
     from ramify.analysis.simulation.calls import simulate
 
-__all__ = ["simulate"]
+__all__ = ["RequestPrefixMatcher", "RequestTree", "simulate"]
 
-_MODULES = {"simulate": "ramify.analysis.simulation.calls"}
+_MODULES = {
+    "RequestPrefixMatcher": "ramify.analysis.sharing.prefix_matcher",
+    "RequestTree": "ramify.analysis.sharing.request_tree",
+    "simulate": "ramify.analysis.simulation.calls",
+}
 
 
 def __getattr__(name: str) -> Any:
