@@ -4,6 +4,7 @@ RamifyError
 ├─ ConfigError                    an option has a value that cannot work
 │  ├─ UnknownOptionError          there is no such option
 │  ├─ PoolTooSmallError           the pool cannot hold a single request
+│  ├─ RulesError                  a file of cache rules and prices cannot be used
 │  └─ UnsupportedBackendError     no attention backend can serve this model and device
 ├─ ModelError                     a checkpoint cannot be used
 │  ├─ CheckpointError             files are missing, truncated or contradict each other
@@ -27,6 +28,7 @@ RamifyError
 │  ├─ SlotOutOfRangeError         a slot that no page of the pool has
 │  ├─ PageOwnershipError          a page was given back or published by a caller that does not own it
 │  └─ InvariantError              check() found a contradiction: a bug in Ramify
+├─ LogError                       a log of requests cannot be read, or lacks what a command needs
 ├─ StepMemoryError                a forward pass ran out of memory
 ├─ StepFailedError                a request failed in its steps; its caller was notified
 ├─ MissingPackageError            a package of one of Ramify's extras is not installed
@@ -77,6 +79,10 @@ class PoolTooSmallError(ConfigError):
             f"kv_cache_tokens={num_tokens} is {num_tokens // page_size} pages of {page_size}: "
             f"{reason}; raise kv_cache_tokens or kv_cache_memory, or lower page_size"
         )
+
+
+class RulesError(ConfigError):
+    """A file of cache rules and prices cannot be used, or has no rules for a provider."""
 
 
 class UnsupportedBackendError(ConfigError):
@@ -261,6 +267,10 @@ class SlotOutOfRangeError(CacheError, IndexError):
 
 class InvariantError(CacheError):
     """`check()` found a contradiction: a bug in Ramify."""
+
+
+class LogError(RamifyError, ValueError):
+    """A log of requests cannot be read, or lacks what a command needs."""
 
 
 class StepMemoryError(RamifyError, MemoryError):
