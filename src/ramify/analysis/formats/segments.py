@@ -107,7 +107,7 @@ def block_of(
     """Segment of a content block."""
     if isinstance(block, str):
         return Segment(path, kind, block, label=label)
-    if not isinstance(block, Mapping):
+    if not isinstance(block, dict):
         return _json_segment(block, path, label, kind)
     ttl_s = ttl_of(block)
     text = _text_of(block)
@@ -138,7 +138,7 @@ def _text_of(block: Mapping[str, Any]) -> str | None:
         value = block.get("content" if kind == "tool_result" else "output")
     elif kind == "document":
         source = block.get("source")
-        if isinstance(source, Mapping) and source.get("type") == "text":
+        if isinstance(source, dict) and source.get("type") == "text":
             value = source.get("data")
     return value if isinstance(value, str) else None
 
@@ -181,7 +181,7 @@ def media_of(block: Mapping[str, Any]) -> str | None:
             source = block[key]
             break
     detail = block.get("detail")
-    while isinstance(source, Mapping):
+    while isinstance(source, dict):
         detail = source.get("detail", detail)
         inner = next(
             (
@@ -204,14 +204,14 @@ def media_of(block: Mapping[str, Any]) -> str | None:
 
 def ttl_of(block: object) -> float | None:
     """Lifetime in seconds that a block's breakpoint asks for; None if there is no breakpoint."""
-    if not isinstance(block, Mapping):
+    if not isinstance(block, dict):
         return None
     for key in ("cache_control", "prompt_cache_breakpoint", "cachePoint"):
         marker = block.get(key)
-        if isinstance(marker, Mapping):
+        if isinstance(marker, dict):
             return TTL_1H_S if marker.get("ttl") == "1h" else TTL_5M_S
     function = block.get("function")  # LiteLLM takes it inside a tool's function
-    if isinstance(function, Mapping) and function is not block:
+    if isinstance(function, dict) and function is not block:
         return ttl_of(function) if "cache_control" in function else None
     inner = block.get("content")
     if block.get("type") == "tool_result" and isinstance(inner, list):
@@ -224,7 +224,7 @@ def ttl_of(block: object) -> float | None:
 
 def is_cache_point(block: object) -> bool:
     """Whether a block is only a breakpoint (Bedrock Converse)."""
-    return isinstance(block, Mapping) and len(block) == 1 and "cachePoint" in block
+    return isinstance(block, dict) and len(block) == 1 and "cachePoint" in block
 
 
 def mark_last(segments: list[Segment], ttl_s: float | None) -> None:
