@@ -99,7 +99,7 @@ def spend_row(**changes: Any) -> dict[str, Any]:
 def read(*rows: Any) -> tuple[list[LoggedRequest], ReadQuality]:
     quality = ReadQuality()
     reader = LiteLlmReader(quality)
-    requests = []
+    requests: list[LoggedRequest] = []
     for number, value in enumerate(rows, start=1):
         assert is_litellm_row(value)
         requests += reader.feed(Row("log.jsonl", number, value))

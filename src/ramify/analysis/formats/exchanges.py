@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +21,8 @@ NO_PROMPT = "prompt not stored"
 REDACTED = "prompt redacted"
 BAD_RESPONSE = "response not readable"
 
+_OTHER_ENDPOINTS = ("/embeddings", "/moderations", "/audio/", "/images/", "/rerank")
+_OTHER_MODELS = ("embedding", "moderation", "whisper", "tts-", "dall-e", "rerank")
 _PROMPT_KEYS = ("messages", "input", "prompt", "instructions")
 
 
@@ -45,6 +47,7 @@ class Exchange:
     response_model: str | None = None
     cache_scope: str = ""
     replica: str | None = None
+    template: str | None = None
 
 
 def has_prompt(body: Any) -> bool:
@@ -61,6 +64,9 @@ def requests_of_exchange(
         BadRowError: the body is of no known API.
     """
     body = decode_nested(exchange.body)
+    if _is_other_call(exchange.url, exchange.model, body):
+        quality.skipped[NO_REQUEST] += 1
+        return
     answer = _response_of(exchange.response, quality)
     info: dict[str, Any] = {
         "request_id": exchange.request_id,
@@ -73,6 +79,7 @@ def requests_of_exchange(
         "response_model": exchange.response_model,
         "cache_scope": exchange.cache_scope or None,
         "replica": exchange.replica,
+        "template": exchange.template,
     }
     if not has_prompt(body):
         if isinstance(body, str) and body.strip():
@@ -88,6 +95,56 @@ def requests_of_exchange(
     bodies = parse_bodies(body, url_path=exchange.url, betas=exchange.betas)
     for request in requests_of(row, quality, bodies, answer, status=exchange.status, **info):
         yield _checked(request, exchange.usage, quality)
+
+
+def _is_other_call(url: str, model: str | None, body: Any) -> bool:
+    """Whether a body with `input` is of embeddings, moderation or speech, not of Responses."""
+    if not isinstance(body, dict) or "messages" in body:
+        return False
+    if any(word in url for word in _OTHER_ENDPOINTS):
+        return True
+    name = model or body.get("model")
+    return isinstance(name, str) and any(word in name.lower() for word in _OTHER_MODELS)
+
+
+def requests_of_rows(
+    row: Row,
+    quality: ReadQuality,
+    values: Sequence[Any],
+    exchange_of: Callable[[Mapping[str, Any]], Exchange | None],
+) -> Iterator[LoggedRequest]:
+    """The requests of the values that a row holds, with an index if it holds several.
+
+    Args:
+        row: of the log.
+        quality: counts what is skipped.
+        values: the row's own value, or what a page, a trace or an archive contains.
+        exchange_of: gives None for a value that is no request.
+
+    Raises:
+        BadRowError: the row's only value cannot be read; among several, the line is counted as bad.
+    """
+    error: BadRowError | None = None
+    number = 0
+    if not values:
+        quality.skipped[NO_REQUEST] += 1
+    for value in values:
+        try:
+            if not isinstance(value, dict):
+                msg = "row is no object"
+                raise BadRowError(msg)
+            exchange = exchange_of(value)
+            if exchange is None:
+                continue
+            for request in requests_of_exchange(row, quality, exchange):
+                yield request if len(values) == 1 else replace(request, index=number)
+                number += 1
+        except BadRowError as found:
+            error = found
+    if error is not None:
+        if len(values) == 1:
+            raise error
+        quality.add_bad_line(row.file, row.line, str(error))
 
 
 def _response_of(value: Any, quality: ReadQuality) -> ResponseFields:

@@ -166,4 +166,4 @@ class VllmReader:
         return time - self._origin_s.setdefault(row.file, time)
 
 
-VLLM = LogFormat("vllm", is_vllm, VllmReader)
+VLLM = LogFormat("vllm", is_vllm, VllmReader, is_text=True)

@@ -56,7 +56,7 @@ class BreakpointCache:
 
     def __init__(self, corpus: Corpus, rule: ModelRule) -> None:
         self._rule = rule
-        self._roles = BlockRoles(corpus)
+        self._roles = BlockRoles(corpus, has_names=rule.implicit)
         self._entries: dict[int, _Entry] = {}
         self._seen: dict[int, _Seen] = {}
         self._writes: list[tuple[int, int, list[tuple[int, _Entry]]]] = []

@@ -13,14 +13,16 @@ from ramify.analysis.records import SegmentKind, TextForm
 
 CALLS = frozenset({"tool_use", "server_tool_use", "mcp_tool_use", "function_call"})
 RESULTS = frozenset({"tool_result", "mcp_tool_result", "function_call_output"})
+BLOCK_WORDS = frozenset({"document", "refusal", "thinking"})  # in labels, beside the role
 LEADERS = frozenset({"system", "developer"})
 
 
 class BlockRoles:
     """What the units of a corpus are to a vendor: a tool's call, its result, or a role's text."""
 
-    def __init__(self, corpus: Corpus) -> None:
+    def __init__(self, corpus: Corpus, *, has_names: bool) -> None:
         self._corpus = corpus
+        self._has_names = has_names  # a user message's label may have the user's name
         self._roles: dict[int, str] = {}
 
     def role(self, unit: int) -> str:
@@ -37,8 +39,9 @@ class BlockRoles:
         if unit.kind is not SegmentKind.MESSAGE:
             return role
         if unit.form is TextForm.TEXT:
-            # A text block has no id; only the text of a tool's result has the call's id beside it.
-            return "result" if role == "tool" or len(words) > 1 else role
+            has_call_id = role == "user" and len(words) > 1 and words[1] not in BLOCK_WORDS
+            is_result = role == "tool" or "function_call_output" in words
+            return "result" if is_result or (has_call_id and not self._has_names) else role
         if unit.form is not TextForm.JSON:
             return role
         kind = _type_of(self._corpus.text(number))

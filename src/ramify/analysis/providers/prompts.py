@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 
@@ -16,6 +16,7 @@ from ramify.analysis.records import LoggedRequest, SegmentKind, TextForm
 from ramify.analysis.tokens import Tokens, spread_ids
 
 WHOLE = (1 << 64) - 1
+SPLITS = frozenset({"replica", "key", "model"})  # what splits a cache beside the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,8 @@ class PromptLayout:
     corpus: Corpus
     prompt: ReplayPrompt
     rule: ModelRule
-    ignored: frozenset[str] = frozenset()  # of "replica", "key": what does not split the cache
+    answered_by: str | None = None  # the model that answered
+    ignored: frozenset[str] = frozenset()  # of `SPLITS`: what does not split the cache
 
     @cached_property
     def num_settings(self) -> int:
@@ -168,6 +170,8 @@ class PromptLayout:
                 parts[level].append((path, unit))
         if "replica" not in self.ignored:
             parts["all"].append(info.replica)
+        if "model" not in self.ignored:
+            parts["all"].append(self.answered_by)
         if rule.key_isolates and "key" not in self.ignored:
             parts["all"].append(info.cache_key)
         if rule.images_reset_messages and self._has_image():
@@ -211,7 +215,7 @@ class PromptLayout:
 
     def copy(self) -> PromptLayout:
         """The same without what was computed, which may be large."""
-        return PromptLayout(self.corpus, self.prompt, self.rule, self.ignored)
+        return replace(self)
 
     @cached_property
     def breakpoints(self) -> tuple[tuple[int, float], ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Protocol
@@ -12,6 +13,7 @@ from ramify.analysis.providers.grid import GridCache
 from ramify.analysis.providers.prompts import Prediction, PromptLayout, ReplayPrompt, Timing
 from ramify.analysis.providers.rules import ModelRule, Rules
 from ramify.analysis.providers.whole_units import WholeUnitCache
+from ramify.analysis.records import LoggedRequest
 
 
 class RuleCache(Protocol):
@@ -39,6 +41,7 @@ class CacheModel:
     def __init__(self, corpus: Corpus, provider: str, rules: Rules) -> None:
         self.corpus, self.provider, self.rules = corpus, provider, rules
         self._rule_of: dict[str | None, ModelRule] = {}
+        self._usual_answerer = _usual_answerers(corpus)
         self.rule_of_model(None)  # an unknown provider is an error here
 
     def rule_of_model(self, model: str | None) -> ModelRule:
@@ -56,13 +59,23 @@ class CacheModel:
         """The rule of the model that a prompt asks for."""
         return self.rule_of_model(prompt.request.info.model)
 
+    def answered_by(self, info: LoggedRequest) -> str | None:
+        """The model that answered; where that is not logged, the model that mostly does."""
+        return info.response_model or self._usual_answerer.get(info.model)
+
+    def layout(self, prompt: ReplayPrompt, ignored: frozenset[str] = frozenset()) -> PromptLayout:
+        """A prompt as its rule sees it."""
+        answerer = self.answered_by(prompt.request.info)
+        return PromptLayout(self.corpus, prompt, self.rule_of(prompt), answerer, ignored)
+
     def replay(
         self, prompts: Iterable[ReplayPrompt], *, ignored: frozenset[str] = frozenset()
     ) -> list[Prediction]:
         """What each prompt reads and writes; prompts in the order of their starts.
 
         Args:
-            ignored: "replica" and "key" do not split the cache if they are named here.
+            ignored: "replica", "key" and "model" (that answered) do not split the cache if they are
+                named here.
         """
         caches: dict[tuple[str, int], RuleCache] = {}
         predictions, numbers = [], []
@@ -73,8 +86,7 @@ class CacheModel:
             cache = caches.get((kind, id(rule)))
             if cache is None:
                 cache = caches[kind, id(rule)] = _CACHES[kind](self.corpus, rule)
-            layout = PromptLayout(self.corpus, prompt, rule, ignored)
-            predictions.append(cache.process(layout, Timing.of(info)))
+            predictions.append(cache.process(self.layout(prompt, ignored), Timing.of(info)))
             numbers.append(prompt.request.number)
         unread: dict[int, int] = {}
         for cache in caches.values():
@@ -83,6 +95,15 @@ class CacheModel:
             replace(prediction, num_unread=unread[number]) if number in unread else prediction
             for prediction, number in zip(predictions, numbers, strict=True)
         ]
+
+
+def _usual_answerers(corpus: Corpus) -> dict[str | None, str]:
+    """The model that mostly answers when a model is asked for."""
+    counts: dict[str | None, Counter[str]] = defaultdict(Counter)
+    for request in corpus:
+        if request.info.response_model is not None:
+            counts[request.info.model][request.info.response_model] += 1
+    return {model: names.most_common(1)[0][0] for model, names in counts.items()}
 
 
 def in_start_order(prompts: Iterable[ReplayPrompt]) -> list[ReplayPrompt]:
