@@ -11,6 +11,7 @@ from ramify.analysis.formats.lengths import LENGTHS
 from ramify.analysis.formats.litellm import LITELLM
 from ramify.analysis.formats.mooncake import MOONCAKE
 from ramify.analysis.formats.plain import PLAIN
+from ramify.analysis.formats.ramify_record import RAMIFY_RECORD
 from ramify.analysis.formats.sglang import SGLANG
 from ramify.analysis.formats.sharegpt import SHAREGPT
 from ramify.analysis.formats.token_ids import TOKEN_IDS
@@ -28,6 +29,7 @@ FORMATS: tuple[LogFormat, ...] = (
     CODEX,
     SGLANG,
     SHAREGPT,
+    RAMIFY_RECORD,
     DYNAMO,
     WEKA,
     BAILIAN,
