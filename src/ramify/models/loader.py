@@ -24,6 +24,7 @@ from ramify.models.deepseek import DEEPSEEK
 from ramify.models.dense import DENSE
 from ramify.models.ops.quantized import QuantizedWeight, Weight
 from ramify.models.ops.registry import OpsFactory, select_ops
+from ramify.models.weight_layout import reorder_weights
 
 # Families by architecture; all others are dense.
 FAMILIES: dict[str, Family] = {
@@ -285,9 +286,10 @@ def load_model(
     compute_dtype = resolve_dtype(dtype, config)
     if isinstance(ops, str):
         ops = select_ops(ops, compute_dtype, torch.device("cpu")).factory
-    weights: dict[str, Weight] = {
-        **load_weights(path, config, dtype=compute_dtype, progress=progress)
-    }
+    tensors = load_weights(path, config, dtype=compute_dtype, progress=progress)
+    if config.mla is None:
+        reorder_weights(tensors, config)
+    weights: dict[str, Weight] = {**tensors}
     if quantize is not None:
         for name, weight in weights.items():
             # kv_b is used by head, not as a linear.
