@@ -18,8 +18,9 @@ SETTINGS = frozenset(
 )
 TTL_5M_S, TTL_1H_S = 300.0, 3600.0
 
-_TEXT_TYPES = frozenset({"text", "input_text", "output_text", "summary_text", "refusal"})
-_MEDIA_TYPES = frozenset(
+# Tuples: a type that is a list or an object has no hash.
+_TEXT_TYPES = ("text", "input_text", "output_text", "summary_text", "refusal")
+_MEDIA_TYPES = tuple(
     "image image_url input_image audio input_audio video video_url file input_file document "
     "inlineData inline_data fileData file_data".split()
 )
@@ -136,7 +137,7 @@ def _text_of(block: Mapping[str, Any]) -> str | None:
         value = block.get("refusal" if kind == "refusal" else "text")
     elif kind == "thinking":
         value = block.get("thinking")
-    elif kind in {"tool_result", "function_call_output"}:
+    elif kind in ("tool_result", "function_call_output"):
         value = block.get("content" if kind == "tool_result" else "output")
     elif kind == "document":
         source = block.get("source")
