@@ -23,7 +23,7 @@ from ramify.analysis.formats.sharegpt import SHAREGPT
 from ramify.analysis.formats.token_ids import TOKEN_IDS
 from ramify.analysis.formats.vllm import VLLM
 from ramify.analysis.formats.weka import WEKA
-from ramify.analysis.formats.wrapped_bodies import BODIES, WRAPPED_BODIES
+from ramify.analysis.formats.wrapped_bodies import BODIES
 from ramify.analysis.reading import LogFormat
 
 # The first whose `is_row` is true reads a row. Those that need more keys stand before those that need
@@ -46,7 +46,6 @@ FORMATS: tuple[LogFormat, ...] = (
     BAILIAN,
     MOONCAKE,
     GATEWAY,
-    WRAPPED_BODIES,
     BODIES,
     TOKEN_IDS,
     LENGTHS,
