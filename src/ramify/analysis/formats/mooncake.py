@@ -98,15 +98,12 @@ class MooncakeReader:
         return self._sizes.prompt(file, ids, num_tokens, size)
 
     def _start_s(self, file: str, session: str | None, value: Mapping[str, Any]) -> float | None:
-        milliseconds = next(
-            (
-                get_number(value, name)
-                for name in ("timestamp", "created_time", "not_before_ms")
-                if value.get(name) is not None
-            ),
-            None,
-        )
-        start = None if milliseconds is None else milliseconds / 1000
+        start = None
+        for name in ("timestamp", "created_time", "not_before_ms"):
+            milliseconds = get_number(value, name)
+            if milliseconds is not None:
+                start = milliseconds / 1000
+                break
         if session is None:
             return start
         if start is None and (file, session) in self._starts:
@@ -124,7 +121,10 @@ class MooncakeReader:
 
 
 def _count_of(value: Mapping[str, Any], *names: str) -> int | None:
-    return next((get_count(value, name) for name in names if value.get(name) is not None), None)
+    for name in names:
+        if value.get(name) is not None:
+            return get_count(value, name)
+    return None
 
 
 MOONCAKE = LogFormat("mooncake", is_mooncake, MooncakeReader)
