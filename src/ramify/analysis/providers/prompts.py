@@ -181,8 +181,12 @@ class PromptLayout:
         return {level: hash(tuple(part)) & WHOLE if part else 0 for level, part in parts.items()}
 
     def _has_image(self) -> bool:
-        units = self.corpus.units
-        return any(units[unit].form is TextForm.MEDIA for unit in self.units.tolist())
+        corpus = self.corpus
+        return any(
+            corpus.units[unit].form is TextForm.MEDIA
+            and corpus.text(unit).startswith(("image", "input_image"))
+            for unit in self.units.tolist()
+        )
 
     def salted(self, hashes: Tokens, starts: dict[str, int]) -> Tokens:
         """Hashes of prefixes of 0, 1, … items, each with the salts of the levels that it reaches."""
