@@ -125,6 +125,9 @@ class _Reading:
         if found is None:
             self._quality.skipped[UNKNOWN_ROW] += 1
             return
+        if self._chosen is not None and not found.is_row(row.value):
+            self._add_bad_line(row.file, row.line, f"no row of the format {found.name}")
+            return
         self._quality.formats[found.name] += 1
         reader = self._readers.get(found.name)
         if reader is None:

@@ -17,6 +17,7 @@ from ramify.analysis.formats.litellm import LITELLM
 from ramify.analysis.formats.mooncake import MOONCAKE
 from ramify.analysis.formats.otel import OTEL
 from ramify.analysis.formats.plain import PLAIN
+from ramify.analysis.formats.ramify_record import RAMIFY_RECORD
 from ramify.analysis.formats.sglang import SGLANG
 from ramify.analysis.formats.sharegpt import SHAREGPT
 from ramify.analysis.formats.token_ids import TOKEN_IDS
@@ -39,6 +40,7 @@ FORMATS: tuple[LogFormat, ...] = (
     CODEX,
     SGLANG,
     SHAREGPT,
+    RAMIFY_RECORD,
     DYNAMO,
     WEKA,
     BAILIAN,
