@@ -27,8 +27,11 @@ from ramify.analysis.formats.wrapped_bodies import BODIES
 from ramify.analysis.reading import LogFormat
 
 # The first whose `is_row` is true reads a row. Those that need more keys stand before those that need
-# fewer; `PLAIN`, which takes any text, is last.
+# fewer; `PLAIN`, which takes any text, is last. Traces of a million rows come first.
 FORMATS: tuple[LogFormat, ...] = (
+    RAMIFY_RECORD,
+    BAILIAN,
+    MOONCAKE,
     BATCHES,
     LITELLM,
     LANGFUSE,
@@ -40,11 +43,8 @@ FORMATS: tuple[LogFormat, ...] = (
     CODEX,
     SGLANG,
     SHAREGPT,
-    RAMIFY_RECORD,
     DYNAMO,
     WEKA,
-    BAILIAN,
-    MOONCAKE,
     GATEWAY,
     BODIES,
     TOKEN_IDS,

@@ -195,6 +195,7 @@ class BreakpointCache:
                     continue
                 entry.ready_s = min(entry.ready_s, timing.ready_s)
                 entry.expiry_s = max(entry.expiry_s, timing.written_s + lifetime)
+                entry.lifetime_s = max(entry.lifetime_s, lifetime)
             elif at > read:
                 entry = self._entries[key] = _Entry(
                     writer,
