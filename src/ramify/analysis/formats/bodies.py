@@ -42,13 +42,12 @@ def is_body(value: object) -> bool:
     messages = value.get("messages")
     if isinstance(messages, list):
         return not messages or any(_is_message(message) for message in messages)
-    if "model" not in value:
+    prompt = value.get("prompt")
+    if isinstance(prompt, str | list) and "choices" not in value:
+        return isinstance(prompt, str) or all(isinstance(item, str | int | list) for item in prompt)
+    if "model" not in value or value.get("object") == "response":
         return False
-    if isinstance(value.get("prompt"), str | list):
-        return "choices" not in value
-    return (
-        isinstance(value.get("input"), str | list) and value.get("object") != "response"
-    ) or isinstance(value.get("prompt"), Mapping)
+    return isinstance(value.get("input"), str | list) or isinstance(prompt, dict)
 
 
 def _is_message(value: object) -> bool:
