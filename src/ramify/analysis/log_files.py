@@ -188,9 +188,10 @@ def _rows_inside(value: Any) -> list[Any] | None:
     log = value.get("log")
     if isinstance(log, dict) and isinstance(log.get("entries"), list):
         return list(log["entries"])
-    if _format_of(value) is not None:
+    names = CONTAINERS.intersection(value)
+    if not names or _format_of(value) is not None:
         return None
-    for name in CONTAINERS.intersection(value):
+    for name in names:
         items = value[name]
         if isinstance(items, list) and items and all(isinstance(item, dict) for item in items):
             return list(items)

@@ -68,6 +68,20 @@ def test_text_input_is_the_prompt() -> None:
     assert request.hashed is None
 
 
+def test_messages_are_read_as_a_body() -> None:
+    """The time is in ms as in all rows of the format."""
+    row = {
+        "timestamp": 2500, "session_id": "s", "output_length": 5,
+        "messages": [{"role": "user", "content": "Hi"}],
+    }  # fmt: skip
+
+    [request], _ = read_rows(MOONCAKE, [row])
+
+    assert MOONCAKE.is_row(row)
+    assert (request.start_s, request.conversation) == (2.5, "s")
+    assert [(item.path, item.text) for item in request.segments] == [("messages[0]", "Hi")]
+
+
 def test_bad_rows_are_told_with_line_and_reason() -> None:
     """Wrong types and ids of more than 64 bits; the other rows are read."""
     rows = [
