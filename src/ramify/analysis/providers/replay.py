@@ -10,7 +10,7 @@ from typing import Protocol
 from ramify.analysis.corpus import Corpus
 from ramify.analysis.providers.breakpoints import BreakpointCache
 from ramify.analysis.providers.conditions import AS_LOGGED, Conditions
-from ramify.analysis.providers.grid import GridCache
+from ramify.analysis.providers.grid import GridCache, NoCache
 from ramify.analysis.providers.prompts import Prediction, PromptLayout, ReplayPrompt, Timing
 from ramify.analysis.providers.rules import ModelRule, Rules
 from ramify.analysis.providers.whole_units import WholeUnitCache
@@ -29,9 +29,10 @@ class RuleCache(Protocol):
         ...
 
 
-_CACHES: dict[str, type[BreakpointCache | GridCache | WholeUnitCache]] = {
+_CACHES: dict[str, type[BreakpointCache | GridCache | NoCache | WholeUnitCache]] = {
     "breakpoints": BreakpointCache,
     "grid": GridCache,
+    "none": NoCache,
     "units": WholeUnitCache,
 }
 
