@@ -176,7 +176,7 @@ def test_missing_and_empty_inputs(tmp_path: Path) -> None:
         read(tmp_path / "missing.jsonl")
     with pytest.raises(LogError, match="no file with a suffix of a log"):
         read(tmp_path / "folder")
-    with pytest.raises(LogError, match="no log format 'x'; choose one of batches"):
+    with pytest.raises(LogError, match=r"no log format 'x'; choose one of .*batches"):
         read(tmp_path / "empty.jsonl", format="x")
 
 
@@ -241,6 +241,20 @@ def test_tables_have_the_line_on_which_a_row_begins(tmp_path: Path) -> None:
     assert places(requests) == [(2, None), (3 + height, None)]
     assert [request.conversation for request in requests] == ["s", "t"]
     assert [line for _, line in quality.bad_lines] == [2 + height]
+
+
+def test_a_missing_quote_loses_only_its_row(tmp_path: Path) -> None:
+    """The lines after a row whose cell does not end are read again as rows."""
+    path = tmp_path / "log.csv"
+    good = '"{""prompt"": ""a""}",s\n'
+    path.write_text(
+        "request_body,session_id\n" + good + '"open,s\n' + good * 3 + '"open,s\n' + good
+    )
+
+    requests, quality = read(path)
+
+    assert [request.line for request in requests] == [2, 4, 5, 6, 8]
+    assert [line for _, line in quality.bad_lines] == [3, 7]
 
 
 def test_progress_counts_the_bytes_on_disk(tmp_path: Path) -> None:
