@@ -1,7 +1,8 @@
 """Messages, system instructions and tools of OpenTelemetry GenAI as segments.
 
-`parts[j]` of a message is `messages[i].content[j]`. The text of a part of type `text` is its content,
-media are a digest; every other part (reasoning, a tool's call or its response) is compact JSON as it is.
+`parts[j]` of a message is `messages[i].content[j]`. A part with text, reasoning, media or a tool's
+result becomes the block that Anthropic's API has for it, so that its text is read in the same way;
+every other part is compact JSON as it is.
 """
 
 from __future__ import annotations
@@ -69,12 +70,19 @@ def tools_of_definitions(value: Any) -> list[Segment]:
 
 
 def block_of_part(part: Any) -> Any:
-    """The content block of the same meaning; a part that is neither text nor media as it is."""
+    """The content block that says what a part says."""
     if not isinstance(part, dict):
         return part
     kind, content = part.get("type"), part.get("content")
     if kind == "text" and isinstance(content, str):
         return _with_marker(part, {"type": "text", "text": content})
+    if kind in ("reasoning", "thinking") and isinstance(content, str):
+        return _with_marker(part, {"type": "thinking", "thinking": content})
+    if kind in ("tool_call_response", "tool_response"):
+        result = part.get("response", part.get("result", content))
+        if isinstance(result, str):
+            block = {"type": "tool_result", "tool_use_id": part.get("id"), "content": result}
+            return _with_marker(part, block)
     if kind in ("blob", "uri", "file", "file_data", "media"):
         source = next((part[key] for key in _MEDIA_SOURCES if part.get(key) is not None), None)
         if source is not None:
