@@ -7,9 +7,15 @@ from ramify.analysis.formats.batches import BATCHES
 from ramify.analysis.formats.claude_code import CLAUDE_CODE
 from ramify.analysis.formats.codex import CODEX
 from ramify.analysis.formats.dynamo import DYNAMO
+from ramify.analysis.formats.gateway_csv import GATEWAY
+from ramify.analysis.formats.har import HAR
+from ramify.analysis.formats.helicone import HELICONE
+from ramify.analysis.formats.langfuse import LANGFUSE
+from ramify.analysis.formats.langsmith import LANGSMITH
 from ramify.analysis.formats.lengths import LENGTHS
 from ramify.analysis.formats.litellm import LITELLM
 from ramify.analysis.formats.mooncake import MOONCAKE
+from ramify.analysis.formats.otel import OTEL
 from ramify.analysis.formats.plain import PLAIN
 from ramify.analysis.formats.sglang import SGLANG
 from ramify.analysis.formats.sharegpt import SHAREGPT
@@ -24,6 +30,11 @@ from ramify.analysis.reading import LogFormat
 FORMATS: tuple[LogFormat, ...] = (
     BATCHES,
     LITELLM,
+    LANGFUSE,
+    HELICONE,
+    LANGSMITH,
+    OTEL,
+    HAR,
     CLAUDE_CODE,
     CODEX,
     SGLANG,
@@ -32,6 +43,7 @@ FORMATS: tuple[LogFormat, ...] = (
     WEKA,
     BAILIAN,
     MOONCAKE,
+    GATEWAY,
     WRAPPED_BODIES,
     BODIES,
     TOKEN_IDS,

@@ -16,7 +16,7 @@ from ramify.analysis.reading import BadRowError, ReadQuality, Row
 from ramify.analysis.records import LoggedRequest, VendorVerdict
 
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function", "model"})
-_ANTHROPIC_BLOCKS = frozenset({"tool_use", "tool_result", "thinking", "redacted_thinking"})
+_ANTHROPIC_BLOCKS = ("tool_use", "tool_result", "thinking", "redacted_thinking")
 _HOSTS = (
     ("anthropic", "anthropic"),
     ("deepseek", "deepseek"),
@@ -52,7 +52,8 @@ def is_body(value: object) -> bool:
 
 
 def _is_message(value: object) -> bool:
-    return isinstance(value, Mapping) and value.get("role") in _ROLES
+    role = value.get("role") if isinstance(value, Mapping) else None
+    return isinstance(role, str) and role in _ROLES
 
 
 def parse_bodies(
@@ -106,7 +107,7 @@ def is_anthropic(body: Mapping[str, Any]) -> bool:
     for message in messages:
         if not isinstance(message, Mapping):
             continue
-        if message.get("role") in {"tool", "function", "developer"} or "tool_calls" in message:
+        if message.get("role") in ("tool", "function", "developer") or "tool_calls" in message:
             return False
         content = message.get("content")
         if isinstance(content, list) and any(

@@ -21,6 +21,8 @@ NO_PROMPT = "prompt not stored"
 REDACTED = "prompt redacted"
 BAD_RESPONSE = "response not readable"
 
+_OTHER_ENDPOINTS = ("/embeddings", "/moderations", "/audio/", "/images/", "/rerank")
+_OTHER_MODELS = ("embedding", "moderation", "whisper", "tts-", "dall-e", "rerank")
 _PROMPT_KEYS = ("messages", "input", "prompt", "instructions")
 
 
@@ -62,6 +64,9 @@ def requests_of_exchange(
         BadRowError: the body is of no known API.
     """
     body = decode_nested(exchange.body)
+    if _is_other_call(exchange.url, exchange.model, body):
+        quality.skipped[NO_REQUEST] += 1
+        return
     answer = _response_of(exchange.response, quality)
     info: dict[str, Any] = {
         "request_id": exchange.request_id,
@@ -92,6 +97,16 @@ def requests_of_exchange(
         yield _checked(request, exchange.usage, quality)
 
 
+def _is_other_call(url: str, model: str | None, body: Any) -> bool:
+    """Whether a body with `input` is of embeddings, moderation or speech, not of Responses."""
+    if not isinstance(body, dict) or "messages" in body:
+        return False
+    if any(word in url for word in _OTHER_ENDPOINTS):
+        return True
+    name = model or body.get("model")
+    return isinstance(name, str) and any(word in name.lower() for word in _OTHER_MODELS)
+
+
 def requests_of_rows(
     row: Row,
     quality: ReadQuality,
@@ -111,9 +126,14 @@ def requests_of_rows(
     """
     error: BadRowError | None = None
     number = 0
+    if not values:
+        quality.skipped[NO_REQUEST] += 1
     for value in values:
         try:
-            exchange = exchange_of(value) if isinstance(value, dict) else None
+            if not isinstance(value, dict):
+                msg = "row is no object"
+                raise BadRowError(msg)
+            exchange = exchange_of(value)
             if exchange is None:
                 continue
             for request in requests_of_exchange(row, quality, exchange):

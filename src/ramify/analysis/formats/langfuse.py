@@ -15,7 +15,7 @@ from ramify.analysis.formats.usage import count, parse_usage
 from ramify.analysis.reading import LogFormat, ReadQuality, Row
 from ramify.analysis.records import LoggedRequest, Usage
 
-_TYPES = frozenset(
+_TYPES = (
     """GENERATION SPAN EVENT AGENT TOOL CHAIN RETRIEVER EVALUATOR EMBEDDING GUARDRAIL""".split()
 )
 _USAGE_KEYS = ("usage_details", "usageDetails", "usage")

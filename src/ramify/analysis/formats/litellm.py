@@ -90,7 +90,7 @@ def _exchange_of(value: Mapping[str, Any], metadata: Mapping[str, Any]) -> Excha
     return Exchange(
         body=_body_of(value, metadata),
         response=value.get("response"),
-        url="/v1/messages" if call_type in {"anthropic_messages", "aanthropic_messages"} else "",
+        url="/v1/messages" if call_type in ("anthropic_messages", "aanthropic_messages") else "",
         usage=_usage_of(value, metadata),
         times=Times.in_order(
             parse_time(value.get("startTime")),

@@ -72,14 +72,14 @@ def block_of_part(part: Any) -> Any:
     kind, content = part.get("type"), part.get("content")
     if kind == "text" and isinstance(content, str):
         return _with_marker(part, {"type": "text", "text": content})
-    if kind in {"reasoning", "thinking"} and isinstance(content, str):
+    if kind in ("reasoning", "thinking") and isinstance(content, str):
         return _with_marker(part, {"type": "thinking", "thinking": content})
-    if kind in {"tool_call_response", "tool_response"}:
+    if kind in ("tool_call_response", "tool_response"):
         result = part.get("response", part.get("result", content))
         if isinstance(result, str):
             block = {"type": "tool_result", "tool_use_id": part.get("id"), "content": result}
             return _with_marker(part, block)
-    if kind in {"blob", "uri", "file", "file_data", "media"}:
+    if kind in ("blob", "uri", "file", "file_data", "media"):
         source = next((part[key] for key in _MEDIA_SOURCES if part.get(key) is not None), None)
         if source is not None:
             return {"type": _media_kind(part), "source": {"data": source}}
@@ -96,7 +96,7 @@ def _media_kind(part: Mapping[str, Any]) -> str:
     modality, mime = part.get("modality"), part.get("mime_type")
     if not isinstance(modality, str) and isinstance(mime, str):
         modality = mime.partition("/")[0]
-    if modality in {"image", "audio", "video"}:
+    if modality in ("image", "audio", "video"):
         return str(modality)
     return "file"
 

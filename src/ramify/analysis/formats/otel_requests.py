@@ -23,10 +23,8 @@ from ramify.analysis.records import LoggedRequest, Segment, SegmentKind, Usage
 DETAILS_EVENT = "gen_ai.client.inference.operation.details"
 
 _INPUT, _SYSTEM = "gen_ai.input.messages", "gen_ai.system_instructions"
-_OPERATIONS = frozenset(
-    """chat generate_content text_completion completion completions chat.completions messages
+_OPERATIONS = """chat generate_content text_completion completion completions chat.completions messages
     responses response""".split()
-)
 # Keys that only the span of an inference has.
 _INFERENCE_KEYS = ("gen_ai.request.model", "llm.model_name", "ai.prompt.messages", _INPUT)
 _CONTENT_KEYS = (
@@ -82,7 +80,7 @@ def is_inference(item: OtlpItem) -> bool:
     if operation is not None:
         return operation in _OPERATIONS
     if attributes.get("llm.request.type") is not None:
-        return attributes["llm.request.type"] in {"chat", "completion"}
+        return attributes["llm.request.type"] in ("chat", "completion")
     return any(key in attributes for key in _INFERENCE_KEYS) or has_content(item)
 
 

@@ -17,7 +17,7 @@ from ramify.analysis.formats.usage import parse_usage, provider_of_usage
 from ramify.analysis.reading import BadRowError
 from ramify.analysis.records import Segment, SegmentKind, Usage, VendorVerdict
 
-_FAILED = frozenset({"failed", "cancelled", "errored", "expired"})
+_FAILED = ("failed", "cancelled", "errored", "expired")
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,7 @@ def input_items(items: object) -> list[Segment]:
 def input_item(item: object, number: int) -> list[Segment]:
     """Segments of an item: a message's content, else the item as a whole."""
     path = f"messages[{number}]"
-    if isinstance(item, Mapping) and "role" in item and item.get("type") in {None, "message"}:
+    if isinstance(item, Mapping) and "role" in item and item.get("type") in (None, "message"):
         label = label_of(item.get("role"), item.get("name"))
         segments = content_of(item.get("content"), path, label)
         return segments or [Segment(path, SegmentKind.MESSAGE, "", label=label)]

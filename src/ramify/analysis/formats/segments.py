@@ -130,6 +130,8 @@ def _text_of(block: Mapping[str, Any]) -> str | None:
     value: object = None
     if kind is None and len(block) == 1:
         value = block.get("text")  # Bedrock and Gemini have blocks without a type
+    elif not isinstance(kind, str):
+        return None
     elif kind in _TEXT_TYPES:
         value = block.get("refusal" if kind == "refusal" else "text")
     elif kind == "thinking":
@@ -152,7 +154,7 @@ def _extra_label(block: Mapping[str, Any]) -> list[str]:
         parts = [kind, block.get("call_id")]
     elif kind == "document":
         parts = [kind, block.get("title"), block.get("context")]
-    elif kind in {"thinking", "refusal"}:
+    elif kind in ("thinking", "refusal"):
         parts = [kind]
     else:
         parts = []
@@ -164,7 +166,7 @@ def media_of(block: Mapping[str, Any]) -> str | None:
     kind = block.get("type")
     if kind is None:
         kind = next((key for key in block if key in _MEDIA_TYPES), None)
-    if kind not in _MEDIA_TYPES:
+    if not isinstance(kind, str) or kind not in _MEDIA_TYPES:
         return None
     source: object = None
     for key in (
