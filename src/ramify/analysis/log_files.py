@@ -125,6 +125,9 @@ class _Reading:
         if found is None:
             self._quality.skipped[UNKNOWN_ROW] += 1
             return
+        if self._chosen is not None and not found.is_row(row.value):
+            self._add_bad_line(row.file, row.line, f"no row of the format {found.name}")
+            return
         self._quality.formats[found.name] += 1
         reader = self._readers.get(found.name)
         if reader is None:
@@ -185,9 +188,10 @@ def _rows_inside(value: Any) -> list[Any] | None:
     log = value.get("log")
     if isinstance(log, dict) and isinstance(log.get("entries"), list):
         return list(log["entries"])
-    if _format_of(value) is not None:
+    names = CONTAINERS.intersection(value)
+    if not names or _format_of(value) is not None:
         return None
-    for name in CONTAINERS.intersection(value):
+    for name in names:
         items = value[name]
         if isinstance(items, list) and items and all(isinstance(item, dict) for item in items):
             return list(items)

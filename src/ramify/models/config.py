@@ -56,6 +56,7 @@ class ModelConfig:
     torch_dtype: str = "float32"
     mla: MlaConfig | None = None
     moe: MoeConfig | None = None
+    is_native: bool = True  # False: transformers' own modules compute it (`models/hf.py`)
 
     def window_of(self, layer: int) -> int | None:
         """Sliding window of this layer in tokens, the query's own included; None: full attention."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -60,6 +61,38 @@ class Family:
     layer: Callable[[Ops, ModelConfig, int], DecoderLayer]
     embedding: Callable[[Ops, ModelConfig], Embedding] = bind_embedding
     lm_head: Callable[[Ops, ModelConfig], LmHead] = bind_lm_head
+
+
+class CausalDecoder(Protocol):
+    """What the runner and the engine need of a model: `Decoder`, or a model of transformers."""
+
+    config: ModelConfig
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and arithmetic."""
+        ...
+
+    @property
+    def row_multiple(self) -> int:
+        """Pad a step to a multiple of this many rows, or its bits are not exact."""
+        ...
+
+    def exactness(self) -> list[Exactness]:
+        """The implementation of each distinct operation, shape and dtype, and why it was chosen."""
+        ...
+
+    def warm_up(self, backend: PagedBackend, pool: KVPool) -> None:
+        """Compile for steps over this backend and pool now, not in the first step."""
+        ...
+
+    def forward(self, token_ids: Tensor, step: ForwardStep) -> Tensor:
+        """Tokens [T] int64 -> hidden rows [T, hidden_size], which `logits` takes."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Rows of `forward` [R, hidden_size] -> [R, vocab_size] float32."""
+        ...
 
 
 class Decoder:

@@ -325,6 +325,12 @@ def _otlp_pieces(fields: Body) -> list[Piece]:
             path, role = f"messages[{at}].content[{number}]", message["role"]
             if part["type"] == "text":
                 pieces.append(Piece(path, "message", part["content"], part["content"], role))
+            elif part["type"] == "reasoning":
+                thought = part["content"]
+                pieces.append(Piece(path, "message", f"thought {thought}", thought, role))
+            elif part["type"] == "tool_call_response" and isinstance(part["response"], str):
+                answer = part["response"]
+                pieces.append(Piece(path, "message", answer, answer, f"{role} {part['id']}"))
             elif part["type"] == "blob":
                 pieces.append(Piece(path, "message", compact(part), None, role))
             else:

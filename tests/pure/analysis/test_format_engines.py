@@ -252,3 +252,60 @@ def test_unknown_escapes_and_open_strings_are_bad() -> None:
     for text in (r"'\q'", "'open", "open'", r"'\U00110000'"):
         with pytest.raises(BadRowError):
             string_at(text, 0)
+
+
+RECEIVE = (
+    "[2026-05-01 10:00:00] Receive: obj=GenerateReqInput(rid='r1', http_worker_ipc=None, "
+    "text='It\\'s (late), text=why?', input_ids=None, image_data=None, sampling_params={'n': 1, "
+    "'stop': ['rid=']}, extra_key='t1', lora_path=None)"
+)
+FINISH = (
+    RECEIVE.replace("Receive", "Finish").replace("10:00:00", "10:00:02")
+    + ", out={'text': \"'meta_info': {'prompt_tokens': 1\", 'meta_info': {'id': 'r1', "
+    "'finish_reason': {'type': 'stop'}, 'prompt_tokens': 7, 'completion_tokens': 3, "
+    "'cached_tokens': 4, 'e2e_latency': 1.5}}"
+)
+
+
+def test_lines_of_text_are_the_same_events() -> None:
+    """SGLang's default form, with quotes, brackets and names of fields inside the prompt."""
+    [request], quality = read_rows(SGLANG, [RECEIVE, FINISH])
+
+    assert all(map(SGLANG.is_row, (RECEIVE, FINISH)))
+    assert (request.line, request.request_id) == (1, "r1")
+    assert request.segments[0].text == "It's (late), text=why?"
+    assert (request.start_s, request.end_s) == (1777629600.0, 1777629602.0)
+    assert (request.usage.num_input, request.usage.num_read, request.usage.num_output) == (7, 4, 3)
+    assert request.cache_scope == "extra_key=t1"
+    assert not quality.bad_lines
+
+
+def test_cut_texts_and_ids_of_lines_are_noticed() -> None:
+    """Both halves with dots between them."""
+    text = RECEIVE.replace("text='It\\'s (late), text=why?'", f"text={'a' * 64!r} ... {'b' * 64!r}")
+    ids = RECEIVE.replace(
+        "text='It\\'s (late), text=why?', input_ids=None", "input_ids=[1] ... [9]"
+    )
+    batch = RECEIVE.replace("rid='r1'", "rid=['r1', 'r2']").replace(
+        "text='It\\'s (late), text=why?'", "text=['one', 'two']"
+    )
+
+    (first, second, *several), quality = read_rows(SGLANG, [text, ids.replace("r1", "r3"), batch])
+
+    assert (first.has_full_text, first.segments[0].text) == (False, "a" * 64 + "..." + "b" * 64)
+    assert (second.has_full_text, second.segments[0].text) == (False, "1 9")
+    assert [(item.index, item.request_id, item.segments[0].text) for item in several] == [
+        (0, "r1", "one"),
+        (1, "r2", "two"),
+    ]
+    assert not quality.bad_lines
+
+
+@given(st.data())
+def test_torn_lines_of_sglang_raise_nothing_else(data: st.DataObject) -> None:
+    """Any cut or changed character: read or bad."""
+    line = data.draw(st.sampled_from([RECEIVE, FINISH]))
+    begin = data.draw(st.integers(0, len(line)))
+    end = data.draw(st.integers(begin, len(line)))
+
+    read_rows(SGLANG, [RECEIVE, line[:begin] + data.draw(st.text(max_size=3)) + line[end:]])

@@ -6,9 +6,10 @@ from ramify.analysis.formats.bailian import BAILIAN
 from ramify.analysis.formats.dynamo import DYNAMO
 from ramify.analysis.formats.lengths import LENGTHS, LENGTHS_ONLY
 from ramify.analysis.formats.mooncake import MOONCAKE
+from ramify.analysis.formats.ramify_record import NO_DURATION, RAMIFY_RECORD
 from ramify.analysis.formats.weka import WEKA
 from ramify.analysis.reading import ReadQuality, Row
-from ramify.analysis.records import HashedPrompt
+from ramify.analysis.records import HashedPrompt, VendorVerdict
 from tests.pure.analysis.log_rows import jsonl, read_rows
 
 PUBLISHED = """
@@ -65,6 +66,20 @@ def test_text_input_is_the_prompt() -> None:
 
     assert (request.segments[0].path, request.segments[0].text) == ("prompt", "What is it?")
     assert request.hashed is None
+
+
+def test_messages_are_read_as_a_body() -> None:
+    """The time is in ms as in all rows of the format."""
+    row = {
+        "timestamp": 2500, "session_id": "s", "output_length": 5,
+        "messages": [{"role": "user", "content": "Hi"}],
+    }  # fmt: skip
+
+    [request], _ = read_rows(MOONCAKE, [row])
+
+    assert MOONCAKE.is_row(row)
+    assert (request.start_s, request.conversation) == (2.5, "s")
+    assert [(item.path, item.text) for item in request.segments] == [("messages[0]", "Hi")]
 
 
 def test_bad_rows_are_told_with_line_and_reason() -> None:
@@ -255,3 +270,53 @@ def test_traces_of_lengths_say_that_sharing_is_unknown() -> None:
     )
     assert quality.notes[LENGTHS_ONLY] == 5
     assert quality.bad_lines == [("log.jsonl", 5)]
+
+
+RECORD = {
+    "timestamp": 1_790_000_002_000, "id": "chatcmpl-1", "tenant": "t1", "input_length": 9,
+    "output_length": 4, "page_size": 4, "hash_ids": [(1 << 64) - 1, 7], "hit": 4, "end": "length",
+    "total_ms": 500.0, "ttft_ms": 125.0, "read": 4, "shared": 0, "written": 4,
+    "miss": {"reason": "evicted", "at_token": 4, "segment": "messages[0]"}, "token_ids": [5, 6, 7],
+}  # fmt: skip
+
+
+def test_our_own_records_have_times_hits_and_the_reason_of_the_miss() -> None:
+    """The tenant is the scope; token ids are segments beside the hashes."""
+    [request], quality = read_rows(RAMIFY_RECORD, [RECORD])
+
+    assert RAMIFY_RECORD.is_row(RECORD) and not MOONCAKE.is_row(RECORD)
+    assert request.hashed == HashedPrompt(4, ((1 << 64) - 1, 7), 9)
+    assert (request.start_s, request.first_output_s, request.end_s) == (
+        1_790_000_001.5,
+        1_790_000_001.625,
+        1_790_000_002.0,
+    )
+    assert (request.usage.num_input, request.usage.num_read) == (9, 4)
+    assert request.verdict == VendorVerdict("evicted", 5)
+    assert (request.cache_scope, request.provider, request.request_id) == (
+        "t1",
+        "ramify",
+        "chatcmpl-1",
+    )
+    assert request.segments[0].text == "5 6 7"
+    assert not quality.notes
+
+
+def test_records_of_older_servers_are_read() -> None:
+    """Without durations the end is taken for the start, which a note tells."""
+    fields = (
+        "timestamp",
+        "tenant",
+        "input_length",
+        "output_length",
+        "page_size",
+        "hash_ids",
+        "hit",
+    )
+    old = {name: RECORD[name] for name in fields}
+
+    [request], quality = read_rows(RAMIFY_RECORD, [old])
+
+    assert (request.start_s, request.end_s) == (1_790_000_002.0, 1_790_000_002.0)
+    assert request.verdict is None
+    assert quality.notes[NO_DURATION] == 1

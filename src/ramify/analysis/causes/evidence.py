@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
 from ramify.analysis.corpus import Corpus, StoredRequest
+from ramify.analysis.providers.conditions import Conditions
+from ramify.analysis.providers.conversations import single_requests
 from ramify.analysis.providers.prompts import SPLITS, Prediction, PromptLayout, ReplayPrompt
 from ramify.analysis.providers.replay import CacheModel, in_start_order
 from ramify.analysis.providers.rules import ModelRule
@@ -104,13 +106,13 @@ class LogFacts:
         )
         is_split = any(len(values) > 1 for values in splits)
         self.unsplit = (
-            _by_number(prompts, model.replay(prompts, ignored=SPLITS))
+            _by_number(prompts, model.replay(prompts, Conditions(ignored=SPLITS)))
             if is_split
             else self.predictions
         )
         self.has_breakpoints = any(request.breakpoints for request in self.requests.values())
         self.key_rates = _key_rates(model, prompts)
-        self.single = _single_requests(model, prompts)
+        self.single = single_requests(model, prompts)
         starts = [request.info.start_s for request in self.requests.values()]
         self.last_start_s = max((start for start in starts if start is not None), default=None)
 
@@ -166,38 +168,3 @@ def _routed_prefix(layout: PromptLayout) -> int:
     """Hash of the units that hold the first tokens."""
     after = int(layout.ends.searchsorted(_ROUTED_TOKENS))
     return int(layout.chain[min(after, len(layout.chain) - 1)])
-
-
-def _single_requests(model: CacheModel, prompts: Iterable[ReplayPrompt]) -> frozenset[int]:
-    """Requests that are a conversation of one request."""
-    named: Counter[str] = Counter()
-    whole: dict[int, list[int]] = {}  # hash of a whole prompt: requests
-    chains: list[tuple[int, list[int]]] = []
-    for prompt in prompts:
-        info, number = prompt.request.info, prompt.request.number
-        if info.conversation is not None:
-            named[info.conversation] += 1
-            continue
-        if info.hashed is not None:
-            continue
-        layout = model.layout(prompt)
-        chain = layout.chain[layout.level_starts["messages"] + 1 :].tolist()
-        if chain:
-            whole.setdefault(chain[-1], []).append(number)
-            chains.append((number, chain))
-    joined: set[int] = set()
-    for number, chain in chains:
-        for key in chain[:-1]:
-            if key in whole:
-                joined.add(number)
-                joined.update(whole[key])
-        if len(whole[chain[-1]]) > 1:
-            joined.add(number)
-    inferred = {number for number, _ in chains} - joined
-    by_name = {
-        prompt.request.number
-        for prompt in prompts
-        if prompt.request.info.conversation is not None
-        and named[prompt.request.info.conversation] == 1
-    }
-    return frozenset(inferred | by_name)

@@ -51,7 +51,7 @@ class BelowMinimum:
 
     def find(self, evidence: Evidence) -> Cause | None:
         """See `OutsideRule`."""
-        if evidence.facts.has_waste or evidence.rule.min_tokens <= 1:
+        if evidence.facts.has_waste or evidence.rule.cache == "none":
             return None
         possible = evidence.prediction.read_if_long_enough
         if evidence.rule.cache != "breakpoints" or evidence.rule.implicit:

@@ -17,17 +17,21 @@ from ramify.analysis.formats.litellm import LITELLM
 from ramify.analysis.formats.mooncake import MOONCAKE
 from ramify.analysis.formats.otel import OTEL
 from ramify.analysis.formats.plain import PLAIN
+from ramify.analysis.formats.ramify_record import RAMIFY_RECORD
 from ramify.analysis.formats.sglang import SGLANG
 from ramify.analysis.formats.sharegpt import SHAREGPT
 from ramify.analysis.formats.token_ids import TOKEN_IDS
 from ramify.analysis.formats.vllm import VLLM
 from ramify.analysis.formats.weka import WEKA
-from ramify.analysis.formats.wrapped_bodies import BODIES, WRAPPED_BODIES
+from ramify.analysis.formats.wrapped_bodies import BODIES
 from ramify.analysis.reading import LogFormat
 
 # The first whose `is_row` is true reads a row. Those that need more keys stand before those that need
-# fewer; `PLAIN`, which takes any text, is last.
+# fewer; `PLAIN`, which takes any text, is last. Traces of a million rows come first.
 FORMATS: tuple[LogFormat, ...] = (
+    RAMIFY_RECORD,
+    BAILIAN,
+    MOONCAKE,
     BATCHES,
     LITELLM,
     LANGFUSE,
@@ -41,10 +45,7 @@ FORMATS: tuple[LogFormat, ...] = (
     SHAREGPT,
     DYNAMO,
     WEKA,
-    BAILIAN,
-    MOONCAKE,
     GATEWAY,
-    WRAPPED_BODIES,
     BODIES,
     TOKEN_IDS,
     LENGTHS,

@@ -12,6 +12,7 @@ from typing import IO, Any
 import msgspec
 
 from ramify.analysis.formats.bodies import parse_bodies, requests_of
+from ramify.analysis.formats.exchanges import NO_REQUEST, is_other_call
 from ramify.analysis.formats.nested_json import decode_json
 from ramify.analysis.formats.responses import ResponseFields, parse_response
 from ramify.analysis.reading import BadRowError, LogFormat, ReadQuality, Row
@@ -61,6 +62,9 @@ class BatchReader:
             msg = "custom_id is no text"
             raise BadRowError(msg)
         if isinstance(value.get("body"), Mapping) or isinstance(value.get("params"), Mapping):
+            if is_other_call(_url(value), None, _body(value)):
+                self._quality.skipped[NO_REQUEST] += 1
+                return iter(())
             self._check(value)
             self._requests.append(self._store(row))
         elif "response" in value or "result" in value or "error" in value:

@@ -15,7 +15,7 @@ RESPONSES, ANTHROPIC = "openai-responses", "anthropic-messages"
 
 _CONVERSATION_KEYS = ("session_id", "conversation_id", "thread_id", "chat_id")
 _CLAUDE_CODE_USER = re.compile(r"_session_([0-9a-fA-F-]{8,})$")
-_CUT_MARKERS = ("litellm_truncated", "[TRUNCATED]", "[truncated]")
+_CUT_MARKER = "litellm_truncated"  # other markers also stand in what agents themselves cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,4 +78,4 @@ def scope_of(body: Mapping[str, Any]) -> str:
 
 def is_cut(segments: tuple[Segment, ...]) -> bool:
     """Whether a gateway cut a text and left its marker."""
-    return any(marker in segment.text for segment in segments for marker in _CUT_MARKERS)
+    return any(_CUT_MARKER in segment.text for segment in segments)

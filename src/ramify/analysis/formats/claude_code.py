@@ -7,6 +7,7 @@ the history of messages as far as it is known, so that no prompt has its full te
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ramify.analysis.formats.body_fields import ANTHROPIC
@@ -132,6 +133,10 @@ class ClaudeCodeReader:
         assert response.prompt is not None
         message = response.message | {"content": response.blocks, "type": "message"}
         answer = parse_response(message)
+        usage = answer.usage
+        if message.get("stop_reason") is None:
+            # Without its end, a response has the count of when it began.
+            usage = replace(usage, num_output=None)
         history, info = response.prompt, response.info
         settings: list[Segment] = []
         if answer.model is not None:
@@ -156,7 +161,7 @@ class ClaudeCodeReader:
             model=answer.model,
             response_model=answer.model,
             has_full_text=False,
-            usage=answer.usage,
+            usage=usage,
             verdict=answer.verdict,
         )
 

@@ -22,7 +22,7 @@ TYPES = frozenset(
     """session_meta turn_context response_item compacted event_msg token_usage_record ghost_snapshot
     world_state inter_agent_communication""".split()
 )
-OUTPUT_TYPES = frozenset(
+OUTPUT_TYPES = tuple(
     """reasoning function_call custom_tool_call local_shell_call web_search_call tool_search_call
     image_generation_call""".split()
 )

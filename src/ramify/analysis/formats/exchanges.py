@@ -22,6 +22,7 @@ REDACTED = "prompt redacted"
 BAD_RESPONSE = "response not readable"
 
 _OTHER_ENDPOINTS = ("/embeddings", "/moderations", "/audio/", "/images/", "/rerank")
+_COUNTING = ("/count_tokens", "/input_tokens")
 _OTHER_MODELS = ("embedding", "moderation", "whisper", "tts-", "dall-e", "rerank")
 _PROMPT_KEYS = ("messages", "input", "prompt", "instructions")
 
@@ -64,7 +65,7 @@ def requests_of_exchange(
         BadRowError: the body is of no known API.
     """
     body = decode_nested(exchange.body)
-    if _is_other_call(exchange.url, exchange.model, body):
+    if is_other_call(exchange.url, exchange.model, body):
         quality.skipped[NO_REQUEST] += 1
         return
     answer = _response_of(exchange.response, quality)
@@ -97,8 +98,10 @@ def requests_of_exchange(
         yield _checked(request, exchange.usage, quality)
 
 
-def _is_other_call(url: str, model: str | None, body: Any) -> bool:
-    """Whether a body with `input` is of embeddings, moderation or speech, not of Responses."""
+def is_other_call(url: str, model: str | None, body: Any) -> bool:
+    """Whether a body counts tokens or, with `input`, is of embeddings, moderation or speech."""
+    if url.partition("?")[0].rstrip("/").endswith(_COUNTING):
+        return True
     if not isinstance(body, dict) or "messages" in body:
         return False
     if any(word in url for word in _OTHER_ENDPOINTS):

@@ -24,7 +24,7 @@ _ROLES = {
     "functionmessage": "function",
     "developer": "developer",
 }
-_WIRE_ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+_WIRE_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _REASONING_KEYS = ("reasoning_content", "reasoning", "refusal", "function_call")
 
 

@@ -1,6 +1,6 @@
 """Mooncake traces and variants: times in ms, ids of blocks that are valid in the whole file.
 
-Variants add sessions with delays (AIPerf), prompts as text, a block size, and dependencies between
+Variants add sessions with delays (AIPerf), prompts as text or messages, a block size, and dependencies between
 requests with a header row (Dynamo's agentic Mooncake).
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ramify.analysis.formats.bodies import parse_bodies
 from ramify.analysis.formats.hashed_prompts import (
     BlockSizes,
     FileScopes,
@@ -39,7 +40,11 @@ def is_mooncake(value: Any) -> bool:
         return False
     if value.get("schema") == AGENTIC_SCHEMA:
         return True
-    has_prompt = isinstance(value.get("hash_ids"), list) or isinstance(value.get("text_input"), str)
+    has_prompt = (
+        isinstance(value.get("hash_ids"), list)
+        or isinstance(value.get("text_input"), str)
+        or (isinstance(value.get("messages"), list) and "output_length" in value)
+    )
     return has_prompt and not any(name in value for name in OTHER_FORMATS)
 
 
@@ -69,8 +74,10 @@ class MooncakeReader:
             segments = (Segment("prompt", SegmentKind.MESSAGE, text),)
         elif value.get("hash_ids") is not None:
             hashed = self._hashed(row.file, value, num_tokens)
+        elif value.get("messages") is not None:
+            segments = parse_bodies(value)[0].segments
         else:
-            raise BadRowError("row has neither hash_ids nor text_input")
+            raise BadRowError("row has no hash_ids, text_input or messages")
         start = self._start_s(row.file, session, value)
         api_time = get_number(value, "recorded_api_time_ms")
         yield LoggedRequest(
@@ -84,7 +91,7 @@ class MooncakeReader:
             start_s=start,
             end_s=later(start, None if api_time is None else api_time / 1000),
             model=get_text(value, "model"),
-            cache_scope=self._scopes.scope(row.file) if text is None else "",
+            cache_scope="" if hashed is None else self._scopes.scope(row.file),
             usage=Usage(
                 num_input=num_tokens, num_output=_count_of(value, "output_length", "output_tokens")
             ),
@@ -98,15 +105,12 @@ class MooncakeReader:
         return self._sizes.prompt(file, ids, num_tokens, size)
 
     def _start_s(self, file: str, session: str | None, value: Mapping[str, Any]) -> float | None:
-        milliseconds = next(
-            (
-                get_number(value, name)
-                for name in ("timestamp", "created_time", "not_before_ms")
-                if value.get(name) is not None
-            ),
-            None,
-        )
-        start = None if milliseconds is None else milliseconds / 1000
+        start = None
+        for name in ("timestamp", "created_time", "not_before_ms"):
+            milliseconds = get_number(value, name)
+            if milliseconds is not None:
+                start = milliseconds / 1000
+                break
         if session is None:
             return start
         if start is None and (file, session) in self._starts:
@@ -124,7 +128,10 @@ class MooncakeReader:
 
 
 def _count_of(value: Mapping[str, Any], *names: str) -> int | None:
-    return next((get_count(value, name) for name in names if value.get(name) is not None), None)
+    for name in names:
+        if value.get(name) is not None:
+            return get_count(value, name)
+    return None
 
 
 MOONCAKE = LogFormat("mooncake", is_mooncake, MooncakeReader)

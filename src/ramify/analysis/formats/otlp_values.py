@@ -44,7 +44,9 @@ def any_value(value: Any, *, depth: int = 0) -> Any:
     if "arrayValue" in value:
         inner = value["arrayValue"]
         items = inner.get("values") if isinstance(inner, dict) else None
-        return [any_value(item, depth=depth + 1) for item in items or () if items]
+        if not isinstance(items, list):
+            return []
+        return [any_value(item, depth=depth + 1) for item in items]
     if "kvlistValue" in value:
         inner = value["kvlistValue"]
         return attributes_of(inner.get("values") if isinstance(inner, dict) else None, depth=depth)

@@ -92,7 +92,7 @@ def ids_of(value: object, name: str) -> tuple[int, ...]:
     Ids have at most 64 bits.
     """
     ids = list_of(value, name)
-    if not all(type(item) is int for item in ids):
+    if not set(map(type, ids)) <= {int}:
         bad = next(item for item in ids if type(item) is not int)
         raise BadRowError(f"{name} has {quoted(bad)}, not an integer")
     if ids and not (min(ids) >= -(1 << 63) and max(ids) < 1 << 64):

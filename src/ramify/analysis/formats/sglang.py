@@ -1,4 +1,4 @@
-"""Request logs of SGLang as JSON (`--log-requests --log-requests-format json`).
+"""Request logs of SGLang (`--log-requests`), as JSON or as lines of text.
 
 Levels 0 and 1 have neither text nor token ids; level 2 has both halves of a text of 2,048 characters
 with `...` between; level 3 has all.
@@ -21,6 +21,7 @@ from ramify.analysis.formats.row_values import (
     ids_of,
     quoted,
 )
+from ramify.analysis.formats.sglang_lines import event_of_line, is_sglang_line
 from ramify.analysis.formats.token_ids import token_segment
 from ramify.analysis.formats.usage import count
 from ramify.analysis.reading import BadRowError, LogFormat, ReadQuality, Row
@@ -35,6 +36,8 @@ MIN_CUT_LEN = 64  # shorter limits are not sensible, and ordinary texts have dot
 
 def is_sglang(value: Any) -> bool:
     """Whether a row is an event of the request log."""
+    if isinstance(value, str):
+        return is_sglang_line(value)
     return (
         isinstance(value, Mapping) and value.get("event") in (RECEIVED, FINISHED) and "rid" in value
     )
@@ -53,8 +56,15 @@ class SglangReader:
         value = row.value
         if not is_sglang(value):
             raise BadRowError(f"row is {quoted(value)}, not an event of a request")
+        if isinstance(value, str):
+            value = event_of_line(value)
         key = str(value["rid"])[:4096]
         requests = self._requests(row, value)
+        if value["rid"] is None:
+            # Without an id only the end is sure to be one request.
+            if value["event"] == FINISHED:
+                yield from requests
+            return
         if value["event"] == RECEIVED:
             for given_up in self._pending.add(key, requests):
                 yield from given_up
@@ -172,4 +182,4 @@ def _joined(received: LoggedRequest, finished: LoggedRequest) -> LoggedRequest:
     )
 
 
-SGLANG = LogFormat("sglang", is_sglang, SglangReader)
+SGLANG = LogFormat("sglang", is_sglang, SglangReader, is_text=True)

@@ -67,6 +67,7 @@ REPLICA_KEYS = tuple(
 )
 _INNER_KEYS = ("body", "json", "data", "content")
 _OPENINGS = ('"messages"', '"prompt"', '"input"')
+_ANTHROPIC_PATH, _CHAT_PATH = "/v1/messages", "/v1/chat/completions"
 _SESSION_HEADER = "x-claude-code-session-id"
 
 
@@ -93,40 +94,32 @@ def _is_body_text(value: object) -> bool:
     return isinstance(value, str) and value.lstrip()[:1] == "{" and _holds_body(value)
 
 
-def read_wrapped(row: Row, quality: ReadQuality) -> Iterator[LoggedRequest]:
-    """The requests of a row with a body under a key."""
-    value = _object(row.value)
-    for key in REQUEST_KEYS:
-        if key in value and _holds_body(value[key]):
-            inner = decode_nested(value[key])
-            break
-    else:
-        msg = f"row has a body under none of {', '.join(REQUEST_KEYS)}"
-        raise BadRowError(msg)
-    http: Mapping[str, Any] = {}
-    if isinstance(inner, dict) and not is_body(inner):
-        http = inner
-        inner = decode_nested(first_value(inner, _INNER_KEYS))
-    if not is_body(inner):
-        msg = f"{key} holds no body of a known API"
-        raise BadRowError(msg)
-    yield from _requests(row, quality, inner, value, http)
+def is_row(value: Any) -> bool:
+    """Whether a row is a body, or has one under a key."""
+    return is_wrapped(value) or is_body(value)
 
 
-def read_bare(row: Row, quality: ReadQuality) -> Iterator[LoggedRequest]:
-    """The requests of a row that is a body."""
-    value = _object(row.value)
-    if not is_body(value):
-        msg = "row is no body of a known API"
-        raise BadRowError(msg)
-    yield from _requests(row, quality, value, value, {})
-
-
-def _object(value: object) -> dict[str, Any]:
+def read_bodies(row: Row, quality: ReadQuality) -> Iterator[LoggedRequest]:
+    """The requests of a row that is a body, or has one under a key."""
+    value = row.value
     if not isinstance(value, dict):
         msg = "row is no object"
         raise BadRowError(msg)
-    return value
+    for key in REQUEST_KEYS:
+        if key in value and _holds_body(value[key]):
+            inner = decode_nested(value[key])
+            http: Mapping[str, Any] = {}
+            if isinstance(inner, dict) and not is_body(inner):
+                http = inner
+                inner = decode_nested(first_value(inner, _INNER_KEYS))
+            if not is_body(inner):
+                msg = f"{key} holds no body of a known API"
+                raise BadRowError(msg)
+            return _requests(row, quality, inner, value, http)
+    if not is_body(value):
+        msg = f"row is no body of a known API, and has none under {', '.join(REQUEST_KEYS)}"
+        raise BadRowError(msg)
+    return _requests(row, quality, value, value, {})
 
 
 def _requests(
@@ -150,7 +143,7 @@ def _requests(
     exchange = Exchange(
         body=body,
         response=response,
-        url=_url(url, headers),
+        url=url or _url_guess(headers, response),
         betas=headers.get("anthropic-beta"),
         usage=parse_usage(usage) if isinstance(usage, Mapping) else Usage(),
         times=times_of(beside),
@@ -231,11 +224,17 @@ def headers_of(*sources: object) -> dict[str, str]:
     return found
 
 
-def _url(url: str | None, headers: Mapping[str, str]) -> str:
-    if url is None:
-        return "/v1/messages" if "anthropic-version" in headers else ""
-    return url
+def _url_guess(headers: Mapping[str, str], response: object) -> str:
+    """Path of the API whose headers or response a row has: bodies of two APIs can be equal."""
+    if "anthropic-version" in headers:
+        return _ANTHROPIC_PATH
+    if isinstance(response, str):
+        return _ANTHROPIC_PATH if "message_start" in response[:200] else ""
+    if not isinstance(response, dict):
+        return ""
+    if response.get("type") == "message":
+        return _ANTHROPIC_PATH
+    return _CHAT_PATH if response.get("object") == "chat.completion" else ""
 
 
-WRAPPED_BODIES = LogFormat("wrapped", is_wrapped, partial(RowByRow, read_wrapped))
-BODIES = LogFormat("bodies", is_body, partial(RowByRow, read_bare))
+BODIES = LogFormat("bodies", is_row, partial(RowByRow, read_bodies))

@@ -12,7 +12,11 @@ MAX_VALUE_BYTES = 1 << 30
 
 # A string with its escapes, to its end, to the end of the line (which no string may hold) or to the
 # end of the data; or a bracket. Possessive: nothing is tried twice, and nothing stored per escape.
-_TOKEN = re.compile(rb'"[^"\\\n]*+(?:\\.[^"\\\n]*+)*+(?:["\n]|\\?\Z)|[\[\]{}]', re.DOTALL)
+_STRING = rb'"[^"\\\n]*+(?:\\.[^"\\\n]*+)*+'
+_TOKEN = re.compile(_STRING + rb'(?:["\n]|\\?\Z)|[\[\]{}]', re.DOTALL)
+# Everything up to the next bracket that is not in a string, and the bracket.
+_STEP = re.compile(rb'(?:[^"\[\]{}]++|' + _STRING + rb'")*+[\[\]{}]', re.DOTALL)
+_OPEN_STRING = re.compile(rb'(?:[^"\[\]{}]++|' + _STRING + rb'")*+' + _STRING + rb"\n", re.DOTALL)
 _BLANK = re.compile(rb"[ \t\r\n]*")
 
 
@@ -132,24 +136,15 @@ class ByteSource:
         """
         depth, offset = 0, 0
         while True:
-            needs_more = False
-            for match in _TOKEN.finditer(self.buffer, self.position + offset):
-                token = match[0]
-                if token[0] == 0x22:
-                    if token[-1] == 0x0A:
-                        return None
-                    if match.end() == len(self.buffer) and not _is_closed(token):
-                        offset = match.start() - self.position
-                        needs_more = True
-                        break
-                elif token in b"[{":
-                    depth += 1
-                else:
-                    depth -= 1
-                    if depth <= 0:
-                        return match.end()
-            if not needs_more:
-                offset = len(self.buffer) - self.position
+            step, buffer, place = _STEP.match, self.buffer, self.position + offset
+            while (match := step(buffer, place)) is not None:
+                place = match.end()
+                depth += 1 if buffer[place - 1] in b"[{" else -1
+                if depth <= 0:
+                    return place
+            offset = place - self.position
+            if _goes_over_line_end(buffer, place):
+                return None
             if offset > self._max_value_bytes:
                 raise ValueTooLongError
             if not self.fill():
@@ -216,6 +211,11 @@ def balance(data: bytes) -> int | None:
         else:
             depth += 1 if token in b"[{" else -1
     return depth
+
+
+def _goes_over_line_end(data: bytes, start: int) -> bool:
+    """Whether the next string that does not end in the data has a line end."""
+    return _OPEN_STRING.match(data, start) is not None
 
 
 def _is_closed(token: bytes) -> bool:

@@ -73,8 +73,10 @@ def _starts_document(source: ByteSource) -> bool:
         # The first line of a document is short; a long line that does not end is cut.
         return False
     line = source.buffer[source.position : end].rstrip()
+    if not line.endswith(_OPEN_ENDS):
+        return False
     depth = balance(line)
-    return depth is not None and depth > 0 and line.endswith(_OPEN_ENDS)
+    return depth is not None and depth > 0
 
 
 def _line(source: ByteSource) -> RawValue:

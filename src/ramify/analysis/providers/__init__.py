@@ -6,14 +6,17 @@ figures of each model, from one dated file.
 """
 
 from ramify.analysis.corpus import Corpus
+from ramify.analysis.providers.conditions import AS_LOGGED, Conditions
 from ramify.analysis.providers.detection import provider_of, provider_of_log
 from ramify.analysis.providers.prompts import Billed, Prediction, ReplayPrompt, Timing
 from ramify.analysis.providers.replay import CacheModel, in_start_order, prompts_of
 from ramify.analysis.providers.rules import ModelRule, Rules, load_rules
 
 __all__ = [
+    "AS_LOGGED",
     "Billed",
     "CacheModel",
+    "Conditions",
     "ModelRule",
     "Prediction",
     "ReplayPrompt",

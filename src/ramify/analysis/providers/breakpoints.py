@@ -49,6 +49,7 @@ class _Search:
     if_long: int = -1
     in_flight: int | None = None
     expired: int | None = None
+    read_from: int | None = None
 
 
 class BreakpointCache:
@@ -57,7 +58,7 @@ class BreakpointCache:
     def __init__(self, corpus: Corpus, rule: ModelRule) -> None:
         self._rule = rule
         self._roles = BlockRoles(corpus, has_names=rule.implicit)
-        self._entries: dict[int, _Entry] = {}
+        self._entries: dict[int, list[_Entry]] = {}  # parallel requests each write one
         self._seen: dict[int, _Seen] = {}
         self._writes: list[tuple[int, int, list[tuple[int, _Entry]]]] = []
 
@@ -67,7 +68,6 @@ class BreakpointCache:
         marks, looked_up = self._marks(layout)
         search = self._search(chain, timing, looked_up)
         num_read = ends[search.read + 1]
-        read_from = self._entries[chain[search.read + 1]].writer if search.read >= 0 else None
         marked = self._deepest_seen(chain, ends, timing)
         billed = self._bill(layout, marks, ends, num_read)
         self._write(layout, timing, marks, search.read)
@@ -81,7 +81,7 @@ class BreakpointCache:
             read_if_marked=max(num_read, marked),
             in_flight=search.in_flight,
             expired=search.expired,
-            read_from=read_from,
+            read_from=search.read_from,
         )
 
     def unread_tokens(self) -> dict[int, int]:
@@ -121,23 +121,9 @@ class BreakpointCache:
     def _search(self, chain: list[int], timing: Timing, looked_up: set[int]) -> _Search:
         search = _Search()
         for at in range(max(looked_up, default=-1), -1, -1):
-            entry = self._entries.get(chain[at + 1])
-            if entry is None:
-                continue
-            is_ready, is_kept = timing.is_ready(entry.ready_s), timing.is_kept(entry.expiry_s)
-            is_reached = at in looked_up
-            if is_kept and is_reached and entry.is_long and search.if_ready < 0:
-                search.if_ready = at
-                search.in_flight = None if is_ready else entry.writer
-            if is_ready and is_reached and entry.is_long and search.if_kept < 0:
-                search.if_kept = at
-                search.expired = None if is_kept else entry.writer
-            if is_ready and is_kept and entry.is_long and search.if_in_reach < 0:
-                search.if_in_reach = at
-            if is_ready and is_kept and is_reached and search.if_long < 0:
-                search.if_long = at
-            if is_ready and is_kept and is_reached and entry.is_long:
-                search.read = at
+            for entry in self._entries.get(chain[at + 1], ()):
+                _consider(search, at, entry, timing, is_reached=at in looked_up)
+            if search.read >= 0:
                 break
         return search
 
@@ -184,34 +170,44 @@ class BreakpointCache:
                 seen.ready_s = min(seen.ready_s, timing.ready_s)
                 seen.used_s = max(seen.used_s, timing.used_s)
         if read >= 0:
-            self._use(self._entries[chain[read + 1]], timing)
+            self._use(chain[read + 1], timing)
         written = []
         for at, lifetime in marks:
             key = chain[at + 1]
-            entry = self._entries.get(key)
-            if entry is not None and timing.is_kept(entry.expiry_s):
-                if timing.is_ready(entry.ready_s):
-                    self._use(entry, timing)
-                    continue
-                entry.ready_s = min(entry.ready_s, timing.ready_s)
-                entry.expiry_s = max(entry.expiry_s, timing.written_s + lifetime)
-            elif at > read:
-                entry = self._entries[key] = _Entry(
-                    writer,
-                    timing.ready_s,
-                    timing.written_s + lifetime,
-                    lifetime,
-                    is_long=ends[at + 1] >= self._rule.min_tokens,
-                )
-            else:
+            if self._use(key, timing) or at <= read:
                 continue
-            if entry.is_long:
+            is_long = ends[at + 1] >= self._rule.min_tokens
+            expiry_s = timing.written_s + lifetime
+            entry = _Entry(writer, timing.ready_s, expiry_s, lifetime, is_long)
+            pending = [old for old in self._entries.get(key, ()) if timing.is_kept(old.expiry_s)]
+            self._entries[key] = [*pending, entry]
+            if is_long:
                 written.append((ends[at + 1], entry))
         if written:
             self._writes.append((writer, ends[read + 1], written))
 
-    @staticmethod
-    def _use(entry: _Entry, timing: Timing) -> None:
-        """Read an entry: its lifetime begins again."""
-        entry.was_read = True
-        entry.expiry_s = max(entry.expiry_s, timing.used_s + entry.lifetime_s)
+    def _use(self, key: int, timing: Timing) -> bool:
+        """Read the entries of a prefix: their lifetimes begin again; returns whether there is any."""
+        is_used = False
+        for entry in self._entries.get(key, ()):
+            if timing.is_ready(entry.ready_s) and timing.is_kept(entry.expiry_s):
+                is_used = entry.was_read = True
+                entry.expiry_s = max(entry.expiry_s, timing.used_s + entry.lifetime_s)
+        return is_used
+
+
+def _consider(search: _Search, at: int, entry: _Entry, timing: Timing, *, is_reached: bool) -> None:
+    """Note what an entry allows to read, with each restriction and without it."""
+    is_ready, is_kept = timing.is_ready(entry.ready_s), timing.is_kept(entry.expiry_s)
+    if is_kept and is_reached and entry.is_long and search.if_ready <= at:
+        search.if_ready = at
+        search.in_flight = None if is_ready else entry.writer
+    if is_ready and is_reached and entry.is_long and search.if_kept <= at:
+        search.if_kept = at
+        search.expired = None if is_kept else entry.writer
+    if is_ready and is_kept and entry.is_long:
+        search.if_in_reach = max(search.if_in_reach, at)
+    if is_ready and is_kept and is_reached:
+        search.if_long = max(search.if_long, at)
+        if entry.is_long:
+            search.read, search.read_from = at, entry.writer

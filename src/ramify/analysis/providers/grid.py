@@ -64,17 +64,20 @@ class GridCache:
 
     def _share_tokens(self, layout: PromptLayout, timing: Timing) -> Shared:
         number = layout.prompt.request.number
-        shared = self._tokens.share(number, layout.token_chain, timing)
-        if self._rule.stores_output and layout.prompt.request.info.output:
+        goes_on = self._rule.stores_output and bool(layout.prompt.request.info.output)
+        shared = self._tokens.share(number, layout.token_chain, timing, will_go_on=goes_on)
+        if goes_on:
             done = replace(timing, ready_s=timing.done_s)
             self._tokens.share(number, layout.token_chain_with_output, done)
         return shared
 
     def _token_hashes(self, number: int) -> tuple[Tokens, Timing]:
+        """Hashes of a prompt with its answer; the times are those of the last part."""
         layout, timing = self._prompts[number]
         layout = layout.copy()
-        has_output = self._rule.stores_output and layout.prompt.request.info.output
-        return (layout.token_chain_with_output if has_output else layout.token_chain), timing
+        if not (self._rule.stores_output and layout.prompt.request.info.output):
+            return layout.token_chain, timing
+        return layout.token_chain_with_output, replace(timing, ready_s=timing.done_s)
 
     def _share_blocks(self, layout: PromptLayout, timing: Timing) -> Shared:
         hashed = layout.prompt.request.info.hashed
@@ -93,3 +96,19 @@ class GridCache:
             if_ready=shared.if_ready * size,
             if_kept=shared.if_kept * size,
         )
+
+
+class NoCache:
+    """Models without a prompt cache: every token is computed."""
+
+    def __init__(self, corpus: Corpus, rule: ModelRule) -> None:  # noqa: ARG002 - as all caches
+        self._rule = rule
+
+    def process(self, layout: PromptLayout, timing: Timing) -> Prediction:  # noqa: ARG002
+        """Nothing is read."""
+        counts = Billed(layout.num_tokens, 0)
+        return Prediction(price_of(counts, self._rule, layout.prompt.request.info))
+
+    def unread_tokens(self) -> dict[int, int]:
+        """Nothing is written."""
+        return {}

@@ -75,8 +75,18 @@ class PrefixIndex:
         self._expanded: set[int] = set()  # coarse prefixes whose continuations are stored by step
         self._recent: OrderedDict[int, tuple[Tokens, Timing]] = OrderedDict()
 
-    def share(self, number: int, hashes: Tokens, timing: Timing) -> Shared:
-        """Look a prompt's prefixes up, then store and refresh all."""
+    def share(
+        self, number: int, hashes: Tokens, timing: Timing, *, will_go_on: bool = False
+    ) -> Shared:
+        """Look a prompt's prefixes up, then store and refresh all.
+
+        Args:
+            number: of the prompt.
+            hashes: [n + 1] of all its prefixes.
+            timing: of its look-up and its entries.
+            will_go_on: the same number is shared again with an answer behind the prompt, which is
+                ready at another time.
+        """
         self._recent[number] = hashes, timing
         while len(self._recent) > _MAX_RECENT:
             self._recent.popitem(last=False)
@@ -87,6 +97,8 @@ class PrefixIndex:
         if stride > self._step:
             self._share_fine(number, hashes, timing, slots, lengths)
         self._touch(self._coarse, keys, slots, timing, number)
+        if will_go_on and stride > self._step:
+            self._expand_end(number, hashes, timing)
         return Shared(
             read=lengths.read[0],
             if_ready=lengths.if_ready[0],
@@ -137,6 +149,24 @@ class PrefixIndex:
             fine_slots = self._fine.find(fine)
             lengths.add(self._lengths(self._fine, fine_slots, timing, start, self._step))
             self._touch(self._fine, fine, fine_slots, timing, number)
+
+    def _expand_end(self, number: int, hashes: Tokens, timing: Timing) -> None:
+        """Store the steps after the last coarse prefix, so that an answer's steps are apart."""
+        at = (len(hashes) - 1) // self._stride
+        start = at * self._stride
+        key = int(hashes[start])
+        if key in self._expanded:
+            return
+        owner = (
+            self._first[key]
+            if at == 0
+            else int(self._coarse.owner[self._coarse.find(hashes[start : start + 1])[0]])
+        )
+        if owner != number:
+            self._expand(key, owner, start)
+        self._expanded.add(key)
+        fine = hashes[start + self._step :: self._step] * _FINE
+        self._touch(self._fine, fine, self._fine.find(fine), timing, number)
 
     def _expand(self, key: int, owner: int, start: int) -> None:
         """Store the steps of the only continuation of a coarse prefix so far."""

@@ -118,7 +118,7 @@ class PromptLayout:
     prompt: ReplayPrompt
     rule: ModelRule
     answered_by: str | None = None  # the model that answered
-    ignored: frozenset[str] = frozenset()  # of `SPLITS`: what does not split the cache
+    ignored: frozenset[str] = frozenset()  # "scope", or of `SPLITS`: what does not split the cache
 
     @cached_property
     def num_settings(self) -> int:
@@ -161,7 +161,9 @@ class PromptLayout:
     def salts(self) -> dict[str, int]:
         """Hash of the settings, scope and images that lose the cache from each level on."""
         info, rule = self.prompt.request.info, self.rule
-        parts: dict[str, list[object]] = {"all": [info.cache_scope], "system": [], "messages": []}
+        parts: dict[str, list[object]] = {"all": [], "system": [], "messages": []}
+        if "scope" not in self.ignored:
+            parts["all"].append(info.cache_scope)
         for unit, path in zip(self.prompt.units.tolist(), self.prompt.paths, strict=True):
             if not path.startswith("settings."):
                 break
@@ -179,8 +181,12 @@ class PromptLayout:
         return {level: hash(tuple(part)) & WHOLE if part else 0 for level, part in parts.items()}
 
     def _has_image(self) -> bool:
-        units = self.corpus.units
-        return any(units[unit].form is TextForm.MEDIA for unit in self.units.tolist())
+        corpus = self.corpus
+        return any(
+            corpus.units[unit].form is TextForm.MEDIA
+            and corpus.text(unit).startswith(("image", "input_image"))
+            for unit in self.units.tolist()
+        )
 
     def salted(self, hashes: Tokens, starts: dict[str, int]) -> Tokens:
         """Hashes of prefixes of 0, 1, … items, each with the salts of the levels that it reaches."""

@@ -9,7 +9,8 @@ from typing import Protocol
 
 from ramify.analysis.corpus import Corpus
 from ramify.analysis.providers.breakpoints import BreakpointCache
-from ramify.analysis.providers.grid import GridCache
+from ramify.analysis.providers.conditions import AS_LOGGED, Conditions
+from ramify.analysis.providers.grid import GridCache, NoCache
 from ramify.analysis.providers.prompts import Prediction, PromptLayout, ReplayPrompt, Timing
 from ramify.analysis.providers.rules import ModelRule, Rules
 from ramify.analysis.providers.whole_units import WholeUnitCache
@@ -28,9 +29,10 @@ class RuleCache(Protocol):
         ...
 
 
-_CACHES: dict[str, type[BreakpointCache | GridCache | WholeUnitCache]] = {
+_CACHES: dict[str, type[BreakpointCache | GridCache | NoCache | WholeUnitCache]] = {
     "breakpoints": BreakpointCache,
     "grid": GridCache,
+    "none": NoCache,
     "units": WholeUnitCache,
 }
 
@@ -41,6 +43,7 @@ class CacheModel:
     def __init__(self, corpus: Corpus, provider: str, rules: Rules) -> None:
         self.corpus, self.provider, self.rules = corpus, provider, rules
         self._rule_of: dict[str | None, ModelRule] = {}
+        self._changed_rules: dict[tuple[int, str], ModelRule] = {}
         self._usual_answerer = _usual_answerers(corpus)
         self.rule_of_model(None)  # an unknown provider is an error here
 
@@ -63,30 +66,34 @@ class CacheModel:
         """The model that answered; where that is not logged, the model that mostly does."""
         return info.response_model or self._usual_answerer.get(info.model)
 
-    def layout(self, prompt: ReplayPrompt, ignored: frozenset[str] = frozenset()) -> PromptLayout:
+    def layout(self, prompt: ReplayPrompt, conditions: Conditions = AS_LOGGED) -> PromptLayout:
         """A prompt as its rule sees it."""
+        rule = self._rule_under(self.rule_of(prompt), conditions)
         answerer = self.answered_by(prompt.request.info)
-        return PromptLayout(self.corpus, prompt, self.rule_of(prompt), answerer, ignored)
+        return PromptLayout(self.corpus, prompt, rule, answerer, conditions.ignored)
+
+    def _rule_under(self, rule: ModelRule, conditions: Conditions) -> ModelRule:
+        key = id(rule), conditions.lifetime
+        changed = self._changed_rules.get(key)
+        if changed is None:
+            changed = self._changed_rules[key] = conditions.rule(rule)
+        return changed
 
     def replay(
-        self, prompts: Iterable[ReplayPrompt], *, ignored: frozenset[str] = frozenset()
+        self, prompts: Iterable[ReplayPrompt], conditions: Conditions = AS_LOGGED
     ) -> list[Prediction]:
-        """What each prompt reads and writes; prompts in the order of their starts.
-
-        Args:
-            ignored: "replica", "key" and "model" (that answered) do not split the cache if they are
-                named here.
-        """
+        """What each prompt reads and writes; prompts in the order of their starts."""
         caches: dict[tuple[str, int], RuleCache] = {}
         predictions, numbers = [], []
         for prompt in prompts:
-            rule = self.rule_of(prompt)
             info = prompt.request.info
-            kind = "grid" if info.hashed is not None else rule.cache
-            cache = caches.get((kind, id(rule)))
+            layout = self.layout(prompt, conditions)
+            kind = "grid" if info.hashed is not None else layout.rule.cache
+            cache = caches.get((kind, id(layout.rule)))
             if cache is None:
-                cache = caches[kind, id(rule)] = _CACHES[kind](self.corpus, rule)
-            predictions.append(cache.process(self.layout(prompt, ignored), Timing.of(info)))
+                cache = _CACHES[kind](self.corpus, layout.rule)
+                caches[kind, id(layout.rule)] = cache
+            predictions.append(cache.process(layout, conditions.timing(info)))
             numbers.append(prompt.request.number)
         unread: dict[int, int] = {}
         for cache in caches.values():

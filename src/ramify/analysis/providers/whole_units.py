@@ -6,7 +6,7 @@ where a prompt parts from an earlier prompt, once the two have been seen.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
 
 import numpy as np
@@ -14,16 +14,10 @@ import numpy as np
 from ramify.analysis.corpus import Corpus
 from ramify.analysis.providers.money import price_of
 from ramify.analysis.providers.prefix_index import PrefixIndex
+from ramify.analysis.providers.prefix_table import PrefixTable
 from ramify.analysis.providers.prompts import Billed, Prediction, PromptLayout, Timing
 from ramify.analysis.providers.rules import ModelRule
 from ramify.analysis.tokens import Tokens
-
-
-@dataclass(slots=True)
-class _Unit:
-    writer: int
-    ready_s: float
-    used_s: float
 
 
 class WholeUnitCache:
@@ -32,7 +26,7 @@ class WholeUnitCache:
     def __init__(self, corpus: Corpus, rule: ModelRule) -> None:
         self._corpus, self._rule = corpus, rule
         self._lifetime_s = rule.lifetime_s or inf
-        self._units: dict[int, _Unit] = {}
+        self._units = PrefixTable()
         self._prefixes = PrefixIndex(rule.step_tokens, self._lifetime_s, stride=rule.step_tokens)
 
     def process(self, layout: PromptLayout, timing: Timing) -> Prediction:
@@ -40,8 +34,7 @@ class WholeUnitCache:
         request, step = layout.prompt.request, self._rule.step_tokens
         hashes = layout.token_chain
         num_input = len(hashes) - 1
-        places = np.unique(np.concatenate([layout.ends[1:], np.arange(step, num_input + 1, step)]))
-        deepest = self._search(places.tolist(), hashes[places].tolist(), timing)
+        deepest = self._search(hashes, timing)
         read, if_ready, if_kept = (self._readable(length) for length, _ in deepest)
         shared = self._prefixes.share(request.number, hashes, timing)
         ready = deepest[0][0]
@@ -49,8 +42,8 @@ class WholeUnitCache:
         if shared.read > ready:
             self._store(hashes, shared.read, request.number, timing)
         if ready:
-            unit = self._units[int(hashes[ready])]
-            unit.used_s = max(unit.used_s, timing.used_s)
+            slots = self._units.find(hashes[ready : ready + 1])
+            self._units.used_s[slots] = np.maximum(self._units.used_s[slots], timing.used_s)
         if self._rule.stores_output and request.info.output:
             answered = layout.token_chain_with_output
             done = replace(timing, ready_s=timing.done_s)
@@ -77,30 +70,34 @@ class WholeUnitCache:
         return tokens if tokens >= self._rule.min_tokens else 0
 
     def _search(
-        self, places: list[int], keys: list[int], timing: Timing
+        self, hashes: Tokens, timing: Timing
     ) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
         """Length and writer of the deepest unit: readable; were all ready; did none expire."""
         read = if_ready = if_kept = (0, -1)
-        for place, key in zip(reversed(places), reversed(keys), strict=True):
-            unit = self._units.get(key)
-            if unit is None:
-                continue
-            is_ready = timing.is_ready(unit.ready_s)
-            is_kept = timing.is_kept(unit.used_s + self._lifetime_s)
+        units = self._units
+        slots = units.find(hashes[1:])
+        for place in np.flatnonzero(slots >= 0)[::-1].tolist():
+            slot = slots[place]
+            unit = place + 1, int(units.writer[slot])
+            is_ready = timing.is_ready(units.ready_s[slot])
+            is_kept = timing.is_kept(units.used_s[slot] + self._lifetime_s)
             if is_kept and not if_ready[0]:
-                if_ready = place, unit.writer
+                if_ready = unit
             if is_ready and not if_kept[0]:
-                if_kept = place, unit.writer
+                if_kept = unit
             if is_ready and is_kept:
-                read = place, unit.writer
+                read = unit
                 break
         return read, if_ready, if_kept
 
     def _store(self, hashes: Tokens, length: int, number: int, timing: Timing) -> None:
-        key = int(hashes[length])
-        unit = self._units.get(key)
-        if unit is None or not timing.is_kept(unit.used_s + self._lifetime_s):
-            self._units[key] = _Unit(number, timing.ready_s, timing.written_s)
-        else:
-            unit.ready_s = min(unit.ready_s, timing.ready_s)
-            unit.used_s = max(unit.used_s, timing.used_s)
+        units, key = self._units, hashes[length : length + 1]
+        (slot,) = units.find(key).tolist()
+        if slot < 0:
+            (slot,) = units.insert(key).tolist()
+        elif timing.is_kept(units.used_s[slot] + self._lifetime_s):
+            units.ready_s[slot] = min(units.ready_s[slot], timing.ready_s)
+            units.used_s[slot] = max(units.used_s[slot], timing.used_s)
+            return
+        units.ready_s[slot], units.used_s[slot] = timing.ready_s, timing.written_s
+        units.writer[slot] = number
