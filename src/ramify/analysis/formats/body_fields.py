@@ -12,6 +12,7 @@ from ramify.analysis.records import Segment
 
 CHAT, COMPLETIONS = "openai-chat", "openai-completions"
 RESPONSES, ANTHROPIC = "openai-responses", "anthropic-messages"
+GEMINI = "gemini"
 
 _CONVERSATION_KEYS = ("session_id", "conversation_id", "thread_id", "chat_id")
 _CLAUDE_CODE_USER = re.compile(r"_session_([0-9a-fA-F-]{8,})$")

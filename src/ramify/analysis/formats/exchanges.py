@@ -24,7 +24,7 @@ BAD_RESPONSE = "response not readable"
 _OTHER_ENDPOINTS = ("/embeddings", "/moderations", "/audio/", "/images/", "/rerank")
 _COUNTING = ("/count_tokens", "/input_tokens")
 _OTHER_MODELS = ("embedding", "moderation", "whisper", "tts-", "dall-e", "rerank")
-_PROMPT_KEYS = ("messages", "input", "prompt", "instructions")
+_PROMPT_KEYS = ("messages", "input", "prompt", "instructions", "contents")
 
 
 @dataclass(frozen=True, slots=True)
