@@ -4,6 +4,7 @@ RamifyError
 ├─ ConfigError                    an option has a value that cannot work
 │  ├─ UnknownOptionError          there is no such option
 │  ├─ PoolTooSmallError           the pool cannot hold a single request
+│  ├─ RulesError                  a file of cache rules and prices cannot be used
 │  └─ UnsupportedBackendError     no attention backend can serve this model and device
 ├─ ModelError                     a checkpoint cannot be used
 │  ├─ CheckpointError             files are missing, truncated or contradict each other
@@ -78,6 +79,10 @@ class PoolTooSmallError(ConfigError):
             f"kv_cache_tokens={num_tokens} is {num_tokens // page_size} pages of {page_size}: "
             f"{reason}; raise kv_cache_tokens or kv_cache_memory, or lower page_size"
         )
+
+
+class RulesError(ConfigError):
+    """A file of cache rules and prices cannot be used, or has no rules for a provider."""
 
 
 class UnsupportedBackendError(ConfigError):

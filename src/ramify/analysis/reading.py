@@ -47,6 +47,7 @@ class LogFormat:
     name: str
     is_row: Callable[[Any], bool]  # whether a decoded row has this format
     reader: Callable[[ReadQuality], RowReader]
+    is_text: bool = False  # rows are lines of text
 
 
 @dataclass(slots=True)
@@ -58,6 +59,7 @@ class ReadQuality:
     bad_lines: list[tuple[str, int]] = field(default_factory=list)
     bad_reasons: Counter[str] = field(default_factory=Counter)
     skipped: Counter[str] = field(default_factory=Counter)  # rows that are no request, by reason
+    formats: Counter[str] = field(default_factory=Counter)  # rows by name of the format
     notes: Counter[str] = field(default_factory=Counter)  # as "text cut", "grouping inferred"
 
     def add_bad_line(self, file: str, line: int, reason: str) -> None:

@@ -11,11 +11,13 @@ import sys
 
 import typer
 
+from ramify.cli.calibrate import calibrate
 from ramify.cli.chat import chat
 from ramify.cli.demo import demo
 from ramify.cli.generate import generate
 from ramify.cli.info import info
 from ramify.cli.serve import keys, serve
+from ramify.cli.simulate import simulate
 from ramify.cli.verify import verify
 from ramify.errors import MissingPackageError
 
@@ -26,7 +28,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (serve, chat, keys, demo, generate, info, verify):
+for command in (serve, chat, keys, demo, generate, info, verify, simulate, calibrate):
     app.command()(command)
 
 

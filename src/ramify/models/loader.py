@@ -19,11 +19,14 @@ from torch import Tensor
 from ramify.attention.exactness import ProbeStore
 from ramify.errors import CheckpointError, ConfigError, UnsupportedModelError
 from ramify.models.config import ModelConfig, token_ids
-from ramify.models.decoder import Decoder, Family
+from ramify.models.decoder import CausalDecoder, Decoder, Family
 from ramify.models.deepseek import DEEPSEEK
 from ramify.models.dense import DENSE
+from ramify.models.families import FAMILIES as NATIVE
+from ramify.models.hf_config import read_hf_config
 from ramify.models.ops.quantized import QuantizedWeight, Weight
 from ramify.models.ops.registry import OpsFactory, select_ops
+from ramify.models.weight_layout import reorder_weights
 
 # Families by architecture; all others are dense.
 FAMILIES: dict[str, Family] = {
@@ -100,7 +103,7 @@ def read_config(path: Path) -> ModelConfig:
     """
     source = path / "config.json"
     fields = _read_json(source)
-    config = ModelConfig.from_hf(fields, str(source))
+    config = _model_config(path, fields)
     generation = path / "generation_config.json"
     if not generation.is_file():
         return config
@@ -110,6 +113,17 @@ def read_config(path: Path) -> ModelConfig:
     # Drop the family's default: generation_config.json is more specific.
     own = config.eos_token_ids if "eos_token_id" in fields else ()
     return dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys((*own, *ends))))
+
+
+def _model_config(path: Path, fields: dict[str, Any]) -> ModelConfig:
+    """Of our own families, else of transformers."""
+    named = fields.get("architectures") or []
+    is_named = isinstance(named, list) and bool(named)
+    known = {family.model_type for family in NATIVE.values()}
+    is_native = named[0] in NATIVE if is_named else fields.get("model_type") in known
+    if is_native:
+        return ModelConfig.from_hf(fields, str(path / "config.json"))
+    return read_hf_config(path, fields)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -184,6 +198,27 @@ def load_weights(
             "(tie_word_embeddings); which of the two is wrong?"
         )
     return weights
+
+
+def checkpoint_shapes(path: Path, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of all tensors of a checkpoint by name.
+
+    Raises:
+        CheckpointError: see `load_weights`.
+    """
+    if config.is_native:
+        return config.tensor_shapes()
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in _weight_files(path):
+        try:
+            with safe_open(file, framework="pt", device="cpu") as shard:
+                names = list(shard.keys())
+                shapes |= {name: tuple(shard.get_slice(name).get_shape()) for name in names}
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{file} is corrupt or truncated ({error}); download it again"
+            ) from error
+    return shapes
 
 
 def _weight_files(path: Path) -> dict[Path, frozenset[str]]:
@@ -265,7 +300,7 @@ def load_model(
     progress: bool = False,
     store: ProbeStore | None = None,
 ) -> Decoder:
-    """Load a checkpoint directory into a decoder that is ready to run.
+    """Load a checkpoint of one of our own families into a decoder that is ready to run.
 
     Args:
         dtype: of weights and arithmetic, see `resolve_dtype`.
@@ -282,12 +317,15 @@ def load_model(
     if quantize not in (None, "int8"):
         raise ConfigError(f"quantize={quantize!r} does not exist; use 'int8' or None")
     config = read_config(path)
+    if not config.is_native:
+        raise UnsupportedModelError(
+            f"{path}: {config.architecture} runs through transformers only; use load_decoder"
+        )
     compute_dtype = resolve_dtype(dtype, config)
-    if isinstance(ops, str):
-        ops = select_ops(ops, compute_dtype, torch.device("cpu")).factory
-    weights: dict[str, Weight] = {
-        **load_weights(path, config, dtype=compute_dtype, progress=progress)
-    }
+    tensors = load_weights(path, config, dtype=compute_dtype, progress=progress)
+    if config.mla is None:
+        reorder_weights(tensors, config)
+    weights: dict[str, Weight] = {**tensors}
     if quantize is not None:
         for name, weight in weights.items():
             # kv_b is used by head, not as a linear.
@@ -295,7 +333,7 @@ def load_model(
             if is_linear and isinstance(weight, Tensor) and not config.is_float32(name):
                 weights[name] = QuantizedWeight.int8(weight)
     with _progress("preparing layers", config.num_layers, progress) as advance:
-        bound = ops(
+        bound = _ops_factory(ops, compute_dtype)(
             weights,
             dtype=compute_dtype,
             max_len=config.max_model_len,
@@ -304,6 +342,40 @@ def load_model(
         )
         family = FAMILIES.get(config.architecture, DENSE)
         return Decoder(config, bound, family, on_layer=advance)
+
+
+def load_decoder(
+    path: Path,
+    *,
+    dtype: str = "auto",
+    exact: bool = True,
+    ops: str | OpsFactory = "auto",
+    progress: bool = False,
+    store: ProbeStore | None = None,
+) -> CausalDecoder:
+    """Load any checkpoint directory: with `load_model`, or through transformers.
+
+    Args and errors are those of `load_model`.
+    """
+    config = read_config(path)
+    if config.is_native:
+        return load_model(path, dtype=dtype, exact=exact, ops=ops, progress=progress, store=store)
+    from ramify.models.hf import load_hf_decoder
+
+    compute_dtype = resolve_dtype(dtype, config)
+    return load_hf_decoder(
+        path,
+        config,
+        dtype=compute_dtype,
+        exact=exact,
+        make_ops=_ops_factory(ops, compute_dtype),
+        max_len=config.max_model_len,
+        store=store,
+    )
+
+
+def _ops_factory(ops: str | OpsFactory, dtype: torch.dtype) -> OpsFactory:
+    return select_ops(ops, dtype, torch.device("cpu")).factory if isinstance(ops, str) else ops
 
 
 def resolve_dtype(dtype: str, config: ModelConfig) -> torch.dtype:

@@ -39,7 +39,7 @@ def parse_anthropic(body: Mapping[str, Any], *, betas: object = None) -> BodyFie
         raise BadRowError(msg)
     tools = body.get("tools")
     config = body.get("toolConfig")
-    if tools is None and isinstance(config, Mapping):
+    if tools is None and isinstance(config, dict):
         tools = config.get("tools")
     segments = settings_of(body, betas)
     segments += tools_of(tools)
@@ -49,7 +49,7 @@ def parse_anthropic(body: Mapping[str, Any], *, betas: object = None) -> BodyFie
     _mark_automatically(segments, ttl_of({"cache_control": body.get("cache_control")}))
     diagnostics = body.get("diagnostics")
     compares_with = None
-    if isinstance(diagnostics, Mapping):
+    if isinstance(diagnostics, dict):
         compares_with = text_or_none(diagnostics.get("previous_message_id"))
     return BodyFields(
         api=ANTHROPIC,
@@ -65,7 +65,7 @@ def parse_anthropic(body: Mapping[str, Any], *, betas: object = None) -> BodyFie
 def anthropic_message(message: object, number: int) -> list[Segment]:
     """Segments of a message: its string, or its blocks at `content[j]`."""
     path = f"messages[{number}]"
-    if not isinstance(message, Mapping):
+    if not isinstance(message, dict):
         msg = f"{path} is no object"
         raise BadRowError(msg)
     label = label_of(message.get("role"))

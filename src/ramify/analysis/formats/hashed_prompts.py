@@ -27,7 +27,8 @@ def block_ids_of(value: object, name: str = "hash_ids") -> tuple[int, ...]:
 
 def namespaced(ids: tuple[int, ...], namespace: str) -> tuple[int, ...]:
     """Ids that are equal only to equal ids of the same namespace."""
-    return tuple(_hash_of(f"{namespace} {number}") for number in ids)
+    salt = _hash_of(namespace)
+    return tuple([number ^ salt for number in ids])
 
 
 def _hash_of(text: str) -> int:
@@ -45,6 +46,26 @@ def check_block_size(value: object, name: str = "block_size") -> int:
 def num_blocks(num_tokens: int, block_size: int) -> int:
     """Blocks of a prompt, the last of which may be partial."""
     return -(-num_tokens // block_size)
+
+
+class FileScopes:
+    """Cache scopes of files whose ids are numbers given within the file: equal ids mean nothing.
+
+    The first file has the scope "", so that a trace alone has no scope.
+    """
+
+    def __init__(self, quality: ReadQuality) -> None:
+        self._quality = quality
+        self._scopes: dict[str, str] = {}
+
+    def scope(self, file: str) -> str:
+        """Scope of a file."""
+        scope = self._scopes.get(file)
+        if scope is None:
+            scope = self._scopes[file] = file if self._scopes else ""
+            if scope:
+                self._quality.notes["block ids count within a file: files share nothing"] += 1
+        return scope
 
 
 class BlockSizes:

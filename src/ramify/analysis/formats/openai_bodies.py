@@ -27,6 +27,7 @@ from ramify.analysis.records import Segment, SegmentKind, TextForm
 
 # Fields in which servers return a chat message's reasoning.
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking", "reasoning_details")
+_PLAIN_KEYS = frozenset({"role", "content", "name", "tool_call_id", "tool_calls"})
 _OTHER_KEYS = ("refusal", "function_call", "audio")
 
 
@@ -57,17 +58,18 @@ def chat_message(message: object, number: int) -> list[Segment]:
     path = f"messages[{number}]"
     if isinstance(message, str):
         return [Segment(path, SegmentKind.MESSAGE, message)]
-    if not isinstance(message, Mapping):
+    if not isinstance(message, dict):
         msg = f"{path} is no object"
         raise BadRowError(msg)
     role = message.get("role")
     label = label_of(role, message.get("name"), message.get("tool_call_id"))
     segments: list[Segment] = []
-    for key in REASONING_KEYS:
-        segments += _field(message, key, path, label)
+    is_plain = message.keys() <= _PLAIN_KEYS
+    for key in () if is_plain else REASONING_KEYS:
+        segments += _field(message, key, path, label_of(label, key))
     segments += content_of(message.get("content"), path, label)
-    for key in _OTHER_KEYS:
-        segments += _field(message, key, path, label)
+    for key in () if is_plain else _OTHER_KEYS:
+        segments += _field(message, key, path, label_of(label, key))
     calls = message.get("tool_calls")
     if isinstance(calls, list):
         for index, call in enumerate(calls):
@@ -82,7 +84,8 @@ def chat_message(message: object, number: int) -> list[Segment]:
             )
     if not segments:
         segments.append(Segment(path, SegmentKind.MESSAGE, "", label=label))
-    mark_last(segments, ttl_of({"cache_control": message.get("cache_control")}))
+    if "cache_control" in message:
+        mark_last(segments, ttl_of({"cache_control": message["cache_control"]}))
     return segments
 
 

@@ -34,12 +34,12 @@ def parse_responses(body: Mapping[str, Any]) -> BodyFields:
     segments += tools_of(body.get("tools"))
     history = text_or_none(body.get("previous_response_id"))
     conversation = body.get("conversation")
-    if isinstance(conversation, Mapping):
+    if isinstance(conversation, dict):
         conversation = conversation.get("id")
     conversation = text_or_none(conversation)
-    note = "history is stored at the vendor" if history or conversation else None
+    note = None
     template = body.get("prompt")
-    if isinstance(template, Mapping):
+    if isinstance(template, dict):
         text = compact_json(template)
         segments.append(Segment("prompt", SegmentKind.SYSTEM, text, TextForm.JSON))
         note = "prompt template is stored at the vendor"
@@ -54,7 +54,7 @@ def parse_responses(body: Mapping[str, Any]) -> BodyFields:
         cache_scope=scope_of(body),
         conversation=conversation or conversation_of(body),
         history_id=history or conversation,
-        has_full_text=note is None,
+        has_full_text=note is None and history is None and conversation is None,
         note=note,
     )
 
@@ -77,11 +77,11 @@ def input_items(items: object) -> list[Segment]:
 def input_item(item: object, number: int) -> list[Segment]:
     """Segments of an item: a message's content, else the item as a whole."""
     path = f"messages[{number}]"
-    if isinstance(item, Mapping) and "role" in item and item.get("type") in {None, "message"}:
+    if isinstance(item, dict) and "role" in item and item.get("type") in (None, "message"):
         label = label_of(item.get("role"), item.get("name"))
         segments = content_of(item.get("content"), path, label)
         return segments or [Segment(path, SegmentKind.MESSAGE, "", label=label)]
-    if not isinstance(item, Mapping | str):
+    if not isinstance(item, dict | str):
         msg = f"input[{number}] is no object"
         raise BadRowError(msg)
     return [block_of(item, path, "user" if isinstance(item, str) else "")]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from datetime import UTC, datetime
+from dataclasses import replace
 from typing import Any
 
+from ramify.analysis.formats.times import parse_time
 from ramify.analysis.reading import BadRowError, ReadQuality, Row
 from ramify.analysis.records import LoggedRequest
 
@@ -75,15 +76,14 @@ def get_count(row: Mapping[str, Any], name: str) -> int | None:
 
 
 def get_time(row: Mapping[str, Any], name: str) -> float | None:
-    """Seconds since the epoch of an ISO 8601 time (UTC if it has no zone), or None."""
-    text = get_text(row, name)
-    if text is None:
+    """Seconds since the epoch of a number or an ISO 8601 text, or None if it is absent or null."""
+    value = row.get(name)
+    if value is None:
         return None
-    try:
-        time = datetime.fromisoformat(text)
-        return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
-    except (ValueError, OverflowError):
-        raise BadRowError(f"{name} is {quoted(text)}, not a time") from None
+    time = parse_time(value)
+    if time is None:
+        raise BadRowError(f"{name} is {quoted(value)}, not a time")
+    return time
 
 
 def ids_of(value: object, name: str) -> tuple[int, ...]:
@@ -92,7 +92,7 @@ def ids_of(value: object, name: str) -> tuple[int, ...]:
     Ids have at most 64 bits.
     """
     ids = list_of(value, name)
-    if not all(type(item) is int for item in ids):
+    if not set(map(type, ids)) <= {int}:
         bad = next(item for item in ids if type(item) is not int)
         raise BadRowError(f"{name} has {quoted(bad)}, not an integer")
     if ids and not (min(ids) >= -(1 << 63) and max(ids) < 1 << 64):
@@ -100,8 +100,29 @@ def ids_of(value: object, name: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
+def later(start_s: float | None, duration_s: float | None) -> float | None:
+    """A time after another; None if either is unknown."""
+    return None if start_s is None or duration_s is None else start_s + duration_s
+
+
+class LineIndices:
+    """Numbers the requests of a line, which may have several rows."""
+
+    def __init__(self) -> None:
+        self._place: tuple[str, int] | None = None
+        self._next = 0
+
+    def take(self, row: Row) -> int:
+        """The next number of the row's line."""
+        place = (row.file, row.line)
+        if place != self._place:
+            self._place, self._next = place, 0
+        self._next += 1
+        return self._next - 1
+
+
 class RowByRow:
-    """A `RowReader` whose rows need no other rows."""
+    """A `RowReader` whose rows need no other rows; an index of a request is one in its row."""
 
     def __init__(
         self,
@@ -109,10 +130,15 @@ class RowByRow:
         quality: ReadQuality,
     ) -> None:
         self._read, self._quality = read, quality
+        self._indices = LineIndices()
 
     def feed(self, row: Row) -> Iterator[LoggedRequest]:
         """See `RowReader`."""
-        return self._read(row, self._quality)
+        for request in self._read(row, self._quality):
+            if request.index is None:
+                yield request
+            else:
+                yield replace(request, index=self._indices.take(row))
 
     def close(self) -> Iterator[LoggedRequest]:
         """See `RowReader`."""

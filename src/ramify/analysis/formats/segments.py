@@ -18,8 +18,9 @@ SETTINGS = frozenset(
 )
 TTL_5M_S, TTL_1H_S = 300.0, 3600.0
 
-_TEXT_TYPES = frozenset({"text", "input_text", "output_text", "summary_text", "refusal"})
-_MEDIA_TYPES = frozenset(
+# Tuples: a type that is a list or an object has no hash.
+_TEXT_TYPES = ("text", "input_text", "output_text", "summary_text", "refusal")
+_MEDIA_TYPES = tuple(
     "image image_url input_image audio input_audio video video_url file input_file document "
     "inlineData inline_data fileData file_data".split()
 )
@@ -107,7 +108,7 @@ def block_of(
     """Segment of a content block."""
     if isinstance(block, str):
         return Segment(path, kind, block, label=label)
-    if not isinstance(block, Mapping):
+    if not isinstance(block, dict):
         return _json_segment(block, path, label, kind)
     ttl_s = ttl_of(block)
     text = _text_of(block)
@@ -130,15 +131,17 @@ def _text_of(block: Mapping[str, Any]) -> str | None:
     value: object = None
     if kind is None and len(block) == 1:
         value = block.get("text")  # Bedrock and Gemini have blocks without a type
+    elif not isinstance(kind, str):
+        return None
     elif kind in _TEXT_TYPES:
         value = block.get("refusal" if kind == "refusal" else "text")
     elif kind == "thinking":
         value = block.get("thinking")
-    elif kind in {"tool_result", "function_call_output"}:
+    elif kind in ("tool_result", "function_call_output"):
         value = block.get("content" if kind == "tool_result" else "output")
     elif kind == "document":
         source = block.get("source")
-        if isinstance(source, Mapping) and source.get("type") == "text":
+        if isinstance(source, dict) and source.get("type") == "text":
             value = source.get("data")
     return value if isinstance(value, str) else None
 
@@ -152,7 +155,7 @@ def _extra_label(block: Mapping[str, Any]) -> list[str]:
         parts = [kind, block.get("call_id")]
     elif kind == "document":
         parts = [kind, block.get("title"), block.get("context")]
-    elif kind in {"thinking", "refusal"}:
+    elif kind in ("thinking", "refusal"):
         parts = [kind]
     else:
         parts = []
@@ -164,7 +167,7 @@ def media_of(block: Mapping[str, Any]) -> str | None:
     kind = block.get("type")
     if kind is None:
         kind = next((key for key in block if key in _MEDIA_TYPES), None)
-    if kind not in _MEDIA_TYPES:
+    if not isinstance(kind, str) or kind not in _MEDIA_TYPES:
         return None
     source: object = None
     for key in (
@@ -181,7 +184,7 @@ def media_of(block: Mapping[str, Any]) -> str | None:
             source = block[key]
             break
     detail = block.get("detail")
-    while isinstance(source, Mapping):
+    while isinstance(source, dict):
         detail = source.get("detail", detail)
         inner = next(
             (
@@ -204,14 +207,14 @@ def media_of(block: Mapping[str, Any]) -> str | None:
 
 def ttl_of(block: object) -> float | None:
     """Lifetime in seconds that a block's breakpoint asks for; None if there is no breakpoint."""
-    if not isinstance(block, Mapping):
+    if not isinstance(block, dict):
         return None
     for key in ("cache_control", "prompt_cache_breakpoint", "cachePoint"):
         marker = block.get(key)
-        if isinstance(marker, Mapping):
+        if isinstance(marker, dict):
             return TTL_1H_S if marker.get("ttl") == "1h" else TTL_5M_S
     function = block.get("function")  # LiteLLM takes it inside a tool's function
-    if isinstance(function, Mapping) and function is not block:
+    if isinstance(function, dict) and function is not block:
         return ttl_of(function) if "cache_control" in function else None
     inner = block.get("content")
     if block.get("type") == "tool_result" and isinstance(inner, list):
@@ -224,7 +227,7 @@ def ttl_of(block: object) -> float | None:
 
 def is_cache_point(block: object) -> bool:
     """Whether a block is only a breakpoint (Bedrock Converse)."""
-    return isinstance(block, Mapping) and len(block) == 1 and "cachePoint" in block
+    return isinstance(block, dict) and len(block) == 1 and "cachePoint" in block
 
 
 def mark_last(segments: list[Segment], ttl_s: float | None) -> None:

@@ -54,6 +54,7 @@ def read_token_ids(row: Row, quality: ReadQuality) -> Iterator[LoggedRequest]:
     yield LoggedRequest(
         file=row.file,
         line=row.line,
+        index=row.index,
         segments=(token_segment(ids),),
         request_id=get_name(fields, "id"),
         conversation=get_name(fields, "session_id"),

@@ -27,9 +27,15 @@ from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import CheckpointError, ConfigError, ModelError
 from ramify.kv.pool import KVPool
 from ramify.models.config import ModelConfig
-from ramify.models.decoder import Decoder
+from ramify.models.decoder import CausalDecoder
 from ramify.models.kv_cache_spec import attention_spec, build_attention, kv_layout, resolve_kv_dtype
-from ramify.models.loader import find_checkpoint, load_model, read_config, resolve_dtype
+from ramify.models.loader import (
+    checkpoint_shapes,
+    find_checkpoint,
+    load_decoder,
+    read_config,
+    resolve_dtype,
+)
 from ramify.models.ops.registry import OpsChoice, select_ops
 
 
@@ -73,7 +79,7 @@ class LocalEngine:
             last=COMPILED_BACKENDS if requested.model.ops == "torch" else (),
         )
         self.tokenizer: Tokenizer | None = _load_tokenizer(self.path)
-        self.decoder: Decoder = self._load_model(self.path, progress=progress)
+        self.decoder: CausalDecoder = self._load_model(self.path, progress=progress)
         pool = KVPool(layout, self.config.num_pages, self.config.page_size, dtype=kv_dtype)
         self.attention: PagedBackend = build_attention(
             config, self.attention_spec, self.backend_choice.backend
@@ -103,7 +109,7 @@ class LocalEngine:
     @property
     def num_weight_bytes(self) -> int:
         """Bytes of the weights in their compute dtype."""
-        shapes = self.model_config.tensor_shapes().values()
+        shapes = checkpoint_shapes(self.path, self.model_config).values()
         return sum(prod(shape) for shape in shapes) * self.decoder.dtype.itemsize
 
     def exactness(self) -> list[Exactness]:
@@ -145,16 +151,16 @@ class LocalEngine:
             )
         return WeightSwap(self, path, self._load_model(path, progress=progress))
 
-    def install_weights(self, path: Path, decoder: Decoder) -> bytes:
+    def install_weights(self, path: Path, decoder: CausalDecoder) -> bytes:
         """Compute with these weights from now on; returns their cache namespace. See `WeightSwap`."""
         namespace = self._namespace(path, self.weights_epoch + 1)
         self.path, self.decoder, self.runner.model = path, decoder, decoder
         self.weights_epoch += 1
         return namespace
 
-    def _load_model(self, path: Path, *, progress: bool) -> Decoder:
+    def _load_model(self, path: Path, *, progress: bool) -> CausalDecoder:
         requested = self.config.requested
-        return load_model(
+        return load_decoder(
             path,
             dtype=requested.model.dtype,
             exact=requested.attention.exact,
@@ -173,7 +179,7 @@ class LocalEngine:
 class WeightSwap:
     """Loaded weights. Call it between two steps, in the thread of the core, to install them."""
 
-    def __init__(self, engine: LocalEngine, path: Path, decoder: Decoder) -> None:
+    def __init__(self, engine: LocalEngine, path: Path, decoder: CausalDecoder) -> None:
         self._engine, self._path, self._decoder = engine, path, decoder
 
     def __call__(self) -> bytes:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ramify.attention.paged import PagedAttention, PagedBackend
 from ramify.engine.step import StepPlan
 from ramify.kv.pool import KVPool
-from ramify.models.decoder import Decoder
+from ramify.models.decoder import CausalDecoder
 from ramify.models.ops.protocol import ForwardStep
 
 
@@ -29,7 +29,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: Decoder,
+        model: CausalDecoder,
         pool: KVPool,
         backend: PagedBackend,
         *,

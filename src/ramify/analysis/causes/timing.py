@@ -1,0 +1,115 @@
+"""Causes that times and cache rules show: expiry, parallel requests, breakpoints, minimums."""
+
+from __future__ import annotations
+
+from ramify.analysis.causes.evidence import ESTIMATE_ERROR, Evidence
+from ramify.analysis.verdicts import Cause, CauseName, Certainty
+
+
+class ParallelCold:
+    """The entry was still being written by a request in flight."""
+
+    def find(self, evidence: Evidence) -> Cause | None:
+        """See `OutsideRule`."""
+        prediction = evidence.prediction
+        if prediction.in_flight is None or not evidence.is_lost(prediction.read_if_ready):
+            return None
+        return Cause(
+            CauseName.PARALLEL_COLD,
+            Certainty.LIKELY,
+            "",
+            had=f"in flight: {evidence.log.name(prediction.in_flight)}",
+            got=f"{prediction.read_if_ready} tokens not yet readable",
+        )
+
+
+class TtlExpired:
+    """The entry was not used within its lifetime."""
+
+    def find(self, evidence: Evidence) -> Cause | None:
+        """See `OutsideRule`."""
+        prediction, rule = evidence.prediction, evidence.rule
+        start_s = evidence.request.info.start_s
+        if prediction.expired is None or start_s is None:
+            return None
+        if not evidence.is_lost(prediction.read_if_kept):
+            return None
+        written_s = evidence.log.requests[prediction.expired].info.start_s
+        gap_s = 0.0 if written_s is None else start_s - written_s
+        is_sure = evidence.is_billed_miss or gap_s >= (rule.lifetime_high_s or 0.0)
+        return Cause(
+            CauseName.TTL_EXPIRED,
+            Certainty.LIKELY if is_sure else Certainty.SUSPECTED,
+            "",
+            had=f"written by {evidence.log.name(prediction.expired)}, {gap_s:.0f} s before",
+            got=f"lifetime {rule.lifetime_s or 0:.0f} s",
+        )
+
+
+class BelowMinimum:
+    """The shared prefix is shorter than what the provider caches."""
+
+    def find(self, evidence: Evidence) -> Cause | None:
+        """See `OutsideRule`."""
+        if evidence.facts.has_waste or evidence.rule.cache == "none":
+            return None
+        possible = evidence.prediction.read_if_long_enough
+        if evidence.rule.cache != "breakpoints" or evidence.rule.implicit:
+            possible = max(possible, evidence.facts.reusable)
+        if possible >= evidence.rule.min_tokens or not evidence.is_lost(possible):
+            return None
+        is_clear = possible <= (1 - ESTIMATE_ERROR) * evidence.rule.min_tokens
+        was_asked = bool(evidence.request.breakpoints)
+        is_likely = is_clear and (was_asked or evidence.is_billed_miss)
+        return Cause(
+            CauseName.BELOW_MINIMUM,
+            Certainty.LIKELY if is_likely else Certainty.SUSPECTED,
+            "",
+            had=f"{possible} tokens shared",
+            got=f"minimum {evidence.rule.min_tokens}",
+        )
+
+
+class BreakpointMissing:
+    """No breakpoint of an earlier request ends within the shared prefix, or none of this one's does."""
+
+    def find(self, evidence: Evidence) -> Cause | None:
+        """See `OutsideRule`."""
+        prediction = evidence.prediction
+        if evidence.facts.has_waste or evidence.rule.cache != "breakpoints":
+            return None
+        possible = prediction.read_if_marked
+        reached = max(
+            prediction.read_if_in_reach, prediction.read_if_kept, prediction.read_if_ready
+        )
+        if not evidence.is_lost(possible, reached):
+            return None
+        # Logs of some gateways keep no breakpoints: a log without any shows nothing.
+        is_shown = evidence.log.has_breakpoints or evidence.is_billed_miss
+        return Cause(
+            CauseName.BREAKPOINT_MISSING,
+            Certainty.LIKELY if is_shown else Certainty.SUSPECTED,
+            evidence.path(evidence.segment_at(possible)),
+            had=f"{possible} tokens shared",
+            got=f"{reached} up to a breakpoint",
+        )
+
+
+class LookbackExceeded:
+    """The last entry is too many positions before the breakpoint."""
+
+    def find(self, evidence: Evidence) -> Cause | None:
+        """See `OutsideRule`."""
+        prediction = evidence.prediction
+        if evidence.facts.has_waste or evidence.rule.lookback is None:
+            return None
+        if not evidence.is_lost(prediction.read_if_in_reach):
+            return None
+        last = max((segment for segment, _ in evidence.request.breakpoints), default=-1)
+        return Cause(
+            CauseName.LOOKBACK_EXCEEDED,
+            Certainty.LIKELY,
+            evidence.path(last),
+            had=f"{prediction.read_if_in_reach} tokens cached",
+            got=f"more than {evidence.rule.lookback} positions before the breakpoint",
+        )
