@@ -32,7 +32,7 @@ def normalise_spaces(text: str) -> str:
 def sort_keys(text: str) -> str:
     """JSON with sorted keys, in strings of JSON too; other text as it is."""
     value = parse_json(text)
-    return text if value is None else _dump(_sorted(value))
+    return text if value is None else write_json(_sorted(value))
 
 
 def parse_json(text: str) -> Any:
@@ -47,7 +47,8 @@ def parse_json(text: str) -> Any:
     return value if isinstance(value, dict | list) else None
 
 
-def _dump(value: object) -> str:
+def write_json(value: object) -> str:
+    """Compact JSON with characters as they are."""
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
 
@@ -60,5 +61,5 @@ def _sorted(value: Any, depth: int = 0) -> Any:
         return [_sorted(item, depth + 1) for item in value]
     if isinstance(value, str) and value[:1] in ("{", "["):
         inner = parse_json(value)
-        return value if inner is None else _dump(_sorted(inner, depth + 1))
+        return value if inner is None else write_json(_sorted(inner, depth + 1))
     return value

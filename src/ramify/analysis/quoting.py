@@ -7,7 +7,9 @@ import re
 MAX_QUOTE = 120
 
 _SECRETS = (
-    re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|$)", re.DOTALL),
+    re.compile(
+        r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|$)", re.DOTALL
+    ),
     re.compile(r"\b(?:sk|pk|rk|xai|gsk|hf|pplx|r8|ghp|gho|ghu|ghs|glpat|xox[abprs])[-_][\w-]{8,}"),
     re.compile(r"\bgithub_pat_\w{8,}|\bAKIA[0-9A-Z]{12,}|\bAIza[\w-]{20,}|\bya29\.[\w.-]{10,}"),
     re.compile(r"\beyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)?"),

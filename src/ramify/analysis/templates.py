@@ -18,7 +18,7 @@ from ramify.analysis.records import Segment, TextForm
 from ramify.analysis.text_diff import Hunk, find_hunks
 
 MAX_FEATURES = 10
-MIN_SHARED = 0.5  # of the text of a member, so that it belongs to a template
+MIN_SHARED = 60  # code points that a member has in common with its template
 MAX_VALUES = 64  # kept of a slot as evidence
 
 _LINE = re.compile(r"[^\n]+?(?:[.!?:;](?=\s)|\n|$)")
@@ -92,7 +92,9 @@ class Templates:
     def slot_places(self, template: Template, unit: int) -> list[tuple[int, int]]:
         """Where each slot is in the normal form of a member."""
         hunks = template.members[self.normal(unit)]
-        return [(_translate(hunks, s.start), _translate(hunks, s.end, end=True)) for s in template.slots]
+        return [
+            (_translate(hunks, s.start), _translate(hunks, s.end, end=True)) for s in template.slots
+        ]
 
     def canonical(self, unit: int, causes: frozenset[str] | None = None) -> int:
         """The unit in normal form with the values of volatile slots as a constant.
@@ -148,7 +150,7 @@ class Templates:
             template = self._templates[best]
             hunks = tuple(find_hunks(self._corpus.text(template.unit), text))
             differing = sum(hunk.other_end - hunk.other_start for hunk in hunks)
-            if len(text) - differing >= MIN_SHARED * len(text):
+            if len(text) - differing >= min(MIN_SHARED, len(text) / 2):
                 template.members[normal] = hunks
                 self._template_of[normal] = best
                 self._learn(keys, best)

@@ -58,7 +58,9 @@ def find_hunks(a: str, b: str) -> list[Hunk]:
     left = _left_edge(a, head)
     right = _right_edge(a, a_end) - a_end
     middle = _diff(a[left : a_end + right], b[left : b_end + right])
-    hunks = [Hunk(h.start + left, h.end + left, h.other_start + left, h.other_end + left) for h in middle]
+    hunks = [
+        Hunk(h.start + left, h.end + left, h.other_start + left, h.other_end + left) for h in middle
+    ]
     return _merge([_grow(hunk, a, b) for hunk in hunks], a)
 
 
@@ -85,9 +87,31 @@ def _diff(a: str, b: str) -> list[Hunk]:
 
 def _diff_words(a: str, b: str) -> list[Hunk]:
     words_a, words_b = _WORD.findall(a), _WORD.findall(b)
-    if max(len(words_a), len(words_b)) > MAX_WORDS:
+    if not words_a or not words_b or max(len(words_a), len(words_b)) > MAX_WORDS:
         return [Hunk(0, len(a), 0, len(b))]
-    return list(_match(words_a, words_b))
+    if min(len(words_a), len(words_b)) > 60:
+        set_a, set_b = set(words_a), set(words_b)
+        if len(set_a & set_b) * 2 < max(len(set_a), len(set_b)):
+            return [Hunk(0, len(a), 0, len(b))]  # unrelated texts have words in common by chance
+    return _drop_islands(_match(words_a, words_b))
+
+
+def _drop_islands(hunks: list[Hunk]) -> list[Hunk]:
+    """Hunks that only a few equal words part, fewer than differ, as one."""
+    kept: list[Hunk] = []
+    for hunk in hunks:
+        if kept:
+            last = kept[-1]
+            gap = hunk.start - last.end
+            if gap < 20 and gap < max(_size(last), _size(hunk)):
+                kept[-1] = Hunk(last.start, hunk.end, last.other_start, hunk.other_end)
+                continue
+        kept.append(hunk)
+    return kept
+
+
+def _size(hunk: Hunk) -> int:
+    return max(hunk.end - hunk.start, hunk.other_end - hunk.other_start)
 
 
 def _match(a: list[str], b: list[str]) -> list[Hunk]:
@@ -129,9 +153,11 @@ def _grow(hunk: Hunk, a: str, b: str) -> Hunk:
         left, right = _grow_date(a, left, right)
     before, after = hunk.start - left, right - hunk.end
     # Growth stops where the other text is no longer equal: the next hunk begins there.
-    while before and a[hunk.start - before : hunk.start] != b[
-        max(0, hunk.other_start - before) : hunk.other_start
-    ]:
+    while (
+        before
+        and a[hunk.start - before : hunk.start]
+        != b[max(0, hunk.other_start - before) : hunk.other_start]
+    ):
         before -= 1
     while after and a[hunk.end : hunk.end + after] != b[hunk.other_end : hunk.other_end + after]:
         after -= 1

@@ -133,9 +133,8 @@ class UnitTree:
 
     def _rest(self, prompt: Units, place: _Place) -> int:
         units = self._corpus.units
-        return sum(units[unit].num_tokens for unit in prompt[place.unit :]) - max(
-            0, place.token - 1
-        )
+        total = sum(units[unit].num_tokens for unit in prompt[place.unit :].tolist())
+        return total - max(0, place.token - 1)
 
     def _remember(self, node: _Node, number: int) -> None:
         node.recent.append(number)

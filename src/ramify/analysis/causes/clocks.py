@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
+from itertools import pairwise
 
 from ramify.analysis.text_diff import DATE_WORDS
 
@@ -43,11 +44,14 @@ def looks_like_clock(value: str) -> bool:
 
 
 def follows_times(values: Sequence[str], times: Sequence[float | None]) -> bool:
-    """Whether the numbers in the values are those of the request times, in some time zone, or grow
-    with them in proportion.
+    """Whether the numbers in the values are those of the request times, or grow in proportion.
+
+    Dates and times of day may be those of any time zone.
     """
     pairs = [
-        (value, time) for value, time in zip(values, times, strict=True) if time is not None and value
+        (value, time)
+        for value, time in zip(values, times, strict=True)
+        if time is not None and value
     ]
     if len({value for value, _ in pairs}) < 3 or pairs[-1][1] <= pairs[0][1]:
         return False
@@ -99,7 +103,7 @@ def _grows_with_time(pairs: Sequence[tuple[str, float]]) -> bool:
             numbers.append(float(value.replace(",", "")))
         except ValueError:
             return False
-    steps = [b - a for a, b in zip(numbers, numbers[1:], strict=False)]
+    steps = [b - a for a, b in pairwise(numbers)]
     if any(step < 0 for step in steps) or len(set(steps)) <= 2:
         return False
     times = [time for _, time in pairs]

@@ -109,7 +109,9 @@ class ClockValue:
         if follows_times(slot.values, slot.times):
             return True
         has_word = bool(_CLOCK_WORDS.search(slot.line_before[-60:]))
-        return has_word and (all(any(map(str.isdigit, value)) for value in values) or len(values) > 2)
+        return has_word and (
+            all(any(map(str.isdigit, value)) for value in values) or len(values) > 2
+        )
 
 
 _CLOCK_WORDS = re.compile(
@@ -159,7 +161,9 @@ class RandomId:
             return False
         if all(map(_is_random, values)):
             return True
-        return bool(_ID_WORDS.search(slot.line_before)) and all(len(value) <= 80 for value in values)
+        return bool(_ID_WORDS.search(slot.line_before)) and all(
+            len(value) <= 80 for value in values
+        )
 
 
 _HEX = re.compile(r"(?:[0-9a-f]{2,}-)*[0-9a-f]{6,}", re.IGNORECASE)
