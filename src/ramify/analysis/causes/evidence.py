@@ -54,6 +54,11 @@ class Evidence:
             return float(usage.num_read)
         return usage.num_read * self.prediction.billed.num_input / usage.num_input
 
+    @property
+    def provider(self) -> str:
+        """The provider whose rule the request falls under."""
+        return self.log.model.provider_of(self.request.info)
+
     def is_lost(self, possible: int, num_read: int | None = None) -> bool:
         """Whether a request that could read some tokens read clearly fewer.
 
