@@ -79,6 +79,10 @@ class Evidence:
         """The segment in which a prefix of so many tokens ends; -1 for the empty prefix."""
         return self.log.model.layout(ReplayPrompt.of(self.request)).segment_at(num_tokens)
 
+    def is_in_messages(self, num_tokens: int) -> bool:
+        """Whether a prefix of so many tokens ends in a message."""
+        return self.path(self.segment_at(num_tokens)).startswith("messages")
+
     def path(self, segment: int) -> str:
         """Path of a segment; "" if there is none."""
         return self.request.paths[segment] if 0 <= segment < len(self.request.paths) else ""
