@@ -258,6 +258,35 @@ def test_circles_end() -> None:
     assert len(read_rows(CLAUDE_CODE, log.lines)[0]) == 1
 
 
+def test_printed_lines_are_a_chain() -> None:
+    """`stream-json` has no parents: each line is below the one before it, a sub-agent's apart."""
+    log = Transcript()
+    first = log.answer(None, "msg_1", text("Let me look."), call("t1", command="make"))
+    inner = log.answer(None, "msg_2", text("Inside"), agentId="t1")
+    log.answer(log.result(first, "t1", "error"), "msg_3", text("It lacks x."))
+    lines: list[dict[str, object]] = [{"type": "system", "subtype": "init", "session_id": "s"}]
+    for line in log.lines:
+        agent = "t1" if line["uuid"] == inner else None
+        lines.append(
+            {"type": line["type"], "message": line["message"], "uuid": line["uuid"],
+             "session_id": "s", "parent_tool_use_id": agent, "timestamp": line["timestamp"]}
+        )  # fmt: skip
+    lines.append({"type": "result", "subtype": "success", "session_id": "s", "usage": {}})
+
+    requests, quality = read_rows(CLAUDE_CODE, lines)
+
+    assert all(map(CLAUDE_CODE.is_row, lines))
+    assert {item.request_id: item.conversation for item in requests} == {
+        "msg_1": "s",
+        "msg_2": "s/t1",
+        "msg_3": "s",
+    }
+    assert len(requests) == 3
+    last = next(item for item in requests if item.request_id == "msg_3")
+    assert texts(last)[-1] == "messages[1].content[0] error"
+    assert not quality.bad_lines
+
+
 @given(st.data())
 def test_mutated_transcripts_raise_nothing_else(data: st.DataObject) -> None:
     """Every line is read, skipped or bad, whatever it holds and in whatever order."""
