@@ -91,7 +91,8 @@ class LoggedRequest:
     start_s: float | None = None
     first_output_s: float | None = None
     end_s: float | None = None
-    api: str | None = None  # openai-chat, openai-completions, openai-responses, anthropic-messages
+    # openai-chat, openai-completions, openai-responses, anthropic-messages, gemini
+    api: str | None = None
     provider: str | None = None  # openai, anthropic, deepseek, ramify, vllm, sglang, gemini, …
     model: str | None = None
     response_model: str | None = None

@@ -222,6 +222,46 @@ def test_blocks_of_converse() -> None:
     ]
 
 
+def test_bodies_and_streams_of_gemini() -> None:
+    """`parts[j]` is `content[j]`, functions are tools, and the URL names the model."""
+    body = {
+        "systemInstruction": {"parts": [{"text": "S"}]},
+        "contents": [
+            {"role": "user", "parts": [{"text": "Q"}, {"inlineData": {"data": "aGk="}}]},
+            {"role": "model", "parts": [{"functionCall": {"name": "f", "args": {}}}]},
+        ],
+        "tools": [{"functionDeclarations": [{"name": "f"}, {"name": "g"}]}],
+    }
+    events = [
+        {"candidates": [{"content": {"parts": [{"text": text}]}}], "usageMetadata": counts}
+        for text, counts in (
+            ("a", {}),
+            ("b", {"promptTokenCount": 9, "cachedContentTokenCount": 4}),
+        )
+    ]
+    url = (
+        "https://generativelanguage.googleapis.com/v1beta/models/gemini-3-pro:streamGenerateContent"
+    )
+    row = {"request": {"url": url, "body": body}, "response": events}
+
+    (request,), _ = read_rows(BODIES, [row])
+
+    assert [(item.path, item.text) for item in request.segments[:4]] == [
+        ("settings.model", "gemini-3-pro"),
+        ("tools[0]", '{"name":"f"}'),
+        ("tools[1]", '{"name":"g"}'),
+        ("system[0]", "S"),
+    ]
+    assert [item.path for item in request.segments[4:]] == [
+        "messages[0].content[0]",
+        "messages[0].content[1]",
+        "messages[1].content[0]",
+    ]
+    assert request.segments[5].form is TextForm.MEDIA
+    assert [(item.path, item.text) for item in request.output] == [("messages[2].content[0]", "ab")]
+    assert (request.provider, request.usage.num_input, request.usage.num_read) == ("gemini", 9, 4)
+
+
 def test_reasoning_and_functions_of_chat() -> None:
     """Reasoning stands before the content as templates render it; old functions are tools."""
     body = {
@@ -338,6 +378,7 @@ ROWS: list[dict[str, Any]] = [
         "response": {"id": "resp_1", "output": [{"type": "message", "role": "a"}]},
     },
     {"model": "m", "prompt": [[1, 2], [3]]},
+    {"contents": [{"role": "user", "parts": [{"text": "Q"}]}], "tools": [{}], "response": [{}]},
 ]
 
 

@@ -96,6 +96,30 @@ def test_a_result_that_comes_while_the_response_streams_ends_nothing() -> None:
     assert [line.rpartition(" ")[2] for line in texts(requests[1])[-2:]] == ["one", "two"]
 
 
+def test_a_response_goes_on_below_the_result_of_its_own_call() -> None:
+    """Tools run while the response streams: its lines and their results are one chain."""
+    log = Transcript()
+    asked = log.user(None, "Look")
+    first = log.answer(asked, "msg_1", text("Let me"), call("t1", command="a"), stop=None)
+    one = log.result(first, "t1", "one")
+    second = log.answer(one, "msg_1", call("t2", command="b"), stop="tool_use")
+    two = log.result(second, "t2", "two")
+    log.answer(two, "msg_2", text("Done"), stop=None)
+
+    first_request, last_request = read_rows(CLAUDE_CODE, log.lines)[0]
+
+    assert [line.partition(" ")[0] for line in texts(last_request)] == [
+        "messages[0]",
+        "messages[1].content[0]",
+        "messages[1].content[1]",
+        "messages[1].content[2]",
+        "messages[2].content[0]",
+        "messages[2].content[1]",
+    ]
+    assert [line.rpartition(" ")[2] for line in texts(last_request)[-2:]] == ["one", "two"]
+    assert (first_request.usage.num_output, last_request.usage.num_output) == (40, None)
+
+
 def test_a_rewind_is_another_branch() -> None:
     """The edited question shares what is before it, and nothing after."""
     log = Transcript()
@@ -232,6 +256,35 @@ def test_circles_end() -> None:
     log.answer("b", "msg_1", text("Hi"), isSidechain=True)
 
     assert len(read_rows(CLAUDE_CODE, log.lines)[0]) == 1
+
+
+def test_printed_lines_are_a_chain() -> None:
+    """`stream-json` has no parents: each line is below the one before it, a sub-agent's apart."""
+    log = Transcript()
+    first = log.answer(None, "msg_1", text("Let me look."), call("t1", command="make"))
+    inner = log.answer(None, "msg_2", text("Inside"), agentId="t1")
+    log.answer(log.result(first, "t1", "error"), "msg_3", text("It lacks x."))
+    lines: list[dict[str, object]] = [{"type": "system", "subtype": "init", "session_id": "s"}]
+    for line in log.lines:
+        agent = "t1" if line["uuid"] == inner else None
+        lines.append(
+            {"type": line["type"], "message": line["message"], "uuid": line["uuid"],
+             "session_id": "s", "parent_tool_use_id": agent, "timestamp": line["timestamp"]}
+        )  # fmt: skip
+    lines.append({"type": "result", "subtype": "success", "session_id": "s", "usage": {}})
+
+    requests, quality = read_rows(CLAUDE_CODE, lines)
+
+    assert all(map(CLAUDE_CODE.is_row, lines))
+    assert {item.request_id: item.conversation for item in requests} == {
+        "msg_1": "s",
+        "msg_2": "s/t1",
+        "msg_3": "s",
+    }
+    assert len(requests) == 3
+    last = next(item for item in requests if item.request_id == "msg_3")
+    assert texts(last)[-1] == "messages[1].content[0] error"
+    assert not quality.bad_lines
 
 
 @given(st.data())

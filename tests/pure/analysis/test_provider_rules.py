@@ -40,6 +40,8 @@ def rules_file(folder: Path, **content) -> Path:
         ("openai", "gpt-4o-mini", "grid", 1024),
         ("openai", "gpt-5.1", "grid", 1024),
         ("openai", "gpt-5.6", "breakpoints", 1024),
+        ("openai", "gpt-5.5-2026-04-01", "grid", 1024),
+        ("openai", "gpt-4-turbo", "none", 1024),
         ("openai", "openai/gpt-6-sol", "breakpoints", 1024),
         ("deepseek", "deepseek-chat", "units", 0),
         ("vllm", "Qwen/Qwen3-32B", "grid", 0),
@@ -58,11 +60,40 @@ def test_an_unknown_model_takes_the_default_and_says_so() -> None:
     """`claude-future` has the default of Anthropic; the table of rules has a note."""
     rules = load_rules()
 
-    table = rules_table(rules, "anthropic", ["claude-future", "claude-opus-5"])
+    table = rules_table(rules, [("anthropic", "claude-future"), ("anthropic", "claude-opus-5")])
 
     assert rules.rule_of("anthropic", "claude-future").min_tokens == 1024
-    assert table["notes"] == ["claude-future: no rule of its own, the provider's default is taken"]
+    assert table["notes"] == [
+        "anthropic: claude-future: no rule of its own, the provider's default is taken"
+    ]
     assert table["date"] == rules.date
+
+
+@pytest.mark.parametrize(
+    ("provider", "model", "read", "write", "write_1h"),
+    [
+        ("anthropic", "claude-opus-5-5", 0.2, 5, 8),
+        ("anthropic", "claude-opus-5", 0.5, 6.25, 10),
+        ("anthropic", "claude-fable-5-1", 0.25, 12.5, 20),
+        ("anthropic", "claude-sonnet-5", 0.2, 2.5, 4),
+        ("anthropic", "claude-haiku-4-5", 0.1, 1.25, 2),
+        ("openai", "gpt-6-sol", 0.2, 2.5, None),
+        ("openai", "gpt-4o", 1.25, 2.5, None),
+        ("deepseek", "deepseek-v4-flash", 0.006, 0.3, None),
+    ],
+)
+def test_prices_are_those_that_vendors_publish(
+    provider: str, model: str, read: float, write: float, write_1h: float | None
+) -> None:
+    """Multipliers of the input price give the published dollars for a million tokens."""
+    rule = load_rules().rule_of(provider, model)
+
+    assert rule.input_price is not None
+    assert rule.input_price * rule.read_multiplier == pytest.approx(read)
+    assert rule.input_price * rule.write_multiplier == pytest.approx(write)
+    if write_1h is not None:
+        assert rule.write_1h_multiplier is not None
+        assert rule.input_price * rule.write_1h_multiplier == pytest.approx(write_1h)
 
 
 def test_a_file_goes_in_front_of_the_built_in_rules(tmp_path: Path) -> None:
@@ -112,6 +143,10 @@ def test_a_file_can_replace_the_built_in_rules(tmp_path: Path) -> None:
         (
             '{"schema": 1, "date": "x", "providers": {"mine": {"models": [{"models": ["m"]}]}}}',
             "missing required field `cache`",
+        ),
+        (
+            '{"schema": 1, "date": "x", "providers": {"openai": {"models": [{"family": "x"}]}}}',
+            "no family 'x'; the families are breakpoints, none, steps, steps_24h",
         ),
         ('{"schema": 1, "date": "x", "providers": {"a": {"defaults": {"cache": "lru"}}}}', "lru"),
     ],

@@ -243,6 +243,20 @@ def test_tables_have_the_line_on_which_a_row_begins(tmp_path: Path) -> None:
     assert [line for _, line in quality.bad_lines] == [2 + height]
 
 
+def test_a_missing_quote_loses_only_its_row(tmp_path: Path) -> None:
+    """The lines after a row whose cell does not end are read again as rows."""
+    path = tmp_path / "log.csv"
+    good = '"{""prompt"": ""a""}",s\n'
+    path.write_text(
+        "request_body,session_id\n" + good + '"open,s\n' + good * 3 + '"open,s\n' + good
+    )
+
+    requests, quality = read(path)
+
+    assert [request.line for request in requests] == [2, 4, 5, 6, 8]
+    assert [line for _, line in quality.bad_lines] == [3, 7]
+
+
 def test_progress_counts_the_bytes_on_disk(tmp_path: Path) -> None:
     """The last call has all bytes of all files."""
     path = tmp_path / "log.jsonl.gz"

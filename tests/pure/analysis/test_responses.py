@@ -146,7 +146,7 @@ def test_a_stream_of_responses_ends_with_the_response() -> None:
         "role": "assistant",
         "content": [{"type": "output_text", "text": "x"}],
     }
-    events = [
+    events: list[dict[str, Any]] = [
         {"type": "response.created", "response": {"id": "resp_1", "output": [], "usage": None}},
         {"type": "response.output_item.done", "output_index": 0, "item": item},
         {

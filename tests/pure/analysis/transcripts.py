@@ -56,6 +56,7 @@ class Transcript:
         }
         extra = fields.pop("message", {})
         model = fields.pop("model", "claude-opus-5")
+        stop = fields.pop("stop", "end_turn")
         for number, block in enumerate(blocks, 1):
             message = {
                 "model": model,
@@ -63,7 +64,7 @@ class Transcript:
                 "type": "message",
                 "role": "assistant",
                 "content": [block],
-                "stop_reason": None,
+                "stop_reason": stop if number == len(blocks) else None,
                 "usage": usage | {"output_tokens": 40 if number == len(blocks) else 1},
                 "diagnostics": None,
             }

@@ -8,6 +8,7 @@ from typing import Any
 
 from ramify.analysis.formats.anthropic_bodies import parse_anthropic
 from ramify.analysis.formats.body_fields import CHAT, BodyFields, is_cut
+from ramify.analysis.formats.gemini_bodies import parse_gemini
 from ramify.analysis.formats.openai_bodies import parse_chat, parse_completions
 from ramify.analysis.formats.responses import ResponseFields
 from ramify.analysis.formats.responses_bodies import parse_responses
@@ -42,13 +43,15 @@ def is_body(value: object) -> bool:
     messages = value.get("messages")
     if isinstance(messages, list):
         return not messages or any(_is_message(message) for message in messages)
-    if "model" not in value:
+    contents = value.get("contents")
+    if isinstance(contents, list) and contents:
+        return all(isinstance(item, dict) and "parts" in item for item in contents)
+    prompt = value.get("prompt")
+    if isinstance(prompt, str | list) and "choices" not in value:
+        return isinstance(prompt, str) or all(isinstance(item, str | int | list) for item in prompt)
+    if "model" not in value or value.get("object") == "response":
         return False
-    if isinstance(value.get("prompt"), str | list):
-        return "choices" not in value
-    return (
-        isinstance(value.get("input"), str | list) and value.get("object") != "response"
-    ) or isinstance(value.get("prompt"), Mapping)
+    return isinstance(value.get("input"), str | list) or isinstance(prompt, dict)
 
 
 def _is_message(value: object) -> bool:
@@ -83,11 +86,13 @@ def _parse(body: Mapping[str, Any], url_path: str, betas: object) -> tuple[BodyF
         if "/v1/messages" in url_path or "/converse" in url_path or is_anthropic(body):
             return (parse_anthropic(body, betas=betas),)
         return (parse_chat(body),)
+    if "contents" in body:
+        return (parse_gemini(body, url_path=url_path),)
     if "input" in body or "instructions" in body or isinstance(body.get("prompt"), Mapping):
         return (parse_responses(body),)
     if "prompt" in body:
         return parse_completions(body)
-    msg = "request has neither messages nor input nor prompt"
+    msg = "request has none of messages, input, prompt, contents"
     raise BadRowError(msg)
 
 
@@ -165,7 +170,7 @@ def logged_request(
         "verdict": answer.verdict,
     }
     if fields["verdict"] is None and body.compares_with and answer.finds_no_divergence:
-        fields["verdict"] = VendorVerdict("no_divergence")
+        fields["verdict"] = VendorVerdict("none")
     has_full_text = info.pop("has_full_text", True)
     fields.update({key: value for key, value in info.items() if value is not None})
     fields["has_full_text"] = body.has_full_text and has_full_text is not False

@@ -8,6 +8,7 @@ from typing import Any
 
 from ramify.analysis.formats.anthropic_bodies import anthropic_message
 from ramify.analysis.formats.body_fields import text_or_none
+from ramify.analysis.formats.gemini_bodies import gemini_answer
 from ramify.analysis.formats.nested_json import decode_nested
 from ramify.analysis.formats.openai_bodies import chat_message
 from ramify.analysis.formats.responses_bodies import input_items
@@ -125,6 +126,8 @@ def _output(response: Mapping[str, Any]) -> tuple[Segment, ...]:
             text = choices[0].get("text")
             if isinstance(text, str):
                 return (Segment("output", SegmentKind.MESSAGE, text),)
+        elif "candidates" in response:
+            return tuple(gemini_answer(response))
         elif isinstance(response.get("output"), list):
             return tuple(input_items(response["output"]))
         elif isinstance(response.get("content"), list) and response.get("content"):

@@ -50,6 +50,8 @@ def join_events(events: Iterable[Any]) -> dict[str, Any]:
         return _join_responses(known)
     if any(isinstance(event.get("choices"), list) or "usage" in event for event in known):
         return _join_chat(known)
+    if any("candidates" in event or "usageMetadata" in event for event in known):
+        return _join_gemini(known)
     for event in known:
         if event.get("error") is not None:
             return {"error": event["error"]}
@@ -111,6 +113,29 @@ def _join_responses(events: list[Mapping[str, Any]]) -> dict[str, Any]:
             items[index] = event.get("item")
     if not response.get("output") and items:
         response["output"] = [items[index] for index in sorted(items)]
+    return response
+
+
+def _join_gemini(events: list[Mapping[str, Any]]) -> dict[str, Any]:
+    """Parts of the first candidate; texts that follow one another are one part."""
+    response: dict[str, Any] = {}
+    parts: list[dict[str, Any]] = []
+    for event in events:
+        response.update({key: item for key, item in event.items() if item is not None})
+        candidates = event.get("candidates")
+        first = candidates[0] if isinstance(candidates, list) and candidates else None
+        content = _mapping(_mapping(first).get("content"))
+        found = content.get("parts")
+        for part in found if isinstance(found, list) else ():
+            last = parts[-1] if parts else {}
+            if not isinstance(part, dict):
+                continue
+            is_text = isinstance(part.get("text"), str) and isinstance(last.get("text"), str)
+            if is_text and last.get("thought") == part.get("thought"):
+                last["text"] += part["text"]
+            else:
+                parts.append(dict(part))
+    response["candidates"] = [{"content": {"role": "model", "parts": parts}}]
     return response
 
 

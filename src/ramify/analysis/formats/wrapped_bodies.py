@@ -66,7 +66,7 @@ REPLICA_KEYS = tuple(
     "replica deployment deployment_id server backend worker upstream api_base".split()
 )
 _INNER_KEYS = ("body", "json", "data", "content")
-_OPENINGS = ('"messages"', '"prompt"', '"input"')
+_OPENINGS = ('"messages"', '"prompt"', '"input"', '"contents"')
 _ANTHROPIC_PATH, _CHAT_PATH = "/v1/messages", "/v1/chat/completions"
 _SESSION_HEADER = "x-claude-code-session-id"
 

@@ -6,13 +6,13 @@ import csv
 import re
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 from ramify.analysis.inputs.byte_source import ByteSource, ValueTooLongError
 from ramify.analysis.inputs.json_values import RawValue
 
 _NAME = re.compile(r'\s*"?[A-Za-z_@$][\w .:@/()\-\[\]]{0,80}"?\s*')
-MAX_CELL_CHARS = min(sys.maxsize, 1 << 30)
+MAX_ROW_BYTES = 1 << 26  # a row that is longer lacks a quote
+_OPEN_QUOTE = "a cell does not end: a quote is missing"
 
 
 def delimiter_of(header: str) -> str | None:
@@ -24,64 +24,93 @@ def delimiter_of(header: str) -> str | None:
     return None
 
 
-def csv_values(source: ByteSource, delimiter: str) -> Iterator[RawValue]:
+def csv_values(
+    source: ByteSource, delimiter: str, *, max_row_bytes: int = MAX_ROW_BYTES
+) -> Iterator[RawValue]:
     """An object for each row after the header, its cells by the names of the header.
 
-    A row's line is the one on which it begins: cells may hold line ends.
+    A row's line is the one on which it begins: cells may hold line ends. If such a row is bad, a
+    quote may be missing, and the lines after its first are read again as rows.
     """
-    csv.field_size_limit(MAX_CELL_CHARS)
-    lines = _Lines(source)
-    reader = csv.reader(lines, delimiter=delimiter, strict=False)
+    csv.field_size_limit(min(sys.maxsize, 1 << 30))
+    lines = _Lines(source, max_row_bytes)
     names: list[str] | None = None
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
     while True:
-        first = lines.number + 1
+        lines.begin_row()
+        error: str | None = None
+        cells: list[str] = []
         try:
             cells = next(reader)
         except StopIteration:
-            return
-        except csv.Error as error:
-            yield RawValue(first, error=f"no row of a table: {error}")
-            continue
-        if lines.error is not None:
-            yield RawValue(first, error=lines.error)
-            lines.error = None
-        elif names is None:
+            if not lines.taken:
+                return
+            error = _OPEN_QUOTE
+        except csv.Error as found:
+            error = f"no row of a table: {found}"
+        error = error or lines.error or (_OPEN_QUOTE if lines.is_cut else None)
+        if error is None and names is None:
             names = [name.strip() for name in cells]
-        elif cells:
-            yield _row(names, cells, first)
-
-
-def _row(names: list[str], cells: list[str], line: int) -> RawValue:
-    if len(cells) != len(names):
-        return RawValue(line, error="number of cells differs from the header's")
-    value: dict[str, Any] = dict(zip(names, cells, strict=True))
-    return RawValue(line, value)
+            continue
+        if error is None and names is not None and cells and len(cells) != len(names):
+            error = "number of cells differs from the header's"
+        if error is not None:
+            yield RawValue(lines.first, error=error)
+            lines.give_back()
+            reader = csv.reader(lines, delimiter=delimiter, strict=True)
+        elif cells and names is not None:
+            yield RawValue(lines.first, dict(zip(names, cells, strict=True)))
 
 
 class _Lines:
-    """Lines of a source for the parser, and the number of the last that it took."""
+    """Lines of a source for the parser; those of the current row can be given back."""
 
-    def __init__(self, source: ByteSource) -> None:
-        self._source = source
-        self.number = source.line - 1
-        self.error: str | None = None  # of a line since it was last cleared
+    def __init__(self, source: ByteSource, max_row_bytes: int) -> None:
+        self._source, self._max_row_bytes = source, max_row_bytes
+        self._waiting: list[tuple[int, str, str | None]] = []  # given back, the next one last
+        self.taken: list[tuple[int, str, str | None]] = []  # by the current row
+        self._num_bytes = 0
+
+    def begin_row(self) -> None:
+        """Forget the lines of the row before."""
+        self.taken, self._num_bytes, self.is_cut = [], 0, False
+
+    @property
+    def first(self) -> int:
+        """Number of the line on which the current row begins."""
+        return self.taken[0][0]
+
+    @property
+    def error(self) -> str | None:
+        """Why a line of the current row cannot be decoded."""
+        return next((error for _, _, error in self.taken if error is not None), None)
+
+    def give_back(self) -> None:
+        """Let the lines of the current row after its first be read again."""
+        self._waiting += reversed(self.taken[1:])
 
     def __iter__(self) -> _Lines:
         return self
 
     def __next__(self) -> str:
-        while True:
-            try:
-                line = self._source.take_line()
-            except ValueTooLongError:
-                self.error = "longer than 1 GiB"
-                continue
-            finally:
-                self.number = self._source.line - 1
-            if line is None:
-                raise StopIteration
-            try:
-                return line.decode("utf-8") + "\n"
-            except UnicodeDecodeError:
-                self.error = "no UTF-8"
-                return line.decode("utf-8", "replace") + "\n"
+        is_over = self._num_bytes > self._max_row_bytes
+        line = None if is_over else self._waiting.pop() if self._waiting else self._read()
+        if line is None:
+            self.is_cut = bool(self.taken)
+            raise StopIteration
+        self.taken.append(line)
+        self._num_bytes += len(line[1])
+        return line[1]
+
+    def _read(self) -> tuple[int, str, str | None] | None:
+        number = self._source.line
+        try:
+            line = self._source.take_line()
+        except ValueTooLongError:
+            return number, "\n", "longer than 1 GiB"
+        if line is None:
+            return None
+        try:
+            return number, line.decode("utf-8") + "\n", None
+        except UnicodeDecodeError:
+            return number, line.decode("utf-8", "replace") + "\n", "no UTF-8"

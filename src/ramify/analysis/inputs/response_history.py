@@ -10,7 +10,7 @@ from ramify.analysis.formats.segments import num_messages, shift_messages
 from ramify.analysis.reading import ReadQuality
 from ramify.analysis.records import LoggedRequest, Segment, SegmentKind
 
-MAX_CHARS = 1 << 27  # of texts that are kept to be joined; segments of a history are shared
+MAX_CHARS = 1 << 26  # of texts that are kept to be joined; segments of a history are shared
 
 
 @dataclass(frozen=True, slots=True)

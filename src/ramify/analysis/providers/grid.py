@@ -96,3 +96,19 @@ class GridCache:
             if_ready=shared.if_ready * size,
             if_kept=shared.if_kept * size,
         )
+
+
+class NoCache:
+    """Models without a prompt cache: every token is computed."""
+
+    def __init__(self, corpus: Corpus, rule: ModelRule) -> None:  # noqa: ARG002 - as all caches
+        self._rule = rule
+
+    def process(self, layout: PromptLayout, timing: Timing) -> Prediction:  # noqa: ARG002
+        """Nothing is read."""
+        counts = Billed(layout.num_tokens, 0)
+        return Prediction(price_of(counts, self._rule, layout.prompt.request.info))
+
+    def unread_tokens(self) -> dict[int, int]:
+        """Nothing is written."""
+        return {}

@@ -29,7 +29,7 @@ Factor = Annotated[float, msgspec.Meta(ge=0)]
 class ModelRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How prompts of some models are cached, and what their tokens cost."""
 
-    cache: Literal["grid", "breakpoints", "units"]
+    cache: Literal["grid", "breakpoints", "units", "none"]
     models: tuple[str, ...] = ("*",)  # patterns with * and ?, of lower-case names
     min_tokens: Count = 0  # shorter prefixes are not cached
     step_tokens: Positive = 1  # a read ends at a multiple
@@ -61,6 +61,7 @@ class ModelRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 class _ProviderTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     defaults: dict[str, Any] = {}
+    families: dict[str, dict[str, Any]] = {}  # what models with `"family": NAME` have in common
     models: list[dict[str, Any]] = []
 
 
@@ -144,6 +145,7 @@ def _merge(layers: list[tuple[str, _RulesFile]]) -> Rules:
     merged = {}
     for provider in providers:
         defaults: dict[str, Any] = {}
+        families: dict[str, dict[str, Any]] = {}
         rules: list[ModelRule] = []
         place = provider
         for name, layer in layers:
@@ -151,9 +153,13 @@ def _merge(layers: list[tuple[str, _RulesFile]]) -> Rules:
                 continue
             table = layer.providers[provider]
             defaults = {**defaults, **table.defaults}
+            families = {**families, **table.families}
             place = f"{name}: {provider}"
             own = [
-                _convert({**defaults, **model}, f"{place}: models[{number}]")
+                _convert(
+                    _fields_of(model, defaults, families, f"{place}: models[{number}]"),
+                    f"{place}: models[{number}]",
+                )
                 for number, model in enumerate(table.models)
             ]
             rules = own + rules
@@ -163,6 +169,23 @@ def _merge(layers: list[tuple[str, _RulesFile]]) -> Rules:
         sources=tuple(source for _, layer in layers for source in layer.sources),
         providers=merged,
     )
+
+
+def _fields_of(
+    model: dict[str, Any],
+    defaults: dict[str, Any],
+    families: dict[str, dict[str, Any]],
+    place: str,
+) -> dict[str, Any]:
+    """A model's own fields over those of its family, over the defaults."""
+    own = {name: value for name, value in model.items() if name != "family"}
+    if "family" not in model:
+        return {**defaults, **own}
+    family = families.get(str(model["family"]))
+    if family is None:
+        known = ", ".join(sorted(families)) or "none"
+        raise RulesError(f"{place}: no family {model['family']!r}; the families are {known}")
+    return {**defaults, **family, **own}
 
 
 def _convert(values: dict[str, Any], place: str) -> ModelRule:
