@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from ramify.attention.exactness import ProbeStore
 from ramify.errors import CheckpointError, ConfigError, UnsupportedModelError
-from ramify.models.loader import find_checkpoint, load_model, load_weights, read_config
+from ramify.models.checkpoint_tensors import EMBEDDING, load_weights
+from ramify.models.loader import find_checkpoint, load_model, read_config
 from ramify.testing import write_tiny_checkpoint
 
 INDEX = "model.safetensors.index.json"
@@ -23,7 +24,7 @@ Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
 
 def load(path: Path) -> dict[str, torch.Tensor]:
-    return load_weights(path, read_config(path), dtype=torch.float32)
+    return dict(load_weights(path, read_config(path), dtype=torch.float32))
 
 
 def rewrite(path: Path, **changes: Any) -> None:
@@ -51,8 +52,8 @@ def test_shards_hold_what_a_single_file_holds(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/maps")
-def test_weights_of_the_right_dtype_are_mapped_not_read(tmp_path: Path) -> None:
-    """Tensors point into the memory-mapped file."""
+def test_only_the_embedding_is_mapped(tmp_path: Path) -> None:
+    """It points into the file, of which used rows become resident; no other tensor keeps it open."""
     path = write_tiny_checkpoint(tmp_path, "llama")
 
     weights = load(path)
@@ -63,8 +64,9 @@ def test_weights_of_the_right_dtype_are_mapped_not_read(tmp_path: Path) -> None:
             start, stop = line.split()[0].split("-")
             mapped_ranges.append((int(start, 16), int(stop, 16)))
     assert mapped_ranges
-    for weight in weights.values():
-        assert any(start <= weight.data_ptr() < stop for start, stop in mapped_ranges)
+    for name, weight in weights.items():
+        is_mapped = any(start <= weight.data_ptr() < stop for start, stop in mapped_ranges)
+        assert is_mapped == (name == EMBEDDING)
 
 
 def test_weights_are_converted_when_asked(tmp_path: Path) -> None:
@@ -254,7 +256,7 @@ def test_integer_weights_are_refused(tmp_path: Path) -> None:
     path = write_tiny_checkpoint(tmp_path, "llama")
     rewrite(path, **{Q_PROJ.replace(".", "__"): torch.zeros(64, 64, dtype=torch.int8)})
 
-    with pytest.raises(UnsupportedModelError, match=r"q_proj.weight is torch.int8"):
+    with pytest.raises(UnsupportedModelError, match=r"q_proj.weight is I8"):
         load(path)
 
 
@@ -319,3 +321,54 @@ def test_a_file_is_not_a_checkpoint(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError, match="is a file"):
         find_checkpoint(path / "model.safetensors")
+
+
+PEAK = """
+import sys
+from pathlib import Path
+from ramify.models.loader import load_model
+
+def peak():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) << 10
+
+load_model(Path(sys.argv[1]), dtype="float32", ops=sys.argv[3])  # compiles
+before = peak()
+decoder = load_model(Path(sys.argv[2]), dtype="float32", ops=sys.argv[3])
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's memory counters")
+@pytest.mark.parametrize("ops", ["cpu", "torch"])
+def test_peak_memory_is_that_of_the_weights(ops: str, tmp_path: Path) -> None:
+    """Loading takes at most 1.2 times the bytes of the weights, packed copies included."""
+    if ops == "cpu":
+        pytest.importorskip("numba", reason="the kernels need the extra ramify[cpu]")
+    small, large = tmp_path / "small", tmp_path / "large"
+    write_tiny_checkpoint(small, "llama", tokenizer=False)
+    write_tiny_checkpoint(
+        large,
+        "llama",
+        tokenizer=False,
+        shards=3,
+        hidden_size=768,
+        intermediate_size=2304,
+        num_attention_heads=12,
+        num_key_value_heads=12,
+        num_hidden_layers=8,
+        vocab_size=4096,
+    )
+    num_bytes = sum(file.stat().st_size for file in large.glob("*.safetensors"))
+    assert num_bytes > 200 << 20
+
+    run = subprocess.run(
+        [sys.executable, "-c", PEAK, str(small), str(large), ops],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout) <= 1.2 * num_bytes

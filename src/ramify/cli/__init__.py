@@ -11,6 +11,7 @@ import sys
 
 import typer
 
+from ramify.cli.calibrate import calibrate
 from ramify.cli.chat import chat
 from ramify.cli.demo import demo
 from ramify.cli.generate import generate
@@ -27,7 +28,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (serve, chat, keys, demo, generate, info, verify, simulate):
+for command in (serve, chat, keys, demo, generate, info, verify, simulate, calibrate):
     app.command()(command)
 
 

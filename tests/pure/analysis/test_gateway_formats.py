@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from ramify.analysis.formats.bodies import parse_bodies
 from ramify.analysis.formats.har import HAR
 from ramify.analysis.formats.helicone import HELICONE
+from ramify.analysis.formats.hosts import provider_of_name
 from ramify.analysis.formats.langfuse import LANGFUSE
 from ramify.analysis.formats.langsmith import LANGSMITH
 from ramify.analysis.formats.litellm import LITELLM
+from ramify.analysis.formats.otel import OTEL
 from ramify.analysis.reading import LogFormat
 from ramify.analysis.records import LoggedRequest, VendorVerdict
 from tests.pure.analysis.gateway_rows import (
@@ -28,6 +30,8 @@ from tests.pure.analysis.gateway_rows import (
     helicone_row,
     iso,
     langfuse_row,
+    otlp_export,
+    otlp_span,
     read_rows,
 )
 
@@ -311,3 +315,99 @@ def test_langsmith_session_is_the_project() -> None:
 
     assert only(LANGSMITH, run).conversation is None
     assert only(LANGSMITH, {"runs": [run]}).request_id == "chatcmpl-1"
+
+
+def test_prompts_cut_in_the_middle_of_json_are_not_taken_for_text() -> None:
+    """A limit on the length of values cuts JSON; usage and times remain, no text is claimed."""
+    body = {**BODY, "messages": [{"role": "user", "content": "x" * 400}]}
+    cut = json.dumps({"messages": body["messages"]})[:300]
+    span = otlp_span({
+        "gen_ai.operation.name": "chat", "gen_ai.request.model": "gpt-5.1",
+        "gen_ai.input.messages": json.dumps(body["messages"])[:300],
+        "gen_ai.usage.input_tokens": 9,
+    })  # fmt: skip
+
+    for form, row in ((LANGFUSE, langfuse_row(body, input=cut)), (OTEL, otlp_export(span)),
+                      (HELICONE, helicone_row(body, chat_response(), request_body=cut))):  # fmt: skip
+        request = only(form, row)
+        assert not request.has_full_text, form.name
+        assert [item.path for item in request.segments] == ["settings.model"], form.name
+        assert request.usage.num_input
+
+
+def test_a_tools_own_mark_of_a_cut_is_part_of_the_prompt() -> None:
+    """`[truncated]` in a tool's result was sent like that; `[TRUNCATED]` at the end is a tracer's."""
+    sent = {**BODY, "messages": [{"role": "user", "content": "lines 1 to 9 [truncated] and more"}]}
+    cut = {**BODY, "messages": [{"role": "user", "content": "lines 1 to 9 [TRUNCATED]"}]}
+
+    assert only(LANGFUSE, langfuse_row(sent)).has_full_text
+    assert not only(LANGFUSE, langfuse_row(cut)).has_full_text
+
+
+def test_items_of_the_responses_api_stay_items() -> None:
+    """A list of items, calls and their outputs among them, has the segments of a Responses body."""
+    items = [
+        {"role": "user", "content": "hi"},
+        {"type": "reasoning", "id": "rs_1", "content": [], "summary": []},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "ok"},
+    ]
+    expected = parse_bodies({"model": "gpt-5.1", "input": items})[0].segments
+
+    assert only(LANGFUSE, langfuse_row(BODY, input=json.dumps(items))).segments == expected
+    assert only(LANGSMITH, run_of(BODY, {"input": items})).segments == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "provider"),
+    [
+        ("hosted_vllm", "qwen3", "vllm"),
+        ("ANTHROPIC", None, "anthropic"),
+        ("aws.bedrock", "us.anthropic.claude-sonnet-4-5", "anthropic"),
+        ("vertex_ai", "claude-opus-4-1", "anthropic"),
+        ("vertex_ai", "gemini-3-pro", "gemini"),
+        ("azure", "gpt-5.1", "openai"),
+        ("openai", "gpt-oss-deepseek", "openai"),
+        ("openrouter", "deepseek/deepseek-v4", "deepseek"),
+        ("xai", "grok-5", None),
+    ],
+)
+def test_providers_have_one_name(name: str, model: str | None, provider: str | None) -> None:
+    """A gateway's name for a vendor is mapped to the vendor whose cache rules hold."""
+    assert provider_of_name(name, model) == provider
+
+
+@pytest.mark.parametrize(
+    ("url", "model"),
+    [
+        ("https://generativelanguage.googleapis.com/v1beta/models/gemini-3-pro:generateContent?key=k",
+         "gemini-3-pro"),
+        ("https://x-aiplatform.googleapis.com/v1/publishers/google/models/gemini-3:streamGenerateContent",
+         "gemini-3"),
+    ],
+)  # fmt: skip
+def test_the_model_of_a_path_is_read(url: str, model: str) -> None:
+    """Gemini's bodies name no model: it is in the URL."""
+    body = {"contents": [{"role": "user", "parts": [{"text": "hi"}]}]}
+
+    request = only(HAR, har_entry(body, {"usageMetadata": {"promptTokenCount": 7}}, url))
+
+    assert (request.model, request.provider) == (model, "gemini")
+    assert request.segments[0].text == model
+    assert request.segments[-1].text == "hi"
+    assert (request.usage.num_input, request.usage.num_read) == (7, None)
+
+
+def test_bedrocks_path_names_the_model() -> None:
+    """A body of Anthropic's that was sent to Bedrock is read with the model of its path."""
+    url = (
+        "https://bedrock-runtime.us-east-1.amazonaws.com/model/"
+        "us.anthropic.claude-sonnet-4-5-20250929-v1%3A0/invoke"
+    )
+    body = {**CLAUDE, "anthropic_version": "bedrock-2023-05-31"}
+    del body["model"]
+
+    request = only(HAR, har_entry(body, anthropic_response(), url))
+
+    assert request.model == "us.anthropic.claude-sonnet-4-5-20250929-v1:0"
+    assert request.provider == "anthropic"

@@ -164,7 +164,7 @@ def test_cut_and_missing_prompts_are_known() -> None:
     assert [request.has_full_text for request in requests] == [False, False, False]
     assert [request.usage.num_input for request in requests] == [2000, 2000, 2000]
     assert requests[2].usage.num_read == 1500
-    assert quality.notes["prompt not stored"] == quality.notes["prompt redacted"] == 1
+    assert quality.notes["prompt not stored"] == quality.notes["prompt cut or redacted"] == 1
 
 
 def test_absent_counters_stay_unknown() -> None:

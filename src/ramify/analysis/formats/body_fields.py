@@ -16,7 +16,10 @@ GEMINI = "gemini"
 
 _CONVERSATION_KEYS = ("session_id", "conversation_id", "thread_id", "chat_id")
 _CLAUDE_CODE_USER = re.compile(r"_session_([0-9a-fA-F-]{8,})$")
-_CUT_MARKER = "litellm_truncated"  # other markers also stand in what agents themselves cut
+# `... (litellm_truncated skipped 1234 chars) ...` in the middle, or a mark at the end. Tools that cut
+# their own results write `[truncated]` into them: the prompt was sent like that.
+_SPLICE = re.compile(r"\(litellm_truncated (?:skipped )?\d+ chars\)")
+_CUT_ENDS = ("[TRUNCATED]", "<TRUNCATED>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,4 +82,8 @@ def scope_of(body: Mapping[str, Any]) -> str:
 
 def is_cut(segments: tuple[Segment, ...]) -> bool:
     """Whether a gateway cut a text and left its marker."""
-    return any(_CUT_MARKER in segment.text for segment in segments)
+    return any(
+        segment.text.endswith(_CUT_ENDS)
+        or ("litellm_truncated" in segment.text and _SPLICE.search(segment.text) is not None)
+        for segment in segments
+    )

@@ -1,5 +1,7 @@
 """Transcripts of Claude Code: a file a session, a line for each content block of a response.
 
+Read as well is what `claude --output-format stream-json` prints: the same lines, without parents.
+
 The system prompt, the tools and what is injected into messages are not in the transcript. A prompt is
 the history of messages as far as it is known, so that no prompt has its full text.
 """
@@ -34,8 +36,19 @@ def is_claude_code(value: Any) -> bool:
         return False
     if "parentUuid" in value and ("sessionId" in value or "uuid" in value):
         return True
+    if _is_printed(value):
+        return True
     kind = value.get("type")
     return isinstance(kind, str) and kind in OTHER_TYPES and any(mark in value for mark in _MARKS)
+
+
+def _is_printed(value: Mapping[str, Any]) -> bool:
+    return (
+        value.get("type") in ("system", "user", "assistant", "result", "stream_event")
+        and isinstance(value.get("session_id"), str)
+        and "parentUuid" not in value
+        and any(name in value for name in ("parent_tool_use_id", "subtype", "uuid"))
+    )
 
 
 class ClaudeCodeReader:
@@ -47,6 +60,7 @@ class ClaudeCodeReader:
         self._tree = TranscriptTree()
         self._open: dict[tuple[str, str], Response] = {}  # of this file, in order
         self._last_of: dict[str, Response] = {}  # response whose line has this uuid, still open
+        self._last_printed: dict[tuple[str | None, str | None], str] = {}
         self._told: set[tuple[str, str]] = set()  # in all files: a resumed session copies lines
 
     def feed(self, row: Row) -> Iterator[LoggedRequest]:
@@ -55,6 +69,9 @@ class ClaudeCodeReader:
         if row.file != self._file:
             yield from self.close()
             self._file, self._tree = row.file, TranscriptTree()
+            self._last_printed = {}
+        if _is_printed(value):
+            value = self._linked(value)
         kind = get_text(value, "type")
         if kind not in ("user", "assistant"):
             if kind == "system" and value.get("subtype") == "compact_boundary":
@@ -80,6 +97,22 @@ class ClaudeCodeReader:
         """See `RowReader`."""
         for response in list(self._open.values()):
             yield from self._close(response)
+
+    def _linked(self, value: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A printed line as a transcript has it: below the line that was printed before it."""
+        agent = get_text(value, "parent_tool_use_id")
+        thread = (get_text(value, "session_id"), agent)
+        uuid = get_text(value, "uuid")
+        line = dict(value) | {
+            "parentUuid": self._last_printed.get(thread),
+            "sessionId": thread[0],
+            "requestId": get_text(value, "request_id"),
+            "isSidechain": agent is not None,
+            "agentId": agent,
+        }
+        if uuid is not None and value.get("type") in ("user", "assistant"):
+            self._last_printed[thread] = uuid
+        return line
 
     def _assistant(
         self, row: Row, value: Mapping[str, Any], message: Mapping[str, Any]

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ramify.analysis.formats.bodies import is_failed_status, parse_bodies, requests_of
-from ramify.analysis.formats.nested_json import decode_nested
+from ramify.analysis.formats.body_fields import text_or_none
+from ramify.analysis.formats.nested_json import decode_nested, is_cut_json
 from ramify.analysis.formats.responses import ResponseFields, parse_response
 from ramify.analysis.formats.row_fields import Times, is_redacted, merge_usage
 from ramify.analysis.formats.segments import settings_of
@@ -18,7 +19,7 @@ FAILED = "failed attempt"
 OWN_CACHE = "answered by the gateway's response cache"
 NO_REQUEST = "no LLM request"
 NO_PROMPT = "prompt not stored"
-REDACTED = "prompt redacted"
+CUT = "prompt cut or redacted"
 BAD_RESPONSE = "response not readable"
 
 _OTHER_ENDPOINTS = ("/embeddings", "/moderations", "/audio/", "/images/", "/rerank")
@@ -83,7 +84,7 @@ def requests_of_exchange(
         "template": exchange.template,
     }
     if not has_prompt(body):
-        if isinstance(body, str) and body.strip():
+        if isinstance(body, str) and body.strip() and not is_cut_json(body):
             body = {"prompt": body}
         else:
             if is_failed_status(exchange.status) or answer.is_failure:
@@ -163,7 +164,7 @@ def _response_of(value: Any, quality: ReadQuality) -> ResponseFields:
 def _checked(request: LoggedRequest, usage: Usage, quality: ReadQuality) -> LoggedRequest:
     changes: dict[str, Any] = {"usage": merge_usage(request.usage, usage)}
     if is_redacted(request.segments):
-        quality.notes[REDACTED] += 1
+        quality.notes[CUT] += 1
         changes["has_full_text"] = False
     return replace(request, **changes)
 
@@ -175,7 +176,7 @@ def _without_text(
     answer: ResponseFields,
     info: dict[str, Any],
 ) -> LoggedRequest:
-    quality.notes[NO_PROMPT] += 1
+    quality.notes[CUT if is_cut_json(exchange.body) else NO_PROMPT] += 1
     fields: dict[str, Any] = {
         "request_id": answer.response_id,
         "provider": answer.provider,
@@ -184,7 +185,8 @@ def _without_text(
         "output": answer.output,
     }
     fields.update({key: value for key, value in info.items() if value is not None})
-    model = exchange.model or answer.model
+    named = exchange.body.get("model") if isinstance(exchange.body, dict) else None
+    model = exchange.model or text_or_none(named) or answer.model
     return LoggedRequest(
         file=row.file,
         line=row.line,

@@ -24,6 +24,14 @@ _PROVIDER_WORDS = (
     ("az.ai", "openai"),
     ("openai", "openai"),
 )
+_RESELLERS = frozenset({"bedrock", "gemini", "openai", "openrouter"})
+_MAKERS = (
+    ("claude", "anthropic"),
+    ("deepseek", "deepseek"),
+    ("gemini", "gemini"),
+    ("gpt-", "openai"),
+    ("openai/", "openai"),
+)
 _PROVIDER_HOSTS = (
     ("api.anthropic.com", "anthropic"),
     ("anthropic.azure.com", "anthropic"),
@@ -41,15 +49,16 @@ _PROVIDER_HOSTS = (
 def provider_of_name(name: Any, model: Any = None) -> str | None:
     """Provider that a gateway calls `hosted_vllm`, `ANTHROPIC` or `azure_openai`.
 
-    A cloud that resells (Bedrock, Vertex) is named after the model's maker if the model tells it,
-    since the rules of the cache are the maker's.
+    A cloud that resells (Bedrock, Vertex, OpenRouter) is named after the model's maker if the model
+    tells it, since the rules of the cache are the maker's.
     """
     if not isinstance(name, str) or not name:
         return None
     lowered = name.lower()
     provider = next((value for word, value in _PROVIDER_WORDS if word in lowered), None)
-    if provider in {"bedrock", "gemini"} and isinstance(model, str) and "claude" in model.lower():
-        return "anthropic"
+    if isinstance(model, str) and provider in _RESELLERS:
+        makers = _MAKERS if provider == "openrouter" else _MAKERS[:1]
+        return next((value for word, value in makers if word in model.lower()), provider)
     return provider
 
 

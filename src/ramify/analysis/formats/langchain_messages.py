@@ -23,8 +23,13 @@ _ROLES = {
     "function": "function",
     "functionmessage": "function",
     "developer": "developer",
+    "chat": "chat",
+    "chatmessage": "chat",
 }
-_WIRE_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_ITEM_TYPES = (
+    "function_call", "function_call_output", "reasoning", "custom_tool_call", "item_reference",
+    "custom_tool_call_output", "web_search_call", "file_search_call", "computer_call",
+)  # fmt: skip
 _REASONING_KEYS = ("reasoning_content", "reasoning", "refusal", "function_call")
 
 
@@ -50,7 +55,7 @@ def chat_message_of(message: Any) -> Any:
         return message
     extra = fields.get("additional_kwargs")
     extra = extra if isinstance(extra, dict) else {}
-    role = fields.get("role") if kind in {"chat", "chatmessage"} else _role(kind)
+    role = fields.get("role") if _role(kind) == "chat" else _role(kind)
     if extra.get("__openai_role__") == "developer":
         role = "developer"
     wire: dict[str, Any] = {"role": role, "content": fields.get("content")}
@@ -80,8 +85,9 @@ def _fields_of(message: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, st
     kind, data = message.get("type"), message.get("data")
     if isinstance(kind, str) and isinstance(data, dict):
         return data, kind.lower().removesuffix("chunk")
-    if isinstance(kind, str) and "content" in message and message.get("role") not in _WIRE_ROLES:
-        return message, kind.lower().removesuffix("chunk")
+    if isinstance(kind, str) and "content" in message and message.get("role") is None:
+        kind = kind.lower().removesuffix("chunk")
+        return (message, kind) if kind in _ROLES else (None, "")
     return None, ""
 
 
@@ -111,3 +117,11 @@ def _calls_of(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _arguments(value: Any) -> str:
     return value if isinstance(value, str) else compact_json({} if value is None else value)
+
+
+def is_items(values: Any) -> bool:
+    """Whether a list holds items of the Responses API, not messages alone."""
+    return isinstance(values, list) and any(
+        isinstance(value, dict) and value.get("type") in _ITEM_TYPES and "role" not in value
+        for value in values
+    )

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ramify.analysis.formats.exchanges import FAILED, NO_REQUEST, Exchange, requests_of_rows
-from ramify.analysis.formats.langchain_messages import chat_messages
-from ramify.analysis.formats.nested_json import decode_nested
+from ramify.analysis.formats.langchain_messages import chat_messages, is_items
+from ramify.analysis.formats.nested_json import decode_nested, is_cut_json
 from ramify.analysis.formats.row_fields import Times, first_text, first_value, mapping_in
 from ramify.analysis.formats.segments import compact_json
 from ramify.analysis.formats.times import time_of
@@ -141,8 +141,10 @@ def _body_of(value: Mapping[str, Any]) -> Any:
             is_message = any(key in given for key in _MESSAGE_KEYS)
             given = {"messages": [given]} if is_message else {"prompt": compact_json(given)}
     elif isinstance(given, list):
-        given = {"messages": given}
+        given = {"input" if is_items(given) else "messages": given}
     else:
+        if is_cut_json(given):
+            return {} if model is None else {"model": model}
         given = {"prompt": str(given)}
     parameters = mapping_in(first_value(value, ("model_parameters", "modelParameters")))
     body = {"model": model, **parameters, **given}

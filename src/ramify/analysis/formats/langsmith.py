@@ -7,7 +7,7 @@ from typing import Any
 
 from ramify.analysis.formats.exchanges import FAILED, NO_REQUEST, Exchange, requests_of_rows
 from ramify.analysis.formats.hosts import provider_of_name
-from ramify.analysis.formats.langchain_messages import chat_message_of, chat_messages
+from ramify.analysis.formats.langchain_messages import chat_message_of, chat_messages, is_items
 from ramify.analysis.formats.nested_json import decode_nested
 from ramify.analysis.formats.row_fields import Times, first_text, mapping_in, merge_usage
 from ramify.analysis.formats.times import parse_time, time_of
@@ -99,7 +99,8 @@ def _body_of(
     elif isinstance(body.get("prompts"), list):
         body["prompt"] = [text for text in body.pop("prompts") if isinstance(text, str)]
     elif isinstance(body.get("input"), list):
-        body["input"] = chat_messages(body["input"])
+        items = body["input"]
+        body["input"] = items if is_items(items) else chat_messages(items)
     tools = body.get("tools")
     if tools is None and isinstance(body.get("functions"), list):
         body["functions"] = [decode_nested(tool) for tool in body["functions"]]

@@ -30,6 +30,13 @@ def decode_json(data: bytes | str) -> Any:
         raise ValueError(msg) from None
 
 
+def is_cut_json(value: Any) -> bool:
+    """Whether a text begins as an object or a list of objects and is no JSON: it was cut."""
+    if not isinstance(value, str) or value.lstrip()[:2] not in {'{"', "[{", '["', '"{', '"['}:
+        return False
+    return isinstance(decode_nested(value), str)
+
+
 def decode_nested(value: Any, levels: int = MAX_LEVELS) -> Any:
     """The object or list inside a string, up to some levels deep; other values as they are."""
     for _ in range(levels):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ramify.analysis.formats.exchanges import FAILED, NO_PROMPT, NO_REQUEST, REDACTED
+from ramify.analysis.formats.exchanges import CUT, FAILED, NO_PROMPT, NO_REQUEST
 from ramify.analysis.formats.otel_dialects import is_message_event
 from ramify.analysis.formats.otel_requests import (
     DETAILS_EVENT,
@@ -159,7 +159,7 @@ class OtelReader:
         request = request_of(item, events, place)
         if not request.has_full_text:
             has_text = any(segment.path.startswith("messages") for segment in request.segments)
-            self._quality.notes[REDACTED if has_text else NO_PROMPT] += 1
+            self._quality.notes[CUT if has_text or has_content(item) else NO_PROMPT] += 1
         yield request
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ramify.analysis.formats.nested_json import decode_nested
+from ramify.analysis.formats.nested_json import decode_nested, is_cut_json
 from ramify.analysis.formats.openai_bodies import chat_message
 from ramify.analysis.formats.segments import (
     block_of,
@@ -32,6 +32,8 @@ def messages_of(value: Any) -> list[Segment]:
         BadRowError: the value is neither, or a message is no object.
     """
     messages = decode_nested(value)
+    if is_cut_json(messages):
+        return []
     if isinstance(messages, dict):
         messages = messages.get("messages", [messages])
     if isinstance(messages, str):
@@ -48,6 +50,8 @@ def messages_of(value: Any) -> list[Segment]:
 def system_of(value: Any) -> list[Segment]:
     """Segments of `gen_ai.system_instructions`: parts, or one text."""
     value = decode_nested(value)
+    if is_cut_json(value):
+        return []
     if isinstance(value, dict):
         value = value.get("parts", [value])
     if isinstance(value, list):

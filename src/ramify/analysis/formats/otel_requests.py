@@ -9,7 +9,7 @@ from typing import Any
 from ramify.analysis.formats.bodies import is_body, parse_bodies, provider_of
 from ramify.analysis.formats.body_fields import CHAT, BodyFields, is_cut
 from ramify.analysis.formats.hosts import provider_of_name, server_of
-from ramify.analysis.formats.nested_json import decode_nested
+from ramify.analysis.formats.nested_json import decode_nested, is_cut_json
 from ramify.analysis.formats.openinference import openinference_body, openinference_usage
 from ramify.analysis.formats.otel_dialects import event_body, openllmetry_body, vercel_body
 from ramify.analysis.formats.otel_messages import messages_of, system_of, tools_of_definitions
@@ -27,6 +27,7 @@ _OPERATIONS = """chat generate_content text_completion completion completions ch
     responses response""".split()
 # Keys that only the span of an inference has.
 _INFERENCE_KEYS = ("gen_ai.request.model", "llm.model_name", "ai.prompt.messages", _INPUT)
+_JSON_KEYS = (_INPUT, _SYSTEM, "gen_ai.tool.definitions", "ai.prompt.messages", "gen_ai.prompt")
 _CONTENT_KEYS = (
     _INPUT, "gen_ai.prompt", "gen_ai.prompt.0.role", "gen_ai.prompt.0.content",
     "ai.prompt.messages", "input.value",
@@ -130,7 +131,10 @@ def request_of(item: OtlpItem, events: Iterable[OtlpItem], place: Place) -> Logg
         model=model,
         response_model=first_text(attributes, ("gen_ai.response.model", "ai.response.model")),
         replica=_server_of(attributes),
-        has_full_text=has_text and not is_cut(tuple(segments)) and not is_redacted(segments),
+        has_full_text=has_text
+        and not any(is_cut_json(attributes.get(key)) for key in _JSON_KEYS)
+        and not is_cut(tuple(segments))
+        and not is_redacted(segments),
         usage=_usage_of(attributes),
     )
 

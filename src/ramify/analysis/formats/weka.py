@@ -33,10 +33,12 @@ OVERLAID = "times count from the start of each session: sessions are laid over e
 
 def is_weka(value: Any) -> bool:
     """Whether a row is a session with a list of hashed requests."""
+    if not isinstance(value, Mapping) or not isinstance(value.get("requests"), list):
+        return False
     return (
-        isinstance(value, Mapping)
-        and isinstance(value.get("requests"), list)
-        and ("hash_id_scope" in value or "block_size" in value)
+        "hash_id_scope" in value
+        or "block_size" in value
+        or any(isinstance(item, Mapping) and "hash_ids" in item for item in value["requests"][:2])
     )
 
 

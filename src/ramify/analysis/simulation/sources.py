@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 
 import numpy as np
 
@@ -48,31 +47,47 @@ def page_trace(
         LogError: no request has a prompt.
         ConfigError: the page size does not fit.
     """
-    reader = _PageReader(page_size, insert_outputs=insert_outputs, tokenizer=tokenizer)
+    reader = _PageReader(page_size, Corpus(tokenizer), insert_outputs=insert_outputs)
     for request in requests:
-        reader.add(request)
+        reader.add(request, request.segments)
+    return reader.close()
+
+
+def corpus_trace(
+    corpus: Corpus, *, page_size: int | None = None, insert_outputs: bool = False
+) -> TraceSource:
+    """The pages of all prompts of a corpus, whose tokens it has; see `page_trace`."""
+    reader = _PageReader(page_size, corpus, insert_outputs=insert_outputs)
+    for stored in corpus:
+        reader.add(stored.info, stored.units.tolist())
     return reader.close()
 
 
 class _PageReader:
     """Adds requests to a trace whose page size the first prompt decides."""
 
-    def __init__(
-        self, page_size: int | None, *, insert_outputs: bool, tokenizer: Tokenizer | None
-    ) -> None:
+    def __init__(self, page_size: int | None, corpus: Corpus, *, insert_outputs: bool) -> None:
         if page_size is not None and page_size < 1:
             raise ConfigError(f"page_size={page_size} but a page holds at least 1 token")
         self._asked, self._insert_outputs = page_size, insert_outputs
         self._builder: PageTraceBuilder | None = None
-        self._corpus = Corpus(tokenizer)
+        self._corpus = corpus
         self._kinds: Counter[str] = Counter()
 
-    def add(self, request: LoggedRequest) -> None:
-        """Add a request; one without a prompt is counted."""
+    def add(self, request: LoggedRequest, prompt: Sequence[Segment] | list[int]) -> None:
+        """Add a request; one without a prompt is counted.
+
+        Args:
+            prompt: segments, or the corpus's units of them.
+        """
         if request.hashed is not None:
             self._add_hashed(request, request.hashed)
-        elif any(segment.kind is not SegmentKind.SETTING for segment in request.segments):
-            self._add_text(request)
+            return
+        numbers = [item if isinstance(item, int) else self._corpus.unit_of(item) for item in prompt]
+        units = self._corpus.units
+        settings = [unit for unit in numbers if units[unit].kind is SegmentKind.SETTING]
+        if len(settings) < len(numbers):
+            self._add_text(request, settings, [unit for unit in numbers if unit not in settings])
         else:
             self._kinds["no prompt"] += 1
 
@@ -116,22 +131,20 @@ class _PageReader:
         builder.add(
             keys,
             num_tokens=hashed.num_tokens,
-            scope=(request.cache_scope, request.model or ""),
+            scope=("hashed", request.cache_scope, request.model),
             num_fresh_pages=self._num_fresh(hashed.num_tokens, num_pages, num_output),
             num_output=num_output,
             start_s=request.start_s,
         )
         self._kinds["hashed"] += 1
 
-    def _add_text(self, request: LoggedRequest) -> None:
+    def _add_text(self, request: LoggedRequest, settings: list[int], prompt: list[int]) -> None:
         builder = self._builder_of(None)
-        settings = [item for item in request.segments if item.kind is SegmentKind.SETTING]
-        prompt = [item for item in request.segments if item.kind is not SegmentKind.SETTING]
         tokens = self._tokens(prompt)
         num_tokens, num_output = len(tokens), request.usage.num_output
         num_lookup, num_fresh = num_tokens // builder.page_size, 0
         if self._insert_outputs and request.output:
-            answer = self._tokens(request.output)
+            answer = self._tokens(map(self._corpus.unit_of, request.output))
             tokens = np.concatenate([tokens, answer])
             num_output = len(answer) if num_output is None else num_output
         else:
@@ -140,7 +153,7 @@ class _PageReader:
         builder.add(
             hashes.view(np.int64).tolist(),
             num_tokens=num_tokens,
-            scope=(request.cache_scope, _digest(settings)),
+            scope=(request.cache_scope, *settings),  # they change the prompt from its start on
             num_lookup_pages=num_lookup,
             num_fresh_pages=num_fresh,
             num_output=num_output,
@@ -155,16 +168,6 @@ class _PageReader:
             return 0
         return max(0, (num_tokens + num_output) // self._builder.page_size - num_pages)
 
-    def _tokens(self, segments: Iterable[Segment]) -> Tokens:
-        parts = [self._corpus.tokens(self._corpus.unit_of(segment)) for segment in segments]
+    def _tokens(self, units: Iterable[int]) -> Tokens:
+        parts = [self._corpus.tokens(unit) for unit in units]
         return np.concatenate(parts) if parts else np.zeros(0, np.uint64)
-
-
-def _digest(settings: Iterable[Segment]) -> bytes:
-    """Requests with different settings render different prompts, from the first token on."""
-    digest = blake2b(digest_size=16)
-    for segment in settings:
-        for part in (segment.path, segment.text):
-            raw = part.encode("utf-8", "surrogatepass")
-            digest.update(len(raw).to_bytes(8, "big") + raw)
-    return digest.digest()
