@@ -375,3 +375,39 @@ def test_items_of_the_responses_api_stay_items() -> None:
 def test_providers_have_one_name(name: str, model: str | None, provider: str | None) -> None:
     """A gateway's name for a vendor is mapped to the vendor whose cache rules hold."""
     assert provider_of_name(name, model) == provider
+
+
+@pytest.mark.parametrize(
+    ("url", "model"),
+    [
+        ("https://generativelanguage.googleapis.com/v1beta/models/gemini-3-pro:generateContent?key=k",
+         "gemini-3-pro"),
+        ("https://x-aiplatform.googleapis.com/v1/publishers/google/models/gemini-3:streamGenerateContent",
+         "gemini-3"),
+    ],
+)  # fmt: skip
+def test_the_model_of_a_path_is_read(url: str, model: str) -> None:
+    """Gemini's bodies name no model: it is in the URL."""
+    body = {"contents": [{"role": "user", "parts": [{"text": "hi"}]}]}
+
+    request = only(HAR, har_entry(body, {"usageMetadata": {"promptTokenCount": 7}}, url))
+
+    assert (request.model, request.provider) == (model, "gemini")
+    assert request.segments[0].text == model
+    assert request.segments[-1].text == "hi"
+    assert (request.usage.num_input, request.usage.num_read) == (7, None)
+
+
+def test_bedrocks_path_names_the_model() -> None:
+    """A body of Anthropic's that was sent to Bedrock is read with the model of its path."""
+    url = (
+        "https://bedrock-runtime.us-east-1.amazonaws.com/model/"
+        "us.anthropic.claude-sonnet-4-5-20250929-v1%3A0/invoke"
+    )
+    body = {**CLAUDE, "anthropic_version": "bedrock-2023-05-31"}
+    del body["model"]
+
+    request = only(HAR, har_entry(body, anthropic_response(), url))
+
+    assert request.model == "us.anthropic.claude-sonnet-4-5-20250929-v1:0"
+    assert request.provider == "anthropic"
