@@ -268,6 +268,8 @@ def test_flat_spans_of_files_and_databases_are_read() -> None:
     flat = only({"name": "chat", "attributes": PROMPT, "start_time": "2025-11-24T16:00:00.250Z",
                  "end_time": "2025-11-24T16:00:02.500Z"})  # fmt: skip
     columns = only(PROMPT)
+    tempo = only({"batches": otlp_export(otlp_span(PROMPT))["resourceSpans"]})
+    assert (tempo.start_s, tempo.segments) == (START_S, columns.segments)
     nested = only({"attributes": {"openinference": {"span": {"kind": "LLM"}}, "llm": {
         "model_name": "gpt-5.1",
         "input_messages": [{"message.role": "user", "message.content": "hi"}],

@@ -16,7 +16,7 @@ from ramify.analysis.formats.otel_requests import (
     is_inference,
     request_of,
 )
-from ramify.analysis.formats.otlp_values import NESTED_KEYS, OtlpItem, item_of, items_of
+from ramify.analysis.formats.otlp_values import NESTED_KEYS, OtlpItem, is_export, item_of, items_of
 from ramify.analysis.reading import BadRowError, LogFormat, ReadQuality, Row
 from ramify.analysis.records import LoggedRequest
 
@@ -28,7 +28,7 @@ def is_otel_row(value: Any) -> bool:
     """Whether a row is an OTLP export, a single span or log record, or flat `gen_ai.*` keys."""
     if not isinstance(value, dict):
         return False
-    if "resourceSpans" in value or "resourceLogs" in value:
+    if is_export(value):
         return True
     attributes = value.get("attributes")
     if isinstance(attributes, list):
@@ -66,7 +66,7 @@ class OtelReader:
 
     def feed(self, row: Row) -> Iterator[LoggedRequest]:
         """See `RowReader`; a span that cannot be read does not spoil the others of its row."""
-        if "resourceSpans" in row.value or "resourceLogs" in row.value:
+        if is_export(row.value):
             items = list(items_of(row.value))
         else:
             items = [_flat_item(row.value)]
