@@ -224,6 +224,17 @@ def test_secrets_are_not_kept() -> None:
         (LANGSMITH, run_of(BODY | {"api_key": SECRET}, {"messages": BODY["messages"]})),
     ]  # fmt: skip
 
+    attributes = {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.input.messages": '[{"role": "user", "parts": []}]',
+        "llm.headers": f"authorization: Bearer {SECRET}",
+        "http.request.header.x-api-key": SECRET,
+        "url.full": url,
+        "server.address": url,
+        "gen_ai.openai.api_base": url,
+    }
+    rows.append((OTEL, otlp_export(otlp_span(attributes))))
+
     for form, row in rows:
         assert SECRET not in repr(only(form, row)), form.name
     first, second = (only(HAR, har_entry(BODY, chat_response(), url)) for _ in range(2))
