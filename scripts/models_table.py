@@ -64,8 +64,8 @@ def page() -> str:
     """The text of docs/models.md."""
     cases: dict[str, list[str]] = {}
     for case in CASES:
-        family, _, variant = case.partition(" ")
-        cases.setdefault(f"{family}ForCausalLM", []).append(variant or "plain")
+        prefix, _, variant = case.partition(" ")
+        cases.setdefault(f"{prefix}ForCausalLM", []).append(variant or "plain")
     lines = [INTRO]
     for name, family in FAMILIES.items():
         compared = "latent attention, experts" if family.is_latent else ", ".join(cases[name])

@@ -21,7 +21,8 @@ from ramify.attention.backends.eager import EagerBackend
 from ramify.attention.exactness import ProbeStore
 from ramify.engine.llm import LLM
 from ramify.errors import CheckpointError, UnsupportedModelError
-from ramify.models.loader import load_model, load_weights, read_config
+from ramify.models.checkpoint_tensors import load_weights
+from ramify.models.loader import load_model, read_config
 from ramify.models.moe import route
 from ramify.models.moe_config import MoeConfig
 from ramify.outputs import RequestOutput

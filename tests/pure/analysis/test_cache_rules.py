@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ramify.analysis.providers import CacheModel, load_rules, prompts_of
 from ramify.analysis.records import HashedPrompt, LoggedRequest
-from tests.pure.analysis.replay_prompts import Block, predict, request_of, tokens
+from tests.pure.analysis.replay_prompts import Block, corpus_of, predict, request_of, tokens
 
 MINUTE = 60.0
 
@@ -302,3 +303,13 @@ def test_deepseek_reads_whole_units_only() -> None:
     log.append(request_of([a, Block(tokens(3000, 300)), Block((7,))], model="deepseek-v4-pro"))
 
     assert reads("deepseek", log) == [0, 0, 640, 960]
+
+
+def test_a_mixed_log_has_each_provider_s_rule() -> None:
+    """Without a named provider, gpt-4o reads steps of 128 and Claude up to its breakpoint."""
+    block = Block(tokens(0, 1300), ttl=300.0)
+    corpus = corpus_of([request_of([block], model=m) for m in ["gpt-4o", "claude-opus-5"] * 2])
+
+    model = CacheModel.of_log(corpus, load_rules())
+
+    assert [item.billed.num_read for item in model.replay(prompts_of(corpus))] == [0, 0, 1280, 1300]

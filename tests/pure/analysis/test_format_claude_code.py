@@ -301,3 +301,39 @@ def test_mutated_transcripts_raise_nothing_else(data: st.DataObject) -> None:
 
     assert len(requests) <= 4
     assert all(1 <= line <= len(lines) for _, line in quality.bad_lines)
+
+
+@given(st.data())
+def test_a_turn_continues_the_prompt_of_the_turn_before_it(data: st.DataObject) -> None:
+    """In any tree of questions, parallel calls, rewinds and sub-agents."""
+    log = Transcript()
+    tips: list[tuple[str | None, bool]] = [(None, False)]
+    for number in range(data.draw(st.integers(1, 8))):
+        parent, is_side = data.draw(st.sampled_from(tips))
+        if parent is None:
+            is_side = data.draw(st.booleans())
+        extra = {"isSidechain": True, "agentId": "a"} if is_side else {}
+        asked = log.user(parent, f"question {number}", **extra)
+        calls = [f"t{number}.{at}" for at in range(data.draw(st.integers(0, 3)))]
+        last = log.answer(
+            asked, f"msg_{number}", text(f"answer {number}"), *map(call, calls), **extra
+        )
+        above = {block["id"]: line["uuid"] for line in log.lines if line["type"] == "assistant"
+                 for block in line["message"]["content"] if block["type"] == "tool_use"}  # fmt: skip
+        for name in data.draw(st.permutations(calls)):
+            last = log.result(above[name], name, f"result {name}")
+        tips.append((last, is_side))
+
+    requests, quality = read_rows(CLAUDE_CODE, log.lines)
+
+    by_id = {request.request_id: request for request in requests}
+    assert len(by_id) == len(requests)
+    assert not quality.bad_lines
+    for request in requests:
+        if request.parent_id is not None:
+            before = by_id[request.parent_id]
+            assert request.segments[: len(before.segments)] == before.segments
+            answered = request.segments[len(before.segments) :]
+            assert answered[: len(before.output)] == before.output
+            results = [item.text for item in answered if item.text.startswith("result")]
+            assert len(results) == sum(item.text.startswith("{") for item in before.output)

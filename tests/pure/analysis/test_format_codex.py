@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 from typing import Any
 
 from hypothesis import given
@@ -259,3 +260,29 @@ def test_mutated_rollouts_raise_nothing_else(data: st.DataObject) -> None:
     _, quality = read_rows(CODEX, lines)
 
     assert all(1 <= line <= len(lines) for _, line in quality.bad_lines)
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=8))
+def test_a_response_continues_the_prompt_of_the_one_before_it(calls: list[int]) -> None:
+    """In any sequence of turns with calls, whose results come before or after the count."""
+    log = Rollout()
+    for number, num_calls in enumerate(calls):
+        log.message("user", f"question {number}")
+        for at in range(num_calls):
+            log.call(f"c{number}.{at}")
+        if not num_calls:
+            log.message("assistant", f"answer {number}")
+        if num_calls % 2:
+            log.count(100 + number)
+        for at in range(num_calls):
+            log.output(f"c{number}.{at}", "done")
+        if not num_calls % 2:
+            log.count(100 + number)
+
+    requests, _ = read_rows(CODEX, log.lines)
+
+    assert len(requests) == len(calls)
+    for before, after in pairwise(requests):
+        assert after.segments[: len(before.segments)] == before.segments
+        assert after.segments[len(before.segments) :][: len(before.output)] == before.output
+        assert after.parent_id == before.request_id

@@ -94,6 +94,18 @@ def test_a_prefix_without_a_breakpoint_blames_the_reader() -> None:
     assert causes_of("anthropic", log, has_waste=True) == []
 
 
+def test_an_edited_question_is_no_missing_breakpoint() -> None:
+    """The answer before it is shared and not marked, which is a small part of what is read."""
+    answer = Block(tokens(5000, 300), role="assistant")
+    log = [
+        request_of([HEAD]),
+        request_of([replace(HEAD, ttl=None), answer, turn(1)]),
+        request_of([replace(HEAD, ttl=None), answer, turn(2)]),
+    ]
+
+    assert causes_of("anthropic", log, 2300) == []
+
+
 def test_a_log_without_any_breakpoint_only_raises_a_suspicion() -> None:
     """A gateway may have dropped breakpoints; a bill without reads shows that none were there."""
     bare = replace(HEAD, ttl=None)

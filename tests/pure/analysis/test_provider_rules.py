@@ -60,10 +60,12 @@ def test_an_unknown_model_takes_the_default_and_says_so() -> None:
     """`claude-future` has the default of Anthropic; the table of rules has a note."""
     rules = load_rules()
 
-    table = rules_table(rules, "anthropic", ["claude-future", "claude-opus-5"])
+    table = rules_table(rules, [("anthropic", "claude-future"), ("anthropic", "claude-opus-5")])
 
     assert rules.rule_of("anthropic", "claude-future").min_tokens == 1024
-    assert table["notes"] == ["claude-future: no rule of its own, the provider's default is taken"]
+    assert table["notes"] == [
+        "anthropic: claude-future: no rule of its own, the provider's default is taken"
+    ]
     assert table["date"] == rules.date
 
 

@@ -54,6 +54,11 @@ class Evidence:
             return float(usage.num_read)
         return usage.num_read * self.prediction.billed.num_input / usage.num_input
 
+    @property
+    def provider(self) -> str:
+        """The provider whose rule the request falls under."""
+        return self.log.model.provider_of(self.request.info)
+
     def is_lost(self, possible: int, num_read: int | None = None) -> bool:
         """Whether a request that could read some tokens read clearly fewer.
 
@@ -73,6 +78,10 @@ class Evidence:
     def segment_at(self, num_tokens: int) -> int:
         """The segment in which a prefix of so many tokens ends; -1 for the empty prefix."""
         return self.log.model.layout(ReplayPrompt.of(self.request)).segment_at(num_tokens)
+
+    def is_in_messages(self, num_tokens: int) -> bool:
+        """Whether a prefix of so many tokens ends in a message."""
+        return self.path(self.segment_at(num_tokens)).startswith("messages")
 
     def path(self, segment: int) -> str:
         """Path of a segment; "" if there is none."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from ramify.analysis.causes.evidence import ESTIMATE_ERROR, Evidence
 from ramify.analysis.verdicts import Cause, CauseName, Certainty
 
+MIN_UNMARKED_SHARE = 0.2  # of the shared prefix; less is not worth a breakpoint
+
 
 class ParallelCold:
     """The entry was still being written by a request in flight."""
@@ -59,7 +61,9 @@ class BelowMinimum:
         if possible >= evidence.rule.min_tokens or not evidence.is_lost(possible):
             return None
         is_clear = possible <= (1 - ESTIMATE_ERROR) * evidence.rule.min_tokens
-        was_asked = bool(evidence.request.breakpoints)
+        # A request that is cached up to a later breakpoint shares little for another reason.
+        billed = evidence.prediction.billed
+        was_asked = bool(evidence.request.breakpoints) and not billed.num_written + billed.num_read
         is_likely = is_clear and (was_asked or evidence.is_billed_miss)
         return Cause(
             CauseName.BELOW_MINIMUM,
@@ -84,6 +88,10 @@ class BreakpointMissing:
         )
         if not evidence.is_lost(possible, reached):
             return None
+        if possible - reached < MIN_UNMARKED_SHARE * possible:
+            return None
+        if evidence.is_in_messages(reached) and possible < 2 * reached:
+            return None  # a part of one turn: an edited or repeated question
         # Logs of some gateways keep no breakpoints: a log without any shows nothing.
         is_shown = evidence.log.has_breakpoints or evidence.is_billed_miss
         return Cause(

@@ -94,7 +94,7 @@ class Evicted:
 
     def find(self, evidence: Evidence) -> Cause | None:
         """See `OutsideRule`."""
-        if evidence.log.model.provider not in OWN_ENGINES:
+        if evidence.provider not in OWN_ENGINES:
             return None
         missing = _unexplained(evidence)
         if missing is None:
@@ -107,7 +107,7 @@ class UnexplainedMiss:
 
     def find(self, evidence: Evidence) -> Cause | None:
         """See `OutsideRule`."""
-        if evidence.log.model.provider in OWN_ENGINES:
+        if evidence.provider in OWN_ENGINES:
             return None
         missing = _unexplained(evidence)
         if missing is None:

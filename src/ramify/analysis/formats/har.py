@@ -8,11 +8,19 @@ from __future__ import annotations
 
 import base64
 import binascii
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 from ramify.analysis.formats.exchanges import FAILED, NO_REQUEST, Exchange, requests_of_rows
-from ramify.analysis.formats.hosts import provider_of_url, server_of, tenant_of, url_path
+from ramify.analysis.formats.hosts import (
+    provider_of_name,
+    provider_of_url,
+    server_of,
+    tenant_of,
+    url_path,
+)
 from ramify.analysis.formats.nested_json import decode_nested
 from ramify.analysis.formats.row_fields import Times, duration, first_text, later
 from ramify.analysis.formats.times import parse_time
@@ -27,8 +35,14 @@ _ENDPOINTS = (
     "/messages",
     "/converse",
     "/converse-stream",
+    "/invoke",
+    "/invoke-with-response-stream",
+    ":generateContent",
+    ":streamGenerateContent",
     "/api/chat",
 )
+# Gemini and Bedrock name the model in the path.
+_MODEL_IN_PATH = re.compile(r"/models?/([^/]+?)(?:/|:(?:stream)?[gG]enerateContent$)")
 _CONVERSATION_HEADERS = (
     "x-claude-code-session-id",
     "x-session-id",
@@ -91,15 +105,18 @@ class HarReader:
         if not isinstance(body, dict):
             msg = "postData holds no JSON object"
             raise BadRowError(msg)
+        model = None if body.get("model") else _model_in(path)
         return Exchange(
             body=body,
             response=_text_of(_object(response.get("content"))) or None,
             url=server_of(url) or "",
             betas=sent.get("anthropic-beta"),
             times=_times_of(entry),
-            request_id=None,
+            model=model,
             conversation=first_text(sent, _CONVERSATION_HEADERS),
-            provider=provider_of_url(url if isinstance(url, str) else ""),
+            provider=provider_of_name(
+                provider_of_url(url if isinstance(url, str) else ""), model or body.get("model")
+            ),
             cache_scope=_scope_of(sent, received),
             replica=_replica_of(url),
         )
@@ -107,6 +124,11 @@ class HarReader:
 
 def _object(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
+
+
+def _model_in(path: str) -> str | None:
+    found = _MODEL_IN_PATH.search(path)
+    return None if found is None else unquote(found[1])
 
 
 def _headers(message: Mapping[str, Any]) -> dict[str, str]:

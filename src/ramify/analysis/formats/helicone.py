@@ -86,6 +86,7 @@ class HeliconeReader:
             request_id=first_text(value, ("request_id", "response_id")),
             conversation=_session_of(value),
             provider=provider_of_name(first_text(value, ("provider",)), model),
+            model=None if body.get("model") else model,
             response_model=first_text(value, ("response_model",)),
             template=first_text(value, ("prompt_id",)),
         )

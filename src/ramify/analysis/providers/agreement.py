@@ -10,10 +10,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from ramify.analysis.corpus import StoredRequest
 from ramify.analysis.providers.money import billed_usage
-from ramify.analysis.providers.prompts import Billed, Prediction
+from ramify.analysis.providers.prompts import Billed, Prediction, ReplayPrompt
+from ramify.analysis.providers.replay import CacheModel
 from ramify.analysis.providers.rules import ModelRule, Rules
 from ramify.analysis.records import LoggedRequest
+from ramify.analysis.verdicts import Verdict
 
 MAX_OUTLIERS = 20
 OUTLIER_SHARE = 0.1  # of a request's input, between predicted and billed reads
@@ -174,20 +177,55 @@ def our_reason(divergence: str | None, causes: Sequence[str] = ()) -> str:
     return {"tools": "tools_changed", "system": "system_changed"}.get(head, "messages_changed")
 
 
-def rules_table(rules: Rules, provider: str, models: Iterable[str | None]) -> dict[str, Any]:
-    """Date and sources of the rules, and those of the models in the log."""
-    used: Mapping[str, ModelRule] = {
-        name or "": rules.rule_of(provider, name) for name in sorted(set(models), key=str)
-    }
+def rules_table(rules: Rules, used: Iterable[tuple[str, str | None]]) -> dict[str, Any]:
+    """Date and sources of the rules, and those of the providers and models in the log."""
+    models, notes = [], []
+    for provider, model in sorted(set(used), key=str):
+        rule = rules.rule_of(provider, model)
+        name = f"{provider}: {model or 'no model'}"
+        models.append(
+            {"provider": provider, "model": model, "rule": msgspec.to_builtins(rule)},
+        )
+        if len(rules.providers[provider]) > 1 and rules.is_default(provider, model):
+            notes.append(f"{name}: no rule of its own, the provider's default is taken")
+        if rule.note:
+            notes.append(f"{name}: {rule.note}")
     return {
         "date": rules.date,
         "sources": list(rules.sources),
-        "provider": provider,
-        "models": {name: msgspec.to_builtins(rule) for name, rule in used.items()},
-        "notes": [
-            f"{name or 'no model'}: no rule of its own, the provider's default is taken"
-            for name in used
-            if len(rules.providers[provider]) > 1 and rules.is_default(provider, name)
-        ]
-        + [f"{name}: {rule.note}" for name, rule in used.items() if rule.note],
+        "models": models,
+        "notes": notes,
+    }
+
+
+def report_tables(
+    model: CacheModel,
+    requests: Sequence[StoredRequest],
+    predictions: Mapping[int, Prediction],
+    verdicts: Sequence[Verdict],
+) -> dict[str, Any]:
+    """`LintReport.tables`: `predicted`, `billed`, `agreement` and `rules`.
+
+    Args:
+        model: the cache rules.
+        requests: those of the verdicts, in the same order.
+        predictions: by the request's number.
+        verdicts: what the comparison of texts says.
+    """
+    judged = [
+        Judged(
+            request.info,
+            predictions[request.number],
+            model.rule_of(ReplayPrompt.of(request)),
+            verdict.divergence.segment if verdict.divergence else None,
+            tuple(str(cause.cause) for cause in verdict.causes),
+        )
+        for request, verdict in zip(requests, verdicts, strict=True)
+    ]
+    used = ((model.provider_of(item.info), item.info.model) for item in judged)
+    return {
+        "predicted": predicted_table(judged),
+        "billed": billed_table(judged),
+        "agreement": agreement_table(judged),
+        "rules": rules_table(model.rules, used),
     }

@@ -18,7 +18,8 @@ from ramify.analysis.providers.prefix_table import PrefixTable, Slots
 from ramify.analysis.providers.prompts import Timing
 from ramify.analysis.tokens import Tokens
 
-MIN_STRIDE = 32  # of the coarse hashes, tokens
+MIN_STEP = 16  # tokens; smaller steps have coarse hashes
+STRIDE = 32  # of the coarse hashes, tokens
 _FINE = np.uint64(0xD6E8FEB86659FD93)  # fine hashes are other keys than the coarse of equal length
 _MAX_RECENT = 4
 
@@ -57,7 +58,8 @@ class PrefixIndex:
         lifetime_s: seconds after the last use; infinite: until the end.
         hashes_of: [n + 1] hashes of all prefixes of an earlier prompt, and its times, by number;
             needed if the stride is greater than the step.
-        stride: of the coarse hashes, a multiple of the step; by default at least 32 tokens.
+        stride: of the coarse hashes, a multiple of the step; by default the step from 16 tokens on,
+            else 32 tokens.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class PrefixIndex:
         stride: int | None = None,
     ) -> None:
         self._step, self._lifetime_s, self._hashes_of = step, lifetime_s, hashes_of
-        self._stride = stride or max(step, MIN_STRIDE // step * step)
+        self._stride = stride or (step if step >= MIN_STEP else STRIDE // step * step)
         self._coarse, self._fine = PrefixTable(), PrefixTable()
         self._first: dict[int, int] = {}  # hash of an empty prefix: the first prompt that has it
         self._expanded: set[int] = set()  # coarse prefixes whose continuations are stored by step

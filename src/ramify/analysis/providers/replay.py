@@ -10,6 +10,7 @@ from typing import Protocol
 from ramify.analysis.corpus import Corpus
 from ramify.analysis.providers.breakpoints import BreakpointCache
 from ramify.analysis.providers.conditions import AS_LOGGED, Conditions
+from ramify.analysis.providers.detection import provider_of, provider_of_log
 from ramify.analysis.providers.grid import GridCache, NoCache
 from ramify.analysis.providers.prompts import Prediction, PromptLayout, ReplayPrompt, Timing
 from ramify.analysis.providers.rules import ModelRule, Rules
@@ -38,29 +39,38 @@ _CACHES: dict[str, type[BreakpointCache | GridCache | NoCache | WholeUnitCache]]
 
 
 class CacheModel:
-    """The cache of a provider: which rule each request falls under."""
+    """Which cache rule each request of a corpus falls under."""
 
-    def __init__(self, corpus: Corpus, provider: str, rules: Rules) -> None:
+    def __init__(
+        self, corpus: Corpus, provider: str, rules: Rules, *, is_given: bool = True
+    ) -> None:
         self.corpus, self.provider, self.rules = corpus, provider, rules
-        self._rule_of: dict[str | None, ModelRule] = {}
+        self._is_given = is_given
+        self._rules: dict[tuple[str, str | None], ModelRule] = {}
         self._changed_rules: dict[tuple[int, str], ModelRule] = {}
         self._usual_answerer = _usual_answerers(corpus)
-        self.rule_of_model(None)  # an unknown provider is an error here
+        rules.rule_of(provider, None)  # an unknown provider is an error here
 
-    def rule_of_model(self, model: str | None) -> ModelRule:
-        """The rule of a model.
+    @classmethod
+    def of_log(cls, corpus: Corpus, rules: Rules) -> CacheModel:
+        """Each request under the rule of its own provider; `provider` is that of most requests."""
+        provider = provider_of_log(corpus, rules.providers)
+        return cls(corpus, provider, rules, is_given=False)
 
-        Raises:
-            RulesError: there are no rules of this provider.
-        """
-        rule = self._rule_of.get(model)
-        if rule is None:
-            rule = self._rule_of[model] = self.rules.rule_of(self.provider, model)
-        return rule
+    def provider_of(self, info: LoggedRequest) -> str:
+        """The provider whose rule a request falls under."""
+        if self._is_given:
+            return self.provider
+        return provider_of(info, self.rules.providers) or self.provider
 
     def rule_of(self, prompt: ReplayPrompt) -> ModelRule:
         """The rule of the model that a prompt asks for."""
-        return self.rule_of_model(prompt.request.info.model)
+        info = prompt.request.info
+        key = self.provider_of(info), info.model
+        rule = self._rules.get(key)
+        if rule is None:
+            rule = self._rules[key] = self.rules.rule_of(*key)
+        return rule
 
     def answered_by(self, info: LoggedRequest) -> str | None:
         """The model that answered; where that is not logged, the model that mostly does."""
@@ -88,7 +98,9 @@ class CacheModel:
         for prompt in prompts:
             info = prompt.request.info
             layout = self.layout(prompt, conditions)
-            kind = "grid" if info.hashed is not None else layout.rule.cache
+            kind = layout.rule.cache
+            if info.hashed is not None and kind != "none":
+                kind = "grid"  # only the ids of blocks are known
             cache = caches.get((kind, id(layout.rule)))
             if cache is None:
                 cache = _CACHES[kind](self.corpus, layout.rule)
