@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ramify.analysis.causes.tool_lists import compare_tools
 from ramify.analysis.corpus import Corpus, StoredRequest
-from ramify.analysis.message_walk import MessageWalk
+from ramify.analysis.message_walk import MIN_BLOCK, MessageWalk, split_block
 from ramify.analysis.prompt_sides import Difference, Side
 from ramify.analysis.quoting import quote, shorten
 from ramify.analysis.records import SegmentKind, TextForm
@@ -32,6 +32,8 @@ class Comparison:
     differences: tuple[Difference, ...]  # in the order of the prompt
     is_continuation: bool
     splice: tuple[int, int] | None = None  # see `MessageWalk`
+    is_extension: bool = False  # all of the earlier prompt is shared, and no message was edited
+    text_tokens: int = 0  # shared as sent, whatever the key, scope and answering model
 
 
 class Comparer:
@@ -59,21 +61,31 @@ class Comparer:
         tools = compare_tools(a, b, self._templates, continues=continues)
         differences = [*outer, *tools.differences]
         mended = tools.num_shared
-        splice = None
+        splice, is_extension = None, False
         if tools.is_mended:
             walk = MessageWalk(self._corpus, self._templates, a, b, continues=continues)
             walk.run()
             differences += walk.differences
             mended += walk.num_shared
             splice = walk.splice
-        raw = 0 if outer else self.raw_tokens(a, b)
+            is_extension = walk.has_all_of_first and not any(map(_is_in_message, walk.differences))
+        text_tokens = 0 if a.settings != b.settings else self.raw_tokens(a, b)
+        raw = 0 if outer else text_tokens
         waste = [item for item in differences if item.is_waste]
         mended = max(mended, raw)
         if mended < self.page_size:
             differences = []
         elif not waste:
             mended = raw if not outer else mended
-        return Comparison(raw, mended, tuple(differences), continues, splice)
+        return Comparison(
+            raw,
+            mended,
+            tuple(differences),
+            continues,
+            splice,
+            is_extension and continues,
+            text_tokens,
+        )
 
     def raw_tokens(self, a: Side, b: Side) -> int:
         """Tokens of the common prefix, settings not counted."""
@@ -196,6 +208,10 @@ class Comparer:
         return found
 
 
+def _is_in_message(difference: Difference) -> bool:
+    return difference.is_waste and difference.segment.startswith("messages")
+
+
 def _settings(a: Side, b: Side) -> list[Difference]:
     found = []
     for name in sorted(a.settings.keys() | b.settings.keys(), key=lambda n: (n != "model", n)):
@@ -223,7 +239,40 @@ def is_continuation(a: Side, b: Side) -> bool:
         return mine.conversation == other.conversation
     if not len(a.normals) or not len(b.normals):
         return False
-    return bool(a.last_message & b.older_messages)
+    if a.last_message & b.older_messages:
+        return True
+    return _goes_on_after_answer(a, b) or _repeats_last_message(a, b)
+
+
+def _goes_on_after_answer(a: Side, b: Side) -> bool:
+    """Whether the last answer in the earlier request has more messages behind it in the later one."""
+    at = next((i for i in range(len(a.rest) - 1, -1, -1) if a.role(i) == "assistant"), None)
+    if at is None or a.normals[at] not in b.older_messages:
+        return False
+    place = len(b.normals) - 1 - b.normals[::-1].index(a.normals[at])
+    return len(set(b.message_of[place:])) > len(set(a.message_of[at:]))
+
+
+def _repeats_last_message(a: Side, b: Side) -> bool:
+    """Whether an older message is the earlier request's last without a block at its start or end."""
+    if a.role(a.last_at) != "user":
+        return False
+    last = "\n".join(b.corpus.text(normal) for normal in b.normals[b.last_at :])
+    for normal in a.normals[a.last_at :]:
+        text = a.corpus.text(normal)
+        for at in range(b.last_at):
+            if b.role(at) != "user":
+                continue
+            other = b.corpus.text(b.normals[at])
+            lines = set(text.split("\n"))
+            mine = other.split("\n")
+            equal = sum(len(line) for line in mine if line in lines)
+            if len(other) < 8 or equal * 2 < len(other) or other == text:
+                continue
+            block, stripped = split_block(text, other, last)
+            if len(block) >= MIN_BLOCK and (mine[-1] in lines or mine[0] in lines):
+                return stripped == other or mine[-1] in lines
+    return False
 
 
 def _has_unique_keys(corpus: Corpus) -> bool:

@@ -16,7 +16,7 @@ from ramify.analysis.corpus import Corpus, StoredRequest
 from ramify.analysis.findings import group_causes, order_by_saving
 from ramify.analysis.log_files import read_log
 from ramify.analysis.matching import Match, Matcher
-from ramify.analysis.mending import Mender
+from ramify.analysis.mending import VALUES, Mender
 from ramify.analysis.providers.agreement import (
     Judged,
     agreement_table,
@@ -242,12 +242,13 @@ def _waste(match: Match) -> bool:
 
 
 def _merge_causes(match: Match) -> list[Cause]:
-    """A cause at a place once, with its first quotes."""
+    """Each cause once, where it shows first; values in every segment in which they change."""
     seen: dict[tuple[CauseName, str], Cause] = {}
     for item in match.differences:
         if item.cause is not CauseName.NEW_CONTENT:
+            place = item.segment if item.cause in VALUES else ""
             seen.setdefault(
-                (item.cause, item.segment),
+                (item.cause, place),
                 Cause(item.cause, item.certainty, item.segment, item.had, item.got),
             )
     return list(seen.values())

@@ -82,10 +82,19 @@ class Matcher:
             earlier = self._corpus.requests[number]
             compared.append((earlier, self._comparer.compare(earlier, request)))
         in_flight = self._in_flight(request)
+        longest = max(
+            (len(earlier.units) for earlier, item in compared if item.is_extension), default=0
+        )
+        # The conversation goes on from there: a shorter one with other messages is another branch.
+        compared = [
+            item
+            for item in compared
+            if len(item[0].units) > longest or not any(map(_is_in_message, item[1].differences))
+        ]
         if compared:
             deepest = max(comparison.mended_tokens for _, comparison in compared)
             tied = [item for item in compared if item[1].mended_tokens >= deepest - self._page_size]
-            best = max(tied, key=lambda item: (item[1].raw_tokens, self._rank[item[0].number]))
+            best = max(tied, key=lambda item: (item[1].text_tokens, self._rank[item[0].number]))
         if best is None or not best[1].mended_tokens:
             return Match(request, None, in_flight=in_flight)
         earlier, comparison = best
@@ -202,6 +211,10 @@ class Matcher:
             if numbers:
                 return self._corpus.requests[numbers[-1]]
         return None
+
+
+def _is_in_message(difference: Difference) -> bool:
+    return difference.is_waste and difference.segment.startswith("messages[")
 
 
 def _raw_key(side: Side) -> tuple[object, ...]:

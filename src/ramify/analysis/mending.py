@@ -17,7 +17,7 @@ from ramify.analysis.savings import AppliedFix
 from ramify.analysis.templates import Templates
 from ramify.analysis.verdicts import CauseName
 
-_VALUES = frozenset(
+VALUES = frozenset(
     {
         CauseName.CLOCK,
         CauseName.RANDOM_ID,
@@ -155,8 +155,8 @@ class Mender:
     def _mend_unit(self, unit: int, path: str, fixes: frozenset[tuple[CauseName, str]]) -> int:
         place = generalise(path)
         here = {cause for cause, segment in fixes if segment in (place, path)}
-        if here & _VALUES:
-            return self._templates.canonical(unit, frozenset(here & _VALUES))
+        if here & VALUES:
+            return self._templates.canonical(unit, frozenset(here & VALUES))
         return self._templates.normal(unit) if here & _FORMS else unit
 
     def _sort_tools(self, segments: _Segments) -> _Segments:

@@ -60,6 +60,11 @@ class MessageWalk:
             else:
                 self._step()
 
+    @property
+    def has_all_of_first(self) -> bool:
+        """Whether the walk has come to the end of the first prompt."""
+        return self._i >= len(self._a.rest)
+
     def _share(self, unit: int) -> None:
         self.num_shared += self._corpus.units[unit].num_tokens
 
@@ -68,8 +73,8 @@ class MessageWalk:
             self._step_role,
             self._step_reasoning,
             self._step_hoisted,
-            self._step_pair,
             self._step_context,
+            self._step_pair,
             self._step_media,
             self._step_history,
         ):
@@ -203,6 +208,9 @@ class MessageWalk:
         )
         if pair is None or (pair.stop_char is not None and self._edits_history(peek=True)):
             return False
+        stored = self._corpus.units[b.rest[self._j]]
+        if pair.stop_char is not None and "thinking" not in stored.label and self._edits_result():
+            return True
         kind = self._corpus.units[b.rest[self._j]].kind
         unit = b.rest[self._j]
         num_tokens = self._corpus.units[unit].num_tokens
@@ -277,14 +285,17 @@ class MessageWalk:
         )
         text_a = self._corpus.text(a.normals[self._i])
         text_b = self._corpus.text(b.normals[self._j])
-        if b.role(self._j) == "user" and text_b and len(text_a) > len(text_b) + MIN_BLOCK:
-            block = ""
-            if text_a.startswith(text_b):
-                block = text_a[len(text_b) :].strip()
-            elif text_a.endswith(text_b):
-                block = text_a[: len(text_a) - len(text_b)].strip()
-            if block and _mostly_in(block, newest):
+        if b.role(self._j) == "user" and text_b:
+            block, stripped = split_block(text_a, text_b, newest)
+            if len(block) >= MIN_BLOCK:
+                place = len(self.differences)
+                if stripped != text_b:
+                    unit_b = b.normals[self._j]
+                    if not self._add_values(self._store(unit_b, stripped), unit_b):
+                        return False
                 self._add(CauseName.CONTEXT_MOVED, block, "")
+                if text_a.startswith(block):  # what stands first is named first
+                    self.differences.insert(place, self.differences.pop())
                 self._share(b.rest[self._j])
                 self._i, self._j = self._i + 1, self._j + 1
                 return True
@@ -323,7 +334,21 @@ class MessageWalk:
             self._add(CauseName.COMPACTION, self._text_a(), self._text_b())
             self._stop_here()
             return True
-        return self._edits_history()
+        return self._edits_history() or self._edits_result()
+
+    def _edits_result(self) -> bool:
+        """The result of a tool call cut or edited when the conversation went on."""
+        a, b = self._a, self._b
+        left = self._corpus.units[a.rest[self._i]]
+        right = self._corpus.units[b.rest[self._j]]
+        is_older = b.message_of[self._j] != b.message_of[-1]
+        if left.label != right.label or " " not in left.label or not is_older:
+            return False
+        if not self._continues or left.form is not right.form:
+            return False
+        self._add(CauseName.HISTORY_EDITED, self._text_a(), self._text_b())
+        self._i, self._j = self._i + 1, self._j + 1
+        return True
 
     def _is_compaction(self) -> bool:
         """Whether a summary stands where the head of the conversation stood."""
@@ -381,6 +406,19 @@ class MessageWalk:
 
 def _without_thoughts(text: str) -> str:
     return _THINK.sub("", text).strip()
+
+
+def split_block(had: str, got: str, newest: str) -> tuple[str, str]:
+    """The lines at the start or end of a text that are gone and stand in the newest message, and the rest."""
+    lines, kept, new = had.split("\n"), set(got.split("\n")), set(newest.split("\n"))
+    start, end = 0, len(lines)
+    while start < end and lines[start] not in kept and lines[start] in new:
+        start += 1
+    if not start:
+        while end > start and lines[end - 1] not in kept and lines[end - 1] in new:
+            end -= 1
+    block = lines[:start] or lines[end:]
+    return "\n".join(block), "\n".join(lines[start:end])
 
 
 def _mostly_in(block: str, text: str) -> bool:

@@ -133,7 +133,7 @@ class UnitTree:
 
     def _rest(self, prompt: Units, place: _Place) -> int:
         units = self._corpus.units
-        total = sum(units[unit].num_tokens for unit in prompt[place.unit :].tolist())
+        total = sum(units[int(unit)].num_tokens for unit in prompt[place.unit :])
         return total - max(0, place.token - 1)
 
     def _remember(self, node: _Node, number: int) -> None:

@@ -9,7 +9,7 @@ from ramify.analysis.lint_json import report_as_json
 from ramify.analysis.records import LoggedRequest, Segment, SegmentKind
 
 SYSTEM = (
-    "You are a careful assistant of a shipping company. " + "Answer briefly and politely. " * 20
+    "You are a careful assistant of a shipping company. " + "Answer briefly and politely. " * 250
 )
 
 
