@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ramify.analysis.causes.tool_lists import compare_tools
 from ramify.analysis.corpus import Corpus, StoredRequest
-from ramify.analysis.message_walk import MIN_BLOCK, MessageWalk, split_block
+from ramify.analysis.message_walk import MIN_BLOCK, MessageWalk, begins_with_summary, split_block
 from ramify.analysis.prompt_sides import Difference, Side
 from ramify.analysis.quoting import quote, shorten
 from ramify.analysis.records import SegmentKind, TextForm
@@ -56,7 +56,7 @@ class Comparer:
     def compare(self, earlier: StoredRequest, request: StoredRequest) -> Comparison:
         """What `request` shares with `earlier`."""
         a, b = self.side(earlier), self.side(request)
-        continues = is_continuation(a, b)
+        continues = is_continuation(a, b) or begins_with_summary(b)
         outer = [*self._scope(a, b, continues=continues), *_settings(a, b)]
         tools = compare_tools(a, b, self._templates, continues=continues)
         differences = [*outer, *tools.differences]

@@ -17,15 +17,7 @@ from ramify.analysis.findings import group_causes, order_by_saving
 from ramify.analysis.log_files import read_log
 from ramify.analysis.matching import Match, Matcher
 from ramify.analysis.mending import VALUES, Mender
-from ramify.analysis.providers.agreement import (
-    Judged,
-    agreement_table,
-    billed_table,
-    predicted_table,
-    rules_table,
-)
-from ramify.analysis.providers.detection import provider_of_log
-from ramify.analysis.providers.prompts import ReplayPrompt
+from ramify.analysis.providers.agreement import report_tables
 from ramify.analysis.providers.replay import CacheModel
 from ramify.analysis.providers.rules import load_rules
 from ramify.analysis.reading import ReadQuality
@@ -95,10 +87,13 @@ def lint_corpus(
 ) -> LintReport:
     """`lint` for requests that are stored already."""
     table = load_rules(rules)
-    name = provider_of_log(corpus, table.providers) if provider is None else provider
-    model = CacheModel(corpus, name, table)
+    model = (
+        CacheModel.of_log(corpus, table)
+        if provider is None
+        else CacheModel(corpus, provider, table)
+    )
     templates = learn_templates(corpus, progress)
-    page = model.rule_of_model(_usual_model(corpus)).step_tokens
+    page = table.rule_of(model.provider, _usual_model(corpus)).step_tokens
     matcher = Matcher(corpus, templates, page_size=page if page > 1 else DEFAULT_PAGE)
     matches: list[Match] = []
     for match in matcher.matches(corpus):
@@ -125,8 +120,8 @@ def lint_corpus(
         findings=order_by_saving([item.finding(saved.get(id(item), nothing)) for item in found]),
         saving_all=savings[-1],
         quality=_quality(corpus, ReadQuality() if quality is None else quality),
-        provider=name,
-        tables=_tables(log, verdicts, model),
+        provider=model.provider,
+        tables=report_tables(model, corpus.requests, log.predictions, verdicts),
     )
 
 
@@ -271,24 +266,3 @@ def _quality(corpus: Corpus, quality: ReadQuality) -> dict[str, Any]:
     out["num_with_conversation"] = sum(r.info.conversation is not None for r in corpus)
     out["num_with_full_text"] = sum(r.info.has_full_text for r in corpus)
     return out
-
-
-def _tables(log: LogFacts, verdicts: Sequence[Verdict], model: CacheModel) -> dict[str, Any]:
-    judged = [
-        Judged(
-            request.info,
-            log.predictions[request.number],
-            model.rule_of(ReplayPrompt.of(request)),
-            None if verdict.divergence is None else verdict.divergence.segment,
-            tuple(str(cause.cause) for cause in verdict.causes),
-        )
-        for request, verdict in zip(model.corpus, verdicts, strict=True)
-    ]
-    return {
-        "predicted": predicted_table(judged),
-        "billed": billed_table(judged),
-        "agreement": agreement_table(judged),
-        "rules": rules_table(
-            model.rules, model.provider, {request.info.model for request in model.corpus}
-        ),
-    }

@@ -10,7 +10,7 @@ from ramify.analysis.causes.unit_pairs import PairDifferences, pair_differences
 from ramify.analysis.corpus import Corpus
 from ramify.analysis.prompt_sides import Difference, Side
 from ramify.analysis.quoting import quote
-from ramify.analysis.records import SegmentKind, TextForm
+from ramify.analysis.records import TextForm
 from ramify.analysis.templates import Templates
 from ramify.analysis.verdicts import CauseName, Certainty
 
@@ -211,14 +211,13 @@ class MessageWalk:
         stored = self._corpus.units[b.rest[self._j]]
         if pair.stop_char is not None and "thinking" not in stored.label and self._edits_result():
             return True
-        kind = self._corpus.units[b.rest[self._j]].kind
         unit = b.rest[self._j]
         num_tokens = self._corpus.units[unit].num_tokens
         is_last = self._b.message_of[self._j] == self._b.message_of[-1]
         text = self._corpus.text(b.normals[self._j])
         rate = num_tokens / max(1, len(text))
         waste = [item for item in pair.differences if item.is_waste]
-        if kind is SegmentKind.MESSAGE and not self._continues and waste:
+        if b.role(self._j) != "system" and not self._continues and waste:
             # A date or a number in a user's message may be the question itself.
             return self._step_question(pair, waste, num_tokens, rate)
         if any(not item.is_volatile for item in waste) and not self._continues:
@@ -402,6 +401,15 @@ class MessageWalk:
             different = np.flatnonzero(mine[:length] != other[:length])
             self.num_shared += int(different[0]) if len(different) else length
         self._is_done = True
+
+
+def begins_with_summary(side: Side) -> bool:
+    """Whether the first message of the conversation is a summary of what was before."""
+    for at in range(min(3, len(side.rest))):
+        if side.role(at) == "user":
+            text = side.corpus.text(side.rest[at])[:400]
+            return len(side.rest) > at + 1 and "summar" in text and bool(_SUMMARY.search(text))
+    return False
 
 
 def _without_thoughts(text: str) -> str:

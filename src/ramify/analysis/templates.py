@@ -19,6 +19,7 @@ from ramify.analysis.text_diff import Hunk, find_hunks
 
 MAX_FEATURES = 10
 MIN_SHARED = 60  # code points that a member has in common with its template
+MAX_VALUE = 240  # code points of a value; a longer difference is content
 MAX_VALUES = 64  # kept of a slot as evidence
 
 _LINE = re.compile(r"[^\n]+?(?:[.!?:;](?=\s)|\n|$)")
@@ -87,13 +88,20 @@ class Templates:
     def values(self, template: Template, unit: int) -> list[str]:
         """A member's value in each slot."""
         text = self._corpus.text(self.normal(unit))
-        return [text[start:end] for start, end in self.slot_places(template, unit)]
-
-    def slot_places(self, template: Template, unit: int) -> list[tuple[int, int]]:
-        """Where each slot is in the normal form of a member."""
-        hunks = template.members[self.normal(unit)]
         return [
-            (_translate(hunks, s.start), _translate(hunks, s.end, end=True)) for s in template.slots
+            "" if place is None else text[place[0] : place[1]]
+            for place in self.slot_places(template, unit)
+        ]
+
+    def slot_places(self, template: Template, unit: int) -> list[tuple[int, int] | None]:
+        """Where each slot is in the normal form of a member; None where the member has other content."""
+        hunks = template.members[self.normal(unit)]
+        large = [(hunk.start, hunk.end) for hunk in hunks if not _is_value(hunk)]
+        return [
+            None
+            if any(start < slot.end and slot.start < end for start, end in large)
+            else (_translate(hunks, slot.start), _translate(hunks, slot.end, end=True))
+            for slot in template.slots
         ]
 
     def canonical(self, unit: int, causes: frozenset[str] | None = None) -> int:
@@ -115,15 +123,13 @@ class Templates:
 
     def _mask(self, template: Template, normal: int, causes: frozenset[str] | None) -> int:
         text, parts, at = self._corpus.text(normal), [], 0
-        for slot, (start, end) in zip(
-            template.slots, self.slot_places(template, normal), strict=True
-        ):
+        for slot, place in zip(template.slots, self.slot_places(template, normal), strict=True):
             verdict = slot.verdict
-            if verdict is None or not verdict.is_volatile or verdict.cause is None:
+            if place is None or verdict is None or not verdict.is_volatile or verdict.cause is None:
                 continue
             if causes is None or verdict.cause in causes:
-                parts += [text[at:start], f"<{verdict.cause}>"]
-                at = end
+                parts += [text[at : place[0]], f"<{verdict.cause}>"]
+                at = place[1]
         return self._store(normal, "".join([*parts, text[at:]])) if parts else normal
 
     def _store(self, unit: int, text: str) -> int:
@@ -167,11 +173,14 @@ class Templates:
 
     def _find_slots(self, template: Template) -> None:
         spans = sorted(
-            (hunk.start, hunk.end) for hunks in template.members.values() for hunk in hunks
+            (hunk.start, hunk.end)
+            for hunks in template.members.values()
+            for hunk in hunks
+            if _is_value(hunk)
         )
         slots: list[Slot] = []
         for start, end in spans:
-            if slots and (start < slots[-1].end or start == slots[-1].start):
+            if slots and start < slots[-1].end + (start == end):
                 slots[-1].end = max(slots[-1].end, end)
             else:
                 slots.append(Slot(start, end))
@@ -205,6 +214,11 @@ def _features(text: str) -> list[tuple[str, int]]:
     lines = {_VOLATILE.sub("0", line.strip()): len(line) for line in _LINE.findall(text)}
     lines = {line: length for line, length in lines.items() if len(line) >= 4}
     return sorted(lines.items(), key=lambda item: -item[1])[:MAX_FEATURES]
+
+
+def _is_value(hunk: Hunk) -> bool:
+    """Whether a difference is short enough for a value; else it is content."""
+    return max(hunk.end - hunk.start, hunk.other_end - hunk.other_start) <= MAX_VALUE
 
 
 def _translate(hunks: Sequence[Hunk], at: int, *, end: bool = False) -> int:

@@ -62,47 +62,45 @@ def _values(
     corpus: Corpus, templates: Templates, a: int, b: int
 ) -> list[tuple[tuple[int, int], tuple[int, int], SlotVerdict]] | None:
     """Places of the values that differ, and what they are."""
-    template, other = templates.template_of(a), templates.template_of(b)
-    if template is not None and template is other:
-        text_a, text_b = corpus.text(a), corpus.text(b)
-        rows = zip(
-            template.slots,
-            templates.slot_places(template, a),
-            templates.slot_places(template, b),
-            strict=True,
-        )
-        return [
-            (mine, theirs, slot.verdict)
-            for slot, mine, theirs in rows
-            if slot.verdict is not None
-            and text_a[mine[0] : mine[1]] != text_b[theirs[0] : theirs[1]]
-        ]
     text_a, text_b = corpus.text(a), corpus.text(b)
     hunks = find_hunks(text_a, text_b)
-    differing = sum(hunk.other_end - hunk.other_start for hunk in hunks)
-    if len(text_b) - differing < 0.5 * len(text_b):
-        return None
+    template, other = templates.template_of(a), templates.template_of(b)
+    places: list[tuple[tuple[int, int], SlotVerdict]] = []
+    if template is not None and template is other:
+        places = [
+            (place, slot.verdict)
+            for slot, place in zip(template.slots, templates.slot_places(template, b), strict=True)
+            if place is not None and slot.verdict is not None
+        ]
+    else:
+        differing = sum(hunk.other_end - hunk.other_start for hunk in hunks)
+        if len(text_b) - differing < 0.5 * len(text_b):
+            return None
     kind, label = corpus.units[b].kind, corpus.units[b].label
-    return [
-        (
-            (hunk.start, hunk.end),
-            (hunk.other_start, hunk.other_end),
-            judge_slot(
-                SlotEvidence(
-                    kind,
-                    label,
-                    (text_a[hunk.start : hunk.end], text_b[hunk.other_start : hunk.other_end]),
-                    (None, None),
-                    text_b[max(0, hunk.other_start - 160) : hunk.other_start],
-                    text_b[hunk.other_end : hunk.other_end + 160],
-                    2,
-                    2,
-                    2,
-                )
-            ),
-        )
-        for hunk in hunks
-    ]
+    found = []
+    for hunk in hunks:
+        mine, theirs = (hunk.start, hunk.end), (hunk.other_start, hunk.other_end)
+        verdict = _known(places, theirs)
+        if verdict is None:
+            before = text_b[max(0, theirs[0] - 160) : theirs[0]]
+            values = (text_a[mine[0] : mine[1]], text_b[theirs[0] : theirs[1]])
+            after = text_b[theirs[1] : theirs[1] + 160]
+            verdict = judge_slot(
+                SlotEvidence(kind, label, values, (None, None), before, after, 2, 2, 2)
+            )
+        found.append((mine, theirs, verdict))
+    return found
+
+
+def _known(
+    places: list[tuple[tuple[int, int], SlotVerdict]], at: tuple[int, int]
+) -> SlotVerdict | None:
+    """The verdict of all requests about a place; None if the place is only a part of a larger one."""
+    for (start, end), verdict in places:
+        overlaps = start <= at[0] and at[1] <= end
+        if overlaps and (verdict.cause is not None or end - start <= 2 * (at[1] - at[0]) + 8):
+            return verdict
+    return None
 
 
 def _form_differences(had: str, got: str, path: str, api: str) -> list[Difference]:
