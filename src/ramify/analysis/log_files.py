@@ -112,6 +112,10 @@ class _Reading:
         if value.value is None:
             self._quality.skipped[OTHER_LINE] += 1
             return
+        if isinstance(value.value, str) and not value.is_text and self._chosen is None:
+            # A text among JSON values is a piece of a broken value, not a prompt.
+            self._quality.skipped[UNKNOWN_ROW] += 1
+            return
         items = None if self._chosen is not None else _rows_inside(value.value)
         if items is None:
             yield Row(name, value.line, value.value, value.index)

@@ -63,6 +63,7 @@ class ReadQuality:
     notes: Counter[str] = field(default_factory=Counter)  # as "text cut", "grouping inferred"
 
     def add_bad_line(self, file: str, line: int, reason: str) -> None:
-        """Count a line that cannot be read."""
-        self.bad_lines.append((file, line))
+        """Count a line that cannot be read, once for all bad values on it."""
+        if not self.bad_lines or self.bad_lines[-1] != (file, line):
+            self.bad_lines.append((file, line))
         self.bad_reasons[reason] += 1

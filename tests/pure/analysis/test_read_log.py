@@ -102,6 +102,32 @@ def test_a_document_with_a_list_of_rows_is_read_row_by_row(
     assert sum(quality.skipped.values()) == 0
 
 
+@pytest.mark.parametrize("end", ['{"model": "m",', '{"model":', '{"messages": [', "{", '{"a": [1,'])
+def test_a_line_cut_where_a_document_could_go_on_loses_only_itself(
+    tmp_path: Path, end: str
+) -> None:
+    """The next line is a value of its own, so the cut line is bad and no document begins."""
+    path = tmp_path / "log.jsonl"
+    path.write_text(lines_of(chat("a"), end + "\n", chat("b"), chat("c")))
+
+    requests, quality = read(path)
+
+    assert places(requests) == [(1, None), (3, None), (4, None)]
+    assert [line for _, line in quality.bad_lines] == [2]
+
+
+def test_values_that_share_a_line_are_numbered(tmp_path: Path) -> None:
+    """Two arrays and an object on a line; a text among them is no prompt."""
+    path = tmp_path / "log.json"
+    one, two, three = (json.dumps(chat(text)) for text in "abc")
+    path.write_text(f'[{one}] [{two}, "stray"]\n[{three}]')
+
+    requests, quality = read(path)
+
+    assert places(requests) == [(1, 0), (1, 1), (2, None)]
+    assert quality.skipped["row of no known format"] == 1
+
+
 def test_a_broken_element_loses_only_itself(tmp_path: Path) -> None:
     """After an element that is cut or malformed, reading goes on at the next."""
     path = tmp_path / "log.json"

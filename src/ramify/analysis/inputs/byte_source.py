@@ -13,7 +13,7 @@ MAX_VALUE_BYTES = 1 << 30
 # A string with its escapes, to its end, to the end of the line (which no string may hold) or to the
 # end of the data; or a bracket. Possessive: nothing is tried twice, and nothing stored per escape.
 _STRING = rb'"[^"\\\n]*+(?:\\.[^"\\\n]*+)*+'
-_TOKEN = re.compile(_STRING + rb'(?:["\n]|\\?\Z)|[\[\]{}]', re.DOTALL)
+TOKEN = re.compile(_STRING + rb'(?:["\n]|\\?\Z)|[\[\]{}]', re.DOTALL)
 # Everything up to the next bracket that is not in a string, and the bracket.
 _STEP = re.compile(rb'(?:[^"\[\]{}]++|' + _STRING + rb'")*+[\[\]{}]', re.DOTALL)
 _OPEN_STRING = re.compile(rb'(?:[^"\[\]{}]++|' + _STRING + rb'")*+' + _STRING + rb"\n", re.DOTALL)
@@ -106,7 +106,7 @@ class ByteSource:
                 return line.removesuffix(b"\r")
             searched = len(self.buffer) - self.position
             if searched > self._max_value_bytes:
-                self._drop_line()
+                self.skip_line()
                 raise ValueTooLongError
             if not self.fill():
                 if not searched:
@@ -115,7 +115,8 @@ class ByteSource:
                 self.position = len(self.buffer)
                 return line.removesuffix(b"\r")
 
-    def _drop_line(self) -> None:
+    def skip_line(self) -> None:
+        """Go behind the end of the line."""
         while True:
             end = self.buffer.find(b"\n", self.position)
             if end >= 0:
@@ -180,7 +181,7 @@ class ByteSource:
         head = self.head(CHUNK_BYTES)
         keys: list[str] = []
         depth, last = 0, b""
-        for match in _TOKEN.finditer(head):
+        for match in TOKEN.finditer(head):
             token = match[0]
             if token[0] == 0x22:
                 last = token
@@ -203,7 +204,7 @@ class ByteSource:
 def balance(data: bytes) -> int | None:
     """Brackets that are open at the end; None if the data ends inside a string."""
     depth = 0
-    for match in _TOKEN.finditer(data):
+    for match in TOKEN.finditer(data):
         token = match[0]
         if token[0] == 0x22:
             if match.end() == len(data) and not _is_closed(token):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ramify.analysis.formats.nested_json import decode_json
-from ramify.analysis.inputs.byte_source import ByteSource, ValueTooLongError, balance
+from ramify.analysis.inputs.byte_source import TOKEN, ByteSource, ValueTooLongError, balance
 
 # Lists of rows in the documents of exports: HAR, LangSmith, Langfuse and most other APIs.
 CONTAINERS = frozenset(
@@ -16,6 +16,7 @@ CONTAINERS = frozenset(
 )
 _MESSAGES = re.compile(rb'\[\s*\{\s*"(?:role|from)"\s*:')
 _OPEN_ENDS = (b"{", b"[", b",", b":")
+_LOOK_AHEAD_BYTES = 1 << 16
 _LONG_LINE_BYTES = 1 << 24  # an object on a longer line is looked into before it is read whole
 
 
@@ -28,13 +29,28 @@ class RawValue:
     index: int | None = None  # among several values that begin on the line
     error: str | None = None
     text: bytes | None = None  # the line, if it is no JSON
+    is_text: bool = False  # the value is a line of text
 
 
 def json_values(source: ByteSource) -> Iterator[RawValue]:
     """Every value: a line each, or an element of an array or of a document's list of rows.
 
-    A line that is no JSON has its text and the error.
+    A line that is no JSON has its text and the error. Values that begin on the same line are
+    numbered.
     """
+    previous: RawValue | None = None
+    for value in _values(source):
+        if previous is not None:
+            if value.line == previous.line:
+                previous = replace(previous, index=previous.index or 0)
+                value = replace(value, index=(previous.index or 0) + 1)  # noqa: PLW2901
+            yield previous
+        previous = value
+    if previous is not None:
+        yield previous
+
+
+def _values(source: ByteSource) -> Iterator[RawValue]:
     while True:
         first = source.skip_blank()
         if not first:
@@ -47,7 +63,7 @@ def json_values(source: ByteSource) -> Iterator[RawValue]:
                 yield from _elements(source)
                 _leave_document(source)
             else:
-                yield _document(source)
+                yield _document(source, is_pretty=_is_bare_brace(source))
         else:
             yield _line(source)
 
@@ -73,10 +89,49 @@ def _starts_document(source: ByteSource) -> bool:
         # The first line of a document is short; a long line that does not end is cut.
         return False
     line = source.buffer[source.position : end].rstrip()
-    if not line.endswith(_OPEN_ENDS):
-        return False
     depth = balance(line)
-    return depth is not None and depth > 0
+    if depth is None or depth <= 0 or not line.endswith(_OPEN_ENDS):
+        return False
+    return _goes_on(line, source.head(end + 1 - source.position + _LOOK_AHEAD_BYTES)[len(line) :])
+
+
+def _goes_on(line: bytes, rest: bytes) -> bool:
+    """Whether the lines after an open one continue it, and are no values of their own."""
+    following = [item.strip() for item in rest.split(b"\n") if item.strip()]
+    if not following:
+        return False
+    if following[0][:1] != b"{":
+        return True
+    is_name_due = line.endswith((b"{", b",")) and _innermost(line) == b"{"
+    if is_name_due or len(following) < 2:
+        return False
+    # An element ends with a comma, or the list ends on the next line.
+    return not _is_whole(following[0]) or following[1][:1] in {b"]", b"}", b","}
+
+
+def _innermost(line: bytes) -> bytes:
+    """The last bracket that is still open."""
+    depth = 0
+    for match in reversed(list(TOKEN.finditer(line))):
+        if match[0] in {b"]", b"}"}:
+            depth += 1
+        elif match[0] in {b"[", b"{"}:
+            if not depth:
+                return match[0]
+            depth -= 1
+    return b""
+
+
+def _is_whole(line: bytes) -> bool:
+    try:
+        decode_json(line)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_bare_brace(source: ByteSource) -> bool:
+    return source.head(64)[1:].lstrip(b" \t\r")[:1] == b"\n"
 
 
 def _line(source: ByteSource) -> RawValue:
@@ -91,56 +146,45 @@ def _line(source: ByteSource) -> RawValue:
         return RawValue(number, error=_reason(error), text=line)
 
 
-def _document(source: ByteSource) -> RawValue:
-    """The object at the position, which spans lines."""
+def _document(source: ByteSource, *, is_pretty: bool) -> RawValue:
+    """The object or list at the position, which may span lines.
+
+    After a malformed value, goes to the next line that begins as the value did if documents are
+    pretty-printed, else to the next line.
+    """
     number = source.line
     indent = source.indent
+    error = "value does not end"
     try:
         end = source.value_end()
     except ValueTooLongError:
         end = None
-    if end is None:
-        source.resync(indent, None)
-        return RawValue(number, error="value does not end")
-    data = source.buffer[source.position : end]
-    try:
-        value = decode_json(data)
-    except ValueError as error:
+    if end is not None:
+        try:
+            value = decode_json(source.buffer[source.position : end])
+        except ValueError as found:
+            error = _reason(found)
+        else:
+            source.advance(end)
+            return RawValue(number, value)
+    if is_pretty:
         source.resync(indent, end)
-        return RawValue(number, error=_reason(error))
-    source.advance(end)
-    return RawValue(number, value)
+    else:
+        source.skip_line()
+    return RawValue(number, error=error)
 
 
 def _elements(source: ByteSource) -> Iterator[RawValue]:
     """Elements of the array whose bracket is behind the position; goes behind its end."""
-    previous: RawValue | None = None
     while True:
         byte = source.skip_blank()
         if byte == b",":
             source.advance(source.position + 1)
-            continue
-        if not byte or byte == b"]":
-            if byte:
-                source.advance(source.position + 1)
-            break
-        element = _document(source) if byte in b"{[" else _scalar(source)
-        shares_line = previous is not None and previous.line == element.line
-        if previous is not None:
-            yield _numbered(previous, shares_line)
-        if previous is not None and shares_line:
-            element = RawValue(
-                element.line, element.value, (previous.index or 0) + 1, element.error
-            )
-        previous = element
-    if previous is not None:
-        yield previous
-
-
-def _numbered(value: RawValue, shares_line: bool) -> RawValue:
-    if shares_line and value.index is None:
-        return RawValue(value.line, value.value, 0, value.error)
-    return value
+        elif not byte or byte == b"]":
+            source.advance(source.position + len(byte))
+            return
+        else:
+            yield _document(source, is_pretty=True) if byte in b"{[" else _scalar(source)
 
 
 _SCALAR = re.compile(rb'"[^"\\\n]*+(?:\\.[^"\\\n]*+)*+"|[^\s,\]\[{}"]+|.', re.DOTALL)

@@ -124,7 +124,7 @@ def _json_or_text(source: ByteSource, is_text_row: Callable[[str], bool]) -> Ite
         if value.text is not None:
             text = value.text.decode("utf-8", "replace")
             if is_text_row(text):
-                yield RawValue(value.line, text)
+                yield RawValue(value.line, text, is_text=True)
                 continue
         yield replace(value, text=None) if value.text is not None else value
 
@@ -143,7 +143,7 @@ def _text_values(source: ByteSource) -> Iterator[RawValue]:
         if not line.strip():
             continue
         try:
-            yield RawValue(number, line.decode("utf-8"))
+            yield RawValue(number, line.decode("utf-8"), is_text=True)
         except UnicodeDecodeError:
             yield RawValue(number, error="no UTF-8")
 
