@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.resources
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ramify.attention.exactness import ProbeStore
-from ramify.errors import CheckpointError, ConfigError, UnsupportedModelError
+from ramify.errors import ConfigError, UnsupportedModelError
 from ramify.models.checkpoint_tensors import load_weights, read_json
 from ramify.models.config import ModelConfig, token_ids
 from ramify.models.decoder import CausalDecoder, Decoder, Family
@@ -34,61 +32,6 @@ FAMILIES: dict[str, Family] = {
     "DeepseekV3ForCausalLM": DEEPSEEK,
     "DeepseekV32ForCausalLM": DEEPSEEK,
 }
-BUILT_IN = "ramify-tiny"
-
-
-def find_checkpoint(model: str | Path) -> Path:
-    """The directory of a checkpoint: the built-in model, a local directory, or a cached hub snapshot.
-
-    Never opens a connection.
-
-    Raises:
-        CheckpointError: there is no such directory, and no cached hub model of that name.
-    """
-    if str(model) == BUILT_IN:
-        built_in = importlib.resources.files("ramify") / "data" / BUILT_IN
-        if not isinstance(built_in, Path) or not (built_in / "config.json").is_file():
-            raise CheckpointError(
-                f"the built-in model {BUILT_IN} is not part of this installation; "
-                "reinstall ramify, or name a checkpoint directory"
-            )
-        return built_in
-    try:
-        path = Path(model).expanduser()
-    # `~name` of an unknown user
-    except RuntimeError as error:
-        raise CheckpointError(f"there is no directory {str(model)!r}: {error}") from error
-    if path.is_dir() and model != "":
-        return path
-    if path.is_file():
-        raise CheckpointError(
-            f"{path} is a file; name the directory that holds config.json and the weights"
-        )
-    name = str(model)
-    looks_local = isinstance(model, Path) or name.startswith((".", "~", os.sep))
-    if looks_local or name.count("/") > 1 or not name:
-        raise CheckpointError(f"there is no directory {name!r}; name a checkpoint directory")
-    return _cached_snapshot(name)
-
-
-def _cached_snapshot(name: str) -> Path:
-    """The directory of a hub model's newest snapshot in the local cache."""
-    try:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-    except ImportError:
-        raise CheckpointError(
-            f"there is no directory {name!r}, and looking for it among cached hub models needs "
-            "the package huggingface_hub; install it, or name a checkpoint directory"
-        ) from None
-    try:
-        return Path(snapshot_download(name, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError):
-        raise CheckpointError(
-            f"there is neither a directory {name!r} nor a cached hub model of that name; "
-            f"ramify downloads nothing by itself, so get it with `hf download {name}`, or name "
-            f"a checkpoint directory, or try the built-in {BUILT_IN}"
-        ) from None
 
 
 def read_config(path: Path) -> ModelConfig:

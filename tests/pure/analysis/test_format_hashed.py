@@ -45,6 +45,20 @@ def test_the_block_size_is_named_or_inferred() -> None:
     assert quality.notes["block size 16 inferred"] == 1
 
 
+def test_full_blocks_only_and_single_rows_change_no_block_size() -> None:
+    """Traces without the partial block, and a row that disagrees, which a note tells."""
+    rows = [
+        {"timestamp": 0, "input_length": 700, "hash_ids": [1]},
+        {"timestamp": 0, "input_length": 1100, "hash_ids": [1, 2]},
+        {"timestamp": 0, "input_length": 1100, "hash_ids": list(range(69))},
+    ]
+
+    requests, quality = read_rows(MOONCAKE, rows)
+
+    assert [item.hashed and item.hashed.block_size for item in requests] == [512, 512, 512]
+    assert quality.notes == {"hash_ids and input_length disagree": 1}
+
+
 def test_a_turn_with_a_delay_starts_after_the_previous_turn() -> None:
     """The start is an estimate, which a note tells; without an earlier time it is unknown."""
     rows = jsonl("""

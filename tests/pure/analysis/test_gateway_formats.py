@@ -1,6 +1,7 @@
 """Langfuse, Helicone, LangSmith and HAR: the same conversation has the segments of its body."""
 
 import base64
+import datetime as dt
 import json
 from typing import Any
 
@@ -223,6 +224,17 @@ def test_secrets_are_not_kept() -> None:
         (LANGSMITH, run_of(BODY | {"api_key": SECRET}, {"messages": BODY["messages"]})),
     ]  # fmt: skip
 
+    attributes = {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.input.messages": '[{"role": "user", "parts": []}]',
+        "llm.headers": f"authorization: Bearer {SECRET}",
+        "http.request.header.x-api-key": SECRET,
+        "url.full": url,
+        "server.address": url,
+        "gen_ai.openai.api_base": url,
+    }
+    rows.append((OTEL, otlp_export(otlp_span(attributes))))
+
     for form, row in rows:
         assert SECRET not in repr(only(form, row)), form.name
     first, second = (only(HAR, har_entry(BODY, chat_response(), url)) for _ in range(2))
@@ -411,3 +423,18 @@ def test_bedrocks_path_names_the_model() -> None:
 
     assert request.model == "us.anthropic.claude-sonnet-4-5-20250929-v1:0"
     assert request.provider == "anthropic"
+
+
+def test_values_of_parquet_are_read() -> None:
+    """Parquet, Langfuse's default, has points in time for texts and lists of pairs for objects."""
+    row = langfuse_row(BODY) | {
+        "start_time": dt.datetime(2025, 11, 24, 16, 0, 0, 250000),  # noqa: DTZ001 - as Parquet has it
+        "end_time": dt.datetime(2025, 11, 24, 16, 0, 2, 500000, tzinfo=dt.UTC),
+        "completion_start_time": None,
+        "usage_details": [("input", 500), ("input_cached_tokens", 1500), ("output", 5)],
+    }
+
+    request = only(LANGFUSE, row)
+
+    assert (request.start_s, request.first_output_s, request.end_s) == (START_S, None, END_S)
+    assert (request.usage.num_input, request.usage.num_read) == (2000, 1500)

@@ -268,6 +268,8 @@ def test_flat_spans_of_files_and_databases_are_read() -> None:
     flat = only({"name": "chat", "attributes": PROMPT, "start_time": "2025-11-24T16:00:00.250Z",
                  "end_time": "2025-11-24T16:00:02.500Z"})  # fmt: skip
     columns = only(PROMPT)
+    tempo = only({"batches": otlp_export(otlp_span(PROMPT))["resourceSpans"]})
+    assert (tempo.start_s, tempo.segments) == (START_S, columns.segments)
     nested = only({"attributes": {"openinference": {"span": {"kind": "LLM"}}, "llm": {
         "model_name": "gpt-5.1",
         "input_messages": [{"message.role": "user", "message.content": "hi"}],
@@ -307,3 +309,22 @@ def test_the_inner_span_of_vercels_sdk_is_the_request() -> None:
         "messages[0].content[0]",
     ]
     assert (requests[0].usage.num_input, requests[0].usage.num_read) == (9, 4)
+
+
+def test_events_without_their_span_are_a_request() -> None:
+    """Logs alone hold the messages; the events of a failed span are no request, in any order."""
+    span = otlp_span({"gen_ai.operation.name": "chat", "error.type": "timeout"})
+    records = [
+        {"eventName": f"gen_ai.{role}.message", "traceId": span["traceId"], "spanId": span["spanId"],
+         "timeUnixNano": nanoseconds(START_S), "body": attribute("", {"content": role})["value"]}
+        for role in ("system", "user")
+    ]  # fmt: skip
+
+    alone = only(otlp_logs(*records))
+    failed = [read_rows(OTEL, rows) for rows in (
+        [otlp_logs(*records), otlp_export(span)], [otlp_export(span), otlp_logs(*records)])]  # fmt: skip
+
+    assert [item.text for item in alone.segments] == ["system", "user"]
+    assert (alone.start_s, alone.end_s) == (START_S, None)
+    assert [requests for requests, _ in failed] == [[], []]
+    assert [quality.skipped["failed attempt"] for _, quality in failed] == [1, 1]

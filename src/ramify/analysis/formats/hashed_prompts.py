@@ -69,7 +69,10 @@ class FileScopes:
 
 
 class BlockSizes:
-    """Block size of each file whose rows do not name it: `ceil(input_length / size)` ids a row."""
+    """Block size of each file whose rows do not name it; the first row of several blocks decides.
+
+    A prompt has `ceil(input_length / size)` ids, or `floor` in traces of full blocks.
+    """
 
     def __init__(self, default: int, quality: ReadQuality) -> None:
         self._default, self._quality = default, quality
@@ -79,24 +82,30 @@ class BlockSizes:
         self, file: str, ids: tuple[int, ...], num_tokens: int | None, named_size: Any = None
     ) -> HashedPrompt:
         """A prompt; ids beyond its length are dropped, tokens beyond its ids share nothing."""
-        if named_size is None:
-            size = self._sizes.get(file, self._default)
-            if num_tokens is not None and ids and num_blocks(num_tokens, size) != len(ids):
-                size = self._fitting_size(num_tokens, len(ids), size)
-            self._sizes[file] = size
-        else:
+        size = self._size(file, len(ids), num_tokens) if named_size is None else None
+        if size is None:
             size = check_block_size(named_size)
         if num_tokens is None:
             return HashedPrompt(size, ids, size * len(ids))
-        covering = num_blocks(num_tokens, size)
-        if covering != len(ids):
+        if not _explains(size, len(ids), num_tokens):
             self._quality.notes["hash_ids and input_length disagree"] += 1
-        return HashedPrompt(size, ids[:covering], num_tokens)
+        return HashedPrompt(size, ids[: num_blocks(num_tokens, size)], num_tokens)
 
-    def _fitting_size(self, num_tokens: int, num_ids: int, size: int) -> int:
-        fitting = (other for other in SIZES if num_blocks(num_tokens, other) == num_ids)
-        found = next(fitting, None)
-        if found is None:
+    def _size(self, file: str, num_ids: int, num_tokens: int | None) -> int:
+        size = self._sizes.get(file)
+        if size is not None:
             return size
-        self._quality.notes[f"block size {found} inferred"] += 1
-        return found
+        size = self._default
+        if num_tokens is None or num_ids < 2:
+            return size
+        if not _explains(size, num_ids, num_tokens):
+            fitting = (other for other in SIZES if num_blocks(num_tokens, other) == num_ids)
+            size = next(fitting, self._default)
+            if size != self._default:
+                self._quality.notes[f"block size {size} inferred"] += 1
+        self._sizes[file] = size
+        return size
+
+
+def _explains(size: int, num_ids: int, num_tokens: int) -> bool:
+    return num_tokens // size <= num_ids <= num_blocks(num_tokens, size)

@@ -16,7 +16,7 @@ from ramify.analysis.formats.otel_requests import (
     is_inference,
     request_of,
 )
-from ramify.analysis.formats.otlp_values import NESTED_KEYS, OtlpItem, item_of, items_of
+from ramify.analysis.formats.otlp_values import NESTED_KEYS, OtlpItem, is_export, item_of, items_of
 from ramify.analysis.reading import BadRowError, LogFormat, ReadQuality, Row
 from ramify.analysis.records import LoggedRequest
 
@@ -28,7 +28,7 @@ def is_otel_row(value: Any) -> bool:
     """Whether a row is an OTLP export, a single span or log record, or flat `gen_ai.*` keys."""
     if not isinstance(value, dict):
         return False
-    if "resourceSpans" in value or "resourceLogs" in value:
+    if is_export(value):
         return True
     attributes = value.get("attributes")
     if isinstance(attributes, list):
@@ -53,7 +53,7 @@ class _Pending:
 
 
 class OtelReader:
-    """Each span of an inference, or its details event if there is no span, is a request.
+    """Each span of an inference, or the events of a span that is not logged, is a request.
 
     Where the prompt is in log records, a span waits for them and they wait for it, by trace and
     span id; both are one request, at the line that came first.
@@ -66,7 +66,7 @@ class OtelReader:
 
     def feed(self, row: Row) -> Iterator[LoggedRequest]:
         """See `RowReader`; a span that cannot be read does not spoil the others of its row."""
-        if "resourceSpans" in row.value or "resourceLogs" in row.value:
+        if is_export(row.value):
             items = list(items_of(row.value))
         else:
             items = [_flat_item(row.value)]
@@ -101,6 +101,7 @@ class OtelReader:
             elif item.is_error or "error.type" in item.attributes:
                 self._quality.skipped[FAILED] += 1
                 self._pending.pop((item.trace_id, item.span_id), None)
+                self._done.add(hash((item.trace_id, item.span_id)))  # its events are no request
             else:
                 yield from self._feed_span(item, place)
         elif item.name == DETAILS_EVENT or is_message_event(item.name):
@@ -146,10 +147,11 @@ class OtelReader:
             yield from self._emit(pending.span, pending.events, pending.place)
             return
         details = [event for event in pending.events if event.name == DETAILS_EVENT]
-        if not details or "error.type" in details[0].attributes:
-            self._quality.skipped["event without a span"] += 1
+        first = details[0] if details else pending.events[0]
+        if "error.type" in first.attributes:
+            self._quality.skipped[FAILED] += 1
             return
-        yield from self._emit(details[0], details, pending.place)
+        yield from self._emit(first, details or pending.events, pending.place)
 
     def _emit(
         self, item: OtlpItem, events: list[OtlpItem], place: Place

@@ -26,7 +26,13 @@ _INPUT, _SYSTEM = "gen_ai.input.messages", "gen_ai.system_instructions"
 _OPERATIONS = """chat generate_content text_completion completion completions chat.completions messages
     responses response""".split()
 # Keys that only the span of an inference has.
-_INFERENCE_KEYS = ("gen_ai.request.model", "llm.model_name", "ai.prompt.messages", _INPUT)
+_INFERENCE_KEYS = (
+    "gen_ai.request.model",
+    "gen_ai.response.model",
+    "llm.model_name",
+    "ai.prompt.messages",
+    _INPUT,
+)
 _JSON_KEYS = (_INPUT, _SYSTEM, "gen_ai.tool.definitions", "ai.prompt.messages", "gen_ai.prompt")
 _CONTENT_KEYS = (
     _INPUT, "gen_ai.prompt", "gen_ai.prompt.0.role", "gen_ai.prompt.0.content",
@@ -43,9 +49,10 @@ _PROVIDER_KEYS = (
     "llm.system",
     "ai.model.provider",
 )
-_MODEL_KEYS = ("gen_ai.request.model", "llm.model_name", "ai.model.id")
+_MODEL_KEYS = ("gen_ai.request.model", "llm.model_name", "ai.model.id", "gen_ai.response.model")
 _FIRST_OUTPUT_KEYS = (
     "gen_ai.response.time_to_first_chunk", "gen_ai.server.time_to_first_token",
+    "gen_ai.latency.time_to_first_token",
 )  # fmt: skip
 # Attribute of a request's setting, and the setting's name in a body.
 _SETTINGS = (
@@ -204,8 +211,8 @@ def _times_of(item: OtlpItem, attributes: Mapping[str, Any]) -> Times:
             first_output_s = next(
                 (event.start_s for event in item.events if "first" in event.name.lower()), None
             )
-    else:
-        # A details event is written when the response is there.
+    # A details event is written when the response is there, the event of a message before.
+    elif item.name == DETAILS_EVENT:
         start_s, end_s = None, item.start_s
     return Times.in_order(start_s, first_output_s, end_s)
 

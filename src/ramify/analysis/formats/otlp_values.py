@@ -67,9 +67,22 @@ def attributes_of(pairs: Any, *, depth: int = 0) -> dict[str, Any]:
     return found
 
 
+def is_export(value: Mapping[str, Any]) -> bool:
+    """Whether a value holds spans or log records by resource."""
+    if "resourceSpans" in value or "resourceLogs" in value:
+        return True
+    batches = value.get("batches")
+    return isinstance(batches, list) and any(
+        isinstance(batch, dict)
+        and ("scopeSpans" in batch or "instrumentationLibrarySpans" in batch)
+        for batch in batches
+    )
+
+
 def items_of(value: Mapping[str, Any]) -> Iterator[OtlpItem]:
     """The spans and log records of an export request, in order."""
     for group_key, scope_keys, item_key in (
+        ("batches", ("scopeSpans", "instrumentationLibrarySpans"), "spans"),  # Tempo
         ("resourceSpans", ("scopeSpans", "instrumentationLibrarySpans"), "spans"),
         ("resourceLogs", ("scopeLogs", "instrumentationLibraryLogs"), "logRecords"),
     ):

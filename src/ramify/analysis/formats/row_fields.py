@@ -38,9 +38,18 @@ class Times:
 
 
 def mapping_in(value: Any) -> Mapping[str, Any]:
-    """The object that a value is or, as JSON text, holds; empty if there is none."""
+    """The object that a value is or, as JSON text, holds; empty if there is none.
+
+    A map of Parquet is a list of pairs.
+    """
     value = decode_nested(value)
+    if isinstance(value, list) and value and all(map(_is_pair, value)):
+        return dict(value)
     return value if isinstance(value, dict) else {}
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str)
 
 
 def first_value(row: Mapping[str, Any], names: Iterable[str]) -> Any:

@@ -12,9 +12,14 @@ _UNITS = ((1e17, 1e9), (1e14, 1e6), (1e11, 1e3))
 
 
 def parse_time(value: object) -> float | None:
-    """Seconds of a number (s, ms, µs or ns by its magnitude) or an ISO text; UTC if it has no zone."""
+    """Seconds of a number (s, ms, µs or ns by its magnitude), an ISO text or a `datetime` of Parquet.
+
+    Without a zone it is UTC.
+    """
     if isinstance(value, bool):
         return None
+    if isinstance(value, datetime):
+        return _timestamp(value)
     if isinstance(value, int | float):
         return _seconds(float(value)) if abs(value) < 1e300 else None
     if not isinstance(value, str) or not value or len(value) > 64:
@@ -27,9 +32,12 @@ def parse_time(value: object) -> float | None:
     if text.endswith(" UTC"):
         text = text.removesuffix(" UTC") + "+00:00"
     try:
-        moment = datetime.fromisoformat(_six_digits(text))
+        return _timestamp(datetime.fromisoformat(_six_digits(text)))
     except ValueError:
         return None
+
+
+def _timestamp(moment: datetime) -> float | None:
     try:
         return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
     except (OverflowError, ValueError):

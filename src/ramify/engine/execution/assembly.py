@@ -24,14 +24,15 @@ from ramify.engine.logits.grammar import GrammarCompiler
 from ramify.engine.request import DetokenizerFactory
 from ramify.engine.text.detokenizer import Detokenizer
 from ramify.engine.text.tokenizer import Tokenizer
+from ramify.engine.text.tokenizer_files import has_tokenizer
 from ramify.errors import CheckpointError, ConfigError, ModelError
 from ramify.kv.pool import KVPool
 from ramify.models.checkpoint_tensors import checkpoint_shapes
 from ramify.models.config import ModelConfig
 from ramify.models.decoder import CausalDecoder
+from ramify.models.find_checkpoint import find_checkpoint
 from ramify.models.kv_cache_spec import attention_spec, build_attention, kv_layout, resolve_kv_dtype
 from ramify.models.loader import (
-    find_checkpoint,
     load_decoder,
     read_config,
     resolve_dtype,
@@ -51,7 +52,11 @@ class LocalEngine:
     """
 
     def __init__(self, requested: EngineConfig, *, progress: bool = False) -> None:
-        self.path = find_checkpoint(requested.model.model)
+        self.path = find_checkpoint(
+            requested.model.model,
+            revision=requested.model.revision,
+            offline=requested.model.offline,
+        )
         self.model_config: ModelConfig = read_config(self.path)
         config, exact = self.model_config, requested.attention.exact
         dtype = resolve_dtype(requested.model.dtype, config)
@@ -129,7 +134,7 @@ class LocalEngine:
             ConfigError: old and new weights do not fit into memory together. (The old weights are
                 dropped only after the new ones are loaded, so a failure loses nothing.)
         """
-        path = find_checkpoint(model)
+        path = find_checkpoint(model, offline=self.config.requested.model.offline)
         config = read_config(path)
         if config != self.model_config:
             names = [
@@ -188,9 +193,9 @@ class WeightSwap:
 
 
 def _load_tokenizer(path: Path) -> Tokenizer | None:
-    if not (path / "tokenizer.json").is_file():
-        return None  # prompts and answers are token ids
-    return Tokenizer.load(path)
+    if has_tokenizer(path):
+        return Tokenizer.load(path)
+    return None  # prompts and answers are token ids
 
 
 def _fingerprint(path: Path) -> str:
