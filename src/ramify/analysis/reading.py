@@ -62,6 +62,12 @@ class ReadQuality:
     formats: Counter[str] = field(default_factory=Counter)  # rows by name of the format
     notes: Counter[str] = field(default_factory=Counter)  # as "text cut", "grouping inferred"
 
+    def why_empty(self) -> str:
+        """Why there are no requests, for an error message; the way out, where a reader knows it."""
+        counts = (self.skipped + self.bad_reasons).most_common(3)
+        reasons = [*self.notes, *(f"{count:,} × {reason}" for reason, count in counts)]
+        return "; ".join(reasons[:4]) or "it is empty"
+
     def add_bad_line(self, file: str, line: int, reason: str) -> None:
         """Count a line that cannot be read, once for all bad values on it."""
         if not self.bad_lines or self.bad_lines[-1] != (file, line):

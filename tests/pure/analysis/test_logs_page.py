@@ -1,11 +1,16 @@
-"""The page about logs names every format."""
+"""The page about logs names every format, and errors name the way out."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import pytest
+
 from ramify.analysis.formats import FORMATS
+from ramify.analysis.reading import ReadQuality
+from ramify.analysis.simulation.calls import simulate
+from ramify.errors import LogError
 
 PAGE = Path(__file__).parents[3] / "docs" / "logs.md"
 
@@ -15,3 +20,14 @@ def test_the_page_has_a_row_for_each_format() -> None:
     names = re.findall(r"^\| `([a-z][a-z-]+)` \|", PAGE.read_text("utf-8"), re.MULTILINE)
 
     assert sorted(names) == sorted(known.name for known in FORMATS)
+
+
+def test_a_log_without_prompts_names_the_way_out(tmp_path: Path) -> None:
+    """The reader's note is in the error of the command, and the most frequent reasons."""
+    line = "INFO 11-20 08:15:01 [logger.py:56] Received request r: params: SamplingParams(n=1)."
+    path = tmp_path / "server.log"
+    path.write_text(f"{line}\n{line}\n", "utf-8")
+
+    with pytest.raises(LogError, match=r"VLLM_LOGGING_LEVEL=DEBUG.*2 × request without a prompt"):
+        simulate(path)
+    assert ReadQuality().why_empty() == "it is empty"

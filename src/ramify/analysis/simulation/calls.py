@@ -24,6 +24,7 @@ from ramify.analysis.simulation.results import Simulation
 from ramify.analysis.simulation.run import Progress, SimulationOptions, simulate_trace
 from ramify.analysis.simulation.sources import corpus_trace, page_trace
 from ramify.analysis.tokens import Tokenizer
+from ramify.errors import LogError
 
 Files = str | PathLike[str] | Iterable[str | PathLike[str]]
 Log = Corpus | Files | Iterable[LoggedRequest]
@@ -133,6 +134,8 @@ def _requests_of(
             paths.append(item)  # read together: a batch and its results are two files
     if paths:
         yield from read_log(paths, format=format, quality=quality, strict=strict, progress=advance)
+        if not quality.num_requests:
+            raise LogError(f"the log has no requests: {quality.why_empty()}")
 
 
 def _quality_json(quality: ReadQuality) -> dict[str, Any]:
