@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 
 class FinishReason(str, Enum):
     """Why a request ended."""
@@ -167,6 +170,7 @@ class RequestOutput:
     metrics: RequestMetrics
     cache: CacheReport
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # the first token has none
+    prompt_embedding: NDArray[np.float32] | None = field(default=None, compare=False)
     error: Exception | None = field(default=None, compare=False)
 
     @property

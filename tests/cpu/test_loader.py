@@ -360,7 +360,7 @@ def test_peak_memory_is_that_of_the_weights(ops: str, tmp_path: Path) -> None:
         intermediate_size=2304,
         num_attention_heads=12,
         num_key_value_heads=12,
-        num_hidden_layers=8,
+        num_hidden_layers=14,
         vocab_size=4096,
     )
     num_bytes = sum(file.stat().st_size for file in large.glob("*.safetensors"))

@@ -28,6 +28,6 @@ def test_a_log_without_prompts_names_the_way_out(tmp_path: Path) -> None:
     path = tmp_path / "server.log"
     path.write_text(f"{line}\n{line}\n", "utf-8")
 
-    with pytest.raises(LogError, match="VLLM_LOGGING_LEVEL=DEBUG.*2 × request without a prompt"):
+    with pytest.raises(LogError, match=r"VLLM_LOGGING_LEVEL=DEBUG.*2 × request without a prompt"):
         simulate(path)
     assert ReadQuality().why_empty() == "it is empty"
