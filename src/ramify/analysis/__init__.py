@@ -12,15 +12,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ramify.analysis.linting import lint
+    from ramify.analysis.log_files import read_log
     from ramify.analysis.sharing.prefix_matcher import RequestPrefixMatcher
     from ramify.analysis.sharing.request_tree import RequestTree
     from ramify.analysis.simulation.calls import simulate
 
-__all__ = ["RequestPrefixMatcher", "RequestTree", "simulate"]
+__all__ = ["RequestPrefixMatcher", "RequestTree", "lint", "read_log", "simulate"]
 
 _MODULES = {
     "RequestPrefixMatcher": "ramify.analysis.sharing.prefix_matcher",
     "RequestTree": "ramify.analysis.sharing.request_tree",
+    "lint": "ramify.analysis.linting",
+    "read_log": "ramify.analysis.log_files",
     "simulate": "ramify.analysis.simulation.calls",
 }
 

@@ -16,6 +16,7 @@ from ramify.cli.chat import chat
 from ramify.cli.demo import demo
 from ramify.cli.generate import generate
 from ramify.cli.info import info
+from ramify.cli.lint import lint
 from ramify.cli.serve import keys, serve
 from ramify.cli.simulate import simulate
 from ramify.cli.verify import verify
@@ -28,7 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (serve, chat, keys, demo, generate, info, verify, simulate, calibrate):
+for command in (serve, chat, keys, demo, generate, info, verify, lint, simulate, calibrate):
     app.command()(command)
 
 

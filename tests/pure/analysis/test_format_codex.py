@@ -34,7 +34,7 @@ class Rollout:
 
     def add(self, kind: str, payload: Line) -> None:
         number = len(self.lines)
-        time = f"2026-09-01T10:00:{number:02}.000Z"
+        time = f"2026-09-01T10:{number // 60:02}:{number % 60:02}.000Z"
         self.lines.append({"timestamp": time, "ordinal": number, "type": kind, "payload": payload})
 
     def context(self, model: str, effort: str) -> None:

@@ -214,6 +214,18 @@ def test_weka_ids_are_valid_in_a_session_only() -> None:
                          "other"] == 2  # fmt: skip
 
 
+def test_sessions_on_one_line_share_nothing() -> None:
+    """An array of sessions without names that is a single line."""
+    session = {name: value for name, value in WEKA_SESSION.items() if name != "id"}
+    reader = WEKA.reader(ReadQuality())
+
+    first, second = (list(reader.feed(Row("f", 1, session, index=index))) for index in range(2))
+
+    assert first[0].hashed and second[0].hashed
+    assert not set(first[0].hashed.block_ids) & set(second[0].hashed.block_ids)
+    assert [item.index for item in (*first, *second)] == [0, 1, 2, 3, 4, 5]
+
+
 def test_weka_times_of_subagents_may_count_from_their_own_start() -> None:
     """A first time before the spawn is relative to it; durations give the end."""
     requests, _ = read_rows(WEKA, [WEKA_SESSION])

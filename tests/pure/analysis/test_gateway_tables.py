@@ -73,11 +73,11 @@ def test_rows_without_an_answer_or_a_body() -> None:
     rows = [
         table_row(BODY, status_code="500"),
         table_row(BODY, response_json="", error="timeout"),
-        table_row(BODY, cache_hit="True"),
+        table_row(BODY, cache_status="HIT"),
         table_row({"model": "text-embedding-3-small", "input": ["a"]}, model_name=""),
         table_row({"model": "m", "input": "a"}, endpoint="/v1/embeddings"),
         table_row(BODY, request_json='{"model": "gpt'),
-        table_row(BODY),
+        table_row(BODY, cache_hit="True"),
     ]
 
     assert all(GATEWAY.is_row(row) for row in rows)
@@ -101,3 +101,18 @@ def test_keys_in_columns_are_not_kept() -> None:
 
     assert SECRET not in repr(request)
     assert request.cache_scope.startswith("key:")
+
+
+def test_envelopes_of_http_are_opened() -> None:
+    """A response with its status around it is read, or is a failed attempt; a request's is not ours."""
+    answered = json.dumps({"status_code": 200, "headers": {}, "body": chat_response()})
+    refused = json.dumps({"status_code": 429, "headers": {}, "body": {"error": {}}})
+    rows = [table_row(BODY, response_json=text, status_code="") for text in (answered, refused)]
+
+    requests, quality = read_rows(GATEWAY, rows)
+
+    assert [request.usage.num_read for request in requests] == [1500]
+    assert quality.skipped == {"failed attempt": 1}
+    assert not GATEWAY.is_row(
+        {"request_json": json.dumps({"url": "/v1/chat/completions", "body": BODY})}
+    )

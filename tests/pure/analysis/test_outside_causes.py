@@ -58,6 +58,20 @@ def test_six_minutes_later_the_entry_has_expired() -> None:
     assert causes_of("anthropic", log) == []
 
 
+def test_a_transcript_without_breakpoints_shows_a_pause_by_its_bill() -> None:
+    """A pause over an hour after hour-long writes, then 0 of 2,000 tokens read."""
+    bare = [replace(HEAD, ttl=None), turn(1, None)]
+    before = replace(usage_of(2000, 0, 2000), num_written_1h=2000)
+    log = [
+        request_of(bare[:1], start=0, end=9, has_full_text=False, usage=before),
+        request_of(bare, start=3700, end=3709, has_full_text=False, usage=usage_of(2500, 0, 2500)),
+    ]
+
+    assert causes_of("anthropic", log) == [("ttl_expired", "likely")]
+    log[1] = replace(log[1], start_s=3000.0, end_s=3009.0)
+    assert causes_of("anthropic", log) == []
+
+
 def test_a_gap_within_the_published_range_is_only_suspected() -> None:
     """OpenAI says 5 to 10 minutes, up to an hour: 20 minutes may have been too long."""
     block = Block(tokens(0, 2000))
@@ -160,7 +174,10 @@ def test_another_model_answered() -> None:
 
 
 def test_an_own_engine_that_computes_again_has_evicted() -> None:
-    """Same replica, same text, no reads in the bill: evicted on an engine, unexplained at a vendor."""
+    """Same replica, same text, no reads in the bill: evicted on an engine, unexplained at a vendor.
+
+    Only suspected if the log has no reads at all.
+    """
     block = Block(tokens(0, 2000))
     usage = usage_of(2500, 0)
     for provider, model, expected in [
@@ -172,6 +189,8 @@ def test_an_own_engine_that_computes_again_has_evicted() -> None:
             request_of([block, turn(1)], model=model, usage=usage),
         ]
 
+        assert causes_of(provider, log) == [(expected, "suspected")]
+        log.insert(1, request_of([block, turn(2)], model=model, usage=usage_of(2500, 1920)))
         assert causes_of(provider, log) == [(expected, "likely")]
 
 

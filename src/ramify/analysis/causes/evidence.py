@@ -75,6 +75,13 @@ class Evidence:
         """Whether the bill is known; with `is_lost`, that it shows the loss."""
         return self.read_of_usage is not None
 
+    @property
+    def hides_breakpoints(self) -> bool:
+        """Whether the log does not show where the vendor had breakpoints, though it has the kind."""
+        if self.rule.cache != "breakpoints" or self.rule.implicit:
+            return False
+        return not (self.request.info.has_full_text and self.log.has_breakpoints)
+
     def segment_at(self, num_tokens: int) -> int:
         """The segment in which a prefix of so many tokens ends; -1 for the empty prefix."""
         return self.log.model.layout(ReplayPrompt.of(self.request)).segment_at(num_tokens)
@@ -120,6 +127,7 @@ class LogFacts:
             else self.predictions
         )
         self.has_breakpoints = any(request.breakpoints for request in self.requests.values())
+        self.has_reads = any(request.info.usage.num_read for request in self.requests.values())
         self.key_rates = _key_rates(model, prompts)
         self.single = single_requests(model, prompts)
         starts = [request.info.start_s for request in self.requests.values()]

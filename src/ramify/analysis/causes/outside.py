@@ -7,6 +7,7 @@ from collections.abc import Collection
 from ramify.analysis.causes.evidence import Evidence, LogFacts, MatchFacts, OutsideRule
 from ramify.analysis.causes.timing import (
     BelowMinimum,
+    BilledAfterPause,
     BreakpointMissing,
     LookbackExceeded,
     ParallelCold,
@@ -29,6 +30,7 @@ RULES: tuple[OutsideRule, ...] = (
     Routing(),
     ParallelCold(),
     TtlExpired(),
+    BilledAfterPause(),
     LookbackExceeded(),
     BreakpointMissing(),
     BelowMinimum(),

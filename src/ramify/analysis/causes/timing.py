@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from ramify.analysis.causes.evidence import ESTIMATE_ERROR, Evidence
+from ramify.analysis.providers.breakpoints import HOUR_S
+from ramify.analysis.providers.prompts import Timing
 from ramify.analysis.verdicts import Cause, CauseName, Certainty
 
 MIN_UNMARKED_SHARE = 0.2  # of the shared prefix; less is not worth a breakpoint
@@ -48,12 +50,39 @@ class TtlExpired:
         )
 
 
+class BilledAfterPause:
+    """A log without breakpoints or with parts of the prompt: the bill shows a miss after a pause."""
+
+    def find(self, evidence: Evidence) -> Cause | None:
+        """See `OutsideRule`."""
+        info, match, rule = evidence.request.info, evidence.facts.match, evidence.rule
+        if rule.lifetime_s is None or match is None or not evidence.hides_breakpoints:
+            return None
+        pause_s = Timing.of(info).since(match.info)
+        before, read = match.info.usage.num_input, info.usage.num_read
+        if pause_s is None or before is None or read is None or info.verdict is not None:
+            return None
+        is_hour = bool(match.info.usage.num_written_1h) and max(rule.lifetimes_s) == HOUR_S
+        lifetime_s = HOUR_S if is_hour else rule.lifetime_s
+        if pause_s <= lifetime_s or 2 * read > before or before < rule.min_tokens:
+            return None
+        return Cause(
+            CauseName.TTL_EXPIRED,
+            Certainty.LIKELY,
+            "",
+            had=f"{before} tokens in {evidence.log.name(match.number)}, {pause_s:.0f} s before",
+            got=f"{read} tokens read, lifetime {lifetime_s:.0f} s",
+        )
+
+
 class BelowMinimum:
     """The shared prefix is shorter than what the provider caches."""
 
     def find(self, evidence: Evidence) -> Cause | None:
         """See `OutsideRule`."""
         if evidence.facts.has_waste or evidence.rule.cache == "none":
+            return None
+        if not evidence.request.info.has_full_text:
             return None
         possible = evidence.prediction.read_if_long_enough
         if evidence.rule.cache != "breakpoints" or evidence.rule.implicit:
@@ -81,6 +110,8 @@ class BreakpointMissing:
         """See `OutsideRule`."""
         prediction = evidence.prediction
         if evidence.facts.has_waste or evidence.rule.cache != "breakpoints":
+            return None
+        if not evidence.request.info.has_full_text:
             return None
         possible = prediction.read_if_marked
         reached = max(
@@ -110,6 +141,8 @@ class LookbackExceeded:
         """See `OutsideRule`."""
         prediction = evidence.prediction
         if evidence.facts.has_waste or evidence.rule.lookback is None:
+            return None
+        if not evidence.request.info.has_full_text:
             return None
         if not evidence.is_lost(prediction.read_if_in_reach):
             return None

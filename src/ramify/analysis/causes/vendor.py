@@ -99,7 +99,7 @@ class Evicted:
         missing = _unexplained(evidence)
         if missing is None:
             return None
-        return Cause(CauseName.EVICTED, Certainty.LIKELY, "", *missing)
+        return Cause(CauseName.EVICTED, _certainty(evidence), "", *missing)
 
 
 class UnexplainedMiss:
@@ -112,7 +112,12 @@ class UnexplainedMiss:
         missing = _unexplained(evidence)
         if missing is None:
             return None
-        return Cause(CauseName.OUTSIDE_PROMPT, Certainty.LIKELY, "", *missing)
+        return Cause(CauseName.OUTSIDE_PROMPT, _certainty(evidence), "", *missing)
+
+
+def _certainty(evidence: Evidence) -> Certainty:
+    """A log in which nothing was ever read is of a server without a cache, or one that does not count."""
+    return Certainty.LIKELY if evidence.log.has_reads else Certainty.SUSPECTED
 
 
 def _unexplained(evidence: Evidence) -> tuple[str, str] | None:

@@ -15,7 +15,14 @@ from ramify.analysis.formats.hosts import provider_of_name, server_of, tenant_of
 from ramify.analysis.formats.nested_json import decode_nested
 from ramify.analysis.formats.row_fields import first_text, first_value, mapping_in, merge_usage
 from ramify.analysis.formats.usage import parse_usage
-from ramify.analysis.formats.wrapped_bodies import conversation_of_row, headers_of, times_of
+from ramify.analysis.formats.wrapped_bodies import (
+    PARENT_KEYS,
+    conversation_of_row,
+    headers_of,
+    is_wrapped,
+    response_of,
+    times_of,
+)
 from ramify.analysis.reading import BadRowError, LogFormat, ReadQuality, Row
 from ramify.analysis.records import LoggedRequest
 
@@ -44,15 +51,18 @@ _REPLICA = (
     "server",
 )
 _PATH = ("path", "endpoint", "request_path", "url", "route", "uri")
-_OWN_CACHE = ("cached", "cache_hit", "is_cached", "cache_status")
+# `cache_hit` may be of the prompt cache, so that it decides nothing.
+_OWN_CACHE = ("cached", "is_cached", "cache_status")
 _ERROR = ("error", "error_message", "exception")
 _HITS = frozenset({"true", "hit", "1", "yes"})
 
 
 def is_gateway_row(value: Any) -> bool:
     """Whether a column of a row holds a request body as text, or should by its name."""
-    return isinstance(value, dict) and (
-        any(_is_text(value.get(name)) for name in _SURE_COLUMNS) or _body_of(value) is not None
+    if not isinstance(value, dict):
+        return False
+    return _body_of(value) is not None or (
+        any(_is_text(value.get(name)) for name in _SURE_COLUMNS) and not is_wrapped(value)
     )
 
 
@@ -92,7 +102,9 @@ class GatewayReader:
         if str(first_value(value, _OWN_CACHE)).lower() in _HITS:
             self._quality.skipped[OWN_CACHE] += 1
             return None
-        response = first_value(value, RESPONSE_COLUMNS)
+        response, status = response_of(
+            {**value, "response": first_value(value, RESPONSE_COLUMNS)}, False
+        )
         if response is None and first_value(value, _ERROR) is not None:
             self._quality.skipped[FAILED] += 1
             return None
@@ -105,13 +117,14 @@ class GatewayReader:
         return Exchange(
             body=body,
             response=response,
-            url=server_of(path) or "",
+            url=server_of(path) or ("/v1/messages" if "anthropic-version" in headers else ""),
             betas=headers.get("anthropic-beta"),
             usage=merge_usage(parse_usage(mapping_in(value.get("usage"))), parse_usage(numbers)),
             times=times_of(value),
-            status=first_value(value, _STATUS),
+            status=status or first_value(value, _STATUS),
             request_id=first_text(value, _ID),
             conversation=conversation_of_row(value, is_bare=False),
+            parent_id=first_text(value, PARENT_KEYS),
             provider=provider_of_name(first_text(value, ("provider", "vendor")), model),
             model=None if body.get("model") else model,
             cache_scope=tenant_of("tenant", first_text(value, _TENANT))

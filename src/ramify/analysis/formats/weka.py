@@ -54,7 +54,7 @@ def read_weka(row: Row, quality: ReadQuality) -> Iterator[LoggedRequest]:
         raise BadRowError(f"hash_id_scope is {quoted(scope)}; local and global are known")
     size = session.get("block_size")
     size = BLOCK_SIZE if size is None else check_block_size(size)
-    namespace = f"{row.file} {row.line} {name}" if scope == "local" else None
+    namespace = f"{row.file} {row.line} {row.index} {name}" if scope == "local" else None
     requests: list[LoggedRequest] = []
     for value, agent, offset_s in _calls(list_of(session.get("requests"), "requests")):
         ids = block_ids_of(value.get("hash_ids", []))

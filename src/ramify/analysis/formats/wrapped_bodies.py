@@ -130,7 +130,7 @@ def _requests(
     http: Mapping[str, Any],
 ) -> Iterator[LoggedRequest]:
     is_bare = body is beside
-    response, status = _response(beside, is_bare)
+    response, status = response_of(beside, is_bare)
     if response is None and beside.get("error") and not is_bare:
         quality.skipped[FAILED] += 1
         return
@@ -160,7 +160,7 @@ def _requests(
     yield from requests_of_exchange(row, quality, exchange)
 
 
-def _response(beside: dict[str, Any], is_bare: bool) -> tuple[Any, Any]:
+def response_of(beside: dict[str, Any], is_bare: bool) -> tuple[Any, Any]:
     """The response without its HTTP envelope, and the status."""
     status = first_value(beside, ("status_code", "statusCode", "http_status", "response_status"))
     if status is None and not is_bare:

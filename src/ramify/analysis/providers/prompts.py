@@ -86,6 +86,13 @@ class Timing:
         ready = first_known(info.first_output_s, info.end_s, info.start_s)
         return cls(info.start_s, ready, first_known(info.end_s, ready))
 
+    def since(self, earlier: LoggedRequest) -> float | None:
+        """Seconds between an earlier request's end and this look-up; None if they are not known."""
+        before = Timing.of(earlier)
+        if self.lookup_s is None or before.lookup_s is None:
+            return None
+        return self.lookup_s - before.done_s
+
     @property
     def used_s(self) -> float:
         """When the prompt uses entries; infinite where that is not known."""
