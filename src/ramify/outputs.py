@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 
 class FinishReason(str, Enum):
@@ -170,7 +168,7 @@ class RequestOutput:
     metrics: RequestMetrics
     cache: CacheReport
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # the first token has none
-    prompt_embedding: NDArray[np.float32] | None = field(default=None, compare=False)
+    prompt_embedding: array[float] | None = None  # [hidden_size] float32
     error: Exception | None = field(default=None, compare=False)
 
     @property

@@ -24,6 +24,6 @@ def unit_embedding(output: RequestOutput, num_dims: int | None = None) -> NDArra
     if output.error is not None:
         raise output.error
     assert output.prompt_embedding is not None
-    vector = output.prompt_embedding[:num_dims]
+    vector = np.frombuffer(output.prompt_embedding, np.float32)[:num_dims]
     length = float(np.linalg.norm(vector.astype(np.float64)))
     return vector if length == 0 else (vector / length).astype(np.float32)

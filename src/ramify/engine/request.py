@@ -229,6 +229,8 @@ class Request:
             ),
             cache=self.cache_report(cache_on=cache_on),
             prompt_logprobs=prompt_logprobs,
-            prompt_embedding=self.prompt_embedding,
+            prompt_embedding=None
+            if self.prompt_embedding is None
+            else array("f", self.prompt_embedding.tobytes()),
             error=next((member.error for member in members if member.error is not None), None),
         )
