@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -31,3 +32,17 @@ def test_a_log_without_prompts_names_the_way_out(tmp_path: Path) -> None:
     with pytest.raises(LogError, match=r"VLLM_LOGGING_LEVEL=DEBUG.*2 × request without a prompt"):
         simulate(path)
     assert ReadQuality().why_empty() == "it is empty"
+
+
+def test_quality_is_json() -> None:
+    """Counters as objects, places of bad lines as arrays."""
+    quality = ReadQuality(num_rows=3)
+    quality.notes["cut"] += 2
+    quality.add_bad_line("log", 7, "torn")
+
+    found = json.loads(json.dumps(quality.as_json()))
+
+    assert found["notes"] == {"cut": 2}
+    assert found["bad_lines"] == [["log", 7]]
+    assert found["bad_reasons"] == {"torn": 1}
+    assert found["num_rows"] == 3
