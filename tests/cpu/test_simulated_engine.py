@@ -1,17 +1,21 @@
 """The simulator beside the engine: on the same requests it predicts the hit rate that was measured."""
 
+import json
 import random
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from ramify.analysis.records import LoggedRequest, Segment, SegmentKind, TextForm
 from ramify.analysis.simulation.calibration import Stopwatch, calibrate
 from ramify.analysis.simulation.cost_model import CostModel, StepSample, fit_cost
 from ramify.analysis.simulation.engine_replay import EngineRun, replay_engine
 from ramify.analysis.simulation.sources import page_trace
+from ramify.cli import app
 from ramify.engine.llm import LLM
 from ramify.params import SamplingParams
 
@@ -170,3 +174,21 @@ def test_calibration_measures_this_machine() -> None:
     assert all(rate > 0 for rate in rates.values())
     assert set(cost.facts["decode_step_s"]) <= {"1", "4", "16"}
     assert np.isfinite(cost.facts["p90_error"])
+
+
+def test_a_cost_file_goes_from_calibrate_to_simulate(tmp_path: Path) -> None:
+    """`ramify calibrate --json` writes what `ramify simulate --cost` reads."""
+    cost, trace, report = (tmp_path / name for name in ("cost.json", "trace.jsonl", "report.json"))
+    row = {"timestamp": 0, "input_length": 600, "output_length": 4, "hash_ids": [0, 1]}
+    trace.write_text(2 * (json.dumps(row) + "\n"), encoding="utf-8")
+    run = CliRunner().invoke
+
+    measured = run(app, ["calibrate", "--max-seconds", "1", "--json", str(cost)])
+    done = run(app, ["simulate", str(trace), "--cost", str(cost), "--json", str(report)])
+
+    assert measured.exit_code == done.exit_code == 0, measured.output + done.output
+    assert "us a token" in measured.stdout
+    assert "TTFT p50" in done.stdout
+    runs = json.loads(report.read_text(encoding="utf-8"))["engine"]["runs"]
+    assert runs["lru"]["1000000"]["hit_rate"] == pytest.approx(512 / 1200)
+    assert run(app, ["calibrate", "--max-seconds", "0"]).exit_code == 2

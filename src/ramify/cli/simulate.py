@@ -152,11 +152,11 @@ def _quality_lines(result: Simulation) -> list[str]:
     facts, quality = result.facts, result.extra.get("quality", {})
     num_bad = len(quality.get("bad_lines", ()))
     return [
-        f"{count:,} {what}"
+        f"{what}: {count:,}"
         for count, what in (
-            (num_bad, "bad lines were skipped; --json lists them"),
-            (facts.num_without_prompt, "requests without a prompt were skipped"),
-            (facts.num_incomplete, "requests have cut text: what they share is a guess"),
+            (num_bad, "bad lines, skipped (--json lists them)"),
+            (facts.num_without_prompt, "requests without a prompt, skipped"),
+            (facts.num_incomplete, "requests with cut text, of which the sharing is a guess"),
         )
         if count
     ]

@@ -4,6 +4,7 @@ import itertools
 import json
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -229,6 +230,54 @@ def test_an_interrupt_leaves_the_parts_that_are_complete() -> None:
     assert result.curve["lru"].keys() == {16}
     assert result.curve["auto"] == {}
     assert result.one_pass_lru.keys() == result.belady.keys() == {16}
+
+
+def test_an_interrupt_while_reading_keeps_what_was_read() -> None:
+    """Ctrl-C while the log is read simulates the requests so far and says that parts are missing."""
+
+    def requests() -> Iterator[LoggedRequest]:
+        yield from (hashed_request((0, 1), number) for number in range(3))
+        raise KeyboardInterrupt
+
+    result = simulate(requests(), capacity=16, policy="lru")
+
+    assert result.is_partial
+    assert result.facts.num_requests == 3
+
+
+@given(st.lists(st.lists(st.integers(-(2**63), 2**64 - 1), max_size=4), min_size=1, max_size=8))
+def test_ids_may_have_any_64_bits(prompts: list[list[int]]) -> None:
+    """Block ids are hashes: narrow, wide, signed or unsigned, in any mixture."""
+    seen: set[tuple[int, ...]] = set()
+    hits = 0
+    for ids in prompts:
+        prefixes = [tuple(key % 2**64 for key in ids[: end + 1]) for end in range(len(ids))]
+        hits += sum(prefix in seen for prefix in prefixes)
+        seen.update(prefixes)
+    requests = [
+        LoggedRequest("t", line, hashed=HashedPrompt(BLOCK, tuple(ids), BLOCK * len(ids) + 1))
+        for line, ids in enumerate(prompts, 1)
+    ]
+
+    trace = page_trace(requests).trace
+
+    curve = lru_curve(ReuseRuns.of(trace))
+    assert curve.infinite * trace.total_tokens == pytest.approx(hits * BLOCK)
+
+
+def test_scopes_and_models_share_nothing() -> None:
+    """Equal block ids of another tenant, or of another model, are other pages."""
+    hashed = HashedPrompt(BLOCK, (0, 1), 2 * BLOCK + 1)
+    requests = [
+        LoggedRequest("t", line, hashed=hashed, cache_scope=scope, model=model)
+        for line, (scope, model) in enumerate([("a", "m"), ("b", "m"), ("a", "n"), ("a", "m")], 1)
+    ]
+
+    trace = page_trace(requests).trace
+
+    curve = lru_curve(ReuseRuns.of(trace))
+    assert curve.infinite * trace.total_tokens == pytest.approx(2 * BLOCK)
+    assert len(np.unique(trace.page_ids)) == 6
 
 
 @pytest.mark.parametrize(

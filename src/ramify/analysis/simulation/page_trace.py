@@ -13,6 +13,7 @@ from ramify.analysis.tokens import spread_ids
 
 CHUNK_PAGES = 1 << 20  # page keys that are held as Python integers before they are packed
 MAX_SPARSITY = 8  # ids up to this many times the number of pages are used as they are
+FIRST_FRESH = -(2**62)  # far from the ids that traces have
 _MASK = (1 << 64) - 1
 
 
@@ -81,7 +82,7 @@ class PageTraceBuilder:
         self._num_tokens, self._num_output = array("q"), array("q")
         self._start_s = array("d")
         self._scopes: dict[Hashable, int] = {}
-        self._fresh = -1  # key of a page that nobody else has
+        self._fresh = FIRST_FRESH  # key of a page that nobody else has
 
     def __len__(self) -> int:
         return len(self._lengths)
@@ -115,7 +116,7 @@ class PageTraceBuilder:
             self._keys.extend([_signed(key) for key in keys])
         for _ in range(num_fresh_pages):
             self._keys.append(self._fresh)
-            self._fresh -= 1
+            self._fresh += 1
         self._lengths.append(len(keys) + num_fresh_pages)
         self._lookups.append(len(keys) if num_lookup_pages is None else num_lookup_pages)
         self._num_tokens.append(num_tokens)

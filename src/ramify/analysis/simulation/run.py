@@ -108,7 +108,7 @@ def simulate_trace(
         num_without_prompt=source.num_without_prompt,
         num_incomplete=source.num_incomplete,
     )
-    parts, is_partial = _Parts(), False
+    parts, is_partial = _Parts(), source.is_partial
     try:
         _simulate(trace, options, first_counted, parts, progress)
     except KeyboardInterrupt:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -25,6 +25,7 @@ class TraceSource:
     is_exact: bool  # token counts are those of the log or of a tokenizer, not estimates
     num_without_prompt: int  # requests of which only the length is known
     num_incomplete: int  # requests whose text the log has cut
+    is_partial: bool = False  # reading was interrupted
 
 
 def page_trace(
@@ -34,7 +35,7 @@ def page_trace(
     insert_outputs: bool = False,
     tokenizer: Tokenizer | None = None,
 ) -> TraceSource:
-    """Read the pages of all prompts; prompts are not kept.
+    """Read the pages of all prompts; prompts are not kept. Ctrl-C ends the trace where it is.
 
     Args:
         page_size: tokens; None: the block size of a hashed trace, 16 for texts and token ids. For a
@@ -48,8 +49,13 @@ def page_trace(
         ConfigError: the page size does not fit.
     """
     reader = _PageReader(page_size, Corpus(tokenizer), insert_outputs=insert_outputs)
-    for request in requests:
-        reader.add(request, request.segments)
+    try:
+        for request in requests:
+            reader.add(request, request.segments)
+    except KeyboardInterrupt:
+        if not reader.has_requests:
+            raise
+        return replace(reader.close(), is_partial=True)
     return reader.close()
 
 
@@ -90,6 +96,11 @@ class _PageReader:
             self._add_text(request, settings, [unit for unit in numbers if unit not in settings])
         else:
             self._kinds["no prompt"] += 1
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether there is a request with a prompt."""
+        return self._builder is not None and len(self._builder) > 0
 
     def close(self) -> TraceSource:
         """The trace of all requests."""
