@@ -106,7 +106,7 @@ class ClockValue:
             return False
         if all(map(looks_like_clock, values)):
             return True
-        if follows_times(slot.values, slot.times):
+        if follows_times(slot.values, slot.times) or _AGO.match(slot.after):
             return True
         has_word = bool(_CLOCK_WORDS.search(slot.line_before[-60:]))
         return has_word and (
@@ -114,6 +114,9 @@ class ClockValue:
         )
 
 
+_AGO = re.compile(
+    r"(?i) (?:second|minute|hour|day|week|month|year|min|sec)s? (?:ago|old|earlier)\b"
+)
 _CLOCK_WORDS = re.compile(
     r"(?i)\b(?:now|time|date|clock|today|timestamp|as of|datetime|heute|jetzt|uhrzeit|datum|fecha|hora|heure)"
     r"\b[^.\n]{0,30}$"
