@@ -240,10 +240,13 @@ def _is_volatile(slot: SlotEvidence, cause: CauseName) -> bool:
     if cause is CauseName.BILLING_HEADER:
         return True
     named_content = bool(_CONTENT_WORDS.search(slot.line_before))
-    if slot.kind is SegmentKind.MESSAGE:
+    role = slot.label.partition(" ")[0]
+    if slot.kind is SegmentKind.MESSAGE and role not in ("system", "developer"):
         rule = _MESSAGE_WORDS.get(cause)
         return rule is not None and bool(rule.search(slot.line_before)) and not named_content
-    if named_content and cause is not CauseName.CLOCK:
+    if cause is CauseName.CLOCK:
+        return True
+    if named_content:
         return False
     repeats = sum(a == b for a, b in pairwise(slot.values))
     return slot.distinct_share > 0.5 or repeats * 2 < len(slot.values)
