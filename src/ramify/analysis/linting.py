@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -255,10 +254,7 @@ def _usual_model(corpus: Corpus) -> str | None:
 
 
 def _quality(corpus: Corpus, quality: ReadQuality) -> dict[str, Any]:
-    out = asdict(quality)
-    out["bad_lines"] = [list(item) for item in quality.bad_lines]
-    for name in ("bad_reasons", "skipped", "notes"):
-        out[name] = dict(out[name])
+    out = quality.as_json()
     out["tokenizer"] = corpus.tokenizer.name
     out["is_exact"] = corpus.tokenizer.is_exact
     out["num_with_usage"] = sum(r.info.usage.num_input is not None for r in corpus)
