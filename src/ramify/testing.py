@@ -58,6 +58,9 @@ def fake_next_token(
     return _answer(chain, vocab_size, draw)
 
 
+FAKE_EMBEDDING_SIZE = 16
+
+
 class FakeExecutor:
     """An `engine.step.Executor` without a model, which sees every fault of a cache.
 
@@ -145,7 +148,14 @@ class FakeExecutor:
             )
             for score in plan.prompt_logprobs
         }
-        return StepResult(drawn, scored)
+        # The same context has the same vector.
+        embeddings = {
+            spec.request_id: np.random.default_rng(int(self._chains[slots[spec.row]]))
+            .standard_normal(FAKE_EMBEDDING_SIZE)
+            .astype(np.float32)
+            for spec in plan.embeddings
+        }
+        return StepResult(drawn, scored, embeddings=embeddings)
 
     def zero_pages(self, pages: Sequence[int]) -> None:
         """See `Executor.zero_pages`."""

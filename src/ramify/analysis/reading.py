@@ -62,6 +62,18 @@ class ReadQuality:
     formats: Counter[str] = field(default_factory=Counter)  # rows by name of the format
     notes: Counter[str] = field(default_factory=Counter)  # as "text cut", "grouping inferred"
 
+    def as_json(self) -> dict[str, Any]:
+        """The object `quality` of `--json`; `asdict` would count the items of the counters."""
+        return {
+            "num_rows": self.num_rows,
+            "num_requests": self.num_requests,
+            "bad_lines": [list(place) for place in self.bad_lines],
+            "bad_reasons": dict(self.bad_reasons),
+            "skipped": dict(self.skipped),
+            "formats": dict(self.formats),
+            "notes": dict(self.notes),
+        }
+
     def why_empty(self) -> str:
         """Why there are no requests, for an error message; the way out, where a reader knows it."""
         counts = (self.skipped + self.bad_reasons).most_common(3)

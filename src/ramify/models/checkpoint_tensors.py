@@ -28,6 +28,7 @@ class _Entry:
     """Where a tensor is and what it becomes."""
 
     file: Path
+    name: str  # in the file
     shape: tuple[int, ...]
     stored: torch.dtype
     dtype: torch.dtype
@@ -56,7 +57,7 @@ class CheckpointTensors(Mapping[str, Tensor]):
         try:
             # Opened for one tensor: pages of a mapped file stay resident while it is open.
             with safe_open(entry.file, framework="pt", device="cpu") as shard:
-                tensor: Tensor = shard.get_tensor(name)
+                tensor: Tensor = shard.get_tensor(entry.name)
         except (SafetensorError, OSError) as error:
             raise _corrupt(entry.file, error) from error
         if tensor.dtype != entry.dtype:
@@ -108,7 +109,8 @@ def load_weights(path: Path, config: ModelConfig, *, dtype: torch.dtype) -> Chec
                     raise CheckpointError(
                         f"{file} lacks the tensor {name} that {INDEX} promises; download both again"
                     )
-                for name in sorted(present):
+                for stored_name in sorted(present):
+                    name = _full_name(stored_name, shapes)
                     is_duplicate = name == HEAD and config.tie_word_embeddings
                     if name not in shapes and not is_duplicate:
                         if _is_ignorable(name, config):
@@ -117,14 +119,14 @@ def load_weights(path: Path, config: ModelConfig, *, dtype: torch.dtype) -> Chec
                             f"{file} holds the tensor {name}, which {config.architecture} has no "
                             "use for with this config.json; is it the right config.json?"
                         )
-                    part = shard.get_slice(name)
+                    part = shard.get_slice(stored_name)
                     expected = shapes[EMBEDDING if is_duplicate else name]
                     shape = tuple(part.get_shape())
                     if not is_duplicate:
                         _check_shape(file, name, expected, shape)
                     stored = _float_dtype(str(part.get_dtype()), file, name)
                     target = torch.float32 if config.is_float32(name) else dtype
-                    entry = _Entry(file, shape, stored, target)
+                    entry = _Entry(file, stored_name, shape, stored, target)
                     if is_duplicate:
                         duplicate_head = entry
                     else:
@@ -146,6 +148,12 @@ def load_weights(path: Path, config: ModelConfig, *, dtype: torch.dtype) -> Chec
                 "one (tie_word_embeddings); which of the two is wrong?"
             )
     return tensors
+
+
+def _full_name(name: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """The name of a tensor in the whole model: base models, as for embeddings, leave out `model.`."""
+    full = f"model.{name}"
+    return full if name not in shapes and full in shapes else name
 
 
 def checkpoint_shapes(path: Path, config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -94,6 +94,10 @@ class CausalDecoder(Protocol):
         """Rows of `forward` [R, hidden_size] -> [R, vocab_size] float32."""
         ...
 
+    def embeddings(self, hidden: Tensor) -> Tensor:
+        """Rows of `forward` [R, hidden_size] -> the same behind the final norm, float32."""
+        ...
+
 
 class Decoder:
     """A decoder-only transformer of one family, bound to one device's operations.
@@ -123,6 +127,9 @@ class Decoder:
                 on_layer()
         self.layers = ops.stack(layers)
         self.lm_head = family.lm_head(ops, config)
+        final_norm = norm_of(config, None, "norm")
+        assert final_norm is not None
+        self.final_norm = ops.norm(final_norm)
         ops.finish()
 
     @property
@@ -159,3 +166,7 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """lm_head(norm(hidden)): rows of `forward` [R, hidden_size] -> [R, vocab_size] float32."""
         return self.lm_head(hidden)
+
+    def embeddings(self, hidden: Tensor) -> Tensor:
+        """norm(hidden): rows of `forward` [R, hidden_size] -> the same in float32."""
+        return self.final_norm(hidden).float()

@@ -78,6 +78,10 @@ class HfDecoder:
         logits: Tensor = self._head(input_ids=token_ids, use_cache=False).logits[0]
         return logits[: len(hidden)].float()
 
+    def embeddings(self, hidden: Tensor) -> Tensor:
+        """Rows of `forward` [R, hidden_size], which have the final norm, in float32."""
+        return hidden.float()
+
     @property
     def _scale(self) -> float:
         return self.config.variant.attention_scale or self.config.head_dim**-0.5

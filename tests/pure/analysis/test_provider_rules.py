@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ramify.analysis.providers import load_rules, provider_of
+from ramify.analysis.providers import ModelRule, load_rules, provider_of
 from ramify.analysis.providers.agreement import (
     Judged,
     agreement_table,
@@ -233,3 +233,24 @@ def test_our_causes_in_the_vendors_words() -> None:
     assert our_reason("settings.tool_choice") == "setting_changed"
     assert our_reason("tools[3]") == "tools_changed"
     assert our_reason(None, ("cache_key_scattered",)) == "prompt_cache_key_changed"
+
+
+DOCS = Path(__file__).resolve().parents[3] / "docs" / "cache-rules.md"
+
+
+def test_the_example_of_the_documentation_is_a_valid_file(tmp_path: Path) -> None:
+    """Its rules are those that the text around it promises."""
+    path = tmp_path / "rules.json"
+    path.write_text(DOCS.read_text(encoding="utf-8").split("```json")[1].split("```")[0])
+
+    rules = load_rules(path)
+
+    assert rules.rule_of("anthropic", "claude-opus-5").input_price == 3.5
+    assert rules.rule_of("our-gateway", "any").step_tokens == 64
+
+
+def test_the_documentation_has_every_field() -> None:
+    """A field that a file may have is in the table."""
+    text = DOCS.read_text(encoding="utf-8")
+
+    assert [name for name in ModelRule.__struct_fields__ if f"`{name}`" not in text] == []

@@ -102,7 +102,7 @@ def simulate(
             requests, page_size=page_size, insert_outputs=insert_outputs, tokenizer=tokenizer
         )
     result = simulate_trace(source, options, insert_outputs=insert_outputs, progress=progress)
-    extra = dict(result.extra) | {"quality": _quality_json(quality)}
+    extra = dict(result.extra) | {"quality": quality.as_json()}
     if token_bytes is not None:
         extra["kv"] = {
             "model": model,
@@ -136,17 +136,6 @@ def _requests_of(
         yield from read_log(paths, format=format, quality=quality, strict=strict, progress=advance)
         if not quality.num_requests:
             raise LogError(f"the log has no requests: {quality.why_empty()}")
-
-
-def _quality_json(quality: ReadQuality) -> dict[str, Any]:
-    return {
-        "num_rows": quality.num_rows,
-        "num_requests": quality.num_requests,
-        "bad_lines": [list(place) for place in quality.bad_lines],
-        "bad_reasons": dict(quality.bad_reasons),
-        "skipped": dict(quality.skipped),
-        "notes": dict(quality.notes),
-    }
 
 
 def _items(value: Any) -> list[Any]:

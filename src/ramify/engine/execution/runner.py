@@ -80,6 +80,11 @@ class ModelRunner:
         return self.model.logits(hidden)
 
     @torch.inference_mode()
+    def embeddings(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
+        """Final norm of these rows of `hidden`: [len(rows), hidden_size] float32."""
+        return self.model.embeddings(hidden[torch.as_tensor([*rows], dtype=torch.int64)])
+
+    @torch.inference_mode()
     def nonfinite_rows(self, hidden: Tensor) -> list[int]:
         """Indices, ascending, of the rows of `hidden` that have an inf or NaN."""
         if math.isfinite(hidden.sum(dtype=torch.float32).item()):  # an inf or NaN shows in the sum
