@@ -31,7 +31,8 @@ class Comparison:
     mended_tokens: int
     differences: tuple[Difference, ...]  # in the order of the prompt
     is_continuation: bool
-    splice: tuple[int, int] | None = None  # see `MessageWalk`
+    steps: tuple[tuple[CauseName, str, int, int], ...] = ()  # see `MessageWalk`
+    end: tuple[int, int] = (0, 0)
     is_extension: bool = False  # all of the earlier prompt is shared, and no message was edited
     text_tokens: int = 0  # shared as sent, whatever the key, scope and answering model
 
@@ -61,13 +62,14 @@ class Comparer:
         tools = compare_tools(a, b, self._templates, continues=continues)
         differences = [*outer, *tools.differences]
         mended = tools.num_shared
-        splice, is_extension = None, False
+        steps: tuple[tuple[CauseName, str, int, int], ...] = ()
+        end, is_extension = (0, 0), False
         if tools.is_mended:
             walk = MessageWalk(self._corpus, self._templates, a, b, continues=continues)
             walk.run()
             differences += walk.differences
             mended += walk.num_shared
-            splice = walk.splice
+            steps, end = tuple(walk.steps), walk.end
             is_extension = walk.has_all_of_first and not any(map(_is_in_message, walk.differences))
         text_tokens = 0 if a.settings != b.settings else self.raw_tokens(a, b)
         raw = 0 if outer else text_tokens
@@ -82,7 +84,8 @@ class Comparer:
             mended,
             tuple(differences),
             continues,
-            splice,
+            steps,
+            end,
             is_extension and continues,
             text_tokens,
         )

@@ -23,6 +23,7 @@ from ramify.analysis.prompt_sides import Difference, Side
 from ramify.analysis.records import SegmentKind
 from ramify.analysis.templates import Templates
 from ramify.analysis.unit_tree import Units, UnitTree
+from ramify.analysis.verdicts import CauseName
 
 NUM_NEWEST = 3  # requests that an index remembers for a key
 MAX_CANDIDATES = 14
@@ -38,7 +39,8 @@ class Match:
     mended_tokens: int = 0  # shared if all causes were mended
     differences: tuple[Difference, ...] = ()
     in_flight: StoredRequest | None = None  # could share more, but had not answered yet
-    splice: tuple[int, int] | None = None  # see `MessageWalk`
+    steps: tuple[tuple[CauseName, str, int, int], ...] = ()  # see `MessageWalk`
+    end: tuple[int, int] = (0, 0)
 
 
 class Matcher:
@@ -105,7 +107,8 @@ class Matcher:
             comparison.mended_tokens,
             tuple(item.quoted() for item in comparison.differences),
             in_flight,
-            comparison.splice,
+            comparison.steps,
+            comparison.end,
         )
 
     # Candidates

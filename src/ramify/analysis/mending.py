@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from ramify.analysis.corpus import Corpus, StoredRequest
 from ramify.analysis.matching import Match
-from ramify.analysis.message_walk import OF_HISTORY
 from ramify.analysis.records import SegmentKind
 from ramify.analysis.savings import AppliedFix
 from ramify.analysis.templates import Templates
@@ -26,8 +25,6 @@ VALUES = frozenset(
     }
 )
 _FORMS = frozenset({CauseName.KEY_ORDER, CauseName.WHITESPACE})
-_TOOLS = frozenset({CauseName.TOOL_ORDER, CauseName.TOOL_CHANGED})
-_SETTINGS = frozenset({CauseName.SETTINGS_CHANGED, CauseName.MODEL_CHANGED})
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,38 +57,49 @@ def generalise(segment: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Recipe:
+    """How a prompt is made equal to that of its match, up to a place in both."""
+
     match: int
-    splice: tuple[int, int] | None
-    causes: frozenset[CauseName]
+    steps: tuple[tuple[CauseName, str, int, int], ...]
+    end: tuple[int, int]
+    outer: frozenset[tuple[CauseName, str]]  # causes in settings and tools, with their places
 
 
-_Segments = list[tuple[int, str, int]]  # unit, path, segment of the request it came from or -1
+_Segments = list[tuple[int, str, int]]  # unit, path, segment of the request it stands for or -1
+_Fixes = frozenset[tuple[CauseName, str]]
 
 
 class Mender:
     """Applies fixes to the prompts of a log that was matched.
 
-    A value becomes a constant, tools and keys are sorted, settings and edited history are those of the
-    best match.
+    A value becomes a constant, tools and keys are sorted; what a request shares with its best match if
+    mended is taken from the match.
     """
 
     def __init__(self, corpus: Corpus, templates: Templates, matches: Iterable[Match] = ()) -> None:
         self._corpus, self._templates = corpus, templates
         self._recipes: dict[int, _Recipe] = {}
         for match in matches:
-            causes = frozenset(item.cause for item in match.differences)
-            if match.match is not None and causes & (OF_HISTORY | _TOOLS | _SETTINGS):
+            if match.match is not None and match.end != (0, 0):
                 self._recipes[match.request.number] = _Recipe(
-                    match.match.number, match.splice, causes
+                    match.match.number,
+                    match.steps,
+                    match.end,
+                    frozenset(
+                        (item.cause, generalise(item.segment))
+                        for item in match.differences
+                        if item.segment.startswith(("settings", "tools"))
+                    ),
                 )
-        self._memo: dict[
-            tuple[frozenset[tuple[CauseName, str]], int], tuple[_Segments, int, int]
-        ] = {}
+        self._fixes: _Fixes = frozenset()
+        self._memo: dict[int, tuple[_Segments, int, int]] = {}
 
     def mend(self, request: StoredRequest, fixes: Collection[AppliedFix]) -> MendedPrompt:
         """The request's prompt without these causes."""
         key = frozenset((fix.cause, fix.segment) for fix in fixes)
-        segments = self._mend(request, key)
+        if key != self._fixes:
+            self._fixes, self._memo = key, {}
+        segments = self._mend(request.number)
         marks = dict(request.breakpoints)
         return MendedPrompt(
             units=np.array([unit for unit, _, _ in segments], np.uint32),
@@ -101,60 +109,53 @@ class Mender:
             ),
         )
 
-    def _mend(self, request: StoredRequest, fixes: frozenset[tuple[CauseName, str]]) -> _Segments:
+    def _mend(self, number: int) -> _Segments:
         """Mends matches before the requests that build on them, without recursion."""
-        stack = [request.number]
+        stack = [number]
         while stack:
-            number = stack[-1]
-            recipe = self._recipes.get(number)
-            needs = (
-                recipe is not None
-                and recipe.causes & {cause for cause, _ in fixes}
-                and (fixes, recipe.match) not in self._memo
-            )
-            if needs and recipe is not None:
+            recipe = self._recipes.get(stack[-1])
+            if recipe is not None and recipe.match not in self._memo:
                 stack.append(recipe.match)
                 continue
-            stack.pop()
-            if (fixes, number) not in self._memo:
-                self._memo[fixes, number] = self._apply(self._corpus.requests[number], fixes)
-        return self._memo[fixes, request.number][0]
+            at = stack.pop()
+            if at not in self._memo:
+                self._memo[at] = self._apply(self._corpus.requests[at], recipe)
+        return self._memo[number][0]
 
-    def _apply(
-        self, request: StoredRequest, fixes: frozenset[tuple[CauseName, str]]
-    ) -> tuple[_Segments, int, int]:
-        """The segments; and where the part that is the request's own begins: here, and as sent."""
-        causes = {cause for cause, _ in fixes}
+    def _apply(self, request: StoredRequest, recipe: _Recipe | None) -> tuple[_Segments, int, int]:
+        """The segments; and where the request's own part begins after the tools: here, and as sent."""
         segments: _Segments = [
-            (self._mend_unit(unit, path, fixes), path, at)
+            (self._mend_unit(unit, path), path, at)
             for at, (unit, path) in enumerate(
                 zip(request.units.tolist(), request.paths, strict=True)
             )
         ]
-        if CauseName.TOOL_ORDER in causes:
+        if any(cause is CauseName.TOOL_ORDER for cause, _ in self._fixes):
             segments = self._sort_tools(segments)
-        recipe = self._recipes.get(request.number)
-        if recipe is None or not recipe.causes & causes:
+        if recipe is None:
             return segments, 0, 0
-        base, base_own, base_sent = self._memo[fixes, recipe.match]
-        if recipe.causes & causes & _SETTINGS:
-            segments = self._replace(SegmentKind.SETTING, base, segments)
-        if CauseName.TOOL_CHANGED in recipe.causes & causes:
-            segments = self._replace(SegmentKind.TOOL, base, segments)
-        if recipe.splice is None or not recipe.causes & causes & OF_HISTORY:
-            return segments, 0, 0
+        base, base_own, base_sent = self._memo[recipe.match]
+        if recipe.outer <= self._fixes:
+            head = [s for s in base if self._kind(s) in (SegmentKind.SETTING, SegmentKind.TOOL)]
+            own = [s for s in segments if self._kind(s) in (SegmentKind.SETTING, SegmentKind.TOOL)]
+            segments = [*_with_places(head, own), *segments[len(own) :]]
+        cut_base, cut_own = recipe.end
+        for cause, place, i, j in recipe.steps:
+            if (cause, generalise(place)) not in self._fixes:
+                cut_base, cut_own = i, j
+                break
+        cut_base += base_own - base_sent
         mine, theirs = self._rest_start(segments), self._rest_start(base)
-        cut_base, cut_own = recipe.splice
-        if cut_base > base_sent:
-            cut_base = base_own + cut_base - base_sent
-        else:
-            cut_base = min(cut_base, base_own) if base_own else cut_base
-        kept: _Segments = [(unit, path, -1) for unit, path, _ in base[theirs : theirs + cut_base]]
+        if cut_base <= 0:
+            return segments, 0, 0
+        kept = _with_places(
+            base[theirs : theirs + cut_base], segments[mine : mine + cut_own], from_end=True
+        )
         return [*segments[:mine], *kept, *segments[mine + cut_own :]], len(kept), cut_own
 
-    def _mend_unit(self, unit: int, path: str, fixes: frozenset[tuple[CauseName, str]]) -> int:
+    def _mend_unit(self, unit: int, path: str) -> int:
         place = generalise(path)
-        here = {cause for cause, segment in fixes if segment in (place, path)}
+        here = {cause for cause, segment in self._fixes if segment in (place, path)}
         if here & VALUES:
             return self._templates.canonical(unit, frozenset(here & VALUES))
         return self._templates.normal(unit) if here & _FORMS else unit
@@ -169,13 +170,6 @@ class Mender:
         )
         return [*segments[:first], *ordered, *segments[first + len(tools) :]]
 
-    def _replace(self, kind: SegmentKind, base: _Segments, segments: _Segments) -> _Segments:
-        taken = [(unit, path, -1) for unit, path, _ in base if self._kind((unit, path, 0)) is kind]
-        order = list(SegmentKind)
-        before = [s for s in segments if order.index(self._kind(s)) < order.index(kind)]
-        after = [s for s in segments[len(before) :] if self._kind(s) is not kind]
-        return [*before, *taken, *after]
-
     def _rest_start(self, segments: _Segments) -> int:
         return next(
             (
@@ -188,3 +182,10 @@ class Mender:
 
     def _kind(self, item: tuple[int, str, int]) -> SegmentKind:
         return self._corpus.units[item[0]].kind
+
+
+def _with_places(taken: _Segments, own: _Segments, *, from_end: bool = False) -> _Segments:
+    """Segments of another request, which stand for those of a request's own at the same places."""
+    shift = len(own) - len(taken) if from_end else 0
+    places = [own[at + shift][2] if 0 <= at + shift < len(own) else -1 for at in range(len(taken))]
+    return [(unit, path, place) for (unit, path, _), place in zip(taken, places, strict=True)]

@@ -18,16 +18,6 @@ from ramify.analysis.verdicts import CauseName, Certainty
 MIN_RECOVERED = 16  # tokens behind a value in a user's message, so that the value is waste
 MIN_BLOCK = 24  # code points of a block of context that moves
 
-# Causes that another choice of segments mends, not another text.
-OF_HISTORY = frozenset(
-    {
-        CauseName.HISTORY_EDITED,
-        CauseName.REASONING_DROPPED,
-        CauseName.CONTEXT_MOVED,
-        CauseName.SYSTEM_HOISTED,
-        CauseName.MEDIA_CHANGED,
-    }
-)
 _SUMMARY = re.compile(
     r"(?i)(summar|continued from a previous|previous conversation|compact|condensed|zusammenfassung|"
     r"résumé|context so far|conversation so far|earlier conversation|<analysis>|handoff)"
@@ -48,8 +38,8 @@ class MessageWalk:
         self.num_shared = 0
         self.differences: list[Difference] = []
         self._is_done = False
-        # After the last cause of the history: places in both prompts that mending makes equal.
-        self.splice: tuple[int, int] | None = None
+        # Where each difference stands in both prompts, and where the walk has ended.
+        self.steps: list[tuple[CauseName, str, int, int]] = []
 
     def run(self) -> None:
         """Walk to the end of a prompt or to content that differs."""
@@ -81,6 +71,11 @@ class MessageWalk:
         )
 
     @property
+    def end(self) -> tuple[int, int]:
+        """Where the walk stands in both prompts: mending makes equal what is before."""
+        return self._i, self._j
+
+    @property
     def has_all_of_first(self) -> bool:
         """Whether the walk has come to the end of the first prompt."""
         return self._i >= len(self._a.rest)
@@ -98,10 +93,13 @@ class MessageWalk:
             self._step_media,
             self._step_history,
         ):
-            before = len(self.differences)
+            before, i, j = len(self.differences), self._i, self._j
             if step():
-                if any(item.cause in OF_HISTORY for item in self.differences[before:]):
-                    self.splice = (self._i, self._j)
+                self.steps += [
+                    (item.cause, item.segment, i, j)
+                    for item in self.differences[before:]
+                    if item.is_waste
+                ]
                 return
         self._stop()
 
