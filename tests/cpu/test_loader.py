@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ramify.attention.exactness import ProbeStore
-from ramify.errors import CheckpointError, ConfigError, UnsupportedModelError
+from ramify.errors import CheckpointError, ConfigError, ModelError, UnsupportedModelError
 from ramify.models.checkpoint_tensors import EMBEDDING, load_weights
 from ramify.models.find_checkpoint import find_checkpoint
 from ramify.models.loader import load_model, read_config
@@ -475,3 +476,36 @@ def test_without_a_network_the_error_says_so(tmp_path: Path) -> None:
     run = download("some/model", tmp_path, 9)
 
     assert "cannot be downloaded" in run.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_damaged_headers_are_model_errors(seed: int, tmp_path: Path) -> None:
+    """Bytes of the header changed, cut or added: a ModelError with the file's name, or the model loads."""
+    path = write_tiny_checkpoint(tmp_path, "llama", tokenizer=False, num_hidden_layers=1)
+    file = path / "model.safetensors"
+    good, rng = file.read_bytes(), random.Random(seed)
+    header_len = 8 + int.from_bytes(good[:8], "little")
+    messages: list[str] = []
+    for _ in range(60):
+        body = bytearray(good)
+        for _ in range(rng.choice((1, 1, 2, 8))):
+            at = rng.randrange(header_len)
+            kind = rng.randrange(4)
+            if kind == 0:
+                body[at] = rng.randrange(256)
+            elif kind == 1:
+                del body[at : at + rng.choice((1, 3, 50))]
+            elif kind == 2:
+                body[at:at] = rng.randbytes(rng.choice((1, 3)))
+            else:
+                body = body[: rng.randrange(len(body))]
+                break
+        file.write_bytes(body)
+
+        try:
+            load_model(path, dtype="float32", ops="torch", store=ProbeStore(None), exact=False)
+        except ModelError as error:
+            messages.append(str(error))
+
+    assert len(messages) > 40
+    assert all(str(path) in message for message in messages)
