@@ -16,7 +16,7 @@ from ramify.analysis.causes.tool_lists import compare_tools
 from ramify.analysis.corpus import Corpus, StoredRequest
 from ramify.analysis.message_walk import MIN_BLOCK, MessageWalk, begins_with_summary, split_block
 from ramify.analysis.prompt_sides import Difference, Side
-from ramify.analysis.quoting import quote, shorten
+from ramify.analysis.quoting import Excerpt, quote
 from ramify.analysis.records import SegmentKind, TextForm
 from ramify.analysis.templates import Templates
 from ramify.analysis.text_diff import common_prefix_len
@@ -179,8 +179,8 @@ class Comparer:
                     CauseName.NAMESPACE_SPLIT,
                     Certainty.PROVED,
                     "settings.cache_salt",
-                    shorten(other.cache_scope, limit=40),
-                    shorten(mine.cache_scope, limit=40),
+                    Excerpt(other.cache_scope),
+                    Excerpt(mine.cache_scope),
                 )
             )
         models = (other.model, mine.model)
@@ -191,8 +191,8 @@ class Comparer:
                     CauseName.MODEL_CHANGED,
                     Certainty.PROVED,
                     "settings.model",
-                    answered[0] or "",
-                    answered[1] or "",
+                    Excerpt(answered[0] or ""),
+                    Excerpt(answered[1] or ""),
                 )
             )
         if mine.cache_key != other.cache_key and (continues or self._unique_keys):
@@ -201,8 +201,8 @@ class Comparer:
                     CauseName.CACHE_KEY_SCATTERED,
                     Certainty.PROVED,
                     "settings.prompt_cache_key",
-                    shorten(other.cache_key or "", limit=40),
-                    shorten(mine.cache_key or "", limit=40),
+                    Excerpt(other.cache_key or ""),
+                    Excerpt(mine.cache_key or ""),
                 )
             )
         return found
@@ -223,8 +223,8 @@ def _settings(a: Side, b: Side) -> list[Difference]:
                     cause,
                     Certainty.PROVED,
                     f"settings.{name}",
-                    "" if had is None else quote(a.corpus.text(had), 0, 80),
-                    "" if got is None else quote(b.corpus.text(got), 0, 80),
+                    Excerpt("" if had is None else a.corpus.text(had)),
+                    Excerpt("" if got is None else b.corpus.text(got)),
                 )
             )
     return found

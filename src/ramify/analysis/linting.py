@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -38,7 +36,6 @@ from ramify.analysis.verdicts import (
 Log = str | PathLike[str] | LoggedRequest
 StepProgress = Callable[[str, int, int], None]  # what is done, requests done, requests in all
 
-DEFAULT_PAGE = 16  # tokens, where the provider has no steps
 MAX_SAVINGS = 40  # findings that are replayed one by one; the others have a saving of their loss
 _NEVER_MENDED = frozenset({CauseName.NEW_CONTENT, CauseName.COMPACTION, CauseName.OUTSIDE_PROMPT})
 
@@ -93,8 +90,7 @@ def lint_corpus(
         else CacheModel(corpus, provider, table)
     )
     templates = learn_templates(corpus, progress)
-    page = table.rule_of(model.provider, _usual_model(corpus)).step_tokens
-    matcher = Matcher(corpus, templates, page_size=page if page > 1 else DEFAULT_PAGE)
+    matcher = Matcher(corpus, templates)
     matches: list[Match] = []
     for match in matcher.matches(corpus):
         matches.append(match)
@@ -244,21 +240,13 @@ def _merge_causes(match: Match) -> list[Cause]:
             place = item.segment if item.cause in VALUES else ""
             seen.setdefault(
                 (item.cause, place),
-                Cause(item.cause, item.certainty, item.segment, item.had, item.got),
+                Cause(item.cause, item.certainty, item.segment, str(item.had), str(item.got)),
             )
     return list(seen.values())
 
 
-def _usual_model(corpus: Corpus) -> str | None:
-    counts = Counter(request.info.model for request in corpus)
-    return counts.most_common(1)[0][0] if counts else None
-
-
 def _quality(corpus: Corpus, quality: ReadQuality) -> dict[str, Any]:
-    out = asdict(quality)
-    out["bad_lines"] = [list(item) for item in quality.bad_lines]
-    for name in ("bad_reasons", "skipped", "notes"):
-        out[name] = dict(out[name])
+    out = quality.as_json()
     out["tokenizer"] = corpus.tokenizer.name
     out["is_exact"] = corpus.tokenizer.is_exact
     out["num_with_usage"] = sum(r.info.usage.num_input is not None for r in corpus)

@@ -25,7 +25,7 @@ from ramify.analysis.templates import Templates
 from ramify.analysis.unit_tree import Units, UnitTree
 
 NUM_NEWEST = 3  # requests that an index remembers for a key
-MAX_CANDIDATES = 24
+MAX_CANDIDATES = 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class Matcher:
             earlier,
             comparison.raw_tokens,
             comparison.mended_tokens,
-            comparison.differences,
+            tuple(item.quoted() for item in comparison.differences),
             in_flight,
             comparison.splice,
         )

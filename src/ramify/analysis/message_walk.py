@@ -9,7 +9,7 @@ import numpy as np
 from ramify.analysis.causes.unit_pairs import PairDifferences, pair_differences
 from ramify.analysis.corpus import Corpus
 from ramify.analysis.prompt_sides import Difference, Side
-from ramify.analysis.quoting import quote
+from ramify.analysis.quoting import Excerpt
 from ramify.analysis.records import TextForm
 from ramify.analysis.templates import Templates
 from ramify.analysis.verdicts import CauseName, Certainty
@@ -93,8 +93,8 @@ class MessageWalk:
                 cause,
                 Certainty.LIKELY if likely else Certainty.PROVED,
                 self._b.rest_path(self._j if at is None else at),
-                quote(had, 0, 100),
-                quote(got, 0, 100),
+                Excerpt(had, 0, 100),
+                Excerpt(got, 0, 100),
             )
         )
 
@@ -244,7 +244,7 @@ class MessageWalk:
             (at for at, (x, y) in enumerate(zip(text_a, text_b, strict=False)) if x != y),
             min(len(text_a), len(text_b)),
         )
-        value = int(rate * (start + max(len(item.got) for item in waste)))
+        value = int(rate * (start + max(item.got.num_chars for item in waste)))
         follows = end - value >= MIN_RECOVERED
         if pair.stop_char is None and not follows:
             # Later messages that are equal speak as well.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ramify.analysis.corpus import Corpus, StoredRequest
+from ramify.analysis.quoting import NOTHING, Excerpt
 from ramify.analysis.records import SegmentKind, TextForm
 from ramify.analysis.templates import Templates
 from ramify.analysis.verdicts import CauseName, Certainty
@@ -22,9 +23,13 @@ class Difference:
     cause: CauseName
     certainty: Certainty
     segment: str
-    had: str = ""
-    got: str = ""
+    had: Excerpt = NOTHING
+    got: Excerpt = NOTHING
     is_volatile: bool = True  # waste wherever it stands; else only before equal text
+
+    def quoted(self) -> Difference:
+        """The same with the quotes alone, without the texts they are from."""
+        return replace(self, had=Excerpt(str(self.had)), got=Excerpt(str(self.got)))
 
     @property
     def is_waste(self) -> bool:

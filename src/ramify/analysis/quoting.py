@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 MAX_QUOTE = 120
 
@@ -48,6 +49,27 @@ def quote(text: str, start: int, end: int, *, limit: int = MAX_QUOTE) -> str:
     if whole.startswith(before):
         return shorten(whole[len(before) :], limit=limit)
     return "***"
+
+
+@dataclass(frozen=True, slots=True)
+class Excerpt:
+    """A part of a text, quoted when it is needed."""
+
+    text: str = ""
+    start: int = 0
+    end: int | None = None
+
+    @property
+    def num_chars(self) -> int:
+        """Code points of the part."""
+        return (len(self.text) if self.end is None else self.end) - self.start
+
+    def __str__(self) -> str:
+        end = len(self.text) if self.end is None else self.end
+        return quote(self.text, self.start, end)
+
+
+NOTHING = Excerpt()
 
 
 def shorten(text: str, *, limit: int = MAX_QUOTE) -> str:

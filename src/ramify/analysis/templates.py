@@ -19,6 +19,7 @@ from ramify.analysis.text_diff import Hunk, find_hunks
 
 MAX_FEATURES = 10
 MIN_SHARED = 60  # code points that a member has in common with its template
+MAX_ALIGNED = 4096  # pairs of units whose differences are kept
 MAX_VALUE = 240  # code points of a value; a longer difference is content
 MAX_VALUES = 64  # kept of a slot as evidence
 
@@ -66,6 +67,17 @@ class Templates:
             normal = normalise(text, self._corpus.units[unit].form)
             known = unit if normal == text else self._store(unit, normal)
             self._normal[unit] = self._normal[known] = known
+        return known
+
+    def hunks(self, unit: int, other: int) -> tuple[Hunk, ...]:
+        """Values in which the normal forms of two units differ."""
+        key = (self.normal(unit), self.normal(other))
+        known = self._aligned.get(key)
+        if known is None:
+            known = tuple(find_hunks(self._corpus.text(key[0]), self._corpus.text(key[1])))
+            self._aligned[key] = known
+            if len(self._aligned) > MAX_ALIGNED:
+                self._aligned.popitem(last=False)
         return known
 
     def add_use(self, unit: int, start_s: float | None, root: int) -> None:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator
 from difflib import SequenceMatcher
 from typing import NamedTuple
 
-MAX_LINES, MAX_WORDS = 3000, 1500  # in the middle that differs; beyond, it is one hunk
+MAX_LINES = 3000  # in the middle that differs; beyond, it is one hunk
+MAX_PAIRS = 2500  # of pieces that are compared each with each
+MAX_WORD_CHARS = 700  # of texts that are compared word by word
 
-_WORD = re.compile(r"\w+|\s+|[^\w\s]")
+_WORD = re.compile(r"\w+ ?|\s+|[^\w\s] ?")
+_SENTENCE = re.compile(r"[^\n.!?;]*(?:[.!?;]+\s?|\n+|$)")
 _EDGE = frozenset(" \t\r\n\"'<>{}[](),;=|`\u201c\u201d\u3001\uff0c")
 # Words of which dates and times are made, beside numbers.
 DATE_WORDS = frozenset(
@@ -64,36 +70,39 @@ def find_hunks(a: str, b: str) -> list[Hunk]:
     return _merge([_grow(hunk, a, b) for hunk in hunks], a)
 
 
+def shares_sentences(a: str, b: str) -> bool:
+    """Whether at least a third of the second text stands in the first, sentence by sentence."""
+    known = set(_SENTENCE.findall(a))
+    equal = sum(len(piece) for piece in _SENTENCE.findall(b) if piece in known)
+    return equal * 3 >= len(b)
+
+
 def _diff(a: str, b: str) -> list[Hunk]:
-    if "\n" in a and "\n" in b:
-        lines_a, lines_b = a.splitlines(keepends=True), b.splitlines(keepends=True)
-        if max(len(lines_a), len(lines_b)) > MAX_LINES:
-            return [Hunk(0, len(a), 0, len(b))]
-        hunks: list[Hunk] = []
-        for hunk in _match(lines_a, lines_b):
-            inner = _diff_words(a[hunk.start : hunk.end], b[hunk.other_start : hunk.other_end])
-            hunks.extend(
-                Hunk(
-                    h.start + hunk.start,
-                    h.end + hunk.start,
-                    h.other_start + hunk.other_start,
-                    h.other_end + hunk.other_start,
-                )
-                for h in inner
+    """Hunks of sentences first, then of words within them."""
+    if max(len(a), len(b)) <= MAX_WORD_CHARS:
+        return _diff_words(a, b)
+    lines_a, lines_b = _SENTENCE.findall(a), _SENTENCE.findall(b)
+    if max(len(lines_a), len(lines_b)) > MAX_LINES:
+        return [Hunk(0, len(a), 0, len(b))]
+    hunks: list[Hunk] = []
+    for hunk in _match(lines_a, lines_b):
+        inner = _diff_words(a[hunk.start : hunk.end], b[hunk.other_start : hunk.other_end])
+        hunks.extend(
+            Hunk(
+                h.start + hunk.start,
+                h.end + hunk.start,
+                h.other_start + hunk.other_start,
+                h.other_end + hunk.other_start,
             )
-        return hunks
-    return _diff_words(a, b)
+            for h in inner
+        )
+    return hunks
 
 
 def _diff_words(a: str, b: str) -> list[Hunk]:
-    words_a, words_b = _WORD.findall(a), _WORD.findall(b)
-    if not words_a or not words_b or max(len(words_a), len(words_b)) > MAX_WORDS:
+    if not a or not b or max(len(a), len(b)) > MAX_WORD_CHARS:
         return [Hunk(0, len(a), 0, len(b))]
-    if min(len(words_a), len(words_b)) > 60:
-        set_a, set_b = set(words_a), set(words_b)
-        if len(set_a & set_b) * 2 < max(len(set_a), len(set_b)):
-            return [Hunk(0, len(a), 0, len(b))]  # unrelated texts have words in common by chance
-    return _drop_islands(_match(words_a, words_b))
+    return _drop_islands(_match(_WORD.findall(a), _WORD.findall(b)))
 
 
 def _drop_islands(hunks: list[Hunk]) -> list[Hunk]:
@@ -119,9 +128,61 @@ def _match(a: list[str], b: list[str]) -> list[Hunk]:
     starts_a, starts_b = _starts(a), _starts(b)
     return [
         Hunk(starts_a[i1], starts_a[i2], starts_b[j1], starts_b[j2])
-        for tag, i1, i2, j1, j2 in SequenceMatcher(None, a, b, autojunk=False).get_opcodes()
-        if tag != "equal"
+        for i1, i2, j1, j2 in _unmatched(a, b)
     ]
+
+
+def _unmatched(a: list[str], b: list[str]) -> Iterator[tuple[int, int, int, int]]:
+    """Ranges that differ: a patience diff, linear but for the small ranges left between anchors."""
+    ranges = [(0, len(a), 0, len(b))]
+    while ranges:
+        i1, i2, j1, j2 = ranges.pop()
+        while i1 < i2 and j1 < j2 and a[i1] == b[j1]:
+            i1, j1 = i1 + 1, j1 + 1
+        while i1 < i2 and j1 < j2 and a[i2 - 1] == b[j2 - 1]:
+            i2, j2 = i2 - 1, j2 - 1
+        if i1 == i2 or j1 == j2:
+            if (i1, j1) != (i2, j2):
+                yield i1, i2, j1, j2
+            continue
+        anchors = _anchors(a, b, i1, i2, j1, j2)
+        if anchors:
+            cuts = [(i1, j1), *((i + 1, j + 1) for i, j in anchors)]
+            ends = [*anchors, (i2, j2)]
+            ranges += [
+                (i, end_i, j, end_j)
+                for (i, j), (end_i, end_j) in zip(cuts[::-1], ends[::-1], strict=True)
+            ]
+        elif (i2 - i1) * (j2 - j1) <= MAX_PAIRS:
+            matcher = SequenceMatcher(None, a[i1:i2], b[j1:j2], autojunk=False)
+            for tag, x1, x2, y1, y2 in matcher.get_opcodes():
+                if tag != "equal":
+                    yield i1 + x1, i1 + x2, j1 + y1, j1 + y2
+        else:
+            yield i1, i2, j1, j2
+
+
+def _anchors(
+    a: list[str], b: list[str], i1: int, i2: int, j1: int, j2: int
+) -> list[tuple[int, int]]:
+    """Pieces that both ranges have once, as far as they are in the same order."""
+    counts_a, counts_b = Counter(a[i1:i2]), Counter(b[j1:j2])
+    place_b = {b[j]: j for j in range(j1, j2) if counts_b[b[j]] == 1}
+    pairs = [(i, place_b[a[i]]) for i in range(i1, i2) if counts_a[a[i]] == 1 and a[i] in place_b]
+    tails: list[int] = []
+    ends: list[int] = []
+    before = [-1] * len(pairs)
+    for at, (_, j) in enumerate(pairs):
+        length = bisect_left(tails, j)
+        before[at] = ends[length - 1] if length else -1
+        tails[length : length + 1] = [j]
+        ends[length : length + 1] = [at]
+    chain: list[tuple[int, int]] = []
+    at = ends[-1] if ends else -1
+    while at >= 0:
+        chain.append(pairs[at])
+        at = before[at]
+    return chain[::-1]
 
 
 def _starts(pieces: list[str]) -> list[int]:
@@ -186,7 +247,7 @@ def _grow_date(text: str, left: int, right: int) -> tuple[int, int]:
 
 def _is_date_word(word: str) -> bool:
     bare = word.strip(".,").lower()
-    return bare in DATE_WORDS or bool(_ORDINAL.match(word)) or bool(re.match(r"\d+[:.]\d+", word))
+    return bare in DATE_WORDS or bool(_ORDINAL.match(word)) or bool(re.match(r"\d+[:./-]\d+", word))
 
 
 def _merge(hunks: list[Hunk], a: str) -> list[Hunk]:

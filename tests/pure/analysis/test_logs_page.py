@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 
 from ramify.analysis.formats import FORMATS
+from ramify.analysis.formats.claude_code import HISTORY_ONLY
+from ramify.analysis.linting import lint
 from ramify.analysis.reading import ReadQuality
 from ramify.analysis.simulation.calls import simulate
 from ramify.errors import LogError
+from tests.pure.analysis.test_format_claude_code import session
 
 PAGE = Path(__file__).parents[3] / "docs" / "logs.md"
 
@@ -46,3 +49,14 @@ def test_quality_is_json() -> None:
     assert found["bad_lines"] == [["log", 7]]
     assert found["bad_reasons"] == {"torn": 1}
     assert found["num_rows"] == 3
+
+
+def test_lint_writes_the_notes_of_readers(tmp_path: Path) -> None:
+    """A transcript has notes and skipped lines, which `--json` holds by name."""
+    path = tmp_path / "session.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in session().lines), "utf-8")
+
+    quality = json.loads(json.dumps(lint(path).quality))
+
+    assert quality["skipped"]["line of type summary"] == 1
+    assert quality["notes"][HISTORY_ONLY] == 2

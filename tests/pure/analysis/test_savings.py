@@ -185,6 +185,54 @@ def test_warming_first_and_one_replica() -> None:
     assert [saving.tokens for saving in results] == [160, 160, 320]
 
 
+def test_sorted_tools_keep_the_breakpoint_at_the_last_tool() -> None:
+    """The mender moves a tool with its breakpoint to the front; the client still marks the last."""
+    first, second = Block(tokens(0, 600), kind="tool"), Block(tokens(5000, 600), kind="tool")
+    log = [
+        request_of([a, replace(b, ttl=300.0), Block(tokens(9000 * at, 50))], model="claude-opus-5")
+        for at, (a, b) in enumerate([(first, second), (second, first)], 1)
+    ]
+    corpus = corpus_of(log)
+
+    class Sorter:
+        def mend(self, request: StoredRequest, fixes: Collection[AppliedFix]) -> Mended:
+            order = [0, *sorted((1, 2), key=lambda at: request.units[at]), 3]
+            marks = dict(request.breakpoints)
+            return Mended(
+                request.units[order],
+                request.paths,
+                tuple((at, marks[old]) for at, old in enumerate(order) if old in marks),
+            )
+
+    model = CacheModel(corpus, "anthropic", load_rules())
+    fixes = [[Fix(CauseName.TOOL_ORDER, "tools[*]")]]
+    (saving,) = measure_savings(corpus, list(corpus), Sorter(), fixes, model)
+
+    assert saving.tokens == 1200
+
+
+def test_a_mended_model_has_its_own_rule() -> None:
+    """A request that another model answered falls under the rule of the model that it is mended to."""
+    block = Block(tokens(0, 2000), ttl=300.0)
+    log = [
+        request_of([block], model=model)
+        for model in ("claude-opus-5", "claude-haiku-4-5", "claude-opus-5")
+    ]
+    corpus = corpus_of(log)
+
+    class OneModel:
+        def mend(self, request: StoredRequest, fixes: Collection[AppliedFix]) -> Mended:
+            units = request.units.copy()
+            units[0] = corpus.requests[0].units[0]
+            return Mended(units, request.paths, request.breakpoints)
+
+    model = CacheModel(corpus, "anthropic", load_rules())
+    fixes = [[Fix(CauseName.MODEL_CHANGED, "settings.model")]]
+    (saving,) = measure_savings(corpus, list(corpus), OneModel(), fixes, model)
+
+    assert saving.tokens == 2000
+
+
 def test_one_key_instead_of_a_key_each() -> None:
     """Newer OpenAI models keep keys apart."""
     text = '{"text":"' + "word " * 1500 + '"}'

@@ -115,10 +115,7 @@ class LogFacts:
         splits = (
             {request.info.replica for request in self.requests.values()},
             {request.info.cache_key for request in self.requests.values()},
-            {
-                (request.info.model, model.answered_by(request.info))
-                for request in self.requests.values()
-            },
+            {(prompt.request.info.model, model.answered_by(prompt)) for prompt in prompts},
         )
         is_split = any(len(values) > 1 for values in splits)
         self.unsplit = (

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ramify.analysis.causes.unit_pairs import pair_differences
 from ramify.analysis.normal_forms import parse_json
 from ramify.analysis.prompt_sides import Difference, Side
-from ramify.analysis.quoting import quote
+from ramify.analysis.quoting import Excerpt
 from ramify.analysis.templates import Templates
 from ramify.analysis.text_diff import common_prefix_len
 from ramify.analysis.verdicts import CauseName, Certainty
@@ -87,7 +87,7 @@ def _find_added_and_removed(
                 (
                     at,
                     Difference(
-                        CauseName.TOOL_CHANGED, Certainty.PROVED, f"tools[{at}]", _bare(name), ""
+                        CauseName.TOOL_CHANGED, Certainty.PROVED, f"tools[{at}]", _bare(name)
                     ),
                 )
             )
@@ -97,7 +97,7 @@ def _find_added_and_removed(
                 (
                     at,
                     Difference(
-                        CauseName.TOOL_CHANGED, Certainty.PROVED, f"tools[{at}]", "", _bare(name)
+                        CauseName.TOOL_CHANGED, Certainty.PROVED, f"tools[{at}]", got=_bare(name)
                     ),
                 )
             )
@@ -109,8 +109,8 @@ def _changed(path: str, had: str, got: str) -> Difference:
         CauseName.TOOL_CHANGED,
         Certainty.PROVED,
         path,
-        quote(had, max(0, at - 10), at + 60),
-        quote(got, max(0, at - 10), at + 60),
+        Excerpt(had, max(0, at - 10), at + 60),
+        Excerpt(got, max(0, at - 10), at + 60),
     )
 
 
@@ -126,8 +126,8 @@ def _names(side: Side, units: list[int]) -> dict[str, int]:
     return names
 
 
-def _bare(name: str) -> str:
-    return quote(name.partition("\0")[0], 0, 80)
+def _bare(name: str) -> Excerpt:
+    return Excerpt(name.partition("\0")[0], 0, 80)
 
 
 def tool_name(text: str) -> str:

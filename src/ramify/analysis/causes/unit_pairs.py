@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 from ramify.analysis.causes.values import SlotEvidence, SlotVerdict, judge_slot
 from ramify.analysis.corpus import Corpus
-from ramify.analysis.normal_forms import normalise_spaces, parse_json, sort_keys, write_json
+from ramify.analysis.normal_forms import parse_json, sort_keys, write_json
 from ramify.analysis.prompt_sides import Difference
-from ramify.analysis.quoting import quote
+from ramify.analysis.quoting import Excerpt
 from ramify.analysis.records import TextForm
 from ramify.analysis.templates import Templates
-from ramify.analysis.text_diff import common_prefix_len, find_hunks
+from ramify.analysis.text_diff import common_prefix_len, shares_sentences
 from ramify.analysis.verdicts import CauseName, Certainty
 
 
@@ -36,9 +36,10 @@ def pair_differences(
     ):
         return None
     text_a, text_b = corpus.text(unit_a), corpus.text(unit_b)
-    found = list(_form_differences(text_a, text_b, path, api))
     normal_a, normal_b = templates.normal(unit_a), templates.normal(unit_b)
-    if normal_a == normal_b:
+    is_equal = normal_a == normal_b
+    found = _form_differences(text_a, text_b, path, api, is_equal=is_equal)
+    if is_equal:
         return PairDifferences(tuple(found))
     values = _values(corpus, templates, normal_a, normal_b)
     if values is None:
@@ -50,7 +51,7 @@ def pair_differences(
             return PairDifferences(
                 (*found, Difference(CauseName.NEW_CONTENT, Certainty.PROVED, path)), start_b
             )
-        had, got = quote(body_a, start_a, end_a), quote(body_b, start_b, end_b)
+        had, got = Excerpt(body_a, start_a, end_a), Excerpt(body_b, start_b, end_b)
         found.append(
             Difference(verdict.cause, verdict.certainty, path, had, got, verdict.is_volatile)
         )
@@ -63,8 +64,11 @@ def _values(
 ) -> list[tuple[tuple[int, int], tuple[int, int], SlotVerdict]] | None:
     """Places of the values that differ, and what they are."""
     text_a, text_b = corpus.text(a), corpus.text(b)
-    hunks = find_hunks(text_a, text_b)
     template, other = templates.template_of(a), templates.template_of(b)
+    is_same = template is not None and template is other
+    if not is_same and len(text_b) > 400 and not shares_sentences(text_a, text_b):
+        return None
+    hunks = templates.hunks(a, b)
     places: list[tuple[tuple[int, int], SlotVerdict]] = []
     if template is not None and template is other:
         places = [
@@ -103,7 +107,9 @@ def _known(
     return None
 
 
-def _form_differences(had: str, got: str, path: str, api: str) -> list[Difference]:
+def _form_differences(
+    had: str, got: str, path: str, api: str, *, is_equal: bool
+) -> list[Difference]:
     """Order of keys and white space, judged apart from values."""
     found = []
     json_a, json_b = parse_json(had), parse_json(got)
@@ -116,8 +122,8 @@ def _form_differences(had: str, got: str, path: str, api: str) -> list[Differenc
                     CauseName.KEY_ORDER,
                     Certainty.LIKELY if is_parsed else Certainty.PROVED,
                     path,
-                    quote(had, max(0, at - 1), at + 60),
-                    quote(got, max(0, at - 1), at + 60),
+                    Excerpt(had, max(0, at - 1), at + 60),
+                    Excerpt(got, max(0, at - 1), at + 60),
                 )
             )
         if write_json(json_a) != had or write_json(json_b) != got:
@@ -126,8 +132,7 @@ def _form_differences(had: str, got: str, path: str, api: str) -> list[Differenc
             if is_respaced and sorted_a == sorted_b:
                 found.append(_whitespace(had, got, path))
         return found
-    spaced_a, spaced_b = normalise_spaces(had), normalise_spaces(got)
-    if spaced_a == spaced_b or _spacing(had) != _spacing(got):
+    if is_equal or _spacing(had) != _spacing(got):
         found.append(_whitespace(had, got, path))
     return found
 
@@ -156,8 +161,8 @@ def _whitespace(had: str, got: str, path: str) -> Difference:
         CauseName.WHITESPACE,
         Certainty.PROVED,
         path,
-        quote(had, start, at + 12),
-        quote(got, start, at + 12),
+        Excerpt(had, start, at + 12),
+        Excerpt(got, start, at + 12),
     )
 
 

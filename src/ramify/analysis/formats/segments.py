@@ -213,9 +213,9 @@ def ttl_of(block: object) -> float | None:
         marker = block.get(key)
         if isinstance(marker, dict):
             return TTL_1H_S if marker.get("ttl") == "1h" else TTL_5M_S
-    function = block.get("function")  # LiteLLM takes it inside a tool's function
-    if isinstance(function, dict) and function is not block:
-        return ttl_of(function) if "cache_control" in function else None
+    function = block.get("function")  # LiteLLM takes the marker inside a tool's function
+    if isinstance(function, dict) and "cache_control" in function:
+        return ttl_of({"cache_control": function["cache_control"]})
     inner = block.get("content")
     if block.get("type") == "tool_result" and isinstance(inner, list):
         for part in reversed(inner):

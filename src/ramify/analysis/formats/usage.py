@@ -17,10 +17,8 @@ def parse_usage(usage: Mapping[str, Any], *, dialect: str | None = None) -> Usag
 
     Args:
         usage: as the API, the gateway or the exporter wrote it.
-        dialect: anthropic, bedrock, gemini, deepseek, openai (chat, completions, responses, Codex,
-            LiteLLM, LangChain) or otel; by default from the keys. Keys of another dialect decide
-            against the argument, except that `input_tokens` without any cache counter is ordinary
-            input only, and no total, in the dialect anthropic.
+        dialect: "anthropic" if the response is known to be Anthropic's: `input_tokens` alone is then
+            ordinary input, and the total unknown. Otherwise the keys decide.
 
     Where cache counters are outside the input (Anthropic, Bedrock), the total is the sum of all
     three, and unknown if a counter is missing. Where they should be inside the total but exceed it,

@@ -48,6 +48,7 @@ class CacheModel:
         self._is_given = is_given
         self._rules: dict[tuple[str, str | None], ModelRule] = {}
         self._changed_rules: dict[tuple[int, str], ModelRule] = {}
+        self._names: dict[int, str] = {}  # of models, by unit
         self._usual_answerer = _usual_answerers(corpus)
         rules.rule_of(provider, None)  # an unknown provider is an error here
 
@@ -65,21 +66,33 @@ class CacheModel:
 
     def rule_of(self, prompt: ReplayPrompt) -> ModelRule:
         """The rule of the model that a prompt asks for."""
-        info = prompt.request.info
-        key = self.provider_of(info), info.model
+        key = self.provider_of(prompt.request.info), self.model_of(prompt)
         rule = self._rules.get(key)
         if rule is None:
             rule = self._rules[key] = self.rules.rule_of(*key)
         return rule
 
-    def answered_by(self, info: LoggedRequest) -> str | None:
-        """The model that answered; where that is not logged, the model that mostly does."""
-        return info.response_model or self._usual_answerer.get(info.model)
+    def model_of(self, prompt: ReplayPrompt) -> str | None:
+        """The model that a prompt asks for, which a mended prompt may have changed."""
+        if not prompt.paths or prompt.paths[0] != "settings.model":
+            return prompt.request.info.model
+        unit = int(prompt.units[0])
+        name = self._names.get(unit)
+        if name is None:
+            name = self._names[unit] = self.corpus.text(unit)
+        return name
+
+    def answered_by(self, prompt: ReplayPrompt) -> str | None:
+        """The model that answered; where that is not known, the model that mostly does."""
+        info, model = prompt.request.info, self.model_of(prompt)
+        if info.response_model is not None and model == info.model:
+            return info.response_model
+        return self._usual_answerer.get(model)
 
     def layout(self, prompt: ReplayPrompt, conditions: Conditions = AS_LOGGED) -> PromptLayout:
         """A prompt as its rule sees it."""
         rule = self._rule_under(self.rule_of(prompt), conditions)
-        answerer = self.answered_by(prompt.request.info)
+        answerer = self.answered_by(prompt)
         return PromptLayout(self.corpus, prompt, rule, answerer, conditions.ignored)
 
     def _rule_under(self, rule: ModelRule, conditions: Conditions) -> ModelRule:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ramify.analysis.providers.positions import BlockRoles
-from ramify.analysis.providers.prompts import PromptLayout
+from ramify.analysis.providers.prompts import PromptLayout, ReplayPrompt
 from ramify.analysis.providers.rules import ModelRule
 from ramify.analysis.records import SegmentKind
 
@@ -68,6 +70,25 @@ def add_steps(layout: PromptLayout, roles: BlockRoles) -> Breakpoints:
 def drop_last(breakpoints: Breakpoints) -> Breakpoints:
     """Without the last breakpoint, whose entry nobody reads."""
     return breakpoints[:-1]
+
+
+def keep_tool_breakpoints(before: ReplayPrompt, after: ReplayPrompt) -> Breakpoints:
+    """The mended prompt's breakpoints, those of tools as far from the last tool as they were.
+
+    A client marks its last tool, whichever that is: sorting tools moves no breakpoint.
+    """
+    last_before, last_after = _last_tool(before.paths), _last_tool(after.paths)
+    marks = {at: ttl for at, ttl in after.breakpoints if not after.paths[at].startswith("tools[")}
+    for at, ttl in before.breakpoints:
+        place = last_after - (last_before - at)
+        was_tool = before.paths[at].startswith("tools[")
+        if was_tool and place >= 0 and after.paths[place].startswith("tools["):
+            marks[place] = ttl
+    return tuple(sorted(marks.items()))
+
+
+def _last_tool(paths: Sequence[str]) -> int:
+    return max((at for at, path in enumerate(paths) if path.startswith("tools[")), default=-1)
 
 
 def default_lifetime(rule: ModelRule) -> float:

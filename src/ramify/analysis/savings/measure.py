@@ -17,7 +17,12 @@ from ramify.analysis.providers.positions import BlockRoles
 from ramify.analysis.providers.prompts import Billed, Prediction, ReplayPrompt
 from ramify.analysis.providers.replay import CacheModel, in_start_order
 from ramify.analysis.records import SegmentKind, TextForm
-from ramify.analysis.savings.breakpoint_fixes import add_breakpoint, add_steps, drop_last
+from ramify.analysis.savings.breakpoint_fixes import (
+    add_breakpoint,
+    add_steps,
+    drop_last,
+    keep_tool_breakpoints,
+)
 from ramify.analysis.savings.components import Components, component_key
 from ramify.analysis.verdicts import CauseName, Saving
 
@@ -192,6 +197,7 @@ class _Replayer:
             prompt = ReplayPrompt(
                 before.request, mended.units, tuple(mended.paths), tuple(mended.breakpoints)
             )
+            prompt = replace(prompt, breakpoints=keep_tool_breakpoints(before, prompt))
         for fix in fixes:
             if fix.cause in _OF_BREAKPOINTS:
                 prompt = self._mark(place, prompt, fix)
