@@ -29,7 +29,7 @@ import numpy as np
 TRACE = Path("shared", "data", "mooncake", "conversation_trace.jsonl")
 FOLDERS = Path(__file__).resolve().parents[2:4]  # beside the checkout, or above its neighbours
 MOONCAKE = next((at / TRACE for at in FOLDERS if (at / TRACE).exists()), FOLDERS[0] / TRACE)
-WORDS = "the cache page token prefix request model answer batch tree node leaf root".split()
+NUM_WORDS = 5000
 BLOCK = 512
 NUM_HEADS = 1000
 SIZES = {"lint": 100_000, "simulate": 1_000_000, "tree": 1_000_000, "mooncake": 12_031}
@@ -38,12 +38,15 @@ SIZES = {"lint": 100_000, "simulate": 1_000_000, "tree": 1_000_000, "mooncake": 
 def conversations(num_requests: int, seed: int = 0) -> Iterator[dict[str, Any]]:
     """Chat bodies of about 1,000 tokens: a head of 700, turns of 60 to 300, times."""
     rng = random.Random(seed)
-    heads = [" ".join(rng.choices(WORDS, k=700)) for _ in range(20)]
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    words = ["".join(rng.choices(letters, k=rng.randrange(2, 9))) for _ in range(NUM_WORDS)]
+    often = [1 / rank for rank in range(3, NUM_WORDS + 3)]  # as in prose
+    heads = [" ".join(rng.choices(words, often, k=700)) for _ in range(20)]
     number = 0
     while number < num_requests:
         messages = [{"role": "system", "content": rng.choice(heads)}]
         for _ in range(min(rng.randrange(1, 6), num_requests - number)):
-            text = " ".join(rng.choices(WORDS, k=rng.randrange(60, 300)))
+            text = " ".join(rng.choices(words, often, k=rng.randrange(60, 300)))
             messages.append({"role": "user", "content": f"{number} {text}"})
             yield {"model": "m", "messages": messages}
             messages = [*messages, {"role": "assistant", "content": text[:200]}]
@@ -79,7 +82,7 @@ def run_lint(log: Path, _num_requests: int) -> str:
     from ramify.analysis import lint
 
     report = lint(log)
-    return f"{type(report).__name__}"
+    return f"{report.num_requests:,} requests, {len(report.findings)} findings"
 
 
 def run_simulate(log: Path, _num_requests: int) -> str:

@@ -12,6 +12,7 @@ from ramify.analysis.prompt_sides import Difference, Side
 from ramify.analysis.quoting import Excerpt
 from ramify.analysis.records import TextForm
 from ramify.analysis.templates import Templates
+from ramify.analysis.text_diff import common_prefix_len
 from ramify.analysis.verdicts import CauseName, Certainty
 
 MIN_RECOVERED = 16  # tokens behind a value in a user's message, so that the value is waste
@@ -59,6 +60,25 @@ class MessageWalk:
                 self._i, self._j = self._i + 1, self._j + 1
             else:
                 self._step()
+        if self._is_done and self._i < len(a) and self._j < len(b):
+            self._add_content()
+
+    def _add_content(self) -> None:
+        """The content at which the walk has stopped."""
+        if self.differences and self.differences[-1].cause is CauseName.COMPACTION:
+            return
+        had = self._corpus.text(self._a.normals[self._i])
+        got = self._corpus.text(self._b.normals[self._j])
+        start = max(0, common_prefix_len(had, got) - 16)
+        self.differences.append(
+            Difference(
+                CauseName.NEW_CONTENT,
+                Certainty.PROVED,
+                self._b.rest_path(self._j),
+                Excerpt(had, start, start + 100),
+                Excerpt(got, start, start + 100),
+            )
+        )
 
     @property
     def has_all_of_first(self) -> bool:

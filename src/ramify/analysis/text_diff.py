@@ -25,7 +25,7 @@ DATE_WORDS = frozenset(
     mittwoch donnerstag freitag samstag sonnabend sonntag mo di mi do fr sa so uhr janvier février mars
     avril juin juillet août septembre octobre novembre décembre lundi mardi mercredi jeudi vendredi
     samedi dimanche enero febrero marzo abril mayo junio julio agosto septiembre octubre noviembre
-    diciembre lunes martes miércoles jueves viernes sábado domingo""".split()
+    diciembre lunes martes miércoles jueves viernes sábado domingo settembre ottobre gennaio febbraio marzo aprile maggio giugno luglio agosto dicembre janeiro fevereiro junho julho setembro outubro novembro dezembro""".split()
 )
 _ORDINAL = re.compile(r"\d{1,4}(?:st|nd|rd|th|\.)?,?$", re.IGNORECASE)
 

@@ -14,6 +14,7 @@ import typer
 from ramify.cli.calibrate import calibrate
 from ramify.cli.chat import chat
 from ramify.cli.demo import demo
+from ramify.cli.explain import explain
 from ramify.cli.generate import generate
 from ramify.cli.info import info
 from ramify.cli.lint import lint
@@ -29,7 +30,19 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (serve, chat, keys, demo, generate, info, verify, lint, simulate, calibrate):
+for command in (
+    serve,
+    chat,
+    keys,
+    demo,
+    generate,
+    info,
+    verify,
+    lint,
+    explain,
+    simulate,
+    calibrate,
+):
     app.command()(command)
 
 

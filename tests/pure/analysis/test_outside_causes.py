@@ -241,3 +241,28 @@ def test_writes_that_nobody_reads_blame_the_writer() -> None:
     assert found[0].segment == "messages[1]"
     assert found[0].had == "500 tokens written"
     assert sorted(unread_writes(known, excused=[0])) == [1]
+
+
+def test_a_single_write_at_the_end_of_the_log_is_only_suspected() -> None:
+    """Its read may come after the log; ten minutes later it would have come."""
+    log = [request_of([HEAD], start=0, first=1)]
+    later = request_of([Block(tokens(70_000, 2000))], start=700, first=701)
+
+    assert unread_writes(facts_of("anthropic", log))[0].certainty == Certainty.SUSPECTED
+    assert unread_writes(facts_of("anthropic", [*log, later]))[0].certainty == Certainty.LIKELY
+
+
+def test_the_pause_counts_from_the_last_use() -> None:
+    """A conversation of two hours with a pause of 15 minutes is within OpenAI's range."""
+    block = Block(tokens(0, 2000))
+    log = [
+        request_of([block, turn(at)], model="gpt-4o", start=at * 500.0, end=at * 500.0 + 1)
+        for at in range(1, 16)
+    ]
+    log.append(request_of([block, turn(99)], model="gpt-4o", start=8400.0, end=8401.0))
+    known = facts_of("openai", log)
+
+    (cause,) = outside_causes(known, known.requests[15], MatchFacts(known.requests[14], 2000))
+
+    assert (cause.cause, cause.certainty) == ("ttl_expired", Certainty.SUSPECTED)
+    assert "log.jsonl:15, 899 s before" in cause.had

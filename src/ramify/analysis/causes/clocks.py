@@ -43,6 +43,21 @@ def looks_like_clock(value: str) -> bool:
     return len(dates) * 2 >= len(words) and (has_number or len(dates) >= 1)
 
 
+def names_date(line: str) -> bool:
+    """Whether a line names a month or a weekday."""
+    return any(len(word) > 3 and word.lower() in DATE_WORDS for word in _WORDS.findall(line))
+
+
+def grows_unevenly(values: Sequence[str]) -> bool:
+    """Whether values grow in the order of requests by different steps, as the parts of a time do."""
+    rows = [tuple(int(number) for number in _NUMBERS.findall(value)) for value in values]
+    if len(set(rows)) < 5 or not all(rows) or len(set(map(len, rows))) > 1:
+        return False
+    steps = [(b > a) - (b < a) for a, b in pairwise(rows)]
+    sizes = {b[-1] - a[-1] for a, b in pairwise(rows)}
+    return steps.count(1) >= 0.8 * (len(steps) - steps.count(0)) and len(sizes) > 2
+
+
 def follows_times(values: Sequence[str], times: Sequence[float | None]) -> bool:
     """Whether the numbers in the values are those of the request times, or grow in proportion.
 

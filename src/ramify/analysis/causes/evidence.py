@@ -11,7 +11,7 @@ from typing import Protocol
 from ramify.analysis.corpus import Corpus, StoredRequest
 from ramify.analysis.providers.conditions import Conditions
 from ramify.analysis.providers.conversations import single_requests
-from ramify.analysis.providers.prompts import SPLITS, Prediction, PromptLayout, ReplayPrompt
+from ramify.analysis.providers.prompts import SPLITS, Prediction, PromptLayout, ReplayPrompt, Timing
 from ramify.analysis.providers.replay import CacheModel, in_start_order
 from ramify.analysis.providers.rules import ModelRule
 from ramify.analysis.verdicts import Cause
@@ -145,6 +145,14 @@ class LogFacts:
             self.model.rule_of(ReplayPrompt.of(request)),
             self,
         )
+
+    def ends_within_lifetime(self, number: int) -> bool:
+        """Whether the log ends before the entries of a request would have expired."""
+        prompt = ReplayPrompt.of(self.requests[number])
+        timing, lifetime_s = Timing.of(prompt.request.info), self.model.rule_of(prompt).lifetime_s
+        if self.last_start_s is None or timing.lookup_s is None:
+            return True
+        return lifetime_s is None or self.last_start_s < timing.ready_s + lifetime_s
 
     def name(self, number: int | None) -> str:
         """File and line of a request."""

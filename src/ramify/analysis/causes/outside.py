@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
+from dataclasses import replace
 
 from ramify.analysis.causes.evidence import Evidence, LogFacts, MatchFacts, OutsideRule
 from ramify.analysis.causes.timing import (
@@ -61,6 +63,8 @@ def _ask(rules: tuple[OutsideRule, ...], evidence: Evidence) -> tuple[Cause, ...
 def unread_writes(log: LogFacts, excused: Collection[int] = ()) -> dict[int, Cause]:
     """Writes that were paid and never read, by request; only conversations of one request.
 
+    A single one at the end of the log is only suspected: a read may have come after the log.
+
     Args:
         log: the log.
         excused: requests whose entry a later request would have read but for another cause.
@@ -81,4 +85,10 @@ def unread_writes(log: LogFacts, excused: Collection[int] = ()) -> dict[int, Cau
             had=f"{prediction.num_unread} tokens written",
             got="never read",
         )
-    return found
+    places = Counter(cause.segment for cause in found.values())
+    return {
+        number: replace(cause, certainty=Certainty.SUSPECTED)
+        if places[cause.segment] == 1 and log.ends_within_lifetime(number)
+        else cause
+        for number, cause in found.items()
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ramify.analysis.causes.evidence import ESTIMATE_ERROR, Evidence
+from ramify.analysis.corpus import StoredRequest
 from ramify.analysis.providers.breakpoints import HOUR_S
 from ramify.analysis.providers.prompts import Timing
 from ramify.analysis.verdicts import Cause, CauseName, Certainty
@@ -33,21 +34,30 @@ class TtlExpired:
     def find(self, evidence: Evidence) -> Cause | None:
         """See `OutsideRule`."""
         prediction, rule = evidence.prediction, evidence.rule
-        start_s = evidence.request.info.start_s
-        if prediction.expired is None or start_s is None:
+        if prediction.expired is None or evidence.request.info.start_s is None:
             return None
         if not evidence.is_lost(prediction.read_if_kept):
             return None
-        written_s = evidence.log.requests[prediction.expired].info.start_s
-        gap_s = 0.0 if written_s is None else start_s - written_s
-        is_sure = evidence.is_billed_miss or gap_s >= (rule.lifetime_high_s or 0.0)
+        # The best match is the newest request that shares as much: it used the entry last.
+        last, lifetime_s = prediction.expired, rule.lifetime_s or 0.0
+        pause_s = _pause(evidence, evidence.facts.match)
+        if pause_s is not None and pause_s >= lifetime_s and evidence.facts.match is not None:
+            last = evidence.facts.match.number
+        else:
+            pause_s = _pause(evidence, evidence.log.requests[last]) or 0.0
+        is_sure = evidence.is_billed_miss or pause_s >= (rule.lifetime_high_s or 0.0)
         return Cause(
             CauseName.TTL_EXPIRED,
             Certainty.LIKELY if is_sure else Certainty.SUSPECTED,
             "",
-            had=f"written by {evidence.log.name(prediction.expired)}, {gap_s:.0f} s before",
-            got=f"lifetime {rule.lifetime_s or 0:.0f} s",
+            had=f"last used by {evidence.log.name(last)}, {pause_s:.0f} s before",
+            got=f"lifetime {lifetime_s:.0f} s",
         )
+
+
+def _pause(evidence: Evidence, earlier: StoredRequest | None) -> float | None:
+    """Seconds since an earlier request ended."""
+    return None if earlier is None else Timing.of(evidence.request.info).since(earlier.info)
 
 
 class BilledAfterPause:

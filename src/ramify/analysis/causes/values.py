@@ -11,7 +11,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
-from ramify.analysis.causes.clocks import follows_times, looks_like_clock
+from ramify.analysis.causes.clocks import (
+    follows_times,
+    grows_unevenly,
+    looks_like_clock,
+    names_date,
+)
 from ramify.analysis.records import SegmentKind
 from ramify.analysis.verdicts import CauseName, Certainty
 
@@ -34,6 +39,11 @@ class SlotEvidence:
     def line_before(self) -> str:
         """The part of the line before the value."""
         return self.before.rpartition("\n")[2]
+
+    @property
+    def line(self) -> str:
+        """The line around the value."""
+        return f"{self.line_before[-60:]} {self.after.partition(chr(10))[0][:40]}"
 
     @property
     def wide_before(self) -> str:
@@ -106,7 +116,14 @@ class ClockValue:
             return False
         if all(map(looks_like_clock, values)):
             return True
-        if follows_times(slot.values, slot.times):
+        if follows_times(slot.values, slot.times) or _AGO.match(slot.after):
+            return True
+        has_digits = all(any(map(str.isdigit, value)) for value in values)
+        if _UNITS.match(slot.after) and (has_digits or _CALENDAR.search(slot.line)):
+            return True
+        if has_digits and (_CALENDAR.search(slot.line) or names_date(slot.line)):
+            return not _is_random(values[0]) and not _STATE_WORDS.search(slot.line_before)
+        if grows_unevenly(slot.values) and not _names_other(slot):
             return True
         has_word = bool(_CLOCK_WORDS.search(slot.line_before[-60:]))
         return has_word and (
@@ -114,6 +131,16 @@ class ClockValue:
         )
 
 
+_UNITS = re.compile(
+    r"(?i) ?(?:hours?|minutes?|seconds?|heures?|horas?|minutos?|stunden|minuten|uhr|o'clock)\b"
+)
+_CALENDAR = re.compile(
+    r"(?i)\b(?:date|time|calendar|weekday|today|now|clock|heute|hoy|aujourd'hui|oggi|hoje|fecha|datum|"
+    r"fiscal week|week|shift)\b|年|月|時|現在"
+)
+_AGO = re.compile(
+    r"(?i) (?:second|minute|hour|day|week|month|year|min|sec)s? (?:ago|old|earlier)\b"
+)
 _CLOCK_WORDS = re.compile(
     r"(?i)\b(?:now|time|date|clock|today|timestamp|as of|datetime|heute|jetzt|uhrzeit|datum|fecha|hora|heure)"
     r"\b[^.\n]{0,30}$"
@@ -134,6 +161,12 @@ _CONTENT_WORDS = re.compile(
     r"question|query|input|document|doc|title|subject|email|mail|phone|address|text|answer|example|"
     r"page|article|price|amount|total|age|employee|patient|company|member|contract|case)\b[^.\n]{0,24}$"
 )
+
+
+def _names_other(slot: SlotEvidence) -> bool:
+    """Whether the text before the value says that it is a state, an id or content."""
+    line = slot.line_before[-60:]
+    return any(words.search(line) for words in (_STATE_WORDS, _ID_WORDS, _CONTENT_WORDS))
 
 
 class StateValue:
@@ -207,10 +240,13 @@ def _is_volatile(slot: SlotEvidence, cause: CauseName) -> bool:
     if cause is CauseName.BILLING_HEADER:
         return True
     named_content = bool(_CONTENT_WORDS.search(slot.line_before))
-    if slot.kind is SegmentKind.MESSAGE:
+    role = slot.label.partition(" ")[0]
+    if slot.kind is SegmentKind.MESSAGE and role not in ("system", "developer"):
         rule = _MESSAGE_WORDS.get(cause)
         return rule is not None and bool(rule.search(slot.line_before)) and not named_content
-    if named_content and cause is not CauseName.CLOCK:
+    if cause is CauseName.CLOCK:
+        return True
+    if named_content:
         return False
     repeats = sum(a == b for a, b in pairwise(slot.values))
     return slot.distinct_share > 0.5 or repeats * 2 < len(slot.values)
