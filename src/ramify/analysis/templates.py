@@ -135,12 +135,14 @@ class Templates:
 
     def _mask(self, template: Template, normal: int, causes: frozenset[str] | None) -> int:
         text, parts, at = self._corpus.text(normal), [], 0
+        constant = self._corpus.text(template.unit)
         for slot, place in zip(template.slots, self.slot_places(template, normal), strict=True):
             verdict = slot.verdict
             if place is None or verdict is None or not verdict.is_volatile or verdict.cause is None:
                 continue
             if causes is None or verdict.cause in causes:
-                parts += [text[at : place[0]], f"<{verdict.cause}>"]
+                # The first member's value: a constant with as many tokens as the others.
+                parts += [text[at : place[0]], constant[slot.start : slot.end]]
                 at = place[1]
         return self._store(normal, "".join([*parts, text[at:]])) if parts else normal
 

@@ -213,12 +213,29 @@ def _is_random(value: str) -> bool:
     return bare.isdigit() and len(bare) >= 4
 
 
+class UnnamedNumber:
+    """A number before the messages that grows with the requests, and no word says what it is."""
+
+    cause = CauseName.CLOCK
+
+    def is_met(self, slot: SlotEvidence) -> bool:
+        """See `ValueRule`."""
+        if slot.kind is SegmentKind.MESSAGE and not slot.label.startswith(("system", "developer")):
+            return False
+        numbers = [re.findall(r"\d+", value) for value in slot.values]
+        if not all(numbers) or max(map(len, slot.values)) > 24 or _names_other(slot):
+            return False
+        rows = [tuple(map(int, row)) for row in numbers]
+        return len(rows) > 1 and all(a <= b for a, b in pairwise(rows))
+
+
 VALUE_RULES: tuple[ValueRule, ...] = (
     BillingHeader(),
     PathValue(),
     ClockValue(),
     StateValue(),
     RandomId(),
+    UnnamedNumber(),
 )
 
 
