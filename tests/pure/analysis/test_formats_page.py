@@ -9,7 +9,7 @@ from ramify.analysis.formats import FORMATS
 from ramify.analysis.log_files import read_log
 from ramify.analysis.reading import ReadQuality
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "analysis_formats.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "logs.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"^```(jsonl|csv|text) ([\w-]+)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 

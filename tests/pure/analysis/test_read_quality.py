@@ -1,29 +1,18 @@
-"""The page about logs names every format, and errors name the way out."""
+"""Errors name the way out; what was not read is JSON."""
 
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 
-from ramify.analysis.formats import FORMATS
 from ramify.analysis.formats.claude_code import HISTORY_ONLY
 from ramify.analysis.linting import lint
 from ramify.analysis.reading import ReadQuality
 from ramify.analysis.simulation.calls import simulate
 from ramify.errors import LogError
 from tests.pure.analysis.test_format_claude_code import session
-
-PAGE = Path(__file__).parents[3] / "docs" / "logs.md"
-
-
-def test_the_page_has_a_row_for_each_format() -> None:
-    """In its table; no name of a format that is gone."""
-    names = re.findall(r"^\| `([a-z][a-z-]+)` \|", PAGE.read_text("utf-8"), re.MULTILINE)
-
-    assert sorted(names) == sorted(known.name for known in FORMATS)
 
 
 def test_a_log_without_prompts_names_the_way_out(tmp_path: Path) -> None:
