@@ -1,0 +1,1 @@
+"""What an analysis looks like: terminal, JSON, Markdown, HTML and SARIF."""
