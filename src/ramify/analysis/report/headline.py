@@ -1,0 +1,48 @@
+"""The report's first sentence: a number with its unit, denominator and baseline."""
+
+from __future__ import annotations
+
+from ramify.analysis.report.document import Analysis
+from ramify.analysis.report.wording import count, duration, money, percent, plural
+
+HOUR_S = 3600.0
+
+
+def headline(analysis: Analysis) -> str:
+    """What was read, what could have been, and what the difference costs."""
+    size = f"{plural(analysis.lint.num_requests, 'request')}, {count(analysis.num_input)} input tokens"
+    base = analysis.rate("reported") or analysis.rate("by_rule")
+    possible = analysis.rate("possible")
+    sentences = [f"{size}."]
+    if base is not None:
+        source = (
+            "were read from a cache, as the log reports"
+            if base.name == "reported"
+            else f"are read under the rule of {analysis.lint.provider}"
+        )
+        sentences.append(f"{percent(base.share)} {source}.")
+    if possible is not None:
+        sentences.append(
+            f"{percent(possible.share)} were possible with all causes mended and nothing evicted."
+        )
+    saving = analysis.lint.saving_all
+    if saving.tokens > 0:
+        sentences.append(f"Mending all findings saves {_saving(analysis)}.")
+    return " ".join(sentences)
+
+
+def _saving(analysis: Analysis) -> str:
+    saving = analysis.lint.saving_all
+    parts = [f"{count(saving.tokens)} tokens"]
+    if analysis.num_input:
+        parts.append(f"{percent(saving.tokens / analysis.num_input)} of the input")
+    if saving.money is not None:
+        parts.append(money(saving.money))
+    text = ", ".join(parts)
+    if analysis.duration_s and analysis.duration_s >= HOUR_S / 60:
+        hours = analysis.duration_s / HOUR_S
+        rate = f"{count(saving.tokens / hours)} tokens"
+        if saving.money is not None:
+            rate += f" and {money(saving.money / hours)}"
+        text += f" in {duration(analysis.duration_s)}: {rate} an hour"
+    return text

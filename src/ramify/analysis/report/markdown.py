@@ -1,0 +1,68 @@
+"""The report as Markdown, for issues and reviews."""
+
+from __future__ import annotations
+
+from ramify.analysis.report.document import Analysis
+from ramify.analysis.report.headline import headline
+from ramify.analysis.report.wording import count, money, percent, plural
+from ramify.analysis.verdicts import Finding
+
+MAX_FINDINGS = 20
+
+
+def analysis_as_markdown(analysis: Analysis) -> str:
+    """Headline, hit rates and findings."""
+    lines = [f"## Cache analysis of {_inline(analysis.title)}", "", headline(analysis), ""]
+    for warning in analysis.warnings:
+        lines += [f"> {warning}", ""]
+    if analysis.rates:
+        lines += ["| hit rate | share | of input tokens |", "|---|---|---|"]
+        lines += [
+            f"| {rate.name.replace('_', ' ')} | {percent(rate.share)} | {rate.num_input:,} |"
+            for rate in analysis.rates
+        ]
+        lines.append("")
+    for number, finding in enumerate(analysis.lint.findings[:MAX_FINDINGS]):
+        lines += [finding_as_markdown(finding, number), ""]
+    more = len(analysis.lint.findings) - MAX_FINDINGS
+    if more > 0:
+        lines += [f"{plural(more, 'more finding')} left out.", ""]
+    lines.append(f"Made with `ramify analyze`, Ramify {analysis.version}.")
+    return "\n".join(lines) + "\n"
+
+
+def finding_as_markdown(finding: Finding, number: int) -> str:
+    """A finding with its quotes."""
+    saving = finding.saving
+    dollars = "" if saving.money is None else f", {money(saving.money)}"
+    place = f" in `{finding.segment}`" if finding.segment else ""
+    lines = [
+        f"### {number + 1}. `{finding.cause}`{place} ({finding.certainty})",
+        "",
+        f"{plural(finding.num_requests, 'request')}, {count(finding.tokens_lost)} tokens lost; "
+        f"mending saves {count(saving.tokens)} tokens ({count(saving.low)} to "
+        f"{count(saving.high)}{dollars}).",
+        "",
+        f"**Change:** {finding.change}",
+    ]
+    example = finding.example
+    if example.had or example.got:
+        fence = "`" * (3 + max(_longest_run(example.had), _longest_run(example.got)))
+        lines += ["", fence + "diff", *_diff("-", example.had), *_diff("+", example.got), fence]
+    return "\n".join(lines)
+
+
+def _diff(sign: str, text: str) -> list[str]:
+    return [f"{sign} {line}" for line in text.splitlines() or [""]]
+
+
+def _longest_run(text: str) -> int:
+    longest = run = 0
+    for letter in text:
+        run = run + 1 if letter == "`" else 0
+        longest = max(longest, run)
+    return longest
+
+
+def _inline(text: str) -> str:
+    return text.replace("\n", " ").replace("`", "'")

@@ -1,0 +1,51 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+
+def count(value: float) -> str:
+    """`12,345`; from 100,000 on `123 K`, `1.23 M`, `4.56 G`."""
+    if abs(value) < 100_000:
+        return f"{value:,.0f}"
+    for unit, size in (("G", 1e9), ("M", 1e6), ("K", 1e3)):
+        if abs(value) >= size:
+            return f"{value / size:.3g} {unit}" if abs(value) < 999.5 * size else _next(value, size)
+    return f"{value:,.0f}"
+
+
+def _next(value: float, size: float) -> str:
+    return f"{value / (size * 1000):.3g} {'M' if size == 1e3 else 'G'}"
+
+
+def percent(share: float) -> str:
+    """`37.3 %`; more digits where it would read as 0 or 100."""
+    value = 100 * share
+    if 0 < abs(value) < 0.05:
+        return "< 0.1 %" if value > 0 else "> -0.1 %"
+    if 99.95 <= value < 100:
+        return "> 99.9 %"
+    return f"{value:.1f} %"
+
+
+def money(dollars: float) -> str:
+    """`$1.23`; fractions of a cent with two digits."""
+    sign = "-" if dollars < 0 else ""
+    size = abs(dollars)
+    if size >= 1000:
+        return f"{sign}${size:,.0f}"
+    if size >= 0.01 or size == 0:
+        return f"{sign}${size:.2f}"
+    return f"{sign}${size:.2g}"
+
+
+def duration(seconds: float) -> str:
+    """`45 s`, `5 min`, `2.5 h`, `3 d`."""
+    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def plural(number: int, noun: str) -> str:
+    """`1 request`, `2 requests`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
