@@ -19,7 +19,7 @@ export PYTHON TORCH_ARGS
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-pure check format options bench bench-attention bench-core bench-engine \
-  bench-decode bench-step bench-first-token bench-busy-cores perf attack clients soak-core soak-engine accuracy cover-core gpu-check native \
+  bench-decode bench-step bench-first-token bench-busy-cores bench-analysis perf attack clients soak-core soak-engine accuracy cover-core gpu-check native \
   test-native clean FORCE
 
 help:  ## this list
@@ -48,8 +48,9 @@ format: $(DEV)  ## rewrite what ruff can
 	@$(BIN)/ruff check --fix --exit-zero
 	@$(BIN)/ruff format
 
-options: $(DEV)  ## rewrite docs/options.md from the code
+options: $(DEV)  ## rewrite docs/options.md and docs/models.md from code and tests
 	@PYTHONPATH=src $(BIN)/python scripts/options_table.py
+	@PYTHONPATH=src:. $(BIN)/python scripts/models_table.py
 
 bench: $(DEV)  ## Ramify beside Hugging Face generate on shared prefixes
 	@$(BIN)/python benchmarks/shared_prefix.py $(ARGS)
@@ -76,6 +77,9 @@ bench-first-token: $(DEV)  ## time to first token of a server under load, beside
 
 bench-busy-cores: $(DEV)  ## small requests on idle cores and beside a busy loop
 	@$(BIN)/python benchmarks/busy_cores.py $(ARGS)
+
+bench-analysis: $(DEV)  ## the analyser on 10^5 prompts and 10^6 hashed requests: time and memory
+	@PYTHONPATH=src $(BIN)/python benchmarks/analysis_scale.py $(ARGS)
 
 perf: $(DEV)  ## this tree beside the stored baseline; fails when it is slower
 	@$(BIN)/python benchmarks/perf.py $(ARGS)

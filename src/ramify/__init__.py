@@ -9,6 +9,8 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ramify.errors import MissingPackageError
+
 if TYPE_CHECKING:
     from ramify.attention.blocks.attention_block import RadixAttentionBlock
     from ramify.attention.blocks.paged_kv_cache import RadixAttentionWithPagedKVCache
@@ -72,4 +74,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    try:
+        return getattr(import_module(_HOMES[name]), name)
+    except ModuleNotFoundError as error:
+        missing = MissingPackageError.of(error)
+        if missing is None:
+            raise
+        raise missing from error

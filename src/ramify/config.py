@@ -41,8 +41,14 @@ class ModelSection:
     # ships with the package: every command works without a download
     model: str = option(
         "ramify-tiny",
-        "Checkpoint directory, id of a model in the Hugging Face cache, or "
+        "Checkpoint directory, id of a Hugging Face model (downloaded if it is not cached), or "
         "`ramify-tiny`, which is part of the package.",
+    )
+    revision: str | None = option(
+        None, "Branch, tag or commit of a Hugging Face model. `None`: its main branch."
+    )
+    offline: bool = option(
+        False, "Never download a model; `HF_HUB_OFFLINE=1` in the environment does the same."
     )
     dtype: str = option(
         "auto",

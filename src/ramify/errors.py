@@ -4,6 +4,7 @@ RamifyError
 ├─ ConfigError                    an option has a value that cannot work
 │  ├─ UnknownOptionError          there is no such option
 │  ├─ PoolTooSmallError           the pool cannot hold a single request
+│  ├─ RulesError                  a file of cache rules and prices cannot be used
 │  └─ UnsupportedBackendError     no attention backend can serve this model and device
 ├─ ModelError                     a checkpoint cannot be used
 │  ├─ CheckpointError             files are missing, truncated or contradict each other
@@ -27,8 +28,10 @@ RamifyError
 │  ├─ SlotOutOfRangeError         a slot that no page of the pool has
 │  ├─ PageOwnershipError          a page was given back or published by a caller that does not own it
 │  └─ InvariantError              check() found a contradiction: a bug in Ramify
+├─ LogError                       a log of requests cannot be read, or lacks what a command needs
 ├─ StepMemoryError                a forward pass ran out of memory
 ├─ StepFailedError                a request failed in its steps; its caller was notified
+├─ MissingPackageError            a package of one of Ramify's extras is not installed
 ├─ ConcurrentCallError            a second thread called what one thread at a time may use
 ├─ DrainingError                  the engine is shutting down and takes no new requests
 └─ EngineStoppedError             the engine was closed, or a bug has ended it
@@ -76,6 +79,10 @@ class PoolTooSmallError(ConfigError):
             f"kv_cache_tokens={num_tokens} is {num_tokens // page_size} pages of {page_size}: "
             f"{reason}; raise kv_cache_tokens or kv_cache_memory, or lower page_size"
         )
+
+
+class RulesError(ConfigError):
+    """A file of cache rules and prices cannot be used, or has no rules for a provider."""
 
 
 class UnsupportedBackendError(ConfigError):
@@ -262,6 +269,10 @@ class InvariantError(CacheError):
     """`check()` found a contradiction: a bug in Ramify."""
 
 
+class LogError(RamifyError, ValueError):
+    """A log of requests cannot be read, or lacks what a command needs."""
+
+
 class StepMemoryError(RamifyError, MemoryError):
     """A forward pass, or a copy of pages, ran out of memory; the step had no effect."""
 
@@ -275,6 +286,25 @@ class StepMemoryError(RamifyError, MemoryError):
 
 class StepFailedError(RamifyError):
     """A request failed in its steps, or by a fault of the engine; its pages are released."""
+
+
+ENGINE_PACKAGES = (
+    "torch", "safetensors", "tokenizers", "prometheus_client", "starlette", "uvicorn"
+)  # fmt: skip
+
+
+class MissingPackageError(RamifyError, ImportError):
+    """A package of one of Ramify's extras is not installed."""
+
+    def __init__(self, package: str, extra: str) -> None:
+        super().__init__(f"{package} is not installed; run: pip install 'ramify[{extra}]'")
+        self.package, self.extra = package, extra
+
+    @classmethod
+    def of(cls, error: ModuleNotFoundError) -> MissingPackageError | None:
+        """The error to raise for a failed import; None if the module is in no extra."""
+        package = (error.name or "").split(".")[0]
+        return cls(package, "cpu") if package in ENGINE_PACKAGES else None
 
 
 class ConcurrentCallError(RamifyError):

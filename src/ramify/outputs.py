@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -167,6 +168,7 @@ class RequestOutput:
     metrics: RequestMetrics
     cache: CacheReport
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # the first token has none
+    prompt_embedding: array[float] | None = None  # [hidden_size] float32
     error: Exception | None = field(default=None, compare=False)
 
     @property

@@ -214,6 +214,7 @@ class SamplingParams:
             or those of these texts. A stop token is never part of the text.
         logprobs: likeliest tokens to report per output token; None reports none.
         prompt_logprobs: the same for the prompt; such a request reads nothing from the cache.
+        prompt_embedding: report the hidden state of the prompt's last token; see `LLM.embed`.
 
     Raises:
         InvalidParamsError: a value is outside its range.
@@ -241,6 +242,7 @@ class SamplingParams:
     keep_special_tokens: bool | tuple[str, ...] | list[str] = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    prompt_embedding: bool = False
 
     def __post_init__(self) -> None:
         if not _is_number(self.temperature) or not 0.0 <= self.temperature < float("inf"):

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from ramify.engine.step import SampledTokens, StepPlan, StepResult
 from ramify.errors import ConfigError
-from ramify.models.config import FAMILIES, ModelConfig
+from ramify.models.config import ModelConfig
+from ramify.models.families import FAMILIES
 from ramify.outputs import TokenLogprob
 
 if TYPE_CHECKING:
@@ -55,6 +56,9 @@ def fake_next_token(
     for token in context:
         chain = _link(chain, token)
     return _answer(chain, vocab_size, draw)
+
+
+FAKE_EMBEDDING_SIZE = 16
 
 
 class FakeExecutor:
@@ -144,7 +148,14 @@ class FakeExecutor:
             )
             for score in plan.prompt_logprobs
         }
-        return StepResult(drawn, scored)
+        # The same context has the same vector.
+        embeddings = {
+            spec.request_id: np.random.default_rng(int(self._chains[slots[spec.row]]))
+            .standard_normal(FAKE_EMBEDDING_SIZE)
+            .astype(np.float32)
+            for spec in plan.embeddings
+        }
+        return StepResult(drawn, scored, embeddings=embeddings)
 
     def zero_pages(self, pages: Sequence[int]) -> None:
         """See `Executor.zero_pages`."""

@@ -21,9 +21,10 @@ from ramify.attention.backends.eager import EagerBackend
 from ramify.attention.exactness import ProbeStore
 from ramify.engine.llm import LLM
 from ramify.errors import CheckpointError, UnsupportedModelError
-from ramify.models.deepseek_config import MoeConfig
-from ramify.models.loader import load_model, load_weights, read_config
+from ramify.models.checkpoint_tensors import load_weights
+from ramify.models.loader import load_model, read_config
 from ramify.models.moe import route
+from ramify.models.moe_config import MoeConfig
 from ramify.outputs import RequestOutput
 from ramify.params import SamplingParams
 from tests.cpu.deepseek_cases import BASE, CONFIGS, Oracle, prompts, save_oracle

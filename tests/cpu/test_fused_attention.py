@@ -23,7 +23,7 @@ from ramify.engine.step import StepPlan
 from ramify.kernels.cpu import threads
 from ramify.kv.block_table import PagedBlockTable
 from ramify.kv.pool import KVPool
-from ramify.models.decoder import Decoder
+from ramify.models.decoder import CausalDecoder, Decoder
 from ramify.models.kv_cache_spec import attention_spec, kv_layout
 from ramify.models.loader import load_model
 from ramify.models.ops.cpu_layer_attention import FusedAttention
@@ -56,22 +56,26 @@ def runner_of(
     return ModelRunner(model, pool, CpuBackend(spec_of(model, plane_dtype), torch.device("cpu")))
 
 
-def spec_of(model: Decoder, kv_dtype: torch.dtype) -> AttentionSpec:
+def spec_of(model: CausalDecoder, kv_dtype: torch.dtype) -> AttentionSpec:
     return attention_spec(
         model.config, page_size=PAGE, dtype=model.dtype, exact=True, kv_dtype=kv_dtype
     )
 
 
+def layers_of(runner: ModelRunner) -> FusedLayers:
+    assert isinstance(runner.model, Decoder)
+    assert isinstance(runner.model.layers, FusedLayers)
+    return runner.model.layers
+
+
 def fused_attention_of(runner: ModelRunner) -> FusedAttention | None:
     """What attends inside the fused layers of this runner's steps."""
-    assert isinstance(runner.model.layers, FusedLayers)
-    return runner.model.layers._fused_attention(runner.backend, runner.pool)
+    return layers_of(runner)._fused_attention(runner.backend, runner.pool)
 
 
 def call_attention_by_layer(runner: ModelRunner) -> None:
     """Never attend inside the fused layers."""
-    assert isinstance(runner.model.layers, FusedLayers)
-    runner.model.layers._fused_attention = lambda *_: None  # type: ignore[method-assign]
+    layers_of(runner)._fused_attention = lambda *_: None  # type: ignore[method-assign]
 
 
 def plan_of(shares: list[tuple[int, int]], *, shared: int = 0, seed: int = 0) -> StepPlan:
@@ -274,14 +278,13 @@ def test_a_model_keeps_no_pool_alive(folder: Path) -> None:
     """A runner that is gone leaves nothing of its K/V behind, whatever else uses the model."""
     runner = runner_of(folder, "llama", "float32")
     outcome(runner, CASES["several"])
-    model, pool = runner.model, weakref.ref(runner.pool)
+    layers, pool = layers_of(runner), weakref.ref(runner.pool)
 
     del runner
     gc.collect()
 
     assert pool() is None
-    assert isinstance(model.layers, FusedLayers)
-    assert not model.layers._attention
+    assert not layers._attention
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from ramify.attention.exactness import ProbeStore
 from ramify.errors import CheckpointError, UnsupportedModelError
 from ramify.models.config import ModelConfig
+from ramify.models.dense_variant import LLAMA
 from ramify.models.loader import load_model
 from ramify.models.ops.protocol import ForwardStep
 from ramify.testing import TinyFamily, write_tiny_checkpoint
@@ -36,6 +37,17 @@ VARIANTS: dict[str, tuple[TinyFamily, dict[str, Any]]] = {
     "llama, llama3 rope": ("llama", {"rope_scaling": LLAMA3}),
     "llama, linear rope": ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
     "llama, dynamic rope": ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}),
+    "llama, yarn rope": (
+        "llama",
+        {
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+            }
+        },
+    ),
+    "llama, gelu": ("llama", {"hidden_act": "gelu"}),
     "llama, new style": (
         "llama",
         {"rope_theta": None, "rope_parameters": LLAMA3 | {"rope_theta": 500.0}, "dtype": "float32"},
@@ -215,7 +227,8 @@ def test_absent_fields_get_the_familys_defaults() -> None:
     assert (config.bos_token_id, config.eos_token_ids) == (1, (2,))
     assert config.torch_dtype == "float32"
     assert config.window_of(0) is None
-    assert not (config.attention_bias or config.o_bias or config.mlp_bias or config.qk_norm)
+    assert not (config.attention_bias or config.o_bias or config.mlp_bias)
+    assert config.variant == LLAMA
 
 
 def test_model_type_stands_in_for_architectures() -> None:
@@ -246,9 +259,9 @@ def test_windows_are_per_layer() -> None:
     [
         ({"architectures": ["MambaForCausalLM"]}, "LlamaForCausalLM, MistralForCausalLM"),
         ({"architectures": ..., "model_type": "gpt2"}, "gpt2"),
-        ({"hidden_act": "gelu"}, "gelu"),
+        ({"hidden_act": "relu2"}, "relu2"),
         ({"quantization_config": {"bits": 4}}, "quantised"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "longrope"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"is_causal": False}, "is_causal is False"),
         ({"model_type": "mistral"}, "names LlamaForCausalLM, but model_type is 'mistral'"),

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from ramify.attention.exactness import ProbeStore, row_by_row
 from ramify.config import OPS as OPS_NAMES
 from ramify.errors import ConfigError
+from ramify.models.checkpoint_tensors import load_weights
 from ramify.models.decoder import Decoder
 from ramify.models.dense import DENSE
-from ramify.models.loader import FAMILIES, load_model, load_weights, read_config
+from ramify.models.loader import FAMILIES, load_model, read_config
 from ramify.models.ops import cpu_ops, registry
 from ramify.models.ops.cpu_ops import CpuOps
 from ramify.models.ops.layer_loop import LayerLoop
@@ -109,7 +109,7 @@ def test_layers_that_differ_are_called_one_by_one(tmp_path: Path) -> None:
     pytest.importorskip("numba", reason="the kernels need the extra ramify[cpu]")
     path = write_tiny_checkpoint(tmp_path, "llama", tokenizer=False, num_hidden_layers=2)
     config = read_config(path)
-    weights: dict[str, Tensor] = load_weights(path, config, dtype=torch.float32)
+    weights = dict(load_weights(path, config, dtype=torch.float32))
     mlp = "model.layers.1.mlp."
     for name in ("gate_proj", "up_proj"):
         weights[f"{mlp}{name}.weight"] = weights[f"{mlp}{name}.weight"][:-16]

@@ -15,12 +15,12 @@ from torch import Tensor
 from ramify.attention.backends.cpu import CpuBackend
 from ramify.attention.exactness import PROBE_ROW_COUNTS, batch_variant_row_counts
 from ramify.errors import ConfigError
-from ramify.models.config import RopeConfig
 from ramify.models.ops.cpu_linear import PackedLinear, packed_gemm_supports
 from ramify.models.ops.cpu_rope import QKNormRope
 from ramify.models.ops.functional import apply_rotary, rms_norm, silu_and_mul
 from ramify.models.ops.protocol import Heads
 from ramify.models.rope import RotaryTable
+from ramify.models.rope_config import RopeConfig
 from tests.cpu.attention_cases import spec_of
 
 pytest.importorskip("numba", reason="the kernels need the extra ramify[cpu]")

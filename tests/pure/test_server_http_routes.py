@@ -1,8 +1,10 @@
 """Paths and methods: aliases without /v1, 405 with `Allow`, HEAD, CORS, routes not yet served."""
 
+import base64
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ramify.server.app import Server
@@ -148,15 +150,63 @@ def test_models_have_a_display_name() -> None:
     assert listed["data"][0]["display_name"] == single["display_name"] == "tiny"
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["/v1/embeddings", "/embeddings", "/v1/score", "/score", "/rerank", "/v2/rerank", "/pooling"],
-)
-def test_what_no_model_here_can_do_is_refused_with_the_reason(path: str) -> None:
-    """400, which clients do not retry; another model's name is 404 as everywhere."""
-    served = ask(path, {"model": "tiny", "input": ["x"]})
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/embeddings", "/pooling"])
+def test_embeddings_are_unit_vectors(path: str) -> None:
+    """One for each input, equal for equal inputs, as numbers or base64; another model is 404."""
+    answer = ask(path, {"model": "tiny", "input": ["a b", "c", "a b"]}).json
+    encoded = ask(path, {"model": "tiny", "input": "a b", "encoding_format": "base64"}).json
+    shorter = ask(path, {"model": "tiny", "input": "a b", "dimensions": 4}).json
     unknown = ask(path, {"model": "bge", "input": ["x"]})
 
-    assert (served.status, served.json["error"]["code"]) == (400, "model_not_supported")
-    assert "does not support" in served.json["error"]["message"]
+    first, second, third = (np.array(item["embedding"]) for item in answer["data"])
+    assert np.linalg.norm(first) == pytest.approx(1, abs=1e-6)
+    assert first.tolist() == third.tolist() != second.tolist()
+    decoded = np.frombuffer(base64.b64decode(encoded["data"][0]["embedding"]), "<f4")
+    assert decoded.tolist() == pytest.approx(first.tolist())
+    assert shorter["data"][0]["embedding"] == pytest.approx(
+        (first[:4] / np.linalg.norm(first[:4])).tolist()
+    )
+    assert answer["usage"]["prompt_tokens"] == answer["usage"]["total_tokens"] > 0
     assert (unknown.status, unknown.json["error"]["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/v1/embeddings", {"input": []}, "input is empty"),
+        ("/v1/embeddings", {"input": ["a", ""]}, "none of them empty"),
+        ("/v1/embeddings", {"input": "a", "dimensions": 5000}, "dimensions is 5000"),
+        ("/v1/embeddings", {"input": [-1]}, "-1 is no token id"),
+        ("/v1/score", {"text_1": ["a", "b"], "text_2": ["c", "d", "e"]}, "text_1 has 2 texts"),
+        ("/v1/rerank", {"query": "a", "documents": []}, "no document"),
+    ],
+)
+def test_bad_inputs_of_embeddings_are_named(path: str, body: dict, message: str) -> None:
+    """400 with the field, and nothing is left behind."""
+    refused = ask(path, {"model": "tiny", **body})
+
+    assert refused.status == 400
+    assert message in refused.json["error"]["message"]
+
+
+def test_scores_and_ranks_are_cosine_similarities() -> None:
+    """Of the embeddings of the same texts."""
+    texts = ["q", "d e", "f", "q"]
+    vectors = np.array(
+        [item["embedding"] for item in ask("/v1/embeddings", {"input": texts}).json["data"]]
+    )
+    expected = vectors[1:] @ vectors[0]
+
+    scores = ask("/score", {"text_1": "q", "text_2": texts[1:]}).json["data"]
+    ranked = ask(
+        "/v2/rerank",
+        {"query": "q", "documents": texts[1:], "top_n": 2, "return_documents": True},
+    ).json["results"]
+
+    assert [item["score"] for item in scores] == pytest.approx(expected.tolist(), abs=1e-6)
+    assert ranked[0] == {
+        "index": 2,
+        "relevance_score": pytest.approx(1, abs=1e-6),
+        "document": {"text": "q"},
+    }
+    assert len(ranked) == 2

@@ -12,9 +12,12 @@ import httpx2 as httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from ramify.analysis.log_files import read_log
+from ramify.analysis.reading import ReadQuality
 from ramify.engine.core import EngineCore
 from ramify.errors import ConfigError
 from ramify.outputs import StepOutput
+from ramify.server.cache_miss import REASONS
 from ramify.server.generation import Generation
 from ramify.server.operations.load_monitor import LoadMonitor, LoadSnapshot
 from ramify.server.operations.metrics import Metrics
@@ -309,14 +312,42 @@ def test_the_record_has_hashes_and_whole_lines(empty: Live, tmp_path: Path) -> N
     first, second = (json.loads(line) for line in path.read_text().splitlines())
     assert path.stat().st_mode & 0o077 == 0
     assert set(first) == {
-        "timestamp", "tenant", "input_length", "output_length", "page_size", "hash_ids", "hit"
+        "timestamp", "id", "tenant", "input_length", "output_length", "page_size", "hash_ids", "hit",
+        "end", "total_ms", "ttft_ms", "read", "shared", "written", "miss",
     }  # fmt: skip
+    assert first["hit"] == first["read"] + first["shared"]
+    assert 0 < first["ttft_ms"] <= first["total_ms"]
+    assert first["end"] == "length"
+    assert first["miss"]["reason"] in REASONS.values()
     common = len(ids(ROME)) // 4 - 1
     assert first["hash_ids"][:common] == second["hash_ids"][:common]
     assert first["hash_ids"][-1] != second["hash_ids"][-1]
     assert len(first["hash_ids"]) == first["input_length"] // 4
     [entry, _] = (json.loads(line) for line in (tmp_path / "full.jsonl").read_text().splitlines())
     assert TOKENIZER.decode(entry["token_ids"]) == ROME + "Who built it?"
+
+
+def test_the_analyser_reads_the_record(empty: Live, tmp_path: Path) -> None:
+    """A request a line, with times, hits and hashes; another salt shares no hash."""
+    path = tmp_path / "record.jsonl"
+    file = LineFile(path)
+    recorder = lambda generation: file.write(trace_line(generation))  # noqa: E731
+    empty.server.service.listeners.append(recorder)
+    empty.ask(ROME)
+    empty.ask(ROME)
+    empty.ask(ROME, cache_salt="pepper")
+    empty.server.service.listeners.remove(recorder)
+
+    quality = ReadQuality()
+    cold, warm, salted = read_log(path, quality=quality)
+
+    assert quality.formats == {"ramify-record": 3}
+    assert (cold.hashed, warm.usage.num_read) == (warm.hashed, (len(ids(ROME)) - 1) // 4 * 4)
+    assert cold.hashed is not None and salted.hashed is not None
+    assert not set(cold.hashed.block_ids) & set(salted.hashed.block_ids)
+    times = (cold.start_s, cold.first_output_s, cold.end_s, warm.end_s)
+    assert None not in times and list(times) == sorted(times)  # type: ignore[type-var]
+    assert salted.verdict is not None and salted.usage.num_read == 0
 
 
 def test_a_full_disk_stops_no_request(caplog: pytest.LogCaptureFixture) -> None:

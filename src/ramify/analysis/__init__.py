@@ -2,6 +2,35 @@
 
 `formats` turn the rows of a log into `records`; `corpus` stores each text once. `sharing` has the tree
 of prefixes, `causes` say why a request could not read what an earlier one wrote, `providers` have the
-cache rules of vendors and engines, `savings` replays a mended log, `simulate` a cache of finite
+cache rules of vendors and engines, `savings` replays a mended log, `simulation` a cache of finite
 capacity, `report` draws all of it. No torch.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ramify.analysis.linting import lint
+    from ramify.analysis.log_files import read_log
+    from ramify.analysis.sharing.prefix_matcher import RequestPrefixMatcher
+    from ramify.analysis.sharing.request_tree import RequestTree
+    from ramify.analysis.simulation.calls import simulate
+
+__all__ = ["RequestPrefixMatcher", "RequestTree", "lint", "read_log", "simulate"]
+
+_MODULES = {
+    "RequestPrefixMatcher": "ramify.analysis.sharing.prefix_matcher",
+    "RequestTree": "ramify.analysis.sharing.request_tree",
+    "lint": "ramify.analysis.linting",
+    "read_log": "ramify.analysis.log_files",
+    "simulate": "ramify.analysis.simulation.calls",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a call when it is used: the package itself loads nothing."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)

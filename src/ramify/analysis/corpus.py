@@ -19,6 +19,7 @@ from ramify.analysis.tokens import EstimatingTokenizer, PrefixHasher, Tokenizer,
 T = TypeVar("T")
 
 MEMORY_BYTES = 256 << 20  # of texts and token arrays that are kept beside the file
+RECENT_BYTES = 400  # of a segment beside its text
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +71,10 @@ class Corpus:
         self._file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the corpus
         weakref.finalize(self, self._file.close)
         self._file_bytes = 0
-        self._texts: _ByteLru[str] = _ByteLru(memory_bytes // 2)
+        self._texts: _ByteLru[str] = _ByteLru(memory_bytes * 3 // 8)
         self._tokens: _ByteLru[Tokens] = _ByteLru(memory_bytes // 2)
+        self._recent: dict[int, tuple[Segment, int]] = {}  # by id, which the segment keeps its own
+        self._recent_bytes, self._max_recent_bytes = 0, memory_bytes // 8
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -98,6 +101,19 @@ class Corpus:
 
     def unit_of(self, segment: Segment) -> int:
         """Number of the unit with a segment's content, which is added if it is new."""
+        # Readers of transcripts share the segments of a history between its requests.
+        known = self._recent.get(id(segment))
+        if known is not None and known[0] is segment:
+            return known[1]
+        number = self._unit_with_text_of(segment)
+        self._recent_bytes += RECENT_BYTES + len(segment.text)
+        if self._recent_bytes > self._max_recent_bytes:
+            self._recent.clear()
+            self._recent_bytes = RECENT_BYTES + len(segment.text)
+        self._recent[id(segment)] = (segment, number)
+        return number
+
+    def _unit_with_text_of(self, segment: Segment) -> int:
         text = segment.text.encode("utf-8", "surrogatepass")
         head = f"{segment.kind} {segment.form} {len(segment.label)} {segment.label} ".encode(
             "utf-8", "surrogatepass"

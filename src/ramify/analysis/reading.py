@@ -17,6 +17,7 @@ class Row:
     file: str
     line: int  # on which the value begins, from 1
     value: Any
+    index: int | None = None  # among several values that begin on the line
 
 
 class BadRowError(Exception):
@@ -46,6 +47,7 @@ class LogFormat:
     name: str
     is_row: Callable[[Any], bool]  # whether a decoded row has this format
     reader: Callable[[ReadQuality], RowReader]
+    is_text: bool = False  # rows are lines of text
 
 
 @dataclass(slots=True)
@@ -57,9 +59,29 @@ class ReadQuality:
     bad_lines: list[tuple[str, int]] = field(default_factory=list)
     bad_reasons: Counter[str] = field(default_factory=Counter)
     skipped: Counter[str] = field(default_factory=Counter)  # rows that are no request, by reason
+    formats: Counter[str] = field(default_factory=Counter)  # rows by name of the format
     notes: Counter[str] = field(default_factory=Counter)  # as "text cut", "grouping inferred"
 
+    def as_json(self) -> dict[str, Any]:
+        """The object `quality` of `--json`; `asdict` would count the items of the counters."""
+        return {
+            "num_rows": self.num_rows,
+            "num_requests": self.num_requests,
+            "bad_lines": [list(place) for place in self.bad_lines],
+            "bad_reasons": dict(self.bad_reasons),
+            "skipped": dict(self.skipped),
+            "formats": dict(self.formats),
+            "notes": dict(self.notes),
+        }
+
+    def why_empty(self) -> str:
+        """Why there are no requests, for an error message; the way out, where a reader knows it."""
+        counts = (self.skipped + self.bad_reasons).most_common(3)
+        reasons = [*self.notes, *(f"{count:,} × {reason}" for reason, count in counts)]
+        return "; ".join(reasons[:4]) or "it is empty"
+
     def add_bad_line(self, file: str, line: int, reason: str) -> None:
-        """Count a line that cannot be read."""
-        self.bad_lines.append((file, line))
+        """Count a line that cannot be read, once for all bad values on it."""
+        if not self.bad_lines or self.bad_lines[-1] != (file, line):
+            self.bad_lines.append((file, line))
         self.bad_reasons[reason] += 1

@@ -87,15 +87,18 @@ class LoggedRequest:
     request_id: str | None = None
     conversation: str | None = None
     parent_id: str | None = None  # request_id of the previous turn
+    history_id: str | None = None  # response or conversation that the server puts before `segments`
     start_s: float | None = None
     first_output_s: float | None = None
     end_s: float | None = None
-    api: str | None = None  # openai-chat, openai-completions, openai-responses, anthropic-messages
+    # openai-chat, openai-completions, openai-responses, anthropic-messages, gemini
+    api: str | None = None
     provider: str | None = None  # openai, anthropic, deepseek, ramify, vllm, sglang, gemini, …
     model: str | None = None
     response_model: str | None = None
     cache_scope: str = ""
     cache_key: str | None = None  # routing hint, as `prompt_cache_key`
+    template: str | None = None  # name and version of the prompt's template, as support@7
     replica: str | None = None  # deployment or server that answered
     is_batch: bool = False  # one of a batch, in which neither order nor times are known
     has_full_text: bool = True  # False: cut, redacted, or parts of the prompt are not logged

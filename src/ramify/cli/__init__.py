@@ -7,14 +7,21 @@ it.
 
 from __future__ import annotations
 
+import sys
+
 import typer
 
+from ramify.cli.calibrate import calibrate
 from ramify.cli.chat import chat
 from ramify.cli.demo import demo
+from ramify.cli.explain import explain
 from ramify.cli.generate import generate
 from ramify.cli.info import info
+from ramify.cli.lint import lint
 from ramify.cli.serve import keys, serve
+from ramify.cli.simulate import simulate
 from ramify.cli.verify import verify
+from ramify.errors import MissingPackageError
 
 app = typer.Typer(
     help="LLM inference that never computes the same prefix twice.",
@@ -23,10 +30,29 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (serve, chat, keys, demo, generate, info, verify):
+for command in (
+    serve,
+    chat,
+    keys,
+    demo,
+    generate,
+    info,
+    verify,
+    lint,
+    explain,
+    simulate,
+    calibrate,
+):
     app.command()(command)
 
 
 def main() -> None:
     """Entry point of the `ramify` command."""
-    app()
+    try:
+        app()
+    except ModuleNotFoundError as error:
+        missing = MissingPackageError.of(error)
+        if missing is None:
+            raise
+        typer.echo(f"error: {missing}", err=True)
+        sys.exit(2)

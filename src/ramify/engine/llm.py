@@ -8,6 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ramify.config import (
     AttentionSection,
     CacheSection,
@@ -21,6 +24,7 @@ from ramify.engine.cache_admin.warmup import WARM_PARAMS, WarmPrompt
 from ramify.engine.call_turns import loop_call, whole_call
 from ramify.engine.context import EngineStats
 from ramify.engine.core import EngineCore
+from ramify.engine.embedding import EMBEDDING_PARAMS, unit_embedding
 from ramify.engine.hit_verifier import HitVerifier
 from ramify.engine.offline import BatchOptions, OfflineDriver
 from ramify.engine.sessions.session import Session, SessionOptions, open_transcript
@@ -292,6 +296,30 @@ class LLM:
         prompts = [partial(encode_chat, chat, self.tokenizer, **template_options) for chat in chats]
         options = BatchOptions(params, priority, tenant, salt, progress, on_finished)
         return self._driver.run(prompts, options, None)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        tenant: str | Sequence[str] = "",
+        salt: str | Sequence[str] = "",
+        progress: bool | None = None,
+    ) -> NDArray[np.float32]:
+        """Unit vectors of prompts: the hidden state of the last token behind the final norm.
+
+        Prefixes come from the cache, as for `generate`. Embedding checkpoints that are decoders, such
+        as Qwen3-Embedding, are made for it; other models' vectors say less.
+
+        Returns:
+            [number of prompts, hidden_size] float32, each row of length 1.
+
+        Raises:
+            RequestError: a prompt cannot be served; the error of the first.
+        """
+        outputs = self.generate(
+            prompts, EMBEDDING_PARAMS, tenant=tenant, salt=salt, progress=progress
+        )
+        return np.stack([unit_embedding(output) for output in outputs])
 
     def session(
         self,

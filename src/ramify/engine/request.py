@@ -7,6 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ramify.attention.planner import RadixSequence
 from ramify.cache import CacheKey, Salt
 from ramify.engine.cache_options import CacheOptions
@@ -78,6 +81,7 @@ class Request:
     end_emitted: bool = False
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_embedding: NDArray[np.float32] | None = None
     # Both in tokens, see `engine.scheduling.waiting_queue`: arrival less the priority's worth, and
     # that plus the uncached tokens. The smallest rank is scheduled first.
     virtual_arrival: int = 0
@@ -225,5 +229,8 @@ class Request:
             ),
             cache=self.cache_report(cache_on=cache_on),
             prompt_logprobs=prompt_logprobs,
+            prompt_embedding=None
+            if self.prompt_embedding is None
+            else array("f", self.prompt_embedding.tobytes()),
             error=next((member.error for member in members if member.error is not None), None),
         )

@@ -42,6 +42,13 @@ class PromptLogprobSpec:
     num_logprobs: int
 
 
+class EmbeddingSpec(NamedTuple):
+    """Return the hidden state of a row, behind the model's final norm."""
+
+    request_id: int
+    row: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
     """Everything that a forward pass over T query rows and its sampling need."""
@@ -51,6 +58,7 @@ class StepPlan:
     samples: tuple[SampleSpec, ...]
     prompt_logprobs: tuple[PromptLogprobSpec, ...]
     request_ids: tuple[int, ...]  # in batch order
+    embeddings: tuple[EmbeddingSpec, ...] = ()
     all_rows: bool = True  # whether rows that nothing is sampled from need hidden states
 
 
@@ -68,6 +76,7 @@ class StepResult:
     sampled: dict[int, SampledTokens]
     prompt_logprobs: dict[int, tuple[TokenLogprob, ...]]
     failed: dict[int, Exception] = field(default_factory=dict)  # their K/V must not be used
+    embeddings: dict[int, NDArray[np.float32]] = field(default_factory=dict)  # [hidden_size] each
 
 
 class Executor(Protocol):

@@ -208,7 +208,7 @@ def _as_indexable(plane: Tensor) -> Tensor:
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype | None, device: torch.device) -> Tensor:
-    """Zeros in resident memory: written once now, so that no step runs out of memory later."""
+    """Zeros; on CPU a page of memory becomes resident when a step first writes to it."""
     if device.type == "cpu" and dtype is not None:
-        return huge_pages.zeros(shape, dtype).zero_()
+        return huge_pages.zeros(shape, dtype)
     return torch.zeros(*shape, dtype=dtype, device=device)

@@ -2,71 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from ramify.errors import CheckpointError, UnsupportedModelError
 from ramify.models.config_fields import ConfigFields
-from ramify.models.deepseek_config import MlaConfig, MoeConfig, rope_settings, yarn_attention_factor
+from ramify.models.deepseek_config import MlaConfig
+from ramify.models.dense_variant import LLAMA, DenseVariant
+from ramify.models.families import ACTIVATIONS, FAMILIES, Family
+from ramify.models.moe_config import MoeConfig
+from ramify.models.rope_config import (
+    KNOWN_SCALINGS,
+    NO_ROPE,
+    RopeConfig,
+    layer_type_settings,
+    read_rope,
+    rope_settings,
+)
 
-RopeScaling = Literal["default", "linear", "llama3", "dynamic", "yarn"]
-DENSE_ROPE_SCALINGS = ("default", "linear", "llama3", "dynamic")
 DTYPES = ("float32", "bfloat16", "float16")
-
-
-@dataclass(frozen=True, slots=True)
-class _FamilyDefaults:
-    """Values of an architecture for fields that its `config.json` leaves out."""
-
-    model_type: str
-    num_kv_heads: int | None = None  # None: num_heads
-    head_dim: int | None = None  # None: hidden_size / num_heads
-    sliding_window: int | None = None
-    bos_token_id: int | None = None
-    eos_token_id: int | None = None
-    is_latent: bool = False  # DeepSeek: MLA, mixture of experts
-
-
-FAMILIES: dict[str, _FamilyDefaults] = {
-    "LlamaForCausalLM": _FamilyDefaults("llama", bos_token_id=1, eos_token_id=2),
-    "MistralForCausalLM": _FamilyDefaults(
-        "mistral", num_kv_heads=8, sliding_window=4096, bos_token_id=1, eos_token_id=2
-    ),
-    "Qwen2ForCausalLM": _FamilyDefaults("qwen2", num_kv_heads=32, sliding_window=4096),
-    "Qwen3ForCausalLM": _FamilyDefaults(
-        "qwen3", num_kv_heads=32, head_dim=128, sliding_window=4096
-    ),
-    "DeepseekV2ForCausalLM": _FamilyDefaults(
-        "deepseek_v2", bos_token_id=1, eos_token_id=2, is_latent=True
-    ),
-    "DeepseekV3ForCausalLM": _FamilyDefaults(
-        "deepseek_v3", bos_token_id=0, eos_token_id=1, is_latent=True
-    ),
-    "DeepseekV32ForCausalLM": _FamilyDefaults(
-        "deepseek_v32", bos_token_id=0, eos_token_id=1, is_latent=True
-    ),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary embedding: base and scaling of its frequencies.
-
-    `dynamic` is computed like `default`: it changes nothing below `original_max_len` tokens, and no
-    request gets longer. Frequencies that follow a request's length would also make the keys of a
-    shared prefix depend on the request.
-    """
-
-    theta: float
-    scaling: RopeScaling = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 1.0  # llama3
-    original_max_len: int = 0  # llama3, yarn: context length of pre-training
-    beta_fast: float = 32.0  # yarn: turns within original_max_len
-    beta_slow: float = 1.0  # yarn: the same
-    attention_factor: float = 1.0  # yarn: multiplies cos and sin
+LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,12 +42,12 @@ class ModelConfig:
     head_dim: int
     intermediate_size: int
     max_model_len: int  # positions the model supports
-    rms_norm_eps: float
+    rms_norm_eps: float  # of layer norms too
     rope: RopeConfig
+    variant: DenseVariant = LLAMA
     attention_bias: bool = False  # on the q, k and v projections
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False  # RMS norm over each head of q and k
     tie_word_embeddings: bool = False
     sliding_window: int | None = None  # a token sees itself and the sliding_window - 1 before it
     full_attention_layers: frozenset[int] = frozenset()  # layers without sliding_window
@@ -100,10 +56,22 @@ class ModelConfig:
     torch_dtype: str = "float32"
     mla: MlaConfig | None = None
     moe: MoeConfig | None = None
+    is_native: bool = True  # False: transformers' own modules compute it (`models/hf.py`)
 
     def window_of(self, layer: int) -> int | None:
         """Sliding window of this layer in tokens, the query's own included; None: full attention."""
         return None if layer in self.full_attention_layers else self.sliding_window
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether this layer has a mixture of experts in place of an MLP."""
+        return self.moe is not None and layer not in self.moe.dense_layers
+
+    def rope_of(self, layer: int) -> RopeConfig:
+        """Rotary embedding of this layer."""
+        if layer in self.variant.layers_without_rope:
+            return NO_ROPE
+        is_local = self.window_of(layer) is not None and self.variant.local_rope is not None
+        return self.variant.local_rope if is_local and self.variant.local_rope else self.rope
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor of a checkpoint of this model by Hugging Face name, in file order."""
@@ -113,9 +81,10 @@ class ModelConfig:
             prefix = f"model.layers.{layer}."
             for name, shape in (self._attention_shapes() | self._mlp_shapes(layer)).items():
                 shapes[prefix + name] = shape
-            shapes[f"{prefix}input_layernorm.weight"] = (width,)
-            shapes[f"{prefix}post_attention_layernorm.weight"] = (width,)
+            shapes |= {prefix + name: shape for name, shape in self._norm_shapes()}
         shapes["model.norm.weight"] = (width,)
+        if self.variant.norm_bias:
+            shapes["model.norm.bias"] = (width,)
         if not self.tie_word_embeddings:
             shapes["lm_head.weight"] = (self.vocab_size, width)
         return shapes
@@ -124,40 +93,56 @@ class ModelConfig:
         """Whether this tensor stays float32 whatever dtype the model has."""
         return name.endswith((".e_score_correction_bias", ".indexer.weights_proj.weight"))
 
+    def _norm_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        names = self.variant.names
+        for name in (
+            names.before_attention,
+            names.after_attention,
+            names.before_mlp,
+            names.after_mlp,
+        ):
+            if name is not None:
+                yield f"{name}.weight", (self.hidden_size,)
+                if self.variant.norm_bias:
+                    yield f"{name}.bias", (self.hidden_size,)
+
     def _attention_shapes(self) -> dict[str, tuple[int, ...]]:
-        width = self.hidden_size
+        width, names = self.hidden_size, self.variant.names
         if self.mla is not None:
             return self.mla.tensor_shapes(width, self.num_heads, bias=self.attention_bias)
         q_width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         shapes: dict[str, tuple[int, ...]] = {}
-        for name, rows, columns, bias in (
-            ("self_attn.q_proj", q_width, width, self.attention_bias),
-            ("self_attn.k_proj", kv_width, width, self.attention_bias),
-            ("self_attn.v_proj", kv_width, width, self.attention_bias),
-            ("self_attn.o_proj", width, q_width, self.o_bias),
-        ):
-            shapes[f"{name}.weight"] = (rows, columns)
-            if bias:
-                shapes[f"{name}.bias"] = (rows,)
-        if self.qk_norm:
-            shapes["self_attn.q_norm.weight"] = (self.head_dim,)
-            shapes["self_attn.k_norm.weight"] = (self.head_dim,)
+        heights = [q_width, kv_width, kv_width]
+        if len(names.qkv) == 1:
+            heights = [sum(heights)]
+        for name, rows in zip(names.qkv, heights, strict=True):
+            shapes |= _linear_shapes(name, rows, width, bias=self.attention_bias)
+        shapes |= _linear_shapes(names.o, width, q_width, bias=self.o_bias)
+        heads = {names.q_norm: self.num_heads, names.k_norm: self.num_kv_heads}
+        for name, num_heads in heads.items() if self.variant.qk_norm is not None else ():
+            shapes |= self._qk_norm_shapes(name, num_heads)
         return shapes
 
+    def _qk_norm_shapes(self, name: str, num_heads: int) -> dict[str, tuple[int, ...]]:
+        variant = self.variant
+        if variant.qk_norm == "width":
+            return {f"{name}.weight": (num_heads * self.head_dim,)}
+        if variant.qk_norm_per_head == "matrix":
+            return {f"{name}.weight": (num_heads, self.head_dim)}
+        if variant.qk_norm_per_head == "list":
+            return {f"{name}.norms.{head}.weight": (self.head_dim,) for head in range(num_heads)}
+        return {f"{name}.weight": (self.head_dim,)}
+
     def _mlp_shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
-        width, inner = self.hidden_size, self.intermediate_size
-        if self.moe is not None and layer not in self.moe.dense_layers:
+        width, inner, names = self.hidden_size, self.intermediate_size, self.variant.names
+        if self.moe is not None and self.has_experts(layer):
             return self.moe.tensor_shapes(width)
+        is_fused = self.variant.has_gate and len(names.gate_up) == 1
         shapes: dict[str, tuple[int, ...]] = {}
-        for name, rows, columns in (
-            ("mlp.gate_proj", inner, width),
-            ("mlp.up_proj", inner, width),
-            ("mlp.down_proj", width, inner),
-        ):
-            shapes[f"{name}.weight"] = (rows, columns)
-            if self.mlp_bias:
-                shapes[f"{name}.bias"] = (rows,)
-        return shapes
+        for name in names.gate_up:
+            rows = 2 * inner if is_fused else inner
+            shapes |= _linear_shapes(name, rows, width, bias=self.mlp_bias)
+        return shapes | _linear_shapes(names.down, width, inner, bias=self.mlp_bias)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], source: str) -> ModelConfig:
@@ -175,12 +160,6 @@ class ModelConfig:
         fields = ConfigFields(config, source)
         architecture = _architecture(fields)
         family = FAMILIES[architecture]
-        is_llama, is_qwen3 = family.model_type == "llama", family.model_type == "qwen3"
-        activation = config.get("hidden_act") or "silu"
-        if activation != "silu":
-            raise UnsupportedModelError(
-                f"{source}: hidden_act is {activation!r}; only 'silu' is supported"
-            )
         if config.get("quantization_config"):
             raise UnsupportedModelError(
                 f"{source}: the checkpoint is quantised (quantization_config); only float32, "
@@ -193,7 +172,7 @@ class ModelConfig:
         if config.get("num_key_value_heads", 0) is None:
             num_kv_heads = num_heads
         mla = MlaConfig.from_hf(fields, family.model_type) if family.is_latent else None
-        moe = MoeConfig.from_hf(fields, family.model_type, num_layers) if mla else None
+        moe = family.experts(fields, num_layers)
         if mla is not None:
             head_dim = mla.nope_dim + mla.rope_dim
         else:
@@ -216,9 +195,13 @@ class ModelConfig:
             )
         max_model_len = fields.count("max_position_embeddings")
         window, full_layers = _windows(fields, family, num_layers)
-        bias = bool(config.get("attention_bias", False)) and (
-            is_llama or is_qwen3 or mla is not None
+        variant = replace(
+            family.variant(fields, num_layers), activation=_activation(fields, family)
         )
+        if not family.full_attention_rope and window is not None:
+            variant = replace(variant, layers_without_rope=full_layers)
+        rope, local_rope = _ropes(fields, family, head_dim, max_model_len)
+        biases = family.biases(config)
         return cls(
             architecture=architecture,
             vocab_size=fields.count("vocab_size"),
@@ -229,13 +212,13 @@ class ModelConfig:
             head_dim=head_dim,
             intermediate_size=fields.count("intermediate_size"),
             max_model_len=max_model_len,
-            rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-            rope=_rope(fields, max_model_len, yarn=mla is not None),
-            attention_bias=bias or family.model_type == "qwen2",
-            o_bias=bias,
-            mlp_bias=is_llama and bool(config.get("mlp_bias", False)),
-            qk_norm=is_qwen3,
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            rms_norm_eps=fields.number(family.eps_field, family.eps),
+            rope=rope,
+            variant=replace(variant, local_rope=local_rope),
+            attention_bias=biases.qkv,
+            o_bias=biases.o,
+            mlp_bias=biases.mlp,
+            tie_word_embeddings=bool(config.get("tie_word_embeddings", family.tie_word_embeddings)),
             sliding_window=window,
             full_attention_layers=full_layers,
             bos_token_id=fields.token("bos_token_id", family.bos_token_id),
@@ -244,6 +227,11 @@ class ModelConfig:
             mla=mla,
             moe=moe,
         )
+
+
+def _linear_shapes(name: str, rows: int, columns: int, *, bias: bool) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (rows, columns)}
+    return shapes | {f"{name}.bias": (rows,)} if bias else shapes
 
 
 def token_ids(value: object, source: str) -> tuple[int, ...]:
@@ -283,78 +271,90 @@ def _architecture(fields: ConfigFields) -> str:
     )
 
 
-def _rope(fields: ConfigFields, max_model_len: int, *, yarn: bool) -> RopeConfig:
-    """`RopeConfig` from the fields of transformers 4 or 5."""
-    config, source = fields.config, fields.source
-    settings = rope_settings(fields)
-    if any(isinstance(value, Mapping) for value in settings.values()):
-        raise UnsupportedModelError(f"{source}: rotary settings per layer type are not supported")
-    for name in ("rope_theta", "partial_rotary_factor"):
-        if settings.get(name) is None and config.get(name) is not None:
-            settings[name] = config[name]
-    if config.get("original_max_position_embeddings") is not None:
-        settings["original_max_position_embeddings"] = config["original_max_position_embeddings"]
-    if settings.get("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
+def _activation(fields: ConfigFields, family: Family) -> Any:
+    name = fields.config.get(family.activation_field) or family.activation
+    if name not in ACTIVATIONS:
         raise UnsupportedModelError(
-            f"{source}: partial_rotary_factor is {settings['partial_rotary_factor']}; only 1 is "
-            "supported"
+            f"{fields.source}: {family.activation_field} is {name!r}; supported are "
+            f"{', '.join(ACTIVATIONS)}"
         )
-    kind: Any = settings.get("rope_type") or "default"
-    known = get_args(RopeScaling) if yarn else DENSE_ROPE_SCALINGS
-    if kind not in known:
-        raise UnsupportedModelError(
-            f"{source}: rope scaling {kind!r} is not supported; supported are {', '.join(known)}"
+    return ACTIVATIONS[name]
+
+
+def _ropes(
+    fields: ConfigFields, family: Family, head_dim: int, max_model_len: int
+) -> tuple[RopeConfig, RopeConfig | None]:
+    """Rotary embedding of the layers, and that of layers with a window where it is another."""
+    scalings = KNOWN_SCALINGS
+    if family.partial_rotary is None:
+        scalings = tuple(kind for kind in KNOWN_SCALINGS if kind != "longrope")
+
+    def read(settings: Mapping[str, Any], theta: float) -> RopeConfig:
+        return read_rope(
+            fields,
+            settings,
+            head_dim=head_dim,
+            max_model_len=max_model_len,
+            default_theta=theta,
+            default_partial=family.partial_rotary,
+            scalings=scalings,
         )
-    if kind == "yarn" and not settings.get("truncate", True):
-        raise UnsupportedModelError(f"{source}: yarn without truncate is not supported")
-    rope = ConfigFields(settings, f"{source} (rope)")
-    llama3 = kind == "llama3"
-    return RopeConfig(
-        theta=rope.number("rope_theta", 10000.0),
-        scaling=kind,
-        factor=1.0 if kind == "default" else rope.number("factor"),
-        low_freq_factor=rope.number("low_freq_factor") if llama3 else 1.0,
-        high_freq_factor=rope.number("high_freq_factor") if llama3 else 1.0,
-        original_max_len=rope.count("original_max_position_embeddings", max_model_len),
-        beta_fast=rope.number("beta_fast", 32.0),
-        beta_slow=rope.number("beta_slow", 1.0),
-        attention_factor=yarn_attention_factor(rope) if kind == "yarn" else 1.0,
+
+    if family.local_rope_theta is None:
+        return read(rope_settings(fields), family.rope_theta), None
+    settings = layer_type_settings(fields, family.local_rope_theta)
+    return (
+        read(settings["full_attention"], family.rope_theta),
+        read(settings["sliding_attention"], family.local_rope_theta),
     )
 
 
 def _windows(
-    fields: ConfigFields, family: _FamilyDefaults, num_layers: int
+    fields: ConfigFields, family: Family, num_layers: int
 ) -> tuple[int | None, frozenset[int]]:
     """The sliding window in tokens, and the layers that have full attention nevertheless."""
-    config = fields.config
-    if family.sliding_window is None:
+    config, rule = fields.config, family.windows
+    is_null = "sliding_window" in config and config["sliding_window"] is None
+    if rule == "none" or is_null:
         return None, frozenset()
-    if family.model_type == "mistral":
-        if "sliding_window" in config and config["sliding_window"] is None:
-            return None, frozenset()
+    if rule == "qwen" and not config.get("use_sliding_window", False):
+        return None, frozenset()
+    if rule == "all":
         if config.get("layer_types"):
             raise UnsupportedModelError(
-                f"{fields.source}: layer_types is not a setting of Mistral models"
+                f"{fields.source}: layer_types is not a setting of {family.model_type} models"
             )
+        if "sliding_window" not in config and family.sliding_window is None:
+            return None, frozenset()
         return fields.count("sliding_window", family.sliding_window), frozenset()
-    if not config.get("use_sliding_window", False):
-        return None, frozenset()
-    if "sliding_window" in config and config["sliding_window"] is None:
-        return None, frozenset()
     window = fields.count("sliding_window", family.sliding_window)
     kinds = config.get("layer_types")
     if kinds is None:
+        return window, _full_attention_layers(fields, family, num_layers)
+    if not isinstance(kinds, list) or len(kinds) != num_layers or set(kinds) - set(LAYER_TYPES):
+        raise UnsupportedModelError(
+            f"{fields.source}: layer_types must name {num_layers} layers, each "
+            f"{' or '.join(LAYER_TYPES)}; it is {kinds!r}"
+        )
+    return window, frozenset(i for i, kind in enumerate(kinds) if kind == "full_attention")
+
+
+def _full_attention_layers(fields: ConfigFields, family: Family, num_layers: int) -> frozenset[int]:
+    """Layers without a window, where the configuration has no `layer_types`."""
+    config = fields.config
+    if family.windows == "qwen":
         first = config.get("max_window_layers", 28)
         if isinstance(first, bool) or not isinstance(first, int):
             raise CheckpointError(f"{fields.source}: max_window_layers is {first!r}")
-        return window, frozenset(range(min(max(first, 0), num_layers)))
-    known = ("full_attention", "sliding_attention")
-    if not isinstance(kinds, list) or len(kinds) != num_layers or set(kinds) - set(known):
+        return frozenset(range(min(max(first, 0), num_layers)))
+    period = config.get("sliding_window_pattern", family.window_period)
+    if period == 0 or period is None:
+        return frozenset()
+    if isinstance(period, bool) or not isinstance(period, int) or period < 0:
         raise UnsupportedModelError(
-            f"{fields.source}: layer_types must name {num_layers} layers, each "
-            f"{' or '.join(known)}; it is {kinds!r}"
+            f"{fields.source}: sliding_window_pattern is {period!r}; it must be an integer"
         )
-    return window, frozenset(i for i, kind in enumerate(kinds) if kind == "full_attention")
+    return frozenset(layer for layer in range(num_layers) if (layer + 1) % period == 0)
 
 
 def _dtype(fields: ConfigFields) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,18 +13,45 @@ from ramify.attention.exactness import Exactness
 from ramify.attention.paged import PagedBackend
 from ramify.kv.pool import KVPool
 from ramify.models.config import ModelConfig
+from ramify.models.dense_variant import NormKind
 from ramify.models.ops.protocol import DecoderLayer, Embedding, ForwardStep, LmHead, Norm, Ops
 
 
-def bind_embedding(ops: Ops, config: ModelConfig) -> Embedding:  # noqa: ARG001 - of `Family`
-    """The rows of `model.embed_tokens`."""
-    return ops.embedding("model.embed_tokens")
+def norm_of(
+    config: ModelConfig,
+    layer: int | None,
+    name: str | None,
+    *,
+    kind: NormKind | None = None,
+    offset: float | None = None,
+) -> Norm | None:
+    """The norm of that name in a layer, or behind the layers; None without a name.
+
+    Args:
+        kind, offset: None: those of the layers' norms.
+    """
+    if name is None:
+        return None
+    variant, prefix = config.variant, "model." if layer is None else f"model.layers.{layer}."
+    return Norm(
+        prefix + name,
+        config.rms_norm_eps,
+        variant.norm if kind is None else kind,
+        variant.norm_offset if offset is None else offset,
+    )
+
+
+def bind_embedding(ops: Ops, config: ModelConfig) -> Embedding:
+    """The rows of `model.embed_tokens`, scaled."""
+    return ops.embedding("model.embed_tokens", scale=config.variant.embedding_scale)
 
 
 def bind_lm_head(ops: Ops, config: ModelConfig) -> LmHead:
-    """`lm_head`, or tied `model.embed_tokens`, behind the RMS norm `model.norm`."""
+    """`lm_head`, or tied `model.embed_tokens`, behind the norm `model.norm`."""
     name = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
-    return ops.lm_head(name, norm=Norm("model.norm", config.rms_norm_eps))
+    norm, variant = norm_of(config, None, "norm"), config.variant
+    assert norm is not None
+    return ops.lm_head(name, norm=norm, scale=variant.logit_scale, soft_cap=variant.logit_soft_cap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +61,42 @@ class Family:
     layer: Callable[[Ops, ModelConfig, int], DecoderLayer]
     embedding: Callable[[Ops, ModelConfig], Embedding] = bind_embedding
     lm_head: Callable[[Ops, ModelConfig], LmHead] = bind_lm_head
+
+
+class CausalDecoder(Protocol):
+    """What the runner and the engine need of a model: `Decoder`, or a model of transformers."""
+
+    config: ModelConfig
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and arithmetic."""
+        ...
+
+    @property
+    def row_multiple(self) -> int:
+        """Pad a step to a multiple of this many rows, or its bits are not exact."""
+        ...
+
+    def exactness(self) -> list[Exactness]:
+        """The implementation of each distinct operation, shape and dtype, and why it was chosen."""
+        ...
+
+    def warm_up(self, backend: PagedBackend, pool: KVPool) -> None:
+        """Compile for steps over this backend and pool now, not in the first step."""
+        ...
+
+    def forward(self, token_ids: Tensor, step: ForwardStep) -> Tensor:
+        """Tokens [T] int64 -> hidden rows [T, hidden_size], which `logits` takes."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Rows of `forward` [R, hidden_size] -> [R, vocab_size] float32."""
+        ...
+
+    def embeddings(self, hidden: Tensor) -> Tensor:
+        """Rows of `forward` [R, hidden_size] -> the same behind the final norm, float32."""
+        ...
 
 
 class Decoder:
@@ -63,6 +127,9 @@ class Decoder:
                 on_layer()
         self.layers = ops.stack(layers)
         self.lm_head = family.lm_head(ops, config)
+        final_norm = norm_of(config, None, "norm")
+        assert final_norm is not None
+        self.final_norm = ops.norm(final_norm)
         ops.finish()
 
     @property
@@ -99,3 +166,7 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """lm_head(norm(hidden)): rows of `forward` [R, hidden_size] -> [R, vocab_size] float32."""
         return self.lm_head(hidden)
+
+    def embeddings(self, hidden: Tensor) -> Tensor:
+        """norm(hidden): rows of `forward` [R, hidden_size] -> the same in float32."""
+        return self.final_norm(hidden).float()

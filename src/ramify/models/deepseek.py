@@ -63,7 +63,7 @@ class DeepseekLayer:
         if config.moe is None or layer in config.moe.dense_layers:
             self.mlp = GatedMlp(ops, f"{prefix}mlp.")
         else:
-            self.mlp = MoeMlp(ops, config.moe, f"{prefix}mlp.")
+            self.mlp = MoeMlp(ops, config.moe, prefix)
 
     def attend(self, hidden: Tensor, step: ForwardStep) -> Attended:
         """See `DecoderLayer`."""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from ramify.errors import CheckpointError, UnsupportedModelError
 from ramify.models.config_fields import ConfigFields
-
-Shapes = dict[str, tuple[int, ...]]
+from ramify.models.moe_config import MoeConfig, Shapes
+from ramify.models.rope_config import rope_settings, yarn_mscale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,98 +108,60 @@ class MlaConfig:
         return shapes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MoeConfig:
-    """Mixture of experts: which layers have one, and the router.
+def deepseek_experts(fields: ConfigFields, model_type: str, num_layers: int) -> MoeConfig | None:
+    """Read the expert fields of a parsed `config.json`; None if no layer has experts.
 
-    `softmax` (DeepSeek-V2): a group's score is that of its best expert. `sigmoid` (V3): a learned
-    bias is added to scores for the choice only; a group's score is the sum of its best two experts.
+    Raises:
+        CheckpointError, UnsupportedModelError: see `ModelConfig.from_hf`.
     """
-
-    num_experts: int
-    top_k: int
-    expert_intermediate_size: int
-    shared_intermediate_size: int  # of all shared experts together, computed as one MLP
-    scoring: Literal["softmax", "sigmoid"]
-    num_groups: int  # 1: no groups
-    topk_groups: int  # groups a token may choose experts from
-    normalise: bool  # divide a token's expert weights by their sum before scaling
-    scale: float  # of expert weights
-    dense_layers: frozenset[int]  # layers with a gated MLP instead
-
-    @classmethod
-    def from_hf(cls, fields: ConfigFields, model_type: str, num_layers: int) -> MoeConfig | None:
-        """Read the expert fields of a parsed `config.json`; None if no layer has experts.
-
-        Raises:
-            CheckpointError, UnsupportedModelError: see `ModelConfig.from_hf`.
-        """
-        dense = _dense_layers(fields, model_type, num_layers)
-        if len(dense) == num_layers:
-            return None
-        config, source, v2 = fields.config, fields.source, model_type == "deepseek_v2"
-        methods = ("greedy", "group_limited_greedy") if v2 else ("noaux_tc",)
-        scoring: Literal["softmax", "sigmoid"] = "softmax" if v2 else "sigmoid"
-        method = config.get("topk_method") or methods[0]
-        normalise = bool(config.get("norm_topk_prob", not v2))
-        for name, value, known in (
-            ("topk_method", method, methods),
-            ("scoring_func", config.get("scoring_func") or scoring, (scoring,)),
-            ("moe_layer_freq", config.get("moe_layer_freq", 1), (1,)),
-            ("norm_topk_prob", normalise, (False,) if v2 else (True, False)),
-        ):
-            if value not in known:
-                raise UnsupportedModelError(
-                    f"{source}: {name} is {value!r}; supported for {model_type}: "
-                    f"{', '.join(map(repr, known))}"
-                )
-        num_experts = fields.count("n_routed_experts", 64 if v2 else 256)
-        grouped = method != "greedy"
-        groups = fields.count("n_group", None if v2 else 8) if grouped else 1
-        topk_groups = fields.count("topk_group", None if v2 else 4) if grouped else 1
-        expert_width = fields.count("moe_intermediate_size", 1407 if v2 else 2048)
-        moe = cls(
-            num_experts=num_experts,
-            top_k=fields.count("num_experts_per_tok", None if v2 else 8),
-            expert_intermediate_size=expert_width,
-            shared_intermediate_size=expert_width
-            * fields.count("n_shared_experts", 2 if v2 else 1),
-            scoring=scoring,
-            num_groups=groups,
-            topk_groups=topk_groups,
-            normalise=normalise,
-            scale=fields.number("routed_scaling_factor", 1.0 if v2 else 2.5),
-            dense_layers=dense,
+    dense = _dense_layers(fields, model_type, num_layers)
+    if len(dense) == num_layers:
+        return None
+    config, source, v2 = fields.config, fields.source, model_type == "deepseek_v2"
+    methods = ("greedy", "group_limited_greedy") if v2 else ("noaux_tc",)
+    scoring: Literal["softmax", "sigmoid"] = "softmax" if v2 else "sigmoid"
+    method = config.get("topk_method") or methods[0]
+    normalise = bool(config.get("norm_topk_prob", not v2))
+    for name, value, known in (
+        ("topk_method", method, methods),
+        ("scoring_func", config.get("scoring_func") or scoring, (scoring,)),
+        ("moe_layer_freq", config.get("moe_layer_freq", 1), (1,)),
+        ("norm_topk_prob", normalise, (False,) if v2 else (True, False)),
+    ):
+        if value not in known:
+            raise UnsupportedModelError(
+                f"{source}: {name} is {value!r}; supported for {model_type}: "
+                f"{', '.join(map(repr, known))}"
+            )
+    num_experts = fields.count("n_routed_experts", 64 if v2 else 256)
+    grouped = method != "greedy"
+    groups = fields.count("n_group", None if v2 else 8) if grouped else 1
+    topk_groups = fields.count("topk_group", None if v2 else 4) if grouped else 1
+    expert_width = fields.count("moe_intermediate_size", 1407 if v2 else 2048)
+    moe = MoeConfig(
+        num_experts=num_experts,
+        top_k=fields.count("num_experts_per_tok", None if v2 else 8),
+        expert_intermediate_size=expert_width,
+        shared_intermediate_size=expert_width * fields.count("n_shared_experts", 2 if v2 else 1),
+        scoring=scoring,
+        num_groups=groups,
+        topk_groups=topk_groups,
+        normalise=normalise,
+        scale=fields.number("routed_scaling_factor", 1.0 if v2 else 2.5),
+        dense_layers=dense,
+    )
+    eligible = num_experts // groups * topk_groups
+    if num_experts % groups or topk_groups > groups or moe.top_k > eligible:
+        raise CheckpointError(
+            f"{source}: {moe.top_k} experts per token cannot come from {topk_groups} of "
+            f"{groups} groups of {num_experts} experts"
         )
-        eligible = num_experts // groups * topk_groups
-        if num_experts % groups or topk_groups > groups or moe.top_k > eligible:
-            raise CheckpointError(
-                f"{source}: {moe.top_k} experts per token cannot come from {topk_groups} of "
-                f"{groups} groups of {num_experts} experts"
-            )
-        if scoring == "sigmoid" and num_experts // groups < 2:
-            raise CheckpointError(
-                f"{source}: n_group {groups} leaves {num_experts // groups} of {num_experts} "
-                "experts to a group; its score is the sum of the best two"
-            )
-        return moe
-
-    def tensor_shapes(self, hidden_size: int) -> Shapes:
-        """Shapes of the expert tensors of a layer, by name within the layer."""
-        shapes: Shapes = {"mlp.gate.weight": (self.num_experts, hidden_size)}
-        if self.scoring == "sigmoid":
-            shapes["mlp.gate.e_score_correction_bias"] = (self.num_experts,)
-        names = [f"mlp.experts.{number}" for number in range(self.num_experts)]
-        for name in (*names, "mlp.shared_experts"):
-            width = (
-                self.shared_intermediate_size
-                if name == "mlp.shared_experts"
-                else self.expert_intermediate_size
-            )
-            shapes[f"{name}.gate_proj.weight"] = (width, hidden_size)
-            shapes[f"{name}.up_proj.weight"] = (width, hidden_size)
-            shapes[f"{name}.down_proj.weight"] = (hidden_size, width)
-        return shapes
+    if scoring == "sigmoid" and num_experts // groups < 2:
+        raise CheckpointError(
+            f"{source}: n_group {groups} leaves {num_experts // groups} of {num_experts} "
+            "experts to a group; its score is the sum of the best two"
+        )
+    return moe
 
 
 def _dense_layers(fields: ConfigFields, model_type: str, num_layers: int) -> frozenset[int]:
@@ -225,45 +185,6 @@ def _dense_layers(fields: ConfigFields, model_type: str, num_layers: int) -> fro
 _MLP_KINDS = ("dense", "sparse")
 
 
-def rope_settings(fields: ConfigFields) -> dict[str, Any]:
-    """The fields of `rope_scaling` (transformers 4) and `rope_parameters` (5), with `rope_type`.
-
-    Raises:
-        CheckpointError: either is not an object, or they contradict each other.
-    """
-    settings: dict[str, Any] = {}
-    for name in ("rope_scaling", "rope_parameters"):
-        value: Any = fields.config.get(name) or {}
-        if not isinstance(value, Mapping):
-            raise CheckpointError(
-                f"{fields.source}: {name} is {value!r}; it must be an object or null"
-            )
-        # Older files call it "type".
-        if "type" in value:
-            value = {"rope_type": value["type"], **value}
-            del value["type"]
-        if settings and value and value | settings != value:
-            raise CheckpointError(
-                f"{fields.source}: rope_scaling is {settings!r} and rope_parameters {value!r}; "
-                "which of them holds? leave one"
-            )
-        settings |= value
-    return settings
-
-
-def yarn_attention_factor(rope: ConfigFields) -> float:
-    """YaRN's factor of cos and sin (Peng et al., 2023), with DeepSeek's `mscale` fields."""
-    if rope.config.get("attention_factor") is not None:
-        return rope.number("attention_factor")
-    factor = rope.number("factor")
-    mscale, all_dim = rope.config.get("mscale"), rope.config.get("mscale_all_dim")
-    if mscale and all_dim:
-        return _mscale(factor, rope.number("mscale")) / _mscale(
-            factor, rope.number("mscale_all_dim")
-        )
-    return _mscale(factor, 1.0)
-
-
 def _yarn_score_factor(fields: ConfigFields) -> float:
     """DeepSeek's extra factor of attention scores under YaRN: mscale(factor, mscale_all_dim) ** 2."""
     settings = rope_settings(fields)
@@ -271,8 +192,4 @@ def _yarn_score_factor(fields: ConfigFields) -> float:
     if kind == "default" or not settings.get("mscale_all_dim"):
         return 1.0
     rope = ConfigFields(settings, f"{fields.source} (rope)")
-    return _mscale(rope.number("factor"), rope.number("mscale_all_dim")) ** 2
-
-
-def _mscale(factor: float, mscale: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+    return yarn_mscale(rope.number("factor"), rope.number("mscale_all_dim")) ** 2

@@ -1,24 +1,28 @@
-"""Dense decoders of the Llama family: Llama, Mistral, Qwen2, Qwen3; variants are configuration."""
+"""Dense decoders of the Llama family; variants are configuration (`models/families.py`)."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from ramify.models.config import ModelConfig
-from ramify.models.decoder import Family
-from ramify.models.ops.mlp import GatedMlp
+from ramify.models.decoder import Family, norm_of
+from ramify.models.dense_variant import ActivationName
+from ramify.models.moe import MoeMlp
+from ramify.models.ops.mlp import GatedMlp, PlainMlp
 from ramify.models.ops.protocol import (
+    Activation,
     Attended,
+    DecoderLayer,
     ForwardStep,
     Heads,
     Linear,
-    Norm,
     Ops,
+    RowOp,
     SelfAttention,
 )
 
 
-class DenseLayer:
+class LlamaLayer:
     """Pre-norm layer with rotary positions, grouped-query attention and a gated MLP.
 
     hidden += o_proj(attention(rope(qk_norm(qkv(norm(hidden))))))
@@ -26,18 +30,9 @@ class DenseLayer:
     """
 
     def __init__(self, ops: Ops, config: ModelConfig, layer: int) -> None:
-        prefix, eps = f"model.layers.{layer}.", config.rms_norm_eps
-        attn = f"{prefix}self_attn."
-        norm = Norm(f"{prefix}input_layernorm", eps)
-        heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
-        self.qkv = ops.linear(*(f"{attn}{name}_proj" for name in "qkv"), norm=norm, shard=heads)
-        qk_norm = (Norm(f"{attn}q_norm", eps), Norm(f"{attn}k_norm", eps))
-        self.attention = ops.attention(
-            layer, heads, config.rope, qk_norm=qk_norm if config.qk_norm else None
-        )
-        self.o_proj = ops.linear(f"{attn}o_proj", shard="rows")
-        norm = Norm(f"{prefix}post_attention_layernorm", eps)
-        self.mlp = GatedMlp(ops, f"{prefix}mlp.", norm=norm)
+        self.qkv, self.attention, self.o_proj = bind_attention(ops, config, layer)
+        self.mlp = bind_mlp(ops, config, layer)
+        assert isinstance(self.mlp, GatedMlp)
 
     def attend(self, hidden: Tensor, step: ForwardStep) -> Attended:
         """See `DecoderLayer`."""
@@ -51,7 +46,129 @@ class DenseLayer:
     @property
     def fusable(self) -> tuple[Linear, SelfAttention, Linear, Linear, Linear]:
         """See `FusableLayer`."""
+        assert isinstance(self.mlp, GatedMlp)
         return self.qkv, self.attention, self.o_proj, self.mlp.gate_up, self.mlp.down
 
 
-DENSE = Family(DenseLayer)
+class VariantLayer:
+    """A layer with norms behind attention and MLP, scaled additions, or both blocks in parallel.
+
+    hidden += scale * after_attention(o_proj(attention(qkv(before_attention(hidden)))))
+    hidden += scale * after_mlp(mlp(before_mlp(hidden)))
+
+    In parallel, the MLP reads what attention read.
+    """
+
+    def __init__(self, ops: Ops, config: ModelConfig, layer: int) -> None:
+        variant = config.variant
+        self.qkv, self.attention, self.o_proj = bind_attention(ops, config, layer)
+        self.mlp = bind_mlp(ops, config, layer)
+        self.after_attention = _row_norm(ops, config, layer, variant.names.after_attention)
+        self.after_mlp = _row_norm(ops, config, layer, variant.names.after_mlp)
+        self.is_parallel, self.scale = variant.block == "parallel", variant.residual_scale
+
+    def attend(self, hidden: Tensor, step: ForwardStep) -> Attended:
+        """See `DecoderLayer`."""
+        return self.attention(self.qkv(hidden, step), step)
+
+    def finish(self, hidden: Tensor, rows: Tensor, step: ForwardStep) -> Tensor:
+        """See `DecoderLayer`."""
+        parallel_out = self.mlp(hidden, step) if self.is_parallel else None
+        hidden = self._add(hidden, self.o_proj(rows, step), self.after_attention)
+        mlp_out = self.mlp(hidden, step) if parallel_out is None else parallel_out
+        return self._add(hidden, mlp_out, self.after_mlp)
+
+    def _add(self, hidden: Tensor, out: Tensor, norm: RowOp | None) -> Tensor:
+        if norm is not None:
+            out = norm(out)
+        return hidden.add_(out if self.scale == 1.0 else out * self.scale)
+
+
+def bind_attention(
+    ops: Ops, config: ModelConfig, layer: int
+) -> tuple[Linear, SelfAttention, Linear]:
+    """QKV with the norm before it, attention, and O of a layer."""
+    prefix, variant = f"model.layers.{layer}.", config.variant
+    names = variant.names
+    heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
+    qkv = ops.linear(
+        *(prefix + name for name in names.qkv),
+        norm=norm_of(config, layer, names.before_attention),
+        shard=heads,
+    )
+    qk_norm = None
+    if variant.qk_norm is not None:
+        kind, offset = variant.qk_norm_kind, variant.norm_offset
+        q_norm, k_norm = (
+            norm_of(config, layer, name, kind=kind, offset=offset)
+            for name in (names.q_norm, names.k_norm)
+        )
+        assert q_norm is not None
+        assert k_norm is not None
+        qk_norm = q_norm, k_norm
+    attention = ops.attention(
+        layer,
+        heads,
+        config.rope_of(layer),
+        qk_norm=qk_norm,
+        qk_norm_form=variant.qk_norm or "head",
+    )
+    return qkv, attention, ops.linear(prefix + names.o, shard="rows")
+
+
+class NormedExperts:
+    """A mixture of experts behind its norm, which router and experts share."""
+
+    def __init__(self, norm: RowOp, experts: MoeMlp) -> None:
+        self.norm, self.experts = norm, experts
+
+    def __call__(
+        self, x: Tensor, step: ForwardStep | None, *, residual: Tensor | None = None
+    ) -> Tensor:
+        """[T, hidden_size] -> the same; see `Linear` for the residual."""
+        return self.experts(self.norm(x), step, residual=residual)
+
+
+def bind_mlp(ops: Ops, config: ModelConfig, layer: int) -> GatedMlp | PlainMlp | NormedExperts:
+    """The MLP or the experts of a layer, with the norm before it."""
+    variant, prefix = config.variant, f"model.layers.{layer}."
+    names = variant.names
+    before = names.before_attention if variant.block == "parallel" else names.before_mlp
+    if variant.block == "parallel" and names.before_mlp is not None:
+        before = names.before_mlp
+    norm = norm_of(config, layer, before)
+    if config.moe is not None and config.has_experts(layer):
+        assert norm is not None
+        return NormedExperts(ops.norm(norm), MoeMlp(ops, config.moe, prefix))
+    if not variant.has_gate:
+        return PlainMlp(ops, prefix, names.gate_up[0], names.down, variant.activation, norm=norm)
+    return GatedMlp(
+        ops,
+        prefix,
+        norm=norm,
+        activation=GATED[variant.activation],
+        gate_up=names.gate_up,
+        down=names.down,
+    )
+
+
+GATED: dict[ActivationName, Activation] = {
+    "silu": "silu_mul",
+    "gelu_tanh": "gelu_tanh_mul",
+    "gelu": "gelu_mul",
+}
+
+
+def _row_norm(ops: Ops, config: ModelConfig, layer: int, name: str | None) -> RowOp | None:
+    norm = norm_of(config, layer, name)
+    return None if norm is None else ops.norm(norm)
+
+
+def dense_layer(ops: Ops, config: ModelConfig, layer: int) -> DecoderLayer:
+    """A layer of a dense family."""
+    if config.variant.is_llama and not config.has_experts(layer):
+        return LlamaLayer(ops, config, layer)
+    return VariantLayer(ops, config, layer)
+
+
+DENSE = Family(dense_layer)

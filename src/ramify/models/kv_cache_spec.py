@@ -37,7 +37,7 @@ def attention_spec(
 ) -> AttentionSpec:
     """The attention shape that a backend must support; MLA is one K/V head with wide keys."""
     windows = tuple(config.window_of(layer) for layer in range(config.num_layers))
-    mla = config.mla
+    mla, variant = config.mla, config.variant
     if mla is None:
         return AttentionSpec(
             num_heads=config.num_heads,
@@ -46,7 +46,8 @@ def attention_spec(
             page_size=page_size,
             dtype=dtype,
             windows=windows,
-            scale=config.head_dim**-0.5,
+            scale=variant.attention_scale or config.head_dim**-0.5,
+            soft_cap=variant.attention_soft_cap,
             exact=exact,
             kv_dtype=kv_dtype,
         )

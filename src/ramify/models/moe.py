@@ -7,19 +7,21 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ramify.models.deepseek_config import MoeConfig
+from ramify.models.moe_config import MoeConfig
+from ramify.models.ops.mlp import GatedMlp
 from ramify.models.ops.probe import sample_rows
 from ramify.models.ops.protocol import ForwardStep, Ops
 
 
 class MoeMlp:
-    """A float32 router, routed experts and shared experts in place of an MLP.
+    """A float32 router, routed experts and a shared expert in place of an MLP.
 
     Args:
-        prefix: of the layer's MLP.
+        prefix: of the layer.
     """
 
     def __init__(self, ops: Ops, config: MoeConfig, prefix: str) -> None:
+        prefix += config.prefix
         bias = None
         if config.scoring == "sigmoid":
             bias = ops.weight(f"{prefix}gate.e_score_correction_bias")
@@ -31,15 +33,25 @@ class MoeMlp:
             lambda: (sample_rows(config.num_experts, dtype=torch.float32),),
             dtype=torch.float32,
         )
+        shared = f"{prefix}{config.shared}." if config.shared_intermediate_size else None
+        names = config.expert_names
+        self.shared_gate = self.shared = None
+        if config.has_shared_gate and shared is not None:
+            self.shared_gate = ops.linear(f"{prefix}shared_expert_gate", dtype=torch.float32)
+            self.shared, shared = GatedMlp(ops, shared), None
         self.experts = ops.experts(
-            f"{prefix}experts.", num_experts=config.num_experts, shared=f"{prefix}shared_experts."
+            f"{prefix}experts.", num_experts=config.num_experts, shared=shared, names=names
         )
 
     def __call__(
         self, x: Tensor, step: ForwardStep | None, *, residual: Tensor | None = None
     ) -> Tensor:
         """[T, hidden_size] -> the same; see `Linear` for the residual."""
-        out = self.experts(x, self.route(self.gate(x.float(), step)))
+        wide = x.float()
+        out = self.experts(x, self.route(self.gate(wide, step)))
+        if self.shared is not None and self.shared_gate is not None:
+            gate = 1 / (1 + torch.exp(-self.shared_gate(wide, step)))
+            out += (gate * self.shared(x, step)).to(x.dtype)
         return out if residual is None else residual.add_(out)
 
 

@@ -1,13 +1,14 @@
-"""Rotary position embedding: inverse frequencies (plain, linear, llama3, yarn) and cos/sin tables."""
+"""Rotary position embedding: inverse frequencies (plain, linear, llama3, yarn, longrope) and cos/sin tables."""
 
 from __future__ import annotations
 
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ramify.models.config import RopeConfig
+from ramify.models.rope_config import RopeConfig
 
 
 class RotaryTable:
@@ -25,8 +26,11 @@ class RotaryTable:
         """Compute `cos` and `sin` [max_len, head_dim / 2] in float32 on CPU and round them to `dtype`."""
         positions = torch.arange(max_len, dtype=torch.float32)
         angles = positions[:, None] * inverse_frequencies(rope, head_dim)
-        self.cos = (angles.cos() * rope.attention_factor).to(device, dtype)
-        self.sin = (angles.sin() * rope.attention_factor).to(device, dtype)
+        cos, sin = angles.cos(), angles.sin()
+        num_pairs = (rope.rotary_dim or head_dim) // 2
+        cos[:, :num_pairs] *= rope.attention_factor
+        sin[:, :num_pairs] *= rope.attention_factor
+        self.cos, self.sin = cos.to(device, dtype), sin.to(device, dtype)
 
     def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Gather cos and signed sin [rows, 1, head_dim] for positions [rows] int64.
@@ -38,17 +42,36 @@ class RotaryTable:
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Radians per position of each pair of dimensions: [head_dim / 2] float32, scaled as `rope` says."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    frequencies = 1.0 / (rope.theta**exponents)
+    """Radians per position of each pair of dimensions: [head_dim / 2] float32, scaled as `rope` says.
+
+    Pairs beyond `rope.rotary_dim` have frequency 0, which leaves them as they are: the weights are
+    reordered so that those pairs come last (`models.rotary_layout`).
+    """
+    if rope.scaling == "none":
+        return torch.zeros(head_dim // 2)
+    dim = rope.rotary_dim or head_dim
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+    frequencies = _scaled_frequencies(rope, 1.0 / (rope.theta**exponents), dim)
+    return F.pad(frequencies, (0, (head_dim - dim) // 2))
+
+
+def _scaled_frequencies(rope: RopeConfig, frequencies: Tensor, dim: int) -> Tensor:
     if rope.scaling == "linear":
         return frequencies / rope.factor
     if rope.scaling == "yarn":
-        return _yarn_frequencies(rope, frequencies, head_dim)
-    if rope.scaling != "llama3":
-        return frequencies
-    # Llama 3: divide low frequencies by `factor`, keep high ones, interpolate between, by the number
-    # of turns within the context of pre-training.
+        return _yarn_frequencies(rope, frequencies, dim)
+    if rope.scaling == "longrope":
+        return frequencies / torch.tensor(rope.pair_factors, dtype=torch.float32)
+    if rope.scaling == "llama3":
+        return _llama3_frequencies(rope, frequencies)
+    return frequencies
+
+
+def _llama3_frequencies(rope: RopeConfig, frequencies: Tensor) -> Tensor:
+    """Llama 3: divide low frequencies by `factor`, keep high ones, interpolate between.
+
+    Low and high by the number of turns within the context of pre-training.
+    """
     wavelengths = 2 * math.pi / frequencies
     longest = rope.original_max_len / rope.low_freq_factor
     shortest = rope.original_max_len / rope.high_freq_factor
@@ -70,8 +93,10 @@ def _yarn_frequencies(rope: RopeConfig, frequencies: Tensor, head_dim: int) -> T
         wavelength = rope.original_max_len / (turns * 2 * math.pi)
         return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
 
-    first = max(math.floor(dimension(rope.beta_fast)), 0)
-    last = min(math.ceil(dimension(rope.beta_slow)), head_dim - 1)
+    first, last = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
     dims = torch.arange(head_dim // 2, dtype=torch.float32)
     weight = 1 - ((dims - first) / max(last - first, 0.001)).clamp(0, 1)
     return frequencies / rope.factor * (1 - weight) + frequencies * weight

@@ -181,8 +181,13 @@ class Generation:
         return 0 if self.cache is None else self.cache.cached
 
     def page_hashes(self) -> list[int]:
-        """Chained hashes of the prompt's whole pages, the first 64 bits of each."""
-        key = CacheKey(self.request.prompt.ids, self.caller.tenant.encode("utf-8", "surrogatepass"))
+        """Chained hashes of the prompt's whole pages, the first 64 bits of each.
+
+        Requests of different tenants or salts have no hash in common.
+        """
+        salt = f"\0{self.request.salt}" if self.request.salt else ""
+        namespace = (self.caller.tenant + salt).encode("utf-8", "surrogatepass")
+        key = CacheKey(self.request.prompt.ids, namespace)
         hashes = key.page_hashes(self.page_size)
         return [int.from_bytes(page_hash[:8], "big") for page_hash in hashes]
 

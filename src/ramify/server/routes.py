@@ -21,12 +21,15 @@ from ramify.server.anthropic import endpoints as anthropic
 from ramify.server.anthropic.protocol import VERSION_HEADER, CountRequest, MessageRequest
 from ramify.server.context import RequestContext
 from ramify.server.http.wire import json_response
+from ramify.server.openai import embeddings
 from ramify.server.openai import endpoints as openai
 from ramify.server.openai.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    PoolingRequest,
+    EmbeddingsRequest,
+    RerankRequest,
+    ScoreRequest,
     TokenizeRequest,
 )
 from ramify.server.openai.responses import conversations
@@ -159,10 +162,10 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint("/v1/models/{name:path}", "GET", model_list.get_model, "A model.", dialect="by_header"),
     Endpoint("/tokenize", "POST", openai.tokenize, "Text to token ids.", TokenizeRequest),
     Endpoint("/tokenizer_info", "GET", openai.tokenizer_info, "Chat template and special tokens."),
-    Endpoint("/v1/embeddings", "POST", openai.pooling, "Refused: no model that is served can do it.", PoolingRequest),
-    Endpoint("/v1/score", "POST", openai.pooling, "Refused, as /v1/embeddings.", PoolingRequest),
-    Endpoint("/v1/rerank", "POST", openai.pooling, "Refused, as /v1/embeddings.", PoolingRequest, aliases=("/v2/rerank",)),
-    Endpoint("/pooling", "POST", openai.pooling, "Refused, as /v1/embeddings.", PoolingRequest),
+    Endpoint("/v1/embeddings", "POST", embeddings.embeddings, "Unit vectors of texts.", EmbeddingsRequest),
+    Endpoint("/v1/score", "POST", embeddings.score, "Similarities of pairs of texts.", ScoreRequest),
+    Endpoint("/v1/rerank", "POST", embeddings.rerank, "Documents by similarity to a query.", RerankRequest, aliases=("/v2/rerank",)),
+    Endpoint("/pooling", "POST", embeddings.embeddings, "As /v1/embeddings.", EmbeddingsRequest),
     Endpoint("/detokenize", "POST", openai.detokenize, "Token ids to text.", DetokenizeRequest),
     _admin("/v1/cache", "GET", cache_admin.stats, "Statistics of the cache."),
     _admin("/v1/cache", "DELETE", cache_admin.clear, "Evict everything, or what all parameters match.", parameters=_CLEAR),

@@ -67,3 +67,15 @@ def test_small_ids_have_different_prefix_hashes() -> None:
     hashes = {int(hasher.prefix_hashes(spread_ids(np.array(pair)))[-1]) for pair in pairs}
 
     assert len(hashes) == len(pairs)
+
+
+def test_segments_that_requests_share_have_one_unit() -> None:
+    """The same object, an equal object and another one, also when few are remembered."""
+    corpus = Corpus(memory_bytes=2000)
+    shared = [Segment(f"messages[{n}]", SegmentKind.MESSAGE, f"text {n}" * 9) for n in range(20)]
+
+    first = [corpus.unit_of(segment) for segment in shared]
+    again = [corpus.unit_of(segment) for segment in shared]
+    copies = [corpus.unit_of(Segment(s.path, s.kind, s.text)) for s in shared]
+
+    assert first == again == copies == list(range(20))

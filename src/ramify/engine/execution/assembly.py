@@ -24,12 +24,19 @@ from ramify.engine.logits.grammar import GrammarCompiler
 from ramify.engine.request import DetokenizerFactory
 from ramify.engine.text.detokenizer import Detokenizer
 from ramify.engine.text.tokenizer import Tokenizer
+from ramify.engine.text.tokenizer_files import has_tokenizer
 from ramify.errors import CheckpointError, ConfigError, ModelError
 from ramify.kv.pool import KVPool
+from ramify.models.checkpoint_tensors import checkpoint_shapes
 from ramify.models.config import ModelConfig
-from ramify.models.decoder import Decoder
+from ramify.models.decoder import CausalDecoder
+from ramify.models.find_checkpoint import find_checkpoint
 from ramify.models.kv_cache_spec import attention_spec, build_attention, kv_layout, resolve_kv_dtype
-from ramify.models.loader import find_checkpoint, load_model, read_config, resolve_dtype
+from ramify.models.loader import (
+    load_decoder,
+    read_config,
+    resolve_dtype,
+)
 from ramify.models.ops.registry import OpsChoice, select_ops
 
 
@@ -45,7 +52,11 @@ class LocalEngine:
     """
 
     def __init__(self, requested: EngineConfig, *, progress: bool = False) -> None:
-        self.path = find_checkpoint(requested.model.model)
+        self.path = find_checkpoint(
+            requested.model.model,
+            revision=requested.model.revision,
+            offline=requested.model.offline,
+        )
         self.model_config: ModelConfig = read_config(self.path)
         config, exact = self.model_config, requested.attention.exact
         dtype = resolve_dtype(requested.model.dtype, config)
@@ -73,7 +84,7 @@ class LocalEngine:
             last=COMPILED_BACKENDS if requested.model.ops == "torch" else (),
         )
         self.tokenizer: Tokenizer | None = _load_tokenizer(self.path)
-        self.decoder: Decoder = self._load_model(self.path, progress=progress)
+        self.decoder: CausalDecoder = self._load_model(self.path, progress=progress)
         pool = KVPool(layout, self.config.num_pages, self.config.page_size, dtype=kv_dtype)
         self.attention: PagedBackend = build_attention(
             config, self.attention_spec, self.backend_choice.backend
@@ -103,7 +114,7 @@ class LocalEngine:
     @property
     def num_weight_bytes(self) -> int:
         """Bytes of the weights in their compute dtype."""
-        shapes = self.model_config.tensor_shapes().values()
+        shapes = checkpoint_shapes(self.path, self.model_config).values()
         return sum(prod(shape) for shape in shapes) * self.decoder.dtype.itemsize
 
     def exactness(self) -> list[Exactness]:
@@ -123,7 +134,7 @@ class LocalEngine:
             ConfigError: old and new weights do not fit into memory together. (The old weights are
                 dropped only after the new ones are loaded, so a failure loses nothing.)
         """
-        path = find_checkpoint(model)
+        path = find_checkpoint(model, offline=self.config.requested.model.offline)
         config = read_config(path)
         if config != self.model_config:
             names = [
@@ -145,16 +156,16 @@ class LocalEngine:
             )
         return WeightSwap(self, path, self._load_model(path, progress=progress))
 
-    def install_weights(self, path: Path, decoder: Decoder) -> bytes:
+    def install_weights(self, path: Path, decoder: CausalDecoder) -> bytes:
         """Compute with these weights from now on; returns their cache namespace. See `WeightSwap`."""
         namespace = self._namespace(path, self.weights_epoch + 1)
         self.path, self.decoder, self.runner.model = path, decoder, decoder
         self.weights_epoch += 1
         return namespace
 
-    def _load_model(self, path: Path, *, progress: bool) -> Decoder:
+    def _load_model(self, path: Path, *, progress: bool) -> CausalDecoder:
         requested = self.config.requested
-        return load_model(
+        return load_decoder(
             path,
             dtype=requested.model.dtype,
             exact=requested.attention.exact,
@@ -173,7 +184,7 @@ class LocalEngine:
 class WeightSwap:
     """Loaded weights. Call it between two steps, in the thread of the core, to install them."""
 
-    def __init__(self, engine: LocalEngine, path: Path, decoder: Decoder) -> None:
+    def __init__(self, engine: LocalEngine, path: Path, decoder: CausalDecoder) -> None:
         self._engine, self._path, self._decoder = engine, path, decoder
 
     def __call__(self) -> bytes:
@@ -182,9 +193,9 @@ class WeightSwap:
 
 
 def _load_tokenizer(path: Path) -> Tokenizer | None:
-    if not (path / "tokenizer.json").is_file():
-        return None  # prompts and answers are token ids
-    return Tokenizer.load(path)
+    if has_tokenizer(path):
+        return Tokenizer.load(path)
+    return None  # prompts and answers are token ids
 
 
 def _fingerprint(path: Path) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ramify.engine.execution.runner import ModelRunner
@@ -79,7 +80,14 @@ class LocalExecutor:
                     for row, target in zip(logits, targets, strict=True)
                 ]
             prompt_logprobs[logprob_spec.request_id] = tuple(logprobs)
-        return StepResult(sampled, prompt_logprobs, failed)
+        wanted = [spec for spec in plan.embeddings if spec.request_id not in failed]
+        embeddings: dict[int, NDArray[np.float32]] = {}
+        if wanted:
+            vectors = self.runner.embeddings(hidden, [spec.row for spec in wanted]).numpy()
+            embeddings = {
+                spec.request_id: vector for spec, vector in zip(wanted, vectors, strict=True)
+            }
+        return StepResult(sampled, prompt_logprobs, failed, embeddings)
 
     def _nonfinite_requests(self, plan: StepPlan, hidden: Tensor) -> dict[int, Exception]:
         """Errors of the requests that have a hidden row which is not finite, by request id."""

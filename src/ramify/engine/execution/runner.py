@@ -12,7 +12,7 @@ from torch import Tensor
 from ramify.attention.paged import PagedAttention, PagedBackend
 from ramify.engine.step import StepPlan
 from ramify.kv.pool import KVPool
-from ramify.models.decoder import Decoder
+from ramify.models.decoder import CausalDecoder
 from ramify.models.ops.protocol import ForwardStep
 
 
@@ -29,7 +29,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: Decoder,
+        model: CausalDecoder,
         pool: KVPool,
         backend: PagedBackend,
         *,
@@ -78,6 +78,11 @@ class ModelRunner:
         if len(rows) != len(hidden) or [*rows] != [*range(len(hidden))]:
             hidden = hidden[torch.as_tensor([*rows], dtype=torch.int64)]
         return self.model.logits(hidden)
+
+    @torch.inference_mode()
+    def embeddings(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
+        """Final norm of these rows of `hidden`: [len(rows), hidden_size] float32."""
+        return self.model.embeddings(hidden[torch.as_tensor([*rows], dtype=torch.int64)])
 
     @torch.inference_mode()
     def nonfinite_rows(self, hidden: Tensor) -> list[int]:

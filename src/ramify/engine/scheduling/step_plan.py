@@ -8,7 +8,7 @@ import numpy as np
 
 from ramify.engine.request import Request
 from ramify.engine.scheduling.scheduler import ScheduledStep
-from ramify.engine.step import PromptLogprobSpec, SampleSpec, StepPlan
+from ramify.engine.step import EmbeddingSpec, PromptLogprobSpec, SampleSpec, StepPlan
 
 
 def build_step_plan(scheduled: ScheduledStep) -> StepPlan:
@@ -17,6 +17,7 @@ def build_step_plan(scheduled: ScheduledStep) -> StepPlan:
     ids = array("i")
     samples: list[SampleSpec] = []
     prompt_logprobs: list[PromptLogprobSpec] = []
+    embeddings: list[EmbeddingSpec] = []
     request_ids: list[int] = []
     for request in scheduled.requests:
         sequence, params, start = request.sequence, request.params, len(ids)
@@ -38,6 +39,9 @@ def build_step_plan(scheduled: ScheduledStep) -> StepPlan:
             else:
                 row, num_logprobs = len(ids) - 1, params.logprobs
                 samples.append(SampleSpec(request.id, row, end, params, request.seed, num_logprobs))
+        if params.prompt_embedding and begin < len(request.prompt_ids) <= end:
+            row = len(ids) - 1 - (end - len(request.prompt_ids))
+            embeddings.append(EmbeddingSpec(request.id, row))
         if params.prompt_logprobs is not None:
             first = max(begin, len(request.prompt_logprobs))
             targets = request.prompt_ids[first + 1 : end + 1]
@@ -53,6 +57,7 @@ def build_step_plan(scheduled: ScheduledStep) -> StepPlan:
         tuple(samples),
         tuple(prompt_logprobs),
         tuple(request_ids),
+        tuple(embeddings),
         bool(prompt_logprobs),
     )
 

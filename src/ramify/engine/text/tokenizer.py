@@ -20,6 +20,7 @@ from ramify.engine.text.added_tokens import (
 )
 from ramify.engine.text.chat_template import ChatTemplates, Messages, read_chat_templates
 from ramify.engine.text.special_tokens import SpecialTokenEscaper
+from ramify.engine.text.tokenizer_files import read_tokenizer
 from ramify.errors import CheckpointError, InvalidParamsError, PromptTooLongError
 
 
@@ -51,21 +52,10 @@ class Tokenizer:
         """Read the tokenizer of a checkpoint directory.
 
         Raises:
-            CheckpointError: `tokenizer.json` is missing, a file cannot be read, or an entry that
-                should be a token is not one.
+            CheckpointError: there is no tokenizer, a file cannot be read or converted, or an entry
+                that should be a token is not one.
         """
-        tokenizer_file = path / "tokenizer.json"
-        if not tokenizer_file.is_file():
-            raise CheckpointError(
-                f"{tokenizer_file} is missing; add it, or give prompts as token ids (other tokenizer "
-                "formats are not read)"
-            )
-        try:
-            core = tokenizers.Tokenizer.from_file(str(tokenizer_file))
-        except Exception as error:  # tokenizers raises nothing narrower
-            raise CheckpointError(
-                f"{tokenizer_file} cannot be read: {error}; download it again"
-            ) from error
+        core = read_tokenizer(path)
         config = _read_json(path / "tokenizer_config.json")
         special_tokens_map = _read_json(path / "special_tokens_map.json")
         added_tokens = _read_json(path / "added_tokens.json")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ramify.attention.exactness import PROBE_ROW_COUNTS, ProbeStore
-from ramify.models.config import RopeConfig
+from ramify.models.dense_variant import QkNormForm
 from ramify.models.ops.cpu_layers import FusedLayers
 from ramify.models.ops.cpu_linear import PackedLinear, packed_gemm_supports
 from ramify.models.ops.cpu_rope import QKNormRope
@@ -25,6 +26,7 @@ from ramify.models.ops.protocol import (
 )
 from ramify.models.ops.torch_linear import is_constant, probe_counts
 from ramify.models.ops.torch_ops import SplitAttention, TorchOps
+from ramify.models.rope_config import RopeConfig
 
 
 class CpuOps(TorchOps):
@@ -101,13 +103,18 @@ class CpuOps(TorchOps):
         rope: RopeConfig,
         *,
         qk_norm: tuple[Norm, Norm] | None = None,
+        qk_norm_form: QkNormForm = "head",
     ) -> SplitAttention:
         """See `Ops`."""
+        in_torch = partial(
+            super().attention, layer, heads, rope, qk_norm=qk_norm, qk_norm_form=qk_norm_form
+        )
         table, norms = self._table(rope, heads.head_dim), None
         if qk_norm is not None:
             q_norm, k_norm = qk_norm
-            if not _has_kernel(q_norm) or not _has_kernel(k_norm) or q_norm.eps != k_norm.eps:
-                return super().attention(layer, heads, rope, qk_norm=qk_norm)
+            is_compiled = qk_norm_form == "head" and _has_kernel(q_norm) and _has_kernel(k_norm)
+            if not is_compiled or q_norm.eps != k_norm.eps:
+                return in_torch()
             weights = [self.weight(f"{norm.name}.weight") for norm in qk_norm]
             norms = (weights[0], weights[1], q_norm.eps)
         kernel = QKNormRope(table.cos, table.sin, heads, norms=norms)
@@ -122,7 +129,7 @@ class CpuOps(TorchOps):
         operation = "rope" if norms is None else "qk_norm + rope"
         shape = (heads.num_q + heads.num_kv, heads.head_dim)
         if not self._probe_kernel(operation, on_copy, shape, samples, dtype=self.dtype):
-            return super().attention(layer, heads, rope, qk_norm=qk_norm)
+            return in_torch()
         return SplitAttention(layer, kernel)
 
     def _probe_kernel(

@@ -6,6 +6,7 @@ Reference of the compiled kernels, and what runs where there is no kernel.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -27,36 +28,69 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     return weight * wide.to(x.dtype)
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """(x - mean) / deviation * weight + bias over the last dimension, in float32."""
     wide = x.float()
     wide = wide - wide.mean(-1, keepdim=True)
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return (wide * scale * weight.float() + bias.float()).to(x.dtype)
+    wide = wide * scale * weight.float()
+    return (wide if bias is None else wide + bias.float()).to(x.dtype)
 
 
-def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, all [rows, width].
+def silu(x: Tensor) -> Tensor:
+    """x * sigmoid(x) over any shape.
 
     Not torch's silu: its float32 kernel computes the last few elements with scalar code that rounds
     differently from the vector code, so a row's bits depend on the rows beside it.
     """
-    wide = gate.float()
-    return (wide / (1 + torch.exp(-wide))).to(gate.dtype) * up
+    wide = x.float()
+    return (wide / (1 + torch.exp(-wide))).to(x.dtype)
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """gelu(x) in the tanh approximation; by `exp`, as in `silu`."""
+    wide = x.float()
+    argument = math.sqrt(8 / math.pi) * (wide + 0.044715 * wide.pow(3))
+    return (wide / (1 + torch.exp(-argument))).to(x.dtype)
+
+
+def gelu(x: Tensor) -> Tensor:
+    """x * Φ(x), Φ the standard normal distribution function."""
+    wide = x.float()
+    return (wide * 0.5 * (1 + torch.erf(wide * math.sqrt(0.5)))).to(x.dtype)
+
+
+PLAIN_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu,
+    "gelu_tanh": gelu_tanh,
+    "gelu": gelu,
+}
+
+
+def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, all [rows, width]."""
+    return silu(gate) * up
 
 
 def gelu_tanh_and_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """gelu(gate) * up in the tanh approximation, all [rows, width]; by `exp`, as in `silu_and_mul`."""
-    wide = gate.float()
-    argument = math.sqrt(8 / math.pi) * (wide + 0.044715 * wide.pow(3))
-    return (wide / (1 + torch.exp(-argument))).to(gate.dtype) * up
+    """gelu(gate) * up in the tanh approximation, all [rows, width]."""
+    return gelu_tanh(gate) * up
 
 
-ACTIVATIONS = {"silu_mul": silu_and_mul, "gelu_tanh_mul": gelu_tanh_and_mul}
+def gelu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """gelu(gate) * up, all [rows, width]."""
+    return gelu(gate) * up
+
+
+ACTIVATIONS = {
+    "silu_mul": silu_and_mul,
+    "gelu_tanh_mul": gelu_tanh_and_mul,
+    "gelu_mul": gelu_and_mul,
+}
 
 
 def soft_cap(logits: Tensor, cap: float) -> Tensor:
-    """cap * tanh(logits / cap), by `exp`, as in `silu_and_mul`."""
+    """cap * tanh(logits / cap), by `exp`, as in `silu`."""
     return cap * (1 - 2 / (1 + torch.exp(2 * logits / cap)))
 
 

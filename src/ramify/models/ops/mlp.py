@@ -1,9 +1,12 @@
-"""The gated MLP, of dense layers and of experts."""
+"""MLPs: gated, of dense layers and of experts, and plain."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from ramify.models.dense_variant import ActivationName
+from ramify.models.ops.functional import PLAIN_ACTIVATIONS
+from ramify.models.ops.probe import sample_rows
 from ramify.models.ops.protocol import Activation, ForwardStep, Norm, Ops
 
 
@@ -11,7 +14,8 @@ class GatedMlp:
     """down(activation(gate(x)) * up(x)), with a norm of x inside if bound with one.
 
     Args:
-        prefix: of the weights gate_proj, up_proj and down_proj.
+        prefix: of the names.
+        gate_up: names of gate and up, or of a matrix that has gate above up.
     """
 
     def __init__(
@@ -21,13 +25,45 @@ class GatedMlp:
         *,
         norm: Norm | None = None,
         activation: Activation = "silu_mul",
+        gate_up: tuple[str, ...] = ("gate_proj", "up_proj"),
+        down: str = "down_proj",
     ) -> None:
-        names = f"{prefix}gate_proj", f"{prefix}up_proj"
+        names = (prefix + name for name in gate_up)
         self.gate_up = ops.linear(*names, norm=norm, activation=activation, shard="columns")
-        self.down = ops.linear(f"{prefix}down_proj", shard="rows")
+        self.down = ops.linear(prefix + down, shard="rows")
 
     def __call__(
         self, x: Tensor, step: ForwardStep | None, *, residual: Tensor | None = None
     ) -> Tensor:
         """[T, hidden_size] -> the same; see `Linear` for the residual."""
         return self.down(self.gate_up(x, step), step, residual=residual)
+
+
+class PlainMlp:
+    """down(activation(up(x))), with a norm of x inside if bound with one."""
+
+    def __init__(
+        self,
+        ops: Ops,
+        prefix: str,
+        up: str,
+        down: str,
+        activation: ActivationName,
+        *,
+        norm: Norm | None = None,
+    ) -> None:
+        width = len(ops.weight(f"{prefix}{up}.weight"))
+        self.up = ops.linear(prefix + up, norm=norm, shard="columns")
+        self.activation = ops.row_op(
+            activation,
+            PLAIN_ACTIVATIONS[activation],
+            (width,),
+            lambda: (sample_rows(width, dtype=ops.dtype),),
+        )
+        self.down = ops.linear(prefix + down, shard="rows")
+
+    def __call__(
+        self, x: Tensor, step: ForwardStep | None, *, residual: Tensor | None = None
+    ) -> Tensor:
+        """[T, hidden_size] -> the same; see `Linear` for the residual."""
+        return self.down(self.activation(self.up(x, step)), step, residual=residual)

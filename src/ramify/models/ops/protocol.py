@@ -17,10 +17,11 @@ from torch import Tensor
 from ramify.attention.exactness import Exactness
 from ramify.attention.paged import PagedBackend
 from ramify.kv.pool import KVPool
-from ramify.models.config import RopeConfig
+from ramify.models.dense_variant import NormKind, QkNormForm
+from ramify.models.rope_config import RopeConfig
 
 # Of the two halves (gate, up) of a result.
-Activation = Literal["silu_mul", "gelu_tanh_mul"]
+Activation = Literal["silu_mul", "gelu_tanh_mul", "gelu_mul"]
 
 # [T, ...] -> [T, ...]: row i of the result depends on row i of the argument only.
 RowOp = Callable[[Tensor], Tensor]
@@ -44,7 +45,7 @@ class Norm:
 
     name: str
     eps: float
-    kind: Literal["rms", "layer"] = "rms"
+    kind: NormKind = "rms"
     offset: float = 0.0  # of the weight: Gemma multiplies by 1 + weight
 
 
@@ -257,12 +258,20 @@ class Ops(Protocol):
         rope: RopeConfig,
         *,
         qk_norm: tuple[Norm, Norm] | None = None,
+        qk_norm_form: QkNormForm = "head",
     ) -> SelfAttention:
-        """Attention over QKV rows; `qk_norm` are norms of each head of q and of k."""
+        """Attention over QKV rows; `qk_norm` are norms of q and of k."""
         ...
 
-    def experts(self, prefix: str, *, num_experts: int, shared: str | None) -> Experts:
-        """Gated MLPs `prefix` + 0., 1., ... and `shared`."""
+    def experts(
+        self,
+        prefix: str,
+        *,
+        num_experts: int,
+        shared: str | None,
+        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    ) -> Experts:
+        """Gated MLPs `prefix` + 0., 1., ... and `shared`; `names` are gate, up and down of each."""
         ...
 
     def row_op(
@@ -277,8 +286,10 @@ class Ops(Protocol):
         """A family's own function of rows, kept independent of the batch: see `probe_row_op`."""
         ...
 
-    def lm_head(self, name: str, *, norm: Norm, soft_cap: float | None = None) -> LmHead:
-        """Final norm and output matrix; `soft_cap` c makes it c * tanh(logits / c)."""
+    def lm_head(
+        self, name: str, *, norm: Norm, scale: float = 1.0, soft_cap: float | None = None
+    ) -> LmHead:
+        """Final norm, output matrix, times `scale`; `soft_cap` c makes it c * tanh(logits / c)."""
         ...
 
     def stack(self, layers: Sequence[DecoderLayer]) -> LayerStack:

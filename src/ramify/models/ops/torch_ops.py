@@ -15,7 +15,7 @@ from ramify.attention.exactness import (
     Exactness,
     ProbeStore,
 )
-from ramify.models.config import RopeConfig
+from ramify.models.dense_variant import QkNormForm
 from ramify.models.ops import functional
 from ramify.models.ops.functional import (
     ACTIVATIONS,
@@ -45,6 +45,7 @@ from ramify.models.ops.protocol import (
 from ramify.models.ops.quantized import Weight, as_tensor, concat_weights
 from ramify.models.ops.torch_linear import TorchLinear, choose_torch_linear
 from ramify.models.rope import RotaryTable
+from ramify.models.rope_config import RopeConfig
 
 CPU = torch.device("cpu")
 
@@ -182,28 +183,44 @@ class TorchOps:
         rope: RopeConfig,
         *,
         qk_norm: tuple[Norm, Norm] | None = None,
+        qk_norm_form: QkNormForm = "head",
     ) -> SplitAttention:
         """See `Ops`."""
         rotate = self.rope(rope, dim=heads.head_dim, num_heads=heads.num_q)
         norms = None
         if qk_norm is not None:
+            bind = self._width_norm if qk_norm_form == "width" else self._head_norm
             q_norm, k_norm = qk_norm
-            norms = (
-                self._head_norm(q_norm, heads, heads.num_q),
-                self._head_norm(k_norm, heads, heads.num_kv),
-            )
-        return SplitAttention(layer, TorchQKNormRope(heads, norms, rotate))
+            norms = bind(q_norm, heads, heads.num_q), bind(k_norm, heads, heads.num_kv)
+        is_late = qk_norm_form == "after_rope"
+        return SplitAttention(layer, TorchQKNormRope(heads, norms, rotate, is_late))
 
-    def experts(self, prefix: str, *, num_experts: int, shared: str | None) -> LoopedExperts:
+    def experts(
+        self,
+        prefix: str,
+        *,
+        num_experts: int,
+        shared: str | None,
+        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    ) -> LoopedExperts:
         """See `Ops`."""
-        routed = tuple(GatedMlp(self, f"{prefix}{number}.") for number in range(num_experts))
-        return LoopedExperts(routed, None if shared is None else GatedMlp(self, shared))
+        gate, up, down = names
+        bind = partial(GatedMlp, self, gate_up=(gate, up), down=down)
+        routed = tuple(bind(f"{prefix}{number}.") for number in range(num_experts))
+        return LoopedExperts(routed, None if shared is None else bind(shared))
 
-    def lm_head(self, name: str, *, norm: Norm, soft_cap: float | None = None) -> LmHead:
+    def lm_head(
+        self, name: str, *, norm: Norm, scale: float = 1.0, soft_cap: float | None = None
+    ) -> LmHead:
         """See `Ops`."""
         linear = self.linear(name, norm=norm, shard="vocab")
+
+        def logits(hidden: Tensor) -> Tensor:
+            wide = linear(hidden, None).float()
+            return wide if scale == 1.0 else wide.mul_(scale)
+
         if soft_cap is None:
-            return lambda hidden: linear(hidden, None).float()
+            return logits
         vocab_size = len(self._weights[f"{name}.weight"])
         capped = self.row_op(
             "soft_cap",
@@ -212,7 +229,7 @@ class TorchOps:
             self._samples(vocab_size, dtype=torch.float32),
             dtype=torch.float32,
         )
-        return lambda hidden: capped(linear(hidden, None).float())
+        return lambda hidden: capped(logits(hidden))
 
     def stack(self, layers: Sequence[DecoderLayer]) -> LayerStack:
         """See `Ops`."""
@@ -275,11 +292,23 @@ class TorchOps:
         shape = (num_heads, heads.head_dim)
         return self.row_op("qk_norm", self._norm(norm), shape, lambda: (qkv()[0][:, :num_heads],))
 
+    def _width_norm(self, norm: Norm, heads: Heads, num_heads: int) -> RowOp:
+        """A norm over `num_heads` heads of a QKV row together."""
+        inner = self._norm(norm)
+        qkv = self._samples(sum(heads.counts), heads.head_dim)
+        return self.row_op(
+            f"{norm.kind}_norm of heads",
+            lambda x: inner(x.flatten(1)).view(x.shape),
+            (num_heads, heads.head_dim),
+            lambda: (qkv()[0][:, :num_heads],),
+        )
+
     def _norm(self, norm: Norm) -> RowOp:
         """The norm's function of rows, not probed."""
         weight = self.weight(f"{norm.name}.weight")
         if norm.kind == "layer":
-            bias = self.weight(f"{norm.name}.bias")
+            has_bias = f"{norm.name}.bias" in self._weights
+            bias = self.weight(f"{norm.name}.bias") if has_bias else None
             return partial(layer_norm, weight=weight, bias=bias, eps=norm.eps)
         return partial(rms_norm, weight=weight, eps=norm.eps, offset=norm.offset)
 
@@ -367,13 +396,17 @@ class TorchQKNormRope:
     heads: Heads
     norms: tuple[RowOp, RowOp] | None
     rope: TorchRope
+    norms_after_rope: bool = False
 
     def __call__(self, qkv: Tensor, step: ForwardStep) -> tuple[Tensor, Tensor, Tensor]:
         """qkv [T, (num_q + 2 * num_kv) * head_dim]."""
         q, k, v = qkv.unflatten(-1, (-1, self.heads.head_dim)).split(self.heads.counts, 1)
-        if self.norms is not None:
+        if self.norms is not None and not self.norms_after_rope:
             q, k = self.norms[0](q), self.norms[1](k)
-        return self.rope(q, step), self.rope(k, step), v
+        q, k = self.rope(q, step), self.rope(k, step)
+        if self.norms is not None and self.norms_after_rope:
+            q, k = self.norms[0](q), self.norms[1](k)
+        return q, k, v
 
 
 @dataclass(frozen=True, slots=True)

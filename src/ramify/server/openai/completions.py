@@ -79,7 +79,7 @@ def completion_to_generations(
     max_ids = truncated_len(request, service)
     if max_ids is not None:
         prompts = [prompt if isinstance(prompt, str) else prompt[-max_ids:] for prompt in prompts]
-    _check_prompts(prompts, service)
+    check_prompts(prompts, service)
     generation_requests = []
     for text_or_ids in prompts:
         stop_if_abandoned()
@@ -139,7 +139,7 @@ def check_token_ids(token_ids: Sequence[int], param: str) -> None:
         raise ApiError(400, f"{invalid} is no token id", param=param)
 
 
-def _check_prompts(prompts: Sequence[Any], service: Service) -> None:
+def check_prompts(prompts: Sequence[Any], service: Service) -> None:
     """Refuse prompts of which one exceeds the context, or which together exceed the queue.
 
     A text counts as the fewest tokens that its characters could be.

@@ -21,7 +21,6 @@ from ramify.server.openai.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    PoolingRequest,
     TokenizeRequest,
 )
 from ramify.server.openai.unserved import CHAT_FIELDS, COMPLETION_FIELDS
@@ -126,21 +125,4 @@ async def tokenizer_info(context: RequestContext) -> Response:
             "vocab_size": tokenizer.vocab_size,
             **tokenizer.special_tokens,
         }
-    )
-
-
-async def pooling(context: RequestContext) -> Response:
-    """POST /v1/embeddings and others for models that turn a text into vectors or scores.
-
-    Raises:
-        ApiError: always; 400, the model generates text, or 404, there is no such model.
-    """
-    request = await context.body(PoolingRequest)
-    model, task = context.service.check_model(request.model), context.request.url.path
-    raise ApiError(
-        400,
-        f"the model {model!r} does not support {task}: it generates text, and this server has no "
-        "models for embeddings, scores or reranking yet; send these requests to another server",
-        param="model",
-        code="model_not_supported",
     )

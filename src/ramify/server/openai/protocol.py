@@ -295,10 +295,32 @@ class TokenizeRequest(ChatRequest, kw_only=True):
     return_token_strs: bool | None = None
 
 
-class PoolingRequest(Struct, kw_only=True):
-    """POST to an endpoint of embedding, scoring or reranking models; see `pooling`."""
+class EmbeddingsRequest(Struct, kw_only=True):
+    """POST /v1/embeddings."""
 
+    input: str | list[Any]  # a text, token ids, or a list of either
     model: Name | None = None
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: PositiveInt | None = None
+    user: str | None = None
+
+
+class ScoreRequest(Struct, kw_only=True):
+    """POST /v1/score."""
+
+    text_1: str | list[str]
+    text_2: str | list[str]
+    model: Name | None = None
+
+
+class RerankRequest(Struct, kw_only=True):
+    """POST /v1/rerank."""
+
+    query: str
+    documents: list[str | dict[str, Any]]
+    model: Name | None = None
+    top_n: PositiveInt | None = None
+    return_documents: bool = False
 
 
 class DetokenizeRequest(Struct):

@@ -102,21 +102,40 @@ class LineFile:
 
 
 def trace_line(generation: Generation, *, with_tokens: bool = False) -> str:
-    """A JSON line about an ended request, for the analyser: lengths and page hashes, no text.
+    """A JSON line about an ended request, for the analyser: counts, times and page hashes, no text.
+
+    Times are milliseconds, `timestamp` since the epoch at the end of the request. `hit` is
+    `read + shared`; `miss` says why the cache lookup ended where it did.
 
     Args:
         with_tokens: with token ids as well, from which the text can be restored.
     """
-    output, prompt = generation.output, generation.request.prompt
+    output, prompt, cache = generation.output, generation.request.prompt, generation.cache
     entry: dict[str, object] = {
         "timestamp": round(1000 * time.time()),
+        "id": generation.id,
         "tenant": generation.caller.tenant,
         "input_length": len(prompt.ids),
         "output_length": 0 if output is None else output.usage.completion_tokens,
         "page_size": generation.page_size,
         "hash_ids": generation.page_hashes(),
         "hit": generation.num_cached,
+        "end": "disconnected" if output is None else str(output.finish_reason),
     }
+    if output is not None:
+        entry["total_ms"] = round(1000 * output.metrics.total_s, 1)
+        if output.metrics.ttft_s is not None:
+            entry["ttft_ms"] = round(1000 * output.metrics.ttft_s, 1)
+    if cache is not None:
+        entry |= {"read": cache.read, "shared": cache.shared, "written": cache.written}
+    if generation.miss is not None:
+        miss: dict[str, object] = {
+            "reason": generation.miss.reason,
+            "at_token": generation.miss.at_token,
+        }
+        if generation.miss.segment is not None:
+            miss["segment"] = log_safe(generation.miss.segment)
+        entry["miss"] = miss
     if with_tokens:
         entry["token_ids"] = prompt.ids.tolist()
     return json.dumps(entry) + "\n"

@@ -1,0 +1,90 @@
+"""Write docs/models.md: which architectures run, how, and what was compared with transformers.
+
+    python scripts/models_table.py [FILE]
+
+Native families are the rows of `ramify.models.families`, the rest are the cases of the tests in
+tests/cpu/models. `make options` runs this; tests/cpu/models/test_models_table.py fails when the file is
+not up to date.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from ramify.models.families import FAMILIES
+from tests.cpu.models.family_cases import CASES
+from tests.cpu.models.test_hf_adapter import REFUSED, SERVED
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
+INTRO = """\
+# Models
+
+<!-- Written by scripts/models_table.py (make options). -->
+
+A checkpoint directory (or the name of a hub model in the local cache) runs if its architecture is in the
+first table, or if transformers has it as a causal decoder. Weights are float32, bfloat16 or float16
+safetensors; `scripts/gguf_to_checkpoint.py` widens a GGUF file to such a directory.
+
+## Our own implementation
+
+Everything in compiled kernels where the shape allows, bits independent of the cache in float32 and
+bfloat16. Compared with transformers on random checkpoints that transformers saved: logits in float32
+within 1e-4 of the largest and in bfloat16 within 1.5 times transformers' own error, on both
+implementations of the operations (`ops`); the same bits however a prompt is cut; greedy tokens cold,
+from the cache and in a second turn, across windows and the length of pre-training
+(`tests/cpu/models/test_dense_families.py`, `tests/cpu/test_deepseek.py`).
+
+| architecture | `model_type` | compared with these settings |
+|---|---|---|
+"""
+ADAPTER = """
+## Through transformers
+
+Any other causal decoder runs with its own modules from transformers, `pip install "ramify[hf]"`. Its
+attention is ours, over the same paged K/V, and so are its `torch.nn.Linear` layers. At load the model
+computes 256 tokens whole, in pieces and with a cached prefix; it is refused where the results differ,
+with `exact=True` also where a bit does.
+
+Compared with transformers: greedy tokens cold, warm, batched and in a second turn
+(`tests/cpu/models/test_hf_adapter.py`).
+
+| architecture | result |
+|---|---|
+"""
+REASONS = {
+    "encoder-decoder": "refused: an encoder-decoder",
+    "layers of kind linear_attention": "refused: layers with a recurrent state",
+    "bidirectional": "refused: attends to later tokens",
+    "attention interface in 0 of 3 layers": "refused: attends by itself, not through transformers' interface",
+}
+
+
+def page() -> str:
+    """The text of docs/models.md."""
+    cases: dict[str, list[str]] = {}
+    for case in CASES:
+        prefix, _, variant = case.partition(" ")
+        cases.setdefault(f"{prefix}ForCausalLM", []).append(variant or "plain")
+    lines = [INTRO]
+    for name, family in FAMILIES.items():
+        compared = "latent attention, experts" if family.is_latent else ", ".join(cases[name])
+        lines.append(f"| `{name}` | `{family.model_type}` | {compared} |\n")
+    lines.append(ADAPTER)
+    lines += [f"| `{name}` | equal |\n" for name in SERVED]
+    lines += [
+        f"| `{name}` | {REASONS[reason]} |\n"
+        for name, (_, reason) in REFUSED.items()
+        if name not in SERVED
+    ]
+    return "".join(lines)
+
+
+def main() -> None:
+    """Write the page, or the file of the command line."""
+    path = Path(sys.argv[1]) if len(sys.argv) > 1 else PAGE
+    path.write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

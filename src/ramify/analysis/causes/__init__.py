@@ -1,0 +1,1 @@
+"""Rules that name causes of lost hits."""

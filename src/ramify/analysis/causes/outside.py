@@ -1,0 +1,94 @@
+"""Asks all rules about what text cannot prove."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import replace
+
+from ramify.analysis.causes.evidence import Evidence, LogFacts, MatchFacts, OutsideRule
+from ramify.analysis.causes.timing import (
+    BelowMinimum,
+    BilledAfterPause,
+    BreakpointMissing,
+    LookbackExceeded,
+    ParallelCold,
+    TtlExpired,
+)
+from ramify.analysis.causes.vendor import (
+    Evicted,
+    KeyTooBusy,
+    OtherModelAnswered,
+    Routing,
+    UnexplainedMiss,
+    VendorSaysOtherwise,
+)
+from ramify.analysis.corpus import StoredRequest
+from ramify.analysis.verdicts import Cause, CauseName, Certainty
+
+# Each names what one restriction of the rule, or one split of the cache, takes away.
+RULES: tuple[OutsideRule, ...] = (
+    OtherModelAnswered(),
+    Routing(),
+    ParallelCold(),
+    TtlExpired(),
+    BilledAfterPause(),
+    LookbackExceeded(),
+    BreakpointMissing(),
+    BelowMinimum(),
+    VendorSaysOtherwise(),
+)
+# These name what is left: they are asked if no other rule has a likely cause.
+LAST_RULES: tuple[OutsideRule, ...] = (KeyTooBusy(), Evicted(), UnexplainedMiss())
+
+
+def outside_causes(log: LogFacts, request: StoredRequest, facts: MatchFacts) -> tuple[Cause, ...]:
+    """Causes from times, usage, verdicts and the cache rule; none is proved.
+
+    A request that the log's text convicts already gets no cause from breakpoints and minimums.
+    """
+    evidence = log.evidence(request, facts)
+    causes = _ask(RULES, evidence)
+    if facts.has_waste or any(cause.certainty is Certainty.LIKELY for cause in causes):
+        return causes
+    last = _ask(LAST_RULES, evidence)
+    return (*causes, *last[:1])
+
+
+def _ask(rules: tuple[OutsideRule, ...], evidence: Evidence) -> tuple[Cause, ...]:
+    found = (rule.find(evidence) for rule in rules)
+    return tuple(cause for cause in found if cause is not None)
+
+
+def unread_writes(log: LogFacts, excused: Collection[int] = ()) -> dict[int, Cause]:
+    """Writes that were paid and never read, by request; only conversations of one request.
+
+    A single one at the end of the log is only suspected: a read may have come after the log.
+
+    Args:
+        log: the log.
+        excused: requests whose entry a later request would have read but for another cause.
+    """
+    found = {}
+    late = {prediction.expired for prediction in log.predictions.values()}
+    early = {prediction.in_flight for prediction in log.predictions.values()}
+    for number in sorted(log.single - late - early):
+        prediction, request = log.predictions[number], log.requests[number]
+        usage = request.info.usage
+        if not prediction.num_unread or number in excused or usage.num_written == 0:
+            continue
+        last = max((segment for segment, _ in request.breakpoints), default=-1)
+        found[number] = Cause(
+            CauseName.UNREAD_WRITE,
+            Certainty.LIKELY,
+            request.paths[last] if last >= 0 else "",
+            had=f"{prediction.num_unread} tokens written",
+            got="never read",
+        )
+    places = Counter(cause.segment for cause in found.values())
+    return {
+        number: replace(cause, certainty=Certainty.SUSPECTED)
+        if places[cause.segment] == 1 and log.ends_within_lifetime(number)
+        else cause
+        for number, cause in found.items()
+    }

@@ -1,0 +1,145 @@
+"""Differences of two lists of tools: order, definitions, tools added and removed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+
+from ramify.analysis.causes.unit_pairs import pair_differences
+from ramify.analysis.normal_forms import parse_json
+from ramify.analysis.prompt_sides import Difference, Side
+from ramify.analysis.quoting import Excerpt
+from ramify.analysis.templates import Templates
+from ramify.analysis.text_diff import common_prefix_len
+from ramify.analysis.verdicts import CauseName, Certainty
+
+
+@dataclass(slots=True)
+class ToolComparison:
+    """Tokens shared in the tools; whether the rest of the prompt follows equal tools once mended."""
+
+    num_shared: int = 0
+    is_mended: bool = True
+    differences: list[Difference] = field(default_factory=list)
+
+
+def compare_tools(a: Side, b: Side, templates: Templates, *, continues: bool) -> ToolComparison:
+    """Compare the tools of two requests."""
+    out = ToolComparison()
+    mine, other = b.tools, a.tools
+    if mine == other:
+        out.num_shared = b.num_tokens(mine)
+        return out
+    names_a, names_b = _names(a, other), _names(b, mine)
+    if not set(names_a) & set(names_b) or (set(names_a) != set(names_b) and not continues):
+        out.is_mended = not mine and not other
+        for unit_a, unit_b in zip(other, mine, strict=False):
+            if unit_a != unit_b:
+                break
+            out.num_shared += b.num_tokens([unit_b])
+        return out
+    out.num_shared = b.num_tokens(mine)
+    found: list[tuple[int, Difference]] = []
+    _find_added_and_removed(names_a, names_b, found)
+    common_a = [name for name in names_a if name in names_b]
+    common_b = [name for name in names_b if name in names_a]
+    if common_a != common_b:
+        at = next(i for i, (x, y) in enumerate(zip(common_a, common_b, strict=True)) if x != y)
+        place = names_b[common_b[at]]
+        found.append(
+            (
+                place,
+                Difference(
+                    CauseName.TOOL_ORDER,
+                    Certainty.PROVED,
+                    f"tools[{place}]",
+                    _bare(common_a[at]),
+                    _bare(common_b[at]),
+                ),
+            )
+        )
+    for name in common_b:
+        unit_a, unit_b = other[names_a[name]], mine[names_b[name]]
+        if unit_a == unit_b:
+            continue
+        path = f"tools[{names_b[name]}]"
+        pairs = pair_differences(a.corpus, templates, unit_a, unit_b, path, b.api)
+        if pairs is None or any(item.cause is CauseName.NEW_CONTENT for item in pairs.differences):
+            if not continues:
+                out.is_mended = False
+                return out
+            text_a, text_b = a.corpus.text(unit_a), b.corpus.text(unit_b)
+            found.append((names_b[name], _changed(path, text_a, text_b)))
+        else:
+            found += [(names_b[name], item) for item in pairs.differences]
+    out.differences = [item for _, item in sorted(found, key=lambda pair: pair[0])]
+    return out
+
+
+def _find_added_and_removed(
+    names_a: dict[str, int],
+    names_b: dict[str, int],
+    found: list[tuple[int, Difference]],
+) -> None:
+    for name, at in names_a.items():
+        if name not in names_b:
+            found.append(
+                (
+                    at,
+                    Difference(
+                        CauseName.TOOL_CHANGED, Certainty.PROVED, f"tools[{at}]", _bare(name)
+                    ),
+                )
+            )
+    for name, at in names_b.items():
+        if name not in names_a:
+            found.append(
+                (
+                    at,
+                    Difference(
+                        CauseName.TOOL_CHANGED, Certainty.PROVED, f"tools[{at}]", got=_bare(name)
+                    ),
+                )
+            )
+
+
+def _changed(path: str, had: str, got: str) -> Difference:
+    at = common_prefix_len(had, got)
+    return Difference(
+        CauseName.TOOL_CHANGED,
+        Certainty.PROVED,
+        path,
+        Excerpt(had, max(0, at - 10), at + 60),
+        Excerpt(got, max(0, at - 10), at + 60),
+    )
+
+
+def _names(side: Side, units: list[int]) -> dict[str, int]:
+    """Place of each tool by name; a name that comes again has a number behind it."""
+    names: dict[str, int] = {}
+    for at, unit in enumerate(units):
+        name = tool_name(side.corpus.text(unit))
+        number = 0
+        while f"{name}\0{number}" in names:
+            number += 1
+        names[f"{name}\0{number}"] = at
+    return names
+
+
+def _bare(name: str) -> Excerpt:
+    return Excerpt(name.partition("\0")[0], 0, 80)
+
+
+def tool_name(text: str) -> str:
+    """Name of a tool definition; the definition itself if it has none."""
+    value = parse_json(text)
+    if isinstance(value, dict):
+        function = value.get("function")
+        for holder in (value, function if isinstance(function, dict) else {}):
+            for key in ("name", "server_label"):
+                if isinstance(holder.get(key), str):
+                    return str(holder[key])
+        if isinstance(value.get("type"), str):
+            return str(value["type"])
+        return json.dumps(value, sort_keys=True)
+    return text

@@ -1,0 +1,188 @@
+"""Differences within a pair of units that stand at the same place: form, order of keys, values."""
+
+from __future__ import annotations
+
+import unicodedata
+from dataclasses import dataclass, field
+
+from ramify.analysis.causes.values import SlotEvidence, SlotVerdict, judge_slot
+from ramify.analysis.corpus import Corpus
+from ramify.analysis.normal_forms import parse_json, sort_keys, write_json
+from ramify.analysis.prompt_sides import Difference
+from ramify.analysis.quoting import Excerpt
+from ramify.analysis.records import TextForm
+from ramify.analysis.templates import Templates
+from ramify.analysis.text_diff import common_prefix_len, shares_sentences
+from ramify.analysis.verdicts import CauseName, Certainty
+
+
+@dataclass(frozen=True, slots=True)
+class PairDifferences:
+    """The differences; NEW_CONTENT is the last, at `stop_char` of the second text's normal form."""
+
+    differences: tuple[Difference, ...] = ()
+    stop_char: int | None = None
+    tail_chars: int = field(default=0)  # equal code points after the last value
+
+
+def pair_differences(
+    corpus: Corpus, templates: Templates, unit_a: int, unit_b: int, path: str, api: str
+) -> PairDifferences | None:
+    """How a unit differs from another; None if they have little in common."""
+    a, b = corpus.units[unit_a], corpus.units[unit_b]
+    if (a.kind, a.form, a.label) != (b.kind, b.form, b.label) or a.form in (
+        TextForm.MEDIA,
+        TextForm.TOKENS,
+    ):
+        return None
+    text_a, text_b = corpus.text(unit_a), corpus.text(unit_b)
+    normal_a, normal_b = templates.normal(unit_a), templates.normal(unit_b)
+    is_equal = normal_a == normal_b
+    found = _form_differences(text_a, text_b, path, api, is_equal=is_equal)
+    if is_equal:
+        return PairDifferences(tuple(found))
+    values = _values(corpus, templates, normal_a, normal_b)
+    if values is None:
+        return None
+    body_a, body_b = corpus.text(normal_a), corpus.text(normal_b)
+    tail = 0
+    for (start_a, end_a), (start_b, end_b), verdict in values:
+        if verdict.cause is None:
+            return PairDifferences(
+                (*found, Difference(CauseName.NEW_CONTENT, Certainty.PROVED, path)), start_b
+            )
+        had, got = Excerpt(body_a, start_a, end_a), Excerpt(body_b, start_b, end_b)
+        found.append(
+            Difference(verdict.cause, verdict.certainty, path, had, got, verdict.is_volatile)
+        )
+        tail = len(body_b) - end_b
+    return PairDifferences(tuple(found), tail_chars=tail)
+
+
+def _values(
+    corpus: Corpus, templates: Templates, a: int, b: int
+) -> list[tuple[tuple[int, int], tuple[int, int], SlotVerdict]] | None:
+    """Places of the values that differ, and what they are."""
+    text_a, text_b = corpus.text(a), corpus.text(b)
+    template, other = templates.template_of(a), templates.template_of(b)
+    is_same = template is not None and template is other
+    if not is_same and len(text_b) > 400 and not shares_sentences(text_a, text_b):
+        return None
+    hunks = templates.hunks(a, b)
+    places: list[tuple[tuple[int, int], SlotVerdict]] = []
+    if template is not None and template is other:
+        places = [
+            (place, slot.verdict)
+            for slot, place in zip(template.slots, templates.slot_places(template, b), strict=True)
+            if place is not None and slot.verdict is not None
+        ]
+    else:
+        differing = sum(hunk.other_end - hunk.other_start for hunk in hunks)
+        if len(text_b) - differing < 0.5 * len(text_b):
+            return None
+    kind, label = corpus.units[b].kind, corpus.units[b].label
+    found = []
+    for hunk in hunks:
+        mine, theirs = (hunk.start, hunk.end), (hunk.other_start, hunk.other_end)
+        verdict = _known(places, theirs)
+        if verdict is None:
+            before = text_b[max(0, theirs[0] - 160) : theirs[0]]
+            values = (text_a[mine[0] : mine[1]], text_b[theirs[0] : theirs[1]])
+            after = text_b[theirs[1] : theirs[1] + 160]
+            verdict = judge_slot(
+                SlotEvidence(kind, label, values, (None, None), before, after, 2, 2, 2)
+            )
+        found.append((mine, theirs, verdict))
+    return found
+
+
+def _known(
+    places: list[tuple[tuple[int, int], SlotVerdict]], at: tuple[int, int]
+) -> SlotVerdict | None:
+    """The verdict of all requests about a place; None if the place is only a part of a larger one."""
+    for (start, end), verdict in places:
+        overlaps = start <= at[0] and at[1] <= end
+        if overlaps and (verdict.cause is not None or end - start <= 2 * (at[1] - at[0]) + 8):
+            return verdict
+    return None
+
+
+def _form_differences(
+    had: str, got: str, path: str, api: str, *, is_equal: bool
+) -> list[Difference]:
+    """Order of keys and white space, judged apart from values."""
+    found = []
+    json_a, json_b = parse_json(had), parse_json(got)
+    if json_a is not None and json_b is not None:
+        if _key_orders_differ(json_a, json_b):
+            is_parsed = "anthropic" in api
+            at = common_prefix_len(had, got)
+            found.append(
+                Difference(
+                    CauseName.KEY_ORDER,
+                    Certainty.LIKELY if is_parsed else Certainty.PROVED,
+                    path,
+                    Excerpt(had, max(0, at - 1), at + 60),
+                    Excerpt(got, max(0, at - 1), at + 60),
+                )
+            )
+        if write_json(json_a) != had or write_json(json_b) != got:
+            sorted_a, sorted_b = sort_keys(had), sort_keys(got)
+            is_respaced = _layout(had) != _layout(got)
+            if is_respaced and sorted_a == sorted_b:
+                found.append(_whitespace(had, got, path))
+        return found
+    if is_equal or _spacing(had) != _spacing(got):
+        found.append(_whitespace(had, got, path))
+    return found
+
+
+def _layout(text: str) -> tuple[bool, bool, bool]:
+    """How JSON is written: escapes, line ends, blanks after separators."""
+    return ("\\u" in text, "\n" in text, '": ' in text or '", ' in text)
+
+
+def _spacing(text: str) -> tuple[bool, ...]:
+    """Which kinds of white space and forms of Unicode a text has that its normal form lacks."""
+    return (
+        text != text.rstrip(),
+        text != text.lstrip(),
+        "\r" in text,
+        "  " in text,
+        "\u00a0" in text,
+        not text.isascii() and unicodedata.normalize("NFC", text) != text,
+    )
+
+
+def _whitespace(had: str, got: str, path: str) -> Difference:
+    at = common_prefix_len(had, got)
+    start = max(0, at - 8)
+    return Difference(
+        CauseName.WHITESPACE,
+        Certainty.PROVED,
+        path,
+        Excerpt(had, start, at + 12),
+        Excerpt(got, start, at + 12),
+    )
+
+
+def _key_orders_differ(a: object, b: object, depth: int = 0) -> bool:
+    """Whether an object that both have has its common keys in another order."""
+    if depth > 60:
+        return False
+    if isinstance(a, dict) and isinstance(b, dict):
+        common_a = [key for key in a if key in b]
+        common_b = [key for key in b if key in a]
+        return common_a != common_b or any(
+            _key_orders_differ(a[key], b[key], depth + 1) for key in common_a
+        )
+    if isinstance(a, list) and isinstance(b, list):
+        return any(_key_orders_differ(x, y, depth + 1) for x, y in zip(a, b, strict=False))
+    if isinstance(a, str) and isinstance(b, str) and a != b:
+        inner_a, inner_b = parse_json(a), parse_json(b)
+        return (
+            inner_a is not None
+            and inner_b is not None
+            and _key_orders_differ(inner_a, inner_b, depth + 1)
+        )
+    return False

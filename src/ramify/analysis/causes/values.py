@@ -1,0 +1,281 @@
+"""Rules that name what a changing value within a text is: a clock, an id, a path, a state.
+
+Each rule is a class with one question; `VALUE_RULES` is asked in order, and the first yes counts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+from ramify.analysis.causes.clocks import (
+    follows_times,
+    grows_unevenly,
+    looks_like_clock,
+    names_date,
+)
+from ramify.analysis.records import SegmentKind
+from ramify.analysis.verdicts import CauseName, Certainty
+
+
+@dataclass(frozen=True, slots=True)
+class SlotEvidence:
+    """The values at a place of a text that is else equal, and what stands around them."""
+
+    kind: SegmentKind
+    label: str
+    values: tuple[str, ...]  # a sample of different members, in order of first use
+    times: tuple[float | None, ...]  # of the first use of each
+    before: str  # text before the place
+    after: str
+    num_uses: int  # requests
+    num_members: int  # different texts
+    num_roots: int  # conversations
+
+    @property
+    def line_before(self) -> str:
+        """The part of the line before the value."""
+        return self.before.rpartition("\n")[2]
+
+    @property
+    def line(self) -> str:
+        """The line around the value."""
+        return f"{self.line_before[-60:]} {self.after.partition(chr(10))[0][:40]}"
+
+    @property
+    def wide_before(self) -> str:
+        """Characters without a blank right before the value."""
+        return re.split(r"[\s\"'<>()\[\]{}=]", self.before)[-1]
+
+    @property
+    def distinct_share(self) -> float:
+        """Different values among the sampled texts."""
+        return len(set(self.values)) / max(1, len(self.values))
+
+    @property
+    def filled(self) -> tuple[str, ...]:
+        """The values that are not empty."""
+        return tuple(value for value in self.values if value.strip())
+
+
+@dataclass(frozen=True, slots=True)
+class SlotVerdict:
+    """What a slot holds; `cause` None is content."""
+
+    cause: CauseName | None
+    certainty: Certainty
+    is_volatile: bool  # the values are waste wherever the text around them is equal
+
+
+class ValueRule(Protocol):
+    """Asks whether a slot's values have a cause's shape."""
+
+    cause: CauseName
+
+    def is_met(self, slot: SlotEvidence) -> bool:
+        """Whether the values have the shape."""
+        ...
+
+
+class BillingHeader:
+    """A coding agent's billing line, of which a part changes with every request."""
+
+    cause = CauseName.BILLING_HEADER
+
+    def is_met(self, slot: SlotEvidence) -> bool:
+        """See `ValueRule`."""
+        return "x-anthropic-billing-header" in slot.line_before.lower() + slot.values[0].lower()
+
+
+_PATH = re.compile(r"(?:[A-Za-z]:)?[\\/][\w.@~+-]+[\\/]|~/|\w+://|^\.{0,2}/\w|\w/\w+/\w")
+
+
+class PathValue:
+    """A value within a file path or a URL path."""
+
+    cause = CauseName.PATH_OR_STATE
+
+    def is_met(self, slot: SlotEvidence) -> bool:
+        """See `ValueRule`."""
+        around = [slot.wide_before + value for value in slot.filled]
+        return bool(around) and all(_PATH.search(item) for item in around)
+
+
+class ClockValue:
+    """A date, a time, a time span before now, or numbers that follow the request times."""
+
+    cause = CauseName.CLOCK
+
+    def is_met(self, slot: SlotEvidence) -> bool:
+        """See `ValueRule`."""
+        values = slot.filled
+        if not values:
+            return False
+        if all(map(looks_like_clock, values)):
+            return True
+        if follows_times(slot.values, slot.times) or _AGO.match(slot.after):
+            return True
+        has_digits = all(any(map(str.isdigit, value)) for value in values)
+        if _UNITS.match(slot.after) and (has_digits or _CALENDAR.search(slot.line)):
+            return True
+        if has_digits and (_CALENDAR.search(slot.line) or names_date(slot.line)):
+            return not _is_random(values[0]) and not _STATE_WORDS.search(slot.line_before)
+        if grows_unevenly(slot.values) and not _names_other(slot):
+            return True
+        has_word = bool(_CLOCK_WORDS.search(slot.line_before[-60:]))
+        return has_word and (
+            all(any(map(str.isdigit, value)) for value in values) or len(values) > 2
+        )
+
+
+_UNITS = re.compile(
+    r"(?i) ?(?:hours?|minutes?|seconds?|heures?|horas?|minutos?|stunden|minuten|uhr|o'clock)\b"
+)
+_CALENDAR = re.compile(
+    r"(?i)\b(?:date|time|calendar|weekday|today|now|clock|heute|hoy|aujourd'hui|oggi|hoje|fecha|datum|"
+    r"fiscal week|week|shift)\b|年|月|時|現在"
+)
+_AGO = re.compile(
+    r"(?i) (?:second|minute|hour|day|week|month|year|min|sec)s? (?:ago|old|earlier)\b"
+)
+_CLOCK_WORDS = re.compile(
+    r"(?i)\b(?:now|time|date|clock|today|timestamp|as of|datetime|heute|jetzt|uhrzeit|datum|fecha|hora|heure)"
+    r"\b[^.\n]{0,30}$"
+)
+_STATE_WORDS = re.compile(
+    r"(?i)(?:\b|_)(?:cwd|working dir\w*|work ?dir\w*|directory|folder|branch|git|commit|head|status|todos?|"
+    r"tasks?|tokens?(?: used| left| remaining)?|budget|remaining|used|usage|context left|uptime|load|"
+    r"battery|cursor|open files?|open tabs?|modified|staged|untracked|memory|disk|cpu|queue|workspace|"
+    r"path|file|pwd|home|progress|step|turn|unread|state)(?:\b|_)[^\n]{0,40}$"
+)
+_ID_WORDS = re.compile(
+    r"(?i)(?:\b|_|-)(?:id|ids|uuid|guid|session|request|trace|span|nonce|ref|reference|correlation|run|salt|"
+    r"seed|token|key|hash|build|ticket|conversation|thread|instance|pod|host|worker|job|fingerprint|etag|"
+    r"tag|serial|no|nr|number|code|handle|sid|rid|cid)(?:\b|_)[^\n]{0,24}$|#$"
+)
+_CONTENT_WORDS = re.compile(
+    r"(?i)\b(?:user|users|name|customer|client|account|order|orders|invoice|product|sku|city|country|"
+    r"question|query|input|document|doc|title|subject|email|mail|phone|address|text|answer|example|"
+    r"page|article|price|amount|total|age|employee|patient|company|member|contract|case)\b[^.\n]{0,24}$"
+)
+
+
+def _names_other(slot: SlotEvidence) -> bool:
+    """Whether the text before the value says that it is a state, an id or content."""
+    line = slot.line_before[-60:]
+    return any(words.search(line) for words in (_STATE_WORDS, _ID_WORDS, _CONTENT_WORDS))
+
+
+class StateValue:
+    """A line of a status block: a branch, counters, a todo list."""
+
+    cause = CauseName.PATH_OR_STATE
+
+    def is_met(self, slot: SlotEvidence) -> bool:
+        """See `ValueRule`."""
+        return bool(_STATE_WORDS.search(slot.line_before)) or (
+            bool(_STATE_WORDS.search(slot.before.rstrip().rpartition("\n")[2]))
+            and not slot.line_before.strip(" -*[]")
+        )
+
+
+class RandomId:
+    """A value of high entropy, or a serial number, named as an id or not."""
+
+    cause = CauseName.RANDOM_ID
+
+    def is_met(self, slot: SlotEvidence) -> bool:
+        """See `ValueRule`."""
+        values = slot.filled
+        if not values:
+            return False
+        if all(map(_is_random, values)):
+            return True
+        return bool(_ID_WORDS.search(slot.line_before)) and all(
+            len(value) <= 80 for value in values
+        )
+
+
+_HEX = re.compile(r"(?:[0-9a-f]{2,}-)*[0-9a-f]{6,}", re.IGNORECASE)
+
+
+def _is_random(value: str) -> bool:
+    if len(value) > 120 or len(value.split()) > 2:
+        return False
+    has_digit = any(map(str.isdigit, value))
+    has_letter = any(map(str.isalpha, value))
+    bare = value.strip(".,:;")
+    if has_digit and (_HEX.search(bare) or (has_letter and len(bare) >= 5)):
+        return True
+    return bare.isdigit() and len(bare) >= 4
+
+
+class UnnamedNumber:
+    """A number before the messages that grows with the requests, and no word says what it is."""
+
+    cause = CauseName.CLOCK
+
+    def is_met(self, slot: SlotEvidence) -> bool:
+        """See `ValueRule`."""
+        if slot.kind is SegmentKind.MESSAGE and not slot.label.startswith(("system", "developer")):
+            return False
+        numbers = [re.findall(r"\d+", value) for value in slot.values]
+        if not all(numbers) or max(map(len, slot.values)) > 24 or _names_other(slot):
+            return False
+        rows = [tuple(map(int, row)) for row in numbers]
+        return len(rows) > 1 and all(a <= b for a, b in pairwise(rows))
+
+
+VALUE_RULES: tuple[ValueRule, ...] = (
+    BillingHeader(),
+    PathValue(),
+    ClockValue(),
+    StateValue(),
+    RandomId(),
+    UnnamedNumber(),
+)
+
+
+def judge_slot(slot: SlotEvidence) -> SlotVerdict:
+    """What a slot holds, by the first rule that is met."""
+    if not slot.filled or max(map(len, slot.values)) > 600:
+        return _CONTENT
+    for rule in VALUE_RULES:
+        if rule.is_met(slot):
+            return SlotVerdict(rule.cause, Certainty.PROVED, _is_volatile(slot, rule.cause))
+    return _CONTENT
+
+
+_CONTENT = SlotVerdict(None, Certainty.PROVED, is_volatile=False)
+
+
+def _is_volatile(slot: SlotEvidence, cause: CauseName) -> bool:
+    """Whether the values are waste, and no content that a user asked about."""
+    if cause is CauseName.BILLING_HEADER:
+        return True
+    named_content = bool(_CONTENT_WORDS.search(slot.line_before))
+    role = slot.label.partition(" ")[0]
+    if slot.kind is SegmentKind.MESSAGE and role not in ("system", "developer"):
+        rule = _MESSAGE_WORDS.get(cause)
+        return rule is not None and bool(rule.search(slot.line_before)) and not named_content
+    if cause is CauseName.CLOCK:
+        return True
+    if named_content:
+        return False
+    repeats = sum(a == b for a, b in pairwise(slot.values))
+    return slot.distinct_share > 0.5 or repeats * 2 < len(slot.values)
+
+
+_MESSAGE_WORDS: dict[CauseName, re.Pattern[str]] = {
+    CauseName.CLOCK: _CLOCK_WORDS,
+    CauseName.RANDOM_ID: re.compile(
+        r"(?i)(?:session|request|trace|span|nonce|correlation|run|conversation|thread)[ _-]?(?:id|no|number)?"
+        r"[^\w\n]{0,6}$"
+    ),
+    CauseName.PATH_OR_STATE: _STATE_WORDS,
+}
+
+Judge = Callable[[SlotEvidence], SlotVerdict]

@@ -1,0 +1,301 @@
+"""Compares a request with an earlier one: what is shared as sent, what is shared if causes are mended.
+
+The prompts are walked side by side. Where they differ, the rules of `causes` say whether the difference
+is waste; if it is, it is stepped over as if mended, so that what stands behind it shows too. The walk
+ends at content that legitimately differs, or where one prompt ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ramify.analysis.causes.tool_lists import compare_tools
+from ramify.analysis.corpus import Corpus, StoredRequest
+from ramify.analysis.message_walk import MIN_BLOCK, MessageWalk, begins_with_summary, split_block
+from ramify.analysis.prompt_sides import Difference, Side
+from ramify.analysis.quoting import Excerpt, quote
+from ramify.analysis.records import SegmentKind, TextForm
+from ramify.analysis.templates import Templates
+from ramify.analysis.text_diff import common_prefix_len
+from ramify.analysis.verdicts import CauseName, Certainty, Divergence
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What a request shares with an earlier one, in tokens of the request."""
+
+    raw_tokens: int
+    mended_tokens: int
+    differences: tuple[Difference, ...]  # in the order of the prompt
+    is_continuation: bool
+    steps: tuple[tuple[CauseName, str, int, int], ...] = ()  # see `MessageWalk`
+    end: tuple[int, int] = (0, 0)
+    is_extension: bool = False  # all of the earlier prompt is shared, and no message was edited
+    text_tokens: int = 0  # shared as sent, whatever the key, scope and answering model
+
+
+class Comparer:
+    """Compares requests of a corpus."""
+
+    def __init__(self, corpus: Corpus, templates: Templates, *, page_size: int = 16) -> None:
+        self._corpus, self._templates, self.page_size = corpus, templates, page_size
+        self._sides: dict[int, Side] = {}
+        self._unique_keys = _has_unique_keys(corpus)
+
+    def side(self, request: StoredRequest) -> Side:
+        """The request's segments by kind."""
+        side = self._sides.get(request.number)
+        if side is None:
+            if len(self._sides) > 4096:
+                self._sides.clear()
+            side = self._sides[request.number] = Side(self._corpus, self._templates, request)
+        return side
+
+    def compare(self, earlier: StoredRequest, request: StoredRequest) -> Comparison:
+        """What `request` shares with `earlier`."""
+        a, b = self.side(earlier), self.side(request)
+        continues = is_continuation(a, b) or begins_with_summary(b)
+        outer = [*self._scope(a, b, continues=continues), *_settings(a, b)]
+        tools = compare_tools(a, b, self._templates, continues=continues)
+        differences = [*outer, *tools.differences]
+        mended = tools.num_shared
+        steps: tuple[tuple[CauseName, str, int, int], ...] = ()
+        end, is_extension = (0, 0), False
+        if tools.is_mended:
+            walk = MessageWalk(self._corpus, self._templates, a, b, continues=continues)
+            walk.run()
+            differences += walk.differences
+            mended += walk.num_shared
+            steps, end = tuple(walk.steps), walk.end
+            is_extension = walk.has_all_of_first and not any(map(_is_in_message, walk.differences))
+        text_tokens = 0 if a.settings != b.settings else self.raw_tokens(a, b)
+        raw = 0 if outer else text_tokens
+        waste = [item for item in differences if item.is_waste]
+        mended = max(mended, raw)
+        if mended < self.page_size:
+            differences = []
+        elif not waste:
+            mended = raw if not outer else mended
+        return Comparison(
+            raw,
+            mended,
+            tuple(differences),
+            continues,
+            steps,
+            end,
+            is_extension and continues,
+            text_tokens,
+        )
+
+    def raw_tokens(self, a: Side, b: Side) -> int:
+        """Tokens of the common prefix, settings not counted."""
+        units_a, units_b = a.prompt, b.prompt
+        at = _first_difference(units_a, units_b)
+        total = int(b.ends[at])
+        if at < min(len(units_a), len(units_b)):
+            total += self._shared_tokens(int(units_a[at]), int(units_b[at]))
+        return total
+
+    def _shared_tokens(self, a: int, b: int) -> int:
+        left, right = self._corpus.units[a], self._corpus.units[b]
+        if (left.kind, left.form, left.label) != (right.kind, right.form, right.label):
+            return 0
+        mine, other = self._corpus.tokens(a), self._corpus.tokens(b)
+        length = min(len(mine), len(other))
+        different = np.flatnonzero(mine[:length] != other[:length])
+        return int(different[0]) if len(different) else length
+
+    def divergence(self, earlier: StoredRequest, request: StoredRequest) -> Divergence | None:
+        """The first difference; None if one prompt is a prefix of the other."""
+        a, b = self.side(earlier), self.side(request)
+        names = sorted(a.settings.keys() | b.settings.keys(), key=lambda n: (n != "model", n))
+        for name in names:
+            had, got = a.settings.get(name), b.settings.get(name)
+            if had != got:
+                return Divergence(f"settings.{name}", 0, 0, self._setting(had), self._setting(got))
+        at = _first_difference(a.prompt, b.prompt)
+        is_end_a, is_end_b = at == len(a.prompt), at == len(b.prompt)
+        if is_end_a and is_end_b:
+            return None
+        if (is_end_a or is_end_b) and not self._ends_early(a, b, at):
+            return None
+        token = int(b.ends[at])
+        if is_end_a or is_end_b:
+            return self._one_sided(a, b, at, token, missing_in_b=is_end_b)
+        unit_a, unit_b = int(a.prompt[at]), int(b.prompt[at])
+        kind_a, kind_b = self._corpus.units[unit_a].kind, self._corpus.units[unit_b].kind
+        order = list(SegmentKind)
+        if kind_a is not kind_b:
+            return self._one_sided(
+                a, b, at, token, missing_in_b=order.index(kind_a) < order.index(kind_b)
+            )
+        text_a, text_b = self._corpus.text(unit_a), self._corpus.text(unit_b)
+        left, right = self._corpus.units[unit_a], self._corpus.units[unit_b]
+        same_head = (left.form, left.label) == (right.form, right.label)
+        if not same_head or TextForm.MEDIA in (left.form, right.form):
+            had = text_a if text_a != text_b else left.label
+            got = text_b if text_a != text_b else right.label
+            char = 0
+            return Divergence(b.path(at), char, token, quote(had, 0, 80), quote(got, 0, 80))
+        char = common_prefix_len(text_a, text_b)
+        if b.path(at) == "prompt" and char == min(len(text_a), len(text_b)):
+            return None
+        token += self._shared_tokens(unit_a, unit_b)
+        return Divergence(b.path(at), char, token, *self._quotes(text_a, text_b, char))
+
+    def _ends_early(self, a: Side, b: Side, at: int) -> bool:
+        """Whether the longer prompt goes on within the last message, tools or system of the other."""
+        longer = a if len(a.prompt) > at else b
+        if at == 0:
+            return True
+        last, following = longer.path(at - 1), longer.path(at)
+        kind = self._corpus.units[int(longer.prompt[at])].kind
+        if kind is not SegmentKind.MESSAGE:
+            return not following.startswith("messages")
+        return last.partition(".")[0] == following.partition(".")[0]
+
+    def _one_sided(
+        self, a: Side, b: Side, at: int, token: int, *, missing_in_b: bool
+    ) -> Divergence:
+        side = a if missing_in_b else b
+        quoted = quote(self._corpus.text(int(side.prompt[at])), 0, 80)
+        had, got = (quoted, "") if missing_in_b else ("", quoted)
+        return Divergence(side.path(at), 0, token, had, got)
+
+    def _quotes(self, had: str, got: str, char: int) -> tuple[str, str]:
+        return tuple(  # type: ignore[return-value]
+            quote(text, _word_start(text, char), min(len(text), char + 60)) for text in (had, got)
+        )
+
+    def _setting(self, unit: int | None) -> str:
+        return "" if unit is None else quote(self._corpus.text(unit), 0, 80)
+
+    def _scope(self, a: Side, b: Side, *, continues: bool) -> list[Difference]:
+        found = []
+        mine, other = b.request.info, a.request.info
+        if mine.cache_scope != other.cache_scope:
+            found.append(
+                Difference(
+                    CauseName.NAMESPACE_SPLIT,
+                    Certainty.PROVED,
+                    "settings.cache_salt",
+                    Excerpt(other.cache_scope),
+                    Excerpt(mine.cache_scope),
+                )
+            )
+        models = (other.model, mine.model)
+        answered = (other.response_model or other.model, mine.response_model or mine.model)
+        if models[0] == models[1] and answered[0] != answered[1]:
+            found.append(
+                Difference(
+                    CauseName.MODEL_CHANGED,
+                    Certainty.PROVED,
+                    "settings.model",
+                    Excerpt(answered[0] or ""),
+                    Excerpt(answered[1] or ""),
+                )
+            )
+        if mine.cache_key != other.cache_key and (continues or self._unique_keys):
+            found.append(
+                Difference(
+                    CauseName.CACHE_KEY_SCATTERED,
+                    Certainty.PROVED,
+                    "settings.prompt_cache_key",
+                    Excerpt(other.cache_key or ""),
+                    Excerpt(mine.cache_key or ""),
+                )
+            )
+        return found
+
+
+def _is_in_message(difference: Difference) -> bool:
+    return difference.is_waste and difference.segment.startswith("messages")
+
+
+def _settings(a: Side, b: Side) -> list[Difference]:
+    found = []
+    for name in sorted(a.settings.keys() | b.settings.keys(), key=lambda n: (n != "model", n)):
+        had, got = a.settings.get(name), b.settings.get(name)
+        if had != got:
+            cause = CauseName.MODEL_CHANGED if name == "model" else CauseName.SETTINGS_CHANGED
+            found.append(
+                Difference(
+                    cause,
+                    Certainty.PROVED,
+                    f"settings.{name}",
+                    Excerpt("" if had is None else a.corpus.text(had)),
+                    Excerpt("" if got is None else b.corpus.text(got)),
+                )
+            )
+    return found
+
+
+def is_continuation(a: Side, b: Side) -> bool:
+    """Whether a request goes on with the conversation of an earlier one."""
+    mine, other = b.request.info, a.request.info
+    if mine.parent_id is not None and mine.parent_id == other.request_id:
+        return True
+    if mine.conversation is not None and other.conversation is not None:
+        return mine.conversation == other.conversation
+    if not len(a.normals) or not len(b.normals):
+        return False
+    if a.last_message & b.older_messages:
+        return True
+    return _goes_on_after_answer(a, b) or _repeats_last_message(a, b)
+
+
+def _goes_on_after_answer(a: Side, b: Side) -> bool:
+    """Whether the last answer in the earlier request has more messages behind it in the later one."""
+    at = next((i for i in range(len(a.rest) - 1, -1, -1) if a.role(i) == "assistant"), None)
+    if at is None or a.normals[at] not in b.older_messages:
+        return False
+    place = len(b.normals) - 1 - b.normals[::-1].index(a.normals[at])
+    return len(set(b.message_of[place:])) > len(set(a.message_of[at:]))
+
+
+def _repeats_last_message(a: Side, b: Side) -> bool:
+    """Whether an older message is the earlier request's last without a block at its start or end."""
+    if a.role(a.last_at) != "user":
+        return False
+    last = "\n".join(b.corpus.text(normal) for normal in b.normals[b.last_at :])
+    for normal in a.normals[a.last_at :]:
+        text = a.corpus.text(normal)
+        for at in range(b.last_at):
+            if b.role(at) != "user":
+                continue
+            other = b.corpus.text(b.normals[at])
+            lines = set(text.split("\n"))
+            mine = other.split("\n")
+            equal = sum(len(line) for line in mine if line in lines)
+            if len(other) < 8 or equal * 2 < len(other) or other == text:
+                continue
+            block, stripped = split_block(text, other, last)
+            if len(block) >= MIN_BLOCK and (mine[-1] in lines or mine[0] in lines):
+                return stripped == other or mine[-1] in lines
+    return False
+
+
+def _has_unique_keys(corpus: Corpus) -> bool:
+    """Whether most cache keys of a log name a single request."""
+    counts: dict[str, int] = {}
+    for request in corpus:
+        if request.info.cache_key is not None:
+            counts[request.info.cache_key] = counts.get(request.info.cache_key, 0) + 1
+    single = sum(count == 1 for count in counts.values())
+    return single >= 4 and single * 2 > len(counts)
+
+
+def _first_difference(a: NDArray[np.uint32], b: NDArray[np.uint32]) -> int:
+    length = min(len(a), len(b))
+    different = np.flatnonzero(a[:length] != b[:length])
+    return int(different[0]) if len(different) else length
+
+
+def _word_start(text: str, at: int) -> int:
+    start = at
+    while start > 0 and at - start < 24 and not text[start - 1].isspace():
+        start -= 1
+    return start if start == 0 or text[start - 1].isspace() else at

@@ -1,0 +1,114 @@
+"""Findings: the same cause at the same place, over all requests, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ramify.analysis.mending import Fix, generalise
+from ramify.analysis.verdicts import (
+    Cause,
+    CauseName,
+    Certainty,
+    Example,
+    Finding,
+    Saving,
+    Verdict,
+)
+
+CHANGES: dict[CauseName, str] = {
+    CauseName.CLOCK: "Move the date or time to the end of the newest user message, or round it to the day.",
+    CauseName.RANDOM_ID: "Leave the id out of the prompt, or move it to the end of the newest user message.",
+    CauseName.PATH_OR_STATE: "Move the path or status to the end of the newest user message.",
+    CauseName.BILLING_HEADER: "Switch the client's billing header off, or strip the line in the gateway.",
+    CauseName.TOOL_ORDER: "Sort the tools by name before sending.",
+    CauseName.TOOL_CHANGED: "Keep the tools of a conversation; add late tools at the end, or defer them.",
+    CauseName.KEY_ORDER: "Serialise JSON with sorted keys.",
+    CauseName.WHITESPACE: "Send the text byte for byte as before: same white space, Unicode form, escapes.",
+    CauseName.SETTINGS_CHANGED: "Keep the setting for the whole conversation.",
+    CauseName.MEDIA_CHANGED: "Send images and files byte for byte as before, and keep old ones in place.",
+    CauseName.HISTORY_EDITED: "Append to the history; cut it rarely and far, not a little at every turn.",
+    CauseName.REASONING_DROPPED: "Send the reasoning of earlier turns back as received.",
+    CauseName.CONTEXT_MOVED: "Leave the block where it was sent first; append what is new.",
+    CauseName.SYSTEM_HOISTED: "Leave later system messages at their place in the history.",
+    CauseName.COMPACTION: "Nothing to mend: each compaction rewrites the prompt once; compact rarely.",
+    CauseName.BREAKPOINT_MISSING: "Place a cache breakpoint at the end of the part that stays.",
+    CauseName.LOOKBACK_EXCEEDED: "Place a second breakpoint so that no write is out of the look-back.",
+    CauseName.BELOW_MINIMUM: "Nothing to mend: the shared prefix is shorter than the provider caches.",
+    CauseName.TTL_EXPIRED: "Ask for a longer lifetime, or keep the entry warm.",
+    CauseName.PARALLEL_COLD: "Send one request first, and the others when it has begun to answer.",
+    CauseName.MODEL_CHANGED: "Keep a conversation on one model.",
+    CauseName.ROUTING: "Route requests with the same prefix to the same replica.",
+    CauseName.CACHE_KEY_SCATTERED: "Use one cache key for all requests that share a prefix.",
+    CauseName.EVICTED: "Give the cache more capacity, or send related requests closer together.",
+    CauseName.NAMESPACE_SPLIT: "Use one salt, adapter or tenant for prompts that may be shared.",
+    CauseName.UNREAD_WRITE: "Leave out the breakpoint: nobody reads this entry.",
+    CauseName.OUTSIDE_PROMPT: "Nothing to mend in the prompt.",
+}
+_NO_WASTE = frozenset({CauseName.NEW_CONTENT})
+_ORDER = list(Certainty)
+
+
+@dataclass(slots=True)
+class _Group:
+    requests: set[int] = field(default_factory=set)
+    tokens_lost: int = 0
+    example: Example | None = None
+    certainty: Certainty = Certainty.SUSPECTED
+
+
+@dataclass(frozen=True, slots=True)
+class FoundCause:
+    """A finding without its saving."""
+
+    fix: Fix
+    certainty: Certainty
+    num_requests: int
+    tokens_lost: int
+    example: Example
+
+    def finding(self, saving: Saving) -> Finding:
+        """With the saving that a replay has shown."""
+        return Finding(
+            cause=self.fix.cause,
+            certainty=self.certainty,
+            segment=self.fix.segment,
+            num_requests=self.num_requests,
+            tokens_lost=self.tokens_lost,
+            example=self.example,
+            change=CHANGES[self.fix.cause],
+            saving=saving,
+        )
+
+
+def group_causes(verdicts: Iterable[Verdict]) -> list[FoundCause]:
+    """Causes by name and place, those that lose most first.
+
+    A request's loss counts for its first cause: the others stand behind it.
+    """
+    groups: dict[Fix, _Group] = {}
+    for number, verdict in enumerate(verdicts):
+        waste = [cause for cause in verdict.causes if cause.cause not in _NO_WASTE]
+        for at, cause in enumerate(waste):
+            fix = Fix(cause.cause, generalise(cause.segment))
+            _add(groups.setdefault(fix, _Group()), number, verdict, cause, is_first=at == 0)
+    found = [
+        FoundCause(fix, group.certainty, len(group.requests), group.tokens_lost, group.example)
+        for fix, group in groups.items()
+        if group.example is not None
+    ]
+    return sorted(found, key=lambda item: (-item.tokens_lost, -item.num_requests))
+
+
+def _add(group: _Group, number: int, verdict: Verdict, cause: Cause, *, is_first: bool) -> None:
+    group.requests.add(number)
+    if is_first and cause.cause is not CauseName.COMPACTION:
+        group.tokens_lost += verdict.tokens.lost
+    if _ORDER.index(cause.certainty) < _ORDER.index(group.certainty) or group.example is None:
+        group.certainty = cause.certainty
+        group.example = Example(verdict.line, cause.had, cause.got, verdict.file)
+
+
+def order_by_saving(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """Greatest saving first."""
+    return tuple(sorted(findings, key=lambda item: (-item.saving.tokens, -item.tokens_lost)))

@@ -1,0 +1,52 @@
+"""JSON that gateways store as a string inside JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+
+MAX_LEVELS = 3
+
+
+def decode_json(data: bytes | str) -> Any:
+    """A JSON value; NaN, lone surrogates and duplicate keys are taken as Python's decoder does.
+
+    Raises:
+        ValueError: the data is no JSON, no UTF-8, or nested too deeply.
+    """
+    try:
+        return msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeError):
+        pass
+    except RecursionError:
+        msg = "nested too deeply"
+        raise ValueError(msg) from None
+    try:
+        return json.loads(data)
+    except RecursionError:
+        msg = "nested too deeply"
+        raise ValueError(msg) from None
+
+
+def is_cut_json(value: Any) -> bool:
+    """Whether a text begins as an object or a list of objects and is no JSON: it was cut."""
+    if not isinstance(value, str) or value.lstrip()[:2] not in {'{"', "[{", '["', '"{', '"['}:
+        return False
+    return isinstance(decode_nested(value), str)
+
+
+def decode_nested(value: Any, levels: int = MAX_LEVELS) -> Any:
+    """The object or list inside a string, up to some levels deep; other values as they are."""
+    for _ in range(levels):
+        if not isinstance(value, str) or value.lstrip()[:1] not in {"{", "[", '"'}:
+            break
+        try:
+            inner = decode_json(value)
+        except ValueError:
+            break
+        if not isinstance(inner, dict | list | str):
+            break
+        value = inner
+    return value

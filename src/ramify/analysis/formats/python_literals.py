@@ -1,0 +1,59 @@
+"""Strings and lists of integers as Python's `repr` writes them, without evaluating anything."""
+
+from __future__ import annotations
+
+import re
+
+from ramify.analysis.formats.row_values import quoted
+from ramify.analysis.reading import BadRowError
+
+# Possessive: a string without its end is rejected in one pass.
+_STRING = re.compile(r"'[^'\\]*+(?:\\.[^'\\]*+)*+'|\"[^\"\\]*+(?:\\.[^\"\\]*+)*+\"", re.DOTALL)
+_INTEGERS = re.compile(r"\[[\d,\s-]*+\]")
+_ESCAPE = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8})|(.))", re.DOTALL)
+_PLAIN = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", "'": "'", '"': '"'}
+MAX_DIGITS = 20
+
+
+def string_at(text: str, position: int) -> tuple[str, int]:
+    """The string that begins at a position, and the position behind it.
+
+    Raises:
+        BadRowError: no string begins there, or it does not end.
+    """
+    match = _STRING.match(text, position)
+    if match is None:
+        raise BadRowError(f"no complete string in {quoted(text[position : position + 64])}")
+    inner = match[0][1:-1]
+    return (_ESCAPE.sub(_unescape, inner) if "\\" in inner else inner), match.end()
+
+
+def integers_at(text: str, position: int) -> tuple[tuple[int, ...], int]:
+    """The list of integers that begins at a position, and the position behind it.
+
+    Raises:
+        BadRowError: no such list begins there, or it does not end.
+    """
+    match = _INTEGERS.match(text, position)
+    if match is None:
+        raise BadRowError(f"no list of integers in {quoted(text[position : position + 64])}")
+    items = [item.strip() for item in match[0][1:-1].split(",")]
+    if items == [""]:
+        return (), match.end()
+    for item in items:
+        if not item.lstrip("-").isdecimal() or len(item) > MAX_DIGITS or "-" in item[1:]:
+            raise BadRowError(f"{quoted(item)} in a list of integers")
+    return tuple(map(int, items)), match.end()
+
+
+def _unescape(match: re.Match[str]) -> str:
+    digits = match[1] or match[2] or match[3]
+    if digits is not None:
+        code = int(digits, 16)
+        if code > 0x10FFFF:
+            raise BadRowError(f"escape {match[0]} is no character")
+        return chr(code)
+    character = _PLAIN.get(match[4])
+    if character is None:
+        raise BadRowError(f"unknown escape {quoted(match[0])} in a string")
+    return character

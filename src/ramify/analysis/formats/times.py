@@ -1,0 +1,72 @@
+"""Times of logs: numbers in any unit and texts of ISO 8601 as seconds since the epoch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+# A date after 1973 in milliseconds, microseconds and nanoseconds is above these bounds.
+_UNITS = ((1e17, 1e9), (1e14, 1e6), (1e11, 1e3))
+
+
+def parse_time(value: object) -> float | None:
+    """Seconds of a number (s, ms, µs or ns by its magnitude), an ISO text or a `datetime` of Parquet.
+
+    Without a zone it is UTC.
+    """
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, datetime):
+        return _timestamp(value)
+    if isinstance(value, int | float):
+        return _seconds(float(value)) if abs(value) < 1e300 else None
+    if not isinstance(value, str) or not value or len(value) > 64:
+        return None
+    try:
+        return _seconds(float(value))
+    except ValueError:
+        pass
+    text = value.strip()
+    if text.endswith(" UTC"):
+        text = text.removesuffix(" UTC") + "+00:00"
+    try:
+        return _timestamp(datetime.fromisoformat(_six_digits(text)))
+    except ValueError:
+        return None
+
+
+def _timestamp(moment: datetime) -> float | None:
+    try:
+        return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+    except (OverflowError, ValueError):
+        return None
+
+
+def _seconds(number: float) -> float | None:
+    if not math.isfinite(number) or number < 0:
+        return None
+    for bound, per_second in _UNITS:
+        if number >= bound:
+            return number / per_second
+    return number
+
+
+def _six_digits(text: str) -> str:
+    """ISO text with at most six digits of a second; nanoseconds are cut."""
+    head, dot, tail = text.partition(".")
+    if not dot:
+        return text
+    digits = len(tail) - len(tail.lstrip("0123456789"))
+    return f"{head}.{tail[: min(digits, 6)]}{tail[digits:]}" if digits else text
+
+
+def time_of(row: Mapping[str, Any], *keys: str) -> float | None:
+    """The first of these keys that holds a time."""
+    for key in keys:
+        if key in row:
+            found = parse_time(row[key])
+            if found is not None:
+                return found
+    return None

@@ -1,0 +1,1 @@
+"""Files of logs as rows: opening, decompressing, splitting into values with line numbers."""

@@ -1,0 +1,256 @@
+"""`lint`: why requests could not read what earlier ones wrote, and what mending the causes saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from ramify.analysis.causes.evidence import LogFacts, MatchFacts
+from ramify.analysis.causes.outside import outside_causes, unread_writes
+from ramify.analysis.comparing import Comparer
+from ramify.analysis.corpus import Corpus, StoredRequest
+from ramify.analysis.findings import group_causes, order_by_saving
+from ramify.analysis.log_files import read_log
+from ramify.analysis.matching import Match, Matcher
+from ramify.analysis.mending import VALUES, Mender
+from ramify.analysis.providers.agreement import report_tables
+from ramify.analysis.providers.replay import CacheModel
+from ramify.analysis.providers.rules import load_rules
+from ramify.analysis.reading import ReadQuality
+from ramify.analysis.records import LoggedRequest, SegmentKind
+from ramify.analysis.savings import measure_savings
+from ramify.analysis.templates import Templates
+from ramify.analysis.tokens import Tokenizer
+from ramify.analysis.verdicts import (
+    Cause,
+    CauseName,
+    Certainty,
+    LintReport,
+    Saving,
+    TokenCounts,
+    Verdict,
+)
+
+Log = str | PathLike[str] | LoggedRequest
+StepProgress = Callable[[str, int, int], None]  # what is done, requests done, requests in all
+
+MAX_SAVINGS = 40  # findings that are replayed one by one; the others have a saving of their loss
+_NEVER_MENDED = frozenset({CauseName.NEW_CONTENT, CauseName.COMPACTION, CauseName.OUTSIDE_PROMPT})
+
+
+def lint(
+    log: Log | Iterable[Log],
+    *,
+    provider: str | None = None,
+    rules: Path | None = None,
+    tokenizer: Tokenizer | None = None,
+    format: str | None = None,  # noqa: A002 - the word of the command line
+    strict: bool = False,
+    progress: StepProgress | None = None,
+) -> LintReport:
+    """Compare every request of a log with the earlier one that it could share most with.
+
+    Args:
+        log: files, or requests.
+        provider: whose cache rule predicts reads and savings; by default that of the log.
+        rules: file of rules and prices that extends or replaces the built-in one.
+        tokenizer: counts tokens; by default they are estimated.
+        format: of the files, if it shall not be recognised.
+        strict: a bad line is an error.
+        progress: called now and then.
+
+    Raises:
+        LogError: a file cannot be read.
+        RulesError: no rules of this provider, or a file of rules that cannot work.
+    """
+    quality = ReadQuality()
+    corpus = Corpus(tokenizer)
+    for request in _requests(log, quality, format, strict=strict):
+        corpus.add(request)
+        if progress is not None and not len(corpus) % 256:
+            progress("reading", len(corpus), 0)
+    return lint_corpus(corpus, quality=quality, provider=provider, rules=rules, progress=progress)
+
+
+def lint_corpus(
+    corpus: Corpus,
+    *,
+    quality: ReadQuality | None = None,
+    provider: str | None = None,
+    rules: Path | None = None,
+    progress: StepProgress | None = None,
+) -> LintReport:
+    """`lint` for requests that are stored already."""
+    table = load_rules(rules)
+    model = (
+        CacheModel.of_log(corpus, table)
+        if provider is None
+        else CacheModel(corpus, provider, table)
+    )
+    templates = learn_templates(corpus, progress)
+    matcher = Matcher(corpus, templates)
+    matches: list[Match] = []
+    for match in matcher.matches(corpus):
+        matches.append(match)
+        if progress is not None and not len(matches) % 64:
+            progress("comparing", len(matches), len(corpus))
+    log = LogFacts(model)
+    judge = _Judge(corpus, matcher.comparer, log)
+    verdicts = judge.verdicts(matches)
+    found = group_causes(verdicts)
+    mender = Mender(corpus, templates, matches)
+    mendable = [item for item in found if item.fix.cause not in _NEVER_MENDED]
+    groups = [[item.fix] for item in mendable[:MAX_SAVINGS]]
+    if progress is not None:
+        progress("replaying", 0, len(groups) + 1)
+    savings = measure_savings(
+        corpus, corpus, mender, [*groups, [item.fix for item in mendable]], model
+    )
+    saved = {id(item): saving for item, saving in zip(mendable, savings[:-1], strict=False)}
+    nothing = Saving(0, 0, 0, None)
+    return LintReport(
+        num_requests=len(corpus),
+        verdicts=verdicts,
+        findings=order_by_saving([item.finding(saved.get(id(item), nothing)) for item in found]),
+        saving_all=savings[-1],
+        quality=_quality(corpus, ReadQuality() if quality is None else quality),
+        provider=model.provider,
+        tables=report_tables(model, corpus.requests, log.predictions, verdicts),
+    )
+
+
+def _requests(
+    log: Log | Iterable[Log], quality: ReadQuality, name: str | None, *, strict: bool
+) -> Iterator[LoggedRequest]:
+    items = [log] if isinstance(log, str | PathLike | LoggedRequest) else list(log)
+    paths = [item for item in items if not isinstance(item, LoggedRequest)]
+    if paths:
+        yield from read_log(paths, format=name, quality=quality, strict=strict)
+    for item in items:
+        if isinstance(item, LoggedRequest):
+            quality.num_requests += 1
+            yield item
+
+
+def learn_templates(corpus: Corpus, progress: StepProgress | None = None) -> Templates:
+    """Templates of all prompts, with their slots judged."""
+    templates = Templates(corpus)
+    for done, request in enumerate(sorted(corpus, key=StoredRequest.start_key)):
+        root = _root_of(corpus, request)
+        for unit in request.units.tolist():
+            if corpus.units[unit].kind is not SegmentKind.SETTING:
+                templates.add_use(unit, request.info.start_s, root)
+        if progress is not None and not done % 256:
+            progress("learning", done, len(corpus))
+    templates.judge_slots()
+    return templates
+
+
+def _root_of(corpus: Corpus, request: StoredRequest) -> int:
+    """Names a conversation by its id, or by the first message."""
+    if request.info.conversation is not None:
+        return hash(request.info.conversation)
+    units: list[int] = request.units.tolist()
+    for unit in units:
+        stored = corpus.units[unit]
+        if stored.kind is SegmentKind.MESSAGE and stored.label.startswith("user"):
+            return unit
+    return -1
+
+
+class _Judge:
+    """Makes verdicts of matches."""
+
+    def __init__(self, corpus: Corpus, comparer: Comparer, log: LogFacts) -> None:
+        self._corpus, self._comparer, self._log = corpus, comparer, log
+
+    def verdicts(self, matches: Sequence[Match]) -> tuple[Verdict, ...]:
+        """A verdict for each request, in the order of the log."""
+        unread = unread_writes(
+            self._log,
+            [match.match.number for match in matches if match.match is not None and _waste(match)],
+        )
+        made = {match.request.number: self._verdict(match, unread) for match in matches}
+        return tuple(made[number] for number in sorted(made))
+
+    def _verdict(self, match: Match, unread: dict[int, Cause]) -> Verdict:
+        request, best = match.request, match.match
+        divergence = None
+        causes: list[Cause] = []
+        if best is not None:
+            divergence = self._comparer.divergence(best, request)
+            causes = _merge_causes(match)
+            if divergence is not None and not causes:
+                causes = [
+                    Cause(
+                        CauseName.NEW_CONTENT,
+                        Certainty.PROVED,
+                        divergence.segment,
+                        divergence.had,
+                        divergence.got,
+                    )
+                ]
+        facts = MatchFacts(
+            best,
+            match.raw_tokens,
+            has_waste=_waste(match),
+            divergence=None if divergence is None else divergence.segment,
+        )
+        named = {cause.cause for cause in causes}
+        for cause in outside_causes(self._log, request, facts):
+            if cause.cause not in named:
+                causes.append(cause)
+        if request.number in unread and not _waste(match):
+            causes.append(unread[request.number])
+        return Verdict(
+            file=request.info.file,
+            line=request.info.line,
+            index=request.info.index,
+            best_match_file=None if best is None else best.info.file,
+            best_match_line=None if best is None else best.info.line,
+            best_match_index=None if best is None else best.info.index,
+            divergence=divergence,
+            causes=tuple(causes),
+            tokens=self._tokens(match),
+        )
+
+    def _tokens(self, match: Match) -> TokenCounts:
+        request = match.request
+        counted = self._corpus.num_tokens(request)
+        billed = request.info.usage.num_input
+        rate = 1.0 if billed is None or not counted else billed / counted
+        total = counted if billed is None else billed
+        reusable = min(total, round(match.raw_tokens * rate))
+        mended = min(total, round(match.mended_tokens * rate))
+        lost = max(0, mended - reusable) if _waste(match) else 0
+        return TokenCounts(total, reusable, lost)
+
+
+def _waste(match: Match) -> bool:
+    return any(item.is_waste for item in match.differences)
+
+
+def _merge_causes(match: Match) -> list[Cause]:
+    """Each cause once, where it shows first; values in every segment in which they change."""
+    seen: dict[tuple[CauseName, str], Cause] = {}
+    for item in match.differences:
+        if item.cause is not CauseName.NEW_CONTENT:
+            place = item.segment if item.cause in VALUES else ""
+            seen.setdefault(
+                (item.cause, place),
+                Cause(item.cause, item.certainty, item.segment, str(item.had), str(item.got)),
+            )
+    return list(seen.values())
+
+
+def _quality(corpus: Corpus, quality: ReadQuality) -> dict[str, Any]:
+    out = quality.as_json()
+    out["tokenizer"] = corpus.tokenizer.name
+    out["is_exact"] = corpus.tokenizer.is_exact
+    out["num_with_usage"] = sum(r.info.usage.num_input is not None for r in corpus)
+    out["num_with_times"] = sum(r.info.start_s is not None for r in corpus)
+    out["num_with_conversation"] = sum(r.info.conversation is not None for r in corpus)
+    out["num_with_full_text"] = sum(r.info.has_full_text for r in corpus)
+    return out

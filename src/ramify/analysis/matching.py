@@ -1,0 +1,232 @@
+"""Finds the best match of each request among all earlier ones that are not in flight.
+
+The best match would share most if removable causes were mended. Comparing with every earlier request is
+quadratic, so that a few candidates come from indexes, each linear in the log, and are compared exactly:
+
+- a radix tree of the prompts as sent, for the longest raw prefix,
+- a radix tree of the mended prompts (`Templates.canonical`, no tools, no reasoning),
+- the newest requests with the same tools, of the same conversation, and with the same last message,
+- the newest requests whose last user message has the lines of an older one of this request.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ramify.analysis.comparing import Comparer, Comparison
+from ramify.analysis.corpus import Corpus, StoredRequest
+from ramify.analysis.prompt_sides import Difference, Side
+from ramify.analysis.records import SegmentKind
+from ramify.analysis.templates import Templates
+from ramify.analysis.unit_tree import Units, UnitTree
+from ramify.analysis.verdicts import CauseName
+
+NUM_NEWEST = 3  # requests that an index remembers for a key
+MAX_CANDIDATES = 14
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A request and the earlier request that it could share most with."""
+
+    request: StoredRequest
+    match: StoredRequest | None
+    raw_tokens: int = 0  # shared as sent
+    mended_tokens: int = 0  # shared if all causes were mended
+    differences: tuple[Difference, ...] = ()
+    in_flight: StoredRequest | None = None  # could share more, but had not answered yet
+    steps: tuple[tuple[CauseName, str, int, int], ...] = ()  # see `MessageWalk`
+    end: tuple[int, int] = (0, 0)
+
+
+class Matcher:
+    """Matches the requests of a log in the order of their starts."""
+
+    def __init__(self, corpus: Corpus, templates: Templates, *, page_size: int = 16) -> None:
+        self._corpus, self._templates = corpus, templates
+        self._comparer = Comparer(corpus, templates, page_size=page_size)
+        self._page_size = page_size
+        self._raw: dict[tuple[object, ...], UnitTree] = {}
+        self._mended = UnitTree(corpus)
+        self._newest: dict[tuple[object, ...], list[int]] = {}
+        self._rank: dict[int, int] = {}
+        self._pending: list[tuple[float, int]] = []
+        self._pending_chains: dict[int, list[int]] = {}
+
+    @property
+    def comparer(self) -> Comparer:
+        """Compares any two requests in the way of the matcher."""
+        return self._comparer
+
+    def matches(self, requests: Iterable[StoredRequest]) -> Iterator[Match]:
+        """The match of each request, in the order of starts."""
+        for rank, request in enumerate(sorted(requests, key=StoredRequest.start_key)):
+            self._rank[request.number] = rank
+            start = request.info.start_s
+            while self._pending and (start is None or self._pending[0][0] <= start):
+                self._insert(self._corpus.requests[heapq.heappop(self._pending)[1]])
+            yield self._match(request)
+            ready = _ready_s(request)
+            if ready is None or start is None or ready <= start:
+                self._insert(request)
+            else:
+                heapq.heappush(self._pending, (ready, request.number))
+                self._note_pending(request)
+
+    def _match(self, request: StoredRequest) -> Match:
+        best: tuple[StoredRequest, Comparison] | None = None
+        compared: list[tuple[StoredRequest, Comparison]] = []
+        for number in self._candidates(request):
+            earlier = self._corpus.requests[number]
+            compared.append((earlier, self._comparer.compare(earlier, request)))
+        in_flight = self._in_flight(request)
+        longest = max(
+            (len(earlier.units) for earlier, item in compared if item.is_extension), default=0
+        )
+        # The conversation goes on from there: a shorter one with other messages is another branch.
+        compared = [
+            item
+            for item in compared
+            if len(item[0].units) > longest or not any(map(_is_in_message, item[1].differences))
+        ]
+        if compared:
+            deepest = max(comparison.mended_tokens for _, comparison in compared)
+            tied = [item for item in compared if item[1].mended_tokens >= deepest - self._page_size]
+            best = max(tied, key=lambda item: (item[1].text_tokens, self._rank[item[0].number]))
+        if best is None or not best[1].mended_tokens:
+            return Match(request, None, in_flight=in_flight)
+        earlier, comparison = best
+        return Match(
+            request,
+            earlier,
+            comparison.raw_tokens,
+            comparison.mended_tokens,
+            tuple(item.quoted() for item in comparison.differences),
+            in_flight,
+            comparison.steps,
+            comparison.end,
+        )
+
+    # Candidates
+
+    def _candidates(self, request: StoredRequest) -> list[int]:
+        side = self._comparer.side(request)
+        numbers: dict[int, None] = {}
+        tree = self._raw.get(_raw_key(side))
+        if tree is not None:
+            for visit in reversed(tree.visit(side.prompt)[-3:]):
+                numbers.update(dict.fromkeys(reversed(visit.recent)))
+        for visit in reversed(self._mended.visit(self._mended_prompt(side))[-3:]):
+            numbers.update(dict.fromkeys(reversed(visit.recent)))
+        for key in self._keys_to_find(side):
+            numbers.update(dict.fromkeys(reversed(self._newest.get(key, ()))))
+        return list(numbers)[:MAX_CANDIDATES]
+
+    def _insert(self, request: StoredRequest) -> None:
+        side = self._comparer.side(request)
+        self._drop_pending(request)
+        tree = self._raw.get(_raw_key(side))
+        if tree is None:
+            tree = self._raw[_raw_key(side)] = UnitTree(self._corpus)
+        tree.insert(side.prompt, request.number)
+        self._mended.insert(self._mended_prompt(side), request.number)
+        for key in self._keys_to_store(side):
+            newest = self._newest.setdefault(key, [])
+            newest.append(request.number)
+            if len(newest) > NUM_NEWEST:
+                del newest[0]
+
+    def _mended_prompt(self, side: Side) -> Units:
+        units = [
+            self._templates.canonical(unit)
+            for at, unit in enumerate(side.rest)
+            if not side.is_reasoning(at)
+        ]
+        return np.array(units, np.uint32)
+
+    def _keys_to_store(self, side: Side) -> Iterator[tuple[object, ...]]:
+        yield ("tools", *sorted(self._templates.canonical(unit) for unit in side.tools))
+        if side.request.info.conversation is not None:
+            yield ("conversation", side.request.info.conversation)
+        for normal in side.last_message:
+            yield ("last", self._templates.canonical(normal))
+            yield from self._lines(normal)
+
+    def _keys_to_find(self, side: Side) -> Iterator[tuple[object, ...]]:
+        yield ("tools", *sorted(self._templates.canonical(unit) for unit in side.tools))
+        if side.request.info.conversation is not None:
+            yield ("conversation", side.request.info.conversation)
+        older = [
+            at
+            for at in range(len(side.rest) - 1, -1, -1)
+            if at < side.last_at
+            and self._corpus.units[side.rest[at]].kind is SegmentKind.MESSAGE
+            and side.role(at) != "assistant"
+        ]
+        for at in older[:4]:
+            yield ("last", self._templates.canonical(side.normals[at]))
+        for at in older[:2]:
+            yield from self._lines(side.normals[at])
+
+    def _lines(self, normal: int) -> Iterator[tuple[object, ...]]:
+        stored = self._corpus.units[normal]
+        if not stored.label.startswith("user"):
+            return
+        lines = {line for line in self._corpus.text(normal).split("\n") if len(line) >= 16}
+        for line in sorted(lines, key=len)[-4:]:
+            yield ("line", hash(line))
+
+    # Requests in flight
+
+    def _chains(self, request: StoredRequest) -> list[tuple[int, int]]:
+        """Hash and tokens of each prefix of whole units, longest first."""
+        side = self._comparer.side(request)
+        chain, total, chains = 0, 0, []
+        for unit in [*side.tools, *self._mended_prompt(side).tolist()]:
+            chain = hash((chain, unit))
+            total += self._corpus.units[unit].num_tokens
+            chains.append((chain, total))
+        return chains[::-1]
+
+    def _note_pending(self, request: StoredRequest) -> None:
+        for chain, _ in self._chains(request):
+            self._pending_chains.setdefault(chain, []).append(request.number)
+
+    def _drop_pending(self, request: StoredRequest) -> None:
+        if not self._pending_chains:
+            return
+        for chain, _ in self._chains(request):
+            numbers = self._pending_chains.get(chain)
+            if numbers and request.number in numbers:
+                numbers.remove(request.number)
+                if not numbers:
+                    del self._pending_chains[chain]
+
+    def _in_flight(self, request: StoredRequest) -> StoredRequest | None:
+        if not self._pending_chains:
+            return None
+        for chain, _ in self._chains(request):
+            numbers = self._pending_chains.get(chain)
+            if numbers:
+                return self._corpus.requests[numbers[-1]]
+        return None
+
+
+def _is_in_message(difference: Difference) -> bool:
+    return difference.is_waste and difference.segment.startswith("messages[")
+
+
+def _raw_key(side: Side) -> tuple[object, ...]:
+    info = side.request.info
+    return (info.cache_scope, tuple(side.settings.items()))
+
+
+def _ready_s(request: StoredRequest) -> float | None:
+    info = request.info
+    if info.is_batch:
+        return None
+    return info.first_output_s if info.first_output_s is not None else info.end_s

@@ -1,0 +1,456 @@
+"""Walks over system prompts and messages of two requests, and steps over differences that are waste."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from ramify.analysis.causes.unit_pairs import PairDifferences, pair_differences
+from ramify.analysis.corpus import Corpus
+from ramify.analysis.prompt_sides import Difference, Side
+from ramify.analysis.quoting import Excerpt
+from ramify.analysis.records import TextForm
+from ramify.analysis.templates import Templates
+from ramify.analysis.text_diff import common_prefix_len
+from ramify.analysis.verdicts import CauseName, Certainty
+
+MIN_RECOVERED = 16  # tokens behind a value in a user's message, so that the value is waste
+MIN_BLOCK = 24  # code points of a block of context that moves
+
+_SUMMARY = re.compile(
+    r"(?i)(summar|continued from a previous|previous conversation|compact|condensed|zusammenfassung|"
+    r"résumé|context so far|conversation so far|earlier conversation|<analysis>|handoff)"
+)
+_THINK = re.compile(r"<think(?:ing)?>.*?</think(?:ing)?>\s*", re.DOTALL)
+
+
+class MessageWalk:
+    """Places in both prompts, tokens shared so far, and the differences stepped over."""
+
+    def __init__(
+        self, corpus: Corpus, templates: Templates, a: Side, b: Side, *, continues: bool
+    ) -> None:
+        self._corpus, self._templates = corpus, templates
+        self._a, self._b, self._continues = a, b, continues
+        self._i = self._j = 0
+        self._hoisted: set[int] = set()  # normal units of messages that went to the top
+        self.num_shared = 0
+        self.differences: list[Difference] = []
+        self._is_done = False
+        # Where each difference stands in both prompts, and where the walk has ended.
+        self.steps: list[tuple[CauseName, str, int, int]] = []
+
+    def run(self) -> None:
+        """Walk to the end of a prompt or to content that differs."""
+        a, b = self._a.rest, self._b.rest
+        while not self._is_done and self._i < len(a) and self._j < len(b):
+            if a[self._i] == b[self._j]:
+                self._share(b[self._j])
+                self._i, self._j = self._i + 1, self._j + 1
+            else:
+                self._step()
+        if self._is_done and self._i < len(a) and self._j < len(b):
+            self._add_content()
+
+    def _add_content(self) -> None:
+        """The content at which the walk has stopped."""
+        if self.differences and self.differences[-1].cause is CauseName.COMPACTION:
+            return
+        had = self._corpus.text(self._a.normals[self._i])
+        got = self._corpus.text(self._b.normals[self._j])
+        start = max(0, common_prefix_len(had, got) - 16)
+        self.differences.append(
+            Difference(
+                CauseName.NEW_CONTENT,
+                Certainty.PROVED,
+                self._b.rest_path(self._j),
+                Excerpt(had, start, start + 100),
+                Excerpt(got, start, start + 100),
+            )
+        )
+
+    @property
+    def end(self) -> tuple[int, int]:
+        """Where the walk stands in both prompts: mending makes equal what is before."""
+        return self._i, self._j
+
+    @property
+    def has_all_of_first(self) -> bool:
+        """Whether the walk has come to the end of the first prompt."""
+        return self._i >= len(self._a.rest)
+
+    def _share(self, unit: int) -> None:
+        self.num_shared += self._corpus.units[unit].num_tokens
+
+    def _step(self) -> None:
+        for step in (
+            self._step_role,
+            self._step_reasoning,
+            self._step_hoisted,
+            self._step_context,
+            self._step_pair,
+            self._step_media,
+            self._step_history,
+        ):
+            before, i, j = len(self.differences), self._i, self._j
+            if step():
+                self.steps += [
+                    (item.cause, item.segment, i, j)
+                    for item in self.differences[before:]
+                    if item.is_waste
+                ]
+                return
+        self._stop()
+
+    def _add(
+        self, cause: CauseName, had: str, got: str, *, at: int | None = None, likely: bool = False
+    ) -> None:
+        self.differences.append(
+            Difference(
+                cause,
+                Certainty.LIKELY if likely else Certainty.PROVED,
+                self._b.rest_path(self._j if at is None else at),
+                Excerpt(had, 0, 100),
+                Excerpt(got, 0, 100),
+            )
+        )
+
+    def _text_a(self, at: int | None = None) -> str:
+        return self._corpus.text(self._a.rest[self._i if at is None else at])
+
+    def _text_b(self, at: int | None = None) -> str:
+        return self._corpus.text(self._b.rest[self._j if at is None else at])
+
+    # Steps: each returns whether it has moved on
+
+    def _step_role(self) -> bool:
+        unit_a, unit_b = self._a.rest[self._i], self._b.rest[self._j]
+        left, right = self._corpus.units[unit_a], self._corpus.units[unit_b]
+        if left.label == right.label or left.token_hash == right.token_hash:
+            return False
+        roles = (self._a.role(self._i), self._b.role(self._j))
+        if roles[0] != roles[1] or self._a.normals[self._i] == self._b.normals[self._j]:
+            return False
+        if self._text_a() != self._text_b() or not left.label or not right.label:
+            return False
+        ids = (left.label.split()[-1], right.label.split()[-1])
+        self._add(CauseName.RANDOM_ID, *ids)
+        self._share(unit_b)
+        self._i, self._j = self._i + 1, self._j + 1
+        return True
+
+    def _step_reasoning(self) -> bool:
+        has_a, has_b = self._a.is_reasoning(self._i), self._b.is_reasoning(self._j)
+        if has_a or has_b:
+            had = self._text_a() if has_a else ""
+            got = self._text_b() if has_b else ""
+            if not self._continues:
+                return False
+            self._add(CauseName.REASONING_DROPPED, had, got)
+            self._i += has_a
+            self._j += has_b
+            return True
+        had, got = self._text_a(), self._text_b()
+        if "<think" not in had + got or _without_thoughts(had) != _without_thoughts(got):
+            return False
+        self._add(CauseName.REASONING_DROPPED, had, got)
+        self._share(self._b.rest[self._j])
+        self._i, self._j = self._i + 1, self._j + 1
+        return True
+
+    def _step_hoisted(self) -> bool:
+        a, b = self._a, self._b
+        if self._i < len(a.rest) and a.normals[self._i] in self._hoisted:
+            self._i += 1  # stepped over where it stood before
+            return True
+        if b.role(self._j) != "system":
+            return False
+        later = {
+            a.normals[at]: at
+            for at in range(self._i + 1, len(a.rest))
+            if a.role(at) == "system" and a.message_of[at] != a.message_of[self._i]
+        }
+        # A system segment of its own that stood within the history.
+        normal = b.normals[self._j]
+        texts = {at: self._corpus.text(normal) for normal, at in later.items()}
+        mine = self._corpus.text(normal)
+        for at, text in texts.items():
+            if mine == text or (text in mine and a.role(self._i) != "system"):
+                self._hoisted.add(a.normals[at])
+                self._add(CauseName.SYSTEM_HOISTED, "", self._text_b())
+                self._j += 1
+                return True
+        if a.role(self._i) != "system":
+            return False
+        for at, text in texts.items():
+            if mine.endswith(text) and text not in self._corpus.text(a.normals[self._i]):
+                self._hoisted.add(a.normals[at])
+                self._add(CauseName.SYSTEM_HOISTED, "", text)
+                break
+        else:
+            return False
+        head = mine[: len(mine) - len(text)].strip()
+        other = self._corpus.text(a.normals[self._i])
+        if head != other:
+            self._add_values(a.normals[self._i], self._store(normal, head))
+        self._share(b.rest[self._j])
+        self._i, self._j = self._i + 1, self._j + 1
+        return True
+
+    def _store(self, like: int, text: str) -> int:
+        from ramify.analysis.records import Segment
+
+        unit = self._corpus.units[like]
+        return self._corpus.unit_of(Segment("", unit.kind, text, unit.form, unit.label))
+
+    def _add_values(self, unit_a: int, unit_b: int) -> bool:
+        pair = pair_differences(
+            self._corpus, self._templates, unit_a, unit_b, self._b.rest_path(self._j), self._b.api
+        )
+        if pair is None or pair.stop_char is not None:
+            return False
+        self.differences += pair.differences
+        return True
+
+    def _step_pair(self) -> bool:
+        """White space, order of keys and values within a segment that both have."""
+        a, b = self._a, self._b
+        pair = pair_differences(
+            self._corpus,
+            self._templates,
+            a.rest[self._i],
+            b.rest[self._j],
+            b.rest_path(self._j),
+            b.api,
+        )
+        if pair is None or (pair.stop_char is not None and self._edits_history(peek=True)):
+            return False
+        stored = self._corpus.units[b.rest[self._j]]
+        if pair.stop_char is not None and "thinking" not in stored.label and self._edits_result():
+            return True
+        unit = b.rest[self._j]
+        num_tokens = self._corpus.units[unit].num_tokens
+        is_last = self._b.message_of[self._j] == self._b.message_of[-1]
+        text = self._corpus.text(b.normals[self._j])
+        rate = num_tokens / max(1, len(text))
+        waste = [item for item in pair.differences if item.is_waste]
+        if b.role(self._j) != "system" and not self._continues and waste:
+            # A date or a number in a user's message may be the question itself.
+            return self._step_question(pair, waste, num_tokens, rate)
+        if any(not item.is_volatile for item in waste) and not self._continues:
+            first = next(item for item in waste if not item.is_volatile)
+            self._keep(waste[: waste.index(first)])
+            self.num_shared += int(rate * len(text) / 2) if not is_last else 0
+            self._stop_here()
+            return True
+        self._keep(waste)
+        if pair.stop_char is not None:
+            self.num_shared += int(rate * pair.stop_char)
+            self._stop_here()
+            return True
+        self.num_shared += num_tokens
+        self._i, self._j = self._i + 1, self._j + 1
+        return True
+
+    def _step_question(
+        self, pair: PairDifferences, waste: list[Difference], num_tokens: int, rate: float
+    ) -> bool:
+        end = num_tokens if pair.stop_char is None else int(rate * pair.stop_char)
+        text_a, text_b = self._text_a(), self._text_b()
+        start = next(
+            (at for at, (x, y) in enumerate(zip(text_a, text_b, strict=False)) if x != y),
+            min(len(text_a), len(text_b)),
+        )
+        value = int(rate * (start + max(item.got.num_chars for item in waste)))
+        follows = end - value >= MIN_RECOVERED
+        if pair.stop_char is None and not follows:
+            # Later messages that are equal speak as well.
+            follows = self._equal_after() >= MIN_RECOVERED
+        if not follows:
+            self.num_shared += int(rate * start)
+            self._stop_here()
+            return True
+        self._keep(waste)
+        self.num_shared += end
+        if pair.stop_char is not None:
+            self._stop_here()
+        self._i, self._j = self._i + 1, self._j + 1
+        return True
+
+    def _equal_after(self) -> int:
+        total, i, j = 0, self._i + 1, self._j + 1
+        while i < len(self._a.rest) and j < len(self._b.rest):
+            if self._a.normals[i] != self._b.normals[j] or total >= MIN_RECOVERED:
+                break
+            total += self._corpus.units[self._b.rest[j]].num_tokens
+            i, j = i + 1, j + 1
+        return total
+
+    def _keep(self, differences: list[Difference]) -> None:
+        self.differences += differences
+
+    def _step_context(self) -> bool:
+        """A block of an older user message that stands in the newest now."""
+        a, b = self._a, self._b
+        if a.role(self._i) != "user" or not self._continues:
+            return False
+        newest = "\n".join(
+            self._corpus.text(b.rest[at])
+            for at in range(self._j, len(b.rest))
+            if b.role(at) == "user" and b.message_of[at] != b.message_of[self._j]
+        )
+        text_a = self._corpus.text(a.normals[self._i])
+        text_b = self._corpus.text(b.normals[self._j])
+        if b.role(self._j) == "user" and text_b:
+            block, stripped = split_block(text_a, text_b, newest)
+            if len(block) >= MIN_BLOCK:
+                place = len(self.differences)
+                if stripped != text_b:
+                    unit_b = b.normals[self._j]
+                    if not self._add_values(self._store(unit_b, stripped), unit_b):
+                        return False
+                self._add(CauseName.CONTEXT_MOVED, block, "")
+                if text_a.startswith(block):  # what stands first is named first
+                    self.differences.insert(place, self.differences.pop())
+                self._share(b.rest[self._j])
+                self._i, self._j = self._i + 1, self._j + 1
+                return True
+        if len(text_a) >= MIN_BLOCK and _mostly_in(text_a, newest):
+            following = self._i + 1
+            if following < len(a.rest) and a.normals[following] == b.normals[self._j]:
+                self._add(CauseName.CONTEXT_MOVED, text_a, "")
+                self._i += 1
+                return True
+        return False
+
+    def _step_media(self) -> bool:
+        a, b = self._a, self._b
+        forms = (
+            self._corpus.units[a.rest[self._i]].form,
+            self._corpus.units[b.rest[self._j]].form,
+        )
+        if TextForm.MEDIA not in forms or not self._continues:
+            return False
+        same_place = a.message_of[self._i] == b.message_of[self._j] and a.rest_path(
+            self._i
+        ) == b.rest_path(self._j)
+        if same_place:
+            self._add(CauseName.MEDIA_CHANGED, self._text_a(), self._text_b())
+            self._i, self._j = self._i + 1, self._j + 1
+        elif forms[0] is TextForm.MEDIA:
+            self._add(CauseName.MEDIA_CHANGED, self._text_a(), "")
+            self._i += 1
+        else:
+            self._add(CauseName.MEDIA_CHANGED, "", self._text_b())
+            self._j += 1
+        return True
+
+    def _step_history(self) -> bool:
+        if self._is_compaction():
+            self._add(CauseName.COMPACTION, self._text_a(), self._text_b())
+            self._stop_here()
+            return True
+        return self._edits_history() or self._edits_result()
+
+    def _edits_result(self) -> bool:
+        """The result of a tool call cut or edited when the conversation went on."""
+        a, b = self._a, self._b
+        left = self._corpus.units[a.rest[self._i]]
+        right = self._corpus.units[b.rest[self._j]]
+        is_older = b.message_of[self._j] != b.message_of[-1]
+        if left.label != right.label or " " not in left.label or not is_older:
+            return False
+        if not self._continues or left.form is not right.form:
+            return False
+        self._add(CauseName.HISTORY_EDITED, self._text_a(), self._text_b())
+        self._i, self._j = self._i + 1, self._j + 1
+        return True
+
+    def _is_compaction(self) -> bool:
+        """Whether a summary stands where the head of the conversation stood."""
+        a, b = self._a, self._b
+        if b.role(self._j) not in ("user", "system", "assistant"):
+            return False
+        text = self._text_b()
+        if len(text) < 60 or not _SUMMARY.search(text[:400]) or text == self._text_a():
+            return False
+        if b.message_of[self._j] == b.message_of[-1] and not self._continues:
+            return len(a.rest) - self._i > 2 and "summar" in text[:300].lower()
+        return True
+
+    def _edits_history(self, *, peek: bool = False) -> bool:
+        """Older messages dropped, cut or edited, with equal ones after them."""
+        a, b = self._a, self._b
+        if not self._continues:
+            return False
+        places: dict[int, int] = {}
+        for at in range(len(a.rest) - 1, self._i - 1, -1):
+            if self._corpus.units[a.rest[at]].num_chars >= 8:
+                places[a.normals[at]] = at
+        for at in range(self._j, len(b.rest)):
+            found = places.get(b.normals[at])
+            if found is None or found < self._i or (found == self._i and at == self._j):
+                continue
+            if b.message_of[at] == b.message_of[-1] and found != len(a.rest) - 1:
+                continue
+            if peek:
+                return True
+            got = "" if at == self._j else self._text_b()
+            had = "" if found == self._i else self._text_a()
+            self._add(CauseName.HISTORY_EDITED, had, got)
+            self._i, self._j = found, at
+            return True
+        return False
+
+    # Ends
+
+    def _stop_here(self) -> None:
+        self._is_done = True
+
+    def _stop(self) -> None:
+        """Content that differs: count what the two segments share at their start."""
+        a, b = self._a, self._b
+        unit_a, unit_b = a.normals[self._i], b.normals[self._j]
+        left, right = self._corpus.units[unit_a], self._corpus.units[unit_b]
+        if (left.kind, left.form, left.label) == (right.kind, right.form, right.label):
+            mine, other = self._corpus.tokens(unit_a), self._corpus.tokens(unit_b)
+            length = min(len(mine), len(other))
+            different = np.flatnonzero(mine[:length] != other[:length])
+            self.num_shared += int(different[0]) if len(different) else length
+        self._is_done = True
+
+
+def begins_with_summary(side: Side) -> bool:
+    """Whether the first message of the conversation is a summary of what was before."""
+    for at in range(min(3, len(side.rest))):
+        if side.role(at) == "user":
+            text = side.corpus.text(side.rest[at])[:400]
+            return len(side.rest) > at + 1 and "summar" in text and bool(_SUMMARY.search(text))
+    return False
+
+
+def _without_thoughts(text: str) -> str:
+    return _THINK.sub("", text).strip()
+
+
+def split_block(had: str, got: str, newest: str) -> tuple[str, str]:
+    """The lines at the start or end of a text that are gone and stand in the newest message, and the rest."""
+    lines, kept, new = had.split("\n"), set(got.split("\n")), set(newest.split("\n"))
+    start, end = 0, len(lines)
+    while start < end and lines[start] not in kept and lines[start] in new:
+        start += 1
+    if not start:
+        while end > start and lines[end - 1] not in kept and lines[end - 1] in new:
+            end -= 1
+    block = lines[:start] or lines[end:]
+    return "\n".join(block), "\n".join(lines[start:end])
+
+
+def _mostly_in(block: str, text: str) -> bool:
+    """Whether most lines of a block stand in a text, or begin as lines of it do."""
+    if block in text:
+        return True
+    lines = [line.strip() for line in block.splitlines() if line.strip()]
+    inside = sum(len(line) for line in lines if line in text)
+    return inside * 2 >= sum(map(len, lines))

@@ -1,0 +1,65 @@
+"""Normal form of a text: what it says, whatever its white space, Unicode form and order of keys."""
+
+from __future__ import annotations
+
+import json
+import re
+import unicodedata
+from typing import Any
+
+from ramify.analysis.records import TextForm
+
+_BLANKS = re.compile(r"[ \t\u00a0\u2000-\u200b\u3000]+")
+_LINE_ENDS = re.compile(r" *(?:\r\n|\r|\n)\s*")
+
+
+def normalise(text: str, form: TextForm) -> str:
+    """Normal form of a segment's text: keys sorted, then white space and Unicode made equal."""
+    if form in (TextForm.MEDIA, TextForm.TOKENS):
+        return text
+    return normalise_spaces(sort_keys(text))
+
+
+def normalise_spaces(text: str) -> str:
+    """Unicode in NFC, runs of blanks as a space, runs of line ends as a line end, no blanks at ends."""
+    if not text.isascii():
+        text = unicodedata.normalize("NFC", text)
+    if not ("  " in text or "\t" in text or "\r" in text or "\n" in text or not text.isascii()):
+        return text.strip()
+    return _LINE_ENDS.sub("\n", _BLANKS.sub(" ", text)).strip()
+
+
+def sort_keys(text: str) -> str:
+    """JSON with sorted keys, in strings of JSON too; other text as it is."""
+    value = parse_json(text)
+    return text if value is None else write_json(_sorted(value))
+
+
+def parse_json(text: str) -> Any:
+    """The object or list that a text is the JSON of; None for other texts."""
+    head = text.lstrip()[:1]
+    if head not in ("{", "["):
+        return None
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict | list) else None
+
+
+def write_json(value: object) -> str:
+    """Compact JSON with characters as they are."""
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+
+
+def _sorted(value: Any, depth: int = 0) -> Any:
+    if depth > 100:
+        return value
+    if isinstance(value, dict):
+        return {key: _sorted(value[key], depth + 1) for key in sorted(value)}
+    if isinstance(value, list):
+        return [_sorted(item, depth + 1) for item in value]
+    if isinstance(value, str) and value[:1] in ("{", "["):
+        inner = parse_json(value)
+        return value if inner is None else write_json(_sorted(inner, depth + 1))
+    return value

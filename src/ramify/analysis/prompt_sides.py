@@ -1,0 +1,116 @@
+"""The two sides of a comparison: a request's segments by kind, and a difference between two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ramify.analysis.corpus import Corpus, StoredRequest
+from ramify.analysis.quoting import NOTHING, Excerpt
+from ramify.analysis.records import SegmentKind, TextForm
+from ramify.analysis.templates import Templates
+from ramify.analysis.verdicts import CauseName, Certainty
+
+LEGITIMATE = frozenset({CauseName.NEW_CONTENT, CauseName.COMPACTION, CauseName.OUTSIDE_PROMPT})
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A difference between two requests and its cause."""
+
+    cause: CauseName
+    certainty: Certainty
+    segment: str
+    had: Excerpt = NOTHING
+    got: Excerpt = NOTHING
+    is_volatile: bool = True  # waste wherever it stands; else only before equal text
+
+    def quoted(self) -> Difference:
+        """The same with the quotes alone, without the texts they are from."""
+        return replace(self, had=Excerpt(str(self.had)), got=Excerpt(str(self.got)))
+
+    @property
+    def is_waste(self) -> bool:
+        """Whether the cause could be removed."""
+        return self.cause not in LEGITIMATE
+
+
+class Side:
+    """A request's segments: settings by name, tools, and the rest as `start`, ... in order."""
+
+    def __init__(self, corpus: Corpus, templates: Templates, request: StoredRequest) -> None:
+        self.corpus, self.templates, self.request = corpus, templates, request
+        kinds = [corpus.units[unit].kind for unit in request.units.tolist()]
+        self.first = next(
+            (at for at, kind in enumerate(kinds) if kind is not SegmentKind.SETTING), len(kinds)
+        )
+        tools_end = next(
+            (at for at in range(self.first, len(kinds)) if kinds[at] is not SegmentKind.TOOL),
+            len(kinds),
+        )
+        units = request.units.tolist()
+        self.settings = {
+            path.partition(".")[2]: unit
+            for path, unit in zip(request.paths[: self.first], units[: self.first], strict=True)
+        }
+        self.prompt = request.units[self.first :]
+        self.tools: list[int] = units[self.first : tools_end]
+        self.rest: list[int] = units[tools_end:]
+        self.rest_first = tools_end
+        counts = [corpus.units[unit].num_tokens for unit in units[self.first :]]
+        self.ends = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+        self.api = " ".join(filter(None, (request.info.api, request.info.provider)))
+        self.normals = [templates.normal(unit) for unit in self.rest]
+        self.message_of = [path.partition(".")[0] for path in request.paths[tools_end:]]
+        last = self.message_of[-1] if self.message_of else ""
+        self.last_message = frozenset(
+            normal
+            for normal, message, unit in zip(self.normals, self.message_of, self.rest, strict=True)
+            if message == last and corpus.units[unit].num_chars >= 8
+        )
+        self.older_messages = frozenset(
+            normal
+            for normal, message in zip(self.normals, self.message_of, strict=True)
+            if message != last
+        )
+        self.last_at = next(
+            (at for at, message in enumerate(self.message_of) if message == last), 0
+        )
+
+    def path(self, at: int) -> str:
+        """Path of a segment of the prompt, settings not counted."""
+        return self.request.paths[self.first + at]
+
+    def rest_path(self, at: int) -> str:
+        """Path of a segment after the tools."""
+        return self.request.paths[self.rest_first + at]
+
+    def num_tokens(self, units: Iterable[int]) -> int:
+        """Tokens of units."""
+        return sum(self.corpus.units[unit].num_tokens for unit in units)
+
+    def role(self, at: int) -> str:
+        """Role of a segment after the tools; `system` for system prompts without a label."""
+        stored = self.corpus.units[self.rest[at]]
+        role = stored.label.partition(" ")[0]
+        if stored.kind is SegmentKind.SYSTEM or role == "developer":
+            return "system"
+        return role
+
+    def is_reasoning(self, at: int) -> bool:
+        """Whether a segment is reasoning of an earlier answer."""
+        stored = self.corpus.units[self.rest[at]]
+        path = self.rest_path(at)
+        if path.endswith((".reasoning_content", ".reasoning", ".thinking", ".reasoning_details")):
+            return True
+        if "thinking" in stored.label.split()[1:]:
+            return True
+        if stored.form is TextForm.JSON:
+            head = self.corpus.text(self.rest[at])[:60]
+            return any(f'"type":"{kind}"' in head for kind in _REASONING_TYPES)
+        return False
+
+
+_REASONING_TYPES = ("reasoning", "redacted_thinking", "thinking")

@@ -1,0 +1,48 @@
+"""Which requests are a conversation of one request."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from ramify.analysis.providers.prompts import ReplayPrompt
+from ramify.analysis.providers.replay import CacheModel
+
+
+def single_requests(model: CacheModel, prompts: Iterable[ReplayPrompt]) -> frozenset[int]:
+    """Numbers of requests whose conversation has no other request.
+
+    Without a conversation's id, a request belongs to a longer conversation if its prompt begins with
+    another request's whole prompt, or another's with its own.
+    """
+    named: Counter[str] = Counter()
+    whole: dict[int, list[int]] = {}  # hash of a whole prompt: requests
+    chains: list[tuple[int, list[int]]] = []
+    for prompt in prompts:
+        info, number = prompt.request.info, prompt.request.number
+        if info.conversation is not None:
+            named[info.conversation] += 1
+            continue
+        if info.hashed is not None:
+            continue
+        layout = model.layout(prompt)
+        chain = layout.chain[layout.level_starts["messages"] + 1 :].tolist()
+        if chain:
+            whole.setdefault(chain[-1], []).append(number)
+            chains.append((number, chain))
+    joined: set[int] = set()
+    for number, chain in chains:
+        for key in chain[:-1]:
+            if key in whole:
+                joined.add(number)
+                joined.update(whole[key])
+        if len(whole[chain[-1]]) > 1:
+            joined.add(number)
+    inferred = {number for number, _ in chains} - joined
+    by_name = {
+        prompt.request.number
+        for prompt in prompts
+        if prompt.request.info.conversation is not None
+        and named[prompt.request.info.conversation] == 1
+    }
+    return frozenset(inferred | by_name)

@@ -1,0 +1,148 @@
+"""Replays prompts through the cache rules of their models."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Protocol
+
+from ramify.analysis.corpus import Corpus
+from ramify.analysis.providers.breakpoints import BreakpointCache
+from ramify.analysis.providers.conditions import AS_LOGGED, Conditions
+from ramify.analysis.providers.detection import provider_of, provider_of_log
+from ramify.analysis.providers.grid import GridCache, NoCache
+from ramify.analysis.providers.prompts import Prediction, PromptLayout, ReplayPrompt, Timing
+from ramify.analysis.providers.rules import ModelRule, Rules
+from ramify.analysis.providers.whole_units import WholeUnitCache
+from ramify.analysis.records import LoggedRequest
+
+
+class RuleCache(Protocol):
+    """The entries of one rule while prompts are replayed."""
+
+    def process(self, layout: PromptLayout, timing: Timing) -> Prediction:
+        """Look a prompt up, then write and refresh entries; prompts come in order of start."""
+        ...
+
+    def unread_tokens(self) -> dict[int, int]:
+        """Tokens that requests wrote at a price and no later request read, by number."""
+        ...
+
+
+_CACHES: dict[str, type[BreakpointCache | GridCache | NoCache | WholeUnitCache]] = {
+    "breakpoints": BreakpointCache,
+    "grid": GridCache,
+    "none": NoCache,
+    "units": WholeUnitCache,
+}
+
+
+class CacheModel:
+    """Which cache rule each request of a corpus falls under."""
+
+    def __init__(
+        self, corpus: Corpus, provider: str, rules: Rules, *, is_given: bool = True
+    ) -> None:
+        self.corpus, self.provider, self.rules = corpus, provider, rules
+        self._is_given = is_given
+        self._rules: dict[tuple[str, str | None], ModelRule] = {}
+        self._changed_rules: dict[tuple[int, str], ModelRule] = {}
+        self._names: dict[int, str] = {}  # of models, by unit
+        self._usual_answerer = _usual_answerers(corpus)
+        rules.rule_of(provider, None)  # an unknown provider is an error here
+
+    @classmethod
+    def of_log(cls, corpus: Corpus, rules: Rules) -> CacheModel:
+        """Each request under the rule of its own provider; `provider` is that of most requests."""
+        provider = provider_of_log(corpus, rules.providers)
+        return cls(corpus, provider, rules, is_given=False)
+
+    def provider_of(self, info: LoggedRequest) -> str:
+        """The provider whose rule a request falls under."""
+        if self._is_given:
+            return self.provider
+        return provider_of(info, self.rules.providers) or self.provider
+
+    def rule_of(self, prompt: ReplayPrompt) -> ModelRule:
+        """The rule of the model that a prompt asks for."""
+        key = self.provider_of(prompt.request.info), self.model_of(prompt)
+        rule = self._rules.get(key)
+        if rule is None:
+            rule = self._rules[key] = self.rules.rule_of(*key)
+        return rule
+
+    def model_of(self, prompt: ReplayPrompt) -> str | None:
+        """The model that a prompt asks for, which a mended prompt may have changed."""
+        if not prompt.paths or prompt.paths[0] != "settings.model":
+            return prompt.request.info.model
+        unit = int(prompt.units[0])
+        name = self._names.get(unit)
+        if name is None:
+            name = self._names[unit] = self.corpus.text(unit)
+        return name
+
+    def answered_by(self, prompt: ReplayPrompt) -> str | None:
+        """The model that answered; where that is not known, the model that mostly does."""
+        info, model = prompt.request.info, self.model_of(prompt)
+        if info.response_model is not None and model == info.model:
+            return info.response_model
+        return self._usual_answerer.get(model)
+
+    def layout(self, prompt: ReplayPrompt, conditions: Conditions = AS_LOGGED) -> PromptLayout:
+        """A prompt as its rule sees it."""
+        rule = self._rule_under(self.rule_of(prompt), conditions)
+        answerer = self.answered_by(prompt)
+        return PromptLayout(self.corpus, prompt, rule, answerer, conditions.ignored)
+
+    def _rule_under(self, rule: ModelRule, conditions: Conditions) -> ModelRule:
+        key = id(rule), conditions.lifetime
+        changed = self._changed_rules.get(key)
+        if changed is None:
+            changed = self._changed_rules[key] = conditions.rule(rule)
+        return changed
+
+    def replay(
+        self, prompts: Iterable[ReplayPrompt], conditions: Conditions = AS_LOGGED
+    ) -> list[Prediction]:
+        """What each prompt reads and writes; prompts in the order of their starts."""
+        caches: dict[tuple[str, int], RuleCache] = {}
+        predictions, numbers = [], []
+        for prompt in prompts:
+            info = prompt.request.info
+            layout = self.layout(prompt, conditions)
+            kind = layout.rule.cache
+            if info.hashed is not None and kind != "none":
+                kind = "grid"  # only the ids of blocks are known
+            cache = caches.get((kind, id(layout.rule)))
+            if cache is None:
+                cache = _CACHES[kind](self.corpus, layout.rule)
+                caches[kind, id(layout.rule)] = cache
+            predictions.append(cache.process(layout, conditions.timing(info)))
+            numbers.append(prompt.request.number)
+        unread: dict[int, int] = {}
+        for cache in caches.values():
+            unread.update(cache.unread_tokens())
+        return [
+            replace(prediction, num_unread=unread[number]) if number in unread else prediction
+            for prediction, number in zip(predictions, numbers, strict=True)
+        ]
+
+
+def _usual_answerers(corpus: Corpus) -> dict[str | None, str]:
+    """The model that mostly answers when a model is asked for."""
+    counts: dict[str | None, Counter[str]] = defaultdict(Counter)
+    for request in corpus:
+        if request.info.response_model is not None:
+            counts[request.info.model][request.info.response_model] += 1
+    return {model: names.most_common(1)[0][0] for model, names in counts.items()}
+
+
+def in_start_order(prompts: Iterable[ReplayPrompt]) -> list[ReplayPrompt]:
+    """Prompts by start where it is logged, else by line."""
+    return sorted(prompts, key=lambda prompt: prompt.request.start_key())
+
+
+def prompts_of(corpus: Corpus) -> Iterator[ReplayPrompt]:
+    """The prompts of a corpus as they were sent, in the order of their starts."""
+    yield from in_start_order(ReplayPrompt.of(request) for request in corpus)

@@ -1,0 +1,48 @@
+"""Parts of a log that share nothing: a change in one leaves the reads of the others as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+
+from ramify.analysis.providers.conditions import Conditions
+from ramify.analysis.providers.prompts import ReplayPrompt
+from ramify.analysis.providers.replay import CacheModel
+
+
+def component_key(model: CacheModel, prompt: ReplayPrompt, conditions: Conditions) -> Hashable:
+    """Equal for any two prompts of which one could read what the other wrote.
+
+    Either could read at least the rule's first step, or first segment.
+    """
+    layout = model.layout(prompt, conditions)
+    rule, info = layout.rule, prompt.request.info
+    domain = (rule.models, layout.salts["all"])
+    if info.hashed is not None:
+        return (*domain, info.hashed.block_size, info.hashed.block_ids[:1])
+    if not len(layout.units):
+        return (*domain, "empty", prompt.request.number)
+    if rule.cache == "breakpoints":
+        return (*domain, int(layout.units[0]))
+    first = max(rule.step_tokens, rule.min_tokens)
+    hashes = layout.token_chain
+    if len(hashes) <= first:
+        return (*domain, "short", prompt.request.number)
+    return (*domain, int(hashes[first]))
+
+
+class Components:
+    """Groups of prompts by key, in the order of starts."""
+
+    def __init__(
+        self, model: CacheModel, prompts: Iterable[ReplayPrompt], conditions: Conditions
+    ) -> None:
+        self.key_of: dict[int, Hashable] = {}
+        self.members: dict[Hashable, list[int]] = {}
+        for place, prompt in enumerate(prompts):
+            key = component_key(model, prompt, conditions)
+            self.key_of[place] = key
+            self.members.setdefault(key, []).append(place)
+
+    def places(self, keys: Iterable[Hashable]) -> set[int]:
+        """Places of all prompts with these keys."""
+        return {place for key in set(keys) for place in self.members.get(key, ())}

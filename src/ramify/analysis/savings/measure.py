@@ -1,0 +1,317 @@
+"""Replays a log with fixes applied, and counts what is read that was not read before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ramify.analysis.corpus import Corpus, StoredRequest
+from ramify.analysis.providers.conditions import Conditions
+from ramify.analysis.providers.conversations import single_requests
+from ramify.analysis.providers.positions import BlockRoles
+from ramify.analysis.providers.prompts import Billed, Prediction, ReplayPrompt
+from ramify.analysis.providers.replay import CacheModel, in_start_order
+from ramify.analysis.records import SegmentKind, TextForm
+from ramify.analysis.savings.breakpoint_fixes import (
+    add_breakpoint,
+    add_steps,
+    drop_last,
+    keep_tool_breakpoints,
+)
+from ramify.analysis.savings.components import Components, component_key
+from ramify.analysis.verdicts import CauseName, Saving
+
+ESTIMATE_ERROR = 0.15  # of token counts without the model's tokenizer
+
+# Causes that other conditions mend, not another prompt.
+_IGNORED = {
+    CauseName.ROUTING: "replica",
+    CauseName.CACHE_KEY_SCATTERED: "key",
+    CauseName.NAMESPACE_SPLIT: "scope",
+    CauseName.MODEL_CHANGED: "model",
+}
+_OF_BREAKPOINTS = frozenset(
+    {CauseName.BREAKPOINT_MISSING, CauseName.LOOKBACK_EXCEEDED, CauseName.UNREAD_WRITE}
+)
+# What stands in the text of prompts, where a mender changes it, is all the rest and the model's name.
+_NOT_IN_TEXT = _OF_BREAKPOINTS | {
+    CauseName.ROUTING,
+    CauseName.CACHE_KEY_SCATTERED,
+    CauseName.NAMESPACE_SPLIT,
+    CauseName.TTL_EXPIRED,
+    CauseName.PARALLEL_COLD,
+}
+# No change of the prompt or the client mends these; the report has no saving for them.
+_UNMENDED = frozenset(
+    {
+        CauseName.BELOW_MINIMUM,
+        CauseName.EVICTED,
+        CauseName.OUTSIDE_PROMPT,
+        CauseName.NEW_CONTENT,
+        CauseName.COMPACTION,
+    }
+)
+_RANGES = {
+    "low": Conditions(lifetime="low"),
+    "high": Conditions(lifetime="high"),
+    "waits": Conditions(waits=True),
+}
+
+
+class AppliedFix(Protocol):
+    """A cause that is removed at a place."""
+
+    @property
+    def cause(self) -> CauseName:
+        """What is removed."""
+        ...
+
+    @property
+    def segment(self) -> str:
+        """Where; numbers of messages may be `*`."""
+        ...
+
+
+class MendedLike(Protocol):
+    """A prompt with fixes applied."""
+
+    @property
+    def units(self) -> NDArray[np.uint32]:
+        """[segments] numbers of units."""
+        ...
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """[segments]."""
+        ...
+
+    @property
+    def breakpoints(self) -> tuple[tuple[int, float], ...]:
+        """Segment and lifetime of each breakpoint."""
+        ...
+
+
+class MenderLike(Protocol):
+    """Applies fixes to the text of prompts."""
+
+    def mend(self, request: StoredRequest, fixes: Collection[AppliedFix]) -> MendedLike:
+        """The request's prompt without these causes."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """Tokens read and money saved, by one replay."""
+
+    tokens: int
+    money: float | None
+    has_waits: bool  # an entry in flight, before or after
+    has_expiries: bool
+
+
+def measure_savings(
+    corpus: Corpus,
+    requests: Iterable[StoredRequest],
+    mender: MenderLike,
+    groups: Sequence[Collection[AppliedFix]],
+    model: CacheModel,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Saving]:
+    """What each group of fixes saves if all of its fixes are applied together.
+
+    `tokens` are those read in the replay of the mended log less those read in the log as it is, under
+    the rule of `model`. `low` and `high` are the least and the greatest of the replays with both ends
+    of the vendor's lifetime and with entries readable from the start of their request (if first outputs
+    are not logged), widened by the error of estimated token counts. Money is what the input costs less,
+    with the price of writes; it is negative if a fix writes more than its reads save, and None where a
+    price is not known.
+
+    `progress` is called with the number of groups that are done and of all.
+
+    Only the parts of the log that share a prefix with a changed prompt are replayed: the others read
+    what they read before.
+    """
+    replayer = _Replayer(corpus, in_start_order(map(ReplayPrompt.of, requests)), mender, model)
+    savings = []
+    for number, group in enumerate(groups, 1):
+        savings.append(replayer.saving(list(group)))
+        if progress is not None:
+            progress(number, len(groups))
+    return savings
+
+
+class _Replayer:
+    """The log as it is, and what its parts read under each condition."""
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        prompts: Sequence[ReplayPrompt],
+        mender: MenderLike,
+        model: CacheModel,
+    ) -> None:
+        self._corpus, self._prompts = corpus, prompts
+        self._mender, self._model = mender, model
+        self._roles = BlockRoles(corpus, has_names=False)
+        self._before: dict[Conditions, list[Prediction]] = {}
+        self._components = Components(model, prompts, Conditions())
+        self._ranges = list(self._ranges_that_matter())
+        self._error = self._token_error()
+
+    def saving(self, fixes: list[AppliedFix]) -> Saving:
+        """What the fixes save together."""
+        fixes = [fix for fix in fixes if fix.cause not in _UNMENDED]
+        if not fixes:
+            return Saving(0, 0, 0, 0.0)
+        mended = {
+            place: prompt
+            for place, before in enumerate(self._prompts)
+            if (prompt := self._mend(place, before, fixes)) is not before
+        }
+        usual = self._replay(mended, fixes, Conditions())
+        tokens = [usual.tokens]
+        for conditions in self._ranges:
+            # Where nothing was in flight, or nothing expired, more of it changes nothing.
+            if conditions.waits and not usual.has_waits:
+                continue
+            if conditions.lifetime == "high" and not usual.has_expiries:
+                continue
+            tokens.append(self._replay(mended, fixes, conditions).tokens)
+        bounds = [count * (1 + sign * self._error) for count in tokens for sign in (-1, 1)]
+        return Saving(usual.tokens, round(min(bounds)), round(max(bounds)), usual.money)
+
+    def _mend(
+        self, place: int, before: ReplayPrompt, fixes: Collection[AppliedFix]
+    ) -> ReplayPrompt:
+        """A prompt with fixes applied; the same object if nothing changes."""
+        in_text = [fix for fix in fixes if fix.cause not in _NOT_IN_TEXT]
+        prompt = before
+        if in_text:
+            mended = self._mender.mend(before.request, in_text)
+            prompt = ReplayPrompt(
+                before.request, mended.units, tuple(mended.paths), tuple(mended.breakpoints)
+            )
+            prompt = replace(prompt, breakpoints=keep_tool_breakpoints(before, prompt))
+        for fix in fixes:
+            if fix.cause in _OF_BREAKPOINTS:
+                prompt = self._mark(place, prompt, fix)
+        same = (
+            prompt.breakpoints == before.breakpoints
+            and prompt.paths == before.paths
+            and np.array_equal(prompt.units, before.units)
+        )
+        return before if same else prompt
+
+    def _mark(self, place: int, prompt: ReplayPrompt, fix: AppliedFix) -> ReplayPrompt:
+        layout = self._model.layout(prompt)
+        marks = prompt.breakpoints
+        if layout.rule.cache != "breakpoints":
+            return prompt
+        if fix.cause is CauseName.BREAKPOINT_MISSING:
+            marks = add_breakpoint(layout, fix.segment)
+        elif fix.cause is CauseName.LOOKBACK_EXCEEDED:
+            marks = add_steps(layout, self._roles)
+        elif place in self._unread:
+            marks = drop_last(marks)
+        return replace(prompt, breakpoints=marks)
+
+    def _replay(
+        self, mended: dict[int, ReplayPrompt], fixes: list[AppliedFix], usual: Conditions
+    ) -> _Change:
+        """What the changed parts of the log read more, under conditions."""
+        conditions = _conditions_of(fixes, usual)
+        before = self._predictions(usual)
+        places = self._affected(mended, conditions, usual)
+        order = sorted(places)
+        after = self._model.replay(
+            [mended.get(place, self._prompts[place]) for place in order], conditions
+        )
+        tokens, money = 0, 0.0
+        is_priced, has_waits, has_expiries = True, False, False
+        for place, prediction in zip(order, after, strict=True):
+            old, new = before[place].billed, prediction.billed
+            tokens += new.num_read - old.num_read
+            for item in (before[place], prediction):
+                has_waits |= item.in_flight is not None
+                has_expiries |= item.expired is not None
+            if (saved := _money_saved(old, new)) is None:
+                is_priced = False
+            else:
+                money += saved
+        return _Change(tokens, money if is_priced else None, has_waits, has_expiries)
+
+    def _affected(
+        self, mended: dict[int, ReplayPrompt], conditions: Conditions, usual: Conditions
+    ) -> set[int]:
+        """Places of the prompts whose reads may change."""
+        if conditions.ignored:
+            return set(range(len(self._prompts)))
+        keys = {component_key(self._model, prompt, Conditions()) for prompt in mended.values()}
+        keys |= {self._components.key_of[place] for place in mended}
+        if conditions != usual:
+            before = self._predictions(usual)
+            keys |= {
+                self._components.key_of[place]
+                for place, prediction in enumerate(before)
+                if (conditions.waits and prediction.in_flight is not None)
+                or (conditions.lifetime == "longest" and prediction.expired is not None)
+            }
+        return self._components.places(keys)
+
+    @cached_property
+    def _unread(self) -> frozenset[int]:
+        """Places of conversations of one request that write what nobody reads."""
+        single = single_requests(self._model, self._prompts)
+        return frozenset(
+            place
+            for place, prediction in enumerate(self._predictions(Conditions()))
+            if prediction.num_unread and self._prompts[place].request.number in single
+        )
+
+    def _predictions(self, conditions: Conditions) -> list[Prediction]:
+        found = self._before.get(conditions)
+        if found is None:
+            found = self._before[conditions] = self._model.replay(self._prompts, conditions)
+        return found
+
+    def _ranges_that_matter(self) -> Iterator[Conditions]:
+        infos = [prompt.request.info for prompt in self._prompts]
+        has_times = any(info.start_s is not None and not info.is_batch for info in infos)
+        if not has_times:
+            return
+        rules = [self._model.rule_of(prompt) for prompt in self._prompts]
+        if any(rule.lifetime_low_s is not None for rule in rules):
+            yield _RANGES["low"]
+        if any(rule.lifetime_high_s is not None for rule in rules):
+            yield _RANGES["high"]
+        if any(info.start_s is not None and info.first_output_s is None for info in infos):
+            yield _RANGES["waits"]
+
+    def _token_error(self) -> float:
+        is_exact = self._corpus.tokenizer.is_exact or all(
+            unit.form is TextForm.TOKENS or unit.kind is SegmentKind.SETTING
+            for unit in self._corpus.units
+        )
+        return 0.0 if is_exact else ESTIMATE_ERROR
+
+
+def _conditions_of(fixes: Iterable[AppliedFix], usual: Conditions) -> Conditions:
+    causes = {fix.cause for fix in fixes}
+    ignored = usual.ignored | {name for cause, name in _IGNORED.items() if cause in causes}
+    return Conditions(
+        ignored=frozenset(ignored),
+        lifetime="longest" if CauseName.TTL_EXPIRED in causes else usual.lifetime,
+        waits=usual.waits or CauseName.PARALLEL_COLD in causes,
+    )
+
+
+def _money_saved(before: Billed, after: Billed) -> float | None:
+    if before.money is None or after.money is None:
+        return None
+    return before.money - after.money

@@ -1,0 +1,147 @@
+"""Measure what the engine's steps take on this machine, for `simulate --cost`. Runs a model."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from ramify.analysis.simulation.cost_model import CostModel, StepSample, fit_cost
+from ramify.engine.step import Executor, StepPlan, StepResult
+from ramify.errors import ConfigError
+from ramify.params import SamplingParams
+
+if TYPE_CHECKING:
+    from ramify.engine.core import EngineCore
+
+PREFILL_LENGTHS = (64, 256, 1024, 4096)
+BATCHES = (1, 4, 16)
+NUM_DECODES = 12  # steps of each batch
+
+
+@dataclass
+class Stopwatch:
+    """An executor that notes the size of each step of another executor."""
+
+    inner: Executor
+    num_tokens: int = 0
+    num_reads: int = 0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """See `Executor.execute`."""
+        self.num_tokens = plan.batch.num_tokens
+        self.num_reads = int(plan.batch.positions.sum()) + self.num_tokens
+        return self.inner.execute(plan)
+
+    def zero_pages(self, pages: Sequence[int]) -> None:
+        """See `Executor.zero_pages`."""
+        self.inner.zero_pages(pages)
+
+    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """See `Executor.copy_pages`."""
+        self.inner.copy_pages(pairs)
+
+
+@dataclass
+class Measured:
+    """Steps so far, and the figures that a reader knows."""
+
+    samples: list[StepSample] = field(default_factory=list)
+    prefill_tokens_per_s: dict[int, float] = field(default_factory=dict)  # by length
+    decode_step_s: dict[int, float] = field(default_factory=dict)  # by batch
+
+
+def calibrate(
+    model: str = "ramify-tiny",
+    *,
+    max_seconds: float = 60.0,
+    progress: Callable[[str, int, int], None] | None = None,
+    **engine: Any,
+) -> CostModel:
+    """Run prompts of several lengths and batches of several sizes; fit the cost model.
+
+    Args:
+        model: as `LLM` takes it.
+        max_seconds: no further length or batch is begun after this time.
+        engine: options of `ramify.config`.
+
+    Raises:
+        ConfigError, ModelError: see `LLM`.
+    """
+    from ramify.engine.llm import LLM
+
+    if not max_seconds > 0:
+        raise ConfigError(f"max_seconds={max_seconds} but it must be more than 0")
+    llm = LLM(model, **({"max_num_seqs": max(BATCHES), "prefix_cache": False} | engine))
+    measured = measure_steps(llm.core, max_seconds=max_seconds, progress=progress)
+    cost = fit_cost(measured.samples, model=str(model))
+    config = llm.config
+    facts = {
+        "prefill_tokens_per_s": _text_keys(measured.prefill_tokens_per_s),
+        "decode_step_s": _text_keys(measured.decode_step_s),
+        "max_batch_tokens": config.max_batch_tokens,
+        "page_size": config.page_size,
+        "kv_token_bytes": config.token_bytes,
+    }
+    return replace(cost, facts=cost.facts | facts)
+
+
+def measure_steps(
+    core: EngineCore,
+    *,
+    max_seconds: float,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Measured:
+    """Time the steps of prefills alone, then of batches that decode. The engine is idle before."""
+    watch = Stopwatch(core.executor)
+    core.executor = watch
+    rng = random.Random(0)  # noqa: S311 - tokens to compute, no secrets
+    found = Measured()
+    longest = min(core.config.max_model_len - NUM_DECODES, core.config.kv_cache_tokens // 2)
+    lengths = sorted({min(length, longest) for length in PREFILL_LENGTHS})
+    batches = [size for size in BATCHES if size <= core.config.max_num_seqs]
+    jobs = [(1, length) for length in lengths] + [(size, lengths[0]) for size in batches]
+    report = progress or (lambda _part, _done, _all: None)
+    try:
+        _serve(core, watch, rng, 1, lengths[0])  # compiles kernels
+        deadline = time.perf_counter() + max_seconds
+        for done, (size, length) in enumerate(jobs):
+            report("calibrate", done, len(jobs))
+            if time.perf_counter() > deadline:
+                break
+            steps = _serve(core, watch, rng, size, length)
+            found.samples += steps
+            prefill = [step for step in steps if step.num_tokens > size]
+            decodes = [step.seconds for step in steps if step.num_tokens == size]
+            if size == 1 and prefill:
+                seconds = sum(step.seconds for step in prefill)
+                found.prefill_tokens_per_s[length] = length / seconds
+            if length == lengths[0] and decodes:
+                found.decode_step_s[size] = statistics.median(decodes)
+        report("calibrate", len(jobs), len(jobs))
+    finally:
+        core.executor = watch.inner
+    return found
+
+
+def _serve(
+    core: EngineCore, watch: Stopwatch, rng: random.Random, size: int, length: int
+) -> list[StepSample]:
+    """Run a batch of random prompts to its end; returns its steps."""
+    params = SamplingParams(max_tokens=NUM_DECODES, ignore_eos=True)
+    for _ in range(size):
+        core.add_request([rng.randrange(core.vocab_size) for _ in range(length)], params)
+    steps = []
+    while core.has_unfinished:
+        start = time.perf_counter()
+        core.step()
+        seconds = time.perf_counter() - start
+        steps.append(StepSample(watch.num_tokens, watch.num_reads, seconds))
+    return steps
+
+
+def _text_keys(values: dict[int, float]) -> dict[str, float]:
+    return {str(key): value for key, value in values.items()}

@@ -1,0 +1,249 @@
+"""Templates: units that are equal but for a few values, and the slots in which the values stand.
+
+A unit joins the template with which it shares most of its lines. A slot is a place of a template at
+which its members differ; `SlotKind` says whether its values are volatile.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ramify.analysis.causes.values import SlotEvidence, SlotVerdict, judge_slot
+from ramify.analysis.corpus import Corpus
+from ramify.analysis.normal_forms import normalise
+from ramify.analysis.records import Segment, TextForm
+from ramify.analysis.text_diff import Hunk, find_hunks
+
+MAX_FEATURES = 10
+MIN_SHARED = 60  # code points that a member has in common with its template
+MAX_ALIGNED = 4096  # pairs of units whose differences are kept
+MAX_VALUE = 240  # code points of a value; a longer difference is content
+MAX_VALUES = 64  # kept of a slot as evidence
+
+_LINE = re.compile(r"[^\n]+?(?:[.!?:;](?=\s)|\n|$)")
+_VOLATILE = re.compile(r"[\w-]*\d[\w-]*")
+
+
+@dataclass(slots=True)
+class Slot:
+    """A place of a template's text, and the values of its members there."""
+
+    start: int
+    end: int
+    verdict: SlotVerdict | None = None
+
+
+@dataclass(slots=True)
+class Template:
+    """The text of the first member, the members' differences from it, and the slots they make."""
+
+    number: int
+    unit: int  # the first member, in normal form
+    members: dict[int, tuple[Hunk, ...]] = field(default_factory=dict)
+    slots: list[Slot] = field(default_factory=list)
+    uses: list[tuple[int, float | None, int]] = field(default_factory=list)  # member, time, root
+
+
+class Templates:
+    """Templates of all units of a corpus, learned in the order of the requests."""
+
+    def __init__(self, corpus: Corpus) -> None:
+        self._corpus = corpus
+        self._normal: dict[int, int] = {}
+        self._templates: list[Template] = []
+        self._template_of: dict[int, int] = {}  # by normal unit
+        self._by_feature: dict[int, int] = {}
+        self._canonical: dict[tuple[int, frozenset[str]], int] = {}
+        self._aligned: OrderedDict[tuple[int, int], tuple[Hunk, ...]] = OrderedDict()
+
+    def normal(self, unit: int) -> int:
+        """The unit's normal form: see `normal_forms`."""
+        known = self._normal.get(unit)
+        if known is None:
+            text = self._corpus.text(unit)
+            normal = normalise(text, self._corpus.units[unit].form)
+            known = unit if normal == text else self._store(unit, normal)
+            self._normal[unit] = self._normal[known] = known
+        return known
+
+    def hunks(self, unit: int, other: int) -> tuple[Hunk, ...]:
+        """Values in which the normal forms of two units differ."""
+        key = (self.normal(unit), self.normal(other))
+        known = self._aligned.get(key)
+        if known is None:
+            known = tuple(find_hunks(self._corpus.text(key[0]), self._corpus.text(key[1])))
+            self._aligned[key] = known
+            if len(self._aligned) > MAX_ALIGNED:
+                self._aligned.popitem(last=False)
+        return known
+
+    def add_use(self, unit: int, start_s: float | None, root: int) -> None:
+        """Count a use of a unit by a request; `root` names the conversation."""
+        template = self._place(self.normal(unit))
+        if len(template.uses) < 4096 or template.uses[-1][2] != root:
+            template.uses.append((self.normal(unit), start_s, root))
+
+    def judge_slots(self) -> None:
+        """Decide which slots are volatile, from all uses."""
+        for template in self._templates:
+            if len(template.members) > 1:
+                self._find_slots(template)
+
+    def template_of(self, unit: int) -> Template | None:
+        """The template that a unit belongs to."""
+        number = self._template_of.get(self.normal(unit))
+        return None if number is None else self._templates[number]
+
+    def values(self, template: Template, unit: int) -> list[str]:
+        """A member's value in each slot."""
+        text = self._corpus.text(self.normal(unit))
+        return [
+            "" if place is None else text[place[0] : place[1]]
+            for place in self.slot_places(template, unit)
+        ]
+
+    def slot_places(self, template: Template, unit: int) -> list[tuple[int, int] | None]:
+        """Where each slot is in the normal form of a member; None where the member has other content."""
+        hunks = template.members[self.normal(unit)]
+        large = [(hunk.start, hunk.end) for hunk in hunks if not _is_value(hunk)]
+        return [
+            None
+            if any(start < slot.end and slot.start < end for start, end in large)
+            else (_translate(hunks, slot.start), _translate(hunks, slot.end, end=True))
+            for slot in template.slots
+        ]
+
+    def canonical(self, unit: int, causes: frozenset[str] | None = None) -> int:
+        """The unit in normal form with the values of volatile slots as a constant.
+
+        Args:
+            unit: any unit of the corpus.
+            causes: names of the causes whose slots are masked; None for all.
+        """
+        normal = self.normal(unit)
+        template = self.template_of(normal)
+        if template is None or not template.slots:
+            return normal
+        key = (normal, frozenset({"*"}) if causes is None else causes)
+        known = self._canonical.get(key)
+        if known is None:
+            known = self._canonical[key] = self._mask(template, normal, causes)
+        return known
+
+    def _mask(self, template: Template, normal: int, causes: frozenset[str] | None) -> int:
+        text, parts, at = self._corpus.text(normal), [], 0
+        constant = self._corpus.text(template.unit)
+        for slot, place in zip(template.slots, self.slot_places(template, normal), strict=True):
+            verdict = slot.verdict
+            if place is None or verdict is None or not verdict.is_volatile or verdict.cause is None:
+                continue
+            if causes is None or verdict.cause in causes:
+                # The first member's value: a constant with as many tokens as the others.
+                parts += [text[at : place[0]], constant[slot.start : slot.end]]
+                at = place[1]
+        return self._store(normal, "".join([*parts, text[at:]])) if parts else normal
+
+    def _store(self, unit: int, text: str) -> int:
+        stored = self._corpus.units[unit]
+        return self._corpus.unit_of(Segment("", stored.kind, text, stored.form, stored.label))
+
+    # Learning
+
+    def _place(self, normal: int) -> Template:
+        number = self._template_of.get(normal)
+        if number is not None:
+            return self._templates[number]
+        stored = self._corpus.units[normal]
+        text = self._corpus.text(normal)
+        features = [] if stored.form is TextForm.MEDIA else _features(text)
+        keys = [hash((stored.kind, stored.label.partition(" ")[0], item)) for item, _ in features]
+        votes: dict[int, int] = {}
+        for key, (_, weight) in zip(keys, features, strict=True):
+            found = self._by_feature.get(key)
+            if found is not None:
+                votes[found] = votes.get(found, 0) + weight
+        if votes:
+            best = max(votes, key=lambda number: (votes[number], -number))
+            template = self._templates[best]
+            hunks = tuple(find_hunks(self._corpus.text(template.unit), text))
+            differing = sum(hunk.other_end - hunk.other_start for hunk in hunks)
+            if len(text) - differing >= min(MIN_SHARED, len(text) / 2):
+                template.members[normal] = hunks
+                self._template_of[normal] = best
+                self._learn(keys, best)
+                return template
+        template = Template(len(self._templates), normal, {normal: ()})
+        self._templates.append(template)
+        self._template_of[normal] = template.number
+        self._learn(keys, template.number)
+        return template
+
+    def _learn(self, keys: Sequence[int], number: int) -> None:
+        for key in keys:
+            self._by_feature.setdefault(key, number)
+
+    def _find_slots(self, template: Template) -> None:
+        spans = sorted(
+            (hunk.start, hunk.end)
+            for hunks in template.members.values()
+            for hunk in hunks
+            if _is_value(hunk)
+        )
+        slots: list[Slot] = []
+        for start, end in spans:
+            if slots and start < slots[-1].end + (start == end):
+                slots[-1].end = max(slots[-1].end, end)
+            else:
+                slots.append(Slot(start, end))
+        template.slots = slots
+        text = self._corpus.text(template.unit)
+        stored = self._corpus.units[template.unit]
+        first_use: dict[int, float | None] = {}
+        for member, start_s, _ in template.uses:
+            first_use.setdefault(member, start_s)
+        members = list(first_use)[:: max(1, len(first_use) // MAX_VALUES)]
+        num_roots = len({root for _, _, root in template.uses})
+        rows = [self.values(template, member) for member in members]
+        for number, slot in enumerate(slots):
+            slot.verdict = judge_slot(
+                SlotEvidence(
+                    kind=stored.kind,
+                    label=stored.label,
+                    values=tuple(row[number] for row in rows),
+                    times=tuple(first_use[member] for member in members),
+                    before=text[max(0, slot.start - 160) : slot.start],
+                    after=text[slot.end : slot.end + 160],
+                    num_uses=len(template.uses),
+                    num_members=len(template.members),
+                    num_roots=num_roots,
+                )
+            )
+
+
+def _features(text: str) -> list[tuple[str, int]]:
+    """The longest lines with numbers masked, and their lengths."""
+    lines = {_VOLATILE.sub("0", line.strip()): len(line) for line in _LINE.findall(text)}
+    lines = {line: length for line, length in lines.items() if len(line) >= 4}
+    return sorted(lines.items(), key=lambda item: -item[1])[:MAX_FEATURES]
+
+
+def _is_value(hunk: Hunk) -> bool:
+    """Whether a difference is short enough for a value; else it is content."""
+    return max(hunk.end - hunk.start, hunk.other_end - hunk.other_start) <= MAX_VALUE
+
+
+def _translate(hunks: Sequence[Hunk], at: int, *, end: bool = False) -> int:
+    """A place of the template's text in a member's text."""
+    shift = 0
+    for hunk in hunks:
+        if hunk.start > at or (hunk.start == at and not end and hunk.end > at):
+            break
+        if at < hunk.end:  # within a hunk that is part of a slot
+            return hunk.other_end if end else hunk.other_start
+        if hunk.start == at == hunk.end and not end:
+            return hunk.other_start  # an insertion at a slot's start belongs to the slot
+        shift = hunk.other_end - hunk.end
+    return at + shift

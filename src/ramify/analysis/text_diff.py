@@ -1,0 +1,273 @@
+"""Differences of two texts as pairs of values: whole words, dates and paths, not single letters."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator
+from difflib import SequenceMatcher
+from typing import NamedTuple
+
+MAX_LINES = 3000  # in the middle that differs; beyond, it is one hunk
+MAX_PAIRS = 2500  # of pieces that are compared each with each
+MAX_WORD_CHARS = 700  # of texts that are compared word by word
+
+_WORD = re.compile(r"\w+ ?|\s+|[^\w\s] ?")
+_SENTENCE = re.compile(r"[^\n.!?;]*(?:[.!?;]+\s?|\n+|$)")
+_EDGE = frozenset(" \t\r\n\"'<>{}[](),;=|`\u201c\u201d\u3001\uff0c")
+# Words of which dates and times are made, beside numbers.
+DATE_WORDS = frozenset(
+    """january february march april may june july august september october november december
+    jan feb mar apr jun jul aug sep sept oct nov dec monday tuesday wednesday thursday friday saturday
+    sunday mon tue tues wed thu thur thurs fri sat sun am pm a.m. p.m. utc gmt cet cest est edt pst pdt
+    z o'clock noon midnight januar februar märz maerz mai juni juli oktober dezember montag dienstag
+    mittwoch donnerstag freitag samstag sonnabend sonntag mo di mi do fr sa so uhr janvier février mars
+    avril juin juillet août septembre octobre novembre décembre lundi mardi mercredi jeudi vendredi
+    samedi dimanche enero febrero marzo abril mayo junio julio agosto septiembre octubre noviembre
+    diciembre lunes martes miércoles jueves viernes sábado domingo settembre ottobre gennaio febbraio marzo aprile maggio giugno luglio agosto dicembre janeiro fevereiro junho julho setembro outubro novembro dezembro""".split()
+)
+_ORDINAL = re.compile(r"\d{1,4}(?:st|nd|rd|th|\.)?,?$", re.IGNORECASE)
+
+
+class Hunk(NamedTuple):
+    """A value that differs: its place in the first text and in the second."""
+
+    start: int
+    end: int
+    other_start: int
+    other_end: int
+
+
+def common_prefix_len(a: str, b: str) -> int:
+    """Code points at the start that are equal."""
+    low, high = 0, min(len(a), len(b))
+    if a[:high] == b[:high]:
+        return high
+    while high - low > 1:  # a[:low] is equal, a[:high] is not
+        middle = (low + high) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def find_hunks(a: str, b: str) -> list[Hunk]:
+    """Values in which two texts differ, in order; the text between them is equal."""
+    if a == b:
+        return []
+    head = common_prefix_len(a, b)
+    tail = common_prefix_len(a[head:][::-1], b[head:][::-1])
+    a_end, b_end = len(a) - tail, len(b) - tail
+    # The middle grows to whole words, so that no word is compared in parts.
+    left = _left_edge(a, head)
+    right = _right_edge(a, a_end) - a_end
+    middle = _diff(a[left : a_end + right], b[left : b_end + right])
+    hunks = [
+        Hunk(h.start + left, h.end + left, h.other_start + left, h.other_end + left) for h in middle
+    ]
+    return _merge([_grow(hunk, a, b) for hunk in hunks], a)
+
+
+def shares_sentences(a: str, b: str) -> bool:
+    """Whether at least a third of the second text stands in the first, sentence by sentence."""
+    known = set(_SENTENCE.findall(a))
+    equal = sum(len(piece) for piece in _SENTENCE.findall(b) if piece in known)
+    return equal * 3 >= len(b)
+
+
+def _diff(a: str, b: str) -> list[Hunk]:
+    """Hunks of sentences first, then of words within them."""
+    if max(len(a), len(b)) <= MAX_WORD_CHARS:
+        return _diff_words(a, b)
+    lines_a, lines_b = _SENTENCE.findall(a), _SENTENCE.findall(b)
+    if max(len(lines_a), len(lines_b)) > MAX_LINES:
+        return [Hunk(0, len(a), 0, len(b))]
+    hunks: list[Hunk] = []
+    for hunk in _match(lines_a, lines_b):
+        inner = _diff_words(a[hunk.start : hunk.end], b[hunk.other_start : hunk.other_end])
+        hunks.extend(
+            Hunk(
+                h.start + hunk.start,
+                h.end + hunk.start,
+                h.other_start + hunk.other_start,
+                h.other_end + hunk.other_start,
+            )
+            for h in inner
+        )
+    return hunks
+
+
+def _diff_words(a: str, b: str) -> list[Hunk]:
+    if not a or not b or max(len(a), len(b)) > MAX_WORD_CHARS:
+        return [Hunk(0, len(a), 0, len(b))]
+    return _drop_islands(_match(_WORD.findall(a), _WORD.findall(b)))
+
+
+def _drop_islands(hunks: list[Hunk]) -> list[Hunk]:
+    """Hunks that only a few equal words part, fewer than differ, as one."""
+    kept: list[Hunk] = []
+    for hunk in hunks:
+        if kept:
+            last = kept[-1]
+            gap = hunk.start - last.end
+            if gap < 20 and gap < max(_size(last), _size(hunk)):
+                kept[-1] = Hunk(last.start, hunk.end, last.other_start, hunk.other_end)
+                continue
+        kept.append(hunk)
+    return kept
+
+
+def _size(hunk: Hunk) -> int:
+    return max(hunk.end - hunk.start, hunk.other_end - hunk.other_start)
+
+
+def _match(a: list[str], b: list[str]) -> list[Hunk]:
+    """Hunks of two lists of pieces, as places in the joined texts."""
+    starts_a, starts_b = _starts(a), _starts(b)
+    return [
+        Hunk(starts_a[i1], starts_a[i2], starts_b[j1], starts_b[j2])
+        for i1, i2, j1, j2 in _unmatched(a, b)
+    ]
+
+
+def _unmatched(a: list[str], b: list[str]) -> Iterator[tuple[int, int, int, int]]:
+    """Ranges that differ: a patience diff, linear but for the small ranges left between anchors."""
+    ranges = [(0, len(a), 0, len(b))]
+    while ranges:
+        i1, i2, j1, j2 = ranges.pop()
+        while i1 < i2 and j1 < j2 and a[i1] == b[j1]:
+            i1, j1 = i1 + 1, j1 + 1
+        while i1 < i2 and j1 < j2 and a[i2 - 1] == b[j2 - 1]:
+            i2, j2 = i2 - 1, j2 - 1
+        if i1 == i2 or j1 == j2:
+            if (i1, j1) != (i2, j2):
+                yield i1, i2, j1, j2
+            continue
+        anchors = _anchors(a, b, i1, i2, j1, j2)
+        if anchors:
+            cuts = [(i1, j1), *((i + 1, j + 1) for i, j in anchors)]
+            ends = [*anchors, (i2, j2)]
+            ranges += [
+                (i, end_i, j, end_j)
+                for (i, j), (end_i, end_j) in zip(cuts[::-1], ends[::-1], strict=True)
+            ]
+        elif (i2 - i1) * (j2 - j1) <= MAX_PAIRS:
+            matcher = SequenceMatcher(None, a[i1:i2], b[j1:j2], autojunk=False)
+            for tag, x1, x2, y1, y2 in matcher.get_opcodes():
+                if tag != "equal":
+                    yield i1 + x1, i1 + x2, j1 + y1, j1 + y2
+        else:
+            yield i1, i2, j1, j2
+
+
+def _anchors(
+    a: list[str], b: list[str], i1: int, i2: int, j1: int, j2: int
+) -> list[tuple[int, int]]:
+    """Pieces that both ranges have once, as far as they are in the same order."""
+    counts_a, counts_b = Counter(a[i1:i2]), Counter(b[j1:j2])
+    place_b = {b[j]: j for j in range(j1, j2) if counts_b[b[j]] == 1}
+    pairs = [(i, place_b[a[i]]) for i in range(i1, i2) if counts_a[a[i]] == 1 and a[i] in place_b]
+    tails: list[int] = []
+    ends: list[int] = []
+    before = [-1] * len(pairs)
+    for at, (_, j) in enumerate(pairs):
+        length = bisect_left(tails, j)
+        before[at] = ends[length - 1] if length else -1
+        tails[length : length + 1] = [j]
+        ends[length : length + 1] = [at]
+    chain: list[tuple[int, int]] = []
+    at = ends[-1] if ends else -1
+    while at >= 0:
+        chain.append(pairs[at])
+        at = before[at]
+    return chain[::-1]
+
+
+def _starts(pieces: list[str]) -> list[int]:
+    starts = [0]
+    for piece in pieces:
+        starts.append(starts[-1] + len(piece))
+    return starts
+
+
+def _left_edge(text: str, at: int) -> int:
+    while at > 0 and text[at - 1] not in _EDGE:
+        at -= 1
+    return at
+
+
+def _right_edge(text: str, at: int) -> int:
+    while at < len(text) and text[at] not in _EDGE:
+        at += 1
+    return at
+
+
+def _grow(hunk: Hunk, a: str, b: str) -> Hunk:
+    """The hunk with the rest of its words, and of the date it belongs to; the rest is equal text."""
+    if not a[hunk.start : hunk.end].strip() and not b[hunk.other_start : hunk.other_end].strip():
+        return hunk  # white space is no value
+    left = _left_edge(a, hunk.start)
+    right = _right_edge(a, hunk.end)
+    if any(map(str.isdigit, a[left:right])) or a[left:right].strip(".,").lower() in DATE_WORDS:
+        left, right = _grow_date(a, left, right)
+    before, after = hunk.start - left, right - hunk.end
+    # Growth stops where the other text is no longer equal: the next hunk begins there.
+    while (
+        before
+        and a[hunk.start - before : hunk.start]
+        != b[max(0, hunk.other_start - before) : hunk.other_start]
+    ):
+        before -= 1
+    while after and a[hunk.end : hunk.end + after] != b[hunk.other_end : hunk.other_end + after]:
+        after -= 1
+    return Hunk(
+        hunk.start - before, hunk.end + after, hunk.other_start - before, hunk.other_end + after
+    )
+
+
+def _grow_date(text: str, left: int, right: int) -> tuple[int, int]:
+    for _ in range(6):
+        gap = 2 if text[max(0, left - 2) : left] == ", " else 1
+        start = _left_edge(text, left - gap) if left > gap else left
+        if start < left - gap and text[left - 1] == " " and _is_date_word(text[start : left - gap]):
+            left = start
+        else:
+            break
+    for _ in range(6):
+        gap = 2 if text[right : right + 2] == ", " else 1
+        end = _right_edge(text, right + gap)
+        if text[right + gap - 1 : right + gap] == " " and _is_date_word(text[right + gap : end]):
+            right = end
+        else:
+            break
+    return left, right
+
+
+def _is_date_word(word: str) -> bool:
+    bare = word.strip(".,").lower()
+    return bare in DATE_WORDS or bool(_ORDINAL.match(word)) or bool(re.match(r"\d+[:./-]\d+", word))
+
+
+def _merge(hunks: list[Hunk], a: str) -> list[Hunk]:
+    """Hunks that touch, or that only a mark or a blank between numbers parts, as one."""
+    merged: list[Hunk] = []
+    for hunk in hunks:
+        if merged:
+            last = merged[-1]
+            gap = a[last.end : hunk.start]
+            if hunk.start <= last.end or (len(gap) <= 2 and "\n" not in gap and not _is_wordy(gap)):
+                merged[-1] = Hunk(
+                    min(last.start, hunk.start),
+                    max(last.end, hunk.end),
+                    min(last.other_start, hunk.other_start),
+                    max(last.other_end, hunk.other_end),
+                )
+                continue
+        merged.append(hunk)
+    return merged
+
+
+def _is_wordy(gap: str) -> bool:
+    return any(map(str.isalnum, gap))

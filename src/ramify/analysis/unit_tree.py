@@ -1,0 +1,154 @@
+"""A compressed radix tree over prompts, each a sequence of units that are compared token by token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ramify.analysis.corpus import Corpus
+from ramify.analysis.tokens import Tokens
+
+Units = NDArray[np.uint32]
+
+MAX_RECENT = 4  # newest requests that a node remembers
+
+
+class _Place(NamedTuple):
+    """A place in a prompt: `token` 0 is a unit's head, token i + 1 its i-th token."""
+
+    unit: int
+    token: int
+
+
+class _Node:
+    __slots__ = ("children", "depth", "end", "owner", "recent", "start")
+
+    def __init__(self, owner: Units, start: _Place, end: _Place, depth: int) -> None:
+        self.owner = owner  # a prompt that passes through the node
+        self.start, self.end = start, end  # of the edge that leads to it, in `owner`
+        self.depth = depth  # tokens from the root to `end`
+        self.children: dict[int, _Node] = {}
+        self.recent: list[int] = []  # newest last
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """A node on the way of a prompt: `depth` tokens are shared with all requests in `recent`."""
+
+    depth: int
+    recent: tuple[int, ...]  # newest last
+
+
+class UnitTree:
+    """Finds the requests that share the longest prefix with a prompt.
+
+    A prompt's insertion adds at most two nodes; time is linear in its units, plus the tokens of the
+    units in which it parts from others.
+    """
+
+    def __init__(self, corpus: Corpus) -> None:
+        self._corpus = corpus
+        self._root = _Node(np.zeros(0, np.uint32), _Place(0, 0), _Place(0, 0), 0)
+
+    def visit(self, prompt: Units) -> list[Visit]:
+        """The nodes on a prompt's way, the root first; the last may be left amid its edge."""
+        visits = [Visit(0, tuple(self._root.recent))]
+        node, place, depth = self._root, _Place(0, 0), 0
+        while place.unit < len(prompt):
+            child = node.children.get(self._key(prompt, place))
+            if child is None:
+                break
+            place, reached, depth = self._follow(child, prompt, place, depth)
+            visits.append(Visit(depth, tuple(child.recent)))
+            if reached != child.end:
+                break
+            node = child
+        return visits
+
+    def insert(self, prompt: Units, number: int) -> None:
+        """Add a request, which is newer than all others."""
+        node, place, depth = self._root, _Place(0, 0), 0
+        self._remember(node, number)
+        end = _Place(len(prompt), 0)
+        while place != end:
+            key = self._key(prompt, place)
+            child = node.children.get(key)
+            if child is None:
+                total = depth + self._rest(prompt, place)
+                child = _Node(prompt, place, end, total)
+                node.children[key] = child
+                self._remember(child, number)
+                return
+            place, reached, depth = self._follow(child, prompt, place, depth)
+            if reached != child.end:
+                child = self._split(node, key, child, reached, depth)
+            self._remember(child, number)
+            node = child
+
+    def _split(self, parent: _Node, key: int, child: _Node, at: _Place, depth: int) -> _Node:
+        upper = _Node(child.owner, child.start, at, depth)
+        upper.recent = list(child.recent)
+        child.start = at
+        upper.children[self._key(child.owner, at)] = child
+        parent.children[key] = upper
+        return upper
+
+    def _follow(
+        self, child: _Node, prompt: Units, place: _Place, depth: int
+    ) -> tuple[_Place, _Place, int]:
+        """Where the prompt and the edge stop being equal, and the depth there."""
+        mine, theirs = place, child.start
+        owner, end = child.owner, child.end
+        while mine.unit < len(prompt) and theirs != end:
+            a, b = int(prompt[mine.unit]), int(owner[theirs.unit])
+            if a == b and mine.token == theirs.token and theirs.unit < end.unit:
+                depth += self._corpus.units[a].num_tokens - max(0, mine.token - 1)
+                mine, theirs = _Place(mine.unit + 1, 0), _Place(theirs.unit + 1, 0)
+                continue
+            own, other = self._items(a), self._items(b)
+            stop = len(other) if theirs.unit < end.unit else end.token
+            left, right = own[mine.token :], other[theirs.token : stop]
+            shared = _common(left, right)
+            depth += shared - (1 if mine.token == 0 and shared else 0)
+            mine = _step(mine, shared, len(own))
+            theirs = _step(theirs, shared, len(other))
+            if shared < len(right) or (mine.token == 0) != (theirs.token == 0):
+                break
+        return mine, theirs, depth
+
+    def _items(self, unit: int) -> Tokens:
+        stored = self._corpus.units[unit]
+        head = hash((stored.kind, stored.form, stored.label)) & 0xFFFFFFFFFFFFFFFF
+        return np.concatenate([np.array([head], np.uint64), self._corpus.tokens(unit)])
+
+    def _key(self, prompt: Units, place: _Place) -> int:
+        unit = int(prompt[place.unit])
+        if place.token == 0:
+            stored = self._corpus.units[unit]
+            return hash((stored.kind, stored.form, stored.label)) & 0xFFFFFFFFFFFFFFFF
+        return int(self._corpus.tokens(unit)[place.token - 1])
+
+    def _rest(self, prompt: Units, place: _Place) -> int:
+        units = self._corpus.units
+        total = sum(units[int(unit)].num_tokens for unit in prompt[place.unit :])
+        return total - max(0, place.token - 1)
+
+    def _remember(self, node: _Node, number: int) -> None:
+        node.recent.append(number)
+        if len(node.recent) > MAX_RECENT:
+            del node.recent[0]
+
+
+def _step(place: _Place, by: int, num_items: int) -> _Place:
+    token = place.token + by
+    return _Place(place.unit + 1, 0) if token == num_items else _Place(place.unit, token)
+
+
+def _common(left: Tokens, right: Tokens) -> int:
+    """Length of the common prefix."""
+    length = min(len(left), len(right))
+    different = np.flatnonzero(left[:length] != right[:length])
+    return int(different[0]) if len(different) else length

@@ -1,0 +1,69 @@
+"""`ramify explain`: how one request differs from another."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ramify.cli.options import exit_on_error
+from ramify.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ramify.analysis.explaining import Explanation
+
+
+def explain(
+    earlier: Annotated[Path, typer.Argument(help="File with a request, or FILE:LINE of a log.")],
+    later: Annotated[Path, typer.Argument(help="The request that is compared with it.")],
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write JSON to this file; - is standard output.")
+    ] = None,
+) -> None:
+    """Show where a request first differs from another, and what differs behind that."""
+    with exit_on_error():
+        from ramify.analysis.explaining import explain as compare
+        from ramify.analysis.explaining import explanation_as_json
+
+        explanation = compare(earlier, later)
+        if json_file is not None:
+            text = json.dumps(explanation_as_json(explanation), indent=1)
+            if str(json_file) == "-":
+                sys.stdout.write(text + "\n")
+                return
+            try:
+                json_file.write_text(text + "\n", encoding="utf-8")
+            except OSError as error:
+                raise ConfigError(f"cannot write {json_file}: {error.strerror or error}") from error
+    _show(explanation)
+
+
+def _show(explanation: Explanation) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    about = "" if explanation.is_exact else "about "
+    typer.echo(
+        f"{about}{explanation.shared_as_sent:,} of {explanation.num_tokens_b:,} tokens are shared as "
+        f"sent, {explanation.shared_if_mended:,} if the causes below are mended"
+    )
+    divergence = explanation.divergence
+    if divergence is None:
+        typer.echo("no difference: one prompt is the start of the other")
+        return
+    token = "" if divergence.token is None else f", token {divergence.token:,}"
+    typer.echo(f"first difference: {divergence.segment}, character {divergence.char:,}{token}")
+    table = Table("where", "cause", "earlier", "later", show_lines=True)
+    rows = [
+        (item.segment, f"{item.cause} ({item.certainty})", item.had, item.got)
+        for item in explanation.differences
+    ]
+    if not any(row[0] == divergence.segment for row in rows):
+        rows.insert(0, (divergence.segment, "new content", divergence.had, divergence.got))
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    Console().print(table)

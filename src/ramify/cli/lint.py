@@ -1,0 +1,113 @@
+"""`ramify lint`: why requests of a log share less than they could."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ramify.cli.options import exit_on_error
+from ramify.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ramify.analysis.verdicts import LintReport
+
+INTERRUPTED = 130  # exit code of Ctrl-C
+
+
+def lint(
+    log: Annotated[list[Path], typer.Argument(help="Files of a log; - is standard input.")],
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write JSON to this file; - is standard output.")
+    ] = None,
+    provider: Annotated[
+        str | None, typer.Option(help="Cache rule: openai, anthropic, … By default the log's.")
+    ] = None,
+    rules: Annotated[
+        Path | None, typer.Option(help="File of cache rules and prices, before the built-in ones.")
+    ] = None,
+    log_format: Annotated[
+        str | None, typer.Option("--format", help="Format of the log, if not recognised.")
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="A bad line is an error.")] = False,
+) -> None:
+    """Say why requests share less than they could, with proof, and what mending it saves."""
+    with exit_on_error():
+        from ramify.analysis.linting import lint as run_lint
+
+        with _progress_bar() as progress:
+            report = run_lint(
+                log,
+                provider=provider,
+                rules=rules,
+                format=log_format,
+                strict=strict,
+                progress=progress,
+            )
+        if json_file is not None:
+            _write_json(report, json_file)
+    if str(json_file) != "-":
+        _show(report)
+
+
+def _write_json(report: LintReport, path: Path) -> None:
+    from ramify.analysis.lint_json import report_as_json
+
+    text = json.dumps(report_as_json(report), indent=1)
+    if str(path) == "-":
+        sys.stdout.write(text + "\n")
+        return
+    try:
+        path.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+@contextmanager
+def _progress_bar() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on stderr, if that is a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("reading", total=None)
+
+        def show(step: str, done: int, total: int) -> None:
+            bar.update(task, description=step, completed=done, total=total or None)
+
+        yield show
+
+
+def _show(report: LintReport) -> None:
+    verdicts = report.verdicts
+    total = sum(verdict.tokens.total for verdict in verdicts)
+    reusable = sum(verdict.tokens.reusable for verdict in verdicts)
+    lost = sum(verdict.tokens.lost for verdict in verdicts)
+    note = "" if report.quality.get("is_exact") else ", estimated"
+    typer.echo(f"{report.num_requests:,} requests, {total:,} input tokens{note}; {report.provider}")
+    if total:
+        typer.echo(f"shared with an earlier request as sent: {reusable:,} ({reusable / total:.1%})")
+        typer.echo(f"lost to causes that can be mended:      {lost:,} ({lost / total:.1%})")
+    for finding in report.findings:
+        typer.echo("")
+        typer.echo(
+            f"{finding.cause} at {finding.segment} ({finding.certainty}): "
+            f"{finding.num_requests:,} requests, {finding.tokens_lost:,} tokens lost, "
+            f"mending saves {finding.saving.tokens:,}"
+        )
+        example = finding.example
+        typer.echo(f"  line {example.line}: {_one_line(example.had)} → {_one_line(example.got)}")
+        typer.echo(f"  {finding.change}")
+    bad = report.quality.get("bad_lines", [])
+    if bad:
+        shown = ", ".join(f"{file}:{line}" for file, line in bad[:5])
+        typer.echo(f"\n{len(bad):,} bad lines: {shown}{' …' if len(bad) > 5 else ''}", err=True)
+
+
+def _one_line(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,216 @@
+"""`ramify simulate`: hit rates of a log by capacity, policy and lifetime."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ramify.cli.options import exit_on_error
+from ramify.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ramify.analysis.simulation.results import Simulation
+
+INTERRUPTED = 130  # exit code of Ctrl-C
+
+
+def simulate(
+    trace: Annotated[list[Path], typer.Argument(help="Files of a log, as `ramify analyze` reads.")],
+    capacity: Annotated[
+        str, typer.Option(help="Capacities in tokens: 1M,2M; with --model also 24GB.")
+    ] = "1M,2M,5M,10M",
+    policy: Annotated[str, typer.Option(help="Eviction policies to replay.")] = "lru,auto",
+    ttl: Annotated[str, typer.Option(help="Lifetimes: 300, 5m or 1h.")] = "1m,5m,10m,30m,1h",
+    page_size: Annotated[
+        int | None,
+        typer.Option(help="Tokens per page. Unset: blocks of a hashed trace, 16 for texts."),
+    ] = None,
+    insert_outputs: Annotated[
+        bool, typer.Option("--insert-outputs", help="Cache answers too.")
+    ] = False,
+    warm_up: Annotated[
+        float, typer.Option(help="Share of the requests that fill the cache, not counted.")
+    ] = 0.0,
+    replicas: Annotated[
+        int, typer.Option(help="Servers with a cache each, behind random or perfect routing.")
+    ] = 1,
+    sample: Annotated[
+        float | None, typer.Option(help="Share of the pages to estimate LRU's curve from, too.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="Samples and random routings.")] = 8,
+    reorder: Annotated[
+        str | None,
+        typer.Option(help="Serve requests of such a window by prefix: 10s for instance."),
+    ] = None,
+    cost: Annotated[
+        Path | None,
+        typer.Option(help="File of `ramify calibrate`: replay the engine, with TTFT."),
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Of the engine, with --cost.")] = 64,
+    max_batch_tokens: Annotated[int, typer.Option(help="Of the engine, with --cost.")] = 512,
+    model: Annotated[
+        str | None, typer.Option(help="Checkpoint directory or config.json, for sizes in bytes.")
+    ] = None,
+    log_format: Annotated[
+        str | None, typer.Option("--format", help="Format of the log, if not recognised.")
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="A bad line is an error.")] = False,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write JSON to this file; - is standard output.")
+    ] = None,
+) -> None:
+    """Simulate a prefix cache on a log: hit rate by capacity and policy, bounds, lifetimes."""
+    with exit_on_error():
+        from ramify.analysis.simulation.calls import simulate as run_simulation
+
+        with progress_bar() as progress:
+            result = run_simulation(
+                trace,
+                capacity=capacity,
+                policy=policy,
+                ttl=ttl,
+                page_size=page_size,
+                insert_outputs=insert_outputs,
+                warm_up=warm_up,
+                replicas=replicas,
+                sample=sample,
+                num_seeds=seeds,
+                reorder=reorder,
+                cost=cost,
+                max_num_seqs=max_num_seqs,
+                max_batch_tokens=max_batch_tokens,
+                model=model,
+                format=log_format,
+                strict=strict,
+                progress=progress,
+            )
+        if json_file is not None:
+            write_json(json_file, result.to_json())
+    if json_file != Path("-"):
+        typer.echo(summary(result))
+    if result.is_partial:
+        typer.echo("interrupted: parts are missing", err=True)
+        raise typer.Exit(INTERRUPTED)
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on stderr, if that is a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
+        tasks: dict[str, Any] = {}
+
+        def advance(part: str, done: int, total: int) -> None:
+            if part not in tasks:
+                tasks[part] = bar.add_task(part, total=total)
+            bar.update(tasks[part], completed=done, total=total)
+
+        yield advance
+
+
+def summary(result: Simulation) -> str:
+    """The result as text."""
+    from ramify.analysis.simulation.capacities import capacity_label
+
+    facts, extra = result.facts, result.extra
+    counts = "" if facts.is_exact else ", estimated"
+    head = f"{facts.num_requests:,} requests, {facts.num_tokens:,} input tokens{counts}"
+    lines = [f"{head}, pages of {facts.page_size}", *_quality_lines(result), ""]
+    columns = {"LRU": dict(result.one_pass_lru), **_changes(extra)}
+    columns |= {f"replay {name}": rates for name, rates in result.curve.items()}
+    columns["Belady"] = dict(result.belady)
+    lines.append(f"{'capacity':>10}" + "".join(f"{name:>16}" for name in columns))
+    kv = extra.get("kv")
+    for capacity in result.one_pass_lru:
+        rates = "".join(
+            f"{rates[capacity]:>16.2%}" if capacity in rates else f"{'-':>16}"
+            for rates in columns.values()
+        )
+        size = f"  {kv['gigabytes'][str(capacity)]:,.2f} GB" if kv else ""
+        lines.append(f"{capacity_label(capacity):>10}{rates}{size}")
+    lines += [f"{'infinite':>10}{result.infinite:>16.2%}", ""]
+    if result.ttl:
+        lines.append("lifetime since the last use, without a limit of size:")
+        lines += [f"{lifetime:>9g}s{rate:>16.2%}" for lifetime, rate in result.ttl.items()]
+    else:
+        lines.append("no lifetimes: the log has requests without a time")
+    lines += _engine_lines(extra)
+    lines.append("hit rates are shares of all input tokens" + _warm_up(facts.warm_up))
+    return "\n".join(lines)
+
+
+def _quality_lines(result: Simulation) -> list[str]:
+    facts, quality = result.facts, result.extra.get("quality", {})
+    num_bad = len(quality.get("bad_lines", ()))
+    return [
+        f"{what}: {count:,}"
+        for count, what in (
+            (num_bad, "bad lines, skipped (--json lists them)"),
+            (facts.num_without_prompt, "requests without a prompt, skipped"),
+            (facts.num_incomplete, "requests with cut text, of which the sharing is a guess"),
+        )
+        if count
+    ]
+
+
+def _changes(extra: Mapping[str, Any]) -> dict[str, dict[int, float]]:
+    """Columns of what LRU would be with another capacity, order or routing."""
+    columns = {"2x memory": extra.get("double_capacity", {})}
+    if "reordered" in extra:
+        columns["reordered"] = extra["reordered"]["one_pass_lru"]
+    if "replicas" in extra:
+        count = extra["replicas"]["count"]
+        columns[f"{count}x, random"] = extra["replicas"]["random"]
+        columns[f"{count}x, perfect"] = extra["replicas"]["perfect"]
+    if "sampled_lru" in extra:
+        columns["sampled"] = extra["sampled_lru"]["mean"]
+        columns["+-"] = extra["sampled_lru"]["deviation"]
+    return {
+        name: {int(capacity): rate for capacity, rate in rates.items()}
+        for name, rates in columns.items()
+    }
+
+
+def _engine_lines(extra: Mapping[str, Any]) -> list[str]:
+    from ramify.analysis.simulation.capacities import capacity_label
+
+    if "engine" not in extra:
+        return []
+    lines = ["", "the engine, with the cost of its steps:"]
+    lines.append(
+        f"{'capacity':>10}{'policy':>10}{'hit rate':>10}{'TTFT p50':>12}{'p90':>12}{'p99':>12}"
+        f"{'preempted':>11}{'refused':>9}"
+    )
+    for policy, runs in extra["engine"]["runs"].items():
+        for capacity, run in runs.items():
+            times = "".join(f"{run[f'ttft_p{share}_s']:>11.3f}s" for share in (50, 90, 99))
+            lines.append(
+                f"{capacity_label(int(capacity)):>10}{policy:>10}{run['hit_rate']:>10.2%}{times}"
+                f"{run['preemptions']:>11,}{run['num_refused']:>9,}"
+            )
+    return [*lines, ""]
+
+
+def _warm_up(share: float) -> str:
+    return f" after the first {share:.0%} of the requests" if share else ", from a cold cache on"
+
+
+def write_json(path: Path, document: dict[str, Any]) -> None:
+    """Write a document to a file, or to standard output."""
+    text = json.dumps(document, indent=2, ensure_ascii=False)
+    if str(path) == "-":
+        typer.echo(text)
+        return
+    try:
+        path.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error

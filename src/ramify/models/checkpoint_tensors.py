@@ -1,0 +1,264 @@
+"""A checkpoint's tensors: checked as a whole, read one by one when they are asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ramify.errors import CheckpointError, UnsupportedModelError
+from ramify.models.config import ModelConfig
+
+INDEX = "model.safetensors.index.json"
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+# As safetensors names them.
+FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """Where a tensor is and what it becomes."""
+
+    file: Path
+    name: str  # in the file
+    shape: tuple[int, ...]
+    stored: torch.dtype
+    dtype: torch.dtype
+
+
+class CheckpointTensors(Mapping[str, Tensor]):
+    """Tensors by name, each read from its file when it is asked for, and held by nobody else.
+
+    So a decoder that packs its weights one by one needs little more memory than the packed ones. The
+    token embedding is a view of the mapped file if that has its dtype: only the rows that are used
+    become resident. The order of names is that of `ModelConfig.tensor_shapes`.
+    """
+
+    def __init__(self, entries: dict[str, _Entry]) -> None:
+        self._entries = entries
+        _read_ahead({entry.file for entry in entries.values()})
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __getitem__(self, name: str) -> Tensor:
+        entry = self._entries[name]
+        try:
+            # Opened for one tensor: pages of a mapped file stay resident while it is open.
+            with safe_open(entry.file, framework="pt", device="cpu") as shard:
+                tensor: Tensor = shard.get_tensor(entry.name)
+        except (SafetensorError, OSError) as error:
+            raise _corrupt(entry.file, error) from error
+        if tensor.dtype != entry.dtype:
+            return tensor.to(entry.dtype)
+        return tensor if name == EMBEDDING else tensor.clone()
+
+    def num_bytes(self, name: str) -> int:
+        """Bytes of a tensor in its file."""
+        entry = self._entries[name]
+        size = entry.stored.itemsize
+        for length in entry.shape:
+            size *= length
+        return size
+
+
+def _read_ahead(files: set[Path]) -> None:
+    """Ask the system to read all files at once; it does so while layers are prepared."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    for file in files:
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(descriptor)
+
+
+def _corrupt(file: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{file} is corrupt or truncated ({error}); download it again")
+
+
+def load_weights(path: Path, config: ModelConfig, *, dtype: torch.dtype) -> CheckpointTensors:
+    """Find and check every tensor of `config.tensor_shapes()`.
+
+    Raises:
+        CheckpointError: files are missing or truncated; tensors are missing, unexpected or have
+            another shape.
+        UnsupportedModelError: a tensor has a dtype that is no float of 16 or 32 bits.
+    """
+    shapes = config.tensor_shapes()
+    entries: dict[str, _Entry] = {}
+    # lm_head beside tied embeddings: older tools wrote both.
+    duplicate_head: _Entry | None = None
+    for file, promised in weight_files(path).items():
+        try:
+            with safe_open(file, framework="pt", device="cpu") as shard:
+                present = set(shard.keys())
+                for name in sorted(promised - present):
+                    raise CheckpointError(
+                        f"{file} lacks the tensor {name} that {INDEX} promises; download both again"
+                    )
+                for stored_name in sorted(present):
+                    name = _full_name(stored_name, shapes)
+                    is_duplicate = name == HEAD and config.tie_word_embeddings
+                    if name not in shapes and not is_duplicate:
+                        if _is_ignorable(name, config):
+                            continue
+                        raise CheckpointError(
+                            f"{file} holds the tensor {name}, which {config.architecture} has no "
+                            "use for with this config.json; is it the right config.json?"
+                        )
+                    part = shard.get_slice(stored_name)
+                    expected = shapes[EMBEDDING if is_duplicate else name]
+                    shape = tuple(part.get_shape())
+                    if not is_duplicate:
+                        _check_shape(file, name, expected, shape)
+                    stored = _float_dtype(str(part.get_dtype()), file, name)
+                    target = torch.float32 if config.is_float32(name) else dtype
+                    entry = _Entry(file, stored_name, shape, stored, target)
+                    if is_duplicate:
+                        duplicate_head = entry
+                    else:
+                        entries[name] = entry
+        except (SafetensorError, OSError) as error:
+            raise _corrupt(file, error) from error
+    missing = [name for name in shapes if name not in entries]
+    if missing:
+        raise CheckpointError(
+            f"{path} lacks {len(missing)} of {len(shapes)} tensors, the first is {missing[0]} "
+            f"with shape {list(shapes[missing[0]])}; is config.json of the same model?"
+        )
+    tensors = CheckpointTensors({name: entries[name] for name in shapes})
+    if duplicate_head is not None:
+        head = CheckpointTensors({HEAD: duplicate_head})[HEAD]
+        if not torch.equal(head, tensors[EMBEDDING]):
+            raise CheckpointError(
+                f"{path} has a {HEAD} that is not {EMBEDDING}, but config.json says that they are "
+                "one (tie_word_embeddings); which of the two is wrong?"
+            )
+    return tensors
+
+
+def _full_name(name: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """The name of a tensor in the whole model: base models, as for embeddings, leave out `model.`."""
+    full = f"model.{name}"
+    return full if name not in shapes and full in shapes else name
+
+
+def checkpoint_shapes(path: Path, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of all tensors of a checkpoint by name.
+
+    Raises:
+        CheckpointError: see `load_weights`.
+    """
+    if config.is_native:
+        return config.tensor_shapes()
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in weight_files(path):
+        try:
+            with safe_open(file, framework="pt", device="cpu") as shard:
+                names = list(shard.keys())
+                shapes |= {name: tuple(shard.get_slice(name).get_shape()) for name in names}
+        except (SafetensorError, OSError) as error:
+            raise _corrupt(file, error) from error
+    return shapes
+
+
+def weight_files(path: Path) -> dict[Path, frozenset[str]]:
+    """Safetensors files of a checkpoint, each with the tensors that the index says it holds.
+
+    A single model.safetensors wins over an index, as in transformers: the index is left over.
+    """
+    single = path / "model.safetensors"
+    if single.is_file():
+        return {single: frozenset()}
+    if (path / INDEX).is_file():
+        shard_of = read_json(path / INDEX).get("weight_map")
+        if not isinstance(shard_of, dict) or not shard_of:
+            raise CheckpointError(f"{path / INDEX} has no weight_map; download it again")
+        shards: dict[str, set[str]] = {}
+        for name, shard in shard_of.items():
+            if not isinstance(shard, str) or Path(shard).name != shard:
+                raise CheckpointError(f"{path / INDEX}: {name} is in {shard!r}, not a file name")
+            shards.setdefault(shard, set()).add(name)
+        absent = [shard for shard in sorted(shards) if not (path / shard).is_file()]
+        if absent:
+            raise CheckpointError(
+                f"{path / absent[0]} is missing ({len(absent)} of {len(shards)} shards that "
+                f"{INDEX} names); download the checkpoint again"
+            )
+        return {path / shard: frozenset(shards[shard]) for shard in sorted(shards)}
+    others = sorted(file.name for file in path.glob("*.safetensors"))
+    if others:
+        raise CheckpointError(
+            f"{path} has {others[0]} but neither model.safetensors nor {INDEX}; download the "
+            "missing files"
+        )
+    pickled = sorted(file.name for pattern in PICKLED for file in path.glob(pattern))
+    if pickled:
+        raise CheckpointError(
+            f"{path} has pickled weights only ({pickled[0]}); loading them can run foreign code, "
+            "so they are not read: save the model as safetensors first"
+        )
+    raise CheckpointError(
+        f"{path} has no weights: neither model.safetensors nor {INDEX}; download them, or name "
+        "another directory"
+    )
+
+
+def _check_shape(file: Path, name: str, expected: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    if expected != shape:
+        raise CheckpointError(
+            f"{file}: tensor {name} has shape {list(shape)} but config.json asks for "
+            f"{list(expected)}; is config.json of the same model?"
+        )
+
+
+def _float_dtype(stored: str, file: Path, name: str) -> torch.dtype:
+    dtype = FLOAT_DTYPES.get(stored)
+    if dtype is None:
+        raise UnsupportedModelError(
+            f"{file}: tensor {name} is {stored}; only float32, bfloat16 and float16 weights are "
+            "supported, so use the original checkpoint"
+        )
+    return dtype
+
+
+def _is_ignorable(name: str, config: ModelConfig) -> bool:
+    """Whether to skip a tensor: a buffer that older tools saved, or a multi-token-prediction layer."""
+    layer = name.removeprefix("model.layers.").split(".")[0]
+    if config.mla is not None and layer.isdecimal() and int(layer) >= config.num_layers:
+        # DeepSeek numbers its multi-token-prediction layers after the last decoder layer.
+        return True
+    return name.endswith((".rotary_emb.inv_freq", ".attn.masked_bias"))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a checkpoint.
+
+    Raises:
+        CheckpointError: it is missing, or no JSON object.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} is missing; a checkpoint directory holds config.json, safetensors weights "
+            "and tokenizer.json"
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; download it again") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds {type(content).__name__}, not an object")
+    return content

@@ -1,0 +1,97 @@
+"""Find a checkpoint: a directory, the built-in model, a hub model that is cached or can be downloaded."""
+
+from __future__ import annotations
+
+import importlib.resources
+import os
+from pathlib import Path
+
+from ramify.errors import CheckpointError
+
+BUILT_IN = "ramify-tiny"
+# Of a hub model: weights that can be read, configuration, tokenizer. No pickles, no code.
+PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
+
+
+def find_checkpoint(
+    model: str | Path, *, revision: str | None = None, offline: bool = False
+) -> Path:
+    """The directory of a checkpoint: the built-in model, a local directory, or a hub snapshot.
+
+    Args:
+        revision: branch, tag or commit of a hub model; None: main.
+        offline: look for hub models in the local cache only; so does HF_HUB_OFFLINE=1.
+
+    Raises:
+        CheckpointError: there is no such directory, and the hub model is neither cached nor can it be
+            downloaded.
+    """
+    if str(model) == BUILT_IN:
+        built_in = importlib.resources.files("ramify") / "data" / BUILT_IN
+        if not isinstance(built_in, Path) or not (built_in / "config.json").is_file():
+            raise CheckpointError(
+                f"the built-in model {BUILT_IN} is not part of this installation; "
+                "reinstall ramify, or name a checkpoint directory"
+            )
+        return built_in
+    try:
+        path = Path(model).expanduser()
+    # `~name` of an unknown user
+    except RuntimeError as error:
+        raise CheckpointError(f"there is no directory {str(model)!r}: {error}") from error
+    if path.is_dir() and model != "":
+        return path
+    if path.is_file():
+        raise CheckpointError(
+            f"{path} is a file; name the directory that holds config.json and the weights"
+        )
+    name = str(model)
+    looks_local = isinstance(model, Path) or name.startswith((".", "~", os.sep))
+    if looks_local or name.count("/") > 1 or not name:
+        raise CheckpointError(f"there is no directory {name!r}; name a checkpoint directory")
+    return _hub_snapshot(name, revision, offline=offline)
+
+
+def _hub_snapshot(name: str, revision: str | None, *, offline: bool) -> Path:
+    """The directory of a hub model's snapshot in the local cache, downloaded if it is not there."""
+    try:
+        from huggingface_hub import constants, snapshot_download
+        from huggingface_hub.errors import (
+            HfHubHTTPError,
+            HFValidationError,
+            LocalEntryNotFoundError,
+        )
+    except ImportError:
+        raise CheckpointError(
+            f"there is no directory {name!r}, and looking for it among hub models needs the package "
+            "huggingface_hub; install it, or name a checkpoint directory"
+        ) from None
+    at = f" at revision {revision}" if revision else ""
+    hint = f"name a checkpoint directory, or try the built-in {BUILT_IN}"
+    try:
+        return Path(
+            snapshot_download(
+                name, revision=revision, allow_patterns=PATTERNS, local_files_only=True
+            )
+        )
+    except HFValidationError as error:
+        raise CheckpointError(
+            f"there is no directory {name!r}, and it is no name of a hub model: {error}; {hint}"
+        ) from None
+    except LocalEntryNotFoundError:
+        if offline or constants.HF_HUB_OFFLINE:
+            raise CheckpointError(
+                f"there is neither a directory {name!r} nor a cached hub model of that name{at}, and "
+                f"offline is set; get it with `hf download {name}`, or {hint}"
+            ) from None
+    try:
+        return Path(
+            snapshot_download(name, revision=revision, allow_patterns=PATTERNS, etag_timeout=5)
+        )
+    # No such model, revision or permission; no network: httpx and urllib3 raise OSErrors of their own.
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f"there is no directory {name!r}, and the hub model of that name{at} cannot be "
+            f"downloaded ({reason}); get it with `hf download {name}` where there is a network, or {hint}"
+        ) from None

@@ -1,0 +1,296 @@
+"""Any other causal decoder: transformers' own modules, over the paged K/V and with our linears.
+
+transformers lets a library register an attention function and a mask function. Ours hand queries, keys
+and values to the step's attention, so that planner, prefix cache and backends are the same as for the
+families of `models/families.py`. What a model does besides attention is its own code; every
+`torch.nn.Linear` in it becomes a linear of `models.ops`.
+
+Nothing that a configuration claims about attention is believed: `load_hf_decoder` runs the model on a
+few tokens and compares masks, shapes and results, whole and with a cached prefix.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from ramify.attention.exactness import FP32_ROW_MULTIPLE, Exactness
+from ramify.attention.paged import PagedBackend
+from ramify.errors import CheckpointError, UnsupportedModelError
+from ramify.kv.pool import KVPool
+from ramify.models.config import ModelConfig
+from ramify.models.hf_checks import AttentionCall, ProbeAttention, check_calls, check_results
+from ramify.models.hf_config import first_line
+from ramify.models.ops.probe import dtype_name
+from ramify.models.ops.protocol import ForwardStep, Linear, Ops
+from ramify.models.ops.registry import OpsFactory
+
+NAME = "ramify_paged"
+# What attends in the forward pass of this context.
+_ATTEND: ContextVar[Callable[[AttentionCall], Tensor]] = ContextVar("attend")
+_MASK: ContextVar[Callable[..., Any]] = ContextVar("mask")
+
+
+class HfDecoder:
+    """A decoder of transformers with the interface of `Decoder`."""
+
+    def __init__(self, config: ModelConfig, model: Any, ops: Ops, row_multiple: int) -> None:
+        self.config, self.dtype, self.row_multiple = config, ops.dtype, row_multiple
+        self._model, self._ops = model, ops
+        self._decoder = model.get_decoder()
+        self._head, self._hidden = _head_of(model, self._decoder)
+
+    def exactness(self) -> list[Exactness]:
+        """The linears, and the rest of the model as one operation."""
+        reason = f"modules of transformers, rows compared in multiples of {self.row_multiple}"
+        rest = Exactness(
+            self.config.architecture, (self.config.hidden_size,), dtype_name(self.dtype),
+            "transformers", reason,
+        )  # fmt: skip
+        return [*self._ops.exactness(), rest]
+
+    def warm_up(self, backend: PagedBackend, pool: KVPool) -> None:
+        """Nothing to compile."""
+
+    def forward(self, token_ids: Tensor, step: ForwardStep) -> Tensor:
+        """Hidden rows [T, hidden_size] behind the final norm, which `logits` does not apply again."""
+
+        def attend(call: AttentionCall) -> Tensor:
+            return step.attention(call.layer, call.scaled_query(self._scale), call.key, call.value)
+
+        with _attending(attend):
+            return run_decoder(self._decoder, token_ids, step.positions)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Rows of `forward` [R, hidden_size] -> [R, vocab_size] float32."""
+        padding = -len(hidden) % self.row_multiple
+        rows = nn.functional.pad(hidden, (0, 0, 0, padding))
+        self._hidden.rows = rows[None]
+        token_ids = torch.zeros((1, len(rows)), dtype=torch.int64)
+        logits: Tensor = self._head(input_ids=token_ids, use_cache=False).logits[0]
+        return logits[: len(hidden)].float()
+
+    def embeddings(self, hidden: Tensor) -> Tensor:
+        """Rows of `forward` [R, hidden_size], which have the final norm, in float32."""
+        return hidden.float()
+
+    @property
+    def _scale(self) -> float:
+        return self.config.variant.attention_scale or self.config.head_dim**-0.5
+
+
+def load_hf_decoder(
+    path: Path, config: ModelConfig, *, dtype: torch.dtype, exact: bool, make_ops: OpsFactory, **ops_args: Any
+) -> HfDecoder:  # fmt: skip
+    """Load a checkpoint with transformers and check that its prefixes can be cached.
+
+    Args:
+        make_ops, ops_args: make the linears.
+
+    Raises:
+        UnsupportedModelError: the model keeps other state than K/V, does not mask causally, or its
+            rows depend on the batch although `exact` forbids it.
+        CheckpointError: the weights cannot be read.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, _mask)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, local_files_only=True, trust_remote_code=False
+        )
+    except (ValueError, OSError, RuntimeError, KeyError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{path} cannot be loaded by transformers: {first_line(error)}"
+        ) from error
+    model.eval().requires_grad_(False)
+    refuse = f"{path}: {config.architecture} "
+    with torch.inference_mode():
+        probe = ProbeAttention(config)
+        token_ids = torch.arange(probe.num_tokens) % min(config.vocab_size, 97)
+        expected = _own_hidden(model, token_ids)
+        try:
+            model.set_attn_implementation(NAME)
+        except (ValueError, AttributeError) as error:
+            raise UnsupportedModelError(f"{refuse}takes no attention function: {error}") from None
+        ops = _replace_linears(model, dtype=dtype, exact=exact, make_ops=make_ops, **ops_args)
+
+        def run(rows: slice) -> Tensor:
+            positions = torch.arange(len(token_ids))[rows]
+            with _attending(probe.attend), _masking(probe.mask):
+                return run_decoder(model.get_decoder(), token_ids[rows], positions)
+
+        try:
+            hidden = run(slice(None))
+        except (RuntimeError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise UnsupportedModelError(
+                f"{refuse}does not run with paged attention: {first_line(error)}"
+            ) from error
+        reason = check_calls(probe, config) or check_results(
+            probe, run, hidden, expected, dtype=dtype
+        )
+        if reason is not None:
+            raise UnsupportedModelError(refuse + reason)
+        row_multiple = _row_multiple(probe, run, ops, exact=exact)
+    if row_multiple is None:
+        raise UnsupportedModelError(
+            f"{refuse}computes rows that depend on the other rows of a step, so that the bits of an "
+            "answer would depend on the cache; exact=False (--no-exact) allows that"
+        )
+    return HfDecoder(config, model, ops, row_multiple)
+
+
+def run_decoder(decoder: nn.Module, token_ids: Tensor, positions: Tensor) -> Tensor:
+    """Hidden rows [T, hidden_size] of tokens [T] of any sequences."""
+    output = decoder(
+        input_ids=token_ids[None], position_ids=positions[None], use_cache=False, return_dict=True
+    )
+    hidden: Tensor = output.last_hidden_state[0]
+    return hidden
+
+
+def _own_hidden(model: Any, token_ids: Tensor) -> Tensor | None:
+    """Hidden rows with the model's own eager attention; None if it has none."""
+    try:
+        model.set_attn_implementation("eager")
+    except (ValueError, AttributeError):
+        return None
+    return run_decoder(model.get_decoder(), token_ids, torch.arange(len(token_ids)))
+
+
+def _row_multiple(
+    probe: ProbeAttention, run: Callable[[slice], Tensor], ops: Ops, *, exact: bool
+) -> int | None:
+    """The rows to pad a step to, so that a row's bits do not depend on the others; None: there is none."""
+    if not exact:
+        return ops.row_multiple
+    for multiple in (ops.row_multiple, FP32_ROW_MULTIPLE):
+        if multiple >= ops.row_multiple and probe.has_exact_rows(run, multiple):
+            return multiple
+    return None
+
+
+class _OurLinear(nn.Module):
+    """A linear of `models.ops` in place of a `torch.nn.Linear`."""
+
+    def __init__(self, linear: Linear, module: nn.Linear) -> None:
+        super().__init__()
+        self._linear = linear
+        self.in_features, self.out_features = module.in_features, module.out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self._linear(x.reshape(-1, self.in_features), None)
+        return rows.view(*x.shape[:-1], self.out_features)
+
+
+def _replace_linears(
+    model: nn.Module, *, dtype: torch.dtype, exact: bool, make_ops: OpsFactory, **ops_args: Any
+) -> Ops:
+    """Put our linears in place of the model's; its own weights are freed one by one."""
+    weights: dict[str, Tensor] = {}
+    ops = make_ops(weights, dtype=dtype, exact=exact, **ops_args)
+    linears = [(name, item) for name, item in model.named_modules() if type(item) is nn.Linear]
+    for name, module in linears:
+        if module.weight.dtype != dtype:
+            continue
+        weights[f"{name}.weight"] = module.weight.data
+        if module.bias is not None:
+            weights[f"{name}.bias"] = module.bias.data
+        parent, _, child = name.rpartition(".")
+        ours = _OurLinear(ops.linear(name), module)
+        setattr(model.get_submodule(parent), child, ours)
+        weights.clear()
+    ops.finish()
+    return ops
+
+
+class _Output:
+    """What a decoder returns: the hidden rows first, and None for everything else."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.last_hidden_state = rows
+
+    def __getitem__(self, key: int | slice) -> Any:
+        return (self.last_hidden_state,)[key]
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+class _HiddenRows(nn.Module):
+    """Stands for the decoder below a language model's head: returns rows that were computed before."""
+
+    rows: Tensor
+
+    def forward(self, *_args: Any, **_kwargs: Any) -> _Output:
+        return _Output(self.rows)
+
+
+def _head_of(model: nn.Module, decoder: nn.Module) -> tuple[nn.Module, _HiddenRows]:
+    """The model with rows in place of its decoder: what it makes of hidden rows is its own code."""
+    path = next(name for name, module in model.named_modules() if module is decoder)
+    hidden = _HiddenRows()
+    return _with_child(model, path.split("."), hidden), hidden
+
+
+def _with_child(module: nn.Module, path: list[str], child: nn.Module) -> nn.Module:
+    """A shallow copy of a module with another module at a path."""
+    name, *rest = path
+    parent = copy.copy(module)
+    inner = _with_child(module.get_submodule(name), rest, child) if rest else child
+    parent._modules = {**module._modules, name: inner}  # noqa: SLF001 - copied, then changed
+    return parent
+
+
+@contextmanager
+def _attending(attend: Callable[[AttentionCall], Tensor]) -> Iterator[None]:
+    token = _ATTEND.set(attend)
+    try:
+        yield
+    finally:
+        _ATTEND.reset(token)
+
+
+@contextmanager
+def _masking(mask: Callable[..., Any]) -> Iterator[None]:
+    token = _MASK.set(mask)
+    try:
+        yield
+    finally:
+        _MASK.reset(token)
+
+
+def _attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: [1, heads, T, head_dim] -> [1, T, heads, head_dim]."""
+    call = AttentionCall(
+        layer=module.layer_idx,
+        query=query[0].transpose(0, 1),
+        key=key[0].transpose(0, 1).contiguous(),
+        value=value[0].transpose(0, 1).contiguous(),
+        scale=options.get("scaling"),
+        soft_cap=options.get("softcap"),
+        sinks=options.get("s_aux"),
+        is_causal=options.get("is_causal", getattr(module, "is_causal", True)),
+        mask=attention_mask,
+    )
+    return _ATTEND.get()(call)[None], None
+
+
+def _mask(*args: Any, **options: Any) -> Any:
+    """transformers' mask interface: paged attention needs no mask; a probe looks at its function."""
+    probe = _MASK.get(None)
+    return None if probe is None else probe(*args, **options)

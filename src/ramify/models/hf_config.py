@@ -1,0 +1,143 @@
+"""`ModelConfig` of a checkpoint that only transformers knows, and the reasons why some cannot run."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ramify.errors import CheckpointError, UnsupportedModelError
+from ramify.models.config import DTYPES, ModelConfig, token_ids
+from ramify.models.dense_variant import DenseVariant
+from ramify.models.families import FAMILIES
+from ramify.models.rope_config import NO_ROPE
+
+# Rotary frequencies that follow the length of a request: its keys would differ from those of another
+# request with the same prefix.
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+KNOWN_LAYER_TYPES = ("full_attention", "sliding_attention", "attention")
+
+
+def read_hf_config(path: Path, fields: Mapping[str, Any]) -> ModelConfig:
+    """Read `config.json` with transformers.
+
+    Args:
+        path: of the checkpoint directory.
+        fields: of its config.json, for error messages.
+
+    Raises:
+        UnsupportedModelError: transformers is not installed or does not know the architecture, or the
+            model is no causal decoder with attention in every layer.
+        CheckpointError: a size is missing.
+    """
+    source = str(path / "config.json")
+    name = _architecture(fields)
+    if fields.get("auto_map") and not fields.get("model_type"):
+        raise UnsupportedModelError(
+            f"{source}: {name} has code of its own (auto_map), which Ramify does not run; use a "
+            "checkpoint of an architecture that transformers has"
+        )
+    if importlib.util.find_spec("transformers") is None:
+        raise UnsupportedModelError(
+            f"{source}: {name} is none of the families that Ramify has itself "
+            f"({', '.join(FAMILIES)}); to run it through transformers: pip install 'ramify[hf]'"
+        )
+    from transformers import AutoConfig, __version__
+
+    try:
+        whole = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    # Transformers raises what its validators raise.
+    except (ValueError, KeyError, OSError, TypeError, ImportError) as error:
+        hint = (
+            "the checkpoint has code of its own (auto_map), which Ramify does not run"
+            if fields.get("auto_map")
+            else "a newer version may know it: pip install -U transformers"
+        )
+        raise UnsupportedModelError(
+            f"{source}: transformers {__version__} cannot read {name} ({first_line(error)}); {hint}"
+        ) from error
+    if getattr(whole, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"{source}: {name} is an encoder-decoder; only causal decoders run"
+        )
+    config = whole.get_text_config(decoder=True)
+    reason = _reason_to_refuse(config)
+    if reason is not None:
+        raise UnsupportedModelError(f"{source}: {name} {reason}")
+    return _model_config(name, config, fields, source)
+
+
+def _architecture(fields: Mapping[str, Any]) -> str:
+    named = fields.get("architectures") or [fields.get("model_type")]
+    return str(named[0]) if isinstance(named, list) and named else str(named)
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's text."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _reason_to_refuse(config: Any) -> str | None:
+    """Why prefixes of this model cannot be cached, as far as its configuration tells."""
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
+    foreign = sorted(set(map(str, kinds)) - set(KNOWN_LAYER_TYPES))
+    if foreign:
+        return (
+            f"has layers of kind {', '.join(foreign)}; a cache of prefixes needs full or sliding "
+            "attention in every layer"
+        )
+    if getattr(config, "attention_chunk_size", None):
+        return "has attention in chunks, which a cache of prefixes does not know"
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in (ropes, *(value for value in ropes.values() if isinstance(value, Mapping))):
+        kind = rope.get("rope_type")
+        if kind in LENGTH_DEPENDENT_ROPE:
+            return (
+                f"has {kind} rotary frequencies, which follow the length of a request; requests "
+                "could not share the keys of a prefix"
+            )
+    return None
+
+
+def _model_config(name: str, config: Any, fields: Mapping[str, Any], source: str) -> ModelConfig:
+    def size(*names: str, default: int | None = None) -> int:
+        for field in names:
+            value = getattr(config, field, None)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+        if default is None:
+            raise CheckpointError(f"{source}: {names[0]} of {name} is missing")
+        return default
+
+    num_heads, hidden_size = size("num_attention_heads"), size("hidden_size")
+    num_layers, window = size("num_hidden_layers"), getattr(config, "sliding_window", None)
+    if getattr(config, "use_sliding_window", True) is False:
+        window = None
+    kinds = getattr(config, "layer_types", None) or []
+    full = frozenset(layer for layer, kind in enumerate(kinds) if kind != "sliding_attention")
+    cap = getattr(config, "attn_logit_softcapping", None)
+    dtype = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+    return ModelConfig(
+        architecture=name,
+        vocab_size=size("vocab_size"),
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=size("num_key_value_heads", default=num_heads),
+        head_dim=size("head_dim", default=hidden_size // num_heads),
+        intermediate_size=size("intermediate_size", "ffn_dim", default=4 * hidden_size),
+        max_model_len=size("max_position_embeddings", "n_positions", "max_sequence_length"),
+        rms_norm_eps=1e-6,
+        rope=NO_ROPE,
+        variant=DenseVariant(attention_soft_cap=None if cap is None else float(cap)),
+        sliding_window=window if isinstance(window, int) and window > 0 else None,
+        full_attention_layers=full,
+        bos_token_id=getattr(config, "bos_token_id", None),
+        eos_token_ids=token_ids(
+            fields.get("eos_token_id", getattr(config, "eos_token_id", None)), source
+        ),
+        torch_dtype=dtype if dtype in DTYPES else "float32",
+        is_native=False,
+    )

@@ -1,0 +1,162 @@
+"""Embeddings, scores and reranking: vectors of prompts, and their cosine similarities."""
+
+from __future__ import annotations
+
+import base64
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from starlette.responses import Response
+
+from ramify.engine.embedding import EMBEDDING_PARAMS, unit_embedding
+from ramify.errors import PromptTooLongError
+from ramify.server.context import RequestContext
+from ramify.server.errors import ApiError
+from ramify.server.generation import GenerationRequest, total_usage
+from ramify.server.http.wire import convert_value
+from ramify.server.openai.chat_response import usage_json
+from ramify.server.openai.completions import check_prompts, check_token_ids, encode_text
+from ramify.server.openai.protocol import EmbeddingsRequest, RerankRequest, ScoreRequest
+from ramify.server.prompt_jobs import stop_if_abandoned
+from ramify.server.prompt_renderer import RenderedPrompt
+from ramify.server.request_history import HistoryEntry, fingerprint
+from ramify.server.service import Service
+
+MAX_INPUTS = 2048  # as OpenAI's
+Vectors = NDArray[np.float32]
+
+
+async def embeddings(context: RequestContext) -> Response:
+    """POST /v1/embeddings: a unit vector for each input."""
+    request = await context.body(EmbeddingsRequest)
+    inputs = _inputs(request.input, "input")
+    vectors, usage = await _embed(context, request.model, inputs, request.dimensions)
+    data = [
+        {"object": "embedding", "index": index, "embedding": _encoded(vector, request)}
+        for index, vector in enumerate(vectors)
+    ]
+    model = context.service.check_model(request.model)
+    return context.json({"object": "list", "data": data, "model": model, "usage": usage})
+
+
+async def score(context: RequestContext) -> Response:
+    """POST /v1/score: the cosine similarity of each pair of texts."""
+    request = await context.body(ScoreRequest)
+    first, second = _inputs(request.text_1, "text_1"), _inputs(request.text_2, "text_2")
+    if len(first) not in (1, len(second)):
+        raise ApiError(
+            400,
+            f"text_1 has {len(first)} texts and text_2 {len(second)}; give one text_1 for all, or "
+            "one for each text_2",
+            param="text_1",
+        )
+    vectors, usage = await _embed(context, request.model, [*first, *second], None)
+    scores = np.sum(vectors[: len(first)] * vectors[len(first) :], axis=1)
+    data = [
+        {"object": "score", "index": index, "score": float(value)}
+        for index, value in enumerate(scores)
+    ]
+    model = context.service.check_model(request.model)
+    return context.json({"object": "list", "data": data, "model": model, "usage": usage})
+
+
+async def rerank(context: RequestContext) -> Response:
+    """POST /v1/rerank: documents by their cosine similarity to the query, the nearest first."""
+    request = await context.body(RerankRequest)
+    if not request.documents:
+        raise ApiError(400, "there is no document", param="documents")
+    texts = [
+        document if isinstance(document, str) else document.get("text", "")
+        for document in request.documents
+    ]
+    vectors, usage = await _embed(context, request.model, [request.query, *texts], None)
+    scores = vectors[1:] @ vectors[0]
+    order = np.argsort(-scores, kind="stable")[: request.top_n]
+    results = [
+        {
+            "index": int(index),
+            "relevance_score": float(scores[index]),
+            **({"document": {"text": texts[index]}} if request.return_documents else {}),
+        }
+        for index in order
+    ]
+    model = context.service.check_model(request.model)
+    return context.json({"model": model, "results": results, "usage": usage})
+
+
+async def _embed(
+    context: RequestContext, model: str | None, inputs: Sequence[Any], num_dims: int | None
+) -> tuple[Vectors, dict[str, Any]]:
+    """Unit vectors [inputs, dimensions] and the usage of all."""
+    service = context.service
+    requests = await context.in_prompt_thread(_generation_requests, inputs, model, service)
+    generations = await context.until_done_or_disconnect(
+        service.start_all(requests, context.caller, prefix="embd-")
+    )
+    context.generations.extend(generations)
+    outputs = [
+        await context.until_done_or_disconnect(generation.wait()) for generation in generations
+    ]
+    size = len(outputs[0].prompt_embedding) if outputs[0].prompt_embedding is not None else 0
+    if num_dims is not None and num_dims > size:
+        raise ApiError(400, f"dimensions is {num_dims}; this model has {size}", param="dimensions")
+    vectors = np.stack([unit_embedding(output, num_dims) for output in outputs])
+    num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    usage = usage_json(total_usage(generations), num_prompt, 0)
+    del usage["completion_tokens"], usage["completion_tokens_details"]
+    return vectors, usage
+
+
+def _generation_requests(
+    inputs: Sequence[Any], model: str | None, service: Service
+) -> list[GenerationRequest]:
+    name = service.check_model(model)
+    check_prompts(inputs, service)
+    requests = []
+    for text_or_ids in inputs:
+        stop_if_abandoned()
+        if isinstance(text_or_ids, str):
+            ids = encode_text(text_or_ids, service, add_special_tokens=True)
+        else:
+            token_ids = convert_value(text_or_ids, list[int])
+            check_token_ids(token_ids, "input")
+            ids = array("i", token_ids)
+        if len(ids) >= service.max_model_len:
+            raise PromptTooLongError(len(ids), service.max_model_len)
+        if not ids:
+            raise ApiError(400, "an input is empty", param="input")
+        entry = HistoryEntry(
+            model=name,
+            options={},
+            messages=(fingerprint(text_or_ids),),
+            prompt=RenderedPrompt(ids, num_stable_tokens=len(ids)),
+            paths=("input",),
+        )
+        requests.append(GenerationRequest(history_entry=entry, params=EMBEDDING_PARAMS))
+    return requests
+
+
+def _inputs(value: str | list[Any], param: str) -> list[Any]:
+    """The texts or lists of token ids of a field."""
+    if isinstance(value, str):
+        return [value]
+    if not value:
+        raise ApiError(400, f"{param} is empty", param=param)
+    inputs: list[Any] = [value] if all(isinstance(item, int) for item in value) else value
+    if len(inputs) > MAX_INPUTS:
+        raise ApiError(400, f"{len(inputs)} inputs, the limit is {MAX_INPUTS}", param=param)
+    if not all(isinstance(item, str | list) and item for item in inputs):
+        raise ApiError(
+            400, f"{param} must be texts or lists of token ids, none of them empty", param=param
+        )
+    return inputs
+
+
+def _encoded(vector: Vectors, request: EmbeddingsRequest) -> list[float] | str:
+    if request.encoding_format == "base64":
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    values: list[float] = vector.tolist()
+    return values

@@ -1,0 +1,160 @@
+"""Decoders that only transformers knows, over our paged K/V; and why others are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ramify import LLM, SamplingParams
+from ramify.errors import CheckpointError, ModelError, UnsupportedModelError
+from ramify.models.loader import load_decoder, read_config
+from tests.cpu.models.family_cases import MAX_LEN, VOCAB_SIZE
+
+transformers = pytest.importorskip("transformers", reason="the adapter needs the extra ramify[hf]")
+pytest.importorskip("numba", reason="the kernels need the extra ramify[cpu]")
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": MAX_LEN,
+    "n_positions": MAX_LEN,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+GQA = {"num_key_value_heads": 2}
+# Class in transformers -> settings. GPT-2 and OPT have learned positions, GPT-2 no torch.nn.Linear.
+SERVED: dict[str, dict[str, Any]] = {
+    "GPTNeoXForCausalLM": {},
+    "GPT2LMHeadModel": {},
+    "OPTForCausalLM": {"word_embed_proj_dim": 64, "ffn_dim": 96},
+    "PhiForCausalLM": {},
+    "OlmoForCausalLM": GQA | {"clip_qkv": 2.0},
+    "NemotronForCausalLM": GQA,
+    "PersimmonForCausalLM": {},
+    "ApertusForCausalLM": GQA,
+    "Ministral3ForCausalLM": GQA | {"head_dim": 16, "sliding_window": 24},
+}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "T5ForConditionalGeneration": ({}, "encoder-decoder"),
+    "MambaForCausalLM": ({}, "layers of kind linear_attention"),
+    "JambaForCausalLM": ({}, "layers of kind linear_attention"),
+    "RecurrentGemmaForCausalLM": ({}, "layers of kind linear_attention"),
+    "BertLMHeadModel": ({}, "bidirectional"),
+    "BloomForCausalLM": ({}, "attention interface in 0 of 3 layers"),
+    "MptForCausalLM": ({}, "attention interface in 0 of 3 layers"),
+    "PhiForCausalLM": ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
+}
+
+
+def write_checkpoint(name: str, path: Path, **changes: Any) -> Any:
+    kind = name.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+    kind = kind.removesuffix("ForConditionalGeneration")
+    config = getattr(transformers, f"{kind}Config")(**SIZES | changes)
+    torch.manual_seed(len(name))
+    model = getattr(transformers, name)(config).eval()
+    model.save_pretrained(path)
+    return model
+
+
+def prompt_of(num_tokens: int) -> list[int]:
+    generator = torch.Generator().manual_seed(num_tokens)
+    return torch.randint(3, VOCAB_SIZE, (num_tokens,), generator=generator).tolist()
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """Cold, from the cache, several prompts at once, and as a second turn."""
+    model = write_checkpoint(name, tmp_path, **SERVED[name])
+    prompts = [prompt_of(70), prompt_of(33), prompt_of(7)]
+    expected = []
+    with torch.inference_mode():
+        for prompt in prompts:
+            tokens = list(prompt)
+            for _ in range(18):
+                tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+            expected.append(tokens)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    llm = LLM(str(tmp_path), dtype="float32", kv_cache_tokens=1024)
+
+    for least_hit in (0, 64):
+        outputs = llm.generate(prompts, params)
+        for prompt, tokens, output in zip(prompts, expected, outputs, strict=True):
+            assert list(output.token_ids) == tokens[len(prompt) : len(prompt) + 12]
+        assert outputs[0].cache.read_tokens >= least_hit
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    [second] = llm.generate([expected[0][:82]], params)
+
+    assert list(second.token_ids) == expected[0][82:88]
+    assert second.cache.read_tokens > 64
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_without_a_shareable_prefix_are_refused_with_the_reason(
+    name: str, tmp_path: Path
+) -> None:
+    """Other state than K/V, other masks, other attention: the error says which."""
+    changes, reason = REFUSED[name]
+    write_checkpoint(name, tmp_path, **changes)
+
+    with pytest.raises(UnsupportedModelError, match=reason) as caught:
+        load_decoder(tmp_path, dtype="float32")
+
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_rows_that_depend_on_the_batch_need_exact_false(tmp_path: Path) -> None:
+    """Experts in one grouped GEMM: refused with exact=True, served without."""
+    write_checkpoint("GraniteMoeForCausalLM", tmp_path, num_local_experts=4, num_experts_per_tok=2)
+
+    with pytest.raises(UnsupportedModelError, match="--no-exact"):
+        load_decoder(tmp_path, dtype="float32")
+    decoder = load_decoder(tmp_path, dtype="float32", exact=False)
+
+    assert decoder.config.num_layers == 3
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "of-next-year", "architectures": ["NextForCausalLM"]}, "newer version"),
+        (
+            {
+                "model_type": "custom",
+                "architectures": ["CustomForCausalLM"],
+                "auto_map": {"AutoConfig": "configuration_custom.CustomConfig"},
+            },
+            "code of its own",
+        ),
+    ],
+)
+def test_unknown_architectures_get_a_line_that_says_what_to_do(
+    config: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """A configuration that is too new, or one that brings code."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    with pytest.raises(UnsupportedModelError, match=message) as caught:
+        read_config(tmp_path)
+
+    assert "\n" not in str(caught.value)
+
+
+def test_a_checkpoint_without_weights_is_a_model_error(tmp_path: Path) -> None:
+    """Missing and truncated weight files are named."""
+    write_checkpoint("PhiForCausalLM", tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+
+    with pytest.raises(ModelError) as caught:
+        load_decoder(tmp_path, dtype="float32")
+
+    assert isinstance(caught.value, CheckpointError)

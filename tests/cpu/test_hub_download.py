@@ -1,0 +1,112 @@
+"""Hub models are downloaded once, without pickles; a server on loopback stands for the hub."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ramify.models.loader import load_model, read_config
+from ramify.testing import write_tiny_checkpoint
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The parts of a hub's API that a download asks for; a model with one commit."""
+
+    files: ClassVar[dict[str, bytes]] = {}
+    requests: ClassVar[list[str]] = []
+    commit = "1" * 40
+
+    def answer(self) -> None:
+        self.requests.append(self.path)
+        name = self.path.rpartition("/")[2].partition("?")[0]
+        if self.path.startswith("/api/models/some/model/tree"):
+            tree = [
+                {"type": "file", "path": file, "size": len(body), "oid": file}
+                for file, body in self.files.items()
+            ]
+            self.send(json.dumps(tree).encode())
+        elif self.path.startswith("/api/models/some/model"):
+            siblings = [{"rfilename": file} for file in self.files]
+            info = {"id": "some/model", "modelId": "some/model", "sha": self.commit}
+            self.send(json.dumps(info | {"siblings": siblings, "tags": []}).encode())
+        elif self.path.startswith("/some/model/resolve/") and name in self.files:
+            self.send(self.files[name])
+        else:
+            self.send_response(404)
+            self.send_header("X-Error-Code", "RepoNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+    do_GET = do_HEAD = answer  # noqa: N815 - names of http.server
+
+    def send(self, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("X-Repo-Commit", self.commit)
+        self.send_header("ETag", f'"{hashlib.sha256(body).hexdigest()}"')
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *_args: Any) -> None:
+        pass
+
+
+def download(name: str, cache: Path, port: int, **options: Any) -> subprocess.CompletedProcess[str]:
+    code = (
+        "from ramify.models.find_checkpoint import find_checkpoint\n"
+        f"print(find_checkpoint({name!r}, **{options!r}))"
+    )
+    env = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+    env |= {"HF_HUB_CACHE": str(cache), "HF_ENDPOINT": f"http://127.0.0.1:{port}"}
+    env |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+def test_a_hub_model_is_downloaded_once(tmp_path: Path) -> None:
+    """Weights, configuration and tokenizer, no pickles; then from the cache; offline forbids it."""
+    source = write_tiny_checkpoint(tmp_path / "source", "llama")
+    Hub.files = {file.name: file.read_bytes() for file in source.iterdir()} | {"evil.bin": b"x"}
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        port, cache = server.server_address[1], tmp_path / "cache"
+        refused = download("some/model", cache, port, offline=True)
+        first = download("some/model", cache, port)
+        num_requests = len(Hub.requests)
+        second = download("some/model", cache, port)
+        missing = download("some/other", cache, port)
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+    assert "offline is set" in refused.stderr
+    assert first.returncode == 0, first.stderr
+    path = Path(first.stdout.strip())
+    assert load_model(path).config.num_layers == read_config(source).num_layers
+    assert not (path / "evil.bin").exists()
+    assert second.stdout == first.stdout
+    assert len(Hub.requests) > num_requests
+    assert not any("some/model" in request for request in Hub.requests[num_requests:])
+    assert "CheckpointError: there is no directory 'some/other'" in missing.stderr
+
+
+def test_without_a_network_the_error_says_so(tmp_path: Path) -> None:
+    """A refused connection is one line, soon."""
+    run = download("some/model", tmp_path, 9)
+
+    assert "cannot be downloaded" in run.stderr.splitlines()[-1]

@@ -1,0 +1,60 @@
+"""Loading takes little more memory than the weights."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ramify.testing import write_tiny_checkpoint
+
+PEAK = """
+import gc, sys
+from pathlib import Path
+from ramify.models.loader import load_model
+
+def status(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(name)).split()[1]) << 10
+
+model, ops = Path(sys.argv[1]), sys.argv[2]
+load_model(model, dtype="float32", ops=ops)  # compiles kernels, which takes memory of its own
+gc.collect()
+before = status("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")  # sets the peak to what is resident now
+decoder = load_model(model, dtype="float32", ops=ops)
+print(status("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's memory counters")
+@pytest.mark.parametrize("ops", ["cpu", "torch"])
+def test_peak_memory_is_that_of_the_weights(ops: str, tmp_path: Path) -> None:
+    """Loading takes at most 1.2 times the bytes of the weights, packed copies included."""
+    if ops == "cpu":
+        pytest.importorskip("numba", reason="the kernels need the extra ramify[cpu]")
+    write_tiny_checkpoint(
+        tmp_path,
+        "llama",
+        tokenizer=False,
+        shards=3,
+        hidden_size=768,
+        intermediate_size=2304,
+        num_attention_heads=12,
+        num_key_value_heads=12,
+        num_hidden_layers=14,
+        vocab_size=4096,
+    )
+    num_bytes = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
+    assert num_bytes > 200 << 20
+
+    run = subprocess.run(
+        [sys.executable, "-c", PEAK, str(tmp_path), ops],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout) <= 1.2 * num_bytes

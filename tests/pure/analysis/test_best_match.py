@@ -1,0 +1,100 @@
+"""The best match is the one that comparing with every earlier request finds."""
+
+import random
+
+import pytest
+
+from ramify.analysis import lint
+from ramify.analysis.corpus import Corpus
+from ramify.analysis.linting import learn_templates
+from ramify.analysis.matching import Matcher
+from ramify.analysis.records import LoggedRequest, Segment, SegmentKind
+
+WORDS = (
+    "the depot parcel route answer never always customer invoice delay region order polite".split()
+)
+
+
+def prose(rng: random.Random, num_words: int) -> str:
+    return " ".join(
+        rng.choice(WORDS) + rng.choice(["", "", "", ".", "\n"]) for _ in range(num_words)
+    )
+
+
+def random_log(seed: int) -> list[LoggedRequest]:
+    """Conversations of a few apps with clocks and ids, and with tenants."""
+    rng = random.Random(seed)
+    systems = [prose(rng, 60) for _ in range(3)]
+    talks: list[tuple[int, list[str]]] = []
+    requests = []
+    for line in range(1, 31):
+        if not talks or rng.random() < 0.4:
+            talks.append((rng.randrange(3), [prose(rng, 20)]))
+        app, texts = rng.choice(talks)
+        clock = f"Time: 2026-03-04 10:{line:02d}:11\n" if app == 1 else ""
+        segments = [Segment("system", SegmentKind.SYSTEM, clock + systems[app])]
+        segments += [
+            Segment(f"messages[{n}]", SegmentKind.MESSAGE, text, label=("user", "assistant")[n % 2])
+            for n, text in enumerate(texts)
+        ]
+        requests.append(LoggedRequest("log", line, segments=tuple(segments), start_s=60.0 * line))
+        texts += [prose(rng, 15), prose(rng, 12)]
+    return requests
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_earlier_request_would_share_more(seed: int) -> None:
+    """Of all earlier requests, none shares more than a page more when mended, nor a longer raw prefix."""
+    corpus = Corpus()
+    for request in random_log(seed):
+        corpus.add(request)
+    matcher = Matcher(corpus, learn_templates(corpus))
+
+    for match in matcher.matches(corpus):
+        earlier = corpus.requests[: match.request.number]
+        compared = [(matcher.comparer.compare(item, match.request), item) for item in earlier]
+        deepest = max((found.mended_tokens for found, _ in compared), default=0)
+        tied = [pair for pair in compared if pair[0].mended_tokens >= deepest - 16]
+        if not deepest:
+            assert match.match is None
+            continue
+        best = max(tied, key=lambda pair: (pair[0].text_tokens, pair[1].number))[1]
+        assert match.match is not None
+        assert match.match.number == best.number
+
+
+def test_a_request_in_flight_is_no_match() -> None:
+    """What has not answered when a request starts cannot be read; it is named as parallel."""
+    text = "You are a careful assistant of a shipping company. " * 200
+    segments = (
+        Segment("system", SegmentKind.SYSTEM, text),
+        Segment("messages[0]", SegmentKind.MESSAGE, "Hi", label="user"),
+    )
+    times = [(0.0, 5.0), (1.0, 6.0), (8.0, 9.0)]
+
+    report = lint(
+        [
+            LoggedRequest(
+                "log", n + 1, segments=segments, start_s=start, end_s=end, provider="openai"
+            )
+            for n, (start, end) in enumerate(times)
+        ]
+    )
+
+    assert [verdict.best_match_line for verdict in report.verdicts] == [None, None, 2]
+    assert "parallel_cold" in {str(cause.cause) for cause in report.verdicts[1].causes}
+
+
+def test_start_times_order_the_log_not_its_lines() -> None:
+    """A request that is logged first but starts last is matched with the one before it."""
+    text = "You are a careful assistant. " * 50
+    late, early = (
+        LoggedRequest(
+            "log", line, segments=(Segment("system", SegmentKind.SYSTEM, text),), start_s=start
+        )
+        for line, start in ((1, 50.0), (2, 10.0))
+    )
+
+    report = lint([late, early])
+
+    assert [verdict.best_match_line for verdict in report.verdicts] == [2, None]

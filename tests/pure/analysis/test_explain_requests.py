@@ -1,0 +1,84 @@
+"""`ramify explain` and `ramify lint` as a user calls them."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ramify.cli import app
+
+RULES = "You answer politely, in the language of the user, and you never guess. " * 12
+
+
+def body(tools: str, clock: str, question: str) -> str:
+    return json.dumps(
+        {
+            "model": "gpt-5",
+            "tools": [{"type": "function", "function": {"name": name}} for name in tools],
+            "messages": [
+                {"role": "system", "content": f"Time: {clock}\n{RULES}"},
+                {"role": "user", "content": question},
+            ],
+        }
+    )
+
+
+def run(*arguments: str | Path) -> tuple[int, str]:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return result.exit_code, result.output
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    path = tmp_path / "log.jsonl"
+    path.write_text(f"{body('ab', '10:01:02', 'Hi')}\n{body('ba', '10:07:08', 'Good day')}\n")
+    return path
+
+
+def test_explain_names_all_differences_of_two_lines(log: Path, tmp_path: Path) -> None:
+    """Requests of a log are named by line; what stands behind the first difference is listed too."""
+    target = tmp_path / "out.json"
+
+    code, output = run("explain", f"{log}:1", f"{log}:2", "--json", target)
+
+    assert code == 0, output
+    found = json.loads(target.read_text())
+    assert [item["cause"] for item in found["differences"]] == [
+        "tool_order",
+        "clock",
+        "new_content",
+    ]
+    assert found["divergence"]["segment"] == "tools[0]"
+    assert found["shared_if_mended"] > found["shared_as_sent"]
+
+
+def test_lint_writes_what_it_prints(log: Path, tmp_path: Path) -> None:
+    """The JSON has a verdict for each line; the summary names the causes."""
+    target = tmp_path / "lint.json"
+
+    code, output = run("lint", log, "--json", target)
+
+    assert code == 0, output
+    assert [item["line"] for item in json.loads(target.read_text())["verdicts"]] == [1, 2]
+    assert "tool_order" in output
+    assert "clock" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (("lint", "none.jsonl"), "none.jsonl"),
+        (("explain", "none.json", "none.json"), "none.json"),
+        (("lint", "LOG", "--provider", "nobody"), "nobody"),
+        (("lint", "LOG", "--format", "nothing"), "nothing"),
+        (("explain", "LOG:9", "LOG:1"), "line 9"),
+    ],
+)
+def test_bad_input_is_one_clear_message(arguments: tuple[str, ...], part: str, log: Path) -> None:
+    """Missing files, unknown names and lines without a request end with code 2 and no traceback."""
+    code, output = run(*(argument.replace("LOG", str(log)) for argument in arguments))
+
+    assert code == 2
+    assert "error:" in output
+    assert part in output
