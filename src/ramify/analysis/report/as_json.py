@@ -29,13 +29,19 @@ def analysis_as_json(analysis: Analysis) -> dict[str, Any]:
     }
     if analysis.what_if is not None:
         document["what_if"]["savings"] = [
-            {"findings": [at for bit, at in enumerate(analysis.what_if.findings) if mask >> bit & 1]}
+            {
+                "findings": [
+                    at for bit, at in enumerate(analysis.what_if.findings) if mask >> bit & 1
+                ]
+            }
             | asdict(saving)
             for mask, saving in sorted(analysis.what_if.savings.items())
         ]
     head = ("schema", "kind", "title", "created", "version", "num_requests", "num_input")
     ordered = {name: document.pop(name) for name in head}
-    return json.loads(json.dumps(ordered | document))  # enums as strings, as a reader gets them
+    # Enums become strings, as a reader of the file gets them.
+    plain: dict[str, Any] = json.loads(json.dumps(ordered | document))
+    return plain
 
 
 def finding_as_json(finding: Finding) -> dict[str, Any]:

@@ -35,7 +35,9 @@ def mark_changes(had: str, got: str) -> tuple[tuple[Piece, ...], tuple[Piece, ..
 def _mark_middle(had: str, got: str) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
     shorter = min(len(had), len(got))
     head = next((at for at in range(shorter) if had[at] != got[at]), shorter)
-    tail = next((at for at in range(shorter - head) if had[-1 - at] != got[-1 - at]), shorter - head)
+    tail = next(
+        (at for at in range(shorter - head) if had[-1 - at] != got[-1 - at]), shorter - head
+    )
 
     def pieces(text: str) -> tuple[Piece, ...]:
         runs: list[Piece] = []

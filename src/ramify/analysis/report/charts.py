@@ -138,9 +138,7 @@ def _chart(
                 band=band,
                 label_y=points[-1][1],
                 last=percent(curve.points[-1].share),
-                values=tuple(
-                    (wording(point.at), percent(point.share)) for point in curve.points
-                ),
+                values=tuple((wording(point.at), percent(point.share)) for point in curve.points),
             )
         )
     marker = None

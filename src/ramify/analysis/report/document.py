@@ -47,7 +47,8 @@ class PrefixNode:
     num_tokens: int
     prefix_tokens: int  # before it and its own
     total: int
-    num_read: int  # of `num_tokens * num_requests`
+    num_own: int  # tokens of the part in all requests
+    num_read: int  # of those, read from the cache
     lost: dict[CauseName, int] = field(default_factory=dict)
     num_merged: int = 0  # small siblings drawn as this node
 

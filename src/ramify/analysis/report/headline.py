@@ -10,7 +10,9 @@ HOUR_S = 3600.0
 
 def headline(analysis: Analysis) -> str:
     """What was read, what could have been, and what the difference costs."""
-    size = f"{plural(analysis.lint.num_requests, 'request')}, {count(analysis.num_input)} input tokens"
+    size = (
+        f"{plural(analysis.lint.num_requests, 'request')}, {count(analysis.num_input)} input tokens"
+    )
     base = analysis.rate("reported") or analysis.rate("by_rule")
     possible = analysis.rate("possible")
     sentences = [f"{size}."]

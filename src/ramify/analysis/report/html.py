@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 from importlib import resources
 from typing import Any
 
@@ -63,11 +64,18 @@ def analysis_as_html(analysis: Analysis) -> str:
         capacity_chart=charts.capacity_chart(curves) if curves else None,
         lifetime_chart=charts.lifetime_chart(curves) if curves else None,
         plural=plural,
+        gap_position=_gap_position,
         style=Markup(page.joinpath("report.css").read_text("utf-8")),  # noqa: S704 - our own file
         script=Markup(script),  # noqa: S704 - our own file
         script_digest=digest,
         data=embed_json(_page_data(analysis)),
     )
+
+
+def _gap_position(gap_s: float) -> float:
+    """Pixels of 90 on a logarithmic axis with 5 minutes at 48 and an hour at 69."""
+    scale = (69 - 48) / math.log(3600 / 300)
+    return round(min(87.0, max(3.0, 48 + scale * math.log(max(gap_s, 0.01) / 300))), 1)
 
 
 def embed_json(value: Any) -> Markup:
@@ -110,6 +118,7 @@ def _node_row(node: PrefixNode) -> list[Any]:
         node.num_tokens,
         node.prefix_tokens,
         node.total,
+        node.num_own,
         node.num_read,
         "" if worst is None else str(worst),
         sum(node.lost.values()),
