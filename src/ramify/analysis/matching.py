@@ -118,12 +118,12 @@ class Matcher:
         numbers: dict[int, None] = {}
         tree = self._raw.get(_raw_key(side))
         if tree is not None:
-            for visit in reversed(tree.visit(side.prompt)[-3:]):
-                numbers.update(dict.fromkeys(reversed(visit.recent)))
+            for visit in reversed(tree.visit(side.prompt)[-2:]):
+                numbers.update(dict.fromkeys(visit.recent[:-3:-1]))
         for visit in reversed(self._mended.visit(self._mended_prompt(side))[-3:]):
-            numbers.update(dict.fromkeys(reversed(visit.recent)))
+            numbers.update(dict.fromkeys(visit.recent[:-3:-1]))
         for key in self._keys_to_find(side):
-            numbers.update(dict.fromkeys(reversed(self._newest.get(key, ()))))
+            numbers.update(dict.fromkeys(self._newest.get(key, [])[:-3:-1]))
         return list(numbers)[:MAX_CANDIDATES]
 
     def _insert(self, request: StoredRequest) -> None:

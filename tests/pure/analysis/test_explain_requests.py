@@ -26,7 +26,7 @@ def body(tools: str, clock: str, question: str) -> str:
 
 def run(*arguments: str | Path) -> tuple[int, str]:
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    return result.exit_code, result.output
+    return result.exit_code, result.output or repr(result.exception)
 
 
 @pytest.fixture

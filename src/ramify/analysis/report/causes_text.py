@@ -1,61 +1,212 @@
-"""What each cause means, in a sentence, and which checks a log has passed."""
+"""Causes of lost hits in words: a title, what happens, and the check that passed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ramify.analysis.findings import CHANGES
 from ramify.analysis.verdicts import CauseName, Finding
 
 
 @dataclass(frozen=True, slots=True)
 class CauseText:
-    """A cause for readers."""
+    """What a reader needs to know about a cause."""
 
-    icon: str  # one or two characters, beside the name and never instead of it
+    cause: CauseName
     title: str
-    passed: str  # said if a log has no such finding
+    what: str  # happens, and why the cache cannot read past it
+    check: str  # a sentence that is true where the cause does not occur
+
+    @property
+    def change(self) -> str:
+        """What to do about it, as an imperative sentence."""
+        return CHANGES.get(self.cause, "")
 
 
-CAUSES: dict[CauseName, CauseText] = {
-    CauseName.CLOCK: CauseText("◷", "A date or time changes", "No clock in a shared prefix"),
-    CauseName.RANDOM_ID: CauseText("#", "An id changes", "No random id in a shared prefix"),
-    CauseName.PATH_OR_STATE: CauseText("/", "A path or status changes", "No path or status block"),
-    CauseName.BILLING_HEADER: CauseText("$", "A billing header changes", "No billing header"),
-    CauseName.TOOL_ORDER: CauseText("⇅", "Tools change their order", "Tools keep their order"),
-    CauseName.TOOL_CHANGED: CauseText("±", "Tools are added or edited", "Tools stay the same"),
-    CauseName.KEY_ORDER: CauseText("{}", "JSON keys change their order", "JSON keys keep order"),
-    CauseName.WHITESPACE: CauseText("␣", "White space or form changes", "Equal text, equal bytes"),
-    CauseName.SETTINGS_CHANGED: CauseText("⚙", "A setting changes", "Settings stay the same"),
-    CauseName.MEDIA_CHANGED: CauseText("▣", "Images or files change", "Media stay the same"),
-    CauseName.HISTORY_EDITED: CauseText("✎", "History is edited", "History is only appended to"),
-    CauseName.COMPACTION: CauseText("⇲", "A summary replaces the history", "No compaction"),
-    CauseName.REASONING_DROPPED: CauseText("∅", "Reasoning is dropped", "Reasoning is sent back"),
-    CauseName.CONTEXT_MOVED: CauseText("→", "A context block moves", "Context blocks stay put"),
-    CauseName.SYSTEM_HOISTED: CauseText("↑", "A system message is hoisted", "No hoisted message"),
-    CauseName.BREAKPOINT_MISSING: CauseText("¶", "No cache breakpoint", "Breakpoints are in place"),
-    CauseName.LOOKBACK_EXCEEDED: CauseText("20", "Out of the look-back", "Within the look-back"),
-    CauseName.BELOW_MINIMUM: CauseText("<", "Below the minimum", "Prefixes are long enough"),
-    CauseName.TTL_EXPIRED: CauseText("⌛", "The entry has expired", "Entries are read in time"),
-    CauseName.PARALLEL_COLD: CauseText(
-        "∥", "Sent before the first write", "No cold parallel start"
+_TEXTS = (
+    CauseText(
+        CauseName.CLOCK,
+        "A clock in the prompt",
+        "A date or time is rendered before the end of the prompt. Everything behind it differs from "
+        "request to request.",
+        "No clock before the newest message",
     ),
-    CauseName.MODEL_CHANGED: CauseText("M", "The model changes", "Conversations keep their model"),
-    CauseName.ROUTING: CauseText("⤳", "Another replica answers", "Requests reach their replica"),
-    CauseName.CACHE_KEY_SCATTERED: CauseText("⚿", "Several cache keys", "One key a prefix"),
-    CauseName.EVICTED: CauseText("✕", "The entry was evicted", "No eviction seen"),
-    CauseName.NAMESPACE_SPLIT: CauseText("⫽", "Separate namespaces", "No split namespaces"),
-    CauseName.UNREAD_WRITE: CauseText("✍", "Written, never read", "Every paid write is read"),
-    CauseName.NEW_CONTENT: CauseText("+", "New content", ""),
-    CauseName.OUTSIDE_PROMPT: CauseText("?", "Outside the prompt", "No miss without a reason"),
-}
+    CauseText(
+        CauseName.RANDOM_ID,
+        "A random id in the prompt",
+        "An id is drawn anew for each request or session. Everything behind it differs.",
+        "No random id before the newest message",
+    ),
+    CauseText(
+        CauseName.PATH_OR_STATE,
+        "A path or a status in the prompt",
+        "A working directory, a git status or a task list changes inside the prefix.",
+        "No changing path or status in the prefix",
+    ),
+    CauseText(
+        CauseName.BILLING_HEADER,
+        "A rotating billing line",
+        "A client puts a line with a changing hash in front of the system prompt.",
+        "No rotating billing line",
+    ),
+    CauseText(
+        CauseName.TOOL_ORDER,
+        "Tools in another order",
+        "The same tools are sent in another order. They stand at the head of the prompt, so that "
+        "nothing behind them can be read.",
+        "Tools keep their order",
+    ),
+    CauseText(
+        CauseName.TOOL_CHANGED,
+        "Tools change within a conversation",
+        "A tool is added, removed or edited after the first turn. The whole conversation stands "
+        "behind the tools.",
+        "Tools stay the same within a conversation",
+    ),
+    CauseText(
+        CauseName.KEY_ORDER,
+        "JSON keys in another order",
+        "Equal JSON is written with its keys in another order, so that its tokens differ.",
+        "JSON keys keep their order",
+    ),
+    CauseText(
+        CauseName.WHITESPACE,
+        "White space or escapes differ",
+        "Equal text is sent with other white space, another Unicode form or other escapes.",
+        "Equal text is sent byte for byte",
+    ),
+    CauseText(
+        CauseName.SETTINGS_CHANGED,
+        "A setting changes",
+        "A setting that is part of the prompt or of the cache key changes, such as the tool choice "
+        "or the reasoning effort.",
+        "Settings stay the same within a conversation",
+    ),
+    CauseText(
+        CauseName.MEDIA_CHANGED,
+        "Images or files change",
+        "An image or a file is encoded anew, added, removed or moved.",
+        "Images and files stay the same",
+    ),
+    CauseText(
+        CauseName.HISTORY_EDITED,
+        "History is edited",
+        "Earlier messages are dropped, shortened or rewritten. The cache ends at the first edit.",
+        "History only grows",
+    ),
+    CauseText(
+        CauseName.COMPACTION,
+        "A summary replaces the history",
+        "The head of the conversation is replaced by a summary. This is legitimate; its frequency "
+        "matters.",
+        "No compaction",
+    ),
+    CauseText(
+        CauseName.REASONING_DROPPED,
+        "Reasoning is dropped",
+        "The reasoning of earlier turns is left out or rendered otherwise in later requests.",
+        "Reasoning is sent back as received",
+    ),
+    CauseText(
+        CauseName.CONTEXT_MOVED,
+        "A context block moves",
+        "A block of context leaves its old message and reappears in the newest one.",
+        "Context blocks stay in place",
+    ),
+    CauseText(
+        CauseName.SYSTEM_HOISTED,
+        "A system message is hoisted",
+        "A system message from mid-history is moved to the head of the prompt.",
+        "System messages stay in place",
+    ),
+    CauseText(
+        CauseName.BREAKPOINT_MISSING,
+        "No cache breakpoint",
+        "The provider writes to its cache only at breakpoints, and the shared part has none.",
+        "Breakpoints cover what is shared",
+    ),
+    CauseText(
+        CauseName.LOOKBACK_EXCEEDED,
+        "The last write is out of the look-back",
+        "The provider looks back a limited number of blocks from a breakpoint. The last write is "
+        "further away.",
+        "Writes are within the look-back",
+    ),
+    CauseText(
+        CauseName.BELOW_MINIMUM,
+        "Shorter than the provider caches",
+        "The shared prefix is shorter than the provider's minimum.",
+        "Shared prefixes are longer than the minimum",
+    ),
+    CauseText(
+        CauseName.TTL_EXPIRED,
+        "The entry has expired",
+        "The gap since the last use is longer than the lifetime of the cache entry.",
+        "Gaps are shorter than the lifetime",
+    ),
+    CauseText(
+        CauseName.PARALLEL_COLD,
+        "Parallel requests before the first write",
+        "Requests with the same prefix start together, before the first has written it.",
+        "Parallel requests find a warm cache",
+    ),
+    CauseText(
+        CauseName.MODEL_CHANGED,
+        "Another model answers",
+        "A fallback, a router or an alias sends the conversation to another model, which has "
+        "its own cache.",
+        "Each conversation keeps its model",
+    ),
+    CauseText(
+        CauseName.ROUTING,
+        "Another replica answers",
+        "Requests with the same prefix reach different replicas, each with its own cache.",
+        "Requests with the same prefix reach the same replica",
+    ),
+    CauseText(
+        CauseName.CACHE_KEY_SCATTERED,
+        "Cache keys are scattered",
+        "Requests that share a prefix carry different cache keys, which may send them to different "
+        "machines.",
+        "Cache keys follow the shared prefixes",
+    ),
+    CauseText(
+        CauseName.EVICTED,
+        "The entry was evicted",
+        "The cache was too small to keep the prefix until it was needed again.",
+        "Nothing is evicted before its reuse",
+    ),
+    CauseText(
+        CauseName.NAMESPACE_SPLIT,
+        "The cache is split by tenant",
+        "A salt, an adapter or a tenant keeps equal prompts apart.",
+        "Equal prompts share a namespace",
+    ),
+    CauseText(
+        CauseName.UNREAD_WRITE,
+        "A paid write that nobody reads",
+        "The write premium is paid for an entry that no later request reads.",
+        "Writes are read",
+    ),
+    CauseText(
+        CauseName.NEW_CONTENT,
+        "New content",
+        "The requests ask for different things. This is no waste.",
+        "",
+    ),
+    CauseText(
+        CauseName.OUTSIDE_PROMPT,
+        "Outside the prompt",
+        "The texts are equal and the rule predicts a hit, but the log reports a miss. The reason "
+        "is not in the log.",
+        "No miss without an explanation",
+    ),
+)
+CAUSES: dict[CauseName, CauseText] = {text.cause: text for text in _TEXTS}
 
 
-def passed_checks(findings: Iterable[Finding]) -> list[tuple[str, str]]:
-    """Name and sentence of each cause that no finding has."""
-    found = {finding.cause for finding in findings}
-    return [
-        (str(cause), text.passed)
-        for cause, text in CAUSES.items()
-        if cause not in found and text.passed
-    ]
+def passed_checks(findings: Iterable[Finding]) -> tuple[CauseText, ...]:
+    """Causes that the log could have shown and does not, in the order of `CauseName`."""
+    seen = {finding.cause for finding in findings}
+    return tuple(text for text in _TEXTS if text.check and text.cause not in seen)

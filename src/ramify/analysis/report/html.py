@@ -23,8 +23,7 @@ from ramify.analysis.report.changes import mark_changes
 from ramify.analysis.report.document import Analysis, PrefixNode, finding_anchor
 from ramify.analysis.report.headline import headline
 from ramify.analysis.report.markdown import analysis_as_markdown, finding_as_markdown
-from ramify.analysis.report.terminal import RATE_NAMES
-from ramify.analysis.report.wording import count, duration, money, percent, plural
+from ramify.analysis.report.wording import RATE_NAMES, count, duration, money, percent, plural
 
 _ESCAPES = {ord(letter): f"\\u{ord(letter):04x}" for letter in "<>&\u2028\u2029"}
 

@@ -36,7 +36,7 @@ def finding_as_markdown(finding: Finding, number: int) -> str:
     saving = finding.saving
     dollars = "" if saving.money is None else f", {money(saving.money)}"
     place = f" in `{finding.segment}`" if finding.segment else ""
-    losses = (
+    facts = (
         f"{plural(finding.num_requests, 'request')}, {count(finding.tokens_lost)} tokens lost; "
         f"mending saves {count(saving.tokens)} tokens ({count(saving.low)} to "
         f"{count(saving.high)}{dollars})."
@@ -44,7 +44,7 @@ def finding_as_markdown(finding: Finding, number: int) -> str:
     lines = [
         f"### {number + 1}. `{finding.cause}`{place} ({finding.certainty})",
         "",
-        losses,
+        facts,
         "",
         f"**Change:** {finding.change}",
     ]

@@ -67,7 +67,7 @@ class PrefixTreeBuilder:
         if not len(everyone):
             return ()
         total = int(self._reads.num_tokens[everyone].sum())
-        self._nodes = [PrefixNode(-1, "all requests", "", 0, 0, len(everyone), 0, 0, total, 0, 0)]
+        self._nodes = [PrefixNode(-1, "all requests", "", 0, 0, len(everyone), 0, 0, total, 0)]
         queue: list[tuple[int, int, _Group]] = []
         self._split(queue, _Group(everyone, 0, 0, 0, 1), total)
         while queue and len(self._nodes) < MAX_NODES:
@@ -164,7 +164,6 @@ class PrefixTreeBuilder:
                 num_tokens=num_tokens,
                 prefix_tokens=high,
                 total=self._width(group),
-                num_own=num_tokens * len(group.requests),
                 num_read=_overlap(self._reads.num_read[group.requests], low, high),
                 lost=self._lost(group.requests, low, high),
             )
@@ -189,7 +188,6 @@ class PrefixTreeBuilder:
                 num_tokens=0,
                 prefix_tokens=low,
                 total=total,
-                num_own=total,
                 num_read=_overlap(self._reads.num_read[requests], low, high),
                 lost=self._lost(requests, low, high),
                 num_merged=num,

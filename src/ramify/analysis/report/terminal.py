@@ -9,12 +9,11 @@ from rich.text import Text
 from ramify.analysis.report.changes import Piece, mark_changes
 from ramify.analysis.report.document import Analysis, HitRate
 from ramify.analysis.report.headline import headline
-from ramify.analysis.report.wording import count, money, percent, plural
+from ramify.analysis.report.wording import RATE_NAMES, count, money, percent, plural
 from ramify.analysis.verdicts import Finding
 
 BAR_CELLS = 32
 MAX_QUOTE = 60
-RATE_NAMES = {"reported": "reported", "by_rule": "by rule", "possible": "possible"}
 
 
 def print_summary(analysis: Analysis, console: Console, *, max_findings: int = 5) -> None:

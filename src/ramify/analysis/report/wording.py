@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+RATE_NAMES = {"reported": "reported", "by_rule": "by rule", "possible": "possible"}
+
 
 def count(value: float) -> str:
     """`12,345`; from 100,000 on `123 K`, `1.23 M`, `4.56 G`."""
