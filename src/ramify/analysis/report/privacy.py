@@ -10,6 +10,7 @@ import re
 import secrets
 from dataclasses import replace
 from hashlib import blake2b
+from typing import Any
 
 from ramify.analysis.report.document import (
     Analysis,
@@ -18,8 +19,11 @@ from ramify.analysis.report.document import (
     Session,
     TimelineRequest,
 )
+from ramify.analysis.report.provenance import RULE_NOTE
 from ramify.analysis.verdicts import Cause, Divergence, Example, Finding, Verdict
 
+# Parts of `quality` whose keys may quote a row.
+_QUOTING = ("bad_reasons", "skipped", "notes")
 # Names in a path come from the body's keys; a path holds nothing else but indices.
 _PATH = re.compile(r"[A-Za-z_]{1,40}(\[[\d*]*\])?(\.[A-Za-z_]{1,40}(\[[\d*]*\])?)*")
 
@@ -63,7 +67,8 @@ def hide_texts(analysis: Analysis, changes: dict[str, str]) -> Analysis:
     quality["bad_lines"] = [
         [hider.hide_file(file), line] for file, line in quality.get("bad_lines", [])
     ]
-    quality.pop("bad_reasons", None)  # an error message may quote the line
+    for name in _QUOTING:
+        quality[name] = {}
     return replace(
         analysis,
         title="private",
@@ -75,6 +80,7 @@ def hide_texts(analysis: Analysis, changes: dict[str, str]) -> Analysis:
             ),
             verdicts=tuple(_hide_verdict(hider, verdict) for verdict in lint.verdicts),
             quality=quality,
+            tables=_hide_tables(hider, lint.tables),
         ),
         tree=tuple(_hide_node(hider, node) for node in analysis.tree),
         leaders_by_count=tuple(_hide_leader(hider, row) for row in analysis.leaders_by_count),
@@ -83,8 +89,33 @@ def hide_texts(analysis: Analysis, changes: dict[str, str]) -> Analysis:
             _hide_session(hider, session, number)
             for number, session in enumerate(analysis.sessions, 1)
         ),
+        figures=tuple(each for each in analysis.figures if each.name != RULE_NOTE),
         is_private=True,
     )
+
+
+def _hide_tables(hider: TextHider, tables: dict[str, Any]) -> dict[str, Any]:
+    """Tables without names of files and models, and without words of the log."""
+    out = dict(tables)
+    for name in ("predicted", "billed"):
+        table = out.get(name)
+        if table and "by_model" in table:
+            models = table["by_model"].values()
+            by_model = {f"model {number}": row for number, row in enumerate(models, 1)}
+            out[name] = {**table, "by_model": by_model}
+    if out.get("rules"):
+        out["rules"] = {**out["rules"], "models": [], "notes": []}
+    agreement = dict(out.get("agreement") or {})
+    for name in ("reads", "writes"):
+        if agreement.get(name):
+            rows = agreement[name]["outliers"]
+            hidden = [{**row, "file": hider.hide_file(row["file"])} for row in rows]
+            agreement[name] = {**agreement[name], "outliers": hidden}
+    if agreement.get("verdicts"):
+        matrix = agreement["verdicts"]["matrix"]
+        kept = {hider.keep_path(reason): counts for reason, counts in matrix.items()}
+        agreement["verdicts"] = {**agreement["verdicts"], "matrix": kept}
+    return out | {"agreement": agreement}
 
 
 def _hide_finding(hider: TextHider, finding: Finding, change: str) -> Finding:
