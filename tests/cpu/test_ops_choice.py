@@ -151,7 +151,16 @@ def test_ops_are_chosen_by_name_or_refused_with_the_reason() -> None:
 @pytest.mark.parametrize(
     ("ops", "operations"),
     [
-        ("cpu", {"linear", "rms_norm + linear", "rms_norm + linear + silu_mul", "qk_norm + rope"}),
+        (
+            "cpu",
+            {
+                "linear",
+                "rms_norm + linear",
+                "rms_norm + linear + silu_mul",
+                "qk_norm + rope",
+                "rms_norm",  # of embeddings
+            },
+        ),
         ("torch", {"linear", "rms_norm", "qk_norm", "rope", "silu_mul"}),
         ("padded", {"linear", "rms_norm", "qk_norm", "rope", "silu_mul"}),
     ],

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from ramify.analysis.log_files import read_log
 from ramify.analysis.matching import Match, Matcher
 from ramify.analysis.mending import VALUES, Mender
 from ramify.analysis.providers.agreement import report_tables
+from ramify.analysis.providers.prompts import Prediction
 from ramify.analysis.providers.replay import CacheModel
 from ramify.analysis.providers.rules import load_rules
 from ramify.analysis.reading import ReadQuality
@@ -83,6 +85,30 @@ def lint_corpus(
     progress: StepProgress | None = None,
 ) -> LintReport:
     """`lint` for requests that are stored already."""
+    return lint_parts(
+        corpus, quality=quality, provider=provider, rules=rules, progress=progress
+    ).report
+
+
+@dataclass(frozen=True, slots=True)
+class Linted:
+    """A report, and what else may be asked of the same log."""
+
+    report: LintReport
+    model: CacheModel
+    mender: Mender
+    predictions: Mapping[int, Prediction]  # by the request's number
+
+
+def lint_parts(
+    corpus: Corpus,
+    *,
+    quality: ReadQuality | None = None,
+    provider: str | None = None,
+    rules: Path | None = None,
+    progress: StepProgress | None = None,
+) -> Linted:
+    """`lint_corpus`, with the cache model, the mender and the predictions that it used."""
     table = load_rules(rules)
     model = (
         CacheModel.of_log(corpus, table)
@@ -110,7 +136,7 @@ def lint_corpus(
     )
     saved = {id(item): saving for item, saving in zip(mendable, savings[:-1], strict=False)}
     nothing = Saving(0, 0, 0, None)
-    return LintReport(
+    report = LintReport(
         num_requests=len(corpus),
         verdicts=verdicts,
         findings=order_by_saving([item.finding(saved.get(id(item), nothing)) for item in found]),
@@ -119,6 +145,7 @@ def lint_corpus(
         provider=model.provider,
         tables=report_tables(model, corpus.requests, log.predictions, verdicts),
     )
+    return Linted(report, model, mender, log.predictions)
 
 
 def _requests(

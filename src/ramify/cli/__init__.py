@@ -11,6 +11,7 @@ import sys
 
 import typer
 
+from ramify.cli.analyze import analyze
 from ramify.cli.calibrate import calibrate
 from ramify.cli.chat import chat
 from ramify.cli.demo import demo
@@ -38,6 +39,7 @@ for command in (
     generate,
     info,
     verify,
+    analyze,
     lint,
     explain,
     simulate,

@@ -216,8 +216,8 @@ def _tables() -> dict[str, object]:
         "num_compared": 4610,
         "predicted": 6_500_000,
         "billed": 6_200_000,
-        "mean_error": 65.0,
-        "mean_absolute_error": 71.2,
+        "mean_error": 0.013,
+        "mean_absolute_error": 0.021,
         "percentiles": {},
         "share_within_0.1": 0.94,
         "outliers": [
@@ -229,7 +229,7 @@ def _tables() -> dict[str, object]:
                 "predicted_input": 4100,
                 "billed": 0,
                 "billed_input": 4090,
-                "error": 4000,
+                "error": 0.98,
                 "causes": ["outside_prompt"],
             }
         ],

@@ -265,6 +265,8 @@ def _is_volatile(slot: SlotEvidence, cause: CauseName) -> bool:
         return True
     if named_content:
         return False
+    if cause is CauseName.RANDOM_ID and all(len(v) >= 12 and _is_random(v) for v in slot.filled):
+        return True
     repeats = sum(a == b for a, b in pairwise(slot.values))
     return slot.distinct_share > 0.5 or repeats * 2 < len(slot.values)
 

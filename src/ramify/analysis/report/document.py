@@ -47,9 +47,14 @@ class PrefixNode:
     num_tokens: int
     prefix_tokens: int  # before it and its own
     total: int
-    num_read: int  # of `num_tokens * num_requests`
+    num_read: int  # of `num_own`
     lost: dict[CauseName, int] = field(default_factory=dict)
     num_merged: int = 0  # small siblings drawn as this node
+
+    @property
+    def num_own(self) -> int:
+        """Tokens of the part in all of its requests, which `num_read` is a share of."""
+        return self.total if self.num_merged else self.num_tokens * self.num_requests
 
     @property
     def tokens_saved(self) -> int:

@@ -101,14 +101,12 @@ def knee_sentence(curves: Curves) -> str:
     """Where more capacity stops to pay."""
     if not curves.knee_tokens:
         return ""
-    lines = [curve for curve in curves.by_capacity if curve.points]
-    reached = ""
-    if lines:
-        near = min(lines[0].points, key=lambda point: abs(point.at - (curves.knee_tokens or 0)))
-        reached = f" {lines[0].name} reaches {percent(near.share)} there;"
+    here = ""
+    if curves.here_tokens:
+        here = f" The log's own cache hits like an LRU cache of {count(curves.here_tokens)} tokens."
     return (
-        f"Beyond {count(curves.knee_tokens)} tokens more capacity buys little:{reached} "
-        f"an infinite cache reaches {percent(curves.infinite)}."
+        f"Beyond {count(curves.knee_tokens)} tokens, doubling an LRU cache adds less than a point; "
+        f"an infinite cache reaches {percent(curves.infinite)}.{here}"
     )
 
 

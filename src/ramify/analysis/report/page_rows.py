@@ -184,6 +184,7 @@ def _node_row(node: PrefixNode) -> list[Any]:
         node.num_tokens,
         node.prefix_tokens,
         node.total,
+        node.num_own,
         node.num_read,
         "" if worst is None else str(worst),
         sum(node.lost.values()),
@@ -215,6 +216,7 @@ def agreement_rows(tables: Mapping[str, Any]) -> dict[str, Any] | None:
     outliers = [(name, row) for name, table in compared for row in table.get("outliers", ())]
     return {
         "counts": compared,
+        "verdicts": verdicts,
         "columns": columns,
         "matrix": [
             (name, [(column, row.get(column, 0)) for column in columns])

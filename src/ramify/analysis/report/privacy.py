@@ -23,7 +23,7 @@ from ramify.analysis.report.document import (
 from ramify.analysis.verdicts import Cause, Divergence, Example, Finding, Verdict
 
 # Names in a path come from the body's keys; a path holds nothing else but indices.
-_OWN_LABELS = frozenset({"all requests", "other parts"})
+_OWN_LABEL = re.compile(r"all requests|[\d,]+ small branch(es)?")
 _ROLES = frozenset({"assistant", "developer", "system", "tool", "user"})
 _WORD = re.compile(r"[a-z_]+(0\.1)?|no change|log \d+|\d{4}-\d\d-\d\d")
 _PATH = re.compile(r"[A-Za-z_]{1,40}(\[[\d*]*\])?(\.[A-Za-z_]{1,40}(\[[\d*]*\])?)*")
@@ -156,13 +156,17 @@ def _hide_verdict(hider: TextHider, verdict: Verdict) -> Verdict:
 
 
 def _hide_label(hider: TextHider, label: str) -> str:
-    """A label keeps its path; names of tools and the like behind it are hidden."""
-    path, _, rest = label.partition(" ")
-    if label in _OWN_LABELS or not label:
+    """A label keeps its paths; names of tools and the like behind them are hidden."""
+    if not label or _OWN_LABEL.fullmatch(label):
         return label
-    if rest.strip("()") in _ROLES:
+    path, _, rest = label.partition(" ")
+    if rest.strip("()") in _ROLES or _is_path(rest.removeprefix("… ")):
         return f"{hider.keep_path(path)} {rest}"
     return f"{hider.keep_path(path)} {hider.hide(rest)}".rstrip()
+
+
+def _is_path(text: str) -> bool:
+    return _PATH.fullmatch(text) is not None
 
 
 def _hide_node(hider: TextHider, node: PrefixNode) -> PrefixNode:

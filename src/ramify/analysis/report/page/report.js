@@ -95,12 +95,13 @@
   }
 
   // Sharing tree. A row of data.nodes is [parent, label, text, first, requests, tokens, prefix,
-  // total, read, cause, lost, merged].
+  // total, own, read, cause, lost, merged].
   const chart = byId("tree-chart");
   if (!chart || !data.nodes.length) return;
   const nodes = data.nodes.map((row, id) => ({
     id, parent: row[0], label: row[1], text: row[2], first: row[3], requests: row[4], tokens: row[5],
-    prefix: row[6], total: row[7], read: row[8], cause: row[9], lost: row[10], merged: row[11],
+    prefix: row[6], total: row[7], own: row[8], read: row[9], cause: row[10], lost: row[11],
+    merged: row[12],
     children: [], depth: 0, x: 0, width: 0, group: null,
   }));
   const top = nodes[0];
@@ -115,7 +116,7 @@
   const svgName = "http://www.w3.org/2000/svg";
   const rowHeight = 24;
   const state = { focus: top, colour: "share", order: "tokens", words: "" };
-  const shareOf = (node) => (node.tokens * node.requests ? node.read / (node.tokens * node.requests) : 0);
+  const shareOf = (node) => (node.own ? node.read / node.own : 0);
   const stepOf = (node) => Math.min(4, Math.floor(shareOf(node) * 5));
 
   function make(name, attributes, parent) {
@@ -126,11 +127,10 @@
   }
   function describe(node) {
     const parts = [node.label || "all requests"];
-    if (node.merged) parts.push(node.merged + " small parts");
-    parts.push(node.requests.toLocaleString("en-US") + (node.requests === 1 ? " request" : " requests"));
+      parts.push(node.requests.toLocaleString("en-US") + (node.requests === 1 ? " request" : " requests"));
     if (node.tokens) parts.push(count(node.tokens) + " tokens each, prefix of " + count(node.prefix));
     parts.push(count(node.total) + " tokens from here on");
-    if (node.tokens) parts.push(percent(shareOf(node)) + " read");
+    if (node.own) parts.push(percent(shareOf(node)) + " read");
     if (node.cause) parts.push(count(node.lost) + " lost, most by " + node.cause);
     return parts.join(" · ");
   }
@@ -185,10 +185,10 @@
       const box = { x: node.x, y: node.depth * rowHeight, width: node.width, height: rowHeight };
       const rank = ranks.get(node.cause);
       let fill = "cause-none";
-      if (state.colour === "share") fill = node.tokens ? "share-" + stepOf(node) : "cause-none";
+      if (state.colour === "share") fill = node.own ? "share-" + stepOf(node) : "cause-none";
       else if (rank !== undefined) fill = "cause-" + (rank % 7);
       make("rect", { class: "box " + fill, ...box }, group);
-      const isHatched = state.colour === "share" ? node.tokens > 0 && shareOf(node) === 0 : rank % 2 === 1;
+      const isHatched = state.colour === "share" ? node.own > 0 && shareOf(node) === 0 : rank % 2 === 1;
       if (isHatched) make("rect", { fill: "url(#hatching)", "pointer-events": "none", ...box }, group);
       label(group, node, fill, rank);
     }
@@ -200,9 +200,9 @@
   function label(group, node, fill, rank) {
     const room = Math.floor((node.width - 10) / 6.9);
     if (room < 2) return;
-    let words = node.merged ? "… " + node.merged + " more" : node.label || "all requests";
+    let words = node.label || "all requests";
     if (state.colour === "cause" && rank !== undefined) words = rank + 1 + " " + words;
-    if (state.colour === "share" && node.tokens && room > words.length + 7) words += "  " + percent(shareOf(node));
+    if (state.colour === "share" && node.own && room > words.length + 7) words += "  " + percent(shareOf(node));
     if (words.length > room) words = words.slice(0, Math.max(1, room - 1)) + "…";
     const name = state.colour === "share" ? fill.replace("share-", "share-text-")
       : rank === undefined ? "" : "on-cause";

@@ -1,0 +1,132 @@
+"""`analyze`: everything about a log in one value, which the report draws."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
+from os import PathLike
+from pathlib import Path
+
+import ramify
+from ramify.analysis.corpus import Corpus
+from ramify.analysis.linting import Linted, lint_parts
+from ramify.analysis.log_files import read_log
+from ramify.analysis.reading import ReadQuality
+from ramify.analysis.report.cache_curves import cache_curves
+from ramify.analysis.report.document import Analysis
+from ramify.analysis.report.prefix_tree import PrefixTreeBuilder, leaders
+from ramify.analysis.report.provenance import figures_of, warnings_of
+from ramify.analysis.report.rates import hit_rates, waterfall
+from ramify.analysis.report.reads import measure_reads
+from ramify.analysis.report.sessions import session_timelines
+from ramify.analysis.report.what_if import replay_sets
+from ramify.analysis.tokens import Tokenizer
+from ramify.errors import LogError
+
+Paths = str | PathLike[str] | Iterable[str | PathLike[str]]
+Progress = Callable[[str, int, int], None]  # part, done, all (0: unknown)
+
+
+def read_corpus(
+    paths: Paths,
+    quality: ReadQuality,
+    *,
+    format: str | None = None,  # noqa: A002 - the word of the command line
+    strict: bool = False,
+    tokenizer: Tokenizer | None = None,
+    progress: Progress | None = None,
+) -> Corpus:
+    """The requests of files; Ctrl-C keeps those that were read.
+
+    Raises:
+        LogError: a file cannot be read, or no row is a request.
+    """
+
+    def advance(done: int, total: int | None) -> None:
+        if progress is not None:
+            progress("reading", done, total or 0)
+
+    corpus = Corpus(tokenizer)
+    try:
+        for request in read_log(
+            paths, format=format, quality=quality, strict=strict, progress=advance
+        ):
+            corpus.add(request)
+    except KeyboardInterrupt:
+        if not len(corpus):
+            raise
+        quality.notes["interrupted: the rest of the log is missing"] += 1
+    if not len(corpus):
+        raise LogError(f"the log has no requests: {quality.why_empty()}")
+    return corpus
+
+
+def analyze(
+    corpus: Corpus,
+    *,
+    title: str,
+    quality: ReadQuality | None = None,
+    provider: str | None = None,
+    rules: Path | None = None,
+    policies: tuple[str, ...] = (),
+    progress: Progress | None = None,
+) -> Analysis:
+    """All parts of the report.
+
+    Args:
+        corpus: the requests.
+        title: what the log is called.
+        quality: what was read and what was not.
+        provider: whose cache rule predicts reads; by default that of the log.
+        rules: file of rules and prices, before the built-in ones.
+        policies: eviction policies that `PrefixCache` replays for the capacity chart.
+        progress: called now and then.
+    """
+    linted = lint_parts(corpus, quality=quality, provider=provider, rules=rules, progress=progress)
+    return _Parts(corpus, linted, progress).analysis(title, policies)
+
+
+class _Parts:
+    """Computes the parts of a report."""
+
+    def __init__(self, corpus: Corpus, linted: Linted, progress: Progress | None) -> None:
+        self._corpus, self._linted = corpus, linted
+        self._progress: Progress = progress or (lambda _part, _done, _all: None)
+
+    def analysis(self, title: str, policies: tuple[str, ...]) -> Analysis:
+        lint, predictions = self._linted.report, self._linted.predictions
+        reads = measure_reads(self._corpus, lint.verdicts, predictions)
+        num_input = sum(verdict.tokens.total for verdict in lint.verdicts)
+        rates = hit_rates(lint, reads)
+        self._progress("sharing tree", 0, 1)
+        tree = PrefixTreeBuilder(self._corpus, reads, lint.verdicts).build()
+        by_count, by_tokens = leaders(tree, num_input)
+        self._progress("sets of fixes", 0, 1)
+        what_if = replay_sets(self._corpus, self._linted)
+        curves = cache_curves(
+            self._corpus, rates[0].share, policies=policies, progress=self._progress
+        )
+        return Analysis(
+            title=title,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            version=ramify.__version__,
+            lint=lint,
+            num_input=num_input,
+            rates=rates,
+            duration_s=self._duration_s(),
+            tree=tree,
+            leaders_by_count=by_count,
+            leaders_by_tokens=by_tokens,
+            sessions=session_timelines(self._corpus, lint.verdicts, predictions),
+            curves=curves,
+            waterfall=waterfall(self._corpus, reads, lint.verdicts, predictions),
+            what_if=what_if,
+            figures=tuple(figures_of(lint, rates, curves, num_input)),
+            warnings=tuple(warnings_of(lint.quality, lint)),
+        )
+
+    def _duration_s(self) -> float | None:
+        starts = [
+            request.info.start_s for request in self._corpus if request.info.start_s is not None
+        ]
+        return max(starts) - min(starts) if len(starts) > 1 else None

@@ -1,0 +1,56 @@
+"""`ramify analyze --json`: the analysis without verdicts, which `ramify lint --json` has."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from ramify.analysis.report.document import SCHEMA, Analysis, HitRate
+from ramify.analysis.verdicts import Finding
+
+
+def analysis_as_json(analysis: Analysis) -> dict[str, Any]:
+    """A document of schema 1; see docs/analysis.md for its keys."""
+    lint = analysis.lint
+    document = asdict(analysis)
+    del document["lint"], document["notes"]
+    document |= {
+        "schema": SCHEMA,
+        "kind": "ramify-analysis",
+        "rates": {rate.name: _rate_as_json(rate) for rate in analysis.rates},
+        "num_requests": lint.num_requests,
+        "tokens_lost": analysis.tokens_lost,
+        "provider": lint.provider,
+        "findings": [finding_as_json(finding) for finding in lint.findings],
+        "saving_all": asdict(lint.saving_all),
+        "quality": lint.quality,
+        "tables": lint.tables,
+    }
+    if analysis.what_if is not None:
+        document["what_if"]["savings"] = [
+            {
+                "findings": [
+                    at for bit, at in enumerate(analysis.what_if.findings) if mask >> bit & 1
+                ]
+            }
+            | asdict(saving)
+            for mask, saving in sorted(analysis.what_if.savings.items())
+        ]
+    head = ("schema", "kind", "title", "created", "version", "num_requests", "num_input")
+    ordered = {name: document.pop(name) for name in head}
+    # Enums become strings, as a reader of the file gets them.
+    plain: dict[str, Any] = json.loads(json.dumps(ordered | document))
+    return plain
+
+
+def finding_as_json(finding: Finding) -> dict[str, Any]:
+    """A finding with the keys of `ramify lint --json`."""
+    document = asdict(finding)
+    if not document["example"]["file"]:
+        del document["example"]["file"]
+    return document
+
+
+def _rate_as_json(rate: HitRate) -> dict[str, Any]:
+    return asdict(rate) | {"share": rate.share}

@@ -1,0 +1,106 @@
+"""Hit rates by capacity and lifetime for the charts, and the place of the log's own cache on them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from ramify.analysis.corpus import Corpus
+from ramify.analysis.report.document import Curve, CurvePoint, Curves
+from ramify.analysis.simulation.run import SimulationOptions, simulate_trace
+from ramify.analysis.simulation.sources import corpus_trace
+from ramify.errors import LogError
+
+LIFETIMES_S = (10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 14_400.0, 86_400.0)
+NUM_CAPACITIES = 6
+KNEE_GAIN = 0.01  # what doubling buys beyond the knee, at most
+Progress = Callable[[str, int, int], None]
+
+
+def cache_curves(
+    corpus: Corpus,
+    here_share: float | None,
+    *,
+    policies: Sequence[str] = (),
+    progress: Progress | None = None,
+) -> Curves | None:
+    """The curves of a log; None without prompts.
+
+    Args:
+        corpus: the requests.
+        here_share: hit rate of the log's own cache.
+        policies: eviction policies that `PrefixCache` replays; LRU is exact without a replay.
+        progress: gets part, requests done and requests in all.
+    """
+    try:
+        source = corpus_trace(corpus)
+    except LogError:
+        return None
+    trace = source.trace
+    footprint = max(len(trace.page_ids), 1) * trace.page_size
+    options = SimulationOptions(
+        capacities=_capacities(footprint, trace.page_size),
+        policies=tuple(policies),
+        lifetimes_s=LIFETIMES_S,
+    )
+    result = simulate_trace(source, options, progress=progress)
+    points = [(at, share) for at, share in result.lru_points if at > 0]
+    if not points:
+        points = sorted(result.one_pass_lru.items())
+    top = points[-1][0]
+    capacities = [at for at in sorted(result.belady) if at <= top] or [min(result.belady)]
+    lines = [
+        Curve("LRU", tuple(CurvePoint(at, share) for at, share in points)),
+        *(
+            Curve(name, tuple(CurvePoint(at, rates[at]) for at in capacities if at in rates))
+            for name, rates in result.curve.items()
+        ),
+        Curve("Belady", tuple(CurvePoint(at, result.belady[at]) for at in capacities)),
+    ]
+    lifetimes = [CurvePoint(at, share) for at, share in sorted(result.ttl.items())]
+    return Curves(
+        by_capacity=tuple(lines),
+        by_lifetime=Curve("by lifetime", tuple(lifetimes)) if lifetimes else None,
+        infinite=result.infinite,
+        page_size=trace.page_size,
+        here_share=here_share,
+        here_tokens=None if here_share is None else _place(points, here_share),
+        here_lifetime_s=None
+        if here_share is None
+        else _place([(point.at, point.share) for point in lifetimes], here_share),
+        knee_tokens=_knee(points),
+    )
+
+
+def _capacities(footprint: int, page_size: int) -> tuple[int, ...]:
+    """Round capacities that end at one that holds everything."""
+    power = 10 ** math.floor(math.log10(footprint))
+    top = next(step * power for step in (1, 2, 5, 10) if step * power >= footprint)
+    found: list[int] = []
+    while len(found) < NUM_CAPACITIES and top >= page_size:
+        found.append(top)
+        lead = int(str(top)[0])
+        top = top // 2 if lead != 5 else top * 2 // 5
+    return tuple(found) or (page_size,)
+
+
+def _place(points: Sequence[tuple[float, float]], share: float) -> float | None:
+    """Where a rising curve reaches a share, between its points on a logarithmic axis."""
+    before: tuple[float, float] | None = None
+    for at, value in points:
+        if value >= share:
+            if before is None or value == before[1]:
+                return at
+            part = (share - before[1]) / (value - before[1])
+            return math.exp(math.log(before[0]) + part * math.log(at / before[0]))
+        before = (at, value)
+    return None
+
+
+def _knee(points: Sequence[tuple[float, float]]) -> float | None:
+    """The least capacity after which no doubling adds more than `KNEE_GAIN`."""
+    for at, share in points:
+        later = [value for place, value in points if place <= 2 * at]
+        if points[-1][1] - share <= 2 * KNEE_GAIN and later[-1] - share <= KNEE_GAIN:
+            return at
+    return None

@@ -1,0 +1,83 @@
+"""Where each number comes from, and what makes the numbers unsure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ramify.analysis.report.document import Curves, Figure, HitRate
+from ramify.analysis.report.wording import count, percent
+from ramify.analysis.verdicts import LintReport
+
+POOR_SHARE = 0.9  # of requests that should have text
+BAD_SHARE = 0.01
+
+
+def warnings_of(quality: dict[str, Any], lint: LintReport) -> Iterator[str]:
+    """What a reader should know before the first number."""
+    num, num_bad = lint.num_requests, len(quality.get("bad_lines", ()))
+    if not num:
+        yield "The log has no requests."
+        return
+    if num_bad > BAD_SHARE * (num + num_bad):
+        yield f"{num_bad:,} bad lines were left out; the first is {_place(quality)}."
+    num_text = quality.get("num_with_full_text", num)
+    if num_text < POOR_SHARE * num:
+        yield (
+            f"Only {percent(num_text / num)} of the requests have their whole text: sharing of the "
+            "others is not compared."
+        )
+    if not quality.get("num_with_times", 0):
+        yield "No times are logged: lifetimes and parallel requests cannot be judged."
+    if not lint.tables.get("billed"):
+        yield "No cached tokens are logged: nothing says what was read; see the bars by rule."
+
+
+def _place(quality: dict[str, Any]) -> str:
+    file, line = quality["bad_lines"][0]
+    return f"{file}:{line}"
+
+
+def figures_of(
+    lint: LintReport, rates: tuple[HitRate, ...], curves: Curves | None, num_input: int
+) -> Iterator[Figure]:
+    """The formula and denominator of each figure."""
+    quality, num = lint.quality, lint.num_requests
+    yield Figure(
+        "requests", f"{num:,}", f"rows read: {quality.get('num_rows', num):,}, see bad lines"
+    )
+    yield Figure("input tokens", f"{num_input:,}", "usage where logged, else counted in the prompt")
+    for rate in rates:
+        yield Figure(f"hit rate, {rate.name.replace('_', ' ')}", percent(rate.share), rate.formula)
+    exact = "exact" if quality.get("is_exact") else "estimated, ± 15 % for prose and code"
+    yield Figure("tokenizer", str(quality.get("tokenizer", "")), exact)
+    rules = lint.tables.get("rules", {})
+    yield Figure(
+        "cache rules and prices",
+        str(rules.get("date", "")),
+        "; ".join(map(str, rules.get("sources", ()))),
+    )
+    for note in rules.get("notes", ()):
+        yield Figure("note of a rule", "", str(note))
+    yield Figure("bad lines", f"{len(quality.get('bad_lines', ())):,}", "left out, never fatal")
+    for name, words in (
+        ("num_with_usage", "requests with usage"),
+        ("num_with_times", "requests with times"),
+        ("num_with_conversation", "requests with a conversation"),
+        ("num_with_full_text", "requests with their whole text"),
+    ):
+        value = quality.get(name, 0)
+        yield Figure(words, percent(value / num) if num else "0", f"{value:,} of {num:,}")
+    yield Figure(
+        "savings",
+        count(lint.saving_all.tokens),
+        "tokens read in a replay of the mended log less those read in a replay of the log as it is; "
+        "range: both ends of the lifetime, entries readable at once or not, error of the token count",
+    )
+    if curves is not None:
+        yield Figure(
+            "capacity curve",
+            f"pages of {curves.page_size}",
+            "LRU exactly from stack distances, whole pages, answers not inserted, cold start, hits "
+            "over all input tokens",
+        )

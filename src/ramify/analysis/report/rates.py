@@ -1,0 +1,182 @@
+"""The three hit rates of a log, and the steps from the ideal down to what was reported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from ramify.analysis.corpus import Corpus
+from ramify.analysis.providers.prompts import Prediction
+from ramify.analysis.report.document import HitRate, WaterfallStep
+from ramify.analysis.report.reads import Counts, RequestReads
+from ramify.analysis.verdicts import CauseName, LintReport, Verdict
+
+# Restrictions of a rule, in the order in which lost tokens are counted for them.
+RESTRICTIONS = (
+    ("read_if_marked", "no breakpoint", "a breakpoint after every segment would read it"),
+    ("read_if_long_enough", "below the minimum", "the prefix is shorter than the rule caches"),
+    ("read_if_in_reach", "out of the look-back", "more positions than a breakpoint looks back"),
+    ("read_if_kept", "expired", "the entry's lifetime had ended"),
+    ("read_if_ready", "in flight", "the request that writes it had not begun to answer"),
+)
+_OUTSIDE = (
+    (CauseName.ROUTING, "routing", "answered by another replica"),
+    (CauseName.EVICTED, "evicted", "the server's cache was too small"),
+    (CauseName.MODEL_CHANGED, "other model", "answered by another model"),
+    (CauseName.CACHE_KEY_SCATTERED, "cache keys", "requests with one prefix under several keys"),
+)
+
+
+def hit_rates(lint: LintReport, reads: RequestReads) -> tuple[HitRate, ...]:
+    """Reported (where usage is logged), by rule, and possible."""
+    rates = []
+    billed, predicted = lint.tables.get("billed"), lint.tables.get("predicted")
+    if billed:
+        rates.append(
+            HitRate(
+                "reported",
+                billed["num_read"],
+                billed["num_input"],
+                billed["num_requests"],
+                "cached tokens of usage / input tokens of usage, requests with both",
+            )
+        )
+    if predicted:
+        rates.append(
+            HitRate(
+                "by_rule",
+                predicted["num_read"],
+                predicted["num_input"],
+                predicted["num_requests"],
+                f"reads by the cache rule of {lint.provider} / input tokens, cold cache at the start",
+            )
+        )
+    rates.append(
+        HitRate(
+            "possible",
+            int((reads.reusable + reads.lost).sum()),
+            int(reads.num_tokens.sum()),
+            lint.num_requests,
+            "tokens shared with an earlier request if all causes were mended / input tokens, "
+            "infinite cache",
+        )
+    )
+    return tuple(rates)
+
+
+def waterfall(
+    corpus: Corpus,
+    reads: RequestReads,
+    verdicts: Sequence[Verdict],
+    predictions: Mapping[int, Prediction],
+) -> tuple[WaterfallStep, ...]:
+    """Levels and the steps between them, as shares of the input tokens of the same requests.
+
+    With usage in the log only the requests that have it are counted, so that all levels compare. Each
+    lost token counts for one step.
+    """
+    chosen = reads.has_usage
+    has_reported = bool(chosen.any())
+    if not has_reported:
+        chosen = np.ones(len(corpus), np.bool_)
+    total = int(reads.num_tokens[chosen].sum())
+    if not total:
+        return ()
+    steps = _Steps(total)
+    possible = np.maximum(reads.reusable + reads.lost, reads.reusable)
+    steps.level(
+        "possible, mended", int(possible[chosen].sum()), "all causes mended, infinite cache"
+    )
+    for name, lost in _prompt_causes(reads, verdicts, chosen):
+        steps.down(name, lost, "changes of the prompt")
+    steps.level("as sent", int(reads.reusable[chosen].sum()), "infinite cache, no rule")
+    for name, lost, detail in _restrictions(reads, predictions, chosen):
+        steps.down(name, lost, detail)
+    by_rule = int(reads.by_rule[chosen].sum())
+    steps.remainder(
+        by_rule, "rest of the rule", "steps of the grid, whole units, scope of settings"
+    )
+    steps.level("by rule", by_rule, "predicted reads")
+    if has_reported:
+        for name, lost, detail in _outside(reads, verdicts, chosen):
+            steps.down(name, lost, detail)
+        reported = int(reads.reported[chosen].sum())
+        steps.remainder(reported, "unexplained", "no evidence in the log says why", is_shown=True)
+        steps.level("reported", reported, "cached tokens of usage")
+    return tuple(steps.steps)
+
+
+class _Steps:
+    """A waterfall while it is built."""
+
+    def __init__(self, total: int) -> None:
+        self._total, self._now = total, 0
+        self.steps: list[WaterfallStep] = []
+
+    def level(self, name: str, tokens: int, detail: str) -> None:
+        self._now = tokens
+        self.steps.append(WaterfallStep(name, tokens / self._total, 0.0, detail, is_level=True))
+
+    def down(self, name: str, tokens: int, detail: str) -> None:
+        if tokens:
+            self._now -= tokens
+            share = self._now / self._total
+            self.steps.append(WaterfallStep(name, share, -tokens / self._total, detail))
+
+    def remainder(self, level: int, name: str, detail: str, *, is_shown: bool = False) -> None:
+        """The step from here to a level; a negative loss is a gain that nothing explains."""
+        if level != self._now or is_shown:
+            change = (level - self._now) / self._total
+            self._now = level
+            self.steps.append(WaterfallStep(name, level / self._total, change, detail))
+
+
+def _prompt_causes(
+    reads: RequestReads,
+    verdicts: Sequence[Verdict],
+    chosen: np.ndarray[tuple[int], np.dtype[np.bool_]],
+) -> list[tuple[str, int]]:
+    """Lost tokens by the first cause of each request, most first."""
+    sums: dict[str, int] = {}
+    for number in np.flatnonzero(chosen & (reads.lost > 0)).tolist():
+        causes = verdicts[number].causes
+        name = str(causes[0].cause) if causes else "other"
+        sums[name] = sums.get(name, 0) + int(reads.lost[number])
+    return sorted(sums.items(), key=lambda item: -item[1])
+
+
+def _restrictions(
+    reads: RequestReads,
+    predictions: Mapping[int, Prediction],
+    chosen: np.ndarray[tuple[int], np.dtype[np.bool_]],
+) -> Iterator[tuple[str, int, str]]:
+    """Tokens that each restriction of the rule takes; a token counts for the first that frees it."""
+    numbers = np.flatnonzero(chosen).tolist()
+    left: Counts = (reads.reusable - reads.by_rule).clip(min=0)
+    for field, name, detail in RESTRICTIONS:
+        freed = np.zeros_like(left)
+        for number in numbers:
+            prediction = predictions[number]
+            gain = getattr(prediction, field) - prediction.billed.num_read
+            if gain > 0:
+                freed[number] = gain
+        taken = np.minimum(freed, left)
+        left -= taken
+        yield name, int(taken.sum()), detail
+
+
+def _outside(
+    reads: RequestReads,
+    verdicts: Sequence[Verdict],
+    chosen: np.ndarray[tuple[int], np.dtype[np.bool_]],
+) -> Iterator[tuple[str, int, str]]:
+    """Tokens predicted but not reported, by causes outside the prompt."""
+    missing = (reads.by_rule - reads.reported).clip(min=0)
+    for cause, name, detail in _OUTSIDE:
+        named = np.array(
+            [any(item.cause is cause for item in verdict.causes) for verdict in verdicts], np.bool_
+        )
+        here = chosen & named
+        yield name, int(missing[here].sum()), detail
+        missing[here] = 0

@@ -1,0 +1,100 @@
+"""The summary in the terminal, readable at 80 columns and without colour."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ramify.analysis.report.changes import Piece, mark_changes
+from ramify.analysis.report.document import Analysis, HitRate
+from ramify.analysis.report.headline import headline
+from ramify.analysis.report.wording import RATE_NAMES, count, money, percent, plural
+from ramify.analysis.verdicts import Finding
+
+BAR_CELLS = 32
+MAX_QUOTE = 60
+
+
+def print_summary(analysis: Analysis, console: Console, *, max_findings: int = 5) -> None:
+    """Print headline, hit rates and the findings that save most."""
+    for warning in analysis.warnings:
+        console.print(Text("! " + warning, style="yellow"))
+    if analysis.warnings:
+        console.print()
+    console.print(Text(headline(analysis), style="bold"))
+    console.print()
+    for rate in analysis.rates:
+        console.print(_bar(rate))
+    findings = analysis.lint.findings
+    for number, finding in enumerate(findings[:max_findings], 1):
+        console.print()
+        _print_finding(console, finding, number)
+    console.print()
+    if len(findings) > max_findings:
+        rest = plural(len(findings) - max_findings, "more finding")
+        console.print(f"{rest}: see --html or --json.")
+    if findings:
+        everything = analysis.lint.saving_all
+        dollars = "" if everything.money is None else f", {money(everything.money)}"
+        console.print(
+            f"All findings mended together: {count(everything.tokens)} tokens saved "
+            f"({count(everything.low)} to {count(everything.high)}{dollars})."
+        )
+    else:
+        console.print("No cause of lost hits in this log.")
+
+
+def _bar(rate: HitRate) -> Text:
+    filled = round(BAR_CELLS * min(1.0, max(0.0, rate.share)))
+    line = Text(f"{RATE_NAMES.get(rate.name, rate.name):<9}")
+    line.append("█" * filled, style="blue")
+    line.append("·" * (BAR_CELLS - filled))
+    line.append(f" {percent(rate.share):>8}  ", style="bold")
+    line.append(f"of {count(rate.num_input)} tokens")
+    return line
+
+
+def _print_finding(console: Console, finding: Finding, number: int) -> None:
+    place = f" in {finding.segment}" if finding.segment else ""
+    console.print(Text(f"{number}. {finding.cause}{place} ({finding.certainty})", style="bold"))
+    saving = finding.saving
+    dollars = "" if saving.money is None else f", {money(saving.money)}"
+    console.print(
+        f"   {plural(finding.num_requests, 'request')}, {count(finding.tokens_lost)} tokens lost; "
+        f"mending saves {count(saving.tokens)} ({count(saving.low)} to "
+        f"{count(saving.high)}{dollars})"
+    )
+    example = finding.example
+    if example.had or example.got:
+        before, after = mark_changes(example.had, example.got)
+        grid = Table.grid(padding=(0, 1))
+        grid.add_column(no_wrap=True)
+        grid.add_column(overflow="fold")
+        grid.add_row("   - had", _quote(before, "red"))
+        grid.add_row("   + got", _quote(after, "green"))
+        console.print(grid)
+    console.print(Text(f"   → {finding.change}", style="italic"))
+
+
+def _quote(pieces: tuple[Piece, ...], style: str) -> Text:
+    """A quote around its first change; changes in brackets too, for who sees no colour."""
+    line = Text()
+    for piece in pieces:
+        shown = printable(piece.text)
+        if piece.is_changed:
+            line.append(f"[{shown}]", style=f"bold {style}")
+        else:
+            line.append(shown)
+    first = next((at for at, letter in enumerate(line.plain) if letter == "["), 0)
+    start = max(0, min(first - MAX_QUOTE // 3, len(line) - MAX_QUOTE))
+    cut = line[start : start + MAX_QUOTE]
+    return Text.assemble("…" if start else "", cut, "…" if start + MAX_QUOTE < len(line) else "")
+
+
+def printable(text: str) -> str:
+    """A text that cannot move the cursor or set colours: control characters escaped."""
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
+        for letter in text
+    )

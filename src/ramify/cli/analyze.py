@@ -1,0 +1,141 @@
+"""`ramify analyze`: the whole report of a log."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TextIO
+
+import typer
+
+from ramify.cli.options import exit_on_error
+from ramify.cli.simulate import progress_bar, write_json
+from ramify.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+OVER_BUDGET = 1  # exit code
+
+
+def analyze(
+    log: Annotated[list[Path], typer.Argument(help="Files of a log; - is standard input.")],
+    html: Annotated[Path | None, typer.Option(help="Write the report as one HTML file.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write JSON to this file; - is standard output.")
+    ] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write a summary as Markdown.")] = None,
+    sarif: Annotated[
+        Path | None, typer.Option(help="Write findings as SARIF 2.1.0, for code scanning.")
+    ] = None,
+    budget: Annotated[
+        Path | None, typer.Option(help="TOML file of limits; over them the exit code is 1.")
+    ] = None,
+    diff: Annotated[
+        Path | None, typer.Option(help="JSON of an earlier run (--json), to compare with.")
+    ] = None,
+    export_trace: Annotated[
+        Path | None, typer.Option(help="Write an anonymous Mooncake trace: no text, no names.")
+    ] = None,
+    private: Annotated[
+        bool, typer.Option("--private", help="No text of the log in any output.")
+    ] = False,
+    title: Annotated[str | None, typer.Option(help="Of the report. By default the file.")] = None,
+    policy: Annotated[
+        str, typer.Option(help="Eviction policies to replay for the capacity chart: lru,auto.")
+    ] = "",
+    provider: Annotated[
+        str | None, typer.Option(help="Cache rule: openai, anthropic, … By default the log's.")
+    ] = None,
+    rules: Annotated[
+        Path | None, typer.Option(help="File of cache rules and prices, before the built-in ones.")
+    ] = None,
+    log_format: Annotated[
+        str | None, typer.Option("--format", help="Format of the log, if not recognised.")
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="A bad line is an error.")] = False,
+) -> None:
+    """Report what a log's requests share, why hits are lost, and what a change would save."""
+    with exit_on_error():
+        from ramify.analysis.findings import CHANGES
+        from ramify.analysis.reading import ReadQuality
+        from ramify.analysis.report.analyze import analyze as run_analysis
+        from ramify.analysis.report.analyze import read_corpus
+        from ramify.analysis.report.as_json import analysis_as_json
+        from ramify.analysis.report.budget import check_budget, read_budget
+        from ramify.analysis.report.comparison import compare, print_comparison, read_earlier
+        from ramify.analysis.report.html import analysis_as_html
+        from ramify.analysis.report.markdown import analysis_as_markdown
+        from ramify.analysis.report.privacy import hide_texts
+        from ramify.analysis.report.sarif import analysis_as_sarif
+        from ramify.analysis.report.terminal import print_summary
+        from ramify.analysis.report.trace_export import write_trace
+
+        limits = None if budget is None else read_budget(budget)
+        earlier = None if diff is None else read_earlier(diff)
+        quality = ReadQuality()
+        with progress_bar() as progress:
+            corpus = read_corpus(log, quality, format=log_format, strict=strict, progress=progress)
+            analysis = run_analysis(
+                corpus,
+                title=title or _title(log),
+                quality=quality,
+                provider=provider,
+                rules=rules,
+                policies=tuple(name.strip() for name in policy.split(",") if name.strip()),
+                progress=progress,
+            )
+        if private:
+            analysis = hide_texts(analysis, {str(cause): text for cause, text in CHANGES.items()})
+        if html is not None:
+            _write(html, analysis_as_html(analysis))
+        if markdown is not None:
+            _write(markdown, analysis_as_markdown(analysis))
+        if json_file is not None:
+            write_json(json_file, analysis_as_json(analysis))
+        if sarif is not None:
+            write_json(sarif, analysis_as_sarif(analysis))
+        if export_trace is not None:
+            with _opened(export_trace) as out:
+                write_trace(corpus, out)
+        console = _console(json_file, sarif, html, markdown, export_trace)
+        print_summary(analysis, console)
+        if earlier is not None:
+            print_comparison(compare(earlier, analysis_as_json(analysis)), console)
+        reasons = () if limits is None else check_budget(limits, analysis)
+    for reason in reasons:
+        typer.echo(f"over budget: {reason}", err=True)
+    if reasons:
+        raise typer.Exit(OVER_BUDGET)
+
+
+def _title(logs: list[Path]) -> str:
+    first = "standard input" if str(logs[0]) == "-" else logs[0].name
+    return first if len(logs) == 1 else f"{first} and {len(logs) - 1} more"
+
+
+def _console(*outputs: Path | None) -> Console:
+    """Standard output, unless JSON goes there."""
+    from rich.console import Console
+
+    return Console(stderr=any(str(path) == "-" for path in outputs), highlight=False)
+
+
+def _write(path: Path, text: str) -> None:
+    with _opened(path) as out:
+        out.write(text)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[TextIO]:
+    """A file to write, or standard output."""
+    if str(path) == "-":
+        yield sys.stdout
+        return
+    try:
+        with path.open("w", encoding="utf-8", errors="backslashreplace") as out:
+            yield out
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
