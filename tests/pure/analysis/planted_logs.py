@@ -194,7 +194,8 @@ class PlantedLog:
             return Truth(None, {}, frozenset(), 0, 0, is_unrelated=True)
         mine, other = self.requests[number], self.requests[match]
         sent, other_sent = mine.render(mine.changes), other.render(other.changes)
-        clean = shared_chars(mine.render(())[1], other.render(())[1])
+        clean_renders = mine.render(())[1], other.render(())[1]
+        clean, clean_divergence = shared_chars(*clean_renders), divergence_of(*clean_renders)
         is_unrelated = clean < UNRELATED_CHARS or mine.cell != other.cell
         found: dict[str, frozenset[str]] = {}
         places = dict(other.changes) | dict(mine.changes)
@@ -204,7 +205,8 @@ class PlantedLog:
             if not is_split and shared_chars(left[1], right[1]) >= clean:
                 continue
             divergence = divergence_of(left[1], right[1])
-            if divergence is None and not is_split:
+            # Equal values shorten what is shared, and diverge nowhere.
+            if divergence in (None, clean_divergence) and not is_split:
                 continue
             segments = {path for path, _ in divergence.places} if divergence else set()
             found[cause] = found.get(cause, frozenset()) | segments

@@ -119,6 +119,8 @@ class ClockValue:
         if follows_times(slot.values, slot.times) or _AGO.match(slot.after):
             return True
         has_digits = all(any(map(str.isdigit, value)) for value in values)
+        if has_digits and all(map(_UNITS.search, values)):
+            return True
         if _UNITS.match(slot.after) and (has_digits or _CALENDAR.search(slot.line)):
             return True
         if has_digits and (_CALENDAR.search(slot.line) or names_date(slot.line)):

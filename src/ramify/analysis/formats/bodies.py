@@ -173,6 +173,9 @@ def logged_request(
         fields["verdict"] = VendorVerdict("none")
     has_full_text = info.pop("has_full_text", True)
     fields.update({key: value for key, value in info.items() if value is not None})
+    if info.get("cache_scope") and body.cache_scope:
+        # A tenant's salts tell caches apart as well.
+        fields["cache_scope"] = f"{info['cache_scope']} {body.cache_scope}"
     fields["has_full_text"] = body.has_full_text and has_full_text is not False
     return LoggedRequest(
         file=row.file, line=row.line, index=row.index if index is None else index, **fields
