@@ -198,6 +198,15 @@ class Analysis:
         return next((rate for rate in self.rates if rate.name == name), None)
 
     @property
+    def num_counted(self) -> int:
+        """Input tokens as the replays count them, which savings are a share of.
+
+        `num_input` is what was billed, where the log says so.
+        """
+        rate = self.rate("by_rule")
+        return self.num_input if rate is None else rate.num_input
+
+    @property
     def tokens_lost(self) -> int:
         """Tokens that mending all causes would make reusable, over all requests."""
         return sum(verdict.tokens.lost for verdict in self.lint.verdicts)

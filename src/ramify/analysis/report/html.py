@@ -1,8 +1,8 @@
 """The HTML report: one file that opens without network.
 
 Texts of the log reach the page in two ways only: through the template, which escapes them, and as
-JSON in a data block, whose `<`, `>`, `&`, U+2028 and U+2029 are escaped. The page's own script is the
-only one that the content security policy lets run.
+JSON in a data block, whose `<`, `>`, `&` and hidden characters are escaped. The content security policy
+lets the page's own script and style run, by their digests, and nothing else.
 """
 
 from __future__ import annotations
@@ -10,78 +10,113 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import math
+import re
 from importlib import resources
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
-from ramify.analysis.report import charts
-from ramify.analysis.report.causes_text import CAUSES, passed_checks
-from ramify.analysis.report.changes import mark_changes
-from ramify.analysis.report.document import Analysis, PrefixNode, finding_anchor
+from ramify.analysis.report import charts, page_rows
+from ramify.analysis.report.causes_text import passed_checks
+from ramify.analysis.report.document import Analysis, Curves
 from ramify.analysis.report.headline import headline
 from ramify.analysis.report.markdown import analysis_as_markdown, finding_as_markdown
 from ramify.analysis.report.wording import RATE_NAMES, count, duration, money, percent, plural
 
-_ESCAPES = {ord(letter): f"\\u{ord(letter):04x}" for letter in "<>&\u2028\u2029"}
+# Characters that a browser hides, or that reorder what stands around them.
+_HIDDEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ud800-\udfff\ufeff]"
+)
+_ESCAPES = {ord(letter): f"\\u{ord(letter):04x}" for letter in "<>&"}
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_SHOWN_SPACES = str.maketrans({" ": "·", "\n": "↵\n", "\t": "→\t", "\u00a0": "⍽"})
 
 
 def analysis_as_html(analysis: Analysis) -> str:
-    """A self-contained page."""
-    page = resources.files("ramify.analysis.report.page")
-    script = page.joinpath("report.js").read_text("utf-8")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    environment.lstrip_blocks = True
+    """A self-contained page, whose size does not grow with the log (see `page_rows`)."""
+    style, script = _page_file("report.css"), _page_file("report.js")
+    environment = Environment(
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        loader=FunctionLoader(_page_file),
+    )
     environment.filters |= {
         "count": count,
         "percent": percent,
         "money": money,
         "duration": duration,
+        "cut": page_rows.cut,
+        "visible": visible,
+        "shown": shown,
     }
-    template = environment.from_string(page.joinpath("report.html.j2").read_text("utf-8"))
     curves = analysis.curves
     findings = analysis.lint.findings
-    return template.render(
+    page = environment.get_template("report.html.j2").render(
         analysis=analysis,
         lint=analysis.lint,
         headline=headline(analysis),
         rate_names=RATE_NAMES,
-        findings=[
-            {
-                "finding": finding,
-                "anchor": finding_anchor(finding, number),
-                "about": CAUSES[finding.cause],
-                "marks": mark_changes(finding.example.had, finding.example.got),
-            }
-            for number, finding in enumerate(findings)
-        ],
+        findings=page_rows.finding_rows(findings),
+        num_left_out=max(0, len(findings) - page_rows.MAX_FINDINGS),
         passed=passed_checks(findings),
-        causes=CAUSES,
+        what_if=page_rows.what_if_rows(analysis),
+        sessions=page_rows.session_rows(analysis.sessions),
+        waterfall=page_rows.waterfall_rows(analysis.waterfall),
+        agreement=page_rows.agreement_rows(analysis.lint.tables),
+        quality=page_rows.quality_rows(analysis.lint.quality),
         capacity_chart=charts.capacity_chart(curves) if curves else None,
         lifetime_chart=charts.lifetime_chart(curves) if curves else None,
+        knee=knee_sentence(curves) if curves else "",
         plural=plural,
-        gap_position=_gap_position,
-        style=Markup(page.joinpath("report.css").read_text("utf-8")),  # noqa: S704 - our own file
+        style=Markup(style),  # noqa: S704 - our own file
         script=Markup(script),  # noqa: S704 - our own file
-        script_digest=digest,
+        style_digest=_digest(style),
+        script_digest=_digest(script),
         data=embed_json(_page_data(analysis)),
     )
-
-
-def _gap_position(gap_s: float) -> float:
-    """Pixels of 90 on a logarithmic axis with 5 minutes at 48 and an hour at 69."""
-    scale = (69 - 48) / math.log(3600 / 300)
-    return round(min(87.0, max(3.0, 48 + scale * math.log(max(gap_s, 0.01) / 300))), 1)
+    return _SURROGATE.sub("\ufffd", page)  # a surrogate has no UTF-8
 
 
 def embed_json(value: Any) -> Markup:
     """JSON for a data block of a page: no text in it can end the block."""
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
     text = text.encode("utf-8", "backslashreplace").decode()  # lone surrogates, as `\udc80`
-    return Markup(text.translate(_ESCAPES))  # noqa: S704 - escaped above
+    return Markup(visible(text.translate(_ESCAPES)))  # noqa: S704 - escaped above
+
+
+def visible(text: object) -> str:
+    """A text whose hidden characters are written as escapes of JSON."""
+    return _HIDDEN.sub(lambda match: f"\\u{ord(match[0]):04x}", str(text))
+
+
+def shown(text: str) -> str:
+    """A changed text with white space drawn."""
+    return visible(text.translate(_SHOWN_SPACES))
+
+
+def knee_sentence(curves: Curves) -> str:
+    """Where more capacity stops to pay."""
+    if not curves.knee_tokens:
+        return ""
+    here = ""
+    if curves.here_tokens:
+        here = f" The log's own cache hits like an LRU cache of {count(curves.here_tokens)} tokens."
+    return (
+        f"Beyond {count(curves.knee_tokens)} tokens, doubling an LRU cache adds less than a point; "
+        f"an infinite cache reaches {percent(curves.infinite)}.{here}"
+    )
+
+
+def _page_file(name: str) -> str:
+    folder = resources.files("ramify.analysis.report.page")
+    return folder.joinpath(name).read_text("utf-8")
+
+
+def _digest(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def _page_data(analysis: Analysis) -> dict[str, Any]:
@@ -90,36 +125,16 @@ def _page_data(analysis: Analysis) -> dict[str, Any]:
         "markdown": analysis_as_markdown(analysis),
         "findings": [
             finding_as_markdown(finding, number)
-            for number, finding in enumerate(analysis.lint.findings)
+            for number, finding in enumerate(analysis.lint.findings[: page_rows.MAX_FINDINGS])
         ],
         "input": analysis.num_input,
-        "nodes": [_node_row(node) for node in analysis.tree],
+        "nodes": page_rows.node_rows(analysis.tree),
         "whatIf": None
         if what_if is None
         else {
-            "findings": what_if.findings,
             "savings": {
                 str(mask): [saving.tokens, saving.low, saving.high, saving.money]
                 for mask, saving in what_if.savings.items()
             },
         },
     }
-
-
-def _node_row(node: PrefixNode) -> list[Any]:
-    worst = max(node.lost, key=lambda cause: node.lost[cause], default=None)
-    return [
-        node.parent,
-        node.label,
-        node.text,
-        node.first,
-        node.num_requests,
-        node.num_tokens,
-        node.prefix_tokens,
-        node.total,
-        node.num_own,
-        node.num_read,
-        "" if worst is None else str(worst),
-        sum(node.lost.values()),
-        node.num_merged,
-    ]

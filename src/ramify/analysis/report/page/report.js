@@ -1,187 +1,267 @@
 "use strict";
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
-  const $ = (id) => document.getElementById(id);
-  const count = (n) => {
-    if (Math.abs(n) < 1e5) return Math.round(n).toLocaleString("en-US");
-    const [size, unit] = Math.abs(n) >= 1e9 ? [1e9, "G"] : Math.abs(n) >= 1e6 ? [1e6, "M"] : [1e3, "K"];
-    return Number((n / size).toPrecision(3)) + " " + unit;
-  };
-  const percent = (x) => (100 * x).toFixed(1) + " %";
-  const money = (x) => (x < 0 ? "-$" : "$") + (Math.abs(x) >= 0.01 || x === 0 ? Math.abs(x).toFixed(2) : Math.abs(x).toPrecision(2));
-
-  // Theme: the system's until switched.
+  const byId = (id) => document.getElementById(id);
   const root = document.documentElement;
-  const isDark = () => (root.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
-  $("theme").addEventListener("click", () => { root.dataset.theme = isDark() ? "light" : "dark"; drawTree(); });
 
-  // Copy as Markdown; a page opened from a file may have no clipboard API.
-  const copy = async (text, button) => {
-    const label = button.textContent;
-    let done = false;
-    try { await navigator.clipboard.writeText(text); done = true; } catch {
-      const area = document.createElement("textarea");
-      area.value = text;
-      document.body.append(area);
-      area.select();
-      done = document.execCommand("copy");
-      area.remove();
+  // Theme: as the system, or as chosen. `?theme=dark` chooses in the address.
+  const themes = ["auto", "light", "dark"];
+  const themeButton = byId("theme");
+  function setTheme(name) {
+    root.dataset.theme = name;
+    themeButton.textContent = "Theme: " + name;
+    themeButton.setAttribute("aria-label", "Theme: " + (name === "auto" ? "as the system" : name));
+  }
+  const wished = new URLSearchParams(location.search).get("theme");
+  setTheme(themes.includes(wished) ? wished : "auto");
+  themeButton.addEventListener("click", () => {
+    setTheme(themes[(themes.indexOf(root.dataset.theme) + 1) % themes.length]);
+  });
+
+  // Copying.
+  const status = byId("status");
+  let timer = 0;
+  function say(text) {
+    status.textContent = text;
+    status.classList.add("on");
+    clearTimeout(timer);
+    timer = setTimeout(() => status.classList.remove("on"), 1800);
+  }
+  function copyByField(text) {
+    const field = document.createElement("textarea");
+    field.value = text;
+    document.body.append(field);
+    field.select();
+    const done = document.execCommand("copy");
+    field.remove();
+    say(done ? "Copied" : "The browser does not allow copying");
+  }
+  function copy(text) {
+    if (!navigator.clipboard) {
+      copyByField(text);
+      return;
     }
-    button.textContent = done ? "Copied" : "Not allowed";
-    setTimeout(() => { button.textContent = label; }, 1500);
-  };
-  $("copy-all").addEventListener("click", (event) => copy(data.markdown, event.currentTarget));
+    navigator.clipboard.writeText(text).then(() => say("Copied"), () => copyByField(text));
+  }
+  byId("copy-all").addEventListener("click", () => copy(data.markdown));
   for (const button of document.querySelectorAll("button.copy")) {
-    button.addEventListener("click", () => copy(data.findings[Number(button.dataset.finding)], button));
+    button.addEventListener("click", () => {
+      const link = location.href.split("#")[0] + "#" + button.closest("article").id;
+      copy(data.findings[Number(button.dataset.finding)] + "\n\n" + link + "\n");
+    });
   }
 
-  // A link to a finding opens it; printing opens everything.
-  const openTarget = () => {
-    const target = location.hash && document.getElementById(decodeURIComponent(location.hash.slice(1)));
-    if (target && target.tagName === "DETAILS") { target.open = true; target.scrollIntoView(); }
-  };
-  addEventListener("hashchange", openTarget);
-  openTarget();
-  addEventListener("beforeprint", () => { for (const each of document.querySelectorAll("details")) each.open = true; });
-
-  // What if: each set was replayed beforehand.
-  const boxes = [...document.querySelectorAll("#what-if input")];
-  const showSaving = () => {
-    const mask = boxes.reduce((sum, box) => sum | (box.checked ? 1 << Number(box.dataset.bit) : 0), 0);
-    const saving = data.whatIf.savings[mask];
-    if (!mask) { $("what-if-result").textContent = "Tick a change."; return; }
-    if (!saving) { $("what-if-result").textContent = "This set was not replayed: the time for replays was over. Choose fewer changes, or all."; return; }
-    const [tokens, low, high, dollars] = saving;
-    let text = count(tokens) + " tokens saved";
-    if (data.input) text += ", " + percent(tokens / data.input) + " of the input";
-    text += "\nrange " + count(low) + " to " + count(high);
-    if (dollars !== null) text += "\n" + money(dollars) + (dollars < 0 ? " more is paid: its writes cost more than its reads save" : " saved");
-    $("what-if-result").textContent = text;
-  };
-  for (const box of boxes) box.addEventListener("change", showSaving);
-
-  // The icicle.
-  const PARENT = 0, LABEL = 1, TEXT = 2, FIRST = 3, REQUESTS = 4, TOKENS = 5, PREFIX = 6, TOTAL = 7, OWN = 8, READ = 9, CAUSE = 10, LOST = 11, MERGED = 12;
-  const nodes = data.nodes, ROW = 26, SVG = "http://www.w3.org/2000/svg";
-  const children = nodes.map(() => []);
-  nodes.forEach((node, at) => { if (node[PARENT] >= 0) children[node[PARENT]].push(at); });
-  let top = 0, current = 0, found = null, drawn = [];
-  const CAUSE_COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a5a9e", "#7a6500"];
-  const totals = new Map();
-  for (const node of nodes) if (node[CAUSE]) totals.set(node[CAUSE], (totals.get(node[CAUSE]) || 0) + node[LOST]);
-  const causes = [...totals.keys()].sort((a, b) => totals.get(b) - totals.get(a));
-  const causeColour = (name) => CAUSE_COLOURS[causes.indexOf(name) % CAUSE_COLOURS.length];
-  const mix = (a, b, part) => "rgb(" + a.map((each, at) => Math.round(each + (b[at] - each) * part)).join(",") + ")";
-  const colour = (at) => {
-    const node = nodes[at], dark = isDark(), empty = dark ? [58, 65, 75] : [222, 227, 233];
-    if (!at) return [mix(empty, empty, 0), dark ? "#e9ecef" : "#16191d"];
-    if ($("tree-colour").value === "cause") return node[CAUSE] ? [causeColour(node[CAUSE]), "#fff"] : [mix(empty, empty, 0), dark ? "#e9ecef" : "#16191d"];
-    const share = node[OWN] ? Math.min(1, node[READ] / node[OWN]) : 0;
-    return [mix(empty, dark ? [42, 128, 180] : [0, 100, 160], share), share > 0.45 || dark ? "#fff" : "#16191d"];
-  };
-  const sorted = (at) => {
-    const byTime = $("tree-order").value === "time";
-    return [...children[at]].sort((a, b) => byTime ? nodes[a][FIRST] - nodes[b][FIRST] : nodes[b][TOTAL] - nodes[a][TOTAL]);
-  };
-  const make = (name, attributes, parent) => {
-    const element = document.createElementNS(SVG, name);
-    for (const key in attributes) element.setAttribute(key, attributes[key]);
-    parent.append(element);
-    return element;
-  };
-  function drawTree() {
-    const box = $("icicle");
-    if (!box || !nodes.length) return;
-    const width = box.clientWidth || 900, placed = [];
-    // The zoomed node's ancestors lie above it, as wide as everything.
-    const above = [];
-    for (let at = nodes[top][PARENT]; at >= 0; at = nodes[at][PARENT]) above.unshift(at);
-    above.forEach((at, depth) => placed.push([at, 0, width, depth]));
-    const stack = [[top, 0, width, above.length]];
-    let depths = above.length + 1;
-    while (stack.length) {
-      const [at, x, size, depth] = stack.pop();
-      placed.push([at, x, size, depth]);
-      depths = Math.max(depths, depth + 1);
-      let left = x;
-      for (const child of sorted(at)) {
-        const part = nodes[at][TOTAL] ? size * nodes[child][TOTAL] / nodes[at][TOTAL] : 0;
-        if (part >= 0.7) stack.push([child, left, part, depth + 1]);
-        left += part;
-      }
+  // Numbers, as `wording.py` writes them.
+  function count(value) {
+    if (Math.abs(value) < 1e5) return Math.round(value).toLocaleString("en-US");
+    for (const [unit, size] of [["G", 1e9], ["M", 1e6], ["K", 1e3]]) {
+      if (Math.abs(value) >= size) return Number((value / size).toPrecision(3)) + " " + unit;
     }
-    box.replaceChildren();
-    const svg = make("svg", {viewBox: "0 0 " + width + " " + depths * ROW, height: depths * ROW}, box);
-    drawn = placed;
-    for (const [at, x, size, depth] of placed) {
-      const [fill, ink] = colour(at);
-      const group = make("g", {"data-at": at, class: (at === current ? "at" : "") + (found && !found.has(at) ? " dim" : "")}, svg);
-      make("rect", {x, y: depth * ROW, width: Math.max(size, 0.5), height: ROW - 1, fill}, group);
-      const fits = Math.floor((size - 8) / 6.6);
-      if (fits >= 4) {
-        const full = nodes[at][LABEL] + (nodes[at][TEXT] ? "  " + nodes[at][TEXT] : "");
-        make("text", {x: x + 5, y: depth * ROW + 17, fill: ink}, group).textContent = full.length > fits ? full.slice(0, fits - 1) + "…" : full;
-      }
-    }
-    legend();
+    return String(value);
   }
-  function legend() {
-    const box = $("tree-legend");
-    box.replaceChildren();
-    const entry = (fill, text) => {
-      const item = document.createElement("span"), key = document.createElement("span");
-      key.className = "key"; key.style.background = fill;
-      item.append(key, text); box.append(item);
+  function money(value) {
+    const size = Math.abs(value);
+    const digits = size >= 1000 ? size.toLocaleString("en-US", { maximumFractionDigits: 0 })
+      : size >= 0.01 || size === 0 ? size.toFixed(2) : size.toPrecision(2);
+    return (value < 0 ? "-$" : "$") + digits;
+  }
+  const percent = (share) => (100 * share).toFixed(1) + " %";
+
+  // What-if: sums are never made up; a set of fixes has a saving only if it was replayed.
+  const result = byId("what-if-result");
+  if (result && data.whatIf) {
+    const boxes = [...document.querySelectorAll("#what-if input[data-bit]")];
+    const replayed = Object.keys(data.whatIf.savings).map(Number);
+    const update = () => {
+      const mask = boxes.reduce((sum, box) => sum + (box.checked ? 2 ** Number(box.dataset.bit) : 0), 0);
+      const saving = mask === 0 ? [0, 0, 0, null] : data.whatIf.savings[mask];
+      result.replaceChildren();
+      if (!saving) {
+        const part = replayed.filter((other) => (BigInt(other) & BigInt(mask)) === BigInt(other))
+          .map((other) => data.whatIf.savings[other]).sort((a, b) => b[0] - a[0])[0];
+        result.textContent = "This combination was not replayed."
+          + (part ? " A part of it saves " + count(part[0]) + " tokens." : "");
+        return;
+      }
+      const sum = document.createElement("b");
+      sum.textContent = count(saving[0]) + " tokens";
+      result.append("Saves ", sum);
+      if (data.input) result.append(" · " + percent(saving[0] / data.input) + " of the input");
+      if (saving[1] !== saving[2]) result.append(" (" + count(saving[1]) + " to " + count(saving[2]) + ")");
+      if (saving[3] !== null) result.append(" · " + money(saving[3]));
     };
-    if ($("tree-colour").value === "cause") {
-      for (const name of causes) entry(causeColour(name), name + " (" + count(totals.get(name)) + ")");
-      if (!causes.length) box.append("no cause of a loss in this log");
-    } else {
-      const dark = isDark(), empty = dark ? [58, 65, 75] : [222, 227, 233], full = dark ? [42, 128, 180] : [0, 100, 160];
-      for (const share of [0, 0.5, 1]) entry(mix(empty, full, share), percent(share) + " read");
+    for (const box of boxes) box.addEventListener("change", update);
+    update();
+  }
+
+  // Sharing tree. A row of data.nodes is [parent, label, text, first, requests, tokens, prefix,
+  // total, own, read, cause, lost, merged].
+  const chart = byId("tree-chart");
+  if (!chart || !data.nodes.length) return;
+  const nodes = data.nodes.map((row, id) => ({
+    id, parent: row[0], label: row[1], text: row[2], first: row[3], requests: row[4], tokens: row[5],
+    prefix: row[6], total: row[7], own: row[8], read: row[9], cause: row[10], lost: row[11],
+    merged: row[12],
+    children: [], depth: 0, x: 0, width: 0, group: null,
+  }));
+  const top = nodes[0];
+  for (const node of nodes) {
+    if (node.parent < 0) continue;
+    nodes[node.parent].children.push(node);
+    node.depth = nodes[node.parent].depth + 1;
+  }
+  const losses = new Map();
+  for (const node of nodes) if (node.cause) losses.set(node.cause, (losses.get(node.cause) || 0) + node.lost);
+  const ranks = new Map([...losses].sort((a, b) => b[1] - a[1]).map(([cause], rank) => [cause, rank]));
+  const svgName = "http://www.w3.org/2000/svg";
+  const rowHeight = 24;
+  const state = { focus: top, colour: "share", order: "tokens", words: "" };
+  const shareOf = (node) => (node.own ? node.read / node.own : 0);
+  const stepOf = (node) => Math.min(4, Math.floor(shareOf(node) * 5));
+
+  function make(name, attributes, parent) {
+    const element = document.createElementNS(svgName, name);
+    for (const key in attributes) element.setAttribute(key, attributes[key]);
+    if (parent) parent.append(element);
+    return element;
+  }
+  function describe(node) {
+    const parts = [node.label || "all requests"];
+      parts.push(node.requests.toLocaleString("en-US") + (node.requests === 1 ? " request" : " requests"));
+    if (node.tokens) parts.push(count(node.tokens) + " tokens each, prefix of " + count(node.prefix));
+    parts.push(count(node.total) + " tokens from here on");
+    if (node.own) parts.push(percent(shareOf(node)) + " read");
+    if (node.cause) parts.push(count(node.lost) + " lost, most by " + node.cause);
+    return parts.join(" · ");
+  }
+  function inform(node) {
+    byId("tree-info").textContent = describe(node) + (node.text ? " — “" + node.text + "”" : "");
+  }
+  const matches = (node) => state.words !== ""
+    && (node.label + " " + node.text + " " + node.cause).toLowerCase().includes(state.words);
+
+  function place(width) {
+    for (const node of nodes) node.width = 0;
+    const trail = [];
+    for (let node = state.focus; node; node = nodes[node.parent]) trail.push(node);
+    for (const node of trail) { node.x = 0; node.width = width; }
+    const stack = [state.focus];
+    while (stack.length) {
+      const node = stack.pop();
+      const sorted = [...node.children].sort(state.order === "time"
+        ? (a, b) => a.first - b.first : (a, b) => b.total - a.total || a.first - b.first);
+      node.sorted = sorted;
+      let x = node.x;
+      for (const child of sorted) {
+        child.x = x;
+        child.width = node.total ? node.width * child.total / node.total : 0;
+        x += child.width;
+        if (child.width >= 1) stack.push(child);
+      }
     }
   }
-  function about(at) {
-    const node = nodes[at], lines = [];
-    lines.push(node[LABEL] + (node[MERGED] ? "" : ": " + count(node[TOKENS]) + " tokens, prefix of " + count(node[PREFIX])));
-    lines.push(count(node[REQUESTS]) + " requests, " + count(node[TOTAL]) + " tokens from here on (" + percent(node[TOTAL] / nodes[0][TOTAL]) + ")" + (node[OWN] ? ", " + percent(node[READ] / node[OWN]) + " of this part read" : "") + (node[LOST] ? ", " + count(node[LOST]) + " lost" + (node[CAUSE] ? " to " + node[CAUSE] : "") : ""));
-    if (node[TEXT]) lines.push(node[TEXT]);
-    $("tree-about").textContent = lines.join("\n");
+
+  function draw(hasFocus) {
+    const width = Math.max(280, chart.clientWidth);
+    place(width);
+    const shown = nodes.filter((node) => node.width >= 1);
+    const depth = Math.max(...shown.map((node) => node.depth)) + 1;
+    const svg = make("svg", { viewBox: `0 0 ${width} ${depth * rowHeight}`, height: depth * rowHeight });
+    const defs = make("defs", {}, svg);
+    const pattern = make("pattern", { id: "hatching", width: 6, height: 6, patternUnits: "userSpaceOnUse",
+      patternTransform: "rotate(45)" }, defs);
+    make("line", { class: "hatch", x1: 0, y1: 0, x2: 0, y2: 6 }, pattern);
+    let found = 0;
+    for (const node of shown) {
+      const isFound = matches(node);
+      if (isFound) found += 1;
+      const group = make("g", {
+        class: "node" + (isFound ? " found" : state.words ? " dim" : ""),
+        role: "treeitem", "aria-level": node.depth + 1, "aria-label": describe(node),
+        tabindex: node === state.focus ? 0 : -1,
+      }, svg);
+      node.group = group;
+      group.node = node;
+      const box = { x: node.x, y: node.depth * rowHeight, width: node.width, height: rowHeight };
+      const rank = ranks.get(node.cause);
+      let fill = "cause-none";
+      if (state.colour === "share") fill = node.own ? "share-" + stepOf(node) : "cause-none";
+      else if (rank !== undefined) fill = "cause-" + (rank % 7);
+      make("rect", { class: "box " + fill, ...box }, group);
+      const isHatched = state.colour === "share" ? node.own > 0 && shareOf(node) === 0 : rank % 2 === 1;
+      if (isHatched) make("rect", { fill: "url(#hatching)", "pointer-events": "none", ...box }, group);
+      label(group, node, fill, rank);
+    }
+    chart.replaceChildren(svg);
+    byId("tree-found").textContent = state.words ? found + " drawn boxes match" : "";
+    byId("tree-out").disabled = state.focus === top;
+    if (hasFocus) state.focus.group.focus();
   }
-  const select = (at, zoom) => { current = at; if (zoom) top = at; about(at); drawTree(); };
-  const zoomOut = () => select(Math.max(0, nodes[top][PARENT]), true);
-  if (nodes.length) {
-    const box = $("icicle");
-    const nodeOf = (event) => { const group = event.target.closest && event.target.closest("g"); return group ? Number(group.dataset.at) : -1; };
-    box.addEventListener("click", (event) => { const at = nodeOf(event); if (at >= 0) select(at, true); });
-    box.addEventListener("mousemove", (event) => { const at = nodeOf(event); if (at >= 0) about(at); });
-    $("tree-out").addEventListener("click", zoomOut);
-    box.addEventListener("keydown", (event) => {
-      const siblings = current && current !== top ? sorted(nodes[current][PARENT]).filter((at) => drawn.some((each) => each[0] === at)) : [current];
-      const place = siblings.indexOf(current), key = event.key;
-      if (key === "ArrowDown") { const next = sorted(current)[0]; if (next !== undefined) select(next, false); }
-      else if (key === "ArrowUp") { if (nodes[current][PARENT] >= 0) select(nodes[current][PARENT], current === top); }
-      else if (key === "ArrowRight" && place + 1 < siblings.length) select(siblings[place + 1], false);
-      else if (key === "ArrowLeft" && place > 0) select(siblings[place - 1], false);
-      else if (key === "Enter") select(current, true);
-      else if (key === "Escape") zoomOut();
-      else return;
-      event.preventDefault();
-    });
-    $("tree-search").addEventListener("input", (event) => {
-      const words = event.currentTarget.value.trim().toLowerCase();
-      found = words ? new Set() : null;
-      let requests = 0, tokens = 0;
-      if (words) nodes.forEach((node, at) => {
-        if (!(node[LABEL] + " " + node[TEXT] + " " + node[CAUSE]).toLowerCase().includes(words)) return;
-        found.add(at); tokens += node[OWN]; requests = Math.max(requests, node[REQUESTS]);
-      });
-      $("tree-found").textContent = words ? found.size + " parts, " + percent(tokens / nodes[0][TOTAL]) + " of the tokens" : "";
-      drawTree();
-    });
-    for (const id of ["tree-colour", "tree-order"]) $(id).addEventListener("change", drawTree);
-    addEventListener("resize", drawTree);
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawTree);
-    drawTree();
+  function label(group, node, fill, rank) {
+    const room = Math.floor((node.width - 10) / 6.9);
+    if (room < 2) return;
+    let words = node.label || "all requests";
+    if (state.colour === "cause" && rank !== undefined) words = rank + 1 + " " + words;
+    if (state.colour === "share" && node.own && room > words.length + 7) words += "  " + percent(shareOf(node));
+    if (words.length > room) words = words.slice(0, Math.max(1, room - 1)) + "…";
+    const name = state.colour === "share" ? fill.replace("share-", "share-text-")
+      : rank === undefined ? "" : "on-cause";
+    make("text", { class: name, x: node.x + 5, y: node.depth * rowHeight + 16 }, group).textContent = words;
   }
+  function drawLegend() {
+    const legend = byId("tree-legend");
+    legend.replaceChildren();
+    const add = (name, words) => {
+      const item = document.createElement("span");
+      const swatch = make("svg", { class: "swatch", viewBox: "0 0 20 10", "aria-hidden": "true" });
+      make("rect", { class: name, width: 20, height: 10 }, swatch);
+      item.append(swatch, " " + words);
+      legend.append(item);
+    };
+    if (state.colour === "share") {
+      for (let step = 0; step < 5; step += 1) add("share-" + step, `${20 * step}–${20 * step + 20} % read`);
+      legend.append("hatched: nothing read");
+    } else {
+      for (const [cause, rank] of ranks) add("cause-" + (rank % 7), `${rank + 1} ${cause} (${count(losses.get(cause))} lost)`);
+      add("cause-none", "no loss");
+    }
+  }
+
+  function zoom(node) {
+    state.focus = node;
+    draw(true);
+    inform(node);
+  }
+  const nodeOf = (event) => {
+    const group = event.target.closest("g.node");
+    return group ? group.node : null;
+  };
+  chart.addEventListener("click", (event) => { const node = nodeOf(event); if (node) zoom(node); });
+  chart.addEventListener("mouseover", (event) => { const node = nodeOf(event); if (node) inform(node); });
+  chart.addEventListener("focusin", (event) => { const node = nodeOf(event); if (node) inform(node); });
+  chart.addEventListener("keydown", (event) => {
+    const node = nodeOf(event);
+    if (!node) return;
+    const above = nodes[node.parent];
+    const beside = above && above.sorted ? above.sorted.filter((other) => other.width >= 1) : [node];
+    const at = beside.indexOf(node);
+    let next = null;
+    if (event.key === "ArrowUp") next = above;
+    else if (event.key === "ArrowDown") next = (node.sorted || []).find((child) => child.width >= 1);
+    else if (event.key === "ArrowLeft") next = beside[at - 1];
+    else if (event.key === "ArrowRight") next = beside[at + 1];
+    else if (event.key === "Enter" || event.key === " ") zoom(node);
+    else if (event.key === "Escape") zoom(nodes[state.focus.parent] || top);
+    else return;
+    event.preventDefault();
+    if (next && next.group && next.group.isConnected) next.group.focus();
+  });
+  byId("tree-out").addEventListener("click", () => { state.focus = nodes[state.focus.parent] || top; draw(false); });
+  byId("tree-colour").addEventListener("change", (event) => { state.colour = event.target.value; drawLegend(); draw(false); });
+  byId("tree-order").addEventListener("change", (event) => { state.order = event.target.value; draw(false); });
+  byId("tree-search").addEventListener("input", (event) => { state.words = event.target.value.trim().toLowerCase(); draw(false); });
+  addEventListener("resize", () => draw(false));
+  drawLegend();
+  draw(false);
+  inform(top);
 })();

@@ -1,0 +1,242 @@
+"""The HTML report: one file, safe against its log, without texts where asked."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from shutil import which
+
+import pytest
+
+from ramify.analysis.report.causes_text import CAUSES, passed_checks
+from ramify.analysis.report.document import Analysis, PrefixNode, finding_anchor
+from ramify.analysis.report.html import analysis_as_html
+from ramify.analysis.report.privacy import hide_texts
+from ramify.analysis.verdicts import CauseName
+from tests.pure.analysis.sample_analysis import sample_analysis
+
+HOSTILE = (
+    "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'`{{7*7}}<!--<![CDATA["
+    "\u2028\u2029\udfff\ud800\x00\u202e&lt;]]>--></pre><style>*{display:none}</style>"
+)
+ALLOWED_TAGS = frozenset(
+    "html head meta title style body a header div p nav button h1 h2 h3 main section ul li article "
+    "span code svg rect line polyline polygon circle text details summary b em table thead tbody tr "
+    "th td figure figcaption label select option input fieldset legend noscript ol pre mark footer "
+    "script".split()
+)
+PARTS = (
+    "summary", "opportunities", "what-if", "tree", "prefixes", "sessions", "curves", "waterfall",
+    "agreement", "provenance",
+)  # fmt: skip
+
+
+class Page(HTMLParser):
+    """Tags, attributes and texts of a page, as a parser sees them."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str, str]] = []
+        self.texts: list[str] = []
+        self.blocks: list[str] = []
+        self._in_script = False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        self._in_script = tag == "script"
+        if self._in_script:
+            self.blocks.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in_script = False
+
+    def handle_data(self, data: str) -> None:
+        if self._in_script:
+            self.blocks[-1] += data
+        else:
+            self.texts.append(data)
+
+    def ids(self) -> list[str]:
+        """Every id of the page."""
+        return [value for _, name, value in self.attributes if name == "id"]
+
+
+def with_many(analysis: Analysis, number: int) -> Analysis:
+    """The analysis with this many nodes, sessions, rows and findings."""
+    node = PrefixNode(0, "messages[0]", "word " * 500, 1, 5, 3, 100, 200, 300, 40)
+    session = analysis.sessions[0]
+    return replace(
+        analysis,
+        lint=replace(analysis.lint, findings=analysis.lint.findings * (number // 4)),
+        tree=analysis.tree[:1] + (node,) * number,
+        sessions=(replace(session, requests=session.requests * (number // 9)),) * number,
+        what_if=None,
+    )
+
+
+def test_every_part_is_on_the_page() -> None:
+    """Each section, each finding under its own address, and each link leads somewhere."""
+    analysis = sample_analysis()
+
+    page = Page(analysis_as_html(analysis))
+
+    anchors = [finding_anchor(each, at) for at, each in enumerate(analysis.lint.findings)]
+    links = {value[1:] for _, name, value in page.attributes if name == "href"}
+    assert {*PARTS, *anchors} <= set(page.ids())
+    assert links <= set(page.ids())
+    assert len(page.ids()) == len(set(page.ids()))
+
+
+def test_the_page_loads_nothing() -> None:
+    """No address, no source and no style attribute; the policy allows only its own two blocks."""
+    text = analysis_as_html(sample_analysis())
+
+    page = Page(text)
+
+    assert not {name for _, name, _ in page.attributes} & {"src", "srcset", "style", "action"}
+    assert all(value.startswith("#") for _, name, value in page.attributes if name == "href")
+    assert "url(" not in text.replace('"url(#hatching)"', "")
+    assert "default-src 'none'" in text
+    assert "unsafe" not in text
+
+
+def test_hostile_texts_stay_texts() -> None:
+    """Texts of a log that look like markup add no tag, no handler and no script."""
+    clean = Page(analysis_as_html(sample_analysis()))
+    dirty = replace(sample_analysis(HOSTILE, HOSTILE + "!"), title=HOSTILE, warnings=(HOSTILE,))
+
+    text = analysis_as_html(dirty)
+
+    page = Page(text)
+    assert set(page.tags) <= ALLOWED_TAGS
+    assert page.tags.count("script") == clean.tags.count("script") == 2
+    assert page.tags.count("style") == 1
+    assert not [name for _, name, _ in page.attributes if name.startswith("on")]
+    assert page.blocks[1] == clean.blocks[1]
+    assert "49<!--" not in text
+    text.encode("utf-8")  # no lone surrogate is left
+    assert not re.search("[\u2028\u2029\x00\u202e]", text)
+
+
+def test_embedded_data_come_back_as_they_were() -> None:
+    """The data block is JSON, and hostile texts in it survive unchanged."""
+    page = Page(analysis_as_html(sample_analysis(HOSTILE)))
+
+    data = json.loads(page.blocks[0])
+
+    assert data["nodes"][1][2] == HOSTILE[:200]
+    assert set(data["whatIf"]["savings"]) == {"1", "2", "3"}
+    assert len(data["nodes"]) == len(sample_analysis().tree)
+
+
+def test_warnings_come_first() -> None:
+    """What makes figures unsure stands before the figures."""
+    analysis = replace(sample_analysis(), warnings=("12 lines of 4,812 are no requests.",))
+
+    text = analysis_as_html(analysis)
+
+    assert text.index("12 lines of 4,812") < text.index('id="summary"')
+
+
+def test_changed_characters_are_marked() -> None:
+    """A quote marks what differs and nothing else."""
+    text = analysis_as_html(sample_analysis("at 09:14 now", "at 09:15 now"))
+
+    assert "at 09:1<mark>4</mark> now" in text
+    assert "at 09:1<mark>5</mark> now" in text
+
+
+def test_a_private_page_holds_no_text_of_the_log() -> None:
+    """Neither quotes nor names of files and conversations reach the page or its data."""
+    analysis = sample_analysis("the secret quokka", "the secret wombat")
+    changes = {str(name): text.change for name, text in CAUSES.items()}
+
+    text = analysis_as_html(hide_texts(analysis, changes))
+
+    for word in (
+        "secret",
+        "quokka",
+        "wombat",
+        "gateway",
+        "conversation-7f",
+        "open_file",
+        "search&#34;",
+    ):
+        assert word not in text
+    assert "17 characters" in text
+
+
+def test_an_unexplained_rest_is_named() -> None:
+    """The waterfall has a row for what no step accounts for."""
+    text = analysis_as_html(sample_analysis())
+
+    assert "<em>unexplained</em>" in text
+
+
+def test_an_empty_analysis_is_a_page() -> None:
+    """Without findings, tree, sessions and curves the page still says what it has."""
+    full = sample_analysis()
+    bare = replace(
+        full,
+        lint=replace(full.lint, findings=(), tables={}, quality={}),
+        rates=(), tree=(), leaders_by_count=(), leaders_by_tokens=(), sessions=(), curves=None,
+        waterfall=(), what_if=None, figures=(), duration_s=None, num_input=0,
+    )  # fmt: skip
+
+    page = Page(analysis_as_html(bare))
+
+    assert "No cause of lost hits in this log." in " ".join(page.texts)
+    links = {value[1:] for _, name, value in page.attributes if name == "href"}
+    assert links <= set(page.ids())
+
+
+def test_the_page_is_bounded() -> None:
+    """However much an analysis holds, the page stays below 6 MB."""
+    once, twice = (analysis_as_html(with_many(sample_analysis(), size)) for size in (6000, 12_000))
+
+    assert len(once.encode()) < 6_000_000
+    assert abs(len(twice) - len(once)) < 10_000
+
+
+def test_each_cause_has_words() -> None:
+    """Each cause has a title and an explanation, and each waste a change and a check."""
+    waste = set(CauseName) - {CauseName.NEW_CONTENT}
+
+    assert set(CAUSES) == set(CauseName)
+    assert all(text.title and text.what for text in CAUSES.values())
+    assert all(CAUSES[name].change and CAUSES[name].check for name in waste)
+
+
+def test_passed_checks_leave_out_what_occurs() -> None:
+    """A cause is either a finding or a passed check."""
+    findings = sample_analysis().lint.findings
+
+    passed = {check.cause for check in passed_checks(findings)}
+
+    assert passed == set(CauseName) - {each.cause for each in findings} - {CauseName.NEW_CONTENT}
+
+
+@pytest.mark.skipif(which("chromium") is None, reason="needs chromium")
+def test_a_browser_runs_the_page(tmp_path: Path) -> None:
+    """The page's script runs under its policy: the tree is drawn, and hostile texts do nothing."""
+    path = tmp_path / "report.html"
+    path.write_text(analysis_as_html(sample_analysis(HOSTILE)), encoding="utf-8")
+    command = [
+        "chromium", "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
+        "--dump-dom", f"--user-data-dir={tmp_path / 'profile'}", path.as_uri(),
+    ]  # fmt: skip
+
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    if "<body" not in done.stdout:
+        pytest.skip("chromium does not start here")
+    assert 'class="node' in done.stdout
+    assert "Saves <b>12.1 M tokens</b>" in done.stdout
+    assert "CONSOLE" not in done.stderr
