@@ -198,6 +198,15 @@ class Analysis:
         return next((rate for rate in self.rates if rate.name == name), None)
 
     @property
+    def num_replayed(self) -> int:
+        """Input tokens as replays count them: what savings are shares of.
+
+        The log's usage may count the same prompts otherwise, where token counts are estimates.
+        """
+        rate = self.rate("possible") or self.rate("by_rule")
+        return rate.num_input if rate is not None and rate.num_input else self.num_input
+
+    @property
     def tokens_lost(self) -> int:
         """Tokens that mending all causes would make reusable, over all requests."""
         return sum(verdict.tokens.lost for verdict in self.lint.verdicts)

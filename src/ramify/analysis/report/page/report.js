@@ -204,7 +204,7 @@
     if (state.colour === "cause" && rank !== undefined) words = rank + 1 + " " + words;
     if (state.colour === "share" && node.own && room > words.length + 7) words += "  " + percent(shareOf(node));
     if (words.length > room) words = words.slice(0, Math.max(1, room - 1)) + "…";
-    const name = state.colour === "share" ? fill.replace("share-", "share-text-")
+    const name = state.colour === "share" ? fill.replace(/share-|cause-none/, "share-text-")
       : rank === undefined ? "" : "on-cause";
     make("text", { class: name, x: node.x + 5, y: node.depth * rowHeight + 16 }, group).textContent = words;
   }
