@@ -39,7 +39,7 @@ Log = str | PathLike[str] | LoggedRequest
 StepProgress = Callable[[str, int, int], None]  # what is done, requests done, requests in all
 
 MAX_SAVINGS = 40  # findings that are replayed one by one; the others have a saving of their loss
-_NEVER_MENDED = frozenset({CauseName.NEW_CONTENT, CauseName.COMPACTION, CauseName.OUTSIDE_PROMPT})
+NEVER_MENDED = frozenset({CauseName.NEW_CONTENT, CauseName.COMPACTION, CauseName.OUTSIDE_PROMPT})
 
 
 def lint(
@@ -127,7 +127,7 @@ def lint_parts(
     verdicts = judge.verdicts(matches)
     found = group_causes(verdicts)
     mender = Mender(corpus, templates, matches)
-    mendable = [item for item in found if item.fix.cause not in _NEVER_MENDED]
+    mendable = [item for item in found if item.fix.cause not in NEVER_MENDED]
     groups = [[item.fix] for item in mendable[:MAX_SAVINGS]]
     if progress is not None:
         progress("replaying", 0, len(groups) + 1)

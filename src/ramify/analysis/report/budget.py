@@ -84,6 +84,7 @@ def check_budget(budget: Budget, analysis: Analysis) -> tuple[str, ...]:
     """Why the log is over its budget; empty if it is not."""
     num_input = max(1, analysis.num_input)
     saving = analysis.lint.saving_all
+    num_counted = max(1, analysis.num_counted)
     order = list(Certainty)
     findings = [
         finding
@@ -94,7 +95,7 @@ def check_budget(budget: Budget, analysis: Analysis) -> tuple[str, ...]:
     possible = analysis.rate("possible")
     reasons = [
         _above("tokens lost", analysis.tokens_lost / num_input, budget.max_lost_share),
-        _above("tokens that mending saves", saving.tokens / num_input, budget.max_saving_share),
+        _above("tokens that mending saves", saving.tokens / num_counted, budget.max_saving_share),
         _below("hit rate", None if base is None else base.share, budget.min_hit_rate),
         _below(
             "possible hit rate",

@@ -198,13 +198,13 @@ class Analysis:
         return next((rate for rate in self.rates if rate.name == name), None)
 
     @property
-    def num_replayed(self) -> int:
-        """Input tokens as replays count them: what savings are shares of.
+    def num_counted(self) -> int:
+        """Input tokens as the replays count them, which savings are a share of.
 
-        The log's usage may count the same prompts otherwise, where token counts are estimates.
+        `num_input` is what was billed, where the log says so.
         """
-        rate = self.rate("possible") or self.rate("by_rule")
-        return rate.num_input if rate is not None and rate.num_input else self.num_input
+        rate = self.rate("by_rule")
+        return self.num_input if rate is None else rate.num_input
 
     @property
     def tokens_lost(self) -> int:

@@ -36,8 +36,8 @@ def headline(analysis: Analysis) -> str:
 def _saving(analysis: Analysis) -> str:
     saving = analysis.lint.saving_all
     parts = [f"{count(saving.tokens)} tokens"]
-    if analysis.num_replayed:
-        parts.append(f"{percent(saving.tokens / analysis.num_replayed)} of the input")
+    if analysis.num_counted:
+        parts.append(f"{percent(saving.tokens / analysis.num_counted)} of the input")
     if saving.money is not None:
         parts.append(money(saving.money))
     text = ", ".join(parts)

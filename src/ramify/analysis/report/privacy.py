@@ -20,12 +20,13 @@ from ramify.analysis.report.document import (
     Session,
     TimelineRequest,
 )
+from ramify.analysis.report.provenance import RULE_NOTE
 from ramify.analysis.verdicts import Cause, Divergence, Example, Finding, Verdict
 
 # Names in a path come from the body's keys; a path holds nothing else but indices.
 _OWN_LABEL = re.compile(r"all requests|[\d,]+ small branch(es)?")
 _ROLES = frozenset({"assistant", "developer", "system", "tool", "user"})
-_WORD = re.compile(r"[a-z_]+(0\.1)?|no change|log \d+|\d{4}-\d\d-\d\d")
+_WORD = re.compile(r"[a-z_]+(0\.1)?|no change|log \d+|\d{4}-\d\d-\d\d|\d{1,2}")
 _PATH = re.compile(r"[A-Za-z_]{1,40}(\[[\d*]*\])?(\.[A-Za-z_]{1,40}(\[[\d*]*\])?)*")
 
 
@@ -57,8 +58,15 @@ class TextHider:
     def hide_values(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Tables of figures: texts and keys that are no plain lower-case words are replaced."""
         return {
-            self._hide_text(name): self._hide_value(name, item) for name, item in values.items()
+            self._hide_text(name): self._hide_models(item)
+            if name == "by_model"
+            else self._hide_value(name, item)
+            for name, item in values.items()
         }
+
+    def _hide_models(self, models: Mapping[str, Any]) -> dict[str, Any]:
+        """Even a plain word may be the name of a company's own model."""
+        return {self.hide(name): self.hide_values(table) for name, table in models.items()}
 
     def _hide_value(self, name: str, value: object) -> Any:
         if isinstance(value, Mapping):
@@ -66,7 +74,9 @@ class TextHider:
         if isinstance(value, list | tuple):
             return [self._hide_value(name, item) for item in value]
         if isinstance(value, str):
-            return self.hide_file(value) if name == "file" else self._hide_text(value)
+            if name == "file":
+                return self.hide_file(value)
+            return self.hide(value) if name == "model" else self._hide_text(value)
         return value
 
     def _hide_text(self, text: str) -> str:
@@ -108,6 +118,7 @@ def hide_texts(analysis: Analysis, changes: dict[str, str]) -> Analysis:
             _hide_session(hider, session, number)
             for number, session in enumerate(analysis.sessions, 1)
         ),
+        figures=tuple(each for each in analysis.figures if each.name != RULE_NOTE),
         is_private=True,
     )
 

@@ -11,6 +11,7 @@ from ramify.analysis.verdicts import LintReport
 
 POOR_SHARE = 0.9  # of requests that should have text
 BAD_SHARE = 0.01
+RULE_NOTE = "note of a rule"  # names a model
 
 
 def warnings_of(quality: dict[str, Any], lint: LintReport) -> Iterator[str]:
@@ -20,7 +21,7 @@ def warnings_of(quality: dict[str, Any], lint: LintReport) -> Iterator[str]:
         yield "The log has no requests."
         return
     if num_bad > BAD_SHARE * (num + num_bad):
-        yield f"{num_bad:,} bad lines were left out; the first is {_place(quality)}."
+        yield f"{num_bad:,} bad lines were left out; the first is line {quality['bad_lines'][0][1]:,}."
     num_text = quality.get("num_with_full_text", num)
     if num_text < POOR_SHARE * num:
         yield (
@@ -31,11 +32,6 @@ def warnings_of(quality: dict[str, Any], lint: LintReport) -> Iterator[str]:
         yield "No times are logged: lifetimes and parallel requests cannot be judged."
     if not lint.tables.get("billed"):
         yield "No cached tokens are logged: nothing says what was read; see the bars by rule."
-
-
-def _place(quality: dict[str, Any]) -> str:
-    file, line = quality["bad_lines"][0]
-    return f"{file}:{line}"
 
 
 def figures_of(
@@ -58,7 +54,7 @@ def figures_of(
         "; ".join(map(str, rules.get("sources", ()))),
     )
     for note in rules.get("notes", ()):
-        yield Figure("note of a rule", "", str(note))
+        yield Figure(RULE_NOTE, "", str(note))
     yield Figure("bad lines", f"{len(quality.get('bad_lines', ())):,}", "left out, never fatal")
     for name, words in (
         ("num_with_usage", "requests with usage"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -59,10 +60,11 @@ def _print_finding(console: Console, finding: Finding, number: int) -> None:
     place = f" in {finding.segment}" if finding.segment else ""
     console.print(Text(f"{number}. {finding.cause}{place} ({finding.certainty})", style="bold"))
     saving = finding.saving
+    alone = "" if saving.tokens else " alone"  # it may hide behind another finding
     dollars = "" if saving.money is None else f", {money(saving.money)}"
     console.print(
         f"   {plural(finding.num_requests, 'request')}, {count(finding.tokens_lost)} tokens lost; "
-        f"mending saves {count(saving.tokens)} ({count(saving.low)} to "
+        f"mending saves {count(saving.tokens)}{alone} ({count(saving.low)} to "
         f"{count(saving.high)}{dollars})"
     )
     example = finding.example
@@ -74,7 +76,7 @@ def _print_finding(console: Console, finding: Finding, number: int) -> None:
         grid.add_row("   - had", _quote(before, "red"))
         grid.add_row("   + got", _quote(after, "green"))
         console.print(grid)
-    console.print(Text(f"   → {finding.change}", style="italic"))
+    console.print(Padding(Text(f"→ {finding.change}", style="italic"), (0, 0, 0, 3)))
 
 
 def _quote(pieces: tuple[Piece, ...], style: str) -> Text:

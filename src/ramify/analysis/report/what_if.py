@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from ramify.analysis.corpus import Corpus
-from ramify.analysis.linting import Linted
+from ramify.analysis.linting import NEVER_MENDED, Linted
 from ramify.analysis.mending import Fix
 from ramify.analysis.report.document import WhatIf
 from ramify.analysis.savings import measure_savings
@@ -28,7 +28,8 @@ def replay_sets(
     Sets that were not replayed are missing; nothing is added up.
     """
     findings = linted.report.findings
-    chosen = [at for at, finding in enumerate(findings) if finding.saving.tokens > 0]
+    # A cause that hides behind another saves nothing alone, so that its own saving decides nothing.
+    chosen = [at for at, finding in enumerate(findings) if finding.cause not in NEVER_MENDED]
     chosen = chosen[:MAX_FINDINGS]
     if not chosen:
         return None

@@ -193,7 +193,7 @@
       label(group, node, fill, rank);
     }
     chart.replaceChildren(svg);
-    byId("tree-found").textContent = state.words ? found + " drawn boxes match" : "";
+    byId("tree-found").textContent = state.words ? found + (found === 1 ? " box matches" : " boxes match") : "";
     byId("tree-out").disabled = state.focus === top;
     if (hasFocus) state.focus.group.focus();
   }

@@ -1,0 +1,244 @@
+"""The parts of a report add up, and each number can be checked against the log."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ramify.analysis.corpus import Corpus
+from ramify.analysis.findings import CHANGES
+from ramify.analysis.linting import lint_parts
+from ramify.analysis.reading import ReadQuality
+from ramify.analysis.report.analyze import analyze, read_corpus
+from ramify.analysis.report.as_json import analysis_as_json
+from ramify.analysis.report.document import Analysis
+from ramify.analysis.report.html import analysis_as_html, embed_json
+from ramify.analysis.report.markdown import analysis_as_markdown
+from ramify.analysis.report.privacy import hide_texts
+from ramify.analysis.report.sarif import analysis_as_sarif
+from ramify.analysis.report.what_if import replay_sets
+from tests.pure.analysis.planted_formats import planted_log, write_log
+from tests.pure.analysis.report_logs import chat_row, write_clock_log, write_rows
+
+HOSTILE = (
+    '</script><script>alert(1)</script><img src=x onerror="alert(2)">{{ 7*7 }}{% raw %}'
+    "\u2028\u2029<!-- <![CDATA[ ' \" \\ & \x1b[31m\x00"
+)
+
+
+def analysis_of(*paths: Path) -> Analysis:
+    quality = ReadQuality()
+    return analyze(read_corpus(list(paths), quality), title="log", quality=quality)
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("planted") / "log.jsonl"
+    write_log(planted_log(5, "helicone", num_requests=120), "helicone", path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def analysis(planted: Path) -> Analysis:
+    return analysis_of(planted)
+
+
+def test_the_tree_holds_every_token_once(planted: Path, analysis: Analysis) -> None:
+    """Children are never wider than their parent, and the root has all tokens."""
+    corpus = read_corpus([planted], ReadQuality())
+    tree = analysis.tree
+    below = [0] * len(tree)
+
+    for node in tree[1:]:
+        below[node.parent] += node.total
+
+    assert len(tree) > 5
+    assert tree[0].total == sum(map(corpus.num_tokens, corpus))
+    for node, inside in zip(tree, below, strict=True):
+        assert inside + node.num_own <= node.total
+        assert 0 <= node.num_read <= node.num_own
+    assert all(node.parent < at for at, node in enumerate(tree))
+
+
+def test_the_waterfall_arrives_at_each_level(analysis: Analysis) -> None:
+    """Every step's level is the level before plus its change; levels equal the hit rates."""
+    level = 0.0
+
+    for step in analysis.waterfall:
+        if not step.is_level:
+            assert step.level == pytest.approx(level + step.change)
+        elif level:
+            assert step.level == pytest.approx(level, abs=1e-9)
+        level = step.level
+
+    names = [step.name for step in analysis.waterfall if step.is_level]
+    assert names == ["possible, mended", "as sent", "by rule"]
+    possible = analysis.rate("possible")
+    assert possible is not None
+    assert analysis.waterfall[0].level == pytest.approx(possible.share)
+
+
+def test_unexplained_is_shown_where_usage_disagrees(tmp_path: Path) -> None:
+    """Usage without a hit on equal prompts leaves a step that says so."""
+    rows = [chat_row(number, system="You are kind. " * 800, question="Why?") for number in range(6)]
+    log = write_rows(tmp_path / "log.jsonl", rows)
+
+    steps = analysis_of(log).waterfall
+
+    assert steps[-1].name == "reported" and steps[-1].level == 0
+    assert steps[-2].name == "unexplained" and steps[-2].change < -0.5
+
+
+def test_sets_of_fixes_are_replayed_and_not_added(tmp_path: Path) -> None:
+    """Two causes in one prompt save nothing alone and much together."""
+    rows = [
+        chat_row(
+            number,
+            system=f"It is 2026-11-20 10:{number:02d}:17.\nRequest {number * 7919 % 65536:04x}a9f3.\n"
+            + "Rules are rules. " * 900,
+            question="Why?",
+        )
+        for number in range(12)
+    ]
+    corpus = read_corpus([write_rows(tmp_path / "log.jsonl", rows)], ReadQuality())
+    linted = lint_parts(corpus)
+
+    what_if = replay_sets(corpus, linted)
+
+    assert what_if is not None and len(what_if.findings) == 2
+    alone = [what_if.savings[1].tokens, what_if.savings[2].tokens]
+    assert what_if.savings[3].tokens > 10_000 > sum(alone)
+    assert what_if.savings[3].tokens == linted.report.saving_all.tokens
+
+
+def test_replays_end_when_their_time_is_over(tmp_path: Path, planted: Path) -> None:
+    """With no time, only the savings that lint has measured are there."""
+    corpus = read_corpus([planted], ReadQuality())
+
+    what_if = replay_sets(corpus, lint_parts(corpus), max_seconds=0, clock=iter(range(99)).__next__)
+
+    assert what_if is not None and what_if.num_replays == 0
+    assert set(what_if.savings) == {1 << bit for bit in range(len(what_if.findings))}
+
+
+def test_a_hostile_log_injects_nothing(tmp_path: Path) -> None:
+    """Markup, scripts, template code and line separators of a prompt stay text everywhere."""
+    rows = [
+        chat_row(
+            number,
+            system=f"{HOSTILE}{number * 7919:012x}{HOSTILE}" + "Rules are rules. " * 900,
+            question=HOSTILE,
+        )
+        | {"session_id": HOSTILE}
+        for number in range(8)
+    ]
+    analysis = analysis_of(write_rows(tmp_path / "x<img src=x>.jsonl", rows))
+    assert analysis.lint.findings
+
+    page = analysis_as_html(analysis)
+
+    bodies = re.findall(r"<script[^>]*>(.*?)</script>", page, re.DOTALL)
+    assert len(bodies) == page.lower().count("<script") == page.lower().count("</script") == 2
+    assert json.loads(bodies[0])["nodes"]
+    assert "<img" not in page and "7*7" in page
+    assert not {"\u2028", "\u2029", "\x00"} & set("".join(bodies))
+
+
+def test_data_in_the_page_comes_back(tmp_path: Path) -> None:
+    """JSON in a data block is parsed to what was embedded, and holds no `<`."""
+    value = {"text": HOSTILE, "numbers": [1, None, 2.5]}
+
+    embedded = str(embed_json(value))
+
+    assert json.loads(embedded) == value
+    assert not {"<", ">", "&", "\u2028"} & set(embedded)
+
+
+def test_the_page_needs_no_network(analysis: Analysis) -> None:
+    """No address is loaded, and the content security policy allows none."""
+    page = analysis_as_html(analysis)
+
+    assert "default-src 'none'" in page
+    assert not re.search(r"""\b(?:src|href)\s*=\s*["'](?!#)""", page)
+    assert not re.search(r"@import|url\((?!#)", page)
+
+
+def _texts(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        return [text for item in [*value, *value.values()] for text in _texts(item)]
+    if isinstance(value, list):
+        return [text for item in value for text in _texts(item)]
+    return [value] if isinstance(value, str) else []
+
+
+def test_a_private_report_has_no_text_of_the_log(tmp_path: Path) -> None:
+    """No word of a prompt, no file name and no conversation is in any output."""
+    rows = [
+        chat_row(
+            number,
+            system=f"Now: 2026-11-20 10:{number:02d}:17. SECRETWORD helps QUESTIONER. " * 300,
+            question=f"QUESTIONER {number}",
+        )
+        | {"session_id": f"SESSIONNAME-{number % 2}"}
+        for number in range(10)
+    ]
+    log = write_rows(tmp_path / "FILENAME.jsonl", rows)
+    log.write_text(log.read_text() + "{BROKENLINE\n")
+    analysis = analysis_of(log)
+
+    private = hide_texts(analysis, {str(cause): text for cause, text in CHANGES.items()})
+
+    outputs = [
+        analysis_as_html(private),
+        json.dumps(analysis_as_json(private)),
+        json.dumps(analysis_as_sarif(private)),
+        analysis_as_markdown(private),
+    ]
+    for output in outputs:
+        for word in ("SECRETWORD", "QUESTIONER", "SESSIONNAME", "FILENAME", "BROKENLINE", "10:03"):
+            assert word not in output
+    assert any("SECRETWORD" in text for text in _texts(analysis_as_json(analysis)))
+
+
+def test_sarif_has_what_the_standard_requires(analysis: Analysis) -> None:
+    """Version, driver, rules that results point to, and regions that begin at line 1 or later."""
+    document = analysis_as_sarif(analysis)
+
+    [run] = document["runs"]
+    rules = run["tool"]["driver"]["rules"]
+    assert document["version"] == "2.1.0" and run["tool"]["driver"]["name"]
+    assert len({rule["id"] for rule in rules}) == len(rules)
+    assert len(run["results"]) == len(analysis.lint.findings) > 0
+    for result in run["results"]:
+        assert rules[result["ruleIndex"]]["id"] == result["ruleId"]
+        assert result["message"]["text"] and result["level"] in {"note", "warning", "error"}
+        [location] = result["locations"]
+        assert location["physicalLocation"]["region"]["startLine"] >= 1
+        assert re.fullmatch(
+            r"[\w.~!$&'()*+,;=:@%/-]+", location["physicalLocation"]["artifactLocation"]["uri"]
+        )
+
+
+def test_every_figure_says_where_it_comes_from(analysis: Analysis) -> None:
+    """Formula, tokenizer, date of the rules, bad lines and shares of usage and times are there."""
+    names = {figure.name for figure in analysis.figures}
+
+    assert {"tokenizer", "cache rules and prices", "bad lines", "requests with usage"} <= names
+    assert all(figure.formula for figure in analysis.figures)
+
+
+def test_a_log_of_one_request_is_a_report(tmp_path: Path) -> None:
+    """Nothing is shared, nothing is lost, and nothing fails."""
+    analysis = analysis_of(write_clock_log(tmp_path / "log.jsonl", num_requests=1))
+
+    assert "log" in analysis_as_html(analysis)
+    assert analysis.tokens_lost == 0 and analysis.what_if is None
+
+
+def test_an_empty_corpus_is_a_report() -> None:
+    """A library caller with no requests gets a warning, not an error."""
+    analysis = analyze(Corpus(), title="nothing")
+
+    assert analysis.warnings and "nothing" in analysis_as_html(analysis)
