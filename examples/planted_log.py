@@ -48,8 +48,7 @@ def text(source: random.Random, num_words: int) -> str:
     """Sentences of random words."""
     words = [source.choice(WORDS) for _ in range(num_words)]
     return " ".join(
-        " ".join(words[at : at + 12]).capitalize() + "."
-        for at in range(0, num_words, 12)
+        " ".join(words[at : at + 12]).capitalize() + "." for at in range(0, num_words, 12)
     )
 
 
@@ -74,19 +73,13 @@ def tools(source: random.Random, names: list[str]) -> list[Body]:
     ]
 
 
-def turns(
-    source: random.Random, system: str, ends: Sequence[str]
-) -> Iterator[list[Body]]:
+def turns(source: random.Random, system: str, ends: Sequence[str]) -> Iterator[list[Body]]:
     """The messages of each request of a conversation; a user's message ends with its text."""
     messages: list[Body] = [{"role": "system", "content": system}]
     for end in ends:
-        messages.append(
-            {"role": "user", "content": text(source, source.randint(20, 60)) + end}
-        )
+        messages.append({"role": "user", "content": text(source, source.randint(20, 60)) + end})
         yield [dict(message) for message in messages]
-        messages.append(
-            {"role": "assistant", "content": text(source, source.randint(40, 120))}
-        )
+        messages.append({"role": "assistant", "content": text(source, source.randint(40, 120))})
 
 
 def support(source: random.Random, *, is_mended: bool) -> Iterator[Sent]:
@@ -109,7 +102,9 @@ def support(source: random.Random, *, is_mended: bool) -> Iterator[Sent]:
 
 def review(source: random.Random, *, is_mended: bool) -> Iterator[Sent]:
     """Tools whose order changes in one of three requests."""
-    names = "read_file write_file list_files search_code run_tests show_diff comment approve".split()
+    names = (
+        "read_file write_file list_files search_code run_tests show_diff comment approve".split()
+    )
     defined = tools(source, names)
     rules = "You review changes of code.\n" + text(source, 500)
     for number in range(8):
@@ -145,18 +140,14 @@ def shared(one: str, other: str) -> int:
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (
-            (middle, high) if one[:middle] == other[:middle] else (low, middle - 1)
-        )
+        low, high = (middle, high) if one[:middle] == other[:middle] else (low, middle - 1)
     return low
 
 
 def with_usage(requests: list[Sent], source: random.Random) -> Iterator[Body]:
     """Rows of the log, in the order of time."""
     earlier: list[tuple[datetime, str]] = []
-    for number, (when, session, body) in enumerate(
-        sorted(requests, key=lambda sent: sent[0])
-    ):
+    for number, (when, session, body) in enumerate(sorted(requests, key=lambda sent: sent[0])):
         prompt = rendered(body)
         alive = [old for at, old in earlier if when - at <= LIFETIME]
         most = max((shared(prompt, old) for old in alive), default=0) // CHARS_PER_TOKEN
