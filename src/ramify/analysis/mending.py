@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +45,7 @@ class MendedPrompt:
     breakpoints: tuple[tuple[int, float], ...]
 
 
+@lru_cache(1 << 16)
 def generalise(segment: str) -> str:
     """The place of a finding: a tool or a message after the second has `*` for its number."""
     head, bracket, rest = segment.partition("[")
@@ -93,12 +95,13 @@ class Mender:
                 )
         self._fixes: _Fixes = frozenset()
         self._memo: dict[int, tuple[_Segments, int, int]] = {}
+        self._causes_at: dict[str, frozenset[CauseName]] = {}  # by path, of the present fixes
 
     def mend(self, request: StoredRequest, fixes: Collection[AppliedFix]) -> MendedPrompt:
         """The request's prompt without these causes."""
         key = frozenset((fix.cause, fix.segment) for fix in fixes)
         if key != self._fixes:
-            self._fixes, self._memo = key, {}
+            self._fixes, self._memo, self._causes_at = key, {}, {}
         segments = self._mend(request.number)
         marks = dict(request.breakpoints)
         return MendedPrompt(
@@ -154,8 +157,13 @@ class Mender:
         return [*segments[:mine], *kept, *segments[mine + cut_own :]], len(kept), cut_own
 
     def _mend_unit(self, unit: int, path: str) -> int:
-        place = generalise(path)
-        here = {cause for cause, segment in self._fixes if segment in (place, path)}
+        here = self._causes_at.get(path)
+        if here is None:
+            places = generalise(path), path
+            here = frozenset(cause for cause, segment in self._fixes if segment in places)
+            self._causes_at[path] = here
+        if not here:
+            return unit
         if here & VALUES:
             return self._templates.canonical(unit, frozenset(here & VALUES))
         return self._templates.normal(unit) if here & _FORMS else unit

@@ -104,6 +104,9 @@ class BelowMinimum:
         billed = evidence.prediction.billed
         was_asked = bool(evidence.request.breakpoints) and not billed.num_written + billed.num_read
         is_likely = is_clear and (was_asked or evidence.is_billed_miss)
+        if not (evidence.request.breakpoints or evidence.is_billed_miss):
+            # Nobody asked for a cache, and no bill shows that one was missed.
+            return None
         return Cause(
             CauseName.BELOW_MINIMUM,
             Certainty.LIKELY if is_likely else Certainty.SUSPECTED,

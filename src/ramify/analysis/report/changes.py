@@ -7,6 +7,7 @@ from difflib import SequenceMatcher
 
 MAX_DIFF_CHARS = 600  # a longer quote is compared by its common start and end only
 _MIN_EQUAL = 2  # shorter equal runs between changes read as noise
+_MIN_SHARE = 0.4  # of equal characters; texts with fewer are different texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +24,20 @@ def mark_changes(had: str, got: str) -> tuple[tuple[Piece, ...], tuple[Piece, ..
         return _mark_middle(had, got)
     before: list[Piece] = []
     after: list[Piece] = []
-    opcodes = SequenceMatcher(None, had, got, autojunk=False).get_opcodes()
+    matcher = SequenceMatcher(None, had, got, autojunk=False)
+    if matcher.ratio() < _MIN_SHARE:
+        return _whole(had), _whole(got)
+    opcodes = matcher.get_opcodes()
     for number, (tag, had_from, had_to, got_from, got_to) in enumerate(opcodes):
         is_noise = had_to - had_from < _MIN_EQUAL and 0 < number < len(opcodes) - 1
         is_changed = tag != "equal" or is_noise
         _append(before, had[had_from:had_to], is_changed=is_changed)
         _append(after, got[got_from:got_to], is_changed=is_changed)
     return tuple(before), tuple(after)
+
+
+def _whole(text: str) -> tuple[Piece, ...]:
+    return (Piece(text, is_changed=True),) if text else ()
 
 
 def _mark_middle(had: str, got: str) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:

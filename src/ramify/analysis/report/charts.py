@@ -10,7 +10,7 @@ from ramify.analysis.report.document import Curve, Curves
 from ramify.analysis.report.wording import count, duration, percent
 
 WIDTH, HEIGHT = 520.0, 280.0
-LEFT, RIGHT, TOP, BOTTOM = 46.0, 96.0, 14.0, 40.0
+LEFT, RIGHT, TOP, BOTTOM = 46.0, 118.0, 14.0, 40.0
 LIFETIME_TICKS = (1.0, 10.0, 60.0, 300.0, 1800.0, 3600.0, 14_400.0, 86_400.0, 604_800.0)
 LABEL_GAP = 13.0  # between names at the ends of lines
 
@@ -77,7 +77,9 @@ def capacity_chart(curves: Curves) -> LineChart | None:
     x_title = "capacity in tokens"
     if curves.token_bytes:
         x_title += f" (1 M tokens = {curves.token_bytes / 1000:,.3g} GB of K/V)"
-    return _chart("Hit rate by capacity", x_title, lines, curves.infinite, marker, _powers, count)
+    return _chart(
+        "Hit rate by capacity", x_title, lines, curves.infinite, marker, _powers, count, " tokens"
+    )
 
 
 def lifetime_chart(curves: Curves) -> LineChart | None:
@@ -95,6 +97,7 @@ def lifetime_chart(curves: Curves) -> LineChart | None:
         marker,
         _lifetimes,
         duration,
+        "",
     )
 
 
@@ -106,6 +109,7 @@ def _chart(
     here: tuple[float, float] | None,
     ticks_of: Callable[[float, float], Sequence[float]],
     wording: Callable[[float], str],
+    unit: str,
 ) -> LineChart:
     places = [point.at for curve in curves for point in curve.points]
     low, high = min(places), max(places)
@@ -145,7 +149,7 @@ def _chart(
     if here is not None and low <= here[0] <= high:
         x = x_of(here[0])
         anchor = "end" if x > (LEFT + WIDTH - RIGHT) / 2 else "start"
-        label = f"you are here: {percent(here[1])}, as {wording(here[0])}"
+        label = f"you are here: {percent(here[1])} at {wording(here[0])}{unit}"
         marker = Marker(x, y_of(here[1]), label, anchor)
     return LineChart(
         title=title,

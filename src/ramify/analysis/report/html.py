@@ -127,7 +127,7 @@ def _page_data(analysis: Analysis) -> dict[str, Any]:
             finding_as_markdown(finding, number)
             for number, finding in enumerate(analysis.lint.findings[: page_rows.MAX_FINDINGS])
         ],
-        "input": analysis.num_input,
+        "input": analysis.num_counted,
         "nodes": page_rows.node_rows(analysis.tree),
         "whatIf": None
         if what_if is None

@@ -96,12 +96,21 @@ def finding_rows(findings: Sequence[Finding]) -> list[FindingRow]:
             finding=finding,
             anchor=finding_anchor(finding, number),
             about=CAUSES[finding.cause],
-            marks=cut_marks(finding.example.had, finding.example.got),
+            marks=_finding_marks(finding),
             width=_width(finding.saving.tokens, most),
             high_width=_width(finding.saving.high, most),
         )
         for number, finding in enumerate(findings[:MAX_FINDINGS])
     ]
+
+
+def _finding_marks(finding: Finding) -> Marks:
+    """Quotes with changes marked; evidence beside the text, such as times, is no change of it."""
+    had, got = finding.example.had, finding.example.got
+    if finding.segment:
+        return cut_marks(had, got)
+    before, after = (Piece(cut(text, MAX_TEXT), is_changed=False) for text in (had, got))
+    return (before,), (after,)
 
 
 def session_rows(sessions: Sequence[Session]) -> list[SessionRow]:

@@ -193,7 +193,7 @@
       label(group, node, fill, rank);
     }
     chart.replaceChildren(svg);
-    byId("tree-found").textContent = state.words ? found + " drawn boxes match" : "";
+    byId("tree-found").textContent = state.words ? found + (found === 1 ? " box matches" : " boxes match") : "";
     byId("tree-out").disabled = state.focus === top;
     if (hasFocus) state.focus.group.focus();
   }
@@ -204,7 +204,7 @@
     if (state.colour === "cause" && rank !== undefined) words = rank + 1 + " " + words;
     if (state.colour === "share" && node.own && room > words.length + 7) words += "  " + percent(shareOf(node));
     if (words.length > room) words = words.slice(0, Math.max(1, room - 1)) + "…";
-    const name = state.colour === "share" ? fill.replace("share-", "share-text-")
+    const name = state.colour === "share" ? fill.replace(/share-|cause-none/, "share-text-")
       : rank === undefined ? "" : "on-cause";
     make("text", { class: name, x: node.x + 5, y: node.depth * rowHeight + 16 }, group).textContent = words;
   }
