@@ -207,6 +207,8 @@ def _warm_up(share: float) -> str:
 def write_json(path: Path, document: dict[str, Any]) -> None:
     """Write a document to a file, or to standard output."""
     text = json.dumps(document, indent=2, ensure_ascii=False)
+    # A log may hold half of a surrogate pair, which has no UTF-8: written as an escape of JSON.
+    text = text.encode("utf-8", "backslashreplace").decode("utf-8")
     if str(path) == "-":
         typer.echo(text)
         return

@@ -11,12 +11,15 @@ from pathlib import Path
 from shutil import which
 
 import pytest
+from typer.testing import CliRunner
 
 from ramify.analysis.report.causes_text import CAUSES, passed_checks
+from ramify.analysis.report.changes import mark_changes
 from ramify.analysis.report.document import Analysis, PrefixNode, finding_anchor
 from ramify.analysis.report.html import analysis_as_html
 from ramify.analysis.report.privacy import hide_texts
 from ramify.analysis.verdicts import CauseName
+from ramify.cli import app
 from tests.pure.analysis.sample_analysis import sample_analysis
 
 HOSTILE = (
@@ -123,6 +126,64 @@ def test_hostile_texts_stay_texts() -> None:
     assert "49<!--" not in text
     text.encode("utf-8")  # no lone surrogate is left
     assert not re.search("[\u2028\u2029\x00\u202e]", text)
+
+
+def test_a_hostile_log_is_reported_from_end_to_end(tmp_path: Path) -> None:
+    """Sessions, models, tools and messages that look like markup reach page and JSON as texts."""
+    log = tmp_path / "<b>log.jsonl"
+    log.write_text(
+        "".join(json.dumps(hostile_row(at)) + "\n" for at in range(12)), encoding="utf-8"
+    )
+    page_file, json_file = tmp_path / "page.html", tmp_path / "page.json"
+
+    result = CliRunner().invoke(
+        app, ["analyze", str(log), "--html", str(page_file), "--json", str(json_file)]
+    )
+
+    assert result.exit_code == 0, result.output
+    page = Page(page_file.read_text(encoding="utf-8"))
+    assert "clock" in {
+        each["cause"] for each in json.loads(json_file.read_text("utf-8"))["findings"]
+    }
+    assert set(page.tags) <= ALLOWED_TAGS
+    assert page.tags.count("script") == 2
+    assert not [name for _, name, _ in page.attributes if name.startswith("on")]
+
+
+def hostile_row(number: int) -> dict[str, object]:
+    """A request whose every text is hostile."""
+    clock = f"2026-11-02 09:0{number % 10}:11"
+    system = f"{HOSTILE} {clock} {HOSTILE * 60}"
+    return {
+        "timestamp": f"2026-11-02T09:{number:02}:05Z",
+        "session_id": f"{HOSTILE}{number % 2}",
+        "request": {
+            "model": f"gpt-4o{HOSTILE}",
+            "tools": [
+                {"type": "function", "function": {"name": HOSTILE, "description": HOSTILE * 9}}
+            ],
+            "messages": [
+                {"role": "system", "content": system},
+                {"role": "user", "content": f"{HOSTILE}{number}"},
+            ],
+        },
+    }
+
+
+def test_quotes_are_whole_whatever_is_marked() -> None:
+    """The runs of a marked quote join to the quote; equal texts have no mark."""
+    pairs = [
+        ("", "abc"),
+        ("abc", "abc"),
+        ("read_file", "approve"),
+        ("x" * 700 + "a", "x" * 700 + "b"),
+    ]
+
+    for had, got in pairs:
+        before, after = mark_changes(had, got)
+        assert "".join(piece.text for piece in before) == had
+        assert "".join(piece.text for piece in after) == got
+        assert any(piece.is_changed for piece in (*before, *after)) == (had != got)
 
 
 def test_embedded_data_come_back_as_they_were() -> None:
