@@ -1,0 +1,39 @@
+"""docs/analysis.md names every key of the JSON and of a budget."""
+
+import re
+import tomllib
+from dataclasses import fields
+from pathlib import Path
+
+from ramify.analysis.lint_json import report_as_json
+from ramify.analysis.linting import lint
+from ramify.analysis.report.budget import Budget, read_budget
+
+PAGE = Path(__file__).parents[3] / "docs" / "analysis.md"
+TEXT = PAGE.read_text("utf-8")
+
+
+def test_the_budget_of_the_page_has_every_key(tmp_path: Path) -> None:
+    """And can be read."""
+    found = re.search(r"```toml\n(.*?)```", TEXT, re.DOTALL)
+    assert found is not None
+    path = tmp_path / "budget.toml"
+    path.write_text(found[1], encoding="utf-8")
+
+    read_budget(path)
+
+    assert set(tomllib.loads(found[1])) == {field.name for field in fields(Budget)}
+
+
+def test_the_page_names_the_keys_of_lint(tmp_path: Path) -> None:
+    """Of the document, of a verdict, a divergence, a cause and a finding."""
+    log = tmp_path / "log.jsonl"
+    body = '{{"model": "m", "messages": [{{"role": "system", "content": "At 10:0{}:00. {}"}}]}}\n'
+    log.write_text("".join(body.format(n, "Be kind. " * 60) for n in range(4)), encoding="utf-8")
+
+    document = report_as_json(lint(log))
+
+    verdict, finding = document["verdicts"][1], document["findings"][0]
+    parts = document, verdict, verdict["divergence"], verdict["causes"][0], finding
+    keys = {key for part in (*parts, verdict["tokens"], finding["saving"]) for key in part}
+    assert not {key for key in keys if not re.search(rf"[`\"]{key}[`\"]", TEXT)}
