@@ -283,4 +283,6 @@ def _quality(corpus: Corpus, quality: ReadQuality) -> dict[str, Any]:
     out["num_with_times"] = sum(r.info.start_s is not None for r in corpus)
     out["num_with_conversation"] = sum(r.info.conversation is not None for r in corpus)
     out["num_with_full_text"] = sum(r.info.has_full_text for r in corpus)
+    out["num_with_text"] = sum(r.info.hashed is None for r in corpus)
+    out["num_with_reads"] = sum(r.info.usage.num_read is not None for r in corpus)
     return out
