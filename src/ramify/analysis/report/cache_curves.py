@@ -64,10 +64,8 @@ def cache_curves(
         infinite=result.infinite,
         page_size=trace.page_size,
         here_share=here_share,
-        here_tokens=None if here_share is None else _place(points, here_share),
-        here_lifetime_s=None
-        if here_share is None
-        else _place([(point.at, point.share) for point in lifetimes], here_share),
+        here_tokens=_place(points, here_share),
+        here_lifetime_s=_place([(point.at, point.share) for point in lifetimes], here_share),
         knee_tokens=_knee(points),
     )
 
@@ -84,8 +82,13 @@ def _capacities(footprint: int, page_size: int) -> tuple[int, ...]:
     return tuple(found) or (page_size,)
 
 
-def _place(points: Sequence[tuple[float, float]], share: float) -> float | None:
-    """Where a rising curve reaches a share, between its points on a logarithmic axis."""
+def _place(points: Sequence[tuple[float, float]], share: float | None) -> float | None:
+    """Where a rising curve reaches a share, between its points on a logarithmic axis.
+
+    A cache that nothing was read from has no place on it.
+    """
+    if not share:
+        return None
     before: tuple[float, float] | None = None
     for at, value in points:
         if value >= share:

@@ -231,7 +231,11 @@ def leaders(
     nodes: Sequence[PrefixNode], num_input: int
 ) -> tuple[tuple[PrefixLeader, ...], tuple[PrefixLeader, ...]]:
     """Prefixes by number of requests, and by tokens that sharing them saves."""
-    shared = [node for node in nodes if node.num_requests > 1 and node.num_tokens and node.depth]
+    shared = [
+        node
+        for node in nodes
+        if node.num_requests > 1 and node.num_tokens and not node.label.startswith("settings")
+    ]
     by_count = sorted(shared, key=lambda node: (-node.num_requests, -node.prefix_tokens))
     by_tokens = sorted(shared, key=lambda node: -node.tokens_saved)
     return (
