@@ -21,7 +21,7 @@ from ramify.analysis.providers.prompts import Prediction
 from ramify.analysis.providers.replay import CacheModel
 from ramify.analysis.providers.rules import load_rules
 from ramify.analysis.reading import ReadQuality
-from ramify.analysis.records import LoggedRequest, SegmentKind
+from ramify.analysis.records import LoggedRequest, SegmentKind, TextForm
 from ramify.analysis.savings import measure_savings
 from ramify.analysis.templates import Templates
 from ramify.analysis.tokens import Tokenizer
@@ -274,10 +274,15 @@ def _merge_causes(match: Match) -> list[Cause]:
 
 def _quality(corpus: Corpus, quality: ReadQuality) -> dict[str, Any]:
     out = quality.as_json()
-    out["tokenizer"] = corpus.tokenizer.name
-    out["is_exact"] = corpus.tokenizer.is_exact
+    has_ids = all(
+        unit.form is TextForm.TOKENS or unit.kind is SegmentKind.SETTING for unit in corpus.units
+    )
+    out["tokenizer"] = "of the log" if has_ids else corpus.tokenizer.name
+    out["is_exact"] = has_ids or corpus.tokenizer.is_exact
     out["num_with_usage"] = sum(r.info.usage.num_input is not None for r in corpus)
     out["num_with_times"] = sum(r.info.start_s is not None for r in corpus)
     out["num_with_conversation"] = sum(r.info.conversation is not None for r in corpus)
     out["num_with_full_text"] = sum(r.info.has_full_text for r in corpus)
+    out["num_with_text"] = sum(r.info.hashed is None for r in corpus)
+    out["num_with_reads"] = sum(r.info.usage.num_read is not None for r in corpus)
     return out

@@ -19,6 +19,7 @@ import numpy as np
 
 from ramify.analysis.comparing import Comparer, Comparison
 from ramify.analysis.corpus import Corpus, StoredRequest
+from ramify.analysis.hashed_matching import HashedIndex
 from ramify.analysis.prompt_sides import Difference, Side
 from ramify.analysis.records import SegmentKind
 from ramify.analysis.templates import Templates
@@ -52,6 +53,7 @@ class Matcher:
         self._page_size = page_size
         self._raw: dict[tuple[object, ...], UnitTree] = {}
         self._mended = UnitTree(corpus)
+        self._hashed = HashedIndex()
         self._newest: dict[tuple[object, ...], list[int]] = {}
         self._rank: dict[int, int] = {}
         self._pending: list[tuple[float, int]] = []
@@ -75,9 +77,17 @@ class Matcher:
                 self._insert(request)
             else:
                 heapq.heappush(self._pending, (ready, request.number))
-                self._note_pending(request)
+                if request.info.hashed is None:
+                    self._note_pending(request)
 
     def _match(self, request: StoredRequest) -> Match:
+        hashed = request.info.hashed
+        if hashed is not None:
+            found = self._hashed.find(request.info, hashed)
+            if found is None:
+                return Match(request, None)
+            number, shared = found
+            return Match(request, self._corpus.requests[number], shared, shared)
         best: tuple[StoredRequest, Comparison] | None = None
         compared: list[tuple[StoredRequest, Comparison]] = []
         for number in self._candidates(request):
@@ -127,6 +137,9 @@ class Matcher:
         return list(numbers)[:MAX_CANDIDATES]
 
     def _insert(self, request: StoredRequest) -> None:
+        if request.info.hashed is not None:
+            self._hashed.insert(request.number, request.info, request.info.hashed)
+            return
         side = self._comparer.side(request)
         self._drop_pending(request)
         tree = self._raw.get(_raw_key(side))

@@ -284,6 +284,20 @@ def test_passed_checks_leave_out_what_occurs() -> None:
     assert passed == set(CauseName) - {each.cause for each in findings} - {CauseName.NEW_CONTENT}
 
 
+def test_checks_without_evidence_are_not_passed() -> None:
+    """A log without texts, times or usage passes no check that needs them, and the page says so."""
+    full = sample_analysis()
+    lacks = {"num_with_text": 0, "num_with_times": 0, "num_with_reads": 4}
+
+    passed = {check.cause for check in passed_checks((), lacks)}
+    page = Page(analysis_as_html(replace(full, lint=replace(full.lint, quality=lacks))))
+
+    assert not passed & {CauseName.CLOCK, CauseName.TOOL_ORDER, CauseName.TTL_EXPIRED}
+    assert {CauseName.ROUTING, CauseName.BELOW_MINIMUM} <= passed
+    words = " ".join("".join(page.texts).split())
+    assert "since the log has no texts; 2 causes, since the log has no times." in words
+
+
 @pytest.mark.skipif(which("chromium") is None, reason="needs chromium")
 def test_a_browser_runs_the_page(tmp_path: Path) -> None:
     """The page's script runs under its policy: the tree is drawn, and hostile texts do nothing."""

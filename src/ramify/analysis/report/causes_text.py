@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ramify.analysis.findings import CHANGES
 from ramify.analysis.verdicts import CauseName, Finding
@@ -203,10 +204,57 @@ _TEXTS = (
         "No miss without an explanation",
     ),
 )
+_BY_TIMES = frozenset({CauseName.TTL_EXPIRED, CauseName.PARALLEL_COLD})
+_BY_USAGE = frozenset(
+    {
+        CauseName.EVICTED,
+        CauseName.MODEL_CHANGED,
+        CauseName.OUTSIDE_PROMPT,
+        CauseName.ROUTING,
+    }
+)
+_BY_PREFIX = frozenset(
+    {
+        CauseName.BELOW_MINIMUM,
+        CauseName.BREAKPOINT_MISSING,
+        CauseName.CACHE_KEY_SCATTERED,
+        CauseName.LOOKBACK_EXCEEDED,
+        CauseName.NAMESPACE_SPLIT,
+        CauseName.UNREAD_WRITE,
+    }
+)
 CAUSES: dict[CauseName, CauseText] = {text.cause: text for text in _TEXTS}
 
 
-def passed_checks(findings: Iterable[Finding]) -> tuple[CauseText, ...]:
-    """Causes that the log could have shown and does not, in the order of `CauseName`."""
+def passed_checks(
+    findings: Iterable[Finding], quality: Mapping[str, Any] | None = None
+) -> tuple[CauseText, ...]:
+    """Causes that the log could have shown and does not, in the order of `CauseName`.
+
+    With the quality of the log, causes for which it has no evidence are left out.
+    """
     seen = {finding.cause for finding in findings}
-    return tuple(text for text in _TEXTS if text.check and text.cause not in seen)
+    return tuple(
+        text
+        for text in _TEXTS
+        if text.check and text.cause not in seen and not missing_evidence(text.cause, quality or {})
+    )
+
+
+def missing_evidence(cause: CauseName, quality: Mapping[str, Any]) -> str:
+    """What a cause would show in and the log has none of; empty if it is there."""
+    if cause in _BY_PREFIX:
+        return ""
+    if cause in _BY_TIMES:
+        return "times" if quality.get("num_with_times") == 0 else ""
+    if cause in _BY_USAGE:
+        return "cached tokens" if quality.get("num_with_reads") == 0 else ""
+    return "texts" if quality.get("num_with_text") == 0 else ""
+
+
+def missing_checks(quality: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
+    """Numbers of causes that could not be checked, by what the log lacks."""
+    lacks = [missing_evidence(text.cause, quality) for text in _TEXTS if text.check]
+    return tuple(
+        (name, lacks.count(name)) for name in ("texts", "times", "cached tokens") if name in lacks
+    )

@@ -18,7 +18,7 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
 from ramify.analysis.report import charts, page_rows
-from ramify.analysis.report.causes_text import passed_checks
+from ramify.analysis.report.causes_text import missing_checks, passed_checks
 from ramify.analysis.report.document import Analysis, Curves
 from ramify.analysis.report.headline import headline
 from ramify.analysis.report.markdown import analysis_as_markdown, finding_as_markdown
@@ -61,7 +61,8 @@ def analysis_as_html(analysis: Analysis) -> str:
         rate_names=RATE_NAMES,
         findings=page_rows.finding_rows(findings),
         num_left_out=max(0, len(findings) - page_rows.MAX_FINDINGS),
-        passed=passed_checks(findings),
+        passed=passed_checks(findings, analysis.lint.quality),
+        unchecked=missing_checks(analysis.lint.quality),
         what_if=page_rows.what_if_rows(analysis),
         sessions=page_rows.session_rows(analysis.sessions),
         waterfall=page_rows.waterfall_rows(analysis.waterfall),
@@ -69,7 +70,9 @@ def analysis_as_html(analysis: Analysis) -> str:
         quality=page_rows.quality_rows(analysis.lint.quality),
         capacity_chart=charts.capacity_chart(curves) if curves else None,
         lifetime_chart=charts.lifetime_chart(curves) if curves else None,
-        knee=knee_sentence(curves) if curves else "",
+        knee=knee_sentence(curves, is_reported=analysis.rate("reported") is not None)
+        if curves
+        else "",
         plural=plural,
         style=Markup(style),  # noqa: S704 - our own file
         script=Markup(script),  # noqa: S704 - our own file
@@ -97,13 +100,14 @@ def shown(text: str) -> str:
     return visible(text.translate(_SHOWN_SPACES))
 
 
-def knee_sentence(curves: Curves) -> str:
+def knee_sentence(curves: Curves, *, is_reported: bool) -> str:
     """Where more capacity stops to pay."""
     if not curves.knee_tokens:
         return ""
     here = ""
     if curves.here_tokens:
-        here = f" The log's own cache hits like an LRU cache of {count(curves.here_tokens)} tokens."
+        whose = "The log's own cache" if is_reported else "A cache by the rule"
+        here = f" {whose} hits like an LRU cache of {count(curves.here_tokens)} tokens."
     return (
         f"Beyond {count(curves.knee_tokens)} tokens, doubling an LRU cache adds less than a point; "
         f"an infinite cache reaches {percent(curves.infinite)}.{here}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ramify.analysis.corpus import Corpus, StoredRequest
+from ramify.analysis.corpus import Corpus
 from ramify.analysis.providers.prompts import Prediction
 from ramify.analysis.verdicts import Verdict
 
@@ -60,20 +60,4 @@ def measure_reads(
     lost = np.array(
         [round(v.tokens.lost * rate) for v, rate in zip(verdicts, scale, strict=True)], np.int64
     )
-    _fill_hashed(corpus, reusable)
     return RequestReads(num_tokens, reported, by_rule, reusable, lost)
-
-
-def _fill_hashed(corpus: Corpus, reusable: Counts) -> None:
-    """Leading blocks of hashed prompts that an earlier request had, in place."""
-    seen: set[tuple[str, str | None, int]] = set()
-    for request in sorted(corpus, key=StoredRequest.start_key):
-        hashed = request.info.hashed
-        if hashed is None:
-            continue
-        scope, model = request.info.cache_scope, request.info.model
-        num_full = hashed.num_tokens // hashed.block_size
-        keys = [(scope, model, block) for block in hashed.block_ids[:num_full]]
-        shared = next((at for at, key in enumerate(keys) if key not in seen), len(keys))
-        reusable[request.number] = shared * hashed.block_size
-        seen.update(keys)
