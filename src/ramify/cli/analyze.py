@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -73,6 +74,7 @@ def analyze(
         from ramify.analysis.report.terminal import print_summary
         from ramify.analysis.report.trace_export import write_trace
 
+        _check_outputs(log, (html, json_file, markdown, sarif, export_trace))
         limits = None if budget is None else read_budget(budget)
         earlier = None if diff is None else read_earlier(diff)
         quality = ReadQuality()
@@ -109,6 +111,20 @@ def analyze(
         typer.echo(f"over budget: {reason}", err=True)
     if reasons:
         raise typer.Exit(OVER_BUDGET)
+
+
+def _check_outputs(logs: list[Path], outputs: tuple[Path | None, ...]) -> None:
+    """Refuse to write over the log, or two outputs into one place."""
+    taken = {path.resolve() for path in logs if str(path) != "-"}
+    for path in outputs:
+        if path is None or path == Path(os.devnull):
+            continue
+        place = path if str(path) == "-" else path.resolve()
+        if place in taken:
+            raise ConfigError(
+                f"cannot write to {path}: it is the log or another output; name another file"
+            )
+        taken.add(place)
 
 
 def _title(logs: list[Path]) -> str:

@@ -113,6 +113,22 @@ def test_an_output_that_cannot_be_written_is_one_message(tmp_path: Path) -> None
     assert result.exit_code == 2 and "nowhere" in result.output
 
 
+def test_no_output_overwrites_the_log_or_another(tmp_path: Path) -> None:
+    """An output in the log's place, or in that of another output, is one message; nothing is written."""
+    log = write_clock_log(tmp_path / "log.jsonl")
+    before = log.read_bytes()
+    over_log = run(log, "--export-trace", tmp_path / "." / "log.jsonl")
+    twice = run(log, "--html", tmp_path / "out", "--json", tmp_path / "out")
+    both = run(log, "--json", "-", "--sarif", "-")
+
+    for result in (over_log, twice, both):
+        assert result.exit_code == 2
+        assert "it is the log or another output" in result.stderr
+        assert result.stdout == ""
+    assert log.read_bytes() == before
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_second_run_compares_with_the_first(tmp_path: Path) -> None:
     """`--diff` of a log with itself says "same", and a mended log says what is gone."""
     log = write_clock_log(tmp_path / "log.jsonl")
