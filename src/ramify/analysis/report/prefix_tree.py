@@ -17,8 +17,10 @@ from ramify.analysis.report.reads import Counts, RequestReads
 from ramify.analysis.verdicts import CauseName, Verdict
 
 MAX_NODES = 1500
-MIN_SHARE = 0.0004  # of all tokens; narrower siblings are merged
-MAX_CHILDREN = 60
+# Narrower siblings are merged: nobody sees them, zoomed in to their parent or not.
+MIN_SHARE = 0.0003  # of all tokens
+MIN_SHARE_OF_PARENT = 0.001  # about a pixel
+MAX_CHILDREN = 400
 MAX_TEXT = 100
 NUM_LEADERS = 15
 _CAUSES = tuple(CauseName)
@@ -134,10 +136,11 @@ class PrefixTreeBuilder:
             _Group(part, group.start, group.offset, group.parent, group.depth) for part in parts
         ]
         widths = [self._width(child) for child in children]
+        least = max(MIN_SHARE * total, MIN_SHARE_OF_PARENT * self._width(group))
         narrow: list[_Group] = []
         for rank, at in enumerate(np.argsort(widths, kind="stable")[::-1].tolist()):
             child = children[at]
-            is_wide = widths[at] >= MIN_SHARE * total and rank < MAX_CHILDREN
+            is_wide = widths[at] >= least and rank < MAX_CHILDREN
             if is_wide or len(children) == 1:
                 heapq.heappush(queue, (-widths[at], int(child.requests[0]), child))
             else:

@@ -149,7 +149,8 @@
     while (stack.length) {
       const node = stack.pop();
       const sorted = [...node.children].sort(state.order === "time"
-        ? (a, b) => a.first - b.first : (a, b) => b.total - a.total || a.first - b.first);
+        ? (a, b) => a.first - b.first
+        : (a, b) => (a.merged > 0) - (b.merged > 0) || b.total - a.total || a.first - b.first);
       node.sorted = sorted;
       let x = node.x;
       for (const child of sorted) {
