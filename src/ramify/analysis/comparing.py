@@ -103,6 +103,8 @@ class Comparer:
         left, right = self._corpus.units[a], self._corpus.units[b]
         if (left.kind, left.form, left.label) != (right.kind, right.form, right.label):
             return 0
+        if left.form is TextForm.MEDIA:  # digests of other media share nothing
+            return 0
         mine, other = self._corpus.tokens(a), self._corpus.tokens(b)
         length = min(len(mine), len(other))
         different = np.flatnonzero(mine[:length] != other[:length])

@@ -19,7 +19,7 @@ _SECRETS = (
 _NAMED = re.compile(
     r"(?i)((?:\b|_|-)(?:api[_-]?keys?|apikey|secret(?:[_-]?key)?|access[_-]?token|auth[_-]?token|"
     r"refresh[_-]?token|client[_-]?secret|password|passwd|pwd|authorization|set-cookie|cookie|"
-    r"private[_-]?key)[\"']?\s*(?:[:=]|\bis\b)\s*[\"']?(?:bearer |basic )?)([^\s\"',;}&]{3,})"
+    r"private[_-]?key)[\"']?\s*(?:[:=]|\bis\b)\s*[\"']?(?:bearer |basic )?)([^\s\"',;}]{3,})"
 )
 _BEARER = re.compile(r"(?i)(\b(?:bearer|basic)\s+)([\w+/.~=-]{8,})")
 _URL_PASSWORD = re.compile(r"(://[^/\s:@]+:)[^/\s@]+(@)")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import unicodedata
 from dataclasses import dataclass, field
 
+from ramify.analysis.causes.spacing import SpacedText, find_respaced
 from ramify.analysis.causes.values import SlotEvidence, SlotVerdict, judge_slot
 from ramify.analysis.corpus import Corpus
 from ramify.analysis.normal_forms import parse_json, sort_keys, write_json
@@ -45,8 +45,17 @@ def pair_differences(
     if values is None:
         return None
     body_a, body_b = corpus.text(normal_a), corpus.text(normal_b)
+    respaced = None
+    if parse_json(text_a) is None or parse_json(text_b) is None:
+        respaced = find_respaced(
+            SpacedText(text_a, body_a, [value[0] for value in values]),
+            SpacedText(text_b, body_b, [value[1] for value in values]),
+        )
     tail = 0
     for (start_a, end_a), (start_b, end_b), verdict in values:
+        if respaced is not None and respaced.normal_char < start_b:
+            found.append(_whitespace(text_a, text_b, path, respaced.char_a, respaced.char_b))
+            respaced = None
         if verdict.cause is None:
             return PairDifferences(
                 (*found, Difference(CauseName.NEW_CONTENT, Certainty.PROVED, path)), start_b
@@ -56,6 +65,8 @@ def pair_differences(
             Difference(verdict.cause, verdict.certainty, path, had, got, verdict.is_volatile)
         )
         tail = len(body_b) - end_b
+    if respaced is not None:
+        found.append(_whitespace(text_a, text_b, path, respaced.char_a, respaced.char_b))
     return PairDifferences(tuple(found), tail_chars=tail)
 
 
@@ -132,7 +143,7 @@ def _form_differences(
             if is_respaced and sorted_a == sorted_b:
                 found.append(_whitespace(had, got, path))
         return found
-    if is_equal or _spacing(had) != _spacing(got):
+    if is_equal:
         found.append(_whitespace(had, got, path))
     return found
 
@@ -142,27 +153,18 @@ def _layout(text: str) -> tuple[bool, bool, bool]:
     return ("\\u" in text, "\n" in text, '": ' in text or '", ' in text)
 
 
-def _spacing(text: str) -> tuple[bool, ...]:
-    """Which kinds of white space and forms of Unicode a text has that its normal form lacks."""
-    return (
-        text != text.rstrip(),
-        text != text.lstrip(),
-        "\r" in text,
-        "  " in text,
-        "\u00a0" in text,
-        not text.isascii() and unicodedata.normalize("NFC", text) != text,
-    )
-
-
-def _whitespace(had: str, got: str, path: str) -> Difference:
-    at = common_prefix_len(had, got)
-    start = max(0, at - 8)
+def _whitespace(
+    had: str, got: str, path: str, char_a: int | None = None, char_b: int | None = None
+) -> Difference:
+    """White space that differs, at its place in each text; by default at the first difference."""
+    if char_a is None or char_b is None:
+        char_a = char_b = common_prefix_len(had, got)
     return Difference(
         CauseName.WHITESPACE,
         Certainty.PROVED,
         path,
-        Excerpt(had, start, at + 12),
-        Excerpt(got, start, at + 12),
+        Excerpt(had, max(0, char_a - 8), char_a + 12),
+        Excerpt(got, max(0, char_b - 8), char_b + 12),
     )
 
 
