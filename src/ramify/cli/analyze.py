@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import typer
 
 from ramify.cli.options import exit_on_error
-from ramify.cli.simulate import progress_bar, write_json
+from ramify.cli.simulate import INTERRUPTED, progress_bar, write_json
 from ramify.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -109,6 +109,9 @@ def analyze(
         reasons = () if limits is None else check_budget(limits, analysis)
     for reason in reasons:
         typer.echo(f"over budget: {reason}", err=True)
+    if analysis.is_partial:
+        typer.echo("interrupted: requests or parts of the report are missing", err=True)
+        raise typer.Exit(INTERRUPTED)
     if reasons:
         raise typer.Exit(OVER_BUDGET)
 

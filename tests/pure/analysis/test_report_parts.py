@@ -242,3 +242,33 @@ def test_an_empty_corpus_is_a_report() -> None:
     analysis = analyze(Corpus(), title="nothing")
 
     assert analysis.warnings and "nothing" in analysis_as_html(analysis)
+
+
+def test_an_interrupted_reading_is_a_partial_report(planted: Path) -> None:
+    """Ctrl-C keeps the requests that were read, and the report says that the rest is missing."""
+    quality = ReadQuality()
+    calls = iter(range(10**9))
+
+    def interrupt(_part: str, _done: int, _total: int) -> None:
+        if next(calls) == 3:
+            raise KeyboardInterrupt
+
+    corpus = read_corpus([planted, planted], quality, progress=interrupt)
+    analysis = analyze(corpus, title="log", quality=quality)
+
+    assert 0 < len(corpus) < 250 and analysis.is_partial
+    assert "interrupted" in analysis.warnings[0]
+
+
+def test_an_interrupted_part_is_left_out(planted: Path) -> None:
+    """Ctrl-C while curves are computed leaves a report without curves."""
+    corpus = read_corpus([planted], ReadQuality())
+
+    def interrupt(part: str, _done: int, _total: int) -> None:
+        if part == "stack distances":
+            raise KeyboardInterrupt
+
+    analysis = analyze(corpus, title="log", progress=interrupt)
+
+    assert analysis.is_partial and analysis.lint.findings
+    assert "interrupted" in analysis_as_html(analysis)

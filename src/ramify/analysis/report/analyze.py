@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from os import PathLike
 from pathlib import Path
+from typing import TypeVar
 
 import ramify
 from ramify.analysis.corpus import Corpus
@@ -25,6 +26,9 @@ from ramify.errors import LogError
 
 Paths = str | PathLike[str] | Iterable[str | PathLike[str]]
 Progress = Callable[[str, int, int], None]  # part, done, all (0: unknown)
+Part = TypeVar("Part")
+
+INTERRUPTED = "interrupted: the rest of the log is missing"
 
 
 def read_corpus(
@@ -55,7 +59,7 @@ def read_corpus(
     except KeyboardInterrupt:
         if not len(corpus):
             raise
-        quality.notes["interrupted: the rest of the log is missing"] += 1
+        quality.notes[INTERRUPTED] += 1
     if not len(corpus):
         raise LogError(f"the log has no requests: {quality.why_empty()}")
     return corpus
@@ -82,15 +86,18 @@ def analyze(
         policies: eviction policies that `PrefixCache` replays for the capacity chart.
         progress: called now and then.
     """
+    is_partial = quality is not None and INTERRUPTED in quality.notes
     linted = lint_parts(corpus, quality=quality, provider=provider, rules=rules, progress=progress)
-    return _Parts(corpus, linted, progress).analysis(title, policies)
+    return _Parts(corpus, linted, progress, is_partial=is_partial).analysis(title, policies)
 
 
 class _Parts:
     """Computes the parts of a report."""
 
-    def __init__(self, corpus: Corpus, linted: Linted, progress: Progress | None) -> None:
-        self._corpus, self._linted = corpus, linted
+    def __init__(
+        self, corpus: Corpus, linted: Linted, progress: Progress | None, *, is_partial: bool
+    ) -> None:
+        self._corpus, self._linted, self._is_partial = corpus, linted, is_partial
         self._progress: Progress = progress or (lambda _part, _done, _all: None)
 
     def analysis(self, title: str, policies: tuple[str, ...]) -> Analysis:
@@ -102,9 +109,11 @@ class _Parts:
         tree = PrefixTreeBuilder(self._corpus, reads, lint.verdicts).build()
         by_count, by_tokens = leaders(tree, num_input)
         self._progress("sets of fixes", 0, 1)
-        what_if = replay_sets(self._corpus, self._linted)
-        curves = cache_curves(
-            self._corpus, rates[0].share, policies=policies, progress=self._progress
+        what_if = self._unless_interrupted(lambda: replay_sets(self._corpus, self._linted))
+        curves = self._unless_interrupted(
+            lambda: cache_curves(
+                self._corpus, rates[0].share, policies=policies, progress=self._progress
+            )
         )
         return Analysis(
             title=title,
@@ -122,8 +131,17 @@ class _Parts:
             waterfall=waterfall(self._corpus, reads, lint.verdicts, predictions),
             what_if=what_if,
             figures=tuple(figures_of(lint, rates, curves, num_input)),
-            warnings=tuple(warnings_of(lint.quality, lint)),
+            warnings=tuple(warnings_of(lint.quality, lint, is_partial=self._is_partial)),
+            is_partial=self._is_partial,
         )
+
+    def _unless_interrupted(self, part: Callable[[], Part | None]) -> Part | None:
+        """A part that a report can do without; Ctrl-C leaves it out."""
+        try:
+            return part()
+        except KeyboardInterrupt:
+            self._is_partial = True
+            return None
 
     def _duration_s(self) -> float | None:
         starts = [

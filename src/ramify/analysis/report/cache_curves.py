@@ -31,6 +31,9 @@ def cache_curves(
         here_share: hit rate of the log's own cache.
         policies: eviction policies that `PrefixCache` replays; LRU is exact without a replay.
         progress: gets part, requests done and requests in all.
+
+    Raises:
+        KeyboardInterrupt: the simulation was interrupted.
     """
     try:
         source = corpus_trace(corpus)
@@ -44,6 +47,8 @@ def cache_curves(
         lifetimes_s=LIFETIMES_S,
     )
     result = simulate_trace(source, options, progress=progress)
+    if result.is_partial:
+        raise KeyboardInterrupt  # half of the curves would look like all
     points = [(at, share) for at, share in result.lru_points if at > 0]
     if not points:
         points = sorted(result.one_pass_lru.items())

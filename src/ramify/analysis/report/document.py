@@ -191,6 +191,7 @@ class Analysis:
     figures: tuple[Figure, ...] = ()
     warnings: tuple[str, ...] = ()  # what makes the figures unsure; shown first
     is_private: bool = False
+    is_partial: bool = False  # interrupted: requests or parts are missing
     notes: dict[str, Any] = field(default_factory=dict)
 
     def rate(self, name: str) -> HitRate | None:

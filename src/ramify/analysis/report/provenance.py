@@ -14,8 +14,12 @@ BAD_SHARE = 0.01
 RULE_NOTE = "note of a rule"  # names a model
 
 
-def warnings_of(quality: dict[str, Any], lint: LintReport) -> Iterator[str]:
+def warnings_of(
+    quality: dict[str, Any], lint: LintReport, *, is_partial: bool = False
+) -> Iterator[str]:
     """What a reader should know before the first number."""
+    if is_partial:
+        yield "The analysis was interrupted: the rest of the log, or parts of the report, are missing."
     num, num_bad = lint.num_requests, len(quality.get("bad_lines", ()))
     if not num:
         yield "The log has no requests."
