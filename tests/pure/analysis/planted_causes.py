@@ -52,7 +52,7 @@ def tool_order(rng: Rng, app: App, place: str) -> Plant:
 
 def tool_changed(rng: Rng, app: App, place: str) -> Plant:
     kind = rng.choice(["description", "added", "removed", "schema"])
-    at = rng.randrange(len(app.prompt.tools))
+    name = rng.choice(app.prompt.tools).name
     extra = Tool(
         f"late_{rng.randrange(1000)}_tool",
         words.prose(rng, 120),
@@ -62,6 +62,7 @@ def tool_changed(rng: Rng, app: App, place: str) -> Plant:
 
     def change(prompt: Prompt) -> Prompt:
         tools = list(prompt.tools)
+        at = next((at for at, tool in enumerate(tools) if tool.name == name), len(tools) - 1)
         if kind == "added":
             tools.insert(at, extra)
         elif kind == "removed":
