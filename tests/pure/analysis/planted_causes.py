@@ -90,6 +90,11 @@ def _reversed(value: Any) -> Any:
     return value
 
 
+def _is_json(text: str) -> bool:
+    """Whether a tool's answer is an object and nothing else."""
+    return text.startswith("{") and text.endswith("}")
+
+
 def _map_parts(prompt: Prompt, change: Callable[[Part], Part], until: int | None = None) -> Prompt:
     """Change the parts of messages before `until`."""
     end = len(prompt.messages) if until is None else until
@@ -106,7 +111,7 @@ def key_order(rng: Rng, app: App, place: str) -> Plant:
     def reorder(part: Part) -> Part:
         if kind == "arguments" and part.kind == "call":
             return replace(part, arguments=_reversed(part.arguments))
-        if kind == "result" and part.kind == "result" and part.text.startswith("{"):
+        if kind == "result" and part.kind == "result" and _is_json(part.text):
             return replace(
                 part, text=json.dumps(_reversed(json.loads(part.text)), ensure_ascii=False)
             )
@@ -154,7 +159,7 @@ def whitespace(rng: Rng, app: App, place: str) -> Plant:
     def respace(part: Part, role: str) -> Part:
         if where == "assistant" and role == "assistant" and part.kind == "text":
             return replace(part, text=_respace(kind, part.text))
-        if part.kind == "result" and part.text.startswith("{"):
+        if part.kind == "result" and _is_json(part.text):
             value = json.loads(part.text)
             if where == "escapes":
                 return replace(part, text=json.dumps(value))
