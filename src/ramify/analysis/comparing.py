@@ -22,6 +22,8 @@ from ramify.analysis.templates import Templates
 from ramify.analysis.text_diff import common_prefix_len
 from ramify.analysis.verdicts import CauseName, Certainty, Divergence
 
+HEADER_TOKENS = 48  # at most, of a billing line
+
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
@@ -75,7 +77,9 @@ class Comparer:
         raw = 0 if outer else text_tokens
         waste = [item for item in differences if item.is_waste]
         mended = max(mended, raw)
-        if mended < self.page_size:
+        headers = sum(item.cause is CauseName.BILLING_HEADER for item in waste)
+        if mended < self.page_size + HEADER_TOKENS * bool(headers):
+            # Nothing but a few words stands behind what would be mended: another program's prompt.
             differences = []
         elif not waste:
             mended = raw if not outer else mended

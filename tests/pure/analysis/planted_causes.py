@@ -52,7 +52,7 @@ def tool_order(rng: Rng, app: App, place: str) -> Plant:
 
 def tool_changed(rng: Rng, app: App, place: str) -> Plant:
     kind = rng.choice(["description", "added", "removed", "schema"])
-    at = rng.randrange(len(app.prompt.tools))
+    name = rng.choice(app.prompt.tools).name
     extra = Tool(
         f"late_{rng.randrange(1000)}_tool",
         words.prose(rng, 120),
@@ -62,6 +62,7 @@ def tool_changed(rng: Rng, app: App, place: str) -> Plant:
 
     def change(prompt: Prompt) -> Prompt:
         tools = list(prompt.tools)
+        at = next((at for at, tool in enumerate(tools) if tool.name == name), len(tools) - 1)
         if kind == "added":
             tools.insert(at, extra)
         elif kind == "removed":
@@ -89,6 +90,11 @@ def _reversed(value: Any) -> Any:
     return value
 
 
+def _is_json(text: str) -> bool:
+    """Whether a tool's answer is an object and nothing else."""
+    return text.startswith("{") and text.endswith("}")
+
+
 def _map_parts(prompt: Prompt, change: Callable[[Part], Part], until: int | None = None) -> Prompt:
     """Change the parts of messages before `until`."""
     end = len(prompt.messages) if until is None else until
@@ -105,7 +111,7 @@ def key_order(rng: Rng, app: App, place: str) -> Plant:
     def reorder(part: Part) -> Part:
         if kind == "arguments" and part.kind == "call":
             return replace(part, arguments=_reversed(part.arguments))
-        if kind == "result" and part.kind == "result" and part.text.startswith("{"):
+        if kind == "result" and part.kind == "result" and _is_json(part.text):
             return replace(
                 part, text=json.dumps(_reversed(json.loads(part.text)), ensure_ascii=False)
             )
@@ -153,7 +159,7 @@ def whitespace(rng: Rng, app: App, place: str) -> Plant:
     def respace(part: Part, role: str) -> Part:
         if where == "assistant" and role == "assistant" and part.kind == "text":
             return replace(part, text=_respace(kind, part.text))
-        if part.kind == "result" and part.text.startswith("{"):
+        if part.kind == "result" and _is_json(part.text):
             value = json.loads(part.text)
             if where == "escapes":
                 return replace(part, text=json.dumps(value))

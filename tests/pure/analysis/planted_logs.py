@@ -194,27 +194,33 @@ class PlantedLog:
             return Truth(None, {}, frozenset(), 0, 0, is_unrelated=True)
         mine, other = self.requests[number], self.requests[match]
         sent, other_sent = mine.render(mine.changes), other.render(other.changes)
-        clean_renders = mine.render(())[1], other.render(())[1]
-        clean, clean_divergence = shared_chars(*clean_renders), divergence_of(*clean_renders)
+        places = dict(other.changes) | dict(mine.changes)
+        # What is legitimate is not mended: a cause behind it shows only where both prompts have it.
+        kept = {place for place, (cause, _) in places.items() if cause in LEGITIMATE}
+        divergence = divergence_of(sent[1], other_sent[1])
+        clean = shared_chars(mine.render(())[1], other.render(())[1])
         is_unrelated = clean < UNRELATED_CHARS or mine.cell != other.cell
         found: dict[str, frozenset[str]] = {}
-        places = dict(other.changes) | dict(mine.changes)
         for place, (cause, _) in places.items():
-            left, right = mine.render({place}), other.render({place})
+            if divergence is None and sent[2] == other_sent[2]:
+                break  # a next turn has no cause
+            base = kept - {place}
+            left, right = mine.render(base | {place}), other.render(base | {place})
+            renders = mine.render(base)[1], other.render(base)[1]
             is_split = left[2] != right[2]
-            if not is_split and shared_chars(left[1], right[1]) >= clean:
+            if not is_split and shared_chars(left[1], right[1]) >= shared_chars(*renders):
                 continue
-            divergence = divergence_of(left[1], right[1])
+            alone = divergence_of(left[1], right[1])
             # Equal values shorten what is shared, and diverge nowhere.
-            if divergence in (None, clean_divergence) and not is_split:
+            if alone in (None, divergence_of(*renders)) and not is_split:
                 continue
-            segments = {path for path, _ in divergence.places} if divergence else set()
+            segments = {path for path, _ in alone.places} if alone else set()
             found[cause] = found.get(cause, frozenset()) | segments
         if is_unrelated:
             found = {}
         likely = frozenset({"key_order"} if self.api == "anthropic" else ())
         return Truth(
-            divergence=divergence_of(sent[1], other_sent[1]),
+            divergence=divergence,
             causes=found,
             likely=likely & found.keys(),
             shared_chars=clean,

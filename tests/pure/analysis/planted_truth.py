@@ -58,7 +58,8 @@ def divergence_of(mine: list[Piece], other: list[Piece]) -> TrueDivergence | Non
             return TrueDivergence(frozenset({(left.path, 0), (right.path, 0)}))
         char = common_prefix(left.chars, right.chars)
         places = {(left.path, char)}
-        if not same_role:
+        is_thought = (left.content == left.chars) != (right.content == right.chars)
+        if not same_role or is_thought:
             places |= {(left.path, 0)}
         if left.path.split(".")[0] != right.path.split(".")[0]:
             places |= {(left.path, 0), (right.path, 0)}

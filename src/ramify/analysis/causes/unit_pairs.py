@@ -96,13 +96,15 @@ def _values(
     for hunk in hunks:
         mine, theirs = (hunk.start, hunk.end), (hunk.other_start, hunk.other_end)
         verdict = _known(places, theirs)
-        if verdict is None:
+        starts_later = verdict is not None and _starts_in_later_line(places, theirs[0], text_b)
+        if verdict is None or starts_later:
             before = text_b[max(0, theirs[0] - 160) : theirs[0]]
             values = (text_a[mine[0] : mine[1]], text_b[theirs[0] : theirs[1]])
             after = text_b[theirs[1] : theirs[1] + 160]
-            verdict = judge_slot(
+            alone = judge_slot(
                 SlotEvidence(kind, label, values, (None, None), before, after, 2, 2, 2)
             )
+            verdict = alone if verdict is None or alone.cause is not None else verdict
         found.append((mine, theirs, verdict))
     return found
 
@@ -116,6 +118,13 @@ def _known(
         if overlaps and (verdict.cause is not None or end - start <= 2 * (at[1] - at[0]) + 8):
             return verdict
     return None
+
+
+def _starts_in_later_line(
+    places: list[tuple[tuple[int, int], SlotVerdict]], at: int, text: str
+) -> bool:
+    """Whether a value begins in another line than the place that holds it: two values may have met."""
+    return any(start < at < end and "\n" in text[start:at] for (start, end), _ in places)
 
 
 def _form_differences(

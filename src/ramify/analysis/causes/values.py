@@ -6,7 +6,7 @@ Each rule is a class with one question; `VALUE_RULES` is asked in order, and the
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
@@ -124,7 +124,8 @@ class ClockValue:
         if _UNITS.match(slot.after) and (has_digits or _CALENDAR.search(slot.line)):
             return True
         if has_digits and (_CALENDAR.search(slot.line) or names_date(slot.line)):
-            return not _is_random(values[0]) and not _STATE_WORDS.search(slot.line_before)
+            is_time = not _is_random(values[0]) or _never_falls(values)
+            return is_time and not _STATE_WORDS.search(slot.line_before)
         if grows_unevenly(slot.values) and not _names_other(slot):
             return True
         has_word = bool(_CLOCK_WORDS.search(slot.line_before[-60:]))
@@ -201,6 +202,14 @@ class RandomId:
         )
 
 
+def _never_falls(values: Sequence[str]) -> bool:
+    """Whether the numbers in three or more values grow or stay in the order of requests."""
+    rows = [tuple(map(int, re.findall(r"\d+", value))) for value in values]
+    is_grid = len({len(row) for row in rows}) == 1
+    return len(rows) > 2 and is_grid and all(a <= b for a, b in pairwise(rows))
+
+
+_DECIMAL = re.compile(r"\D?\d+\.\d+")
 _HEX = re.compile(r"(?:[0-9a-f]{2,}-)*[0-9a-f]{6,}", re.IGNORECASE)
 
 
@@ -210,6 +219,8 @@ def _is_random(value: str) -> bool:
     has_digit = any(map(str.isdigit, value))
     has_letter = any(map(str.isalpha, value))
     bare = value.strip(".,:;")
+    if _DECIMAL.fullmatch(bare):
+        return False
     if has_digit and (_HEX.search(bare) or (has_letter and len(bare) >= 5)):
         return True
     return bare.isdigit() and len(bare) >= 4
@@ -261,6 +272,8 @@ def _is_volatile(slot: SlotEvidence, cause: CauseName) -> bool:
     named_content = bool(_CONTENT_WORDS.search(slot.line_before))
     role = slot.label.partition(" ")[0]
     if slot.kind is SegmentKind.MESSAGE and role not in ("system", "developer"):
+        if role in ("tool", "assistant") or " " in slot.label:
+            return False  # what a model or a tool says at another time is news
         rule = _MESSAGE_WORDS.get(cause)
         return rule is not None and bool(rule.search(slot.line_before)) and not named_content
     if cause is CauseName.CLOCK:
