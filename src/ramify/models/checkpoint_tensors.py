@@ -16,8 +16,8 @@ from torch import Tensor
 from ramify.errors import CheckpointError, UnsupportedModelError
 from ramify.models.config import ModelConfig
 from ramify.models.families import FAMILIES
+from ramify.models.find_checkpoint import INDEX
 
-INDEX = "model.safetensors.index.json"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 # As safetensors names them.
