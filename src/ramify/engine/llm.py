@@ -319,6 +319,8 @@ class LLM:
         outputs = self.generate(
             prompts, EMBEDDING_PARAMS, tenant=tenant, salt=salt, progress=progress
         )
+        if not outputs:
+            return np.empty((0, self.engine.model_config.hidden_size), np.float32)
         return np.stack([unit_embedding(output) for output in outputs])
 
     def session(

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from ramify.errors import CheckpointError, UnsupportedModelError
 from ramify.models.config import ModelConfig
+from ramify.models.families import FAMILIES
+from ramify.models.find_checkpoint import INDEX
 
-INDEX = "model.safetensors.index.json"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 # As safetensors names them.
@@ -238,8 +239,9 @@ def _float_dtype(stored: str, file: Path, name: str) -> torch.dtype:
 def _is_ignorable(name: str, config: ModelConfig) -> bool:
     """Whether to skip a tensor: a buffer that older tools saved, or a multi-token-prediction layer."""
     layer = name.removeprefix("model.layers.").split(".")[0]
-    if config.mla is not None and layer.isdecimal() and int(layer) >= config.num_layers:
-        # DeepSeek numbers its multi-token-prediction layers after the last decoder layer.
+    has_mtp = FAMILIES[config.architecture].has_mtp_layers
+    if has_mtp and layer.isdecimal() and int(layer) >= config.num_layers:
+        # Multi-token-prediction layers are numbered after the last decoder layer.
         return True
     return name.endswith((".rotary_emb.inv_freq", ".attn.masked_bias"))
 

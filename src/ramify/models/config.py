@@ -10,19 +10,19 @@ from ramify.errors import CheckpointError, UnsupportedModelError
 from ramify.models.config_fields import ConfigFields
 from ramify.models.deepseek_config import MlaConfig
 from ramify.models.dense_variant import LLAMA, DenseVariant
-from ramify.models.families import ACTIVATIONS, FAMILIES, Family
+from ramify.models.families import FAMILIES
+from ramify.models.family import Family
 from ramify.models.moe_config import MoeConfig
 from ramify.models.rope_config import (
-    KNOWN_SCALINGS,
     NO_ROPE,
     RopeConfig,
     layer_type_settings,
     read_rope,
     rope_settings,
 )
+from ramify.models.window_config import read_windows
 
 DTYPES = ("float32", "bfloat16", "float16")
-LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,10 +194,14 @@ class ModelConfig:
                 f"{source}: is_causal is {config['is_causal']!r}; only causal decoders are supported"
             )
         max_model_len = fields.count("max_position_embeddings")
-        window, full_layers = _windows(fields, family, num_layers)
-        variant = replace(
-            family.variant(fields, num_layers), activation=_activation(fields, family)
-        )
+        window, full_layers = read_windows(fields, family, num_layers)
+        activation = _activation(fields, family)
+        if moe is not None and activation != "silu":
+            raise UnsupportedModelError(
+                f"{source}: {family.activation_field} is {config[family.activation_field]!r}; "
+                "experts have only silu"
+            )
+        variant = replace(family.variant(fields, num_layers), activation=activation)
         if not family.full_attention_rope and window is not None:
             variant = replace(variant, layers_without_rope=full_layers)
         rope, local_rope = _ropes(fields, family, head_dim, max_model_len)
@@ -210,7 +214,7 @@ class ModelConfig:
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            intermediate_size=fields.count("intermediate_size"),
+            intermediate_size=fields.count(family.intermediate_field),
             max_model_len=max_model_len,
             rms_norm_eps=fields.number(family.eps_field, family.eps),
             rope=rope,
@@ -273,21 +277,21 @@ def _architecture(fields: ConfigFields) -> str:
 
 def _activation(fields: ConfigFields, family: Family) -> Any:
     name = fields.config.get(family.activation_field) or family.activation
-    if name not in ACTIVATIONS:
+    if name not in family.activations:
         raise UnsupportedModelError(
             f"{fields.source}: {family.activation_field} is {name!r}; supported are "
-            f"{', '.join(ACTIVATIONS)}"
+            f"{', '.join(family.activations)}"
         )
-    return ACTIVATIONS[name]
+    return family.activations[name]
 
 
 def _ropes(
     fields: ConfigFields, family: Family, head_dim: int, max_model_len: int
 ) -> tuple[RopeConfig, RopeConfig | None]:
     """Rotary embedding of the layers, and that of layers with a window where it is another."""
-    scalings = KNOWN_SCALINGS
+    scalings = family.rope_scalings
     if family.partial_rotary is None:
-        scalings = tuple(kind for kind in KNOWN_SCALINGS if kind != "longrope")
+        scalings = tuple(kind for kind in scalings if kind != "longrope")
 
     def read(settings: Mapping[str, Any], theta: float) -> RopeConfig:
         return read_rope(
@@ -298,63 +302,16 @@ def _ropes(
             default_theta=theta,
             default_partial=family.partial_rotary,
             scalings=scalings,
+            has_alpha=family.has_rope_alpha,
         )
 
     if family.local_rope_theta is None:
         return read(rope_settings(fields), family.rope_theta), None
-    settings = layer_type_settings(fields, family.local_rope_theta)
+    settings = layer_type_settings(fields, family.local_rope_field, family.local_rope_theta)
     return (
         read(settings["full_attention"], family.rope_theta),
         read(settings["sliding_attention"], family.local_rope_theta),
     )
-
-
-def _windows(
-    fields: ConfigFields, family: Family, num_layers: int
-) -> tuple[int | None, frozenset[int]]:
-    """The sliding window in tokens, and the layers that have full attention nevertheless."""
-    config, rule = fields.config, family.windows
-    is_null = "sliding_window" in config and config["sliding_window"] is None
-    if rule == "none" or is_null:
-        return None, frozenset()
-    if rule == "qwen" and not config.get("use_sliding_window", False):
-        return None, frozenset()
-    if rule == "all":
-        if config.get("layer_types"):
-            raise UnsupportedModelError(
-                f"{fields.source}: layer_types is not a setting of {family.model_type} models"
-            )
-        if "sliding_window" not in config and family.sliding_window is None:
-            return None, frozenset()
-        return fields.count("sliding_window", family.sliding_window), frozenset()
-    window = fields.count("sliding_window", family.sliding_window)
-    kinds = config.get("layer_types")
-    if kinds is None:
-        return window, _full_attention_layers(fields, family, num_layers)
-    if not isinstance(kinds, list) or len(kinds) != num_layers or set(kinds) - set(LAYER_TYPES):
-        raise UnsupportedModelError(
-            f"{fields.source}: layer_types must name {num_layers} layers, each "
-            f"{' or '.join(LAYER_TYPES)}; it is {kinds!r}"
-        )
-    return window, frozenset(i for i, kind in enumerate(kinds) if kind == "full_attention")
-
-
-def _full_attention_layers(fields: ConfigFields, family: Family, num_layers: int) -> frozenset[int]:
-    """Layers without a window, where the configuration has no `layer_types`."""
-    config = fields.config
-    if family.windows == "qwen":
-        first = config.get("max_window_layers", 28)
-        if isinstance(first, bool) or not isinstance(first, int):
-            raise CheckpointError(f"{fields.source}: max_window_layers is {first!r}")
-        return frozenset(range(min(max(first, 0), num_layers)))
-    period = config.get("sliding_window_pattern", family.window_period)
-    if period == 0 or period is None:
-        return frozenset()
-    if isinstance(period, bool) or not isinstance(period, int) or period < 0:
-        raise UnsupportedModelError(
-            f"{fields.source}: sliding_window_pattern is {period!r}; it must be an integer"
-        )
-    return frozenset(layer for layer in range(num_layers) if (layer + 1) % period == 0)
 
 
 def _dtype(fields: ConfigFields) -> str:

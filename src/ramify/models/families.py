@@ -1,17 +1,13 @@
-"""Dense families: a row each with the fields of their `config.json` that are not Llama's. No torch.
+"""Families: a row each with the fields of their `config.json` that are not Llama's. No torch.
 
 A family whose arithmetic `DenseVariant` can say is a row here and a case in `tests/cpu/models`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
-
-from ramify.models.config_fields import ConfigFields
 from ramify.models.deepseek_config import deepseek_experts
-from ramify.models.dense_variant import LLAMA, ActivationName, DenseVariant
+from ramify.models.dense_variant import DenseVariant
+from ramify.models.family import ACTIVATIONS, Family
 from ramify.models.family_variants import (
     Biases,
     attention_bias,
@@ -38,57 +34,12 @@ from ramify.models.family_variants import (
     starcoder2_variant,
 )
 from ramify.models.moe_config import (
-    MoeConfig,
     glm4_experts,
     mixtral_experts,
     olmoe_experts,
     qwen2_experts,
     qwen3_experts,
 )
-
-# How a family says which layers have a sliding window.
-#   all: every layer, if there is a window     qwen: `use_sliding_window`, from a layer on
-#   pattern: `layer_types`, else every `sliding_window_pattern`-th layer has full attention
-WindowRule = Literal["none", "all", "qwen", "pattern"]
-# Which linears have biases: `attention_bias` for q, k, v and o; always q, k, v; those of `reader`.
-BiasRule = Literal["none", "attention_bias", "qkv", "reader"]
-
-ACTIVATIONS: dict[str, ActivationName] = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu": "gelu",
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """A row of `FAMILIES`: defaults of an architecture, and how its own fields are read."""
-
-    model_type: str
-    variant: Callable[[ConfigFields, int], DenseVariant] = lambda _fields, _num_layers: LLAMA
-    biases: Callable[[Mapping[str, Any]], Biases] = lambda _config: Biases()
-    experts: Callable[[ConfigFields, int], MoeConfig | None] = lambda _fields, _num_layers: None
-    num_kv_heads: int | None = None  # None: num_heads
-    head_dim: int | None = None  # None: hidden_size / num_heads
-    windows: WindowRule = "none"
-    sliding_window: int | None = None
-    window_period: int = 1  # of the rule `pattern`: one layer of so many has full attention
-    eps_field: str = "rms_norm_eps"
-    eps: float = 1e-6
-    activation_field: str = "hidden_act"
-    activation: str = "silu"
-    rope_theta: float = 10_000.0
-    partial_rotary: float | None = None  # None: whole heads, whatever the configuration says
-    full_attention_rope: bool = True  # False: layers without a window have no rope
-    local_rope_theta: float | None = None  # layers with a window have a rope of their own
-    tie_word_embeddings: bool = False
-    bos_token_id: int | None = None
-    eos_token_id: int | tuple[int, ...] | None = None
-    is_latent: bool = False  # DeepSeek: MLA, mixture of experts
-
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(
@@ -105,9 +56,8 @@ FAMILIES: dict[str, Family] = {
     "MinistralForCausalLM": Family(
         model_type="ministral",
         num_kv_heads=8,
-        windows="pattern",
+        windows="period",
         sliding_window=4096,
-        window_period=0,
         bos_token_id=1,
         eos_token_id=2,
     ),
@@ -115,7 +65,8 @@ FAMILIES: dict[str, Family] = {
         model_type="qwen2",
         biases=lambda _config: Biases(qkv=True),
         num_kv_heads=32,
-        windows="qwen",
+        windows="last",
+        has_window_switch=True,
         sliding_window=4096,
     ),
     "Qwen3ForCausalLM": Family(
@@ -124,12 +75,15 @@ FAMILIES: dict[str, Family] = {
         biases=attention_bias,
         num_kv_heads=32,
         head_dim=128,
-        windows="qwen",
+        windows="last",
+        has_window_switch=True,
         sliding_window=4096,
     ),
     "GemmaForCausalLM": Family(
         model_type="gemma",
         variant=gemma_variant,
+        # Early files say "gelu", and mean its approximation.
+        activations=ACTIVATIONS | {"gelu": "gelu_tanh"},
         biases=attention_bias,
         num_kv_heads=16,
         head_dim=256,
@@ -144,7 +98,7 @@ FAMILIES: dict[str, Family] = {
         biases=attention_bias,
         num_kv_heads=4,
         head_dim=256,
-        windows="pattern",
+        windows="period",
         sliding_window=4096,
         window_period=2,
         activation_field="hidden_activation",
@@ -159,9 +113,10 @@ FAMILIES: dict[str, Family] = {
         biases=attention_bias,
         num_kv_heads=4,
         head_dim=256,
-        windows="pattern",
+        windows="period",
         sliding_window=4096,
         window_period=6,
+        has_period_field=True,
         activation_field="hidden_activation",
         activation="gelu_pytorch_tanh",
         rope_theta=1_000_000.0,
@@ -176,6 +131,7 @@ FAMILIES: dict[str, Family] = {
         windows="all",
         eps=1e-5,
         partial_rotary=1.0,
+        rope_scalings=("default", "longrope"),
         bos_token_id=1,
         eos_token_id=32_000,
     ),
@@ -190,11 +146,13 @@ FAMILIES: dict[str, Family] = {
         model_type="olmo3",
         variant=olmo2_variant,
         biases=attention_bias,
-        windows="pattern",
+        windows="period",
         sliding_window=4096,
         window_period=4,
         eps=1e-5,
-        local_rope_theta=10_000.0,
+        rope_theta=500_000.0,
+        local_rope_theta=500_000.0,
+        local_rope_field="rope_theta",
         eos_token_id=50_279,
     ),
     "GraniteForCausalLM": Family(
@@ -206,6 +164,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "GraniteMoeHybridForCausalLM": Family(
         model_type="granitemoehybrid",
+        intermediate_field="shared_intermediate_size",
         variant=granite_hybrid_variant,
         biases=attention_bias,
         bos_token_id=1,
@@ -216,7 +175,8 @@ FAMILIES: dict[str, Family] = {
         variant=smollm3_variant,
         biases=llama_bias,
         num_kv_heads=4,
-        windows="qwen",
+        windows="no_rope",
+        has_window_switch=True,
         rope_theta=2_000_000.0,
         tie_word_embeddings=True,
         bos_token_id=128_000,
@@ -247,9 +207,10 @@ FAMILIES: dict[str, Family] = {
         full_attention_rope=False,
         variant=exaone4_variant,
         num_kv_heads=32,
-        windows="pattern",
+        windows="period",
         sliding_window=4096,
         window_period=4,
+        has_period_field=True,
         eps=1e-5,
         bos_token_id=0,
         eos_token_id=2,
@@ -270,9 +231,10 @@ FAMILIES: dict[str, Family] = {
         full_attention_rope=False,
         variant=cohere_variant,
         biases=attention_bias,
-        windows="pattern",
+        windows="period",
         sliding_window=4096,
         window_period=4,
+        has_period_field=True,
         eps_field="layer_norm_eps",
         eps=1e-5,
         tie_word_embeddings=True,
@@ -313,6 +275,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "HunYuanDenseV1ForCausalLM": Family(
         model_type="hunyuan_v1_dense",
+        has_rope_alpha=True,
         variant=hunyuan_variant,
         biases=attention_bias,
         eps=1e-5,
@@ -334,7 +297,8 @@ FAMILIES: dict[str, Family] = {
         biases=lambda config: Biases(qkv=bool(config.get("qkv_bias", True))),
         experts=qwen2_experts,
         num_kv_heads=16,
-        windows="qwen",
+        windows="alternate",
+        has_window_switch=True,
         sliding_window=4096,
     ),
     "Qwen3MoeForCausalLM": Family(
@@ -344,6 +308,8 @@ FAMILIES: dict[str, Family] = {
         experts=qwen3_experts,
         num_kv_heads=4,
         windows="all",
+        has_window_switch=True,
+        sliding_window=4096,
     ),
     "OlmoeForCausalLM": Family(
         model_type="olmoe",
@@ -358,6 +324,7 @@ FAMILIES: dict[str, Family] = {
         variant=glm4_moe_variant,
         biases=lambda config: Biases(qkv=bool(config.get("attention_bias", False))),
         experts=glm4_experts,
+        has_mtp_layers=True,
         num_kv_heads=8,
         eps=1e-5,
         partial_rotary=0.5,
@@ -369,6 +336,7 @@ FAMILIES: dict[str, Family] = {
         bos_token_id=1,
         eos_token_id=2,
         is_latent=True,
+        has_mtp_layers=True,
     ),
     "DeepseekV3ForCausalLM": Family(
         model_type="deepseek_v3",
@@ -377,6 +345,7 @@ FAMILIES: dict[str, Family] = {
         bos_token_id=0,
         eos_token_id=1,
         is_latent=True,
+        has_mtp_layers=True,
     ),
     "DeepseekV32ForCausalLM": Family(
         model_type="deepseek_v32",
@@ -385,5 +354,6 @@ FAMILIES: dict[str, Family] = {
         bos_token_id=0,
         eos_token_id=1,
         is_latent=True,
+        has_mtp_layers=True,
     ),
 }

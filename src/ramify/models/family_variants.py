@@ -79,6 +79,7 @@ _POST_NORM_NAMES = WeightNames(
 
 def gemma_variant(fields: ConfigFields, _num_layers: int) -> DenseVariant:
     """Gemma: norms multiply by 1 + weight, embeddings are scaled."""
+    _refuse(fields, "use_bidirectional_attention", None, False)
     return DenseVariant(norm_offset=1.0, embedding_scale=fields.count("hidden_size") ** 0.5)
 
 
@@ -98,12 +99,13 @@ def gemma2_variant(fields: ConfigFields, _num_layers: int) -> DenseVariant:
 def gemma3_variant(fields: ConfigFields, _num_layers: int) -> DenseVariant:
     """Gemma 3: as Gemma 2, with QK norm in place of the caps."""
     _refuse(fields, "use_bidirectional_attention", None, False)
+    # transformers reads it, and applies it nowhere.
+    _refuse(fields, "attn_logit_softcapping", None)
     return DenseVariant(
         names=_GEMMA_NAMES,
         norm_offset=1.0,
         qk_norm="head",
         attention_scale=fields.number("query_pre_attn_scalar", 256) ** -0.5,
-        attention_soft_cap=_optional(fields, "attn_logit_softcapping", None),
         embedding_scale=fields.count("hidden_size") ** 0.5,
         logit_soft_cap=_optional(fields, "final_logit_softcapping", None),
     )

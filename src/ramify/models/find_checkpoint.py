@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.resources
+import json
 import os
 from pathlib import Path
 
 from ramify.errors import CheckpointError
 
 BUILT_IN = "ramify-tiny"
+INDEX = "model.safetensors.index.json"
 # Of a hub model: weights that can be read, configuration, tokenizer. No pickles, no code.
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 
@@ -68,18 +70,22 @@ def _hub_snapshot(name: str, revision: str | None, *, offline: bool) -> Path:
         ) from None
     at = f" at revision {revision}" if revision else ""
     hint = f"name a checkpoint directory, or try the built-in {BUILT_IN}"
+    is_offline = offline or constants.HF_HUB_OFFLINE
     try:
-        return Path(
+        cached = Path(
             snapshot_download(
                 name, revision=revision, allow_patterns=PATTERNS, local_files_only=True
             )
         )
+        # Of an interrupted download, or what another program asked for: the rest follows.
+        if is_offline or _has_weights(cached):
+            return cached
     except HFValidationError as error:
         raise CheckpointError(
             f"there is no directory {name!r}, and it is no name of a hub model: {error}; {hint}"
         ) from None
     except LocalEntryNotFoundError:
-        if offline or constants.HF_HUB_OFFLINE:
+        if is_offline:
             raise CheckpointError(
                 f"there is neither a directory {name!r} nor a cached hub model of that name{at}, and "
                 f"offline is set; get it with `hf download {name}`, or {hint}"
@@ -95,3 +101,16 @@ def _hub_snapshot(name: str, revision: str | None, *, offline: bool) -> Path:
             f"there is no directory {name!r}, and the hub model of that name{at} cannot be "
             f"downloaded ({reason}); get it with `hf download {name}` where there is a network, or {hint}"
         ) from None
+
+
+def _has_weights(path: Path) -> bool:
+    """Whether a snapshot has its configuration and all its shards."""
+    if not (path / "config.json").is_file():
+        return False
+    if (path / "model.safetensors").is_file():
+        return True
+    try:
+        index = json.loads((path / INDEX).read_text(encoding="utf-8"))
+        return all((path / shard).is_file() for shard in index["weight_map"].values())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return False

@@ -34,6 +34,8 @@ from ramify.models.ops.protocol import ForwardStep, Linear, Ops
 from ramify.models.ops.registry import OpsFactory
 
 NAME = "ramify_paged"
+# What the modules of transformers raise where they cannot do what is asked.
+FORWARD_ERRORS = (RuntimeError, IndexError, TypeError, ValueError, AttributeError)
 # What attends in the forward pass of this context.
 _ATTEND: ContextVar[Callable[[AttentionCall], Tensor]] = ContextVar("attend")
 _MASK: ContextVar[Callable[..., Any]] = ContextVar("mask")
@@ -119,7 +121,12 @@ def load_hf_decoder(
     with torch.inference_mode():
         probe = ProbeAttention(config)
         token_ids = torch.arange(probe.num_tokens) % min(config.vocab_size, 97)
-        expected = _own_hidden(model, token_ids)
+        try:
+            expected = _own_hidden(model, token_ids)
+        except FORWARD_ERRORS as error:
+            raise UnsupportedModelError(
+                f"{refuse}does not run with attention of its own: {first_line(error)}"
+            ) from error
         try:
             model.set_attn_implementation(NAME)
         except (ValueError, AttributeError) as error:
@@ -133,7 +140,7 @@ def load_hf_decoder(
 
         try:
             hidden = run(slice(None))
-        except (RuntimeError, IndexError, TypeError, ValueError, AttributeError) as error:
+        except FORWARD_ERRORS as error:
             raise UnsupportedModelError(
                 f"{refuse}does not run with paged attention: {first_line(error)}"
             ) from error

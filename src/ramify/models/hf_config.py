@@ -81,6 +81,8 @@ def first_line(error: Exception) -> str:
 
 def _reason_to_refuse(config: Any) -> str | None:
     """Why prefixes of this model cannot be cached, as far as its configuration tells."""
+    if getattr(config, "is_heterogeneous", False):
+        return "has layers with heads of different sizes; the K/V pool has one size for all"
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
     foreign = sorted(set(map(str, kinds)) - set(KNOWN_LAYER_TYPES))
     if foreign:

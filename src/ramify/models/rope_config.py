@@ -67,18 +67,22 @@ def rope_settings(fields: ConfigFields) -> dict[str, Any]:
     return settings
 
 
-def layer_type_settings(fields: ConfigFields, local_theta: float) -> dict[str, dict[str, Any]]:
+def layer_type_settings(
+    fields: ConfigFields, local_field: str, local_theta: float
+) -> dict[str, dict[str, Any]]:
     """Rotary settings of `full_attention` and `sliding_attention` layers, of transformers 4 or 5.
 
     Args:
-        local_theta: base of layers with a window, for transformers 4 without `rope_local_base_freq`.
+        local_field: holds the base of layers with a window in transformers 4.
+        local_theta: that base where the field is absent.
     """
     given = rope_settings(fields)
     kinds = "full_attention", "sliding_attention"
+    local = {"rope_theta": fields.number(local_field, local_theta)}
     if any(isinstance(given.get(kind), Mapping) for kind in kinds):
-        return {kind: dict(given.get(kind) or {}) for kind in kinds}
-    local = fields.number("rope_local_base_freq", local_theta)
-    return {"full_attention": given, "sliding_attention": {"rope_theta": local}}
+        full, sliding = (given.get(kind) or {} for kind in kinds)
+        return {"full_attention": dict(full), "sliding_attention": local | sliding}
+    return {"full_attention": given, "sliding_attention": local}
 
 
 def read_rope(
@@ -90,6 +94,7 @@ def read_rope(
     default_theta: float = 10_000.0,
     default_partial: float | None = None,
     scalings: tuple[str, ...] = KNOWN_SCALINGS,
+    has_alpha: bool = False,
 ) -> RopeConfig:
     """`RopeConfig` of some rotary settings, completed by fields beside them.
 
@@ -97,6 +102,7 @@ def read_rope(
         default_partial: rotated share of a head where the configuration does not say; None: the
             family rotates whole heads, whatever it says.
         scalings: that the family knows.
+        has_alpha: the family reads `alpha` of `dynamic`.
 
     Raises:
         UnsupportedModelError: the scaling or the rotated share is not supported.
@@ -114,19 +120,23 @@ def read_rope(
     rope = ConfigFields(settings, f"{source} (rope)")
     kind: Any = settings.get("rope_type") or "default"
     # Early Phi-3 files.
-    kind = {"su": "longrope"}.get(kind, kind)
+    if kind == "su" or (kind == "yarn" and "yarn" not in scalings):
+        kind = "longrope"
     if kind not in scalings:
         raise UnsupportedModelError(
             f"{source}: rope scaling {kind!r} is not supported; supported are {', '.join(scalings)}"
         )
     rotary_dim = _rotary_dim(rope, head_dim, default_partial)
     theta = rope.number("rope_theta", default_theta)
-    if kind == "dynamic" and settings.get("alpha"):
+    if kind == "dynamic" and settings.get("alpha") and has_alpha:
         # NTK-aware with a fixed alpha (Hunyuan): another base, whatever the length.
         dim = rotary_dim or head_dim
         return RopeConfig(theta * rope.number("alpha") ** (dim / (dim - 2)), rotary_dim=rotary_dim)
-    original = rope.count("original_max_position_embeddings", max_model_len)
-    if kind == "longrope":
+    is_longrope = kind == "longrope"
+    original = rope.count(
+        "original_max_position_embeddings", None if is_longrope else max_model_len
+    )
+    if is_longrope:
         return _longrope(rope, theta, original, rotary_dim or head_dim, max_model_len)
     is_llama3, is_yarn = kind == "llama3", kind == "yarn"
     return RopeConfig(

@@ -38,6 +38,16 @@ def test_embeddings_are_the_last_hidden_states(case: str, tmp_path: Path) -> Non
     assert batch.tobytes() == warm.tobytes() == alone.tobytes()
 
 
+def test_no_prompts_have_no_embeddings(tmp_path: Path) -> None:
+    """An empty list gives an array without rows, as `generate` gives an empty list."""
+    write_checkpoint("Qwen3", tmp_path)
+    llm = LLM(str(tmp_path), dtype="float32", kv_cache_tokens=1024)
+
+    vectors = llm.embed([])
+
+    assert vectors.shape == (0, llm.engine.model_config.hidden_size)
+
+
 def test_a_base_checkpoint_without_prefix_and_head_embeds(tmp_path: Path) -> None:
     """Tensors as Qwen3-Embedding names them: `layers.0…` without `model.`, tied, no head."""
     model = write_checkpoint("Qwen3", tmp_path)

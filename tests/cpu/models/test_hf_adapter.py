@@ -111,6 +111,29 @@ def test_models_without_a_shareable_prefix_are_refused_with_the_reason(
     assert str(tmp_path) in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("ModernBertDecoderForCausalLM", "does not run with attention of its own"),
+        ("Gemma4TextForCausalLM", "heads of different sizes"),
+    ],
+)
+def test_models_that_the_adapter_cannot_drive_get_one_line(
+    name: str, message: str, tmp_path: Path
+) -> None:
+    """Whatever transformers raises on the way, the error is ours and names the checkpoint."""
+    kind = name.removesuffix("ForCausalLM")
+    config = getattr(transformers, f"{kind}Config")(**SIZES)
+    model = getattr(transformers, name.replace("Text", ""))(config)
+    model.save_pretrained(tmp_path)
+
+    with pytest.raises(UnsupportedModelError, match=message) as caught:
+        load_decoder(tmp_path, dtype="float32")
+
+    assert str(tmp_path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 def test_rows_that_depend_on_the_batch_need_exact_false(tmp_path: Path) -> None:
     """Experts in one grouped GEMM: refused with exact=True, served without."""
     write_checkpoint("GraniteMoeForCausalLM", tmp_path, num_local_experts=4, num_experts_per_tok=2)

@@ -33,7 +33,9 @@ async def embeddings(context: RequestContext) -> Response:
     """POST /v1/embeddings: a unit vector for each input."""
     request = await context.body(EmbeddingsRequest)
     inputs = _inputs(request.input, "input")
-    vectors, usage = await _embed(context, request.model, inputs, request.dimensions)
+    vectors, usage = await _embed(
+        context, request.model, inputs, ["input"] * len(inputs), request.dimensions
+    )
     data = [
         {"object": "embedding", "index": index, "embedding": _encoded(vector, request)}
         for index, vector in enumerate(vectors)
@@ -53,7 +55,8 @@ async def score(context: RequestContext) -> Response:
             "one for each text_2",
             param="text_1",
         )
-    vectors, usage = await _embed(context, request.model, [*first, *second], None)
+    names = ["text_1"] * len(first) + ["text_2"] * len(second)
+    vectors, usage = await _embed(context, request.model, [*first, *second], names)
     scores = np.sum(vectors[: len(first)] * vectors[len(first) :], axis=1)
     data = [
         {"object": "score", "index": index, "score": float(value)}
@@ -72,7 +75,8 @@ async def rerank(context: RequestContext) -> Response:
         document if isinstance(document, str) else document.get("text", "")
         for document in request.documents
     ]
-    vectors, usage = await _embed(context, request.model, [request.query, *texts], None)
+    names = ["query", *(f"documents[{number}]" for number in range(len(texts)))]
+    vectors, usage = await _embed(context, request.model, [request.query, *texts], names)
     scores = vectors[1:] @ vectors[0]
     order = np.argsort(-scores, kind="stable")[: request.top_n]
     results = [
@@ -88,11 +92,19 @@ async def rerank(context: RequestContext) -> Response:
 
 
 async def _embed(
-    context: RequestContext, model: str | None, inputs: Sequence[Any], num_dims: int | None
+    context: RequestContext,
+    model: str | None,
+    inputs: Sequence[Any],
+    params: Sequence[str],
+    num_dims: int | None = None,
 ) -> tuple[Vectors, dict[str, Any]]:
-    """Unit vectors [inputs, dimensions] and the usage of all."""
+    """Unit vectors [inputs, dimensions] and the usage of all.
+
+    Args:
+        params: the field of each input, for error messages.
+    """
     service = context.service
-    requests = await context.in_prompt_thread(_generation_requests, inputs, model, service)
+    requests = await context.in_prompt_thread(_generation_requests, inputs, params, model, service)
     generations = await context.until_done_or_disconnect(
         service.start_all(requests, context.caller, prefix="embd-")
     )
@@ -111,29 +123,29 @@ async def _embed(
 
 
 def _generation_requests(
-    inputs: Sequence[Any], model: str | None, service: Service
+    inputs: Sequence[Any], params: Sequence[str], model: str | None, service: Service
 ) -> list[GenerationRequest]:
     name = service.check_model(model)
     check_prompts(inputs, service)
     requests = []
-    for text_or_ids in inputs:
+    for text_or_ids, param in zip(inputs, params, strict=True):
         stop_if_abandoned()
         if isinstance(text_or_ids, str):
             ids = encode_text(text_or_ids, service, add_special_tokens=True)
         else:
             token_ids = convert_value(text_or_ids, list[int])
-            check_token_ids(token_ids, "input")
+            check_token_ids(token_ids, param)
             ids = array("i", token_ids)
         if len(ids) >= service.max_model_len:
             raise PromptTooLongError(len(ids), service.max_model_len)
         if not ids:
-            raise ApiError(400, "an input is empty", param="input")
+            raise ApiError(400, f"{param} is empty", param=param)
         entry = HistoryEntry(
             model=name,
             options={},
             messages=(fingerprint(text_or_ids),),
             prompt=RenderedPrompt(ids, num_stable_tokens=len(ids)),
-            paths=("input",),
+            paths=(param,),
         )
         requests.append(GenerationRequest(history_entry=entry, params=EMBEDDING_PARAMS))
     return requests
