@@ -24,6 +24,7 @@ from ramify.server.prompt_jobs import stop_if_abandoned
 from ramify.server.template_conventions import WriteCalls
 from ramify.server.template_probes import find_conventions
 
+JSON_CALLS: WriteCalls = partial(calls_text, "json", "")
 PLACEHOLDER = "\u2042"  # an asterism, for texts whose place in a rendered prompt is looked up
 # Characters to look through for the fields of a request, as `MAX_SEARCHES` whole texts or so many.
 MAX_SEARCHED, MAX_SEARCHES = 200_000_000, 64
@@ -156,7 +157,7 @@ class PromptRenderer:
         *,
         max_tokens: int | None = None,
         max_model_len: int | None = None,
-        write_calls: WriteCalls = partial(calls_text, "json", ""),
+        write_calls: WriteCalls = JSON_CALLS,
     ) -> None:
         self.tokenizer, self._max_model_len = tokenizer, max_model_len
         self.conventions, self._write_calls = find_conventions(tokenizer), write_calls

@@ -186,9 +186,12 @@ def _one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for number, call in enumerate(calls):
             head = {"role": message["role"], "content": ""} if number else first
             split.append({**head, "tool_calls": [call]})
-            own = [result for result in results if result.get("tool_call_id") == call.get("id")]
-            own = own[:1] or results[:1]
-            split += own
-            results = [result for result in results if result is not (own or [None])[0]]
-        split += results
+            split += [result for result in results if _answers(result, call)]
+        # Results of no call of this message.
+        split += [result for result in results if not any(_answers(result, call) for call in calls)]
     return split
+
+
+def _answers(result: Message, call: Message) -> bool:
+    """Whether a message is the result of a call."""
+    return bool(result.get("tool_call_id", "") == call.get("id", ""))

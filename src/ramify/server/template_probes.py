@@ -112,9 +112,13 @@ class _Probes:
     def _find_calls(self) -> None:
         """Where calls are written: the name, and the arguments as JSON or in a form of its own."""
         conversation = _called(arguments={NEEDLE: OTHER_NEEDLE})
-        flags = ("has_null_content", "has_short_ids", "has_json_arguments")
-        for values in product((False, True), repeat=len(flags)):
-            candidate = replace(self._found, **dict(zip(flags, values, strict=True)))
+        for is_null, is_short, is_json in product((False, True), repeat=3):
+            candidate = replace(
+                self._found,
+                has_null_content=is_null,
+                has_short_ids=is_short,
+                has_json_arguments=is_json,
+            )
             if _is_written(self._render(conversation, candidate, tools=[_tool("f")])):
                 self._found = candidate
                 self._find_single_calls()
