@@ -25,6 +25,7 @@ from ramify.server.cache_miss import CacheMiss, explain_miss
 from ramify.server.conversation_store import ConversationStore
 from ramify.server.errors import ApiError, ContextLengthError
 from ramify.server.generation import Generation, GenerationRequest
+from ramify.server.output_formats.call_text import calls_text
 from ramify.server.output_formats.output_format import named
 from ramify.server.prompt_renderer import PromptRenderer, RenderedPrompt
 from ramify.server.request_history import (
@@ -78,10 +79,18 @@ class Service:
         self.max_queued_tokens = (
             engine.config.max_waiting_tokens or MAX_QUEUED_POOLS * engine.config.kv_cache_tokens
         )
+        template = "\n".join(tokenizer.chat_template_sources)
+        self.output_format = named(
+            tool_call_parser,
+            reasoning_parser,
+            template=template,
+            special_tokens=tokenizer.special_token_texts.values(),
+        )
         self.prompt_renderer = PromptRenderer(
             tokenizer,
             max_tokens=MAX_RENDERED_CONTEXTS * self.max_model_len,
             max_model_len=self.max_model_len,
+            write_calls=partial(calls_text, self.output_format.calls.name, template),
         )
         self.history = RequestHistory()
         self.conversations = ConversationStore()
@@ -90,13 +99,12 @@ class Service:
         self.unknown_fields = UnknownFieldLog()
         self.started_s = int(time.time())
         self.special_token_ids = tokenizer.special_token_ids
-        self.output_format = named(
-            tool_call_parser,
-            reasoning_parser,
-            template="\n".join(tokenizer.chat_template_sources),
-            special_tokens=tokenizer.special_token_texts.values(),
+        self.constraints = AnswerConstraints(
+            engine,
+            tokenizer,
+            self.output_format,
+            shows_tools=self.prompt_renderer.conventions.writes_tools,
         )
-        self.constraints = AnswerConstraints(engine, tokenizer, self.output_format)
         self.fingerprint = f"ramify-{__version__}"
         self.listeners: list[Callable[[Generation], None]] = []  # called when a request has ended
         self.event_listeners: list[Callable[[Generation, StepOutput], None]] = []
