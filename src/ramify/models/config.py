@@ -289,6 +289,7 @@ def _ropes(
     fields: ConfigFields, family: Family, head_dim: int, max_model_len: int
 ) -> tuple[RopeConfig, RopeConfig | None]:
     """Rotary embedding of the layers, and that of layers with a window where it is another."""
+
     def read(settings: Mapping[str, Any], theta: float) -> RopeConfig:
         return read_rope(
             fields,
