@@ -310,7 +310,9 @@ class SamplingParams:
         if self.max_tokens is not None and (
             not _is_int(self.max_tokens) or self.max_tokens < least
         ):
-            raise InvalidParamsError("max_tokens", self.max_tokens, f"None or an integer >= {least}")
+            raise InvalidParamsError(
+                "max_tokens", self.max_tokens, f"None or an integer >= {least}"
+            )
         if not _is_int(self.min_tokens) or self.min_tokens < 0:
             raise InvalidParamsError("min_tokens", self.min_tokens, "an integer >= 0")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

@@ -20,11 +20,11 @@ from ramify.engine.core import EngineCore
 from ramify.engine.logits.grammar import GrammarCompiler
 from ramify.engine.text.detokenizer import Detokenizer
 from ramify.engine.text.tokenizer import Tokenizer
+from ramify.models.pooling_config import PoolingConfig
 from ramify.server.app import Server
 from ramify.server.generation import Generation
 from ramify.server.service import Service
 from ramify.server.tenants import ApiKeys
-from ramify.models.pooling_config import PoolingConfig
 from ramify.testing import FAKE_EMBEDDING_SIZE, FakeExecutor
 
 T = TypeVar("T")
