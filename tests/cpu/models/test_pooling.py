@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from ramify import LLM
 from ramify.errors import CheckpointError, InvalidParamsError, ModelError, UnsupportedModelError
@@ -41,11 +42,11 @@ def write_pooling(path: Path, *modes: str, modules: tuple[str, ...] = ("Normaliz
     (path / "1_Pooling" / "config.json").write_text(json.dumps(flags))
 
 
-def pooled(model: Any, prompt: list[int], mode: str) -> np.ndarray:
+def pooled(model: Any, prompt: list[int], mode: str) -> NDArray[np.float64]:
     with torch.inference_mode():
         hidden = model.get_decoder()(torch.tensor([prompt])).last_hidden_state[0].double()
     rows = {"cls_token": hidden[:1], "mean_tokens": hidden, "lasttoken": hidden[-1:]}[mode]
-    return rows.mean(0).numpy()
+    return np.asarray(rows.mean(0))
 
 
 @pytest.mark.parametrize("mode", ["cls_token", "mean_tokens", "lasttoken"])
@@ -175,7 +176,7 @@ def test_prompts_go_before_texts(tmp_path: Path) -> None:
 
     assert pooling.prompt_text(None) == pooling.role_text("passage") == QUERY
     assert pooling.prompt_text("document") == pooling.role_text("document", "passage") == ""
-    with pytest.raises(InvalidParamsError, match="'passage'.*'query', 'document'"):
+    with pytest.raises(InvalidParamsError, match=r"'passage'.*'query', 'document'"):
         pooling.prompt_text("passage")
 
 
