@@ -14,6 +14,7 @@ from typing import Protocol
 from ramify.analysis.causes.clocks import (
     follows_times,
     grows_unevenly,
+    is_spelt_out,
     looks_like_clock,
     names_date,
 )
@@ -115,10 +116,12 @@ class ClockValue:
         if not values:
             return False
         if all(map(looks_like_clock, values)):
-            return True
+            return not _may_be_name(slot)  # April, May and June are names too
         if follows_times(slot.values, slot.times) or _AGO.match(slot.after):
             return True
-        has_digits = all(any(map(str.isdigit, value)) for value in values)
+        if all(is_spelt_out(value, slot.line) for value in values):
+            return True
+        has_digits = all(any(map(str.isnumeric, value)) for value in values)
         if has_digits and all(map(_UNITS.search, values)):
             return True
         if _UNITS.match(slot.after) and (has_digits or _CALENDAR.search(slot.line)):
@@ -164,6 +167,13 @@ _CONTENT_WORDS = re.compile(
     r"question|query|input|document|doc|title|subject|email|mail|phone|address|text|answer|example|"
     r"page|article|price|amount|total|age|employee|patient|company|member|contract|case)\b[^.\n]{0,24}$"
 )
+
+
+def _may_be_name(slot: SlotEvidence) -> bool:
+    """Whether values without digits stand where a person's or a thing's name is expected."""
+    line = slot.line_before
+    has_digits = any(any(map(str.isnumeric, value)) for value in slot.filled)
+    return not has_digits and bool(_CONTENT_WORDS.search(line)) and not _CLOCK_WORDS.search(line)
 
 
 def _names_other(slot: SlotEvidence) -> bool:
