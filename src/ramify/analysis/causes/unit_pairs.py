@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ramify.analysis.causes.spacing import SpacedText, find_respaced
-from ramify.analysis.causes.values import SlotEvidence, SlotVerdict, judge_slot
+from ramify.analysis.causes.values import MAX_CONTEXT, SlotEvidence, SlotVerdict, judge_slot
 from ramify.analysis.corpus import Corpus
 from ramify.analysis.normal_forms import parse_json
 from ramify.analysis.prompt_sides import Difference
@@ -98,9 +98,9 @@ def _values(
         verdict = _known(places, theirs)
         starts_later = verdict is not None and _starts_in_later_line(places, theirs[0], text_b)
         if verdict is None or starts_later:
-            before = text_b[max(0, theirs[0] - 160) : theirs[0]]
+            before = text_b[max(0, theirs[0] - MAX_CONTEXT) : theirs[0]]
             values = (text_a[mine[0] : mine[1]], text_b[theirs[0] : theirs[1]])
-            after = text_b[theirs[1] : theirs[1] + 160]
+            after = text_b[theirs[1] : theirs[1] + MAX_CONTEXT]
             alone = judge_slot(
                 SlotEvidence(kind, label, values, (None, None), before, after, 2, 2, 2)
             )
