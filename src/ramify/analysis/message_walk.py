@@ -448,7 +448,8 @@ def begins_with_summary(side: Side) -> bool:
     for at in range(min(3, len(side.rest))):
         if side.role(at) == "user":
             text = side.corpus.text(side.rest[at])[:400]
-            return len(side.rest) > at + 1 and "summar" in text and bool(_SUMMARY.search(text))
+            goes_on = len(side.rest) > at + 1 or "continued from a previous conv" in text
+            return goes_on and "summar" in text and bool(_SUMMARY.search(text))
     return False
 
 

@@ -70,7 +70,8 @@ def only(verdict: Json) -> list[tuple[str, str, str]]:
     return [(item["cause"], item["certainty"], item["segment"]) for item in verdict["causes"]]
 
 
-def test_a_summary_of_the_head_is_compaction(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kept", [TALK[4:], ()], ids=["before kept messages", "alone"])
+def test_a_summary_of_the_head_is_compaction(tmp_path: Path, kept: tuple[Json, ...]) -> None:
     """It is reported, and nothing is lost by it."""
     summary = message(
         "user",
@@ -78,7 +79,7 @@ def test_a_summary_of_the_head_is_compaction(tmp_path: Path) -> None:
         "The conversation is summarized below: tides, ships.",
     )
 
-    verdict = verdicts(tmp_path, chat(SYSTEM, *TALK), chat(SYSTEM, summary, *TALK[4:], *LATER))[1]
+    verdict = verdicts(tmp_path, chat(SYSTEM, *TALK), chat(SYSTEM, summary, *kept))[1]
 
     assert (causes(verdict), verdict["tokens"]["lost"]) == (["compaction"], 0)
 
