@@ -103,6 +103,19 @@ def test_messages_that_are_gone_before_equal_ones_are_edits(
     assert verdict["divergence"]["segment"] == segment
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_white_space_before_a_hoisted_message_is_found(tmp_path: Path, end: str) -> None:
+    """The system prompt that takes in a message of the history may have other line ends as well."""
+    note = "Note for this conversation: the customer is a wholesale dealer."
+    first = message("system", f"{RULES}{end}{end}{MORE}")
+    noted = chat(first, *TALK[:2], message("system", note), TALK[2])
+    hoisted = chat(message("system", f"{RULES}\n\n{MORE}\n\n{note}"), *TALK[:3], *LATER)
+
+    verdict = verdicts(tmp_path, noted, hoisted)[1]
+
+    assert causes(verdict) == [*["whitespace"] * (end != "\n"), "system_hoisted"]
+
+
 def _tool(about: str) -> Json:
     return {"type": "function", "function": {"name": "search", "description": about}}
 
