@@ -101,6 +101,7 @@ class ServerBench:
         max_waiting: int = 64,
         prefix_cache: bool = True,
         chat_template: str | None = None,
+        tokenizer: Tokenizer | None = None,
         aliases: Sequence[str] = (),
         **server_options: Any,
     ) -> None:
@@ -113,7 +114,7 @@ class ServerBench:
             max_waiting=max_waiting,
         )
         config = resolve(requested, model_max_len=max_model_len, token_bytes=1, free_memory=0)
-        tokenizer = tokenizer_with(chat_template)
+        tokenizer = tokenizer_with(chat_template) if tokenizer is None else tokenizer
         vocab = tokenizer.vocab_size
         ends = tokenizer.eos_token_ids
         self.device = FakeExecutor(config.num_pages, page_size, vocab_size=vocab)

@@ -25,13 +25,15 @@ class ReasoningOptions:
         Args:
             names: of the variables that the template mentions; it gets no other.
         """
+        is_off = self.is_enabled is False
         variables = {
             "enable_thinking": self.is_enabled,
             "thinking": self.is_enabled,
             # Cohere's switch. In templates with another, it is a text that they compute.
             "reasoning": None if names & {"enable_thinking", "thinking"} else self.is_enabled,
             "reasoning_effort": self.effort,
-            "thinking_budget": self.budget,
+            # Seed-OSS has no other switch.
+            "thinking_budget": 0 if is_off and self.budget is None else self.budget,
         }
         return {
             name: value for name, value in variables.items() if value is not None and name in names

@@ -349,10 +349,16 @@ def _template_options(request: ChatRequest, service: Service) -> dict[str, Any]:
 
 
 def _template_tools(request: ChatRequest) -> list[dict[str, Any]]:
-    """Tool definitions as chat templates take them; none if the model must not call any."""
+    """Tool definitions as chat templates take them; none if the model must not call any.
+
+    Templates write them as they are, and models were trained with the type first.
+    """
     if request.tool_choice == "none":
         return []
-    return [_without_none(msgspec.to_builtins(tool)) for tool in request.tools or ()]
+    return [
+        {"type": tool.type, "function": _without_none(msgspec.to_builtins(tool.function))}
+        for tool in request.tools or ()
+    ]
 
 
 def _without_none(value: Any) -> Any:
