@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ramify.analysis.causes.tool_lists import compare_tools
 from ramify.analysis.corpus import Corpus, StoredRequest
 from ramify.analysis.message_walk import MIN_BLOCK, MessageWalk, begins_with_summary, split_block
-from ramify.analysis.prompt_sides import Difference, Side
+from ramify.analysis.prompt_sides import Difference, Side, WalkStep
 from ramify.analysis.quoting import Excerpt, quote
 from ramify.analysis.records import SegmentKind, TextForm
 from ramify.analysis.templates import Templates
@@ -33,7 +33,7 @@ class Comparison:
     mended_tokens: int
     differences: tuple[Difference, ...]  # in the order of the prompt
     is_continuation: bool
-    steps: tuple[tuple[CauseName, str, int, int], ...] = ()  # see `MessageWalk`
+    steps: tuple[WalkStep, ...] = ()
     end: tuple[int, int] = (0, 0)
     is_extension: bool = False  # all of the earlier prompt is shared, and no message was edited
     text_tokens: int = 0  # shared as sent, whatever the key, scope and answering model
@@ -64,7 +64,7 @@ class Comparer:
         tools = compare_tools(a, b, self._templates, continues=continues)
         differences = [*outer, *tools.differences]
         mended = tools.num_shared
-        steps: tuple[tuple[CauseName, str, int, int], ...] = ()
+        steps: tuple[WalkStep, ...] = ()
         end, is_extension = (0, 0), False
         if tools.is_mended:
             walk = MessageWalk(self._corpus, self._templates, a, b, continues=continues)
