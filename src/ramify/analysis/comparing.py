@@ -80,7 +80,7 @@ class Comparer:
         headers = sum(item.cause is CauseName.BILLING_HEADER for item in waste)
         if mended < self.page_size + HEADER_TOKENS * bool(headers):
             # Nothing but a few words stands behind what would be mended: another program's prompt.
-            differences = []
+            differences, steps, end = [], (), (0, 0)
         elif not waste:
             mended = raw if not outer else mended
         return Comparison(

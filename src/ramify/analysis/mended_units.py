@@ -24,7 +24,7 @@ FORMS = frozenset({CauseName.KEY_ORDER, CauseName.WHITESPACE})
 
 
 class MendedUnits:
-    """Mends units: a value becomes that of its template's first member, a form that of most requests."""
+    """Mends units: a value becomes its slot's constant, a form that of most requests."""
 
     def __init__(self, corpus: Corpus, templates: Templates) -> None:
         self._corpus, self._templates = corpus, templates

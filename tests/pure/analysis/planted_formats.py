@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import datetime as dt
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tests.pure.analysis.planted_bodies import Body
-from tests.pure.analysis.planted_logs import PlantedLog, PlantedRequest, make_log
+from tests.pure.analysis.planted_logs import Mended, PlantedLog, PlantedRequest, make_log
 from tests.pure.analysis.planted_words import Rng
 
 
@@ -232,11 +233,11 @@ def write_log(
     format_name: str,
     path: Path,
     *,
-    mended: Collection[str] = (),
+    mended: Mended = MappingProxyType({}),
     as_shown: bool = False,
     with_noise: bool = True,
 ) -> WrittenLog:
-    """Write a log as sent, or with the places of these causes mended (see `mended_bodies`).
+    """Write a log as sent, or with causes mended (see `mended_bodies`).
 
     Lines that are no JSON and rows that are no requests stand between the requests.
     """

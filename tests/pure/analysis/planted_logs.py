@@ -8,7 +8,7 @@ of other cells. `PlantedLog.truth` compares requests as the contract of `lint` s
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -97,6 +97,9 @@ SLACK_CHARS = 24  # within which two raw prefixes may have as many tokens
 UNRELATED_CHARS = 400  # whoever shares less has another app
 
 
+Mended = Mapping[str, Container[int]]  # by cause, the cells in which it is mended
+
+
 @dataclass(slots=True)
 class PlantedRequest:
     """A request of a planted log: the clean prompt, and what the plants make of it."""
@@ -165,15 +168,19 @@ class PlantedLog:
     api: str
     has_times: bool
 
-    def mended_bodies(self, causes: Collection[str], *, as_shown: bool = False) -> Iterator[Body]:
-        """The bodies with the places of these causes mended.
+    def mended_bodies(self, mended: Mended, *, as_shown: bool = False) -> Iterator[Body]:
+        """The bodies with causes mended.
 
         With `as_shown`, without what no request before and no request itself has in its prompt: a
         tool result that was cleared at once, reasoning that was never sent back.
         """
         shown: dict[tuple[int, int], set[str]] = {}
         for request in self.requests:
-            kept = [place for place, (cause, _) in request.changes.items() if cause not in causes]
+            kept = [
+                place
+                for place, (cause, _) in request.changes.items()
+                if request.cell not in mended.get(cause, ())
+            ]
             if not as_shown:
                 yield request.render(kept)[0]
                 continue
@@ -402,6 +409,8 @@ def _make_cell(
     decoy = rng.choice(DECOYS) if not plants or rng.random() < 0.3 else ""
     if {"tool_order", "tool_changed"} & set(chosen) and decoy == "tools":
         decoy = ""
+    if "history_edited" in chosen and decoy == "same_question":
+        decoy = ""  # with results cleared, nobody can tell which of two equal conversations goes on
     talks = _conversations(rng, app, 10, decoy)
     waiting: list[Waiting] = []
     counter = iter(range(10**6))
