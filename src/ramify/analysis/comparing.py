@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ramify.analysis.causes.tool_lists import compare_tools
+from ramify.analysis.context_blocks import MIN_BLOCK, split_block
 from ramify.analysis.corpus import Corpus, StoredRequest
-from ramify.analysis.message_walk import MIN_BLOCK, MessageWalk, begins_with_summary, split_block
+from ramify.analysis.message_walk import MessageWalk, begins_with_summary
 from ramify.analysis.prompt_sides import Difference, Side, WalkStep
 from ramify.analysis.quoting import Excerpt, quote
 from ramify.analysis.records import SegmentKind, TextForm

@@ -52,6 +52,7 @@ def lint(
     format: str | None = None,  # noqa: A002 - the word of the command line
     strict: bool = False,
     progress: StepProgress | None = None,
+    quality: ReadQuality | None = None,
 ) -> LintReport:
     """Compare every request of a log with the earlier one that it could share most with.
 
@@ -63,12 +64,13 @@ def lint(
         format: of the files, if it shall not be recognised.
         strict: a bad line is an error.
         progress: called now and then.
+        quality: counts what is read; by default a new one.
 
     Raises:
         LogError: a file cannot be read.
         RulesError: no rules of this provider, or a file of rules that cannot work.
     """
-    quality = ReadQuality()
+    quality = ReadQuality() if quality is None else quality
     corpus = Corpus(tokenizer)
     for request in _requests(log, quality, format, strict=strict):
         corpus.add(request)
@@ -230,6 +232,12 @@ class _Judge:
         for cause in outside_causes(self._log, request, facts):
             if cause.cause not in named:
                 causes.append(cause)
+        if match.in_flight is not None and all(
+            cause.cause is not CauseName.PARALLEL_COLD for cause in causes
+        ):
+            # By the provider's rule there was nothing to read, or the rule is not known to apply.
+            had = f"in flight: {self._log.name(match.in_flight.number)}"
+            causes.append(Cause(CauseName.PARALLEL_COLD, Certainty.SUSPECTED, "", had))
         if request.number in unread and not _waste(match):
             causes.append(unread[request.number])
         return Verdict(
