@@ -20,11 +20,12 @@ from ramify.engine.core import EngineCore
 from ramify.engine.logits.grammar import GrammarCompiler
 from ramify.engine.text.detokenizer import Detokenizer
 from ramify.engine.text.tokenizer import Tokenizer
+from ramify.models.pooling_config import PoolingConfig
 from ramify.server.app import Server
 from ramify.server.generation import Generation
 from ramify.server.service import Service
 from ramify.server.tenants import ApiKeys
-from ramify.testing import FakeExecutor
+from ramify.testing import FAKE_EMBEDDING_SIZE, FakeExecutor
 
 T = TypeVar("T")
 LIMIT_S = 300.0
@@ -103,6 +104,7 @@ class ServerBench:
         chat_template: str | None = None,
         tokenizer: Tokenizer | None = None,
         aliases: Sequence[str] = (),
+        pooling: PoolingConfig | None = None,
         **server_options: Any,
     ) -> None:
         requested = EngineConfig.of(
@@ -134,6 +136,8 @@ class ServerBench:
             tokenizer,
             model="tiny",
             aliases=aliases,
+            pooling=pooling,
+            embedding_size=FAKE_EMBEDDING_SIZE,
         )
         self.ended: list[Generation] = []
         self.service.listeners.append(self.ended.append)

@@ -19,6 +19,7 @@ from ramify.engine.prefix_namespaces import owner_of_namespace
 from ramify.engine.scheduling.validation import validate_token_ids
 from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import EngineStoppedError
+from ramify.models.pooling_config import PoolingConfig
 from ramify.outputs import Explanation, StepOutput
 from ramify.server.answer_constraint import AnswerConstraints
 from ramify.server.cache_miss import CacheMiss, explain_miss
@@ -54,6 +55,8 @@ class Service:
         model: the model's name, in responses to requests that name none.
         aliases: further names that requests may send; with `ANY_NAME` among them, any name.
         tool_call_parser, reasoning_parser: names of output formats; by default the template's.
+        pooling: of embeddings; None: the last token's unit vector.
+        embedding_size: elements of an embedding; None: not known, no request may cut them.
     """
 
     def __init__(
@@ -65,9 +68,13 @@ class Service:
         aliases: Sequence[str] = (),
         tool_call_parser: str | None = None,
         reasoning_parser: str | None = None,
+        pooling: PoolingConfig | None = None,
+        embedding_size: int | None = None,
     ) -> None:
         self.engine, self.tokenizer = engine, tokenizer
         self.model = model
+        self.pooling = PoolingConfig() if pooling is None else pooling
+        self.embedding_size = embedding_size
         self.names = tuple(dict.fromkeys((model, *(n for n in aliases if n != ANY_NAME))))
         self.serves_any_name = ANY_NAME in aliases
         self.max_model_len = engine.config.max_model_len

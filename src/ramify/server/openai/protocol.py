@@ -304,6 +304,7 @@ class EmbeddingsRequest(Struct, kw_only=True):
     model: Name | None = None
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: PositiveInt | None = None
+    prompt_name: str | None = None  # of the checkpoint's prompts, put before each text
     user: str | None = None
 
 
