@@ -15,7 +15,8 @@ from ramify.analysis.corpus import Corpus, StoredRequest
 from ramify.analysis.findings import group_causes, order_by_saving
 from ramify.analysis.log_files import read_log
 from ramify.analysis.matching import Match, Matcher
-from ramify.analysis.mending import VALUES, Mender
+from ramify.analysis.mended_units import VALUES
+from ramify.analysis.mending import Mender
 from ramify.analysis.providers.agreement import report_tables
 from ramify.analysis.providers.prompts import Prediction
 from ramify.analysis.providers.replay import CacheModel

@@ -37,6 +37,15 @@ class Difference:
         return self.cause not in LEGITIMATE
 
 
+@dataclass(frozen=True, slots=True)
+class WalkStep:
+    """Parts of two prompts that differ: what the later one has instead of the earlier one's."""
+
+    start: tuple[int, int]  # segment after the tools, in the earlier and in the later prompt
+    stop: tuple[int, int]
+    causes: tuple[tuple[CauseName, str], ...]  # waste, with its segment; (): nothing to mend
+
+
 class Side:
     """A request's segments: settings by name, tools, and the rest as `start`, ... in order."""
 
