@@ -62,6 +62,7 @@ class _Step:
     start: tuple[int, int]
     stop: tuple[int, int]
     causes: _Fixes
+    content: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,7 @@ class _Recipe:
                     step.start,
                     step.stop,
                     frozenset((cause, generalise(path)) for cause, path in step.causes),
+                    step.content,
                 )
                 for step in match.steps
             ),
@@ -206,7 +208,7 @@ class Mender:
         return _Mended(
             self._settings(settings, base, recipe, request, sent),
             self._tools(tools, base, recipe, request, sent),
-            tuple(map(tuple, self._groups(own, base, recipe))),
+            tuple(map(tuple, self._groups(own, base, recipe, request, sent))),
         )
 
     def _settings(
@@ -248,7 +250,12 @@ class Mender:
         )
 
     def _groups(
-        self, own: Sequence[_Segment], base: _Mended, recipe: _Recipe
+        self,
+        own: Sequence[_Segment],
+        base: _Mended,
+        recipe: _Recipe,
+        request: StoredRequest,
+        sent: StoredRequest,
     ) -> list[list[_Segment]]:
         """What stands for each segment after the tools: the match's where equal or mended."""
         groups: list[list[_Segment]] = [[] for _ in range(len(own) + 1)]
@@ -266,6 +273,12 @@ class Mender:
             i, j = step.stop
         for at in range(j, len(own)):
             groups[at].append(own[at])
+        last = recipe.steps[-1] if recipe.steps else None
+        if last is not None and last.content and last.causes and last.causes <= self._fixes:
+            (_, path), base_unit = own[j], base.groups[i][-1][0]
+            units = _unit_at(sent, base.groups, i), _unit_at(request, groups, j)
+            unit = self._units.splice(units, (base_unit, own[j][0]), last.content)
+            groups[j] = [(unit, path)]
         return groups
 
     def _mend_unit(self, unit: int, path: str) -> int:
@@ -286,6 +299,11 @@ class Mender:
 
 def _place(difference: Difference) -> tuple[CauseName, str]:
     return difference.cause, generalise(difference.segment)
+
+
+def _unit_at(request: StoredRequest, groups: Sequence[object], at: int) -> int:
+    """Unit of a segment after the tools; there is a group for each, and one at the end."""
+    return int(request.units[len(request.units) - len(groups) + 1 + at])
 
 
 def _leading(kinds: Sequence[SegmentKind], kind: SegmentKind) -> int:

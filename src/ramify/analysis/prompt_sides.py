@@ -44,6 +44,8 @@ class WalkStep:
     start: tuple[int, int]  # segment after the tools, in the earlier and in the later prompt
     stop: tuple[int, int]
     causes: tuple[tuple[CauseName, str], ...]  # waste, with its segment; (): nothing to mend
+    # Of the last step, within a segment: where content begins that differs, in both normal forms.
+    content: tuple[int, int] | None = None
 
 
 class Side:
