@@ -135,7 +135,12 @@ def lint_parts(
     if progress is not None:
         progress("replaying", 0, len(groups) + 1)
     savings = measure_savings(
-        corpus, corpus, mender, [*groups, [item.fix for item in mendable]], model
+        corpus,
+        corpus,
+        mender,
+        [*groups, [item.fix for item in mendable]],
+        model,
+        unseen=mender,
     )
     saved = {id(item): saving for item, saving in zip(mendable, savings[:-1], strict=False)}
     nothing = Saving(0, 0, 0, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -17,6 +17,7 @@ from ramify.analysis.prompt_sides import Difference
 from ramify.analysis.records import SegmentKind
 from ramify.analysis.savings import AppliedFix
 from ramify.analysis.templates import Templates
+from ramify.analysis.unseen_parts import HIDING, Groups, PlacedUnit, UnseenParts
 from ramify.analysis.verdicts import CauseName
 
 _OF_TOOL_LISTS = frozenset({CauseName.TOOL_ORDER, CauseName.TOOL_CHANGED})
@@ -51,7 +52,7 @@ def generalise(segment: str) -> str:
     return segment
 
 
-_Segment = tuple[int, str]  # unit, path
+_Head = tuple[tuple[int, ...], int | None]  # tools, first segment after them
 _Fixes = frozenset[tuple[CauseName, str]]
 
 
@@ -100,11 +101,9 @@ class _Recipe:
 class _Mended:
     """A mended prompt, by the segments of the prompt as sent."""
 
-    settings: dict[str, _Segment]
+    settings: dict[str, PlacedUnit]
     tools: tuple[tuple[int, str, int], ...]  # unit, path, segment as sent or -1
-    groups: tuple[
-        tuple[_Segment, ...], ...
-    ]  # in place of each segment after the tools, and at the end
+    groups: Groups  # in place of each segment after the tools, and at the end
 
 
 class Mender:
@@ -119,16 +118,19 @@ class Mender:
     def __init__(self, corpus: Corpus, templates: Templates, matches: Iterable[Match] = ()) -> None:
         self._corpus, self._templates = corpus, templates
         self._units = MendedUnits(corpus, templates)
+        self._unseen = UnseenParts(corpus)
         self._recipes: dict[int, _Recipe] = {}
         self._later_places: dict[tuple[CauseName, str], set[str]] = {}
         for match in matches:
             if match.match is not None:
                 self._recipes[match.request.number] = _Recipe.of(match, match.match)
                 self._note_places(match.differences)
+                self._note_unseen(match.match, match)
         self._asked: frozenset[tuple[CauseName, str]] = frozenset()
         self._fixes: _Fixes = frozenset()
         self._memo: dict[int, _Mended] = {}
         self._causes_at: dict[str, frozenset[CauseName]] = {}  # by path, of the present fixes
+        self._reasoners: set[_Head] | None = None  # apps that send reasoning
 
     def _note_places(self, differences: Sequence[Difference]) -> None:
         first: dict[CauseName, str] = {}
@@ -138,8 +140,36 @@ class Mender:
                 named = first.setdefault(cause, place)
                 self._later_places.setdefault((cause, named), set()).add(place)
 
+    def _note_unseen(self, earlier: StoredRequest, match: Match) -> None:
+        hiding = [step for step in match.steps if any(c in HIDING for c, _ in step.causes)]
+        if hiding:
+            first = self._rest_start(earlier), self._rest_start(match.request)
+            for step in hiding:
+                self._unseen.note(earlier, match.request, first, step)
+
     def mend(self, request: StoredRequest, fixes: Collection[AppliedFix]) -> MendedPrompt:
         """The request's prompt without these causes."""
+        self._start(fixes)
+        return self._join(request, self._mend(request.number))
+
+    def mend_longest(self, request: StoredRequest, fixes: Collection[AppliedFix]) -> MendedPrompt:
+        """`mend`, and as long as it may be: with stand-ins for what the log never shows."""
+        self._start(fixes)
+        if self._reasoners is None:
+            self._reasoners = {
+                self._head(self._mend(number))
+                for number, recipe in self._recipes.items()
+                for step in recipe.steps
+                if any(cause is CauseName.REASONING_DROPPED for cause, _ in step.causes)
+            }
+        mended = self._mend(request.number)
+        causes = {cause for cause, _ in self._fixes}
+        has_reasoning = self._head(mended) in self._reasoners
+        groups = self._unseen.fill(mended.groups, causes, has_reasoning=has_reasoning)
+        return self._join(request, replace(mended, groups=groups))
+
+    def _start(self, fixes: Collection[AppliedFix]) -> None:
+        """Forget what was mended if these are other fixes."""
         asked = frozenset((fix.cause, fix.segment) for fix in fixes)
         if asked != self._asked:
             self._asked, self._memo, self._causes_at = asked, {}, {}
@@ -149,7 +179,7 @@ class Mender:
                 for place in self._later_places.get((cause, segment), ())
             }
             self._fixes = asked | later
-        return self._join(request, self._mend(request.number))
+            self._reasoners = None
 
     def _join(self, request: StoredRequest, mended: _Mended) -> MendedPrompt:
         marks = dict(request.breakpoints)
@@ -213,17 +243,17 @@ class Mender:
 
     def _settings(
         self,
-        own: dict[str, _Segment],
+        own: dict[str, PlacedUnit],
         base: _Mended,
         recipe: _Recipe,
         request: StoredRequest,
         sent: StoredRequest,
-    ) -> dict[str, _Segment]:
+    ) -> dict[str, PlacedUnit]:
         """The match's settings where they are equal as sent, or where their change is mended."""
         mended = {path for path, place in recipe.settings if place in self._fixes}
         theirs = _settings_of(sent)
         mine = _settings_of(request)
-        out: dict[str, _Segment] = {}
+        out: dict[str, PlacedUnit] = {}
         for path in sorted(own | base.settings, key=_setting_order):
             is_equal = mine.get(path) == theirs.get(path)
             source = base.settings if is_equal or path in mended else own
@@ -251,14 +281,14 @@ class Mender:
 
     def _groups(
         self,
-        own: Sequence[_Segment],
+        own: Sequence[PlacedUnit],
         base: _Mended,
         recipe: _Recipe,
         request: StoredRequest,
         sent: StoredRequest,
-    ) -> list[list[_Segment]]:
+    ) -> list[list[PlacedUnit]]:
         """What stands for each segment after the tools: the match's where equal or mended."""
-        groups: list[list[_Segment]] = [[] for _ in range(len(own) + 1)]
+        groups: list[list[PlacedUnit]] = [[] for _ in range(len(own) + 1)]
         i = j = 0
         for step in (*recipe.steps, _Step(recipe.end, recipe.end, frozenset())):
             while j < step.start[1]:
@@ -280,6 +310,17 @@ class Mender:
             unit = self._units.splice(units, (base_unit, own[j][0]), last.content)
             groups[j] = [(unit, path)]
         return groups
+
+    def _rest_start(self, request: StoredRequest) -> int:
+        """The first segment after settings and tools."""
+        kinds = (self._corpus.units[unit].kind for unit in request.units.tolist())
+        outer = (SegmentKind.SETTING, SegmentKind.TOOL)
+        return next((at for at, kind in enumerate(kinds) if kind not in outer), len(request.units))
+
+    def _head(self, mended: _Mended) -> _Head:
+        """What all prompts of an app have in common."""
+        tools = tuple(unit for unit, _, _ in mended.tools)
+        return tools, mended.groups[0][0][0] if mended.groups[0] else None
 
     def _mend_unit(self, unit: int, path: str) -> int:
         here = self._causes_at.get(path)

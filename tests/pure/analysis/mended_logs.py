@@ -78,8 +78,9 @@ class LintedLog:
             for finding in self.linted.report.findings
             if finding.cause in causes
         ]
+        mender = self.linted.mender
         (saving,) = measure_savings(
-            self.corpus, self.corpus, self.linted.mender, [fixes], self.linted.model
+            self.corpus, self.corpus, mender, [fixes], self.linted.model, unseen=mender
         )
         return saving
 
