@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ramify.cli.options import exit_on_error
+from ramify.cli.simulate import read_capacity
 from ramify.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,6 +32,17 @@ def lint(
     rules: Annotated[
         Path | None, typer.Option(help="File of cache rules and prices, before the built-in ones.")
     ] = None,
+    capacity: Annotated[
+        str | None,
+        typer.Option(
+            help="Tokens that each server's cache holds, for reads and savings: 5M; with --model "
+            "also 24GB. By default nothing is evicted."
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Checkpoint directory or config.json, for a capacity in bytes."),
+    ] = None,
     log_format: Annotated[
         str | None, typer.Option("--format", help="Format of the log, if not recognised.")
     ] = None,
@@ -40,11 +52,13 @@ def lint(
     with exit_on_error():
         from ramify.analysis.linting import lint as run_lint
 
+        num_tokens = read_capacity(capacity, model)
         with _progress_bar() as progress:
             report = run_lint(
                 log,
                 provider=provider,
                 rules=rules,
+                capacity=num_tokens,
                 format=log_format,
                 strict=strict,
                 progress=progress,

@@ -72,6 +72,7 @@ def analyze(
     quality: ReadQuality | None = None,
     provider: str | None = None,
     rules: Path | None = None,
+    capacity: str | int | None = None,
     policies: tuple[str, ...] = (),
     progress: Progress | None = None,
 ) -> Analysis:
@@ -83,11 +84,19 @@ def analyze(
         quality: what was read and what was not.
         provider: whose cache rule predicts reads; by default that of the log.
         rules: file of rules and prices, before the built-in ones.
+        capacity: of each replica's cache, for predicted reads and savings; None: nothing is evicted.
         policies: eviction policies that `PrefixCache` replays for the capacity chart.
         progress: called now and then.
     """
     is_partial = quality is not None and INTERRUPTED in quality.notes
-    linted = lint_parts(corpus, quality=quality, provider=provider, rules=rules, progress=progress)
+    linted = lint_parts(
+        corpus,
+        quality=quality,
+        provider=provider,
+        rules=rules,
+        capacity=capacity,
+        progress=progress,
+    )
     return _Parts(corpus, linted, progress, is_partial=is_partial).analysis(title, policies)
 
 
