@@ -53,6 +53,7 @@ def lint(
     format: str | None = None,  # noqa: A002 - the word of the command line
     strict: bool = False,
     progress: StepProgress | None = None,
+    quality: ReadQuality | None = None,
 ) -> LintReport:
     """Compare every request of a log with the earlier one that it could share most with.
 
@@ -66,12 +67,13 @@ def lint(
         format: of the files, if it shall not be recognised.
         strict: a bad line is an error.
         progress: called now and then.
+        quality: counts what is read; by default a new one.
 
     Raises:
         LogError: a file cannot be read.
         RulesError: no rules of this provider, or a file of rules that cannot work.
     """
-    quality = ReadQuality()
+    quality = ReadQuality() if quality is None else quality
     corpus = Corpus(tokenizer)
     for request in _requests(log, quality, format, strict=strict):
         corpus.add(request)

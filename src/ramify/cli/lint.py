@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,6 +16,7 @@ from ramify.cli.simulate import read_capacity
 from ramify.errors import ConfigError
 
 if TYPE_CHECKING:
+    from ramify.analysis.reading import ReadQuality
     from ramify.analysis.verdicts import LintReport
 
 INTERRUPTED = 130  # exit code of Ctrl-C
@@ -51,8 +52,10 @@ def lint(
     """Say why requests share less than they could, with proof, and what mending it saves."""
     with exit_on_error():
         from ramify.analysis.linting import lint as run_lint
+        from ramify.analysis.reading import ReadQuality
 
         num_tokens = read_capacity(capacity, model)
+        quality = ReadQuality()
         with _progress_bar() as progress:
             report = run_lint(
                 log,
@@ -62,11 +65,26 @@ def lint(
                 format=log_format,
                 strict=strict,
                 progress=progress,
+                quality=quality,
             )
         if json_file is not None:
             _write_json(report, json_file)
+        if not report.num_requests:
+            _warn_of_empty(quality, strict=strict)
+            return
     if str(json_file) != "-":
         _show(report)
+
+
+def _warn_of_empty(quality: ReadQuality, *, strict: bool) -> None:
+    """Say on stderr what the log holds in place of requests; `strict` makes it an error."""
+    from ramify.errors import LogError
+
+    message = f"the log has no requests: {quality.why_empty()}"
+    if strict:
+        raise LogError(message)
+    typer.echo(f"warning: {message}", err=True)
+    _show_bad_lines(quality.bad_lines)
 
 
 def _write_json(report: LintReport, path: Path) -> None:
@@ -88,7 +106,8 @@ def _progress_bar() -> Iterator[Callable[[str, int, int], None]]:
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("reading", total=None)
 
         def show(step: str, done: int, total: int) -> None:
@@ -117,7 +136,10 @@ def _show(report: LintReport) -> None:
         example = finding.example
         typer.echo(f"  line {example.line}: {_one_line(example.had)} → {_one_line(example.got)}")
         typer.echo(f"  {finding.change}")
-    bad = report.quality.get("bad_lines", [])
+    _show_bad_lines(report.quality.get("bad_lines", []))
+
+
+def _show_bad_lines(bad: Sequence[Sequence[str | int]]) -> None:
     if bad:
         shown = ", ".join(f"{file}:{line}" for file, line in bad[:5])
         typer.echo(f"\n{len(bad):,} bad lines: {shown}{' …' if len(bad) > 5 else ''}", err=True)

@@ -82,3 +82,24 @@ def test_bad_input_is_one_clear_message(arguments: tuple[str, ...], part: str, l
     assert code == 2
     assert "error:" in output
     assert part in output
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [("", "empty file"), ('{"a": 1}\n', "1 × row of no known format"), ("x\ny\n", "2 × no JSON")],
+)
+def test_lint_of_a_log_without_requests_is_one_warning(
+    tmp_path: Path, content: str, reason: str
+) -> None:
+    """JSON is written and the exit code is 0, as bad lines are not fatal; `--strict` makes it 2."""
+    log, target = tmp_path / "log.jsonl", tmp_path / "lint.json"
+    log.write_text(content)
+
+    code, output = run("lint", log, "--json", target)
+
+    assert code == 0
+    assert output.startswith(f"warning: the log has no requests: {reason}")
+    assert "input tokens" not in output
+    assert json.loads(target.read_text())["num_requests"] == 0
+    code, output = run("lint", log, "--strict")
+    assert (code, output.startswith("error: ")) == (2, True)

@@ -55,7 +55,8 @@ def prompts_of_steps(seed: int, steps: list[Step], model: str) -> list[Prompt]:
     """Conversations of one app with tools, turn by turn; edits, retries and cuts between."""
     rng = Random(seed)
     kind = rng.choice(["agent", "agent", "chat"])
-    app = prompts.make_app(rng, kind, model, system_chars=rng.choice([200, 2500, 9000]))
+    sizes = [2500, 9000, 24_000] if "haiku" in model else [200, 2500, 9000]  # about its minimum
+    app = prompts.make_app(rng, kind, model, system_chars=rng.choice(sizes))
     talks = [prompts.conversation(rng, app, 24) for _ in range(3)]
     turns = [0, 0, 0]
     out = []
