@@ -117,12 +117,17 @@ def _progress_bar() -> Iterator[Callable[[str, int, int], None]]:
 
 
 def _show(report: LintReport) -> None:
+    from ramify.analysis.simulation.capacities import capacity_label
+
     verdicts = report.verdicts
     total = sum(verdict.tokens.total for verdict in verdicts)
     reusable = sum(verdict.tokens.reusable for verdict in verdicts)
     lost = sum(verdict.tokens.lost for verdict in verdicts)
     note = "" if report.quality.get("is_exact") else ", estimated"
-    typer.echo(f"{report.num_requests:,} requests, {total:,} input tokens{note}; {report.provider}")
+    rule = f"rule of {report.provider}"
+    if report.capacity_tokens is not None:
+        rule += f" at {capacity_label(report.capacity_tokens)} tokens of capacity"
+    typer.echo(f"{report.num_requests:,} requests, {total:,} input tokens{note}; {rule}")
     if total:
         typer.echo(f"shared with an earlier request as sent: {reusable:,} ({reusable / total:.1%})")
         typer.echo(f"lost to causes that can be mended:      {lost:,} ({lost / total:.1%})")

@@ -93,9 +93,7 @@ class PagePool:
         users = self._table.writer[slots]
         edges = [0, *(np.flatnonzero(users[1:] != users[:-1]) + 1).tolist(), len(users)]
         return [
-            (int(users[first]), first, after)
-            for first, after in pairwise(edges)
-            if after > first
+            (int(users[first]), first, after) for first, after in pairwise(edges) if after > first
         ]
 
     def _num_kept(self, runs: list[tuple[int, int, int]]) -> int:

@@ -115,8 +115,9 @@ class _Parts:
         num_input = sum(verdict.tokens.total for verdict in lint.verdicts)
         rates = hit_rates(lint, reads)
         self._progress("sharing tree", 0, 1)
-        tree = PrefixTreeBuilder(self._corpus, reads, lint.verdicts).build()
-        by_count, by_tokens = leaders(tree, num_input)
+        counted = reads.as_counted(self._corpus)
+        tree = PrefixTreeBuilder(self._corpus, counted, lint.verdicts).build()
+        by_count, by_tokens = leaders(tree, int(counted.num_tokens.sum()))
         self._progress("sets of fixes", 0, 1)
         what_if = self._unless_interrupted(lambda: replay_sets(self._corpus, self._linted))
         curves = self._unless_interrupted(
@@ -130,6 +131,7 @@ class _Parts:
             version=ramify.__version__,
             lint=lint,
             num_input=num_input,
+            num_counted=lint.tables["predicted"]["num_input"],
             rates=rates,
             duration_s=self._duration_s(),
             tree=tree,
@@ -137,7 +139,7 @@ class _Parts:
             leaders_by_tokens=by_tokens,
             sessions=session_timelines(self._corpus, lint.verdicts, predictions),
             curves=curves,
-            waterfall=waterfall(self._corpus, reads, lint.verdicts, predictions),
+            waterfall=waterfall(reads, lint.verdicts, predictions),
             what_if=what_if,
             figures=tuple(figures_of(lint, rates, curves, num_input)),
             warnings=tuple(warnings_of(lint.quality, lint, is_partial=self._is_partial)),
