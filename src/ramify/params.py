@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
+from typing import Literal, get_args
 
 from ramify.errors import InvalidParamsError
 from ramify.outputs import (
@@ -35,6 +36,8 @@ __all__ = [
 
 # A part of the output that is looked for: texts, and ids of special tokens, in their order.
 Mark = tuple[str | int, ...]
+# Hidden states of a prompt that make its embedding: the last token's, the mean, the first token's.
+PoolingMode = Literal["last", "mean", "cls"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +205,8 @@ class SamplingParams:
         structured: a format that constrains the text; see `StructuredOutput`.
         seed: draws depend on (seed, position) only; None draws a fresh seed per request.
         n: number of answers; answer i draws as a separate request with seed + i would.
-        max_tokens: output tokens at most; None: up to the context length.
+        max_tokens: output tokens at most; None: up to the context length. 0 only with
+            `prompt_embedding`: the request ends with its prompt.
         min_tokens: stop strings, stop tokens and end of sequence are ignored before this many
             tokens. A complete structured output, and an end of sequence that is the only
             allowed token, still end the output.
@@ -214,7 +218,9 @@ class SamplingParams:
             or those of these texts. A stop token is never part of the text.
         logprobs: likeliest tokens to report per output token; None reports none.
         prompt_logprobs: the same for the prompt; such a request reads nothing from the cache.
-        prompt_embedding: report the hidden state of the prompt's last token; see `LLM.embed`.
+        prompt_embedding: report the prompt's hidden states, pooled; see `LLM.embed`.
+        pooling: of `prompt_embedding`: "last" token, "mean", or "cls", the first token. A request
+            with "mean" or "cls" reads nothing from the cache.
 
     Raises:
         InvalidParamsError: a value is outside its range.
@@ -243,6 +249,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     prompt_embedding: bool = False
+    pooling: PoolingMode = "last"
 
     def __post_init__(self) -> None:
         if not _is_number(self.temperature) or not 0.0 <= self.temperature < float("inf"):
@@ -261,9 +268,22 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None and (not _is_int(value) or not 0 <= value <= MAX_LOGPROBS):
                 raise InvalidParamsError(name, value, f"None or an integer in 0..{MAX_LOGPROBS}")
+        if not isinstance(self.prompt_embedding, bool):
+            raise InvalidParamsError("prompt_embedding", self.prompt_embedding, "True or False")
+        if self.prompt_embedding and self.n > 1:
+            raise InvalidParamsError("n", self.n, "1 with prompt_embedding")
+        if self.pooling not in get_args(PoolingMode):
+            allowed = ", ".join(map(repr, get_args(PoolingMode)))
+            raise InvalidParamsError("pooling", self.pooling, allowed)
         self._check_ends()
         self._check_scores()
         self._make_plain()
+
+    @property
+    def needs_all_prompt_rows(self) -> bool:
+        """Whether every prompt token must be computed, so that the cache cannot be read."""
+        pools_all = self.prompt_embedding and self.pooling != "last"
+        return self.prompt_logprobs is not None or pools_all
 
     @property
     def biases(self) -> dict[int, float]:
@@ -286,8 +306,13 @@ class SamplingParams:
                 raise InvalidParamsError("keep_special_tokens", kept, allowed)
             object.__setattr__(self, "keep_special_tokens", tuple(kept))
         object.__setattr__(self, "stop_token_ids", tuple(map(int, ids)))
-        if self.max_tokens is not None and (not _is_int(self.max_tokens) or self.max_tokens < 1):
-            raise InvalidParamsError("max_tokens", self.max_tokens, "None or an integer >= 1")
+        least = 0 if self.prompt_embedding else 1
+        if self.max_tokens is not None and (
+            not _is_int(self.max_tokens) or self.max_tokens < least
+        ):
+            raise InvalidParamsError(
+                "max_tokens", self.max_tokens, f"None or an integer >= {least}"
+            )
         if not _is_int(self.min_tokens) or self.min_tokens < 0:
             raise InvalidParamsError("min_tokens", self.min_tokens, "an integer >= 0")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

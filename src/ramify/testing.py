@@ -150,9 +150,14 @@ class FakeExecutor:
         }
         # The same context has the same vector.
         embeddings = {
-            spec.request_id: np.random.default_rng(int(self._chains[slots[spec.row]]))
-            .standard_normal(FAKE_EMBEDDING_SIZE)
-            .astype(np.float32)
+            spec.request_id: np.stack(
+                [
+                    np.random.default_rng(int(self._chains[slot]))
+                    .standard_normal(FAKE_EMBEDDING_SIZE)
+                    .astype(np.float32)
+                    for slot in slots[spec.first_row : spec.first_row + spec.num_rows]
+                ]
+            )
             for spec in plan.embeddings
         }
         return StepResult(drawn, scored, embeddings=embeddings)

@@ -29,8 +29,10 @@ VARIANTS = [
     ("mistral", "[ARGS]"),
     ("deepseek_v3", "```json"),
     ("granite", "<|tool_call|>"),
+    ("phi4", "functools["),
 ]
-MARKED = [(family, template) for family, template in VARIANTS if family != "json"]
+UNMARKED = [("json", ""), ("command_r", ""), ("glm4", ""), ("phi4", "functools[")]
+MARKED = [variant for variant in VARIANTS if variant not in UNMARKED]
 
 
 def call_text(family: str, template: str, name: str, arguments: Mapping[str, Any]) -> str:
@@ -50,6 +52,7 @@ def call_text(family: str, template: str, name: str, arguments: Mapping[str, Any
     fence = f"function<｜tool▁sep｜>{name}\n```json\n{text}\n```"
     deepseek = fence if template else f"{name}<｜tool▁sep｜>{text}"
     cohere = json.dumps([{"tool_call_id": "0", "tool_name": name, "parameters": arguments}])
+    command_r = json.dumps([{"tool_name": name, "parameters": arguments}], indent=4)
     granite = f"<|tool_call|>[{plain}]" if template else f"<tool_call>\n{plain}\n</tool_call>"
     minimax = tags('<parameter name="', '">', "</parameter>")
     dsml = "".join(
@@ -84,7 +87,10 @@ def call_text(family: str, template: str, name: str, arguments: Mapping[str, Any
         ),
         "hunyuan": f"<tool_calls>[{plain}]</tool_calls>",
         "nemotron": f"<TOOLCALL>[{plain}]</TOOLCALL>",
-        "phi4": f"<|tool_call|>[{plain}]<|/tool_call|>",
+        "phi4": f"functools[{plain}]" if template else f"<|tool_call|>[{plain}]<|/tool_call|>",
+        "command_r": f"Action:\n```json\n{command_r}\n```",
+        "glm4": f"{name}\n{text}",
+        "smollm3": f"<tool_call>\n{plain}\n</tool_call>",
         "granite": granite,
         "hermes": f"<tool_call>\n{plain}\n</tool_call>",
         "llama3_json": f"<|python_tag|>{plain.replace('arguments', 'parameters', 1)}",

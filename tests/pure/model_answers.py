@@ -257,6 +257,23 @@ def granite(answer: ModelAnswer) -> str:
     )
 
 
+def command_r(answer: ModelAnswer) -> str:
+    """Command R: a plan, then a fence with a list of actions."""
+    calls = [{"tool_name": call.name, "parameters": call.arguments} for call in answer.calls]
+    return answer.text + (f"\nAction: ```json\n{answer.dumps(calls)}\n```" if calls else "")
+
+
+def glm4(answer: ModelAnswer) -> str:
+    """GLM-4: a name and its arguments, each in a line, or text."""
+    calls = "\n".join(f"{call.name}\n{answer.dumps(call.arguments)}" for call in answer.calls)
+    return calls or answer.text
+
+
+def smollm3(answer: ModelAnswer) -> str:
+    """SmolLM3's other form: Python code."""
+    return think(answer) + pythonic("<code>\n", "\n</code>", "\n", answer)
+
+
 QWEN = partial(
     tagged, "<tool_call>\n", "<function=%s>", "<parameter=", ">\n", "\n</parameter>\n",
     "</function>\n</tool_call>",
@@ -342,5 +359,8 @@ FAMILIES = (
         quotes="<escape>",
         is_thinking=False,
     ),
+    Family("command_r", named("command_r", "none"), command_r, is_thinking=False),
+    Family("glm4", named("glm4", "none"), glm4, is_thinking=False, is_bare=True),
+    Family("smollm3", named("smollm3", "think"), smollm3, names=IDENTIFIERS),
     Family("gemma4", named("gemma4", "gemma4"), gemma4, quotes='<|"|>'),
 )

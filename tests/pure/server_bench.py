@@ -20,11 +20,12 @@ from ramify.engine.core import EngineCore
 from ramify.engine.logits.grammar import GrammarCompiler
 from ramify.engine.text.detokenizer import Detokenizer
 from ramify.engine.text.tokenizer import Tokenizer
+from ramify.models.pooling_config import PoolingConfig
 from ramify.server.app import Server
 from ramify.server.generation import Generation
 from ramify.server.service import Service
 from ramify.server.tenants import ApiKeys
-from ramify.testing import FakeExecutor
+from ramify.testing import FAKE_EMBEDDING_SIZE, FakeExecutor
 
 T = TypeVar("T")
 LIMIT_S = 300.0
@@ -101,7 +102,9 @@ class ServerBench:
         max_waiting: int = 64,
         prefix_cache: bool = True,
         chat_template: str | None = None,
+        tokenizer: Tokenizer | None = None,
         aliases: Sequence[str] = (),
+        pooling: PoolingConfig | None = None,
         **server_options: Any,
     ) -> None:
         requested = EngineConfig.of(
@@ -113,7 +116,7 @@ class ServerBench:
             max_waiting=max_waiting,
         )
         config = resolve(requested, model_max_len=max_model_len, token_bytes=1, free_memory=0)
-        tokenizer = tokenizer_with(chat_template)
+        tokenizer = tokenizer_with(chat_template) if tokenizer is None else tokenizer
         vocab = tokenizer.vocab_size
         ends = tokenizer.eos_token_ids
         self.device = FakeExecutor(config.num_pages, page_size, vocab_size=vocab)
@@ -133,6 +136,8 @@ class ServerBench:
             tokenizer,
             model="tiny",
             aliases=aliases,
+            pooling=pooling,
+            embedding_size=FAKE_EMBEDDING_SIZE,
         )
         self.ended: list[Generation] = []
         self.service.listeners.append(self.ended.append)

@@ -15,7 +15,8 @@ from ramify.analysis.corpus import Corpus, StoredRequest
 from ramify.analysis.findings import group_causes, order_by_saving
 from ramify.analysis.log_files import read_log
 from ramify.analysis.matching import Match, Matcher
-from ramify.analysis.mending import VALUES, Mender
+from ramify.analysis.mended_units import VALUES
+from ramify.analysis.mending import Mender
 from ramify.analysis.providers.agreement import report_tables
 from ramify.analysis.providers.prompts import Prediction
 from ramify.analysis.providers.replay import CacheModel, prompts_of
@@ -261,6 +262,12 @@ class _Judge:
         for cause in outside_causes(self._log, request, facts):
             if cause.cause not in named:
                 causes.append(cause)
+        if match.in_flight is not None and all(
+            cause.cause is not CauseName.PARALLEL_COLD for cause in causes
+        ):
+            # By the provider's rule there was nothing to read, or the rule is not known to apply.
+            had = f"in flight: {self._log.name(match.in_flight.number)}"
+            causes.append(Cause(CauseName.PARALLEL_COLD, Certainty.SUSPECTED, "", had))
         if request.number in unread and not _waste(match):
             causes.append(unread[request.number])
         return Verdict(

@@ -6,9 +6,10 @@ import re
 
 import numpy as np
 
-from ramify.analysis.causes.unit_pairs import PairDifferences, pair_differences
+from ramify.analysis.causes.unit_pairs import PairDifferences, pair_differences, whitespace_of
+from ramify.analysis.context_blocks import MIN_BLOCK, mostly_in, split_block
 from ramify.analysis.corpus import Corpus
-from ramify.analysis.prompt_sides import Difference, Side
+from ramify.analysis.prompt_sides import Difference, Side, WalkStep
 from ramify.analysis.quoting import Excerpt
 from ramify.analysis.records import TextForm
 from ramify.analysis.templates import Templates
@@ -16,7 +17,6 @@ from ramify.analysis.text_diff import common_prefix_len
 from ramify.analysis.verdicts import CauseName, Certainty
 
 MIN_RECOVERED = 16  # tokens behind a value in a user's message, so that the value is waste
-MIN_BLOCK = 24  # code points of a block of context that moves
 
 _SUMMARY = re.compile(
     r"(?i)(summar|continued from a previous|previous conversation|compact|condensed|zusammenfassung|"
@@ -38,8 +38,8 @@ class MessageWalk:
         self.num_shared = 0
         self.differences: list[Difference] = []
         self._is_done = False
-        # Where each difference stands in both prompts, and where the walk has ended.
-        self.steps: list[tuple[CauseName, str, int, int]] = []
+        self.steps: list[WalkStep] = []
+        self.end = (0, 0)  # segments of both prompts before which mending makes all equal
 
     def run(self) -> None:
         """Walk to the end of a prompt or to content that differs."""
@@ -48,6 +48,7 @@ class MessageWalk:
             if a[self._i] == b[self._j]:
                 self._share(b[self._j])
                 self._i, self._j = self._i + 1, self._j + 1
+                self.end = self._i, self._j
             else:
                 self._step()
         if self._is_done and self._i < len(a) and self._j < len(b):
@@ -71,11 +72,6 @@ class MessageWalk:
         )
 
     @property
-    def end(self) -> tuple[int, int]:
-        """Where the walk stands in both prompts: mending makes equal what is before."""
-        return self._i, self._j
-
-    @property
     def has_all_of_first(self) -> bool:
         """Whether the walk has come to the end of the first prompt."""
         return self._i >= len(self._a.rest)
@@ -86,6 +82,7 @@ class MessageWalk:
     def _step(self) -> None:
         for step in (
             self._step_role,
+            self._step_empty,
             self._step_reasoning,
             self._step_hoisted,
             self._step_context,
@@ -95,11 +92,16 @@ class MessageWalk:
         ):
             before, i, j = len(self.differences), self._i, self._j
             if step():
-                self.steps += [
-                    (item.cause, item.segment, i, j)
+                causes = [
+                    (item.cause, item.segment)
                     for item in self.differences[before:]
                     if item.is_waste
                 ]
+                if step == self._step_hoisted and not causes:  # where the block stood before
+                    causes = [cause for item in self.steps for cause in item.causes]
+                    causes = [cause for cause in causes if cause[0] is CauseName.SYSTEM_HOISTED]
+                self.end = (i, j) if self._is_done else (self._i, self._j)
+                self.steps.append(WalkStep((i, j), self.end, tuple(causes)))
                 return
         self._stop()
 
@@ -139,6 +141,27 @@ class MessageWalk:
         self._share(unit_b)
         self._i, self._j = self._i + 1, self._j + 1
         return True
+
+    def _step_empty(self) -> bool:
+        """A text without a word beside what follows in the same message: "" in place of null."""
+        for side, at, other, at_other in (
+            (self._a, self._i, self._b, self._j),
+            (self._b, self._j, self._a, self._i),
+        ):
+            following = at + 1
+            if (
+                following < len(side.rest)
+                and side.message_of[following] == side.message_of[at]
+                and not self._corpus.text(side.normals[at])
+                and side.normals[following] == other.normals[at_other]
+            ):
+                self._add(CauseName.WHITESPACE, self._text_a(), self._text_b())
+                if side is self._a:
+                    self._i = following
+                else:
+                    self._j = following
+                return True
+        return False
 
     def _step_reasoning(self) -> bool:
         has_a, has_b = self._a.is_reasoning(self._i), self._b.is_reasoning(self._j)
@@ -192,7 +215,10 @@ class MessageWalk:
             return False
         head = mine[: len(mine) - len(text)].strip()
         other = self._corpus.text(a.normals[self._i])
-        if head != other:
+        if head == other and not self._text_b().startswith(self._text_a()):
+            path = b.rest_path(self._j)
+            self.differences.insert(-1, whitespace_of(self._text_a(), self._text_b(), path))
+        elif head != other:
             self._add_values(a.normals[self._i], self._store(normal, head))
         self._share(b.rest[self._j])
         self._i, self._j = self._i + 1, self._j + 1
@@ -316,7 +342,7 @@ class MessageWalk:
                 self._share(b.rest[self._j])
                 self._i, self._j = self._i + 1, self._j + 1
                 return True
-        if len(text_a) >= MIN_BLOCK and _mostly_in(text_a, newest):
+        if len(text_a) >= MIN_BLOCK and mostly_in(text_a, newest):
             following = self._i + 1
             if following < len(a.rest) and a.normals[following] == b.normals[self._j]:
                 self._add(CauseName.CONTEXT_MOVED, text_a, "")
@@ -426,31 +452,10 @@ def begins_with_summary(side: Side) -> bool:
     for at in range(min(3, len(side.rest))):
         if side.role(at) == "user":
             text = side.corpus.text(side.rest[at])[:400]
-            return len(side.rest) > at + 1 and "summar" in text and bool(_SUMMARY.search(text))
+            goes_on = len(side.rest) > at + 1 or "continued from a previous conv" in text
+            return goes_on and "summar" in text and bool(_SUMMARY.search(text))
     return False
 
 
 def _without_thoughts(text: str) -> str:
     return _THINK.sub("", text).strip()
-
-
-def split_block(had: str, got: str, newest: str) -> tuple[str, str]:
-    """The lines at the start or end of a text that are gone and stand in the newest message, and the rest."""
-    lines, kept, new = had.split("\n"), set(got.split("\n")), set(newest.split("\n"))
-    start, end = 0, len(lines)
-    while start < end and lines[start] not in kept and lines[start] in new:
-        start += 1
-    if not start:
-        while end > start and lines[end - 1] not in kept and lines[end - 1] in new:
-            end -= 1
-    block = lines[:start] or lines[end:]
-    return "\n".join(block), "\n".join(lines[start:end])
-
-
-def _mostly_in(block: str, text: str) -> bool:
-    """Whether most lines of a block stand in a text, or begin as lines of it do."""
-    if block in text:
-        return True
-    lines = [line.strip() for line in block.splitlines() if line.strip()]
-    inside = sum(len(line) for line in lines if line in text)
-    return inside * 2 >= sum(map(len, lines))

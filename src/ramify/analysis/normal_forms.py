@@ -9,6 +9,7 @@ from typing import Any
 
 from ramify.analysis.records import TextForm
 
+MAX_WHOLE = 1e15  # beyond, two whole numbers may be one float
 _BLANKS = re.compile(r"[ \t\u00a0\u2000-\u200b\u3000]+")
 _LINE_ENDS = re.compile(r" *(?:\r\n|\r|\n)\s*")
 
@@ -30,7 +31,7 @@ def normalise_spaces(text: str) -> str:
 
 
 def sort_keys(text: str) -> str:
-    """JSON with sorted keys, in strings of JSON too; other text as it is."""
+    """JSON with sorted keys and whole numbers as such, in strings of JSON too; other text as it is."""
     value = parse_json(text)
     return text if value is None else write_json(_sorted(value))
 
@@ -62,4 +63,6 @@ def _sorted(value: Any, depth: int = 0) -> Any:
     if isinstance(value, str) and value[:1] in ("{", "["):
         inner = parse_json(value)
         return value if inner is None else write_json(_sorted(inner, depth + 1))
+    if isinstance(value, float) and value.is_integer() and abs(value) < MAX_WHOLE:
+        return int(value)
     return value

@@ -11,10 +11,10 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ramify.analysis.causes.values import SlotEvidence, SlotVerdict, judge_slot
+from ramify.analysis.causes.values import MAX_CONTEXT, SlotEvidence, SlotVerdict, judge_slot
 from ramify.analysis.corpus import Corpus
 from ramify.analysis.normal_forms import normalise
-from ramify.analysis.records import Segment, TextForm
+from ramify.analysis.records import Segment, SegmentKind, TextForm
 from ramify.analysis.text_diff import Hunk, find_hunks
 
 MAX_FEATURES = 10
@@ -23,6 +23,7 @@ MAX_ALIGNED = 4096  # pairs of units whose differences are kept
 MAX_VALUE = 240  # code points of a value; a longer difference is content
 MAX_VALUES = 64  # kept of a slot as evidence
 
+_SYSTEM_ROLES = ("system", "developer")
 _LINE = re.compile(r"[^\n]+?(?:[.!?:;](?=\s)|\n|$)")
 _VOLATILE = re.compile(r"[\w-]*\d[\w-]*")
 
@@ -34,6 +35,7 @@ class Slot:
     start: int
     end: int
     verdict: SlotVerdict | None = None
+    constant: str = ""  # stands for all values: of those in a sample, the one of median length
 
 
 @dataclass(slots=True)
@@ -135,14 +137,12 @@ class Templates:
 
     def _mask(self, template: Template, normal: int, causes: frozenset[str] | None) -> int:
         text, parts, at = self._corpus.text(normal), [], 0
-        constant = self._corpus.text(template.unit)
         for slot, place in zip(template.slots, self.slot_places(template, normal), strict=True):
             verdict = slot.verdict
             if place is None or verdict is None or not verdict.is_volatile or verdict.cause is None:
                 continue
             if causes is None or verdict.cause in causes:
-                # The first member's value: a constant with as many tokens as the others.
-                parts += [text[at : place[0]], constant[slot.start : slot.end]]
+                parts += [text[at : place[0]], slot.constant]
                 at = place[1]
         return self._store(normal, "".join([*parts, text[at:]])) if parts else normal
 
@@ -170,7 +170,9 @@ class Templates:
             template = self._templates[best]
             hunks = tuple(find_hunks(self._corpus.text(template.unit), text))
             differing = sum(hunk.other_end - hunk.other_start for hunk in hunks)
-            if len(text) - differing >= min(MIN_SHARED, len(text) / 2):
+            is_system = stored.kind is SegmentKind.SYSTEM or stored.label.startswith(_SYSTEM_ROLES)
+            is_labelled = is_system and _mask(text) == _mask(self._corpus.text(template.unit))
+            if is_labelled or len(text) - differing >= min(MIN_SHARED, len(text) / 2):
                 template.members[normal] = hunks
                 self._template_of[normal] = best
                 self._learn(keys, best)
@@ -208,14 +210,16 @@ class Templates:
         num_roots = len({root for _, _, root in template.uses})
         rows = [self.values(template, member) for member in members]
         for number, slot in enumerate(slots):
+            filled = sorted((row[number] for row in rows if row[number]), key=len)
+            slot.constant = filled[len(filled) // 2] if filled else ""
             slot.verdict = judge_slot(
                 SlotEvidence(
                     kind=stored.kind,
                     label=stored.label,
                     values=tuple(row[number] for row in rows),
                     times=tuple(first_use[member] for member in members),
-                    before=text[max(0, slot.start - 160) : slot.start],
-                    after=text[slot.end : slot.end + 160],
+                    before=text[max(0, slot.start - MAX_CONTEXT) : slot.start],
+                    after=text[slot.end : slot.end + MAX_CONTEXT],
                     num_uses=len(template.uses),
                     num_members=len(template.members),
                     num_roots=num_roots,
@@ -225,9 +229,14 @@ class Templates:
 
 def _features(text: str) -> list[tuple[str, int]]:
     """The longest lines with numbers masked, and their lengths."""
-    lines = {_VOLATILE.sub("0", line.strip()): len(line) for line in _LINE.findall(text)}
+    lines = {_mask(line.strip()): len(line) for line in _LINE.findall(text)}
     lines = {line: length for line, length in lines.items() if len(line) >= 4}
     return sorted(lines.items(), key=lambda item: -item[1])[:MAX_FEATURES]
+
+
+def _mask(text: str) -> str:
+    """The text with words that hold digits as 0."""
+    return _VOLATILE.sub("0", text)
 
 
 def _is_value(hunk: Hunk) -> bool:

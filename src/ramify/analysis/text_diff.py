@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 MAX_LINES = 3000  # in the middle that differs; beyond, it is one hunk
 MAX_PAIRS = 2500  # of pieces that are compared each with each
+MAX_EDITS = 40  # pieces removed or added in a range without anchors
 MAX_WORD_CHARS = 700  # of texts that are compared word by word
 
 _WORD = re.compile(r"\w+ ?|\s+|[^\w\s] ?")
@@ -102,21 +103,36 @@ def _diff(a: str, b: str) -> list[Hunk]:
 def _diff_words(a: str, b: str) -> list[Hunk]:
     if not a or not b or max(len(a), len(b)) > MAX_WORD_CHARS:
         return [Hunk(0, len(a), 0, len(b))]
-    return _drop_islands(_match(_WORD.findall(a), _WORD.findall(b)))
+    return _drop_islands(_match(_WORD.findall(a), _WORD.findall(b)), a, b)
 
 
-def _drop_islands(hunks: list[Hunk]) -> list[Hunk]:
-    """Hunks that only a few equal words part, fewer than differ, as one."""
+def _drop_islands(hunks: list[Hunk], a: str, b: str) -> list[Hunk]:
+    """Hunks that only a few equal words part, fewer than differ, as one; numbers and ids stay apart."""
     kept: list[Hunk] = []
     for hunk in hunks:
         if kept:
             last = kept[-1]
             gap = hunk.start - last.end
-            if gap < 20 and gap < max(_size(last), _size(hunk)):
+            is_apart = (
+                _is_number(last, a, b) and _is_number(hunk, a, b) and _parts_words(a, last, hunk)
+            )
+            if gap < 20 and gap < max(_size(last), _size(hunk)) and not is_apart:
                 kept[-1] = Hunk(last.start, hunk.end, last.other_start, hunk.other_end)
                 continue
         kept.append(hunk)
     return kept
+
+
+def _is_number(hunk: Hunk, a: str, b: str) -> bool:
+    """Whether a hunk is one word with digits in both texts."""
+    values = (a[hunk.start : hunk.end].strip(), b[hunk.other_start : hunk.other_end].strip())
+    return all(any(map(str.isdigit, value)) and value.isalnum() for value in values)
+
+
+def _parts_words(text: str, left: Hunk, right: Hunk) -> bool:
+    """Whether a word stands between two hunks."""
+    between = text[left.end : right.start]
+    return any(map(str.isalpha, between)) and not _EDGE.isdisjoint(between)
 
 
 def _size(hunk: Hunk) -> int:
@@ -153,6 +169,9 @@ def _unmatched(a: list[str], b: list[str]) -> Iterator[tuple[int, int, int, int]
                 (i, end_i, j, end_j)
                 for (i, j), (end_i, end_j) in zip(cuts[::-1], ends[::-1], strict=True)
             ]
+        elif (edits := _few_edits(a[i1:i2], b[j1:j2])) is not None:
+            for x1, x2, y1, y2 in edits:
+                yield i1 + x1, i1 + x2, j1 + y1, j1 + y2
         elif (i2 - i1) * (j2 - j1) <= MAX_PAIRS:
             matcher = SequenceMatcher(None, a[i1:i2], b[j1:j2], autojunk=False)
             for tag, x1, x2, y1, y2 in matcher.get_opcodes():
@@ -183,6 +202,53 @@ def _anchors(
         chain.append(pairs[at])
         at = before[at]
     return chain[::-1]
+
+
+def _few_edits(a: list[str], b: list[str]) -> list[tuple[int, int, int, int]] | None:
+    """Ranges that differ in the shortest edit script (Myers), if it has at most `MAX_EDITS` edits.
+
+    Where pieces repeat, the longest equal run may be of other repeats than those that stayed.
+    """
+    size_a, size_b = len(a), len(b)
+    reach = {1: 0}  # by diagonal: how far into `a` the script has come
+    trail: list[dict[int, int]] = []
+    for num_edits in range(min(MAX_EDITS, size_a + size_b) + 1):
+        trail.append(dict(reach))
+        for diagonal in range(-num_edits, num_edits + 1, 2):
+            is_down = diagonal == -num_edits or (
+                diagonal != num_edits and reach[diagonal - 1] < reach[diagonal + 1]
+            )
+            i = reach[diagonal + 1] if is_down else reach[diagonal - 1] + 1
+            j = i - diagonal
+            while i < size_a and j < size_b and a[i] == b[j]:
+                i, j = i + 1, j + 1
+            reach[diagonal] = i
+            if i >= size_a and j >= size_b:
+                return _ranges(trail, size_a, size_b)
+    return None
+
+
+def _ranges(
+    trail: list[dict[int, int]], size_a: int, size_b: int
+) -> list[tuple[int, int, int, int]]:
+    """The ranges that an edit script changes, in order; edits that touch are one range."""
+    i, j = size_a, size_b
+    ranges: list[tuple[int, int, int, int]] = []
+    for num_edits in range(len(trail) - 1, 0, -1):
+        reach, diagonal = trail[num_edits], i - j
+        is_down = diagonal == -num_edits or (
+            diagonal != num_edits and reach[diagonal - 1] < reach[diagonal + 1]
+        )
+        before = diagonal + 1 if is_down else diagonal - 1
+        start_a = reach[before]
+        start_b = start_a - before
+        end_a, end_b = (start_a, start_b + 1) if is_down else (start_a + 1, start_b)
+        if ranges and ranges[-1][0] == end_a and ranges[-1][2] == end_b:
+            ranges[-1] = (start_a, ranges[-1][1], start_b, ranges[-1][3])
+        else:
+            ranges.append((start_a, end_a, start_b, end_b))
+        i, j = start_a, start_b
+    return ranges[::-1]
 
 
 def _starts(pieces: list[str]) -> list[int]:

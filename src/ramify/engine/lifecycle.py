@@ -193,7 +193,7 @@ class RequestLifecycle:
         output = self.make_output(parent) if parent.has_ended and not parent.has_output else None
         start, request.num_tokens_emitted = request.num_tokens_emitted, len(request.output_ids)
         request.end_emitted = request.is_finished
-        is_first = request is parent and start == 0 < request.num_tokens_emitted
+        is_first = request is parent and start == 0 and request.first_token_s is not None
         if parent.id not in self.hit_verifier.running:
             self._outputs.append(
                 StepOutput(

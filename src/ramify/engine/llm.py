@@ -24,7 +24,7 @@ from ramify.engine.cache_admin.warmup import WARM_PARAMS, WarmPrompt
 from ramify.engine.call_turns import loop_call, whole_call
 from ramify.engine.context import EngineStats
 from ramify.engine.core import EngineCore
-from ramify.engine.embedding import EMBEDDING_PARAMS, unit_embedding
+from ramify.engine.embedding import embedding_of, embedding_params
 from ramify.engine.hit_verifier import HitVerifier
 from ramify.engine.offline import BatchOptions, OfflineDriver
 from ramify.engine.sessions.session import Session, SessionOptions, open_transcript
@@ -301,27 +301,43 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
+        prompt_name: str | None = None,
         tenant: str | Sequence[str] = "",
         salt: str | Sequence[str] = "",
         progress: bool | None = None,
     ) -> NDArray[np.float32]:
-        """Unit vectors of prompts: the hidden state of the last token behind the final norm.
+        """Vectors of prompts: hidden states behind the final norm, pooled.
 
-        Prefixes come from the cache, as for `generate`. Embedding checkpoints that are decoders, such
-        as Qwen3-Embedding, are made for it; other models' vectors say less.
+        Embedding checkpoints that are decoders, such as Qwen3-Embedding, are made for it; their
+        files of sentence-transformers say how to pool (last token, mean or first token) and whether
+        to scale vectors to length 1. Other models' vectors are those of the last token with length
+        1, and say less. Prefixes come from the cache where the last token is enough.
+
+        Args:
+            prompt_name: the checkpoint's prompt (`config_sentence_transformers.json`) to put before
+                each text; None: its default, if it has one. Token ids stay as they are.
 
         Returns:
-            [number of prompts, hidden_size] float32, each row of length 1.
+            [number of prompts, hidden_size] float32.
 
         Raises:
             RequestError: a prompt cannot be served; the error of the first.
+            UnsupportedModelError: the checkpoint's vectors are computed in a way that is not known.
         """
-        outputs = self.generate(
-            prompts, EMBEDDING_PARAMS, tenant=tenant, salt=salt, progress=progress
-        )
+        pooling = self.engine.pooling
+        pooling.check()
+        prefix = pooling.prompt_text(prompt_name)
+        texts = [
+            prefix + prompt if isinstance(prompt, str) and prompt else prompt
+            for prompt in as_prompt_list(prompts)
+        ]
+        params = embedding_params(pooling.mode)
+        outputs = self.generate(texts, params, tenant=tenant, salt=salt, progress=progress)
         if not outputs:
             return np.empty((0, self.engine.model_config.hidden_size), np.float32)
-        return np.stack([unit_embedding(output) for output in outputs])
+        return np.stack(
+            [embedding_of(output, is_normalised=pooling.is_normalised) for output in outputs]
+        )
 
     def session(
         self,

@@ -7,12 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ramify.attention.planner import RadixSequence
 from ramify.cache import CacheKey, Salt
 from ramify.engine.cache_options import CacheOptions
+from ramify.engine.embedding import PromptPooling
 from ramify.engine.logits.logits_processors import LogitsProcessor
 from ramify.outputs import (
     CacheReport,
@@ -26,6 +24,10 @@ from ramify.outputs import (
 from ramify.params import SamplingParams
 
 RECOMPUTED_FOR_LOGPROBS = "prompt_logprobs need the logits of every prompt token"
+RECOMPUTED_FOR_POOLING = {
+    "mean": "mean pooling needs the hidden state of every prompt token",
+    "cls": "cls pooling needs the hidden state of the first prompt token",
+}
 CACHE_OFF = "prefix_cache=False"
 
 
@@ -81,7 +83,7 @@ class Request:
     end_emitted: bool = False
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_embedding: NDArray[np.float32] | None = None
+    pooling: PromptPooling = field(init=False)  # of `params.prompt_embedding`
     # Both in tokens, see `engine.scheduling.waiting_queue`: arrival less the priority's worth, and
     # that plus the uncached tokens. The smallest rank is scheduled first.
     virtual_arrival: int = 0
@@ -110,6 +112,9 @@ class Request:
     has_output: bool = False  # the group's `RequestOutput` was made
     verify_cold: bool = False  # keep logprobs, for `HitVerifier` to compare with a cold run
 
+    def __post_init__(self) -> None:
+        self.pooling = PromptPooling(self.params.pooling, len(self.prompt_ids))
+
     @classmethod
     def new_sequence(
         cls,
@@ -120,7 +125,7 @@ class Request:
         max_shared: int | None = None,
     ) -> RadixSequence:
         """A planner sequence over `tokens`, nothing of it computed."""
-        reuse = params.prompt_logprobs is None
+        reuse = not params.needs_all_prompt_rows
         return RadixSequence(tokens, namespace, reuse, salts=salts, max_shared=max_shared)
 
     @property
@@ -157,11 +162,15 @@ class Request:
             tokens, self.namespace, self.salts, self.params, self.sequence.max_shared
         )
         self.sequence.may_tell = may_tell
-        if self.params.prompt_logprobs is not None:
-            # Prompt logprobs forbid reading the cache until all are known.
-            self.sequence.reuse = len(self.prompt_logprobs) == len(self.prompt_ids) - 1
+        if self.params.needs_all_prompt_rows:
+            # They forbid reading the cache until all are known.
+            has_logprobs = len(self.prompt_logprobs) == len(self.prompt_ids) - 1
+            self.sequence.reuse = (has_logprobs or self.params.prompt_logprobs is None) and (
+                self.pooling.is_complete or not self.params.prompt_embedding
+            )
             if not self.sequence.reuse:
                 self.prompt_logprobs.clear()
+                self.pooling = PromptPooling(self.params.pooling, len(self.prompt_ids))
 
     def count_computed(self, start: int) -> None:
         """Update the counters after a step that computed the sequence from token `start` on."""
@@ -192,6 +201,8 @@ class Request:
             reason = CACHE_OFF
         elif self.params.prompt_logprobs is not None:
             reason = RECOMPUTED_FOR_LOGPROBS
+        elif self.params.prompt_embedding:
+            reason = RECOMPUTED_FOR_POOLING.get(self.params.pooling)
         return CacheReport(
             read,
             shared,
@@ -229,8 +240,6 @@ class Request:
             ),
             cache=self.cache_report(cache_on=cache_on),
             prompt_logprobs=prompt_logprobs,
-            prompt_embedding=None
-            if self.prompt_embedding is None
-            else array("f", self.prompt_embedding.tobytes()),
+            prompt_embedding=self.pooling.embedding() if self.params.prompt_embedding else None,
             error=next((member.error for member in members if member.error is not None), None),
         )

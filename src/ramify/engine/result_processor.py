@@ -58,7 +58,8 @@ class ResultProcessor:
             self._recovery.active_requests = (request,)
             request.count_computed(start)
             request.prompt_logprobs.extend(result.prompt_logprobs.get(request.id, ()))
-            request.prompt_embedding = result.embeddings.get(request.id, request.prompt_embedding)
+            if request.id in result.embeddings:
+                request.pooling.add(result.embeddings[request.id])
             if request.id in result.sampled:
                 self._process_sampled(request, result)
 

@@ -43,10 +43,11 @@ class PromptLogprobSpec:
 
 
 class EmbeddingSpec(NamedTuple):
-    """Return the hidden state of a row, behind the model's final norm."""
+    """Return hidden states of consecutive rows, behind the model's final norm."""
 
     request_id: int
-    row: int
+    first_row: int
+    num_rows: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,7 +77,8 @@ class StepResult:
     sampled: dict[int, SampledTokens]
     prompt_logprobs: dict[int, tuple[TokenLogprob, ...]]
     failed: dict[int, Exception] = field(default_factory=dict)  # their K/V must not be used
-    embeddings: dict[int, NDArray[np.float32]] = field(default_factory=dict)  # [hidden_size] each
+    # [rows, hidden_size] each
+    embeddings: dict[int, NDArray[np.float32]] = field(default_factory=dict)
 
 
 class Executor(Protocol):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,6 +13,7 @@ from torch import Tensor
 
 from ramify.errors import CheckpointError, UnsupportedModelError
 from ramify.models.config import ModelConfig
+from ramify.models.config_fields import read_json
 from ramify.models.families import FAMILIES
 from ramify.models.find_checkpoint import INDEX
 
@@ -244,23 +243,3 @@ def _is_ignorable(name: str, config: ModelConfig) -> bool:
         # Multi-token-prediction layers are numbered after the last decoder layer.
         return True
     return name.endswith((".rotary_emb.inv_freq", ".attn.masked_bias"))
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of a checkpoint.
-
-    Raises:
-        CheckpointError: it is missing, or no JSON object.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{path} is missing; a checkpoint directory holds config.json, safetensors weights "
-            "and tokenizer.json"
-        ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; download it again") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds {type(content).__name__}, not an object")
-    return content

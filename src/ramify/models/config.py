@@ -289,9 +289,6 @@ def _ropes(
     fields: ConfigFields, family: Family, head_dim: int, max_model_len: int
 ) -> tuple[RopeConfig, RopeConfig | None]:
     """Rotary embedding of the layers, and that of layers with a window where it is another."""
-    scalings = family.rope_scalings
-    if family.partial_rotary is None:
-        scalings = tuple(kind for kind in scalings if kind != "longrope")
 
     def read(settings: Mapping[str, Any], theta: float) -> RopeConfig:
         return read_rope(
@@ -301,7 +298,8 @@ def _ropes(
             max_model_len=max_model_len,
             default_theta=theta,
             default_partial=family.partial_rotary,
-            scalings=scalings,
+            default_original_len=family.original_max_len,
+            scalings=family.rope_scalings,
             has_alpha=family.has_rope_alpha,
         )
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ramify.errors import CheckpointError
@@ -40,3 +42,32 @@ class ConfigFields:
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
             raise CheckpointError(f"{self.source}: {name} {value!r} is not a token id")
         return value
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a checkpoint.
+
+    Raises:
+        CheckpointError: it is missing, or no JSON object.
+    """
+    content = read_json_value(path)
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds {type(content).__name__}, not an object")
+    return content
+
+
+def read_json_value(path: Path) -> Any:
+    """The value in a JSON file of a checkpoint.
+
+    Raises:
+        CheckpointError: it is missing, or no JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} is missing; a checkpoint directory holds config.json, safetensors weights "
+            "and tokenizer.json"
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; download it again") from error

@@ -132,6 +132,7 @@ FAMILIES: dict[str, Family] = {
         eps=1e-5,
         partial_rotary=1.0,
         rope_scalings=("default", "longrope"),
+        original_max_len=4096,
         bos_token_id=1,
         eos_token_id=32_000,
     ),

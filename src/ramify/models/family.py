@@ -55,6 +55,9 @@ class Family:
     local_rope_theta: float | None = None  # layers with a window have a rope of their own
     local_rope_field: str = "rope_local_base_freq"  # its base in transformers 4
     rope_scalings: tuple[str, ...] = KNOWN_SCALINGS
+    # Context length of pre-training where the configuration has none beside its rotary settings; what
+    # those say does not count then. None: what they say, else the model's own context length.
+    original_max_len: int | None = None
     has_rope_alpha: bool = False  # `dynamic` scaling with `alpha` is another base
     intermediate_field: str = "intermediate_size"
     has_mtp_layers: bool = False  # checkpoints have layers behind the last one, for drafts

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from ramify.attention.exactness import ProbeStore
 from ramify.errors import ConfigError, UnsupportedModelError
-from ramify.models.checkpoint_tensors import load_weights, read_json
+from ramify.models.checkpoint_tensors import load_weights
 from ramify.models.config import ModelConfig, token_ids
+from ramify.models.config_fields import read_json
 from ramify.models.decoder import CausalDecoder, Decoder, Family
 from ramify.models.deepseek import DEEPSEEK
 from ramify.models.dense import DENSE

@@ -93,6 +93,7 @@ def read_rope(
     max_model_len: int,
     default_theta: float = 10_000.0,
     default_partial: float | None = None,
+    default_original_len: int | None = None,
     scalings: tuple[str, ...] = KNOWN_SCALINGS,
     has_alpha: bool = False,
 ) -> RopeConfig:
@@ -101,6 +102,8 @@ def read_rope(
     Args:
         default_partial: rotated share of a head where the configuration does not say; None: the
             family rotates whole heads, whatever it says.
+        default_original_len: context length of pre-training where the configuration has none beside
+            these settings; None: theirs, else `max_model_len`.
         scalings: that the family knows.
         has_alpha: the family reads `alpha` of `dynamic`.
 
@@ -115,8 +118,9 @@ def read_rope(
     for name in ("rope_theta", "partial_rotary_factor"):
         if settings.get(name) is None and config.get(name) is not None:
             settings[name] = config[name]
-    if config.get("original_max_position_embeddings") is not None:
-        settings["original_max_position_embeddings"] = config["original_max_position_embeddings"]
+    original_field = "original_max_position_embeddings"
+    if config.get(original_field, default_original_len) is not None:
+        settings[original_field] = config.get(original_field, default_original_len)
     rope = ConfigFields(settings, f"{source} (rope)")
     kind: Any = settings.get("rope_type") or "default"
     # Early Phi-3 files.
@@ -132,11 +136,8 @@ def read_rope(
         # NTK-aware with a fixed alpha (Hunyuan): another base, whatever the length.
         dim = rotary_dim or head_dim
         return RopeConfig(theta * rope.number("alpha") ** (dim / (dim - 2)), rotary_dim=rotary_dim)
-    is_longrope = kind == "longrope"
-    original = rope.count(
-        "original_max_position_embeddings", None if is_longrope else max_model_len
-    )
-    if is_longrope:
+    original = rope.count(original_field, max_model_len)
+    if kind == "longrope":
         return _longrope(rope, theta, original, rotary_dim or head_dim, max_model_len)
     is_llama3, is_yarn = kind == "llama3", kind == "yarn"
     return RopeConfig(

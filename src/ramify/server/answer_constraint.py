@@ -83,11 +83,21 @@ class AnswerConstraints:
 
     Every constraint is compiled once here, into the tenant's part of the cache, so that what cannot
     be enforced is known in time.
+
+    Args:
+        shows_tools: the chat template writes tools into the prompt.
     """
 
-    def __init__(self, engine: AsyncLLM, tokenizer: Tokenizer, output_format: OutputFormat) -> None:
+    def __init__(
+        self,
+        engine: AsyncLLM,
+        tokenizer: Tokenizer,
+        output_format: OutputFormat,
+        *,
+        shows_tools: bool = True,
+    ) -> None:
         self._engine, self._reasoning = engine, output_format.reasoning.marks
-        self._shows_tools = "tools" in tokenizer.chat_template_names
+        self._shows_tools = shows_tools
         self._grammars = AnswerGrammars(
             output_format.calls.name,
             AddedTokens(tokenizer.added_token_texts),

@@ -19,8 +19,12 @@ from ramify.server.answer_opening import (
     find_turn_opening,
     render_prefill,
 )
+from ramify.server.output_formats.call_text import calls_text
 from ramify.server.prompt_jobs import stop_if_abandoned
+from ramify.server.template_conventions import WriteCalls
+from ramify.server.template_probes import find_conventions
 
+JSON_CALLS: WriteCalls = partial(calls_text, "json", "")
 PLACEHOLDER = "\u2042"  # an asterism, for texts whose place in a rendered prompt is looked up
 # Characters to look through for the fields of a request, as `MAX_SEARCHES` whole texts or so many.
 MAX_SEARCHED, MAX_SEARCHES = 200_000_000, 64
@@ -144,6 +148,7 @@ class PromptRenderer:
     Args:
         max_tokens: PromptTooLongError for a text with more; None: no limit.
         max_model_len: the limit that the error names; by default `max_tokens`.
+        write_calls: for templates that have no place for calls.
     """
 
     def __init__(
@@ -152,8 +157,10 @@ class PromptRenderer:
         *,
         max_tokens: int | None = None,
         max_model_len: int | None = None,
+        write_calls: WriteCalls = JSON_CALLS,
     ) -> None:
         self.tokenizer, self._max_model_len = tokenizer, max_model_len
+        self.conventions, self._write_calls = find_conventions(tokenizer), write_calls
         self._encoder = IncrementalEncoder(tokenizer, max_text_tokens=max_tokens)
         # What the template does; None: not tried yet.
         self._template_drops_reasoning: bool | None = None
@@ -190,9 +197,7 @@ class PromptRenderer:
         escape = self.tokenizer.escape_special_tokens
         messages, tools, options = escape(messages), escape(tools), escape(template_options or {})
         parts = [replace(part, texts=tuple(escape(part.texts))) for part in parts]
-        render: Callable[..., str] = partial(
-            self.tokenizer.apply_chat_template, tools=tools, **options
-        )
+        render: Callable[..., str] = partial(self._render, tools=tools, **options)
         if continue_final_message:
             render_prompt: RenderMessages = partial(render_prefill, render)
         else:
@@ -237,6 +242,21 @@ class PromptRenderer:
             turn_opening=turn_opening,
         )
 
+    def _render(
+        self,
+        messages: Sequence[TemplateMessage],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **options: Any,
+    ) -> str:
+        """Render messages in OpenAI's form, with arguments as objects, as the template reads them."""
+        adapted = self.conventions.adapt(messages, self._write_calls)
+        adapted, variables = self.conventions.adapt_tools(adapted, tools)
+        return self.tokenizer.apply_chat_template(
+            adapted, add_generation_prompt=add_generation_prompt, **variables | options
+        )
+
     def _encode(self, text: str, tenant: str) -> Encoding:
         try:
             return self._encoder.encode(text, tenant)
@@ -267,7 +287,7 @@ class PromptRenderer:
                 {"role": "user", "content": "c"},
             ]
             try:
-                text = self.tokenizer.apply_chat_template(conversation)
+                text = self._render(conversation)
                 self._template_drops_reasoning = PLACEHOLDER not in text
             except ChatTemplateError:  # it takes no such conversation
                 self._template_drops_reasoning = False
@@ -283,7 +303,7 @@ class PromptRenderer:
                 {"role": "user", "content": "c"},
             ]
             try:
-                text = self.tokenizer.apply_chat_template(conversation)
+                text = self._render(conversation)
                 self._takes_late_system = PLACEHOLDER in text
             except ChatTemplateError:
                 self._takes_late_system = False
@@ -302,9 +322,7 @@ class PromptRenderer:
             {"role": "user", "content": PLACEHOLDER},
         )
         try:
-            later = self.tokenizer.apply_chat_template(
-                [*messages, *next_turn], tools=tools, add_generation_prompt=True, **options
-            )
+            later = self._render([*messages, *next_turn], tools=tools, **options)
         except ChatTemplateError:  # this template allows no further turn after these messages
             return len(text)
         return common_prefix(text, later)

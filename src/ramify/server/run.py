@@ -131,6 +131,8 @@ async def _serve(options: ServeOptions, llm: AsyncLLM, keys: ApiKeys | None) -> 
         aliases=options.served_names,
         tool_call_parser=options.tool_call_parser,
         reasoning_parser=options.reasoning_parser,
+        pooling=llm.engine.pooling,
+        embedding_size=llm.engine.model_config.hidden_size,
     )
     service.listeners.append(log_request)
     if options.record is not None:

@@ -19,12 +19,14 @@ from ramify.engine.prefix_namespaces import owner_of_namespace
 from ramify.engine.scheduling.validation import validate_token_ids
 from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import EngineStoppedError
+from ramify.models.pooling_config import PoolingConfig
 from ramify.outputs import Explanation, StepOutput
 from ramify.server.answer_constraint import AnswerConstraints
 from ramify.server.cache_miss import CacheMiss, explain_miss
 from ramify.server.conversation_store import ConversationStore
 from ramify.server.errors import ApiError, ContextLengthError
 from ramify.server.generation import Generation, GenerationRequest
+from ramify.server.output_formats.call_text import calls_text
 from ramify.server.output_formats.output_format import named
 from ramify.server.prompt_renderer import PromptRenderer, RenderedPrompt
 from ramify.server.request_history import (
@@ -53,6 +55,8 @@ class Service:
         model: the model's name, in responses to requests that name none.
         aliases: further names that requests may send; with `ANY_NAME` among them, any name.
         tool_call_parser, reasoning_parser: names of output formats; by default the template's.
+        pooling: of embeddings; None: the last token's unit vector.
+        embedding_size: elements of an embedding; None: not known, no request may cut them.
     """
 
     def __init__(
@@ -64,9 +68,13 @@ class Service:
         aliases: Sequence[str] = (),
         tool_call_parser: str | None = None,
         reasoning_parser: str | None = None,
+        pooling: PoolingConfig | None = None,
+        embedding_size: int | None = None,
     ) -> None:
         self.engine, self.tokenizer = engine, tokenizer
         self.model = model
+        self.pooling = PoolingConfig() if pooling is None else pooling
+        self.embedding_size = embedding_size
         self.names = tuple(dict.fromkeys((model, *(n for n in aliases if n != ANY_NAME))))
         self.serves_any_name = ANY_NAME in aliases
         self.max_model_len = engine.config.max_model_len
@@ -78,10 +86,18 @@ class Service:
         self.max_queued_tokens = (
             engine.config.max_waiting_tokens or MAX_QUEUED_POOLS * engine.config.kv_cache_tokens
         )
+        template = "\n".join(tokenizer.chat_template_sources)
+        self.output_format = named(
+            tool_call_parser,
+            reasoning_parser,
+            template=template,
+            special_tokens=tokenizer.special_token_texts.values(),
+        )
         self.prompt_renderer = PromptRenderer(
             tokenizer,
             max_tokens=MAX_RENDERED_CONTEXTS * self.max_model_len,
             max_model_len=self.max_model_len,
+            write_calls=partial(calls_text, self.output_format.calls.name, template),
         )
         self.history = RequestHistory()
         self.conversations = ConversationStore()
@@ -90,13 +106,12 @@ class Service:
         self.unknown_fields = UnknownFieldLog()
         self.started_s = int(time.time())
         self.special_token_ids = tokenizer.special_token_ids
-        self.output_format = named(
-            tool_call_parser,
-            reasoning_parser,
-            template="\n".join(tokenizer.chat_template_sources),
-            special_tokens=tokenizer.special_token_texts.values(),
+        self.constraints = AnswerConstraints(
+            engine,
+            tokenizer,
+            self.output_format,
+            shows_tools=self.prompt_renderer.conventions.writes_tools,
         )
-        self.constraints = AnswerConstraints(engine, tokenizer, self.output_format)
         self.fingerprint = f"ramify-{__version__}"
         self.listeners: list[Callable[[Generation], None]] = []  # called when a request has ended
         self.event_listeners: list[Callable[[Generation, StepOutput], None]] = []

@@ -18,6 +18,12 @@ from tests.cpu.models.test_dense_families import NUM_TOKENS, logits_of, runner_o
 transformers = pytest.importorskip("transformers", reason="the oracle needs the extra ramify[hf]")
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+LONGROPE_FACTORS = {
+    "rope_type": "longrope",
+    "short_factor": [1.0 + i / 10 for i in range(8)],
+    "long_factor": [2.0 + i / 3 for i in range(8)],
+}
+LONGROPE = LONGROPE_FACTORS | {"original_max_position_embeddings": 64}
 NESTED = {"full_attention": {"rope_type": "default"}, "sliding_attention": None}
 ABSENT = object()
 # Case of `family_cases`, and what is changed in its config.json.
@@ -54,6 +60,19 @@ CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": ABSENT, "rope_theta": 500_000.0, "rope_scaling": YARN},
     ),
     "no base": ("Olmo3", {"rope_parameters": ABSENT}),
+    "no original length beside Phi-3's rope": (
+        "Phi3 longrope",
+        {"original_max_position_embeddings": ABSENT},
+    ),
+    "an original length in the rope of others": ("Qwen2", {"rope_parameters": LONGROPE}),
+    "no original length of others": (
+        "Qwen2",
+        {"rope_parameters": ABSENT, "rope_scaling": LONGROPE_FACTORS},
+    ),
+    "original lengths of others in both places": (
+        "Qwen2",
+        {"original_max_position_embeddings": 32, "rope_parameters": LONGROPE},
+    ),
 }
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "experts": ("Mixtral", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; experts have only silu"),
@@ -71,18 +90,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "supported are default, longrope",
     ),
     "early yarn": ("Phi3", {"rope_parameters": YARN}, "short_factor must be a list"),
-    "no original length": (
-        "Phi3 longrope",
-        {
-            "original_max_position_embeddings": ABSENT,
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "long_factor": [1.0],
-                "short_factor": [1.0],
-            },
-        },
-        "original_max_position_embeddings is missing",
-    ),
     "no MLP width": (
         "GraniteMoeHybrid",
         {"shared_intermediate_size": ABSENT},

@@ -4,43 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
-from ramify.analysis import lint
-from ramify.analysis.lint_json import report_as_json
-
-WORDS = (
-    "river stone market quiet running careful silver orange window bridge teacher simple".split()
-)
-RULES = " ".join(
-    f"Rule {i}: {WORDS[i % 12]} {WORDS[i * 5 % 12]} before the {WORDS[i * 7 % 11]}."
-    for i in range(90)
-)
-MORE = " ".join(
-    f"Note {i}: {WORDS[i * 3 % 12]} and {WORDS[i * 5 % 11]} after {WORDS[i % 7]}."
-    for i in range(90)
+from tests.pure.analysis.contract_log import (
+    MORE,
+    RULES,
+    Json,
+    causes,
+    chat,
+    message,
+    system_verdicts,
+    verdicts,
 )
 
 
-def _second_verdict(tmp_path: Path, *systems: str) -> dict[str, Any]:
-    bodies = [
-        {
-            "model": "gpt-4o",
-            "messages": [
-                {"role": "system", "content": system},
-                {"role": "user", "content": f"Please answer question number {number}."},
-            ],
-        }
-        for number, system in enumerate(systems)
-    ]
-    log = tmp_path / "log.jsonl"
-    log.write_text("".join(json.dumps(body) + "\n" for body in bodies))
-    verdict: dict[str, Any] = report_as_json(lint(log))["verdicts"][1]
-    return verdict
-
-
-def _causes(verdict: dict[str, Any]) -> list[str]:
-    return [cause["cause"] for cause in verdict["causes"]]
+def _second_verdict(tmp_path: Path, *systems: str) -> Json:
+    return system_verdicts(tmp_path, *systems)[1]
 
 
 def test_the_blanks_of_a_new_document_are_not_whitespace(tmp_path: Path) -> None:
@@ -50,13 +28,13 @@ def test_the_blanks_of_a_new_document_are_not_whitespace(tmp_path: Path) -> None
         f"{RULES}\nDocument: The treaty  of 1648\tended a war. \n{MORE}",
         f"{RULES}\nDocument: Whales are mammals.\n{MORE}",
     )
-    assert _causes(verdict) == ["new_content"]
+    assert causes(verdict) == ["new_content"]
 
 
 def test_a_cut_prompt_is_not_whitespace(tmp_path: Path) -> None:
     """Text that is missing at the end is no change of white space."""
     verdict = _second_verdict(tmp_path, f"{RULES}\n\nEnd of it.  {MORE}", RULES)
-    assert "whitespace" not in _causes(verdict)
+    assert "whitespace" not in causes(verdict)
 
 
 def test_white_space_behind_an_id_is_quoted_where_it_is(tmp_path: Path) -> None:
@@ -66,7 +44,7 @@ def test_white_space_behind_an_id_is_quoted_where_it_is(tmp_path: Path) -> None:
         f"{RULES}\nSession: 8c6f3fd2-2e66-4a75-9f43-0e6f6d8fd7e1\n{MORE} Be  kind.",
         f"{RULES}\nSession: 1b9d6bcd-bbfd-4b2d-9b5d-ab8dfbbd4bed\n{MORE} Be kind.",
     )
-    assert _causes(verdict) == ["random_id", "whitespace"]
+    assert causes(verdict) == ["random_id", "whitespace"]
     assert "Be  kind" in verdict["causes"][1]["had"]
     assert "Be kind" in verdict["causes"][1]["got"]
 
@@ -78,7 +56,7 @@ def test_white_space_at_the_end_is_found_behind_a_clock(tmp_path: Path) -> None:
         f"{RULES}\nNow: 2026-03-01T10:00:00Z\n{MORE}\n",
         f"{RULES}\nNow: 2026-03-01T10:07:13Z\n{MORE}",
     )
-    assert _causes(verdict) == ["clock", "whitespace"]
+    assert causes(verdict) == ["clock", "whitespace"]
 
 
 def test_the_whole_password_is_masked(tmp_path: Path) -> None:
@@ -94,27 +72,31 @@ def test_the_whole_password_is_masked(tmp_path: Path) -> None:
 def test_another_image_shares_no_token(tmp_path: Path) -> None:
     """What is reusable ends at an image that differs, where the divergence is."""
     bodies = [
-        {
-            "model": "gpt-4o",
-            "messages": [
-                {"role": "system", "content": RULES},
-                {
-                    "role": "user",
-                    "content": [
-                        {"type": "text", "text": "What is in the picture of the garden?"},
-                        {
-                            "type": "image_url",
-                            "image_url": {"url": f"data:image/png;base64,{data}"},
-                        },
-                    ],
-                },
-            ],
-        }
+        chat(
+            message("system", RULES),
+            message(
+                "user",
+                [
+                    {"type": "text", "text": "What is in the picture of the garden?"},
+                    {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}},
+                ],
+            ),
+        )
         for data in ("iVBORw0KGgoAAAA", "iVBORw0KGgoBBBB")
     ]
-    log = tmp_path / "log.jsonl"
-    log.write_text("".join(json.dumps(body) + "\n" for body in bodies))
-    verdict = report_as_json(lint(log))["verdicts"][1]
+
+    verdict = verdicts(tmp_path, *bodies)[1]
+
     assert verdict["divergence"]["segment"] == "messages[1].content[1]"
     assert verdict["divergence"]["char"] == 0
     assert verdict["tokens"]["reusable"] == verdict["divergence"]["token"]
+
+
+def test_white_space_behind_a_last_value_is_found(tmp_path: Path) -> None:
+    """The id is the last word of both prompts; one ends with a line end."""
+    verdict = _second_verdict(
+        tmp_path,
+        f"{RULES}\n[conversation b8695602-4a20-4d71-8554-e0f0987f3241] \n",
+        f"{RULES}\n[conversation 1316f600-f87e-42f6-a5db-23866ed55460]",
+    )
+    assert causes(verdict) == ["random_id", "whitespace"]

@@ -21,12 +21,34 @@ _SHAPES = re.compile(
     | \b(?:\d+|an?|one|two|few)\s+(?:second|minute|hour|day|week|month|year)s?\s+ago\b
     | \bjust\s+now\b | \byesterday\b
     | \b\d{1,2}\s?[ap]\.?m\b
-    | \d{4}年|\d{1,2}月\d{1,2}日|\d{1,2}時
+    | [\d〇一二三四五六七八九十]{1,4}(?:年|時) | [\d一二三四五六七八九十]{1,3}月[\d一二三四五六七八九十]{1,3}日
     """
 )
 _NUMBERS = re.compile(r"\d+")
 _WORDS = re.compile(r"[^\W\d_]+")
-_MONTHS = "jan feb mar apr may jun jul aug sep oct nov dec".split()
+# Numbers, parts of a day and small words of dates that are spelt out.
+_SPOKEN_NUMBERS = frozenset(
+    """one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
+    seventeen eighteen nineteen twenty thirty forty fifty hundred thousand first second third fourth fifth
+    sixth seventh eighth ninth tenth eleventh twelfth thirteenth fourteenth fifteenth sixteenth seventeenth
+    eighteenth nineteenth twentieth thirtieth half quarter
+    eins zwei drei vier fünf sechs sieben acht neun zehn elf zwölf dreizehn vierzehn fünfzehn sechzehn
+    siebzehn achtzehn neunzehn zwanzig dreißig halb viertel erste zweite dritte vierte fünfte sechste siebte
+    achte neunte zehnte elfte zwölfte
+    un une deux trois quatre cinq sept huit neuf dix onze douze treize quatorze quinze seize vingt trente
+    demie quart premier deuxième troisième
+    uno dos tres cuatro cinco seis siete ocho nueve diez once doce trece catorce quince veinte treinta media
+    cuarto primero""".split()
+)
+_PARTS_OF_DAY = frozenset(
+    """o'clock noon midnight morning afternoon evening night uhr mittag mitternacht morgens vormittags
+    nachmittags abends nachts matin soir heures mañana tarde noche""".split()
+)
+_FILLERS = frozenset(
+    """the of a an and in on at to past after before till shortly just nearly almost about exactly der den
+    dem am um kurz vor nach le la les du de des et à el los y en menos""".split()
+)
+_ORDINAL_ENDING = re.compile(r"(?<=[a-zß]{3})(?:e[rnsm])$")  # German: dritter, dritten
 
 
 def looks_like_clock(value: str) -> bool:
@@ -43,9 +65,33 @@ def looks_like_clock(value: str) -> bool:
     return len(dates) * 2 >= len(words) and (has_number or len(dates) >= 1)
 
 
+def is_spelt_out(value: str, line: str) -> bool:
+    """Whether a text is a date or a time in words, or a number in words in a line that names one."""
+    words = [_without_case(word) for word in _WORDS.findall(value)]
+    if not words or len(words) > 14 or any(map(str.isdigit, value)):
+        return False
+    marks = [word for word in words if word in _PARTS_OF_DAY or _names_day(word)]
+    numbers = [word for word in words if word in _SPOKEN_NUMBERS]
+    others = [word for word in words if word not in DATE_WORDS | _FILLERS | {*marks, *numbers}]
+    if others or not (marks or numbers):
+        return False
+    return bool(marks) or names_date(line) or not _PARTS_OF_DAY.isdisjoint(line.lower().split())
+
+
+def _without_case(word: str) -> str:
+    """A word in lower case, a German ordinal without its ending: `Dritten` is `dritte`."""
+    lower = word.lower()
+    ending = _ORDINAL_ENDING.search(lower)
+    return lower[:-1] if ending and lower[:-1] in _SPOKEN_NUMBERS else lower
+
+
+def _names_day(word: str) -> bool:
+    return len(word) > 3 and word in DATE_WORDS
+
+
 def names_date(line: str) -> bool:
     """Whether a line names a month or a weekday."""
-    return any(len(word) > 3 and word.lower() in DATE_WORDS for word in _WORDS.findall(line))
+    return any(_names_day(word.lower()) for word in _WORDS.findall(line))
 
 
 def grows_unevenly(values: Sequence[str]) -> bool:

@@ -14,11 +14,14 @@ from typing import Protocol
 from ramify.analysis.causes.clocks import (
     follows_times,
     grows_unevenly,
+    is_spelt_out,
     looks_like_clock,
     names_date,
 )
 from ramify.analysis.records import SegmentKind
 from ramify.analysis.verdicts import CauseName, Certainty
+
+MAX_CONTEXT = 320  # code points around a value
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +32,7 @@ class SlotEvidence:
     label: str
     values: tuple[str, ...]  # a sample of different members, in order of first use
     times: tuple[float | None, ...]  # of the first use of each
-    before: str  # text before the place
+    before: str  # text before the place, `MAX_CONTEXT` code points at most
     after: str
     num_uses: int  # requests
     num_members: int  # different texts
@@ -93,6 +96,9 @@ class BillingHeader:
 _PATH = re.compile(r"(?:[A-Za-z]:)?[\\/][\w.@~+-]+[\\/]|~/|\w+://|^\.{0,2}/\w|\w/\w+/\w")
 
 
+_DATE = re.compile(r"\W*\d{1,4}/\d{1,2}/\d{1,4}\W*")
+
+
 class PathValue:
     """A value within a file path or a URL path."""
 
@@ -101,6 +107,8 @@ class PathValue:
     def is_met(self, slot: SlotEvidence) -> bool:
         """See `ValueRule`."""
         around = [slot.wide_before + value for value in slot.filled]
+        if all(map(_DATE.fullmatch, around)):
+            return False
         return bool(around) and all(_PATH.search(item) for item in around)
 
 
@@ -115,10 +123,12 @@ class ClockValue:
         if not values:
             return False
         if all(map(looks_like_clock, values)):
-            return True
+            return not _may_be_name(slot)  # April, May and June are names too
         if follows_times(slot.values, slot.times) or _AGO.match(slot.after):
             return True
-        has_digits = all(any(map(str.isdigit, value)) for value in values)
+        if all(is_spelt_out(value, slot.line) for value in values):
+            return True
+        has_digits = all(any(map(str.isnumeric, value)) for value in values)
         if has_digits and all(map(_UNITS.search, values)):
             return True
         if _UNITS.match(slot.after) and (has_digits or _CALENDAR.search(slot.line)):
@@ -166,6 +176,13 @@ _CONTENT_WORDS = re.compile(
 )
 
 
+def _may_be_name(slot: SlotEvidence) -> bool:
+    """Whether values without digits stand where a person's or a thing's name is expected."""
+    line = slot.line_before
+    has_digits = any(any(map(str.isnumeric, value)) for value in slot.filled)
+    return not has_digits and bool(_CONTENT_WORDS.search(line)) and not _CLOCK_WORDS.search(line)
+
+
 def _names_other(slot: SlotEvidence) -> bool:
     """Whether the text before the value says that it is a state, an id or content."""
     line = slot.line_before[-60:]
@@ -179,10 +196,32 @@ class StateValue:
 
     def is_met(self, slot: SlotEvidence) -> bool:
         """See `ValueRule`."""
-        return bool(_STATE_WORDS.search(slot.line_before)) or (
-            bool(_STATE_WORDS.search(slot.before.rstrip().rpartition("\n")[2]))
-            and not slot.line_before.strip(" -*[]")
-        )
+        if _STATE_WORDS.search(slot.line_before) or _STATE_AFTER.match(slot.after):
+            return True
+        above = slot.before.rstrip().rpartition("\n")[2]
+        if _STATE_WORDS.search(above) and not slot.line_before.strip(" -*[]"):
+            return True
+        return bool(_CHECK_BOX.search(slot.line_before)) or _is_in_status_block(slot.before)
+
+
+_STATE_AFTER = re.compile(r"(?i) ?%? (?:used|left|remaining|free|full|unread)\b")
+_CHECK_BOX = re.compile(r"^\s*(?:[-*]|\d+\.)\s*\[$")
+_STATUS_HEADER = re.compile(
+    r"(?i)(?:^|[<\s#*_-])(?:status|state|todos?|todo[ _]list|task[ _]list|recent[ _]commits|"
+    r"open[ _](?:files|tabs)|(?:modified|changed|staged|untracked)[ _]files)\b[^\n:>]{0,24}[:>]\W*$"
+)
+
+
+def _is_in_status_block(before: str) -> bool:
+    """Whether the lines up to the value, without a blank line, begin with a status block's header."""
+    for line in reversed(before.split("\n")[:-1]):
+        if not line.strip() or "</" in line:
+            return False
+        if _STATUS_HEADER.search(line):
+            return True
+        if line.rstrip().endswith((":", ">")):
+            return False
+    return False
 
 
 class RandomId:
@@ -238,6 +277,10 @@ class UnnamedNumber:
         numbers = [re.findall(r"\d+", value) for value in slot.values]
         if not all(numbers) or max(map(len, slot.values)) > 24 or _names_other(slot):
             return False
+        if any(
+            sum(map(str.isalpha, value)) > sum(map(str.isdigit, value)) for value in slot.values
+        ):
+            return False  # digits of a word
         rows = [tuple(map(int, row)) for row in numbers]
         return len(rows) > 1 and all(a <= b for a, b in pairwise(rows))
 

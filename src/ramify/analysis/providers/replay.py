@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Protocol
 
+import msgspec
+
 from ramify.analysis.corpus import Corpus, StoredRequest
 from ramify.analysis.providers.breakpoints import BreakpointCache
 from ramify.analysis.providers.conditions import AS_LOGGED, Conditions
@@ -54,7 +56,7 @@ class CacheModel:
         self.corpus, self.provider, self.rules = corpus, provider, rules
         self.capacity_tokens = capacity_tokens  # of each replica's cache of pages; None: no limit
         self._is_given = is_given
-        self._rules: dict[tuple[str, str | None], ModelRule] = {}
+        self._rules: dict[tuple[str, str | None, float | None], ModelRule] = {}
         self._changed_rules: dict[tuple[int, str], ModelRule] = {}
         self._names: dict[int, str] = {}  # of models, by unit
         self._usual_answerer = _usual_answerers(corpus)
@@ -104,10 +106,12 @@ class CacheModel:
 
     def rule_of(self, prompt: ReplayPrompt) -> ModelRule:
         """The rule of the model that a prompt asks for."""
-        key = self.provider_of(prompt.request.info), self.model_of(prompt)
+        info = prompt.request.info
+        key = self.provider_of(info), self.model_of(prompt), info.retention_s
         rule = self._rules.get(key)
         if rule is None:
-            rule = self._rules[key] = self.rules.rule_of(*key)
+            rule = _with_retention(self.rules.rule_of(*key[:2]), info.retention_s)
+            self._rules[key] = rule
         return rule
 
     def model_of(self, prompt: ReplayPrompt) -> str | None:
@@ -180,6 +184,16 @@ class CacheModel:
     def _kind_of(info: LoggedRequest, rule: ModelRule) -> str:
         """Of a hashed prompt only the ids of blocks are known: it is cached in pages."""
         return "grid" if info.hashed is not None and rule.cache != "none" else rule.cache
+
+
+def _with_retention(rule: ModelRule, retention_s: float | None) -> ModelRule:
+    """The rule for requests that ask for one of its lifetimes; where it is not on offer, the usual."""
+    if retention_s not in rule.lifetimes_s[1:]:
+        return rule
+    low, high = rule.lifetime_high_s, retention_s  # longer than without, up to what is asked for
+    return msgspec.structs.replace(
+        rule, lifetimes_s=(retention_s,), lifetime_low_s=low, lifetime_high_s=high
+    )
 
 
 def _usual_answerers(corpus: Corpus) -> dict[str | None, str]:

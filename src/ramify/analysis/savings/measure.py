@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -35,11 +34,10 @@ _IGNORED = {
     CauseName.NAMESPACE_SPLIT: "scope",
     CauseName.MODEL_CHANGED: "model",
 }
-_OF_BREAKPOINTS = frozenset(
-    {CauseName.BREAKPOINT_MISSING, CauseName.LOOKBACK_EXCEEDED, CauseName.UNREAD_WRITE}
-)
+_OF_BREAKPOINTS = frozenset({CauseName.BREAKPOINT_MISSING, CauseName.LOOKBACK_EXCEEDED})
 # What stands in the text of prompts, where a mender changes it, is all the rest and the model's name.
 _NOT_IN_TEXT = _OF_BREAKPOINTS | {
+    CauseName.UNREAD_WRITE,
     CauseName.ROUTING,
     CauseName.CACHE_KEY_SCATTERED,
     CauseName.NAMESPACE_SPLIT,
@@ -172,8 +170,10 @@ class _Replayer:
         mended = {
             place: prompt
             for place, before in enumerate(self._prompts)
-            if (prompt := self._mend(place, before, fixes)) is not before
+            if (prompt := self._mend(before, fixes)) is not before
         }
+        if any(fix.cause is CauseName.UNREAD_WRITE for fix in fixes):
+            mended = self._without_unread(mended, fixes)
         usual = self._replay(mended, fixes, Conditions())
         tokens = [usual.tokens]
         for conditions in self._ranges:
@@ -186,9 +186,7 @@ class _Replayer:
         bounds = [count * (1 + sign * self._error) for count in tokens for sign in (-1, 1)]
         return Saving(usual.tokens, round(min(bounds)), round(max(bounds)), usual.money)
 
-    def _mend(
-        self, place: int, before: ReplayPrompt, fixes: Collection[AppliedFix]
-    ) -> ReplayPrompt:
+    def _mend(self, before: ReplayPrompt, fixes: Collection[AppliedFix]) -> ReplayPrompt:
         """A prompt with fixes applied; the same object if nothing changes."""
         in_text = [fix for fix in fixes if fix.cause not in _NOT_IN_TEXT]
         prompt = before
@@ -200,7 +198,7 @@ class _Replayer:
             prompt = replace(prompt, breakpoints=keep_tool_breakpoints(before, prompt))
         for fix in fixes:
             if fix.cause in _OF_BREAKPOINTS:
-                prompt = self._mark(place, prompt, fix)
+                prompt = self._mark(prompt, fix)
         same = (
             prompt.breakpoints == before.breakpoints
             and prompt.paths == before.paths
@@ -208,18 +206,27 @@ class _Replayer:
         )
         return before if same else prompt
 
-    def _mark(self, place: int, prompt: ReplayPrompt, fix: AppliedFix) -> ReplayPrompt:
+    def _mark(self, prompt: ReplayPrompt, fix: AppliedFix) -> ReplayPrompt:
         layout = self._model.layout(prompt)
-        marks = prompt.breakpoints
         if layout.rule.cache != "breakpoints":
             return prompt
         if fix.cause is CauseName.BREAKPOINT_MISSING:
-            marks = add_breakpoint(layout, fix.segment)
-        elif fix.cause is CauseName.LOOKBACK_EXCEEDED:
-            marks = add_steps(layout, self._roles)
-        elif place in self._unread:
-            marks = drop_last(marks)
-        return replace(prompt, breakpoints=marks)
+            return replace(prompt, breakpoints=add_breakpoint(layout, fix.segment))
+        return replace(prompt, breakpoints=add_steps(layout, self._roles))
+
+    def _without_unread(
+        self, mended: dict[int, ReplayPrompt], fixes: list[AppliedFix]
+    ) -> dict[int, ReplayPrompt]:
+        """Drops breakpoints whose entries are still not read once all else is mended."""
+        prompts = [mended.get(place, prompt) for place, prompt in enumerate(self._prompts)]
+        single = single_requests(self._model, prompts)
+        predictions = self._model.replay(prompts, _conditions_of(fixes, Conditions()))
+        out = dict(mended)
+        for place, (prompt, prediction) in enumerate(zip(prompts, predictions, strict=True)):
+            if prediction.num_unread and prompt.request.number in single:
+                marks = drop_last(prompt.breakpoints, prediction.segment)
+                out[place] = replace(prompt, breakpoints=marks)
+        return out
 
     def _replay(
         self, mended: dict[int, ReplayPrompt], fixes: list[AppliedFix], usual: Conditions
@@ -263,16 +270,6 @@ class _Replayer:
                 or (conditions.lifetime == "longest" and prediction.expired is not None)
             }
         return self._components.places(keys)
-
-    @cached_property
-    def _unread(self) -> frozenset[int]:
-        """Places of conversations of one request that write what nobody reads."""
-        single = single_requests(self._model, self._prompts)
-        return frozenset(
-            place
-            for place, prediction in enumerate(self._predictions(Conditions()))
-            if prediction.num_unread and self._prompts[place].request.number in single
-        )
 
     def _predictions(self, conditions: Conditions) -> list[Prediction]:
         found = self._before.get(conditions)

@@ -38,6 +38,7 @@ from ramify.models.loader import (
     resolve_dtype,
 )
 from ramify.models.ops.registry import OpsChoice, select_ops
+from ramify.models.pooling_config import PoolingConfig, read_pooling
 
 
 class LocalEngine:
@@ -58,6 +59,7 @@ class LocalEngine:
             offline=requested.model.offline,
         )
         self.model_config: ModelConfig = read_config(self.path)
+        self.pooling: PoolingConfig = read_pooling(self.path)
         config, exact = self.model_config, requested.attention.exact
         dtype = resolve_dtype(requested.model.dtype, config)
         self.kv_dtype = kv_dtype = resolve_kv_dtype(requested.cache.kv_dtype, dtype)

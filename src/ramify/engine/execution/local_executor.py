@@ -83,9 +83,16 @@ class LocalExecutor:
         wanted = [spec for spec in plan.embeddings if spec.request_id not in failed]
         embeddings: dict[int, NDArray[np.float32]] = {}
         if wanted:
-            vectors = self.runner.embeddings(hidden, [spec.row for spec in wanted]).numpy()
+            rows = [
+                row
+                for spec in wanted
+                for row in range(spec.first_row, spec.first_row + spec.num_rows)
+            ]
+            vectors = self.runner.embeddings(hidden, rows).numpy()
+            ends = np.cumsum([spec.num_rows for spec in wanted])
             embeddings = {
-                spec.request_id: vector for spec, vector in zip(wanted, vectors, strict=True)
+                spec.request_id: part
+                for spec, part in zip(wanted, np.split(vectors, ends[:-1]), strict=True)
             }
         return StepResult(sampled, prompt_logprobs, failed, embeddings)
 

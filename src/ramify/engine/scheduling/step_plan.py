@@ -39,9 +39,11 @@ def build_step_plan(scheduled: ScheduledStep) -> StepPlan:
             else:
                 row, num_logprobs = len(ids) - 1, params.logprobs
                 samples.append(SampleSpec(request.id, row, end, params, request.seed, num_logprobs))
-        if params.prompt_embedding and begin < len(request.prompt_ids) <= end:
-            row = len(ids) - 1 - (end - len(request.prompt_ids))
-            embeddings.append(EmbeddingSpec(request.id, row))
+        if params.prompt_embedding:
+            rows = request.pooling.wanted(begin, end)
+            if rows:
+                first_row = start + rows.start - begin
+                embeddings.append(EmbeddingSpec(request.id, first_row, len(rows)))
         if params.prompt_logprobs is not None:
             first = max(begin, len(request.prompt_logprobs))
             targets = request.prompt_ids[first + 1 : end + 1]
@@ -58,8 +60,16 @@ def build_step_plan(scheduled: ScheduledStep) -> StepPlan:
         tuple(prompt_logprobs),
         tuple(request_ids),
         tuple(embeddings),
-        bool(prompt_logprobs),
+        bool(prompt_logprobs) or _are_pruned(embeddings, samples),
     )
+
+
+def _are_pruned(embeddings: list[EmbeddingSpec], samples: list[SampleSpec]) -> bool:
+    """Whether a step for these samples alone would leave out a row of the embeddings."""
+    if not embeddings:
+        return False
+    sampled = {spec.row for spec in samples}
+    return any(spec.num_rows > 1 or spec.first_row not in sampled for spec in embeddings)
 
 
 def _sample_specs(request: Request, stop: int, end: int) -> list[SampleSpec]:

@@ -124,7 +124,7 @@ class Tokenizer:
 
     @property
     def chat_template_sources(self) -> tuple[str, ...]:
-        """Jinja sources of the templates that are rendered: without tools, and with tools."""
+        """Jinja sources of the templates that are rendered: plain, with tools, with documents."""
         return self._chat_templates.sources
 
     def encode(self, text: str, add_special_tokens: bool = True) -> array[int]:

@@ -1,4 +1,7 @@
-"""Embeddings, scores and reranking: vectors of prompts, and their cosine similarities."""
+"""Embeddings, scores and reranking: vectors of texts, and their cosine similarities.
+
+The checkpoint's files say how hidden states become a vector (`ramify.models.pooling_config`).
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 from starlette.responses import Response
 
-from ramify.engine.embedding import EMBEDDING_PARAMS, unit_embedding
+from ramify.engine.embedding import embedding_of, embedding_params
 from ramify.errors import PromptTooLongError
+from ramify.outputs import RequestOutput
 from ramify.server.context import RequestContext
 from ramify.server.errors import ApiError
 from ramify.server.generation import GenerationRequest, total_usage
@@ -30,12 +34,20 @@ Vectors = NDArray[np.float32]
 
 
 async def embeddings(context: RequestContext) -> Response:
-    """POST /v1/embeddings: a unit vector for each input."""
+    """POST /v1/embeddings: a vector for each input."""
     request = await context.body(EmbeddingsRequest)
     inputs = _inputs(request.input, "input")
-    vectors, usage = await _embed(
-        context, request.model, inputs, ["input"] * len(inputs), request.dimensions
-    )
+    service = context.service
+    _check_dimensions(request.dimensions, service.embedding_size)
+    prefix = service.pooling.prompt_text(request.prompt_name)
+    texts = [prefix + item if isinstance(item, str) and item else item for item in inputs]
+    outputs, usage = await _embed(context, request.model, texts, ["input"] * len(inputs))
+    vectors = [
+        embedding_of(
+            output, num_dims=request.dimensions, is_normalised=service.pooling.is_normalised
+        )
+        for output in outputs
+    ]
     data = [
         {"object": "embedding", "index": index, "embedding": _encoded(vector, request)}
         for index, vector in enumerate(vectors)
@@ -56,7 +68,8 @@ async def score(context: RequestContext) -> Response:
             param="text_1",
         )
     names = ["text_1"] * len(first) + ["text_2"] * len(second)
-    vectors, usage = await _embed(context, request.model, [*first, *second], names)
+    outputs, usage = await _embed(context, request.model, [*first, *second], names)
+    vectors = np.stack([embedding_of(output) for output in outputs])
     scores = np.sum(vectors[: len(first)] * vectors[len(first) :], axis=1)
     data = [
         {"object": "score", "index": index, "score": float(value)}
@@ -75,8 +88,13 @@ async def rerank(context: RequestContext) -> Response:
         document if isinstance(document, str) else document.get("text", "")
         for document in request.documents
     ]
+    pooling = context.service.pooling
+    query = pooling.role_text("query") + request.query if request.query else ""
+    prefix = pooling.role_text("document", "passage", "corpus")
+    inputs = [query, *(prefix + text if text else "" for text in texts)]
     names = ["query", *(f"documents[{number}]" for number in range(len(texts)))]
-    vectors, usage = await _embed(context, request.model, [request.query, *texts], names)
+    outputs, usage = await _embed(context, request.model, inputs, names)
+    vectors = np.stack([embedding_of(output) for output in outputs])
     scores = vectors[1:] @ vectors[0]
     order = np.argsort(-scores, kind="stable")[: request.top_n]
     results = [
@@ -96,14 +114,18 @@ async def _embed(
     model: str | None,
     inputs: Sequence[Any],
     params: Sequence[str],
-    num_dims: int | None = None,
-) -> tuple[Vectors, dict[str, Any]]:
-    """Unit vectors [inputs, dimensions] and the usage of all.
+) -> tuple[list[RequestOutput], dict[str, Any]]:
+    """An output with an embedding for each input, and the usage of all.
 
     Args:
         params: the field of each input, for error messages.
     """
     service = context.service
+    if service.pooling.refusal is not None:
+        raise ApiError(400, service.pooling.refusal, param="model")
+    if len(inputs) > MAX_INPUTS:
+        message = f"{len(inputs)} inputs, the limit is {MAX_INPUTS}; send several requests"
+        raise ApiError(400, message, param=params[-1].partition("[")[0])
     requests = await context.in_prompt_thread(_generation_requests, inputs, params, model, service)
     generations = await context.until_done_or_disconnect(
         service.start_all(requests, context.caller, prefix="embd-")
@@ -112,14 +134,17 @@ async def _embed(
     outputs = [
         await context.until_done_or_disconnect(generation.wait()) for generation in generations
     ]
-    size = len(outputs[0].prompt_embedding) if outputs[0].prompt_embedding is not None else 0
-    if num_dims is not None and num_dims > size:
-        raise ApiError(400, f"dimensions is {num_dims}; this model has {size}", param="dimensions")
-    vectors = np.stack([unit_embedding(output, num_dims) for output in outputs])
     num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
     usage = usage_json(total_usage(generations), num_prompt, 0)
     del usage["completion_tokens"], usage["completion_tokens_details"]
-    return vectors, usage
+    return outputs, usage
+
+
+def _check_dimensions(num_dims: int | None, size: int | None) -> None:
+    """Raise ApiError if a vector has not as many elements."""
+    if num_dims is not None and (size is None or num_dims > size):
+        found = "does not say how many it has" if size is None else f"has {size}"
+        raise ApiError(400, f"dimensions is {num_dims}; this model {found}", param="dimensions")
 
 
 def _generation_requests(
@@ -127,9 +152,12 @@ def _generation_requests(
 ) -> list[GenerationRequest]:
     name = service.check_model(model)
     check_prompts(inputs, service)
+    sampling = embedding_params(service.pooling.mode)
     requests = []
     for text_or_ids, param in zip(inputs, params, strict=True):
         stop_if_abandoned()
+        if not text_or_ids:
+            raise ApiError(400, f"{param} is empty", param=param)
         if isinstance(text_or_ids, str):
             ids = encode_text(text_or_ids, service, add_special_tokens=True)
         else:
@@ -147,7 +175,7 @@ def _generation_requests(
             prompt=RenderedPrompt(ids, num_stable_tokens=len(ids)),
             paths=(param,),
         )
-        requests.append(GenerationRequest(history_entry=entry, params=EMBEDDING_PARAMS))
+        requests.append(GenerationRequest(history_entry=entry, params=sampling))
     return requests
 
 
@@ -158,8 +186,6 @@ def _inputs(value: str | list[Any], param: str) -> list[Any]:
     if not value:
         raise ApiError(400, f"{param} is empty", param=param)
     inputs: list[Any] = [value] if all(isinstance(item, int) for item in value) else value
-    if len(inputs) > MAX_INPUTS:
-        raise ApiError(400, f"{len(inputs)} inputs, the limit is {MAX_INPUTS}", param=param)
     if not all(isinstance(item, str | list) and item for item in inputs):
         raise ApiError(
             400, f"{param} must be texts or lists of token ids, none of them empty", param=param

@@ -206,6 +206,15 @@ CALL_SYNTAXES: dict[str, tuple[CallSyntax, ...]] = {
             end=(_SPACE, "]", _SPACE, Delimiter("<|END_ACTION|>")),
         ),
     ),
+    "command_r": (
+        CallSyntax(
+            begin=("Action:", _SPACE, "```json", _SPACE, "[", _SPACE),
+            call=json_call("tool_name", "parameters"),
+            separator=(_SPACE, ",", _SPACE),
+            end=(_SPACE, "]", _SPACE, "```"),
+        ),
+    ),
+    "glm4": (CallSyntax((Slot.NAME, "\n", Slot.ARGUMENTS)),),
     "glm": (
         CallSyntax(
             (_TOOL_CALL, Slot.NAME, _SPACE, Slot.PARAMETERS, _END_TOOL_CALL),
@@ -227,11 +236,16 @@ CALL_SYNTAXES: dict[str, tuple[CallSyntax, ...]] = {
     ),
     "hunyuan": (_json_list("<tool_calls>", "</tool_calls>"),),
     "nemotron": (_json_list("<TOOLCALL>", "</TOOLCALL>"),),
-    "phi4": (_json_list("<|tool_call|>", "<|/tool_call|>"),),
+    "phi4": (
+        # A word of other texts too: no mark.
+        replace(_json_list(""), begin=("functools[", _SPACE), template_has="functools["),
+        _json_list("<|tool_call|>", "<|/tool_call|>"),
+    ),
     "granite": (
         replace(_json_list("<|tool_call|>"), template_has="<|tool_call|>"),
         HERMES,
     ),
+    "smollm3": (HERMES,),
     "hermes": (HERMES,),
     "llama3_json": (
         CallSyntax(

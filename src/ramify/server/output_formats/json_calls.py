@@ -46,6 +46,13 @@ def json_calls(reader: Reader, writer: EventWriter, *, end: str = "") -> Steps[N
     yield from tail(reader, writer, end)
 
 
+def fenced_calls(reader: Reader, writer: EventWriter) -> Steps[None]:
+    """Read calls in a fence of Markdown, after a mark."""
+    yield from reader.skip_blank()
+    yield from reader.expect("```json", "```")
+    yield from json_calls(reader, writer, end="```")
+
+
 def _separator(reader: Reader, separators: tuple[str, ...]) -> Steps[bool]:
     """Whether another call follows; consumes what separates it."""
     try:

@@ -1,11 +1,17 @@
-"""Calls as a name, a mark and JSON arguments: Mistral, DeepSeek, Kimi."""
+"""Calls as a name, a mark and JSON arguments: Mistral, DeepSeek, Kimi, GLM-4."""
 
 from __future__ import annotations
 
 import re
 
 from ramify.server.output_formats.json_calls import json_calls, read_arguments, tail
-from ramify.server.output_formats.reader import Marks, MismatchError, Reader, Steps
+from ramify.server.output_formats.reader import (
+    EndOfAnswerError,
+    Marks,
+    MismatchError,
+    Reader,
+    Steps,
+)
 from ramify.server.output_formats.writer import EventWriter
 
 MISTRAL_NAME_END = Marks({"[ARGS]", "[CALL_ID]", "{"})
@@ -15,6 +21,8 @@ DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
 DEEPSEEK_END = "<｜tool▁call▁end｜>"
 DEEPSEEK_NAME_END = Marks({DEEPSEEK_SEPARATOR})
 DEEPSEEK_LINE_END = Marks({"\n", "{"})
+LINE_END = re.compile(r"[ \t]*+\n\s*+(?=\S)")
+PARTIAL_LINE_END = re.compile(r"[ \t]*+(?:\n\s*+)?")
 KIMI_ID = re.compile(r"(?:functions\.)?(.*):[0-9]++", re.DOTALL)
 KIMI_SEPARATOR = "<|tool_call_argument_begin|>"
 KIMI_NAME_END = Marks({KIMI_SEPARATOR})
@@ -65,3 +73,24 @@ def kimi_calls(reader: Reader, writer: EventWriter) -> Steps[None]:
     yield from reader.skip_blank()
     yield from read_arguments(reader, writer, name, match[0])
     yield from tail(reader, writer, "<|tool_call_end|>")
+
+
+def line_calls(reader: Reader, writer: EventWriter) -> Steps[None]:
+    """Read a name, a line feed and JSON (GLM-4): nothing marks it, so it begins the answer.
+
+    Further calls follow in the same way.
+    """
+    names = sorted(writer.tools, key=len, reverse=True)
+    name = yield from reader.expect(*names)
+    while name:
+        yield from reader.match(LINE_END, PARTIAL_LINE_END)
+        yield from read_arguments(reader, writer, name)
+        reader.drop()
+        try:
+            yield from reader.skip_blank()
+            name = yield from reader.accept(*names)
+        except EndOfAnswerError:
+            reader.rest()
+            reader.drop()
+            return
+    writer.delimiter()

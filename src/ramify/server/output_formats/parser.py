@@ -24,7 +24,7 @@ class CallForm:
     """One way in which a family writes calls: a mark, then a syntax.
 
     Where `mark` is "", a call can only be the first text of an answer, and begins with a character of
-    `first`.
+    `first`, or with any if that is "".
     """
 
     mark: str
@@ -165,7 +165,7 @@ def bare_call(
         return
     first = yield from reader.char()
     for form in bare:
-        if first in form.first:
+        if not form.first or first in form.first:
             yield from attempt(reader, writer, form.syntax)
             return
 

@@ -7,9 +7,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ramify.server.output_formats.harmony import HARMONY_MARKS, harmony_answer
-from ramify.server.output_formats.json_calls import json_calls
+from ramify.server.output_formats.json_calls import fenced_calls, json_calls
 from ramify.server.output_formats.literal_calls import gemma_calls, pythonic_calls
-from ramify.server.output_formats.named_calls import deepseek_calls, kimi_calls, mistral_calls
+from ramify.server.output_formats.named_calls import (
+    deepseek_calls,
+    kimi_calls,
+    line_calls,
+    mistral_calls,
+)
 from ramify.server.output_formats.parser import AnswerSyntax, CallForm, ReasoningMarks
 from ramify.server.output_formats.tagged_calls import CallTags, KeyEnd, tagged_calls
 from ramify.server.output_formats.writer import new_call_id, new_short_call_id
@@ -157,6 +162,11 @@ CALL_FORMATS = (
         aliases=("cohere_command3", "cohere_command4"),
     ),
     CallFormat(
+        "command_r",
+        (CallForm("Action:", fenced_calls),),
+        templates=(("<|START_OF_TURN_TOKEN|>", "Action:"),),
+    ),
+    CallFormat(
         "gemma4",
         (CallForm("<|tool_call>", partial(gemma_calls, quotes=('<|"|>',), end="<tool_call|>")),),
         templates=(("<|tool_call>",),),
@@ -179,6 +189,11 @@ CALL_FORMATS = (
         templates=(("<tool_call>", "<arg_key>"),),
         inner=("</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
         aliases=("glm45", "glm47"),
+    ),
+    CallFormat(
+        "glm4",
+        (CallForm("", line_calls),),
+        templates=(("[gMASK]", "metadata"),),
     ),
     CallFormat(
         "seed_oss",
@@ -248,6 +263,15 @@ CALL_FORMATS = (
         "olmo3",
         (CallForm("<function_calls>", partial(pythonic_calls, end="</function_calls>")),),
         templates=(("<function_calls>",),),
+    ),
+    CallFormat(
+        "smollm3",
+        (
+            CallForm("<tool_call>", partial(json_calls, end="</tool_call>")),
+            CallForm("<code>", partial(pythonic_calls, end="</code>")),
+        ),
+        templates=(("<tool_call>", "<code>"),),
+        inner=("</tool_call>",),
     ),
     CallFormat(
         "hermes",
@@ -336,6 +360,12 @@ REASONING_FORMATS = (
         templates=(("<seed:think>",),),
     ),
     ReasoningFormat("granite", GRANITE_MARKS, templates=(("Here is my thought process:",),)),
+    ReasoningFormat(
+        "granite33",
+        THINK,
+        templates=(("<think></think>", "<response></response>"),),
+        hidden=("<response>", "</response>"),
+    ),
     ReasoningFormat(
         "hunyuan",
         THINK,

@@ -1,0 +1,197 @@
+"""What a chat template reads of messages and tools: found by rendering probes, applied to requests."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Message = Mapping[str, Any]
+Tools = Sequence[Mapping[str, Any]]
+# Writes calls, name and arguments of each, as the text of an answer.
+WriteCalls = Callable[[Sequence[tuple[str, Any]]], str]
+
+SHORT_ID_CHARS = 9  # Mistral's templates refuse ids of another length
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateConventions:
+    """What one chat template reads. The defaults are what most templates do.
+
+    Args:
+        has_content_parts: content is a list of parts, and no text.
+        has_system: False: the system prompt belongs to the first message of the user.
+        tools_variable: the variable that holds the tools.
+        tools_field: the field of the system message that holds the tools; "": they are a variable.
+        has_json_tools: tools are JSON text, and no list.
+        writes_tools: False: tools are left out of the prompt.
+        has_json_arguments: arguments of calls are JSON text, and no object.
+        has_null_content: a message with calls and without text has None as its content.
+        has_short_ids: ids of calls have `SHORT_ID_CHARS` characters.
+        has_single_calls: an assistant's message has at most one call.
+        writes_calls: False: calls have no field, and are text of the answer.
+        has_metadata: the name of a call is the field `metadata`, and its arguments are the content.
+        result_role: the role of a tool's result.
+        reasoning_field: of an assistant's message; "content" is a part of its content.
+        joins_reasoning: a message with calls has reasoning or content, never both.
+    """
+
+    has_content_parts: bool = False
+    has_system: bool = True
+    tools_variable: str = "tools"
+    tools_field: str = ""
+    has_json_tools: bool = False
+    writes_tools: bool = True
+    has_json_arguments: bool = False
+    has_null_content: bool = False
+    has_short_ids: bool = False
+    has_single_calls: bool = False
+    writes_calls: bool = True
+    has_metadata: bool = False
+    result_role: str = "tool"
+    reasoning_field: str = "reasoning_content"
+    joins_reasoning: bool = False
+
+    def adapt(self, messages: Sequence[Message], write_calls: WriteCalls) -> list[dict[str, Any]]:
+        """Messages in OpenAI's form, with arguments as objects, as this template reads them."""
+        adapted = [dict(message) for message in messages]
+        if self.has_single_calls:
+            adapted = _one_call_each(adapted)
+        adapted = [part for message in adapted for part in self._message(message, write_calls)]
+        if self.result_role == "user":
+            adapted = _joined_users(adapted)
+        if not self.has_system:
+            adapted = _system_in_user(adapted)
+        return [self._with_parts(message) for message in adapted]
+
+    def adapt_tools(
+        self, messages: list[dict[str, Any]], tools: Tools | None
+    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Put tools where this template reads them: returns messages, and variables."""
+        if not tools:
+            return messages, {"tools": None}
+        value = json.dumps(tools, ensure_ascii=False) if self.has_json_tools else list(tools)
+        if not self.tools_field:
+            return messages, {"tools": tools, self.tools_variable: value}
+        if not messages or messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": ""}, *messages]
+        first = {**messages[0], self.tools_field: value}
+        return [first, *messages[1:]], {"tools": None}
+
+    def _message(self, message: dict[str, Any], write_calls: WriteCalls) -> list[dict[str, Any]]:
+        calls = message.pop("tool_calls", None) or ()
+        functions = [call["function"] for call in calls]
+        if message["role"] == "tool":
+            message["role"] = self.result_role
+        if "tool_call_id" in message:
+            message["tool_call_id"] = self._id(message["tool_call_id"])
+        if calls and self.writes_calls:
+            message["tool_calls"] = [self._call(call) for call in calls]
+            if self.has_null_content and not message.get("content"):
+                message["content"] = None
+        elif calls and not self.has_metadata:
+            text = write_calls([(call["name"], call["arguments"]) for call in functions])
+            message["content"] = "\n".join(filter(None, (message.get("content"), text)))
+        self._move_reasoning(message, has_calls=bool(calls))
+        if not calls or not self.has_metadata:
+            return [message]
+        texts = [message] if message.get("content") else []
+        return texts + [
+            {
+                "role": message["role"],
+                "metadata": call["name"],
+                "content": _json(call["arguments"]),
+            }
+            for call in functions
+        ]
+
+    def _call(self, call: Message) -> dict[str, Any]:
+        function = dict(call["function"])
+        if self.has_json_arguments:
+            function["arguments"] = _json(function["arguments"])
+        return {**call, "id": self._id(call.get("id", "")), "function": function}
+
+    def _id(self, id_: str) -> str:
+        """An id that the template takes: equal for equal ids."""
+        is_short = len(id_) == SHORT_ID_CHARS and id_.isalnum()
+        if not self.has_short_ids or is_short:
+            return id_
+        return hashlib.blake2b(id_.encode()).hexdigest()[:SHORT_ID_CHARS]
+
+    def _move_reasoning(self, message: dict[str, Any], *, has_calls: bool) -> None:
+        if self.reasoning_field == "reasoning_content" or "reasoning_content" not in message:
+            return
+        text, content = message.pop("reasoning_content"), message.get("content") or ""
+        if self.reasoning_field == "content":
+            thoughts = {"type": "thinking", "thinking": text}
+            texts = [{"type": "text", "text": content}] if content else []
+            message["content"] = [thoughts, *texts]
+            return
+        if self.joins_reasoning and has_calls and content:
+            text, message["content"] = f"{text}\n{content}", ""
+        message[self.reasoning_field] = text
+
+    def _with_parts(self, message: dict[str, Any]) -> dict[str, Any]:
+        content = message.get("content")
+        if not self.has_content_parts or not isinstance(content, str):
+            return message
+        return {**message, "content": [{"type": "text", "text": content}]}
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _joined_users(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Join consecutive messages of the user: results and questions are the same role."""
+    joined: list[dict[str, Any]] = []
+    for message in messages:
+        if joined and message["role"] == joined[-1]["role"] == "user":
+            contents = (joined[-1].get("content"), message.get("content"))
+            joined[-1] = {"role": "user", "content": "\n".join(filter(None, contents))}
+        else:
+            joined.append(message)
+    return joined
+
+
+def _system_in_user(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Put the system prompt before the text of the first message of the user."""
+    if not messages or messages[0]["role"] != "system":
+        return messages
+    system, *rest = messages
+    if not rest or rest[0]["role"] != "user":
+        return [{**system, "role": "user"}, *rest]
+    contents = (system.get("content"), rest[0].get("content"))
+    return [{**rest[0], "content": "\n\n".join(filter(None, contents))}, *rest[1:]]
+
+
+def _one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Split messages with several calls; each call is followed by its result."""
+    split: list[dict[str, Any]] = []
+    position = 0
+    while position < len(messages):
+        message = messages[position]
+        position += 1
+        calls = message.get("tool_calls") or ()
+        if len(calls) < 2:
+            split.append(message)
+            continue
+        results: list[dict[str, Any]] = []
+        while position < len(messages) and messages[position]["role"] == "tool":
+            results.append(messages[position])
+            position += 1
+        first = {name: value for name, value in message.items() if name != "tool_calls"}
+        for number, call in enumerate(calls):
+            head = {"role": message["role"], "content": ""} if number else first
+            split.append({**head, "tool_calls": [call]})
+            split += [result for result in results if _answers(result, call)]
+        # Results of no call of this message.
+        split += [result for result in results if not any(_answers(result, call) for call in calls)]
+    return split
+
+
+def _answers(result: Message, call: Message) -> bool:
+    """Whether a message is the result of a call."""
+    return bool(result.get("tool_call_id", "") == call.get("id", ""))

@@ -1,0 +1,193 @@
+"""Find the conventions of a chat template: render small conversations and look for marked texts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+from ramify.engine.text.tokenizer import Tokenizer
+from ramify.errors import ChatTemplateError
+from ramify.server.template_conventions import TemplateConventions
+
+# Words that no template contains.
+NEEDLE, OTHER_NEEDLE = "qzneedlea", "qzneedleb"
+LONG_ID = "call_0123456789abcdef"
+# Of tools' results and of reasoning, in templates that do not take OpenAI's names.
+RESULT_ROLES = ("observation", "environment", "tool_response", "ipython", "function")
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking", "tool_plan", "content")
+# Where templates read tools that are not a variable of that name.
+TOOLS_VARIABLES = ("xml_tools", "available_tools", "custom_tools")
+TOOLS_FIELDS = ("tools", "functions")
+SCHEMA = {
+    "type": "object",
+    "properties": {"x": {"type": "string", "description": "x"}},
+    "required": ["x"],
+}
+USER = {"role": "user", "content": "a"}
+
+
+def find_conventions(tokenizer: Tokenizer) -> TemplateConventions:
+    """What the tokenizer's chat templates read. Without a template, the defaults."""
+    if not tokenizer.has_chat_template:
+        return TemplateConventions()
+    return _Probes(tokenizer).find()
+
+
+class _Probes:
+    """Renders conversations; a text that the template refuses is empty."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._source = "\n".join(tokenizer.chat_template_sources)
+        self._found = TemplateConventions()
+
+    def find(self) -> TemplateConventions:
+        """Try one property after the other; later probes are rendered with the earlier ones."""
+        self._find_content()
+        self._find_system()
+        self._find_tools()
+        self._find_calls()
+        self._find_results()
+        self._find_reasoning()
+        return self._found
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        found: TemplateConventions | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        found = self._found if found is None else found
+        adapted, variables = found.adapt_tools(found.adapt(messages, _no_calls), tools)
+        try:
+            return self._tokenizer.apply_chat_template(adapted, **variables)
+        except ChatTemplateError:
+            return ""
+
+    def _first(
+        self,
+        found: Iterator[TemplateConventions],
+        messages: Sequence[Mapping[str, Any]],
+        *wanted: str,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> bool:
+        """Keep the first conventions with which all wanted texts are in the prompt."""
+        for candidate in found:
+            text = self._render(messages, candidate, tools=tools)
+            if all(word in text for word in wanted):
+                self._found = candidate
+                return True
+        return False
+
+    def _find_content(self) -> None:
+        parts = (replace(self._found, has_content_parts=value) for value in (False, True))
+        self._first(parts, [{"role": "user", "content": NEEDLE}], NEEDLE)
+
+    def _find_system(self) -> None:
+        conversation = [{"role": "system", "content": NEEDLE}, USER]
+        system = (replace(self._found, has_system=value) for value in (True, False))
+        self._first(system, conversation, NEEDLE)
+
+    def _find_tools(self) -> None:
+        conversation = [{"role": "system", "content": "s"}, USER]
+
+        def candidates() -> Iterator[TemplateConventions]:
+            yield self._found
+            for name in TOOLS_VARIABLES:
+                if name in self._source:
+                    yield replace(self._found, tools_variable=name)
+            for name in TOOLS_FIELDS:
+                if name in self._source:
+                    field = replace(self._found, tools_field=name)
+                    yield replace(field, has_json_tools=True)
+                    yield field
+
+        if not self._first(candidates(), conversation, NEEDLE, tools=[_tool(NEEDLE)]):
+            self._found = replace(self._found, writes_tools=False)
+
+    def _find_calls(self) -> None:
+        """Where calls are written: the name, and the arguments as JSON or in a form of its own."""
+        conversation = _called(arguments={NEEDLE: OTHER_NEEDLE})
+        for is_null, is_short, is_json in product((False, True), repeat=3):
+            candidate = replace(
+                self._found,
+                has_null_content=is_null,
+                has_short_ids=is_short,
+                has_json_arguments=is_json,
+            )
+            if _is_written(self._render(conversation, candidate, tools=[_tool("f")])):
+                self._found = candidate
+                self._find_single_calls()
+                return
+        metadata = replace(self._found, writes_calls=False, has_metadata=True)
+        has_metadata = "metadata" in self._source and NEEDLE in self._render(conversation, metadata)
+        self._found = replace(self._found, writes_calls=False, has_metadata=has_metadata)
+
+    def _find_single_calls(self) -> None:
+        calls = (replace(self._found, has_single_calls=value) for value in (False, True))
+        names = (NEEDLE, OTHER_NEEDLE)
+        self._first(calls, _called(*names), *names, tools=[_tool("f")])
+
+    def _find_results(self) -> None:
+        named = (role for role in RESULT_ROLES if role in self._source)
+        # GLM-4's template writes any role, and its model knows one.
+        own = ("observation",) if self._found.has_metadata else ()
+        roles = (replace(self._found, result_role=role) for role in (*own, "tool", *named, "user"))
+        self._first(roles, _called(result=NEEDLE), NEEDLE, tools=[_tool("f")])
+
+    def _find_reasoning(self) -> None:
+        question, answer, result = _called()
+        thought = {"role": "assistant", "content": "", "reasoning_content": NEEDLE}
+        with_call = {**thought, "tool_calls": answer["tool_calls"]}
+        tools = [_tool("f")]
+        for field in REASONING_FIELDS:
+            if field not in self._source or (field == "content" and "thinking" not in self._source):
+                continue
+            candidate = replace(self._found, reasoning_field=field)
+            calling = self._render([question, with_call, result], candidate, tools=tools)
+            last = self._render([question, {**thought, "content": "b"}], candidate)
+            if not _is_text(calling) and not _is_text(last):
+                continue
+            self._found = candidate
+            with_both = [question, {**with_call, "content": "b"}, result]
+            if calling and not self._render(with_both, tools=tools):
+                self._found = replace(candidate, joins_reasoning=True)
+            return
+
+
+def _is_written(text: str) -> bool:
+    """Whether arguments are in the text, and neither as Python writes them nor as quoted JSON."""
+    arguments = {NEEDLE: OTHER_NEEDLE}
+    is_wrong = str(arguments) in text or json.dumps(json.dumps(arguments)) in text
+    return NEEDLE in text and OTHER_NEEDLE in text and not is_wrong
+
+
+def _is_text(text: str) -> bool:
+    """Whether reasoning is in the text, and not as Python's form of a list of parts."""
+    return NEEDLE in text and f"'{NEEDLE}'" not in text
+
+
+def _no_calls(calls: Sequence[tuple[str, Any]]) -> str:
+    return " ".join(name for name, _ in calls)
+
+
+def _tool(name: str) -> dict[str, Any]:
+    function = {"name": name, "description": "f", "parameters": SCHEMA}
+    return {"type": "function", "function": function}
+
+
+def _called(
+    *names: str, result: str = "c", arguments: Mapping[str, str] | None = None
+) -> list[dict[str, Any]]:
+    """A question, calls and their results."""
+    function = {"arguments": dict(arguments or {"x": "y"})}
+    calls = [
+        {"id": f"{LONG_ID}{number}", "type": "function", "function": {"name": name, **function}}
+        for number, name in enumerate(names or ("f",))
+    ]
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": result} for call in calls]
+    return [USER, {"role": "assistant", "content": "", "tool_calls": calls}, *results]

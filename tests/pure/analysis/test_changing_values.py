@@ -1,0 +1,99 @@
+"""Values that change in a text: in words, in other digits, several in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.pure.analysis.contract_log import MORE, RULES, causes, system_verdicts
+
+POLITELY = "Answer briefly and politely. "
+
+
+@pytest.mark.parametrize(
+    ("had", "got"),
+    [
+        ("Today is Tuesday the third of March.", "Today is Wednesday the fourth of March."),
+        ("It is Tuesday the third of March", "It is Thursday the twenty-first of April"),
+        ("We write March third, twenty twenty-six.", "We write March ninth, twenty twenty-six."),
+        ("It is half past four in the afternoon.", "It is a quarter to nine in the evening."),
+        ("Heute ist Dienstag, der dritte März.", "Heute ist Mittwoch, der vierte März."),
+        ("Nous sommes mardi trois mars", "Nous sommes jeudi cinq mars"),
+        ("الوقت الآن ٢٠٢٦-٠٣-٠٤ ١٠:٠٧", "الوقت الآن ٢٠٢٦-٠٣-٠٤ ١١:١٩"),
+        ("अब २०२६-०३-०४ १०:०७", "अब २०२६-०३-०५ ११:१९"),
+        ("２０２６年３月４日", "２０２６年３月５日"),
+        ("令和八年三月四日", "令和八年三月五日"),
+    ],
+)
+def test_two_requests_prove_a_clock_in_words_or_other_digits(
+    tmp_path: Path, had: str, got: str
+) -> None:
+    """Two dates that are spelt out, or in digits of another script, are a clock."""
+    verdict = system_verdicts(tmp_path, f"{RULES}\n{had}\n{MORE}", f"{RULES}\n{got}\n{MORE}")[1]
+
+    assert causes(verdict) == ["clock"]
+
+
+@pytest.mark.parametrize(
+    ("had", "got"),
+    [
+        ("Answer in three sentences.", "Answer in four sentences."),
+        ("The user is April Summers.", "The user is May Winters."),
+        ("You work for the second team in Paris.", "You work for the third team in Paris."),
+    ],
+)
+def test_numbers_and_names_in_words_are_no_clock(tmp_path: Path, had: str, got: str) -> None:
+    """A number in words convicts only beside a day, a month or a part of the day; a name never."""
+    verdict = system_verdicts(tmp_path, f"{RULES}\n{had}\n{MORE}", f"{RULES}\n{got}\n{MORE}")[1]
+
+    assert causes(verdict) == ["new_content"]
+
+
+def test_an_id_in_other_digits_is_an_id(tmp_path: Path) -> None:
+    """Digits of another script are digits."""
+    systems = [f"{RULES}\nSession {value}\n{MORE}" for value in ("٤٥٦٧٨٩١٢٣٤", "٩٨٧٦٥٤٣٢١٠")]
+
+    assert causes(system_verdicts(tmp_path, *systems)[1]) == ["random_id"]
+
+
+@pytest.mark.parametrize("repeats", [2, 40])
+def test_causes_between_repeated_sentences_are_all_found(tmp_path: Path, repeats: int) -> None:
+    """The sentence around the values repeats: each value is aligned with its own."""
+    again = POLITELY * repeats
+    systems = [
+        f"{again}Now 2026-03-04 10:{minute}:00. {again}Request id {key}. {again}cwd: /home/{who}/src. {again}"
+        for minute, key, who in [("01", "9f86d081884c", "anna"), ("17", "60303ae22b99", "boris")]
+    ]
+
+    verdict = system_verdicts(tmp_path, *systems)[1]
+
+    assert causes(verdict) == ["clock", "random_id", "path_or_state"]
+    assert [cause["got"] for cause in verdict["causes"]] == [
+        "2026-03-04 10:17:00.", "60303ae22b99.", "/home/boris/src.",
+    ]  # fmt: skip
+
+
+def test_white_space_behind_repeated_sentences_is_found(tmp_path: Path) -> None:
+    """The blank that is doubled stands between two equal sentences, behind a clock."""
+    systems = [
+        f"{POLITELY * 40}Now 10:{minute}. {POLITELY * 20}{blank}{POLITELY * 20}"
+        for minute, blank in [("01", ""), ("17", " ")]
+    ]
+
+    assert causes(system_verdicts(tmp_path, *systems)[1]) == ["clock", "whitespace"]
+
+
+def test_values_in_one_sentence_are_told_apart(tmp_path: Path) -> None:
+    """A clock, an id and a path with few words between them are three causes."""
+    systems = [
+        f"{RULES} The time is 10:{minute}, session {key}, in /tmp/{key}/work. {MORE}"
+        for minute, key in [("01", "9f86d081884c"), ("42", "60303ae22b99")]
+    ]
+
+    verdict = system_verdicts(tmp_path, *systems)[1]
+
+    assert causes(verdict) == ["clock", "random_id", "path_or_state"]
+    assert [cause["had"] for cause in verdict["causes"]] == [
+        "10:01", "9f86d081884c", "/tmp/9f86d081884c/work.",
+    ]  # fmt: skip
