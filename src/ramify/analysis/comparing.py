@@ -251,7 +251,16 @@ def is_continuation(a: Side, b: Side) -> bool:
         return False
     if a.last_message & b.older_messages:
         return True
-    return _goes_on_after_answer(a, b) or _repeats_last_message(a, b)
+    return _goes_on_after_answer(a, b) or _repeats_last_message(a, b) or _begins_with_all(a, b)
+
+
+def _begins_with_all(a: Side, b: Side) -> bool:
+    """Whether the same program's prompt begins with all messages of the earlier one, short as they are."""
+    if len(a.rest) >= len(b.rest):
+        return False
+    (head_a, talk_a), (head_b, talk_b) = a.head_and_talk, b.head_and_talk
+    is_longer = 0 < len(talk_a) < len(talk_b) and bool(head_a)
+    return is_longer and head_a == head_b and talk_b[: len(talk_a)] == talk_a
 
 
 def _goes_on_after_answer(a: Side, b: Side) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -89,6 +90,14 @@ class Side:
         self.last_at = next(
             (at for at, message in enumerate(self.message_of) if message == last), 0
         )
+
+    @cached_property
+    def head_and_talk(self) -> tuple[list[int], list[int]]:
+        """System prompts with their values masked, and the other messages in normal form."""
+        is_system = [self.role(at) == "system" for at in range(len(self.rest))]
+        head = [u for u, is_head in zip(self.rest, is_system, strict=True) if is_head]
+        talk = [u for u, is_head in zip(self.normals, is_system, strict=True) if not is_head]
+        return [self.templates.canonical(unit) for unit in head], talk
 
     def path(self, at: int) -> str:
         """Path of a segment of the prompt, settings not counted."""

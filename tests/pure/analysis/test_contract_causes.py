@@ -132,6 +132,19 @@ def test_tools_are_blamed_within_a_conversation_only(tmp_path: Path) -> None:
     assert causes(between[1]) == ["new_content"]
 
 
+@pytest.mark.parametrize("clock", ["", "Now 10:0{}:07. "], ids=["same system", "clock"])
+def test_a_conversation_that_begins_with_a_short_word_is_one(tmp_path: Path, clock: str) -> None:
+    """`Hi` is no sign of a conversation, all messages of an earlier prompt and an answer are."""
+    systems = [message("system", clock.format(minute) + RULES) for minute in (1, 7)]
+    first = chat(systems[0], message("user", "Hi"), tools=[_tool("Finds orders.")])
+    second = chat(systems[1], message("user", "Hi"), *LATER, tools=[_tool("Finds all.")])
+
+    assert causes(verdicts(tmp_path, first, second)[1]) == [
+        "tool_changed",
+        *["clock"] * bool(clock),
+    ]
+
+
 @pytest.mark.parametrize(
     ("more", "cause", "segment"),
     [
