@@ -6,10 +6,10 @@ import re
 
 import numpy as np
 
-from ramify.analysis.causes.unit_pairs import PairDifferences, pair_differences
+from ramify.analysis.causes.unit_pairs import PairDifferences, pair_differences, whitespace_of
 from ramify.analysis.context_blocks import MIN_BLOCK, mostly_in, split_block
 from ramify.analysis.corpus import Corpus
-from ramify.analysis.prompt_sides import Difference, Side
+from ramify.analysis.prompt_sides import Difference, Side, WalkStep
 from ramify.analysis.quoting import Excerpt
 from ramify.analysis.records import TextForm
 from ramify.analysis.templates import Templates
@@ -38,8 +38,9 @@ class MessageWalk:
         self.num_shared = 0
         self.differences: list[Difference] = []
         self._is_done = False
-        # Where each difference stands in both prompts, and where the walk has ended.
-        self.steps: list[tuple[CauseName, str, int, int]] = []
+        self._content: tuple[int, int] | None = None
+        self.steps: list[WalkStep] = []
+        self.end = (0, 0)  # segments of both prompts before which mending makes all equal
 
     def run(self) -> None:
         """Walk to the end of a prompt or to content that differs."""
@@ -48,6 +49,7 @@ class MessageWalk:
             if a[self._i] == b[self._j]:
                 self._share(b[self._j])
                 self._i, self._j = self._i + 1, self._j + 1
+                self.end = self._i, self._j
             else:
                 self._step()
         if self._is_done and self._i < len(a) and self._j < len(b):
@@ -71,11 +73,6 @@ class MessageWalk:
         )
 
     @property
-    def end(self) -> tuple[int, int]:
-        """Where the walk stands in both prompts: mending makes equal what is before."""
-        return self._i, self._j
-
-    @property
     def has_all_of_first(self) -> bool:
         """Whether the walk has come to the end of the first prompt."""
         return self._i >= len(self._a.rest)
@@ -96,11 +93,16 @@ class MessageWalk:
         ):
             before, i, j = len(self.differences), self._i, self._j
             if step():
-                self.steps += [
-                    (item.cause, item.segment, i, j)
+                causes = [
+                    (item.cause, item.segment)
                     for item in self.differences[before:]
                     if item.is_waste
                 ]
+                if step == self._step_hoisted and not causes:  # where the block stood before
+                    causes = [cause for item in self.steps for cause in item.causes]
+                    causes = [cause for cause in causes if cause[0] is CauseName.SYSTEM_HOISTED]
+                self.end = (i, j) if self._is_done else (self._i, self._j)
+                self.steps.append(WalkStep((i, j), self.end, tuple(causes), self._content))
                 return
         self._stop()
 
@@ -214,7 +216,10 @@ class MessageWalk:
             return False
         head = mine[: len(mine) - len(text)].strip()
         other = self._corpus.text(a.normals[self._i])
-        if head != other:
+        if head == other and not self._text_b().startswith(self._text_a()):
+            path = b.rest_path(self._j)
+            self.differences.insert(-1, whitespace_of(self._text_a(), self._text_b(), path))
+        elif head != other:
             self._add_values(a.normals[self._i], self._store(normal, head))
         self._share(b.rest[self._j])
         self._i, self._j = self._i + 1, self._j + 1
@@ -269,6 +274,7 @@ class MessageWalk:
         self._keep(waste)
         if pair.stop_char is not None:
             self.num_shared += int(rate * pair.stop_char)
+            self._content = pair.had_stop_char, pair.stop_char
             self._stop_here()
             return True
         self.num_shared += num_tokens
@@ -296,6 +302,7 @@ class MessageWalk:
         self._keep(waste)
         self.num_shared += end
         if pair.stop_char is not None:
+            self._content = pair.had_stop_char, pair.stop_char
             self._stop_here()
         self._i, self._j = self._i + 1, self._j + 1
         return True
@@ -448,7 +455,8 @@ def begins_with_summary(side: Side) -> bool:
     for at in range(min(3, len(side.rest))):
         if side.role(at) == "user":
             text = side.corpus.text(side.rest[at])[:400]
-            return len(side.rest) > at + 1 and "summar" in text and bool(_SUMMARY.search(text))
+            goes_on = len(side.rest) > at + 1 or "continued from a previous conv" in text
+            return goes_on and "summar" in text and bool(_SUMMARY.search(text))
     return False
 
 

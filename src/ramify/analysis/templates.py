@@ -35,6 +35,7 @@ class Slot:
     start: int
     end: int
     verdict: SlotVerdict | None = None
+    constant: str = ""  # stands for all values: of those in a sample, the one of median length
 
 
 @dataclass(slots=True)
@@ -136,14 +137,12 @@ class Templates:
 
     def _mask(self, template: Template, normal: int, causes: frozenset[str] | None) -> int:
         text, parts, at = self._corpus.text(normal), [], 0
-        constant = self._corpus.text(template.unit)
         for slot, place in zip(template.slots, self.slot_places(template, normal), strict=True):
             verdict = slot.verdict
             if place is None or verdict is None or not verdict.is_volatile or verdict.cause is None:
                 continue
             if causes is None or verdict.cause in causes:
-                # The first member's value: a constant with as many tokens as the others.
-                parts += [text[at : place[0]], constant[slot.start : slot.end]]
+                parts += [text[at : place[0]], slot.constant]
                 at = place[1]
         return self._store(normal, "".join([*parts, text[at:]])) if parts else normal
 
@@ -211,6 +210,8 @@ class Templates:
         num_roots = len({root for _, _, root in template.uses})
         rows = [self.values(template, member) for member in members]
         for number, slot in enumerate(slots):
+            filled = sorted((row[number] for row in rows if row[number]), key=len)
+            slot.constant = filled[len(filled) // 2] if filled else ""
             slot.verdict = judge_slot(
                 SlotEvidence(
                     kind=stored.kind,

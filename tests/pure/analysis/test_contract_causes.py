@@ -70,7 +70,8 @@ def only(verdict: Json) -> list[tuple[str, str, str]]:
     return [(item["cause"], item["certainty"], item["segment"]) for item in verdict["causes"]]
 
 
-def test_a_summary_of_the_head_is_compaction(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kept", [TALK[4:], ()], ids=["before kept messages", "alone"])
+def test_a_summary_of_the_head_is_compaction(tmp_path: Path, kept: tuple[Json, ...]) -> None:
     """It is reported, and nothing is lost by it."""
     summary = message(
         "user",
@@ -78,7 +79,7 @@ def test_a_summary_of_the_head_is_compaction(tmp_path: Path) -> None:
         "The conversation is summarized below: tides, ships.",
     )
 
-    verdict = verdicts(tmp_path, chat(SYSTEM, *TALK), chat(SYSTEM, summary, *TALK[4:], *LATER))[1]
+    verdict = verdicts(tmp_path, chat(SYSTEM, *TALK), chat(SYSTEM, summary, *kept))[1]
 
     assert (causes(verdict), verdict["tokens"]["lost"]) == (["compaction"], 0)
 
@@ -102,6 +103,19 @@ def test_messages_that_are_gone_before_equal_ones_are_edits(
     assert verdict["divergence"]["segment"] == segment
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_white_space_before_a_hoisted_message_is_found(tmp_path: Path, end: str) -> None:
+    """The system prompt that takes in a message of the history may have other line ends as well."""
+    note = "Note for this conversation: the customer is a wholesale dealer."
+    first = message("system", f"{RULES}{end}{end}{MORE}")
+    noted = chat(first, *TALK[:2], message("system", note), TALK[2])
+    hoisted = chat(message("system", f"{RULES}\n\n{MORE}\n\n{note}"), *TALK[:3], *LATER)
+
+    verdict = verdicts(tmp_path, noted, hoisted)[1]
+
+    assert causes(verdict) == [*["whitespace"] * (end != "\n"), "system_hoisted"]
+
+
 def _tool(about: str) -> Json:
     return {"type": "function", "function": {"name": "search", "description": about}}
 
@@ -116,6 +130,19 @@ def test_tools_are_blamed_within_a_conversation_only(tmp_path: Path) -> None:
 
     assert only(within[1]) == [("tool_changed", "proved", "tools[0]")]
     assert causes(between[1]) == ["new_content"]
+
+
+@pytest.mark.parametrize("clock", ["", "Now 10:0{}:07. "], ids=["same system", "clock"])
+def test_a_conversation_that_begins_with_a_short_word_is_one(tmp_path: Path, clock: str) -> None:
+    """`Hi` is no sign of a conversation, all messages of an earlier prompt and an answer are."""
+    systems = [message("system", clock.format(minute) + RULES) for minute in (1, 7)]
+    first = chat(systems[0], message("user", "Hi"), tools=[_tool("Finds orders.")])
+    second = chat(systems[1], message("user", "Hi"), *LATER, tools=[_tool("Finds all.")])
+
+    assert causes(verdicts(tmp_path, first, second)[1]) == [
+        "tool_changed",
+        *["clock"] * bool(clock),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,11 @@ from ramify.analysis.verdicts import CauseName, Certainty
 
 @dataclass(frozen=True, slots=True)
 class PairDifferences:
-    """The differences; NEW_CONTENT is the last, at `stop_char` of the second text's normal form."""
+    """The differences; NEW_CONTENT is the last, at a place of the normal form of either text."""
 
     differences: tuple[Difference, ...] = ()
-    stop_char: int | None = None
+    stop_char: int | None = None  # in the second
+    had_stop_char: int = 0  # in the first
     tail_chars: int = field(default=0)  # equal code points after the last value
 
 
@@ -54,11 +55,13 @@ def pair_differences(
     tail = 0
     for (start_a, end_a), (start_b, end_b), verdict in values:
         if respaced is not None and respaced.normal_char < start_b:
-            found.append(_whitespace(text_a, text_b, path, respaced.char_a, respaced.char_b))
+            found.append(whitespace_of(text_a, text_b, path, respaced.char_a, respaced.char_b))
             respaced = None
         if verdict.cause is None:
             return PairDifferences(
-                (*found, Difference(CauseName.NEW_CONTENT, Certainty.PROVED, path)), start_b
+                (*found, Difference(CauseName.NEW_CONTENT, Certainty.PROVED, path)),
+                start_b,
+                start_a,
             )
         had, got = Excerpt(body_a, start_a, end_a), Excerpt(body_b, start_b, end_b)
         found.append(
@@ -66,7 +69,7 @@ def pair_differences(
         )
         tail = len(body_b) - end_b
     if respaced is not None:
-        found.append(_whitespace(text_a, text_b, path, respaced.char_a, respaced.char_b))
+        found.append(whitespace_of(text_a, text_b, path, respaced.char_a, respaced.char_b))
     return PairDifferences(tuple(found), tail_chars=tail)
 
 
@@ -147,10 +150,10 @@ def _form_differences(
                 )
             )
         if is_equal and (not found or _layout(had) != _layout(got)):
-            found.append(_whitespace(had, got, path))
+            found.append(whitespace_of(had, got, path))
         return found
     if is_equal:
-        found.append(_whitespace(had, got, path))
+        found.append(whitespace_of(had, got, path))
     return found
 
 
@@ -160,7 +163,7 @@ def _layout(text: str) -> tuple[bool, bool, bool]:
     return ("\\u" in text, has_line_end, '": ' in text or '", ' in text)
 
 
-def _whitespace(
+def whitespace_of(
     had: str, got: str, path: str, char_a: int | None = None, char_b: int | None = None
 ) -> Difference:
     """White space that differs, at its place in each text; by default at the first difference."""
