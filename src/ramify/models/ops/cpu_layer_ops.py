@@ -60,7 +60,9 @@ class LayerOps:
         parts = layer.fusable if isinstance(layer, FusableLayer) else None
         if parts is None:
             return None
-        rope = parts.attention.qk_norm_rope if isinstance(parts.attention, SplitAttention) else None
+        if not isinstance(parts.attention, SplitAttention) or parts.attention.sinks is not None:
+            return None
+        rope = parts.attention.qk_norm_rope
         qkv, o_proj, gate_up, down = parts.qkv, parts.o_proj, parts.mlp.gate_up, parts.mlp.down
         if not isinstance(qkv, PackedLinear) or not isinstance(rope, QKNormRope):
             return None
