@@ -12,15 +12,14 @@ from numpy.typing import NDArray
 
 from ramify.analysis.corpus import Corpus, StoredRequest
 from ramify.analysis.matching import Match
+from ramify.analysis.mended_tools import merge_tools
 from ramify.analysis.mended_units import VALUES, MendedUnits
-from ramify.analysis.prompt_sides import Difference
+from ramify.analysis.prompt_sides import Difference, PlacedUnit
 from ramify.analysis.records import SegmentKind
 from ramify.analysis.savings import AppliedFix
 from ramify.analysis.templates import Templates
-from ramify.analysis.unseen_parts import HIDING, Groups, PlacedUnit, UnseenParts
+from ramify.analysis.unseen_parts import HIDING, Groups, UnseenParts
 from ramify.analysis.verdicts import CauseName
-
-_OF_TOOL_LISTS = frozenset({CauseName.TOOL_ORDER, CauseName.TOOL_CHANGED})
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +101,7 @@ class _Mended:
     """A mended prompt, by the segments of the prompt as sent."""
 
     settings: dict[str, PlacedUnit]
-    tools: tuple[tuple[int, str, int], ...]  # unit, path, segment as sent or -1
+    tools: tuple[PlacedUnit, ...]
     groups: Groups  # in place of each segment after the tools, and at the end
 
 
@@ -185,10 +184,7 @@ class Mender:
         marks = dict(request.breakpoints)
         segments = list(mended.settings.values())
         breakpoints: list[tuple[int, float]] = []
-        for unit, path, sent in mended.tools:
-            if sent in marks:
-                breakpoints.append((len(segments), marks[sent]))
-            segments.append((unit, path))
+        segments += mended.tools
         first = len(request.units) - len(mended.groups) + 1
         for sent, group in enumerate(mended.groups, first):
             segments += group
@@ -223,13 +219,7 @@ class Mender:
         num_settings = _leading(kinds, SegmentKind.SETTING)
         first = num_settings + _leading(kinds[num_settings:], SegmentKind.TOOL)
         settings = {path: (unit, path) for unit, path in segments[:num_settings]}
-        tools = tuple(
-            (unit, path, at)
-            for at, (unit, path) in enumerate(segments[:first])
-            if at >= num_settings
-        )
-        if any(cause is CauseName.TOOL_ORDER for cause, _ in self._fixes):
-            tools = self._sort_tools(tools)
+        tools = tuple(segments[num_settings:first])
         own = segments[first:]
         if recipe is None:
             return _Mended(settings, tools, (*((item,) for item in own), ()))
@@ -263,20 +253,24 @@ class Mender:
 
     def _tools(
         self,
-        own: tuple[tuple[int, str, int], ...],
+        own: tuple[PlacedUnit, ...],
         base: _Mended,
         recipe: _Recipe,
         request: StoredRequest,
         sent: StoredRequest,
-    ) -> tuple[tuple[int, str, int], ...]:
-        """The match's tools if they are equal as sent, or if all that differs is mended."""
-        is_equal = _tools_of(request) == _tools_of(sent)
-        if not is_equal and not (recipe.tools and recipe.tools <= self._fixes):
+    ) -> tuple[PlacedUnit, ...]:
+        """The match's tools as far as they are equal as sent, or as what differs is mended."""
+        left = {cause for cause, _ in recipe.tools - self._fixes}
+        if _tools_of(request) == _tools_of(sent) or (recipe.tools and not left):
+            return base.tools
+        if not recipe.tools:
             return own
-        places = [place for _, _, place in own]
-        return tuple(
-            (unit, path, places[at] if at < len(places) else -1)
-            for at, (unit, path, _) in enumerate(base.tools)
+        return merge_tools(
+            self._corpus,
+            own,
+            base.tools,
+            takes_order=CauseName.TOOL_ORDER not in left,
+            takes_definitions=left == {CauseName.TOOL_ORDER},
         )
 
     def _groups(
@@ -319,7 +313,7 @@ class Mender:
 
     def _head(self, mended: _Mended) -> _Head:
         """What all prompts of an app have in common."""
-        tools = tuple(unit for unit, _, _ in mended.tools)
+        tools = tuple(unit for unit, _ in mended.tools)
         return tools, mended.groups[0][0][0] if mended.groups[0] else None
 
     def _mend_unit(self, unit: int, path: str) -> int:
@@ -329,13 +323,6 @@ class Mender:
             here = frozenset(cause for cause, segment in self._fixes if segment in places)
             self._causes_at[path] = here
         return self._units.mend(unit, here) if here else unit
-
-    def _sort_tools(
-        self, tools: tuple[tuple[int, str, int], ...]
-    ) -> tuple[tuple[int, str, int], ...]:
-        return tuple(
-            sorted(tools, key=lambda item: self._corpus.text(self._templates.canonical(item[0])))
-        )
 
 
 def _place(difference: Difference) -> tuple[CauseName, str]:
