@@ -131,20 +131,18 @@ class MendedUnits:
         return text[places[0][0] if places else len(text) :], normal[at:]
 
     def _find_usual_forms(self) -> dict[int, int]:
-        """By normal form of JSON, the unit that most requests have; of several, the first.
+        """By normal form of JSON that is sent in several, the unit that most requests have.
 
         Other text is normalised: two texts with the same start share it in the normal form only.
         """
         counts = np.zeros(len(self._corpus.units), np.int64)
         for request in self._corpus:
             np.add.at(counts, request.units, 1)
-        usual: dict[int, int] = {}
+        forms: dict[int, list[int]] = {}
         for unit in np.flatnonzero(counts).tolist():
-            if self._corpus.units[unit].form in (TextForm.MEDIA, TextForm.TOKENS):
-                continue
-            if parse_json(self._corpus.text(unit)) is None:
-                continue
-            known = usual.setdefault(self._templates.normal(unit), unit)
-            if counts[unit] > counts[known]:
-                usual[self._templates.normal(unit)] = unit
-        return usual
+            forms.setdefault(self._templates.normal(unit), []).append(unit)
+        return {
+            normal: max(units, key=lambda unit: counts[unit])
+            for normal, units in forms.items()
+            if len(units) > 1 and parse_json(self._corpus.text(normal)) is not None
+        }
