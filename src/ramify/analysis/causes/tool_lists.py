@@ -31,7 +31,7 @@ def compare_tools(a: Side, b: Side, templates: Templates, *, continues: bool) ->
         out.num_shared = b.num_tokens(mine)
         return out
     names_a, names_b = _names(a, other), _names(b, mine)
-    if not set(names_a) & set(names_b) or (set(names_a) != set(names_b) and not continues):
+    if set(names_a) != set(names_b) and not continues:
         out.is_mended = not mine and not other
         for unit_a, unit_b in zip(other, mine, strict=False):
             if unit_a != unit_b:
