@@ -178,9 +178,18 @@ def our_reason(divergence: str | None, causes: Sequence[str] = ()) -> str:
 
 
 def rules_table(rules: Rules, used: Iterable[tuple[str, str | None]]) -> dict[str, Any]:
-    """Date and sources of the rules, and those of the providers and models in the log."""
+    """Date and sources of the rules, and those of the providers and models in the log.
+
+    Args:
+        rules: of all providers.
+        used: provider and model of each request.
+    """
     models, notes = [], []
-    for provider, model in sorted(set(used), key=str):
+    requests = Counter(used)
+    providers: Counter[str] = Counter()
+    for (provider, _), number in requests.items():
+        providers[provider] += number
+    for provider, model in sorted(requests, key=str):
         rule = rules.rule_of(provider, model)
         name = f"{provider}: {model or 'no model'}"
         models.append(
@@ -193,6 +202,7 @@ def rules_table(rules: Rules, used: Iterable[tuple[str, str | None]]) -> dict[st
     return {
         "date": rules.date,
         "sources": list(rules.sources),
+        "providers": dict(providers.most_common()),  # requests under the rules of each
         "models": models,
         "notes": notes,
     }

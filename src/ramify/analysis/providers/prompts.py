@@ -64,6 +64,7 @@ class Prediction:
     read_if_in_reach: int = 0  # if a breakpoint looked back without limit
     read_if_long_enough: int = 0  # without a minimum
     read_if_marked: int = 0  # if all segments of earlier prompts ended in a breakpoint
+    read_if_resident: int = 0  # if a cache of finite capacity had evicted nothing
     in_flight: int | None = None  # number of the request whose entry was not ready
     expired: int | None = None  # number of the request whose entry has expired
     read_from: int | None = None  # number of the request that wrote the deepest entry read

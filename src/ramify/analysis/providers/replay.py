@@ -9,15 +9,17 @@ from typing import Protocol
 
 import msgspec
 
-from ramify.analysis.corpus import Corpus
+from ramify.analysis.corpus import Corpus, StoredRequest
 from ramify.analysis.providers.breakpoints import BreakpointCache
 from ramify.analysis.providers.conditions import AS_LOGGED, Conditions
 from ramify.analysis.providers.detection import provider_of, provider_of_log
 from ramify.analysis.providers.grid import GridCache, NoCache
+from ramify.analysis.providers.page_pool import MIN_PAGE, ReplicaPools
 from ramify.analysis.providers.prompts import Prediction, PromptLayout, ReplayPrompt, Timing
 from ramify.analysis.providers.rules import ModelRule, Rules
 from ramify.analysis.providers.whole_units import WholeUnitCache
 from ramify.analysis.records import LoggedRequest
+from ramify.errors import ConfigError
 
 
 class RuleCache(Protocol):
@@ -32,9 +34,8 @@ class RuleCache(Protocol):
         ...
 
 
-_CACHES: dict[str, type[BreakpointCache | GridCache | NoCache | WholeUnitCache]] = {
+_CACHES: dict[str, type[BreakpointCache | NoCache | WholeUnitCache]] = {
     "breakpoints": BreakpointCache,
-    "grid": GridCache,
     "none": NoCache,
     "units": WholeUnitCache,
 }
@@ -44,9 +45,16 @@ class CacheModel:
     """Which cache rule each request of a corpus falls under."""
 
     def __init__(
-        self, corpus: Corpus, provider: str, rules: Rules, *, is_given: bool = True
+        self,
+        corpus: Corpus,
+        provider: str,
+        rules: Rules,
+        *,
+        is_given: bool = True,
+        capacity_tokens: int | None = None,
     ) -> None:
         self.corpus, self.provider, self.rules = corpus, provider, rules
+        self.capacity_tokens = capacity_tokens  # of each replica's cache of pages; None: no limit
         self._is_given = is_given
         self._rules: dict[tuple[str, str | None, float | None], ModelRule] = {}
         self._changed_rules: dict[tuple[int, str], ModelRule] = {}
@@ -59,6 +67,36 @@ class CacheModel:
         """Each request under the rule of its own provider; `provider` is that of most requests."""
         provider = provider_of_log(corpus, rules.providers)
         return cls(corpus, provider, rules, is_given=False)
+
+    def with_capacity(self, capacity_tokens: int | None) -> CacheModel:
+        """The same rules with caches of pages of this capacity; None: nothing is evicted.
+
+        Raises:
+            ConfigError: it holds no page, or no request falls under a rule of pages.
+        """
+        if capacity_tokens is not None and capacity_tokens < MIN_PAGE:
+            raise ConfigError(
+                f"capacity={capacity_tokens} tokens is less than a page of {MIN_PAGE}; give more, "
+                "or leave it out: nothing is evicted then"
+            )
+        model = CacheModel(
+            self.corpus,
+            self.provider,
+            self.rules,
+            is_given=self._is_given,
+            capacity_tokens=capacity_tokens,
+        )
+        if capacity_tokens is not None and not any(map(model.has_capacity, self.corpus)):
+            raise ConfigError(
+                f"capacity={capacity_tokens} cannot be replayed: the rule of {self.provider} has "
+                "lifetimes, not a capacity; leave --capacity out, or replay the log under an "
+                "engine's rule with --provider vllm, sglang or ramify"
+            )
+        return model
+
+    def has_capacity(self, request: StoredRequest) -> bool:
+        """Whether a request falls under a rule of pages, to which the capacity applies."""
+        return self._kind_of(request.info, self.rule_of(ReplayPrompt.of(request))) == "grid"
 
     def provider_of(self, info: LoggedRequest) -> str:
         """The provider whose rule a request falls under."""
@@ -111,16 +149,19 @@ class CacheModel:
     ) -> list[Prediction]:
         """What each prompt reads and writes; prompts in the order of their starts."""
         caches: dict[tuple[str, int], RuleCache] = {}
+        pools = self._pools(conditions)
         predictions, numbers = [], []
         for prompt in prompts:
             info = prompt.request.info
             layout = self.layout(prompt, conditions)
-            kind = layout.rule.cache
-            if info.hashed is not None and kind != "none":
-                kind = "grid"  # only the ids of blocks are known
+            kind = self._kind_of(info, layout.rule)
             cache = caches.get((kind, id(layout.rule)))
             if cache is None:
-                cache = _CACHES[kind](self.corpus, layout.rule)
+                cache = (
+                    GridCache(self.corpus, layout.rule, pools)
+                    if kind == "grid"
+                    else _CACHES[kind](self.corpus, layout.rule)
+                )
                 caches[kind, id(layout.rule)] = cache
             predictions.append(cache.process(layout, conditions.timing(info)))
             numbers.append(prompt.request.number)
@@ -131,6 +172,18 @@ class CacheModel:
             replace(prediction, num_unread=unread[number]) if number in unread else prediction
             for prediction, number in zip(predictions, numbers, strict=True)
         ]
+
+    def _pools(self, conditions: Conditions) -> ReplicaPools | None:
+        if self.capacity_tokens is None:
+            return None
+        is_merged = "replica" in conditions.ignored
+        num_replicas = len({request.info.replica for request in self.corpus})
+        return ReplicaPools(self.capacity_tokens, num_replicas if is_merged else 0)
+
+    @staticmethod
+    def _kind_of(info: LoggedRequest, rule: ModelRule) -> str:
+        """Of a hashed prompt only the ids of blocks are known: it is cached in pages."""
+        return "grid" if info.hashed is not None and rule.cache != "none" else rule.cache
 
 
 def _with_retention(rule: ModelRule, retention_s: float | None) -> ModelRule:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ramify.analysis.report.document import Analysis
+from ramify.analysis.report.rates import rule_words
 from ramify.analysis.report.wording import count, duration, money, percent, plural
 
 HOUR_S = 3600.0
@@ -14,19 +15,28 @@ def headline(analysis: Analysis) -> str:
         f"{plural(analysis.lint.num_requests, 'request')}, {count(analysis.num_input)} input tokens"
     )
     base = analysis.rate("reported") or analysis.rate("by_rule")
-    possible = analysis.rate("possible")
     sentences = [f"{size}."]
     if base is not None:
         source = (
             "were read from a cache, as the log reports"
             if base.name == "reported"
-            else f"are read under the rule of {analysis.lint.provider}"
+            else f"are read under {rule_words(analysis.lint)}"
         )
-        sentences.append(f"{percent(base.share)} {source}.")
-    if possible is not None:
-        sentences.append(
-            f"{percent(possible.share)} were possible with all causes mended and nothing evicted."
-        )
+        if is_part := base.num_requests < analysis.lint.num_requests:
+            sentences.append(
+                f"Of the {count(base.num_input)} tokens of the "
+                f"{plural(base.num_requests, 'request')} that log cached tokens, "
+                f"{percent(base.share)} {source}."
+            )
+        else:
+            sentences.append(f"{percent(base.share)} {source}.")
+        possible = analysis.rate("possible")
+        if possible is not None:
+            those = " of the same tokens" if is_part else ""
+            sentences.append(
+                f"{percent(possible.share)}{those} were possible with all causes mended and nothing "
+                "evicted."
+            )
     saving = analysis.lint.saving_all
     if saving.tokens > 0:
         sentences.append(f"Mending all findings saves {_saving(analysis)}.")

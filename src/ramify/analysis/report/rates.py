@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ramify.analysis.corpus import Corpus
 from ramify.analysis.providers.prompts import Prediction
 from ramify.analysis.report.document import HitRate, WaterfallStep
 from ramify.analysis.report.reads import Counts, RequestReads
+from ramify.analysis.report.wording import plural
 from ramify.analysis.verdicts import CauseName, LintReport, Verdict
 
 # Restrictions of a rule, in the order in which lost tokens are counted for them.
@@ -17,6 +18,7 @@ RESTRICTIONS = (
     ("read_if_marked", "no breakpoint", "a breakpoint after every segment would read it"),
     ("read_if_long_enough", "below the minimum", "the prefix is shorter than the rule caches"),
     ("read_if_in_reach", "out of the look-back", "more positions than a breakpoint looks back"),
+    ("read_if_resident", "capacity", "evicted from a cache of the stated capacity"),
     ("read_if_kept", "expired", "the entry's lifetime had ended"),
     ("read_if_ready", "in flight", "the request that writes it had not begun to answer"),
 )
@@ -29,44 +31,51 @@ _OUTSIDE = (
 
 
 def hit_rates(lint: LintReport, reads: RequestReads) -> tuple[HitRate, ...]:
-    """Reported (where usage is logged), by rule, and possible."""
-    rates = []
-    billed, predicted = lint.tables.get("billed"), lint.tables.get("predicted")
-    if billed:
-        rates.append(
-            HitRate(
-                "reported",
-                billed["num_read"],
-                billed["num_input"],
-                billed["num_requests"],
-                "cached tokens of usage / input tokens of usage, requests with both",
-            )
-        )
-    if predicted:
-        rates.append(
-            HitRate(
-                "by_rule",
-                predicted["num_read"],
-                predicted["num_input"],
-                predicted["num_requests"],
-                f"reads by the cache rule of {lint.provider} / input tokens, cold cache at the start",
-            )
-        )
-    rates.append(
-        HitRate(
+    """Reported (where usage is logged), by rule, and possible: over the same requests and tokens.
+
+    If only some requests have cached tokens in their usage, all three are over these.
+    """
+    chosen = counted_requests(reads)
+    num_input, num_requests = int(reads.num_tokens[chosen].sum()), int(chosen.sum())
+    unit = "input tokens"
+    if reads.has_usage.any():
+        unit = "input tokens as billed, of the requests whose cached tokens are logged"
+
+    def rate(name: str, num_read: Counts, formula: str) -> HitRate:
+        return HitRate(name, int(num_read[chosen].sum()), num_input, num_requests, formula)
+
+    rates = [
+        rate("by_rule", reads.by_rule, f"reads by {rule_words(lint)}, from a cold cache / {unit}"),
+        rate(
             "possible",
-            int((reads.reusable + reads.lost).sum()),
-            int(reads.num_tokens.sum()),
-            lint.num_requests,
-            "tokens shared with an earlier request if all causes were mended / input tokens, "
-            "infinite cache",
-        )
-    )
+            reads.reusable + reads.lost,
+            f"tokens shared with an earlier request if all causes were mended, infinite cache / {unit}",
+        ),
+    ]
+    if reads.has_usage.any():
+        rates.insert(0, rate("reported", reads.reported, f"cached tokens of usage / {unit}"))
     return tuple(rates)
 
 
+def counted_requests(reads: RequestReads) -> NDArray[np.bool_]:
+    """[requests]: those with usage; without any, all."""
+    return reads.has_usage if reads.has_usage.any() else np.ones(len(reads.num_tokens), np.bool_)
+
+
+def rule_words(lint: LintReport) -> str:
+    """`the rule of vllm at a capacity of 5,000,000 tokens`; of several providers each with its share."""
+    providers = lint.tables.get("rules", {}).get("providers") or {lint.provider: 0}
+    if len(providers) == 1:
+        words = f"the cache rule of {next(iter(providers))}"
+    else:
+        shares = (f"{name} ({plural(number, 'request')})" for name, number in providers.items())
+        words = f"the cache rules of {', '.join(shares)}"
+    if lint.capacity_tokens is not None:
+        words += f" at a capacity of {lint.capacity_tokens:,} tokens"
+    return words
+
+
 def waterfall(
-    corpus: Corpus,
     reads: RequestReads,
     verdicts: Sequence[Verdict],
     predictions: Mapping[int, Prediction],
@@ -76,15 +85,12 @@ def waterfall(
     With usage in the log only the requests that have it are counted, so that all levels compare. Each
     lost token counts for one step.
     """
-    chosen = reads.has_usage
-    has_reported = bool(chosen.any())
-    if not has_reported:
-        chosen = np.ones(len(corpus), np.bool_)
+    chosen, has_reported = counted_requests(reads), bool(reads.has_usage.any())
     total = int(reads.num_tokens[chosen].sum())
     if not total:
         return ()
     steps = _Steps(total)
-    possible = np.maximum(reads.reusable + reads.lost, reads.reusable)
+    possible = reads.reusable + reads.lost
     steps.level(
         "possible, mended", int(possible[chosen].sum()), "all causes mended, infinite cache"
     )
@@ -160,7 +166,8 @@ def _restrictions(
             prediction = predictions[number]
             gain = getattr(prediction, field) - prediction.billed.num_read
             if gain > 0:
-                freed[number] = gain
+                rate = reads.num_tokens[number] / max(prediction.billed.num_input, 1)
+                freed[number] = round(gain * rate)
         taken = np.minimum(freed, left)
         left -= taken
         yield name, int(taken.sum()), detail

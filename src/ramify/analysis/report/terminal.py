@@ -26,7 +26,7 @@ def print_summary(analysis: Analysis, console: Console, *, max_findings: int = 5
     console.print(Text(headline(analysis), style="bold"))
     console.print()
     for rate in analysis.rates:
-        console.print(_bar(rate))
+        console.print(_bar(rate, analysis.lint.num_requests))
     findings = analysis.lint.findings
     for number, finding in enumerate(findings[:max_findings], 1):
         console.print()
@@ -46,13 +46,15 @@ def print_summary(analysis: Analysis, console: Console, *, max_findings: int = 5
         console.print("No cause of lost hits in this log.")
 
 
-def _bar(rate: HitRate) -> Text:
+def _bar(rate: HitRate, num_requests: int) -> Text:
     filled = round(BAR_CELLS * min(1.0, max(0.0, rate.share)))
     line = Text(f"{RATE_NAMES.get(rate.name, rate.name):<9}")
     line.append("█" * filled, style="blue")
     line.append("·" * (BAR_CELLS - filled))
     line.append(f" {percent(rate.share):>8}  ", style="bold")
     line.append(f"of {count(rate.num_input)} tokens")
+    if rate.num_requests < num_requests:
+        line.append(f", {plural(rate.num_requests, 'request')}")
     return line
 
 

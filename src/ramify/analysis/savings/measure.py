@@ -133,7 +133,7 @@ def measure_savings(
     `progress` is called with the number of groups that are done and of all.
 
     Only the parts of the log that share a prefix with a changed prompt are replayed: the others read
-    what they read before.
+    what they read before. Under a finite capacity all prompts compete, and all are replayed.
     """
     replayer = _Replayer(corpus, in_start_order(map(ReplayPrompt.of, requests)), mender, model)
     savings = []
@@ -257,7 +257,7 @@ class _Replayer:
         self, mended: dict[int, ReplayPrompt], conditions: Conditions, usual: Conditions
     ) -> set[int]:
         """Places of the prompts whose reads may change."""
-        if conditions.ignored:
+        if conditions.ignored or self._model.capacity_tokens is not None:
             return set(range(len(self._prompts)))
         keys = {component_key(self._model, prompt, Conditions()) for prompt in mended.values()}
         keys |= {self._components.key_of[place] for place in mended}
