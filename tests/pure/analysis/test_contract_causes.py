@@ -281,3 +281,16 @@ def test_a_vendors_reason_without_text_is_outside_the_prompt(tmp_path: Path) -> 
 
     said = [(item["cause"], item["certainty"], item["got"]) for item in verdict["causes"]]
     assert said == [("outside_prompt", "likely", "system_changed")]
+
+
+@pytest.mark.parametrize(("model", "certainty"), [("gpt-5.6", "likely"), ("mystery", "suspected")])
+def test_a_write_under_an_assumed_rule_is_only_suspected(
+    tmp_path: Path, model: str, certainty: str
+) -> None:
+    """Of a model without a rule of its own nobody knows whether it bills writes."""
+    questions = [f"Question {number}: {MORE} {RULES}" for number in (1, 2)]
+
+    made = verdicts(tmp_path, *(chat(message("user", text), model=model) for text in questions))
+
+    said = [(item["cause"], item["certainty"]) for item in made[1]["causes"]]
+    assert ("unread_write", certainty) in said
