@@ -35,6 +35,7 @@ class MessageWalk:
         self.num_shared = 0
         self.differences: list[Difference] = []
         self._is_done = False
+        self._content: tuple[int, int] | None = None
         self.steps: list[WalkStep] = []
         self.end = (0, 0)  # segments of both prompts before which mending makes all equal
 
@@ -98,7 +99,7 @@ class MessageWalk:
                     causes = [cause for item in self.steps for cause in item.causes]
                     causes = [cause for cause in causes if cause[0] is CauseName.SYSTEM_HOISTED]
                 self.end = (i, j) if self._is_done else (self._i, self._j)
-                self.steps.append(WalkStep((i, j), self.end, tuple(causes)))
+                self.steps.append(WalkStep((i, j), self.end, tuple(causes), self._content))
                 return
         self._stop()
 
@@ -275,6 +276,7 @@ class MessageWalk:
         self._keep(waste)
         if pair.stop_char is not None:
             self.num_shared += int(rate * pair.stop_char)
+            self._content = pair.had_stop_char, pair.stop_char
             self._stop_here()
             return True
         self.num_shared += num_tokens
@@ -302,6 +304,7 @@ class MessageWalk:
         self._keep(waste)
         self.num_shared += end
         if pair.stop_char is not None:
+            self._content = pair.had_stop_char, pair.stop_char
             self._stop_here()
         self._i, self._j = self._i + 1, self._j + 1
         return True
