@@ -25,7 +25,8 @@ INTRO = """\
 
 A checkpoint directory (or the name of a hub model in the local cache) runs if its architecture is in the
 first table, or if transformers has it as a causal decoder. Weights are float32, bfloat16 or float16
-safetensors; `scripts/gguf_to_checkpoint.py` widens a GGUF file to such a directory.
+safetensors, and MXFP4 ones of gpt-oss, which are widened at load; `scripts/gguf_to_checkpoint.py` widens
+a GGUF file to such a directory.
 
 ## Our own implementation
 
@@ -34,7 +35,8 @@ bfloat16. Compared with transformers on random checkpoints that transformers sav
 within 1e-4 of the largest and in bfloat16 within 1.5 times transformers' own error, on both
 implementations of the operations (`ops`); the same bits however a prompt is cut; greedy tokens cold,
 from the cache and in a second turn, across windows and the length of pre-training
-(`tests/cpu/models/test_dense_families.py`, `tests/cpu/test_deepseek.py`).
+(`tests/cpu/models/test_dense_families.py`, `tests/cpu/models/test_gpt_oss.py`,
+`tests/cpu/test_deepseek.py`).
 
 | architecture | `model_type` | compared with these settings |
 |---|---|---|
@@ -100,6 +102,7 @@ def page() -> str:
     lines = [INTRO]
     for name, family in FAMILIES.items():
         compared = "latent attention, experts" if family.is_latent else ", ".join(cases[name])
+        compared = ", ".join((compared, *family.quant_methods))
         lines.append(f"| `{name}` | `{family.model_type}` | {compared} |\n")
     lines.append(TEMPLATES)
     lines += map(template_row, FAMILY_TEMPLATES)
