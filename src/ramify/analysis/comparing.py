@@ -265,7 +265,7 @@ def _begins_with_all(a: Side, b: Side) -> bool:
 
 def _goes_on_after_answer(a: Side, b: Side) -> bool:
     """Whether the last answer in the earlier request has more messages behind it in the later one."""
-    at = next((i for i in range(len(a.rest) - 1, -1, -1) if a.role(i) == "assistant"), None)
+    at = next((i for i in range(len(a.rest) - 1, -1, -1) if a.is_answer(i)), None)
     if at is None or a.normals[at] not in b.older_messages:
         return False
     place = len(b.normals) - 1 - b.normals[::-1].index(a.normals[at])

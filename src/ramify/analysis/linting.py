@@ -160,7 +160,12 @@ def lint_parts(
     if progress is not None:
         progress("replaying", 0, len(groups) + 1)
     savings = measure_savings(
-        corpus, corpus, mender, [*groups, [item.fix for item in mendable]], model
+        corpus,
+        corpus,
+        mender,
+        [*groups, [item.fix for item in mendable]],
+        model,
+        unseen=mender,
     )
     predictions = log.predictions
     if model is not infinite:

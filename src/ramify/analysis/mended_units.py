@@ -8,7 +8,7 @@ import numpy as np
 
 from ramify.analysis.corpus import Corpus
 from ramify.analysis.normal_forms import parse_json
-from ramify.analysis.records import TextForm
+from ramify.analysis.records import Segment, TextForm
 from ramify.analysis.templates import Templates
 from ramify.analysis.verdicts import CauseName
 
@@ -39,6 +39,28 @@ class MendedUnits:
             normal = self._templates.normal(unit)
             return self._usual_form.get(normal, normal)
         return unit
+
+    def splice(
+        self, units: tuple[int, int], mended: tuple[int, int], content: tuple[int, int]
+    ) -> int:
+        """The second unit mended, with the start that the first has if mended.
+
+        Args:
+            units: two units as sent, whose starts differ in values only.
+            mended: the same without their causes.
+            content: where their contents begin to differ, in both normal forms.
+        """
+        corpus = self._corpus
+        tails = [
+            corpus.text(self._templates.normal(unit))[at:]
+            for unit, at in zip(units, content, strict=True)
+        ]
+        base, own = (corpus.text(unit) for unit in mended)
+        if not base.endswith(tails[0]) or not own.endswith(tails[1]):
+            return mended[1]  # a value changes in the content as well
+        stored = corpus.units[mended[1]]
+        text = base[: len(base) - len(tails[0])] + tails[1]
+        return corpus.unit_of(Segment("", stored.kind, text, stored.form, stored.label))
 
     def _find_usual_forms(self) -> dict[int, int]:
         """By normal form of JSON, the unit that most requests have; of several, the first.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -17,6 +17,7 @@ from ramify.analysis.prompt_sides import Difference
 from ramify.analysis.records import SegmentKind
 from ramify.analysis.savings import AppliedFix
 from ramify.analysis.templates import Templates
+from ramify.analysis.unseen_parts import HIDING, Groups, PlacedUnit, UnseenParts
 from ramify.analysis.verdicts import CauseName
 
 _OF_TOOL_LISTS = frozenset({CauseName.TOOL_ORDER, CauseName.TOOL_CHANGED})
@@ -51,7 +52,7 @@ def generalise(segment: str) -> str:
     return segment
 
 
-_Segment = tuple[int, str]  # unit, path
+_Head = tuple[tuple[int, ...], int | None]  # tools, first segment after them
 _Fixes = frozenset[tuple[CauseName, str]]
 
 
@@ -62,6 +63,7 @@ class _Step:
     start: tuple[int, int]
     stop: tuple[int, int]
     causes: _Fixes
+    content: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,7 @@ class _Recipe:
                     step.start,
                     step.stop,
                     frozenset((cause, generalise(path)) for cause, path in step.causes),
+                    step.content,
                 )
                 for step in match.steps
             ),
@@ -98,11 +101,9 @@ class _Recipe:
 class _Mended:
     """A mended prompt, by the segments of the prompt as sent."""
 
-    settings: dict[str, _Segment]
+    settings: dict[str, PlacedUnit]
     tools: tuple[tuple[int, str, int], ...]  # unit, path, segment as sent or -1
-    groups: tuple[
-        tuple[_Segment, ...], ...
-    ]  # in place of each segment after the tools, and at the end
+    groups: Groups  # in place of each segment after the tools, and at the end
 
 
 class Mender:
@@ -117,16 +118,19 @@ class Mender:
     def __init__(self, corpus: Corpus, templates: Templates, matches: Iterable[Match] = ()) -> None:
         self._corpus, self._templates = corpus, templates
         self._units = MendedUnits(corpus, templates)
+        self._unseen = UnseenParts(corpus)
         self._recipes: dict[int, _Recipe] = {}
         self._later_places: dict[tuple[CauseName, str], set[str]] = {}
         for match in matches:
             if match.match is not None:
                 self._recipes[match.request.number] = _Recipe.of(match, match.match)
                 self._note_places(match.differences)
+                self._note_unseen(match.match, match)
         self._asked: frozenset[tuple[CauseName, str]] = frozenset()
         self._fixes: _Fixes = frozenset()
         self._memo: dict[int, _Mended] = {}
         self._causes_at: dict[str, frozenset[CauseName]] = {}  # by path, of the present fixes
+        self._reasoners: set[_Head] | None = None  # apps that send reasoning
 
     def _note_places(self, differences: Sequence[Difference]) -> None:
         first: dict[CauseName, str] = {}
@@ -136,8 +140,36 @@ class Mender:
                 named = first.setdefault(cause, place)
                 self._later_places.setdefault((cause, named), set()).add(place)
 
+    def _note_unseen(self, earlier: StoredRequest, match: Match) -> None:
+        hiding = [step for step in match.steps if any(c in HIDING for c, _ in step.causes)]
+        if hiding:
+            first = self._rest_start(earlier), self._rest_start(match.request)
+            for step in hiding:
+                self._unseen.note(earlier, match.request, first, step)
+
     def mend(self, request: StoredRequest, fixes: Collection[AppliedFix]) -> MendedPrompt:
         """The request's prompt without these causes."""
+        self._start(fixes)
+        return self._join(request, self._mend(request.number))
+
+    def mend_longest(self, request: StoredRequest, fixes: Collection[AppliedFix]) -> MendedPrompt:
+        """`mend`, and as long as it may be: with stand-ins for what the log never shows."""
+        self._start(fixes)
+        if self._reasoners is None:
+            self._reasoners = {
+                self._head(self._mend(number))
+                for number, recipe in self._recipes.items()
+                for step in recipe.steps
+                if any(cause is CauseName.REASONING_DROPPED for cause, _ in step.causes)
+            }
+        mended = self._mend(request.number)
+        causes = {cause for cause, _ in self._fixes}
+        has_reasoning = self._head(mended) in self._reasoners
+        groups = self._unseen.fill(mended.groups, causes, has_reasoning=has_reasoning)
+        return self._join(request, replace(mended, groups=groups))
+
+    def _start(self, fixes: Collection[AppliedFix]) -> None:
+        """Forget what was mended if these are other fixes."""
         asked = frozenset((fix.cause, fix.segment) for fix in fixes)
         if asked != self._asked:
             self._asked, self._memo, self._causes_at = asked, {}, {}
@@ -147,7 +179,7 @@ class Mender:
                 for place in self._later_places.get((cause, segment), ())
             }
             self._fixes = asked | later
-        return self._join(request, self._mend(request.number))
+            self._reasoners = None
 
     def _join(self, request: StoredRequest, mended: _Mended) -> MendedPrompt:
         marks = dict(request.breakpoints)
@@ -206,22 +238,22 @@ class Mender:
         return _Mended(
             self._settings(settings, base, recipe, request, sent),
             self._tools(tools, base, recipe, request, sent),
-            tuple(map(tuple, self._groups(own, base, recipe))),
+            tuple(map(tuple, self._groups(own, base, recipe, request, sent))),
         )
 
     def _settings(
         self,
-        own: dict[str, _Segment],
+        own: dict[str, PlacedUnit],
         base: _Mended,
         recipe: _Recipe,
         request: StoredRequest,
         sent: StoredRequest,
-    ) -> dict[str, _Segment]:
+    ) -> dict[str, PlacedUnit]:
         """The match's settings where they are equal as sent, or where their change is mended."""
         mended = {path for path, place in recipe.settings if place in self._fixes}
         theirs = _settings_of(sent)
         mine = _settings_of(request)
-        out: dict[str, _Segment] = {}
+        out: dict[str, PlacedUnit] = {}
         for path in sorted(own | base.settings, key=_setting_order):
             is_equal = mine.get(path) == theirs.get(path)
             source = base.settings if is_equal or path in mended else own
@@ -248,10 +280,15 @@ class Mender:
         )
 
     def _groups(
-        self, own: Sequence[_Segment], base: _Mended, recipe: _Recipe
-    ) -> list[list[_Segment]]:
+        self,
+        own: Sequence[PlacedUnit],
+        base: _Mended,
+        recipe: _Recipe,
+        request: StoredRequest,
+        sent: StoredRequest,
+    ) -> list[list[PlacedUnit]]:
         """What stands for each segment after the tools: the match's where equal or mended."""
-        groups: list[list[_Segment]] = [[] for _ in range(len(own) + 1)]
+        groups: list[list[PlacedUnit]] = [[] for _ in range(len(own) + 1)]
         i = j = 0
         for step in (*recipe.steps, _Step(recipe.end, recipe.end, frozenset())):
             while j < step.start[1]:
@@ -266,7 +303,24 @@ class Mender:
             i, j = step.stop
         for at in range(j, len(own)):
             groups[at].append(own[at])
+        last = recipe.steps[-1] if recipe.steps else None
+        if last is not None and last.content and last.causes and last.causes <= self._fixes:
+            (_, path), base_unit = own[j], base.groups[i][-1][0]
+            units = _unit_at(sent, base.groups, i), _unit_at(request, groups, j)
+            unit = self._units.splice(units, (base_unit, own[j][0]), last.content)
+            groups[j] = [(unit, path)]
         return groups
+
+    def _rest_start(self, request: StoredRequest) -> int:
+        """The first segment after settings and tools."""
+        kinds = (self._corpus.units[unit].kind for unit in request.units.tolist())
+        outer = (SegmentKind.SETTING, SegmentKind.TOOL)
+        return next((at for at, kind in enumerate(kinds) if kind not in outer), len(request.units))
+
+    def _head(self, mended: _Mended) -> _Head:
+        """What all prompts of an app have in common."""
+        tools = tuple(unit for unit, _, _ in mended.tools)
+        return tools, mended.groups[0][0][0] if mended.groups[0] else None
 
     def _mend_unit(self, unit: int, path: str) -> int:
         here = self._causes_at.get(path)
@@ -286,6 +340,11 @@ class Mender:
 
 def _place(difference: Difference) -> tuple[CauseName, str]:
     return difference.cause, generalise(difference.segment)
+
+
+def _unit_at(request: StoredRequest, groups: Sequence[object], at: int) -> int:
+    """Unit of a segment after the tools; there is a group for each, and one at the end."""
+    return int(request.units[len(request.units) - len(groups) + 1 + at])
 
 
 def _leading(kinds: Sequence[SegmentKind], kind: SegmentKind) -> int:

@@ -45,6 +45,8 @@ class WalkStep:
     start: tuple[int, int]  # segment after the tools, in the earlier and in the later prompt
     stop: tuple[int, int]
     causes: tuple[tuple[CauseName, str], ...]  # waste, with its segment; (): nothing to mend
+    # Of the last step, within a segment: where content begins that differs, in both normal forms.
+    content: tuple[int, int] | None = None
 
 
 class Side:
@@ -117,18 +119,28 @@ class Side:
             return "system"
         return role
 
+    def is_answer(self, at: int) -> bool:
+        """Whether the model has written a segment; items of Responses have no role but a type."""
+        role = self.role(at)
+        is_item = not role and self.corpus.units[self.rest[at]].form is TextForm.JSON
+        return role == "assistant" or is_item
+
     def is_reasoning(self, at: int) -> bool:
         """Whether a segment is reasoning of an earlier answer."""
-        stored = self.corpus.units[self.rest[at]]
-        path = self.rest_path(at)
-        if path.endswith((".reasoning_content", ".reasoning", ".thinking", ".reasoning_details")):
-            return True
-        if "thinking" in stored.label.split()[1:]:
-            return True
-        if stored.form is TextForm.JSON:
-            head = self.corpus.text(self.rest[at])[:60]
-            return any(f'"type":"{kind}"' in head for kind in _REASONING_TYPES)
-        return False
+        return is_reasoning(self.corpus, self.rest[at], self.rest_path(at))
+
+
+def is_reasoning(corpus: Corpus, unit: int, path: str) -> bool:
+    """Whether a segment is reasoning of an earlier answer."""
+    if path.endswith((".reasoning_content", ".reasoning", ".thinking", ".reasoning_details")):
+        return True
+    stored = corpus.units[unit]
+    if "thinking" in stored.label.split()[1:]:
+        return True
+    if stored.form is TextForm.JSON:
+        head = corpus.text(unit)[:60]
+        return any(f'"type":"{kind}"' in head for kind in _REASONING_TYPES)
+    return False
 
 
 _REASONING_TYPES = ("reasoning", "redacted_thinking", "thinking")

@@ -13,6 +13,7 @@ from pathlib import Path
 from ramify.analysis.corpus import Corpus
 from ramify.analysis.linting import Linted, lint_parts
 from ramify.analysis.log_files import read_log
+from ramify.analysis.mended_units import VALUES
 from ramify.analysis.mending import Fix
 from ramify.analysis.providers.replay import CacheModel, prompts_of
 from ramify.analysis.providers.rules import load_rules
@@ -57,14 +58,18 @@ class LintedLog:
         return corpus_of_file(path)
 
     def named(self, causes: Collection[str]) -> dict[str, set[int]]:
-        """The cells in which `lint` names each cause."""
+        """The cells in which `lint` names each cause; of several causes that are values, any.
+
+        Mended together, a value is mended whatever its name.
+        """
         cells: dict[str, set[int]] = {cause: set() for cause in causes}
         verdicts = self.linted.report.verdicts
         for request, verdict in zip(self._log.requests, verdicts, strict=True):
             for item in verdict.causes:
                 if item.cause in cells:
                     cells[item.cause].add(request.cell)
-        return cells
+        values = VALUES & cells.keys()
+        return cells | dict.fromkeys(values, set().union(*(cells[cause] for cause in values)))
 
     def true_saving(self, mended: Mended, *, as_shown: bool = False) -> int:
         """Tokens that the log reads more with these causes undone by the generator."""
@@ -78,8 +83,9 @@ class LintedLog:
             for finding in self.linted.report.findings
             if finding.cause in causes
         ]
+        mender = self.linted.mender
         (saving,) = measure_savings(
-            self.corpus, self.corpus, self.linted.mender, [fixes], self.linted.model
+            self.corpus, self.corpus, mender, [fixes], self.linted.model, unseen=mender
         )
         return saving
 

@@ -11,6 +11,7 @@ import pytest
 
 from ramify.analysis.verdicts import Saving
 from tests.pure.analysis.mended_logs import MIXED, LintedLog, causes_of, error, linted_log
+from tests.pure.analysis.planted_logs import HIDING
 
 GOAL = 0.01  # of the true saving
 FORMATS = ("openai_chat", "openai_responses", "anthropic", "litellm", "otlp")
@@ -40,6 +41,24 @@ def test_a_finding_saves_what_mending_its_cause_saves(
 
     assert true > 0
     assert abs(error(predicted, true)) <= GOAL
+
+
+@pytest.mark.parametrize("cause", sorted(HIDING))
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_the_range_holds_what_the_log_never_shows(
+    tmp_path: Path, format_name: str, cause: str
+) -> None:
+    """A tool result cleared at once and reasoning never sent back are in no prompt of the log.
+
+    Mended prompts have them, and read them: `high` counts the longest part shown in place of each.
+    """
+    log = linted_log(61, format_name, cause, tmp_path, 100)
+    cells = log.named([cause])
+
+    saving = log.predicted_saving([cause])
+
+    true, shown = log.true_saving(cells), log.true_saving(cells, as_shown=True)
+    assert saving.low <= shown <= true <= saving.high
 
 
 @pytest.mark.parametrize("format_name", ["openai_chat", "anthropic"])

@@ -18,10 +18,11 @@ from ramify.analysis.verdicts import CauseName, Certainty
 
 @dataclass(frozen=True, slots=True)
 class PairDifferences:
-    """The differences; NEW_CONTENT is the last, at `stop_char` of the second text's normal form."""
+    """The differences; NEW_CONTENT is the last, at a place of the normal form of either text."""
 
     differences: tuple[Difference, ...] = ()
-    stop_char: int | None = None
+    stop_char: int | None = None  # in the second
+    had_stop_char: int = 0  # in the first
     tail_chars: int = field(default=0)  # equal code points after the last value
 
 
@@ -58,7 +59,9 @@ def pair_differences(
             respaced = None
         if verdict.cause is None:
             return PairDifferences(
-                (*found, Difference(CauseName.NEW_CONTENT, Certainty.PROVED, path)), start_b
+                (*found, Difference(CauseName.NEW_CONTENT, Certainty.PROVED, path)),
+                start_b,
+                start_a,
             )
         had, got = Excerpt(body_a, start_a, end_a), Excerpt(body_b, start_b, end_b)
         found.append(

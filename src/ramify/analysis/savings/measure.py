@@ -23,6 +23,7 @@ from ramify.analysis.savings.breakpoint_fixes import (
     keep_tool_breakpoints,
 )
 from ramify.analysis.savings.components import Components, component_key
+from ramify.analysis.unseen_parts import HIDING
 from ramify.analysis.verdicts import CauseName, Saving
 
 ESTIMATE_ERROR = 0.15  # of token counts without the model's tokenizer
@@ -102,6 +103,17 @@ class MenderLike(Protocol):
         ...
 
 
+class UnseenLike(Protocol):
+    """Mends prompts with stand-ins for what the log never shows."""
+
+    def mend_longest(self, request: StoredRequest, fixes: Collection[AppliedFix]) -> MendedLike:
+        """The request's prompt without these causes, as long as it may be."""
+        ...
+
+
+_Mend = Callable[[StoredRequest, Collection[AppliedFix]], MendedLike]
+
+
 @dataclass(frozen=True, slots=True)
 class _Change:
     """Tokens read and money saved, by one replay."""
@@ -119,6 +131,7 @@ def measure_savings(
     groups: Sequence[Collection[AppliedFix]],
     model: CacheModel,
     *,
+    unseen: UnseenLike | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Saving]:
     """What each group of fixes saves if all of its fixes are applied together.
@@ -126,7 +139,8 @@ def measure_savings(
     `tokens` are those read in the replay of the mended log less those read in the log as it is, under
     the rule of `model`. `low` and `high` are the least and the greatest of the replays with both ends
     of the vendor's lifetime and with entries readable from the start of their request (if first outputs
-    are not logged), widened by the error of estimated token counts. Money is what the input costs less,
+    are not logged), widened by the error of estimated token counts. If causes are mended that hide parts
+    from the log for ever, `high` is at least what `unseen` gives with stand-ins for them. Money is what the input costs less,
     with the price of writes; it is negative if a fix writes more than its reads save, and None where a
     price is not known.
 
@@ -135,7 +149,9 @@ def measure_savings(
     Only the parts of the log that share a prefix with a changed prompt are replayed: the others read
     what they read before. Under a finite capacity all prompts compete, and all are replayed.
     """
-    replayer = _Replayer(corpus, in_start_order(map(ReplayPrompt.of, requests)), mender, model)
+    replayer = _Replayer(
+        corpus, in_start_order(map(ReplayPrompt.of, requests)), mender, model, unseen
+    )
     savings = []
     for number, group in enumerate(groups, 1):
         savings.append(replayer.saving(list(group)))
@@ -153,9 +169,10 @@ class _Replayer:
         prompts: Sequence[ReplayPrompt],
         mender: MenderLike,
         model: CacheModel,
+        unseen: UnseenLike | None,
     ) -> None:
         self._corpus, self._prompts = corpus, prompts
-        self._mender, self._model = mender, model
+        self._mender, self._model, self._unseen = mender, model, unseen
         self._roles = BlockRoles(corpus, has_names=False)
         self._before: dict[Conditions, list[Prediction]] = {}
         self._components = Components(model, prompts, Conditions())
@@ -167,11 +184,7 @@ class _Replayer:
         fixes = [fix for fix in fixes if fix.cause not in _UNMENDED]
         if not fixes:
             return Saving(0, 0, 0, 0.0)
-        mended = {
-            place: prompt
-            for place, before in enumerate(self._prompts)
-            if (prompt := self._mend(before, fixes)) is not before
-        }
+        mended = self._mend_all(fixes, self._mender.mend)
         if any(fix.cause is CauseName.UNREAD_WRITE for fix in fixes):
             mended = self._without_unread(mended, fixes)
         usual = self._replay(mended, fixes, Conditions())
@@ -183,15 +196,28 @@ class _Replayer:
             if conditions.lifetime == "high" and not usual.has_expiries:
                 continue
             tokens.append(self._replay(mended, fixes, conditions).tokens)
+        if self._unseen is not None and any(fix.cause in HIDING for fix in fixes):
+            longest = self._mend_all(fixes, self._unseen.mend_longest)
+            tokens.append(self._replay(longest, fixes, Conditions()).tokens)
         bounds = [count * (1 + sign * self._error) for count in tokens for sign in (-1, 1)]
         return Saving(usual.tokens, round(min(bounds)), round(max(bounds)), usual.money)
 
-    def _mend(self, before: ReplayPrompt, fixes: Collection[AppliedFix]) -> ReplayPrompt:
+    def _mend_all(self, fixes: list[AppliedFix], mend: _Mend) -> dict[int, ReplayPrompt]:
+        """By place, the prompts that change."""
+        return {
+            place: prompt
+            for place, before in enumerate(self._prompts)
+            if (prompt := self._mend_prompt(before, fixes, mend)) is not before
+        }
+
+    def _mend_prompt(
+        self, before: ReplayPrompt, fixes: Collection[AppliedFix], mend: _Mend
+    ) -> ReplayPrompt:
         """A prompt with fixes applied; the same object if nothing changes."""
         in_text = [fix for fix in fixes if fix.cause not in _NOT_IN_TEXT]
         prompt = before
         if in_text:
-            mended = self._mender.mend(before.request, in_text)
+            mended = mend(before.request, in_text)
             prompt = ReplayPrompt(
                 before.request, mended.units, tuple(mended.paths), tuple(mended.breakpoints)
             )
