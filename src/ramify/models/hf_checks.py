@@ -176,7 +176,7 @@ def check_calls(probe: ProbeAttention, config: ModelConfig) -> str | None:
                 f"{call.value.shape[2]} elements in layer {layer}; its configuration says {expected}"
             )
         if call.sinks is not None:
-            return "has attention sinks, which the attention backends do not know"
+            return "has attention sinks, which the adapter does not hand to attention"
         if not call.is_causal:
             return "attends to later tokens too (bidirectional); only causal decoders run"
         if call.soft_cap != config.variant.attention_soft_cap:
