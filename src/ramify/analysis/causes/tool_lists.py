@@ -13,7 +13,6 @@ from ramify.analysis.templates import Templates
 from ramify.analysis.text_diff import common_prefix_len
 from ramify.analysis.verdicts import CauseName, Certainty
 
-
 _VALUES = frozenset({CauseName.CLOCK, CauseName.RANDOM_ID, CauseName.PATH_OR_STATE})
 
 
