@@ -154,14 +154,14 @@ _UNITS = re.compile(
     r"(?i) ?(?:hours?|minutes?|seconds?|heures?|horas?|minutos?|stunden|minuten|uhr|o'clock)\b"
 )
 _SPOKEN_TIME = re.compile(
-    r"(?i)\b(?:half|quarter|five|ten|twenty|twenty-five|\d{1,2})(?: minutes)? (?:past|to|before|after) "
-    r"(?:one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|noon|midnight|\d{1,2})\b"
+    r"(?i)\b(?:half|quarter|five|ten|twenty|twenty-five|\d{1,2}(?= past))(?: minutes)? (?:past|to) "
+    r"(?:one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|noon|midnight|\d{1,2})"
+    r"(?=\W*$|[.,;!?]|\s(?:in|at|on|o'clock|this|today)\b)"
 )
 # What happened on a date: the date belongs to the content.
 _EVENT = re.compile(
-    r"(?i)\b(?:born|birth(?:day|date)?|placed|ordered|bought|purchased|paid|signed|hired|issued|due|joined|"
-    r"married|founded|published|shipped|delivered|expire[sd]?|expiry|deadline|geboren|bestellt|fällig)\b"
-    r"[^.\n]{0,16}$"
+    r"(?i)\b(?:born|birth(?:day|date)?|placed|ordered|bought|purchased|signed|hired|joined|married|founded|"
+    r"geboren|bestellt)\b[^.\n]{0,16}$"
 )
 _CALENDAR = re.compile(
     r"(?i)\b(?:date|time|calendar|weekday|today|now|clock|heute|hoy|aujourd'hui|oggi|hoje|fecha|datum|"
