@@ -29,6 +29,7 @@ from tests.pure.analysis.simulated_traces import (
     hashed_request,
     leaf_first_hits,
     lru_hits,
+    prefix_id,
     trace_of,
 )
 
@@ -67,7 +68,7 @@ def test_policies_at_page_sizes_equal_a_cache_of_single_pages(
     requests = [hashed_request(path, number) for number, path in enumerate(paths)]
     page_size = blocks_per_page * BLOCK
     pages = [
-        tuple(path[at : at + blocks_per_page] for at in _starts(path, blocks_per_page))
+        tuple(prefix_id(path[at : at + blocks_per_page]) for at in _starts(path, blocks_per_page))
         for path in paths
     ]
 
