@@ -83,6 +83,24 @@ def _respaced_at_end(a: SpacedText, b: SpacedText) -> Respaced | None:
     return Respaced(len(words[0]), len(words[1]), b.values[-1][1])
 
 
+def places_in_text(
+    text: str, normal: str, places: Sequence[tuple[int, int]]
+) -> list[tuple[int, int]] | None:
+    """Places of the normal form in the text itself; None if their words are not the same."""
+    words, normal_words = _word_spans(text), _word_spans(normal)
+    if len(words) != len(normal_words) or not len(words):
+        return None
+    starts, shifts = normal_words[:, 0], words[:, 0] - normal_words[:, 0]
+    if not np.array_equal(shifts, words[:, 1] - normal_words[:, 1]):  # words of other lengths
+        return None
+    found = []
+    for start, end in places:
+        first = max(0, int(starts.searchsorted(start, "right")) - 1)
+        last = max(first, int(starts.searchsorted(end, "left")) - 1)
+        found.append((start + int(shifts[first]), end + int(shifts[last])))
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class _Words:
     """The words of a text: places in the text and in its normal form.
