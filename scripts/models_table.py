@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from ramify.models.families import FAMILIES
+from tests.cpu.family_templates import FAMILY_TEMPLATES, PUBLISHED, FamilyTemplate
 from tests.cpu.models.family_cases import CASES
 from tests.cpu.models.test_hf_adapter import REFUSED, SERVED
 
@@ -54,12 +55,42 @@ Compared with transformers: greedy tokens cold, warm, batched and in a second tu
 | architecture | result |
 |---|---|
 """
+TEMPLATES = """
+## Chat templates, tool calls and thinking
+
+Templates of this form, with the family's special tokens, are rendered as transformers renders them:
+tools, calls, results, a system prompt, several turns, switches and documents. An answer in the model's
+own syntax is read through both official clients, whole and streamed, and comes back into the prompt
+(`tests/cpu/test_family_templates.py`, `tests/cpu/test_template_switches.py`). Formats are described in
+[api.md](api.md#formats-of-tool-calls); they are found in the checkpoint's template, and named by
+`--tool-call-parser` and `--reasoning-parser`. Where the template has no place for tools, the model does not
+see them, and the response says so; a call that the model writes is read all the same.
+
+| models | `model_type` | tools in the template | documents | thinking switch | calls | thinking |
+|---|---|---|---|---|---|---|
+"""
 REASONS = {
     "encoder-decoder": "refused: an encoder-decoder",
     "layers of kind linear_attention": "refused: layers with a recurrent state",
     "bidirectional": "refused: attends to later tokens",
     "attention interface in 0 of 3 layers": "refused: attends by itself, not through transformers' interface",
 }
+
+
+def template_row(family: FamilyTemplate) -> str:
+    """A row of the table of chat templates."""
+    types = ", ".join(f"`{name}`" for name in family.model_types)
+    tools = "in the system message" if not family.tools_variable else f"`{family.tools_variable}`"
+    cells = (
+        PUBLISHED[family.name],
+        types,
+        tools if family.takes_tools else "none",
+        "yes" if family.takes_documents else "",
+        f"`{family.switch}`" if family.switch else "",
+        f"`{family.calls}`",
+        f"`{family.reasoning}`",
+    )
+    return f"| {' | '.join(cells)} |\n"
 
 
 def page() -> str:
@@ -73,6 +104,8 @@ def page() -> str:
         compared = "latent attention, experts" if family.is_latent else ", ".join(cases[name])
         compared = ", ".join((compared, *family.quant_methods))
         lines.append(f"| `{name}` | `{family.model_type}` | {compared} |\n")
+    lines.append(TEMPLATES)
+    lines += map(template_row, FAMILY_TEMPLATES)
     lines.append(ADAPTER)
     lines += [f"| `{name}` | equal |\n" for name in SERVED]
     lines += [

@@ -206,3 +206,15 @@ def test_a_system_prompt_alone_is_the_users(family: FamilyTemplate) -> None:
 
     alone = [{**SYSTEM, "role": "user"}]
     assert text == tokenizer_of(family.name).apply_chat_template(alone)
+
+
+@named("deepseek_v3", "deepseek_r1")
+def test_text_and_a_call_are_both_written(family: FamilyTemplate) -> None:
+    """Templates that write calls only of a message without content get the text as another one."""
+    messages = called(family)
+    messages[2]["content"] = "I look it up."
+    system, user, answer, result = called(family)
+    text = {"role": "assistant", "content": "I look it up."}
+
+    wanted = reference(family, [system, user, text, answer, result], with_tools=True)
+    assert rendered(family, messages) == wanted

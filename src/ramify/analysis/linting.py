@@ -118,6 +118,7 @@ class Linted:
     model: CacheModel
     mender: Mender
     predictions: Mapping[int, Prediction]  # by the request's number
+    unsplit: Mapping[int, Prediction]  # if all replicas, keys and answering models shared a cache
 
 
 def lint_parts(
@@ -183,7 +184,7 @@ def lint_parts(
         tables=report_tables(model, corpus.requests, predictions, verdicts),
         capacity_tokens=model.capacity_tokens,
     )
-    return Linted(report, model, mender, predictions)
+    return Linted(report, model, mender, predictions, log.unsplit)
 
 
 def _requests(

@@ -12,15 +12,14 @@ from numpy.typing import NDArray
 
 from ramify.analysis.corpus import Corpus, StoredRequest
 from ramify.analysis.matching import Match
+from ramify.analysis.mended_tools import merge_tools
 from ramify.analysis.mended_units import VALUES, MendedUnits
-from ramify.analysis.prompt_sides import Difference
+from ramify.analysis.prompt_sides import Difference, PlacedUnit
 from ramify.analysis.records import SegmentKind
 from ramify.analysis.savings import AppliedFix
 from ramify.analysis.templates import Templates
-from ramify.analysis.unseen_parts import HIDING, Groups, PlacedUnit, UnseenParts
+from ramify.analysis.unseen_parts import HIDING, Groups, UnseenParts
 from ramify.analysis.verdicts import CauseName
-
-_OF_TOOL_LISTS = frozenset({CauseName.TOOL_ORDER, CauseName.TOOL_CHANGED})
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +66,31 @@ class _Step:
 
 
 @dataclass(frozen=True, slots=True)
+class _Outer:
+    """What stands before system and messages, as sent."""
+
+    settings: dict[str, int]  # unit by path
+    tools: list[int]
+
+    @classmethod
+    def of(cls, request: StoredRequest) -> _Outer:
+        """Of a request."""
+        out = cls({}, [])
+        for path, unit in zip(request.paths, request.units.tolist(), strict=True):
+            if path.startswith("settings."):
+                out.settings[path] = unit
+            elif path.startswith("tools["):
+                out.tools.append(unit)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
 class _Recipe:
     """How a prompt is made equal to that of its match."""
 
     match: int
-    settings: tuple[tuple[str, tuple[CauseName, str]], ...]  # those that differ, and why
+    settings: dict[str, tuple[CauseName, str] | None]  # those that differ as sent, and why
+    has_other_tools: bool  # as sent
     tools: _Fixes  # causes in the tools
     steps: tuple[_Step, ...]
     end: tuple[int, int]
@@ -80,9 +99,15 @@ class _Recipe:
     def of(cls, match: Match, earlier: StoredRequest) -> _Recipe:
         """From the differences of a match."""
         places = [(item.segment, _place(item)) for item in match.differences if item.is_waste]
+        mine, theirs = _Outer.of(match.request), _Outer.of(earlier)
         return cls(
             match=earlier.number,
-            settings=tuple(item for item in places if item[0].startswith("settings.")),
+            settings={
+                path: dict(places).get(path)
+                for path in mine.settings | theirs.settings
+                if mine.settings.get(path) != theirs.settings.get(path)
+            },
+            has_other_tools=mine.tools != theirs.tools,
             tools=frozenset(place for path, place in places if path.startswith("tools[")),
             steps=tuple(
                 _Step(
@@ -102,14 +127,14 @@ class _Mended:
     """A mended prompt, by the segments of the prompt as sent."""
 
     settings: dict[str, PlacedUnit]
-    tools: tuple[tuple[int, str, int], ...]  # unit, path, segment as sent or -1
+    tools: tuple[PlacedUnit, ...]
     groups: Groups  # in place of each segment after the tools, and at the end
 
 
 class Mender:
     """Applies fixes to the prompts of a log that was matched.
 
-    Values become constants, forms become equal and tools are sorted in each prompt by itself. Whatever
+    Values become constants and forms become equal in each prompt by itself. Whatever
     else differs from the best match is taken from there, and so from the first prompt that had it.
 
     A finding names the first place of its cause in a request. Its fix mends the later places too.
@@ -185,10 +210,7 @@ class Mender:
         marks = dict(request.breakpoints)
         segments = list(mended.settings.values())
         breakpoints: list[tuple[int, float]] = []
-        for unit, path, sent in mended.tools:
-            if sent in marks:
-                breakpoints.append((len(segments), marks[sent]))
-            segments.append((unit, path))
+        segments += mended.tools
         first = len(request.units) - len(mended.groups) + 1
         for sent, group in enumerate(mended.groups, first):
             segments += group
@@ -223,60 +245,45 @@ class Mender:
         num_settings = _leading(kinds, SegmentKind.SETTING)
         first = num_settings + _leading(kinds[num_settings:], SegmentKind.TOOL)
         settings = {path: (unit, path) for unit, path in segments[:num_settings]}
-        tools = tuple(
-            (unit, path, at)
-            for at, (unit, path) in enumerate(segments[:first])
-            if at >= num_settings
-        )
-        if any(cause is CauseName.TOOL_ORDER for cause, _ in self._fixes):
-            tools = self._sort_tools(tools)
+        tools = tuple(segments[num_settings:first])
         own = segments[first:]
         if recipe is None:
             return _Mended(settings, tools, (*((item,) for item in own), ()))
         base = self._memo[recipe.match]
         sent = self._corpus.requests[recipe.match]
         return _Mended(
-            self._settings(settings, base, recipe, request, sent),
-            self._tools(tools, base, recipe, request, sent),
+            self._settings(settings, base, recipe),
+            self._tools(tools, base, recipe),
             tuple(map(tuple, self._groups(own, base, recipe, request, sent))),
         )
 
     def _settings(
-        self,
-        own: dict[str, PlacedUnit],
-        base: _Mended,
-        recipe: _Recipe,
-        request: StoredRequest,
-        sent: StoredRequest,
+        self, own: dict[str, PlacedUnit], base: _Mended, recipe: _Recipe
     ) -> dict[str, PlacedUnit]:
         """The match's settings where they are equal as sent, or where their change is mended."""
-        mended = {path for path, place in recipe.settings if place in self._fixes}
-        theirs = _settings_of(sent)
-        mine = _settings_of(request)
         out: dict[str, PlacedUnit] = {}
         for path in sorted(own | base.settings, key=_setting_order):
-            is_equal = mine.get(path) == theirs.get(path)
-            source = base.settings if is_equal or path in mended else own
+            differs = path in recipe.settings and recipe.settings[path] not in self._fixes
+            source = own if differs else base.settings
             if path in source:
                 out[path] = source[path]
         return out
 
     def _tools(
-        self,
-        own: tuple[tuple[int, str, int], ...],
-        base: _Mended,
-        recipe: _Recipe,
-        request: StoredRequest,
-        sent: StoredRequest,
-    ) -> tuple[tuple[int, str, int], ...]:
-        """The match's tools if they are equal as sent, or if all that differs is mended."""
-        is_equal = _tools_of(request) == _tools_of(sent)
-        if not is_equal and not (recipe.tools and recipe.tools <= self._fixes):
+        self, own: tuple[PlacedUnit, ...], base: _Mended, recipe: _Recipe
+    ) -> tuple[PlacedUnit, ...]:
+        """The match's tools as far as they are equal as sent, or as what differs is mended."""
+        left = {cause for cause, _ in recipe.tools - self._fixes}
+        if not recipe.has_other_tools or (recipe.tools and not left):
+            return base.tools
+        if not recipe.tools:
             return own
-        places = [place for _, _, place in own]
-        return tuple(
-            (unit, path, places[at] if at < len(places) else -1)
-            for at, (unit, path, _) in enumerate(base.tools)
+        return merge_tools(
+            self._corpus,
+            own,
+            base.tools,
+            takes_order=CauseName.TOOL_ORDER not in left,
+            takes_definitions=left == {CauseName.TOOL_ORDER},
         )
 
     def _groups(
@@ -304,7 +311,8 @@ class Mender:
         for at in range(j, len(own)):
             groups[at].append(own[at])
         last = recipe.steps[-1] if recipe.steps else None
-        if last is not None and last.content and last.causes and last.causes <= self._fixes:
+        is_mended = last is not None and bool(last.causes) and last.causes <= self._fixes
+        if last is not None and last.content is not None and is_mended and base.groups[i]:
             (_, path), base_unit = own[j], base.groups[i][-1][0]
             units = _unit_at(sent, base.groups, i), _unit_at(request, groups, j)
             unit = self._units.splice(units, (base_unit, own[j][0]), last.content)
@@ -319,7 +327,7 @@ class Mender:
 
     def _head(self, mended: _Mended) -> _Head:
         """What all prompts of an app have in common."""
-        tools = tuple(unit for unit, _, _ in mended.tools)
+        tools = tuple(unit for unit, _ in mended.tools)
         return tools, mended.groups[0][0][0] if mended.groups[0] else None
 
     def _mend_unit(self, unit: int, path: str) -> int:
@@ -329,13 +337,6 @@ class Mender:
             here = frozenset(cause for cause, segment in self._fixes if segment in places)
             self._causes_at[path] = here
         return self._units.mend(unit, here) if here else unit
-
-    def _sort_tools(
-        self, tools: tuple[tuple[int, str, int], ...]
-    ) -> tuple[tuple[int, str, int], ...]:
-        return tuple(
-            sorted(tools, key=lambda item: self._corpus.text(self._templates.canonical(item[0])))
-        )
 
 
 def _place(difference: Difference) -> tuple[CauseName, str]:
@@ -350,22 +351,6 @@ def _unit_at(request: StoredRequest, groups: Sequence[object], at: int) -> int:
 def _leading(kinds: Sequence[SegmentKind], kind: SegmentKind) -> int:
     """Segments of a kind before the first of another."""
     return next((at for at, item in enumerate(kinds) if item is not kind), len(kinds))
-
-
-def _settings_of(request: StoredRequest) -> dict[str, int]:
-    return {
-        path: unit
-        for path, unit in zip(request.paths, request.units.tolist(), strict=True)
-        if path.startswith("settings.")
-    }
-
-
-def _tools_of(request: StoredRequest) -> list[int]:
-    return [
-        unit
-        for path, unit in zip(request.paths, request.units.tolist(), strict=True)
-        if path.startswith("tools[")
-    ]
 
 
 def _setting_order(path: str) -> tuple[bool, str]:

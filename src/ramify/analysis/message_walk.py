@@ -12,16 +12,13 @@ from ramify.analysis.corpus import Corpus
 from ramify.analysis.prompt_sides import Difference, Side, WalkStep
 from ramify.analysis.quoting import Excerpt
 from ramify.analysis.records import TextForm
+from ramify.analysis.summaries import is_summary
 from ramify.analysis.templates import Templates
 from ramify.analysis.text_diff import common_prefix_len
 from ramify.analysis.verdicts import CauseName, Certainty
 
 MIN_RECOVERED = 16  # tokens behind a value in a user's message, so that the value is waste
 
-_SUMMARY = re.compile(
-    r"(?i)(summar|continued from a previous|previous conversation|compact|condensed|zusammenfassung|"
-    r"résumé|context so far|conversation so far|earlier conversation|<analysis>|handoff)"
-)
 _THINK = re.compile(r"<think(?:ing)?>.*?</think(?:ing)?>\s*", re.DOTALL)
 
 
@@ -133,7 +130,12 @@ class MessageWalk:
         if left.label == right.label or left.token_hash == right.token_hash:
             return False
         roles = (self._a.role(self._i), self._b.role(self._j))
-        if roles[0] != roles[1] or self._a.normals[self._i] == self._b.normals[self._j]:
+        is_call = " " in left.label and roles[0] not in {"user", "assistant", "system"}
+        if (
+            roles[0] != roles[1]
+            or not is_call
+            or self._a.normals[self._i] == self._b.normals[self._j]
+        ):
             return False
         if self._text_a() != self._text_b() or not left.label or not right.label:
             return False
@@ -399,14 +401,15 @@ class MessageWalk:
     def _is_compaction(self) -> bool:
         """Whether a summary stands where the head of the conversation stood."""
         a, b = self._a, self._b
-        if b.role(self._j) not in ("user", "system", "assistant"):
+        had, got = self._text_a(), self._text_b()
+        if b.role(self._j) == "system" == a.role(self._i) and got.startswith(had):
+            got = got[len(had) :].lstrip()  # the system prompt takes the summary in
+        if b.role(self._j) not in ("user", "system", "assistant") or len(got) < 60 or had == got:
             return False
-        text = self._text_b()
-        if len(text) < 60 or not _SUMMARY.search(text[:400]) or text == self._text_a():
+        if not is_summary(got, is_certain=not self._continues):
             return False
-        if b.message_of[self._j] == b.message_of[-1] and not self._continues:
-            return len(a.rest) - self._i > 2 and "summar" in text[:300].lower()
-        return True
+        is_newest = b.message_of[self._j] == b.message_of[-1]
+        return self._continues or not is_newest or len(a.rest) - self._i > 2
 
     def _edits_history(self, *, peek: bool = False) -> bool:
         """Older messages dropped, cut or edited, with equal ones after them."""
@@ -454,9 +457,7 @@ def begins_with_summary(side: Side) -> bool:
     """Whether the first message of the conversation is a summary of what was before."""
     for at in range(min(3, len(side.rest))):
         if side.role(at) == "user":
-            text = side.corpus.text(side.rest[at])[:400]
-            goes_on = len(side.rest) > at + 1 or "continued from a previous conv" in text
-            return goes_on and "summar" in text and bool(_SUMMARY.search(text))
+            return is_summary(side.corpus.text(side.rest[at]), is_certain=True)
     return False
 
 

@@ -14,6 +14,7 @@ from ramify.analysis.records import SegmentKind, TextForm
 from ramify.analysis.templates import Templates
 from ramify.analysis.verdicts import CauseName, Certainty
 
+PlacedUnit = tuple[int, str]  # unit, path
 LEGITIMATE = frozenset({CauseName.NEW_CONTENT, CauseName.COMPACTION, CauseName.OUTSIDE_PROMPT})
 
 

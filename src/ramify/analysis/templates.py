@@ -132,19 +132,32 @@ class Templates:
         key = (normal, frozenset({"*"}) if causes is None else causes)
         known = self._canonical.get(key)
         if known is None:
-            known = self._canonical[key] = self._mask(template, normal, causes)
+            known = self._canonical[key] = self._mask(normal, causes)
         return known
 
-    def _mask(self, template: Template, normal: int, causes: frozenset[str] | None) -> int:
-        text, parts, at = self._corpus.text(normal), [], 0
-        for slot, place in zip(template.slots, self.slot_places(template, normal), strict=True):
-            verdict = slot.verdict
-            if place is None or verdict is None or not verdict.is_volatile or verdict.cause is None:
-                continue
-            if causes is None or verdict.cause in causes:
-                parts += [text[at : place[0]], slot.constant]
-                at = place[1]
-        return self._store(normal, "".join([*parts, text[at:]])) if parts else normal
+    def volatile_values(
+        self, unit: int, causes: frozenset[str] | None = None
+    ) -> list[tuple[int, int, str]]:
+        """Values of volatile slots in a unit's normal form: start, end, and the constant for each.
+
+        `causes` as in `canonical`.
+        """
+        template = self.template_of(unit)
+        if template is None or not template.slots:
+            return []
+        return [
+            (*place, slot.constant)
+            for slot, place in zip(template.slots, self.slot_places(template, unit), strict=True)
+            if place is not None
+            and slot.verdict is not None
+            and slot.verdict.is_volatile
+            and slot.verdict.cause is not None
+            and (causes is None or slot.verdict.cause in causes)
+        ]
+
+    def _mask(self, normal: int, causes: frozenset[str] | None) -> int:
+        values = self.volatile_values(normal, causes)
+        return self._store(normal, replace_places(self._corpus.text(normal), values))
 
     def _store(self, unit: int, text: str) -> int:
         stored = self._corpus.units[unit]
@@ -237,6 +250,15 @@ def _features(text: str) -> list[tuple[str, int]]:
 def _mask(text: str) -> str:
     """The text with words that hold digits as 0."""
     return _VOLATILE.sub("0", text)
+
+
+def replace_places(text: str, places: Sequence[tuple[int, int, str]]) -> str:
+    """The text with other texts at places, which are in order: start, end, text."""
+    parts, at = [], 0
+    for start, end, value in places:
+        parts += [text[at:start], value]
+        at = end
+    return "".join([*parts, text[at:]])
 
 
 def _is_value(hunk: Hunk) -> bool:

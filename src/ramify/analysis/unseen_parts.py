@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from ramify.analysis.corpus import Corpus, StoredRequest
-from ramify.analysis.prompt_sides import WalkStep, is_reasoning
+from ramify.analysis.prompt_sides import PlacedUnit, WalkStep, is_reasoning
 from ramify.analysis.records import Segment, SegmentKind
 from ramify.analysis.verdicts import CauseName
 
 HIDING = frozenset({CauseName.HISTORY_EDITED, CauseName.REASONING_DROPPED})
 
-PlacedUnit = tuple[int, str]  # unit, path
 Groups = tuple[tuple[PlacedUnit, ...], ...]  # what stands for each segment after the tools
 
 _OTHERS = frozenset({"user", "system", "developer", "tool", "function_call_output"})

@@ -129,12 +129,13 @@ def _show(report: LintReport) -> None:
         rule += f" at {capacity_label(report.capacity_tokens)} tokens of capacity"
     typer.echo(f"{report.num_requests:,} requests, {total:,} input tokens{note}; {rule}")
     if total:
-        typer.echo(f"shared with an earlier request as sent: {reusable:,} ({reusable / total:.1%})")
-        typer.echo(f"lost to causes that can be mended:      {lost:,} ({lost / total:.1%})")
+        typer.echo(f"shared with the best match as sent: {reusable:,} ({reusable / total:.1%})")
+        typer.echo(f"lost to causes that can be mended:  {lost:,} ({lost / total:.1%})")
     for finding in report.findings:
+        place = f" at {finding.segment}" if finding.segment else ""
         typer.echo("")
         typer.echo(
-            f"{finding.cause} at {finding.segment} ({finding.certainty}): "
+            f"{finding.cause}{place} ({finding.certainty}): "
             f"{finding.num_requests:,} requests, {finding.tokens_lost:,} tokens lost, "
             f"mending saves {finding.saving.tokens:,}"
         )

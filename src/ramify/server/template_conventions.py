@@ -28,7 +28,7 @@ class TemplateConventions:
         has_json_tools: tools are JSON text, and no list.
         writes_tools: False: tools are left out of the prompt.
         has_json_arguments: arguments of calls are JSON text, and no object.
-        has_null_content: a message with calls and without text has None as its content.
+        has_null_content: a message with calls has None as its content, and text is another message.
         has_short_ids: ids of calls have `SHORT_ID_CHARS` characters.
         has_single_calls: an assistant's message has at most one call.
         writes_calls: False: calls have no field, and are text of the answer.
@@ -88,9 +88,11 @@ class TemplateConventions:
         if "tool_call_id" in message:
             message["tool_call_id"] = self._id(message["tool_call_id"])
         if calls and self.writes_calls:
-            message["tool_calls"] = [self._call(call) for call in calls]
-            if self.has_null_content and not message.get("content"):
-                message["content"] = None
+            called = {"tool_calls": [self._call(call) for call in calls]}
+            if self.has_null_content:
+                texts = [message] if message.get("content") else []
+                return [*texts, {"role": message["role"], "content": None, **called}]
+            message |= called
         elif calls and not self.has_metadata:
             text = write_calls([(call["name"], call["arguments"]) for call in functions])
             message["content"] = "\n".join(filter(None, (message.get("content"), text)))

@@ -22,6 +22,7 @@ from ramify.analysis.report.sarif import analysis_as_sarif
 from ramify.analysis.report.what_if import replay_sets
 from tests.pure.analysis.planted_formats import planted_log, write_log
 from tests.pure.analysis.report_logs import chat_row, write_clock_log, write_rows
+from tests.pure.analysis.transcripts import Transcript
 
 HOSTILE = (
     '</script><script>alert(1)</script><img src=x onerror="alert(2)">{{ 7*7 }}{% raw %}'
@@ -339,3 +340,19 @@ def test_a_capacity_is_a_step_of_the_waterfall(tmp_path: Path) -> None:
     assert abs(step.change + infinite.share) < 0.01
     assert not [step for step in whole.waterfall if step.name == "capacity"]
     assert "at a capacity of 2,000 tokens" in headline(small)
+
+
+def test_a_log_without_whole_prompts_has_the_reported_rate_only(tmp_path: Path) -> None:
+    """Transcripts hide the system prompt and the tools: nothing is predicted from what is left."""
+    transcript, last = Transcript(), None
+    for number in range(4):
+        question = transcript.user(last, f"Question {number}")
+        last = transcript.answer(question, f"msg_{number}", {"type": "text", "text": "Yes."})
+    log = write_rows(tmp_path / "log.jsonl", transcript.lines)
+
+    analysis = analyze(read_corpus([log], ReadQuality()), title="log")
+
+    (rate,) = analysis.rates
+    assert (rate.name, rate.num_read, rate.num_input) == ("reported", 4 * 9000, 4 * 9302)
+    assert analysis.waterfall == ()
+    assert any("No request has its whole prompt" in warning for warning in analysis.warnings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -58,6 +59,25 @@ def _respaced_at_end(a: SpacedText, b: SpacedText) -> Respaced | None:
     if a.text[len(words[0]) :] == b.text[len(words[1]) :]:
         return None
     return Respaced(len(words[0]), len(words[1]), b.values[-1][1])
+
+
+def places_in_text(
+    text: str, normal: str, places: Sequence[tuple[int, int]]
+) -> list[tuple[int, int]] | None:
+    """Places of the normal form in the text itself; None if their words are not the same."""
+    words = [match.span() for match in _WORD.finditer(text)]
+    normal_words = [match.span() for match in _WORD.finditer(normal)]
+    lengths = [end - start for start, end in words]
+    if lengths != [end - start for start, end in normal_words]:
+        return None
+    starts = [start for start, _ in normal_words]
+    found = []
+    for start, end in places:
+        first = max(0, bisect_right(starts, start) - 1)
+        last = max(first, bisect_left(starts, end) - 1)
+        shifts = [words[at][0] - starts[at] for at in (first, last)]
+        found.append((start + shifts[0], end + shifts[1]))
+    return found
 
 
 def _runs(side: SpacedText) -> list[list[tuple[int, int, int]]] | None:

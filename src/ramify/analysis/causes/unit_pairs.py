@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from ramify.analysis.causes.spacing import SpacedText, find_respaced
 from ramify.analysis.causes.values import MAX_CONTEXT, SlotEvidence, SlotVerdict, judge_slot
 from ramify.analysis.corpus import Corpus
-from ramify.analysis.normal_forms import parse_json
+from ramify.analysis.normal_forms import key_orders_differ, parse_json
 from ramify.analysis.prompt_sides import Difference
 from ramify.analysis.quoting import Excerpt
 from ramify.analysis.records import TextForm
@@ -137,7 +137,7 @@ def _form_differences(
     found = []
     json_a, json_b = parse_json(had), parse_json(got)
     if json_a is not None and json_b is not None:
-        if _key_orders_differ(json_a, json_b):
+        if key_orders_differ(json_a, json_b):
             is_parsed = "anthropic" in api
             at = common_prefix_len(had, got)
             found.append(
@@ -176,25 +176,3 @@ def whitespace_of(
         Excerpt(had, max(0, char_a - 8), char_a + 12),
         Excerpt(got, max(0, char_b - 8), char_b + 12),
     )
-
-
-def _key_orders_differ(a: object, b: object, depth: int = 0) -> bool:
-    """Whether an object that both have has its common keys in another order."""
-    if depth > 60:
-        return False
-    if isinstance(a, dict) and isinstance(b, dict):
-        common_a = [key for key in a if key in b]
-        common_b = [key for key in b if key in a]
-        return common_a != common_b or any(
-            _key_orders_differ(a[key], b[key], depth + 1) for key in common_a
-        )
-    if isinstance(a, list) and isinstance(b, list):
-        return any(_key_orders_differ(x, y, depth + 1) for x, y in zip(a, b, strict=False))
-    if isinstance(a, str) and isinstance(b, str) and a != b:
-        inner_a, inner_b = parse_json(a), parse_json(b)
-        return (
-            inner_a is not None
-            and inner_b is not None
-            and _key_orders_differ(inner_a, inner_b, depth + 1)
-        )
-    return False

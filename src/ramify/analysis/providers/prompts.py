@@ -83,7 +83,7 @@ class Timing:
     def of(cls, info: LoggedRequest) -> Timing:
         """By start, first output and end, as far as they are logged."""
         if info.start_s is None or info.is_batch:
-            return cls(None, -inf, -inf)
+            return UNTIMED
         ready = first_known(info.first_output_s, info.end_s, info.start_s)
         return cls(info.start_s, ready, first_known(info.end_s, ready))
 
@@ -111,6 +111,9 @@ class Timing:
     def is_kept(self, expiry_s: float) -> bool:
         """Whether an entry that expires at a time can be read."""
         return self.lookup_s is None or self.lookup_s < expiry_s
+
+
+UNTIMED = Timing(None, -inf, -inf)
 
 
 def first_known(*times: float | None) -> float:

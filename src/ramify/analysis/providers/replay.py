@@ -15,7 +15,13 @@ from ramify.analysis.providers.conditions import AS_LOGGED, Conditions
 from ramify.analysis.providers.detection import provider_of, provider_of_log
 from ramify.analysis.providers.grid import GridCache, NoCache
 from ramify.analysis.providers.page_pool import MIN_PAGE, ReplicaPools
-from ramify.analysis.providers.prompts import Prediction, PromptLayout, ReplayPrompt, Timing
+from ramify.analysis.providers.prompts import (
+    UNTIMED,
+    Prediction,
+    PromptLayout,
+    ReplayPrompt,
+    Timing,
+)
 from ramify.analysis.providers.rules import ModelRule, Rules
 from ramify.analysis.providers.whole_units import WholeUnitCache
 from ramify.analysis.records import LoggedRequest
@@ -173,6 +179,25 @@ class CacheModel:
             for prediction, number in zip(predictions, numbers, strict=True)
         ]
 
+    def shared_as_sent(self) -> dict[int, int]:
+        """Tokens of the longest prefix that any earlier request has too, by the request's number.
+
+        An infinite cache of single tokens without a rule, times or replicas: only settings, keys and
+        scopes that lose the cache part prompts.
+        """
+        bare: dict[int, GridCache] = {}
+        shared = {}
+        for prompt in prompts_of(self.corpus):
+            rule = self.rule_of(prompt)
+            cache = bare.get(id(rule))
+            if cache is None:
+                cache = bare[id(rule)] = GridCache(self.corpus, without_limits(rule))
+            layout = PromptLayout(
+                self.corpus, prompt, rule, ignored=frozenset({"replica", "model"})
+            )
+            shared[prompt.request.number] = cache.process(layout, UNTIMED).billed.num_read
+        return shared
+
     def _pools(self, conditions: Conditions) -> ReplicaPools | None:
         if self.capacity_tokens is None:
             return None
@@ -184,6 +209,19 @@ class CacheModel:
     def _kind_of(info: LoggedRequest, rule: ModelRule) -> str:
         """Of a hashed prompt only the ids of blocks are known: it is cached in pages."""
         return "grid" if info.hashed is not None and rule.cache != "none" else rule.cache
+
+
+def without_limits(rule: ModelRule) -> ModelRule:
+    """The rule of a cache that keeps every token for ever, with the same settings and keys."""
+    return msgspec.structs.replace(
+        rule,
+        cache="grid",
+        min_tokens=0,
+        step_tokens=1,
+        computes_last_token=False,
+        stores_output=False,
+        lifetimes_s=(),
+    )
 
 
 def _with_retention(rule: ModelRule, retention_s: float | None) -> ModelRule:

@@ -111,7 +111,8 @@ class _Parts:
 
     def analysis(self, title: str, policies: tuple[str, ...]) -> Analysis:
         lint, predictions = self._linted.report, self._linted.predictions
-        reads = measure_reads(self._corpus, lint.verdicts, predictions)
+        shared = self._linted.model.shared_as_sent()
+        reads = measure_reads(self._corpus, lint.verdicts, predictions, shared)
         num_input = sum(verdict.tokens.total for verdict in lint.verdicts)
         rates = hit_rates(lint, reads)
         self._progress("sharing tree", 0, 1)
@@ -122,7 +123,11 @@ class _Parts:
         what_if = self._unless_interrupted(lambda: replay_sets(self._corpus, self._linted))
         curves = self._unless_interrupted(
             lambda: cache_curves(
-                self._corpus, rates[0].share, policies=policies, progress=self._progress
+                self._corpus,
+                rates[0].share if rates else None,
+                stated_tokens=lint.capacity_tokens,
+                policies=policies,
+                progress=self._progress,
             )
         )
         return Analysis(
@@ -139,7 +144,7 @@ class _Parts:
             leaders_by_tokens=by_tokens,
             sessions=session_timelines(self._corpus, lint.verdicts, predictions),
             curves=curves,
-            waterfall=waterfall(reads, lint.verdicts, predictions),
+            waterfall=waterfall(reads, lint.verdicts, predictions, self._linted.unsplit),
             what_if=what_if,
             figures=tuple(figures_of(lint, rates, curves, num_input)),
             warnings=tuple(warnings_of(lint.quality, lint, is_partial=self._is_partial)),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from ramify.analysis.report.document import Analysis
+from ramify.analysis.report.document import Analysis, HitRate
 from ramify.analysis.report.rates import rule_words
 from ramify.analysis.report.wording import count, duration, money, percent, plural
 
 HOUR_S = 3600.0
+SAME_COUNT = 0.01  # of two counts of the input
 
 
 def headline(analysis: Analysis) -> str:
@@ -25,7 +26,7 @@ def headline(analysis: Analysis) -> str:
         if is_part := base.num_requests < analysis.lint.num_requests:
             sentences.append(
                 f"Of the {count(base.num_input)} tokens of the "
-                f"{plural(base.num_requests, 'request')} that log cached tokens, "
+                f"{plural(base.num_requests, 'request')} {_which(analysis, base)}, "
                 f"{percent(base.share)} {source}."
             )
         else:
@@ -43,11 +44,28 @@ def headline(analysis: Analysis) -> str:
     return " ".join(sentences)
 
 
+def _which(analysis: Analysis, base: HitRate) -> str:
+    """What the requests of the rates have that others lack."""
+    if base.name != "reported":
+        return "that log their whole prompt"
+    num_with_reads = analysis.lint.quality.get("num_with_reads", base.num_requests)
+    both = " and their whole prompt" if base.num_requests < num_with_reads else ""
+    return f"that log cached tokens{both}"
+
+
+def counted_words(analysis: Analysis) -> str:
+    """How savings count the input, where usage counts another number of tokens."""
+    if abs(analysis.num_counted - analysis.num_input) <= SAME_COUNT * analysis.num_input:
+        return ""
+    return f" as counted in the prompts ({count(analysis.num_counted)})"
+
+
 def _saving(analysis: Analysis) -> str:
     saving = analysis.lint.saving_all
     parts = [f"{count(saving.tokens)} tokens"]
     if analysis.num_counted:
-        parts.append(f"{percent(saving.tokens / analysis.num_counted)} of the input")
+        share = percent(saving.tokens / analysis.num_counted)
+        parts.append(f"{share} of the input{counted_words(analysis)}")
     if saving.money is not None:
         parts.append(money(saving.money))
     text = ", ".join(parts)

@@ -33,7 +33,8 @@ _OUTSIDE = (
 def hit_rates(lint: LintReport, reads: RequestReads) -> tuple[HitRate, ...]:
     """Reported (where usage is logged), by rule, and possible: over the same requests and tokens.
 
-    If only some requests have cached tokens in their usage, all three are over these.
+    They are over the requests with whole prompts whose usage has cached tokens; without usage, over
+    those with whole prompts. A log without whole prompts has the reported rate only.
     """
     chosen = counted_requests(reads)
     num_input, num_requests = int(reads.num_tokens[chosen].sum()), int(chosen.sum())
@@ -44,22 +45,21 @@ def hit_rates(lint: LintReport, reads: RequestReads) -> tuple[HitRate, ...]:
     def rate(name: str, num_read: Counts, formula: str) -> HitRate:
         return HitRate(name, int(num_read[chosen].sum()), num_input, num_requests, formula)
 
-    rates = [
-        rate("by_rule", reads.by_rule, f"reads by {rule_words(lint)}, from a cold cache / {unit}"),
-        rate(
-            "possible",
-            reads.reusable + reads.lost,
-            f"tokens shared with an earlier request if all causes were mended, infinite cache / {unit}",
-        ),
-    ]
-    if reads.has_usage.any():
-        rates.insert(0, rate("reported", reads.reported, f"cached tokens of usage / {unit}"))
+    rates = []
+    if reads.has_usage[chosen].any():
+        rates.append(rate("reported", reads.reported, f"cached tokens of usage / {unit}"))
+    if reads.is_whole[chosen].any():
+        words = f"reads by {rule_words(lint)}, from a cold cache / {unit}"
+        rates.append(rate("by_rule", reads.by_rule, words))
+        words = "tokens shared with an earlier request if all causes were mended, infinite cache"
+        rates.append(rate("possible", reads.reusable + reads.lost, f"{words} / {unit}"))
     return tuple(rates)
 
 
 def counted_requests(reads: RequestReads) -> NDArray[np.bool_]:
-    """[requests]: those with usage; without any, all."""
-    return reads.has_usage if reads.has_usage.any() else np.ones(len(reads.num_tokens), np.bool_)
+    """[requests]: those that all rates and the waterfall are over."""
+    choices = (reads.has_usage & reads.is_whole, reads.has_usage, reads.is_whole)
+    return next((chosen for chosen in choices if chosen.any()), np.zeros_like(reads.is_whole))
 
 
 def rule_words(lint: LintReport) -> str:
@@ -79,15 +79,23 @@ def waterfall(
     reads: RequestReads,
     verdicts: Sequence[Verdict],
     predictions: Mapping[int, Prediction],
+    unsplit: Mapping[int, Prediction],
 ) -> tuple[WaterfallStep, ...]:
     """Levels and the steps between them, as shares of the input tokens of the same requests.
 
-    With usage in the log only the requests that have it are counted, so that all levels compare. Each
-    lost token counts for one step.
+    They are the requests of `hit_rates`, so that all levels compare. Each lost token counts for one
+    step. Without whole prompts nothing can be compared.
+
+    Args:
+        reads: of each request.
+        verdicts: of each request.
+        predictions: by the request's number.
+        unsplit: the same if all replicas, keys and answering models shared a cache.
     """
-    chosen, has_reported = counted_requests(reads), bool(reads.has_usage.any())
+    chosen = counted_requests(reads)
+    has_reported = bool(reads.has_usage[chosen].any())
     total = int(reads.num_tokens[chosen].sum())
-    if not total:
+    if not total or not reads.is_whole[chosen].any():
         return ()
     steps = _Steps(total)
     possible = reads.reusable + reads.lost
@@ -97,7 +105,7 @@ def waterfall(
     for name, lost in _prompt_causes(reads, verdicts, chosen):
         steps.down(name, lost, "changes of the prompt")
     steps.level("as sent", int(reads.reusable[chosen].sum()), "infinite cache, no rule")
-    for name, lost, detail in _restrictions(reads, predictions, chosen):
+    for name, lost, detail in _restrictions(reads, predictions, unsplit, chosen):
         steps.down(name, lost, detail)
     by_rule = int(reads.by_rule[chosen].sum())
     steps.remainder(
@@ -155,22 +163,32 @@ def _prompt_causes(
 def _restrictions(
     reads: RequestReads,
     predictions: Mapping[int, Prediction],
+    unsplit: Mapping[int, Prediction],
     chosen: np.ndarray[tuple[int], np.dtype[np.bool_]],
 ) -> Iterator[tuple[str, int, str]]:
     """Tokens that each restriction of the rule takes; a token counts for the first that frees it."""
     numbers = np.flatnonzero(chosen).tolist()
     left: Counts = (reads.reusable - reads.by_rule).clip(min=0)
-    for field, name, detail in RESTRICTIONS:
+
+    def take(possible: Mapping[int, int]) -> int:
         freed = np.zeros_like(left)
         for number in numbers:
-            prediction = predictions[number]
-            gain = getattr(prediction, field) - prediction.billed.num_read
+            billed = predictions[number].billed
+            gain = possible[number] - billed.num_read
             if gain > 0:
-                rate = reads.num_tokens[number] / max(prediction.billed.num_input, 1)
-                freed[number] = round(gain * rate)
+                freed[number] = round(gain * reads.num_tokens[number] / max(billed.num_input, 1))
         taken = np.minimum(freed, left)
-        left -= taken
-        yield name, int(taken.sum()), detail
+        np.subtract(left, taken, out=left)
+        return int(taken.sum())
+
+    for field, name, detail in RESTRICTIONS:
+        yield (
+            name,
+            take({number: getattr(predictions[number], field) for number in numbers}),
+            detail,
+        )
+    split = take({number: unsplit[number].billed.num_read for number in numbers})
+    yield "split", split, "another replica, cache key or model has the entry"
 
 
 def _outside(

@@ -22,8 +22,9 @@ class RequestReads:
     num_tokens: Counts  # of the prompt
     reported: Counts  # by usage; -1 unknown
     by_rule: Counts
-    reusable: Counts  # shared with an earlier request, as sent
+    reusable: Counts  # shared with any earlier request, as sent
     lost: Counts  # what mending adds to `reusable`
+    is_whole: NDArray[np.bool_]  # the log has all of the prompt: it can be compared and predicted
 
     @property
     def has_usage(self) -> NDArray[np.bool_]:
@@ -49,27 +50,42 @@ class RequestReads:
             by_rule=scale(self.by_rule),
             reusable=scale(self.reusable),
             lost=scale(self.lost),
+            is_whole=self.is_whole,
         )
 
 
 def measure_reads(
-    corpus: Corpus, verdicts: Sequence[Verdict], predictions: Mapping[int, Prediction]
+    corpus: Corpus,
+    verdicts: Sequence[Verdict],
+    predictions: Mapping[int, Prediction],
+    shared: Mapping[int, int],
 ) -> RequestReads:
-    """The counts of all requests, in tokens as billed where usage is logged, else as counted."""
+    """The counts of all requests, in tokens as billed where usage is logged, else as counted.
+
+    Args:
+        corpus: the requests.
+        verdicts: of the requests, in order.
+        predictions: by the request's number.
+        shared: tokens of the longest prefix that any earlier request has, by the request's number; the
+            best match of a verdict, which shares most when mended, may share less as sent.
+    """
     num_tokens = np.array([verdict.tokens.total for verdict in verdicts], np.int64)
     reported = np.full(len(corpus), -1, np.int64)
-    by_rule = np.zeros(len(corpus), np.int64)
-    for request in corpus:
-        usage, total = request.info.usage, int(num_tokens[request.number])
+    by_rule, reusable = np.zeros((2, len(corpus)), np.int64)
+    for request, verdict in zip(corpus, verdicts, strict=True):
+        usage, total, number = request.info.usage, verdict.tokens.total, request.number
         if usage.num_read is not None and usage.num_input:
-            reported[request.number] = min(usage.num_input, usage.num_read)
-        billed = predictions[request.number].billed
-        if billed.num_input:
-            by_rule[request.number] = round(total * billed.num_read / billed.num_input)
+            reported[number] = min(usage.num_input, usage.num_read)
+        billed = predictions[number].billed
+        rate = total / billed.num_input if billed.num_input else 0.0
+        by_rule[number] = round(billed.num_read * rate)
+        reusable[number] = max(round(shared[number] * rate), verdict.tokens.reusable)
+    mended = np.array([item.tokens.reusable + item.tokens.lost for item in verdicts], np.int64)
     return RequestReads(
         num_tokens,
         reported,
         by_rule,
-        reusable=np.array([verdict.tokens.reusable for verdict in verdicts], np.int64),
-        lost=np.array([verdict.tokens.lost for verdict in verdicts], np.int64),
+        reusable,
+        lost=(mended - reusable).clip(min=0),
+        is_whole=np.array([request.info.has_full_text for request in corpus], np.bool_),
     )

@@ -71,7 +71,7 @@ def _print_finding(console: Console, finding: Finding, number: int) -> None:
     )
     example = finding.example
     if example.had or example.got:
-        before, after = mark_changes(example.had, example.got)
+        before, after = example_marks(finding)
         grid = Table.grid(padding=(0, 1))
         grid.add_column(no_wrap=True)
         grid.add_column(overflow="fold")
@@ -79,6 +79,14 @@ def _print_finding(console: Console, finding: Finding, number: int) -> None:
         grid.add_row("   + got", _quote(after, "green"))
         console.print(grid)
     console.print(Padding(Text(f"→ {finding.change}", style="italic"), (0, 0, 0, 3)))
+
+
+def example_marks(finding: Finding) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
+    """Quotes with changes marked; evidence beside the text, such as times, is no change of it."""
+    had, got = finding.example.had, finding.example.got
+    if finding.segment:
+        return mark_changes(had, got)
+    return (Piece(had, is_changed=False),), (Piece(got, is_changed=False),)
 
 
 def _quote(pieces: tuple[Piece, ...], style: str) -> Text:
