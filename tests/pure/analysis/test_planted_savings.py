@@ -79,7 +79,7 @@ def test_findings_save_what_mending_saves_in_every_format(
     tmp_path: Path, format_name: str, cause: str
 ) -> None:
     """Each cause in each format, in three logs of 300 requests: within 1 % in each."""
-    for predicted, true in savings(format_name, cause, tmp_path, [62, 63, 64], 300):
+    for predicted, true in savings(format_name, cause, tmp_path, [81, 82, 83], 300):
         assert abs(error(predicted, true)) <= GOAL
 
 
@@ -87,7 +87,7 @@ def test_findings_save_what_mending_saves_in_every_format(
 @pytest.mark.parametrize("format_name", FORMATS)
 def test_all_findings_together_in_every_format(tmp_path: Path, format_name: str) -> None:
     """All causes and decoys, in four logs of 300 requests: `saving_all` within 1 % in each."""
-    for seed in (62, 63, 64, 6):
+    for seed in (6, 81, 82, 83):
         log = linted_log(seed, format_name, MIXED, tmp_path, 300)
         _, true = named(log, causes_of(format_name))
         assert abs(error(log.linted.report.saving_all, true)) <= GOAL
