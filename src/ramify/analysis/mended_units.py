@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection
 
 import numpy as np
 
 from ramify.analysis.causes.spacing import places_in_text
 from ramify.analysis.corpus import Corpus
-from ramify.analysis.normal_forms import key_orders_differ, parse_json, write_as
+from ramify.analysis.normal_forms import key_orders_differ, parse_json, style_of, write_as
 from ramify.analysis.records import Segment, TextForm
 from ramify.analysis.templates import Templates, replace_places
 from ramify.analysis.verdicts import CauseName
@@ -131,8 +132,9 @@ class MendedUnits:
         return text[places[0][0] if places else len(text) :], normal[at:]
 
     def _find_usual_forms(self) -> dict[int, int]:
-        """By normal form of JSON that is sent in several, the unit that most requests have.
+        """By normal form of JSON that is sent in several: the unit in the style of most requests.
 
+        Requests vote for styles with all such JSON, and for the order of keys with this unit.
         Other text is normalised: two texts with the same start share it in the normal form only.
         """
         counts = np.zeros(len(self._corpus.units), np.int64)
@@ -141,8 +143,18 @@ class MendedUnits:
         forms: dict[int, list[int]] = {}
         for unit in np.flatnonzero(counts).tolist():
             forms.setdefault(self._templates.normal(unit), []).append(unit)
-        return {
-            normal: max(units, key=lambda unit: counts[unit])
+        several = {
+            normal: units
             for normal, units in forms.items()
             if len(units) > 1 and parse_json(self._corpus.text(normal)) is not None
+        }
+        style = {
+            unit: style_of(self._corpus.text(unit)) for units in several.values() for unit in units
+        }
+        votes: Counter[int] = Counter()
+        for unit, number in style.items():
+            votes[number] += int(counts[unit])
+        return {
+            normal: max(units, key=lambda unit: (votes[style[unit]], counts[unit]))
+            for normal, units in several.items()
         }

@@ -102,10 +102,14 @@ _STYLES: tuple[dict[str, Any], ...] = tuple(
 )
 
 
+def style_of(text: str) -> int:
+    """The white space and escapes of JSON, as a number; -1 if they are of no usual kind."""
+    value = json.loads(text)
+    usual = (at for at, style in enumerate(_STYLES) if json.dumps(value, **style) == text)
+    return next(usual, -1)
+
+
 def write_as(value: object, text: str) -> str | None:
-    """JSON of a value with the white space and escapes of a text; None if they are of no usual kind."""
-    own = json.loads(text)
-    for style in _STYLES:
-        if json.dumps(own, **style) == text:
-            return json.dumps(value, **style)
-    return None
+    """JSON of a value in the style of a text; None if that is of no usual kind."""
+    style = style_of(text)
+    return None if style < 0 else json.dumps(value, **_STYLES[style])

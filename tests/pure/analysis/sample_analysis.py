@@ -227,9 +227,8 @@ def _tables() -> dict[str, object]:
                 "line": 77,
                 "index": None,
                 "predicted": 4000,
-                "predicted_input": 4100,
                 "billed": 0,
-                "billed_input": 4090,
+                "num_input": 4090,
                 "error": 0.98,
                 "causes": ["outside_prompt"],
             }

@@ -199,6 +199,24 @@ def test_tools_that_a_conversation_loses_are_blamed(tmp_path: Path, later: list[
     assert only(verdict) == [("tool_changed", "proved", "tools[0]")]
 
 
+def test_a_property_beside_a_branch_is_a_changed_tool(tmp_path: Path) -> None:
+    """Keys of a schema are no values, whatever words stand before them."""
+    branch = {"type": "string"}
+    schemas: list[Json] = [{"branch": branch}, {"branch": branch, "extra": {"type": "string"}}]
+    tools = [
+        {"type": "function", "function": {"name": "read", "description": RULES, "parameters": {
+            "type": "object", "properties": {**schema, "limit": {"type": "integer"}},
+        }}}
+        for schema in schemas
+    ]  # fmt: skip
+
+    verdict = verdicts(
+        tmp_path, chat(SYSTEM, *TALK, tools=tools[:1]), chat(SYSTEM, *TALK, *LATER, tools=tools[1:])
+    )[1]
+
+    assert only(verdict) == [("tool_changed", "proved", "tools[0]")]
+
+
 def test_another_name_of_a_speaker_is_content(tmp_path: Path) -> None:
     """`name` says who speaks; only ids of calls are ids."""
     asked = [message("user", "Hello there my friend?", name=name) for name in ("ann", "bob")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import dataclass, field
 
 from ramify.analysis.causes.unit_pairs import pair_differences
@@ -12,6 +13,8 @@ from ramify.analysis.quoting import Excerpt
 from ramify.analysis.templates import Templates
 from ramify.analysis.text_diff import common_prefix_len
 from ramify.analysis.verdicts import CauseName, Certainty
+
+_VALUES = frozenset({CauseName.CLOCK, CauseName.RANDOM_ID, CauseName.PATH_OR_STATE})
 
 
 @dataclass(slots=True)
@@ -64,7 +67,7 @@ def compare_tools(a: Side, b: Side, templates: Templates, *, continues: bool) ->
             continue
         path = b.path(names_b[name])
         pairs = pair_differences(a.corpus, templates, unit_a, unit_b, path, b.api)
-        if pairs is None or any(item.cause is CauseName.NEW_CONTENT for item in pairs.differences):
+        if pairs is None or any(map(_is_definition, pairs.differences)):
             if not continues:
                 out.is_mended = False
                 return out
@@ -74,6 +77,12 @@ def compare_tools(a: Side, b: Side, templates: Templates, *, continues: bool) ->
             found += [(names_b[name], item) for item in pairs.differences]
     out.differences = [item for _, item in sorted(found, key=lambda pair: pair[0])]
     return out
+
+
+def _is_definition(difference: Difference) -> bool:
+    """Whether a difference within a tool is of what it is, not of a value in a description."""
+    has_keys = '":' in f"{difference.had}{difference.got}"
+    return difference.cause is CauseName.NEW_CONTENT or (has_keys and difference.cause in _VALUES)
 
 
 def _find_added_and_removed(
@@ -116,12 +125,11 @@ def _changed(path: str, had: str, got: str) -> Difference:
 def _names(side: Side, units: list[int]) -> dict[str, int]:
     """Place of each tool by name; a name that comes again has a number behind it."""
     names: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     for at, unit in enumerate(units):
         name = tool_name(side.corpus.text(unit))
-        number = 0
-        while f"{name}\0{number}" in names:
-            number += 1
-        names[f"{name}\0{number}"] = at
+        names[f"{name}\0{counts[name]}"] = at
+        counts[name] += 1
     return names
 
 

@@ -96,15 +96,19 @@ def agreement_table(judged: Sequence[Judged]) -> dict[str, Any]:
 
 
 def _compare(judged: Sequence[Judged], counter: str) -> dict[str, Any] | None:
-    """Errors as shares of each request's input, predicted less billed; None without usage."""
+    """Errors as shares of each request's input, predicted less billed; None without usage.
+
+    Predicted counts are in the tokens of the bill: the share of the counted prompt times the billed input.
+    """
     rows = []
     for item in judged:
         usage, predicted = item.info.usage, item.prediction.billed
         billed = getattr(usage, counter)
         if billed is None or not usage.num_input or not predicted.num_input:
             continue
-        ours = getattr(predicted, counter)
-        rows.append((ours / predicted.num_input - billed / usage.num_input, ours, billed, item))
+        share = getattr(predicted, counter) / predicted.num_input
+        ours = round(share * usage.num_input)
+        rows.append((share - billed / usage.num_input, ours, billed, item))
     if not rows:
         return None
     errors = np.array([row[0] for row in rows])
@@ -125,9 +129,8 @@ def _compare(judged: Sequence[Judged], counter: str) -> dict[str, Any] | None:
                 "line": item.info.line,
                 "index": item.info.index,
                 "predicted": ours,
-                "predicted_input": item.prediction.billed.num_input,
                 "billed": billed,
-                "billed_input": item.info.usage.num_input,
+                "num_input": item.info.usage.num_input,
                 "error": error,
                 "causes": list(item.causes),
             }

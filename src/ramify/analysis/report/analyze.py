@@ -125,6 +125,7 @@ class _Parts:
             lambda: cache_curves(
                 self._corpus,
                 rates[0].share if rates else None,
+                stated_tokens=lint.capacity_tokens,
                 policies=policies,
                 progress=self._progress,
             )

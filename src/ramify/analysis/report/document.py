@@ -135,6 +135,8 @@ class Curves:
     here_lifetime_s: float | None
     knee_tokens: float | None  # after which capacity buys little
     token_bytes: int | None = None  # of K/V, for a second axis in GB
+    stated_tokens: int | None = None  # capacity that the user gave
+    stated_share: float | None = None  # of LRU at that capacity
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from ramify.analysis.report.rates import rule_words
 from ramify.analysis.report.wording import count, duration, money, percent, plural
 
 HOUR_S = 3600.0
+SAME_COUNT = 0.01  # of two counts of the input
 
 
 def headline(analysis: Analysis) -> str:
@@ -52,13 +53,19 @@ def _which(analysis: Analysis, base: HitRate) -> str:
     return f"that log cached tokens{both}"
 
 
+def counted_words(analysis: Analysis) -> str:
+    """How savings count the input, where usage counts another number of tokens."""
+    if abs(analysis.num_counted - analysis.num_input) <= SAME_COUNT * analysis.num_input:
+        return ""
+    return f" as counted in the prompts ({count(analysis.num_counted)})"
+
+
 def _saving(analysis: Analysis) -> str:
     saving = analysis.lint.saving_all
     parts = [f"{count(saving.tokens)} tokens"]
-    if num := analysis.num_counted:
-        is_same = abs(num - analysis.num_input) <= 0.01 * num
-        of_what = "the input" if is_same else f"the {count(num)} that are counted in the prompts"
-        parts.append(f"{percent(saving.tokens / num)} of {of_what}")
+    if analysis.num_counted:
+        share = percent(saving.tokens / analysis.num_counted)
+        parts.append(f"{share} of the input{counted_words(analysis)}")
     if saving.money is not None:
         parts.append(money(saving.money))
     text = ", ".join(parts)
