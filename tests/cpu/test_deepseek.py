@@ -23,8 +23,8 @@ from ramify.engine.llm import LLM
 from ramify.errors import CheckpointError, UnsupportedModelError
 from ramify.models.checkpoint_tensors import load_weights
 from ramify.models.loader import load_model, read_config
-from ramify.models.moe import route
 from ramify.models.moe_config import MoeConfig
+from ramify.models.ops.routing import route
 from ramify.outputs import RequestOutput
 from ramify.params import SamplingParams
 from tests.cpu.deepseek_cases import BASE, CONFIGS, Oracle, prompts, save_oracle

@@ -13,6 +13,7 @@ from ramify.models.ops.protocol import (
     Activation,
     Attended,
     ForwardStep,
+    FusableExperts,
     FusableMlp,
     FusableParts,
     Heads,
@@ -63,13 +64,18 @@ class DenseLayer:
     @property
     def fusable(self) -> FusableParts | None:
         """See `FusableLayer`."""
-        if self.is_parallel or self.scale != 1.0 or not isinstance(self.mlp, GatedMlp):
+        mlp: FusableMlp | FusableExperts | None = None
+        if isinstance(self.mlp, GatedMlp):
+            mlp = FusableMlp(self.mlp.gate_up, self.mlp.down)
+        elif isinstance(self.mlp, NormedExperts):
+            mlp = self.mlp.fusable
+        if self.is_parallel or self.scale != 1.0 or mlp is None:
             return None
         return FusableParts(
             self.qkv,
             self.attention,
             self.o_proj,
-            FusableMlp(self.mlp.gate_up, self.mlp.down),
+            mlp,
             self.after_attention,
             self.after_mlp,
         )
@@ -124,6 +130,14 @@ class NormedExperts:
     ) -> Tensor:
         """[T, hidden_size] -> the same; see `Linear` for the residual."""
         return self.experts(self.norm(x), step, residual=residual)
+
+    @property
+    def fusable(self) -> FusableExperts | None:
+        """The operations of a layer's experts; None with a shared expert that has a gate."""
+        moe = self.experts
+        if moe.shared_gate is not None:
+            return None
+        return FusableExperts(self.norm, moe.gate, moe.route, moe.experts)
 
 
 def bind_mlp(ops: Ops, config: ModelConfig, layer: int) -> GatedMlp | PlainMlp | NormedExperts:

@@ -14,7 +14,10 @@ A step
         packed_gemm       RMS norm -> gate, up -> silu(gate) * up
         packed_gemm       down_proj, + residual
     Larger steps call run_ops and paged_attention layer by layer. Bits do not depend on the choice.
-    Workers share the tasks of an op (`task_queue`) and meet at a barrier behind it.
+    Workers share the tasks of an op (`task_queue`) and meet at a barrier behind it. It waits for the
+    tasks, not for the workers: one that comes late finds them done, and must not count them from memory
+    that later ops write.
+    Norms behind blocks are ops of their own (`norm_rope.norm_rows`); experts are those of `moe`.
 
 Buffers (NR = 2 SIMD vectors of columns; TILE_N likewise; a word is 32 bits)
     weight, float32      panel[n // NR, k, n % NR] = W[n, k]
@@ -26,7 +29,8 @@ Buffers (NR = 2 SIMD vectors of columns; TILE_N likewise; a word is 32 bits)
     packed values        [d // TILE_N, key, d % TILE_N]; VNNI: word of (key, key + 1)
     state                [head * state_head_stride + token] = (sum of w * v [value_stride], max, sum of w)
     op                   int64[OP_FIELDS]: GemmArgs + (block_rows, tile, num_n_splits), or the fields
-                         of `norm_rope.norm_rope`; field OP_KIND tells which
+                         of `norm_rope.norm_rope`, `norm_rope.norm_rows` or a function of `moe`; field
+                         OP_KIND tells which
     task                 int64[10]: table row; first token, count; K/V heads from, to; heads of a
                          group from, to; blocks from, to; split or -1
     split                int64[5]: blocks from, to; first state row; number of tasks; 1 if its rows

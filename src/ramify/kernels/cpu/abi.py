@@ -13,10 +13,12 @@ BLOCK_KEYS = 256
 
 # An op is int64[OP_FIELDS]. Fields that callers set or read:
 OP_KIND = 16
-OP_FIELDS = 20
+OP_FIELDS = 21
 OP_GEMM, OP_NORM_ROPE, OP_NORM, OP_ROUTE, OP_GROUP, OP_COMBINE = range(6)
 # of a GEMM, see `packed_gemm`
-OP_X, OP_X_STRIDE, OP_OUT, OP_ITEMS, OP_GATHER = 2, 3, 10, 18, 19
+OP_X, OP_X_STRIDE, OP_OUT, OP_OUT_STRIDE, OP_ITEMS, OP_GATHER = 2, 3, 10, 11, 18, 19
+# address of the number of items, also of the op that groups; see `moe`
+OP_NUM_ITEMS = 20
 OP_NORM_KIND = 17  # of every op with a norm: storage kind of its weights
 # of qk-norm + rope, see `norm_rope.norm_rope`
 OP_ROWS, OP_NUM_TASKS, OP_OUT_OF_RANGE = 1, 11, 12

@@ -8,6 +8,9 @@
 
 `routing` is int64 of `routing_offsets`: items of the grouped GEMMs; tokens in sorted order; then for
 each token its pairs' places in that order (-1: fewer than top_k) and weights (float32 each).
+
+The number of items has an address of its own, which no other op list entry may write in the same call:
+a worker that comes late to a grouped GEMM, when others are layers ahead, learns there that it is done.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from ramify.kernels.cpu.abi import (
     F32,
     OP_COMBINE,
     OP_KIND,
+    OP_NUM_ITEMS,
     OP_NUM_TASKS,
     OP_OUT,
     OP_ROUTE,
@@ -42,7 +46,7 @@ _LARGEST_TILE = MR_TILES[-1]
 def routing_offsets(num_rows: int, num_experts: int, top_k: int) -> Any:
     """Where parts of `routing` begin, in int64: tokens, places, weights, scratch, end."""
     num_pairs = num_rows * top_k
-    tokens = 1 + 4 * (min(num_experts, num_pairs) + num_pairs // MC)
+    tokens = 4 * (min(num_experts, num_pairs) + num_pairs // MC)
     scratch = tokens + 3 * num_pairs
     return tokens, tokens + num_pairs, tokens + 2 * num_pairs, scratch, scratch + num_experts
 
@@ -95,7 +99,7 @@ def _group(op: Any) -> None:
 
     Args:
         op: [OP_FIELDS] int64: `OP_ROWS`, address of weights; bytes from row to row; number of rows,
-            experts, and at most non-zero weights of a row; `OP_ROUTING`.
+            experts, and at most non-zero weights of a row; `OP_ROUTING`, `OP_NUM_ITEMS`.
     """
     weights, stride, num_rows, num_experts, top_k = op[OP_ROWS], op[2], op[3], op[4], op[5]
     routing = op[OP_ROUTING]
@@ -129,14 +133,14 @@ def _group(op: Any) -> None:
                 tile += 1
             block_rows = -(-per_block // MR_TILES[tile]) * MR_TILES[tile]
             for begin in range(0, count, block_rows):
-                item = routing + 8 * (1 + 4 * num_items)
+                item = routing + 8 * 4 * num_items
                 store_i64(item, e)
                 store_i64(item + 8, first + begin)
                 store_i64(item + 16, min(block_rows, count - begin))
                 store_i64(item + 24, tile)
                 num_items += 1
         first += count
-    store_i64(routing, num_items)
+    store_i64(op[OP_NUM_ITEMS], num_items)
     for t in range(num_rows):
         for pair in range(t * top_k, (t + 1) * top_k):
             e = load_i64(places + 8 * pair)
@@ -161,6 +165,7 @@ def _combine_row(op: Any, token: int, total: int) -> None:
     _, places, pair_weights, _, _ = _routing_offsets(num_rows, op[9], top_k)
     out = op[OP_OUT] + op[8] * token
     into = total if mode == ADD_RESIDUAL else out
+    # Scratch has no row behind: whole words. The rows of the sum, to store in, the caller has zeroed.
     num_words = width if kind == F32 else (width + 1) // 2
     for i in range(num_words if mode == ADD_RESIDUAL else 0):
         store_f32(into + 4 * i, np.float32(0.0))

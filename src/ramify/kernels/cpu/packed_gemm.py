@@ -20,6 +20,7 @@ from ramify.kernels.cpu.abi import (
     OP_GATHER,
     OP_ITEMS,
     OP_NORM_KIND,
+    OP_NUM_ITEMS,
     SILU_MUL,
     round_up_to_cache_line,
 )
@@ -227,7 +228,7 @@ def _gemm_block(
 def gemm_num_tasks(op: Any) -> Any:
     """Number of tasks of a GEMM op."""
     if op[OP_ITEMS]:
-        num_items = load_i64(op[OP_ITEMS])
+        num_items = load_i64(op[OP_NUM_ITEMS])
         return num_items * _splits_per_item(op, num_items)
     return -(-op[4] // op[13]) * op[15]
 
@@ -245,9 +246,9 @@ def packed_gemm(op: Any, eps: float, scratch: Any, counters: int, worker: int) -
 
     A task is a block of rows times one of `num_n_splits` ranges of panels.
 
-    Grouped: `op[OP_ITEMS]` is the address of the number of items, and from the next int64 on four of
-    each: the matrix, first row, rows, the tile's index. Panels and biases of the matrices follow each
-    other; a block of rows is an item.
+    Grouped: `op[OP_ITEMS]` is the address of items, four int64 each: the matrix, first row, rows, the
+    tile's index. `op[OP_NUM_ITEMS]` is the address of their number. Panels and biases of the matrices
+    follow each other; a block of rows is an item.
 
     Args:
         op: [OP_FIELDS] int64: fields of `GemmArgs` up to `num_columns`, then block_rows (a multiple of
@@ -266,7 +267,7 @@ def packed_gemm(op: Any, eps: float, scratch: Any, counters: int, worker: int) -
     )  # fmt: skip
     block_rows, tile, num_n_splits, items = op[13], op[14], op[15], op[OP_ITEMS]
     if items:
-        num_n_splits = _splits_per_item(op, load_i64(items))
+        num_n_splits = _splits_per_item(op, load_i64(op[OP_NUM_ITEMS]))
     total = gemm_num_tasks(op)
     packed = data_address(scratch)
     sums = packed + _round_up_to_cache_line(4 * (block_rows * gemm.width + _PACK_UNIT))
@@ -285,7 +286,7 @@ def packed_gemm(op: Any, eps: float, scratch: Any, counters: int, worker: int) -
         first = block * block_rows
         rows = min(block_rows, gemm.num_rows - first)
         if items:
-            item = items + 8 * (1 + 4 * block)
+            item = items + 8 * 4 * block
             number, first = load_i64(item), load_i64(item + 8)
             rows, tile = load_i64(item + 16), load_i64(item + 24)
             bias = gemm.bias + 4 * NR * gemm.num_panels * number if gemm.bias else 0

@@ -3,7 +3,10 @@
     QKV GEMM (RMS norm)  ->  QK norm + rope  ->  attention  ->  O GEMM (+= hidden)
     gate/up GEMM (RMS norm, activation)      ->  down GEMM (+= hidden)
 
-With a norm behind attention or MLP, that GEMM stores its rows and an op adds their norm to hidden.
+With a norm behind attention or MLP, that GEMM stores its rows and an op adds their norm to hidden. In
+place of an MLP:
+
+    RMS norm  ->  router GEMM  ->  route, group  ->  gate/up and down of experts  ->  combine (+= hidden)
 """
 
 from __future__ import annotations
@@ -17,15 +20,36 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ramify.kernels.cpu.abi import OP_FIELDS, OP_OUT, OP_ROWS, OP_X
+from ramify.kernels.cpu.abi import (
+    OP_FIELDS,
+    OP_GATHER,
+    OP_ITEMS,
+    OP_NUM_ITEMS,
+    OP_OUT,
+    OP_OUT_STRIDE,
+    OP_ROUTING,
+    OP_ROWS,
+    OP_WIDE,
+    OP_X,
+    round_up_to_cache_line,
+)
+from ramify.models.ops.cpu_experts import GroupedExperts, TopKRouter
 from ramify.models.ops.cpu_linear import PackedLinear
 from ramify.models.ops.cpu_norm import RowNorm
 from ramify.models.ops.cpu_rope import QKNormRope
-from ramify.models.ops.protocol import DecoderLayer, FusableLayer, RowOp
-from ramify.models.ops.torch_ops import SplitAttention
+from ramify.models.ops.protocol import (
+    DecoderLayer,
+    FusableExperts,
+    FusableLayer,
+    FusableMlp,
+    RowOp,
+)
+from ramify.models.ops.torch_modules import SplitAttention
 
 # Buffers whose addresses the caller sets: the residual stream, QKV rows, attention's output.
 HIDDEN, QKV, ATTN_OUT = "hidden", "qkv", "attn_out"
+# A buffer of its own in each layer, see `kernels.cpu.moe`; all others are shared.
+NUM_ITEMS = "num_items"
 
 
 class LayerOp(NamedTuple):
@@ -47,7 +71,8 @@ class LayerOps:
     rope: QKNormRope
     o_proj: PackedLinear
     ops: tuple[LayerOp, ...]
-    row_bytes: Mapping[str, int]  # of each buffer that the caller need not set
+    # bytes of each buffer that the caller need not set, by number of rows
+    buffer_bytes: Mapping[str, Callable[[int], int]]
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -63,15 +88,16 @@ class LayerOps:
         if not isinstance(parts.attention, SplitAttention) or parts.attention.sinks is not None:
             return None
         rope = parts.attention.qk_norm_rope
-        qkv, o_proj, gate_up, down = parts.qkv, parts.o_proj, parts.mlp.gate_up, parts.mlp.down
+        qkv, o_proj = parts.qkv, parts.o_proj
         if not isinstance(qkv, PackedLinear) or not isinstance(rope, QKNormRope):
             return None
         if not isinstance(o_proj, PackedLinear):
             return None
-        if not isinstance(gate_up, PackedLinear) or not isinstance(down, PackedLinear):
-            return None
         norms = parts.after_attention, parts.after_mlp
         if not all(norm is None or isinstance(norm, RowNorm) for norm in norms):
+            return None
+        mlp = _mlp_ops(parts.mlp, parts.after_mlp)
+        if mlp is None:
             return None
         rope_op = LayerOp(
             partial(_rope_fields, rope, qkv.row_bytes), ((OP_ROWS, QKV),), _no_scratch, rope.eps
@@ -80,13 +106,97 @@ class LayerOps:
             _gemm(qkv, HIDDEN, QKV),
             rope_op,
             *_add_gemm(o_proj, ATTN_OUT, parts.after_attention),
-            _gemm(gate_up, HIDDEN, "inner"),
-            *_add_gemm(down, "inner", parts.after_mlp),
+            *mlp[0],
         )
-        row_bytes = {"inner": gate_up.row_bytes}
+        buffers = dict(mlp[1])
         if any(norm is not None for norm in norms):
-            row_bytes["block_out"] = down.row_bytes
-        return cls(qkv, rope, o_proj, ops, row_bytes)
+            buffers["block_out"] = _rows_of(o_proj.row_bytes)
+        return cls(qkv, rope, o_proj, ops, buffers)
+
+
+_Mlp = tuple[list[LayerOp], dict[str, Callable[[int], int]]]
+
+
+def _mlp_ops(mlp: FusableMlp | FusableExperts, after: RowOp | None) -> _Mlp | None:
+    """Ops and buffers of an MLP or of experts; None if an operation is not compiled."""
+    if isinstance(mlp, FusableExperts):
+        return None if after is not None else _expert_ops(mlp)
+    gate_up, down = mlp.gate_up, mlp.down
+    if not isinstance(gate_up, PackedLinear) or not isinstance(down, PackedLinear):
+        return None
+    ops = [_gemm(gate_up, HIDDEN, "inner"), *_add_gemm(down, "inner", after)]
+    return ops, {"inner": _rows_of(gate_up.row_bytes)}
+
+
+def _expert_ops(mlp: FusableExperts) -> _Mlp | None:
+    norm, router, route, experts = mlp.norm, mlp.router, mlp.route, mlp.experts
+    if not isinstance(norm, RowNorm) or not isinstance(router, PackedLinear):
+        return None
+    if not isinstance(route, TopKRouter) or not isinstance(experts, GroupedExperts):
+        return None
+    if experts.shared is not None:
+        return None
+    gate_up, down, row_bytes = experts.gate_up, experts.down, 4 * route.padded
+    is_wide = norm.dtype == torch.float32
+    router_x = "normed" if is_wide else "normed_float32"
+    norm_buffers = [(OP_X, HIDDEN), (OP_OUT, "normed")]
+    if not is_wide:
+        norm_buffers.append((OP_WIDE, router_x))
+
+    def router_fields(num_rows: int, num_workers: int) -> tuple[int, ...]:
+        fields = [*router.op(num_rows, num_workers)]
+        fields[OP_OUT_STRIDE] = row_bytes
+        return tuple(fields)
+
+    # All tokens of a layer may go to the same experts.
+    ops = [
+        LayerOp(norm.op, tuple(norm_buffers), norm.scratch_floats, norm.eps),
+        LayerOp(
+            router_fields,
+            ((OP_X, router_x), (OP_OUT, "weights")),
+            router.scratch_floats,
+            row_macs=router.row_macs,
+        ),
+        LayerOp(route.op, ((OP_ROWS, "weights"),), route.scratch_floats),
+        LayerOp(
+            lambda num_rows, _: experts.group_op(num_rows, row_bytes),
+            ((OP_ROWS, "weights"), (OP_ROUTING, "routing"), (OP_NUM_ITEMS, NUM_ITEMS)),
+            _no_scratch,
+        ),
+        LayerOp(
+            experts.gate_up_op,
+            ((OP_X, "normed"), (OP_OUT, "pairs_inner"), (OP_ITEMS, "routing"), (OP_GATHER, "routing"),
+             (OP_NUM_ITEMS, NUM_ITEMS)),
+            gate_up.scratch_floats,
+            row_macs=experts.top_k * gate_up.row_macs,
+        ),
+        LayerOp(
+            down.op,
+            ((OP_X, "pairs_inner"), (OP_OUT, "pairs_out"), (OP_ITEMS, "routing"), (OP_NUM_ITEMS, NUM_ITEMS)),
+            down.scratch_floats,
+            row_macs=experts.top_k * down.row_macs,
+        ),
+        LayerOp(
+            partial(experts.combine_op, add=True),
+            ((OP_X, "pairs_out"), (OP_ROUTING, "routing"), (OP_OUT, HIDDEN)),
+            experts.combine_scratch,
+        ),
+    ]  # fmt: skip
+    buffers = {
+        "normed": _rows_of(norm.width * norm.dtype.itemsize),
+        "weights": _rows_of(row_bytes),
+        "routing": experts.routing_bytes,
+        NUM_ITEMS: lambda _num_rows: 8,
+        "pairs_inner": _rows_of(experts.top_k * gate_up.row_bytes),
+        "pairs_out": _rows_of(experts.top_k * down.row_bytes),
+    }
+    if not is_wide:
+        buffers[router_x] = _rows_of(4 * norm.width)
+    return ops, buffers
+
+
+def _rows_of(row_bytes: int) -> Callable[[int], int]:
+    return lambda num_rows: num_rows * row_bytes
 
 
 def _gemm(linear: PackedLinear, x: str, out: str, *, add: bool = False) -> LayerOp:
@@ -119,6 +229,11 @@ def _no_scratch(_num_rows: int, _num_workers: int) -> int:
     return 0
 
 
+def _buffer(name: str, layer: int) -> tuple[str, int]:
+    """The buffer that a layer has by that name."""
+    return name, layer if name == NUM_ITEMS else 0
+
+
 class OpList:
     """The ops of all layers, with the addresses of their buffers filled in for each step.
 
@@ -128,18 +243,20 @@ class OpList:
 
     def __init__(self, layers: Sequence[LayerOps]) -> None:
         self._ops = [op for layer in layers for op in layer.ops]
-        row_bytes: dict[str, int] = {}
-        for layer in layers:
-            for name, size in layer.row_bytes.items():
-                row_bytes[name] = max(size, row_bytes.get(name, 0))
-        self._row_bytes = row_bytes
-        names = [HIDDEN, *row_bytes]
-        bound = [
-            (number * OP_FIELDS + field, names.index(buffer))
-            for number, op in enumerate(self._ops)
-            for field, buffer in op.buffers
-            if buffer in names
-        ]
+        sizes: dict[tuple[str, int], list[Callable[[int], int]]] = {}
+        for number, layer in enumerate(layers):
+            for name, size in layer.buffer_bytes.items():
+                sizes.setdefault(_buffer(name, number), []).append(size)
+        self._sizes = [*sizes.values()]
+        names = {name: place for place, name in enumerate([_buffer(HIDDEN, 0), *sizes])}
+        bound, place = list[tuple[int, int]](), 0
+        for number, layer in enumerate(layers):
+            for op in layer.ops:
+                for field, buffer in op.buffers:
+                    index = names.get(_buffer(buffer, number))
+                    if index is not None:
+                        bound.append((place + field, index))
+                place += OP_FIELDS
         self._places, self._buffers = np.array(bound, np.int64).reshape(-1, 2).T.copy()
         self.eps = np.array([op.eps for op in self._ops])
         self.row_macs = sum(op.row_macs for op in self._ops)
@@ -152,18 +269,25 @@ class OpList:
         """Scratch float32 per worker that suffices for every op."""
         return max(op.scratch_floats(num_rows, num_workers) for op in self._ops)
 
+    def buffer_ends(self, num_rows: int) -> NDArray[np.int64]:
+        """Where each buffer ends when they follow each other, in bytes: the largest of any layer."""
+        largest = [max(size(num_rows) for size in sizes) for sizes in self._sizes]
+        return np.cumsum([round_up_to_cache_line(size) for size in largest], dtype=np.int64)
+
     def bind(
-        self, fields: NDArray[np.int64], hidden: torch.Tensor
+        self, fields: NDArray[np.int64], ends: NDArray[np.int64], hidden: torch.Tensor
     ) -> tuple[NDArray[np.int64], torch.Tensor]:
-        """A copy of `fields` with the addresses of hidden and of new buffers of as many rows.
+        """A copy of `fields` with the addresses of hidden and of new buffers.
 
         Returns the buffers too: the caller must hold them until the ops have run.
+
+        Args:
+            fields, ends: of as many rows as hidden has.
         """
-        ends = np.cumsum([-(-len(hidden) * size // 64) * 64 for size in self._row_bytes.values()])
         buffers = torch.empty(int(ends[-1]), dtype=torch.uint8)
-        starts = np.concatenate(([0], ends[:-1])) + buffers.data_ptr()
+        addresses = np.empty(1 + len(ends), np.int64)
+        addresses[:2] = hidden.data_ptr(), buffers.data_ptr()
+        addresses[2:] = ends[:-1] + buffers.data_ptr()
         ops = fields.copy()
-        ops.reshape(-1)[self._places] += np.concatenate(([hidden.data_ptr()], starts))[
-            self._buffers
-        ]
+        ops.reshape(-1)[self._places] += addresses[self._buffers]
         return ops, buffers

@@ -91,6 +91,7 @@ class FusedLayers:
         # Caches of methods of another object: a cycle through self would keep the weights alive.
         cache = functools.lru_cache(MAX_OP_LISTS)
         self._op_list, self._floats = cache(self._ops.fields), cache(self._ops.scratch_floats)
+        self._buffer_ends = cache(self._ops.buffer_ends)
         # Before the first kernel, which starts Numba's thread pool.
         set_num_threads(torch.get_num_threads())
         no_ops = np.zeros((0, OP_FIELDS), np.int64), self._eps[:0], np.zeros(0, np.int64)
@@ -163,7 +164,9 @@ class FusedLayers:
 
     def _bind_buffers(self, hidden: Tensor) -> tuple[NDArray[np.int64], Tensor]:
         """See `OpList.bind`."""
-        return self._ops.bind(self._op_list(len(hidden), torch.get_num_threads()), hidden)
+        num_rows = len(hidden)
+        fields = self._op_list(num_rows, torch.get_num_threads())
+        return self._ops.bind(fields, self._buffer_ends(num_rows), hidden)
 
     def _run_by_layer(self, ops: NDArray[np.int64], step: ForwardStep, dtype: torch.dtype) -> None:
         """Run whole layers, `ops` from the first on, with a Python call of attention in each."""

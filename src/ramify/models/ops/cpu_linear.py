@@ -209,7 +209,7 @@ class PackedLinear:
         return (
             self._kind, mode, 0, self._in_width * size, num_rows, self._width,
             *self._fixed, 0, self.row_bytes, self.out_width,
-            *_gemm_partition(num_rows, self._num_panel_groups, num_workers), OP_GEMM, self._norm_kind, 0, 0,
+            *_gemm_partition(num_rows, self._num_panel_groups, num_workers), OP_GEMM, self._norm_kind, 0, 0, 0,
         )  # fmt: skip
 
     def scratch_floats(self, num_rows: int, num_workers: int) -> int:

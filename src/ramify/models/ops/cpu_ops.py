@@ -10,15 +10,19 @@ from torch import Tensor
 
 from ramify.attention.exactness import PROBE_ROW_COUNTS, ProbeStore
 from ramify.models.dense_variant import QkNormForm
+from ramify.models.moe_config import MoeConfig
+from ramify.models.ops.cpu_experts import GroupedExperts, GroupedLinear, TopKRouter
 from ramify.models.ops.cpu_layers import FusedLayers
 from ramify.models.ops.cpu_linear import GATED_MODES, PackedLinear, packed_gemm_supports
 from ramify.models.ops.cpu_norm import RowNorm
 from ramify.models.ops.cpu_rope import QKNormRope
 from ramify.models.ops.layer_loop import LayerLoop
+from ramify.models.ops.mlp import GatedMlp
 from ramify.models.ops.probe import probe_row_op
 from ramify.models.ops.protocol import (
     Activation,
     DecoderLayer,
+    Experts,
     Heads,
     LayerStack,
     Linear,
@@ -26,8 +30,10 @@ from ramify.models.ops.protocol import (
     RowOp,
     Shard,
 )
+from ramify.models.ops.quantized import as_tensor
 from ramify.models.ops.torch_linear import is_constant, probe_counts
-from ramify.models.ops.torch_ops import SplitAttention, TorchOps
+from ramify.models.ops.torch_modules import SplitAttention
+from ramify.models.ops.torch_ops import TorchOps
 from ramify.models.rope_config import RopeConfig
 
 
@@ -155,6 +161,73 @@ class CpuOps(TorchOps):
         if not self._probe_kernel(operation, on_copy, shape, samples, dtype=self.dtype):
             return in_torch()
         return SplitAttention(layer, kernel, None if sinks is None else self.weight(sinks))
+
+    def router(self, config: MoeConfig, bias: Tensor | None) -> RowOp:
+        """See `Ops`: one kernel, for a softmax over all experts."""
+        if config.scoring != "softmax" or config.num_groups > 1 or config.scale != 1.0:
+            return super().router(config, bias)
+        kernel = TopKRouter(config.num_experts, config.top_k, normalise=config.normalise)
+        shape = config.num_experts, config.top_k
+        samples = self._samples(config.num_experts, dtype=torch.float32)
+        passes = self._probe_kernel("top-k router", kernel, shape, samples, dtype=torch.float32)
+        return kernel if passes else super().router(config, bias)
+
+    def experts(
+        self,
+        prefix: str,
+        *,
+        num_experts: int,
+        top_k: int,
+        shared: str | None,
+        names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
+        activation: Activation = "silu_mul",
+    ) -> Experts:
+        """See `Ops`: one grouped kernel for all routed experts."""
+        in_torch = partial(
+            super().experts,
+            prefix,
+            num_experts=num_experts,
+            top_k=top_k,
+            shared=shared,
+            names=names,
+            activation=activation,
+        )
+        *gate_up, down = names
+        is_quantized = not isinstance(self._weights[f"{prefix}0.{down}.weight"], Tensor)
+        if is_quantized or activation not in GATED_MODES:
+            return in_torch()
+
+        def matrix(linears: Sequence[str], number: int) -> tuple[Tensor, Tensor | None]:
+            weight, bias = self._matrix([f"{prefix}{number}.{name}" for name in linears], None)
+            return as_tensor(weight), bias
+
+        kernel = GroupedExperts(
+            GroupedLinear(partial(matrix, gate_up), num_experts, activation=activation),
+            GroupedLinear(partial(matrix, [down]), num_experts),
+            num_experts=num_experts,
+            top_k=top_k,
+            shared=None,
+        )
+        inner, hidden_size = kernel.down.in_width, kernel.down.out_width
+
+        def samples() -> tuple[Tensor, ...]:
+            [x] = self._samples(hidden_size)()
+            [scores] = self._samples(num_experts, dtype=torch.float32)()
+            best = scores.topk(top_k).indices
+            return x, torch.zeros_like(scores).scatter_(1, best, scores.gather(1, best))
+
+        shape = num_experts, inner, hidden_size
+        passes = self._probe_kernel(
+            "experts", kernel, shape, samples, dtype=self.dtype, counts=(1, 2, 5, 16, 64)
+        )
+        if not passes:
+            return in_torch()
+        if shared is not None:
+            gate_up_names = tuple(gate_up)
+            kernel.shared = GatedMlp(
+                self, shared, activation=activation, gate_up=gate_up_names, down=down
+            )
+        return kernel
 
     def _probe_kernel(
         self,

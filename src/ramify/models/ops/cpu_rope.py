@@ -62,7 +62,7 @@ class QKNormRope:
         num_tasks = min(-(-num_rows // ROPE_ROWS_PER_TASK), num_workers)
         return (
             ROW_KINDS[self._tables[0].dtype], 0, row_bytes,
-            *self._fixed, num_tasks, 0, 0, 0, 0, OP_NORM_ROPE, self._norm_kind, 0, 0,
+            *self._fixed, num_tasks, 0, 0, 0, 0, OP_NORM_ROPE, self._norm_kind, 0, 0, 0,
         )  # fmt: skip
 
     def __call__(self, qkv: Tensor, step: ForwardStep) -> tuple[Tensor, Tensor, Tensor]:

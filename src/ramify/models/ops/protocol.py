@@ -18,6 +18,7 @@ from ramify.attention.exactness import Exactness
 from ramify.attention.paged import PagedBackend
 from ramify.kv.pool import KVPool
 from ramify.models.dense_variant import NormKind, QkNormForm
+from ramify.models.moe_config import MoeConfig
 from ramify.models.rope_config import RopeConfig
 
 # Of the two halves (gate, up) of a result.
@@ -188,6 +189,16 @@ class FusableMlp:
 
 
 @dataclass(frozen=True, slots=True)
+class FusableExperts:
+    """experts(x, route(router(x))) of x = norm(hidden), in float32 for the router."""
+
+    norm: RowOp
+    router: Linear
+    route: RowOp
+    experts: Experts
+
+
+@dataclass(frozen=True, slots=True)
 class FusableParts:
     """The operations of a layer that a device can run in one go.
 
@@ -200,7 +211,7 @@ class FusableParts:
     qkv: Linear
     attention: SelfAttention
     o_proj: Linear
-    mlp: FusableMlp
+    mlp: FusableMlp | FusableExperts
     after_attention: RowOp | None = None
     after_mlp: RowOp | None = None
 
@@ -294,18 +305,24 @@ class Ops(Protocol):
         """Attention over QKV rows; `qk_norm` are norms of q and of k, `sinks` a tensor [num_q]."""
         ...
 
+    def router(self, config: MoeConfig, bias: Tensor | None) -> RowOp:
+        """Router logits [T, num_experts] float32 -> weights of experts; see `routing.route`."""
+        ...
+
     def experts(
         self,
         prefix: str,
         *,
         num_experts: int,
+        top_k: int,
         shared: str | None,
         names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
         activation: Activation = "silu_mul",
     ) -> Experts:
         """Gated MLPs `prefix` + 0., 1., ... and `shared`.
 
-        `names` are gate, up and down of each, or a matrix with gate above up, and down.
+        `names` are gate, up and down of each, or a matrix with gate above up, and down. A token is
+        routed to at most `top_k`.
         """
         ...
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -16,11 +16,11 @@ from ramify.attention.exactness import (
     ProbeStore,
 )
 from ramify.models.dense_variant import QkNormForm
+from ramify.models.moe_config import MoeConfig
 from ramify.models.ops import functional
 from ramify.models.ops.functional import (
     ACTIVATIONS,
     apply_rotary,
-    deinterleave_rope,
     layer_norm,
     per_head_matmul,
     rms_norm,
@@ -30,9 +30,9 @@ from ramify.models.ops.mlp import GatedMlp, LoopedExperts
 from ramify.models.ops.probe import dtype_name, probe_row_op, sample_rows
 from ramify.models.ops.protocol import (
     Activation,
-    Attended,
     DecoderLayer,
     Embedding,
+    Experts,
     ForwardStep,
     Heads,
     LayerStack,
@@ -43,7 +43,15 @@ from ramify.models.ops.protocol import (
     Shard,
 )
 from ramify.models.ops.quantized import Weight, as_tensor, concat_weights
+from ramify.models.ops.routing import route
 from ramify.models.ops.torch_linear import TorchLinear, choose_torch_linear
+from ramify.models.ops.torch_modules import (
+    ComposedLinear,
+    SplitAttention,
+    TorchHeadLinear,
+    TorchQKNormRope,
+    TorchRope,
+)
 from ramify.models.rope import RotaryTable
 from ramify.models.rope_config import RopeConfig
 
@@ -197,15 +205,26 @@ class TorchOps:
         qk_norm_rope = TorchQKNormRope(heads, norms, rotate, is_late)
         return SplitAttention(layer, qk_norm_rope, None if sinks is None else self.weight(sinks))
 
+    def router(self, config: MoeConfig, bias: Tensor | None) -> RowOp:
+        """See `Ops`."""
+        return self.row_op(
+            f"{config.scoring} router",
+            partial(route, bias=bias, config=config),
+            (config.num_experts, config.num_groups, config.topk_groups, config.top_k),
+            self._samples(config.num_experts, dtype=torch.float32),
+            dtype=torch.float32,
+        )
+
     def experts(
         self,
         prefix: str,
         *,
         num_experts: int,
+        top_k: int,  # noqa: ARG002 - for kernels
         shared: str | None,
         names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
         activation: Activation = "silu_mul",
-    ) -> LoopedExperts:
+    ) -> Experts:
         """See `Ops`."""
         *gate_up, down = names
         bind = partial(GatedMlp, self, activation=activation, gate_up=tuple(gate_up), down=down)
@@ -338,90 +357,3 @@ class TorchOps:
 
     def _record(self, verdict: Exactness) -> None:
         self._verdicts[verdict.operation, verdict.shape, verdict.dtype] = verdict
-
-
-@dataclass(frozen=True, slots=True)
-class ComposedLinear:
-    """A `Linear` of separate operations: norm, matrix, activation, addition of the residual."""
-
-    norm: RowOp | None
-    matrix: RowOp
-    gate_mul: Callable[[Tensor, Tensor], Tensor] | None
-
-    def __call__(
-        self,
-        x: Tensor,
-        step: ForwardStep | None = None,  # noqa: ARG002 - for adapters
-        *,
-        residual: Tensor | None = None,
-    ) -> Tensor:
-        """See `Linear`."""
-        y = self.matrix(x if self.norm is None else self.norm(x))
-        if self.gate_mul is not None:
-            y = self.gate_mul(*y.chunk(2, -1))
-        return y if residual is None else residual.add_(y)
-
-
-@dataclass(frozen=True, slots=True)
-class TorchHeadLinear:
-    """A `HeadLinear` by one batched matmul."""
-
-    weight: Tensor
-    op: RowOp
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """See `HeadLinear`."""
-        return self.op(x)
-
-
-@dataclass(frozen=True, slots=True)
-class TorchRope:
-    """A `Rope` over the step's cos and sin number `table`."""
-
-    rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
-    table: int
-    dim: int
-    interleaved: bool
-
-    def __call__(self, x: Tensor, step: ForwardStep) -> Tensor:
-        """See `Rope`."""
-        rotated, rest = x[..., : self.dim], x[..., self.dim :]
-        if self.interleaved:
-            rotated = deinterleave_rope(rotated)
-        rotated = self.rotate(rotated, *step.angles[self.table])
-        return torch.cat((rotated, rest), -1) if rest.shape[-1] else rotated
-
-
-@dataclass(frozen=True, slots=True)
-class TorchQKNormRope:
-    """QKV rows -> q, k, v [T, heads, head_dim], with QK norm and rope."""
-
-    heads: Heads
-    norms: tuple[RowOp, RowOp] | None
-    rope: TorchRope
-    norms_after_rope: bool = False
-
-    def __call__(self, qkv: Tensor, step: ForwardStep) -> tuple[Tensor, Tensor, Tensor]:
-        """qkv [T, (num_q + 2 * num_kv) * head_dim]."""
-        q, k, v = qkv.unflatten(-1, (-1, self.heads.head_dim)).split(self.heads.counts, 1)
-        if self.norms is not None and not self.norms_after_rope:
-            q, k = self.norms[0](q), self.norms[1](k)
-        q, k = self.rope(q, step), self.rope(k, step)
-        if self.norms is not None and self.norms_after_rope:
-            q, k = self.norms[0](q), self.norms[1](k)
-        return q, k, v
-
-
-@dataclass(frozen=True, slots=True)
-class SplitAttention:
-    """A `SelfAttention`: QKV rows to heads, then the step's attention."""
-
-    layer: int
-    qk_norm_rope: Callable[[Tensor, ForwardStep], tuple[Tensor, Tensor, Tensor]]
-    sinks: Tensor | None = None  # [num_q] float32
-
-    def __call__(self, qkv: Tensor, step: ForwardStep) -> Attended:
-        """See `SelfAttention`."""
-        q, k, v = self.qk_norm_rope(qkv, step)
-        out = step.pruned_attention(self.layer, q, k, v, sinks=self.sinks)
-        return Attended(out.flatten(1), (k, v))
