@@ -162,10 +162,11 @@ class Corpus:
         return tokens
 
     def num_tokens(self, request: StoredRequest) -> int:
-        """Tokens of a request's prompt."""
+        """Tokens of a request's prompt, without settings."""
         if request.info.hashed is not None:
             return request.info.hashed.num_tokens
-        return sum(self.units[unit].num_tokens for unit in request.units)
+        stored = (self.units[unit] for unit in request.units)
+        return sum(unit.num_tokens for unit in stored if unit.kind is not SegmentKind.SETTING)
 
     def prompt_tokens(self, request: StoredRequest) -> Tokens:
         """[num_tokens] of a request's prompt."""

@@ -231,6 +231,12 @@ class _Judge:
         for cause in outside_causes(self._log, request, facts):
             if cause.cause not in named:
                 causes.append(cause)
+        if match.in_flight is not None and all(
+            cause.cause is not CauseName.PARALLEL_COLD for cause in causes
+        ):
+            # By the provider's rule there was nothing to read, or the rule is not known to apply.
+            had = f"in flight: {self._log.name(match.in_flight.number)}"
+            causes.append(Cause(CauseName.PARALLEL_COLD, Certainty.SUSPECTED, "", had))
         if request.number in unread and not _waste(match):
             causes.append(unread[request.number])
         return Verdict(

@@ -93,7 +93,6 @@ class Matcher:
         for number in self._candidates(request):
             earlier = self._corpus.requests[number]
             compared.append((earlier, self._comparer.compare(earlier, request)))
-        in_flight = self._in_flight(request)
         longest = max(
             (len(earlier.units) for earlier, item in compared if item.is_extension), default=0
         )
@@ -107,6 +106,8 @@ class Matcher:
             deepest = max(comparison.mended_tokens for _, comparison in compared)
             tied = [item for item in compared if item[1].mended_tokens >= deepest - self._page_size]
             best = max(tied, key=lambda item: (item[1].text_tokens, self._rank[item[0].number]))
+        known = 0 if best is None else best[1].mended_tokens
+        in_flight = self._in_flight(request, known + self._page_size)
         if best is None or not best[1].mended_tokens:
             return Match(request, None, in_flight=in_flight)
         earlier, comparison = best
@@ -219,10 +220,13 @@ class Matcher:
                 if not numbers:
                     del self._pending_chains[chain]
 
-    def _in_flight(self, request: StoredRequest) -> StoredRequest | None:
+    def _in_flight(self, request: StoredRequest, num_tokens: int) -> StoredRequest | None:
+        """The newest request in flight that shares more than so many tokens."""
         if not self._pending_chains:
             return None
-        for chain, _ in self._chains(request):
+        for chain, total in self._chains(request):
+            if total <= num_tokens:
+                return None
             numbers = self._pending_chains.get(chain)
             if numbers:
                 return self._corpus.requests[numbers[-1]]

@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 
-from ramify.analysis.causes.unit_pairs import PairDifferences, pair_differences
+from ramify.analysis.causes.unit_pairs import PairDifferences, pair_differences, whitespace_of
 from ramify.analysis.context_blocks import MIN_BLOCK, mostly_in, split_block
 from ramify.analysis.corpus import Corpus
 from ramify.analysis.prompt_sides import Difference, Side
@@ -214,7 +214,10 @@ class MessageWalk:
             return False
         head = mine[: len(mine) - len(text)].strip()
         other = self._corpus.text(a.normals[self._i])
-        if head != other:
+        if head == other and not self._text_b().startswith(self._text_a()):
+            path = b.rest_path(self._j)
+            self.differences.insert(-1, whitespace_of(self._text_a(), self._text_b(), path))
+        elif head != other:
             self._add_values(a.normals[self._i], self._store(normal, head))
         self._share(b.rest[self._j])
         self._i, self._j = self._i + 1, self._j + 1
@@ -448,7 +451,8 @@ def begins_with_summary(side: Side) -> bool:
     for at in range(min(3, len(side.rest))):
         if side.role(at) == "user":
             text = side.corpus.text(side.rest[at])[:400]
-            return len(side.rest) > at + 1 and "summar" in text and bool(_SUMMARY.search(text))
+            goes_on = len(side.rest) > at + 1 or "continued from a previous conv" in text
+            return goes_on and "summar" in text and bool(_SUMMARY.search(text))
     return False
 
 

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ramify.analysis.causes.values import SlotEvidence, SlotVerdict, judge_slot
+from ramify.analysis.causes.values import MAX_CONTEXT, SlotEvidence, SlotVerdict, judge_slot
 from ramify.analysis.corpus import Corpus
 from ramify.analysis.normal_forms import normalise
 from ramify.analysis.records import Segment, SegmentKind, TextForm
@@ -217,8 +217,8 @@ class Templates:
                     label=stored.label,
                     values=tuple(row[number] for row in rows),
                     times=tuple(first_use[member] for member in members),
-                    before=text[max(0, slot.start - 160) : slot.start],
-                    after=text[slot.end : slot.end + 160],
+                    before=text[max(0, slot.start - MAX_CONTEXT) : slot.start],
+                    after=text[slot.end : slot.end + MAX_CONTEXT],
                     num_uses=len(template.uses),
                     num_members=len(template.members),
                     num_roots=num_roots,

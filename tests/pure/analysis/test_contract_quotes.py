@@ -90,3 +90,13 @@ def test_another_image_shares_no_token(tmp_path: Path) -> None:
     assert verdict["divergence"]["segment"] == "messages[1].content[1]"
     assert verdict["divergence"]["char"] == 0
     assert verdict["tokens"]["reusable"] == verdict["divergence"]["token"]
+
+
+def test_white_space_behind_a_last_value_is_found(tmp_path: Path) -> None:
+    """The id is the last word of both prompts; one ends with a line end."""
+    verdict = _second_verdict(
+        tmp_path,
+        f"{RULES}\n[conversation b8695602-4a20-4d71-8554-e0f0987f3241] \n",
+        f"{RULES}\n[conversation 1316f600-f87e-42f6-a5db-23866ed55460]",
+    )
+    assert causes(verdict) == ["random_id", "whitespace"]

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 # The white space that the normal form changes.
-_WORD = re.compile(r"[^ \t\r\n\u00a0\u2000-\u200b\u3000]+")
+_BLANKS = " \t\r\n\u00a0\u3000" + "".join(map(chr, range(0x2000, 0x200C)))
+_WORD = re.compile(f"[^{_BLANKS}]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,19 @@ def find_respaced(a: SpacedText, b: SpacedText) -> Respaced | None:
                 gap = a.text[mine[1] : following[0]]
                 if gap != b.text[other[1] : other_following[0]]:
                     return Respaced(mine[1], other[1], other[2])
-    return None
+    return _respaced_at_end(a, b)
+
+
+def _respaced_at_end(a: SpacedText, b: SpacedText) -> Respaced | None:
+    """White space at the end of both texts, if the last word of each holds a value."""
+    for side in (a, b):
+        start, end = side.values[-1] if side.values else (0, 0)
+        if start == end or len(side.normal[end:].split()) > 1 or side.normal[end:][:1].isspace():
+            return None
+    words = [side.text.rstrip(_BLANKS) for side in (a, b)]
+    if a.text[len(words[0]) :] == b.text[len(words[1]) :]:
+        return None
+    return Respaced(len(words[0]), len(words[1]), b.values[-1][1])
 
 
 def _runs(side: SpacedText) -> list[list[tuple[int, int, int]]] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ramify.analysis.causes.spacing import SpacedText, find_respaced
-from ramify.analysis.causes.values import SlotEvidence, SlotVerdict, judge_slot
+from ramify.analysis.causes.values import MAX_CONTEXT, SlotEvidence, SlotVerdict, judge_slot
 from ramify.analysis.corpus import Corpus
 from ramify.analysis.normal_forms import parse_json
 from ramify.analysis.prompt_sides import Difference
@@ -54,7 +54,7 @@ def pair_differences(
     tail = 0
     for (start_a, end_a), (start_b, end_b), verdict in values:
         if respaced is not None and respaced.normal_char < start_b:
-            found.append(_whitespace(text_a, text_b, path, respaced.char_a, respaced.char_b))
+            found.append(whitespace_of(text_a, text_b, path, respaced.char_a, respaced.char_b))
             respaced = None
         if verdict.cause is None:
             return PairDifferences(
@@ -66,7 +66,7 @@ def pair_differences(
         )
         tail = len(body_b) - end_b
     if respaced is not None:
-        found.append(_whitespace(text_a, text_b, path, respaced.char_a, respaced.char_b))
+        found.append(whitespace_of(text_a, text_b, path, respaced.char_a, respaced.char_b))
     return PairDifferences(tuple(found), tail_chars=tail)
 
 
@@ -98,9 +98,9 @@ def _values(
         verdict = _known(places, theirs)
         starts_later = verdict is not None and _starts_in_later_line(places, theirs[0], text_b)
         if verdict is None or starts_later:
-            before = text_b[max(0, theirs[0] - 160) : theirs[0]]
+            before = text_b[max(0, theirs[0] - MAX_CONTEXT) : theirs[0]]
             values = (text_a[mine[0] : mine[1]], text_b[theirs[0] : theirs[1]])
-            after = text_b[theirs[1] : theirs[1] + 160]
+            after = text_b[theirs[1] : theirs[1] + MAX_CONTEXT]
             alone = judge_slot(
                 SlotEvidence(kind, label, values, (None, None), before, after, 2, 2, 2)
             )
@@ -147,10 +147,10 @@ def _form_differences(
                 )
             )
         if is_equal and (not found or _layout(had) != _layout(got)):
-            found.append(_whitespace(had, got, path))
+            found.append(whitespace_of(had, got, path))
         return found
     if is_equal:
-        found.append(_whitespace(had, got, path))
+        found.append(whitespace_of(had, got, path))
     return found
 
 
@@ -160,7 +160,7 @@ def _layout(text: str) -> tuple[bool, bool, bool]:
     return ("\\u" in text, has_line_end, '": ' in text or '", ' in text)
 
 
-def _whitespace(
+def whitespace_of(
     had: str, got: str, path: str, char_a: int | None = None, char_b: int | None = None
 ) -> Difference:
     """White space that differs, at its place in each text; by default at the first difference."""

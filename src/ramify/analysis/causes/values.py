@@ -21,6 +21,8 @@ from ramify.analysis.causes.clocks import (
 from ramify.analysis.records import SegmentKind
 from ramify.analysis.verdicts import CauseName, Certainty
 
+MAX_CONTEXT = 320  # code points around a value
+
 
 @dataclass(frozen=True, slots=True)
 class SlotEvidence:
@@ -30,7 +32,7 @@ class SlotEvidence:
     label: str
     values: tuple[str, ...]  # a sample of different members, in order of first use
     times: tuple[float | None, ...]  # of the first use of each
-    before: str  # text before the place
+    before: str  # text before the place, `MAX_CONTEXT` code points at most
     after: str
     num_uses: int  # requests
     num_members: int  # different texts
@@ -94,6 +96,9 @@ class BillingHeader:
 _PATH = re.compile(r"(?:[A-Za-z]:)?[\\/][\w.@~+-]+[\\/]|~/|\w+://|^\.{0,2}/\w|\w/\w+/\w")
 
 
+_DATE = re.compile(r"\W*\d{1,4}/\d{1,2}/\d{1,4}\W*")
+
+
 class PathValue:
     """A value within a file path or a URL path."""
 
@@ -102,6 +107,8 @@ class PathValue:
     def is_met(self, slot: SlotEvidence) -> bool:
         """See `ValueRule`."""
         around = [slot.wide_before + value for value in slot.filled]
+        if all(map(_DATE.fullmatch, around)):
+            return False
         return bool(around) and all(_PATH.search(item) for item in around)
 
 
@@ -189,10 +196,32 @@ class StateValue:
 
     def is_met(self, slot: SlotEvidence) -> bool:
         """See `ValueRule`."""
-        return bool(_STATE_WORDS.search(slot.line_before)) or (
-            bool(_STATE_WORDS.search(slot.before.rstrip().rpartition("\n")[2]))
-            and not slot.line_before.strip(" -*[]")
-        )
+        if _STATE_WORDS.search(slot.line_before) or _STATE_AFTER.match(slot.after):
+            return True
+        above = slot.before.rstrip().rpartition("\n")[2]
+        if _STATE_WORDS.search(above) and not slot.line_before.strip(" -*[]"):
+            return True
+        return bool(_CHECK_BOX.search(slot.line_before)) or _is_in_status_block(slot.before)
+
+
+_STATE_AFTER = re.compile(r"(?i) ?%? (?:used|left|remaining|free|full|unread)\b")
+_CHECK_BOX = re.compile(r"^\s*(?:[-*]|\d+\.)\s*\[$")
+_STATUS_HEADER = re.compile(
+    r"(?i)(?:^|[<\s#*_-])(?:status|state|todos?|todo[ _]list|task[ _]list|recent[ _]commits|"
+    r"open[ _](?:files|tabs)|(?:modified|changed|staged|untracked)[ _]files)\b[^\n:>]{0,24}[:>]\W*$"
+)
+
+
+def _is_in_status_block(before: str) -> bool:
+    """Whether the lines up to the value, without a blank line, begin with a status block's header."""
+    for line in reversed(before.split("\n")[:-1]):
+        if not line.strip() or "</" in line:
+            return False
+        if _STATUS_HEADER.search(line):
+            return True
+        if line.rstrip().endswith((":", ">")):
+            return False
+    return False
 
 
 class RandomId:
@@ -248,6 +277,10 @@ class UnnamedNumber:
         numbers = [re.findall(r"\d+", value) for value in slot.values]
         if not all(numbers) or max(map(len, slot.values)) > 24 or _names_other(slot):
             return False
+        if any(
+            sum(map(str.isalpha, value)) > sum(map(str.isdigit, value)) for value in slot.values
+        ):
+            return False  # digits of a word
         rows = [tuple(map(int, row)) for row in numbers]
         return len(rows) > 1 and all(a <= b for a, b in pairwise(rows))
 

@@ -90,7 +90,12 @@ class PrefixTreeBuilder:
                 size[-1] = max(0, hashed.num_tokens - hashed.block_size * (len(size) - 1))
         else:
             row = request.units.astype(np.int64)
-            size = np.array([self._corpus.units[unit].num_tokens for unit in row], np.int64)
+            units = [self._corpus.units[unit] for unit in row.tolist()]
+            # Settings split the cache and are no tokens of the prompt.
+            size = np.array(
+                [unit.num_tokens * (unit.kind is not SegmentKind.SETTING) for unit in units],
+                np.int64,
+            )
         if len(row):
             row[0] += number << 40  # another scope shares nothing
         return row, size
