@@ -180,34 +180,42 @@ def check_calls(
         )
     if probe.num_calls != config.num_layers:
         return f"attends {probe.num_calls} times in {config.num_layers} layers"
-    expected = (config.num_heads, config.num_kv_heads, config.head_dim)
-    for layer, call in sorted(probe.calls.items()):
-        shape = (call.query.shape[1], call.key.shape[1], call.key.shape[2])
-        if call.value.shape != call.key.shape:
-            return (
-                f"has keys of {shape[2]} and values of {call.value.shape[2]} elements a head in layer "
-                f"{layer}; the K/V pool has one size for both"
-            )
-        if shape != expected:
-            return (
-                f"has {shape[0]} heads and {shape[1]} K/V heads of {shape[2]} elements in layer "
-                f"{layer}; its configuration says {expected[0]}, {expected[1]} and {expected[2]}"
-            )
-        if call.sinks is not None:
-            return "has attention sinks, which the attention backends do not know"
-        # A mask that the layer gets counts instead, as in transformers.
-        if call.mask is None and not call.is_causal:
-            return "attends to later tokens too (bidirectional); only causal decoders run"
-        if call.soft_cap != config.variant.attention_soft_cap:
-            return f"caps scores at {call.soft_cap}; its configuration does not say so"
-        window = probe.window_of.get(layer, config.window_of(layer))
-        if window != config.window_of(layer) and _cuts(window, config) | _cuts(
-            config.window_of(layer), config
-        ):
-            return (
-                f"masks with a window of {window} tokens in layer {layer}; its configuration says "
-                f"{config.window_of(layer)}"
-            )
+    for _layer, call in sorted(probe.calls.items()):
+        reason = _check_call(call, probe, config)
+        if reason is not None:
+            return reason
+    return None
+
+
+def _check_call(call: AttentionCall, probe: ProbeAttention, config: ModelConfig) -> str | None:
+    """`check_calls` of a layer."""
+    layer, expected = call.layer, (config.num_heads, config.num_kv_heads, config.head_dim)
+    shape = (call.query.shape[1], call.key.shape[1], call.key.shape[2])
+    if call.value.shape != call.key.shape:
+        return (
+            f"has keys of {shape[2]} and values of {call.value.shape[2]} elements a head in layer "
+            f"{layer}; the K/V pool has one size for both"
+        )
+    if shape != expected:
+        return (
+            f"has {shape[0]} heads and {shape[1]} K/V heads of {shape[2]} elements in layer "
+            f"{layer}; its configuration says {expected[0]}, {expected[1]} and {expected[2]}"
+        )
+    if call.sinks is not None:
+        return "has attention sinks, which the attention backends do not know"
+    # A mask that the layer gets counts instead, as in transformers.
+    if call.mask is None and not call.is_causal:
+        return "attends to later tokens too (bidirectional); only causal decoders run"
+    if call.soft_cap != config.variant.attention_soft_cap:
+        return f"caps scores at {call.soft_cap}; its configuration does not say so"
+    window = probe.window_of.get(layer, config.window_of(layer))
+    if window != config.window_of(layer) and _cuts(window, config) | _cuts(
+        config.window_of(layer), config
+    ):
+        return (
+            f"masks with a window of {window} tokens in layer {layer}; its configuration says "
+            f"{config.window_of(layer)}"
+        )
     return None
 
 

@@ -101,7 +101,7 @@ def _causal_class(config: Any) -> Any:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     kind = type(config)
-    return MODEL_FOR_CAUSAL_LM_MAPPING[kind] if kind in MODEL_FOR_CAUSAL_LM_MAPPING else None
+    return MODEL_FOR_CAUSAL_LM_MAPPING.get(kind, None)
 
 
 def may_be_recurrent(model_class: Any) -> bool:
