@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from ramify.models.families import FAMILIES
+from tests.cpu.family_templates import FAMILY_TEMPLATES, PUBLISHED, FamilyTemplate
 from tests.cpu.models.family_cases import CASES
 from tests.cpu.models.test_hf_adapter import REFUSED, SERVED, SERVED_INEXACT
 
@@ -23,8 +24,9 @@ INTRO = """\
 <!-- Written by scripts/models_table.py (make options). -->
 
 A checkpoint directory or a hub model runs if its architecture is in the first table, or if transformers
-has it as a causal decoder. Weights are float32, bfloat16 or float16
-safetensors; `scripts/gguf_to_checkpoint.py` widens a GGUF file to such a directory.
+has it as a causal decoder. Weights are float32, bfloat16 or float16 safetensors, and MXFP4 ones of
+gpt-oss, which are widened at load; `scripts/gguf_to_checkpoint.py` widens a GGUF file to such a
+directory.
 
 ## Our own implementation
 
@@ -33,7 +35,8 @@ bfloat16. Compared with transformers on random checkpoints that transformers sav
 within 1e-4 of the largest and in bfloat16 within 1.5 times transformers' own error, on both
 implementations of the operations (`ops`); the same bits however a prompt is cut; greedy tokens cold,
 from the cache and in a second turn, across windows and the length of pre-training
-(`tests/cpu/models/test_dense_families.py`, `tests/cpu/test_deepseek.py`).
+(`tests/cpu/models/test_dense_families.py`, `tests/cpu/models/test_gpt_oss.py`,
+`tests/cpu/test_deepseek.py`).
 
 | architecture | `model_type` | compared with these settings |
 |---|---|---|
@@ -54,6 +57,20 @@ Compared with transformers: greedy tokens cold, warm, batched and in a second tu
 | architecture | result |
 |---|---|
 """
+TEMPLATES = """
+## Chat templates, tool calls and thinking
+
+Templates of this form, with the family's special tokens, are rendered as transformers renders them:
+tools, calls, results, a system prompt, several turns, switches and documents. An answer in the model's
+own syntax is read through both official clients, whole and streamed, and comes back into the prompt
+(`tests/cpu/test_family_templates.py`, `tests/cpu/test_template_switches.py`). Formats are described in
+[api.md](api.md#formats-of-tool-calls); they are found in the checkpoint's template, and named by
+`--tool-call-parser` and `--reasoning-parser`. Where the template has no place for tools, the model does not
+see them, and the response says so; a call that the model writes is read all the same.
+
+| models | `model_type` | tools in the template | documents | thinking switch | calls | thinking |
+|---|---|---|---|---|---|---|
+"""
 # By the words of the error that the test expects.
 REASONS = {
     "encoder-decoder": "an encoder-decoder",
@@ -69,6 +86,22 @@ REASONS = {
 }
 
 
+def template_row(family: FamilyTemplate) -> str:
+    """A row of the table of chat templates."""
+    types = ", ".join(f"`{name}`" for name in family.model_types)
+    tools = "in the system message" if not family.tools_variable else f"`{family.tools_variable}`"
+    cells = (
+        PUBLISHED[family.name],
+        types,
+        tools if family.takes_tools else "none",
+        "yes" if family.takes_documents else "",
+        f"`{family.switch}`" if family.switch else "",
+        f"`{family.calls}`",
+        f"`{family.reasoning}`",
+    )
+    return f"| {' | '.join(cells)} |\n"
+
+
 def page() -> str:
     """The text of docs/models.md."""
     cases: dict[str, list[str]] = {}
@@ -78,7 +111,10 @@ def page() -> str:
     lines = [INTRO]
     for name, family in FAMILIES.items():
         compared = "latent attention, experts" if family.is_latent else ", ".join(cases[name])
+        compared = ", ".join((compared, *family.quant_methods))
         lines.append(f"| `{name}` | `{family.model_type}` | {compared} |\n")
+    lines.append(TEMPLATES)
+    lines += map(template_row, FAMILY_TEMPLATES)
     lines.append(ADAPTER)
     lines += [f"| `{name}` | equal |\n" for name in SERVED]
     lines += [f"| `{name}` | equal, with `exact=False` only |\n" for name in SERVED_INEXACT]

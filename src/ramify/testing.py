@@ -288,7 +288,7 @@ def write_tiny_checkpoint(
     generator = torch.Generator().manual_seed(seed)
     weights = {
         name: _tiny_weight(name, shape, generator).to(getattr(torch, dtype))
-        for name, shape in model.tensor_shapes().items()
+        for name, shape in model.stored_shapes().items()
     }
     path.mkdir(parents=True, exist_ok=True)
     _write_json(path / "config.json", config)

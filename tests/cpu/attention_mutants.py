@@ -79,8 +79,10 @@ class CutTree(CpuBackend):
         planes: Mapping[str, Tensor],
         *,
         selected: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         assert selected is None
+        assert sinks is None
         assert self.spec.windows[layer] is None
         cut, last = self._cut_at, self._last
         keys = torch.arange(int(last.max()) + 1, dtype=torch.int32)

@@ -60,8 +60,10 @@ def letters(text: str) -> list[int]:
 class Thinker(ServerBench):
     """A server whose model answers `answer`, letter by letter where no grammar asks for more."""
 
-    def __init__(self, answer: str = ANSWER, template: str = THINKING_TEMPLATE) -> None:
-        super().__init__(chat_template=template, page_size=4)
+    def __init__(
+        self, answer: str = ANSWER, template: str = THINKING_TEMPLATE, **options: Any
+    ) -> None:
+        super().__init__(chat_template=template, page_size=4, **options)
         self.answer = answer
         [self._end] = SERVICE.tokenizer.encode("<|end|>", False)
         self.device.next_token = self._next

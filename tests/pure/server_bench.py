@@ -102,6 +102,7 @@ class ServerBench:
         max_waiting: int = 64,
         prefix_cache: bool = True,
         chat_template: str | None = None,
+        tokenizer: Tokenizer | None = None,
         aliases: Sequence[str] = (),
         pooling: PoolingConfig | None = None,
         **server_options: Any,
@@ -115,7 +116,7 @@ class ServerBench:
             max_waiting=max_waiting,
         )
         config = resolve(requested, model_max_len=max_model_len, token_bytes=1, free_memory=0)
-        tokenizer = tokenizer_with(chat_template)
+        tokenizer = tokenizer_with(chat_template) if tokenizer is None else tokenizer
         vocab = tokenizer.vocab_size
         ends = tokenizer.eos_token_ids
         self.device = FakeExecutor(config.num_pages, page_size, vocab_size=vocab)

@@ -16,7 +16,7 @@ from ramify.analysis.causes.tool_lists import compare_tools
 from ramify.analysis.context_blocks import MIN_BLOCK, split_block
 from ramify.analysis.corpus import Corpus, StoredRequest
 from ramify.analysis.message_walk import MessageWalk, begins_with_summary
-from ramify.analysis.prompt_sides import Difference, Side
+from ramify.analysis.prompt_sides import Difference, Side, WalkStep
 from ramify.analysis.quoting import Excerpt, quote
 from ramify.analysis.records import SegmentKind, TextForm
 from ramify.analysis.templates import Templates
@@ -34,7 +34,7 @@ class Comparison:
     mended_tokens: int
     differences: tuple[Difference, ...]  # in the order of the prompt
     is_continuation: bool
-    steps: tuple[tuple[CauseName, str, int, int], ...] = ()  # see `MessageWalk`
+    steps: tuple[WalkStep, ...] = ()
     end: tuple[int, int] = (0, 0)
     is_extension: bool = False  # all of the earlier prompt is shared, and no message was edited
     text_tokens: int = 0  # shared as sent, whatever the key, scope and answering model
@@ -65,7 +65,7 @@ class Comparer:
         tools = compare_tools(a, b, self._templates, continues=continues)
         differences = [*outer, *tools.differences]
         mended = tools.num_shared
-        steps: tuple[tuple[CauseName, str, int, int], ...] = ()
+        steps: tuple[WalkStep, ...] = ()
         end, is_extension = (0, 0), False
         if tools.is_mended:
             walk = MessageWalk(self._corpus, self._templates, a, b, continues=continues)
@@ -81,7 +81,7 @@ class Comparer:
         headers = sum(item.cause is CauseName.BILLING_HEADER for item in waste)
         if mended < self.page_size + HEADER_TOKENS * bool(headers):
             # Nothing but a few words stands behind what would be mended: another program's prompt.
-            differences = []
+            differences, steps, end = [], (), (0, 0)
         elif not waste:
             mended = raw if not outer else mended
         return Comparison(
@@ -251,12 +251,21 @@ def is_continuation(a: Side, b: Side) -> bool:
         return False
     if a.last_message & b.older_messages:
         return True
-    return _goes_on_after_answer(a, b) or _repeats_last_message(a, b)
+    return _goes_on_after_answer(a, b) or _repeats_last_message(a, b) or _begins_with_all(a, b)
+
+
+def _begins_with_all(a: Side, b: Side) -> bool:
+    """Whether the same program's prompt begins with all messages of the earlier one, short as they are."""
+    if len(a.rest) >= len(b.rest):
+        return False
+    (head_a, talk_a), (head_b, talk_b) = a.head_and_talk, b.head_and_talk
+    is_longer = 0 < len(talk_a) < len(talk_b) and bool(head_a)
+    return is_longer and head_a == head_b and talk_b[: len(talk_a)] == talk_a
 
 
 def _goes_on_after_answer(a: Side, b: Side) -> bool:
     """Whether the last answer in the earlier request has more messages behind it in the later one."""
-    at = next((i for i in range(len(a.rest) - 1, -1, -1) if a.role(i) == "assistant"), None)
+    at = next((i for i in range(len(a.rest) - 1, -1, -1) if a.is_answer(i)), None)
     if at is None or a.normals[at] not in b.older_messages:
         return False
     place = len(b.normals) - 1 - b.normals[::-1].index(a.normals[at])

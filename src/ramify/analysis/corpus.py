@@ -46,10 +46,11 @@ class StoredRequest:
     paths: tuple[str, ...]  # [segments]
     breakpoints: tuple[tuple[int, float], ...] = ()  # segment, lifetime asked for in seconds
 
+    order_s: float = float("-inf")  # start, or that of the nearest line before with one
+
     def start_key(self) -> tuple[float, int]:
         """Sorts by start where it is logged, else by line."""
-        start = self.info.start_s
-        return (float("-inf") if start is None else start, self.number)
+        return (self.order_s, self.number)
 
 
 class Corpus:
@@ -84,7 +85,9 @@ class Corpus:
 
     def add(self, request: LoggedRequest) -> StoredRequest:
         """Store a request."""
-        segments = request.segments
+        segments, order_s = request.segments, request.start_s
+        if order_s is None:
+            order_s = self.requests[-1].order_s if self.requests else float("-inf")
         stored = StoredRequest(
             number=len(self.requests),
             info=replace(request, segments=()),
@@ -95,6 +98,7 @@ class Corpus:
                 for number, item in enumerate(segments)
                 if item.breakpoint_ttl_s is not None
             ),
+            order_s=order_s,
         )
         self.requests.append(stored)
         return stored

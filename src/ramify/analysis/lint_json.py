@@ -14,6 +14,7 @@ def report_as_json(report: LintReport) -> dict[str, Any]:
         "schema": SCHEMA,
         "num_requests": report.num_requests,
         "provider": report.provider,
+        "capacity": report.capacity_tokens,
         "verdicts": [verdict_as_json(verdict) for verdict in report.verdicts],
         "findings": [finding_as_json(finding) for finding in report.findings],
         "saving_all": asdict(report.saving_all),

@@ -15,14 +15,16 @@ from ramify.analysis.corpus import Corpus, StoredRequest
 from ramify.analysis.findings import group_causes, order_by_saving
 from ramify.analysis.log_files import read_log
 from ramify.analysis.matching import Match, Matcher
-from ramify.analysis.mending import VALUES, Mender
+from ramify.analysis.mended_units import VALUES
+from ramify.analysis.mending import Mender
 from ramify.analysis.providers.agreement import report_tables
 from ramify.analysis.providers.prompts import Prediction
-from ramify.analysis.providers.replay import CacheModel
+from ramify.analysis.providers.replay import CacheModel, prompts_of
 from ramify.analysis.providers.rules import load_rules
 from ramify.analysis.reading import ReadQuality
 from ramify.analysis.records import LoggedRequest, SegmentKind, TextForm
 from ramify.analysis.savings import measure_savings
+from ramify.analysis.simulation.capacities import parse_capacity
 from ramify.analysis.templates import Templates
 from ramify.analysis.tokens import Tokenizer
 from ramify.analysis.verdicts import (
@@ -47,6 +49,7 @@ def lint(
     *,
     provider: str | None = None,
     rules: Path | None = None,
+    capacity: str | int | None = None,
     tokenizer: Tokenizer | None = None,
     format: str | None = None,  # noqa: A002 - the word of the command line
     strict: bool = False,
@@ -59,6 +62,8 @@ def lint(
         log: files, or requests.
         provider: whose cache rule predicts reads and savings; by default that of the log.
         rules: file of rules and prices that extends or replaces the built-in one.
+        capacity: tokens of each replica's cache, or `5M`, for predicted reads and savings; None: nothing
+            is evicted. Only rules of pages (vllm, sglang, ramify) have one.
         tokenizer: counts tokens; by default they are estimated.
         format: of the files, if it shall not be recognised.
         strict: a bad line is an error.
@@ -75,7 +80,14 @@ def lint(
         corpus.add(request)
         if progress is not None and not len(corpus) % 256:
             progress("reading", len(corpus), 0)
-    return lint_corpus(corpus, quality=quality, provider=provider, rules=rules, progress=progress)
+    return lint_corpus(
+        corpus,
+        quality=quality,
+        provider=provider,
+        rules=rules,
+        capacity=capacity,
+        progress=progress,
+    )
 
 
 def lint_corpus(
@@ -84,11 +96,17 @@ def lint_corpus(
     quality: ReadQuality | None = None,
     provider: str | None = None,
     rules: Path | None = None,
+    capacity: str | int | None = None,
     progress: StepProgress | None = None,
 ) -> LintReport:
     """`lint` for requests that are stored already."""
     return lint_parts(
-        corpus, quality=quality, provider=provider, rules=rules, progress=progress
+        corpus,
+        quality=quality,
+        provider=provider,
+        rules=rules,
+        capacity=capacity,
+        progress=progress,
     ).report
 
 
@@ -100,6 +118,7 @@ class Linted:
     model: CacheModel
     mender: Mender
     predictions: Mapping[int, Prediction]  # by the request's number
+    unsplit: Mapping[int, Prediction]  # if all replicas, keys and answering models shared a cache
 
 
 def lint_parts(
@@ -108,15 +127,22 @@ def lint_parts(
     quality: ReadQuality | None = None,
     provider: str | None = None,
     rules: Path | None = None,
+    capacity: str | int | None = None,
     progress: StepProgress | None = None,
 ) -> Linted:
-    """`lint_corpus`, with the cache model, the mender and the predictions that it used."""
+    """`lint_corpus`, with the cache model, the mender and the predictions that it used.
+
+    Causes are judged under an infinite cache, predictions and savings under `capacity`.
+    """
     table = load_rules(rules)
-    model = (
+    infinite = (
         CacheModel.of_log(corpus, table)
         if provider is None
         else CacheModel(corpus, provider, table)
     )
+    model = infinite
+    if capacity is not None:
+        model = infinite.with_capacity(parse_capacity(capacity))
     templates = learn_templates(corpus, progress)
     matcher = Matcher(corpus, templates)
     matches: list[Match] = []
@@ -124,7 +150,7 @@ def lint_parts(
         matches.append(match)
         if progress is not None and not len(matches) % 64:
             progress("comparing", len(matches), len(corpus))
-    log = LogFacts(model)
+    log = LogFacts(infinite)
     judge = _Judge(corpus, matcher.comparer, log)
     verdicts = judge.verdicts(matches)
     found = group_causes(verdicts)
@@ -134,8 +160,18 @@ def lint_parts(
     if progress is not None:
         progress("replaying", 0, len(groups) + 1)
     savings = measure_savings(
-        corpus, corpus, mender, [*groups, [item.fix for item in mendable]], model
+        corpus,
+        corpus,
+        mender,
+        [*groups, [item.fix for item in mendable]],
+        model,
+        unseen=mender,
     )
+    predictions = log.predictions
+    if model is not infinite:
+        prompts = list(prompts_of(corpus))
+        replayed = zip(prompts, model.replay(prompts), strict=True)
+        predictions = {prompt.request.number: prediction for prompt, prediction in replayed}
     saved = {id(item): saving for item, saving in zip(mendable, savings[:-1], strict=False)}
     nothing = Saving(0, 0, 0, None)
     report = LintReport(
@@ -145,9 +181,10 @@ def lint_parts(
         saving_all=savings[-1],
         quality=_quality(corpus, ReadQuality() if quality is None else quality),
         provider=model.provider,
-        tables=report_tables(model, corpus.requests, log.predictions, verdicts),
+        tables=report_tables(model, corpus.requests, predictions, verdicts),
+        capacity_tokens=model.capacity_tokens,
     )
-    return Linted(report, model, mender, log.predictions)
+    return Linted(report, model, mender, predictions, log.unsplit)
 
 
 def _requests(

@@ -20,11 +20,10 @@ import numpy as np
 from ramify.analysis.comparing import Comparer, Comparison
 from ramify.analysis.corpus import Corpus, StoredRequest
 from ramify.analysis.hashed_matching import HashedIndex
-from ramify.analysis.prompt_sides import Difference, Side
+from ramify.analysis.prompt_sides import Difference, Side, WalkStep
 from ramify.analysis.records import SegmentKind
 from ramify.analysis.templates import Templates
 from ramify.analysis.unit_tree import Units, UnitTree
-from ramify.analysis.verdicts import CauseName
 
 NUM_NEWEST = 3  # requests that an index remembers for a key
 MAX_CANDIDATES = 14
@@ -40,7 +39,7 @@ class Match:
     mended_tokens: int = 0  # shared if all causes were mended
     differences: tuple[Difference, ...] = ()
     in_flight: StoredRequest | None = None  # could share more, but had not answered yet
-    steps: tuple[tuple[CauseName, str, int, int], ...] = ()  # see `MessageWalk`
+    steps: tuple[WalkStep, ...] = ()
     end: tuple[int, int] = (0, 0)
 
 

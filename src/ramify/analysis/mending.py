@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -12,20 +12,14 @@ from numpy.typing import NDArray
 
 from ramify.analysis.corpus import Corpus, StoredRequest
 from ramify.analysis.matching import Match
+from ramify.analysis.mended_tools import merge_tools
+from ramify.analysis.mended_units import VALUES, MendedUnits
+from ramify.analysis.prompt_sides import Difference, PlacedUnit
 from ramify.analysis.records import SegmentKind
 from ramify.analysis.savings import AppliedFix
 from ramify.analysis.templates import Templates
+from ramify.analysis.unseen_parts import HIDING, Groups, UnseenParts
 from ramify.analysis.verdicts import CauseName
-
-VALUES = frozenset(
-    {
-        CauseName.CLOCK,
-        CauseName.RANDOM_ID,
-        CauseName.PATH_OR_STATE,
-        CauseName.BILLING_HEADER,
-    }
-)
-_FORMS = frozenset({CauseName.KEY_ORDER, CauseName.WHITESPACE})
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,62 +51,178 @@ def generalise(segment: str) -> str:
     return segment
 
 
+_Head = tuple[tuple[int, ...], int | None]  # tools, first segment after them
+_Fixes = frozenset[tuple[CauseName, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """`WalkStep` with the places of findings."""
+
+    start: tuple[int, int]
+    stop: tuple[int, int]
+    causes: _Fixes
+    content: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Outer:
+    """What stands before system and messages, as sent."""
+
+    settings: dict[str, int]  # unit by path
+    tools: list[int]
+
+    @classmethod
+    def of(cls, request: StoredRequest) -> _Outer:
+        """Of a request."""
+        out = cls({}, [])
+        for path, unit in zip(request.paths, request.units.tolist(), strict=True):
+            if path.startswith("settings."):
+                out.settings[path] = unit
+            elif path.startswith("tools["):
+                out.tools.append(unit)
+        return out
+
+
 @dataclass(frozen=True, slots=True)
 class _Recipe:
-    """How a prompt is made equal to that of its match, up to a place in both."""
+    """How a prompt is made equal to that of its match."""
 
     match: int
-    steps: tuple[tuple[CauseName, str, int, int], ...]
+    settings: dict[str, tuple[CauseName, str] | None]  # those that differ as sent, and why
+    has_other_tools: bool  # as sent
+    tools: _Fixes  # causes in the tools
+    steps: tuple[_Step, ...]
     end: tuple[int, int]
-    outer: frozenset[tuple[CauseName, str]]  # causes in settings and tools, with their places
+
+    @classmethod
+    def of(cls, match: Match, earlier: StoredRequest) -> _Recipe:
+        """From the differences of a match."""
+        places = [(item.segment, _place(item)) for item in match.differences if item.is_waste]
+        mine, theirs = _Outer.of(match.request), _Outer.of(earlier)
+        return cls(
+            match=earlier.number,
+            settings={
+                path: dict(places).get(path)
+                for path in mine.settings | theirs.settings
+                if mine.settings.get(path) != theirs.settings.get(path)
+            },
+            has_other_tools=mine.tools != theirs.tools,
+            tools=frozenset(place for path, place in places if path.startswith("tools[")),
+            steps=tuple(
+                _Step(
+                    step.start,
+                    step.stop,
+                    frozenset((cause, generalise(path)) for cause, path in step.causes),
+                    step.content,
+                )
+                for step in match.steps
+            ),
+            end=match.end,
+        )
 
 
-_Segments = list[tuple[int, str, int]]  # unit, path, segment of the request it stands for or -1
-_Fixes = frozenset[tuple[CauseName, str]]
+@dataclass(frozen=True, slots=True)
+class _Mended:
+    """A mended prompt, by the segments of the prompt as sent."""
+
+    settings: dict[str, PlacedUnit]
+    tools: tuple[PlacedUnit, ...]
+    groups: Groups  # in place of each segment after the tools, and at the end
 
 
 class Mender:
     """Applies fixes to the prompts of a log that was matched.
 
-    A value becomes a constant, tools and keys are sorted; what a request shares with its best match if
-    mended is taken from the match.
+    Values become constants and forms become equal in each prompt by itself. Whatever
+    else differs from the best match is taken from there, and so from the first prompt that had it.
+
+    A finding names the first place of its cause in a request. Its fix mends the later places too.
     """
 
     def __init__(self, corpus: Corpus, templates: Templates, matches: Iterable[Match] = ()) -> None:
         self._corpus, self._templates = corpus, templates
+        self._units = MendedUnits(corpus, templates)
+        self._unseen = UnseenParts(corpus)
         self._recipes: dict[int, _Recipe] = {}
+        self._later_places: dict[tuple[CauseName, str], set[str]] = {}
         for match in matches:
-            if match.match is not None and match.end != (0, 0):
-                self._recipes[match.request.number] = _Recipe(
-                    match.match.number,
-                    match.steps,
-                    match.end,
-                    frozenset(
-                        (item.cause, generalise(item.segment))
-                        for item in match.differences
-                        if item.segment.startswith(("settings", "tools"))
-                    ),
-                )
+            if match.match is not None:
+                self._recipes[match.request.number] = _Recipe.of(match, match.match)
+                self._note_places(match.differences)
+                self._note_unseen(match.match, match)
+        self._asked: frozenset[tuple[CauseName, str]] = frozenset()
         self._fixes: _Fixes = frozenset()
-        self._memo: dict[int, tuple[_Segments, int, int]] = {}
+        self._memo: dict[int, _Mended] = {}
         self._causes_at: dict[str, frozenset[CauseName]] = {}  # by path, of the present fixes
+        self._reasoners: set[_Head] | None = None  # apps that send reasoning
+
+    def _note_places(self, differences: Sequence[Difference]) -> None:
+        first: dict[CauseName, str] = {}
+        for item in differences:
+            if item.is_waste and item.cause not in VALUES:
+                cause, place = _place(item)
+                named = first.setdefault(cause, place)
+                self._later_places.setdefault((cause, named), set()).add(place)
+
+    def _note_unseen(self, earlier: StoredRequest, match: Match) -> None:
+        hiding = [step for step in match.steps if any(c in HIDING for c, _ in step.causes)]
+        if hiding:
+            first = self._rest_start(earlier), self._rest_start(match.request)
+            for step in hiding:
+                self._unseen.note(earlier, match.request, first, step)
 
     def mend(self, request: StoredRequest, fixes: Collection[AppliedFix]) -> MendedPrompt:
         """The request's prompt without these causes."""
-        key = frozenset((fix.cause, fix.segment) for fix in fixes)
-        if key != self._fixes:
-            self._fixes, self._memo, self._causes_at = key, {}, {}
-        segments = self._mend(request.number)
+        self._start(fixes)
+        return self._join(request, self._mend(request.number))
+
+    def mend_longest(self, request: StoredRequest, fixes: Collection[AppliedFix]) -> MendedPrompt:
+        """`mend`, and as long as it may be: with stand-ins for what the log never shows."""
+        self._start(fixes)
+        if self._reasoners is None:
+            self._reasoners = {
+                self._head(self._mend(number))
+                for number, recipe in self._recipes.items()
+                for step in recipe.steps
+                if any(cause is CauseName.REASONING_DROPPED for cause, _ in step.causes)
+            }
+        mended = self._mend(request.number)
+        causes = {cause for cause, _ in self._fixes}
+        has_reasoning = self._head(mended) in self._reasoners
+        groups = self._unseen.fill(mended.groups, causes, has_reasoning=has_reasoning)
+        return self._join(request, replace(mended, groups=groups))
+
+    def _start(self, fixes: Collection[AppliedFix]) -> None:
+        """Forget what was mended if these are other fixes."""
+        asked = frozenset((fix.cause, fix.segment) for fix in fixes)
+        if asked != self._asked:
+            self._asked, self._memo, self._causes_at = asked, {}, {}
+            later = {
+                (cause, place)
+                for cause, segment in asked
+                for place in self._later_places.get((cause, segment), ())
+            }
+            self._fixes = asked | later
+            self._reasoners = None
+
+    def _join(self, request: StoredRequest, mended: _Mended) -> MendedPrompt:
         marks = dict(request.breakpoints)
+        segments = list(mended.settings.values())
+        breakpoints: list[tuple[int, float]] = []
+        segments += mended.tools
+        first = len(request.units) - len(mended.groups) + 1
+        for sent, group in enumerate(mended.groups, first):
+            segments += group
+            if group and sent in marks:
+                breakpoints.append((len(segments) - 1, marks[sent]))
         return MendedPrompt(
-            units=np.array([unit for unit, _, _ in segments], np.uint32),
-            paths=tuple(path for _, path, _ in segments),
-            breakpoints=tuple(
-                (at, marks[source]) for at, (_, _, source) in enumerate(segments) if source in marks
-            ),
+            units=np.array([unit for unit, _ in segments], np.uint32),
+            paths=tuple(path for _, path in segments),
+            breakpoints=tuple(breakpoints),
         )
 
-    def _mend(self, number: int) -> _Segments:
+    def _mend(self, number: int) -> _Mended:
         """Mends matches before the requests that build on them, without recursion."""
         stack = [number]
         while stack:
@@ -123,38 +233,102 @@ class Mender:
             at = stack.pop()
             if at not in self._memo:
                 self._memo[at] = self._apply(self._corpus.requests[at], recipe)
-        return self._memo[number][0]
+        return self._memo[number]
 
-    def _apply(self, request: StoredRequest, recipe: _Recipe | None) -> tuple[_Segments, int, int]:
-        """The segments; and where the request's own part begins after the tools: here, and as sent."""
-        segments: _Segments = [
-            (self._mend_unit(unit, path), path, at)
-            for at, (unit, path) in enumerate(
-                zip(request.units.tolist(), request.paths, strict=True)
-            )
+    def _apply(self, request: StoredRequest, recipe: _Recipe | None) -> _Mended:
+        """The request's prompt by itself, and then as its match has it."""
+        segments = [
+            (self._mend_unit(unit, path), path)
+            for unit, path in zip(request.units.tolist(), request.paths, strict=True)
         ]
-        if any(cause is CauseName.TOOL_ORDER for cause, _ in self._fixes):
-            segments = self._sort_tools(segments)
+        kinds = [self._corpus.units[unit].kind for unit, _ in segments]
+        num_settings = _leading(kinds, SegmentKind.SETTING)
+        first = num_settings + _leading(kinds[num_settings:], SegmentKind.TOOL)
+        settings = {path: (unit, path) for unit, path in segments[:num_settings]}
+        tools = tuple(segments[num_settings:first])
+        own = segments[first:]
         if recipe is None:
-            return segments, 0, 0
-        base, base_own, base_sent = self._memo[recipe.match]
-        if recipe.outer <= self._fixes:
-            head = [s for s in base if self._kind(s) in (SegmentKind.SETTING, SegmentKind.TOOL)]
-            own = [s for s in segments if self._kind(s) in (SegmentKind.SETTING, SegmentKind.TOOL)]
-            segments = [*_with_places(head, own), *segments[len(own) :]]
-        cut_base, cut_own = recipe.end
-        for cause, place, i, j in recipe.steps:
-            if (cause, generalise(place)) not in self._fixes:
-                cut_base, cut_own = i, j
-                break
-        cut_base += base_own - base_sent
-        mine, theirs = self._rest_start(segments), self._rest_start(base)
-        if cut_base <= 0:
-            return segments, 0, 0
-        kept = _with_places(
-            base[theirs : theirs + cut_base], segments[mine : mine + cut_own], from_end=True
+            return _Mended(settings, tools, (*((item,) for item in own), ()))
+        base = self._memo[recipe.match]
+        sent = self._corpus.requests[recipe.match]
+        return _Mended(
+            self._settings(settings, base, recipe),
+            self._tools(tools, base, recipe),
+            tuple(map(tuple, self._groups(own, base, recipe, request, sent))),
         )
-        return [*segments[:mine], *kept, *segments[mine + cut_own :]], len(kept), cut_own
+
+    def _settings(
+        self, own: dict[str, PlacedUnit], base: _Mended, recipe: _Recipe
+    ) -> dict[str, PlacedUnit]:
+        """The match's settings where they are equal as sent, or where their change is mended."""
+        out: dict[str, PlacedUnit] = {}
+        for path in sorted(own | base.settings, key=_setting_order):
+            differs = path in recipe.settings and recipe.settings[path] not in self._fixes
+            source = own if differs else base.settings
+            if path in source:
+                out[path] = source[path]
+        return out
+
+    def _tools(
+        self, own: tuple[PlacedUnit, ...], base: _Mended, recipe: _Recipe
+    ) -> tuple[PlacedUnit, ...]:
+        """The match's tools as far as they are equal as sent, or as what differs is mended."""
+        left = {cause for cause, _ in recipe.tools - self._fixes}
+        if not recipe.has_other_tools or (recipe.tools and not left):
+            return base.tools
+        if not recipe.tools:
+            return own
+        return merge_tools(
+            self._corpus,
+            own,
+            base.tools,
+            takes_order=CauseName.TOOL_ORDER not in left,
+            takes_definitions=left == {CauseName.TOOL_ORDER},
+        )
+
+    def _groups(
+        self,
+        own: Sequence[PlacedUnit],
+        base: _Mended,
+        recipe: _Recipe,
+        request: StoredRequest,
+        sent: StoredRequest,
+    ) -> list[list[PlacedUnit]]:
+        """What stands for each segment after the tools: the match's where equal or mended."""
+        groups: list[list[PlacedUnit]] = [[] for _ in range(len(own) + 1)]
+        i = j = 0
+        for step in (*recipe.steps, _Step(recipe.end, recipe.end, frozenset())):
+            while j < step.start[1]:
+                groups[j] += base.groups[i]
+                i, j = i + 1, j + 1
+            if step.causes and step.causes <= self._fixes:
+                for at in range(i, step.stop[0]):
+                    groups[min(j + at - i, max(j, step.stop[1] - 1))] += base.groups[at]
+            else:
+                for at in range(j, step.stop[1]):
+                    groups[at].append(own[at])
+            i, j = step.stop
+        for at in range(j, len(own)):
+            groups[at].append(own[at])
+        last = recipe.steps[-1] if recipe.steps else None
+        is_mended = last is not None and bool(last.causes) and last.causes <= self._fixes
+        if last is not None and last.content is not None and is_mended and base.groups[i]:
+            (_, path), base_unit = own[j], base.groups[i][-1][0]
+            units = _unit_at(sent, base.groups, i), _unit_at(request, groups, j)
+            unit = self._units.splice(units, (base_unit, own[j][0]), last.content)
+            groups[j] = [(unit, path)]
+        return groups
+
+    def _rest_start(self, request: StoredRequest) -> int:
+        """The first segment after settings and tools."""
+        kinds = (self._corpus.units[unit].kind for unit in request.units.tolist())
+        outer = (SegmentKind.SETTING, SegmentKind.TOOL)
+        return next((at for at, kind in enumerate(kinds) if kind not in outer), len(request.units))
+
+    def _head(self, mended: _Mended) -> _Head:
+        """What all prompts of an app have in common."""
+        tools = tuple(unit for unit, _ in mended.tools)
+        return tools, mended.groups[0][0][0] if mended.groups[0] else None
 
     def _mend_unit(self, unit: int, path: str) -> int:
         here = self._causes_at.get(path)
@@ -162,38 +336,22 @@ class Mender:
             places = generalise(path), path
             here = frozenset(cause for cause, segment in self._fixes if segment in places)
             self._causes_at[path] = here
-        if not here:
-            return unit
-        if here & VALUES:
-            return self._templates.canonical(unit, frozenset(here & VALUES))
-        return self._templates.normal(unit) if here & _FORMS else unit
-
-    def _sort_tools(self, segments: _Segments) -> _Segments:
-        tools = [item for item in segments if self._kind(item) is SegmentKind.TOOL]
-        first = next(
-            (at for at, item in enumerate(segments) if self._kind(item) is SegmentKind.TOOL), 0
-        )
-        ordered = sorted(
-            tools, key=lambda item: self._corpus.text(self._templates.canonical(item[0]))
-        )
-        return [*segments[:first], *ordered, *segments[first + len(tools) :]]
-
-    def _rest_start(self, segments: _Segments) -> int:
-        return next(
-            (
-                at
-                for at, item in enumerate(segments)
-                if self._kind(item) not in (SegmentKind.SETTING, SegmentKind.TOOL)
-            ),
-            len(segments),
-        )
-
-    def _kind(self, item: tuple[int, str, int]) -> SegmentKind:
-        return self._corpus.units[item[0]].kind
+        return self._units.mend(unit, here) if here else unit
 
 
-def _with_places(taken: _Segments, own: _Segments, *, from_end: bool = False) -> _Segments:
-    """Segments of another request, which stand for those of a request's own at the same places."""
-    shift = len(own) - len(taken) if from_end else 0
-    places = [own[at + shift][2] if 0 <= at + shift < len(own) else -1 for at in range(len(taken))]
-    return [(unit, path, place) for (unit, path, _), place in zip(taken, places, strict=True)]
+def _place(difference: Difference) -> tuple[CauseName, str]:
+    return difference.cause, generalise(difference.segment)
+
+
+def _unit_at(request: StoredRequest, groups: Sequence[object], at: int) -> int:
+    """Unit of a segment after the tools; there is a group for each, and one at the end."""
+    return int(request.units[len(request.units) - len(groups) + 1 + at])
+
+
+def _leading(kinds: Sequence[SegmentKind], kind: SegmentKind) -> int:
+    """Segments of a kind before the first of another."""
+    return next((at for at, item in enumerate(kinds) if item is not kind), len(kinds))
+
+
+def _setting_order(path: str) -> tuple[bool, str]:
+    return path != "settings.model", path

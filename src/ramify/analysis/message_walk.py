@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
+from functools import cached_property
 
 import numpy as np
 
 from ramify.analysis.causes.unit_pairs import PairDifferences, pair_differences, whitespace_of
 from ramify.analysis.context_blocks import MIN_BLOCK, mostly_in, split_block
 from ramify.analysis.corpus import Corpus
-from ramify.analysis.prompt_sides import Difference, Side
+from ramify.analysis.prompt_sides import Difference, Side, WalkStep
 from ramify.analysis.quoting import Excerpt
 from ramify.analysis.records import TextForm
+from ramify.analysis.summaries import is_summary
 from ramify.analysis.templates import Templates
 from ramify.analysis.text_diff import common_prefix_len
 from ramify.analysis.verdicts import CauseName, Certainty
 
 MIN_RECOVERED = 16  # tokens behind a value in a user's message, so that the value is waste
 
-_SUMMARY = re.compile(
-    r"(?i)(summar|continued from a previous|previous conversation|compact|condensed|zusammenfassung|"
-    r"résumé|context so far|conversation so far|earlier conversation|<analysis>|handoff)"
-)
 _THINK = re.compile(r"<think(?:ing)?>.*?</think(?:ing)?>\s*", re.DOTALL)
 
 
@@ -38,8 +37,9 @@ class MessageWalk:
         self.num_shared = 0
         self.differences: list[Difference] = []
         self._is_done = False
-        # Where each difference stands in both prompts, and where the walk has ended.
-        self.steps: list[tuple[CauseName, str, int, int]] = []
+        self._content: tuple[int, int] | None = None
+        self.steps: list[WalkStep] = []
+        self.end = (0, 0)  # segments of both prompts before which mending makes all equal
 
     def run(self) -> None:
         """Walk to the end of a prompt or to content that differs."""
@@ -48,6 +48,7 @@ class MessageWalk:
             if a[self._i] == b[self._j]:
                 self._share(b[self._j])
                 self._i, self._j = self._i + 1, self._j + 1
+                self.end = self._i, self._j
             else:
                 self._step()
         if self._is_done and self._i < len(a) and self._j < len(b):
@@ -71,11 +72,6 @@ class MessageWalk:
         )
 
     @property
-    def end(self) -> tuple[int, int]:
-        """Where the walk stands in both prompts: mending makes equal what is before."""
-        return self._i, self._j
-
-    @property
     def has_all_of_first(self) -> bool:
         """Whether the walk has come to the end of the first prompt."""
         return self._i >= len(self._a.rest)
@@ -96,11 +92,16 @@ class MessageWalk:
         ):
             before, i, j = len(self.differences), self._i, self._j
             if step():
-                self.steps += [
-                    (item.cause, item.segment, i, j)
+                causes = [
+                    (item.cause, item.segment)
                     for item in self.differences[before:]
                     if item.is_waste
                 ]
+                if step == self._step_hoisted and not causes:  # where the block stood before
+                    causes = [cause for item in self.steps for cause in item.causes]
+                    causes = [cause for cause in causes if cause[0] is CauseName.SYSTEM_HOISTED]
+                self.end = (i, j) if self._is_done else (self._i, self._j)
+                self.steps.append(WalkStep((i, j), self.end, tuple(causes), self._content))
                 return
         self._stop()
 
@@ -131,7 +132,12 @@ class MessageWalk:
         if left.label == right.label or left.token_hash == right.token_hash:
             return False
         roles = (self._a.role(self._i), self._b.role(self._j))
-        if roles[0] != roles[1] or self._a.normals[self._i] == self._b.normals[self._j]:
+        is_call = " " in left.label and roles[0] not in {"user", "assistant", "system"}
+        if (
+            roles[0] != roles[1]
+            or not is_call
+            or self._a.normals[self._i] == self._b.normals[self._j]
+        ):
             return False
         if self._text_a() != self._text_b() or not left.label or not right.label:
             return False
@@ -272,6 +278,7 @@ class MessageWalk:
         self._keep(waste)
         if pair.stop_char is not None:
             self.num_shared += int(rate * pair.stop_char)
+            self._content = pair.had_stop_char, pair.stop_char
             self._stop_here()
             return True
         self.num_shared += num_tokens
@@ -299,6 +306,7 @@ class MessageWalk:
         self._keep(waste)
         self.num_shared += end
         if pair.stop_char is not None:
+            self._content = pair.had_stop_char, pair.stop_char
             self._stop_here()
         self._i, self._j = self._i + 1, self._j + 1
         return True
@@ -395,27 +403,30 @@ class MessageWalk:
     def _is_compaction(self) -> bool:
         """Whether a summary stands where the head of the conversation stood."""
         a, b = self._a, self._b
-        if b.role(self._j) not in ("user", "system", "assistant"):
+        had, got = self._text_a(), self._text_b()
+        if b.role(self._j) == "system" == a.role(self._i) and got.startswith(had):
+            got = got[len(had) :].lstrip()  # the system prompt takes the summary in
+        if b.role(self._j) not in ("user", "system", "assistant") or len(got) < 60 or had == got:
             return False
-        text = self._text_b()
-        if len(text) < 60 or not _SUMMARY.search(text[:400]) or text == self._text_a():
+        if not is_summary(got, is_certain=not self._continues):
             return False
-        if b.message_of[self._j] == b.message_of[-1] and not self._continues:
-            return len(a.rest) - self._i > 2 and "summar" in text[:300].lower()
-        return True
+        is_newest = b.message_of[self._j] == b.message_of[-1]
+        return self._continues or not is_newest or len(a.rest) - self._i > 2
 
     def _edits_history(self, *, peek: bool = False) -> bool:
         """Older messages dropped, cut or edited, with equal ones after them."""
         a, b = self._a, self._b
         if not self._continues:
             return False
-        places: dict[int, int] = {}
-        for at in range(len(a.rest) - 1, self._i - 1, -1):
-            if self._corpus.units[a.rest[at]].num_chars >= 8:
-                places[a.normals[at]] = at
-        for at in range(self._j, len(b.rest)):
-            found = places.get(b.normals[at])
-            if found is None or found < self._i or (found == self._i and at == self._j):
+        places, common = self._common_messages
+        for number in range(bisect_left(common, self._j), len(common)):
+            at = common[number]
+            following = places[b.normals[at]]
+            rank = bisect_left(following, self._i)
+            if rank == len(following):
+                continue
+            found = following[rank]
+            if found == self._i and at == self._j:
                 continue
             if b.message_of[at] == b.message_of[-1] and found != len(a.rest) - 1:
                 continue
@@ -427,6 +438,16 @@ class MessageWalk:
             self._i, self._j = found, at
             return True
         return False
+
+    @cached_property
+    def _common_messages(self) -> tuple[dict[int, list[int]], list[int]]:
+        """Places of the earlier prompt's texts, in order, and the later one's places that have them."""
+        a, b = self._a, self._b
+        places: dict[int, list[int]] = {}
+        for at, (unit, normal) in enumerate(zip(a.rest, a.normals, strict=True)):
+            if self._corpus.units[unit].num_chars >= 8:
+                places.setdefault(normal, []).append(at)
+        return places, [at for at, normal in enumerate(b.normals) if normal in places]
 
     # Ends
 
@@ -450,9 +471,7 @@ def begins_with_summary(side: Side) -> bool:
     """Whether the first message of the conversation is a summary of what was before."""
     for at in range(min(3, len(side.rest))):
         if side.role(at) == "user":
-            text = side.corpus.text(side.rest[at])[:400]
-            goes_on = len(side.rest) > at + 1 or "continued from a previous conv" in text
-            return goes_on and "summar" in text and bool(_SUMMARY.search(text))
+            return is_summary(side.corpus.text(side.rest[at]), is_certain=True)
     return False
 
 

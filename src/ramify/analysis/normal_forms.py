@@ -66,3 +66,50 @@ def _sorted(value: Any, depth: int = 0) -> Any:
     if isinstance(value, float) and value.is_integer() and abs(value) < MAX_WHOLE:
         return int(value)
     return value
+
+
+def key_orders_differ(a: object, b: object, depth: int = 0) -> bool:
+    """Whether an object that both have has its common keys in another order."""
+    if depth > 60:
+        return False
+    if isinstance(a, dict) and isinstance(b, dict):
+        common_a = [key for key in a if key in b]
+        common_b = [key for key in b if key in a]
+        return common_a != common_b or any(
+            key_orders_differ(a[key], b[key], depth + 1) for key in common_a
+        )
+    if isinstance(a, list) and isinstance(b, list):
+        return any(key_orders_differ(x, y, depth + 1) for x, y in zip(a, b, strict=False))
+    if isinstance(a, str) and isinstance(b, str) and a != b:
+        inner_a, inner_b = parse_json(a), parse_json(b)
+        return (
+            inner_a is not None
+            and inner_b is not None
+            and key_orders_differ(inner_a, inner_b, depth + 1)
+        )
+    return False
+
+
+_STYLES: tuple[dict[str, Any], ...] = tuple(
+    {"separators": separators, "indent": indent, "ensure_ascii": is_ascii}
+    for is_ascii in (False, True)
+    for separators, indent in (
+        ((",", ":"), None),
+        ((", ", ": "), None),
+        ((",", ": "), 2),
+        ((",", ": "), 4),
+    )
+)
+
+
+def style_of(text: str) -> int:
+    """The white space and escapes of JSON, as a number; -1 if they are of no usual kind."""
+    value = json.loads(text)
+    usual = (at for at, style in enumerate(_STYLES) if json.dumps(value, **style) == text)
+    return next(usual, -1)
+
+
+def write_as(value: object, text: str) -> str | None:
+    """JSON of a value in the style of a text; None if that is of no usual kind."""
+    style = style_of(text)
+    return None if style < 0 else json.dumps(value, **_STYLES[style])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from ramify.analysis.records import SegmentKind, TextForm
 from ramify.analysis.templates import Templates
 from ramify.analysis.verdicts import CauseName, Certainty
 
+PlacedUnit = tuple[int, str]  # unit, path
 LEGITIMATE = frozenset({CauseName.NEW_CONTENT, CauseName.COMPACTION, CauseName.OUTSIDE_PROMPT})
 
 
@@ -35,6 +37,17 @@ class Difference:
     def is_waste(self) -> bool:
         """Whether the cause could be removed."""
         return self.cause not in LEGITIMATE
+
+
+@dataclass(frozen=True, slots=True)
+class WalkStep:
+    """Parts of two prompts that differ: what the later one has instead of the earlier one's."""
+
+    start: tuple[int, int]  # segment after the tools, in the earlier and in the later prompt
+    stop: tuple[int, int]
+    causes: tuple[tuple[CauseName, str], ...]  # waste, with its segment; (): nothing to mend
+    # Of the last step, within a segment: where content begins that differs, in both normal forms.
+    content: tuple[int, int] | None = None
 
 
 class Side:
@@ -79,6 +92,14 @@ class Side:
             (at for at, message in enumerate(self.message_of) if message == last), 0
         )
 
+    @cached_property
+    def head_and_talk(self) -> tuple[list[int], list[int]]:
+        """System prompts with their values masked, and the other messages in normal form."""
+        is_system = [self.role(at) == "system" for at in range(len(self.rest))]
+        head = [u for u, is_head in zip(self.rest, is_system, strict=True) if is_head]
+        talk = [u for u, is_head in zip(self.normals, is_system, strict=True) if not is_head]
+        return [self.templates.canonical(unit) for unit in head], talk
+
     def path(self, at: int) -> str:
         """Path of a segment of the prompt, settings not counted."""
         return self.request.paths[self.first + at]
@@ -99,18 +120,28 @@ class Side:
             return "system"
         return role
 
+    def is_answer(self, at: int) -> bool:
+        """Whether the model has written a segment; items of Responses have no role but a type."""
+        role = self.role(at)
+        is_item = not role and self.corpus.units[self.rest[at]].form is TextForm.JSON
+        return role == "assistant" or is_item
+
     def is_reasoning(self, at: int) -> bool:
         """Whether a segment is reasoning of an earlier answer."""
-        stored = self.corpus.units[self.rest[at]]
-        path = self.rest_path(at)
-        if path.endswith((".reasoning_content", ".reasoning", ".thinking", ".reasoning_details")):
-            return True
-        if "thinking" in stored.label.split()[1:]:
-            return True
-        if stored.form is TextForm.JSON:
-            head = self.corpus.text(self.rest[at])[:60]
-            return any(f'"type":"{kind}"' in head for kind in _REASONING_TYPES)
-        return False
+        return is_reasoning(self.corpus, self.rest[at], self.rest_path(at))
+
+
+def is_reasoning(corpus: Corpus, unit: int, path: str) -> bool:
+    """Whether a segment is reasoning of an earlier answer."""
+    if path.endswith((".reasoning_content", ".reasoning", ".thinking", ".reasoning_details")):
+        return True
+    stored = corpus.units[unit]
+    if "thinking" in stored.label.split()[1:]:
+        return True
+    if stored.form is TextForm.JSON:
+        head = corpus.text(unit)[:60]
+        return any(f'"type":"{kind}"' in head for kind in _REASONING_TYPES)
+    return False
 
 
 _REASONING_TYPES = ("reasoning", "redacted_thinking", "thinking")

@@ -98,6 +98,7 @@ class LoggedRequest:
     response_model: str | None = None
     cache_scope: str = ""
     cache_key: str | None = None  # routing hint, as `prompt_cache_key`
+    retention_s: float | None = None  # lifetime that the body asks for, for all it writes
     template: str | None = None  # name and version of the prompt's template, as support@7
     replica: str | None = None  # deployment or server that answered
     is_batch: bool = False  # one of a batch, in which neither order nor times are known

@@ -7,6 +7,7 @@ which its members differ; `SlotKind` says whether its values are volatile.
 from __future__ import annotations
 
 import re
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,7 +26,8 @@ MAX_VALUES = 64  # kept of a slot as evidence
 
 _SYSTEM_ROLES = ("system", "developer")
 _LINE = re.compile(r"[^\n]+?(?:[.!?:;](?=\s)|\n|$)")
-_VOLATILE = re.compile(r"[\w-]*\d[\w-]*")
+# Begins at a word's start and keeps what it took: linear in a word without digits, however long.
+_VOLATILE = re.compile(r"(?<![\w-])(?:[^\W\d]+|-)*+\d[\w-]*+")
 
 
 @dataclass(slots=True)
@@ -35,6 +37,7 @@ class Slot:
     start: int
     end: int
     verdict: SlotVerdict | None = None
+    constant: str = ""  # stands for all values: of those in a sample, the one of median length
 
 
 @dataclass(slots=True)
@@ -109,13 +112,18 @@ class Templates:
     def slot_places(self, template: Template, unit: int) -> list[tuple[int, int] | None]:
         """Where each slot is in the normal form of a member; None where the member has other content."""
         hunks = template.members[self.normal(unit)]
+        ends = [hunk.end for hunk in hunks]
         large = [(hunk.start, hunk.end) for hunk in hunks if not _is_value(hunk)]
-        return [
-            None
-            if any(start < slot.end and slot.start < end for start, end in large)
-            else (_translate(hunks, slot.start), _translate(hunks, slot.end, end=True))
-            for slot in template.slots
-        ]
+        large_ends = [end for _, end in large]
+        places: list[tuple[int, int] | None] = []
+        for slot in template.slots:
+            at = bisect_right(large_ends, slot.start)
+            if at < len(large) and large[at][0] < slot.end:
+                places.append(None)
+            else:
+                start = _translate(hunks, ends, slot.start)
+                places.append((start, _translate(hunks, ends, slot.end, end=True)))
+        return places
 
     def canonical(self, unit: int, causes: frozenset[str] | None = None) -> int:
         """The unit in normal form with the values of volatile slots as a constant.
@@ -131,21 +139,32 @@ class Templates:
         key = (normal, frozenset({"*"}) if causes is None else causes)
         known = self._canonical.get(key)
         if known is None:
-            known = self._canonical[key] = self._mask(template, normal, causes)
+            known = self._canonical[key] = self._mask(normal, causes)
         return known
 
-    def _mask(self, template: Template, normal: int, causes: frozenset[str] | None) -> int:
-        text, parts, at = self._corpus.text(normal), [], 0
-        constant = self._corpus.text(template.unit)
-        for slot, place in zip(template.slots, self.slot_places(template, normal), strict=True):
-            verdict = slot.verdict
-            if place is None or verdict is None or not verdict.is_volatile or verdict.cause is None:
-                continue
-            if causes is None or verdict.cause in causes:
-                # The first member's value: a constant with as many tokens as the others.
-                parts += [text[at : place[0]], constant[slot.start : slot.end]]
-                at = place[1]
-        return self._store(normal, "".join([*parts, text[at:]])) if parts else normal
+    def volatile_values(
+        self, unit: int, causes: frozenset[str] | None = None
+    ) -> list[tuple[int, int, str]]:
+        """Values of volatile slots in a unit's normal form: start, end, and the constant for each.
+
+        `causes` as in `canonical`.
+        """
+        template = self.template_of(unit)
+        if template is None or not template.slots:
+            return []
+        return [
+            (*place, slot.constant)
+            for slot, place in zip(template.slots, self.slot_places(template, unit), strict=True)
+            if place is not None
+            and slot.verdict is not None
+            and slot.verdict.is_volatile
+            and slot.verdict.cause is not None
+            and (causes is None or slot.verdict.cause in causes)
+        ]
+
+    def _mask(self, normal: int, causes: frozenset[str] | None) -> int:
+        values = self.volatile_values(normal, causes)
+        return self._store(normal, replace_places(self._corpus.text(normal), values))
 
     def _store(self, unit: int, text: str) -> int:
         stored = self._corpus.units[unit]
@@ -172,8 +191,10 @@ class Templates:
             hunks = tuple(find_hunks(self._corpus.text(template.unit), text))
             differing = sum(hunk.other_end - hunk.other_start for hunk in hunks)
             is_system = stored.kind is SegmentKind.SYSTEM or stored.label.startswith(_SYSTEM_ROLES)
-            is_labelled = is_system and _mask(text) == _mask(self._corpus.text(template.unit))
-            if is_labelled or len(text) - differing >= min(MIN_SHARED, len(text) / 2):
+            shares_text = len(text) - differing >= min(MIN_SHARED, len(text) / 2)
+            if shares_text or (
+                is_system and _mask(text) == _mask(self._corpus.text(template.unit))
+            ):
                 template.members[normal] = hunks
                 self._template_of[normal] = best
                 self._learn(keys, best)
@@ -211,6 +232,8 @@ class Templates:
         num_roots = len({root for _, _, root in template.uses})
         rows = [self.values(template, member) for member in members]
         for number, slot in enumerate(slots):
+            filled = sorted((row[number] for row in rows if row[number]), key=len)
+            slot.constant = filled[len(filled) // 2] if filled else ""
             slot.verdict = judge_slot(
                 SlotEvidence(
                     kind=stored.kind,
@@ -238,15 +261,25 @@ def _mask(text: str) -> str:
     return _VOLATILE.sub("0", text)
 
 
+def replace_places(text: str, places: Sequence[tuple[int, int, str]]) -> str:
+    """The text with other texts at places, which are in order: start, end, text."""
+    parts, at = [], 0
+    for start, end, value in places:
+        parts += [text[at:start], value]
+        at = end
+    return "".join([*parts, text[at:]])
+
+
 def _is_value(hunk: Hunk) -> bool:
     """Whether a difference is short enough for a value; else it is content."""
     return max(hunk.end - hunk.start, hunk.other_end - hunk.other_start) <= MAX_VALUE
 
 
-def _translate(hunks: Sequence[Hunk], at: int, *, end: bool = False) -> int:
-    """A place of the template's text in a member's text."""
-    shift = 0
-    for hunk in hunks:
+def _translate(hunks: Sequence[Hunk], ends: Sequence[int], at: int, *, end: bool = False) -> int:
+    """A place of the template's text in a member's text; `ends` are those of the hunks, in order."""
+    first = bisect_left(ends, at)
+    shift = hunks[first - 1].other_end - hunks[first - 1].end if first else 0
+    for hunk in hunks[first : first + 2]:
         if hunk.start > at or (hunk.start == at and not end and hunk.end > at):
             break
         if at < hunk.end:  # within a hunk that is part of a slot

@@ -26,7 +26,20 @@ DATE_WORDS = frozenset(
     mittwoch donnerstag freitag samstag sonnabend sonntag mo di mi do fr sa so uhr janvier février mars
     avril juin juillet août septembre octobre novembre décembre lundi mardi mercredi jeudi vendredi
     samedi dimanche enero febrero marzo abril mayo junio julio agosto septiembre octubre noviembre
-    diciembre lunes martes miércoles jueves viernes sábado domingo settembre ottobre gennaio febbraio marzo aprile maggio giugno luglio agosto dicembre janeiro fevereiro junho julho setembro outubro novembro dezembro""".split()
+    diciembre lunes martes miércoles jueves viernes sábado domingo settembre ottobre gennaio febbraio marzo aprile maggio
+    giugno luglio agosto dicembre lunedì martedì mercoledì giovedì venerdì sabato domenica janeiro fevereiro
+    março junho julho setembro outubro novembro dezembro terça quarta quinta sexta
+    januari februari maart mei juni augustus maandag dinsdag woensdag donderdag vrijdag zaterdag zondag
+    måndag tisdag onsdag torsdag fredag lördag söndag ocak şubat nisan mayıs haziran temmuz ağustos eylül
+    ekim kasım aralık pazartesi salı çarşamba perşembe cuma cumartesi pazar
+    stycznia lutego kwietnia czerwca lipca sierpnia września października listopada grudnia
+    poniedziałek wtorek środa czwartek piątek sobota niedziela
+    января февраля марта апреля мая июня июля августа сентября октября ноября декабря понедельник вторник
+    среда четверг пятница суббота воскресенье
+    ιανουαρίου φεβρουαρίου μαρτίου απριλίου μαΐου ιουνίου ιουλίου αυγούστου σεπτεμβρίου οκτωβρίου νοεμβρίου
+    δεκεμβρίου δευτέρα τρίτη τετάρτη πέμπτη παρασκευή σάββατο κυριακή
+    يناير فبراير مارس أبريل مايو يونيو يوليو أغسطس سبتمبر أكتوبر نوفمبر ديسمبر الاثنين الثلاثاء الأربعاء الخميس
+    الجمعة السبت الأحد""".split()
 )
 _ORDINAL = re.compile(r"\d{1,4}(?:st|nd|rd|th|\.)?,?$", re.IGNORECASE)
 

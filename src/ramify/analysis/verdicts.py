@@ -144,3 +144,4 @@ class LintReport:
     quality: dict[str, Any]
     provider: str
     tables: dict[str, Any] = field(default_factory=dict)  # predicted and billed, agreement, sources
+    capacity_tokens: int | None = None  # of the replays; None: nothing is evicted

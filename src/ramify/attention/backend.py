@@ -58,6 +58,7 @@ class AttentionBackend(Protocol):
         planes: Mapping[str, Tensor],
         *,
         selected: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attention output of one layer, [tokens, num_heads, value_dim] in q's dtype.
 
@@ -70,6 +71,8 @@ class AttentionBackend(Protocol):
                 `k_scale` [pages, page_size, num_kv_heads] and so on.
             selected: for sparse attention, [tokens, n] int32: the positions that each query sees,
                 ascending, then -1. The causal and window masks apply as well.
+            sinks: with `spec.sinks`, [num_heads] float32: exp(sink) joins the softmax's
+                denominator of each row of a head, once, whatever keys the row sees.
         """
         ...
 

@@ -35,12 +35,20 @@ class PagedAttention:
         self.backend, self.pool, self.batch, self.slots = backend, pool, batch, slots
         self.plan: Any = backend.plan(batch)
 
-    def __call__(self, layer: int, q: Any, *kv: Tensor, rows: Tensor | None = None) -> Tensor:
+    def __call__(
+        self,
+        layer: int,
+        q: Any,
+        *kv: Tensor,
+        rows: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Write the K/V of a layer, one tensor [T, ...] per plane, and attend to it.
 
         Args:
             q: query rows [T, ...], or those of `rows`.
             rows: [R] int64, ascending, the last rows of their requests.
+            sinks: see `AttentionBackend.run`.
         """
         names = [plane.name for plane in self.pool.layout.planes]
         self.pool.write_kv(layer, self.slots, **dict(zip(names, kv, strict=True)))
@@ -49,7 +57,11 @@ class PagedAttention:
             if not len(rows):
                 return torch.empty_like(q)
             plan = self.backend.plan(select_rows(self.batch, rows.numpy()))
-        return self.backend.run(plan, layer, q, self.pool.planes(layer))
+        planes = self.pool.planes(layer)
+        if sinks is None:
+            return self.backend.run(plan, layer, q, planes)
+        assert not isinstance(self.backend, MlaAttention)
+        return self.backend.run(plan, layer, q, planes, sinks=sinks)
 
 
 def select_rows(batch: AttentionBatch, rows: NDArray[np.int64]) -> AttentionBatch:

@@ -36,6 +36,7 @@ class AttentionSpec:
     kind: Literal["mha", "mla"] = "mha"
     layout: Literal["nhd", "vectorised"] = "nhd"
     sparse: bool = False  # `run` gets the visible positions of every query as `selected`
+    sinks: bool = False  # `run` gets a logit per head that joins the softmax's denominator
 
     def __post_init__(self) -> None:
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
@@ -72,6 +73,11 @@ def reason_not_plain_mha(spec: AttentionSpec) -> str | None:
     if spec.v_head_dim != spec.head_dim:
         return f"value_dim={spec.v_head_dim} beside head_dim={spec.head_dim}"
     return None
+
+
+def reason_no_sinks(spec: AttentionSpec) -> str | None:
+    """The reason of a backend without attention sinks; None for a model without them."""
+    return "attention sinks: its softmax has only the keys" if spec.sinks else None
 
 
 def unprobed_exactness(spec: AttentionSpec, strategy: str, reason: str) -> list[Exactness]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import typer
 
 from ramify.cli.options import exit_on_error
-from ramify.cli.simulate import INTERRUPTED, progress_bar, write_json
+from ramify.cli.simulate import INTERRUPTED, progress_bar, read_capacity, write_json
 from ramify.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -53,6 +53,17 @@ def analyze(
     rules: Annotated[
         Path | None, typer.Option(help="File of cache rules and prices, before the built-in ones.")
     ] = None,
+    capacity: Annotated[
+        str | None,
+        typer.Option(
+            help="Tokens that each server's cache holds, for reads and savings: 5M; with --model "
+            "also 24GB. By default nothing is evicted."
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Checkpoint directory or config.json, for a capacity in bytes."),
+    ] = None,
     log_format: Annotated[
         str | None, typer.Option("--format", help="Format of the log, if not recognised.")
     ] = None,
@@ -77,6 +88,7 @@ def analyze(
         _check_outputs(log, (html, json_file, markdown, sarif, export_trace))
         limits = None if budget is None else read_budget(budget)
         earlier = None if diff is None else read_earlier(diff)
+        num_tokens = read_capacity(capacity, model)
         quality = ReadQuality()
         with progress_bar() as progress:
             corpus = read_corpus(log, quality, format=log_format, strict=strict, progress=progress)
@@ -86,6 +98,7 @@ def analyze(
                 quality=quality,
                 provider=provider,
                 rules=rules,
+                capacity=num_tokens,
                 policies=tuple(name.strip() for name in policy.split(",") if name.strip()),
                 progress=progress,
             )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ramify.cli.options import exit_on_error
+from ramify.cli.simulate import read_capacity
 from ramify.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,6 +33,17 @@ def lint(
     rules: Annotated[
         Path | None, typer.Option(help="File of cache rules and prices, before the built-in ones.")
     ] = None,
+    capacity: Annotated[
+        str | None,
+        typer.Option(
+            help="Tokens that each server's cache holds, for reads and savings: 5M; with --model "
+            "also 24GB. By default nothing is evicted."
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Checkpoint directory or config.json, for a capacity in bytes."),
+    ] = None,
     log_format: Annotated[
         str | None, typer.Option("--format", help="Format of the log, if not recognised.")
     ] = None,
@@ -42,12 +54,14 @@ def lint(
         from ramify.analysis.linting import lint as run_lint
         from ramify.analysis.reading import ReadQuality
 
+        num_tokens = read_capacity(capacity, model)
         quality = ReadQuality()
         with _progress_bar() as progress:
             report = run_lint(
                 log,
                 provider=provider,
                 rules=rules,
+                capacity=num_tokens,
                 format=log_format,
                 strict=strict,
                 progress=progress,
@@ -103,19 +117,31 @@ def _progress_bar() -> Iterator[Callable[[str, int, int], None]]:
 
 
 def _show(report: LintReport) -> None:
+    from ramify.analysis.simulation.capacities import capacity_label
+
     verdicts = report.verdicts
     total = sum(verdict.tokens.total for verdict in verdicts)
     reusable = sum(verdict.tokens.reusable for verdict in verdicts)
     lost = sum(verdict.tokens.lost for verdict in verdicts)
     note = "" if report.quality.get("is_exact") else ", estimated"
-    typer.echo(f"{report.num_requests:,} requests, {total:,} input tokens{note}; {report.provider}")
+    rule = f"rule of {report.provider}"
+    if report.capacity_tokens is not None:
+        rule += f" at {capacity_label(report.capacity_tokens)} tokens of capacity"
+    typer.echo(f"{report.num_requests:,} requests, {total:,} input tokens{note}; {rule}")
+    num_whole = report.quality.get("num_with_full_text", report.num_requests)
+    if num_whole < report.num_requests:
+        typer.echo(
+            f"{report.num_requests - num_whole:,} requests are not logged whole (system prompt, tools or "
+            "parts of the text are missing): what follows is about the logged parts"
+        )
     if total:
-        typer.echo(f"shared with an earlier request as sent: {reusable:,} ({reusable / total:.1%})")
-        typer.echo(f"lost to causes that can be mended:      {lost:,} ({lost / total:.1%})")
+        typer.echo(f"shared with the best match as sent: {reusable:,} ({reusable / total:.1%})")
+        typer.echo(f"lost to causes that can be mended:  {lost:,} ({lost / total:.1%})")
     for finding in report.findings:
+        place = f" at {finding.segment}" if finding.segment else ""
         typer.echo("")
         typer.echo(
-            f"{finding.cause} at {finding.segment} ({finding.certainty}): "
+            f"{finding.cause}{place} ({finding.certainty}): "
             f"{finding.num_requests:,} requests, {finding.tokens_lost:,} tokens lost, "
             f"mending saves {finding.saving.tokens:,}"
         )

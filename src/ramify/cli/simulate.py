@@ -99,6 +99,21 @@ def simulate(
         raise typer.Exit(INTERRUPTED)
 
 
+def read_capacity(capacity: str | None, model: str | None) -> int | None:
+    """The option `--capacity` of commands that replay one cache, in tokens.
+
+    Raises:
+        ConfigError: it is no capacity, or in bytes without a model.
+        ModelError: the model's configuration cannot be used.
+    """
+    from ramify.analysis.simulation.capacities import parse_capacity
+    from ramify.analysis.simulation.kv_bytes import kv_token_bytes
+
+    if capacity is None:
+        return None
+    return parse_capacity(capacity, token_bytes=None if model is None else kv_token_bytes(model))
+
+
 @contextmanager
 def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
     """A bar on stderr, if that is a terminal."""

@@ -38,7 +38,7 @@ class CheckpointTensors(Mapping[str, Tensor]):
 
     So a decoder that packs its weights one by one needs little more memory than the packed ones. The
     token embedding is a view of the mapped file if that has its dtype: only the rows that are used
-    become resident. The order of names is that of `ModelConfig.tensor_shapes`.
+    become resident. The order of names is that of `ModelConfig.stored_shapes`.
     """
 
     def __init__(self, entries: dict[str, _Entry]) -> None:
@@ -53,15 +53,32 @@ class CheckpointTensors(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         entry = self._entries[name]
-        try:
-            # Opened for one tensor: pages of a mapped file stay resident while it is open.
-            with safe_open(entry.file, framework="pt", device="cpu") as shard:
-                tensor: Tensor = shard.get_tensor(entry.name)
-        except (SafetensorError, OSError) as error:
-            raise _corrupt(entry.file, error) from error
+        tensor = self._read(entry, None)
         if tensor.dtype != entry.dtype:
             return tensor.to(entry.dtype)
         return tensor if name == EMBEDDING else tensor.clone()
+
+    def part(self, name: str, index: int) -> Tensor:
+        """`self[name][index]`; reads no more of the file."""
+        entry = self._entries[name]
+        return self._read(entry, index).to(entry.dtype, copy=True)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype that a tensor has once it is read."""
+        return self._entries[name].dtype
+
+    def _read(self, entry: _Entry, index: int | None) -> Tensor:
+        """A tensor as it is in its file, or one of those that are stacked in it."""
+        try:
+            # Opened for one tensor: pages of a mapped file stay resident while it is open.
+            with safe_open(entry.file, framework="pt", device="cpu") as shard:
+                if index is None:
+                    tensor: Tensor = shard.get_tensor(entry.name)
+                else:
+                    tensor = shard.get_slice(entry.name)[index]
+        except (SafetensorError, OSError) as error:
+            raise _corrupt(entry.file, error) from error
+        return tensor
 
     def num_bytes(self, name: str) -> int:
         """Bytes of a tensor in its file."""
@@ -89,14 +106,14 @@ def _corrupt(file: Path, error: Exception) -> CheckpointError:
 
 
 def load_weights(path: Path, config: ModelConfig, *, dtype: torch.dtype) -> CheckpointTensors:
-    """Find and check every tensor of `config.tensor_shapes()`.
+    """Find and check every tensor of `config.stored_shapes()`.
 
     Raises:
         CheckpointError: files are missing or truncated; tensors are missing, unexpected or have
             another shape.
         UnsupportedModelError: a tensor has a dtype that is no float of 16 or 32 bits.
     """
-    shapes = config.tensor_shapes()
+    shapes = config.stored_shapes()
     entries: dict[str, _Entry] = {}
     # lm_head beside tied embeddings: older tools wrote both.
     duplicate_head: _Entry | None = None
@@ -123,8 +140,10 @@ def load_weights(path: Path, config: ModelConfig, *, dtype: torch.dtype) -> Chec
                     shape = tuple(part.get_shape())
                     if not is_duplicate:
                         _check_shape(file, name, expected, shape)
-                    stored = _float_dtype(str(part.get_dtype()), file, name)
+                    is_packed = config.is_packed(name)
+                    stored = _stored_dtype(str(part.get_dtype()), file, name, is_packed=is_packed)
                     target = torch.float32 if config.is_float32(name) else dtype
+                    target = stored if is_packed else target
                     entry = _Entry(file, stored_name, shape, stored, target)
                     if is_duplicate:
                         duplicate_head = entry
@@ -156,7 +175,7 @@ def _full_name(name: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
 
 
 def checkpoint_shapes(path: Path, config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of all tensors of a checkpoint by name.
+    """Shapes of all tensors of a model by name, widened where the checkpoint is quantised.
 
     Raises:
         CheckpointError: see `load_weights`.
@@ -221,7 +240,14 @@ def _check_shape(file: Path, name: str, expected: tuple[int, ...], shape: tuple[
         )
 
 
-def _float_dtype(stored: str, file: Path, name: str) -> torch.dtype:
+def _stored_dtype(stored: str, file: Path, name: str, *, is_packed: bool) -> torch.dtype:
+    if is_packed:
+        if stored != "U8":
+            raise CheckpointError(
+                f"{file}: tensor {name} is {stored}, not U8, but config.json says that it is "
+                "quantised; is config.json of the same model?"
+            )
+        return torch.uint8
     dtype = FLOAT_DTYPES.get(stored)
     if dtype is None:
         raise UnsupportedModelError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -74,12 +74,21 @@ class ModelConfig:
         return self.variant.local_rope if is_local and self.variant.local_rope else self.rope
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor of a checkpoint of this model by Hugging Face name, in file order."""
+        """Shape of every tensor that a decoder binds by Hugging Face name, in file order."""
+        return self._shapes(self._mlp_shapes)
+
+    def stored_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Those of a checkpoint's files, where the experts of a layer may be stacked or packed."""
+        return self._shapes(self._stored_mlp_shapes)
+
+    def _shapes(
+        self, mlp_shapes: Callable[[int], dict[str, tuple[int, ...]]]
+    ) -> dict[str, tuple[int, ...]]:
         width = self.hidden_size
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, width)}
         for layer in range(self.num_layers):
             prefix = f"model.layers.{layer}."
-            for name, shape in (self._attention_shapes() | self._mlp_shapes(layer)).items():
+            for name, shape in (self._attention_shapes() | mlp_shapes(layer)).items():
                 shapes[prefix + name] = shape
             shapes |= {prefix + name: shape for name, shape in self._norm_shapes()}
         shapes["model.norm.weight"] = (width,)
@@ -91,7 +100,14 @@ class ModelConfig:
 
     def is_float32(self, name: str) -> bool:
         """Whether this tensor stays float32 whatever dtype the model has."""
-        return name.endswith((".e_score_correction_bias", ".indexer.weights_proj.weight"))
+        return name.endswith(
+            (".e_score_correction_bias", ".indexer.weights_proj.weight", ".self_attn.sinks")
+        )
+
+    def is_packed(self, name: str) -> bool:
+        """Whether this tensor of a checkpoint holds bytes of a quantised one."""
+        is_mxfp4 = self.moe is not None and self.moe.expert_format == "mxfp4"
+        return is_mxfp4 and name.endswith(("_blocks", "_scales"))
 
     def _norm_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         names = self.variant.names
@@ -118,6 +134,8 @@ class ModelConfig:
         for name, rows in zip(names.qkv, heights, strict=True):
             shapes |= _linear_shapes(name, rows, width, bias=self.attention_bias)
         shapes |= _linear_shapes(names.o, width, q_width, bias=self.o_bias)
+        if self.variant.attention_sinks:
+            shapes["self_attn.sinks"] = (self.num_heads,)
         heads = {names.q_norm: self.num_heads, names.k_norm: self.num_kv_heads}
         for name, num_heads in heads.items() if self.variant.qk_norm is not None else ():
             shapes |= self._qk_norm_shapes(name, num_heads)
@@ -144,6 +162,11 @@ class ModelConfig:
             shapes |= _linear_shapes(name, rows, width, bias=self.mlp_bias)
         return shapes | _linear_shapes(names.down, width, inner, bias=self.mlp_bias)
 
+    def _stored_mlp_shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
+        if self.moe is not None and self.has_experts(layer):
+            return self.moe.stored_shapes(self.hidden_size)
+        return self._mlp_shapes(layer)
+
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], source: str) -> ModelConfig:
         """Read and check a parsed `config.json`.
@@ -160,11 +183,7 @@ class ModelConfig:
         fields = ConfigFields(config, source)
         architecture = _architecture(fields)
         family = FAMILIES[architecture]
-        if config.get("quantization_config"):
-            raise UnsupportedModelError(
-                f"{source}: the checkpoint is quantised (quantization_config); only float32, "
-                "bfloat16 and float16 weights are supported, so use the original checkpoint"
-            )
+        is_quantized = _is_quantized(fields, family)
         hidden_size = fields.count("hidden_size")
         num_heads = fields.count("num_attention_heads")
         num_layers = fields.count("num_hidden_layers")
@@ -227,7 +246,8 @@ class ModelConfig:
             full_attention_layers=full_layers,
             bos_token_id=fields.token("bos_token_id", family.bos_token_id),
             eos_token_ids=token_ids(config.get("eos_token_id", family.eos_token_id), source),
-            torch_dtype=_dtype(fields),
+            # transformers takes bfloat16 beside MXFP4.
+            torch_dtype=_dtype(fields, "bfloat16" if is_quantized else "float32"),
             mla=mla,
             moe=moe,
         )
@@ -304,7 +324,7 @@ def _ropes(
         )
 
     if family.local_rope_theta is None:
-        return read(rope_settings(fields), family.rope_theta), None
+        return read(rope_settings(fields) or family.rope, family.rope_theta), None
     settings = layer_type_settings(fields, family.local_rope_field, family.local_rope_theta)
     return (
         read(settings["full_attention"], family.rope_theta),
@@ -312,9 +332,25 @@ def _ropes(
     )
 
 
-def _dtype(fields: ConfigFields) -> str:
-    """The dtype of the checkpoint's weights; float32 if the configuration does not say."""
-    value = fields.config.get("dtype") or fields.config.get("torch_dtype") or "float32"
+def _is_quantized(fields: ConfigFields, family: Family) -> bool:
+    """Whether there is a `quantization_config`; refuses any that the family does not widen at load."""
+    settings = fields.config.get("quantization_config")
+    if not settings:
+        return False
+    method = settings.get("quant_method") if isinstance(settings, Mapping) else settings
+    if method not in family.quant_methods:
+        known = "".join(f" and {name}" for name in family.quant_methods)
+        raise UnsupportedModelError(
+            f"{fields.source}: the checkpoint is quantised (quantization_config, quant_method "
+            f"{method!r}); only float32, bfloat16 and float16{known} weights of "
+            f"{family.model_type} models are supported, so use the original checkpoint"
+        )
+    return True
+
+
+def _dtype(fields: ConfigFields, default: str) -> str:
+    """The dtype of the checkpoint's weights; `default` if the configuration does not say."""
+    value = fields.config.get("dtype") or fields.config.get("torch_dtype") or default
     name = str(value).removeprefix("torch.")
     if name not in DTYPES:
         raise UnsupportedModelError(

@@ -112,6 +112,7 @@ def bind_attention(
         config.rope_of(layer),
         qk_norm=qk_norm,
         qk_norm_form=variant.qk_norm or "head",
+        sinks=f"{prefix}self_attn.sinks" if variant.attention_sinks else None,
     )
     return qkv, attention, ops.linear(prefix + names.o, shard="rows")
 

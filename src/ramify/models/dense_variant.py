@@ -61,6 +61,7 @@ class DenseVariant:
     layers_without_rope: frozenset[int] = frozenset()
     attention_scale: float | None = None  # None: head_dim ** -0.5
     attention_soft_cap: float | None = None
+    attention_sinks: bool = False  # `self_attn.sinks`: a logit per head joins the softmax
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of what a block adds
     logit_scale: float = 1.0

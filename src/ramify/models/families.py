@@ -20,6 +20,7 @@ from ramify.models.family_variants import (
     glm4_variant,
     glm_bias,
     glm_variant,
+    gpt_oss_bias,
     granite_hybrid_variant,
     granite_variant,
     hunyuan_variant,
@@ -35,6 +36,7 @@ from ramify.models.family_variants import (
 )
 from ramify.models.moe_config import (
     glm4_experts,
+    gpt_oss_experts,
     mixtral_experts,
     olmoe_experts,
     qwen2_experts,
@@ -329,6 +331,26 @@ FAMILIES: dict[str, Family] = {
         num_kv_heads=8,
         eps=1e-5,
         partial_rotary=0.5,
+    ),
+    "GptOssForCausalLM": Family(
+        model_type="gpt_oss",
+        variant=lambda _fields, _num_layers: DenseVariant(attention_sinks=True),
+        biases=gpt_oss_bias,
+        experts=gpt_oss_experts,
+        quant_methods=("mxfp4",),
+        num_kv_heads=8,
+        head_dim=64,
+        windows="period",
+        sliding_window=128,
+        window_period=2,
+        eps=1e-5,
+        rope_theta=150_000.0,
+        rope={
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
     ),
     "DeepseekV2ForCausalLM": Family(
         model_type="deepseek_v2",

@@ -51,6 +51,7 @@ class Family:
     activations: Mapping[str, ActivationName] = field(default_factory=ACTIVATIONS.copy)
     rope_theta: float = 10_000.0
     partial_rotary: float | None = None  # None: whole heads, whatever the configuration says
+    rope: Mapping[str, Any] = field(default_factory=dict)  # its settings where there are none
     full_attention_rope: bool = True  # False: layers without a window have no rope
     local_rope_theta: float | None = None  # layers with a window have a rope of their own
     local_rope_field: str = "rope_local_base_freq"  # its base in transformers 4
@@ -64,4 +65,5 @@ class Family:
     tie_word_embeddings: bool = False
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None
+    quant_methods: tuple[str, ...] = ()  # of `quantization_config`, widened at load
     is_latent: bool = False  # DeepSeek: MLA, mixture of experts

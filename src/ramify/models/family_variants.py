@@ -37,6 +37,12 @@ def glm_bias(config: Mapping[str, Any]) -> Biases:
     return Biases(qkv=bool(config.get("attention_bias", True)))
 
 
+def gpt_oss_bias(config: Mapping[str, Any]) -> Biases:
+    """`attention_bias`: on q, k, v and o; true where it is absent."""
+    bias = bool(config.get("attention_bias", True))
+    return Biases(qkv=bias, o=bias)
+
+
 def seed_oss_bias(config: Mapping[str, Any]) -> Biases:
     """`attention_bias` on q, k and v, `attention_out_bias` on o."""
     return Biases(

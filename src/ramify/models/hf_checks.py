@@ -202,7 +202,7 @@ def _check_call(call: AttentionCall, probe: ProbeAttention, config: ModelConfig)
             f"{layer}; its configuration says {expected[0]}, {expected[1]} and {expected[2]}"
         )
     if call.sinks is not None:
-        return "has attention sinks, which the attention backends do not know"
+        return "has attention sinks, which the adapter does not hand to attention"
     # A mask that the layer gets counts instead, as in transformers.
     if call.mask is None and not call.is_causal:
         return "attends to later tokens too (bidirectional); only causal decoders run"

@@ -50,6 +50,7 @@ def attention_spec(
             soft_cap=variant.attention_soft_cap,
             exact=exact,
             kv_dtype=kv_dtype,
+            sinks=variant.attention_sinks,
         )
     return AttentionSpec(
         num_heads=config.num_heads,

@@ -25,6 +25,7 @@ from ramify.models.families import FAMILIES as NATIVE
 from ramify.models.hf_config import read_hf_config
 from ramify.models.ops.quantized import QuantizedWeight, Weight
 from ramify.models.ops.registry import OpsFactory, select_ops
+from ramify.models.stacked_experts import StackedExperts
 from ramify.models.weight_layout import OrderedWeights
 
 # Families by architecture; all others are dense.
@@ -102,7 +103,8 @@ def load_model(
     tensors = load_weights(path, config, dtype=compute_dtype)
     weights: Mapping[str, Weight] = tensors
     if config.mla is None:
-        weights = OrderedWeights(tensors, config)
+        is_stacked = config.moe is not None and config.moe.expert_format != "separate"
+        weights = OrderedWeights(StackedExperts(tensors, config) if is_stacked else tensors, config)
     if quantize is not None:
         weights = {name: _quantized(name, weights[name], config) for name in weights}
     total = sum(map(tensors.num_bytes, tensors))

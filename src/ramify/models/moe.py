@@ -25,7 +25,7 @@ class MoeMlp:
         bias = None
         if config.scoring == "sigmoid":
             bias = ops.weight(f"{prefix}gate.e_score_correction_bias")
-        self.gate = ops.linear(f"{prefix}gate", dtype=torch.float32)
+        self.gate = ops.linear(prefix + config.router, dtype=torch.float32)
         self.route = ops.row_op(
             f"{config.scoring} router",
             partial(route, bias=bias, config=config),
@@ -40,7 +40,11 @@ class MoeMlp:
             self.shared_gate = ops.linear(f"{prefix}shared_expert_gate", dtype=torch.float32)
             self.shared, shared = GatedMlp(ops, shared), None
         self.experts = ops.experts(
-            f"{prefix}experts.", num_experts=config.num_experts, shared=shared, names=names
+            f"{prefix}experts.",
+            num_experts=config.num_experts,
+            shared=shared,
+            names=names,
+            activation=config.activation,
         )
 
     def __call__(

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ramify.errors import CheckpointError, UnsupportedModelError
 from ramify.models.config_fields import ConfigFields
 
 Shapes = dict[str, tuple[int, ...]]
+# As a checkpoint has them: tensors of their own, stacked [num_experts, in, out] with gate and up
+# interleaved, or so in MXFP4.
+ExpertFormat = Literal["separate", "stacked", "mxfp4"]
+# Constants of gpt-oss's activation.
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
+MXFP4_GROUP = 32  # weights that share a scale, in 16 bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,36 +37,63 @@ class MoeConfig:
     scale: float  # of expert weights
     dense_layers: frozenset[int]  # layers with a gated MLP instead
     prefix: str = "mlp."
-    expert_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    router: str = "gate"
+    expert_names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")  # see `Ops.experts`
+    expert_format: ExpertFormat = "separate"
+    activation: Literal["silu_mul", "clamped_swiglu_mul"] = "silu_mul"
+    has_bias: bool = False  # of router and experts
     shared: str = "shared_experts"
     has_shared_gate: bool = False  # a sigmoid of its own scales the shared expert
 
     def tensor_shapes(self, hidden_size: int) -> Shapes:
         """Shapes of the expert tensors of a layer, by name within the layer."""
-        prefix, gate_up_down = self.prefix, self.expert_names
-        shapes: Shapes = {f"{prefix}gate.weight": (self.num_experts, hidden_size)}
-        if self.scoring == "sigmoid":
-            shapes[f"{prefix}gate.e_score_correction_bias"] = (self.num_experts,)
+        shapes = self._router_shapes(hidden_size)
         for number in range(self.num_experts):
-            name = f"{prefix}experts.{number}."
-            shapes |= _mlp_shapes(name, gate_up_down, hidden_size, self.expert_intermediate_size)
+            name = f"{self.prefix}experts.{number}."
+            shapes |= self._mlp_shapes(name, hidden_size, self.expert_intermediate_size)
         if self.shared_intermediate_size:
-            name = f"{prefix}{self.shared}."
-            shapes |= _mlp_shapes(name, gate_up_down, hidden_size, self.shared_intermediate_size)
+            name = f"{self.prefix}{self.shared}."
+            shapes |= self._mlp_shapes(name, hidden_size, self.shared_intermediate_size)
         if self.has_shared_gate:
-            shapes[f"{prefix}shared_expert_gate.weight"] = (1, hidden_size)
+            shapes[f"{self.prefix}shared_expert_gate.weight"] = (1, hidden_size)
         return shapes
 
+    def stored_shapes(self, hidden_size: int) -> Shapes:
+        """Those that a checkpoint has, where they differ from `tensor_shapes` by `expert_format`."""
+        if self.expert_format == "separate":
+            return self.tensor_shapes(hidden_size)
+        shapes, prefix = self._router_shapes(hidden_size), f"{self.prefix}experts."
+        inner = self.expert_intermediate_size
+        widths = {"gate_up_proj": (hidden_size, 2 * inner), "down_proj": (inner, hidden_size)}
+        for name, (width, rows) in widths.items():
+            if self.expert_format == "mxfp4":
+                groups = self.num_experts, rows, width // MXFP4_GROUP
+                shapes[f"{prefix}{name}_blocks"] = (*groups, MXFP4_GROUP // 2)
+                shapes[f"{prefix}{name}_scales"] = groups
+            else:
+                shapes[f"{prefix}{name}"] = (self.num_experts, width, rows)
+            shapes[f"{prefix}{name}_bias"] = (self.num_experts, rows)
+        return shapes
 
-def _mlp_shapes(
-    prefix: str, names: tuple[str, str, str], hidden_size: int, inner_size: int
-) -> Shapes:
-    gate, up, down = names
-    return {
-        f"{prefix}{gate}.weight": (inner_size, hidden_size),
-        f"{prefix}{up}.weight": (inner_size, hidden_size),
-        f"{prefix}{down}.weight": (hidden_size, inner_size),
-    }
+    def _router_shapes(self, hidden_size: int) -> Shapes:
+        name = self.prefix + self.router
+        shapes: Shapes = {f"{name}.weight": (self.num_experts, hidden_size)}
+        if self.has_bias:
+            shapes[f"{name}.bias"] = (self.num_experts,)
+        if self.scoring == "sigmoid":
+            shapes[f"{name}.e_score_correction_bias"] = (self.num_experts,)
+        return shapes
+
+    def _mlp_shapes(self, prefix: str, hidden_size: int, inner_size: int) -> Shapes:
+        *gate_up, down = self.expert_names
+        rows = {name: 2 * inner_size // len(gate_up) for name in gate_up} | {down: hidden_size}
+        shapes: Shapes = {}
+        for name, out_width in rows.items():
+            width = inner_size if name == down else hidden_size
+            shapes[f"{prefix}{name}.weight"] = (out_width, width)
+            if self.has_bias:
+                shapes[f"{prefix}{name}.bias"] = (out_width,)
+        return shapes
 
 
 def mixtral_experts(fields: ConfigFields, _num_layers: int) -> MoeConfig:
@@ -135,6 +168,35 @@ def glm4_experts(fields: ConfigFields, num_layers: int) -> MoeConfig | None:
     )
 
 
+def gpt_oss_experts(fields: ConfigFields, _num_layers: int) -> MoeConfig:
+    """gpt-oss: softmax over the chosen experts, which have biases and a clamped activation."""
+    for name, value in (("swiglu_alpha", SWIGLU_ALPHA), ("swiglu_limit", SWIGLU_LIMIT)):
+        if fields.number(name, value) != value:
+            raise UnsupportedModelError(
+                f"{fields.source}: {name} is {fields.config[name]!r}; experts have only {value}"
+            )
+    width, hidden_size = fields.count("intermediate_size"), fields.count("hidden_size")
+    is_quantized = bool(fields.config.get("quantization_config"))
+    if is_quantized and (width % MXFP4_GROUP or hidden_size % MXFP4_GROUP):
+        raise CheckpointError(
+            f"{fields.source}: intermediate_size {width} and hidden_size {hidden_size} must be "
+            f"multiples of {MXFP4_GROUP}, the weights of an MXFP4 block"
+        )
+    return _softmax_experts(
+        fields,
+        num_experts=fields.count("num_local_experts", 128),
+        top_k_default=4,
+        expert_intermediate_size=width,
+        # The softmax over all, divided by the sum of the chosen, is the softmax over the chosen.
+        normalise=True,
+        router="router",
+        expert_names=("gate_up_proj", "down_proj"),
+        expert_format="mxfp4" if is_quantized else "stacked",
+        activation="clamped_swiglu_mul",
+        has_bias=True,
+    )
+
+
 def _qwen_experts(
     fields: ConfigFields,
     num_layers: int,
@@ -180,10 +242,9 @@ def _softmax_experts(
     top_k_default: int = 2,
     shared_intermediate_size: int = 0,
     dense_layers: frozenset[int] = frozenset(),
-    prefix: str = "mlp.",
-    expert_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
-    has_shared_gate: bool = False,
+    **others: Any,
 ) -> MoeConfig:
+    """Experts without groups, of scores by softmax; `others` are fields of `MoeConfig`."""
     top_k = fields.count("num_experts_per_tok", top_k_default)
     if top_k > num_experts:
         raise CheckpointError(
@@ -200,8 +261,6 @@ def _softmax_experts(
         normalise=normalise,
         scale=1.0,
         dense_layers=dense_layers,
-        prefix=prefix,
-        expert_names=expert_names,
         shared="shared_expert",
-        has_shared_gate=has_shared_gate,
+        **others,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -19,17 +19,21 @@ class ReasoningOptions:
     effort: str | None = None  # "none", "low", "high", …, as the client says it
     budget: int | None = None  # tokens; for templates that write it into the prompt
 
-    def template_variables(self, names: Collection[str]) -> dict[str, Any]:
+    def template_variables(self, names: frozenset[str]) -> dict[str, Any]:
         """The variables that tell a chat template.
 
         Args:
             names: of the variables that the template mentions; it gets no other.
         """
+        is_off = self.is_enabled is False
         variables = {
             "enable_thinking": self.is_enabled,
             "thinking": self.is_enabled,
+            # Cohere's switch. In templates with another, it is a text that they compute.
+            "reasoning": None if names & {"enable_thinking", "thinking"} else self.is_enabled,
             "reasoning_effort": self.effort,
-            "thinking_budget": self.budget,
+            # Seed-OSS has no other switch.
+            "thinking_budget": 0 if is_off and self.budget is None else self.budget,
         }
         return {
             name: value for name, value in variables.items() if value is not None and name in names

@@ -28,12 +28,13 @@ class TemplateConventions:
         has_json_tools: tools are JSON text, and no list.
         writes_tools: False: tools are left out of the prompt.
         has_json_arguments: arguments of calls are JSON text, and no object.
-        has_null_content: a message with calls and without text has None as its content.
+        has_null_content: a message with calls has None as its content, and text is another message.
         has_short_ids: ids of calls have `SHORT_ID_CHARS` characters.
         has_single_calls: an assistant's message has at most one call.
         writes_calls: False: calls have no field, and are text of the answer.
         has_metadata: the name of a call is the field `metadata`, and its arguments are the content.
         result_role: the role of a tool's result.
+        has_result_names: results name their tool, also where the client does not.
         reasoning_field: of an assistant's message; "content" is a part of its content.
         joins_reasoning: a message with calls has reasoning or content, never both.
     """
@@ -51,12 +52,15 @@ class TemplateConventions:
     writes_calls: bool = True
     has_metadata: bool = False
     result_role: str = "tool"
+    has_result_names: bool = False
     reasoning_field: str = "reasoning_content"
     joins_reasoning: bool = False
 
     def adapt(self, messages: Sequence[Message], write_calls: WriteCalls) -> list[dict[str, Any]]:
         """Messages in OpenAI's form, with arguments as objects, as this template reads them."""
         adapted = [dict(message) for message in messages]
+        if self.has_result_names:
+            _name_results(adapted)
         if self.has_single_calls:
             adapted = _one_call_each(adapted)
         adapted = [part for message in adapted for part in self._message(message, write_calls)]
@@ -88,9 +92,11 @@ class TemplateConventions:
         if "tool_call_id" in message:
             message["tool_call_id"] = self._id(message["tool_call_id"])
         if calls and self.writes_calls:
-            message["tool_calls"] = [self._call(call) for call in calls]
-            if self.has_null_content and not message.get("content"):
-                message["content"] = None
+            called = {"tool_calls": [self._call(call) for call in calls]}
+            if self.has_null_content:
+                texts = [message] if message.get("content") else []
+                return [*texts, {"role": message["role"], "content": None, **called}]
+            message |= called
         elif calls and not self.has_metadata:
             text = write_calls([(call["name"], call["arguments"]) for call in functions])
             message["content"] = "\n".join(filter(None, (message.get("content"), text)))
@@ -138,6 +144,15 @@ class TemplateConventions:
         if not self.has_content_parts or not isinstance(content, str):
             return message
         return {**message, "content": [{"type": "text", "text": content}]}
+
+
+def _name_results(messages: list[dict[str, Any]]) -> None:
+    names: dict[str, str] = {}
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            names[call.get("id", "")] = call["function"]["name"]
+        if message["role"] == "tool" and message.get("tool_call_id", "") in names:
+            message.setdefault("name", names[message.get("tool_call_id", "")])
 
 
 def _json(value: Any) -> str:

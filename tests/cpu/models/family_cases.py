@@ -132,6 +132,12 @@ CASES: dict[str, dict[str, Any]] = {
     "Qwen3Moe": HEAD | EXPERTS | {"norm_topk_prob": True, "decoder_sparse_step": 2},
     "Olmoe": {"hidden_size": 64} | EXPERTS,
     "Glm4Moe": HEAD | EXPERTS | {"use_qk_norm": True, "routed_scaling_factor": 1.7},
+    "GptOss": HEAD
+    | EXPERTS
+    | {
+        "sliding_window": WINDOW,
+        "rope_parameters": YARN | {"rope_theta": 500.0, "truncate": False},
+    },
     "HunYuanDenseV1": HEAD | {"attention_bias": True},
     "HunYuanDenseV1 alpha": HEAD
     | {
@@ -158,6 +164,11 @@ def write_checkpoint(case: str, path: Path) -> Any:
             torch.nn.init.normal_(weight, 0.0 if "Gemma" in case else 1.0, 0.3)
         elif name.endswith(("bias", "gate.weight")):
             torch.nn.init.normal_(weight, std=0.3)
+        elif name.endswith("sinks"):
+            torch.nn.init.normal_(weight, 1.0, 2.0)
+        elif name.endswith("experts.gate_up_proj") and family == "GptOss":
+            # Beyond the limit of the activation.
+            torch.nn.init.normal_(weight, std=0.6)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             torch.nn.init.normal_(buffer, std=0.3)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import datetime as dt
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tests.pure.analysis.planted_bodies import Body
-from tests.pure.analysis.planted_logs import PlantedLog, PlantedRequest, make_log
+from tests.pure.analysis.planted_logs import Mended, PlantedLog, PlantedRequest, make_log
 from tests.pure.analysis.planted_words import Rng
 
 
@@ -217,10 +218,14 @@ class WrittenLog:
     bad_lines: tuple[int, ...]
 
 
-def planted_log(seed: int, format_name: str, *, num_requests: int = 300) -> PlantedLog:
-    """The requests of a log in a format."""
+def planted_log(
+    seed: int, format_name: str, *, num_requests: int = 300, alone: str | None = None
+) -> PlantedLog:
+    """The requests of a log in a format; `alone` names the only cause."""
     form = FORMATS[format_name]
-    return make_log(seed, num_requests=num_requests, api=form.api, has_times=form.has_times)
+    return make_log(
+        seed, num_requests=num_requests, api=form.api, has_times=form.has_times, alone=alone
+    )
 
 
 def write_log(
@@ -228,10 +233,11 @@ def write_log(
     format_name: str,
     path: Path,
     *,
-    mended: Collection[str] | None = None,
+    mended: Mended = MappingProxyType({}),
+    as_shown: bool = False,
     with_noise: bool = True,
 ) -> WrittenLog:
-    """Write a log as sent, or with the places of these causes mended.
+    """Write a log as sent, or with causes mended (see `mended_bodies`).
 
     Lines that are no JSON and rows that are no requests stand between the requests.
     """
@@ -240,13 +246,8 @@ def write_log(
     lines: list[int] = []
     bad: list[int] = []
     is_har = format_name.startswith("har")
-    for request in log.requests:
-        kept = [
-            place
-            for place, (cause, _) in request.changes.items()
-            if mended is None or cause not in mended
-        ]
-        body = request.render(kept)[0]
+    bodies = log.mended_bodies(mended, as_shown=as_shown)
+    for request, body in zip(log.requests, bodies, strict=True):
         if with_noise and rng.random() < 0.03 and not is_har:
             bad.append(len(rows) + 1)
             rows.append(rng.choice(['{"model": "gpt', "not json", '{"a": 1}}']))

@@ -8,13 +8,14 @@ of other cells. `PlantedLog.truth` compares requests as the contract of `lint` s
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from tests.pure.analysis import planted_bodies as bodies
 from tests.pure.analysis import planted_causes as causes
+from tests.pure.analysis import planted_hidden as hidden
 from tests.pure.analysis import planted_prompts as prompts
 from tests.pure.analysis import planted_slots as slots
 from tests.pure.analysis import planted_words as words
@@ -79,6 +80,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "cache_key_scattered": EVERY,
     "namespace_split": ("chat", "rag", "agent", "few_shot"),
 }
+HIDING = frozenset({"history_edited", "reasoning_dropped"})
 LEGITIMATE = frozenset({"compaction", "new_content", "outside_prompt"})
 HISTORY = frozenset(
     "history_edited compaction reasoning_dropped context_moved system_hoisted media_changed".split()
@@ -93,6 +95,9 @@ UNSEEN = {  # by a log of this API
 PAGE_CHARS = (0, 64, 512)  # tie breaking knows pages, this module counts code points
 SLACK_CHARS = 24  # within which two raw prefixes may have as many tokens
 UNRELATED_CHARS = 400  # whoever shares less has another app
+
+
+Mended = Mapping[str, Container[int]]  # by cause, the cells in which it is mended
 
 
 @dataclass(slots=True)
@@ -114,14 +119,24 @@ class PlantedRequest:
         default_factory=dict
     )
 
+    def prompt(self, places: Collection[str], shown: Collection[str] | None = None) -> Prompt:
+        """The prompt if only these places are left as sent.
+
+        With `shown`, a mended place has back what it hid only as far as that is shown in the log.
+        """
+        prompt = self.clean
+        for place, (cause, change) in self.changes.items():
+            before = prompt
+            prompt = (change.sent if place in places else change.mended)(prompt)
+            if shown is not None and cause in HIDING and place not in places:
+                prompt = hidden.restore(change.sent(before), prompt, shown)
+        return slots.fill_slots(prompt, self.clean_slots)
+
     def render(self, places: Collection[str]) -> tuple[Body, list[Piece], tuple[str, ...]]:
         """Body, segments and cache scope if only these places are left as sent."""
         key = frozenset(place for place in self.changes if place in places)
         if key not in self._cache:
-            prompt = self.clean
-            for place, (_, change) in self.changes.items():
-                prompt = (change.sent if place in key else change.mended)(prompt)
-            prompt = slots.fill_slots(prompt, self.clean_slots)
+            prompt = self.prompt(key)
             body = BODY_OF[self.api](prompt)
             scope = (prompt.cache_key or "", prompt.salt or "")
             self._cache[key] = (body, bodies.pieces_of(body), scope)
@@ -152,6 +167,29 @@ class PlantedLog:
     requests: list[PlantedRequest]
     api: str
     has_times: bool
+
+    def mended_bodies(self, mended: Mended, *, as_shown: bool = False) -> Iterator[Body]:
+        """The bodies with causes mended.
+
+        With `as_shown`, without what no request before and no request itself has in its prompt: a
+        tool result that was cleared at once, reasoning that was never sent back.
+        """
+        shown: dict[tuple[int, int], set[str]] = {}
+        for request in self.requests:
+            kept = [
+                place
+                for place, (cause, _) in request.changes.items()
+                if request.cell not in mended.get(cause, ())
+            ]
+            if not as_shown:
+                yield request.render(kept)[0]
+                continue
+            known = shown.setdefault((request.cell, request.conversation), set())
+            sent = request.clean
+            for cause, change in request.changes.values():
+                sent = change.sent(sent) if cause in HIDING else sent
+            known |= hidden.names_of_shown(request.clean, sent)
+            yield BODY_OF[request.api](request.prompt(kept, known))
 
     def candidates(self, number: int) -> tuple[list[int], int | None]:
         """Earlier requests that may be called the best match, and the strict choice."""
@@ -319,20 +357,25 @@ def make_log(
     num_requests: int = 300,
     api: str = "chat",
     has_times: bool = False,
-    only: Collection[str] = (),
+    alone: str | None = None,
     system_chars: int = 5600,
 ) -> PlantedLog:
-    """A log of about this many requests with every cause that text in this API can prove."""  # fmt: skip
+    """A log of about this many requests with every cause that text in this API can prove.
+
+    With `alone`, each cell has this cause and no other.
+    """
     rng = random.Random(f"{seed} {api}")
-    wanted = [name for name in KINDS if name not in UNSEEN[api] and (not only or name in only)]
+    wanted = [name for name in KINDS if name not in UNSEEN[api] and alone in (None, name)]
     cells: list[list[Waiting]] = []
     rng.shuffle(wanted)
     total = 0
     while total < num_requests:
         number = len(cells)
         first = wanted[number % len(wanted)]
-        is_decoy = number % 5 == 4 and not only
+        is_decoy = number % 5 == 4 and alone is None
         chosen, kind = _choose_causes(rng, first, api)
+        if alone is not None:
+            chosen, kind = [alone], rng.choice(KINDS[alone])
         if is_decoy:
             chosen, kind = [], rng.choice(EVERY)
         if is_decoy:
@@ -366,6 +409,8 @@ def _make_cell(
     decoy = rng.choice(DECOYS) if not plants or rng.random() < 0.3 else ""
     if {"tool_order", "tool_changed"} & set(chosen) and decoy == "tools":
         decoy = ""
+    if "history_edited" in chosen and decoy == "same_question":
+        decoy = ""  # with results cleared, nobody can tell which of two equal conversations goes on
     talks = _conversations(rng, app, 10, decoy)
     waiting: list[Waiting] = []
     counter = iter(range(10**6))

@@ -189,6 +189,31 @@ def hour_long(rng: Rng, vendor: Vendor) -> list[Sent]:
     ]
 
 
+def retained(rng: Rng, vendor: Vendor) -> list[Sent]:
+    """OpenAI's retention of a day: some hours are within, 30 are not."""
+    kept = {"prompt_cache_retention": "24h"}
+    gaps = (0.0, rng.uniform(7200, 40_000), rng.uniform(110_000, 150_000), 60.0)
+    return [
+        Sent(
+            replace(p, settings={**p.settings, **kept}), sum(gaps[: n + 1]),
+            causes=frozenset({"ttl_expired"} if n == 2 else ()),
+        )
+        for n, p in enumerate(_talk(rng, vendor, 4))
+    ]  # fmt: skip
+
+
+def retained_in_vain(rng: Rng, vendor: Vendor) -> list[Sent]:
+    """Hours within a retention of a day, after which nothing was read: no reason in the log."""
+    kept = {"prompt_cache_retention": "24h"}
+    return [
+        Sent(
+            replace(p, settings={**p.settings, **kept}), 9000.0 * n, is_cold=n == 1,
+            causes=frozenset({"outside_prompt"} if n == 1 else ()),
+        )
+        for n, p in enumerate(_talk(rng, vendor, 3))
+    ]  # fmt: skip
+
+
 def fan_out(rng: Rng, vendor: Vendor) -> list[Sent]:
     """Requests that start before the first has begun to answer; two more come when it has."""
     made = _questions(rng, vendor, rng.randrange(5, 8), ("system",))
@@ -384,7 +409,7 @@ STORIES: dict[str, tuple[Story, ...]] = {
     ),
     "haiku": (steady, pause, kept_warm, fan_out, unmarked_head, marked_head, short_head, one_shots),
     "openai": (
-        steady, pause, lucky_pause, unlucky_pause, kept_warm, fan_out, same_question,
+        steady, pause, retained, retained_in_vain, lucky_pause, unlucky_pause, kept_warm, fan_out, same_question,
         warmed_fan_out, short_head, spread, sticky, scattered_keys,
         busy_key, unexplained, fallback,
     ),
@@ -429,8 +454,11 @@ def _bill(rng: Rng, vendor: Vendor, requests: list[TimedRequest]) -> None:
         request.num_input = sum(map(len, tokens.values()))
         sent, start = request.sent, request.start_s
         ready = start + sent.wait
-        key = f"{sent.replica} {sent.answered_by} {sent.prompt.salt}"
+        retention = request.body.get("prompt_cache_retention")
+        key = f"{sent.replica} {sent.answered_by} {sent.prompt.salt} {retention}"
         oracle = oracles.setdefault(key, vendor.oracle())
+        if isinstance(oracle, GridOracle) and "prompt_cache_retention" in request.body:
+            oracle.lifetime_s = 86_400.0
         call = Call(request.body, tokens, start, ready, ready + sent.answer)
         request.bill = oracle.ask(call)
         if sent.is_cold:

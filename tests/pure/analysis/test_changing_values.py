@@ -24,6 +24,20 @@ POLITELY = "Answer briefly and politely. "
         ("अब २०२६-०३-०४ १०:०७", "अब २०२६-०३-०५ ११:१९"),
         ("２０２６年３月４日", "２０２６年３月５日"),
         ("令和八年三月四日", "令和八年三月五日"),
+        ("今天是星期三", "今天是星期四"),
+        ("среда, 4 марта", "четверг, 5 марта"),
+        ("Δευτέρα 4 Μαρτίου 2026", "Τρίτη 5 Μαρτίου 2026"),
+        ("الأربعاء ٤ مارس", "الخميس ٥ مارس"),
+        ("quarter to ten", "ten to ten"),
+        ("10 past 9", "20 past 9"),
+        ("Your session expires at 10:35.", "Your session expires at 10:52."),
+        ("tonight at nine", "tonight at ten"),
+        ("3/4/26 10am", "3/4/26 11am"),
+        ("2026/03/04 10-05-33", "2026/03/04 10-07-41"),
+        ("Date: 4/III/2026", "Date: 5/III/2026"),
+        ("2026-063T10:00", "2026-063T11:12"),
+        ("ticks 638767512000000000", "ticks 638767512670000000"),
+        ("time.now=1.772618400e9", "time.now=1.772618467e9"),
     ],
 )
 def test_two_requests_prove_a_clock_in_words_or_other_digits(
@@ -41,10 +55,17 @@ def test_two_requests_prove_a_clock_in_words_or_other_digits(
         ("Answer in three sentences.", "Answer in four sentences."),
         ("The user is April Summers.", "The user is May Winters."),
         ("You work for the second team in Paris.", "You work for the third team in Paris."),
+        ("Answer in five to ten sentences.", "Answer in ten to twelve sentences."),
+        ("Read chapters five to ten of it.", "Read chapters six to nine of it."),
+        ("The order was placed on 2026-01-02.", "The order was placed on 2026-01-05."),
+        ("Born 1971-02-03, patient Anna", "Born 1983-11-04, patient Boris"),
     ],
 )
-def test_numbers_and_names_in_words_are_no_clock(tmp_path: Path, had: str, got: str) -> None:
-    """A number in words convicts only beside a day, a month or a part of the day; a name never."""
+def test_numbers_names_and_dates_of_events_are_no_clock(tmp_path: Path, had: str, got: str) -> None:
+    """A number in words convicts only beside a day, a month or a part of the day.
+
+    A name never does, nor does the date on which something happened.
+    """
     verdict = system_verdicts(tmp_path, f"{RULES}\n{had}\n{MORE}", f"{RULES}\n{got}\n{MORE}")[1]
 
     assert causes(verdict) == ["new_content"]

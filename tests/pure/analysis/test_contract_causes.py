@@ -85,6 +85,54 @@ def test_a_summary_of_the_head_is_compaction(tmp_path: Path, kept: tuple[Json, .
 
 
 @pytest.mark.parametrize(
+    "head",
+    [
+        (message("system", "Summary of the earlier conversation: tides and ships were discussed."),),
+        (
+            message("user", "Here is a summary of the conversation so far: tides, ships; all answered."),
+            message("assistant", "Understood."),
+        ),
+    ],
+    ids=["as a system message", "acknowledged"],
+)  # fmt: skip
+def test_summaries_stand_in_several_roles(tmp_path: Path, head: tuple[Json, ...]) -> None:
+    """Whoever wrote it, a summary in place of the head is `compaction`."""
+    verdict = verdicts(tmp_path, chat(SYSTEM, *TALK), chat(SYSTEM, *head, *TALK[4:], *LATER))[1]
+
+    assert only(verdict) == [("compaction", "proved", "messages[1]")]
+
+
+def test_a_summary_within_the_system_prompt_is_compaction(tmp_path: Path) -> None:
+    """The system prompt is longer by the summary, and the head of the history is gone."""
+    longer = f"{RULES}\n\nConversation summary: tides and ships were discussed, all was answered."
+
+    verdict = verdicts(
+        tmp_path, chat(SYSTEM, *TALK), chat(message("system", longer), *TALK[4:], *LATER)
+    )[1]
+
+    assert (only(verdict), verdict["tokens"]["lost"]) == (
+        [("compaction", "proved", "messages[0]")],
+        0,
+    )
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        "Please write a summary of tides for my school paper, two pages, in simple words.",
+        "Compact cars: which are best for a family of four with a dog, in your opinion?",
+    ],
+)
+def test_questions_about_summaries_are_content(tmp_path: Path, question: str) -> None:
+    """Another conversation that begins with such a question is no compaction."""
+    verdict = verdicts(
+        tmp_path, chat(SYSTEM, *TALK), chat(SYSTEM, message("user", question), *LATER)
+    )[1]
+
+    assert causes(verdict) == ["new_content"]
+
+
+@pytest.mark.parametrize(
     ("history", "segment"),
     [
         (TALK[2:], "messages[1]"),
@@ -130,6 +178,63 @@ def test_tools_are_blamed_within_a_conversation_only(tmp_path: Path) -> None:
 
     assert only(within[1]) == [("tool_changed", "proved", "tools[0]")]
     assert causes(between[1]) == ["new_content"]
+
+
+@pytest.mark.parametrize(
+    "later",
+    [[], [_tool("Finds orders.") | {"function": {"name": "other"}}]],
+    ids=["none", "others"],
+)
+def test_tools_that_a_conversation_loses_are_blamed(tmp_path: Path, later: list[Json]) -> None:
+    """A turn without tools, or with others, has the turn before it as its match."""
+    more: Json = {"tools": later} if later else {}
+
+    verdict = verdicts(
+        tmp_path,
+        chat(SYSTEM, *TALK, tools=[_tool("Finds orders.")]),
+        chat(SYSTEM, *TALK, *LATER, **more),
+    )[1]
+
+    assert verdict["best_match_line"] == 1
+    assert only(verdict) == [("tool_changed", "proved", "tools[0]")]
+
+
+def test_a_property_beside_a_branch_is_a_changed_tool(tmp_path: Path) -> None:
+    """Keys of a schema are no values, whatever words stand before them."""
+    branch = {"type": "string"}
+    schemas: list[Json] = [{"branch": branch}, {"branch": branch, "extra": {"type": "string"}}]
+    tools = [
+        {"type": "function", "function": {"name": "read", "description": RULES, "parameters": {
+            "type": "object", "properties": {**schema, "limit": {"type": "integer"}},
+        }}}
+        for schema in schemas
+    ]  # fmt: skip
+
+    verdict = verdicts(
+        tmp_path, chat(SYSTEM, *TALK, tools=tools[:1]), chat(SYSTEM, *TALK, *LATER, tools=tools[1:])
+    )[1]
+
+    assert only(verdict) == [("tool_changed", "proved", "tools[0]")]
+
+
+def test_another_name_of_a_speaker_is_content(tmp_path: Path) -> None:
+    """`name` says who speaks; only ids of calls are ids."""
+    asked = [message("user", "Hello there my friend?", name=name) for name in ("ann", "bob")]
+
+    assert causes(verdicts(tmp_path, *(chat(SYSTEM, item) for item in asked))[1]) == ["new_content"]
+
+
+@pytest.mark.parametrize("clock", ["", "Now 10:0{}:07. "], ids=["same system", "clock"])
+def test_a_conversation_that_begins_with_a_short_word_is_one(tmp_path: Path, clock: str) -> None:
+    """`Hi` is no sign of a conversation, all messages of an earlier prompt and an answer are."""
+    systems = [message("system", clock.format(minute) + RULES) for minute in (1, 7)]
+    first = chat(systems[0], message("user", "Hi"), tools=[_tool("Finds orders.")])
+    second = chat(systems[1], message("user", "Hi"), *LATER, tools=[_tool("Finds all.")])
+
+    assert causes(verdicts(tmp_path, first, second)[1]) == [
+        "tool_changed",
+        *["clock"] * bool(clock),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -194,3 +299,16 @@ def test_a_vendors_reason_without_text_is_outside_the_prompt(tmp_path: Path) -> 
 
     said = [(item["cause"], item["certainty"], item["got"]) for item in verdict["causes"]]
     assert said == [("outside_prompt", "likely", "system_changed")]
+
+
+@pytest.mark.parametrize(("model", "certainty"), [("gpt-5.6", "likely"), ("mystery", "suspected")])
+def test_a_write_under_an_assumed_rule_is_only_suspected(
+    tmp_path: Path, model: str, certainty: str
+) -> None:
+    """Of a model without a rule of its own nobody knows whether it bills writes."""
+    questions = [f"Question {number}: {MORE} {RULES}" for number in (1, 2)]
+
+    made = verdicts(tmp_path, *(chat(message("user", text), model=model) for text in questions))
+
+    said = [(item["cause"], item["certainty"]) for item in made[1]["causes"]]
+    assert ("unread_write", certainty) in said

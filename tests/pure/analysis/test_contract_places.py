@@ -123,6 +123,20 @@ def test_earlier_is_by_start(tmp_path: Path) -> None:
     assert [verdict["best_match_line"] for verdict in made] == [2, None]
 
 
+def test_a_line_without_a_start_comes_behind_the_line_before(tmp_path: Path) -> None:
+    """The second line has no times: it is later than the first and earlier than the third."""
+    rows = [
+        exchange(chat(SYSTEM, message("user", f"{word}?")), 10 * number)
+        for number, word in enumerate(("A one", "B two", "C three"))
+    ]
+    for key in ("start_time", "ttft_ms", "duration_ms"):
+        del rows[1][key]
+
+    made = verdicts(tmp_path, *rows)
+
+    assert [verdict["best_match_line"] for verdict in made] == [None, 1, 2]
+
+
 @pytest.mark.parametrize(("system", "certainty"), [(RULES + MORE, "likely"), (RULES, "suspected")])
 def test_a_request_in_flight_is_named_and_no_match(
     tmp_path: Path, system: str, certainty: str

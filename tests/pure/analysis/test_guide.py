@@ -88,7 +88,7 @@ def test_mending_brings_what_the_replay_predicts(walked: tuple[Path, str]) -> No
         json.loads((folder / name).read_text(encoding="utf-8"))
         for name in ("report.json", "mended.json")
     )
-    saving = before["saving_all"]["tokens"] / before["rates"]["by_rule"]["num_input"]
+    saving = before["saving_all"]["tokens"] / before["num_counted"]
 
     rise = after["rates"]["reported"]["share"] - before["rates"]["reported"]["share"]
 

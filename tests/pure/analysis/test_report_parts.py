@@ -14,6 +14,7 @@ from ramify.analysis.reading import ReadQuality
 from ramify.analysis.report.analyze import analyze, read_corpus
 from ramify.analysis.report.as_json import analysis_as_json
 from ramify.analysis.report.document import Analysis
+from ramify.analysis.report.headline import headline
 from ramify.analysis.report.html import analysis_as_html, embed_json
 from ramify.analysis.report.markdown import analysis_as_markdown
 from ramify.analysis.report.privacy import hide_texts
@@ -21,6 +22,7 @@ from ramify.analysis.report.sarif import analysis_as_sarif
 from ramify.analysis.report.what_if import replay_sets
 from tests.pure.analysis.planted_formats import planted_log, write_log
 from tests.pure.analysis.report_logs import chat_row, write_clock_log, write_rows
+from tests.pure.analysis.transcripts import Transcript
 
 HOSTILE = (
     '</script><script>alert(1)</script><img src=x onerror="alert(2)">{{ 7*7 }}{% raw %}'
@@ -272,3 +274,85 @@ def test_an_interrupted_part_is_left_out(planted: Path) -> None:
 
     assert analysis.is_partial and analysis.lint.findings
     assert "interrupted" in analysis_as_html(analysis)
+
+
+def _log_with_usage_of_some(path: Path) -> Path:
+    """Prompts of two providers; every second one has usage, billed at twice the counted tokens."""
+    system = "You answer questions about trains. " * 120
+    lines = []
+    for number in range(20):
+        provider, model = (("openai", "gpt-4o"), ("vllm", "llama"))[number % 4 == 3]
+        body = {
+            "model": model,
+            "messages": [
+                {"role": "system", "content": system},
+                {"role": "user", "content": f"Question {number} " + "and more " * 40},
+            ],
+        }
+        row: dict[str, object] = {"request": body, "provider": provider}
+        if number % 2:
+            details = {"cached_tokens": 500 if number > 1 else 0}
+            usage = {"prompt_tokens": 2000, "prompt_tokens_details": details}
+            row["response"] = {"model": model, "usage": usage}
+        lines.append(json.dumps(row))
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def test_rates_count_the_same_requests_and_tokens(tmp_path: Path) -> None:
+    """With usage in half of the log, all three bars and the waterfall are over that half, as billed."""
+    log = _log_with_usage_of_some(tmp_path / "log.jsonl")
+
+    analysis = analyze(read_corpus([log], ReadQuality()), title="log")
+
+    assert analysis.lint.num_requests == 20
+    assert [rate.name for rate in analysis.rates] == ["reported", "by_rule", "possible"]
+    assert {(rate.num_input, rate.num_requests) for rate in analysis.rates} == {(20_000, 10)}
+    reported, by_rule, possible = analysis.rates
+    assert reported.num_read == 4500
+    assert reported.share < by_rule.share <= possible.share < 1
+    levels = {step.name: step.level for step in analysis.waterfall if step.is_level}
+    assert levels["reported"] == reported.share
+    assert levels["by rule"] == by_rule.share
+    assert levels["possible, mended"] == possible.share
+    assert "tokens of the 10 requests that log cached tokens" in headline(analysis)
+
+
+def test_a_capacity_is_a_step_of_the_waterfall(tmp_path: Path) -> None:
+    """What eviction costs is one step; the levels are those of replays with and without it."""
+    shared = ["".join(f"{word} {number}. " for number in range(400)) for word in ("ab", "cd", "ef")]
+    rows = [
+        {"model": "m", "messages": [{"role": "user", "content": shared[number % 3]}]}
+        for number in range(12)
+    ]
+    log = tmp_path / "log.jsonl"
+    log.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    corpus = read_corpus([log], ReadQuality())
+
+    whole = analyze(corpus, title="log", provider="vllm")
+    small = analyze(corpus, title="log", provider="vllm", capacity=2000)
+
+    infinite, by_rule = whole.rate("by_rule"), small.rate("by_rule")
+    assert infinite is not None and by_rule is not None
+    assert infinite.share > 0.7
+    assert by_rule.share == 0
+    (step,) = [step for step in small.waterfall if step.name == "capacity"]
+    assert abs(step.change + infinite.share) < 0.01
+    assert not [step for step in whole.waterfall if step.name == "capacity"]
+    assert "at a capacity of 2,000 tokens" in headline(small)
+
+
+def test_a_log_without_whole_prompts_has_the_reported_rate_only(tmp_path: Path) -> None:
+    """Transcripts hide the system prompt and the tools: nothing is predicted from what is left."""
+    transcript, last = Transcript(), None
+    for number in range(4):
+        question = transcript.user(last, f"Question {number}")
+        last = transcript.answer(question, f"msg_{number}", {"type": "text", "text": "Yes."})
+    log = write_rows(tmp_path / "log.jsonl", transcript.lines)
+
+    analysis = analyze(read_corpus([log], ReadQuality()), title="log")
+
+    (rate,) = analysis.rates
+    assert (rate.name, rate.num_read, rate.num_input) == ("reported", 4 * 9000, 4 * 9302)
+    assert analysis.waterfall == ()
+    assert any("No request has its whole prompt" in warning for warning in analysis.warnings)

@@ -127,6 +127,31 @@ def test_dropping_an_unread_breakpoint_saves_its_premium() -> None:
     assert saving.money == pytest.approx(3 * 2000 * 1.25 / 1e6)
 
 
+def test_an_entry_that_another_fix_makes_read_keeps_its_breakpoint() -> None:
+    """As sent nobody reads the head's entry, behind a clock: without the clock everybody does."""
+    unread = Fix(CauseName.UNREAD_WRITE, "system[1]")
+
+    clock, both = savings_of(
+        "anthropic", clock_log(model="claude-opus-5"), [[CLOCK], [CLOCK, unread]], CLEAN
+    )
+
+    assert clock.tokens == both.tokens == 3 * 2016
+
+
+def test_a_dropped_breakpoint_leaves_in_reach_what_it_read() -> None:
+    """Questions behind a shared head, each marked: the mark moves to the end of the head."""
+    head = Block(tokens(0, 2000), kind="system", ttl=300.0)
+    log = [
+        request_of([head if at == 0 else replace(head, ttl=None), Block(tokens(9000 * at, 100), ttl=300.0)], model="claude-opus-5")
+        for at in range(4)
+    ]  # fmt: skip
+
+    (saving,) = savings_of("anthropic", log, [[Fix(CauseName.UNREAD_WRITE, "messages[*]")]])
+
+    assert saving.tokens == 0
+    assert saving.money == pytest.approx(4 * 100 * 0.25 * 5 / 1e6)
+
+
 def test_a_breakpoint_at_the_shared_head_saves_its_reads() -> None:
     """Three conversations share a system prompt whose end has no breakpoint."""
     log = [

@@ -13,11 +13,15 @@ _SHAPES = re.compile(
     r"""(?ix)
     \d{4}[-/.]\d{1,2}[-/.]\d{1,2}        # 2026-03-04
     | \b\d{1,2}[-/.]\d{1,2}[-/.](?:\d{4}|\d{2})\b   # 4.3.2026, 3/4/26
+    | \b\d{1,2}[./ ][IVX]{1,4}[./ ]\d{4}\b   # 4/III/2026
     | \b\d{1,2}:\d{2}(?::\d{2})?\b       # 14:05
     | \b\d{1,2}(?:h|\s?uhr)\s?\d{2}\b    # 14h05
     | \b(?:19|20)\d{6}(?:T?\d{4,6})?Z?\b # 20260304T140500
     | \b1[4-9]\d{8}(?:\.\d+)?\b | \b1[4-9]\d{11}\b | \b1[4-9]\d{14,17}\b   # seconds, ms, µs, ns
     | \b\d{4}-?W\d{2}(?:-?\d)?\b         # 2026-W10-3
+    | \b(?:19|20)\d{2}-\d{3}T\d         # day of the year
+    | \b1\.[4-9]\d{6,}e\+?0?9\b | \b63\d{16}\b   # seconds with an exponent, ticks of .NET
+    | 星期[一二三四五六日天] | [周週][一二三四五六日] | [月火水木金土日]曜
     | \b(?:\d+|an?|one|two|few)\s+(?:second|minute|hour|day|week|month|year)s?\s+ago\b
     | \bjust\s+now\b | \byesterday\b
     | \b\d{1,2}\s?[ap]\.?m\b
@@ -41,7 +45,7 @@ _SPOKEN_NUMBERS = frozenset(
     cuarto primero""".split()
 )
 _PARTS_OF_DAY = frozenset(
-    """o'clock noon midnight morning afternoon evening night uhr mittag mitternacht morgens vormittags
+    """o'clock noon midnight morning afternoon evening night tonight uhr mittag mitternacht morgens vormittags
     nachmittags abends nachts matin soir heures mañana tarde noche""".split()
 )
 _FILLERS = frozenset(

@@ -146,6 +146,11 @@ class LogFacts:
             self,
         )
 
+    def is_rule_assumed(self, number: int) -> bool:
+        """Whether a request's model has no rule of its own, and the assumed one writes by itself."""
+        rule = self.model.rule_of(ReplayPrompt.of(self.requests[number]))
+        return rule.implicit and bool(rule.note)
+
     def ends_within_lifetime(self, number: int) -> bool:
         """Whether the log ends before the entries of a request would have expired."""
         prompt = ReplayPrompt.of(self.requests[number])

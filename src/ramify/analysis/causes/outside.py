@@ -63,7 +63,8 @@ def _ask(rules: tuple[OutsideRule, ...], evidence: Evidence) -> tuple[Cause, ...
 def unread_writes(log: LogFacts, excused: Collection[int] = ()) -> dict[int, Cause]:
     """Writes that were paid and never read, by request; only conversations of one request.
 
-    A single one at the end of the log is only suspected: a read may have come after the log.
+    A single one at the end of the log is only suspected: a read may have come after the log. So is one
+    under a rule that is assumed for want of the model's own, unless the bill shows the write.
 
     Args:
         log: the log.
@@ -88,7 +89,8 @@ def unread_writes(log: LogFacts, excused: Collection[int] = ()) -> dict[int, Cau
     places = Counter(cause.segment for cause in found.values())
     return {
         number: replace(cause, certainty=Certainty.SUSPECTED)
-        if places[cause.segment] == 1 and log.ends_within_lifetime(number)
+        if (places[cause.segment] == 1 and log.ends_within_lifetime(number))
+        or (log.is_rule_assumed(number) and not log.requests[number].info.usage.num_written)
         else cause
         for number, cause in found.items()
     }

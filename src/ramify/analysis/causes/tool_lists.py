@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import dataclass, field
 
 from ramify.analysis.causes.unit_pairs import pair_differences
@@ -12,6 +13,8 @@ from ramify.analysis.quoting import Excerpt
 from ramify.analysis.templates import Templates
 from ramify.analysis.text_diff import common_prefix_len
 from ramify.analysis.verdicts import CauseName, Certainty
+
+_VALUES = frozenset({CauseName.CLOCK, CauseName.RANDOM_ID, CauseName.PATH_OR_STATE})
 
 
 @dataclass(slots=True)
@@ -31,7 +34,7 @@ def compare_tools(a: Side, b: Side, templates: Templates, *, continues: bool) ->
         out.num_shared = b.num_tokens(mine)
         return out
     names_a, names_b = _names(a, other), _names(b, mine)
-    if not set(names_a) & set(names_b) or (set(names_a) != set(names_b) and not continues):
+    if set(names_a) != set(names_b) and not continues:
         out.is_mended = not mine and not other
         for unit_a, unit_b in zip(other, mine, strict=False):
             if unit_a != unit_b:
@@ -40,7 +43,7 @@ def compare_tools(a: Side, b: Side, templates: Templates, *, continues: bool) ->
         return out
     out.num_shared = b.num_tokens(mine)
     found: list[tuple[int, Difference]] = []
-    _find_added_and_removed(names_a, names_b, found)
+    _find_added_and_removed((a, names_a), (b, names_b), found)
     common_a = [name for name in names_a if name in names_b]
     common_b = [name for name in names_b if name in names_a]
     if common_a != common_b:
@@ -52,7 +55,7 @@ def compare_tools(a: Side, b: Side, templates: Templates, *, continues: bool) ->
                 Difference(
                     CauseName.TOOL_ORDER,
                     Certainty.PROVED,
-                    f"tools[{place}]",
+                    b.path(place),
                     _bare(common_a[at]),
                     _bare(common_b[at]),
                 ),
@@ -62,9 +65,9 @@ def compare_tools(a: Side, b: Side, templates: Templates, *, continues: bool) ->
         unit_a, unit_b = other[names_a[name]], mine[names_b[name]]
         if unit_a == unit_b:
             continue
-        path = f"tools[{names_b[name]}]"
+        path = b.path(names_b[name])
         pairs = pair_differences(a.corpus, templates, unit_a, unit_b, path, b.api)
-        if pairs is None or any(item.cause is CauseName.NEW_CONTENT for item in pairs.differences):
+        if pairs is None or any(map(_is_definition, pairs.differences)):
             if not continues:
                 out.is_mended = False
                 return out
@@ -76,19 +79,24 @@ def compare_tools(a: Side, b: Side, templates: Templates, *, continues: bool) ->
     return out
 
 
+def _is_definition(difference: Difference) -> bool:
+    """Whether a difference within a tool is of what it is, not of a value in a description."""
+    has_keys = '":' in f"{difference.had}{difference.got}"
+    return difference.cause is CauseName.NEW_CONTENT or (has_keys and difference.cause in _VALUES)
+
+
 def _find_added_and_removed(
-    names_a: dict[str, int],
-    names_b: dict[str, int],
+    earlier: tuple[Side, dict[str, int]],
+    later: tuple[Side, dict[str, int]],
     found: list[tuple[int, Difference]],
 ) -> None:
+    (a, names_a), (b, names_b) = earlier, later
     for name, at in names_a.items():
         if name not in names_b:
             found.append(
                 (
                     at,
-                    Difference(
-                        CauseName.TOOL_CHANGED, Certainty.PROVED, f"tools[{at}]", _bare(name)
-                    ),
+                    Difference(CauseName.TOOL_CHANGED, Certainty.PROVED, a.path(at), _bare(name)),
                 )
             )
     for name, at in names_b.items():
@@ -97,7 +105,7 @@ def _find_added_and_removed(
                 (
                     at,
                     Difference(
-                        CauseName.TOOL_CHANGED, Certainty.PROVED, f"tools[{at}]", got=_bare(name)
+                        CauseName.TOOL_CHANGED, Certainty.PROVED, b.path(at), got=_bare(name)
                     ),
                 )
             )
@@ -117,12 +125,11 @@ def _changed(path: str, had: str, got: str) -> Difference:
 def _names(side: Side, units: list[int]) -> dict[str, int]:
     """Place of each tool by name; a name that comes again has a number behind it."""
     names: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     for at, unit in enumerate(units):
         name = tool_name(side.corpus.text(unit))
-        number = 0
-        while f"{name}\0{number}" in names:
-            number += 1
-        names[f"{name}\0{number}"] = at
+        names[f"{name}\0{counts[name]}"] = at
+        counts[name] += 1
     return names
 
 

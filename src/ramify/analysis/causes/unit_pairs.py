@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from ramify.analysis.causes.spacing import SpacedText, find_respaced
 from ramify.analysis.causes.values import MAX_CONTEXT, SlotEvidence, SlotVerdict, judge_slot
 from ramify.analysis.corpus import Corpus
-from ramify.analysis.normal_forms import parse_json
+from ramify.analysis.normal_forms import key_orders_differ, parse_json
 from ramify.analysis.prompt_sides import Difference
 from ramify.analysis.quoting import Excerpt
 from ramify.analysis.records import TextForm
@@ -18,10 +20,11 @@ from ramify.analysis.verdicts import CauseName, Certainty
 
 @dataclass(frozen=True, slots=True)
 class PairDifferences:
-    """The differences; NEW_CONTENT is the last, at `stop_char` of the second text's normal form."""
+    """The differences; NEW_CONTENT is the last, at a place of the normal form of either text."""
 
     differences: tuple[Difference, ...] = ()
-    stop_char: int | None = None
+    stop_char: int | None = None  # in the second
+    had_stop_char: int = 0  # in the first
     tail_chars: int = field(default=0)  # equal code points after the last value
 
 
@@ -58,7 +61,9 @@ def pair_differences(
             respaced = None
         if verdict.cause is None:
             return PairDifferences(
-                (*found, Difference(CauseName.NEW_CONTENT, Certainty.PROVED, path)), start_b
+                (*found, Difference(CauseName.NEW_CONTENT, Certainty.PROVED, path)),
+                start_b,
+                start_a,
             )
         had, got = Excerpt(body_a, start_a, end_a), Excerpt(body_b, start_b, end_b)
         found.append(
@@ -92,11 +97,12 @@ def _values(
         if len(text_b) - differing < 0.5 * len(text_b):
             return None
     kind, label = corpus.units[b].kind, corpus.units[b].label
+    known = _Places(places)
     found = []
     for hunk in hunks:
         mine, theirs = (hunk.start, hunk.end), (hunk.other_start, hunk.other_end)
-        verdict = _known(places, theirs)
-        starts_later = verdict is not None and _starts_in_later_line(places, theirs[0], text_b)
+        verdict = known.verdict(theirs)
+        starts_later = verdict is not None and known.starts_in_later_line(theirs[0], text_b)
         if verdict is None or starts_later:
             before = text_b[max(0, theirs[0] - MAX_CONTEXT) : theirs[0]]
             values = (text_a[mine[0] : mine[1]], text_b[theirs[0] : theirs[1]])
@@ -109,22 +115,32 @@ def _values(
     return found
 
 
-def _known(
-    places: list[tuple[tuple[int, int], SlotVerdict]], at: tuple[int, int]
-) -> SlotVerdict | None:
-    """The verdict of all requests about a place; None if the place is only a part of a larger one."""
-    for (start, end), verdict in places:
-        overlaps = start <= at[0] and at[1] <= end
-        if overlaps and (verdict.cause is not None or end - start <= 2 * (at[1] - at[0]) + 8):
-            return verdict
-    return None
+class _Places:
+    """Places of a text with the verdicts of all requests about them, found by position."""
 
+    def __init__(self, places: list[tuple[tuple[int, int], SlotVerdict]]) -> None:
+        self._places = places
+        # In order but for a few: bounds of those before and of those behind each place.
+        self._ends = list(accumulate((end for (_, end), _ in places), max))
+        starts = (start for (start, _), _ in reversed(places))
+        self._starts = list(accumulate(starts, min))[::-1]
 
-def _starts_in_later_line(
-    places: list[tuple[tuple[int, int], SlotVerdict]], at: int, text: str
-) -> bool:
-    """Whether a value begins in another line than the place that holds it: two values may have met."""
-    return any(start < at < end and "\n" in text[start:at] for (start, end), _ in places)
+    def verdict(self, at: tuple[int, int]) -> SlotVerdict | None:
+        """The verdict about a place; None if the place is only a part of a larger one."""
+        first, stop = bisect_left(self._ends, at[1]), bisect_right(self._starts, at[0])
+        for (start, end), verdict in self._places[first:stop]:
+            overlaps = start <= at[0] and at[1] <= end
+            if overlaps and (verdict.cause is not None or end - start <= 2 * (at[1] - at[0]) + 8):
+                return verdict
+        return None
+
+    def starts_in_later_line(self, at: int, text: str) -> bool:
+        """Whether a value begins in another line than the place that holds it: two may have met."""
+        first, stop = bisect_right(self._ends, at), bisect_left(self._starts, at)
+        return any(
+            start < at < end and "\n" in text[start:at]
+            for (start, end), _ in self._places[first:stop]
+        )
 
 
 def _form_differences(
@@ -134,7 +150,7 @@ def _form_differences(
     found = []
     json_a, json_b = parse_json(had), parse_json(got)
     if json_a is not None and json_b is not None:
-        if _key_orders_differ(json_a, json_b):
+        if key_orders_differ(json_a, json_b):
             is_parsed = "anthropic" in api
             at = common_prefix_len(had, got)
             found.append(
@@ -173,25 +189,3 @@ def whitespace_of(
         Excerpt(had, max(0, char_a - 8), char_a + 12),
         Excerpt(got, max(0, char_b - 8), char_b + 12),
     )
-
-
-def _key_orders_differ(a: object, b: object, depth: int = 0) -> bool:
-    """Whether an object that both have has its common keys in another order."""
-    if depth > 60:
-        return False
-    if isinstance(a, dict) and isinstance(b, dict):
-        common_a = [key for key in a if key in b]
-        common_b = [key for key in b if key in a]
-        return common_a != common_b or any(
-            _key_orders_differ(a[key], b[key], depth + 1) for key in common_a
-        )
-    if isinstance(a, list) and isinstance(b, list):
-        return any(_key_orders_differ(x, y, depth + 1) for x, y in zip(a, b, strict=False))
-    if isinstance(a, str) and isinstance(b, str) and a != b:
-        inner_a, inner_b = parse_json(a), parse_json(b)
-        return (
-            inner_a is not None
-            and inner_b is not None
-            and _key_orders_differ(inner_a, inner_b, depth + 1)
-        )
-    return False

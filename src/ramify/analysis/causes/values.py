@@ -48,6 +48,10 @@ class SlotEvidence:
         """The line around the value."""
         return f"{self.line_before[-60:]} {self.after.partition(chr(10))[0][:40]}"
 
+    def around(self, value: str) -> str:
+        """A value with the words before and after it in its line."""
+        return f"{self.line_before[-24:]}{value}{self.after.partition(chr(10))[0][:24]}"
+
     @property
     def wide_before(self) -> str:
         """Characters without a blank right before the value."""
@@ -96,7 +100,7 @@ class BillingHeader:
 _PATH = re.compile(r"(?:[A-Za-z]:)?[\\/][\w.@~+-]+[\\/]|~/|\w+://|^\.{0,2}/\w|\w/\w+/\w")
 
 
-_DATE = re.compile(r"\W*\d{1,4}/\d{1,2}/\d{1,4}\W*")
+_DATE = re.compile(r"(?<![\w/])\d{1,4}/(?:\d{1,2}|[IVX]{1,4}|[A-Za-z]{3,9})/\d{1,4}(?![\w/])")
 
 
 class PathValue:
@@ -106,9 +110,7 @@ class PathValue:
 
     def is_met(self, slot: SlotEvidence) -> bool:
         """See `ValueRule`."""
-        around = [slot.wide_before + value for value in slot.filled]
-        if all(map(_DATE.fullmatch, around)):
-            return False
+        around = [_DATE.sub("", slot.wide_before + value) for value in slot.filled]
         return bool(around) and all(_PATH.search(item) for item in around)
 
 
@@ -122,11 +124,15 @@ class ClockValue:
         values = slot.filled
         if not values:
             return False
+        if _EVENT.search(slot.line_before):
+            return follows_times(slot.values, slot.times)  # else when something happened
         if all(map(looks_like_clock, values)):
             return not _may_be_name(slot)  # April, May and June are names too
         if follows_times(slot.values, slot.times) or _AGO.match(slot.after):
             return True
         if all(is_spelt_out(value, slot.line) for value in values):
+            return True
+        if all(_SPOKEN_TIME.search(slot.around(value)) for value in values):
             return True
         has_digits = all(any(map(str.isnumeric, value)) for value in values)
         if has_digits and all(map(_UNITS.search, values)):
@@ -146,6 +152,16 @@ class ClockValue:
 
 _UNITS = re.compile(
     r"(?i) ?(?:hours?|minutes?|seconds?|heures?|horas?|minutos?|stunden|minuten|uhr|o'clock)\b"
+)
+_SPOKEN_TIME = re.compile(
+    r"(?i)\b(?:half|quarter|five|ten|twenty|twenty-five|\d{1,2}(?= past))(?: minutes)? (?:past|to) "
+    r"(?:one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|noon|midnight|\d{1,2})"
+    r"(?=\W*$|[.,;!?]|\s(?:in|at|on|o'clock|this|today)\b)"
+)
+# What happened on a date: the date belongs to the content.
+_EVENT = re.compile(
+    r"(?i)\b(?:born|birth(?:day|date)?|placed|ordered|bought|purchased|signed|hired|joined|married|founded|"
+    r"geboren|bestellt)\b[^.\n]{0,16}$"
 )
 _CALENDAR = re.compile(
     r"(?i)\b(?:date|time|calendar|weekday|today|now|clock|heute|hoy|aujourd'hui|oggi|hoje|fecha|datum|"
@@ -256,7 +272,7 @@ def _is_random(value: str) -> bool:
     if len(value) > 120 or len(value.split()) > 2:
         return False
     has_digit = any(map(str.isdigit, value))
-    has_letter = any(map(str.isalpha, value))
+    has_letter = any(any(map(str.isalpha, w)) and any(map(str.isdigit, w)) for w in value.split())
     bare = value.strip(".,:;")
     if _DECIMAL.fullmatch(bare):
         return False
@@ -276,6 +292,8 @@ class UnnamedNumber:
             return False
         numbers = [re.findall(r"\d+", value) for value in slot.values]
         if not all(numbers) or max(map(len, slot.values)) > 24 or _names_other(slot):
+            return False
+        if _EVENT.search(slot.line_before):
             return False
         if any(
             sum(map(str.isalpha, value)) > sum(map(str.isdigit, value)) for value in slot.values

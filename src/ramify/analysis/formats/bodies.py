@@ -165,6 +165,7 @@ def logged_request(
         "response_model": answer.model,
         "cache_scope": body.cache_scope,
         "cache_key": body.cache_key,
+        "retention_s": body.retention_s,
         "has_full_text": body.has_full_text,
         "usage": answer.usage,
         "verdict": answer.verdict,

@@ -19,6 +19,7 @@ _CLAUDE_CODE_USER = re.compile(r"_session_([0-9a-fA-F-]{8,})$")
 # `... (litellm_truncated skipped 1234 chars) ...` in the middle, or a mark at the end. Tools that cut
 # their own results write `[truncated]` into them: the prompt was sent like that.
 _SPLICE = re.compile(r"\(litellm_truncated (?:skipped )?\d+ chars\)")
+DAY_S = 86_400.0
 _CUT_ENDS = ("[TRUNCATED]", "<TRUNCATED>")
 
 
@@ -31,6 +32,7 @@ class BodyFields:
     model: str | None = None
     provider: str | None = None  # None: the response or the model's name decides
     cache_key: str | None = None
+    retention_s: float | None = None
     cache_scope: str = ""
     conversation: str | None = None
     history_id: str | None = (
@@ -71,6 +73,11 @@ def _session_of_user(user: str) -> str | None:
             return None
         return text_or_none(fields.get("session_id")) if isinstance(fields, dict) else None
     return None
+
+
+def retention_of(body: Mapping[str, Any]) -> float | None:
+    """Seconds that OpenAI's `prompt_cache_retention` asks for; None: the provider's usual."""
+    return DAY_S if body.get("prompt_cache_retention") == "24h" else None
 
 
 def scope_of(body: Mapping[str, Any]) -> str:

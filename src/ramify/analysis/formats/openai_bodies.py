@@ -10,6 +10,7 @@ from ramify.analysis.formats.body_fields import (
     COMPLETIONS,
     BodyFields,
     conversation_of,
+    retention_of,
     scope_of,
     text_or_none,
 )
@@ -48,6 +49,7 @@ def parse_chat(body: Mapping[str, Any]) -> BodyFields:
         segments=tuple(segments),
         model=text_or_none(body.get("model")),
         cache_key=text_or_none(body.get("prompt_cache_key")),
+        retention_s=retention_of(body),
         cache_scope=scope_of(body),
         conversation=conversation_of(body),
     )
@@ -109,6 +111,7 @@ def parse_completions(body: Mapping[str, Any]) -> tuple[BodyFields, ...]:
             segments=(*settings, prompt),
             model=model,
             cache_key=text_or_none(body.get("prompt_cache_key")),
+            retention_s=retention_of(body),
             cache_scope=scope_of(body),
             conversation=conversation_of(body),
         )

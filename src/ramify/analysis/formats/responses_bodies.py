@@ -9,6 +9,7 @@ from ramify.analysis.formats.body_fields import (
     RESPONSES,
     BodyFields,
     conversation_of,
+    retention_of,
     scope_of,
     text_or_none,
 )
@@ -51,6 +52,7 @@ def parse_responses(body: Mapping[str, Any]) -> BodyFields:
         provider="openai",
         model=text_or_none(body.get("model")),
         cache_key=text_or_none(body.get("prompt_cache_key")),
+        retention_s=retention_of(body),
         cache_scope=scope_of(body),
         conversation=conversation or conversation_of(body),
         history_id=history or conversation,

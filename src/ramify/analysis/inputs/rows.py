@@ -60,6 +60,8 @@ def values_of(
         bad_line = 0
         for value in _values(source, head, str(file), is_text_row, as_text):
             bad_line = 0 if value.error is None else value.line
+            if source.is_truncated and bad_line == source.line:
+                value = RawValue(bad_line, error=TRUNCATED)  # noqa: PLW2901 - the better reason
             yield value
         if source.is_truncated and bad_line != source.line:
             yield RawValue(source.line, error=TRUNCATED)

@@ -96,15 +96,19 @@ def agreement_table(judged: Sequence[Judged]) -> dict[str, Any]:
 
 
 def _compare(judged: Sequence[Judged], counter: str) -> dict[str, Any] | None:
-    """Errors as shares of each request's input, predicted less billed; None without usage."""
+    """Errors as shares of each request's input, predicted less billed; None without usage.
+
+    Predicted counts are in the tokens of the bill: the share of the counted prompt times the billed input.
+    """
     rows = []
     for item in judged:
         usage, predicted = item.info.usage, item.prediction.billed
         billed = getattr(usage, counter)
         if billed is None or not usage.num_input or not predicted.num_input:
             continue
-        ours = getattr(predicted, counter)
-        rows.append((ours / predicted.num_input - billed / usage.num_input, ours, billed, item))
+        share = getattr(predicted, counter) / predicted.num_input
+        ours = round(share * usage.num_input)
+        rows.append((share - billed / usage.num_input, ours, billed, item))
     if not rows:
         return None
     errors = np.array([row[0] for row in rows])
@@ -125,9 +129,8 @@ def _compare(judged: Sequence[Judged], counter: str) -> dict[str, Any] | None:
                 "line": item.info.line,
                 "index": item.info.index,
                 "predicted": ours,
-                "predicted_input": item.prediction.billed.num_input,
                 "billed": billed,
-                "billed_input": item.info.usage.num_input,
+                "num_input": item.info.usage.num_input,
                 "error": error,
                 "causes": list(item.causes),
             }
@@ -178,9 +181,18 @@ def our_reason(divergence: str | None, causes: Sequence[str] = ()) -> str:
 
 
 def rules_table(rules: Rules, used: Iterable[tuple[str, str | None]]) -> dict[str, Any]:
-    """Date and sources of the rules, and those of the providers and models in the log."""
+    """Date and sources of the rules, and those of the providers and models in the log.
+
+    Args:
+        rules: of all providers.
+        used: provider and model of each request.
+    """
     models, notes = [], []
-    for provider, model in sorted(set(used), key=str):
+    requests = Counter(used)
+    providers: Counter[str] = Counter()
+    for (provider, _), number in requests.items():
+        providers[provider] += number
+    for provider, model in sorted(requests, key=str):
         rule = rules.rule_of(provider, model)
         name = f"{provider}: {model or 'no model'}"
         models.append(
@@ -193,6 +205,7 @@ def rules_table(rules: Rules, used: Iterable[tuple[str, str | None]]) -> dict[st
     return {
         "date": rules.date,
         "sources": list(rules.sources),
+        "providers": dict(providers.most_common()),  # requests under the rules of each
         "models": models,
         "notes": notes,
     }

@@ -79,6 +79,7 @@ class BreakpointCache:
             read_if_in_reach=ends[search.if_in_reach + 1],
             read_if_long_enough=ends[search.if_long + 1],
             read_if_marked=max(num_read, marked),
+            read_if_resident=num_read,
             in_flight=search.in_flight,
             expired=search.expired,
             read_from=search.read_from,

@@ -12,6 +12,7 @@ import numpy as np
 
 from ramify.analysis.corpus import Corpus
 from ramify.analysis.providers.money import price_of
+from ramify.analysis.providers.page_pool import MIN_PAGE, ReplicaPools
 from ramify.analysis.providers.prefix_index import PrefixIndex, Shared
 from ramify.analysis.providers.prompts import Billed, Prediction, PromptLayout, Timing
 from ramify.analysis.providers.rules import ModelRule
@@ -21,8 +22,8 @@ from ramify.analysis.tokens import Tokens, spread_ids
 class GridCache:
     """Pages of one rule; prompts come in the order of their starts."""
 
-    def __init__(self, corpus: Corpus, rule: ModelRule) -> None:
-        self._corpus, self._rule = corpus, rule
+    def __init__(self, corpus: Corpus, rule: ModelRule, pools: ReplicaPools | None = None) -> None:
+        self._corpus, self._rule, self._pools = corpus, rule, pools
         self._lifetime_s = rule.lifetime_s or inf
         self._prompts: dict[int, tuple[PromptLayout, Timing]] = {}
         self._tokens = PrefixIndex(rule.step_tokens, self._lifetime_s, self._token_hashes)
@@ -44,6 +45,9 @@ class GridCache:
             tokens = min(num_shared, limit)
             return tokens if tokens >= least else 0
 
+        if_resident = readable(shared.read)
+        if self._pools is not None:
+            shared = self._clip(shared, layout, timing, self._pools)
         num_read = readable(shared.read)
         return Prediction(
             price_of(Billed(num_input, num_read), self._rule, request.info),
@@ -53,6 +57,7 @@ class GridCache:
             read_if_in_reach=num_read,
             read_if_long_enough=min(shared.read, limit),
             read_if_marked=num_read,
+            read_if_resident=if_resident,
             in_flight=shared.in_flight,
             expired=shared.expired,
             read_from=shared.writer if num_read else None,
@@ -71,6 +76,29 @@ class GridCache:
             self._tokens.share(number, layout.token_chain_with_output, done)
         return shared
 
+    def _clip(
+        self, shared: Shared, layout: PromptLayout, timing: Timing, pools: ReplicaPools
+    ) -> Shared:
+        """What is shared, as far as a cache of finite capacity keeps it; the request's pages enter it."""
+        info = layout.prompt.request.info
+        if info.hashed is None:
+            step = self._rule.step_tokens
+            page_size = max(step, MIN_PAGE // step * step)
+            keys = layout.token_chain[page_size::page_size]
+            num_lookup = len(keys)
+            if self._rule.stores_output and info.output:
+                keys = layout.token_chain_with_output[page_size::page_size]
+        else:
+            page_size, keys = info.hashed.block_size, self._block_chain(layout)[1:]
+            num_lookup = len(keys)
+        resident = pools.pool_of(info).use(keys, page_size, num_lookup, timing)
+        return replace(
+            shared,
+            read=resident.clip(shared.read),
+            if_ready=resident.clip_if_ready(shared.if_ready),
+            if_kept=resident.clip(shared.if_kept),
+        )
+
     def _token_hashes(self, number: int) -> tuple[Tokens, Timing]:
         """Hashes of a prompt with its answer; the times are those of the last part."""
         layout, timing = self._prompts[number]
@@ -86,16 +114,21 @@ class GridCache:
         index = self._blocks.get(size)
         if index is None:
             index = self._blocks[size] = PrefixIndex(1, self._lifetime_s, stride=1)
-        blocks = np.array(hashed.block_ids[: hashed.num_tokens // size], np.int64)
-        hashes = np.concatenate([np.zeros(1, np.uint64), spread_ids(blocks)])
-        salted = layout.salted(hashes, {"system": 0, "messages": 0})
-        shared = index.share(layout.prompt.request.number, salted, timing)
+        shared = index.share(layout.prompt.request.number, self._block_chain(layout), timing)
         return replace(
             shared,
             read=shared.read * size,
             if_ready=shared.if_ready * size,
             if_kept=shared.if_kept * size,
         )
+
+    def _block_chain(self, layout: PromptLayout) -> Tokens:
+        """[full blocks + 1] hashes of the prefixes of a hashed prompt."""
+        hashed = layout.prompt.request.info.hashed
+        assert hashed is not None
+        blocks = np.array(hashed.block_ids[: hashed.num_tokens // hashed.block_size], np.int64)
+        hashes = np.concatenate([np.zeros(1, np.uint64), spread_ids(blocks)])
+        return layout.salted(hashes, {"system": 0, "messages": 0})
 
 
 class NoCache:

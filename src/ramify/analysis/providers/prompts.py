@@ -64,6 +64,7 @@ class Prediction:
     read_if_in_reach: int = 0  # if a breakpoint looked back without limit
     read_if_long_enough: int = 0  # without a minimum
     read_if_marked: int = 0  # if all segments of earlier prompts ended in a breakpoint
+    read_if_resident: int = 0  # if a cache of finite capacity had evicted nothing
     in_flight: int | None = None  # number of the request whose entry was not ready
     expired: int | None = None  # number of the request whose entry has expired
     read_from: int | None = None  # number of the request that wrote the deepest entry read
@@ -82,7 +83,7 @@ class Timing:
     def of(cls, info: LoggedRequest) -> Timing:
         """By start, first output and end, as far as they are logged."""
         if info.start_s is None or info.is_batch:
-            return cls(None, -inf, -inf)
+            return UNTIMED
         ready = first_known(info.first_output_s, info.end_s, info.start_s)
         return cls(info.start_s, ready, first_known(info.end_s, ready))
 
@@ -110,6 +111,9 @@ class Timing:
     def is_kept(self, expiry_s: float) -> bool:
         """Whether an entry that expires at a time can be read."""
         return self.lookup_s is None or self.lookup_s < expiry_s
+
+
+UNTIMED = Timing(None, -inf, -inf)
 
 
 def first_known(*times: float | None) -> float:

@@ -7,15 +7,25 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Protocol
 
-from ramify.analysis.corpus import Corpus
+import msgspec
+
+from ramify.analysis.corpus import Corpus, StoredRequest
 from ramify.analysis.providers.breakpoints import BreakpointCache
 from ramify.analysis.providers.conditions import AS_LOGGED, Conditions
 from ramify.analysis.providers.detection import provider_of, provider_of_log
 from ramify.analysis.providers.grid import GridCache, NoCache
-from ramify.analysis.providers.prompts import Prediction, PromptLayout, ReplayPrompt, Timing
+from ramify.analysis.providers.page_pool import MIN_PAGE, ReplicaPools
+from ramify.analysis.providers.prompts import (
+    UNTIMED,
+    Prediction,
+    PromptLayout,
+    ReplayPrompt,
+    Timing,
+)
 from ramify.analysis.providers.rules import ModelRule, Rules
 from ramify.analysis.providers.whole_units import WholeUnitCache
 from ramify.analysis.records import LoggedRequest
+from ramify.errors import ConfigError
 
 
 class RuleCache(Protocol):
@@ -30,9 +40,8 @@ class RuleCache(Protocol):
         ...
 
 
-_CACHES: dict[str, type[BreakpointCache | GridCache | NoCache | WholeUnitCache]] = {
+_CACHES: dict[str, type[BreakpointCache | NoCache | WholeUnitCache]] = {
     "breakpoints": BreakpointCache,
-    "grid": GridCache,
     "none": NoCache,
     "units": WholeUnitCache,
 }
@@ -42,11 +51,18 @@ class CacheModel:
     """Which cache rule each request of a corpus falls under."""
 
     def __init__(
-        self, corpus: Corpus, provider: str, rules: Rules, *, is_given: bool = True
+        self,
+        corpus: Corpus,
+        provider: str,
+        rules: Rules,
+        *,
+        is_given: bool = True,
+        capacity_tokens: int | None = None,
     ) -> None:
         self.corpus, self.provider, self.rules = corpus, provider, rules
+        self.capacity_tokens = capacity_tokens  # of each replica's cache of pages; None: no limit
         self._is_given = is_given
-        self._rules: dict[tuple[str, str | None], ModelRule] = {}
+        self._rules: dict[tuple[str, str | None, float | None], ModelRule] = {}
         self._changed_rules: dict[tuple[int, str], ModelRule] = {}
         self._names: dict[int, str] = {}  # of models, by unit
         self._usual_answerer = _usual_answerers(corpus)
@@ -58,6 +74,36 @@ class CacheModel:
         provider = provider_of_log(corpus, rules.providers)
         return cls(corpus, provider, rules, is_given=False)
 
+    def with_capacity(self, capacity_tokens: int | None) -> CacheModel:
+        """The same rules with caches of pages of this capacity; None: nothing is evicted.
+
+        Raises:
+            ConfigError: it holds no page, or no request falls under a rule of pages.
+        """
+        if capacity_tokens is not None and capacity_tokens < MIN_PAGE:
+            raise ConfigError(
+                f"capacity={capacity_tokens} tokens is less than a page of {MIN_PAGE}; give more, "
+                "or leave it out: nothing is evicted then"
+            )
+        model = CacheModel(
+            self.corpus,
+            self.provider,
+            self.rules,
+            is_given=self._is_given,
+            capacity_tokens=capacity_tokens,
+        )
+        if capacity_tokens is not None and not any(map(model.has_capacity, self.corpus)):
+            raise ConfigError(
+                f"capacity={capacity_tokens} cannot be replayed: the rule of {self.provider} has "
+                "lifetimes, not a capacity; leave --capacity out, or replay the log under an "
+                "engine's rule with --provider vllm, sglang or ramify"
+            )
+        return model
+
+    def has_capacity(self, request: StoredRequest) -> bool:
+        """Whether a request falls under a rule of pages, to which the capacity applies."""
+        return self._kind_of(request.info, self.rule_of(ReplayPrompt.of(request))) == "grid"
+
     def provider_of(self, info: LoggedRequest) -> str:
         """The provider whose rule a request falls under."""
         if self._is_given:
@@ -66,10 +112,12 @@ class CacheModel:
 
     def rule_of(self, prompt: ReplayPrompt) -> ModelRule:
         """The rule of the model that a prompt asks for."""
-        key = self.provider_of(prompt.request.info), self.model_of(prompt)
+        info = prompt.request.info
+        key = self.provider_of(info), self.model_of(prompt), info.retention_s
         rule = self._rules.get(key)
         if rule is None:
-            rule = self._rules[key] = self.rules.rule_of(*key)
+            rule = _with_retention(self.rules.rule_of(*key[:2]), info.retention_s)
+            self._rules[key] = rule
         return rule
 
     def model_of(self, prompt: ReplayPrompt) -> str | None:
@@ -107,16 +155,19 @@ class CacheModel:
     ) -> list[Prediction]:
         """What each prompt reads and writes; prompts in the order of their starts."""
         caches: dict[tuple[str, int], RuleCache] = {}
+        pools = self._pools(conditions)
         predictions, numbers = [], []
         for prompt in prompts:
             info = prompt.request.info
             layout = self.layout(prompt, conditions)
-            kind = layout.rule.cache
-            if info.hashed is not None and kind != "none":
-                kind = "grid"  # only the ids of blocks are known
+            kind = self._kind_of(info, layout.rule)
             cache = caches.get((kind, id(layout.rule)))
             if cache is None:
-                cache = _CACHES[kind](self.corpus, layout.rule)
+                cache = (
+                    GridCache(self.corpus, layout.rule, pools)
+                    if kind == "grid"
+                    else _CACHES[kind](self.corpus, layout.rule)
+                )
                 caches[kind, id(layout.rule)] = cache
             predictions.append(cache.process(layout, conditions.timing(info)))
             numbers.append(prompt.request.number)
@@ -127,6 +178,59 @@ class CacheModel:
             replace(prediction, num_unread=unread[number]) if number in unread else prediction
             for prediction, number in zip(predictions, numbers, strict=True)
         ]
+
+    def shared_as_sent(self) -> dict[int, int]:
+        """Tokens of the longest prefix that any earlier request has too, by the request's number.
+
+        An infinite cache of steps of `MIN_PAGE` tokens without times or replicas: only settings, keys
+        and scopes that lose the cache part prompts. Answers are read where the rule stores them.
+        """
+        bare: dict[int, GridCache] = {}
+        shared = {}
+        for prompt in prompts_of(self.corpus):
+            rule = self.rule_of(prompt)
+            cache = bare.get(id(rule))
+            if cache is None:
+                cache = bare[id(rule)] = GridCache(self.corpus, without_limits(rule))
+            layout = PromptLayout(
+                self.corpus, prompt, rule, ignored=frozenset({"replica", "model"})
+            )
+            shared[prompt.request.number] = cache.process(layout, UNTIMED).billed.num_read
+        return shared
+
+    def _pools(self, conditions: Conditions) -> ReplicaPools | None:
+        if self.capacity_tokens is None:
+            return None
+        is_merged = "replica" in conditions.ignored
+        num_replicas = len({request.info.replica for request in self.corpus})
+        return ReplicaPools(self.capacity_tokens, num_replicas if is_merged else 0)
+
+    @staticmethod
+    def _kind_of(info: LoggedRequest, rule: ModelRule) -> str:
+        """Of a hashed prompt only the ids of blocks are known: it is cached in pages."""
+        return "grid" if info.hashed is not None and rule.cache != "none" else rule.cache
+
+
+def without_limits(rule: ModelRule) -> ModelRule:
+    """The rule of a cache that keeps every page for ever, with the same settings and keys."""
+    return msgspec.structs.replace(
+        rule,
+        cache="grid",
+        min_tokens=0,
+        step_tokens=MIN_PAGE,
+        computes_last_token=False,
+        lifetimes_s=(),
+    )
+
+
+def _with_retention(rule: ModelRule, retention_s: float | None) -> ModelRule:
+    """The rule for requests that ask for one of its lifetimes; where it is not on offer, the usual."""
+    if retention_s not in rule.lifetimes_s[1:]:
+        return rule
+    low, high = rule.lifetime_high_s, retention_s  # longer than without, up to what is asked for
+    return msgspec.structs.replace(
+        rule, lifetimes_s=(retention_s,), lifetime_low_s=low, lifetime_high_s=high
+    )
 
 
 def _usual_answerers(corpus: Corpus) -> dict[str | None, str]:

@@ -56,6 +56,7 @@ class WholeUnitCache:
             read_if_in_reach=read,
             read_if_long_enough=ready // step * step,
             read_if_marked=max(read, self._readable(shared.read)),
+            read_if_resident=read,
             in_flight=deepest[1][1] if if_ready > read else None,
             expired=deepest[2][1] if if_kept > read else None,
             read_from=deepest[0][1] if read else None,

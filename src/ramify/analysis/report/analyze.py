@@ -72,6 +72,7 @@ def analyze(
     quality: ReadQuality | None = None,
     provider: str | None = None,
     rules: Path | None = None,
+    capacity: str | int | None = None,
     policies: tuple[str, ...] = (),
     progress: Progress | None = None,
 ) -> Analysis:
@@ -83,11 +84,19 @@ def analyze(
         quality: what was read and what was not.
         provider: whose cache rule predicts reads; by default that of the log.
         rules: file of rules and prices, before the built-in ones.
+        capacity: of each replica's cache, for predicted reads and savings; None: nothing is evicted.
         policies: eviction policies that `PrefixCache` replays for the capacity chart.
         progress: called now and then.
     """
     is_partial = quality is not None and INTERRUPTED in quality.notes
-    linted = lint_parts(corpus, quality=quality, provider=provider, rules=rules, progress=progress)
+    linted = lint_parts(
+        corpus,
+        quality=quality,
+        provider=provider,
+        rules=rules,
+        capacity=capacity,
+        progress=progress,
+    )
     return _Parts(corpus, linted, progress, is_partial=is_partial).analysis(title, policies)
 
 
@@ -102,17 +111,23 @@ class _Parts:
 
     def analysis(self, title: str, policies: tuple[str, ...]) -> Analysis:
         lint, predictions = self._linted.report, self._linted.predictions
-        reads = measure_reads(self._corpus, lint.verdicts, predictions)
+        shared = self._linted.model.shared_as_sent()
+        reads = measure_reads(self._corpus, lint.verdicts, predictions, shared)
         num_input = sum(verdict.tokens.total for verdict in lint.verdicts)
         rates = hit_rates(lint, reads)
         self._progress("sharing tree", 0, 1)
-        tree = PrefixTreeBuilder(self._corpus, reads, lint.verdicts).build()
-        by_count, by_tokens = leaders(tree, num_input)
+        counted = reads.as_counted(self._corpus)
+        tree = PrefixTreeBuilder(self._corpus, counted, lint.verdicts).build()
+        by_count, by_tokens = leaders(tree, int(counted.num_tokens.sum()))
         self._progress("sets of fixes", 0, 1)
         what_if = self._unless_interrupted(lambda: replay_sets(self._corpus, self._linted))
         curves = self._unless_interrupted(
             lambda: cache_curves(
-                self._corpus, rates[0].share, policies=policies, progress=self._progress
+                self._corpus,
+                rates[0].share if rates else None,
+                stated_tokens=lint.capacity_tokens,
+                policies=policies,
+                progress=self._progress,
             )
         )
         return Analysis(
@@ -121,6 +136,7 @@ class _Parts:
             version=ramify.__version__,
             lint=lint,
             num_input=num_input,
+            num_counted=lint.tables["predicted"]["num_input"],
             rates=rates,
             duration_s=self._duration_s(),
             tree=tree,
@@ -128,7 +144,7 @@ class _Parts:
             leaders_by_tokens=by_tokens,
             sessions=session_timelines(self._corpus, lint.verdicts, predictions),
             curves=curves,
-            waterfall=waterfall(self._corpus, reads, lint.verdicts, predictions),
+            waterfall=waterfall(reads, lint.verdicts, predictions, self._linted.unsplit),
             what_if=what_if,
             figures=tuple(figures_of(lint, rates, curves, num_input)),
             warnings=tuple(warnings_of(lint.quality, lint, is_partial=self._is_partial)),

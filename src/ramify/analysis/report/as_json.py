@@ -22,6 +22,7 @@ def analysis_as_json(analysis: Analysis) -> dict[str, Any]:
         "num_requests": lint.num_requests,
         "tokens_lost": analysis.tokens_lost,
         "provider": lint.provider,
+        "capacity": lint.capacity_tokens,
         "findings": [finding_as_json(finding) for finding in lint.findings],
         "saving_all": asdict(lint.saving_all),
         "quality": lint.quality,

@@ -21,6 +21,7 @@ def cache_curves(
     corpus: Corpus,
     here_share: float | None,
     *,
+    stated_tokens: int | None = None,
     policies: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> Curves | None:
@@ -29,10 +30,12 @@ def cache_curves(
     Args:
         corpus: the requests.
         here_share: hit rate of the log's own cache.
+        stated_tokens: capacity to mark, if the user gave one.
         policies: eviction policies that `PrefixCache` replays; LRU is exact without a replay.
         progress: gets part, requests done and requests in all.
 
     Raises:
+        ConfigError: the stated capacity is less than a page.
         KeyboardInterrupt: the simulation was interrupted.
     """
     try:
@@ -42,7 +45,8 @@ def cache_curves(
     trace = source.trace
     footprint = max(len(trace.page_ids), 1) * trace.page_size
     options = SimulationOptions(
-        capacities=_capacities(footprint, trace.page_size),
+        capacities=_capacities(footprint, trace.page_size)
+        + (() if stated_tokens is None else (stated_tokens,)),
         policies=tuple(policies),
         lifetimes_s=LIFETIMES_S,
     )
@@ -72,6 +76,8 @@ def cache_curves(
         here_tokens=_place(points, here_share),
         here_lifetime_s=_place([(point.at, point.share) for point in lifetimes], here_share),
         knee_tokens=_knee(points),
+        stated_tokens=stated_tokens,
+        stated_share=None if stated_tokens is None else result.one_pass_lru[stated_tokens],
     )
 
 

@@ -71,14 +71,25 @@ def capacity_chart(curves: Curves) -> LineChart | None:
     lines = [curve for curve in curves.by_capacity if curve.points]
     if not lines:
         return None
-    marker = None
-    if curves.here_tokens and curves.here_share is not None:
+    marker: tuple[float, float] | None = None
+    name = "you are here"
+    if curves.stated_tokens and curves.stated_share is not None:
+        marker, name = (curves.stated_tokens, curves.stated_share), "your capacity"
+    elif curves.here_tokens and curves.here_share is not None:
         marker = (curves.here_tokens, curves.here_share)
     x_title = "capacity in tokens"
     if curves.token_bytes:
         x_title += f" (1 M tokens = {curves.token_bytes / 1000:,.3g} GB of K/V)"
     return _chart(
-        "Hit rate by capacity", x_title, lines, curves.infinite, marker, _powers, count, " tokens"
+        "Hit rate by capacity",
+        x_title,
+        lines,
+        curves.infinite,
+        marker,
+        _powers,
+        count,
+        " tokens",
+        marker_name=name,
     )
 
 
@@ -110,6 +121,8 @@ def _chart(
     ticks_of: Callable[[float, float], Sequence[float]],
     wording: Callable[[float], str],
     unit: str,
+    *,
+    marker_name: str = "you are here",
 ) -> LineChart:
     places = [point.at for curve in curves for point in curve.points]
     low, high = min(places), max(places)
@@ -149,7 +162,7 @@ def _chart(
     if here is not None and low <= here[0] <= high:
         x = x_of(here[0])
         anchor = "end" if x > (LEFT + WIDTH - RIGHT) / 2 else "start"
-        label = f"you are here: {percent(here[1])} at {wording(here[0])}{unit}"
+        label = f"{marker_name}: {percent(here[1])} at {wording(here[0])}{unit}"
         marker = Marker(x, y_of(here[1]), label, anchor)
     return LineChart(
         title=title,

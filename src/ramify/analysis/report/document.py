@@ -135,6 +135,8 @@ class Curves:
     here_lifetime_s: float | None
     knee_tokens: float | None  # after which capacity buys little
     token_bytes: int | None = None  # of K/V, for a second axis in GB
+    stated_tokens: int | None = None  # capacity that the user gave
+    stated_share: float | None = None  # of LRU at that capacity
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +180,8 @@ class Analysis:
     created: str  # ISO 8601, UTC
     version: str  # of Ramify
     lint: LintReport
-    num_input: int
+    num_input: int  # tokens as billed where usage is logged, else as counted
+    num_counted: int  # input tokens as the replays count them, which savings are a share of
     rates: tuple[HitRate, ...]
     duration_s: float | None  # from the first to the last request
     tree: tuple[PrefixNode, ...] = ()
@@ -197,15 +200,6 @@ class Analysis:
     def rate(self, name: str) -> HitRate | None:
         """The hit rate of this name, where the log allows one."""
         return next((rate for rate in self.rates if rate.name == name), None)
-
-    @property
-    def num_counted(self) -> int:
-        """Input tokens as the replays count them, which savings are a share of.
-
-        `num_input` is what was billed, where the log says so.
-        """
-        rate = self.rate("by_rule")
-        return self.num_input if rate is None else rate.num_input
 
     @property
     def tokens_lost(self) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from ramify.analysis.report.document import Analysis
+from ramify.analysis.report.document import Analysis, HitRate
+from ramify.analysis.report.rates import rule_words
 from ramify.analysis.report.wording import count, duration, money, percent, plural
 
 HOUR_S = 3600.0
+SAME_COUNT = 0.01  # of two counts of the input
 
 
 def headline(analysis: Analysis) -> str:
@@ -14,30 +16,56 @@ def headline(analysis: Analysis) -> str:
         f"{plural(analysis.lint.num_requests, 'request')}, {count(analysis.num_input)} input tokens"
     )
     base = analysis.rate("reported") or analysis.rate("by_rule")
-    possible = analysis.rate("possible")
     sentences = [f"{size}."]
     if base is not None:
         source = (
             "were read from a cache, as the log reports"
             if base.name == "reported"
-            else f"are read under the rule of {analysis.lint.provider}"
+            else f"are read under {rule_words(analysis.lint)}"
         )
-        sentences.append(f"{percent(base.share)} {source}.")
-    if possible is not None:
-        sentences.append(
-            f"{percent(possible.share)} were possible with all causes mended and nothing evicted."
-        )
+        if is_part := base.num_requests < analysis.lint.num_requests:
+            sentences.append(
+                f"Of the {count(base.num_input)} tokens of the "
+                f"{plural(base.num_requests, 'request')} {_which(analysis, base)}, "
+                f"{percent(base.share)} {source}."
+            )
+        else:
+            sentences.append(f"{percent(base.share)} {source}.")
+        possible = analysis.rate("possible")
+        if possible is not None:
+            those = " of the same tokens" if is_part else ""
+            sentences.append(
+                f"{percent(possible.share)}{those} were possible with all causes mended and nothing "
+                "evicted."
+            )
     saving = analysis.lint.saving_all
     if saving.tokens > 0:
         sentences.append(f"Mending all findings saves {_saving(analysis)}.")
     return " ".join(sentences)
 
 
+def _which(analysis: Analysis, base: HitRate) -> str:
+    """What the requests of the rates have that others lack."""
+    if base.name != "reported":
+        return "that log their whole prompt"
+    num_with_reads = analysis.lint.quality.get("num_with_reads", base.num_requests)
+    both = " and their whole prompt" if base.num_requests < num_with_reads else ""
+    return f"that log cached tokens{both}"
+
+
+def counted_words(analysis: Analysis) -> str:
+    """How savings count the input, where usage counts another number of tokens."""
+    if abs(analysis.num_counted - analysis.num_input) <= SAME_COUNT * analysis.num_input:
+        return ""
+    return f" as counted in the prompts ({count(analysis.num_counted)})"
+
+
 def _saving(analysis: Analysis) -> str:
     saving = analysis.lint.saving_all
     parts = [f"{count(saving.tokens)} tokens"]
     if analysis.num_counted:
-        parts.append(f"{percent(saving.tokens / analysis.num_counted)} of the input")
+        share = percent(saving.tokens / analysis.num_counted)
+        parts.append(f"{share} of the input{counted_words(analysis)}")
     if saving.money is not None:
         parts.append(money(saving.money))
     text = ", ".join(parts)

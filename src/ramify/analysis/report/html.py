@@ -20,7 +20,7 @@ from markupsafe import Markup
 from ramify.analysis.report import charts, page_rows
 from ramify.analysis.report.causes_text import missing_checks, passed_checks
 from ramify.analysis.report.document import Analysis, Curves
-from ramify.analysis.report.headline import headline
+from ramify.analysis.report.headline import counted_words, headline
 from ramify.analysis.report.markdown import analysis_as_markdown, finding_as_markdown
 from ramify.analysis.report.wording import RATE_NAMES, count, duration, money, percent, plural
 
@@ -58,6 +58,7 @@ def analysis_as_html(analysis: Analysis) -> str:
         analysis=analysis,
         lint=analysis.lint,
         headline=headline(analysis),
+        counted=counted_words(analysis),
         rate_names=RATE_NAMES,
         findings=page_rows.finding_rows(findings),
         num_left_out=max(0, len(findings) - page_rows.MAX_FINDINGS),
@@ -105,7 +106,12 @@ def knee_sentence(curves: Curves, *, is_reported: bool) -> str:
     if not curves.knee_tokens:
         return ""
     here = ""
-    if curves.here_tokens:
+    if curves.stated_tokens and curves.stated_share is not None:
+        here = (
+            f" At the stated capacity of {count(curves.stated_tokens)} tokens it hits "
+            f"{percent(curves.stated_share)}."
+        )
+    elif curves.here_tokens:
         whose = "The log's own cache" if is_reported else "A cache by the rule"
         here = f" {whose} hits like an LRU cache of {count(curves.here_tokens)} tokens."
     return (
@@ -132,6 +138,7 @@ def _page_data(analysis: Analysis) -> dict[str, Any]:
             for number, finding in enumerate(analysis.lint.findings[: page_rows.MAX_FINDINGS])
         ],
         "input": analysis.num_counted,
+        "unit": counted_words(analysis),
         "nodes": page_rows.node_rows(analysis.tree),
         "whatIf": None
         if what_if is None

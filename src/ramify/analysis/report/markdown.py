@@ -16,9 +16,10 @@ def analysis_as_markdown(analysis: Analysis) -> str:
     for warning in analysis.warnings:
         lines += [f"> {warning}", ""]
     if analysis.rates:
-        lines += ["| hit rate | share | of input tokens |", "|---|---|---|"]
+        lines += ["| hit rate | share | of input tokens | of requests |", "|---|---|---|---|"]
         lines += [
-            f"| {rate.name.replace('_', ' ')} | {percent(rate.share)} | {rate.num_input:,} |"
+            f"| {rate.name.replace('_', ' ')} | {percent(rate.share)} | {rate.num_input:,} | "
+            f"{rate.num_requests:,} |"
             for rate in analysis.rates
         ]
         lines.append("")

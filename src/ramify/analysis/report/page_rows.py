@@ -236,10 +236,12 @@ def agreement_rows(tables: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def quality_rows(quality: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What was read and what was not, as text."""
+    """What was read and what was not, as text; the counts of requests are figures already."""
     out = []
     for name, value in quality.items():
-        shown = name.replace("_", " ")
+        if name == "num_requests" or name.startswith("num_with_"):
+            continue
+        shown = name.removeprefix("num_").removeprefix("is_").replace("_", " ")
         if isinstance(value, Mapping):
             parts = [f"{key}: {_plain(item)}" for key, item in list(value.items())[:20]]
             out.append((shown, ", ".join(parts) or "none"))
@@ -258,9 +260,11 @@ def quality_rows(quality: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _plain(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:.4g}"
-    if isinstance(value, int) and not isinstance(value, bool):
+    if isinstance(value, int):
         return f"{value:,}"
     return cut(str(value), 200)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ramify.analysis.inputs.rows import TRUNCATED
 from ramify.analysis.report.document import Curves, Figure, HitRate
 from ramify.analysis.report.wording import count, percent
 from ramify.analysis.verdicts import LintReport
@@ -26,11 +27,19 @@ def warnings_of(
         return
     if num_bad > BAD_SHARE * (num + num_bad):
         yield f"{num_bad:,} bad lines were left out; the first is line {quality['bad_lines'][0][1]:,}."
+    if TRUNCATED in quality.get("bad_reasons", {}):
+        yield "A compressed file of the log ends early: what came after is missing."
     num_text = quality.get("num_with_full_text", num)
-    if num_text < POOR_SHARE * num:
+    if not num_text:
         yield (
-            f"Only {percent(num_text / num)} of the requests have their whole text: sharing of the "
-            "others is not compared."
+            "No request has its whole prompt in the log (system prompt, tools or parts of the text are "
+            "missing): nothing says what a rule predicts or what was possible, and what the findings "
+            "and charts say is about the logged parts."
+        )
+    elif num_text < POOR_SHARE * num:
+        yield (
+            f"Only {percent(num_text / num)} of the requests have their whole prompt in the log: the "
+            "hit rates are over these."
         )
     if not quality.get("num_with_times", 0):
         yield "No times are logged: lifetimes and parallel requests cannot be judged."

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ramify.analysis.corpus import Corpus
 from ramify.analysis.providers.prompts import Prediction
 from ramify.analysis.report.document import HitRate, WaterfallStep
 from ramify.analysis.report.reads import Counts, RequestReads
+from ramify.analysis.report.wording import plural
 from ramify.analysis.verdicts import CauseName, LintReport, Verdict
 
 # Restrictions of a rule, in the order in which lost tokens are counted for them.
@@ -17,6 +18,7 @@ RESTRICTIONS = (
     ("read_if_marked", "no breakpoint", "a breakpoint after every segment would read it"),
     ("read_if_long_enough", "below the minimum", "the prefix is shorter than the rule caches"),
     ("read_if_in_reach", "out of the look-back", "more positions than a breakpoint looks back"),
+    ("read_if_resident", "capacity", "evicted from a cache of the stated capacity"),
     ("read_if_kept", "expired", "the entry's lifetime had ended"),
     ("read_if_ready", "in flight", "the request that writes it had not begun to answer"),
 )
@@ -29,69 +31,81 @@ _OUTSIDE = (
 
 
 def hit_rates(lint: LintReport, reads: RequestReads) -> tuple[HitRate, ...]:
-    """Reported (where usage is logged), by rule, and possible."""
+    """Reported (where usage is logged), by rule, and possible: over the same requests and tokens.
+
+    They are over the requests with whole prompts whose usage has cached tokens; without usage, over
+    those with whole prompts. A log without whole prompts has the reported rate only.
+    """
+    chosen = counted_requests(reads)
+    num_input, num_requests = int(reads.num_tokens[chosen].sum()), int(chosen.sum())
+    unit = "input tokens"
+    if reads.has_usage.any():
+        unit = "input tokens as billed, of the requests whose cached tokens are logged"
+
+    def rate(name: str, num_read: Counts, formula: str) -> HitRate:
+        return HitRate(name, int(num_read[chosen].sum()), num_input, num_requests, formula)
+
     rates = []
-    billed, predicted = lint.tables.get("billed"), lint.tables.get("predicted")
-    if billed:
-        rates.append(
-            HitRate(
-                "reported",
-                billed["num_read"],
-                billed["num_input"],
-                billed["num_requests"],
-                "cached tokens of usage / input tokens of usage, requests with both",
-            )
-        )
-    if predicted:
-        rates.append(
-            HitRate(
-                "by_rule",
-                predicted["num_read"],
-                predicted["num_input"],
-                predicted["num_requests"],
-                f"reads by the cache rule of {lint.provider} / input tokens, cold cache at the start",
-            )
-        )
-    rates.append(
-        HitRate(
-            "possible",
-            int((reads.reusable + reads.lost).sum()),
-            int(reads.num_tokens.sum()),
-            lint.num_requests,
-            "tokens shared with an earlier request if all causes were mended / input tokens, "
-            "infinite cache",
-        )
-    )
+    if reads.has_usage[chosen].any():
+        rates.append(rate("reported", reads.reported, f"cached tokens of usage / {unit}"))
+    if reads.is_whole[chosen].any():
+        words = f"reads by {rule_words(lint)}, from a cold cache / {unit}"
+        rates.append(rate("by_rule", reads.by_rule, words))
+        words = "tokens shared with an earlier request if all causes were mended, infinite cache"
+        rates.append(rate("possible", reads.reusable + reads.lost, f"{words} / {unit}"))
     return tuple(rates)
 
 
+def counted_requests(reads: RequestReads) -> NDArray[np.bool_]:
+    """[requests]: those that all rates and the waterfall are over."""
+    choices = (reads.has_usage & reads.is_whole, reads.has_usage, reads.is_whole)
+    return next((chosen for chosen in choices if chosen.any()), np.zeros_like(reads.is_whole))
+
+
+def rule_words(lint: LintReport) -> str:
+    """`the rule of vllm at a capacity of 5,000,000 tokens`; of several providers each with its share."""
+    providers = lint.tables.get("rules", {}).get("providers") or {lint.provider: 0}
+    if len(providers) == 1:
+        words = f"the cache rule of {next(iter(providers))}"
+    else:
+        shares = (f"{name} ({plural(number, 'request')})" for name, number in providers.items())
+        words = f"the cache rules of {', '.join(shares)}"
+    if lint.capacity_tokens is not None:
+        words += f" at a capacity of {lint.capacity_tokens:,} tokens"
+    return words
+
+
 def waterfall(
-    corpus: Corpus,
     reads: RequestReads,
     verdicts: Sequence[Verdict],
     predictions: Mapping[int, Prediction],
+    unsplit: Mapping[int, Prediction],
 ) -> tuple[WaterfallStep, ...]:
     """Levels and the steps between them, as shares of the input tokens of the same requests.
 
-    With usage in the log only the requests that have it are counted, so that all levels compare. Each
-    lost token counts for one step.
+    They are the requests of `hit_rates`, so that all levels compare. Each lost token counts for one
+    step. Without whole prompts nothing can be compared.
+
+    Args:
+        reads: of each request.
+        verdicts: of each request.
+        predictions: by the request's number.
+        unsplit: the same if all replicas, keys and answering models shared a cache.
     """
-    chosen = reads.has_usage
-    has_reported = bool(chosen.any())
-    if not has_reported:
-        chosen = np.ones(len(corpus), np.bool_)
+    chosen = counted_requests(reads)
+    has_reported = bool(reads.has_usage[chosen].any())
     total = int(reads.num_tokens[chosen].sum())
-    if not total:
+    if not total or not reads.is_whole[chosen].any():
         return ()
     steps = _Steps(total)
-    possible = np.maximum(reads.reusable + reads.lost, reads.reusable)
+    possible = reads.reusable + reads.lost
     steps.level(
         "possible, mended", int(possible[chosen].sum()), "all causes mended, infinite cache"
     )
     for name, lost in _prompt_causes(reads, verdicts, chosen):
         steps.down(name, lost, "changes of the prompt")
     steps.level("as sent", int(reads.reusable[chosen].sum()), "infinite cache, no rule")
-    for name, lost, detail in _restrictions(reads, predictions, chosen):
+    for name, lost, detail in _restrictions(reads, predictions, unsplit, chosen):
         steps.down(name, lost, detail)
     by_rule = int(reads.by_rule[chosen].sum())
     steps.remainder(
@@ -149,21 +163,39 @@ def _prompt_causes(
 def _restrictions(
     reads: RequestReads,
     predictions: Mapping[int, Prediction],
+    unsplit: Mapping[int, Prediction],
     chosen: np.ndarray[tuple[int], np.dtype[np.bool_]],
 ) -> Iterator[tuple[str, int, str]]:
     """Tokens that each restriction of the rule takes; a token counts for the first that frees it."""
     numbers = np.flatnonzero(chosen).tolist()
     left: Counts = (reads.reusable - reads.by_rule).clip(min=0)
-    for field, name, detail in RESTRICTIONS:
+
+    def take(possible: Mapping[int, int]) -> int:
         freed = np.zeros_like(left)
         for number in numbers:
-            prediction = predictions[number]
-            gain = getattr(prediction, field) - prediction.billed.num_read
+            billed = predictions[number].billed
+            gain = possible[number] - billed.num_read
             if gain > 0:
-                freed[number] = gain
+                freed[number] = round(gain * reads.num_tokens[number] / max(billed.num_input, 1))
         taken = np.minimum(freed, left)
-        left -= taken
-        yield name, int(taken.sum()), detail
+        np.subtract(left, taken, out=left)
+        return int(taken.sum())
+
+    for field, name, detail in RESTRICTIONS:
+        yield (
+            name,
+            take({number: getattr(predictions[number], field) for number in numbers}),
+            detail,
+        )
+    # Beyond what the restrictions free: each of them is lifted alone, over the replicas as they are.
+    apart = {
+        number: predictions[number].billed.num_read
+        + unsplit[number].billed.num_read
+        - max(getattr(predictions[number], field) for field, _, _ in RESTRICTIONS)
+        for number in numbers
+    }
+    split = take(apart)
+    yield "split", split, "another replica, cache key or model has the entry"
 
 
 def _outside(

@@ -26,7 +26,7 @@ def print_summary(analysis: Analysis, console: Console, *, max_findings: int = 5
     console.print(Text(headline(analysis), style="bold"))
     console.print()
     for rate in analysis.rates:
-        console.print(_bar(rate))
+        console.print(_bar(rate, analysis.lint.num_requests))
     findings = analysis.lint.findings
     for number, finding in enumerate(findings[:max_findings], 1):
         console.print()
@@ -46,13 +46,15 @@ def print_summary(analysis: Analysis, console: Console, *, max_findings: int = 5
         console.print("No cause of lost hits in this log.")
 
 
-def _bar(rate: HitRate) -> Text:
+def _bar(rate: HitRate, num_requests: int) -> Text:
     filled = round(BAR_CELLS * min(1.0, max(0.0, rate.share)))
     line = Text(f"{RATE_NAMES.get(rate.name, rate.name):<9}")
     line.append("█" * filled, style="blue")
     line.append("·" * (BAR_CELLS - filled))
     line.append(f" {percent(rate.share):>8}  ", style="bold")
     line.append(f"of {count(rate.num_input)} tokens")
+    if rate.num_requests < num_requests:
+        line.append(f", {plural(rate.num_requests, 'request')}")
     return line
 
 
@@ -69,7 +71,7 @@ def _print_finding(console: Console, finding: Finding, number: int) -> None:
     )
     example = finding.example
     if example.had or example.got:
-        before, after = mark_changes(example.had, example.got)
+        before, after = example_marks(finding)
         grid = Table.grid(padding=(0, 1))
         grid.add_column(no_wrap=True)
         grid.add_column(overflow="fold")
@@ -77,6 +79,14 @@ def _print_finding(console: Console, finding: Finding, number: int) -> None:
         grid.add_row("   + got", _quote(after, "green"))
         console.print(grid)
     console.print(Padding(Text(f"→ {finding.change}", style="italic"), (0, 0, 0, 3)))
+
+
+def example_marks(finding: Finding) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
+    """Quotes with changes marked; evidence beside the text, such as times, is no change of it."""
+    had, got = finding.example.had, finding.example.got
+    if finding.segment:
+        return mark_changes(had, got)
+    return (Piece(had, is_changed=False),), (Piece(got, is_changed=False),)
 
 
 def _quote(pieces: tuple[Piece, ...], style: str) -> Text:

@@ -46,5 +46,8 @@ def replay_sets(
             for bit, at in enumerate(chosen)
             if mask >> bit & 1
         ]
-        [savings[mask]] = measure_savings(corpus, corpus, linted.mender, [group], linted.model)
+        mender = linted.mender
+        [savings[mask]] = measure_savings(
+            corpus, corpus, mender, [group], linted.model, unseen=mender
+        )
     return WhatIf(tuple(chosen), savings, num_replays=len(savings) - len(chosen))

@@ -67,9 +67,16 @@ def add_steps(layout: PromptLayout, roles: BlockRoles) -> Breakpoints:
     return tuple(sorted(kept.items()))
 
 
-def drop_last(breakpoints: Breakpoints) -> Breakpoints:
-    """Without the last breakpoint, whose entry nobody reads."""
-    return breakpoints[:-1]
+def drop_last(breakpoints: Breakpoints, read_until: int) -> Breakpoints:
+    """Without the last breakpoint, whose entry nobody reads.
+
+    What the prompt reads itself stays in reach: a breakpoint ends at `read_until`, the last segment
+    that is read, -1 if none is.
+    """
+    marks = dict(breakpoints[:-1])
+    if breakpoints and read_until >= 0:
+        marks.setdefault(read_until, breakpoints[-1][1])
+    return tuple(sorted(marks.items()))
 
 
 def keep_tool_breakpoints(before: ReplayPrompt, after: ReplayPrompt) -> Breakpoints:

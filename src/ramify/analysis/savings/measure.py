@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -24,6 +23,7 @@ from ramify.analysis.savings.breakpoint_fixes import (
     keep_tool_breakpoints,
 )
 from ramify.analysis.savings.components import Components, component_key
+from ramify.analysis.unseen_parts import HIDING
 from ramify.analysis.verdicts import CauseName, Saving
 
 ESTIMATE_ERROR = 0.15  # of token counts without the model's tokenizer
@@ -35,11 +35,10 @@ _IGNORED = {
     CauseName.NAMESPACE_SPLIT: "scope",
     CauseName.MODEL_CHANGED: "model",
 }
-_OF_BREAKPOINTS = frozenset(
-    {CauseName.BREAKPOINT_MISSING, CauseName.LOOKBACK_EXCEEDED, CauseName.UNREAD_WRITE}
-)
+_OF_BREAKPOINTS = frozenset({CauseName.BREAKPOINT_MISSING, CauseName.LOOKBACK_EXCEEDED})
 # What stands in the text of prompts, where a mender changes it, is all the rest and the model's name.
 _NOT_IN_TEXT = _OF_BREAKPOINTS | {
+    CauseName.UNREAD_WRITE,
     CauseName.ROUTING,
     CauseName.CACHE_KEY_SCATTERED,
     CauseName.NAMESPACE_SPLIT,
@@ -104,6 +103,17 @@ class MenderLike(Protocol):
         ...
 
 
+class UnseenLike(Protocol):
+    """Mends prompts with stand-ins for what the log never shows."""
+
+    def mend_longest(self, request: StoredRequest, fixes: Collection[AppliedFix]) -> MendedLike:
+        """The request's prompt without these causes, as long as it may be."""
+        ...
+
+
+_Mend = Callable[[StoredRequest, Collection[AppliedFix]], MendedLike]
+
+
 @dataclass(frozen=True, slots=True)
 class _Change:
     """Tokens read and money saved, by one replay."""
@@ -121,6 +131,7 @@ def measure_savings(
     groups: Sequence[Collection[AppliedFix]],
     model: CacheModel,
     *,
+    unseen: UnseenLike | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Saving]:
     """What each group of fixes saves if all of its fixes are applied together.
@@ -128,16 +139,19 @@ def measure_savings(
     `tokens` are those read in the replay of the mended log less those read in the log as it is, under
     the rule of `model`. `low` and `high` are the least and the greatest of the replays with both ends
     of the vendor's lifetime and with entries readable from the start of their request (if first outputs
-    are not logged), widened by the error of estimated token counts. Money is what the input costs less,
+    are not logged), widened by the error of estimated token counts. If causes are mended that hide parts
+    from the log for ever, `high` is at least what `unseen` gives with stand-ins for them. Money is what the input costs less,
     with the price of writes; it is negative if a fix writes more than its reads save, and None where a
     price is not known.
 
     `progress` is called with the number of groups that are done and of all.
 
     Only the parts of the log that share a prefix with a changed prompt are replayed: the others read
-    what they read before.
+    what they read before. Under a finite capacity all prompts compete, and all are replayed.
     """
-    replayer = _Replayer(corpus, in_start_order(map(ReplayPrompt.of, requests)), mender, model)
+    replayer = _Replayer(
+        corpus, in_start_order(map(ReplayPrompt.of, requests)), mender, model, unseen
+    )
     savings = []
     for number, group in enumerate(groups, 1):
         savings.append(replayer.saving(list(group)))
@@ -155,9 +169,10 @@ class _Replayer:
         prompts: Sequence[ReplayPrompt],
         mender: MenderLike,
         model: CacheModel,
+        unseen: UnseenLike | None,
     ) -> None:
         self._corpus, self._prompts = corpus, prompts
-        self._mender, self._model = mender, model
+        self._mender, self._model, self._unseen = mender, model, unseen
         self._roles = BlockRoles(corpus, has_names=False)
         self._before: dict[Conditions, list[Prediction]] = {}
         self._components = Components(model, prompts, Conditions())
@@ -169,11 +184,9 @@ class _Replayer:
         fixes = [fix for fix in fixes if fix.cause not in _UNMENDED]
         if not fixes:
             return Saving(0, 0, 0, 0.0)
-        mended = {
-            place: prompt
-            for place, before in enumerate(self._prompts)
-            if (prompt := self._mend(place, before, fixes)) is not before
-        }
+        mended = self._mend_all(fixes, self._mender.mend)
+        if any(fix.cause is CauseName.UNREAD_WRITE for fix in fixes):
+            mended = self._without_unread(mended, fixes)
         usual = self._replay(mended, fixes, Conditions())
         tokens = [usual.tokens]
         for conditions in self._ranges:
@@ -183,24 +196,35 @@ class _Replayer:
             if conditions.lifetime == "high" and not usual.has_expiries:
                 continue
             tokens.append(self._replay(mended, fixes, conditions).tokens)
+        if self._unseen is not None and any(fix.cause in HIDING for fix in fixes):
+            longest = self._mend_all(fixes, self._unseen.mend_longest)
+            tokens.append(self._replay(longest, fixes, Conditions()).tokens)
         bounds = [count * (1 + sign * self._error) for count in tokens for sign in (-1, 1)]
         return Saving(usual.tokens, round(min(bounds)), round(max(bounds)), usual.money)
 
-    def _mend(
-        self, place: int, before: ReplayPrompt, fixes: Collection[AppliedFix]
+    def _mend_all(self, fixes: list[AppliedFix], mend: _Mend) -> dict[int, ReplayPrompt]:
+        """By place, the prompts that change."""
+        return {
+            place: prompt
+            for place, before in enumerate(self._prompts)
+            if (prompt := self._mend_prompt(before, fixes, mend)) is not before
+        }
+
+    def _mend_prompt(
+        self, before: ReplayPrompt, fixes: Collection[AppliedFix], mend: _Mend
     ) -> ReplayPrompt:
         """A prompt with fixes applied; the same object if nothing changes."""
         in_text = [fix for fix in fixes if fix.cause not in _NOT_IN_TEXT]
         prompt = before
         if in_text:
-            mended = self._mender.mend(before.request, in_text)
+            mended = mend(before.request, in_text)
             prompt = ReplayPrompt(
                 before.request, mended.units, tuple(mended.paths), tuple(mended.breakpoints)
             )
             prompt = replace(prompt, breakpoints=keep_tool_breakpoints(before, prompt))
         for fix in fixes:
             if fix.cause in _OF_BREAKPOINTS:
-                prompt = self._mark(place, prompt, fix)
+                prompt = self._mark(prompt, fix)
         same = (
             prompt.breakpoints == before.breakpoints
             and prompt.paths == before.paths
@@ -208,18 +232,27 @@ class _Replayer:
         )
         return before if same else prompt
 
-    def _mark(self, place: int, prompt: ReplayPrompt, fix: AppliedFix) -> ReplayPrompt:
+    def _mark(self, prompt: ReplayPrompt, fix: AppliedFix) -> ReplayPrompt:
         layout = self._model.layout(prompt)
-        marks = prompt.breakpoints
         if layout.rule.cache != "breakpoints":
             return prompt
         if fix.cause is CauseName.BREAKPOINT_MISSING:
-            marks = add_breakpoint(layout, fix.segment)
-        elif fix.cause is CauseName.LOOKBACK_EXCEEDED:
-            marks = add_steps(layout, self._roles)
-        elif place in self._unread:
-            marks = drop_last(marks)
-        return replace(prompt, breakpoints=marks)
+            return replace(prompt, breakpoints=add_breakpoint(layout, fix.segment))
+        return replace(prompt, breakpoints=add_steps(layout, self._roles))
+
+    def _without_unread(
+        self, mended: dict[int, ReplayPrompt], fixes: list[AppliedFix]
+    ) -> dict[int, ReplayPrompt]:
+        """Drops breakpoints whose entries are still not read once all else is mended."""
+        prompts = [mended.get(place, prompt) for place, prompt in enumerate(self._prompts)]
+        single = single_requests(self._model, prompts)
+        predictions = self._model.replay(prompts, _conditions_of(fixes, Conditions()))
+        out = dict(mended)
+        for place, (prompt, prediction) in enumerate(zip(prompts, predictions, strict=True)):
+            if prediction.num_unread and prompt.request.number in single:
+                marks = drop_last(prompt.breakpoints, prediction.segment)
+                out[place] = replace(prompt, breakpoints=marks)
+        return out
 
     def _replay(
         self, mended: dict[int, ReplayPrompt], fixes: list[AppliedFix], usual: Conditions
@@ -250,7 +283,7 @@ class _Replayer:
         self, mended: dict[int, ReplayPrompt], conditions: Conditions, usual: Conditions
     ) -> set[int]:
         """Places of the prompts whose reads may change."""
-        if conditions.ignored:
+        if conditions.ignored or self._model.capacity_tokens is not None:
             return set(range(len(self._prompts)))
         keys = {component_key(self._model, prompt, Conditions()) for prompt in mended.values()}
         keys |= {self._components.key_of[place] for place in mended}
@@ -263,16 +296,6 @@ class _Replayer:
                 or (conditions.lifetime == "longest" and prediction.expired is not None)
             }
         return self._components.places(keys)
-
-    @cached_property
-    def _unread(self) -> frozenset[int]:
-        """Places of conversations of one request that write what nobody reads."""
-        single = single_requests(self._model, self._prompts)
-        return frozenset(
-            place
-            for place, prediction in enumerate(self._predictions(Conditions()))
-            if prediction.num_unread and self._prompts[place].request.number in single
-        )
 
     def _predictions(self, conditions: Conditions) -> list[Prediction]:
         found = self._before.get(conditions)

@@ -117,20 +117,23 @@ class BlockedBackend:
         planes: Mapping[str, Tensor],
         *,
         selected: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See `AttentionBackend.run`."""
         assert selected is None
+        assert self.spec.sinks == (sinks is not None)
         out = torch.zeros_like(q)
         keys, values = planes["k"].flatten(0, 1), planes["v"].flatten(0, 1)
         for group in plan:
-            attended = self._attend(group, self.spec.windows[layer], q, keys, values)
+            state = self._attend(group, self.spec.windows[layer], q, keys, values)
+            attended = self._output(group, state, sinks)
             out[group.query_index.flatten()] = attended.to(q.dtype)
         return out
 
     def _attend(
         self, group: QueryLenGroup, window: int | None, q: Tensor, keys: Tensor, values: Tensor
-    ) -> Tensor:
-        """Attention of a group: [n * q_len, num_heads, head_dim] float32."""
+    ) -> OnlineSoftmaxState:
+        """Attention of a group over all its blocks."""
         spec = self.spec
         heads, gqa, dim = spec.num_kv_heads, spec.gqa_group_size, spec.head_dim
         n, q_len = group.query_index.shape
@@ -153,12 +156,24 @@ class BlockedBackend:
             run = block, stop, active, first_row
             self._attend_blocks(group, window, q_rows, keys, values, state, run)
             block = stop
-        out = state.acc / state.row_sum
+        return state
+
+    def _output(
+        self, group: QueryLenGroup, state: OnlineSoftmaxState, sinks: Tensor | None
+    ) -> Tensor:
+        """Attention's output of a group: [n * q_len, num_heads, head_dim] float32."""
+        heads, gqa = self.spec.num_kv_heads, self.spec.gqa_group_size
+        n, q_len = group.query_index.shape
+        row_sum = state.row_sum
+        if sinks is not None:
+            of_rows = sinks.view(heads, gqa)[:, torch.arange(group.num_rows) % gqa, None]
+            row_sum = row_sum + (of_rows - state.row_max).exp_()
+        out = state.acc / row_sum
         return (
             out[:, :, : q_len * gqa]
-            .view(n, heads, q_len, gqa, dim)
+            .view(n, heads, q_len, gqa, -1)
             .permute(0, 2, 1, 3, 4)
-            .reshape(n * q_len, heads * gqa, dim)
+            .reshape(n * q_len, heads * gqa, -1)
         )
 
     def _first_row(self, group: QueryLenGroup, block: int) -> int:

@@ -119,6 +119,7 @@ class CpuBackend:
         planes: Mapping[str, Tensor],
         *,
         selected: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See `AttentionBackend.run`."""
         spec = self.spec
@@ -129,7 +130,8 @@ class CpuBackend:
                 "without more rows of padding"
             )
         if q.dtype not in ROW_KINDS:
-            return self.run(plan, layer, q.float(), planes, selected=selected).to(q.dtype)
+            wide = self.run(plan, layer, q.float(), planes, selected=selected, sinks=sinks)
+            return wide.to(q.dtype)
         if q.stride()[1:] != (spec.head_dim, 1):
             q = q.contiguous()
         out = torch.empty((q.shape[0], spec.num_heads, spec.v_head_dim), dtype=q.dtype)
@@ -138,8 +140,10 @@ class CpuBackend:
             out.fill_(torch.nan)  # the kernel writes no row that has no key
         if plan.num_tokens < q.shape[0]:
             out[plan.num_tokens :] = 0
+        self._check_sinks(sinks)
         window = spec.windows[layer] if selected is None else None
-        self._launch(plan, q, self._cached_kernel_planes(layer, planes, q.dtype), out, window or 0)
+        kernel_planes = self._cached_kernel_planes(layer, planes, q.dtype)
+        self._launch(plan, q, kernel_planes, out, window or 0, sinks)
         return out
 
     def fused_layers_args(
@@ -168,10 +172,31 @@ class CpuBackend:
             self._plane_cache[layer, dtype] = tensors, views
         return views
 
+    def _check_sinks(self, sinks: Tensor | None) -> None:
+        """Raise ConfigError unless they are what the kernel reads by address."""
+        spec = self.spec
+        if sinks is None and not spec.sinks:
+            return
+        expected = f"float32 [{spec.num_heads}] on cpu, contiguous" if spec.sinks else "None"
+        if sinks is None:
+            raise ConfigError(f"sinks are None; they must be {expected}")
+        is_row = sinks.shape == (spec.num_heads,) and sinks.is_contiguous()
+        if not spec.sinks or not is_row or sinks.dtype != torch.float32 or not sinks.is_cpu:
+            raise ConfigError(
+                f"sinks are {sinks.dtype} {tuple(sinks.shape)} with strides {sinks.stride()} on "
+                f"{sinks.device}; they must be {expected}"
+            )
+
     def _launch(
-        self, plan: CpuAttentionPlan, q: Tensor, planes: Sequence[Any], out: Tensor, window: int
+        self,
+        plan: CpuAttentionPlan,
+        q: Tensor,
+        planes: Sequence[Any],
+        out: Tensor,
+        window: int,
+        sinks: Tensor | None = None,
     ) -> None:
-        params = self._launch_params(plan, window)
+        params = self._launch_params(plan, window, 0 if sinks is None else sinks.data_ptr())
         kind, stride = ROW_KINDS[q.dtype], q.stride(0) * q.element_size()
         rows = self._args.QueryRows(kind, q.data_ptr(), stride, out.data_ptr())
         for tasks in plan.phases:
@@ -180,12 +205,12 @@ class CpuBackend:
                 rows, self._state, self._scratch, self._counters,
             )  # fmt: skip
 
-    def _launch_params(self, plan: CpuAttentionPlan, window: int) -> Any:
+    def _launch_params(self, plan: CpuAttentionPlan, window: int, sinks: int = 0) -> Any:
         """Launch parameters of the kernel; reserves state and scratch for them."""
         spec = self.spec
         params = self._args.AttentionParams(
             plan.state_head_stride, plan.page_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.v_head_dim,
-            self._value_stride, window, self.num_workers, float(spec.soft_cap or 0.0), float(spec.scale),
+            self._value_stride, window, self.num_workers, float(spec.soft_cap or 0.0), float(spec.scale), sinks,
         )  # fmt: skip
         self._reserve(params, plan)
         set_num_threads(self.num_workers)

@@ -53,9 +53,11 @@ class EagerBackend:
         planes: Mapping[str, Tensor],
         *,
         selected: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See `AttentionBackend.run`."""
         spec = self.spec
+        assert spec.sinks == (sinks is not None)
         out = q.new_zeros(*q.shape[:-1], spec.v_head_dim)
         for request in plan:
             num_rows = request.stop - request.start
@@ -75,7 +77,7 @@ class EagerBackend:
                 scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
             scores[:, :num_rows].masked_fill_(~mask, -torch.inf)
             scores[:, num_rows:] = 0.0
-            weights = scores.softmax(-1)
+            weights = _softmax(scores, sinks)
             attended = torch.matmul(weights, values)[:, :num_rows]
             # 0 times a non-finite value that the row does not see is NaN: redo it without those
             for row in (~attended.isfinite().all(-1).all(0)).nonzero()[:, 0].tolist():
@@ -83,6 +85,14 @@ class EagerBackend:
                 attended[:, row] = torch.matmul(weights, visible)[:, row]
             out[request.start : request.stop] = attended.transpose(0, 1).to(q.dtype)
         return out
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax over the keys of scores [heads, rows, keys], and over the sink of the head if there is one."""
+    if sinks is None:
+        return scores.softmax(-1)
+    column = sinks[:, None, None].expand(-1, scores.shape[1], 1)
+    return torch.cat((scores, column), -1).softmax(-1)[..., :-1].contiguous()
 
 
 def _split_by_padded_kv_len(request: RequestSlice) -> list[RequestSlice]:

@@ -13,7 +13,12 @@ from torch import Tensor
 
 from ramify.attention.batch import AttentionBatch
 from ramify.attention.exactness import Exactness
-from ramify.attention.spec import AttentionSpec, reason_not_plain_mha, unprobed_exactness
+from ramify.attention.spec import (
+    AttentionSpec,
+    reason_no_sinks,
+    reason_not_plain_mha,
+    unprobed_exactness,
+)
 
 WORKSPACE_BYTES = 128 << 20  # what FlashInfer's documentation recommends
 HEAD_DIMS = (64, 128, 256)  # that FlashInfer has kernels for
@@ -45,7 +50,7 @@ class FlashInferBackend:
             return f"dtype={spec.dtype} with K/V in {spec.plane_dtype}: both must be the same half"
         if spec.head_dim not in HEAD_DIMS:
             return f"head_dim={spec.head_dim}: it must be one of {', '.join(map(str, HEAD_DIMS))}"
-        return reason_not_plain_mha(spec)
+        return reason_no_sinks(spec) or reason_not_plain_mha(spec)
 
     def exactness(self) -> list[Exactness]:
         """None: `exact=False`."""
@@ -92,9 +97,11 @@ class FlashInferBackend:
         planes: Mapping[str, Tensor],
         *,
         selected: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See `AttentionBackend.run`."""
         assert selected is None
+        assert sinks is None
         out = torch.zeros_like(q)
         if plan:
             wrapper = self._wrappers[self.spec.windows[layer]]

@@ -14,7 +14,7 @@ from torch import Tensor
 from ramify.attention.batch import AttentionBatch
 from ramify.attention.exactness import Exactness
 from ramify.attention.gather import gather_kv_f32
-from ramify.attention.spec import AttentionSpec, unprobed_exactness
+from ramify.attention.spec import AttentionSpec, reason_no_sinks, unprobed_exactness
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,8 @@ class FlexBackend:
             return f"device {device.type}: written for CUDA and CPU"
         if device.type == "cuda" and not torch.cuda.is_available():
             return "device cuda: this torch finds no CUDA device"
+        if (reason := reason_no_sinks(spec)) is not None:
+            return reason
         if spec.sparse:
             return "sparse: it reads every key"
         if spec.layout != "nhd":
@@ -95,9 +97,11 @@ class FlexBackend:
         planes: Mapping[str, Tensor],
         *,
         selected: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See `AttentionBackend.run`."""
         assert selected is None
+        assert sinks is None
         spec = self.spec
         out = q.new_zeros(*q.shape[:-1], spec.v_head_dim)
         if plan.num_tokens == 0:

@@ -13,7 +13,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from ramify.attention.batch import AttentionBatch
 from ramify.attention.exactness import Exactness
 from ramify.attention.gather import RequestSlice, attention_mask, gather_rows, request_slices
-from ramify.attention.spec import AttentionSpec, reason_not_plain_mha, unprobed_exactness
+from ramify.attention.spec import (
+    AttentionSpec,
+    reason_no_sinks,
+    reason_not_plain_mha,
+    unprobed_exactness,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +49,7 @@ class SdpaBackend:
             return "exact=True: its bits depend on the key length"
         if spec.soft_cap is not None:
             return f"soft_cap={spec.soft_cap}: SDPA has no soft cap"
-        return reason_not_plain_mha(spec)
+        return reason_no_sinks(spec) or reason_not_plain_mha(spec)
 
     def exactness(self) -> list[Exactness]:
         """None: `exact=False`."""
@@ -77,9 +82,11 @@ class SdpaBackend:
         planes: Mapping[str, Tensor],
         *,
         selected: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See `AttentionBackend.run`."""
         assert selected is None
+        assert sinks is None
         spec = self.spec
         out = torch.zeros_like(q)
         masks = plan.masks[spec.windows[layer]]

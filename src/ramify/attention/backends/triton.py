@@ -19,7 +19,7 @@ from torch import Tensor
 from ramify.attention.backends.triton_partition import GpuPartition, PartitionConfig, partition_step
 from ramify.attention.batch import AttentionBatch
 from ramify.attention.exactness import Exactness
-from ramify.attention.spec import AttentionSpec, unprobed_exactness
+from ramify.attention.spec import AttentionSpec, reason_no_sinks, unprobed_exactness
 from ramify.attention.staging_buffers import StagingBuffers, next_power_of_two
 
 MAX_HEAD_DIM = 256
@@ -133,16 +133,9 @@ class TritonBackend:
             return f"dtype={spec.dtype}"
         if spec.plane_dtype not in PLANE_DTYPES:
             return f"kv_dtype={spec.plane_dtype}"
-        if device.type != "cuda":
-            return None
-        if not torch.cuda.is_available():
-            return "device cuda: this torch finds no CUDA device"
-        capability = torch.cuda.get_device_capability(device)
-        if capability < (8, 0):
-            return f"compute capability {capability}: it must be at least (8, 0)"
-        if spec.plane_dtype == torch.float8_e4m3fn and capability < (8, 9):
-            return f"kv_dtype={spec.plane_dtype} needs compute capability (8, 9), not {capability}"
-        return None
+        if (reason := reason_no_sinks(spec)) is not None:
+            return reason
+        return None if device.type != "cuda" else _reason_not_capable(spec, device)
 
     def exactness(self) -> list[Exactness]:
         """Exact by construction; the GPU tests compare bits."""
@@ -199,6 +192,7 @@ class TritonBackend:
         planes: Mapping[str, Tensor],
         *,
         selected: Tensor | None = None,
+        sinks: Tensor | None = None,  # noqa: ARG002 - refused by `supports`
     ) -> Tensor:
         """See `AttentionBackend.run`. Call it on the stream that `plan` was called on."""
         from ramify.kernels.triton.paged_attention import merge_split_kv
@@ -293,3 +287,14 @@ def _padded_dim(dim: int) -> int:
 def _as_uint8(plane: Tensor) -> Tensor:
     """View float8 planes as bytes, which the kernel converts itself."""
     return plane.view(torch.uint8) if plane.dtype in FLOAT8 else plane
+
+
+def _reason_not_capable(spec: AttentionSpec, device: torch.device) -> str | None:
+    if not torch.cuda.is_available():
+        return "device cuda: this torch finds no CUDA device"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        return f"compute capability {capability}: it must be at least (8, 0)"
+    if spec.plane_dtype == torch.float8_e4m3fn and capability < (8, 9):
+        return f"kv_dtype={spec.plane_dtype} needs compute capability (8, 9), not {capability}"
+    return None

@@ -13,7 +13,12 @@ from torch import Tensor
 from ramify.attention.batch import AttentionBatch
 from ramify.attention.exactness import Exactness
 from ramify.attention.gather import gather_rows
-from ramify.attention.spec import AttentionSpec, reason_not_plain_mha, unprobed_exactness
+from ramify.attention.spec import (
+    AttentionSpec,
+    reason_no_sinks,
+    reason_not_plain_mha,
+    unprobed_exactness,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +64,7 @@ class VarlenBackend:
             return f"head_dim={spec.head_dim}: it must be a multiple of 8 up to 256"
         if torch.cuda.get_device_capability(device) < (8, 0):
             return "flash attention needs compute capability (8, 0)"
-        return reason_not_plain_mha(spec)
+        return reason_no_sinks(spec) or reason_not_plain_mha(spec)
 
     def exactness(self) -> list[Exactness]:
         """None: `exact=False`."""
@@ -93,11 +98,13 @@ class VarlenBackend:
         planes: Mapping[str, Tensor],
         *,
         selected: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See `AttentionBackend.run`."""
         from torch.nn.attention.varlen import varlen_attn
 
         assert selected is None
+        assert sinks is None
         out = torch.zeros_like(q)
         if plan.num_tokens == 0:
             return out

@@ -15,7 +15,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ramify.errors import ChatTemplateError, CheckpointError
 
-DEFAULT, TOOL_USE = "default", "tool_use"
+DEFAULT, TOOL_USE, RAG = "default", "tool_use", "rag"
 
 # A template may fail in any of these ways on messages that its author did not expect.
 _TEMPLATE_FAULTS = (
@@ -35,7 +35,8 @@ class ChatTemplates:
     """The chat templates of one checkpoint, rendered by sandboxed Jinja.
 
     Args:
-        sources: name → Jinja source; `tool_use` is taken if there are tools, else `default`.
+        sources: name → Jinja source; `tool_use` is taken if there are tools, `rag` if there are
+            documents, else `default`.
         variables: what every template sees, such as bos_token → <s>.
     """
 
@@ -51,8 +52,9 @@ class ChatTemplates:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Sources of the templates that are rendered: without tools, and with tools."""
-        return tuple(self._sources[name] for name in (DEFAULT, TOOL_USE) if name in self._sources)
+        """Sources of the templates that are rendered: without tools, with tools, with documents."""
+        names = (DEFAULT, TOOL_USE, RAG)
+        return tuple(self._sources[name] for name in names if name in self._sources)
 
     def variable_names(self) -> frozenset[str]:
         """All names that the templates mention, their own included; parses the templates."""
@@ -82,7 +84,11 @@ class ChatTemplates:
         **options: Any,
     ) -> str:
         """See `Tokenizer.apply_chat_template`."""
-        name = TOOL_USE if tools and TOOL_USE in self._sources else DEFAULT
+        name = DEFAULT
+        if tools and TOOL_USE in self._sources:
+            name = TOOL_USE
+        elif options.get("documents") and RAG in self._sources:
+            name = RAG
         if name not in self._sources:
             raise ChatTemplateError(
                 "the checkpoint has no chat template (chat_template.jinja, or chat_template in "

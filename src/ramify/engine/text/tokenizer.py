@@ -55,8 +55,9 @@ class Tokenizer:
             CheckpointError: there is no tokenizer, a file cannot be read or converted, or an entry
                 that should be a token is not one.
         """
-        core = read_tokenizer(path)
         config = _read_json(path / "tokenizer_config.json")
+        file = read_tokenizer(path, config)
+        core = file.core
         special_tokens_map = _read_json(path / "special_tokens_map.json")
         added_tokens = _read_json(path / "added_tokens.json")
         try:
@@ -68,6 +69,7 @@ class Tokenizer:
                 for role in SPECIAL_TOKEN_ROLES
                 if merged.get(role)
             }
+            special = {**file.special_tokens, **special}
         except ValueError as error:
             raise CheckpointError(
                 f"{path}: the tokens named beside tokenizer.json cannot be added: {error}"
@@ -124,7 +126,7 @@ class Tokenizer:
 
     @property
     def chat_template_sources(self) -> tuple[str, ...]:
-        """Jinja sources of the templates that are rendered: without tools, and with tools."""
+        """Jinja sources of the templates that are rendered: plain, with tools, with documents."""
         return self._chat_templates.sources
 
     def encode(self, text: str, add_special_tokens: bool = True) -> array[int]:

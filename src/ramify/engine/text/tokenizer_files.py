@@ -1,22 +1,34 @@
-"""A checkpoint's tokenizer: `tokenizer.json`, or another format that transformers converts."""
+"""A checkpoint's tokenizer: `tokenizer.json`, or a file of another format, converted."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
+from ramify.engine.text.ranked_bpe import LLAMA3_PATTERN, tekken_tokenizer, tiktoken_tokenizer
+from ramify.engine.text.sentencepiece_model import SentencePieceModel
 from ramify.errors import CheckpointError
 
-# Files of other formats, and the packages that their conversion needs beside transformers.
-OTHER_FORMATS = {
-    "tokenizer.model": "sentencepiece protobuf",
-    "tekken.json": "mistral-common",
-    "*.tiktoken": "tiktoken",
-    "vocab.json": "",
-    "vocab.txt": "",
-}
+# The first file that a checkpoint has is its tokenizer.
+SENTENCEPIECE, TEKKEN = "tokenizer.model", "tekken.json"
+TIKTOKEN = ("tiktoken.model", "*.tiktoken")
+VOCABULARIES = ("vocab.json", "vocab.txt")
+OTHER_FORMATS = (SENTENCEPIECE, TEKKEN, *TIKTOKEN, *VOCABULARIES)
+IDS = "or give prompts as token ids"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFile:
+    """A tokenizer, and the special tokens that its file names: role → text."""
+
+    core: tokenizers.Tokenizer
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
 
 
 def has_tokenizer(path: Path) -> bool:
@@ -24,8 +36,11 @@ def has_tokenizer(path: Path) -> bool:
     return (path / "tokenizer.json").is_file() or _other_format(path) is not None
 
 
-def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
+def read_tokenizer(path: Path, config: Mapping[str, Any]) -> TokenizerFile:
     """Read or convert the tokenizer of a checkpoint directory.
+
+    Args:
+        config: of `tokenizer_config.json`.
 
     Raises:
         CheckpointError: there is none, it cannot be read, or a package for its conversion is missing.
@@ -33,29 +48,65 @@ def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
     file = path / "tokenizer.json"
     if file.is_file():
         try:
-            return tokenizers.Tokenizer.from_file(str(file))
+            return TokenizerFile(tokenizers.Tokenizer.from_file(str(file)))
         except Exception as error:  # tokenizers raises nothing narrower
             raise CheckpointError(f"{file} cannot be read: {error}; download it again") from error
     other = _other_format(path)
     if other is None:
         raise CheckpointError(
             f"{file} is missing, and so is a tokenizer of another format "
-            f"({', '.join(OTHER_FORMATS)}); add one, or give prompts as token ids"
+            f"({', '.join(OTHER_FORMATS)}); add one, {IDS}"
         )
-    return _convert(path, other)
+    if other.name in VOCABULARIES:
+        return TokenizerFile(_by_transformers(path, other.name))
+    try:
+        return _converted(path, other, config)
+    except Exception as error:  # tokenizers raises nothing narrower
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(
+            f"{other} cannot be converted ({reason}); download it again, add the model's "
+            f"tokenizer.json, {IDS}"
+        ) from error
 
 
-def _other_format(path: Path) -> str | None:
-    return next((pattern for pattern in OTHER_FORMATS if any(path.glob(pattern))), None)
+def _other_format(path: Path) -> Path | None:
+    found = (file for pattern in OTHER_FORMATS for file in sorted(path.glob(pattern)))
+    return next(found, None)
 
 
-def _convert(path: Path, pattern: str) -> tokenizers.Tokenizer:
-    """Let transformers build its fast tokenizer, which is one of the tokenizers package."""
-    packages = " ".join(filter(None, ("'ramify[hf]'", OTHER_FORMATS[pattern])))
-    found = next(iter(sorted(path.glob(pattern)))).name
-    hint = f"to convert {found}: pip install {packages}; or give prompts as token ids"
+def _converted(path: Path, file: Path, config: Mapping[str, Any]) -> TokenizerFile:
+    if file.name == TEKKEN:
+        return TokenizerFile(*tekken_tokenizer(file.read_text(encoding="utf-8")))
+    if file.name != SENTENCEPIECE:
+        raise ValueError("it does not say how texts are split into words")
+    data = file.read_bytes()
+    try:
+        model = SentencePieceModel.parse(data)
+    except ValueError:
+        # Llama 3's file of this name has tiktoken's form.
+        if not data[:4].isascii() or _model_type(path) not in ("llama", ""):
+            raise
+        return TokenizerFile(tiktoken_tokenizer(data, LLAMA3_PATTERN))
+    model = model.with_added_tokens(config)
+    return TokenizerFile(model.convert(config), model.special_tokens())
+
+
+def _model_type(path: Path) -> str:
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return ""
+    return str(config.get("model_type", ""))
+
+
+def _by_transformers(path: Path, name: str) -> tokenizers.Tokenizer:
+    """Let transformers build its fast tokenizer, which is one of the tokenizers package.
+
+    How a vocabulary in text splits words is in the class that the checkpoint's files name.
+    """
+    hint = f"to convert {name}: pip install 'ramify[hf]'; {IDS}"
     if importlib.util.find_spec("transformers") is None:
-        raise CheckpointError(f"{path} has {found} but no tokenizer.json; {hint}")
+        raise CheckpointError(f"{path} has {name} but no tokenizer.json; {hint}")
     from transformers import AutoTokenizer
 
     try:
@@ -67,17 +118,17 @@ def _convert(path: Path, pattern: str) -> tokenizers.Tokenizer:
         ValueError,
         OSError,
         ImportError,
-        KeyError,
+        LookupError,
         TypeError,
         AttributeError,
         RuntimeError,
     ) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(f"{path}: {found} cannot be converted ({reason}); {hint}") from error
+        raise CheckpointError(f"{path}: {name} cannot be converted ({reason}); {hint}") from error
     core = getattr(tokenizer, "backend_tokenizer", None)
     if core is None:
         raise CheckpointError(
-            f"{path}: transformers has no fast tokenizer for {found} ({type(tokenizer).__name__}); "
+            f"{path}: transformers has no fast tokenizer for {name} ({type(tokenizer).__name__}); "
             "give prompts as token ids"
         )
     copy: tokenizers.Tokenizer = tokenizers.Tokenizer.from_str(core.to_str())

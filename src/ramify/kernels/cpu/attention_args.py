@@ -131,6 +131,7 @@ class AttentionParams(NamedTuple):
     num_workers: int
     soft_cap: float  # 0: none
     scale: float  # of queries
+    sinks: int  # address of a float32 logit per head, or 0
 
 
 def storage_kind(plane: Any) -> int:

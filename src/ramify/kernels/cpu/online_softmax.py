@@ -23,6 +23,8 @@ from ramify.kernels.cpu.vector_math import (
     tanh_soft_cap,
 )
 
+# Beyond it exp_scalar would overflow; the keys' weights are below 1e-34 of the sink's then.
+_MAX_SINK = np.float32(80.0)
 _MASKED = np.float32(-np.inf)  # the score of a key that a row does not attend to
 
 
@@ -103,6 +105,12 @@ def exp_and_sum(plane: KVPlane, row: int, width: int, max_score: float) -> Any:
 def row_key_range(params: AttentionParams, end: int, high: int) -> Any:
     """Keys [from, to) that a single row attends to, possibly none."""
     return max(0, end - params.window) if params.window else 0, min(end, high)
+
+
+@jit
+def add_sink(row_sum: float, max_score: float, sink: int) -> Any:
+    """A row's sum of weights, relative to its max, plus that of the sink at this address."""
+    return row_sum + exp_scalar(min(load_element(sink, 0) - max_score, _MAX_SINK))
 
 
 @jit

@@ -40,6 +40,7 @@ from ramify.kernels.cpu.elementwise import divide_f32, scale_to_f32
 from ramify.kernels.cpu.jit import compile_cached, data_address, jit
 from ramify.kernels.cpu.kv_pack import pack_keys, pack_values
 from ramify.kernels.cpu.online_softmax import (
+    add_sink,
     block_slots,
     exp_and_sum,
     load_scales,
@@ -145,9 +146,15 @@ def _load_query(
 def _store_output(
     rows: QueryRows, token: int, head: int, params: AttentionParams, state_row: Any
 ) -> None:
-    """Write an output row: the weighted sum of a row of `state` over its sum of weights."""
+    """Write an output row: the weighted sum of a row of `state` over its sum of weights.
+
+    The sink of the head joins the sum here, once all blocks are merged: so it counts once however
+    they are split.
+    """
     width, row = params.value_dim, token * params.num_heads + head
     acc, row_sum = data_address(state_row), state_row[params.value_stride + 1]
+    if params.sinks:
+        row_sum = add_sink(row_sum, state_row[params.value_stride], params.sinks + 4 * head)
     if rows.kind == F32:
         divide_f32(acc, row_sum, rows.out + 4 * width * row, width, 0)
     else:

@@ -57,6 +57,8 @@ class FusedAttention:
         if type(backend) is not CpuBackend or type(pool) is not KVPool:
             return f"{type(backend).__name__} over {type(pool).__name__}"
         spec, first = backend.spec, pool.planes(0)
+        if spec.sinks:
+            return "attention sinks"
         if spec.kind != "mha" or spec.sparse or {*first} != {"k", "v"}:
             return f"{spec.kind} over planes {', '.join(first)}"
         if spec.v_head_dim != spec.head_dim:

@@ -67,7 +67,9 @@ class LayerOps(NamedTuple):
         if not isinstance(layer, FusableLayer):
             return None
         qkv, attention, *others = layer.fusable
-        rope = attention.qk_norm_rope if isinstance(attention, SplitAttention) else None
+        if not isinstance(attention, SplitAttention) or attention.sinks is not None:
+            return None
+        rope = attention.qk_norm_rope
         linears = [linear for linear in (qkv, *others) if isinstance(linear, PackedLinear)]
         if len(linears) <= len(others) or not isinstance(rope, QKNormRope):
             return None

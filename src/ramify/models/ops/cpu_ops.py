@@ -104,10 +104,17 @@ class CpuOps(TorchOps):
         *,
         qk_norm: tuple[Norm, Norm] | None = None,
         qk_norm_form: QkNormForm = "head",
+        sinks: str | None = None,
     ) -> SplitAttention:
         """See `Ops`."""
         in_torch = partial(
-            super().attention, layer, heads, rope, qk_norm=qk_norm, qk_norm_form=qk_norm_form
+            super().attention,
+            layer,
+            heads,
+            rope,
+            qk_norm=qk_norm,
+            qk_norm_form=qk_norm_form,
+            sinks=sinks,
         )
         table, norms = self._table(rope, heads.head_dim), None
         if qk_norm is not None:
@@ -130,7 +137,7 @@ class CpuOps(TorchOps):
         shape = (heads.num_q + heads.num_kv, heads.head_dim)
         if not self._probe_kernel(operation, on_copy, shape, samples, dtype=self.dtype):
             return in_torch()
-        return SplitAttention(layer, kernel)
+        return SplitAttention(layer, kernel, None if sinks is None else self.weight(sinks))
 
     def _probe_kernel(
         self,

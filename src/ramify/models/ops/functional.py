@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ramify.attention.exactness import FP32_ROW_MULTIPLE
+from ramify.models.moe_config import SWIGLU_ALPHA, SWIGLU_LIMIT
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
@@ -82,10 +83,18 @@ def gelu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
     return gelu(gate) * up
 
 
+def clamped_swiglu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """gate * sigmoid(1.702 * gate) * (up + 1), gate clamped from above and up on both sides to 7."""
+    wide = gate.float().clamp(max=SWIGLU_LIMIT)
+    lifted = up.float().clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT) + 1
+    return (wide / (1 + torch.exp(-SWIGLU_ALPHA * wide)) * lifted).to(gate.dtype)
+
+
 ACTIVATIONS = {
     "silu_mul": silu_and_mul,
     "gelu_tanh_mul": gelu_tanh_and_mul,
     "gelu_mul": gelu_and_mul,
+    "clamped_swiglu_mul": clamped_swiglu_and_mul,
 }
 
 

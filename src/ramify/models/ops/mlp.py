@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor
 
 from ramify.models.dense_variant import ActivationName
@@ -67,3 +70,21 @@ class PlainMlp:
     ) -> Tensor:
         """[T, hidden_size] -> the same; see `Linear` for the residual."""
         return self.down(self.activation(self.up(x, step)), step, residual=residual)
+
+
+@dataclass(frozen=True, slots=True)
+class LoopedExperts:
+    """`Experts` one after the other, each over the rows that are routed to it."""
+
+    routed: tuple[GatedMlp, ...]
+    shared: GatedMlp | None
+
+    def __call__(self, x: Tensor, weights: Tensor) -> Tensor:
+        """See `Experts`."""
+        total = torch.zeros_like(x)
+        is_routed = weights != 0
+        for number in is_routed.any(0).nonzero()[:, 0].tolist():
+            rows = is_routed[:, number].nonzero()[:, 0]
+            weighted = self.routed[number](x[rows], None) * weights[rows, number, None]
+            total[rows] += weighted.to(x.dtype)
+        return total if self.shared is None else total + self.shared(x, None)

@@ -21,7 +21,7 @@ from ramify.models.dense_variant import NormKind, QkNormForm
 from ramify.models.rope_config import RopeConfig
 
 # Of the two halves (gate, up) of a result.
-Activation = Literal["silu_mul", "gelu_tanh_mul", "gelu_mul"]
+Activation = Literal["silu_mul", "gelu_tanh_mul", "gelu_mul", "clamped_swiglu_mul"]
 
 # [T, ...] -> [T, ...]: row i of the result depends on row i of the argument only.
 RowOp = Callable[[Tensor], Tensor]
@@ -32,7 +32,8 @@ LmHead = Callable[[Tensor], Tensor]
 
 # attention(layer, query, *kv) -> output [T, num_heads, value_dim]. It writes kv, one tensor [T, ...] per
 # K/V plane, to the step's slots, then attends. `rows` [R] int64, ascending, says that the query has only
-# these of the T rows; so has the output then. The engine's is `ramify.attention.paged.PagedAttention`.
+# these of the T rows; so has the output then. `sinks` [num_heads] float32 are those of a model with
+# attention sinks. The engine's is `ramify.attention.paged.PagedAttention`.
 #
 #   dense     attention(layer, q [T, num_heads, head_dim], k, v [T, num_kv_heads, head_dim])
 #   DeepSeek  attention(layer, MlaQuery, latent [T, latent_dim], rope [T, rope_dim][, index_key [T, dim]])
@@ -84,11 +85,14 @@ class ForwardStep:
         angles = tuple((cos[rows], sin[rows]) for cos, sin in self.angles)
         return ForwardStep(self.positions[rows], self.attention, None, angles)
 
-    def pruned_attention(self, layer: int, q: Tensor, *kv: Tensor) -> Tensor:
+    def pruned_attention(
+        self, layer: int, q: Tensor, *kv: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         """Attention of a layer: [T, num_heads, value_dim], or [R, ...] with `output_rows`."""
+        options = {} if sinks is None else {"sinks": sinks}
         if self.output_rows is None:
-            return self.attention(layer, q, *kv)
-        return self.attention(layer, q[self.output_rows], *kv, rows=self.output_rows)
+            return self.attention(layer, q, *kv, **options)
+        return self.attention(layer, q[self.output_rows], *kv, rows=self.output_rows, **options)
 
 
 class Linear(Protocol):
@@ -259,8 +263,9 @@ class Ops(Protocol):
         *,
         qk_norm: tuple[Norm, Norm] | None = None,
         qk_norm_form: QkNormForm = "head",
+        sinks: str | None = None,
     ) -> SelfAttention:
-        """Attention over QKV rows; `qk_norm` are norms of q and of k."""
+        """Attention over QKV rows; `qk_norm` are norms of q and of k, `sinks` a tensor [num_q]."""
         ...
 
     def experts(
@@ -269,9 +274,13 @@ class Ops(Protocol):
         *,
         num_experts: int,
         shared: str | None,
-        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+        names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
+        activation: Activation = "silu_mul",
     ) -> Experts:
-        """Gated MLPs `prefix` + 0., 1., ... and `shared`; `names` are gate, up and down of each."""
+        """Gated MLPs `prefix` + 0., 1., ... and `shared`.
+
+        `names` are gate, up and down of each, or a matrix with gate above up, and down.
+        """
         ...
 
     def row_op(

@@ -26,7 +26,7 @@ from ramify.models.ops.functional import (
     rms_norm,
 )
 from ramify.models.ops.layer_loop import LayerLoop
-from ramify.models.ops.mlp import GatedMlp
+from ramify.models.ops.mlp import GatedMlp, LoopedExperts
 from ramify.models.ops.probe import dtype_name, probe_row_op, sample_rows
 from ramify.models.ops.protocol import (
     Activation,
@@ -184,6 +184,7 @@ class TorchOps:
         *,
         qk_norm: tuple[Norm, Norm] | None = None,
         qk_norm_form: QkNormForm = "head",
+        sinks: str | None = None,
     ) -> SplitAttention:
         """See `Ops`."""
         rotate = self.rope(rope, dim=heads.head_dim, num_heads=heads.num_q)
@@ -193,7 +194,8 @@ class TorchOps:
             q_norm, k_norm = qk_norm
             norms = bind(q_norm, heads, heads.num_q), bind(k_norm, heads, heads.num_kv)
         is_late = qk_norm_form == "after_rope"
-        return SplitAttention(layer, TorchQKNormRope(heads, norms, rotate, is_late))
+        qk_norm_rope = TorchQKNormRope(heads, norms, rotate, is_late)
+        return SplitAttention(layer, qk_norm_rope, None if sinks is None else self.weight(sinks))
 
     def experts(
         self,
@@ -201,11 +203,12 @@ class TorchOps:
         *,
         num_experts: int,
         shared: str | None,
-        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+        names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
+        activation: Activation = "silu_mul",
     ) -> LoopedExperts:
         """See `Ops`."""
-        gate, up, down = names
-        bind = partial(GatedMlp, self, gate_up=(gate, up), down=down)
+        *gate_up, down = names
+        bind = partial(GatedMlp, self, activation=activation, gate_up=tuple(gate_up), down=down)
         routed = tuple(bind(f"{prefix}{number}.") for number in range(num_experts))
         return LoopedExperts(routed, None if shared is None else bind(shared))
 
@@ -415,26 +418,10 @@ class SplitAttention:
 
     layer: int
     qk_norm_rope: Callable[[Tensor, ForwardStep], tuple[Tensor, Tensor, Tensor]]
+    sinks: Tensor | None = None  # [num_q] float32
 
     def __call__(self, qkv: Tensor, step: ForwardStep) -> Attended:
         """See `SelfAttention`."""
         q, k, v = self.qk_norm_rope(qkv, step)
-        return Attended(step.pruned_attention(self.layer, q, k, v).flatten(1), (k, v))
-
-
-@dataclass(frozen=True, slots=True)
-class LoopedExperts:
-    """`Experts` one after the other, each over the rows that are routed to it."""
-
-    routed: tuple[GatedMlp, ...]
-    shared: GatedMlp | None
-
-    def __call__(self, x: Tensor, weights: Tensor) -> Tensor:
-        """See `Experts`."""
-        total = torch.zeros_like(x)
-        is_routed = weights != 0
-        for number in is_routed.any(0).nonzero()[:, 0].tolist():
-            rows = is_routed[:, number].nonzero()[:, 0]
-            weighted = self.routed[number](x[rows], None) * weights[rows, number, None]
-            total[rows] += weighted.to(x.dtype)
-        return total if self.shared is None else total + self.shared(x, None)
+        out = step.pruned_attention(self.layer, q, k, v, sinks=self.sinks)
+        return Attended(out.flatten(1), (k, v))

@@ -54,7 +54,9 @@ from ramify.server.service import Service
 TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 REASONING_PARTS = frozenset({"thinking", "redacted_thinking"})
 # Names that `chat_template_kwargs` must not have: the server sets these itself.
-RESERVED_TEMPLATE_NAMES = frozenset("self messages parts tools known add_generation_prompt".split())
+RESERVED_TEMPLATE_NAMES = frozenset(
+    "self messages parts tools documents known add_generation_prompt".split()
+)
 
 
 def chat_to_generation(
@@ -81,7 +83,7 @@ def chat_to_generation(
     """
     model = service.check_model(request.model)
     reject_unsupported(request)
-    texts = (request.messages, request.tools, request.chat_template_kwargs)
+    texts = (request.messages, request.tools, request.documents, request.chat_template_kwargs)
     service.check_prompt_bytes(len(encode_json(texts)), "messages")
     paths = tuple(names)
     names = names or [f"messages[{index}]" for index in range(len(request.messages))]
@@ -332,14 +334,31 @@ def _template_options(request: ChatRequest, service: Service) -> dict[str, Any]:
             400, f"the server sets {reserved[0]!r}; leave it out", param="chat_template_kwargs"
         )
     names = service.tokenizer.chat_template_names
+    if request.documents:
+        if "documents" not in names:
+            raise ApiError(
+                400,
+                "the model's chat template takes no documents; send them in a message",
+                param="documents",
+            )
+        options["documents"] = [
+            {"text": document} if isinstance(document, str) else document
+            for document in request.documents
+        ]
     return reasoning_options(request).template_variables(names) | options
 
 
 def _template_tools(request: ChatRequest) -> list[dict[str, Any]]:
-    """Tool definitions as chat templates take them; none if the model must not call any."""
+    """Tool definitions as chat templates take them; none if the model must not call any.
+
+    Templates write them as they are, and models were trained with the type first.
+    """
     if request.tool_choice == "none":
         return []
-    return [_without_none(msgspec.to_builtins(tool)) for tool in request.tools or ()]
+    return [
+        {"type": tool.type, "function": _without_none(msgspec.to_builtins(tool.function))}
+        for tool in request.tools or ()
+    ]
 
 
 def _without_none(value: Any) -> Any:

@@ -167,6 +167,7 @@ def compared_options(request: Sampling) -> dict[str, str]:
         options["reasoning_effort"] = request.reasoning_effort or ""
         options["verbosity"] = request.verbosity or ""
         options["service_tier"] = request.service_tier or ""
+        options["documents"] = fingerprint(request.documents or ())
         options["chat_template_kwargs"] = fingerprint(request.chat_template_kwargs or {})
     return options
 

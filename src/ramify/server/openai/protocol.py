@@ -269,6 +269,8 @@ class ChatRequest(Sampling, kw_only=True):
     add_generation_prompt: bool | None = None  # None: unless the final message is continued
     continue_final_message: bool | None = None
     echo: bool | None = None  # the answer begins with the text that it continues
+    # For chat templates that take them: texts, or objects with the fields that the template reads.
+    documents: Annotated[list[str | dict[str, Any]], Meta(max_length=1024)] | None = None
     chat_template_kwargs: (
         Annotated[dict[str, bool | int | str | None], Meta(max_length=16)] | None
     ) = None

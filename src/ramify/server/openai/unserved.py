@@ -71,7 +71,6 @@ CHAT_FIELDS = UnservedFields(
         "audio": Refused(hint="only text is served"),
         "best_of": Refused((1,), hint="send n"),
         "chat_template": Refused(hint="the model's own is used"),
-        "documents": Refused(hint="send them in a message"),
         "conversation": _FROM_STORE,
         "function_call": Refused(("none", "auto"), hint="send tools and tool_choice"),
         "functions": Refused(hint="send tools"),

@@ -86,12 +86,17 @@
       const sum = document.createElement("b");
       sum.textContent = count(saving[0]) + " tokens";
       result.append("Saves ", sum);
-      if (data.input) result.append(" · " + percent(saving[0] / data.input) + " of the input");
+      if (data.input) result.append(" · " + percent(saving[0] / data.input) + " of the input" + data.unit);
       if (saving[1] !== saving[2]) result.append(" (" + count(saving[1]) + " to " + count(saving[2]) + ")");
       if (saving[3] !== null) result.append(" · " + money(saving[3]));
     };
     for (const box of boxes) box.addEventListener("change", update);
     update();
+  }
+
+  // The difference that hover or focus shows hides on Escape.
+  for (const row of document.querySelectorAll(".request")) {
+    row.addEventListener("keydown", (event) => { if (event.key === "Escape") row.blur(); });
   }
 
   // Sharing tree. A row of data.nodes is [parent, label, text, first, requests, tokens, prefix,

@@ -1,0 +1,44 @@
+"""Tools of a request as its best match has them: their order, their definitions, or both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ramify.analysis.causes.tool_lists import tool_name
+from ramify.analysis.corpus import Corpus
+from ramify.analysis.prompt_sides import PlacedUnit
+
+
+def merge_tools(
+    corpus: Corpus,
+    own: Sequence[PlacedUnit],
+    base: Sequence[PlacedUnit],
+    *,
+    takes_order: bool,
+    takes_definitions: bool,
+) -> tuple[PlacedUnit, ...]:
+    """A request's own tools, with the match's order or definitions.
+
+    With definitions come tools that the request lacks, and what the match lacks goes. A tool that only
+    one of the two has stays behind the tool that it stands behind there.
+    """
+    mine, theirs = _by_name(corpus, own), _by_name(corpus, base)
+    kept = theirs if takes_definitions else mine
+    first, second = (theirs, mine) if takes_order else (mine, theirs)
+    names = [name for name in first if name in kept]
+    before = ""
+    for name in second:
+        if name in kept and name not in first:
+            names.insert(names.index(before) + 1 if before in names else 0, name)
+        before = name
+    return tuple(kept[name] for name in names)
+
+
+def _by_name(corpus: Corpus, tools: Iterable[PlacedUnit]) -> dict[str, PlacedUnit]:
+    """Tools by name; a name that comes again has a number behind it."""
+    named: dict[str, PlacedUnit] = {}
+    for unit, path in tools:
+        name = tool_name(corpus.text(unit))
+        number = sum(known.partition("\0")[0] == name for known in named)
+        named[f"{name}\0{number}" if number else name] = unit, path
+    return named

@@ -1,0 +1,39 @@
+"""Summaries that clients put in place of the head of a conversation."""
+
+from __future__ import annotations
+
+import re
+
+HEAD = 400  # code points in which a summary says what it is
+
+_SUMMARY = re.compile(
+    r"(?i)(summar|continued from a previous|previous conversation|compact|condensed|zusammenfassung|"
+    r"résumé|resumen|recap|context so far|conversation so far|earlier conversation|<analysis>|handoff)"
+)
+_WHAT = r"(?:summar(?:y|ies|i[sz]ed)|recap|compacted|condensed|zusammen\w+|résumé\w*|resumen)"
+_OF_WHAT = (
+    r"(?:conversation|session|discussion|chat|dialog\w*|messages|history|context|turns|so far|earlier|"
+    r"previous\w*|above|gespräch\w*|bisher\w*|verlauf\w*|unterhaltung|échange\w*|conversación)"
+)
+_BETWEEN = r"\W+(?:\w+\W+){0,6}?"
+_OF_TALK = re.compile(
+    rf"(?i)continued from a previous|<(?:conversation[_ -]?)?summary>|(?:context|conversation) so far|"
+    rf"\b{_WHAT}{_BETWEEN}{_OF_WHAT}\b|\b{_OF_WHAT}{_BETWEEN}{_WHAT}\b|handoff summary"
+)
+_ASKS = re.compile(
+    r"(?i)\W*(?:please|can|could|would|will|write|summari[sz]e|give|create|provide|make|draft|what|how|bitte)\b"
+)
+
+
+def is_summary(text: str, *, is_certain: bool) -> bool:
+    """Whether a message is a summary of the messages before it.
+
+    Args:
+        text: of the message.
+        is_certain: nothing else speaks for it, so that the text has to say of what it is one.
+
+    A message that asks for a summary is none.
+    """
+    head = text[:HEAD]
+    pattern = _OF_TALK if is_certain else _SUMMARY
+    return bool(pattern.search(head)) and not _ASKS.match(head)

@@ -1,0 +1,184 @@
+"""What mended prompts look like: a fix undoes its cause, and leaves the rest as sent."""
+
+import json
+from collections.abc import Sequence
+
+import pytest
+
+from ramify.analysis.causes.spacing import places_in_text
+from ramify.analysis.corpus import Corpus
+from ramify.analysis.linting import Linted, lint_parts
+from ramify.analysis.mended_tools import merge_tools
+from ramify.analysis.mending import Fix
+from ramify.analysis.normal_forms import write_as
+from ramify.analysis.records import LoggedRequest, Segment, SegmentKind, TextForm
+from ramify.analysis.verdicts import CauseName
+
+RULES = "".join(f"Rule {n}: answer politely about topic {n}, and never guess. " for n in range(60))
+
+
+def chat(*texts: str, system: str = RULES) -> list[Segment]:
+    """A system prompt, then user and assistant in turn; a text that begins with { is a tool's."""
+    roles = ["tool call_1" if text.startswith("{") else "" for text in texts]
+    return [
+        Segment("system", SegmentKind.SYSTEM, system),
+        *(
+            Segment(
+                f"messages[{at}]",
+                SegmentKind.MESSAGE,
+                text,
+                label=roles[at] or ("user", "assistant")[at % 2],
+            )
+            for at, text in enumerate(texts)
+        ),
+    ]
+
+
+def linted(*prompts: Sequence[Segment]) -> tuple[Corpus, Linted]:
+    corpus = Corpus()
+    for line, prompt in enumerate(prompts, 1):
+        corpus.add(LoggedRequest("log.jsonl", line, segments=tuple(prompt), api="openai-chat"))
+    return corpus, lint_parts(corpus)
+
+
+def mended_texts(
+    corpus: Corpus, log: Linted, number: int, *causes: CauseName, longest: bool = False
+) -> list[str]:
+    """Texts of a request's segments with all findings of these causes mended."""
+    found = log.report.findings
+    fixes = [Fix(item.cause, item.segment) for item in found if item.cause in causes]
+    assert {fix.cause for fix in fixes} == set(causes)
+    mend = log.mender.mend_longest if longest else log.mender.mend
+    return [corpus.text(unit) for unit in mend(corpus.requests[number], fixes).units.tolist()]
+
+
+QUESTION, ANSWER = "Where is the parcel that I sent to Lisbon?", "It has left the depot in Bremen."
+MORE, LAST = "And when will it arrive there, roughly?", "Within three days, says the carrier."
+
+
+def test_a_later_place_of_a_cause_is_mended_with_the_first() -> None:
+    """White space differs in two answers; the finding names the first, its fix mends both."""
+    first = chat(QUESTION, ANSWER, MORE, LAST, "Thanks, that is all I wanted to know.")
+    later = chat(QUESTION, ANSWER + " \n", MORE, LAST + " \n", "Thanks, that is all I wanted to know.", "Good bye then.", "Wait, one more question, please.")  # fmt: skip
+    corpus, log = linted(first, later)
+
+    texts = mended_texts(corpus, log, 1, CauseName.WHITESPACE)
+
+    assert {item.segment for item in log.report.findings} == {"messages[1]"}
+    assert texts[:6] == mended_texts(corpus, log, 0, CauseName.WHITESPACE)
+
+
+def test_a_mended_value_keeps_the_white_space_of_its_text() -> None:
+    """Two causes in a system prompt: mending the clock alone leaves the double blanks."""
+    log_texts = [f"Now: 2026-11-{day:02d} 10:{day}:00\n\n{RULES}" for day in (11, 12, 13, 14)]
+    log_texts[3] = log_texts[3].replace(", ", ",  ")
+    corpus, log = linted(*(chat(f"{QUESTION} {text[-9:]}", system=text) for text in log_texts))
+
+    first, last = (mended_texts(corpus, log, at, CauseName.CLOCK)[0] for at in (0, 3))
+
+    assert first != last
+    assert first == last.replace(",  ", ", ")
+    assert "\n\n" in first
+
+
+def test_dropped_messages_come_back_at_their_places() -> None:
+    """A client that drops the oldest turns: the mended prompt is the whole conversation."""
+    turns = [QUESTION, ANSWER, MORE, LAST, "Thanks. Can I change the address?", "Yes, until noon."]
+    whole = [*turns, "Please change it to number 12 then."]
+    corpus, log = linted(chat(*turns[:5]), chat(*whole[:2], *whole[4:]))
+
+    assert mended_texts(corpus, log, 1, CauseName.HISTORY_EDITED) == [RULES, *whole]
+
+
+def test_json_takes_the_form_that_most_requests_have() -> None:
+    """A tool's answer with sorted keys in one request of three: it stays unsorted, blanks and all."""
+    value = {"status": "delayed", "id": 7, "note": "The parcel waits at the customs office."}
+    usual, sorted_once = json.dumps(value), json.dumps(value, sort_keys=True)
+    prompts = [
+        chat(QUESTION, ANSWER, result, *rest)
+        for result, rest in [
+            (sorted_once, ()),
+            (usual, (LAST, "Thanks, and what now?")),
+            (usual, (LAST, "Thanks, and what now?", "Wait.", "How long do I have to wait?")),
+        ]
+    ]
+    corpus, log = linted(*prompts)
+
+    assert mended_texts(corpus, log, 0, CauseName.KEY_ORDER)[3] == usual
+
+
+def test_reasoning_that_is_never_shown_has_a_stand_in() -> None:
+    """Of two answers with reasoning, one shows it in a tool loop and the other never does."""
+
+    def thought(at: int, text: str) -> Segment:
+        path = f"messages[{at}].reasoning_content"
+        return Segment(path, SegmentKind.MESSAGE, text, label="assistant reasoning_content")
+
+    call, why = '{"status": "in customs"}', "The user wants to know the place: ask the carrier."
+    loop = chat(QUESTION, "I ask the carrier.", call)
+    loop.insert(2, thought(1, why))
+    later = chat(QUESTION, "I ask the carrier.", call, LAST, "Thanks, and what does customs want?")
+    corpus, log = linted(loop, later)
+
+    shown = mended_texts(corpus, log, 1, CauseName.REASONING_DROPPED)
+    longest = mended_texts(corpus, log, 1, CauseName.REASONING_DROPPED, longest=True)
+
+    assert shown == [RULES, QUESTION, why, "I ask the carrier.", call, *shown[-2:]]
+    assert longest == [*shown[:-2], why, *shown[-2:]]
+
+
+def tools_of(corpus: Corpus, *names: str, version: int = 1) -> list[tuple[int, str]]:
+    return [
+        (
+            corpus.unit_of(
+                Segment(
+                    "",
+                    SegmentKind.TOOL,
+                    json.dumps({"name": name, "description": f"version {version}"}),
+                    TextForm.JSON,
+                )
+            ),
+            f"tools[{at}]",
+        )
+        for at, name in enumerate(names)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("takes_order", "takes_definitions", "expected"),
+    [
+        (True, False, ["b2", "a2", "late2"]),
+        (False, True, ["a1", "b1", "old1"]),
+        (False, False, ["a2", "late2", "b2"]),
+    ],
+)
+def test_order_and_definitions_of_tools_are_mended_apart(
+    takes_order: bool, takes_definitions: bool, expected: list[str]
+) -> None:
+    """The match has b, old, a in version 1; the request a, late, b in version 2."""
+    corpus = Corpus()
+    base = tools_of(corpus, "b", "old", "a")
+    own = tools_of(corpus, "a", "late", "b", version=2)
+
+    merged = merge_tools(
+        corpus, own, base, takes_order=takes_order, takes_definitions=takes_definitions
+    )
+
+    values = [json.loads(corpus.text(unit)) for unit, _ in merged]
+    assert [f"{value['name']}{value['description'][-1]}" for value in values] == expected
+
+
+def test_json_is_written_in_the_style_of_a_text() -> None:
+    """Blanks, indents and escapes are those of the text; another style is None."""
+    value = {"b": "ü", "a": [1, 2]}
+    other = {"x": "é", "y": {}}
+
+    for style in ({}, {"indent": 2}, {"separators": (",", ":")}, {"ensure_ascii": False}):
+        assert write_as(value, json.dumps(other, **style)) == json.dumps(value, **style)
+    assert write_as(value, '{ "x":1 }') is None
+
+
+def test_places_of_the_normal_form_are_found_in_the_text() -> None:
+    """White space moves a place; texts of other words have none."""
+    assert places_in_text("a  b\r\n\tcd", "a b\ncd", [(2, 3), (5, 6)]) == [(3, 4), (8, 9)]
+    assert places_in_text("a b", "a c d", [(0, 1)]) is None
