@@ -141,3 +141,14 @@ def test_wrong_sinks_are_refused(sinks: Tensor | None) -> None:
 
     with pytest.raises(ConfigError, match=r"must be float32 \[4\]"):
         backend.run(backend.plan(step.batch), 0, step.q, step.planes, sinks=sinks)
+
+
+def test_sinks_of_a_model_without_them_are_refused() -> None:
+    """The kernel reads no sinks that the spec did not announce."""
+    pytest.importorskip("numba", reason="the kernels need the extra ramify[cpu]")
+    spec = spec_of(exact=True)
+    step, _ = step_of(spec, [(0, 3)])
+    backend = select_backend("cpu", spec, CPU).backend
+
+    with pytest.raises(ConfigError, match="must be None"):
+        backend.run(backend.plan(step.batch), 0, step.q, step.planes, sinks=SINKS)

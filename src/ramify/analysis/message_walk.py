@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
+from functools import cached_property
 
 import numpy as np
 
@@ -416,13 +418,15 @@ class MessageWalk:
         a, b = self._a, self._b
         if not self._continues:
             return False
-        places: dict[int, int] = {}
-        for at in range(len(a.rest) - 1, self._i - 1, -1):
-            if self._corpus.units[a.rest[at]].num_chars >= 8:
-                places[a.normals[at]] = at
-        for at in range(self._j, len(b.rest)):
-            found = places.get(b.normals[at])
-            if found is None or found < self._i or (found == self._i and at == self._j):
+        places, common = self._common_messages
+        for number in range(bisect_left(common, self._j), len(common)):
+            at = common[number]
+            following = places[b.normals[at]]
+            rank = bisect_left(following, self._i)
+            if rank == len(following):
+                continue
+            found = following[rank]
+            if found == self._i and at == self._j:
                 continue
             if b.message_of[at] == b.message_of[-1] and found != len(a.rest) - 1:
                 continue
@@ -434,6 +438,16 @@ class MessageWalk:
             self._i, self._j = found, at
             return True
         return False
+
+    @cached_property
+    def _common_messages(self) -> tuple[dict[int, list[int]], list[int]]:
+        """Places of the earlier prompt's texts, in order, and the later one's places that have them."""
+        a, b = self._a, self._b
+        places: dict[int, list[int]] = {}
+        for at, (unit, normal) in enumerate(zip(a.rest, a.normals, strict=True)):
+            if self._corpus.units[unit].num_chars >= 8:
+                places.setdefault(normal, []).append(at)
+        return places, [at for at, normal in enumerate(b.normals) if normal in places]
 
     # Ends
 

@@ -7,6 +7,7 @@ which its members differ; `SlotKind` says whether its values are volatile.
 from __future__ import annotations
 
 import re
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,7 +26,8 @@ MAX_VALUES = 64  # kept of a slot as evidence
 
 _SYSTEM_ROLES = ("system", "developer")
 _LINE = re.compile(r"[^\n]+?(?:[.!?:;](?=\s)|\n|$)")
-_VOLATILE = re.compile(r"[\w-]*\d[\w-]*")
+# Begins at a word's start and keeps what it took: linear in a word without digits, however long.
+_VOLATILE = re.compile(r"(?<![\w-])(?:[^\W\d]+|-)*+\d[\w-]*+")
 
 
 @dataclass(slots=True)
@@ -110,13 +112,18 @@ class Templates:
     def slot_places(self, template: Template, unit: int) -> list[tuple[int, int] | None]:
         """Where each slot is in the normal form of a member; None where the member has other content."""
         hunks = template.members[self.normal(unit)]
+        ends = [hunk.end for hunk in hunks]
         large = [(hunk.start, hunk.end) for hunk in hunks if not _is_value(hunk)]
-        return [
-            None
-            if any(start < slot.end and slot.start < end for start, end in large)
-            else (_translate(hunks, slot.start), _translate(hunks, slot.end, end=True))
-            for slot in template.slots
-        ]
+        large_ends = [end for _, end in large]
+        places: list[tuple[int, int] | None] = []
+        for slot in template.slots:
+            at = bisect_right(large_ends, slot.start)
+            if at < len(large) and large[at][0] < slot.end:
+                places.append(None)
+            else:
+                start = _translate(hunks, ends, slot.start)
+                places.append((start, _translate(hunks, ends, slot.end, end=True)))
+        return places
 
     def canonical(self, unit: int, causes: frozenset[str] | None = None) -> int:
         """The unit in normal form with the values of volatile slots as a constant.
@@ -184,8 +191,10 @@ class Templates:
             hunks = tuple(find_hunks(self._corpus.text(template.unit), text))
             differing = sum(hunk.other_end - hunk.other_start for hunk in hunks)
             is_system = stored.kind is SegmentKind.SYSTEM or stored.label.startswith(_SYSTEM_ROLES)
-            is_labelled = is_system and _mask(text) == _mask(self._corpus.text(template.unit))
-            if is_labelled or len(text) - differing >= min(MIN_SHARED, len(text) / 2):
+            shares_text = len(text) - differing >= min(MIN_SHARED, len(text) / 2)
+            if shares_text or (
+                is_system and _mask(text) == _mask(self._corpus.text(template.unit))
+            ):
                 template.members[normal] = hunks
                 self._template_of[normal] = best
                 self._learn(keys, best)
@@ -266,10 +275,11 @@ def _is_value(hunk: Hunk) -> bool:
     return max(hunk.end - hunk.start, hunk.other_end - hunk.other_start) <= MAX_VALUE
 
 
-def _translate(hunks: Sequence[Hunk], at: int, *, end: bool = False) -> int:
-    """A place of the template's text in a member's text."""
-    shift = 0
-    for hunk in hunks:
+def _translate(hunks: Sequence[Hunk], ends: Sequence[int], at: int, *, end: bool = False) -> int:
+    """A place of the template's text in a member's text; `ends` are those of the hunks, in order."""
+    first = bisect_left(ends, at)
+    shift = hunks[first - 1].other_end - hunks[first - 1].end if first else 0
+    for hunk in hunks[first : first + 2]:
         if hunk.start > at or (hunk.start == at and not end and hunk.end > at):
             break
         if at < hunk.end:  # within a hunk that is part of a slot

@@ -128,6 +128,12 @@ def _show(report: LintReport) -> None:
     if report.capacity_tokens is not None:
         rule += f" at {capacity_label(report.capacity_tokens)} tokens of capacity"
     typer.echo(f"{report.num_requests:,} requests, {total:,} input tokens{note}; {rule}")
+    num_whole = report.quality.get("num_with_full_text", report.num_requests)
+    if num_whole < report.num_requests:
+        typer.echo(
+            f"{report.num_requests - num_whole:,} requests are not logged whole (system prompt, tools or "
+            "parts of the text are missing): what follows is about the logged parts"
+        )
     if total:
         typer.echo(f"shared with the best match as sent: {reusable:,} ({reusable / total:.1%})")
         typer.echo(f"lost to causes that can be mended:  {lost:,} ({lost / total:.1%})")

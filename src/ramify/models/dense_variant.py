@@ -61,27 +61,11 @@ class DenseVariant:
     layers_without_rope: frozenset[int] = frozenset()
     attention_scale: float | None = None  # None: head_dim ** -0.5
     attention_soft_cap: float | None = None
-    attention_sinks: bool = (
-        False  # `self_attn.sinks`, a logit per head in the softmax's denominator
-    )
+    attention_sinks: bool = False  # `self_attn.sinks`: a logit per head joins the softmax
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of what a block adds
     logit_scale: float = 1.0
     logit_soft_cap: float | None = None
-
-    @property
-    def is_llama(self) -> bool:
-        """Whether layers are pre-norm, gated by silu, and added to the residual as they are."""
-        return (
-            self.block == "sequential"
-            and self.names.after_attention is None
-            and self.names.after_mlp is None
-            and self.names.before_attention is not None
-            and self.names.before_mlp is not None
-            and self.activation == "silu"
-            and self.has_gate
-            and self.residual_scale == 1.0
-        )
 
 
 LLAMA = DenseVariant()

@@ -83,3 +83,23 @@ def best_hits(paths: Sequence[Path_], capacity: int) -> int:
                 after[state] = max(after.get(state, 0), found)
         states = after
     return max(states.values(), default=0)
+
+
+def leaf_first_hits(paths: Sequence[Path_], capacity: int, policy: str) -> int:
+    """Pages that a cache of this many pages hits that evicts the oldest page without kept pages behind.
+
+    The age is that of the last use for "lru", of the computation for "fifo". Pages that the request
+    itself hits are not evicted for its other pages.
+    """
+    kept: dict[Path_, int] = {}
+    hits = 0
+    for number, path in enumerate(paths):
+        prefixes = [path[: depth + 1] for depth in range(len(path))]
+        found = list(itertools.takewhile(kept.__contains__, prefixes))
+        hits += len(found)
+        missing = prefixes[len(found) :]
+        while len(kept) + len(missing) > capacity:
+            inner = {page[:-1] for page in kept} | set(found)
+            del kept[min((page for page in kept if page not in inner), key=kept.__getitem__)]
+        kept |= dict.fromkeys(prefixes if policy == "lru" else missing, number)
+    return hits

@@ -27,7 +27,9 @@ from tests.pure.analysis.simulated_traces import (
     Path_,
     best_hits,
     hashed_request,
+    leaf_first_hits,
     lru_hits,
+    prefix_id,
     trace_of,
 )
 
@@ -56,6 +58,31 @@ def test_lru_replay_equals_the_one_pass_curve(paths: list[Path_], capacity: int)
 
     assert result.num_hit == lru_hits(paths, capacity + 6) * BLOCK
     assert result.num_uncached == 0
+
+
+@given(PATHS, st.integers(6, 20), st.integers(1, 3), st.sampled_from(["lru", "fifo"]))
+def test_policies_at_page_sizes_equal_a_cache_of_single_pages(
+    paths: list[Path_], capacity: int, blocks_per_page: int, policy: str
+) -> None:
+    """`simulate` hits, by policy, page size and capacity, what a cache that tries all leaves hits."""
+    requests = [hashed_request(path, number) for number, path in enumerate(paths)]
+    page_size = blocks_per_page * BLOCK
+    pages = [
+        tuple(prefix_id(path[at : at + blocks_per_page]) for at in _starts(path, blocks_per_page))
+        for path in paths
+    ]
+
+    result = simulate(requests, capacity=capacity * page_size, policy=[policy], page_size=page_size)
+
+    total = sum(len(path) * BLOCK + 1 for path in paths)
+    hits = leaf_first_hits(pages, capacity, policy)
+    assert result.curve[policy][capacity * page_size] * total == pytest.approx(hits * page_size)
+    hits = lru_hits(pages, capacity)
+    assert result.one_pass_lru[capacity * page_size] * total == pytest.approx(hits * page_size)
+
+
+def _starts(path: Path_, blocks_per_page: int) -> range:
+    return range(0, len(path) // blocks_per_page * blocks_per_page, blocks_per_page)
 
 
 @settings(max_examples=60)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import dataclass, field
 
 from ramify.analysis.causes.unit_pairs import pair_differences
@@ -124,12 +125,11 @@ def _changed(path: str, had: str, got: str) -> Difference:
 def _names(side: Side, units: list[int]) -> dict[str, int]:
     """Place of each tool by name; a name that comes again has a number behind it."""
     names: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     for at, unit in enumerate(units):
         name = tool_name(side.corpus.text(unit))
-        number = 0
-        while f"{name}\0{number}" in names:
-            number += 1
-        names[f"{name}\0{number}"] = at
+        names[f"{name}\0{counts[name]}"] = at
+        counts[name] += 1
     return names
 
 

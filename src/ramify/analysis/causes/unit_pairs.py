@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from ramify.analysis.causes.spacing import SpacedText, find_respaced
 from ramify.analysis.causes.values import MAX_CONTEXT, SlotEvidence, SlotVerdict, judge_slot
@@ -95,11 +97,12 @@ def _values(
         if len(text_b) - differing < 0.5 * len(text_b):
             return None
     kind, label = corpus.units[b].kind, corpus.units[b].label
+    known = _Places(places)
     found = []
     for hunk in hunks:
         mine, theirs = (hunk.start, hunk.end), (hunk.other_start, hunk.other_end)
-        verdict = _known(places, theirs)
-        starts_later = verdict is not None and _starts_in_later_line(places, theirs[0], text_b)
+        verdict = known.verdict(theirs)
+        starts_later = verdict is not None and known.starts_in_later_line(theirs[0], text_b)
         if verdict is None or starts_later:
             before = text_b[max(0, theirs[0] - MAX_CONTEXT) : theirs[0]]
             values = (text_a[mine[0] : mine[1]], text_b[theirs[0] : theirs[1]])
@@ -112,22 +115,32 @@ def _values(
     return found
 
 
-def _known(
-    places: list[tuple[tuple[int, int], SlotVerdict]], at: tuple[int, int]
-) -> SlotVerdict | None:
-    """The verdict of all requests about a place; None if the place is only a part of a larger one."""
-    for (start, end), verdict in places:
-        overlaps = start <= at[0] and at[1] <= end
-        if overlaps and (verdict.cause is not None or end - start <= 2 * (at[1] - at[0]) + 8):
-            return verdict
-    return None
+class _Places:
+    """Places of a text with the verdicts of all requests about them, found by position."""
 
+    def __init__(self, places: list[tuple[tuple[int, int], SlotVerdict]]) -> None:
+        self._places = places
+        # In order but for a few: bounds of those before and of those behind each place.
+        self._ends = list(accumulate((end for (_, end), _ in places), max))
+        starts = (start for (start, _), _ in reversed(places))
+        self._starts = list(accumulate(starts, min))[::-1]
 
-def _starts_in_later_line(
-    places: list[tuple[tuple[int, int], SlotVerdict]], at: int, text: str
-) -> bool:
-    """Whether a value begins in another line than the place that holds it: two values may have met."""
-    return any(start < at < end and "\n" in text[start:at] for (start, end), _ in places)
+    def verdict(self, at: tuple[int, int]) -> SlotVerdict | None:
+        """The verdict about a place; None if the place is only a part of a larger one."""
+        first, stop = bisect_left(self._ends, at[1]), bisect_right(self._starts, at[0])
+        for (start, end), verdict in self._places[first:stop]:
+            overlaps = start <= at[0] and at[1] <= end
+            if overlaps and (verdict.cause is not None or end - start <= 2 * (at[1] - at[0]) + 8):
+                return verdict
+        return None
+
+    def starts_in_later_line(self, at: int, text: str) -> bool:
+        """Whether a value begins in another line than the place that holds it: two may have met."""
+        first, stop = bisect_right(self._ends, at), bisect_left(self._starts, at)
+        return any(
+            start < at < end and "\n" in text[start:at]
+            for (start, end), _ in self._places[first:stop]
+        )
 
 
 def _form_differences(

@@ -182,8 +182,8 @@ class CacheModel:
     def shared_as_sent(self) -> dict[int, int]:
         """Tokens of the longest prefix that any earlier request has too, by the request's number.
 
-        An infinite cache of single tokens without a rule, times or replicas: only settings, keys and
-        scopes that lose the cache part prompts.
+        An infinite cache of steps of `MIN_PAGE` tokens without times or replicas: only settings, keys
+        and scopes that lose the cache part prompts. Answers are read where the rule stores them.
         """
         bare: dict[int, GridCache] = {}
         shared = {}
@@ -212,14 +212,13 @@ class CacheModel:
 
 
 def without_limits(rule: ModelRule) -> ModelRule:
-    """The rule of a cache that keeps every token for ever, with the same settings and keys."""
+    """The rule of a cache that keeps every page for ever, with the same settings and keys."""
     return msgspec.structs.replace(
         rule,
         cache="grid",
         min_tokens=0,
-        step_tokens=1,
+        step_tokens=MIN_PAGE,
         computes_last_token=False,
-        stores_output=False,
         lifetimes_s=(),
     )
 

@@ -67,7 +67,8 @@ def measure_reads(
         verdicts: of the requests, in order.
         predictions: by the request's number.
         shared: tokens of the longest prefix that any earlier request has, by the request's number; the
-            best match of a verdict, which shares most when mended, may share less as sent.
+            best match of a verdict, which shares most when mended, may share less as sent. What a rule
+            of smaller steps reads is shared too.
     """
     num_tokens = np.array([verdict.tokens.total for verdict in verdicts], np.int64)
     reported = np.full(len(corpus), -1, np.int64)
@@ -79,7 +80,9 @@ def measure_reads(
         billed = predictions[number].billed
         rate = total / billed.num_input if billed.num_input else 0.0
         by_rule[number] = round(billed.num_read * rate)
-        reusable[number] = max(round(shared[number] * rate), verdict.tokens.reusable)
+        reusable[number] = max(
+            round(shared[number] * rate), verdict.tokens.reusable, by_rule[number]
+        )
     mended = np.array([item.tokens.reusable + item.tokens.lost for item in verdicts], np.int64)
     return RequestReads(
         num_tokens,

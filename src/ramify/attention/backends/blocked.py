@@ -121,6 +121,7 @@ class BlockedBackend:
     ) -> Tensor:
         """See `AttentionBackend.run`."""
         assert selected is None
+        assert self.spec.sinks == (sinks is not None)
         out = torch.zeros_like(q)
         keys, values = planes["k"].flatten(0, 1), planes["v"].flatten(0, 1)
         for group in plan:

@@ -92,7 +92,7 @@ class CpuBackend:
 
     def _decode_plan_key(self, batch: AttentionBatch) -> tuple[object, ...] | None:
         """All that the tasks of a decode step depend on; most consecutive steps have equal keys."""
-        if batch.num_tokens != batch.num_seqs or batch.max_q_len != 1 or any(self.spec.windows):
+        if batch.num_tokens != batch.num_seqs or batch.max_q_len != 1 or all(self.spec.windows):
             return None
         positions = batch.positions
         blocks = positions // BLOCK_KEYS, (positions + 1 + BLOCK_KEYS // 2) // BLOCK_KEYS
@@ -140,10 +140,7 @@ class CpuBackend:
             out.fill_(torch.nan)  # the kernel writes no row that has no key
         if plan.num_tokens < q.shape[0]:
             out[plan.num_tokens :] = 0
-        if spec.sinks and (sinks is None or not _is_row_of_floats(sinks, spec.num_heads)):
-            raise ConfigError(
-                f"sinks are {sinks!r}; they must be float32 [{spec.num_heads}] on cpu, contiguous"
-            )
+        self._check_sinks(sinks)
         window = spec.windows[layer] if selected is None else None
         kernel_planes = self._cached_kernel_planes(layer, planes, q.dtype)
         self._launch(plan, q, kernel_planes, out, window or 0, sinks)
@@ -152,12 +149,12 @@ class CpuBackend:
     def fused_layers_args(
         self, plan: CpuAttentionPlan, planes: Mapping[str, Tensor]
     ) -> tuple[Any, ...]:
-        """The attention arguments of `run_fused_layers` for a step; all layers have one window.
+        """The attention arguments of `run_fused_layers` for a step, which has each layer's window.
 
         Args:
             planes: of the first layer, in the dtype of queries.
         """
-        params = self._launch_params(plan, self.spec.windows[0] or 0)
+        params = self._launch_params(plan, 0)
         return (
             params, *self._cached_kernel_planes(0, planes, self.spec.plane_dtype), plan.tasks, plan.starts, plan.splits,
             plan.tokens, plan.positions, plan.table, self._state, self._scratch, self._counters,
@@ -174,6 +171,21 @@ class CpuBackend:
             views = self._kernel_planes(plane_views(planes), dtype)
             self._plane_cache[layer, dtype] = tensors, views
         return views
+
+    def _check_sinks(self, sinks: Tensor | None) -> None:
+        """Raise ConfigError unless they are what the kernel reads by address."""
+        spec = self.spec
+        if sinks is None and not spec.sinks:
+            return
+        expected = f"float32 [{spec.num_heads}] on cpu, contiguous" if spec.sinks else "None"
+        if sinks is None:
+            raise ConfigError(f"sinks are None; they must be {expected}")
+        is_row = sinks.shape == (spec.num_heads,) and sinks.is_contiguous()
+        if not spec.sinks or not is_row or sinks.dtype != torch.float32 or not sinks.is_cpu:
+            raise ConfigError(
+                f"sinks are {sinks.dtype} {tuple(sinks.shape)} with strides {sinks.stride()} on "
+                f"{sinks.device}; they must be {expected}"
+            )
 
     def _launch(
         self,
@@ -293,11 +305,6 @@ def validate_planes(planes: Mapping[str, Tensor], spec: AttentionSpec) -> None:
                     f"{plane.stride()}; it must be contiguous, [pages, "
                     f"{', '.join(map(str, (spec.page_size, *row_shape)))}]"
                 )
-
-
-def _is_row_of_floats(tensor: Tensor, length: int) -> bool:
-    is_row = tensor.shape == (length,) and tensor.is_contiguous()
-    return is_row and tensor.dtype == torch.float32 and tensor.is_cpu
 
 
 def plane_views(planes: Mapping[str, Tensor]) -> list[tuple[int, ...]]:

@@ -57,6 +57,7 @@ class EagerBackend:
     ) -> Tensor:
         """See `AttentionBackend.run`."""
         spec = self.spec
+        assert spec.sinks == (sinks is not None)
         out = q.new_zeros(*q.shape[:-1], spec.v_head_dim)
         for request in plan:
             num_rows = request.stop - request.start
