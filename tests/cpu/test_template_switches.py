@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from ramify.server.prompt_renderer import PromptRenderer
 from tests.cpu.family_server import (
     QUESTION,
     SYSTEM,
@@ -16,6 +17,7 @@ from tests.cpu.family_server import (
 )
 from tests.cpu.family_templates import FAMILY_TEMPLATES, TOOLS, FamilyTemplate, Messages
 from tests.cpu.thinker import run
+from tests.pure.server_bench import tokenizer_with
 
 DOCUMENTS = [
     {"doc_id": "1", "title": "Rome", "text": "Ann lives in Rome."},
@@ -218,3 +220,19 @@ def test_text_and_a_call_are_both_written(family: FamilyTemplate) -> None:
 
     wanted = reference(family, [system, user, text, answer, result], with_tools=True)
     assert rendered(family, messages) == wanted
+
+
+def test_results_are_named_where_the_template_asks_for_names() -> None:
+    """Clients leave out the name of a tool's result: it is that of the call."""
+    template = """{%- for message in messages %}
+        {%- if message.role == 'tool' and message.name is not defined %}
+            {{- raise_exception('Tool response must contain name') }}
+        {%- endif %}
+        {{- message.role + ' ' + (message.name or '') + ': ' + message.content }}
+        {%- for call in message.tool_calls or [] %}{{- call.function | tojson }}{%- endfor %}
+    {%- endfor %}"""
+    renderer = PromptRenderer(tokenizer_with(template))
+
+    text = renderer.chat(called(FAMILY_TEMPLATES[0]), []).text
+
+    assert "tool find: Ann." in text

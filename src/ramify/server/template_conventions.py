@@ -34,6 +34,7 @@ class TemplateConventions:
         writes_calls: False: calls have no field, and are text of the answer.
         has_metadata: the name of a call is the field `metadata`, and its arguments are the content.
         result_role: the role of a tool's result.
+        has_result_names: results name their tool, also where the client does not.
         reasoning_field: of an assistant's message; "content" is a part of its content.
         joins_reasoning: a message with calls has reasoning or content, never both.
     """
@@ -51,12 +52,15 @@ class TemplateConventions:
     writes_calls: bool = True
     has_metadata: bool = False
     result_role: str = "tool"
+    has_result_names: bool = False
     reasoning_field: str = "reasoning_content"
     joins_reasoning: bool = False
 
     def adapt(self, messages: Sequence[Message], write_calls: WriteCalls) -> list[dict[str, Any]]:
         """Messages in OpenAI's form, with arguments as objects, as this template reads them."""
         adapted = [dict(message) for message in messages]
+        if self.has_result_names:
+            _name_results(adapted)
         if self.has_single_calls:
             adapted = _one_call_each(adapted)
         adapted = [part for message in adapted for part in self._message(message, write_calls)]
@@ -140,6 +144,15 @@ class TemplateConventions:
         if not self.has_content_parts or not isinstance(content, str):
             return message
         return {**message, "content": [{"type": "text", "text": content}]}
+
+
+def _name_results(messages: list[dict[str, Any]]) -> None:
+    names: dict[str, str] = {}
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            names[call.get("id", "")] = call["function"]["name"]
+        if message["role"] == "tool" and message.get("tool_call_id", "") in names:
+            message.setdefault("name", names[message.get("tool_call_id", "")])
 
 
 def _json(value: Any) -> str:

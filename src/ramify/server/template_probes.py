@@ -112,9 +112,11 @@ class _Probes:
     def _find_calls(self) -> None:
         """Where calls are written: the name, and the arguments as JSON or in a form of its own."""
         conversation = _called(arguments={NEEDLE: OTHER_NEEDLE})
-        for is_null, is_short, is_json in product((False, True), repeat=3):
+        flags = product((False, True), repeat=4)
+        for has_names, is_null, is_short, is_json in flags:
             candidate = replace(
                 self._found,
+                has_result_names=has_names,
                 has_null_content=is_null,
                 has_short_ids=is_short,
                 has_json_arguments=is_json,

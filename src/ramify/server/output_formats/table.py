@@ -121,6 +121,7 @@ CALL_FORMATS = (
         (CallForm("<｜DSML｜function_calls>", partial(tagged_calls, tags=DSML_TAGS)),),
         templates=(("｜DSML｜",),),
         hidden=("｜DSML｜",),
+        aliases=("deepseekv32",),
     ),
     CallFormat(
         "deepseek_v3",
@@ -133,7 +134,7 @@ CALL_FORMATS = (
             "<｜tool▁call▁end｜>",
             "<｜tool▁sep｜>",
         ),
-        aliases=("deepseek_v31", "deepseek_r1"),
+        aliases=("deepseek_v31", "deepseek_r1", "deepseekv3", "deepseekv31"),
     ),
     CallFormat(
         "kimi_k2",
