@@ -8,6 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from ramify.analysis import linting
+from ramify.analysis.log_files import read_log
+from ramify.analysis.matching import Matcher
 from ramify.cli import app
 
 NUM_REQUESTS = 90
@@ -50,10 +52,9 @@ def test_interrupted_reading_judges_what_was_read(
     log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A verdict for each request that was read."""
-    whole = linting.read_log
 
     def cut(*args: Any, **options: Any) -> Any:
-        for number, request in enumerate(whole(*args, **options)):
+        for number, request in enumerate(read_log(*args, **options)):
             if number == 60:
                 raise KeyboardInterrupt
             yield request
@@ -73,14 +74,14 @@ def test_interrupted_comparing_keeps_the_verdicts_so_far(
 ) -> None:
     """They are those of the whole log, findings and savings are of these requests alone."""
     whole = run(log)[2]
-    match = linting.Matcher._match
+    match = Matcher._match
 
     def cut(matcher: Any, request: Any) -> Any:
         if request.number == 64:
             raise KeyboardInterrupt
         return match(matcher, request)
 
-    monkeypatch.setattr(linting.Matcher, "_match", cut)
+    monkeypatch.setattr(Matcher, "_match", cut)
     code, output, report = run(log)
 
     assert code == 130
