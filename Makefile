@@ -19,7 +19,7 @@ export PYTHON TORCH_ARGS
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-pure check format options bench bench-attention bench-core bench-engine \
-  bench-decode bench-step bench-first-token bench-busy-cores bench-analysis perf attack clients soak-core soak-engine accuracy cover-core gpu-check native \
+  bench-decode bench-step bench-first-token bench-busy-cores bench-families bench-analysis perf attack clients soak-core soak-engine accuracy cover-core gpu-check native \
   test-native clean FORCE
 
 help:  ## this list
@@ -74,6 +74,9 @@ bench-step: $(DEV)  ## Python time of a step, by running and waiting requests
 
 bench-first-token: $(DEV)  ## time to first token of a server under load, beside another checkout
 	@$(BIN)/python benchmarks/first_token.py $(ARGS)
+
+bench-families: $(DEV)  ## model families beside transformers, a peer and a dense Llama
+	@$(BIN)/python benchmarks/families.py $(ARGS)
 
 bench-busy-cores: $(DEV)  ## small requests on idle cores and beside a busy loop
 	@$(BIN)/python benchmarks/busy_cores.py $(ARGS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -189,7 +190,7 @@ def test_layers_of_different_shapes_are_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="layers differ"):
         FusedLayers([llama, qwen3])
     with pytest.raises(ConfigError, match="linears have widths"):
-        FusedLayers([llama._replace(rope=qwen3.rope)])
+        FusedLayers([replace(llama, rope=qwen3.rope)])
 
 
 def test_op_lists_are_cached_for_the_row_counts_used_last(folder: Path) -> None:

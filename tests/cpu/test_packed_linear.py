@@ -224,7 +224,11 @@ def test_fused_norm_and_activation_equal_separate_operations(
     """Norm prologue and silu * mul epilogue, at odd widths, to a rounding; no row count changes a bit."""
     weight = random(*shape, dtype=dtype) / shape[1] ** 0.5
     norm = random(shape[1], dtype=dtype, seed=3) if normed else None
-    linear = PackedLinear(weight, norm=None if norm is None else (norm, 1e-5), gated=gated)
+    linear = PackedLinear(
+        weight,
+        norm=None if norm is None else (norm, 1e-5),
+        activation="silu_mul" if gated else None,
+    )
     x = 3 * random(600, shape[1], dtype=dtype, seed=2)
 
     y = linear(x)
@@ -261,7 +265,7 @@ def test_a_residual_that_does_not_fit_is_refused() -> None:
         PackedLinear(weight)(x, residual=random(3, 40))
     with pytest.raises(ConfigError, match="contiguous"):
         PackedLinear(weight)(x, residual=random(40, 9).T)
-    gated = PackedLinear(weight, gated=True)
+    gated = PackedLinear(weight, activation="silu_mul")
     assert torch.equal(gated(x, residual=torch.ones(9, 20)), gated(x) + 1)
 
 
@@ -269,7 +273,7 @@ def test_a_residual_that_does_not_fit_is_refused() -> None:
 def test_silu_inside_the_kernel_is_silu(dtype: torch.dtype) -> None:
     """For large gates of both signs, around zero, and NaN."""
     gate = torch.tensor([-200.0, -100.0, -20.0, -1.0, -0.0, 0.0, 1e-8, 1.0, 20.0, 200.0]).to(dtype)
-    linear = PackedLinear(torch.tensor([[1.0, 0.0], [0.0, 1.0]]).to(dtype), gated=True)
+    linear = PackedLinear(torch.tensor([[1.0, 0.0], [0.0, 1.0]]).to(dtype), activation="silu_mul")
 
     y = linear(torch.stack((gate, torch.ones_like(gate)), 1))[:, 0]
 
@@ -285,9 +289,9 @@ def test_no_task_is_without_panels(gated: bool, workers: int) -> None:
     """A task without panels would pack a block of rows for nothing."""
     from ramify.kernels.cpu.gemm_microkernels import NR
 
-    linear = PackedLinear(random(14 * NR, 8), gated=gated)
+    linear = PackedLinear(random(14 * NR, 8), activation="silu_mul" if gated else None)
     for rows in (1, 90, 200, 3000):
-        *_, num_n_splits, _ = linear.op(rows, workers)
+        num_n_splits = linear.op(rows, workers)[15]
         assert 1 <= num_n_splits <= (7 if gated else 14)
 
 
@@ -295,7 +299,7 @@ def test_no_task_is_without_panels(gated: bool, workers: int) -> None:
 def test_silu_does_not_depend_on_flushing_of_subnormals(dtype: torch.dtype) -> None:
     """Threads of one pool may differ in that; gates whose exponentials are near the smallest numbers."""
     gate = -torch.linspace(80, 110, 4000).to(dtype)
-    linear = PackedLinear(torch.tensor([[1.0, 0.0], [0.0, 1.0]]).to(dtype), gated=True)
+    linear = PackedLinear(torch.tensor([[1.0, 0.0], [0.0, 1.0]]).to(dtype), activation="silu_mul")
     results, before = list[torch.Tensor](), torch.get_num_threads()
     try:
         torch.set_num_threads(1)

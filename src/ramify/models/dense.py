@@ -12,8 +12,9 @@ from ramify.models.ops.mlp import GatedMlp, PlainMlp
 from ramify.models.ops.protocol import (
     Activation,
     Attended,
-    DecoderLayer,
     ForwardStep,
+    FusableMlp,
+    FusableParts,
     Heads,
     Linear,
     Ops,
@@ -22,38 +23,10 @@ from ramify.models.ops.protocol import (
 )
 
 
-class LlamaLayer:
-    """Pre-norm layer with rotary positions, grouped-query attention and a gated MLP.
+class DenseLayer:
+    """Rotary positions, grouped-query attention, an MLP or experts; norms before or behind either.
 
-    hidden += o_proj(attention(rope(qk_norm(qkv(norm(hidden))))))
-    hidden += down(silu(gate(norm(hidden))) * up(norm(hidden)))
-    """
-
-    def __init__(self, ops: Ops, config: ModelConfig, layer: int) -> None:
-        self.qkv, self.attention, self.o_proj = bind_attention(ops, config, layer)
-        self.mlp = bind_mlp(ops, config, layer)
-        assert isinstance(self.mlp, GatedMlp)
-
-    def attend(self, hidden: Tensor, step: ForwardStep) -> Attended:
-        """See `DecoderLayer`."""
-        return self.attention(self.qkv(hidden, step), step)
-
-    def finish(self, hidden: Tensor, rows: Tensor, step: ForwardStep) -> Tensor:
-        """See `DecoderLayer`."""
-        hidden = self.o_proj(rows, step, residual=hidden)
-        return self.mlp(hidden, step, residual=hidden)
-
-    @property
-    def fusable(self) -> tuple[Linear, SelfAttention, Linear, Linear, Linear]:
-        """See `FusableLayer`."""
-        assert isinstance(self.mlp, GatedMlp)
-        return self.qkv, self.attention, self.o_proj, self.mlp.gate_up, self.mlp.down
-
-
-class VariantLayer:
-    """A layer with norms behind attention and MLP, scaled additions, or both blocks in parallel.
-
-    hidden += scale * after_attention(o_proj(attention(qkv(before_attention(hidden)))))
+    hidden += scale * after_attention(o_proj(attention(rope(qk_norm(qkv(before_attention(hidden)))))))
     hidden += scale * after_mlp(mlp(before_mlp(hidden)))
 
     In parallel, the MLP reads what attention read.
@@ -73,15 +46,38 @@ class VariantLayer:
 
     def finish(self, hidden: Tensor, rows: Tensor, step: ForwardStep) -> Tensor:
         """See `DecoderLayer`."""
-        parallel_out = self.mlp(hidden, step) if self.is_parallel else None
-        hidden = self._add(hidden, self.o_proj(rows, step), self.after_attention)
-        mlp_out = self.mlp(hidden, step) if parallel_out is None else parallel_out
-        return self._add(hidden, mlp_out, self.after_mlp)
+        if self.is_parallel:
+            mlp_out = self.mlp(hidden, step)
+            hidden = self._add(hidden, self.o_proj, rows, step, self.after_attention)
+            return _add_scaled(hidden, mlp_out, self.after_mlp, self.scale)
+        hidden = self._add(hidden, self.o_proj, rows, step, self.after_attention)
+        return self._add(hidden, self.mlp, hidden, step, self.after_mlp)
 
-    def _add(self, hidden: Tensor, out: Tensor, norm: RowOp | None) -> Tensor:
-        if norm is not None:
-            out = norm(out)
-        return hidden.add_(out if self.scale == 1.0 else out * self.scale)
+    def _add(
+        self, hidden: Tensor, block: Linear, x: Tensor, step: ForwardStep, norm: RowOp | None
+    ) -> Tensor:
+        if norm is None and self.scale == 1.0:
+            return block(x, step, residual=hidden)
+        return _add_scaled(hidden, block(x, step), norm, self.scale)
+
+    @property
+    def fusable(self) -> FusableParts | None:
+        """See `FusableLayer`."""
+        if self.is_parallel or self.scale != 1.0 or not isinstance(self.mlp, GatedMlp):
+            return None
+        return FusableParts(
+            self.qkv,
+            self.attention,
+            self.o_proj,
+            FusableMlp(self.mlp.gate_up, self.mlp.down),
+            self.after_attention,
+            self.after_mlp,
+        )
+
+
+def _add_scaled(hidden: Tensor, out: Tensor, norm: RowOp | None, scale: float) -> Tensor:
+    out = out if norm is None else norm(out)
+    return hidden.add_(out if scale == 1.0 else out * scale)
 
 
 def bind_attention(
@@ -165,11 +161,4 @@ def _row_norm(ops: Ops, config: ModelConfig, layer: int, name: str | None) -> Ro
     return None if norm is None else ops.norm(norm)
 
 
-def dense_layer(ops: Ops, config: ModelConfig, layer: int) -> DecoderLayer:
-    """A layer of a dense family."""
-    if config.variant.is_llama and not config.has_experts(layer):
-        return LlamaLayer(ops, config, layer)
-    return VariantLayer(ops, config, layer)
-
-
-DENSE = Family(dense_layer)
+DENSE = Family(DenseLayer)

@@ -67,19 +67,5 @@ class DenseVariant:
     logit_scale: float = 1.0
     logit_soft_cap: float | None = None
 
-    @property
-    def is_llama(self) -> bool:
-        """Whether layers are pre-norm, gated by silu, and added to the residual as they are."""
-        return (
-            self.block == "sequential"
-            and self.names.after_attention is None
-            and self.names.after_mlp is None
-            and self.names.before_attention is not None
-            and self.names.before_mlp is not None
-            and self.activation == "silu"
-            and self.has_gate
-            and self.residual_scale == 1.0
-        )
-
 
 LLAMA = DenseVariant()

@@ -92,7 +92,7 @@ class CpuBackend:
 
     def _decode_plan_key(self, batch: AttentionBatch) -> tuple[object, ...] | None:
         """All that the tasks of a decode step depend on; most consecutive steps have equal keys."""
-        if batch.num_tokens != batch.num_seqs or batch.max_q_len != 1 or any(self.spec.windows):
+        if batch.num_tokens != batch.num_seqs or batch.max_q_len != 1 or all(self.spec.windows):
             return None
         positions = batch.positions
         blocks = positions // BLOCK_KEYS, (positions + 1 + BLOCK_KEYS // 2) // BLOCK_KEYS
@@ -149,12 +149,12 @@ class CpuBackend:
     def fused_layers_args(
         self, plan: CpuAttentionPlan, planes: Mapping[str, Tensor]
     ) -> tuple[Any, ...]:
-        """The attention arguments of `run_fused_layers` for a step; all layers have one window.
+        """The attention arguments of `run_fused_layers` for a step, which has each layer's window.
 
         Args:
             planes: of the first layer, in the dtype of queries.
         """
-        params = self._launch_params(plan, self.spec.windows[0] or 0)
+        params = self._launch_params(plan, 0)
         return (
             params, *self._cached_kernel_planes(0, planes, self.spec.plane_dtype), plan.tasks, plan.starts, plan.splits,
             plan.tokens, plan.positions, plan.table, self._state, self._scratch, self._counters,

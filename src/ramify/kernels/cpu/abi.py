@@ -13,15 +13,18 @@ BLOCK_KEYS = 256
 
 # An op is int64[OP_FIELDS]. Fields that callers set or read:
 OP_KIND = 16
-OP_FIELDS = 17
-OP_GEMM, OP_NORM_ROPE = range(2)
-# of a GEMM, see `packed_gemm.GemmArgs`
-OP_X, OP_X_STRIDE, OP_OUT = 2, 3, 10
+OP_FIELDS = 20
+OP_GEMM, OP_NORM_ROPE, OP_NORM, OP_ROUTE, OP_GROUP, OP_COMBINE = range(6)
+# of a GEMM, see `packed_gemm`
+OP_X, OP_X_STRIDE, OP_OUT, OP_ITEMS, OP_GATHER = 2, 3, 10, 18, 19
+OP_NORM_KIND = 17  # of every op with a norm: storage kind of its weights
 # of qk-norm + rope, see `norm_rope.norm_rope`
 OP_ROWS, OP_NUM_TASKS, OP_OUT_OF_RANGE = 1, 11, 12
+# of a norm of rows, see `norm_rope.norm_rows`, and of the ops of `moe`
+OP_WIDE, OP_ROUTING = 5, 6
 
-# Epilogues of a GEMM
-STORE, ADD_RESIDUAL, SILU_MUL = range(3)
+# Epilogues of a GEMM. From SILU_MUL on they combine pairs of panels.
+STORE, ADD_RESIDUAL, SILU_MUL, GELU_TANH_MUL = range(4)
 
 
 def round_up_to_cache_line(num_bytes: int) -> int:

@@ -151,6 +151,17 @@ def with_address(_: Any, plane: Any, address: Any) -> Any:
     return plane(plane, _int), code
 
 
+@intrinsic
+def with_window(_: Any, params: Any, window: Any) -> Any:
+    """The launch parameters with another window: that of another layer."""
+    field = params.instance_class._fields.index("window")
+
+    def code(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        return builder.insert_value(args[0], args[1], field)
+
+    return params(params, _int), code
+
+
 def _make_constant(numba_type: Any, llvm_type: Any, of: Callable[[Any], int]) -> Any:
     @intrinsic
     def constant(_: Any, plane: Any) -> Any:

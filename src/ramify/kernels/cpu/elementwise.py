@@ -102,6 +102,28 @@ def scale_to_f32(_: Any, source: Any, into: Any, width: Any, scale: Any, kind: A
 
 
 @intrinsic(prefer_literal=True)
+def add_scaled_row(_: Any, into: Any, source: Any, width: Any, scale: Any, kind: Any) -> Any:
+    """into += source * scale; the product is rounded to `kind`, a literal, and then the sum."""
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        into, source, width, scale, _ = args
+        stored = kind.literal_value
+
+        def body(index: Any, lanes: int) -> None:
+            at = offset(builder, into, index, ITEM_BYTES[stored])
+            row = offset(builder, source, index, ITEM_BYTES[stored])
+            x = load_as_f32(builder, row, stored, lanes)
+            x = round_to(builder, builder.fmul(x, broadcast(builder, scale, lanes)), stored)
+            x = builder.fadd(load_as_f32(builder, at, stored, lanes), x)
+            store(builder, f32_to_kind(builder, x, stored), at)
+
+        for_each_vector(builder, width, body)
+        return context.get_dummy_value()
+
+    return types.void(_int, _int, _int, _float, kind), code
+
+
+@intrinsic(prefer_literal=True)
 def divide_f32(_: Any, source: Any, divisor: Any, into: Any, width: Any, kind: Any) -> Any:
     """into = source / divisor in float32, rounded to `kind`, a literal."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from ramify.kernels.cpu.abi import (
     BF16,
     CACHE_LINE,
     F32,
+    GELU_TANH_MUL,
     ITEM_BYTES,
     SILU_MUL,
     STORE,
@@ -240,7 +242,7 @@ def _emit_epilogue(builder: Any, kind: int, mode: int, args: list[Any]) -> None:
     """See `run_epilogue`; `args` are sums, ups, into."""
     sums, ups, into = args
     vectors = _load_row(builder, sums)
-    up_vectors = _load_row(builder, ups) if mode == SILU_MUL else vectors
+    up_vectors = _load_row(builder, ups) if mode >= SILU_MUL else vectors
     addresses = [builder.add(into, i64(ITEM_BYTES[kind] * LANES * v)) for v in (0, 1)]
     for x, up, address in zip(vectors, up_vectors, addresses, strict=True):
         if mode == STORE:
@@ -249,7 +251,8 @@ def _emit_epilogue(builder: Any, kind: int, mode: int, args: list[Any]) -> None:
             before = load_as_f32(builder, address, kind, LANES)
             result = builder.fadd(before, round_to(builder, x, kind))
         else:
-            active = silu(builder, round_to(builder, x, kind), kind)
+            activation = silu if mode == SILU_MUL else gelu_tanh
+            active = activation(builder, round_to(builder, x, kind), kind)
             result = builder.fmul(active, round_to(builder, up, kind))
         store(builder, f32_to_kind(builder, result, kind), address)
 
@@ -260,7 +263,8 @@ def run_epilogue(_: Any, kind: Any, mode: Any, sums: Any, ups: Any, into: Any) -
 
     - STORE: into = sums.
     - ADD_RESIDUAL: into += sums, rounded before and after the addition.
-    - SILU_MUL: into = silu(sums) * ups; sums, ups, silu and the product are rounded.
+    - SILU_MUL, GELU_TANH_MUL: into = silu(sums) * ups, or gelu; sums, ups, activation and product are
+      rounded.
     """
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
@@ -270,7 +274,8 @@ def run_epilogue(_: Any, kind: Any, mode: Any, sums: Any, ups: Any, into: Any) -
             def emit_mode(case: int) -> None:
                 _emit_epilogue(builder, stored, case, operands)
 
-            _emit_cases(builder, mode, (STORE, ADD_RESIDUAL, SILU_MUL), emit_mode)
+            modes = STORE, ADD_RESIDUAL, SILU_MUL, GELU_TANH_MUL
+            _emit_cases(builder, mode, modes, emit_mode)
 
         _emit_cases(builder, kind, (F32, BF16), emit_kind)
         return context.get_dummy_value()
@@ -280,9 +285,22 @@ def run_epilogue(_: Any, kind: Any, mode: Any, sums: Any, ups: Any, into: Any) -
 
 def silu(builder: Any, x: Any, kind: int) -> Any:
     """x / (1 + exp(-x)) of a float32 vector, rounded to `kind`; takes exp of -|x| only."""
+    return _times_sigmoid(builder, x, x, kind)
+
+
+def gelu_tanh(builder: Any, x: Any, kind: int) -> Any:
+    """gelu(x) in the tanh approximation, x * sigmoid(sqrt(8 / pi) (x + 0.044715 x^3)), rounded to `kind`."""
+    cube = builder.fmul(builder.fmul(x, x), x)
+    inner = llvm_intrinsic(builder, "fma", cube, constant(0.044715, LANES), x)
+    gate = builder.fmul(inner, constant(math.sqrt(8 / math.pi), LANES))
+    return _times_sigmoid(builder, x, gate, kind)
+
+
+def _times_sigmoid(builder: Any, x: Any, gate: Any, kind: int) -> Any:
+    """x / (1 + exp(-gate)), rounded to `kind`; `gate` has the sign of x. Takes exp of -|gate| only."""
     exp = exp_f32 if kind == F32 else exp_bf16
     zero, one = constant(0.0, LANES), constant(1.0, LANES)
-    e = exp(builder, builder.fsub(zero, llvm_intrinsic(builder, "fabs", x)))
+    e = exp(builder, builder.fsub(zero, llvm_intrinsic(builder, "fabs", gate)))
     negative = builder.fcmp_ordered("<", x, zero)
     numerator = builder.select(negative, builder.fmul(x, e), x)
     return round_to(builder, builder.fdiv(numerator, builder.fadd(one, e)), kind)

@@ -1,4 +1,4 @@
-"""RMS norm and rotary embedding: of a row as LLVM IR, of all heads of some tokens as an op.
+"""RMS norm and rotary embedding: of a row as LLVM IR; of rows, and of all heads of tokens, as ops.
 
 Rounded to the model's dtype after each step, as the reference (transformers) rounds. Elements
 beyond whole vectors go through the same operations one at a time.
@@ -13,9 +13,26 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ramify.kernels.cpu.abi import F32, ITEM_BYTES, OP_NUM_TASKS, OP_OUT_OF_RANGE
-from ramify.kernels.cpu.elementwise import f32_to_kind, for_each_vector, round_to
-from ramify.kernels.cpu.jit import jit
+from ramify.kernels.cpu.abi import (
+    ADD_RESIDUAL,
+    F32,
+    ITEM_BYTES,
+    OP_NORM_KIND,
+    OP_NUM_TASKS,
+    OP_OUT,
+    OP_OUT_OF_RANGE,
+    OP_WIDE,
+    OP_X,
+    OP_X_STRIDE,
+)
+from ramify.kernels.cpu.elementwise import (
+    add_scaled_row,
+    f32_to_kind,
+    for_each_vector,
+    round_to,
+    scale_to_f32,
+)
+from ramify.kernels.cpu.jit import data_address, jit
 from ramify.kernels.cpu.simd import (
     LANES,
     broadcast,
@@ -54,25 +71,28 @@ def sum_squares(_: Any, row: Any, width: Any, kind: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def rms_scale_row(
-    _: Any, row: Any, weight: Any, into: Any, width: Any, scale: Any, kind: Any, target_kind: Any
-) -> Any:
+    _: Any, row: Any, weight: Any, into: Any, width: Any, scale: Any, kind: Any, target_kind: Any,
+    weight_kind: Any,
+) -> Any:  # fmt: skip
     """into = weight * (row * scale), rounded to `kind` after each product; `into` may be `row`.
 
+    Weights of another storage kind, float32 then, are multiplied with before the only rounding.
     `target_kind` is the storage kind of `into`.
     """
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
-        row, weight, into, width, scale, _, _ = args
+        row, weight, into, width, scale, *_ = args
         stored, to_kind = kind.literal_value, target_kind.literal_value
+        of_weight = weight_kind.literal_value
 
         def body(index: Any, lanes: int) -> None:
             x, w = (
-                load_as_f32(
-                    builder, offset(builder, base, index, ITEM_BYTES[stored]), stored, lanes
-                )
-                for base in (row, weight)
+                load_as_f32(builder, offset(builder, base, index, ITEM_BYTES[of]), of, lanes)
+                for base, of in ((row, stored), (weight, of_weight))
             )
-            y = round_to(builder, builder.fmul(x, broadcast(builder, scale, lanes)), stored)
+            y = builder.fmul(x, broadcast(builder, scale, lanes))
+            if of_weight == stored:
+                y = round_to(builder, y, stored)
             y = round_to(builder, builder.fmul(w, y), stored)
             y = f32_to_kind(builder, y, to_kind)
             store(builder, y, offset(builder, into, index, ITEM_BYTES[to_kind]))
@@ -80,7 +100,7 @@ def rms_scale_row(
         for_each_vector(builder, width, body)
         return context.get_dummy_value()
 
-    return types.void(_int, _int, _int, _int, _float, kind, target_kind), code
+    return types.void(_int, _int, _int, _int, _float, kind, target_kind, weight_kind), code
 
 
 @intrinsic(prefer_literal=True)
@@ -122,19 +142,60 @@ def inverse_rms(total: float, width: int, eps: float) -> Any:
 
 
 @jit
+def _rms_norm_row(
+    kind: int, row: int, width: int, norm: int, norm_kind: int, eps: float, into: int
+) -> None:
+    """RMS norm of a row, times the weights at `norm`; `into` may be `row`."""
+    if kind == F32:
+        scale = inverse_rms(sum_squares(row, width, 0), width, eps)
+        rms_scale_row(row, norm, into, width, scale, 0, 0, 0)
+    else:
+        scale = inverse_rms(sum_squares(row, width, 1), width, eps)
+        if norm_kind == F32:
+            rms_scale_row(row, norm, into, width, scale, 1, 1, 0)
+        else:
+            rms_scale_row(row, norm, into, width, scale, 1, 1, 1)
+
+
+@jit
+def norm_rows(op: Any, eps: float, scratch: Any, task: int) -> None:
+    """RMS norm of a task's rows, stored or added to the result.
+
+    Args:
+        op: [OP_FIELDS] int64: kind (F32 or BF16) of rows and result; STORE or ADD_RESIDUAL; address
+            of the rows and bytes from row to row; number of rows; address [num_rows, width] of a
+            float32 copy of what is stored, or 0; address of the norm's weights; width; bytes from row
+            to row of the result; `OP_OUT`, `OP_NUM_TASKS`, `OP_NORM_KIND`.
+        scratch: at least `width` floats of this worker.
+    """
+    kind, mode, num_rows, norm, width = op[0], op[1], op[4], op[6], op[7]
+    buffer = data_address(scratch)
+    for r in range(num_rows * task // op[OP_NUM_TASKS], num_rows * (task + 1) // op[OP_NUM_TASKS]):
+        row, out = op[OP_X] + op[OP_X_STRIDE] * r, op[OP_OUT] + op[8] * r
+        into = buffer if mode == ADD_RESIDUAL else out
+        _rms_norm_row(kind, row, width, norm, op[OP_NORM_KIND], eps, into)
+        wide = op[OP_WIDE] + 4 * width * r
+        if kind == F32:
+            if mode == ADD_RESIDUAL:
+                add_scaled_row(out, into, width, np.float32(1.0), 0)
+            elif op[OP_WIDE]:
+                scale_to_f32(into, wide, width, np.float32(1.0), 0)
+        elif mode == ADD_RESIDUAL:
+            add_scaled_row(out, into, width, np.float32(1.0), 1)
+        elif op[OP_WIDE]:
+            scale_to_f32(into, wide, width, np.float32(1.0), 1)
+
+
+@jit
 def _norm_rope_head(
-    kind: int, head: int, head_dim: int, norm: int, eps: float, cos: int, sin: int
+    kind: int, head: int, head_dim: int, norm: int, norm_kind: int, eps: float, cos: int, sin: int
 ) -> None:
     """RMS norm, if `norm` (address of its weights) is not 0, then rope of one head, in place."""
+    if norm:
+        _rms_norm_row(kind, head, head_dim, norm, norm_kind, eps, head)
     if kind == F32:
-        if norm:
-            scale = inverse_rms(sum_squares(head, head_dim, 0), head_dim, eps)
-            rms_scale_row(head, norm, head, head_dim, scale, 0, 0)
         rope_row(head, cos, sin, head_dim // 2, 0)
     else:
-        if norm:
-            scale = inverse_rms(sum_squares(head, head_dim, 1), head_dim, eps)
-            rms_scale_row(head, norm, head, head_dim, scale, 1, 1)
         rope_row(head, cos, sin, head_dim // 2, 1)
 
 
@@ -149,11 +210,11 @@ def norm_rope(op: Any, eps: float, positions: Any, task: int) -> None:
     """Norm and rope of the queries and keys of a task's tokens, in place in their QKV rows.
 
     Args:
-        op: [13] int64: kind (F32 or BF16); address of the rows, bytes from row to row; number of
+        op: [OP_FIELDS] int64: kind (F32 or BF16); address of the rows, bytes from row to row; number of
             query heads, which come first in a row, number of key heads, head_dim; addresses of the
             query and key norms' weights [head_dim] (or 0), of cosines and of sines
             [limit, head_dim / 2]; limit; number of tasks; and an output: set to 1 if a position is
-            not below limit, whose row is left unchanged.
+            not below limit, whose row is left unchanged. `OP_NORM_KIND`: of both norms' weights.
         positions: [num_rows] int64.
     """
     kind, rows, stride = op[0], op[1], op[2]
@@ -169,6 +230,5 @@ def norm_rope(op: Any, eps: float, positions: Any, task: int) -> None:
         for head in range(num_q + num_k):
             head_address = rows + stride * token + size * head_dim * head
             norm = q_norm if head < num_q else k_norm
-            _norm_rope_head(
-                kind, head_address, head_dim, norm, eps, cos + angle_offset, sin + angle_offset
-            )
+            _norm_rope_head(kind, head_address, head_dim, norm, op[OP_NORM_KIND], eps, cos + angle_offset,
+                sin + angle_offset)  # fmt: skip

@@ -1,4 +1,4 @@
-"""Run a list of ops (packed GEMM, qk-norm + rope) in one call, a barrier after each.
+"""Run a list of ops (packed GEMM, norms, rope, routing to experts) in one call, a barrier after each.
 
 ggml runs its graphs in this way: workers share each op's tasks, then go on to the next op together.
 """
@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 from numba import prange
 
-from ramify.kernels.cpu.abi import OP_KIND, OP_NORM_ROPE, OP_NUM_TASKS
+from ramify.kernels.cpu.abi import OP_GEMM, OP_KIND, OP_NORM, OP_NORM_ROPE, OP_NUM_TASKS
 from ramify.kernels.cpu.jit import compile_cached, data_address, jit
-from ramify.kernels.cpu.norm_rope import norm_rope
+from ramify.kernels.cpu.moe import moe_op
+from ramify.kernels.cpu.norm_rope import norm_rope, norm_rows
 from ramify.kernels.cpu.packed_gemm import gemm_num_tasks, packed_gemm
 from ramify.kernels.cpu.task_queue import COUNTER_BYTES, finish_and_wait, next_task
 
@@ -27,14 +28,20 @@ def run_op(op: Any, eps: float, positions: Any, scratch: Any, counters: int, wor
         counters: address of the op's counters.
         worker: index of the worker.
     """
-    if op[OP_KIND] == OP_NORM_ROPE:
+    kind = op[OP_KIND]
+    if kind == OP_GEMM:
+        total, done = gemm_num_tasks(op), packed_gemm(op, eps, scratch, counters, worker)
+    else:
         total, done, task = op[OP_NUM_TASKS], 0, next_task(counters)
         while task < total:
-            norm_rope(op, eps, positions, task)
+            if kind == OP_NORM_ROPE:
+                norm_rope(op, eps, positions, task)
+            elif kind == OP_NORM:
+                norm_rows(op, eps, scratch, task)
+            else:
+                moe_op(op, scratch, task)
             done += 1
             task = next_task(counters)
-    else:
-        total, done = gemm_num_tasks(op), packed_gemm(op, eps, scratch, counters, worker)
     finish_and_wait(counters, done, total)
 
 
@@ -44,8 +51,8 @@ def _run_ops(
     """Run ops one after the other; all workers share the tasks of each.
 
     Args:
-        ops: [n, OP_FIELDS] int64: fields of `packed_gemm.packed_gemm` or `norm_rope.norm_rope`; field
-            `OP_KIND` says which.
+        ops: [n, OP_FIELDS] int64: fields of `packed_gemm.packed_gemm`, `norm_rope.norm_rope`,
+            `norm_rope.norm_rows` or a function of `moe`; field `OP_KIND` says which.
         eps: [n] float64, of the norms.
         positions: [num_rows] int64, for rope.
         scratch: [>= num_workers, >= gemm_scratch_floats] float32.

@@ -13,7 +13,16 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ramify.kernels.cpu.abi import ADD_RESIDUAL, BF16, F32, SILU_MUL, round_up_to_cache_line
+from ramify.kernels.cpu.abi import (
+    ADD_RESIDUAL,
+    BF16,
+    F32,
+    OP_GATHER,
+    OP_ITEMS,
+    OP_NORM_KIND,
+    SILU_MUL,
+    round_up_to_cache_line,
+)
 from ramify.kernels.cpu.gemm_microkernels import (
     BF16_VNNI,
     K_UNROLL,
@@ -27,7 +36,7 @@ from ramify.kernels.cpu.gemm_microkernels import (
 )
 from ramify.kernels.cpu.jit import data_address, jit
 from ramify.kernels.cpu.norm_rope import inverse_rms, rms_scale_row, sum_squares
-from ramify.kernels.cpu.simd import copy_bytes, load_element, store_f32
+from ramify.kernels.cpu.simd import copy_bytes, load_element, load_i64, store_f32
 from ramify.kernels.cpu.task_queue import next_task_from_either_end
 
 MC = 96  # a multiple of every MR; MC x KC packed rows stay in L2
@@ -41,7 +50,7 @@ class GemmArgs(NamedTuple):
     """A GEMM: addresses, sizes, strides in bytes."""
 
     kind: int  # of rows, norm, weights and result: F32, BF16 or BF16_VNNI
-    mode: int  # STORE, ADD_RESIDUAL (out += sums) or SILU_MUL: silu(even panels) * odd panels
+    mode: int  # STORE, ADD_RESIDUAL (out += sums), or gated: silu(even panels) * odd panels
     rows: int  # address of [num_rows, width]
     row_stride: int
     num_rows: int
@@ -53,6 +62,8 @@ class GemmArgs(NamedTuple):
     out: int  # address of [num_rows, num_columns]
     out_stride: int
     num_columns: int
+    norm_kind: int  # storage kind of the norm's weights: of the rows, or F32 (see `rms_scale_row`)
+    gather: int  # address of int64 [num_rows]: the place of each row in `rows`; 0: in order
 
 
 _round_up_to_cache_line = jit(round_up_to_cache_line)
@@ -60,27 +71,34 @@ _round_up_to_cache_line = jit(round_up_to_cache_line)
 
 @jit
 def _rms_norm_rows(
-    kind: int, source: int, stride: int, num_rows: int, width: int, norm: int, eps: float, into: int
-) -> None:
+    kind: int, source: int, stride: int, num_rows: int, width: int, norm: int, norm_kind: int,
+    eps: float, into: int,
+) -> None:  # fmt: skip
     """into [num_rows, width] = RMS norm of rows, times the weights at `norm`; float32, or VNNI words."""
     for r in range(num_rows):
         row, target = source + stride * r, into + 4 * width * r
         if kind == F32:
             scale = inverse_rms(sum_squares(row, width, 0), width, eps)
-            rms_scale_row(row, norm, target, width, scale, 0, 0)
+            rms_scale_row(row, norm, target, width, scale, 0, 0, 0)
         elif kind == BF16_VNNI:
             scale = inverse_rms(sum_squares(row, 2 * width, 1), 2 * width, eps)
-            rms_scale_row(row, norm, target, 2 * width, scale, 1, 1)
+            if norm_kind == F32:
+                rms_scale_row(row, norm, target, 2 * width, scale, 1, 1, 0)
+            else:
+                rms_scale_row(row, norm, target, 2 * width, scale, 1, 1, 1)
         else:
             scale = inverse_rms(sum_squares(row, width, 1), width, eps)
-            rms_scale_row(row, norm, target, width, scale, 1, 0)
+            if norm_kind == F32:
+                rms_scale_row(row, norm, target, width, scale, 1, 0, 0)
+            else:
+                rms_scale_row(row, norm, target, width, scale, 1, 0, 1)
 
 
 @jit
 def _pack_a(
     gemm: GemmArgs, eps: float, first: int, num_rows: int, into: int, tile: int, normed: int
 ) -> None:
-    """Pack (and normalise) num_rows <= tile rows to into[width, tile]: float32 or VNNI words.
+    """Pack (and gather or normalise) num_rows <= tile rows to into[width, tile]: float32 or VNNI words.
 
     Columns of missing rows hold anything.
     """
@@ -88,11 +106,18 @@ def _pack_a(
     steps = width // 8
     for r in range((num_rows - 1) // 8 * 8, -1, -8):  # downwards: see `pack_a_rows`
         source, target, count = gemm.rows + stride * (first + r), into + 4 * r, min(8, num_rows - r)
-        if gemm.norm:
-            _rms_norm_rows(kind, source, stride, count, width, gemm.norm, eps, normed)
+        source_stride, is_word = stride, kind != BF16
+        if gemm.gather:
+            source_stride = (4 if is_word else 2) * width
+            for i in range(count):
+                row = gemm.rows + stride * load_i64(gemm.gather + 8 * (first + r + i))
+                copy_bytes(normed + source_stride * i, row, source_stride)
+            source = normed
+        elif gemm.norm:
+            _rms_norm_rows(
+                kind, source, stride, count, width, gemm.norm, gemm.norm_kind, eps, normed
+            )
             source, source_stride, is_word = normed, 4 * width, True
-        else:
-            source_stride, is_word = stride, kind != BF16
         if is_word:  # float32 or VNNI words: copied unchanged
             pack_a_rows(source, source_stride, count, target, tile, steps, 0)
         else:
@@ -163,7 +188,7 @@ def _gemm_block(
     # delay its own loads. Panels are contiguous: the strip may be one of the next panel.
     tile_prefetch = size * NR * KC // (num_full + num_edge)
     prefetch_stride = tile_prefetch * K_UNROLL // KC
-    unit = 2 if gemm.mode == SILU_MUL else 1  # panels per panel of the result
+    unit = 2 if gemm.mode >= SILU_MUL else 1  # panels per panel of the result
     while panel < end:
         group = PANELS_PER_TILE[tile]
         if panel + max(group, unit) > end:
@@ -201,7 +226,17 @@ def _gemm_block(
 @jit
 def gemm_num_tasks(op: Any) -> Any:
     """Number of tasks of a GEMM op."""
+    if op[OP_ITEMS]:
+        num_items = load_i64(op[OP_ITEMS])
+        return num_items * _splits_per_item(op, num_items)
     return -(-op[4] // op[13]) * op[15]
+
+
+@jit
+def _splits_per_item(op: Any, num_items: int) -> Any:
+    """Ranges of panels of each item of a grouped GEMM: about `op[15]` tasks in all."""
+    unit = 2 if op[1] >= SILU_MUL else 1
+    return max(1, min(op[8] // unit, -(-op[15] // max(1, num_items))))
 
 
 @jit
@@ -210,9 +245,15 @@ def packed_gemm(op: Any, eps: float, scratch: Any, counters: int, worker: int) -
 
     A task is a block of rows times one of `num_n_splits` ranges of panels.
 
+    Grouped: `op[OP_ITEMS]` is the address of the number of items, and from the next int64 on four of
+    each: the matrix, first row, rows, the tile's index. Panels and biases of the matrices follow each
+    other; a block of rows is an item.
+
     Args:
-        op: [16] int64: a `GemmArgs`, then block_rows (a multiple of the tile's MR), the tile's index
-            in MR_TILES, num_n_splits. No bit of the result depends on these three.
+        op: [OP_FIELDS] int64: fields of `GemmArgs` up to `num_columns`, then block_rows (a multiple of
+            the tile's MR), the tile's index in MR_TILES, num_n_splits; grouped: the most rows of an
+            item, nothing, tasks to aim at. No bit of the result depends on these three.
+            `OP_NORM_KIND` and `OP_GATHER` are the last fields of `GemmArgs`.
         eps: of the norm.
         scratch: [gemm_scratch_floats] float32 of this worker.
         counters: address of the op's counters.
@@ -220,16 +261,21 @@ def packed_gemm(op: Any, eps: float, scratch: Any, counters: int, worker: int) -
             workers that alternate would both pack all rows.
     """
     gemm = GemmArgs(
-        op[0], op[1], op[2], op[3], op[4], op[5], op[6], op[7], op[8], op[9], op[10], op[11], op[12]
+        op[0], op[1], op[2], op[3], op[4], op[5], op[6], op[7], op[8], op[9], op[10], op[11], op[12],
+        op[OP_NORM_KIND], op[OP_GATHER],
     )  # fmt: skip
-    block_rows, tile, num_n_splits = op[13], op[14], op[15]
-    tile_rows, total = MR_TILES[tile], gemm_num_tasks(op)
+    block_rows, tile, num_n_splits, items = op[13], op[14], op[15], op[OP_ITEMS]
+    if items:
+        num_n_splits = _splits_per_item(op, load_i64(items))
+    total = gemm_num_tasks(op)
     packed = data_address(scratch)
     sums = packed + _round_up_to_cache_line(4 * (block_rows * gemm.width + _PACK_UNIT))
     normed = sums + 4 * NR * PANELS_PER_TILE[0] * block_rows
     edge_row = normed + 4 * _PACK_UNIT * gemm.width
-    unit = 2 if gemm.mode == SILU_MUL else 1
+    unit = 2 if gemm.mode >= SILU_MUL else 1
     num_panel_groups = gemm.num_panels // unit
+    matrix_bytes = (2 if gemm.kind == BF16 else 4) * NR * gemm.width * gemm.num_panels
+    matrix = gemm
     packed_block, done = -1, 0
     while True:
         task = next_task_from_either_end(counters, total, worker % 2)
@@ -238,12 +284,22 @@ def packed_gemm(op: Any, eps: float, scratch: Any, counters: int, worker: int) -
         block, n_split = task // num_n_splits, task % num_n_splits
         first = block * block_rows
         rows = min(block_rows, gemm.num_rows - first)
+        if items:
+            item = items + 8 * (1 + 4 * block)
+            number, first = load_i64(item), load_i64(item + 8)
+            rows, tile = load_i64(item + 16), load_i64(item + 24)
+            bias = gemm.bias + 4 * NR * gemm.num_panels * number if gemm.bias else 0
+            matrix = GemmArgs(
+                gemm.kind, gemm.mode, gemm.rows, gemm.row_stride, gemm.num_rows, gemm.width, gemm.norm,
+                gemm.weight + matrix_bytes * number, gemm.num_panels, bias, gemm.out, gemm.out_stride,
+                gemm.num_columns, gemm.norm_kind, gemm.gather,
+            )  # fmt: skip
         if block != packed_block:
             packed_block = block
             num_edge, r = _num_edge_tiles(tile, rows), 0
             while r < rows:
                 is_edge = num_edge and rows - r <= num_edge * MR_TILES[tile - 1]
-                mr = MR_TILES[tile - 1] if is_edge else tile_rows
+                mr = MR_TILES[tile - 1] if is_edge else MR_TILES[tile]
                 into, count = packed + 4 * gemm.width * r, min(mr, rows - r)
                 _pack_a(gemm, eps, first + r, count, into, mr, normed)
                 r += mr
@@ -251,7 +307,7 @@ def packed_gemm(op: Any, eps: float, scratch: Any, counters: int, worker: int) -
             unit * (num_panel_groups * n_split // num_n_splits),
             unit * (num_panel_groups * (n_split + 1) // num_n_splits),
         )
-        _gemm_block(gemm, tile, first, rows, panels, packed, sums, edge_row)
+        _gemm_block(matrix, tile, first, rows, panels, packed, sums, edge_row)
         done += 1
 
 

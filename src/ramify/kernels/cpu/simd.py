@@ -290,6 +290,17 @@ def load_i64(_: Any, address: Any) -> Any:
 
 
 @intrinsic
+def store_i64(_: Any, address: Any, value: Any) -> Any:
+    """Store an int64."""
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        store(builder, args[1], args[0])
+        return context.get_dummy_value()
+
+    return types.void(_int, _int), code
+
+
+@intrinsic
 def store_f32(_: Any, address: Any, value: Any) -> Any:
     """Store a float32."""
 

@@ -22,7 +22,7 @@ class FusedAttentionArgs(NamedTuple):
     num_workers: int
     num_tokens: int  # rows beyond are padding
     num_phases: int  # of attention, each an op with a barrier
-    planes: NDArray[np.int64]  # [num_layers, 2]: addresses of the K and the V plane
+    planes: NDArray[np.int64]  # [num_layers, 3]: addresses of the K and the V plane; window or 0
     slots: NDArray[np.int64]  # [T], padding rows included
     kernel_args: tuple[Any, ...]  # the last arguments of `fused_layers.run_fused_layers`
 
@@ -42,7 +42,10 @@ class FusedAttention:
         self._num_slots = (pool.num_pages + 1) * pool.page_size
         # The pool never moves its planes.
         self._addresses = np.array(
-            [[pool.planes(layer)[name].data_ptr() for name in "kv"] for layer in layers]
+            [
+                [*(pool.planes(layer)[name].data_ptr() for name in "kv"), spec.windows[layer] or 0]
+                for layer in layers
+            ]
         )
 
     @staticmethod
@@ -68,8 +71,6 @@ class FusedAttention:
             *(plane.dtype for plane in first.values()),
         }:
             return f"K/V in {first['k'].dtype} of a model in {dtype}"
-        if len(set(spec.windows)) > 1:
-            return "layers with different windows"
         try:
             for layer in range(pool.layout.num_layers):
                 validate_planes(pool.planes(layer), spec)

@@ -1,15 +1,10 @@
 """Fused decoder layers: compiled code from one attention to the next, or through all layers at once.
 
-A layer is five ops of an op list, with attention after the second:
-
-    QKV GEMM (RMS norm)  ->  QK norm + rope  ->  attention  ->  O GEMM (+= hidden)
-    gate/up GEMM (RMS norm, silu * mul)  ->  down GEMM (+= hidden)
-
-`FusedLayers` chooses for each step; the bits are the same:
+`cpu_layer_ops` makes the ops. `FusedLayers` chooses for each step; the bits are the same:
 
 - fused: all layers in one call, K/V write and attention included, if the step is short;
 - by layer: a Python call of attention in each layer;
-- pruned, on top of either: O GEMM and MLP of the last layer only for the rows that are wanted.
+- pruned, on top of either: what follows attention in the last layer only for the rows that are wanted.
 
 Why: with few rows the Python around a GEMM takes as long as the GEMM, since a pass over the weights
 leaves nothing of the interpreter in the processor's caches.
@@ -20,8 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -35,11 +29,9 @@ from ramify.kernels.cpu.abi import OP_FIELDS, OP_OUT, OP_ROWS, OP_X
 from ramify.kernels.cpu.threads import ROW_KINDS, set_num_threads, thread_scratch
 from ramify.kv.pool import KVPool
 from ramify.models.ops.cpu_layer_attention import FusedAttention, FusedAttentionArgs
-from ramify.models.ops.cpu_linear import PackedLinear
-from ramify.models.ops.cpu_rope import QKNormRope
+from ramify.models.ops.cpu_layer_ops import LayerOps, OpList
 from ramify.models.ops.functional import mark_nonfinite_rows
-from ramify.models.ops.protocol import DecoderLayer, ForwardStep, FusableLayer
-from ramify.models.ops.torch_ops import SplitAttention
+from ramify.models.ops.protocol import DecoderLayer, ForwardStep
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -52,39 +44,14 @@ FUSED_MAX_ROWS, FUSED_MAX_MACS = 64, 6e10
 MAX_OP_LISTS = 64
 
 
-class LayerOps(NamedTuple):
-    """The compiled ops of a layer, in order; attention comes after `rope`."""
-
-    qkv: PackedLinear
-    rope: QKNormRope
-    o_proj: PackedLinear
-    gate_up: PackedLinear
-    down: PackedLinear
-
-    @classmethod
-    def of(cls, layer: DecoderLayer) -> LayerOps | None:
-        """The ops of a layer; None if it is not fusable, or one of them is not compiled."""
-        if not isinstance(layer, FusableLayer):
-            return None
-        qkv, attention, *others = layer.fusable
-        if not isinstance(attention, SplitAttention) or attention.sinks is not None:
-            return None
-        rope = attention.qk_norm_rope
-        linears = [linear for linear in (qkv, *others) if isinstance(linear, PackedLinear)]
-        if len(linears) <= len(others) or not isinstance(rope, QKNormRope):
-            return None
-        return cls(linears[0], rope, *linears[1:])
-
-
-_QKV, _ROPE, _O_PROJ, _GATE_UP, _DOWN = range(5)
-_OPS_PER_LAYER = len(LayerOps._fields)
+_ROPE = 1  # the place of QK norm + rope among the ops of a layer, between the GEMMs QKV and O
 
 
 class FusedLayers:
-    """A `LayerStack` of a dense decoder as one op list; same bits as its layers called one by one.
+    """A `LayerStack` as one op list; same bits as its layers called one by one.
 
     Args:
-        layers: at least one, all of the same widths and dtype.
+        layers: at least one, all of the same width, heads and dtype.
 
     Raises:
         ConfigError: layers differ, or their widths do not fit their heads.
@@ -100,34 +67,30 @@ class FusedLayers:
         from ramify.kernels.cpu import fused_layers, op_list
 
         if not _are_alike(layers):
-            kinds = sorted({str([op.kind for op in ops]) for ops in layers})
+            kinds = sorted({str(ops.kind) for ops in layers})
             raise ConfigError(f"layers differ in their widths, heads or dtypes: {kinds}")
         first = layers[0]
         num_heads, head_dim = first.rope.heads.counts, first.rope.heads.head_dim
-        hidden, inner = first.qkv.widths[0], first.down.widths[0]
-        heads, attn_out = sum(num_heads) * head_dim, num_heads[0] * head_dim
-        expected = (hidden, heads), (attn_out, hidden), (hidden, inner), (inner, hidden)
-        widths = tuple(op.widths for op in first if isinstance(op, PackedLinear))
-        if widths != expected:
-            raise ConfigError(
-                f"linears have widths {widths}; with these heads they must have {expected}"
-            )
+        hidden, heads = first.qkv.widths[0], sum(num_heads) * head_dim
+        expected = (hidden, heads), (num_heads[0] * head_dim, hidden)
+        for layer in layers:
+            widths = layer.qkv.widths, layer.o_proj.widths
+            if widths != expected:
+                raise ConfigError(
+                    f"linears have widths {widths}; with these heads they must have {expected}"
+                )
         self._kernels, self._run_fused_layers = op_list, fused_layers.run_fused_layers
         self._layers, self._num_heads, self._head_dim = list(layers), num_heads, head_dim
         # By pool: the backend of its last step, and what attends over both inside the kernel.
         self._attention: WeakKeyDictionary[KVPool, tuple[PagedBackend, FusedAttention | None]] = (
             WeakKeyDictionary()
         )
-        self._eps = np.array([op.eps for ops in layers for op in ops])
-        self._num_weights = len(layers) * sum(
-            op.widths[0] * op.widths[1] * (1 + (op is first.gate_up))
-            for op in first
-            if isinstance(op, PackedLinear)
-        )
-        # Caches of partials, not of methods: a cycle through self would keep the weights alive.
+        self._ops = OpList(layers)
+        self._eps, self._starts = self._ops.eps, np.cumsum([0, *(len(ops.ops) for ops in layers)])
+        self._attention_ops = self._starts[:-1] + _ROPE  # attention comes behind each
+        # Caches of methods of another object: a cycle through self would keep the weights alive.
         cache = functools.lru_cache(MAX_OP_LISTS)
-        self._op_list = cache(partial(_op_list, self._layers))
-        self._floats = cache(partial(_scratch_floats, first))
+        self._op_list, self._floats = cache(self._ops.fields), cache(self._ops.scratch_floats)
         # Before the first kernel, which starts Numba's thread pool.
         set_num_threads(torch.get_num_threads())
         no_ops = np.zeros((0, OP_FIELDS), np.int64), self._eps[:0], np.zeros(0, np.int64)
@@ -151,9 +114,9 @@ class FusedLayers:
             raise ConfigError(f"hidden has strides {hidden.stride()}; it must be contiguous")
         if not len(hidden):
             return hidden
-        ops, _inner = self._bind_buffers(hidden)
+        ops, _buffers = self._bind_buffers(hidden)
         is_pruned = step.output_rows is not None
-        full_layer_ops = len(ops) - _OPS_PER_LAYER if is_pruned else len(ops)
+        full_layer_ops = int(self._starts[-2]) if is_pruned else len(ops)
         fused_args = self._fused_args(step)
         if fused_args is not None and self._fuses_attention(fused_args, positions):
             first.rope.check_position_range(positions)
@@ -199,51 +162,42 @@ class FusedLayers:
         return attention.step(paged.pool, paged.plan, paged.slots.numpy())
 
     def _bind_buffers(self, hidden: Tensor) -> tuple[NDArray[np.int64], Tensor]:
-        """A copy of the op list with addresses of hidden and of the MLP's intermediate rows.
-
-        Returns the intermediate rows too: the caller must hold them until the ops have run.
-        """
-        num_rows, first = len(hidden), self._layers[0]
-        ops = self._op_list(num_rows, torch.get_num_threads()).copy()
-        inner = torch.empty((num_rows, first.gate_up.out_width), dtype=hidden.dtype)
-        for op, x in ((_QKV, hidden), (_GATE_UP, hidden), (_DOWN, inner)):
-            ops[op::_OPS_PER_LAYER, OP_X] = x.data_ptr()
-        for op, out in ((_O_PROJ, hidden), (_GATE_UP, inner), (_DOWN, hidden)):
-            ops[op::_OPS_PER_LAYER, OP_OUT] = out.data_ptr()
-        return ops, inner
+        """See `OpList.bind`."""
+        return self._ops.bind(self._op_list(len(hidden), torch.get_num_threads()), hidden)
 
     def _run_by_layer(self, ops: NDArray[np.int64], step: ForwardStep, dtype: torch.dtype) -> None:
         """Run whole layers, `ops` from the first on, with a Python call of attention in each."""
         positions, whole = step.positions, replace(step, output_rows=None)
         run, begin = self._run(len(positions), positions), 0
-        for number in range(len(ops) // _OPS_PER_LAYER):
-            end = _OPS_PER_LAYER * number + _O_PROJ
+        for number, rope in enumerate(self._attention_ops.tolist()):
+            if rope >= len(ops):
+                break
             heads = self._heads(ops, number, len(positions), dtype)
-            run(ops, begin, end)
+            run(ops, begin, rope + 1)
             if number == 0:
-                self._layers[0].rope.raise_if_out_of_range(ops[_ROPE])
+                self._layers[0].rope.raise_if_out_of_range(ops[rope])
             attn_out = self._attention_output(whole, number, *heads)
-            ops[end, OP_X] = attn_out.data_ptr()
-            begin = end
+            begin = rope + 1
+            ops[begin, OP_X] = attn_out.data_ptr()
         run(ops, begin, len(ops))
 
     def _run_pruned_last_layer(
         self, ops: NDArray[np.int64], step: ForwardStep, hidden: Tensor
     ) -> None:
-        """Run the last layer: K/V of all rows, then attention, O GEMM and MLP of `output_rows` only."""
+        """Run the last layer: K/V of all rows, then attention and what follows of `output_rows` only."""
         positions, rows = step.positions, step.output_rows
         assert rows is not None
-        number = len(self._layers) - 1
-        begin = _OPS_PER_LAYER * number
+        number, begin = len(self._layers) - 1, int(self._starts[-2])
+        o_proj = begin + _ROPE + 1
         q, k, v = self._heads(ops, number, len(hidden), hidden.dtype)
-        self._run(len(hidden), positions)(ops, begin, begin + _O_PROJ)
+        self._run(len(hidden), positions)(ops, begin, o_proj)
         self._layers[0].rope.raise_if_out_of_range(ops[begin + _ROPE])
         attn_out = self._attention_output(step, number, q, k, v)
         if len(rows):
             wanted = hidden[rows]
-            ops, _inner = self._bind_buffers(wanted)
-            ops[begin + _O_PROJ, OP_X] = attn_out.data_ptr()
-            self._run(len(wanted), positions)(ops, begin + _O_PROJ, len(ops))
+            ops, _buffers = self._bind_buffers(wanted)
+            ops[o_proj, OP_X] = attn_out.data_ptr()
+            self._run(len(wanted), positions)(ops, o_proj, len(ops))
             hidden[rows] = wanted
         mark_nonfinite_rows(hidden, k, v)
 
@@ -253,7 +207,7 @@ class FusedLayers:
         """A function run(ops, begin, end) that runs ops[begin:end] on this many rows."""
         num_workers, indices = torch.get_num_threads(), positions.contiguous().numpy()
         floats = self._floats(num_rows, num_workers)
-        scratch = thread_scratch(num_workers, floats, _OPS_PER_LAYER * len(self._layers))
+        scratch = thread_scratch(num_workers, floats, len(self._eps))
 
         def run(ops: NDArray[np.int64], begin: int, end: int) -> None:
             # Attention, called in between, may set another number.
@@ -269,9 +223,9 @@ class FusedLayers:
         self, ops: NDArray[np.int64], number: int, num_rows: int, dtype: torch.dtype
     ) -> tuple[Tensor, ...]:
         """Allocate the QKV rows of a layer and bind them to its ops; returns views q, k, v."""
-        begin = _OPS_PER_LAYER * number
+        rope = self._attention_ops[number]
         rows = torch.empty((num_rows, sum(self._num_heads), self._head_dim), dtype=dtype)
-        ops[begin + _QKV, OP_OUT] = ops[begin + _ROPE, OP_ROWS] = rows.data_ptr()
+        ops[rope - 1, OP_OUT] = ops[rope, OP_ROWS] = rows.data_ptr()
         return rows.split_with_sizes(self._num_heads, 1)
 
     def _attention_output(
@@ -294,7 +248,7 @@ class FusedLayers:
         if num_rows > FUSED_MAX_ROWS:
             num_keys = int(positions.numpy().max()) + 1
             attention_macs = 2 * len(self._layers) * num_q * self._head_dim * num_keys
-            if num_rows * (self._num_weights + attention_macs) > FUSED_MAX_MACS:
+            if num_rows * (self._ops.row_macs + attention_macs) > FUSED_MAX_MACS:
                 return False
         kind = self._layers[0].qkv.dtype, len(self._layers), *self._num_heads, self._head_dim
         planned = fused_args.kind, fused_args.num_workers, len(fused_args.slots)
@@ -310,8 +264,9 @@ class FusedLayers:
         attn_out = torch.empty((num_rows, num_q), dtype=dtype)
         if fused_args.num_tokens < num_rows:
             attn_out[fused_args.num_tokens :] = 0
-        ops[_QKV::_OPS_PER_LAYER, OP_OUT] = ops[_ROPE::_OPS_PER_LAYER, OP_ROWS] = rows.data_ptr()
-        ops[_O_PROJ::_OPS_PER_LAYER, OP_X] = attn_out.data_ptr()
+        rope = self._attention_ops[self._attention_ops < len(ops)]
+        ops[rope - 1, OP_OUT] = ops[rope, OP_ROWS] = rows.data_ptr()
+        ops[rope + 1, OP_X] = attn_out.data_ptr()
         buffers = np.array(
             [ROW_KINDS[dtype], rows.data_ptr(), rows.stride(0) * size, num_q * size,
              (num_q + num_k) * size, attn_out.data_ptr()]
@@ -327,24 +282,5 @@ class FusedLayers:
 
 
 def _are_alike(layers: Sequence[LayerOps]) -> bool:
-    """Whether there are layers, all of the same widths and heads, in one dtype."""
-    kinds = {tuple(op.kind for op in ops) for ops in layers}
-    return len(kinds) == 1 and len({kind[0] for layer in kinds for kind in layer}) == 1
-
-
-def _scratch_floats(layer_ops: LayerOps, num_rows: int, num_workers: int) -> int:
-    """Scratch float32 per worker that suffices for every GEMM of a layer."""
-    linears = [op for op in layer_ops if isinstance(op, PackedLinear)]
-    return max(linear.scratch_floats(num_rows, num_workers) for linear in linears)
-
-
-def _op_list(layers: Sequence[LayerOps], num_rows: int, num_workers: int) -> NDArray[np.int64]:
-    """All ops without the addresses of rows: [len(layers) * _OPS_PER_LAYER, OP_FIELDS]."""
-    op_list = np.zeros((_OPS_PER_LAYER * len(layers), OP_FIELDS), np.int64)
-    for number, op in enumerate(op for ops in layers for op in ops):
-        if isinstance(op, QKNormRope):
-            fields = op.op(num_rows, layers[0].qkv.row_bytes, num_workers)
-        else:
-            fields = op.op(num_rows, num_workers, add=number % _OPS_PER_LAYER in (_O_PROJ, _DOWN))
-        op_list[number] = fields
-    return op_list
+    """Whether there are layers, all of one kind."""
+    return len({ops.kind for ops in layers}) == 1

@@ -14,6 +14,7 @@ from torch import Tensor
 from ramify.errors import ConfigError
 from ramify.kernels.cpu.abi import (
     ADD_RESIDUAL,
+    GELU_TANH_MUL,
     OP_GEMM,
     OP_OUT,
     OP_X,
@@ -23,7 +24,7 @@ from ramify.kernels.cpu.abi import (
 )
 from ramify.kernels.cpu.threads import ROW_KINDS, set_num_threads, thread_scratch
 from ramify.kv import huge_pages
-from ramify.models.ops.protocol import ForwardStep
+from ramify.models.ops.protocol import Activation, ForwardStep
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 # blocks a worker stays in the block that it has packed, so more tasks cost nothing.
 GEMM_TASKS_PER_WORKER, GEMM_TASKS_PER_WORKER_BLOCKED = 4, 16
 MAX_CACHED_OPS = 64  # per linear: one op for each number of rows, workers and mode
+# Activations that the GEMM has as an epilogue.
+GATED_MODES: dict[Activation, int] = {"silu_mul": SILU_MUL, "gelu_tanh_mul": GELU_TANH_MUL}
 
 _NO_POSITIONS = np.zeros(0, np.int64)
 
@@ -66,7 +69,7 @@ def pack_weight(weight: Tensor, into: Tensor) -> None:
         parts.append((into[num_full:], F.pad(remainder, (0, 0, 0, NR - len(remainder)))))
     for panels, rows in parts:
         count = len(panels)
-        if _weight_kind(weight) == BF16_VNNI:
+        if weight_kind(weight) == BF16_VNNI:
             words = rows.reshape(count, NR, width // 2, 2).permute(0, 2, 1, 3)
             panels.view(count, width // 2, NR, 2).copy_(words)
         elif weight.dtype == torch.bfloat16:
@@ -76,7 +79,7 @@ def pack_weight(weight: Tensor, into: Tensor) -> None:
             panels.copy_(rows.reshape(count, NR, width).permute(0, 2, 1))
 
 
-def _weight_kind(weight: Tensor) -> int:
+def weight_kind(weight: Tensor) -> int:
     """Micro-kernel kind for this weight: F32, BF16, or BF16_VNNI (CPU has bf16 dot, in_width is even)."""
     from ramify.kernels.cpu.gemm_microkernels import BF16_VNNI
     from ramify.kernels.cpu.simd import HAS_BF16_DOT
@@ -92,19 +95,47 @@ def pack_bias(bias: Tensor) -> Tensor:
     return F.pad(bias.float(), (0, -len(bias) % NR)).view(-1, NR)
 
 
+def pack_matrix(
+    weight: Tensor, bias: Tensor | None, num_parts: int, into: Tensor, biases: Tensor | None
+) -> None:
+    """Pack a matrix and its bias; two parts, gate above up, by alternating panels.
+
+    Args:
+        into: zeros [ceil(out_width / num_parts / NR), num_parts, in_width, NR].
+        biases: [panels, num_parts, NR] float32, if there is a bias.
+    """
+    for number, part in enumerate(weight.chunk(num_parts)):
+        pack_weight(part, into[:, number])
+    if bias is not None and biases is not None:
+        for number, half in enumerate(bias.chunk(num_parts)):
+            biases[:, number] = pack_bias(half)
+
+
+def norm_kind(norm: Tensor, dtype: torch.dtype) -> int:
+    """Storage kind of a norm's weights for rows of `dtype`.
+
+    Raises:
+        ConfigError: it is neither that of the rows nor float32.
+    """
+    if norm.dtype not in (dtype, torch.float32):
+        raise ConfigError(f"a norm in {norm.dtype} for rows in {dtype}; use {dtype} or float32")
+    return ROW_KINDS[norm.dtype]
+
+
 class PackedLinear:
-    """Packed GEMM with optional fused RMS norm, bias and silu * mul; rows are independent by construction.
+    """Packed GEMM with optional fused RMS norm, bias and activation; rows are independent by construction.
 
         x @ weight.T + bias               plain
         rms_norm(x) @ weight.T + bias     norm
-        silu(gate) * up                   gated; gate, up = halves of the above
+        silu(gate) * up                   activation; gate, up = halves of the above
 
     Args:
-        weight: [out_width, in_width], float32 or bfloat16, copied into packed form; if gated
+        weight: [out_width, in_width], float32 or bfloat16, copied into packed form; with an activation
             [2 * out_width, in_width], gate above up.
         bias: one element per row of `weight`.
-        norm: weight [in_width] and eps of an RMS norm of x.
-        gated: silu(gate) * up as epilogue.
+        norm: weight [in_width] and eps of an RMS norm of x. In bfloat16 a weight in float32 is
+            multiplied with before the norm is rounded, one in bfloat16 afterwards.
+        activation: of the epilogue, a key of `GATED_MODES`.
 
     Accumulates in float32; rounds to the weight's dtype wherever separate operations would. The
     bfloat16 dot-product instructions (VNNI) flush subnormal bfloat16 numbers to zero.
@@ -116,30 +147,27 @@ class PackedLinear:
         bias: Tensor | None = None,
         *,
         norm: tuple[Tensor, float] | None = None,
-        gated: bool = False,
+        activation: Activation | None = None,
     ) -> None:
         from ramify.kernels.cpu import op_list, packed_gemm
         from ramify.kernels.cpu.gemm_microkernels import BF16_VNNI, NR
 
         self._kernels, self._run_ops = packed_gemm, op_list.run_ops
-        self.out_width = weight.shape[0] // 2 if gated else weight.shape[0]
+        num_parts = 1 if activation is None else 2
+        self.out_width = weight.shape[0] // num_parts
         self._in_width, self.dtype = weight.shape[1], weight.dtype
-        self._kind = _weight_kind(weight)
+        self._kind = weight_kind(weight)
         # Row width in elements of that kind: a VNNI word is two numbers.
         self._width = self._in_width // 2 if self._kind == BF16_VNNI else self._in_width
-        self._mode = SILU_MUL if gated else STORE
-        matrices = weight.chunk(2) if gated else (weight,)
+        self._mode = STORE if activation is None else GATED_MODES[activation]
         # Panels of gate and up alternate, so that a group of two gives NR columns of the result.
-        num_groups = -(-len(matrices[0]) // NR)
-        packed = huge_pages.zeros((num_groups, len(matrices), self._in_width, NR), weight.dtype)
-        for number, matrix in enumerate(matrices):
-            pack_weight(matrix, packed[:, number])
+        num_groups = -(-self.out_width // NR)
+        packed = huge_pages.zeros((num_groups, num_parts, self._in_width, NR), weight.dtype)
+        self._bias = None if bias is None else torch.empty((num_groups, num_parts, NR))
+        pack_matrix(weight, bias, num_parts, packed, self._bias)
         self._weight, self._num_panel_groups = packed.flatten(0, 1), num_groups
-        self._bias = None
-        if bias is not None:
-            biases = [pack_bias(half) for half in (bias.chunk(2) if gated else (bias,))]
-            self._bias = torch.stack(biases, 1).flatten()
         self._norm = None if norm is None else norm[0].contiguous()
+        self._norm_kind = 0 if self._norm is None else norm_kind(self._norm, self.dtype)
         self.eps = 0.0 if norm is None else float(norm[1])
         self._eps_of_norm = np.array([self.eps])
         # (rows, workers, add) -> op without the addresses of x and the result, scratch floats
@@ -166,6 +194,11 @@ class PackedLinear:
         """Bytes of a row of the result."""
         return self.out_width * self.dtype.itemsize
 
+    @property
+    def row_macs(self) -> int:
+        """Multiply-adds of a row."""
+        return self._in_width * self.out_width * (1 if self._mode == STORE else 2)
+
     def op(self, num_rows: int, num_workers: int, *, add: bool = False) -> tuple[int, ...]:
         """The GEMM op [OP_FIELDS] of `op_list.run_ops` for contiguous x [num_rows, in_width].
 
@@ -176,7 +209,7 @@ class PackedLinear:
         return (
             self._kind, mode, 0, self._in_width * size, num_rows, self._width,
             *self._fixed, 0, self.row_bytes, self.out_width,
-            *_gemm_partition(num_rows, self._num_panel_groups, num_workers), OP_GEMM,
+            *_gemm_partition(num_rows, self._num_panel_groups, num_workers), OP_GEMM, self._norm_kind, 0, 0,
         )  # fmt: skip
 
     def scratch_floats(self, num_rows: int, num_workers: int) -> int:
@@ -212,7 +245,7 @@ class PackedLinear:
             out = torch.empty(shape, dtype=self.dtype)
             self._run(x, out)
             return out
-        if self._mode == SILU_MUL:  # its epilogue cannot add
+        if self._mode != STORE:  # its epilogue cannot add
             return residual.add_(self(x))
         if residual.shape != shape or residual.dtype != self.dtype:
             raise ConfigError(

@@ -11,7 +11,8 @@ from torch import Tensor
 from ramify.attention.exactness import PROBE_ROW_COUNTS, ProbeStore
 from ramify.models.dense_variant import QkNormForm
 from ramify.models.ops.cpu_layers import FusedLayers
-from ramify.models.ops.cpu_linear import PackedLinear, packed_gemm_supports
+from ramify.models.ops.cpu_linear import GATED_MODES, PackedLinear, packed_gemm_supports
+from ramify.models.ops.cpu_norm import RowNorm
 from ramify.models.ops.cpu_rope import QKNormRope
 from ramify.models.ops.layer_loop import LayerLoop
 from ramify.models.ops.probe import probe_row_op
@@ -22,6 +23,7 @@ from ramify.models.ops.protocol import (
     LayerStack,
     Linear,
     Norm,
+    RowOp,
     Shard,
 )
 from ramify.models.ops.torch_linear import is_constant, probe_counts
@@ -32,7 +34,7 @@ from ramify.models.rope_config import RopeConfig
 class CpuOps(TorchOps):
     """Packed GEMM with norm, activation and residual inside, QK norm + rope in place, fused layers.
 
-    Anything without a kernel (quantised weights, norms with an offset, MLA) is `TorchOps`.
+    Anything without a kernel (quantised weights, layer norms, MLA) is `TorchOps`.
     """
 
     @classmethod
@@ -56,32 +58,48 @@ class CpuOps(TorchOps):
         """See `Ops`: one kernel, or a kernel between torch operations that it has no form of."""
         weight, bias = self._matrix(names, dtype)
         inner_norm = norm if norm is not None and _has_kernel(norm) else None
-        is_gated = activation == "silu_mul"
+        inner_activation = activation if activation in GATED_MODES else None
         packed = None
         if isinstance(weight, Tensor):
-            packed = self._packed_linear(weight, bias, inner_norm, is_gated)
+            packed = self._packed_linear(weight, bias, inner_norm, inner_activation)
         if packed is None:
             return super().linear(
                 *names, norm=norm, activation=activation, shard=shard, dtype=dtype
             )
-        if norm is inner_norm and activation in (None, "silu_mul"):
+        if norm is inner_norm and activation is inner_activation:
             return packed
         outer_norm = None if norm is inner_norm else norm
-        return self._compose(outer_norm, packed, None if is_gated else activation, len(weight) // 2)
+        outer_activation = None if activation is inner_activation else activation
+        return self._compose(outer_norm, packed, outer_activation, len(weight) // 2)
+
+    def norm(self, norm: Norm) -> RowOp:
+        """See `Ops`: one kernel, for an RMS norm."""
+        if not _has_kernel(norm):
+            return super().norm(norm)
+        kernel = RowNorm(self._norm_weight(norm), norm.eps, self.dtype)
+        samples = self._samples(kernel.width)
+        shape = (kernel.width,)
+        passes = self._probe_kernel("rms_norm", kernel, shape, samples, dtype=self.dtype)
+        return kernel if passes else super().norm(norm)
+
+    def _norm_weight(self, norm: Norm) -> Tensor:
+        """What the kernels multiply a norm's rows by: with an offset the sum, in float32."""
+        weight = self.weight(f"{norm.name}.weight")
+        return weight.float() + norm.offset if norm.offset else weight
 
     def _packed_linear(
-        self, weight: Tensor, bias: Tensor | None, norm: Norm | None, is_gated: bool
+        self, weight: Tensor, bias: Tensor | None, norm: Norm | None, activation: Activation | None
     ) -> PackedLinear | None:
         """The packed GEMM of this matrix; None if the probe finds that its rows differ."""
         norm_weight = None
         if norm is not None:
-            norm_weight = self.weight(f"{norm.name}.weight"), norm.eps
-        packed = PackedLinear(weight, bias, norm=norm_weight, gated=is_gated)
+            norm_weight = self._norm_weight(norm), norm.eps
+        packed = PackedLinear(weight, bias, norm=norm_weight, activation=activation)
         parts = {
             "rms_norm": norm is not None,
             "linear": True,
             "bias": bias is not None,
-            "silu_mul": is_gated,
+            str(activation): activation is not None,
         }
         operation = " + ".join(name for name, is_part in parts.items() if is_part)
         out_width, in_width = weight.shape
@@ -122,8 +140,7 @@ class CpuOps(TorchOps):
             is_compiled = qk_norm_form == "head" and _has_kernel(q_norm) and _has_kernel(k_norm)
             if not is_compiled or q_norm.eps != k_norm.eps:
                 return in_torch()
-            weights = [self.weight(f"{norm.name}.weight") for norm in qk_norm]
-            norms = (weights[0], weights[1], q_norm.eps)
+            norms = self._norm_weight(q_norm), self._norm_weight(k_norm), q_norm.eps
         kernel = QKNormRope(table.cos, table.sin, heads, norms=norms)
 
         def on_copy(rows: Tensor, positions: Tensor) -> Tensor:
@@ -172,4 +189,4 @@ class CpuOps(TorchOps):
 
 
 def _has_kernel(norm: Norm) -> bool:
-    return norm.kind == "rms" and not norm.offset
+    return norm.kind == "rms"

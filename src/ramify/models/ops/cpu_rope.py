@@ -11,6 +11,7 @@ from torch import Tensor
 from ramify.errors import ConfigError
 from ramify.kernels.cpu.abi import OP_NORM_ROPE, OP_OUT_OF_RANGE, OP_ROWS
 from ramify.kernels.cpu.threads import ROW_KINDS, set_num_threads, thread_scratch
+from ramify.models.ops.cpu_linear import norm_kind
 from ramify.models.ops.protocol import ForwardStep, Heads
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ class QKNormRope:
 
     Args:
         cos, sin: [max_len, head_dim / 2] in the model's dtype, float32 or bfloat16.
-        norms: weights [head_dim] for q and for k, and their eps; None: rope only.
+        norms: weights [head_dim] for q and for k, of one dtype (see `PackedLinear`), and their eps;
+            None: rope only.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class QKNormRope:
         self.eps = 0.0 if norms is None else float(norms[2])
         self._shape = heads.num_q, heads.num_kv, heads.head_dim
         weights = [norm.data_ptr() for norm in self._norms] or [0, 0]
+        self._norm_kind = norm_kind(self._norms[0], cos.dtype) if self._norms else 0
         tables = [table.data_ptr() for table in self._tables]
         self._fixed = (*self._shape, *weights, *tables, len(cos))
 
@@ -59,7 +62,7 @@ class QKNormRope:
         num_tasks = min(-(-num_rows // ROPE_ROWS_PER_TASK), num_workers)
         return (
             ROW_KINDS[self._tables[0].dtype], 0, row_bytes,
-            *self._fixed, num_tasks, 0, 0, 0, 0, OP_NORM_ROPE,
+            *self._fixed, num_tasks, 0, 0, 0, 0, OP_NORM_ROPE, self._norm_kind, 0, 0,
         )  # fmt: skip
 
     def __call__(self, qkv: Tensor, step: ForwardStep) -> tuple[Tensor, Tensor, Tensor]:

@@ -179,13 +179,39 @@ class DecoderLayer(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class FusableMlp:
+    """down(gate_up(x)); the norm of x is inside `gate_up`."""
+
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class FusableParts:
+    """The operations of a layer that a device can run in one go.
+
+    hidden += after_attention(o_proj(attention(qkv(hidden))))
+    hidden += after_mlp(mlp(hidden))
+
+    `qkv` and `mlp` begin with a norm, or read hidden as it is.
+    """
+
+    qkv: Linear
+    attention: SelfAttention
+    o_proj: Linear
+    mlp: FusableMlp
+    after_attention: RowOp | None = None
+    after_mlp: RowOp | None = None
+
+
 @runtime_checkable
 class FusableLayer(Protocol):
-    """A layer that is QKV, attention, O + residual, gated MLP + residual, so that a device can fuse it."""
+    """A layer that a device can fuse."""
 
     @property
-    def fusable(self) -> tuple[Linear, SelfAttention, Linear, Linear, Linear]:
-        """QKV, attention, O, gate and up, down: the norms are inside QKV and gate and up."""
+    def fusable(self) -> FusableParts | None:
+        """Its operations; None if it computes anything else."""
         ...
 
 
