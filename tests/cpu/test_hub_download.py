@@ -3,9 +3,11 @@
 import hashlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -120,3 +122,26 @@ def test_without_a_network_the_error_says_so(tmp_path: Path) -> None:
     run = download("some/model", tmp_path, 9)
 
     assert "cannot be downloaded" in run.stderr.splitlines()[-1]
+
+
+def test_cached_pickles_are_the_reason_where_nothing_can_be_downloaded(tmp_path: Path) -> None:
+    """Offline and without a network, and soon."""
+    source = write_tiny_checkpoint(tmp_path / "source", "llama")
+    cache = tmp_path / "cache"
+    snapshot = cache / "models--some--other" / "snapshots" / Hub.commit
+    snapshot.mkdir(parents=True)
+    (cache / "models--some--other" / "refs").mkdir()
+    (cache / "models--some--other" / "refs" / "main").write_text(Hub.commit)
+    (snapshot / "config.json").write_bytes((source / "config.json").read_bytes())
+    (snapshot / "pytorch_model.bin").write_bytes(b"x")
+    # A network that swallows everything: connections are accepted and never answered.
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        begin_s = time.monotonic()
+        port = silent.getsockname()[1]
+        runs = [download("some/other", cache, port, offline=offline) for offline in (True, False)]
+        duration_s = time.monotonic() - begin_s
+
+    assert duration_s < 30
+    for run in runs:
+        assert f"{snapshot} has pickled weights only (pytorch_model.bin)" in run.stderr
+        assert "`hf download some/other`" in run.stderr

@@ -125,7 +125,7 @@ class Corpus:
         digest = blake2b(head + text, digest_size=16).digest()
         number = self._unit_of.get(digest)
         if number is None:
-            number = self._unit_of[digest] = len(self.units)
+            number = len(self.units)
             tokens = self._encode(segment.text, segment.form, segment.label)
             self._file.seek(self._file_bytes)
             self._file.write(text)
@@ -142,6 +142,7 @@ class Corpus:
                 )
             )
             self._file_bytes += len(text)
+            self._unit_of[digest] = number  # last: Ctrl-C leaves no number without its unit
             self._texts.put(number, segment.text, len(text))
             self._tokens.put(number, tokens, tokens.nbytes)
         return number

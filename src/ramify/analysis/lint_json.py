@@ -9,8 +9,8 @@ from ramify.analysis.verdicts import SCHEMA, Finding, LintReport, Verdict
 
 
 def report_as_json(report: LintReport) -> dict[str, Any]:
-    """A report with the keys of the contract."""
-    return {
+    """A report with the keys of the contract; `interrupted` only if Ctrl-C has cut it short."""
+    out: dict[str, Any] = {
         "schema": SCHEMA,
         "num_requests": report.num_requests,
         "provider": report.provider,
@@ -21,6 +21,9 @@ def report_as_json(report: LintReport) -> dict[str, Any]:
         "quality": report.quality,
         "tables": report.tables,
     }
+    if report.interrupted:
+        out["interrupted"] = report.interrupted
+    return out
 
 
 def verdict_as_json(verdict: Verdict) -> dict[str, Any]:

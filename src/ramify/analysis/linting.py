@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,8 @@ def lint(
 ) -> LintReport:
     """Compare every request of a log with the earlier one that it could share most with.
 
+    Ctrl-C leaves a report of the requests judged so far, which says in `interrupted` what is missing.
+
     Args:
         log: files, or requests.
         provider: whose cache rule predicts reads and savings; by default that of the log.
@@ -73,21 +75,30 @@ def lint(
     Raises:
         LogError: a file cannot be read.
         RulesError: no rules of this provider, or a file of rules that cannot work.
+        KeyboardInterrupt: interrupted before a request was judged.
     """
     quality = ReadQuality() if quality is None else quality
     corpus = Corpus(tokenizer)
-    for request in _requests(log, quality, format, strict=strict):
-        corpus.add(request)
-        if progress is not None and not len(corpus) % 256:
-            progress("reading", len(corpus), 0)
-    return lint_corpus(
+    missing = ""
+    try:
+        for request in _requests(log, quality, format, strict=strict):
+            corpus.add(request)
+            if progress is not None and not len(corpus) % 256:
+                progress("reading", len(corpus), 0)
+    except KeyboardInterrupt:
+        if not len(corpus):
+            raise
+        missing = f"the log was read up to request {len(corpus):,}"
+    report = lint_parts(
         corpus,
         quality=quality,
         provider=provider,
         rules=rules,
         capacity=capacity,
         progress=progress,
-    )
+        keeps_part=True,
+    ).report
+    return replace(report, interrupted="; ".join(filter(None, (missing, report.interrupted))))
 
 
 def lint_corpus(
@@ -129,10 +140,11 @@ def lint_parts(
     rules: Path | None = None,
     capacity: str | int | None = None,
     progress: StepProgress | None = None,
+    keeps_part: bool = False,
 ) -> Linted:
     """`lint_corpus`, with the cache model, the mender and the predictions that it used.
 
-    Causes are judged under an infinite cache, predictions and savings under `capacity`.
+    With `keeps_part`, Ctrl-C leaves the requests compared so far. Causes are judged under an infinite cache, predictions and savings under `capacity`.
     """
     table = load_rules(rules)
     infinite = (
@@ -146,10 +158,17 @@ def lint_parts(
     templates = learn_templates(corpus, progress)
     matcher = Matcher(corpus, templates)
     matches: list[Match] = []
-    for match in matcher.matches(corpus):
-        matches.append(match)
-        if progress is not None and not len(matches) % 64:
-            progress("comparing", len(matches), len(corpus))
+    missing = []
+    try:
+        for match in matcher.matches(corpus):
+            matches.append(match)
+            if progress is not None and not len(matches) % 64:
+                progress("comparing", len(matches), len(corpus))
+    except KeyboardInterrupt:
+        if not keeps_part or not matches:
+            raise
+        missing.append(f"{len(matches):,} of {len(corpus):,} requests were compared")
+    judged = sorted((match.request for match in matches), key=lambda request: request.number)
     log = LogFacts(infinite)
     judge = _Judge(corpus, matcher.comparer, log)
     verdicts = judge.verdicts(matches)
@@ -159,14 +178,20 @@ def lint_parts(
     groups = [[item.fix] for item in mendable[:MAX_SAVINGS]]
     if progress is not None:
         progress("replaying", 0, len(groups) + 1)
-    savings = measure_savings(
-        corpus,
-        corpus,
-        mender,
-        [*groups, [item.fix for item in mendable]],
-        model,
-        unseen=mender,
-    )
+    try:
+        savings = measure_savings(
+            corpus,
+            judged,
+            mender,
+            [*groups, [item.fix for item in mendable]],
+            model,
+            unseen=mender,
+        )
+    except KeyboardInterrupt:
+        if not keeps_part:
+            raise
+        missing.append("savings were not measured")
+        savings = [Saving(0, 0, 0, None)] * (len(groups) + 1)
     predictions = log.predictions
     if model is not infinite:
         prompts = list(prompts_of(corpus))
@@ -175,14 +200,15 @@ def lint_parts(
     saved = {id(item): saving for item, saving in zip(mendable, savings[:-1], strict=False)}
     nothing = Saving(0, 0, 0, None)
     report = LintReport(
-        num_requests=len(corpus),
+        num_requests=len(judged),
         verdicts=verdicts,
         findings=order_by_saving([item.finding(saved.get(id(item), nothing)) for item in found]),
         saving_all=savings[-1],
         quality=_quality(corpus, ReadQuality() if quality is None else quality),
         provider=model.provider,
-        tables=report_tables(model, corpus.requests, predictions, verdicts),
+        tables=report_tables(model, judged, predictions, verdicts),
         capacity_tokens=model.capacity_tokens,
+        interrupted="; ".join(missing),
     )
     return Linted(report, model, mender, predictions, log.unsplit)
 

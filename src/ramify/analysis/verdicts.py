@@ -145,3 +145,4 @@ class LintReport:
     provider: str
     tables: dict[str, Any] = field(default_factory=dict)  # predicted and billed, agreement, sources
     capacity_tokens: int | None = None  # of the replays; None: nothing is evicted
+    interrupted: str = ""  # what is missing since Ctrl-C

@@ -56,17 +56,21 @@ def lint(
 
         num_tokens = read_capacity(capacity, model)
         quality = ReadQuality()
-        with _progress_bar() as progress:
-            report = run_lint(
-                log,
-                provider=provider,
-                rules=rules,
-                capacity=num_tokens,
-                format=log_format,
-                strict=strict,
-                progress=progress,
-                quality=quality,
-            )
+        try:
+            with _progress_bar() as progress:
+                report = run_lint(
+                    log,
+                    provider=provider,
+                    rules=rules,
+                    capacity=num_tokens,
+                    format=log_format,
+                    strict=strict,
+                    progress=progress,
+                    quality=quality,
+                )
+        except KeyboardInterrupt:
+            typer.echo("interrupted before a request was judged", err=True)
+            raise typer.Exit(INTERRUPTED) from None
         if json_file is not None:
             _write_json(report, json_file)
         if not report.num_requests:
@@ -74,6 +78,9 @@ def lint(
             return
     if str(json_file) != "-":
         _show(report)
+    if report.interrupted:
+        typer.echo(f"interrupted: {report.interrupted}", err=True)
+        raise typer.Exit(INTERRUPTED)
 
 
 def _warn_of_empty(quality: ReadQuality, *, strict: bool) -> None:

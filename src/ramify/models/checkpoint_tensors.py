@@ -15,10 +15,9 @@ from ramify.errors import CheckpointError, UnsupportedModelError
 from ramify.models.config import ModelConfig
 from ramify.models.config_fields import read_json
 from ramify.models.families import FAMILIES
-from ramify.models.find_checkpoint import INDEX
+from ramify.models.find_checkpoint import INDEX, PICKLED_ONLY, pickled_weights
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 # As safetensors names them.
 FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -224,12 +223,9 @@ def weight_files(path: Path) -> dict[Path, frozenset[str]]:
             f"{path} has {others[0]} but neither model.safetensors nor {INDEX}; download the "
             "missing files"
         )
-    pickled = sorted(file.name for pattern in PICKLED for file in path.glob(pattern))
-    if pickled:
-        raise CheckpointError(
-            f"{path} has pickled weights only ({pickled[0]}); loading them can run foreign code, "
-            "so they are not read: save the model as safetensors first"
-        )
+    pickled = pickled_weights(path)
+    if pickled is not None:
+        raise CheckpointError(f"{path} {PICKLED_ONLY.format(pickled)}")
     raise CheckpointError(
         f"{path} has no weights: neither model.safetensors nor {INDEX}; download them, or name "
         "another directory"

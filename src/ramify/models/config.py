@@ -297,7 +297,7 @@ def _architecture(fields: ConfigFields) -> str:
 
 def _activation(fields: ConfigFields, family: Family) -> Any:
     name = fields.config.get(family.activation_field) or family.activation
-    if name not in family.activations:
+    if not isinstance(name, str) or name not in family.activations:
         raise UnsupportedModelError(
             f"{fields.source}: {family.activation_field} is {name!r}; supported are "
             f"{', '.join(family.activations)}"

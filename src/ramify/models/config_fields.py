@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,10 +29,11 @@ class ConfigFields:
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A positive number; null counts as absent. CheckpointError for anything else."""
+        """A positive, finite number; null counts as absent. CheckpointError for anything else."""
         value = self.config.get(name)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is None or not is_number or not 0 < value <= sys.float_info.max:
             state = "is missing" if value is None else f"is {value!r}"
             raise CheckpointError(f"{self.source}: {name} {state}; it must be a number > 0")
         return float(value)

@@ -12,6 +12,12 @@ from ramify.errors import CheckpointError
 BUILT_IN = "ramify-tiny"
 INDEX = "model.safetensors.index.json"
 # Of a hub model: weights that can be read, configuration, tokenizer. No pickles, no code.
+PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+SAVED_PICKLES = ("pytorch_model*.bin", "consolidated*.pth")  # those of whole models
+PICKLED_ONLY = (
+    "has pickled weights only ({}); loading them can run foreign code, so they are not read: save the "
+    "model as safetensors first"
+)
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 
 
@@ -77,6 +83,13 @@ def _hub_snapshot(name: str, revision: str | None, *, offline: bool) -> Path:
                 name, revision=revision, allow_patterns=PATTERNS, local_files_only=True
             )
         )
+        file = _pickled_only(cached)
+        # Without asking the hub, which takes minutes where the network swallows packets.
+        if file is not None:
+            raise CheckpointError(
+                f"{cached} {PICKLED_ONLY.format(file)}, or get its safetensors, if the hub has any, "
+                f"with `hf download {name}`"
+            )
         # Of an interrupted download, or what another program asked for: the rest follows.
         if is_offline or _has_weights(cached):
             return cached
@@ -101,6 +114,20 @@ def _hub_snapshot(name: str, revision: str | None, *, offline: bool) -> Path:
             f"there is no directory {name!r}, and the hub model of that name{at} cannot be "
             f"downloaded ({reason}); get it with `hf download {name}` where there is a network, or {hint}"
         ) from None
+
+
+def pickled_weights(path: Path) -> str | None:
+    """The name of the first file of pickled weights in a directory; None if it has none."""
+    names = sorted(file.name for pattern in PICKLED for file in path.glob(pattern))
+    return names[0] if names else None
+
+
+def _pickled_only(path: Path) -> str | None:
+    """The name of a snapshot's pickled weights; None if it has none, or a file of safetensors."""
+    if (path / INDEX).is_file() or any(path.glob("*.safetensors")):
+        return None
+    names = [file.name for pattern in SAVED_PICKLES for file in path.glob(pattern)]
+    return min(names, default=None)
 
 
 def _has_weights(path: Path) -> bool:

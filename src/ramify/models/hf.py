@@ -26,9 +26,10 @@ from ramify.attention.exactness import FP32_ROW_MULTIPLE, Exactness
 from ramify.attention.paged import PagedBackend
 from ramify.errors import CheckpointError, UnsupportedModelError
 from ramify.kv.pool import KVPool
+from ramify.models.checkpoint_tensors import weight_files
 from ramify.models.config import ModelConfig
-from ramify.models.hf_checks import AttentionCall, ProbeAttention, check_calls, check_results
-from ramify.models.hf_config import first_line
+from ramify.models.hf_checks import AttentionCall, ProbeAttention, Run, check_calls, check_results
+from ramify.models.hf_config import first_line, may_be_recurrent
 from ramify.models.ops.probe import dtype_name
 from ramify.models.ops.protocol import ForwardStep, Linear, Ops
 from ramify.models.ops.registry import OpsFactory
@@ -36,6 +37,7 @@ from ramify.models.ops.registry import OpsFactory
 NAME = "ramify_paged"
 # What the modules of transformers raise where they cannot do what is asked.
 FORWARD_ERRORS = (RuntimeError, IndexError, TypeError, ValueError, AttributeError)
+CROSS_ATTENTION = (".encoder_attn", ".crossattention")  # names of modules
 # What attends in the forward pass of this context.
 _ATTEND: ContextVar[Callable[[AttentionCall], Tensor]] = ContextVar("attend")
 _MASK: ContextVar[Callable[..., Any]] = ContextVar("mask")
@@ -47,7 +49,7 @@ class HfDecoder:
     def __init__(self, config: ModelConfig, model: Any, ops: Ops, row_multiple: int) -> None:
         self.config, self.dtype, self.row_multiple = config, ops.dtype, row_multiple
         self._model, self._ops = model, ops
-        self._decoder = model.get_decoder()
+        self._decoder = _decoder_of(model)
         self._head, self._hidden = _head_of(model, self._decoder)
 
     def exactness(self) -> list[Exactness]:
@@ -108,9 +110,10 @@ def load_hf_decoder(
     disable_progress_bar()
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _mask)
+    weight_files(path)
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, local_files_only=True, trust_remote_code=False
+            path, dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True
         )
     except (ValueError, OSError, RuntimeError, KeyError, SafetensorError) as error:
         raise CheckpointError(
@@ -133,19 +136,33 @@ def load_hf_decoder(
             raise UnsupportedModelError(f"{refuse}takes no attention function: {error}") from None
         ops = _replace_linears(model, dtype=dtype, exact=exact, make_ops=make_ops, **ops_args)
 
-        def run(rows: slice) -> Tensor:
-            positions = torch.arange(len(token_ids))[rows]
+        def run(rows: slice, positions: Tensor | None) -> Tensor:
+            positions = torch.arange(len(token_ids)) if positions is None else positions
             with _attending(probe.attend), _masking(probe.mask):
-                return run_decoder(model.get_decoder(), token_ids[rows], positions)
+                return run_decoder(_decoder_of(model), token_ids[rows], positions[rows])
+
+        def own_at_positions() -> Tensor:
+            model.set_attn_implementation("eager")
+            return run_decoder(_decoder_of(model), token_ids, torch.arange(len(token_ids)))
 
         try:
-            hidden = run(slice(None))
+            hidden = run(slice(None), None)
         except FORWARD_ERRORS as error:
             raise UnsupportedModelError(
                 f"{refuse}does not run with paged attention: {first_line(error)}"
             ) from error
-        reason = check_calls(probe, config) or check_results(
-            probe, run, hidden, expected, dtype=dtype
+        reason = check_calls(
+            probe, config, may_be_recurrent=may_be_recurrent(type(model))
+        ) or check_results(
+            probe,
+            run,
+            hidden,
+            expected,
+            own_at_positions,
+            has_cross_attention=any(
+                name.endswith(CROSS_ATTENTION) for name, _ in model.named_modules()
+            ),
+            dtype=dtype,
         )
         if reason is not None:
             raise UnsupportedModelError(refuse + reason)
@@ -158,27 +175,31 @@ def load_hf_decoder(
     return HfDecoder(config, model, ops, row_multiple)
 
 
-def run_decoder(decoder: nn.Module, token_ids: Tensor, positions: Tensor) -> Tensor:
-    """Hidden rows [T, hidden_size] of tokens [T] of any sequences."""
-    output = decoder(
-        input_ids=token_ids[None], position_ids=positions[None], use_cache=False, return_dict=True
-    )
+def _decoder_of(model: Any) -> nn.Module:
+    """The module below the head: ids in, hidden rows out."""
+    decoder: nn.Module = model.get_decoder()
+    # Some models call the last linear of their head `decoder`.
+    return model.base_model if isinstance(decoder, nn.Linear | _OurLinear) else decoder
+
+
+def run_decoder(decoder: nn.Module, token_ids: Tensor, positions: Tensor | None) -> Tensor:
+    """Hidden rows [T, hidden_size] of tokens [T] of any sequences; positions None: the model's own."""
+    at = {} if positions is None else {"position_ids": positions[None]}
+    output = decoder(input_ids=token_ids[None], use_cache=False, return_dict=True, **at)
     hidden: Tensor = output.last_hidden_state[0]
     return hidden
 
 
 def _own_hidden(model: Any, token_ids: Tensor) -> Tensor | None:
-    """Hidden rows with the model's own eager attention; None if it has none."""
+    """Hidden rows with the model's own eager attention and positions; None if it has no such."""
     try:
         model.set_attn_implementation("eager")
     except (ValueError, AttributeError):
         return None
-    return run_decoder(model.get_decoder(), token_ids, torch.arange(len(token_ids)))
+    return run_decoder(_decoder_of(model), token_ids, None)
 
 
-def _row_multiple(
-    probe: ProbeAttention, run: Callable[[slice], Tensor], ops: Ops, *, exact: bool
-) -> int | None:
+def _row_multiple(probe: ProbeAttention, run: Run, ops: Ops, *, exact: bool) -> int | None:
     """The rows to pad a step to, so that a row's bits do not depend on the others; None: there is none."""
     if not exact:
         return ops.row_multiple
@@ -195,6 +216,8 @@ class _OurLinear(nn.Module):
         super().__init__()
         self._linear = linear
         self.in_features, self.out_features = module.in_features, module.out_features
+        # Models look at its dtype and device; the elements are packed elsewhere.
+        self.weight = torch.empty_like(module.weight, device="meta")
 
     def forward(self, x: Tensor) -> Tensor:
         rows = self._linear(x.reshape(-1, self.in_features), None)

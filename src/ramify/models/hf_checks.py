@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from ramify.models.config import ModelConfig
+from ramify.models.hf_config import NO_ATTENTION_INTERFACE, RECURRENT
 
-Run = Callable[[slice], Tensor]
+# Hidden rows of some of the check's tokens, at their own positions or at these.
+Run = Callable[[slice, Tensor | None], Tensor]
 NUM_TOKENS = 256  # of a check
 NUM_DIVISIONS, STEP_SIZES = 3, (1, 2, 3, 5, 8, 13, 21, 34)  # of the same rows into steps
 
@@ -55,6 +57,7 @@ class ProbeAttention:
         self.calls: dict[int, AttentionCall] = {}
         self.num_calls = 0
         self.masks: list[_SeenMask] = []
+        self.used_masks: set[int] = set()  # a decoder may make masks that no layer gets
         self.window_of: dict[int, int | None] = {}
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
@@ -76,7 +79,10 @@ class ProbeAttention:
         self.num_calls += 1
         is_number = isinstance(call.mask, Tensor) and call.mask.dim() == 0
         if is_number:
+            self.used_masks.add(int(call.mask))
             self.window_of[call.layer] = self.masks[int(call.mask)].window
+        elif call.mask is not None:
+            self.used_masks.update(range(len(self.masks)))
         for store, new in ((self._keys, call.key), (self._values, call.value)):
             store[call.layer] = torch.cat((store[call.layer], new)) if call.layer in store else new
         keys, values = self._keys[call.layer], self._values[call.layer]
@@ -115,14 +121,14 @@ class ProbeAttention:
             # Nothing to compare with.
             return False
         self.reset()
-        together = run(slice(0, num_rows))
+        together = run(slice(0, num_rows), None)
         for seed in range(NUM_DIVISIONS):
             self.reset()
             rng = random.Random(seed)  # noqa: S311 - no secret
             parts, end = [], 0
             while end < num_rows:
                 begin, end = end, min(end + multiple * rng.choice(STEP_SIZES), num_rows)
-                parts.append(run(slice(begin, end)))
+                parts.append(run(slice(begin, end), None))
             if not torch.equal(torch.cat(parts), together):
                 return False
         return True
@@ -153,12 +159,19 @@ def _look_at(function: Any, max_model_len: int) -> _SeenMask:
     return _SeenMask(windows[0], None)
 
 
-def check_calls(probe: ProbeAttention, config: ModelConfig) -> str | None:
+def check_calls(
+    probe: ProbeAttention, config: ModelConfig, *, may_be_recurrent: bool
+) -> str | None:
     """Why the calls of attention do not fit the K/V pool; None if they do."""
-    for mask in probe.masks:
-        if mask.problem is not None:
-            return mask.problem
+    for number in probe.used_masks or range(len(probe.masks)):
+        problem = probe.masks[number].problem
+        if problem is not None:
+            return problem
     missing = [layer for layer in range(config.num_layers) if layer not in probe.calls]
+    if missing and may_be_recurrent:
+        return RECURRENT
+    if not probe.calls:
+        return NO_ATTENTION_INTERFACE
     if missing:
         return (
             f"calls transformers' attention interface in {len(probe.calls)} of {config.num_layers} "
@@ -167,28 +180,42 @@ def check_calls(probe: ProbeAttention, config: ModelConfig) -> str | None:
         )
     if probe.num_calls != config.num_layers:
         return f"attends {probe.num_calls} times in {config.num_layers} layers"
-    expected = (config.num_heads, config.num_kv_heads, config.head_dim)
-    for layer, call in sorted(probe.calls.items()):
-        shape = (call.query.shape[1], call.key.shape[1], call.key.shape[2])
-        if shape != expected or call.value.shape != call.key.shape:
-            return (
-                f"has {shape[0]} heads, {shape[1]} K/V heads with keys of {shape[2]} and values of "
-                f"{call.value.shape[2]} elements in layer {layer}; its configuration says {expected}"
-            )
-        if call.sinks is not None:
-            return "has attention sinks, which the adapter does not hand to attention"
-        if not call.is_causal:
-            return "attends to later tokens too (bidirectional); only causal decoders run"
-        if call.soft_cap != config.variant.attention_soft_cap:
-            return f"caps scores at {call.soft_cap}; its configuration does not say so"
-        window = probe.window_of.get(layer, config.window_of(layer))
-        if window != config.window_of(layer) and _cuts(window, config) | _cuts(
-            config.window_of(layer), config
-        ):
-            return (
-                f"masks with a window of {window} tokens in layer {layer}; its configuration says "
-                f"{config.window_of(layer)}"
-            )
+    for _layer, call in sorted(probe.calls.items()):
+        reason = _check_call(call, probe, config)
+        if reason is not None:
+            return reason
+    return None
+
+
+def _check_call(call: AttentionCall, probe: ProbeAttention, config: ModelConfig) -> str | None:
+    """`check_calls` of a layer."""
+    layer, expected = call.layer, (config.num_heads, config.num_kv_heads, config.head_dim)
+    shape = (call.query.shape[1], call.key.shape[1], call.key.shape[2])
+    if call.value.shape != call.key.shape:
+        return (
+            f"has keys of {shape[2]} and values of {call.value.shape[2]} elements a head in layer "
+            f"{layer}; the K/V pool has one size for both"
+        )
+    if shape != expected:
+        return (
+            f"has {shape[0]} heads and {shape[1]} K/V heads of {shape[2]} elements in layer "
+            f"{layer}; its configuration says {expected[0]}, {expected[1]} and {expected[2]}"
+        )
+    if call.sinks is not None:
+        return "has attention sinks, which the adapter does not hand to attention"
+    # A mask that the layer gets counts instead, as in transformers.
+    if call.mask is None and not call.is_causal:
+        return "attends to later tokens too (bidirectional); only causal decoders run"
+    if call.soft_cap != config.variant.attention_soft_cap:
+        return f"caps scores at {call.soft_cap}; its configuration does not say so"
+    window = probe.window_of.get(layer, config.window_of(layer))
+    if window != config.window_of(layer) and _cuts(window, config) | _cuts(
+        config.window_of(layer), config
+    ):
+        return (
+            f"masks with a window of {window} tokens in layer {layer}; its configuration says "
+            f"{config.window_of(layer)}"
+        )
     return None
 
 
@@ -198,24 +225,49 @@ def _cuts(window: int | None, config: ModelConfig) -> bool:
 
 
 def check_results(
-    probe: ProbeAttention, run: Run, hidden: Tensor, expected: Tensor | None, *, dtype: torch.dtype
+    probe: ProbeAttention,
+    run: Run,
+    hidden: Tensor,
+    expected: Tensor | None,
+    own_at_positions: Callable[[], Tensor],
+    *,
+    has_cross_attention: bool,
+    dtype: torch.dtype,
 ) -> str | None:
-    """Why results with a cached prefix, or with our attention, are not the model's; None if they are."""
+    """Why results with a cached prefix, or with our attention, are not the model's; None if they are.
+
+    Args:
+        hidden: rows of the whole check with our attention.
+        expected: rows with the model's own attention and positions; None if it has no such.
+        has_cross_attention: the decoder has layers that could attend to an encoder.
+        own_at_positions: gives rows with its own attention at positions 0, 1, 2, ...
+    """
     tolerance = 2e-3 if dtype == torch.float32 else 0.1
     if expected is not None and not _is_near(hidden, expected, tolerance):
+        if _is_near(hidden, own_at_positions(), tolerance):
+            return "numbers the positions of a prompt otherwise than 0, 1, 2, ..."
         return (
             "gives other results with paged attention than with its own: its attention reads more "
             "than queries, keys and values"
         )
     probe.reset()
     half = probe.num_tokens // 2
-    parts = torch.cat((run(slice(0, half)), run(slice(half, None))))
-    if not _is_near(parts, hidden, tolerance):
+    parts = torch.cat((run(slice(0, half), None), run(slice(half, None), None)))
+    if _is_near(parts, hidden, tolerance):
+        return None
+    probe.reset()
+    backwards = torch.arange(probe.num_tokens).flip(0)
+    if torch.equal(run(slice(None), backwards), hidden):
+        if has_cross_attention:
+            return (
+                "is the decoder of an encoder-decoder, which numbers tokens by a cache of its own and "
+                "ignores position_ids; only causal decoders run"
+            )
         return (
-            "gives other results with a cached prefix than without: it keeps state besides K/V, or "
-            "positions are not what it reads"
+            "gives other results with a cached prefix than without: it ignores position_ids, or keeps "
+            "state besides K/V"
         )
-    return None
+    return "gives other results with a cached prefix than without: it keeps state besides K/V"
 
 
 def _is_near(a: Tensor, b: Tensor, tolerance: float) -> bool:

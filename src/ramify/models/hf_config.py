@@ -16,7 +16,24 @@ from ramify.models.rope_config import NO_ROPE
 # Rotary frequencies that follow the length of a request: its keys would differ from those of another
 # request with the same prefix.
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+CONTEXT_FIELDS = (
+    "max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx",
+    "max_target_positions",
+)  # fmt: skip
+RECURRENT = "keeps a recurrent state, which a cache of prefixes cannot share"
+NO_ATTENTION_INTERFACE = "attends by itself, not through transformers' attention interface, so that its K/V cannot be paged"
 KNOWN_LAYER_TYPES = ("full_attention", "sliding_attention", "attention")
+RECURRENT_LAYERS = {
+    "linear_attention",
+    "mamba",
+    "mamba2",
+    "recurrent",
+    "conv",
+    "hybrid",
+    "hybrid_sliding",
+}
+CHUNKED_LAYERS = {"chunked_attention", "window_attention"}
+SPARSE_LAYERS = {"indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention"}
 
 
 def read_hf_config(path: Path, fields: Mapping[str, Any]) -> ModelConfig:
@@ -62,10 +79,47 @@ def read_hf_config(path: Path, fields: Mapping[str, Any]) -> ModelConfig:
             f"{source}: {name} is an encoder-decoder; only causal decoders run"
         )
     config = whole.get_text_config(decoder=True)
+    model_class = _causal_class(whole) or _causal_class(config)
+    if model_class is None:
+        raise UnsupportedModelError(
+            f"{source}: transformers {__version__} has no causal decoder for {name} "
+            f"(model_type {whole.model_type!r}); only language models with causal attention run"
+        )
     reason = _reason_to_refuse(config)
     if reason is not None:
         raise UnsupportedModelError(f"{source}: {name} {reason}")
-    return _model_config(name, config, fields, source)
+    max_model_len = _max_model_len(config)
+    if max_model_len is None and may_be_recurrent(model_class):
+        raise UnsupportedModelError(f"{source}: {name} {RECURRENT}")
+    if max_model_len is None and not has_attention_interface(model_class):
+        raise UnsupportedModelError(f"{source}: {name} {NO_ATTENTION_INTERFACE}")
+    return _model_config(name, config, fields, source, max_model_len)
+
+
+def _causal_class(config: Any) -> Any:
+    """The class of a causal language model with this configuration; None if transformers has none."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    kind = type(config)
+    return MODEL_FOR_CAUSAL_LM_MAPPING.get(kind, None)
+
+
+def may_be_recurrent(model_class: Any) -> bool:
+    """What transformers says of a class; with other settings it may have attention in every layer."""
+    return bool(getattr(model_class, "_is_stateful", False))
+
+
+def has_attention_interface(model_class: Any) -> bool:
+    """What transformers says of a class; recurrent and bidirectional models may say so too."""
+    return bool(getattr(model_class, "_supports_attention_backend", False))
+
+
+def _max_model_len(config: Any) -> int | None:
+    for field in CONTEXT_FIELDS:
+        value = getattr(config, field, None)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return None
 
 
 def _architecture(fields: Mapping[str, Any]) -> str:
@@ -86,9 +140,16 @@ def _reason_to_refuse(config: Any) -> str | None:
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
     foreign = sorted(set(map(str, kinds)) - set(KNOWN_LAYER_TYPES))
     if foreign:
+        why = ""
+        for group, text in (
+            (RECURRENT_LAYERS, ", which keep a recurrent state"),
+            (CHUNKED_LAYERS, ", which attend in chunks"),
+            (SPARSE_LAYERS, ", which attend to selected or compressed keys"),
+        ):
+            why = why or (text if group.intersection(foreign) else "")
         return (
-            f"has layers of kind {', '.join(foreign)}; a cache of prefixes needs full or sliding "
-            "attention in every layer"
+            f"has layers of kind {', '.join(foreign)}{why}; a cache of prefixes needs full or "
+            "sliding attention in every layer"
         )
     if getattr(config, "attention_chunk_size", None):
         return "has attention in chunks, which a cache of prefixes does not know"
@@ -103,7 +164,9 @@ def _reason_to_refuse(config: Any) -> str | None:
     return None
 
 
-def _model_config(name: str, config: Any, fields: Mapping[str, Any], source: str) -> ModelConfig:
+def _model_config(
+    name: str, config: Any, fields: Mapping[str, Any], source: str, max_model_len: int | None
+) -> ModelConfig:
     def size(*names: str, default: int | None = None) -> int:
         for field in names:
             value = getattr(config, field, None)
@@ -130,7 +193,7 @@ def _model_config(name: str, config: Any, fields: Mapping[str, Any], source: str
         num_kv_heads=size("num_key_value_heads", default=num_heads),
         head_dim=size("head_dim", default=hidden_size // num_heads),
         intermediate_size=size("intermediate_size", "ffn_dim", default=4 * hidden_size),
-        max_model_len=size("max_position_embeddings", "n_positions", "max_sequence_length"),
+        max_model_len=size(CONTEXT_FIELDS[0], default=max_model_len),
         rms_norm_eps=1e-6,
         rope=NO_ROPE,
         variant=DenseVariant(attention_soft_cap=None if cap is None else float(cap)),

@@ -62,7 +62,7 @@ def _model_config(path: Path, fields: dict[str, Any]) -> ModelConfig:
     named = fields.get("architectures") or []
     is_named = isinstance(named, list) and bool(named)
     known = {family.model_type for family in NATIVE.values()}
-    is_native = named[0] in NATIVE if is_named else fields.get("model_type") in known
+    is_native = str(named[0]) in NATIVE if is_named else str(fields.get("model_type")) in known
     if is_native:
         return ModelConfig.from_hf(fields, str(path / "config.json"))
     return read_hf_config(path, fields)

@@ -27,7 +27,9 @@ def read_windows(
         rule != "all"
         and kinds is not None
         and (
-            not isinstance(kinds, list) or len(kinds) != num_layers or set(kinds) - set(LAYER_TYPES)
+            not isinstance(kinds, list)
+            or len(kinds) != num_layers
+            or set(map(str, kinds)) - set(LAYER_TYPES)
         )
     ):
         raise UnsupportedModelError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,21 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "shared_intermediate_size is missing",
     ),
 }
+
+
+@pytest.mark.parametrize(
+    "value", ["3", None, -1, float("nan"), float("inf"), 10**400, [1], [], {}, True]
+)
+@pytest.mark.parametrize("case", ["Gemma3", "Qwen3Moe", "Phi3 longrope"])
+def test_values_of_another_type_are_one_error(case: str, value: Any, tmp_path: Path) -> None:
+    """Every field of a config.json in turn: read, or a ModelError, and never another exception."""
+    write_checkpoint(case, tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    # Sizes that are integers may be as large as they like here: weights of that shape are missing.
+    for name in written if value != 10**400 else ("rms_norm_eps", "initializer_range"):
+        (tmp_path / "config.json").write_text(json.dumps(written | {name: value}))
+        with suppress(ModelError):
+            read_config(tmp_path)
 
 
 def change_config(path: Path, changes: dict[str, Any]) -> None:

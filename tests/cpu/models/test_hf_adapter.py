@@ -42,15 +42,76 @@ SERVED: dict[str, dict[str, Any]] = {
     "PersimmonForCausalLM": {},
     "ApertusForCausalLM": GQA,
     "Ministral3ForCausalLM": GQA | {"head_dim": 16, "sliding_window": 24},
+    "ArceeForCausalLM": GQA,
+    "BioGptForCausalLM": {},
+    "CwmForCausalLM": GQA | {"head_dim": 16, "sliding_window": 24},
+    "Ernie4_5ForCausalLM": GQA | {"head_dim": 16},
+    "GPTBigCodeForCausalLM": {},
+    "HeliumForCausalLM": GQA | {"head_dim": 16},
+    "HyperCLOVAXForCausalLM": GQA | {"head_dim": 16},
+    "Jais2ForCausalLM": GQA | {"head_dim": 16},
+    "ModernBertDecoderForCausalLM": {"cls_token_id": 1, "sep_token_id": 2},
+    "NanoChatForCausalLM": GQA,
+    "VaultGemmaForCausalLM": GQA | {"head_dim": 16},
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_intermediate_size": 96,
+    "n_group": 1,
+    "topk_group": 1,
+}
+# Experts in one grouped GEMM: a row's bits depend on the others.
+SERVED_INEXACT: dict[str, dict[str, Any]] = {
+    "GraniteMoeForCausalLM": GQA | EXPERTS,
+    "GraniteMoeSharedForCausalLM": GQA | EXPERTS,
+    "Ernie4_5_MoeForCausalLM": GQA
+    | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32},
+    "FlexOlmoForCausalLM": GQA | EXPERTS,
+    "HunYuanMoEV1ForCausalLM": GQA | EXPERTS | {"head_dim": 16},
+    "MiniMaxM2ForCausalLM": GQA | EXPERTS | {"head_dim": 16},
+    "PhimoeForCausalLM": GQA | EXPERTS,
+}
+BART = {
+    "d_model": 64,
+    "decoder_layers": 3,
+    "encoder_layers": 1,
+    "decoder_attention_heads": 4,
+    "encoder_attention_heads": 4,
+    "decoder_ffn_dim": 96,
+    "encoder_ffn_dim": 96,
+    "is_encoder_decoder": False,
+}
+MLA = EXPERTS | {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "T5ForConditionalGeneration": ({}, "encoder-decoder"),
     "MambaForCausalLM": ({}, "layers of kind linear_attention"),
     "JambaForCausalLM": ({}, "layers of kind linear_attention"),
     "RecurrentGemmaForCausalLM": ({}, "layers of kind linear_attention"),
+    "RwkvForCausalLM": ({"attention_hidden_size": 64}, "keeps a recurrent state"),
     "BertLMHeadModel": ({}, "bidirectional"),
-    "BloomForCausalLM": ({}, "attention interface in 0 of 3 layers"),
-    "MptForCausalLM": ({}, "attention interface in 0 of 3 layers"),
+    "BartForCausalLM": (BART, "decoder of an encoder-decoder"),
+    "BigBirdPegasusForCausalLM": (BART, "decoder of an encoder-decoder"),
+    "RobertaForCausalLM": ({"is_decoder": True}, "positions of a prompt otherwise"),
+    "Llama4ForCausalLM": (
+        {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 96},
+        "attend in chunks",
+    ),
+    "AXK1ForCausalLM": (MLA, "keys of 24 and values of 16"),
+    "DiffLlamaForCausalLM": (GQA, "attends 6 times in 3 layers"),
+    "BloomForCausalLM": ({}, "attends by itself"),
+    "MptForCausalLM": ({}, "attends by itself"),
+    "FalconForCausalLM": ({}, "attends by itself"),
     "PhiForCausalLM": ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
 }
 
@@ -58,6 +119,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def write_checkpoint(name: str, path: Path, **changes: Any) -> Any:
     kind = name.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
     kind = kind.removesuffix("ForConditionalGeneration")
+    kind = {"Llama4": "Llama4Text"}.get(kind, kind)
     config = getattr(transformers, f"{kind}Config")(**SIZES | changes)
     torch.manual_seed(len(name))
     model = getattr(transformers, name)(config).eval()
@@ -70,10 +132,10 @@ def prompt_of(num_tokens: int) -> list[int]:
     return torch.randint(3, VOCAB_SIZE, (num_tokens,), generator=generator).tolist()
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", [*SERVED, *SERVED_INEXACT])
 def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     """Cold, from the cache, several prompts at once, and as a second turn."""
-    model = write_checkpoint(name, tmp_path, **SERVED[name])
+    model = write_checkpoint(name, tmp_path, **(SERVED | SERVED_INEXACT)[name])
     prompts = [prompt_of(70), prompt_of(33), prompt_of(7)]
     expected = []
     with torch.inference_mode():
@@ -83,7 +145,8 @@ def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> N
                 tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
             expected.append(tokens)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    llm = LLM(str(tmp_path), dtype="float32", kv_cache_tokens=1024)
+    exact = name in SERVED
+    llm = LLM(str(tmp_path), dtype="float32", kv_cache_tokens=1024, exact=exact)
 
     for least_hit in (0, 64):
         outputs = llm.generate(prompts, params)
@@ -112,20 +175,21 @@ def test_models_without_a_shareable_prefix_are_refused_with_the_reason(
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("config", "model", "message"),
     [
-        ("ModernBertDecoderForCausalLM", "does not run with attention of its own"),
-        ("Gemma4TextForCausalLM", "heads of different sizes"),
+        ("XmodConfig", "XmodForCausalLM", "does not run with attention of its own"),
+        ("Gemma4TextConfig", "Gemma4ForCausalLM", "heads of different sizes"),
+        ("BertConfig", "BertForMaskedLM", "bidirectional"),
+        ("ViTConfig", "ViTModel", "no causal decoder"),
+        ("CLIPTextConfig", "CLIPTextModel", "no causal decoder"),
     ],
 )
 def test_models_that_the_adapter_cannot_drive_get_one_line(
-    name: str, message: str, tmp_path: Path
+    config: str, model: str, message: str, tmp_path: Path
 ) -> None:
     """Whatever transformers raises on the way, the error is ours and names the checkpoint."""
-    kind = name.removesuffix("ForCausalLM")
-    config = getattr(transformers, f"{kind}Config")(**SIZES)
-    model = getattr(transformers, name.replace("Text", ""))(config)
-    model.save_pretrained(tmp_path)
+    made = getattr(transformers, model)(getattr(transformers, config)(**SIZES))
+    made.save_pretrained(tmp_path)
 
     with pytest.raises(UnsupportedModelError, match=message) as caught:
         load_decoder(tmp_path, dtype="float32")

@@ -13,7 +13,6 @@ from pathlib import Path
 from ramify.analysis.corpus import Corpus
 from ramify.analysis.linting import Linted, lint_parts
 from ramify.analysis.log_files import read_log
-from ramify.analysis.mended_units import VALUES
 from ramify.analysis.mending import Fix
 from ramify.analysis.providers.replay import CacheModel, prompts_of
 from ramify.analysis.providers.rules import load_rules
@@ -58,18 +57,13 @@ class LintedLog:
         return corpus_of_file(path)
 
     def named(self, causes: Collection[str]) -> dict[str, set[int]]:
-        """The cells in which `lint` names each cause; of several causes that are values, any.
-
-        Mended together, a value is mended whatever its name.
-        """
-        cells: dict[str, set[int]] = {cause: set() for cause in causes}
+        """The cells in which `lint` names a cause; of several, any: names do not matter together."""
+        cells: set[int] = set()
         verdicts = self.linted.report.verdicts
         for request, verdict in zip(self._log.requests, verdicts, strict=True):
-            for item in verdict.causes:
-                if item.cause in cells:
-                    cells[item.cause].add(request.cell)
-        values = VALUES & cells.keys()
-        return cells | dict.fromkeys(values, set().union(*(cells[cause] for cause in values)))
+            if any(item.cause in causes for item in verdict.causes):
+                cells.add(request.cell)
+        return dict.fromkeys(causes, cells)
 
     def true_saving(self, mended: Mended, *, as_shown: bool = False) -> int:
         """Tokens that the log reads more with these causes undone by the generator."""

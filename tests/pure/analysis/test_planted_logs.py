@@ -41,6 +41,7 @@ def test_planted_causes_are_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_planted_causes_are_found_in_every_format(tmp_path: Path) -> None:
     """Eleven formats and three seeds, about 10,000 requests: 0.97, no cause below 0.8."""
     check(scored(tmp_path, [21, 22, 23], list(FORMATS)), GOAL)

@@ -81,6 +81,7 @@ def test_causes_of_times_and_usage_are_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_causes_of_times_and_usage_are_found_in_every_log(tmp_path: Path) -> None:
     """Nine logs and three seeds: 0.97 of all, no cause below 0.8."""
     check(tmp_path, [31, 32, 33], list(ROWS), 200)

@@ -1,0 +1,118 @@
+"""Ctrl-C in `ramify lint`: what was judged so far, a line that says what is missing, exit code 130."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from ramify.analysis import linting
+from ramify.analysis.log_files import read_log
+from ramify.analysis.matching import Matcher
+from ramify.cli import app
+
+NUM_REQUESTS = 90
+HEAD = "You answer questions about parcels briefly. " * 200
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """Requests with a clock in the system prompt."""
+    path = tmp_path / "log.jsonl"
+    with path.open("w", encoding="utf-8") as file:
+        for n in range(NUM_REQUESTS):
+            clock = f"It is 2026-03-04 10:{n // 60:02d}:{n % 60:02d}. {HEAD}"
+            messages = [
+                {"role": "system", "content": clock},
+                {"role": "user", "content": f"Question {n}?"},
+            ]
+            file.write(json.dumps({"model": "gpt-4o", "messages": messages}) + "\n")
+    return path
+
+
+def stop_at(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Let a step of `lint` be interrupted when it begins."""
+
+    def stopped(*_args: Any, **_options: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(linting, name, stopped)
+
+
+def run(log: Path) -> tuple[int, str, dict[str, Any]]:
+    """Exit code, output and JSON of the command."""
+    out = log.with_suffix(".json")
+    done = CliRunner().invoke(app, ["lint", str(log), "--json", str(out)])
+    report = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+    return done.exit_code, done.output, report
+
+
+def test_interrupted_reading_judges_what_was_read(
+    log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A verdict for each request that was read."""
+
+    def cut(*args: Any, **options: Any) -> Any:
+        for number, request in enumerate(read_log(*args, **options)):
+            if number == 60:
+                raise KeyboardInterrupt
+            yield request
+
+    monkeypatch.setattr(linting, "read_log", cut)
+    code, output, report = run(log)
+
+    assert code == 130
+    assert "interrupted: the log was read up to request 60" in output
+    assert report["interrupted"] == "the log was read up to request 60"
+    assert report["num_requests"] == len(report["verdicts"]) == 60
+    assert [finding["cause"] for finding in report["findings"]] == ["clock"]
+
+
+def test_interrupted_comparing_keeps_the_verdicts_so_far(
+    log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are those of the whole log, findings and savings are of these requests alone."""
+    whole = run(log)[2]
+    match = Matcher._match
+
+    def cut(matcher: Any, request: Any) -> Any:
+        if request.number == 64:
+            raise KeyboardInterrupt
+        return match(matcher, request)
+
+    monkeypatch.setattr(Matcher, "_match", cut)
+    code, output, report = run(log)
+
+    assert code == 130
+    assert "interrupted: 64 of 90 requests were compared" in output
+    assert report["verdicts"] == whole["verdicts"][:64]
+    assert report["num_requests"] == 64
+    assert 0 < report["saving_all"]["tokens"] < whole["saving_all"]["tokens"]
+
+
+def test_interrupted_replays_leave_findings_without_savings(
+    log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The verdicts are whole, and the line says that savings are missing."""
+    whole = run(log)[2]
+    stop_at(monkeypatch, "measure_savings")
+    code, output, report = run(log)
+
+    assert code == 130
+    assert "interrupted: savings were not measured" in output
+    assert report["verdicts"] == whole["verdicts"]
+    assert report["findings"][0]["saving"] == {"tokens": 0, "low": 0, "high": 0, "money": None}
+    assert "interrupted" not in whole
+
+
+def test_an_interrupt_before_any_verdict_says_so(
+    log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No JSON, one line, exit code 130."""
+    stop_at(monkeypatch, "learn_templates")
+
+    code, output, report = run(log)
+
+    assert (code, report) == (130, {})
+    assert output.strip() == "interrupted before a request was judged"
