@@ -18,11 +18,13 @@ from ramify.models.decoder import Decoder
 from ramify.models.dense import DENSE
 from ramify.models.loader import FAMILIES, load_model, read_config
 from ramify.models.ops import cpu_ops, registry
+from ramify.models.ops.cpu_layers import FusedLayers
 from ramify.models.ops.cpu_ops import CpuOps
 from ramify.models.ops.layer_loop import LayerLoop
 from ramify.models.ops.probe import probe_row_op
 from ramify.models.ops.registry import OPS, select_ops
 from ramify.models.ops.torch_linear import strategy_order
+from ramify.models.ops.torch_ops import TorchOps
 from ramify.testing import write_tiny_checkpoint
 from tests.cpu.test_exact_ops import run_in_steps
 from tests.cpu.tiny_models import ops_of
@@ -104,8 +106,9 @@ def test_a_kernel_that_fails_its_probe_is_not_used(
     assert torch.equal(run_in_steps(expected, tokens, 40)[1], logits)
 
 
-def test_layers_that_differ_are_called_one_by_one(tmp_path: Path) -> None:
-    """Kernels of other widths in one layer: no fused layers, and the bits do not depend on the batch."""
+@pytest.mark.parametrize("missing", [0, 16])
+def test_layers_whose_mlps_differ_are_fused(tmp_path: Path, missing: int) -> None:
+    """Buffers fit the widest; the bits are those of one by one. A `down` that does not fit is refused."""
     pytest.importorskip("numba", reason="the kernels need the extra ramify[cpu]")
     path = write_tiny_checkpoint(tmp_path, "llama", tokenizer=False, num_hidden_layers=2)
     config = read_config(path)
@@ -113,15 +116,31 @@ def test_layers_that_differ_are_called_one_by_one(tmp_path: Path) -> None:
     mlp = "model.layers.1.mlp."
     for name in ("gate_proj", "up_proj"):
         weights[f"{mlp}{name}.weight"] = weights[f"{mlp}{name}.weight"][:-16]
-    weights[f"{mlp}down_proj.weight"] = weights[f"{mlp}down_proj.weight"][:, :-16]
-    ops = CpuOps(weights, dtype=torch.float32, max_len=config.max_model_len, store=ProbeStore(None))
+    down = weights[f"{mlp}down_proj.weight"]
+    weights[f"{mlp}down_proj.weight"] = down[:, : -16 - missing]
 
-    model = Decoder(config, ops, DENSE)
+    def decoder(kind: type[CpuOps]) -> Decoder:
+        ops = kind(
+            weights, dtype=torch.float32, max_len=config.max_model_len, store=ProbeStore(None)
+        )
+        return Decoder(config, ops, DENSE)
 
-    assert isinstance(model.layers, LayerLoop)
-    tokens = torch.arange(40) + 100
+    model, tokens = decoder(CpuOps), torch.arange(40) + 100
+    if missing:
+        assert isinstance(model.layers, LayerLoop)
+        with pytest.raises(ConfigError, match=r"x is torch\.float32"):
+            run_in_steps(model, tokens, 40)
+        return
+    assert isinstance(model.layers, FusedLayers)
     logits = run_in_steps(model, tokens, 40)[1]
     assert torch.equal(run_in_steps(model, tokens, 7)[1], logits)
+    assert torch.equal(run_in_steps(decoder(LoopedOps), tokens, 40)[1], logits)
+
+
+class LoopedOps(CpuOps):
+    """The same kernels, called one by one."""
+
+    stack = TorchOps.stack
 
 
 def test_every_family_is_kept_from_devices() -> None:

@@ -96,7 +96,7 @@ class LayerOps:
         norms = parts.after_attention, parts.after_mlp
         if not all(norm is None or isinstance(norm, RowNorm) for norm in norms):
             return None
-        mlp = _mlp_ops(parts.mlp, parts.after_mlp)
+        mlp = _mlp_ops(parts.mlp, parts.after_mlp, qkv.widths[0])
         if mlp is None:
             return None
         rope_op = LayerOp(
@@ -117,18 +117,22 @@ class LayerOps:
 _Mlp = tuple[list[LayerOp], dict[str, Callable[[int], int]]]
 
 
-def _mlp_ops(mlp: FusableMlp | FusableExperts, after: RowOp | None) -> _Mlp | None:
-    """Ops and buffers of an MLP or of experts; None if an operation is not compiled."""
+def _mlp_ops(
+    mlp: FusableMlp | FusableExperts, after: RowOp | None, hidden_size: int
+) -> _Mlp | None:
+    """Ops and buffers of an MLP or of experts; None if an operation is not compiled, or widths differ."""
     if isinstance(mlp, FusableExperts):
-        return None if after is not None else _expert_ops(mlp)
+        return None if after is not None else _expert_ops(mlp, hidden_size)
     gate_up, down = mlp.gate_up, mlp.down
     if not isinstance(gate_up, PackedLinear) or not isinstance(down, PackedLinear):
+        return None
+    if (gate_up.widths[0], *down.widths) != (hidden_size, gate_up.out_width, hidden_size):
         return None
     ops = [_gemm(gate_up, HIDDEN, "inner"), *_add_gemm(down, "inner", after)]
     return ops, {"inner": _rows_of(gate_up.row_bytes)}
 
 
-def _expert_ops(mlp: FusableExperts) -> _Mlp | None:
+def _expert_ops(mlp: FusableExperts, hidden_size: int) -> _Mlp | None:
     norm, router, route, experts = mlp.norm, mlp.router, mlp.route, mlp.experts
     if not isinstance(norm, RowNorm) or not isinstance(router, PackedLinear):
         return None
@@ -137,6 +141,9 @@ def _expert_ops(mlp: FusableExperts) -> _Mlp | None:
     if experts.shared is not None:
         return None
     gate_up, down, row_bytes = experts.gate_up, experts.down, 4 * route.padded
+    widths = norm.width, gate_up.in_width, down.out_width, down.in_width
+    if widths != (hidden_size, hidden_size, hidden_size, gate_up.out_width):
+        return None
     is_wide = norm.dtype == torch.float32
     router_x = "normed" if is_wide else "normed_float32"
     norm_buffers = [(OP_X, HIDDEN), (OP_OUT, "normed")]
