@@ -53,6 +53,9 @@ def test_no_generated_token_is_counted(path: str) -> None:
         ("/v1/rerank", {"query": "a", "documents": ["b"] * MAX_INPUTS}, "2049 inputs, the limit"),
         ("/v1/embeddings", {"input": "a", "prompt_name": "query"}, "no prompts"),
         ("/v1/embeddings", {"input": ""}, "input is empty"),
+        ("/v1/rerank", {"query": "a", "documents": ["b", {"text": 5}]}, "documents[1] is neither"),
+        ("/v1/rerank", {"query": "a", "documents": [{"text": ["b"]}]}, "documents[0] is neither"),
+        ("/v1/rerank", {"query": "a", "documents": [{"title": "b"}]}, "documents[0] is neither"),
     ],
 )
 def test_nothing_is_computed_for_a_refused_request(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 Message = Mapping[str, Any]
@@ -162,12 +164,12 @@ def _json(value: Any) -> str:
 def _joined_users(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Join consecutive messages of the user: results and questions are the same role."""
     joined: list[dict[str, Any]] = []
-    for message in messages:
-        if joined and message["role"] == joined[-1]["role"] == "user":
-            contents = (joined[-1].get("content"), message.get("content"))
-            joined[-1] = {"role": "user", "content": "\n".join(filter(None, contents))}
-        else:
-            joined.append(message)
+    for is_user, group in groupby(messages, lambda message: message["role"] == "user"):
+        run = list(group)
+        if is_user and len(run) > 1:
+            contents = (message.get("content") for message in run)
+            run = [{"role": "user", "content": "\n".join(filter(None, contents))}]
+        joined += run
     return joined
 
 
@@ -198,15 +200,30 @@ def _one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
             results.append(messages[position])
             position += 1
         first = {name: value for name, value in message.items() if name != "tool_calls"}
-        for number, call in enumerate(calls):
+        own, others = _results_by_call(calls, results)
+        for number, (call, answers) in enumerate(zip(calls, own, strict=True)):
             head = {"role": message["role"], "content": ""} if number else first
-            split.append({**head, "tool_calls": [call]})
-            split += [result for result in results if _answers(result, call)]
-        # Results of no call of this message.
-        split += [result for result in results if not any(_answers(result, call) for call in calls)]
+            split += [{**head, "tool_calls": [call]}, *answers]
+        split += others
     return split
 
 
-def _answers(result: Message, call: Message) -> bool:
-    """Whether a message is the result of a call."""
-    return bool(result.get("tool_call_id", "") == call.get("id", ""))
+def _results_by_call(
+    calls: Sequence[Message], results: Sequence[dict[str, Any]]
+) -> tuple[list[list[dict[str, Any]]], list[dict[str, Any]]]:
+    """The results of each call, and those of none; each result is in one list.
+
+    Calls with equal ids, or without ids, get one result each, in their order; the last gets the rest.
+    """
+    numbers: dict[str, deque[int]] = {}
+    for number, call in enumerate(calls):
+        numbers.setdefault(call.get("id", ""), deque()).append(number)
+    own: list[list[dict[str, Any]]] = [[] for _ in calls]
+    others: list[dict[str, Any]] = []
+    for result in results:
+        left = numbers.get(result.get("tool_call_id", ""))
+        if left is None:
+            others.append(result)
+        else:
+            own[left.popleft() if len(left) > 1 else left[0]].append(result)
+    return own, others

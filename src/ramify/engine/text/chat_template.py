@@ -25,7 +25,9 @@ _TEMPLATE_FAULTS = (
     LookupError,
     AttributeError,
     ArithmeticError,
-    RecursionError,
+    RuntimeError,
+    MemoryError,
+    SyntaxError,  # of the Python code that Jinja makes of it: a `break` outside a loop
 )
 
 Messages = Sequence[Mapping[str, Any]]
@@ -62,9 +64,9 @@ class ChatTemplates:
         for source in self._sources.values():
             try:
                 tree = self._environment.parse(source)
-            except TemplateError:  # rendering says so
+                names |= {node.name for node in tree.find_all(nodes.Name)}
+            except _TEMPLATE_FAULTS:  # rendering says so
                 continue
-            names |= {node.name for node in tree.find_all(nodes.Name)}
         return frozenset(names)
 
     def _template(self, name: str) -> Template:

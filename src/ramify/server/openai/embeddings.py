@@ -84,10 +84,7 @@ async def rerank(context: RequestContext) -> Response:
     request = await context.body(RerankRequest)
     if not request.documents:
         raise ApiError(400, "there is no document", param="documents")
-    texts = [
-        document if isinstance(document, str) else document.get("text", "")
-        for document in request.documents
-    ]
+    texts = [_document_text(*item) for item in enumerate(request.documents)]
     pooling = context.service.pooling
     query = pooling.role_text("query") + request.query if request.query else ""
     prefix = pooling.role_text("document", "passage", "corpus")
@@ -107,6 +104,15 @@ async def rerank(context: RequestContext) -> Response:
     ]
     model = context.service.check_model(request.model)
     return context.json({"model": model, "results": results, "usage": usage})
+
+
+def _document_text(number: int, document: str | dict[str, Any]) -> str:
+    """The text of a document to rank: itself, or its field `text`."""
+    text = document if isinstance(document, str) else document.get("text")
+    if not isinstance(text, str):
+        where = f"documents[{number}]"
+        raise ApiError(400, f"{where} is neither a text nor an object with one", param=where)
+    return text
 
 
 async def _embed(
