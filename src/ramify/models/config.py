@@ -23,6 +23,9 @@ from ramify.models.rope_config import (
 from ramify.models.window_config import read_windows
 
 DTYPES = ("float32", "bfloat16", "float16")
+# Far above real models; beyond them a damaged config.json would take all memory before the missing
+# tensors are noticed. Parts: heads, or experts, of all layers.
+MAX_LAYERS, MAX_PARTS, MAX_POSITIONS = 10_000, 1_000_000, 2**24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,13 +188,19 @@ class ModelConfig:
         family = FAMILIES[architecture]
         is_quantized = _is_quantized(fields, family)
         hidden_size = fields.count("hidden_size")
-        num_heads = fields.count("num_attention_heads")
-        num_layers = fields.count("num_hidden_layers")
+        num_heads = fields.count("num_attention_heads", limit=MAX_PARTS)
+        num_layers = fields.count("num_hidden_layers", limit=MAX_LAYERS)
         num_kv_heads = fields.count("num_key_value_heads", family.num_kv_heads or num_heads)
         if config.get("num_key_value_heads", 0) is None:
             num_kv_heads = num_heads
         mla = MlaConfig.from_hf(fields, family.model_type) if family.is_latent else None
         moe = family.experts(fields, num_layers)
+        num_parts = num_layers * max(num_heads, moe.num_experts if moe is not None else 0)
+        if num_parts > MAX_PARTS:
+            raise CheckpointError(
+                f"{source}: {num_layers} layers have {num_parts} heads or experts together; they must "
+                f"have at most {MAX_PARTS}"
+            )
         if mla is not None:
             head_dim = mla.nope_dim + mla.rope_dim
         else:
@@ -212,7 +221,7 @@ class ModelConfig:
             raise UnsupportedModelError(
                 f"{source}: is_causal is {config['is_causal']!r}; only causal decoders are supported"
             )
-        max_model_len = fields.count("max_position_embeddings")
+        max_model_len = fields.count("max_position_embeddings", limit=MAX_POSITIONS)
         window, full_layers = read_windows(fields, family, num_layers)
         activation = _activation(fields, family)
         if moe is not None and activation != "silu":
@@ -311,17 +320,23 @@ def _ropes(
     """Rotary embedding of the layers, and that of layers with a window where it is another."""
 
     def read(settings: Mapping[str, Any], theta: float) -> RopeConfig:
-        return read_rope(
-            fields,
-            settings,
-            head_dim=head_dim,
-            max_model_len=max_model_len,
-            default_theta=theta,
-            default_partial=family.partial_rotary,
-            default_original_len=family.original_max_len,
-            scalings=family.rope_scalings,
-            has_alpha=family.has_rope_alpha,
-        )
+        try:
+            return read_rope(
+                fields,
+                settings,
+                head_dim=head_dim,
+                max_model_len=max_model_len,
+                default_theta=theta,
+                default_partial=family.partial_rotary,
+                default_original_len=family.original_max_len,
+                scalings=family.rope_scalings,
+                has_alpha=family.has_rope_alpha,
+            )
+        # Logarithms and powers of absurd numbers.
+        except (ArithmeticError, ValueError) as error:
+            raise CheckpointError(
+                f"{fields.source}: the rotary settings {dict(settings)!r} have no frequencies: {error}"
+            ) from error
 
     if family.local_rope_theta is None:
         return read(rope_settings(fields) or family.rope, family.rope_theta), None

@@ -11,6 +11,9 @@ from typing import Any
 
 from ramify.errors import CheckpointError
 
+# Above any size of a real model; floats and int64 hold it, and products with another.
+MAX_COUNT = 2**31 - 1
+
 
 @dataclass(frozen=True, slots=True)
 class ConfigFields:
@@ -19,13 +22,18 @@ class ConfigFields:
     config: Mapping[str, Any]
     source: str
 
-    def count(self, name: str, default: int | None = None) -> int:
-        """A positive integer; null counts as absent. CheckpointError for anything else."""
+    def count(self, name: str, default: int | None = None, *, limit: int = MAX_COUNT) -> int:
+        """An integer in 1..limit; null counts as absent. CheckpointError for anything else."""
         value = self.config.get(name)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             state = "is missing" if value is None else f"is {value!r}"
             raise CheckpointError(f"{self.source}: {name} {state}; it must be an integer >= 1")
+        if value > limit:
+            digits = (
+                str(value) if value.bit_length() <= 64 else f"above 2**{value.bit_length() - 1}"
+            )
+            raise CheckpointError(f"{self.source}: {name} is {digits}; it must be at most {limit}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:

@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ramify.attention.exactness import FP32_ROW_MULTIPLE, Exactness
 from ramify.attention.paged import PagedBackend
 from ramify.errors import CheckpointError, UnsupportedModelError
 from ramify.kv.pool import KVPool
-from ramify.models.checkpoint_tensors import weight_files
+from ramify.models.checkpoint_tensors import checkpoint_shapes
 from ramify.models.config import ModelConfig
 from ramify.models.hf_checks import AttentionCall, ProbeAttention, Run, check_calls, check_results
 from ramify.models.hf_config import first_line, may_be_recurrent
@@ -110,12 +109,19 @@ def load_hf_decoder(
     disable_progress_bar()
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _mask)
-    weight_files(path)
+    num_tensors = len(checkpoint_shapes(path, config))
+    # Before transformers makes all those layers.
+    if config.num_layers > num_tensors:
+        raise CheckpointError(
+            f"{path} has {num_tensors} tensors, but config.json says {config.num_layers} layers; is it "
+            "of the same model?"
+        )
     try:
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True
         )
-    except (ValueError, OSError, RuntimeError, KeyError, SafetensorError) as error:
+    # Modules that contradict their configuration raise exceptions of every kind.
+    except Exception as error:
         raise CheckpointError(
             f"{path} cannot be loaded by transformers: {first_line(error)}"
         ) from error

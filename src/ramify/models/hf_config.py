@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ramify.errors import CheckpointError, UnsupportedModelError
-from ramify.models.config import DTYPES, ModelConfig, token_ids
+from ramify.models.config import DTYPES, MAX_LAYERS, ModelConfig, token_ids
+from ramify.models.config_fields import ConfigFields
 from ramify.models.dense_variant import DenseVariant
 from ramify.models.families import FAMILIES
 from ramify.models.rope_config import NO_ROPE
@@ -20,6 +21,7 @@ CONTEXT_FIELDS = (
     "max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx",
     "max_target_positions",
 )  # fmt: skip
+LAYER_FIELDS = "num_hidden_layers", "n_layer", "n_layers", "num_layers"
 RECURRENT = "keeps a recurrent state, which a cache of prefixes cannot share"
 NO_ATTENTION_INTERFACE = "attends by itself, not through transformers' attention interface, so that its K/V cannot be paged"
 KNOWN_LAYER_TYPES = ("full_attention", "sliding_attention", "attention")
@@ -62,10 +64,11 @@ def read_hf_config(path: Path, fields: Mapping[str, Any]) -> ModelConfig:
         )
     from transformers import AutoConfig, __version__
 
+    _check_num_layers(fields, source)
     try:
         whole = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    # Transformers raises what its validators raise.
-    except (ValueError, KeyError, OSError, TypeError, ImportError) as error:
+    # Its validators raise exceptions of every kind.
+    except Exception as error:
         hint = (
             "the checkpoint has code of its own (auto_map), which Ramify does not run"
             if fields.get("auto_map")
@@ -94,6 +97,16 @@ def read_hf_config(path: Path, fields: Mapping[str, Any]) -> ModelConfig:
     if max_model_len is None and not has_attention_interface(model_class):
         raise UnsupportedModelError(f"{source}: {name} {NO_ATTENTION_INTERFACE}")
     return _model_config(name, config, fields, source, max_model_len)
+
+
+def _check_num_layers(fields: Mapping[str, Any], source: str) -> None:
+    """Raise CheckpointError if there are so many layers that transformers would not get through them."""
+    inner = fields.get("text_config")
+    for config in (fields, inner if isinstance(inner, Mapping) else {}):
+        for name in LAYER_FIELDS:
+            value = config.get(name)
+            if isinstance(value, int) and value > MAX_LAYERS:
+                ConfigFields(config, source).count(name, limit=MAX_LAYERS)
 
 
 def _causal_class(config: Any) -> Any:
@@ -128,9 +141,10 @@ def _architecture(fields: Mapping[str, Any]) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's text."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    """The first line of an error's text, with the next one if it ends in a colon."""
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    count = 2 if lines and lines[0].endswith(":") else 1
+    return " ".join(lines[:count]) or type(error).__name__
 
 
 def _reason_to_refuse(config: Any) -> str | None:

@@ -219,9 +219,7 @@ def _qwen_experts(
     return _softmax_experts(
         fields,
         # transformers 5 writes it under either name.
-        num_experts=fields.count(
-            "num_experts", fields.config.get("num_local_experts", num_experts)
-        ),
+        num_experts=fields.count("num_experts", fields.count("num_local_experts", num_experts)),
         top_k_default=top_k,
         expert_intermediate_size=fields.count("moe_intermediate_size", width),
         shared_intermediate_size=fields.count("shared_expert_intermediate_size", shared_default)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ramify.models.rope_config import RopeConfig
+from ramify.models.rope_config import RopeConfig, yarn_ramp
 
 
 class RotaryTable:
@@ -88,15 +88,7 @@ def _yarn_frequencies(rope: RopeConfig, frequencies: Tensor, head_dim: int) -> T
     Between them a linear ramp over the dimensions that make `beta_fast` to `beta_slow` turns
     within the context of pre-training.
     """
-
-    def dimension(turns: float) -> float:
-        wavelength = rope.original_max_len / (turns * 2 * math.pi)
-        return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
-
-    first, last = dimension(rope.beta_fast), dimension(rope.beta_slow)
-    if rope.truncate:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, head_dim - 1)
+    first, last = yarn_ramp(rope, head_dim)
     dims = torch.arange(head_dim // 2, dtype=torch.float32)
     weight = 1 - ((dims - first) / max(last - first, 0.001)).clamp(0, 1)
     return frequencies / rope.factor * (1 - weight) + frequencies * weight

@@ -75,12 +75,21 @@ def layer_type_settings(
     Args:
         local_field: holds the base of layers with a window in transformers 4.
         local_theta: that base where the field is absent.
+
+    Raises:
+        CheckpointError: see `rope_settings`.
     """
     given = rope_settings(fields)
     kinds = "full_attention", "sliding_attention"
     local = {"rope_theta": fields.number(local_field, local_theta)}
     if any(isinstance(given.get(kind), Mapping) for kind in kinds):
         full, sliding = (given.get(kind) or {} for kind in kinds)
+        for kind, settings in (("full_attention", full), ("sliding_attention", sliding)):
+            if not isinstance(settings, Mapping):
+                raise CheckpointError(
+                    f"{fields.source}: {kind} of the rotary settings is {settings!r}; it must be an "
+                    "object or null"
+                )
         return {"full_attention": dict(full), "sliding_attention": local | sliding}
     return {"full_attention": given, "sliding_attention": local}
 
@@ -140,7 +149,7 @@ def read_rope(
     if kind == "longrope":
         return _longrope(rope, theta, original, rotary_dim or head_dim, max_model_len)
     is_llama3, is_yarn = kind == "llama3", kind == "yarn"
-    return RopeConfig(
+    made = RopeConfig(
         theta=theta,
         scaling=kind,
         factor=1.0 if kind == "default" else rope.number("factor"),
@@ -153,6 +162,9 @@ def read_rope(
         attention_factor=yarn_attention_factor(rope) if is_yarn else 1.0,
         rotary_dim=rotary_dim,
     )
+    if is_yarn:
+        yarn_ramp(made, rotary_dim or head_dim)
+    return made
 
 
 def _rotary_dim(rope: ConfigFields, head_dim: int, default_partial: float | None) -> int | None:
@@ -162,7 +174,7 @@ def _rotary_dim(rope: ConfigFields, head_dim: int, default_partial: float | None
         raise UnsupportedModelError(
             f"{rope.source}: partial_rotary_factor is {partial}; this family has only 1"
         )
-    rotary_dim = int(head_dim * partial)
+    rotary_dim = int(head_dim * min(partial, 2.0))
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise CheckpointError(
             f"{rope.source}: partial_rotary_factor {partial} of head_dim {head_dim} is "
@@ -195,6 +207,23 @@ def _longrope(
         pair_factors=tuple(float(value) for value in factors),
         rotary_dim=rotary_dim,
     )
+
+
+def yarn_ramp(rope: RopeConfig, dim: int) -> tuple[float, float]:
+    """YaRN: the dimensions that make `beta_fast` and `beta_slow` turns within `original_max_len`.
+
+    Raises:
+        ArithmeticError, ValueError: the settings have no such dimensions.
+    """
+
+    def dimension(turns: float) -> float:
+        wavelength = rope.original_max_len / (turns * 2 * math.pi)
+        return dim * math.log(wavelength) / (2 * math.log(rope.theta))
+
+    first, last = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    return max(first, 0), min(last, dim - 1)
 
 
 def yarn_attention_factor(rope: ConfigFields) -> float:

@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ramify.errors import ModelError
+from ramify.errors import CheckpointError, ModelError
+from ramify.models.checkpoint_tensors import load_weights
 from ramify.models.loader import load_model, read_config
 from tests.cpu.models.family_cases import WINDOW, write_checkpoint
 from tests.cpu.models.test_dense_families import NUM_TOKENS, logits_of, runner_of, token_ids_of
@@ -75,6 +76,25 @@ CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
         {"original_max_position_embeddings": 32, "rope_parameters": LONGROPE},
     ),
 }
+# Sizes that are not those of a tensor, and some that are.
+ABSURD = (
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_experts",
+    "num_local_experts",
+    "max_position_embeddings",
+    "hidden_size",
+    "vocab_size",
+)
+IMPOSSIBLE_ROPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "yarn of base 1": ("Llama", YARN | {"rope_theta": 1.0}),
+    "yarn's turns": ("Llama", YARN | {"beta_fast": 1e308}),
+    "longrope of one position": ("Qwen2", LONGROPE | {"original_max_position_embeddings": 1}),
+    "a factor beyond floats": ("Qwen2", LONGROPE | {"long_factor": [10**400] * 8}),
+    "alpha": ("HunYuanDenseV1", {"rope_type": "dynamic", "factor": 1.0, "alpha": 1e308}),
+    "a layer type": ("Gemma3", {"full_attention": 5, "sliding_attention": {"rope_theta": 9.0}}),
+    "the other layer type": ("Gemma3", {"full_attention": {}, "sliding_attention": "x"}),
+}
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "experts": ("Mixtral", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; experts have only silu"),
     "bidirectional": ("Gemma", {"use_bidirectional_attention": True}, "use_bidirectional"),
@@ -107,11 +127,32 @@ def test_values_of_another_type_are_one_error(case: str, value: Any, tmp_path: P
     """Every field of a config.json in turn: read, or a ModelError, and never another exception."""
     write_checkpoint(case, tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
-    # Sizes that are integers may be as large as they like here: weights of that shape are missing.
-    for name in written if value != 10**400 else ("rms_norm_eps", "initializer_range"):
+    for name in written:
         (tmp_path / "config.json").write_text(json.dumps(written | {name: value}))
         with suppress(ModelError):
             read_config(tmp_path)
+
+
+@pytest.mark.parametrize("value", [10**9, 2**63])
+@pytest.mark.parametrize("case", ["Gemma3", "Qwen3Moe", "StableLm"])
+def test_absurd_sizes_are_one_error(case: str, value: int, tmp_path: Path) -> None:
+    """So many layers, heads or experts are refused before anything is made for each of them."""
+    write_checkpoint(case, tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    for name in set(written) & set(ABSURD):
+        (tmp_path / "config.json").write_text(json.dumps(written | {name: value}))
+        with pytest.raises(ModelError):
+            load_weights(tmp_path, read_config(tmp_path), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE_ROPES)
+def test_impossible_rotary_settings_are_one_error(name: str, tmp_path: Path) -> None:
+    """Logarithms of nothing, powers beyond floats, settings of a layer type that are no object."""
+    case, settings = IMPOSSIBLE_ROPES[name]
+    write_checkpoint(case, tmp_path)
+    change_config(tmp_path, {"rope_parameters": settings})
+    with pytest.raises(CheckpointError, match="rotary settings"):
+        read_config(tmp_path)
 
 
 def change_config(path: Path, changes: dict[str, Any]) -> None:

@@ -245,3 +245,29 @@ def test_a_checkpoint_without_weights_is_a_model_error(tmp_path: Path) -> None:
         load_decoder(tmp_path, dtype="float32")
 
     assert isinstance(caught.value, CheckpointError)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_hidden_layers": 10**9},
+        {"num_hidden_layers": 5000},
+        {"text_config": {"num_hidden_layers": 10**9}},
+        {"num_attention_heads": 0},
+        {"num_attention_heads": 10**9},
+        {"attention_bias": "x"},
+        {"dtype": "x"},
+        {"dtype": 1e308},
+        {"hidden_size": -1},
+    ],
+)
+def test_damaged_settings_are_one_line(changes: dict[str, Any], tmp_path: Path) -> None:
+    """Whatever transformers raises of them, and however many layers it would make."""
+    write_checkpoint("GPTNeoXForCausalLM", tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    with pytest.raises(ModelError) as caught:
+        load_decoder(tmp_path, dtype="float32")
+
+    assert "\n" not in str(caught.value)
