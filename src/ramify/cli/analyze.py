@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import typer
 
 from ramify.cli.options import exit_on_error
-from ramify.cli.simulate import INTERRUPTED, progress_bar, read_capacity, write_json
+from ramify.cli.simulate import (
+    INTERRUPTED,
+    exit_on_interrupt,
+    progress_bar,
+    read_capacity,
+    write_json,
+)
 from ramify.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -70,7 +76,7 @@ def analyze(
     strict: Annotated[bool, typer.Option("--strict", help="A bad line is an error.")] = False,
 ) -> None:
     """Report what a log's requests share, why hits are lost, and what a change would save."""
-    with exit_on_error():
+    with exit_on_error(), exit_on_interrupt():
         from ramify.analysis.findings import CHANGES
         from ramify.analysis.reading import ReadQuality
         from ramify.analysis.report.analyze import analyze as run_analysis

@@ -66,7 +66,7 @@ def simulate(
     ] = None,
 ) -> None:
     """Simulate a prefix cache on a log: hit rate by capacity and policy, bounds, lifetimes."""
-    with exit_on_error():
+    with exit_on_error(), exit_on_interrupt():
         from ramify.analysis.simulation.calls import simulate as run_simulation
 
         with progress_bar() as progress:
@@ -97,6 +97,16 @@ def simulate(
     if result.is_partial:
         typer.echo("interrupted: parts are missing", err=True)
         raise typer.Exit(INTERRUPTED)
+
+
+@contextmanager
+def exit_on_interrupt() -> Iterator[None]:
+    """Turn Ctrl-C into a line on stderr and exit code 130."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo("interrupted before there was a result to keep", err=True)
+        raise typer.Exit(INTERRUPTED) from None
 
 
 def read_capacity(capacity: str | None, model: str | None) -> int | None:
