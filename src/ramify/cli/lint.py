@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ramify.cli.options import exit_on_error
-from ramify.cli.simulate import INTERRUPTED, exit_on_interrupt, read_capacity
+from ramify.cli.simulate import INTERRUPTED, check_outputs, exit_on_interrupt, read_capacity
 from ramify.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ def lint(
         from ramify.analysis.linting import lint as run_lint
         from ramify.analysis.reading import ReadQuality
 
+        check_outputs(log, (json_file,))
         num_tokens = read_capacity(capacity, model)
         quality = ReadQuality()
         with _progress_bar() as progress:

@@ -118,6 +118,17 @@ def test_an_interrupt_before_any_verdict_says_so(
     assert output.strip() == "interrupted before there was a result to keep"
 
 
+@pytest.mark.parametrize("command", ["lint", "simulate", "analyze"])
+def test_a_log_is_not_written_over(log: Path, command: str) -> None:
+    """JSON to the place of the log is refused before anything is written."""
+    before = log.read_bytes()
+
+    done = CliRunner().invoke(app, [command, str(log), "--json", str(log)])
+
+    assert done.exit_code == 2 and "it is the log" in done.output
+    assert log.read_bytes() == before
+
+
 def analyze(log: Path) -> tuple[int, str, dict[str, Any]]:
     """Exit code, output and JSON of `ramify analyze`."""
     out = log.with_suffix(".json")
