@@ -144,7 +144,9 @@ def lint_parts(
 ) -> Linted:
     """`lint_corpus`, with the cache model, the mender and the predictions that it used.
 
-    With `keeps_part`, Ctrl-C leaves the requests compared so far. Causes are judged under an infinite cache, predictions and savings under `capacity`.
+    Ctrl-C while savings are measured leaves them 0, and `interrupted` says so; while requests are
+    compared it ends the analysis, or with `keeps_part` leaves the requests compared so far. Causes are
+    judged under an infinite cache, predictions and savings under `capacity`.
     """
     table = load_rules(rules)
     infinite = (
@@ -176,9 +178,9 @@ def lint_parts(
     mender = Mender(corpus, templates, matches)
     mendable = [item for item in found if item.fix.cause not in NEVER_MENDED]
     groups = [[item.fix] for item in mendable[:MAX_SAVINGS]]
-    if progress is not None:
-        progress("replaying", 0, len(groups) + 1)
     try:
+        if progress is not None:
+            progress("replaying", 0, len(groups) + 1)
         savings = measure_savings(
             corpus,
             judged,
@@ -188,8 +190,6 @@ def lint_parts(
             unseen=mender,
         )
     except KeyboardInterrupt:
-        if not keeps_part:
-            raise
         missing.append("savings were not measured")
         savings = [Saving(0, 0, 0, None)] * (len(groups) + 1)
     predictions = log.predictions

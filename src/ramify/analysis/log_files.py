@@ -195,8 +195,12 @@ def _rows_inside(value: Any) -> list[Any] | None:
     names = CONTAINERS.intersection(value)
     if not names or _format_of(value) is not None:
         return None
-    for name in names:
-        items = value[name]
-        if isinstance(items, list) and items and all(isinstance(item, dict) for item in items):
+    for name, items in value.items():
+        if (
+            name in names
+            and isinstance(items, list)
+            and items
+            and all(isinstance(item, dict) for item in items)
+        ):
             return list(items)
     return None

@@ -190,7 +190,7 @@ class Matcher:
         if not stored.label.startswith("user"):
             return
         lines = {line for line in self._corpus.text(normal).split("\n") if len(line) >= 16}
-        for line in sorted(lines, key=len)[-4:]:
+        for line in sorted(lines, key=lambda line: (len(line), line))[-4:]:
             yield ("line", hash(line))
 
     # Requests in flight

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +11,14 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import typer
 
 from ramify.cli.options import exit_on_error
-from ramify.cli.simulate import INTERRUPTED, progress_bar, read_capacity, write_json
+from ramify.cli.simulate import (
+    INTERRUPTED,
+    check_outputs,
+    exit_on_interrupt,
+    progress_bar,
+    read_capacity,
+    write_json,
+)
 from ramify.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -70,7 +76,7 @@ def analyze(
     strict: Annotated[bool, typer.Option("--strict", help="A bad line is an error.")] = False,
 ) -> None:
     """Report what a log's requests share, why hits are lost, and what a change would save."""
-    with exit_on_error():
+    with exit_on_error(), exit_on_interrupt():
         from ramify.analysis.findings import CHANGES
         from ramify.analysis.reading import ReadQuality
         from ramify.analysis.report.analyze import analyze as run_analysis
@@ -85,7 +91,7 @@ def analyze(
         from ramify.analysis.report.terminal import print_summary
         from ramify.analysis.report.trace_export import write_trace
 
-        _check_outputs(log, (html, json_file, markdown, sarif, export_trace))
+        check_outputs(log, (html, json_file, markdown, sarif, export_trace))
         limits = None if budget is None else read_budget(budget)
         earlier = None if diff is None else read_earlier(diff)
         num_tokens = read_capacity(capacity, model)
@@ -127,20 +133,6 @@ def analyze(
         raise typer.Exit(INTERRUPTED)
     if reasons:
         raise typer.Exit(OVER_BUDGET)
-
-
-def _check_outputs(logs: list[Path], outputs: tuple[Path | None, ...]) -> None:
-    """Refuse to write over the log, or two outputs into one place."""
-    taken = {path.resolve() for path in logs if str(path) != "-"}
-    for path in outputs:
-        if path is None or path == Path(os.devnull):
-            continue
-        place = path if str(path) == "-" else path.resolve()
-        if place in taken:
-            raise ConfigError(
-                f"cannot write to {path}: it is the log or another output; name another file"
-            )
-        taken.add(place)
 
 
 def _title(logs: list[Path]) -> str:

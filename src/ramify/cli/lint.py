@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ramify.cli.options import exit_on_error
-from ramify.cli.simulate import read_capacity
+from ramify.cli.simulate import INTERRUPTED, check_outputs, exit_on_interrupt, read_capacity
 from ramify.errors import ConfigError
 
 if TYPE_CHECKING:
     from ramify.analysis.reading import ReadQuality
     from ramify.analysis.verdicts import LintReport
-
-INTERRUPTED = 130  # exit code of Ctrl-C
 
 
 def lint(
@@ -50,27 +48,24 @@ def lint(
     strict: Annotated[bool, typer.Option("--strict", help="A bad line is an error.")] = False,
 ) -> None:
     """Say why requests share less than they could, with proof, and what mending it saves."""
-    with exit_on_error():
+    with exit_on_error(), exit_on_interrupt():
         from ramify.analysis.linting import lint as run_lint
         from ramify.analysis.reading import ReadQuality
 
+        check_outputs(log, (json_file,))
         num_tokens = read_capacity(capacity, model)
         quality = ReadQuality()
-        try:
-            with _progress_bar() as progress:
-                report = run_lint(
-                    log,
-                    provider=provider,
-                    rules=rules,
-                    capacity=num_tokens,
-                    format=log_format,
-                    strict=strict,
-                    progress=progress,
-                    quality=quality,
-                )
-        except KeyboardInterrupt:
-            typer.echo("interrupted before a request was judged", err=True)
-            raise typer.Exit(INTERRUPTED) from None
+        with _progress_bar() as progress:
+            report = run_lint(
+                log,
+                provider=provider,
+                rules=rules,
+                capacity=num_tokens,
+                format=log_format,
+                strict=strict,
+                progress=progress,
+                quality=quality,
+            )
         if json_file is not None:
             _write_json(report, json_file)
         if not report.num_requests:

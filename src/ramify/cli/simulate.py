@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -66,9 +67,10 @@ def simulate(
     ] = None,
 ) -> None:
     """Simulate a prefix cache on a log: hit rate by capacity and policy, bounds, lifetimes."""
-    with exit_on_error():
+    with exit_on_error(), exit_on_interrupt():
         from ramify.analysis.simulation.calls import simulate as run_simulation
 
+        check_outputs(trace, (json_file,))
         with progress_bar() as progress:
             result = run_simulation(
                 trace,
@@ -97,6 +99,30 @@ def simulate(
     if result.is_partial:
         typer.echo("interrupted: parts are missing", err=True)
         raise typer.Exit(INTERRUPTED)
+
+
+@contextmanager
+def exit_on_interrupt() -> Iterator[None]:
+    """Turn Ctrl-C into a line on stderr and exit code 130."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo("interrupted before there was a result to keep", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def check_outputs(logs: list[Path], outputs: tuple[Path | None, ...]) -> None:
+    """Refuse to write over the log, or two outputs into one place."""
+    taken = {path.resolve() for path in logs if str(path) != "-"}
+    for path in outputs:
+        if path is None or path == Path(os.devnull):
+            continue
+        place = path if str(path) == "-" else path.resolve()
+        if place in taken:
+            raise ConfigError(
+                f"cannot write to {path}: it is the log or another output; name another file"
+            )
+        taken.add(place)
 
 
 def read_capacity(capacity: str | None, model: str | None) -> int | None:

@@ -98,3 +98,35 @@ def test_start_times_order_the_log_not_its_lines() -> None:
     report = lint([late, early])
 
     assert [verdict.best_match_line for verdict in report.verdicts] == [2, None]
+
+
+def test_of_lines_with_one_length_the_same_are_looked_up() -> None:
+    """A block of equally long lines that moves on: requests find their earlier ones, whatever the hash seed."""
+    rng = random.Random(3)
+    words = ["".join(rng.choices("abcdefghij", k=6)) for _ in range(300)]
+    rows = [[" ".join(rng.choices(words, k=8)) for _ in range(24)] for _ in range(20)]
+    first = [[("user", "\n".join(lines))] for lines in rows]
+    later = [
+        [
+            ("user", "\n".join(lines[12:])),
+            ("assistant", f"Answer {n:02d} to the question."),
+            ("user", "\n".join([*lines[:12], f"Question {n:02d}, the next one?"])),
+        ]
+        for n, lines in enumerate(rows)
+    ]
+    requests = [
+        LoggedRequest(
+            "log",
+            line,
+            segments=tuple(
+                Segment(f"messages[{at}]", SegmentKind.MESSAGE, text, label=role)
+                for at, (role, text) in enumerate(messages)
+            ),
+        )
+        for line, messages in enumerate([*first, *later], 1)
+    ]
+
+    verdicts = lint(requests).verdicts
+
+    found = [verdict.best_match_line for verdict in verdicts[20:]]
+    assert sum(line == earlier for line, earlier in zip(found, range(1, 21), strict=True)) == 19

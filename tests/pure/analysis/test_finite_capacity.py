@@ -200,3 +200,10 @@ def test_a_capacity_that_cannot_be_is_an_error() -> None:
         lint_corpus(corpus, provider="anthropic", capacity="1M")
     with pytest.raises(ConfigError, match="unknown unit"):
         lint_corpus(corpus, provider="vllm", capacity="3 apples")
+
+
+def test_a_log_without_requests_has_any_capacity() -> None:
+    """It is told as a log without requests, not as one under a rule without a capacity."""
+    report = lint_corpus(corpus_of([]), capacity="1M")
+
+    assert (report.num_requests, report.capacity_tokens) == (0, 1_000_000)

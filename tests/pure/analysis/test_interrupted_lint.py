@@ -115,4 +115,50 @@ def test_an_interrupt_before_any_verdict_says_so(
     code, output, report = run(log)
 
     assert (code, report) == (130, {})
-    assert output.strip() == "interrupted before a request was judged"
+    assert output.strip() == "interrupted before there was a result to keep"
+
+
+@pytest.mark.parametrize("command", ["lint", "simulate", "analyze"])
+def test_a_log_is_not_written_over(log: Path, command: str) -> None:
+    """JSON to the place of the log is refused before anything is written."""
+    before = log.read_bytes()
+
+    done = CliRunner().invoke(app, [command, str(log), "--json", str(log)])
+
+    assert done.exit_code == 2 and "it is the log" in done.output
+    assert log.read_bytes() == before
+
+
+def analyze(log: Path) -> tuple[int, str, dict[str, Any]]:
+    """Exit code, output and JSON of `ramify analyze`."""
+    out = log.with_suffix(".json")
+    done = CliRunner().invoke(app, ["analyze", str(log), "--json", str(out)])
+    report = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+    return done.exit_code, done.output, report
+
+
+def test_interrupted_analysis_without_savings_keeps_its_other_parts(
+    log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Findings without savings, no sets of fixes, the curves; one warning says what is missing."""
+    stop_at(monkeypatch, "measure_savings")
+
+    code, output, report = analyze(log)
+
+    assert code == 130 and output.strip().endswith("parts of the report are missing")
+    assert report["is_partial"] and report["findings"] and report["curves"]["by_capacity"]
+    assert report["what_if"] is None and report["saving_all"]["tokens"] == 0
+    assert any("savings were not measured" in warning for warning in report["warnings"])
+
+
+@pytest.mark.parametrize("step", ["learn_templates", "Matcher", "report_tables"])
+def test_an_interrupted_analysis_without_a_result_ends_with_one_line(
+    log: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """No JSON, one line, exit code 130."""
+    stop_at(monkeypatch, step)
+
+    code, output, report = analyze(log)
+
+    assert (code, report) == (130, {})
+    assert output.strip() == "interrupted before there was a result to keep"

@@ -276,6 +276,22 @@ def test_an_interrupted_part_is_left_out(planted: Path) -> None:
     assert "interrupted" in analysis_as_html(analysis)
 
 
+@pytest.mark.parametrize("texts_first", [True, False])
+def test_texts_and_hashed_rows_have_one_chart(tmp_path: Path, texts_first: bool) -> None:
+    """Pages are those of the hashes, whichever come first."""
+    texts = [chat_row(n, system="Answer.", question=f"Question {n}?") for n in range(3)]
+    hashed: list[dict[str, Any]] = [
+        {"timestamp": n, "input_length": 1024, "output_length": 1, "hash_ids": [0, n]}
+        for n in range(1, 4)
+    ]
+    path = tmp_path / "mixed.jsonl"
+    write_rows(path, [*texts, *hashed] if texts_first else [*hashed, *texts])
+
+    analysis = analyze(read_corpus([path], ReadQuality()), title="mixed")
+
+    assert analysis.curves is not None and analysis.curves.page_size == 512
+
+
 def _log_with_usage_of_some(path: Path) -> Path:
     """Prompts of two providers; every second one has usage, billed at twice the counted tokens."""
     system = "You answer questions about trains. " * 120

@@ -92,7 +92,8 @@ class CacheModel:
             is_given=self._is_given,
             capacity_tokens=capacity_tokens,
         )
-        if capacity_tokens is not None and not any(map(model.has_capacity, self.corpus)):
+        has_none = len(self.corpus) > 0 and not any(map(model.has_capacity, self.corpus))
+        if capacity_tokens is not None and has_none:
             raise ConfigError(
                 f"capacity={capacity_tokens} cannot be replayed: the rule of {self.provider} has "
                 "lifetimes, not a capacity; leave --capacity out, or replay the log under an "

@@ -76,7 +76,7 @@ def analyze(
     policies: tuple[str, ...] = (),
     progress: Progress | None = None,
 ) -> Analysis:
-    """All parts of the report.
+    """All parts of the report. Ctrl-C leaves out savings or parts that are not complete.
 
     Args:
         corpus: the requests.
@@ -87,6 +87,9 @@ def analyze(
         capacity: of each replica's cache, for predicted reads and savings; None: nothing is evicted.
         policies: eviction policies that `PrefixCache` replays for the capacity chart.
         progress: called now and then.
+
+    Raises:
+        KeyboardInterrupt: interrupted before all requests were compared.
     """
     is_partial = quality is not None and INTERRUPTED in quality.notes
     linted = lint_parts(
@@ -97,6 +100,7 @@ def analyze(
         capacity=capacity,
         progress=progress,
     )
+    is_partial |= bool(linted.report.interrupted)
     return _Parts(corpus, linted, progress, is_partial=is_partial).analysis(title, policies)
 
 
@@ -120,7 +124,9 @@ class _Parts:
         tree = PrefixTreeBuilder(self._corpus, counted, lint.verdicts).build()
         by_count, by_tokens = leaders(tree, int(counted.num_tokens.sum()))
         self._progress("sets of fixes", 0, 1)
-        what_if = self._unless_interrupted(lambda: replay_sets(self._corpus, self._linted))
+        what_if = None
+        if not lint.interrupted:
+            what_if = self._unless_interrupted(lambda: replay_sets(self._corpus, self._linted))
         curves = self._unless_interrupted(
             lambda: cache_curves(
                 self._corpus,

@@ -19,7 +19,9 @@ def warnings_of(
     quality: dict[str, Any], lint: LintReport, *, is_partial: bool = False
 ) -> Iterator[str]:
     """What a reader should know before the first number."""
-    if is_partial:
+    if lint.interrupted:
+        yield f"The analysis was interrupted: {lint.interrupted}; a saving of 0 says nothing."
+    elif is_partial:
         yield "The analysis was interrupted: the rest of the log, or parts of the report, are missing."
     num, num_bad = lint.num_requests, len(quality.get("bad_lines", ()))
     if not num:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -62,7 +63,14 @@ def page_trace(
 def corpus_trace(
     corpus: Corpus, *, page_size: int | None = None, insert_outputs: bool = False
 ) -> TraceSource:
-    """The pages of all prompts of a corpus, whose tokens it has; see `page_trace`."""
+    """The pages of all prompts of a corpus, whose tokens it has; see `page_trace`.
+
+    Without a page size, a corpus of several block sizes, or of hashes and texts, has pages of their
+    least common multiple.
+    """
+    if page_size is None:
+        blocks = {stored.info.hashed.block_size for stored in corpus if stored.info.hashed}
+        page_size = math.lcm(*blocks) if blocks else None
     reader = _PageReader(page_size, corpus, insert_outputs=insert_outputs)
     for stored in corpus:
         reader.add(stored.info, stored.units.tolist())
