@@ -98,9 +98,12 @@ def test_an_answer_with_tools_and_a_format_is_either() -> None:
 
     kinds = set()
     for answer in answers:
-        message = answer.json["choices"][0]["message"]
+        choice = answer.json["choices"][0]
+        message = choice["message"]
         kinds.add("tool_calls" in message)
-        for call in message.get("tool_calls", ()):
+        # A random model may go on calling until the last call is cut off.
+        num_whole = len(message.get("tool_calls", ())) - (choice["finish_reason"] == "length")
+        for call in message.get("tool_calls", ())[: max(num_whole, 0)]:
             called = call["function"]
             assert is_valid(called["name"], json.loads(called["arguments"]))
         if "tool_calls" not in message:

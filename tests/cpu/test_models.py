@@ -261,7 +261,7 @@ def test_windows_are_per_layer() -> None:
         ({"architectures": ..., "model_type": "gpt2"}, "gpt2"),
         ({"hidden_act": "relu2"}, "relu2"),
         ({"quantization_config": {"bits": 4}}, "quantised"),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "longrope"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "short_factor must be"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"is_causal": False}, "is_causal is False"),
         ({"model_type": "mistral"}, "names LlamaForCausalLM, but model_type is 'mistral'"),
