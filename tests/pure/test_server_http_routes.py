@@ -180,7 +180,8 @@ def test_embeddings_are_unit_vectors(path: str) -> None:
         ("/v1/score", {"text_1": ["a", "b"], "text_2": ["c", "d", "e"]}, "text_1 has 2 texts"),
         ("/v1/rerank", {"query": "a", "documents": []}, "no document"),
         ("/v1/rerank", {"query": "", "documents": ["a"]}, "query is empty"),
-        ("/v1/rerank", {"query": "a", "documents": ["a", {"x": "a"}]}, "documents[1] is empty"),
+        ("/v1/rerank", {"query": "a", "documents": ["a", {"text": ""}]}, "documents[1] is empty"),
+        ("/v1/rerank", {"query": "a", "documents": ["a", {"x": "a"}]}, "documents[1] is neither"),
         ("/v1/score", {"text_1": "a", "text_2": [""]}, "text_2 must be texts"),
     ],
 )

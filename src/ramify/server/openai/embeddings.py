@@ -111,7 +111,9 @@ def _document_text(number: int, document: str | dict[str, Any]) -> str:
     text = document if isinstance(document, str) else document.get("text")
     if not isinstance(text, str):
         where = f"documents[{number}]"
-        raise ApiError(400, f"{where} is neither a text nor an object with one", param=where)
+        raise ApiError(
+            400, f"{where} is neither a string nor an object with the string text", param=where
+        )
     return text
 
 
