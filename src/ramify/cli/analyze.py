@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
-from ramify.cli.options import exit_on_error
+from ramify.cli.options import (
+    CacheProvider,
+    CacheRules,
+    JsonFile,
+    LogFiles,
+    LogFormat,
+    ReplicaCapacity,
+    SizedModel,
+    StrictLog,
+    exit_on_error,
+)
 from ramify.cli.simulate import (
     INTERRUPTED,
     check_outputs,
@@ -28,11 +38,9 @@ OVER_BUDGET = 1  # exit code
 
 
 def analyze(
-    log: Annotated[list[Path], typer.Argument(help="Files of a log; - is standard input.")],
+    log: LogFiles,
     html: Annotated[Path | None, typer.Option(help="Write the report as one HTML file.")] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write JSON to this file; - is standard output.")
-    ] = None,
+    json_file: JsonFile = None,
     markdown: Annotated[Path | None, typer.Option(help="Write a summary as Markdown.")] = None,
     sarif: Annotated[
         Path | None, typer.Option(help="Write findings as SARIF 2.1.0, for code scanning.")
@@ -53,27 +61,12 @@ def analyze(
     policy: Annotated[
         str, typer.Option(help="Eviction policies to replay for the capacity chart: lru,auto.")
     ] = "",
-    provider: Annotated[
-        str | None, typer.Option(help="Cache rule: openai, anthropic, … By default the log's.")
-    ] = None,
-    rules: Annotated[
-        Path | None, typer.Option(help="File of cache rules and prices, before the built-in ones.")
-    ] = None,
-    capacity: Annotated[
-        str | None,
-        typer.Option(
-            help="Tokens that each server's cache holds, for reads and savings: 5M; with --model "
-            "also 24GB. By default nothing is evicted."
-        ),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="Checkpoint directory or config.json, for a capacity in bytes."),
-    ] = None,
-    log_format: Annotated[
-        str | None, typer.Option("--format", help="Format of the log, if not recognised.")
-    ] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="A bad line is an error.")] = False,
+    provider: CacheProvider = None,
+    rules: CacheRules = None,
+    capacity: ReplicaCapacity = None,
+    model: SizedModel = None,
+    log_format: LogFormat = None,
+    strict: StrictLog = False,
 ) -> None:
     """Report what a log's requests share, why hits are lost, and what a change would save."""
     with exit_on_error(), exit_on_interrupt():

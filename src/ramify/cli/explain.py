@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ramify.cli.options import exit_on_error
+from ramify.cli.options import (
+    JsonFile,
+    exit_on_error,
+)
 from ramify.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,9 +22,7 @@ if TYPE_CHECKING:
 def explain(
     earlier: Annotated[Path, typer.Argument(help="File with a request, or FILE:LINE of a log.")],
     later: Annotated[Path, typer.Argument(help="The request that is compared with it.")],
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write JSON to this file; - is standard output.")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Show where a request first differs from another, and what differs behind that."""
     with exit_on_error():

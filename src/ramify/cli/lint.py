@@ -7,11 +7,21 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from ramify.cli.options import exit_on_error
+from ramify.cli.options import (
+    CacheProvider,
+    CacheRules,
+    JsonFile,
+    LogFiles,
+    LogFormat,
+    ReplicaCapacity,
+    SizedModel,
+    StrictLog,
+    exit_on_error,
+)
 from ramify.cli.simulate import INTERRUPTED, check_outputs, exit_on_interrupt, read_capacity
 from ramify.errors import ConfigError
 
@@ -21,31 +31,14 @@ if TYPE_CHECKING:
 
 
 def lint(
-    log: Annotated[list[Path], typer.Argument(help="Files of a log; - is standard input.")],
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write JSON to this file; - is standard output.")
-    ] = None,
-    provider: Annotated[
-        str | None, typer.Option(help="Cache rule: openai, anthropic, … By default the log's.")
-    ] = None,
-    rules: Annotated[
-        Path | None, typer.Option(help="File of cache rules and prices, before the built-in ones.")
-    ] = None,
-    capacity: Annotated[
-        str | None,
-        typer.Option(
-            help="Tokens that each server's cache holds, for reads and savings: 5M; with --model "
-            "also 24GB. By default nothing is evicted."
-        ),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="Checkpoint directory or config.json, for a capacity in bytes."),
-    ] = None,
-    log_format: Annotated[
-        str | None, typer.Option("--format", help="Format of the log, if not recognised.")
-    ] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="A bad line is an error.")] = False,
+    log: LogFiles,
+    json_file: JsonFile = None,
+    provider: CacheProvider = None,
+    rules: CacheRules = None,
+    capacity: ReplicaCapacity = None,
+    model: SizedModel = None,
+    log_format: LogFormat = None,
+    strict: StrictLog = False,
 ) -> None:
     """Say why requests share less than they could, with proof, and what mending it saves."""
     with exit_on_error(), exit_on_interrupt():

@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ramify.cli.options import exit_on_error
+from ramify.cli.options import (
+    JsonFile,
+    LogFormat,
+    StrictLog,
+    exit_on_error,
+)
 from ramify.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -58,13 +63,9 @@ def simulate(
     model: Annotated[
         str | None, typer.Option(help="Checkpoint directory or config.json, for sizes in bytes.")
     ] = None,
-    log_format: Annotated[
-        str | None, typer.Option("--format", help="Format of the log, if not recognised.")
-    ] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="A bad line is an error.")] = False,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write JSON to this file; - is standard output.")
-    ] = None,
+    log_format: LogFormat = None,
+    strict: StrictLog = False,
+    json_file: JsonFile = None,
 ) -> None:
     """Simulate a prefix cache on a log: hit rate by capacity and policy, bounds, lifetimes."""
     with exit_on_error(), exit_on_interrupt():
