@@ -210,7 +210,8 @@ def weight_files(path: Path) -> dict[Path, frozenset[str]]:
             if not isinstance(shard, str) or Path(shard).name != shard:
                 raise CheckpointError(f"{path / INDEX}: {name} is in {shard!r}, not a file name")
             shards.setdefault(shard, set()).add(name)
-        absent = [shard for shard in sorted(shards) if not (path / shard).is_file()]
+        present = {file.name for file in path.iterdir() if file.is_file()}
+        absent = sorted(shards.keys() - present)
         if absent:
             raise CheckpointError(
                 f"{path / absent[0]} is missing ({len(absent)} of {len(shards)} shards that "
