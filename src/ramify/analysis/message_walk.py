@@ -14,7 +14,7 @@ from ramify.analysis.corpus import Corpus
 from ramify.analysis.prompt_sides import Difference, Side, WalkStep
 from ramify.analysis.quoting import Excerpt
 from ramify.analysis.records import TextForm
-from ramify.analysis.summaries import is_summary
+from ramify.analysis.summaries import is_summary, says_that_talk_goes_on
 from ramify.analysis.templates import Templates
 from ramify.analysis.text_diff import common_prefix_len
 from ramify.analysis.verdicts import CauseName, Certainty
@@ -55,15 +55,14 @@ class MessageWalk:
             self._add_content()
 
     def _add_content(self) -> None:
-        """The content at which the walk has stopped."""
-        if self.differences and self.differences[-1].cause is CauseName.COMPACTION:
-            return
+        """The content at which the walk has stopped; a summary among it is `compaction`."""
+        cause = CauseName.COMPACTION if self._is_compaction() else CauseName.NEW_CONTENT
         had = self._corpus.text(self._a.normals[self._i])
         got = self._corpus.text(self._b.normals[self._j])
         start = max(0, common_prefix_len(had, got) - 16)
         self.differences.append(
             Difference(
-                CauseName.NEW_CONTENT,
+                cause,
                 Certainty.PROVED,
                 self._b.rest_path(self._j),
                 Excerpt(had, start, start + 100),
@@ -381,7 +380,6 @@ class MessageWalk:
 
     def _step_history(self) -> bool:
         if self._is_compaction():
-            self._add(CauseName.COMPACTION, self._text_a(), self._text_b())
             self._stop_here()
             return True
         return self._edits_history() or self._edits_result()
@@ -411,6 +409,8 @@ class MessageWalk:
         if not is_summary(got, is_certain=not self._continues):
             return False
         is_newest = b.message_of[self._j] == b.message_of[-1]
+        if is_summary(had, is_certain=True) and says_that_talk_goes_on(got):
+            return True  # both were compacted, each in its own way
         return self._continues or not is_newest or len(a.rest) - self._i > 2
 
     def _edits_history(self, *, peek: bool = False) -> bool:
@@ -465,14 +465,6 @@ class MessageWalk:
             different = np.flatnonzero(mine[:length] != other[:length])
             self.num_shared += int(different[0]) if len(different) else length
         self._is_done = True
-
-
-def begins_with_summary(side: Side) -> bool:
-    """Whether the first message of the conversation is a summary of what was before."""
-    for at in range(min(3, len(side.rest))):
-        if side.role(at) == "user":
-            return is_summary(side.corpus.text(side.rest[at]), is_certain=True)
-    return False
 
 
 def _without_thoughts(text: str) -> str:
