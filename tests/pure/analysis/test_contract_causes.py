@@ -106,14 +106,15 @@ PREAMBLE = (
     "This session is being continued from a previous conversation that ran out of context. "
     "The conversation is summarized below: "
 )
-SHIPS, BREAD = (
-    message("user", PREAMBLE + text)
-    for text in (
-        "the user asked about tides and ships. Both were explained, with the moon as their cause, and "
-        "ports by the sea were named as the next thing to look at.",
-        "bread was baked, and it rose well. What is left is the crust: the oven has to be hotter, and "
-        "nobody has tried rye flour so far.",
-    )
+SHIPS = message(
+    "user",
+    f"{PREAMBLE}the user asked about tides and ships. Both were explained, with the moon as a cause, "
+    "and ports by the sea were named as the next thing to look at.",
+)
+BREAD = message(
+    "user",
+    f"{PREAMBLE}bread was baked, and it rose well. What is left is the crust: the oven has to be "
+    "hotter, and nobody has tried rye flour so far.",
 )
 
 
@@ -161,6 +162,23 @@ def test_conversations_with_summaries_of_their_own_are_two(tmp_path: Path) -> No
     )[1]
 
     assert "tool_changed" not in causes(verdict)
+
+
+@pytest.mark.parametrize("place", ["system", "user"])
+def test_words_about_summaries_are_content_in_a_talk(tmp_path: Path, place: str) -> None:
+    """A changed sentence of a message that speaks of summaries is no new summary."""
+    text = (
+        "You write a compact recap, a summary of the conversation, when you are done; until then "
+    )
+    texts = [f"{text}{rest} {RULES}" for rest in ("rivers in the north.", "a loaf of rye bread.")]
+    rows = [
+        chat(message("system", item), *TALK)
+        if place == "system"
+        else chat(SYSTEM, *TALK[:2], message("user", item))
+        for item in texts
+    ]
+
+    assert "compaction" not in causes(verdicts(tmp_path, *rows)[1])
 
 
 def test_tasks_about_summaries_are_content(tmp_path: Path) -> None:
