@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 from ramify.analysis.causes.tool_lists import compare_tools
 from ramify.analysis.context_blocks import MIN_BLOCK, split_block
 from ramify.analysis.corpus import Corpus, StoredRequest
-from ramify.analysis.message_walk import MessageWalk, begins_with_summary
+from ramify.analysis.message_walk import MessageWalk
 from ramify.analysis.prompt_sides import Difference, Side, WalkStep
 from ramify.analysis.quoting import Excerpt, quote
 from ramify.analysis.records import SegmentKind, TextForm
+from ramify.analysis.summaries import is_summary
 from ramify.analysis.templates import Templates
 from ramify.analysis.text_diff import common_prefix_len
 from ramify.analysis.verdicts import CauseName, Certainty, Divergence
@@ -60,7 +61,7 @@ class Comparer:
     def compare(self, earlier: StoredRequest, request: StoredRequest) -> Comparison:
         """What `request` shares with `earlier`."""
         a, b = self.side(earlier), self.side(request)
-        continues = is_continuation(a, b) or begins_with_summary(b)
+        continues = is_continuation(a, b) or _goes_on_from_summary(a, b)
         outer = [*self._scope(a, b, continues=continues), *_settings(a, b)]
         tools = compare_tools(a, b, self._templates, continues=continues)
         differences = [*outer, *tools.differences]
@@ -252,6 +253,24 @@ def is_continuation(a: Side, b: Side) -> bool:
     if a.last_message & b.older_messages:
         return True
     return _goes_on_after_answer(a, b) or _repeats_last_message(a, b) or _begins_with_all(a, b)
+
+
+def _goes_on_from_summary(a: Side, b: Side) -> bool:
+    """Whether a request begins with a summary that may be of the earlier one's conversation.
+
+    If the earlier one begins with another summary, it is of another conversation.
+    """
+    summary = _first_summary(b)
+    return summary is not None and _first_summary(a) in (None, summary)
+
+
+def _first_summary(side: Side) -> int | None:
+    """The user's first message in normal form, if it is a summary of what was before."""
+    for at in range(min(3, len(side.rest))):
+        if side.role(at) == "user":
+            text = side.corpus.text(side.rest[at])
+            return side.normals[at] if is_summary(text, is_certain=True) else None
+    return None
 
 
 def _begins_with_all(a: Side, b: Side) -> bool:

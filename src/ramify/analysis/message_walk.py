@@ -14,7 +14,7 @@ from ramify.analysis.corpus import Corpus
 from ramify.analysis.prompt_sides import Difference, Side, WalkStep
 from ramify.analysis.quoting import Excerpt
 from ramify.analysis.records import TextForm
-from ramify.analysis.summaries import is_summary
+from ramify.analysis.summaries import is_summary, says_that_talk_goes_on
 from ramify.analysis.templates import Templates
 from ramify.analysis.text_diff import common_prefix_len
 from ramify.analysis.verdicts import CauseName, Certainty
@@ -37,6 +37,7 @@ class MessageWalk:
         self.num_shared = 0
         self.differences: list[Difference] = []
         self._is_done = False
+        self._is_at_summary = False  # the walk has stopped at a summary that is new
         self._content: tuple[int, int] | None = None
         self.steps: list[WalkStep] = []
         self.end = (0, 0)  # segments of both prompts before which mending makes all equal
@@ -56,14 +57,13 @@ class MessageWalk:
 
     def _add_content(self) -> None:
         """The content at which the walk has stopped."""
-        if self.differences and self.differences[-1].cause is CauseName.COMPACTION:
-            return
+        cause = CauseName.COMPACTION if self._is_at_summary else CauseName.NEW_CONTENT
         had = self._corpus.text(self._a.normals[self._i])
         got = self._corpus.text(self._b.normals[self._j])
         start = max(0, common_prefix_len(had, got) - 16)
         self.differences.append(
             Difference(
-                CauseName.NEW_CONTENT,
+                cause,
                 Certainty.PROVED,
                 self._b.rest_path(self._j),
                 Excerpt(had, start, start + 100),
@@ -257,6 +257,10 @@ class MessageWalk:
         )
         if pair is None or (pair.stop_char is not None and self._edits_history(peek=True)):
             return False
+        if pair.stop_char is not None and self._replaces_summary():
+            self._is_at_summary = True
+            self._stop()
+            return True
         stored = self._corpus.units[b.rest[self._j]]
         if pair.stop_char is not None and "thinking" not in stored.label and self._edits_result():
             return True
@@ -381,7 +385,7 @@ class MessageWalk:
 
     def _step_history(self) -> bool:
         if self._is_compaction():
-            self._add(CauseName.COMPACTION, self._text_a(), self._text_b())
+            self._is_at_summary = True
             self._stop_here()
             return True
         return self._edits_history() or self._edits_result()
@@ -411,7 +415,18 @@ class MessageWalk:
         if not is_summary(got, is_certain=not self._continues):
             return False
         is_newest = b.message_of[self._j] == b.message_of[-1]
-        return self._continues or not is_newest or len(a.rest) - self._i > 2
+        is_talk = self._continues or not is_newest or len(a.rest) - self._i > 2
+        return is_talk or self._replaces_summary()
+
+    def _replaces_summary(self) -> bool:
+        """Whether both conversations begin with a summary, each with another."""
+        b, got = self._b, self._text_b()
+        if any(b.role(at) != "system" for at in range(self._j)) or b.role(self._j) == "system":
+            return False
+        if not all(is_summary(text, is_certain=True) for text in (self._text_a(), got)):
+            return False
+        # A task about a summary stands alone as well.
+        return says_that_talk_goes_on(got) or b.message_of[self._j] != b.message_of[-1]
 
     def _edits_history(self, *, peek: bool = False) -> bool:
         """Older messages dropped, cut or edited, with equal ones after them."""
@@ -465,14 +480,6 @@ class MessageWalk:
             different = np.flatnonzero(mine[:length] != other[:length])
             self.num_shared += int(different[0]) if len(different) else length
         self._is_done = True
-
-
-def begins_with_summary(side: Side) -> bool:
-    """Whether the first message of the conversation is a summary of what was before."""
-    for at in range(min(3, len(side.rest))):
-        if side.role(at) == "user":
-            return is_summary(side.corpus.text(side.rest[at]), is_certain=True)
-    return False
 
 
 def _without_thoughts(text: str) -> str:

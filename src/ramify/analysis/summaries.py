@@ -20,6 +20,10 @@ _OF_TALK = re.compile(
     rf"(?i)continued from a previous|<(?:conversation[_ -]?)?summary>|(?:context|conversation) so far|"
     rf"\b{_WHAT}{_BETWEEN}{_OF_WHAT}\b|\b{_OF_WHAT}{_BETWEEN}{_WHAT}\b|handoff summary"
 )
+_GOES_ON = re.compile(
+    r"(?i)continued from an? (?:previous|earlier)|(?:ran|running) out of context|handoff summary|"
+    r"(?:pick up|continue|resume)\b[^.]{0,40}\bleft off"
+)
 _ASKS = re.compile(
     r"(?i)\W*(?:please|can|could|would|will|write|summari[sz]e|give|create|provide|make|draft|what|how|bitte)\b"
 )
@@ -37,3 +41,8 @@ def is_summary(text: str, *, is_certain: bool) -> bool:
     head = text[:HEAD]
     pattern = _OF_TALK if is_certain else _SUMMARY
     return bool(pattern.search(head)) and not _ASKS.match(head)
+
+
+def says_that_talk_goes_on(text: str) -> bool:
+    """Whether a summary says that its own conversation goes on, as one that a task is about does not."""
+    return bool(_GOES_ON.search(text[:HEAD]))

@@ -246,13 +246,19 @@ class PlantedLog:
             left, right = mine.render(base | {place}), other.render(base | {place})
             renders = mine.render(base)[1], other.render(base)[1]
             is_split = left[2] != right[2]
+            alone = divergence_of(left[1], right[1])
+            if cause == "compaction":
+                # What it replaced is in neither prompt: the summary itself has to be what differs.
+                summary = divergence_of(left[1], renders[0])
+                if summary and alone and summary.paths & alone.paths:
+                    found[cause] = found.get(cause, frozenset()) | alone.paths
+                continue
             if not is_split and shared_chars(left[1], right[1]) >= shared_chars(*renders):
                 continue
-            alone = divergence_of(left[1], right[1])
             # Equal values shorten what is shared, and diverge nowhere.
             if alone in (None, divergence_of(*renders)) and not is_split:
                 continue
-            segments = {path for path, _ in alone.places} if alone else set()
+            segments = alone.paths if alone else frozenset()
             found[cause] = found.get(cause, frozenset()) | segments
         if is_unrelated:
             found = {}

@@ -14,6 +14,11 @@ class TrueDivergence:
     places: frozenset[tuple[str, int]]
     may_be_none: bool = False
 
+    @property
+    def paths(self) -> frozenset[str]:
+        """Segments of the places."""
+        return frozenset(path for path, _ in self.places)
+
 
 def shared_chars(left: list[Piece], right: list[Piece]) -> int:
     """Code points of the common prefix."""

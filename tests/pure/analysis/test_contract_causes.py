@@ -102,6 +102,98 @@ def test_summaries_stand_in_several_roles(tmp_path: Path, head: tuple[Json, ...]
     assert only(verdict) == [("compaction", "proved", "messages[1]")]
 
 
+PREAMBLE = (
+    "This session is being continued from a previous conversation that ran out of context. "
+    "The conversation is summarized below: "
+)
+SHIPS = message(
+    "user",
+    f"{PREAMBLE}the user asked about tides and ships. Both were explained, with the moon as a cause, "
+    "and ports by the sea were named as the next thing to look at.",
+)
+BREAD = message(
+    "user",
+    f"{PREAMBLE}bread was baked, and it rose well. What is left is the crust: the oven has to be "
+    "hotter, and nobody has tried rye flour so far.",
+)
+
+
+@pytest.mark.parametrize("kept", [TALK[4:], ()], ids=["before kept messages", "alone"])
+def test_a_summary_in_place_of_another_is_compaction(
+    tmp_path: Path, kept: tuple[Json, ...]
+) -> None:
+    """A second compaction begins with the words of the first, and with a summary of its own."""
+    found = verdicts(
+        tmp_path,
+        chat(SYSTEM, *TALK),
+        chat(SYSTEM, SHIPS, *TALK[4:], *LATER),
+        chat(SYSTEM, BREAD, *kept),
+    )
+
+    assert [only(verdict) for verdict in found[1:]] == [
+        [("compaction", "proved", "messages[1]")]
+    ] * 2
+    (cause,) = found[2]["causes"]
+    assert ("ships" in cause["had"], "baked" in cause["got"]) == (True, True)
+
+
+def test_the_summary_that_both_have_is_no_compaction(tmp_path: Path) -> None:
+    """It was reported when it came: a last message asked anew is new content."""
+    first, second = (message("user", f"What about {what}?") for what in ("salt", "the moon"))
+
+    verdict = verdicts(
+        tmp_path, *(chat(SYSTEM, SHIPS, *TALK[4:], last) for last in (first, second))
+    )[1]
+
+    assert causes(verdict) == ["new_content"]
+
+
+def test_conversations_with_summaries_of_their_own_are_two(tmp_path: Path) -> None:
+    """Tools that only one of them has are no `tool_changed`."""
+    tools = [
+        {"type": "function", "function": {"name": name, "description": RULES, "parameters": {}}}
+        for name in ("read", "write")
+    ]
+
+    verdict = verdicts(
+        tmp_path,
+        chat(SYSTEM, SHIPS, *TALK[4:], tools=tools),
+        chat(SYSTEM, BREAD, *LATER, tools=tools[:1]),
+    )[1]
+
+    assert "tool_changed" not in causes(verdict)
+
+
+@pytest.mark.parametrize("place", ["system", "user"])
+def test_words_about_summaries_are_content_in_a_talk(tmp_path: Path, place: str) -> None:
+    """A changed sentence of a message that speaks of summaries is no new summary."""
+    text = (
+        "You write a compact recap, a summary of the conversation, when you are done; until then "
+    )
+    texts = [f"{text}{rest} {RULES}" for rest in ("rivers in the north.", "a loaf of rye bread.")]
+    rows = [
+        chat(message("system", item), *TALK)
+        if place == "system"
+        else chat(SYSTEM, *TALK[:2], message("user", item))
+        for item in texts
+    ]
+
+    assert "compaction" not in causes(verdicts(tmp_path, *rows)[1])
+
+
+def test_tasks_about_summaries_are_content(tmp_path: Path) -> None:
+    """A program that asks about one summary after the other has compacted nothing."""
+    verdict = verdicts(
+        tmp_path,
+        *(
+            chat(SYSTEM, message("user", f"Conversation summary: {what}. Which label fits it best of all?"))
+            for what in ("the customer asked for a refund", "a parcel was late and then lost")
+        ),
+    )[1]  # fmt: skip
+
+    assert causes(verdict) == ["new_content"]
+
+
 def test_a_summary_within_the_system_prompt_is_compaction(tmp_path: Path) -> None:
     """The system prompt is longer by the summary, and the head of the history is gone."""
     longer = f"{RULES}\n\nConversation summary: tides and ships were discussed, all was answered."

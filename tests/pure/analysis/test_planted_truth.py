@@ -58,6 +58,30 @@ def test_mending_all_causes_leaves_none(format_name: str) -> None:
             assert truth.raw_chars < truth.shared_chars
 
 
+def test_a_compaction_is_a_summary_that_the_match_has_not() -> None:
+    """Later turns with the same summary, and conversations without one, have no compaction."""
+    log = planted_log(41, "openai_chat", alone="compaction", num_requests=200)
+    num_new = num_same = 0
+    for request in log.requests:
+        _, match = log.candidates(request.number)
+        if match is None:
+            continue
+        texts = [
+            {piece.content for piece in log.requests[number].render(request.changes)[1]}
+            for number in (request.number, match)
+        ]
+        has, had = (
+            {text for text in side if text.startswith("This session is being")} for side in texts
+        )
+        is_compaction = "compaction" in log.truth(request.number, match).causes
+        assert not is_compaction or has - had
+        num_new += is_compaction
+        num_same += bool(has & had)
+
+    assert num_new > 10
+    assert num_same > 10
+
+
 def test_clean_turns_are_prefixes_of_the_next() -> None:
     """Without plants a conversation's prompt is the start of its next prompt."""
     log = planted_log(4, "openai_chat", num_requests=300)
