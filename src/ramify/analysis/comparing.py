@@ -182,10 +182,10 @@ class Comparer:
         return "" if unit is None else quote(self._corpus.text(unit), 0, 80)
 
     def _scope(self, a: Side, b: Side, *, continues: bool) -> list[Difference]:
-        found = []
+        differences = []
         mine, other = b.request.info, a.request.info
         if mine.cache_scope != other.cache_scope:
-            found.append(
+            differences.append(
                 Difference(
                     CauseName.NAMESPACE_SPLIT,
                     Certainty.PROVED,
@@ -197,7 +197,7 @@ class Comparer:
         models = (other.model, mine.model)
         answered = (other.response_model or other.model, mine.response_model or mine.model)
         if models[0] == models[1] and answered[0] != answered[1]:
-            found.append(
+            differences.append(
                 Difference(
                     CauseName.MODEL_CHANGED,
                     Certainty.PROVED,
@@ -207,7 +207,7 @@ class Comparer:
                 )
             )
         if mine.cache_key != other.cache_key and (continues or self._unique_keys):
-            found.append(
+            differences.append(
                 Difference(
                     CauseName.CACHE_KEY_SCATTERED,
                     Certainty.PROVED,
@@ -216,7 +216,7 @@ class Comparer:
                     Excerpt(mine.cache_key or ""),
                 )
             )
-        return found
+        return differences
 
 
 def _is_in_message(difference: Difference) -> bool:
@@ -224,12 +224,12 @@ def _is_in_message(difference: Difference) -> bool:
 
 
 def _settings(a: Side, b: Side) -> list[Difference]:
-    found = []
+    differences = []
     for name in sorted(a.settings.keys() | b.settings.keys(), key=lambda n: (n != "model", n)):
         had, got = a.settings.get(name), b.settings.get(name)
         if had != got:
             cause = CauseName.MODEL_CHANGED if name == "model" else CauseName.SETTINGS_CHANGED
-            found.append(
+            differences.append(
                 Difference(
                     cause,
                     Certainty.PROVED,
@@ -238,7 +238,7 @@ def _settings(a: Side, b: Side) -> list[Difference]:
                     Excerpt("" if got is None else b.corpus.text(got)),
                 )
             )
-    return found
+    return differences
 
 
 def is_continuation(a: Side, b: Side) -> bool:

@@ -70,13 +70,13 @@ def _load(item: Path | LoggedRequest) -> LoggedRequest:
     if isinstance(item, LoggedRequest):
         return item
     path, line = _split(item)
-    found = first_of(read_log(path), line)
-    if found is None:
+    request = first_of(read_log(path), line)
+    if request is None:
         place = "" if line is None else f" at line {line}"
         raise LogError(
             f"{path} has no request{place}; give a file with a request body, or FILE:LINE of a log"
         )
-    return found
+    return request
 
 
 def _split(path: Path) -> tuple[Path, int | None]:

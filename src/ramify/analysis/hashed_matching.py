@@ -23,13 +23,13 @@ class HashedIndex:
         Whole blocks only: what the last block has of its tokens is not known of both prompts.
         """
         newest = self._newest.get(_scope(info, prompt), {})
-        found, depth = -1, 0
+        deepest, depth = -1, 0
         for block in _full_blocks(prompt):
             holder = newest.get(block)
             if holder is None:
                 break
-            found, depth = holder, depth + 1
-        return (found, depth * prompt.block_size) if depth else None
+            deepest, depth = holder, depth + 1
+        return (deepest, depth * prompt.block_size) if depth else None
 
     def insert(self, number: int, info: LoggedRequest, prompt: HashedPrompt) -> None:
         """Add a request, which becomes the newest with its blocks."""

@@ -174,9 +174,9 @@ def lint_parts(
     log = LogFacts(infinite)
     judge = _Judge(corpus, matcher.comparer, log)
     verdicts = judge.verdicts(matches)
-    found = group_causes(verdicts)
+    grouped = group_causes(verdicts)
     mender = Mender(corpus, templates, matches)
-    mendable = [item for item in found if item.fix.cause not in NEVER_MENDED]
+    mendable = [item for item in grouped if item.fix.cause not in NEVER_MENDED]
     groups = [[item.fix] for item in mendable[:MAX_SAVINGS]]
     try:
         if progress is not None:
@@ -202,7 +202,7 @@ def lint_parts(
     report = LintReport(
         num_requests=len(judged),
         verdicts=verdicts,
-        findings=order_by_saving([item.finding(saved.get(id(item), nothing)) for item in found]),
+        findings=order_by_saving([item.finding(saved.get(id(item), nothing)) for item in grouped]),
         saving_all=savings[-1],
         quality=_quality(corpus, ReadQuality() if quality is None else quality),
         provider=model.provider,

@@ -125,17 +125,17 @@ class _Reading:
 
     def _requests_of_row(self, row: Row) -> Iterator[LoggedRequest]:
         self._quality.num_rows += 1
-        found = _format_of(row.value) if self._chosen is None else self._chosen
-        if found is None:
+        log_format = _format_of(row.value) if self._chosen is None else self._chosen
+        if log_format is None:
             self._quality.skipped[UNKNOWN_ROW] += 1
             return
-        if self._chosen is not None and not found.is_row(row.value):
-            self._add_bad_line(row.file, row.line, f"no row of the format {found.name}")
+        if self._chosen is not None and not log_format.is_row(row.value):
+            self._add_bad_line(row.file, row.line, f"no row of the format {log_format.name}")
             return
-        self._quality.formats[found.name] += 1
-        reader = self._readers.get(found.name)
+        self._quality.formats[log_format.name] += 1
+        reader = self._readers.get(log_format.name)
         if reader is None:
-            reader = self._readers[found.name] = found.reader(self._quality)
+            reader = self._readers[log_format.name] = log_format.reader(self._quality)
         try:
             for request in reader.feed(row):
                 yield self._finished(self._indexed(request, row))

@@ -82,10 +82,10 @@ class Matcher:
     def _match(self, request: StoredRequest) -> Match:
         hashed = request.info.hashed
         if hashed is not None:
-            found = self._hashed.find(request.info, hashed)
-            if found is None:
+            match = self._hashed.find(request.info, hashed)
+            if match is None:
                 return Match(request, None)
-            number, shared = found
+            number, shared = match
             return Match(request, self._corpus.requests[number], shared, shared)
         best: tuple[StoredRequest, Comparison] | None = None
         compared: list[tuple[StoredRequest, Comparison]] = []

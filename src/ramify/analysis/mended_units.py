@@ -57,27 +57,27 @@ class MendedUnits:
     ) -> int:
         if forms:
             return self._templates.canonical(unit, values)
-        found = self._templates.volatile_values(unit, values) if values else []
-        if not found:
+        volatile = self._templates.volatile_values(unit, values) if values else []
+        if not volatile:
             return unit
         text, normal = self._corpus.text(unit), self._corpus.text(self._templates.normal(unit))
-        places = places_in_text(text, normal, [(start, end) for start, end, _ in found])
+        places = places_in_text(text, normal, [(start, end) for start, end, _ in volatile])
         if places is None:
             return self._templates.canonical(unit, values)
-        constants = [constant for _, _, constant in found]
+        constants = [constant for _, _, constant in volatile]
         filled = [(*place, value) for place, value in zip(places, constants, strict=True)]
         return self._store(unit, replace_places(text, filled))
 
     def _mend_json(
         self, unit: int, values: frozenset[CauseName], forms: frozenset[CauseName]
     ) -> int:
-        found = self._templates.volatile_values(unit, values) if values else []
-        if not found:
+        volatile = self._templates.volatile_values(unit, values) if values else []
+        if not volatile:
             return self._in_usual_form(unit, forms) if forms else unit
         if forms:
             return self._templates.canonical(unit, values)
         text, normal = self._corpus.text(unit), self._corpus.text(self._templates.normal(unit))
-        for start, end, constant in found:
+        for start, end, constant in volatile:
             # Keys stand in another order there: the value is found by what is around it.
             head = re.split(r'["{}\[\]]', normal[max(0, start - 40) : start])[-1]
             tail = re.split(r'["{}\[\]]', normal[end : end + 40])[0]

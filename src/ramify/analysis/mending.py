@@ -195,15 +195,15 @@ class Mender:
 
     def _start(self, fixes: Collection[AppliedFix]) -> None:
         """Forget what was mended if these are other fixes."""
-        asked = frozenset((fix.cause, fix.segment) for fix in fixes)
-        if asked != self._asked:
-            self._asked, self._memo, self._causes_at = asked, {}, {}
+        pairs = frozenset((fix.cause, fix.segment) for fix in fixes)
+        if pairs != self._asked:
+            self._asked, self._memo, self._causes_at = pairs, {}, {}
             later = {
                 (cause, place)
-                for cause, segment in asked
+                for cause, segment in pairs
                 for place in self._later_places.get((cause, segment), ())
             }
-            self._fixes = asked | later
+            self._fixes = pairs | later
             self._reasoners = None
 
     def _join(self, request: StoredRequest, mended: _Mended) -> MendedPrompt:

@@ -440,17 +440,17 @@ class MessageWalk:
             rank = bisect_left(following, self._i)
             if rank == len(following):
                 continue
-            found = following[rank]
-            if found == self._i and at == self._j:
+            kept = following[rank]
+            if kept == self._i and at == self._j:
                 continue
-            if b.message_of[at] == b.message_of[-1] and found != len(a.rest) - 1:
+            if b.message_of[at] == b.message_of[-1] and kept != len(a.rest) - 1:
                 continue
             if peek:
                 return True
             got = "" if at == self._j else self._text_b()
-            had = "" if found == self._i else self._text_a()
+            had = "" if kept == self._i else self._text_a()
             self._add(CauseName.HISTORY_EDITED, had, got)
-            self._i, self._j = found, at
+            self._i, self._j = kept, at
             return True
         return False
 

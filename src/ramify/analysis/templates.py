@@ -182,9 +182,9 @@ class Templates:
         keys = [hash((stored.kind, stored.label.partition(" ")[0], item)) for item, _ in features]
         votes: dict[int, int] = {}
         for key, (_, weight) in zip(keys, features, strict=True):
-            found = self._by_feature.get(key)
-            if found is not None:
-                votes[found] = votes.get(found, 0) + weight
+            place = self._by_feature.get(key)
+            if place is not None:
+                votes[place] = votes.get(place, 0) + weight
         if votes:
             best = max(votes, key=lambda number: (votes[number], -number))
             template = self._templates[best]

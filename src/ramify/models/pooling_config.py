@@ -135,9 +135,9 @@ def _mode(file: Path) -> tuple[PoolingMode, bool, str | None]:
     _check_bool(file, "include_prompt", pools_prompt)
     if len(modes) == 1 and isinstance(modes[0], str) and modes[0] in MODES:
         return MODES[modes[0]], pools_prompt, None
-    found = " and ".join(map(str, modes)) or "none"
+    modes_text = " and ".join(map(str, modes)) or "none"
     return "last", pools_prompt, (
-        f"{file}: the pooling mode is {found}; supported is one of lasttoken, mean and cls"
+        f"{file}: the pooling mode is {modes_text}; supported is one of lasttoken, mean and cls"
     )  # fmt: skip
 
 

@@ -42,7 +42,7 @@ class _Probes:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._source = "\n".join(tokenizer.chat_template_sources)
-        self._found = TemplateConventions()
+        self._conventions = TemplateConventions()
 
     def find(self) -> TemplateConventions:
         """Try one property after the other; later probes are rendered with the earlier ones."""
@@ -52,17 +52,17 @@ class _Probes:
         self._find_calls()
         self._find_results()
         self._find_reasoning()
-        return self._found
+        return self._conventions
 
     def _render(
         self,
         messages: Sequence[Mapping[str, Any]],
-        found: TemplateConventions | None = None,
+        conventions: TemplateConventions | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        found = self._found if found is None else found
-        adapted, variables = found.adapt_tools(found.adapt(messages, _no_calls), tools)
+        conventions = self._conventions if conventions is None else conventions
+        adapted, variables = conventions.adapt_tools(conventions.adapt(messages, _no_calls), tools)
         try:
             return self._tokenizer.apply_chat_template(adapted, **variables)
         except ChatTemplateError:
@@ -70,44 +70,44 @@ class _Probes:
 
     def _first(
         self,
-        found: Iterator[TemplateConventions],
+        candidates: Iterator[TemplateConventions],
         messages: Sequence[Mapping[str, Any]],
         *wanted: str,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> bool:
         """Keep the first conventions with which all wanted texts are in the prompt."""
-        for candidate in found:
+        for candidate in candidates:
             text = self._render(messages, candidate, tools=tools)
             if all(word in text for word in wanted):
-                self._found = candidate
+                self._conventions = candidate
                 return True
         return False
 
     def _find_content(self) -> None:
-        parts = (replace(self._found, has_content_parts=value) for value in (False, True))
+        parts = (replace(self._conventions, has_content_parts=value) for value in (False, True))
         self._first(parts, [{"role": "user", "content": NEEDLE}], NEEDLE)
 
     def _find_system(self) -> None:
         conversation = [{"role": "system", "content": NEEDLE}, USER]
-        system = (replace(self._found, has_system=value) for value in (True, False))
+        system = (replace(self._conventions, has_system=value) for value in (True, False))
         self._first(system, conversation, NEEDLE)
 
     def _find_tools(self) -> None:
         conversation = [{"role": "system", "content": "s"}, USER]
 
         def candidates() -> Iterator[TemplateConventions]:
-            yield self._found
+            yield self._conventions
             for name in TOOLS_VARIABLES:
                 if name in self._source:
-                    yield replace(self._found, tools_variable=name)
+                    yield replace(self._conventions, tools_variable=name)
             for name in TOOLS_FIELDS:
                 if name in self._source:
-                    field = replace(self._found, tools_field=name)
+                    field = replace(self._conventions, tools_field=name)
                     yield replace(field, has_json_tools=True)
                     yield field
 
         if not self._first(candidates(), conversation, NEEDLE, tools=[_tool(NEEDLE)]):
-            self._found = replace(self._found, writes_tools=False)
+            self._conventions = replace(self._conventions, writes_tools=False)
 
     def _find_calls(self) -> None:
         """Where calls are written: the name, and the arguments as JSON or in a form of its own."""
@@ -115,30 +115,34 @@ class _Probes:
         flags = product((False, True), repeat=4)
         for has_names, is_null, is_short, is_json in flags:
             candidate = replace(
-                self._found,
+                self._conventions,
                 has_result_names=has_names,
                 has_null_content=is_null,
                 has_short_ids=is_short,
                 has_json_arguments=is_json,
             )
             if _is_written(self._render(conversation, candidate, tools=[_tool("f")])):
-                self._found = candidate
+                self._conventions = candidate
                 self._find_single_calls()
                 return
-        metadata = replace(self._found, writes_calls=False, has_metadata=True)
+        metadata = replace(self._conventions, writes_calls=False, has_metadata=True)
         has_metadata = "metadata" in self._source and NEEDLE in self._render(conversation, metadata)
-        self._found = replace(self._found, writes_calls=False, has_metadata=has_metadata)
+        self._conventions = replace(
+            self._conventions, writes_calls=False, has_metadata=has_metadata
+        )
 
     def _find_single_calls(self) -> None:
-        calls = (replace(self._found, has_single_calls=value) for value in (False, True))
+        calls = (replace(self._conventions, has_single_calls=value) for value in (False, True))
         names = (NEEDLE, OTHER_NEEDLE)
         self._first(calls, _called(*names), *names, tools=[_tool("f")])
 
     def _find_results(self) -> None:
         named = (role for role in RESULT_ROLES if role in self._source)
         # GLM-4's template writes any role, and its model knows one.
-        own = ("observation",) if self._found.has_metadata else ()
-        roles = (replace(self._found, result_role=role) for role in (*own, "tool", *named, "user"))
+        own = ("observation",) if self._conventions.has_metadata else ()
+        roles = (
+            replace(self._conventions, result_role=role) for role in (*own, "tool", *named, "user")
+        )
         self._first(roles, _called(result=NEEDLE), NEEDLE, tools=[_tool("f")])
 
     def _find_reasoning(self) -> None:
@@ -149,15 +153,15 @@ class _Probes:
         for field in REASONING_FIELDS:
             if field not in self._source or (field == "content" and "thinking" not in self._source):
                 continue
-            candidate = replace(self._found, reasoning_field=field)
+            candidate = replace(self._conventions, reasoning_field=field)
             calling = self._render([question, with_call, result], candidate, tools=tools)
             last = self._render([question, {**thought, "content": "b"}], candidate)
             if not _is_text(calling) and not _is_text(last):
                 continue
-            self._found = candidate
+            self._conventions = candidate
             with_both = [question, {**with_call, "content": "b"}, result]
             if calling and not self._render(with_both, tools=tools):
-                self._found = replace(candidate, joins_reasoning=True)
+                self._conventions = replace(candidate, joins_reasoning=True)
             return
 
 

@@ -56,8 +56,8 @@ def outside_causes(log: LogFacts, request: StoredRequest, facts: MatchFacts) -> 
 
 
 def _ask(rules: tuple[OutsideRule, ...], evidence: Evidence) -> tuple[Cause, ...]:
-    found = (rule.find(evidence) for rule in rules)
-    return tuple(cause for cause in found if cause is not None)
+    causes = (rule.find(evidence) for rule in rules)
+    return tuple(cause for cause in causes if cause is not None)
 
 
 def unread_writes(log: LogFacts, excused: Collection[int] = ()) -> dict[int, Cause]:
@@ -70,7 +70,7 @@ def unread_writes(log: LogFacts, excused: Collection[int] = ()) -> dict[int, Cau
         log: the log.
         excused: requests whose entry a later request would have read but for another cause.
     """
-    found = {}
+    unread = {}
     late = {prediction.expired for prediction in log.predictions.values()}
     early = {prediction.in_flight for prediction in log.predictions.values()}
     for number in sorted(log.single - late - early):
@@ -79,18 +79,18 @@ def unread_writes(log: LogFacts, excused: Collection[int] = ()) -> dict[int, Cau
         if not prediction.num_unread or number in excused or usage.num_written == 0:
             continue
         last = max((segment for segment, _ in request.breakpoints), default=-1)
-        found[number] = Cause(
+        unread[number] = Cause(
             CauseName.UNREAD_WRITE,
             Certainty.LIKELY,
             request.paths[last] if last >= 0 else "",
             had=f"{prediction.num_unread} tokens written",
             got="never read",
         )
-    places = Counter(cause.segment for cause in found.values())
+    places = Counter(cause.segment for cause in unread.values())
     return {
         number: replace(cause, certainty=Certainty.SUSPECTED)
         if (places[cause.segment] == 1 and log.ends_within_lifetime(number))
         or (log.is_rule_assumed(number) and not log.requests[number].info.usage.num_written)
         else cause
-        for number, cause in found.items()
+        for number, cause in unread.items()
     }

@@ -43,9 +43,9 @@ def find_respaced(a: SpacedText, b: SpacedText) -> Respaced | None:
         return None
     for run_a, run_b in zip(words_a.runs(a.values), words_b.runs(b.values), strict=True):
         if run_a[1] - run_a[0] == run_b[1] - run_b[0]:  # else a value ends within a word
-            found = _first_respaced(a.text, words_a, run_a, b.text, words_b, run_b)
-            if found is not None:
-                return found
+            respaced = _first_respaced(a.text, words_a, run_a, b.text, words_b, run_b)
+            if respaced is not None:
+                return respaced
     return _respaced_at_end(a, b)
 
 
@@ -93,12 +93,12 @@ def places_in_text(
     starts, shifts = normal_words[:, 0], words[:, 0] - normal_words[:, 0]
     if not np.array_equal(shifts, words[:, 1] - normal_words[:, 1]):  # words of other lengths
         return None
-    found = []
+    spans = []
     for start, end in places:
         first = max(0, int(starts.searchsorted(start, "right")) - 1)
         last = max(first, int(starts.searchsorted(end, "left")) - 1)
-        found.append((start + int(shifts[first]), end + int(shifts[last])))
-    return found
+        spans.append((start + int(shifts[first]), end + int(shifts[last])))
+    return spans
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,14 +42,14 @@ def compare_tools(a: Side, b: Side, templates: Templates, *, continues: bool) ->
             out.num_shared += b.num_tokens([unit_b])
         return out
     out.num_shared = b.num_tokens(mine)
-    found: list[tuple[int, Difference]] = []
-    _find_added_and_removed((a, names_a), (b, names_b), found)
+    differences: list[tuple[int, Difference]] = []
+    _find_added_and_removed((a, names_a), (b, names_b), differences)
     common_a = [name for name in names_a if name in names_b]
     common_b = [name for name in names_b if name in names_a]
     if common_a != common_b:
         at = next(i for i, (x, y) in enumerate(zip(common_a, common_b, strict=True)) if x != y)
         place = names_b[common_b[at]]
-        found.append(
+        differences.append(
             (
                 place,
                 Difference(
@@ -72,10 +72,10 @@ def compare_tools(a: Side, b: Side, templates: Templates, *, continues: bool) ->
                 out.is_mended = False
                 return out
             text_a, text_b = a.corpus.text(unit_a), b.corpus.text(unit_b)
-            found.append((names_b[name], _changed(path, text_a, text_b)))
+            differences.append((names_b[name], _changed(path, text_a, text_b)))
         else:
-            found += [(names_b[name], item) for item in pairs.differences]
-    out.differences = [item for _, item in sorted(found, key=lambda pair: pair[0])]
+            differences += [(names_b[name], item) for item in pairs.differences]
+    out.differences = [item for _, item in sorted(differences, key=lambda pair: pair[0])]
     return out
 
 
@@ -88,12 +88,12 @@ def _is_definition(difference: Difference) -> bool:
 def _find_added_and_removed(
     earlier: tuple[Side, dict[str, int]],
     later: tuple[Side, dict[str, int]],
-    found: list[tuple[int, Difference]],
+    differences: list[tuple[int, Difference]],
 ) -> None:
     (a, names_a), (b, names_b) = earlier, later
     for name, at in names_a.items():
         if name not in names_b:
-            found.append(
+            differences.append(
                 (
                     at,
                     Difference(CauseName.TOOL_CHANGED, Certainty.PROVED, a.path(at), _bare(name)),
@@ -101,7 +101,7 @@ def _find_added_and_removed(
             )
     for name, at in names_b.items():
         if name not in names_a:
-            found.append(
+            differences.append(
                 (
                     at,
                     Difference(

@@ -41,9 +41,9 @@ def pair_differences(
     text_a, text_b = corpus.text(unit_a), corpus.text(unit_b)
     normal_a, normal_b = templates.normal(unit_a), templates.normal(unit_b)
     is_equal = normal_a == normal_b
-    found = _form_differences(text_a, text_b, path, api, is_equal=is_equal)
+    differences = _form_differences(text_a, text_b, path, api, is_equal=is_equal)
     if is_equal:
-        return PairDifferences(tuple(found))
+        return PairDifferences(tuple(differences))
     values = _values(corpus, templates, normal_a, normal_b)
     if values is None:
         return None
@@ -57,22 +57,24 @@ def pair_differences(
     tail = 0
     for (start_a, end_a), (start_b, end_b), verdict in values:
         if respaced is not None and respaced.normal_char < start_b:
-            found.append(whitespace_of(text_a, text_b, path, respaced.char_a, respaced.char_b))
+            differences.append(
+                whitespace_of(text_a, text_b, path, respaced.char_a, respaced.char_b)
+            )
             respaced = None
         if verdict.cause is None:
             return PairDifferences(
-                (*found, Difference(CauseName.NEW_CONTENT, Certainty.PROVED, path)),
+                (*differences, Difference(CauseName.NEW_CONTENT, Certainty.PROVED, path)),
                 start_b,
                 start_a,
             )
         had, got = Excerpt(body_a, start_a, end_a), Excerpt(body_b, start_b, end_b)
-        found.append(
+        differences.append(
             Difference(verdict.cause, verdict.certainty, path, had, got, verdict.is_volatile)
         )
         tail = len(body_b) - end_b
     if respaced is not None:
-        found.append(whitespace_of(text_a, text_b, path, respaced.char_a, respaced.char_b))
-    return PairDifferences(tuple(found), tail_chars=tail)
+        differences.append(whitespace_of(text_a, text_b, path, respaced.char_a, respaced.char_b))
+    return PairDifferences(tuple(differences), tail_chars=tail)
 
 
 def _values(
@@ -98,7 +100,7 @@ def _values(
             return None
     kind, label = corpus.units[b].kind, corpus.units[b].label
     known = _Places(places)
-    found = []
+    pairs = []
     for hunk in hunks:
         mine, theirs = (hunk.start, hunk.end), (hunk.other_start, hunk.other_end)
         verdict = known.verdict(theirs)
@@ -111,8 +113,8 @@ def _values(
                 SlotEvidence(kind, label, values, (None, None), before, after, 2, 2, 2)
             )
             verdict = alone if verdict is None or alone.cause is not None else verdict
-        found.append((mine, theirs, verdict))
-    return found
+        pairs.append((mine, theirs, verdict))
+    return pairs
 
 
 class _Places:
@@ -147,13 +149,13 @@ def _form_differences(
     had: str, got: str, path: str, api: str, *, is_equal: bool
 ) -> list[Difference]:
     """Order of keys and white space, judged apart from values."""
-    found = []
+    differences = []
     json_a, json_b = parse_json(had), parse_json(got)
     if json_a is not None and json_b is not None:
         if key_orders_differ(json_a, json_b):
             is_parsed = "anthropic" in api
             at = common_prefix_len(had, got)
-            found.append(
+            differences.append(
                 Difference(
                     CauseName.KEY_ORDER,
                     Certainty.LIKELY if is_parsed else Certainty.PROVED,
@@ -162,12 +164,12 @@ def _form_differences(
                     Excerpt(got, max(0, at - 1), at + 60),
                 )
             )
-        if is_equal and (not found or _layout(had) != _layout(got)):
-            found.append(whitespace_of(had, got, path))
-        return found
+        if is_equal and (not differences or _layout(had) != _layout(got)):
+            differences.append(whitespace_of(had, got, path))
+        return differences
     if is_equal:
-        found.append(whitespace_of(had, got, path))
-    return found
+        differences.append(whitespace_of(had, got, path))
+    return differences
 
 
 def _layout(text: str) -> tuple[bool, bool, bool]:

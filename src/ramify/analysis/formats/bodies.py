@@ -228,5 +228,5 @@ def provider_of(body: BodyFields, response: ResponseFields) -> str | None:
     if body.provider is not None:
         return body.provider
     name = (body.model or response.model or "").rpartition("/")[2].lower()
-    found = next((vendor for prefix, vendor in _MODELS if name.startswith(prefix)), None)
-    return found if found is not None or body.api != CHAT else None
+    provider = next((vendor for prefix, vendor in _MODELS if name.startswith(prefix)), None)
+    return provider if provider is not None or body.api != CHAT else None

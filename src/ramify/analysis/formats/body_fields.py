@@ -54,9 +54,9 @@ def conversation_of(body: Mapping[str, Any]) -> str | None:
     for holder in (body, metadata):
         if isinstance(holder, Mapping):
             for key in _CONVERSATION_KEYS:
-                found = text_or_none(holder.get(key))
-                if found is not None:
-                    return found
+                conversation = text_or_none(holder.get(key))
+                if conversation is not None:
+                    return conversation
     user = metadata.get("user_id") if isinstance(metadata, Mapping) else None
     return _session_of_user(user) if isinstance(user, str) else None
 

@@ -49,10 +49,10 @@ class DynamoReader:
         if kind == "request_end":
             request = _ended(row, value)
         elif kind == "request_payload":
-            found = self._with_body(row, value)
-            if found is None:
+            request_with_body = self._with_body(row, value)
+            if request_with_body is None:
                 return
-            request = found
+            request = request_with_body
         else:
             self._quality.skipped[f"event {kind}"] += 1
             return

@@ -143,8 +143,8 @@ def requests_of_rows(
             for request in requests_of_exchange(row, quality, exchange):
                 yield request if len(values) == 1 else replace(request, index=number)
                 number += 1
-        except BadRowError as found:
-            error = found
+        except BadRowError as reading_error:
+            error = reading_error
     if error is not None:
         if len(values) == 1:
             raise error

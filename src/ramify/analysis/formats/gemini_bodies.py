@@ -60,13 +60,13 @@ def parse_gemini(body: Mapping[str, Any], *, url_path: str = "") -> BodyFields:
 
 def _tools(tools: object) -> list[Any]:
     """Each function as a tool, whatever groups they were sent in."""
-    found: list[Any] = []
+    declarations: list[Any] = []
     for tool in tools if isinstance(tools, list) else ():
         declared = next(
             (tool[key] for key in _DECLARATIONS if isinstance(tool, dict) and key in tool), None
         )
-        found += declared if isinstance(declared, list) else [tool]
-    return found
+        declarations += declared if isinstance(declared, list) else [tool]
+    return declarations
 
 
 def _parts(content: object, path: str, label: str, kind: SegmentKind) -> list[Segment]:

@@ -127,20 +127,20 @@ def _object(value: Any) -> Mapping[str, Any]:
 
 
 def _model_in(path: str) -> str | None:
-    found = _MODEL_IN_PATH.search(path)
-    return None if found is None else unquote(found[1])
+    match = _MODEL_IN_PATH.search(path)
+    return None if match is None else unquote(match[1])
 
 
 def _headers(message: Mapping[str, Any]) -> dict[str, str]:
     """Values of headers by name in lower case."""
     headers = message.get("headers")
-    found: dict[str, str] = {}
+    by_name: dict[str, str] = {}
     for header in headers if isinstance(headers, list) else ():
         name, value = _object(header).get("name"), _object(header).get("value")
         if isinstance(name, str) and isinstance(value, str):
             name = name.lower()
-            found[name] = f"{found[name]},{value}" if name in found else value
-    return found
+            by_name[name] = f"{by_name[name]},{value}" if name in by_name else value
+    return by_name
 
 
 def _text_of(content: Mapping[str, Any]) -> str:

@@ -99,9 +99,9 @@ def _session_of(value: Mapping[str, Any]) -> str | None:
             for name, item in mapping_in(value.get(key)).items()
             if isinstance(name, str)
         }
-        found = first_text(properties, _SESSION_NAMES)
-        if found is not None:
-            return found
+        session = first_text(properties, _SESSION_NAMES)
+        if session is not None:
+            return session
     return None
 
 

@@ -164,13 +164,13 @@ def _tools_of(tools: Any) -> list[Any]:
         return [decode_nested(tool) for tool in tools]
     if not isinstance(tools, dict):
         return []
-    found = []
+    functions = []
     for name, definition in tools.items():
         fields = mapping_in(definition)
-        found.append(
+        functions.append(
             fields if "name" in fields or "function" in fields else {"name": name, **fields}
         )
-    return found
+    return functions
 
 
 def _response_of(output: Any) -> Any:
@@ -216,7 +216,7 @@ def _usage_of(usage: Mapping[str, Any]) -> Usage:
 
 
 def _first(usage: Mapping[str, Any], *keys: str) -> int | None:
-    return next((found for key in keys if (found := count(usage.get(key))) is not None), None)
+    return next((number for key in keys if (number := count(usage.get(key))) is not None), None)
 
 
 LANGFUSE = LogFormat("langfuse", is_langfuse_row, LangfuseReader)

@@ -141,14 +141,14 @@ def _usage_of(
     usage = Usage()
     model_output = mapping_in(outputs.get("llm_output"))
     answered = mapping_in(message.get("response_metadata"))
-    for found in (
+    for holder in (
         message.get("usage_metadata"),
         outputs.get("usage_metadata"),
         metadata.get("usage_metadata"),
         answered.get("token_usage", answered.get("usage")),
         model_output.get("token_usage", model_output.get("usage")),
     ):
-        counts = mapping_in(found)
+        counts = mapping_in(holder)
         if counts:
             usage = merge_usage(usage, _usage_metadata(counts))
     details = mapping_in(run.get("prompt_token_details"))
@@ -178,10 +178,10 @@ def _usage_metadata(counts: Mapping[str, Any]) -> Usage:
 
 
 def _first_token(run: Mapping[str, Any]) -> float | None:
-    found = time_of(run, "first_token_time")
+    time = time_of(run, "first_token_time")
     events = run.get("events")
-    if found is not None or not isinstance(events, list):
-        return found
+    if time is not None or not isinstance(events, list):
+        return time
     for event in events:
         if isinstance(event, dict) and event.get("name") == "new_token":
             return parse_time(event.get("time"))

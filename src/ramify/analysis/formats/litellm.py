@@ -118,9 +118,9 @@ def _session_of(metadata: Mapping[str, Any]) -> str | None:
         metadata.get("spend_logs_metadata"),
     ):
         if isinstance(holder, dict):
-            found = first_text(holder, _SESSION_KEYS)
-            if found is not None:
-                return found
+            session = first_text(holder, _SESSION_KEYS)
+            if session is not None:
+                return session
     return None
 
 

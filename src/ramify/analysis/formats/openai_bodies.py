@@ -126,17 +126,17 @@ def prompts_of(prompt: object) -> list[Segment]:
     if isinstance(prompt, list):
         if _are_ids(prompt):
             return [_id_prompt(prompt)]
-        found = []
+        prompts = []
         for item in prompt:
             if isinstance(item, str):
-                found.append(Segment("prompt", SegmentKind.MESSAGE, item))
+                prompts.append(Segment("prompt", SegmentKind.MESSAGE, item))
             elif isinstance(item, list) and _are_ids(item):
-                found.append(_id_prompt(item))
+                prompts.append(_id_prompt(item))
             else:
                 break
         else:
-            if found:
-                return found
+            if prompts:
+                return prompts
     msg = "prompt is no text, list of texts, list of token ids or list of those"
     raise BadRowError(msg)
 

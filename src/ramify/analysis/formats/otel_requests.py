@@ -172,7 +172,9 @@ def _prompt_of(
         vercel_body,
     )
     bodies = (make(attributes) for make in makers)
-    body = next((found for found in bodies if found is not None), None) or event_body(events)
+    body = next((candidate for candidate in bodies if candidate is not None), None) or event_body(
+        events
+    )
     if body is None:
         return settings_of(settings), None
     tools = decode_nested(attributes.get("gen_ai.tool.definitions"))

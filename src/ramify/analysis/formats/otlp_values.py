@@ -60,11 +60,11 @@ def attributes_of(pairs: Any, *, depth: int = 0) -> dict[str, Any]:
         return _flattened(values) if not NESTED_KEYS.isdisjoint(values) else values
     if not isinstance(pairs, list):
         return {}
-    found: dict[str, Any] = {}
+    attributes: dict[str, Any] = {}
     for pair in pairs:
         if isinstance(pair, dict) and isinstance(pair.get("key"), str):
-            found[pair["key"]] = any_value(pair.get("value"), depth=depth + 1)
-    return found
+            attributes[pair["key"]] = any_value(pair.get("value"), depth=depth + 1)
+    return attributes
 
 
 def is_export(value: Mapping[str, Any]) -> bool:
@@ -130,7 +130,7 @@ def item_of(value: Mapping[str, Any], resource: Mapping[str, Any], *, is_span: b
 
 def _flattened(values: Mapping[str, Any]) -> dict[str, Any]:
     """Nested objects and lists of objects as keys with dots."""
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     waiting = [("", values)]
     while waiting:
         prefix, node = waiting.pop()
@@ -141,8 +141,8 @@ def _flattened(values: Mapping[str, Any]) -> dict[str, Any]:
             elif isinstance(value, list) and value and all(isinstance(i, dict) for i in value):
                 waiting.extend((f"{name}.{at}.", item) for at, item in enumerate(value))
             else:
-                found[name] = value
-    return found
+                leaves[name] = value
+    return leaves
 
 
 def _event_of(value: Mapping[str, Any]) -> OtlpItem:

@@ -153,8 +153,8 @@ def _text_prompt(text: str) -> tuple[Segment, bool]:
 
 def _id_prompt(value: Any) -> tuple[Segment | None, bool]:
     ids = [item for item in value if item != SPLICE] if isinstance(value, list) else value
-    found = ids_of(ids, "input_ids")
-    return (token_segment(found) if found else None), len(found) != len(value)
+    token_ids = ids_of(ids, "input_ids")
+    return (token_segment(token_ids) if token_ids else None), len(token_ids) != len(value)
 
 
 def _id_of(rid: Any, number: int) -> str | None:

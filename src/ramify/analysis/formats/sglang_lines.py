@@ -35,20 +35,20 @@ def event_of_line(text: str) -> dict[str, Any]:
     Raises:
         BadRowError: the line is cut.
     """
-    found = _EVENT.search(text)
-    assert found is not None
+    head = _EVENT.search(text)
+    assert head is not None
     obj: dict[str, Any] = {}
-    fields, end = _fields(text, found.end())
+    fields, end = _fields(text, head.end())
     for name, start in fields.items():
         if not text.startswith("None", start):
             obj[name] = _value(text, start)
     rid = obj.pop("rid", None)
     event: dict[str, Any] = {
-        "event": "request.received" if found[1] == "Receive" else "request.finished",
+        "event": "request.received" if head[1] == "Receive" else "request.finished",
         "rid": rid,
         "obj": obj,
     }
-    time = _TIME.search(text, 0, found.start())
+    time = _TIME.search(text, 0, head.start())
     if time is not None:
         event["timestamp"] = time[1].replace(",", ".")
     meta_at = text.rfind(_META, end)

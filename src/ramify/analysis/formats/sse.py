@@ -125,8 +125,8 @@ def _join_gemini(events: list[Mapping[str, Any]]) -> dict[str, Any]:
         candidates = event.get("candidates")
         first = candidates[0] if isinstance(candidates, list) and candidates else None
         content = _mapping(_mapping(first).get("content"))
-        found = content.get("parts")
-        for part in found if isinstance(found, list) else ():
+        content_parts = content.get("parts")
+        for part in content_parts if isinstance(content_parts, list) else ():
             last = parts[-1] if parts else {}
             if not isinstance(part, dict):
                 continue

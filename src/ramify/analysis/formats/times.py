@@ -66,7 +66,7 @@ def time_of(row: Mapping[str, Any], *keys: str) -> float | None:
     """The first of these keys that holds a time."""
     for key in keys:
         if key in row:
-            found = parse_time(row[key])
-            if found is not None:
-                return found
+            time = parse_time(row[key])
+            if time is not None:
+                return time
     return None

@@ -111,9 +111,9 @@ class VllmReader:
         if not text.startswith(_IDS_ABSENT, position):
             prompt, position = string_at(text, position)
         ids: tuple[int, ...] | None = None
-        found = _TOKEN_IDS.search(text, position)
-        if found is not None:
-            ids, _ = integers_at(text, found.end())
+        match = _TOKEN_IDS.search(text, position)
+        if match is not None:
+            ids, _ = integers_at(text, match.end())
         is_cut = self._is_cut(prompt, ids)
         segments: tuple[Segment, ...] = ()
         if prompt:

@@ -201,10 +201,10 @@ def _duration(beside: Mapping[str, Any], keys: tuple[str, ...]) -> float | None:
 def conversation_of_row(beside: Mapping[str, Any], is_bare: bool) -> str | None:
     """Conversation beside a body or in the row's metadata."""
     keys = CONVERSATION_KEYS[:-1] if is_bare else CONVERSATION_KEYS
-    found = first_text(beside, keys)
-    if found is None and not is_bare:
-        found = first_text(mapping_in(beside.get("metadata")), CONVERSATION_KEYS)
-    return found
+    conversation = first_text(beside, keys)
+    if conversation is None and not is_bare:
+        conversation = first_text(mapping_in(beside.get("metadata")), CONVERSATION_KEYS)
+    return conversation
 
 
 def _scope(beside: Mapping[str, Any]) -> str:
@@ -215,13 +215,13 @@ def _scope(beside: Mapping[str, Any]) -> str:
 def headers_of(*sources: object) -> dict[str, str]:
     """The headers that matter here, by lower-case name; others, as keys, are not kept."""
     wanted = ("anthropic-beta", "anthropic-version", _SESSION_HEADER)
-    found: dict[str, str] = {}
+    headers: dict[str, str] = {}
     for source in sources:
         if isinstance(source, Mapping):
             for name, value in source.items():
                 if isinstance(name, str) and name.lower() in wanted and isinstance(value, str):
-                    found.setdefault(name.lower(), value)
-    return found
+                    headers.setdefault(name.lower(), value)
+    return headers
 
 
 def _url_guess(headers: Mapping[str, str], response: object) -> str:

@@ -46,8 +46,8 @@ def csv_values(
             if not lines.taken:
                 return
             error = _OPEN_QUOTE
-        except csv.Error as found:
-            error = f"no row of a table: {found}"
+        except csv.Error as parse_error:
+            error = f"no row of a table: {parse_error}"
         error = error or lines.error or (_OPEN_QUOTE if lines.is_cut else None)
         if error is None and names is None:
             names = [name.strip() for name in cells]

@@ -50,18 +50,18 @@ def find_files(paths: Iterable[str | PathLike[str]]) -> Iterator[Path | str]:
         if str(path) == STDIN:
             yield STDIN
             continue
-        found = Path(path)
-        if found.is_dir():
-            logs = sorted(file for file in found.rglob("*") if _is_log(file))
+        entry = Path(path)
+        if entry.is_dir():
+            logs = sorted(file for file in entry.rglob("*") if _is_log(file))
             if not logs:
                 known = " ".join(sorted(_SUFFIXES))
-                msg = f"{found} has no file with a suffix of a log ({known}); name the files"
+                msg = f"{entry} has no file with a suffix of a log ({known}); name the files"
                 raise LogError(msg)
             yield from logs
-        elif found.exists():
-            yield found
+        elif entry.exists():
+            yield entry
         else:
-            msg = f"{found} does not exist; give files, directories or - for standard input"
+            msg = f"{entry} does not exist; give files, directories or - for standard input"
             raise LogError(msg)
 
 

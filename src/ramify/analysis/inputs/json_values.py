@@ -162,8 +162,8 @@ def _document(source: ByteSource, *, is_pretty: bool) -> RawValue:
     if end is not None:
         try:
             value = decode_json(source.buffer[source.position : end])
-        except ValueError as found:
-            error = _reason(found)
+        except ValueError as parse_error:
+            error = _reason(parse_error)
         else:
             source.advance(end)
             return RawValue(number, value)

@@ -40,15 +40,15 @@ class PrefixTable:
         """[keys] slot of each key, -1 where it is absent."""
         keys = np.maximum(keys, np.uint64(1))
         slots = ((keys * _SPREAD) >> self._shift).astype(np.int64)
-        found = np.full(len(keys), -1, np.int64)
+        hits = np.full(len(keys), -1, np.int64)
         todo = np.arange(len(keys))
         while len(todo):
             stored = self._keys[slots[todo]]
             is_hit = stored == keys[todo]
-            found[todo[is_hit]] = slots[todo[is_hit]]
+            hits[todo[is_hit]] = slots[todo[is_hit]]
             todo = todo[~is_hit & (stored != 0)]
             slots[todo] = (slots[todo] + 1) & self._mask
-        return found
+        return hits
 
     def insert(self, keys: Tokens) -> Slots:
         """[keys] slots of keys that are absent and different."""

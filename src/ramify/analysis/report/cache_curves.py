@@ -85,12 +85,12 @@ def _capacities(footprint: int, page_size: int) -> tuple[int, ...]:
     """Round capacities that end at one that holds everything."""
     power = 10 ** math.floor(math.log10(footprint))
     top = next(step * power for step in (1, 2, 5, 10) if step * power >= footprint)
-    found: list[int] = []
-    while len(found) < NUM_CAPACITIES and top >= page_size:
-        found.append(top)
+    capacities: list[int] = []
+    while len(capacities) < NUM_CAPACITIES and top >= page_size:
+        capacities.append(top)
         lead = int(str(top)[0])
         top = top // 2 if lead != 5 else top * 2 // 5
-    return tuple(found) or (page_size,)
+    return tuple(capacities) or (page_size,)
 
 
 def _place(points: Sequence[tuple[float, float]], share: float | None) -> float | None:

@@ -113,12 +113,12 @@ def _part(document: Mapping[str, Any]) -> float | None:
 
 def _lost_by_finding(document: Mapping[str, Any]) -> dict[str, float]:
     total = _get(document, "num_input") or 1
-    found: dict[str, float] = {}
+    shares: dict[str, float] = {}
     for item in document.get("findings") or ():
         if isinstance(item, dict):
             name = f"{item.get('cause')} in {item.get('segment') or 'the log'}"
-            found[name] = found.get(name, 0.0) + (_get(item, "tokens_lost") or 0.0) / total
-    return found
+            shares[name] = shares.get(name, 0.0) + (_get(item, "tokens_lost") or 0.0) / total
+    return shares
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:

@@ -298,10 +298,10 @@ class _Replayer:
         return self._components.places(keys)
 
     def _predictions(self, conditions: Conditions) -> list[Prediction]:
-        found = self._before.get(conditions)
-        if found is None:
-            found = self._before[conditions] = self._model.replay(self._prompts, conditions)
-        return found
+        predictions = self._before.get(conditions)
+        if predictions is None:
+            predictions = self._before[conditions] = self._model.replay(self._prompts, conditions)
+        return predictions
 
     def _ranges_that_matter(self) -> Iterator[Conditions]:
         infos = [prompt.request.info for prompt in self._prompts]

@@ -191,9 +191,11 @@ class RequestTree:
             at = self._end[node]
         if node == ROOT:
             return [], 0
-        return [found for found in self.requests_below(node) if found != exclude or not own], (
-            at * self.block_size
-        )
+        return [
+            request_id
+            for request_id in self.requests_below(node)
+            if request_id != exclude or not own
+        ], (at * self.block_size)
 
     def shared_lengths(self, tokens: Iterable[int]) -> dict[Hashable, int]:
         """Tokens that each request shares with `tokens`, of those that share any."""

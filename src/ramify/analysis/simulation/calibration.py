@@ -99,7 +99,7 @@ def measure_steps(
     watch = Stopwatch(core.executor)
     core.executor = watch
     rng = random.Random(0)  # noqa: S311 - tokens to compute, no secrets
-    found = Measured()
+    measured = Measured()
     longest = min(core.config.max_model_len - NUM_DECODES, core.config.kv_cache_tokens // 2)
     lengths = sorted({min(length, longest) for length in PREFILL_LENGTHS})
     batches = [size for size in BATCHES if size <= core.config.max_num_seqs]
@@ -113,18 +113,18 @@ def measure_steps(
             if time.perf_counter() > deadline:
                 break
             steps = _serve(core, watch, rng, size, length)
-            found.samples += steps
+            measured.samples += steps
             prefill = [step for step in steps if step.num_tokens > size]
             decodes = [step.seconds for step in steps if step.num_tokens == size]
             if size == 1 and prefill:
                 seconds = sum(step.seconds for step in prefill)
-                found.prefill_tokens_per_s[length] = length / seconds
+                measured.prefill_tokens_per_s[length] = length / seconds
             if length == lengths[0] and decodes:
-                found.decode_step_s[size] = statistics.median(decodes)
+                measured.decode_step_s[size] = statistics.median(decodes)
         report("calibrate", len(jobs), len(jobs))
     finally:
         core.executor = watch.inner
-    return found
+    return measured
 
 
 def _serve(

@@ -71,15 +71,15 @@ def validate_capacities(capacities: Iterable[int], page_size: int) -> tuple[int,
     Raises:
         ConfigError: there is none, or one holds less than a page.
     """
-    found = tuple(sorted(set(capacities)))
-    if not found:
+    ordered = tuple(sorted(set(capacities)))
+    if not ordered:
         raise ConfigError("no capacity given; use --capacity 1M,2M for instance")
-    if found[0] < page_size:
+    if ordered[0] < page_size:
         raise ConfigError(
-            f"capacity={found[0]} tokens is less than a page of {page_size}; give at least "
+            f"capacity={ordered[0]} tokens is less than a page of {page_size}; give at least "
             f"{page_size}, or a smaller page size if the log has texts"
         )
-    return found
+    return ordered
 
 
 def capacity_label(num_tokens: int) -> str:

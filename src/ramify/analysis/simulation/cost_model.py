@@ -115,9 +115,9 @@ def _non_negative(columns: NDArray[np.float64], target: NDArray[np.float64]) -> 
     used = list(range(columns.shape[1]))
     factors = np.zeros(columns.shape[1])
     while used:
-        found = np.linalg.lstsq(columns[:, used], target, rcond=None)[0]
-        if found.min() >= 0:
-            factors[used] = found
+        solution = np.linalg.lstsq(columns[:, used], target, rcond=None)[0]
+        if solution.min() >= 0:
+            factors[used] = solution
             break
-        used.pop(int(found.argmin()))
+        used.pop(int(solution.argmin()))
     return factors

@@ -70,8 +70,8 @@ def read_tokenizer(path: Path, config: Mapping[str, Any]) -> TokenizerFile:
 
 
 def _other_format(path: Path) -> Path | None:
-    found = (file for pattern in OTHER_FORMATS for file in sorted(path.glob(pattern)))
-    return next(found, None)
+    files = (file for pattern in OTHER_FORMATS for file in sorted(path.glob(pattern)))
+    return next(files, None)
 
 
 def _converted(path: Path, file: Path, config: Mapping[str, Any]) -> TokenizerFile:

@@ -151,8 +151,8 @@ async def _embed(
 def _check_dimensions(num_dims: int | None, size: int | None) -> None:
     """Raise ApiError if a vector has not as many elements."""
     if num_dims is not None and (size is None or num_dims > size):
-        found = "does not say how many it has" if size is None else f"has {size}"
-        raise ApiError(400, f"dimensions is {num_dims}; this model {found}", param="dimensions")
+        size_text = "does not say how many it has" if size is None else f"has {size}"
+        raise ApiError(400, f"dimensions is {num_dims}; this model {size_text}", param="dimensions")
 
 
 def _generation_requests(
