@@ -99,22 +99,33 @@ def test_vectors_that_are_not_scaled_are_not() -> None:
 
 
 def test_the_checkpoints_prompts_go_before_texts() -> None:
-    """The default or a named one before each input; query and document before those of a ranking."""
+    """The default or a named one before each input; query and document before those of a ranking.
+
+    Texts of a score have no roles: the default.
+    """
 
     def vector(text: str, pooling: PoolingConfig | None = None, **fields: str) -> list[float]:
         [item] = ask("/v1/embeddings", {"input": text} | fields, pooling=pooling).json["data"]
         return list(item["embedding"])
 
     pooling = PoolingConfig(prompts=PROMPTS, default_prompt="document")
-    expected = np.array(vector("Query: Rome")) @ np.array(vector("Text: Oslo"))
+    document = np.array(vector("Text: Oslo"))
 
     [ranked] = ask(
         "/v1/rerank", {"query": "Rome", "documents": ["Oslo"]}, pooling=pooling
     ).json["results"]  # fmt: skip
+    [scored] = ask(
+        "/v1/score", {"text_1": "Rome", "text_2": "Oslo"}, pooling=pooling
+    ).json["data"]  # fmt: skip
 
     assert vector("Oslo", pooling) == vector("Text: Oslo")
     assert vector("Oslo", pooling, prompt_name="query") == vector("Query: Oslo")
-    assert ranked["relevance_score"] == pytest.approx(float(expected), abs=1e-6)
+    assert ranked["relevance_score"] == pytest.approx(
+        float(np.array(vector("Query: Rome")) @ document), abs=1e-6
+    )
+    assert scored["score"] == pytest.approx(
+        float(np.array(vector("Text: Rome")) @ document), abs=1e-6
+    )
 
 
 def leave(running: Live, path: str, num_steps: int) -> None:

@@ -39,8 +39,7 @@ async def embeddings(context: RequestContext) -> Response:
     inputs = _inputs(request.input, "input")
     service = context.service
     _check_dimensions(request.dimensions, service.embedding_size)
-    prefix = service.pooling.prompt_text(request.prompt_name)
-    texts = [prefix + item if isinstance(item, str) and item else item for item in inputs]
+    texts = _prefixed(service.pooling.prompt_text(request.prompt_name), inputs)
     outputs, usage = await _embed(context, request.model, texts, ["input"] * len(inputs))
     vectors = [
         embedding_of(
@@ -68,7 +67,8 @@ async def score(context: RequestContext) -> Response:
             param="text_1",
         )
     names = ["text_1"] * len(first) + ["text_2"] * len(second)
-    outputs, usage = await _embed(context, request.model, [*first, *second], names)
+    texts = _prefixed(context.service.pooling.prompt_text(None), [*first, *second])
+    outputs, usage = await _embed(context, request.model, texts, names)
     vectors = np.stack([embedding_of(output) for output in outputs])
     scores = np.sum(vectors[: len(first)] * vectors[len(first) :], axis=1)
     data = [
@@ -86,9 +86,10 @@ async def rerank(context: RequestContext) -> Response:
         raise ApiError(400, "there is no document", param="documents")
     texts = [_document_text(*item) for item in enumerate(request.documents)]
     pooling = context.service.pooling
-    query = pooling.role_text("query") + request.query if request.query else ""
-    prefix = pooling.role_text("document", "passage", "corpus")
-    inputs = [query, *(prefix + text if text else "" for text in texts)]
+    inputs = [
+        *_prefixed(pooling.role_text("query"), [request.query]),
+        *_prefixed(pooling.role_text("document", "passage", "corpus"), texts),
+    ]
     names = ["query", *(f"documents[{number}]" for number in range(len(texts)))]
     outputs, usage = await _embed(context, request.model, inputs, names)
     vectors = np.stack([embedding_of(output) for output in outputs])
@@ -104,6 +105,11 @@ async def rerank(context: RequestContext) -> Response:
     ]
     model = context.service.check_model(request.model)
     return context.json({"model": model, "results": results, "usage": usage})
+
+
+def _prefixed(prefix: str, inputs: Sequence[Any]) -> list[Any]:
+    """Inputs with the checkpoint's prompt before each text; token ids and empty texts as they are."""
+    return [prefix + item if isinstance(item, str) and item else item for item in inputs]
 
 
 def _document_text(number: int, document: str | dict[str, Any]) -> str:
