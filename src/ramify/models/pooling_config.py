@@ -109,12 +109,17 @@ def _module_kinds(path: Path) -> dict[str, str]:
             if isinstance(module, Mapping)
             else (None, None)
         )
-        if not isinstance(kind, str) or not isinstance(folder, str) or ".." in Path(folder).parts:
+        if not isinstance(kind, str) or not isinstance(folder, str) or not _is_inside(folder):
             raise CheckpointError(
                 f"{file}: {module!r} is not a module with a type and a path; download it again"
             )
         kinds[kind.rpartition(".")[2]] = folder
     return kinds
+
+
+def _is_inside(folder: str) -> bool:
+    """Whether a relative path stays in the checkpoint's directory."""
+    return not Path(folder).is_absolute() and ".." not in Path(folder).parts
 
 
 def _mode(file: Path) -> tuple[PoolingMode, bool, str | None]:

@@ -144,6 +144,7 @@ def test_no_files_mean_the_last_token(tmp_path: Path) -> None:
         ("modules.json", {}, "not a module"),
         ("modules.json", [{"type": 3}], "not a module"),
         ("modules.json", [{"type": "x.Pooling", "path": "../secrets"}], "not a module"),
+        ("modules.json", [{"type": "x.Pooling", "path": "/secrets"}], "not a module"),
         ("1_Pooling/config.json", [], "not an object"),
         ("1_Pooling/config.json", {"pooling_mode_lasttoken": "yes"}, "'yes'; it must be true or"),
         ("1_Pooling/config.json", {"include_prompt": 2}, "include_prompt is 2"),
