@@ -36,7 +36,7 @@ def test_a_shard_that_is_no_file_name_is_named(sharded: Path, name: str, tmp_pat
     index = json.loads((sharded / INDEX).read_text())
     (tmp_path / INDEX).write_text(json.dumps(index | {"weight_map": {"lm_head.weight": name}}))
 
-    with pytest.raises(CheckpointError, match="safetensors"):
+    with pytest.raises(CheckpointError, match=r"not a file name|is missing"):
         weight_files(tmp_path)
 
 

@@ -92,12 +92,12 @@ def group_causes(verdicts: Iterable[Verdict]) -> list[FoundCause]:
         for at, cause in enumerate(waste):
             fix = Fix(cause.cause, generalise(cause.segment))
             _add(groups.setdefault(fix, _Group()), number, verdict, cause, is_first=at == 0)
-    findings = [
+    found_causes = [
         FoundCause(fix, group.certainty, len(group.requests), group.tokens_lost, group.example)
         for fix, group in groups.items()
         if group.example is not None
     ]
-    return sorted(findings, key=lambda item: (-item.tokens_lost, -item.num_requests))
+    return sorted(found_causes, key=lambda item: (-item.tokens_lost, -item.num_requests))
 
 
 def _add(group: _Group, number: int, verdict: Verdict, cause: Cause, *, is_first: bool) -> None:

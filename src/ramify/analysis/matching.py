@@ -82,10 +82,10 @@ class Matcher:
     def _match(self, request: StoredRequest) -> Match:
         hashed = request.info.hashed
         if hashed is not None:
-            match = self._hashed.find(request.info, hashed)
-            if match is None:
+            longest_prefix = self._hashed.find(request.info, hashed)
+            if longest_prefix is None:
                 return Match(request, None)
-            number, shared = match
+            number, shared = longest_prefix
             return Match(request, self._corpus.requests[number], shared, shared)
         best: tuple[StoredRequest, Comparison] | None = None
         compared: list[tuple[StoredRequest, Comparison]] = []

@@ -151,7 +151,7 @@ class Mender:
                 self._recipes[match.request.number] = _Recipe.of(match, match.match)
                 self._note_places(match.differences)
                 self._note_unseen(match.match, match)
-        self._asked: frozenset[tuple[CauseName, str]] = frozenset()
+        self._pairs: frozenset[tuple[CauseName, str]] = frozenset()
         self._fixes: _Fixes = frozenset()
         self._memo: dict[int, _Mended] = {}
         self._causes_at: dict[str, frozenset[CauseName]] = {}  # by path, of the present fixes
@@ -196,8 +196,8 @@ class Mender:
     def _start(self, fixes: Collection[AppliedFix]) -> None:
         """Forget what was mended if these are other fixes."""
         pairs = frozenset((fix.cause, fix.segment) for fix in fixes)
-        if pairs != self._asked:
-            self._asked, self._memo, self._causes_at = pairs, {}, {}
+        if pairs != self._pairs:
+            self._pairs, self._memo, self._causes_at = pairs, {}, {}
             later = {
                 (cause, place)
                 for cause, segment in pairs

@@ -421,7 +421,8 @@ class MessageWalk:
     def _replaces_summary(self) -> bool:
         """Whether both conversations begin with a summary, each with another."""
         b, got = self._b, self._text_b()
-        if any(b.role(at) != "system" for at in range(self._j)) or b.role(self._j) == "system":
+        before = [at for at in range(self._j) if b.message_of[at] != b.message_of[self._j]]
+        if any(b.role(at) != "system" for at in before) or b.role(self._j) == "system":
             return False
         if not all(is_summary(text, is_certain=True) for text in (self._text_a(), got)):
             return False

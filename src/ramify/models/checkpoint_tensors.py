@@ -207,10 +207,10 @@ def weight_files(path: Path) -> dict[Path, frozenset[str]]:
             raise CheckpointError(f"{path / INDEX} has no weight_map; download it again")
         shards: dict[str, set[str]] = {}
         for name, shard in shard_of.items():
-            if not isinstance(shard, str) or Path(shard).name != shard:
+            if not isinstance(shard, str) or Path(shard).name != shard or shard in ("", ".."):
                 raise CheckpointError(f"{path / INDEX}: {name} is in {shard!r}, not a file name")
             shards.setdefault(shard, set()).add(name)
-        present = {file.name for file in path.iterdir() if file.is_file()}
+        present = {file.name for file in path.iterdir() if file.name in shards and file.is_file()}
         absent = sorted(shards.keys() - present)
         if absent:
             raise CheckpointError(

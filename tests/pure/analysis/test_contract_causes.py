@@ -137,6 +137,19 @@ def test_a_summary_in_place_of_another_is_compaction(
     assert ("ships" in cause["had"], "baked" in cause["got"]) == (True, True)
 
 
+def test_a_summary_may_stand_behind_a_reminder_of_its_message(tmp_path: Path) -> None:
+    """The program's own block comes first in the message, and is the same in both."""
+    reminder = {"type": "text", "text": f"<system-reminder>{RULES}</system-reminder>"}
+    first, second = (
+        message("user", [reminder, {"type": "text", "text": item["content"]}])
+        for item in (SHIPS, BREAD)
+    )
+
+    verdict = verdicts(tmp_path, chat(SYSTEM, first, *TALK[4:], *LATER), chat(SYSTEM, second))[1]
+
+    assert only(verdict) == [("compaction", "proved", "messages[1].content[1]")]
+
+
 def test_the_summary_that_both_have_is_no_compaction(tmp_path: Path) -> None:
     """It was reported when it came: a last message asked anew is new content."""
     first, second = (message("user", f"What about {what}?") for what in ("salt", "the moon"))

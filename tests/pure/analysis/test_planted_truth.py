@@ -61,7 +61,7 @@ def test_mending_all_causes_leaves_none(format_name: str) -> None:
 def test_a_compaction_is_a_summary_that_the_match_has_not() -> None:
     """Later turns with the same summary, and conversations without one, have no compaction."""
     log = planted_log(41, "openai_chat", alone="compaction", num_requests=200)
-    num_new = num_same = 0
+    num_new = num_same = num_missed = 0
     for request in log.requests:
         _, match = log.candidates(request.number)
         if match is None:
@@ -75,10 +75,12 @@ def test_a_compaction_is_a_summary_that_the_match_has_not() -> None:
         )
         is_compaction = "compaction" in log.truth(request.number, match).causes
         assert not is_compaction or has - had
+        num_missed += bool(has - had) and not is_compaction
         num_new += is_compaction
         num_same += bool(has & had)
 
     assert num_new > 10
+    assert num_missed < num_new / 4  # what differs earlier stands before the summary
     assert num_same > 10
 
 

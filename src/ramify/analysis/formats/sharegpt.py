@@ -65,16 +65,16 @@ def read_sharegpt(row: Row, quality: ReadQuality) -> Iterator[LoggedRequest]:
         if text is None:
             raise BadRowError(f"turn {number} has no value")
         history.append(_message(number, role, text))
-    answered = [
+    asking = [
         number
         for number in range(len(history))
         if history[number].label in ASKING
         and (number + 1 == len(history) or history[number + 1].label == "assistant")
     ]
-    if not answered:
+    if not asking:
         quality.skipped["conversation without a human's turn"] += 1
     conversation = get_name(value, "id") or f"{row.file}:{row.line}:{row.index or 0}"
-    for index, number in enumerate(answered):
+    for index, number in enumerate(asking):
         yield LoggedRequest(
             file=row.file,
             line=row.line,
