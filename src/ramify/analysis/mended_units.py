@@ -61,11 +61,11 @@ class MendedUnits:
         if not volatile:
             return unit
         text, normal = self._corpus.text(unit), self._corpus.text(self._templates.normal(unit))
-        places = places_in_text(text, normal, [(start, end) for start, end, _ in volatile])
-        if places is None:
+        spans = places_in_text(text, normal, [(start, end) for start, end, _ in volatile])
+        if spans is None:
             return self._templates.canonical(unit, values)
         constants = [constant for _, _, constant in volatile]
-        filled = [(*place, value) for place, value in zip(places, constants, strict=True)]
+        filled = [(*place, value) for place, value in zip(spans, constants, strict=True)]
         return self._store(unit, replace_places(text, filled))
 
     def _mend_json(

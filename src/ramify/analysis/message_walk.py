@@ -441,17 +441,17 @@ class MessageWalk:
             rank = bisect_left(following, self._i)
             if rank == len(following):
                 continue
-            kept = following[rank]
-            if kept == self._i and at == self._j:
+            equal_at = following[rank]
+            if equal_at == self._i and at == self._j:
                 continue
-            if b.message_of[at] == b.message_of[-1] and kept != len(a.rest) - 1:
+            if b.message_of[at] == b.message_of[-1] and equal_at != len(a.rest) - 1:
                 continue
             if peek:
                 return True
             got = "" if at == self._j else self._text_b()
-            had = "" if kept == self._i else self._text_a()
+            had = "" if equal_at == self._i else self._text_a()
             self._add(CauseName.HISTORY_EDITED, had, got)
-            self._i, self._j = kept, at
+            self._i, self._j = equal_at, at
             return True
         return False
 

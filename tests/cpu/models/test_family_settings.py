@@ -136,7 +136,7 @@ def test_values_of_another_type_are_one_error(case: str, value: Any, tmp_path: P
 @pytest.mark.parametrize("value", [10**9, 2**63])
 @pytest.mark.parametrize("case", ["Gemma3", "Qwen3Moe", "StableLm"])
 def test_absurd_sizes_are_one_error(case: str, value: int, tmp_path: Path) -> None:
-    """So many layers, heads or experts are refused before anything is made for each of them."""
+    """Refuse absurd numbers of layers, heads or experts before anything is allocated for each."""
     write_checkpoint(case, tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     for name in set(written) & set(ABSURD):

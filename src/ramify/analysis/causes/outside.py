@@ -86,10 +86,10 @@ def unread_writes(log: LogFacts, excused: Collection[int] = ()) -> dict[int, Cau
             had=f"{prediction.num_unread} tokens written",
             got="never read",
         )
-    places = Counter(cause.segment for cause in unread.values())
+    num_by_segment = Counter(cause.segment for cause in unread.values())
     return {
         number: replace(cause, certainty=Certainty.SUSPECTED)
-        if (places[cause.segment] == 1 and log.ends_within_lifetime(number))
+        if (num_by_segment[cause.segment] == 1 and log.ends_within_lifetime(number))
         or (log.is_rule_assumed(number) and not log.requests[number].info.usage.num_written)
         else cause
         for number, cause in unread.items()
