@@ -337,6 +337,7 @@ class ResolvedConfig:
     token_bytes: int  # K/V bytes of one token over all layers
     max_num_seqs: int
     max_batch_tokens: int
+    window: int | None = None  # tokens that a query reads at most; None: a layer has no window
 
     @property
     def max_waiting_tokens(self) -> int | None:
@@ -361,6 +362,28 @@ class ResolvedConfig:
         """Pages of the longest request."""
         return -(-self.max_model_len // self.page_size)
 
+    @property
+    def max_table_pages(self) -> int:
+        """Pages in a row of the block table: those of the longest request that the pool can serve."""
+        longest = self.max_pages_per_seq
+        fits = self.num_live_pages(self.max_model_len) <= self.num_pages
+        return longest if fits else min(longest, self.num_pages)
+
+    def num_live_pages(self, num_tokens: int) -> int:
+        """Pages that a request of `num_tokens` tokens holds at once, at least; see `live_pages`."""
+        return live_pages(num_tokens, self.page_size, self.window, self.max_batch_tokens)
+
+
+def live_pages(num_tokens: int, page_size: int, window: int | None, step_tokens: int) -> int:
+    """Pages that a request of `num_tokens` tokens holds at once, at least.
+
+    With a window, those are the pages of the window and of up to `step_tokens` tokens of a step.
+    """
+    num_pages = -(-num_tokens // page_size)
+    if window is None:
+        return num_pages
+    return min(num_pages, -(-(window + step_tokens) // page_size) + 1)
+
 
 MAX_QUEUED_POOLS = 4  # default of `max_waiting_tokens`
 TABLE_ENTRY_BYTES = 4  # a page id
@@ -368,7 +391,12 @@ MEMORY_SHARE = 0.3  # of the free memory: weights, activations and the page cach
 
 
 def resolve(
-    requested: EngineConfig, *, model_max_len: int, token_bytes: int, free_memory: int
+    requested: EngineConfig,
+    *,
+    model_max_len: int,
+    token_bytes: int,
+    free_memory: int,
+    window: int | None = None,
 ) -> ResolvedConfig:
     """Fit the requested options to a model and a machine.
 
@@ -376,6 +404,7 @@ def resolve(
         model_max_len: tokens that the model's positions allow.
         token_bytes: K/V bytes of one token over all layers.
         free_memory: bytes that could be allocated now; 0 if nobody knows.
+        window: the longest sliding window of the model; None if a layer has none.
 
     Raises:
         ConfigError: max_model_len is beyond the model's, or the pool or the block table is larger
@@ -405,13 +434,7 @@ def resolve(
             f"a K/V pool of {num_pages * page_size:,} tokens needs {pool_bytes:,} bytes but only "
             f"{free_memory:,} are free; lower kv_cache_tokens or kv_cache_memory to at most that"
         )
-    table_bytes = max_seqs * min(-(-max_len // page_size), num_pages) * TABLE_ENTRY_BYTES
-    if free_memory and table_bytes > free_memory:
-        raise ConfigError(
-            f"a block table for max_num_seqs={max_seqs:,} needs {table_bytes:,} bytes but only "
-            f"{free_memory:,} are free; lower max_num_seqs"
-        )
-    return ResolvedConfig(
+    resolved = ResolvedConfig(
         requested=requested,
         max_model_len=max_len,
         page_size=page_size,
@@ -419,4 +442,12 @@ def resolve(
         token_bytes=token_bytes,
         max_num_seqs=max_seqs,
         max_batch_tokens=requested.scheduler.max_batch_tokens,
+        window=window,
     )
+    table_bytes = max_seqs * resolved.max_table_pages * TABLE_ENTRY_BYTES
+    if free_memory and table_bytes > free_memory:
+        raise ConfigError(
+            f"a block table for max_num_seqs={max_seqs:,} needs {table_bytes:,} bytes but only "
+            f"{free_memory:,} are free; lower max_num_seqs"
+        )
+    return resolved

@@ -75,6 +75,7 @@ class FakeExecutor:
         next_token: a script in place of `fake_next_token`; it gets the context.
         fail_at: numbers of the steps, from 0, that leave garbage in their slots and raise `error`.
         error: what such a step raises.
+        window: last tokens that a query reads, at least 2; None: all.
     """
 
     def __init__(
@@ -86,8 +87,9 @@ class FakeExecutor:
         next_token: Callable[[Sequence[int]], int] | None = None,
         fail_at: Container[int] = (),
         error: BaseException | None = None,
+        window: int | None = None,
     ) -> None:
-        self.page_size, self.vocab_size = page_size, vocab_size
+        self.page_size, self.vocab_size, self.window = page_size, vocab_size, window
         self.next_token, self.fail_at = next_token, fail_at
         self.error = RuntimeError("asked to fail") if error is None else error
         self.num_steps = 0  # failed ones included
@@ -112,7 +114,10 @@ class FakeExecutor:
             raise self.error
         self._write(plan)
         owners = np.repeat(np.arange(batch.num_seqs), np.diff(batch.cu_seqlens_q))
-        seen = [self.read(batch.kv_slots(seq)) for seq in range(batch.num_seqs)]
+        first_read = [self.first_read(int(cached)) for cached in batch.num_cached]
+        seen = [
+            self.read(batch.kv_slots(seq)[first:], first) for seq, first in enumerate(first_read)
+        ]
         self.num_computed_tokens += batch.num_tokens
         drawn = {}
         for draw in plan.samples:
@@ -128,7 +133,8 @@ class FakeExecutor:
                     key = (draw.seed, place) if draw.params.temperature else None
                     token = _answer(int(self._chains[slots[row]]), self.vocab_size, key)
                 else:
-                    token = self.next_token(seen[owners[row]][: position + 1])
+                    num_seen = position + 1 - first_read[owners[row]]
+                    token = self.next_token(seen[owners[row]][:num_seen])
                 if shaping is not None and shaping.token_bitmasks is not None:
                     mask = shaping.token_bitmasks[len(chosen)]
                     if mask is not None:
@@ -186,28 +192,35 @@ class FakeExecutor:
                     source * width : (source + 1) * width
                 ]
 
-    def read(self, slots: NDArray[np.int64]) -> list[int]:
-        """The tokens in these slots, which hold one context from its first position on.
+    def first_read(self, position: int) -> int:
+        """The first position that a query at `position` reads."""
+        return 0 if self.window is None else max(0, position + 1 - self.window)
+
+    def read(self, slots: NDArray[np.int64], first: int = 0) -> list[int]:
+        """The tokens in these slots, which hold one context from position `first` on.
 
         Raises:
             AssertionError: a slot holds nothing, or something of another position or context.
         """
         positions, chains, tokens = self._positions[slots], self._chains[slots], self._tokens[slots]
-        wrong = np.flatnonzero(positions != np.arange(len(slots)))
+        wrong = np.flatnonzero(positions != np.arange(first, first + len(slots)))
         if len(wrong):
             place = int(wrong[0])
             names = {_NEVER: "nothing", _POISONED: "what a failed step left"}
             content = names.get(int(positions[place]), f"K/V of position {positions[place]}")
-            raise AssertionError(f"position {place} is read from slot {slots[place]}: {content}")
+            raise AssertionError(
+                f"position {first + place} is read from slot {slots[place]}: {content}"
+            )
         before = np.concatenate([np.zeros(1, np.uint64), chains[:-1]])[: len(slots)]
         expected = before * np.uint64(_MULTIPLIER) + (tokens.astype(np.uint64) + np.uint64(1)) * (
             np.uint64(_STRIDE)
         )
         wrong = np.flatnonzero(chains != expected)
+        wrong = wrong[wrong > 0] if first else wrong  # the context before `first` is not here
         if len(wrong):
             place = int(wrong[0])
             raise AssertionError(
-                f"position {place} is read from slot {slots[place]}: K/V of another context"
+                f"position {first + place} is read from slot {slots[place]}: K/V of another context"
             )
         token_ids: list[int] = tokens.tolist()
         return token_ids

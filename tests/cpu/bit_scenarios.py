@@ -41,6 +41,7 @@ class Outcome:
     num_kv_tokens: int = 0  # whose K/V was compared
     preemptions: int = 0
     evicted_pages: int = 0
+    released_pages: int = 0  # outside the window, of live requests
     read_tokens: int = 0
     shared_tokens: int = 0
 
@@ -62,10 +63,17 @@ def longest(scenario: Scenario) -> int:
     return max(totals)
 
 
-def compare(model: Model, scenario: Scenario) -> Outcome:
-    """Run the scenario on one engine and every prompt of it, with its answer, alone."""
-    num_pages = -(-longest(scenario) // scenario.sizes.page_size) + scenario.sizes.num_pages
-    engine = Engine(model, replace(scenario.sizes, num_pages=num_pages))
+def compare(model: Model, scenario: Scenario, *, least_pages: int | None = None) -> Outcome:
+    """Run the scenario on one engine and every prompt of it, with its answer, alone.
+
+    Args:
+        least_pages: pages of the pool besides `scenario.sizes.num_pages`; by default those of the
+            longest request.
+    """
+    sizes = scenario.sizes
+    if least_pages is None:
+        least_pages = -(-longest(scenario) // sizes.page_size)
+    engine = Engine(model, replace(sizes, num_pages=least_pages + sizes.num_pages))
     outcome = Outcome([])
     wholes: list[Prompt] = []  # prompts and answers of earlier turns
     for number, turn in enumerate(scenario.turns):
@@ -80,8 +88,11 @@ def compare(model: Model, scenario: Scenario) -> Outcome:
         answers = engine.generate(prompts, [ask.num_new for ask in turn.asks])
         for prompt, (output, logits) in zip(prompts, answers, strict=True):
             wholes.append(prompt + output.token_ids)
-            kv = engine.cached_kv(wholes[-1])
-            for wrong in differences(model, prompt, output.token_ids, logits, kv):
+            kv, pages = engine.cached_kv(wholes[-1]), engine.cached_pages(wholes[-1])
+            num_released = pages.count(engine.core.cache.num_pages)
+            first_kv = num_released * sizes.page_size
+            assert engine.core.cache.num_pages not in pages[num_released:]
+            for wrong in differences(model, prompt, output.token_ids, logits, kv, first_kv):
                 outcome.differences.append(f"turn {number}, {len(prompt)} tokens: {wrong}")
             outcome.num_kv_tokens += len(kv)
             outcome.num_rows += len(logits)
@@ -89,6 +100,7 @@ def compare(model: Model, scenario: Scenario) -> Outcome:
             outcome.shared_tokens += output.cache.shared_tokens
     outcome.preemptions = engine.core.scheduler.num_preemptions
     outcome.evicted_pages = engine.core.cache.stats().evicted_pages
+    outcome.released_pages = engine.core.cache.stats().evictions["window"]
     return outcome
 
 

@@ -24,7 +24,13 @@ from ramify.engine.step import StepPlan, StepResult
 from ramify.kv.block_table import PagedBlockTable
 from ramify.kv.pool import KVPool
 from ramify.models.decoder import Decoder
-from ramify.models.kv_cache_spec import attention_spec, build_attention, kv_layout, resolve_kv_dtype
+from ramify.models.kv_cache_spec import (
+    attention_spec,
+    build_attention,
+    kv_layout,
+    longest_window,
+    resolve_kv_dtype,
+)
 from ramify.outputs import RequestOutput
 from ramify.params import SamplingParams
 
@@ -177,6 +183,7 @@ class Engine:
             model_max_len=config.max_model_len,
             token_bytes=kv_layout(config).token_bytes(resolve_kv_dtype(model.kv_dtype, dtype)),
             free_memory=0,
+            window=longest_window(config),
         )
         runner = RecordingRunner(model, resolved.num_pages, sizes.page_size)
         self.executor = RecordingExecutor(runner)
@@ -205,12 +212,18 @@ class Engine:
         self.core.cache.check()
         return [(outputs[request_id], self.executor.rows.pop(request_id)) for request_id in ids]
 
+    def cached_pages(self, tokens: Prompt) -> list[int]:
+        """Return the pages of the longest cached prefix; those released have the padding page's id."""
+        cache = self.core.cache
+        lease = cache.acquire(CacheKey(array("i", tokens), self.core.namespaces.base))
+        pages = list(lease.pages)
+        cache.release(lease)
+        return pages
+
     def cached_kv(self, tokens: Prompt) -> Tensor:
         """Return the `kv_bits` of the longest cached prefix."""
-        cache, pool = self.core.cache, self.executor.runner.pool
-        lease = cache.acquire(CacheKey(array("i", tokens), self.core.namespaces.base))
-        pages = torch.tensor(lease.pages, dtype=torch.int64)
-        cache.release(lease)
+        pool = self.executor.runner.pool
+        pages = torch.tensor(self.cached_pages(tokens), dtype=torch.int64)
         slots = pages[:, None] * pool.page_size + torch.arange(pool.page_size)
         return kv_bits(pool, slots.flatten())
 
@@ -236,9 +249,13 @@ def cold(model: Model, tokens: Prompt, first_row: int = 0) -> Reference:
 
 
 def differences(
-    model: Model, prompt: Prompt, answer: Prompt, logits: Logits, kv: Tensor
+    model: Model, prompt: Prompt, answer: Prompt, logits: Logits, kv: Tensor, first_kv: int = 0
 ) -> Iterator[str]:
-    """List how an answer, its logits and its cached K/V (`kv_bits`) differ from the reference."""
+    """List how an answer, its logits and its cached K/V (`kv_bits`) differ from the reference.
+
+    Args:
+        first_kv: tokens whose K/V was released, and is not compared.
+    """
     start = len(prompt)
     assert sorted(logits) == list(range(start, start + len(answer)))
     rows = torch.stack([logits[start + i] for i in range(len(answer))])
@@ -246,7 +263,7 @@ def differences(
     alone = reference(model, prompt + answer[:-1], start - 1)
     for what, wrong, first in (
         ("logits", (rows != alone.logits).any(1), start),
-        ("K/V", (kv != alone.kv[: len(kv)]).any(1), 0),
+        ("K/V", (kv != alone.kv[: len(kv)]).any(1)[first_kv:], first_kv),
     ):
         if bool(wrong.any()):
             yield f"{what} of token {first + int(wrong.int().argmax())}"

@@ -41,6 +41,7 @@ class Bench:
     max_batch_tokens: int = 512
     max_model_len: int = 2048
     prefix_cache: bool = True
+    window: int | None = None
     fail_at: Container[int] = ()
     error: BaseException | None = None
     next_token: Callable[[Sequence[int]], int] | None = None
@@ -68,7 +69,11 @@ class Bench:
             check_sample=self.check_sample,
         )
         config = resolve(
-            engine_config, model_max_len=self.max_model_len, token_bytes=1, free_memory=0
+            engine_config,
+            model_max_len=self.max_model_len,
+            token_bytes=1,
+            free_memory=0,
+            window=self.window,
         )
         self.device = FakeExecutor(
             config.num_pages,
@@ -77,6 +82,7 @@ class Bench:
             next_token=self.next_token,
             fail_at=self.fail_at,
             error=self.error,
+            window=self.window,
         )
         self.time = 0.0
         self.core = EngineCore(

@@ -58,12 +58,13 @@ class PlannerMachine(RuleBasedStateMachine):
         page_size=st.sampled_from([1, 2, 3, 4, 8]),
         num_pages=st.integers(1, 40),
         share=st.sampled_from([True, True, True, False]),
+        window=st.sampled_from([None, None, 2, 3, 7, 16, 33]),
     )
-    def make(self, page_size: int, num_pages: int, share: bool) -> None:
-        self.cache = CountingCache(num_pages, page_size)
+    def make(self, page_size: int, num_pages: int, share: bool, window: int | None) -> None:
+        self.cache = CountingCache(num_pages, page_size, window=window)
         self.table = PagedBlockTable(MAX_LIVE, -(-MAX_TOKENS // page_size), page_size)
         self.planner = CountingPlanner(self.cache, self.table, share=share)
-        self.device = FakeExecutor(num_pages, page_size, vocab_size=VOCAB)
+        self.device = FakeExecutor(num_pages, page_size, vocab_size=VOCAB, window=window)
         self.live: list[RadixSequence] = []
         self.page_size = page_size
 
@@ -260,8 +261,9 @@ class PlannerMachine(RuleBasedStateMachine):
                 -(sequence.num_computed + sequence.num_planned) // self.page_size
             )
             assert not any(self.cache.is_free(page) for page in pages)
-            assert not owned & set(sequence.private)
-            owned |= set(sequence.private)
+            private = set(sequence.private) - {self.cache.num_pages}
+            assert not owned & private
+            owned |= private
         if hasattr(self, "cache"):
             assert self.cache.stats().private_pages == len(owned)
 
@@ -270,9 +272,9 @@ class PlannerMachine(RuleBasedStateMachine):
         for sequence in getattr(self, "live", ()):
             if sequence.row is not None:
                 length = sequence.num_computed + sequence.num_planned
-                assert self.read(self.table.pages(sequence.row), length) == list(
-                    sequence.tokens[:length]
-                )
+                first = self.device.first_read(sequence.num_computed)
+                pages = self.table.pages(sequence.row)
+                assert self.read(pages, length, first) == list(sequence.tokens[first:length])
 
     @invariant()
     def what_is_matched_is_computed(self) -> None:
@@ -286,12 +288,14 @@ class PlannerMachine(RuleBasedStateMachine):
                 pages = [page for step in path for page in step.pages]
                 atoms = CacheKey(b"".join(step.atoms for step in path)).tokens()
                 num_tokens = len(pages) * self.page_size
-                assert self.read(pages, num_tokens) == list(atoms[:num_tokens])
+                released = [at for at, page in enumerate(pages) if page == self.cache.num_pages]
+                first = (max(released, default=-1) + 1) * self.page_size
+                assert self.read(pages, num_tokens, first) == list(atoms[first:num_tokens])
 
-    def read(self, pages: Sequence[int], num_tokens: int) -> list[int]:
-        positions = np.arange(num_tokens)
+    def read(self, pages: Sequence[int], num_tokens: int, first: int) -> list[int]:
+        positions = np.arange(first, num_tokens)
         page_of = np.array(pages, np.int64)[positions // self.page_size]
-        return self.device.read(page_of * self.page_size + positions % self.page_size)
+        return self.device.read(page_of * self.page_size + positions % self.page_size, first)
 
     def state(self) -> tuple[object, ...]:
         """All that a failed plan must leave unchanged; a node may have been split."""

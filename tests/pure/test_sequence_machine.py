@@ -51,8 +51,15 @@ class LifeMachine(PlannerMachine):
         able = self.committed()
         sequence = able[who % len(able)]
         length = max(0, sequence.num_computed - back)
+        assert sequence.lease is not None
+        assert sequence.row is not None
+        keep = length
+        if length < sequence.lease.num_tokens:
+            keep = length // self.page_size * self.page_size
+        first = self.device.first_read(keep) // self.page_size
+        in_window = self.table.pages(sequence.row)[first : -(-keep // self.page_size)]
         self.planner.rollback(sequence, length)
-        assert length - self.page_size < sequence.num_computed <= length
+        assert sequence.num_computed == (0 if self.cache.num_pages in in_window else keep)
         if cut:
             del sequence.tokens[max(1, length) :]
 

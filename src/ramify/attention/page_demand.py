@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ramify.attention.sequence import RadixSequence
 from ramify.cache.key import CacheKey
+from ramify.cache.leases import Lease
 from ramify.cache.packed import ATOM_BYTES, common_pages
 from ramify.errors import CacheError
 from ramify.kv.block_table import PagedBlockTable
@@ -89,8 +90,18 @@ def split_decodes(
     return decodes, needing_page, others
 
 
-def pages_needed(entries: Sequence[PlanEntry], *, page_size: int, share: bool) -> int:
-    """Pages that live or attached sequences will reserve, given what they share in the batch."""
+def pages_needed(
+    entries: Sequence[PlanEntry],
+    *,
+    page_size: int,
+    share: bool,
+    is_released: Callable[[Lease, CacheKey], bool],
+) -> int:
+    """Pages that live or attached sequences will reserve, given what they share in the batch.
+
+    Args:
+        is_released: whether the tree has a page of the key after the lease, which it cannot read.
+    """
     page_bytes = page_size * ATOM_BYTES
     # by namespace and atoms up to the first page that is not cached: what leaders will announce
     leaders: dict[tuple[bytes, bytes], list[bytes]] = {}
@@ -112,7 +123,8 @@ def pages_needed(entries: Sequence[PlanEntry], *, page_size: int, share: bool) -
             shareable = sequence.shareable(end)
             announced = atoms[: shareable // page_size * page_bytes]
             # not announced: single tokens, and what another announces below the same node
-            if shareable - begin > 1 and len(announced) > start and (follows or not group):
+            is_announced = shareable - begin > 1 and len(announced) > start
+            if is_announced and (follows or not group) and not is_released(sequence.lease, key):
                 group.append(announced)
         end = min(len(sequence.tokens), begin + limit)
         total += max(0, -(-end // page_size) - held)

@@ -12,17 +12,17 @@ from collections.abc import Sequence
 from itertools import count, filterfalse
 from operator import attrgetter
 
-import numpy as np
-
-from ramify.attention.batch import AttentionBatch, sharing_arrays
+from ramify.attention.batch import AttentionBatch
+from ramify.attention.batch_reuse import BatchReuse
 from ramify.attention.page_demand import PlanEntry, pages_needed, split_decodes, validate_plannable
 from ramify.attention.sequence import RadixSequence
+from ramify.attention.window_release import WindowRelease
 from ramify.cache.call_guard import guarded
 from ramify.cache.key import CacheKey, pack
 from ramify.cache.leases import Lease
 from ramify.cache.pages import ID_BYTES
 from ramify.cache.prefix_cache import PrefixCache
-from ramify.errors import CacheError, ConfigError, OutOfPagesError
+from ramify.errors import CacheError, ConfigError
 from ramify.kv.block_table import PagedBlockTable
 
 __all__ = ["RadixAttentionPlanner", "RadixSequence"]
@@ -60,14 +60,11 @@ class RadixAttentionPlanner:
         self.cache, self.table, self.share = cache, table, share
         self.guard = cache.guard
         self.page_size = cache.page_size
+        self._window = WindowRelease(cache, table, share=share)
         self._order = count(1)
         self._by_lease: dict[int, RadixSequence] = {}  # by lease id
         self._awaiting_leader: list[RadixSequence] = []  # committed before their leader
-        # Sequences of the last plan; empty once rows or page sharing among them may have changed.
-        self._last_sequences: list[RadixSequence] = []
-        self._last_rows = np.empty(0, np.int64)
-        self._last_sharing = sharing_arrays((), 0)
-        self._last_decode: AttentionBatch | None = None  # the last batch, if all rows were decodes
+        self._batches = BatchReuse(cache, table)
 
     # -- plan ------------------------------------------------------------------------------
 
@@ -107,10 +104,8 @@ class RadixAttentionPlanner:
                     self._attach(sequence, key)
             needed = self._pages_needed(entries, len(needing_page))
             if needed and needed > self.cache.num_available:
-                stats = self.cache.stats()
-                raise OutOfPagesError(
-                    needed, stats.free_pages, stats.evictable_pages, stats.num_pages
-                )
+                self._batches.forget()
+                self._window.make_room(needed, [*self._by_lease.values(), *fresh])
             announced = False
             for sequence, limit, key in entries:
                 assert sequence.lease is not None
@@ -124,7 +119,7 @@ class RadixAttentionPlanner:
             self._append_pages(needing_page, undo)
             for sequence in decodes:
                 sequence.num_planned = 1
-            batch = self._batch(sequences, num_decodes=len(decodes))
+            batch = self._batches.build(sequences, num_decodes=len(decodes))
             while replaced:
                 self.cache.cancel(replaced[-1])
                 replaced.pop()
@@ -132,27 +127,6 @@ class RadixAttentionPlanner:
             self._rollback_plan(undo, fresh, replaced, decodes)
             raise
         return batch
-
-    def _batch(self, sequences: Sequence[RadixSequence], *, num_decodes: int) -> AttentionBatch:
-        """The metadata of planned sequences; rows and sharing are reused while they hold."""
-        num_seqs = len(sequences)
-        if not sequences or self._last_sequences != list(sequences):
-            leases = [sequence.lease for sequence in sequences if sequence.lease is not None]
-            self._last_sharing = sharing_arrays(self.cache.sharing(leases), num_seqs)
-            self._last_rows = np.array([sequence.row for sequence in sequences], np.int64)
-            self._last_sequences, self._last_decode = list(sequences), None
-        before, self._last_decode = self._last_decode, None
-        rows, sharing = self._last_rows, self._last_sharing
-        cached = [sequence.num_computed for sequence in sequences]
-        if num_decodes == num_seqs > 0:
-            if before is not None and before.seq_lens_kv.tolist() == cached:
-                batch = before.next_decode(rows, self.table)
-            else:
-                batch = AttentionBatch.from_decodes(rows, cached, self.table, sharing)
-            self._last_decode = batch
-            return batch
-        new = [sequence.num_planned for sequence in sequences]
-        return AttentionBatch.from_rows(rows, cached, new, self.table, sharing)
 
     def _key(self, sequence: RadixSequence, limit: int) -> CacheKey | None:
         """The cache key of a sequence; None if sharing is off or it decodes one token."""
@@ -167,7 +141,12 @@ class RadixAttentionPlanner:
 
     def _pages_needed(self, entries: Sequence[PlanEntry], num_needing_page: int = 0) -> int:
         """Pages that a plan will reserve; `num_needing_page` of them are for decodes."""
-        return num_needing_page + pages_needed(entries, page_size=self.page_size, share=self.share)
+        return num_needing_page + pages_needed(
+            entries,
+            page_size=self.page_size,
+            share=self.share,
+            is_released=self._window.is_released,
+        )
 
     def _attach(self, sequence: RadixSequence, key: CacheKey | None) -> None:
         """Lease the cached prefix; an empty one if the sequence must not reuse the cache."""
@@ -186,7 +165,7 @@ class RadixAttentionPlanner:
         sequence.order = next(self._order)
         assert sequence.lease is not None
         if sequence.row is None:
-            self._forget_batch()
+            self._batches.forget()
             self._by_lease[sequence.lease.id] = sequence
             sequence.num_shared = sequence.lease.num_pending * self.page_size
             sequence.num_read = sequence.num_computed - sequence.num_shared
@@ -219,7 +198,7 @@ class RadixAttentionPlanner:
         decodes: list[RadixSequence],
     ) -> None:
         """Put every sequence of a plan that failed, at whatever point, back as it was."""
-        self._forget_batch()
+        self._batches.forget()
         for sequence in decodes:
             sequence.num_planned = 0
         for sequence, num_tokens, num_private in reversed(undo):  # followers before leaders
@@ -238,6 +217,8 @@ class RadixAttentionPlanner:
                 self._detach(sequence)
         for lease in replaced:
             self.cache.cancel(lease)
+        # The plan may have failed while it released pages.
+        self._window.rewrite_rows(self._by_lease.values())
 
     def _append_pages(self, sequences: Sequence[RadixSequence], undo: list[UndoEntry]) -> None:
         """Give each decode a page; capacity was checked."""
@@ -263,13 +244,9 @@ class RadixAttentionPlanner:
         taken = sequence.private[: len(pages)]
         del sequence.private[: len(pages)]
         if taken != pages:  # the tree kept another sequence's pages for the same tokens
-            self._forget_batch()
+            self._batches.forget()
             assert sequence.row is not None
             self.table.rewrite(sequence.row, start, pages)
-
-    def _forget_batch(self) -> None:
-        """Rows or page sharing of the last batch may have changed: compute them anew."""
-        self._last_sequences = []
 
     def _is_in_flight(self, sequence: RadixSequence) -> bool:
         """Whether it is in a plan, or committed but waiting for its leader to publish."""
@@ -327,7 +304,7 @@ class RadixAttentionPlanner:
         old = sequence.lease
         assert old is not None
         if num_tokens < old.num_tokens:
-            self._forget_batch()
+            self._batches.forget()
             lease, pages = self.cache.retract(old, num_tokens)
             sequence.lease, sequence.private = lease, [*pages, *sequence.private]
             self._by_lease[lease.id] = self._by_lease.pop(old.id)
@@ -346,6 +323,11 @@ class RadixAttentionPlanner:
 
     # -- capacity and branches ----------------------------------------------------------------
 
+    @property
+    def num_available(self) -> int:
+        """Pages that `plan` could give to sequences: free, evictable, or before all their windows."""
+        return self._window.num_available(self._by_lease.values())
+
     def can_append(self, sequence: RadixSequence, num_tokens: int = 1) -> bool:
         """Whether a live sequence can be planned after `num_tokens` more are appended to it."""
         if sequence.lease is None:
@@ -354,7 +336,7 @@ class RadixAttentionPlanner:
         if sequence.num_planned or not sequence.num_computed < total <= self.table.max_tokens:
             return False
         held = len(sequence.lease.pages) + len(sequence.private)
-        return self.cache.can_reserve(max(0, -(-total // self.page_size) - held))
+        return -(-total // self.page_size) - held <= self.num_available
 
     @guarded
     def can_allocate(self, sequences: Sequence[RadixSequence], num_tokens: int = 0) -> bool:
@@ -375,7 +357,8 @@ class RadixAttentionPlanner:
             entries = [PlanEntry(s, limit, self._key(s, limit)) for s, limit in longer]
             for sequence, _, key in entries:
                 self._attach(sequence, key)
-            return self.cache.can_reserve(self._pages_needed(entries))
+            live = [*self._by_lease.values(), *(sequence for sequence, _ in longer)]
+            return self._pages_needed(entries) <= self._window.num_available(live)
         except CacheError:
             return False
         finally:
@@ -406,22 +389,26 @@ class RadixAttentionPlanner:
             )
         if not self.table.num_free_rows:
             raise CacheError("no free row in the block table; release a sequence first")
-        num_copied = max(0, -(-sequence.num_computed // self.page_size) - len(sequence.lease.pages))
-        pages = self.cache.reserve(num_copied)
+        num_held = max(0, -(-sequence.num_computed // self.page_size) - len(sequence.lease.pages))
+        computed = sequence.private[:num_held]
+        copied = self._window.owned(computed)
+        pages = self.cache.reserve(len(copied))
         clone = sequence.clone_unplanned()
         clone.num_computed = clone.num_read = sequence.num_computed
-        clone.lease, clone.private = self.cache.fork(sequence.lease), list(pages)
+        clone.lease = self.cache.fork(sequence.lease)
+        clone.private = [*computed[: num_held - len(copied)], *pages]
         clone.order, clone.row = next(self._order), self.table.allocate()
-        self.table.append(clone.row, [*clone.lease.pages, *pages])
+        self.table.append(clone.row, [*clone.lease.pages, *clone.private])
         self._by_lease[clone.lease.id] = clone
-        return clone, list(zip(sequence.private, pages, strict=False))
+        return clone, list(zip(copied, pages, strict=True))
 
     @guarded
     def rollback(self, sequence: RadixSequence, num_tokens: int) -> None:
         """Drop the K/V of a sequence beyond its first `num_tokens`; the caller cuts `tokens`.
 
         Published pages stay in the cache. A cut inside a published page drops that whole page from
-        the sequence, since a shared page is never written: its first tokens are computed again.
+        the sequence, since a shared page is never written: its first tokens are computed again. If
+        pages in the window before the cut were released, all tokens are computed again.
 
         Raises:
             CacheError: the sequence is in a plan, waits for a leader, or has fewer tokens computed.
@@ -431,10 +418,14 @@ class RadixAttentionPlanner:
         if not 0 <= num_tokens <= sequence.num_computed:
             raise CacheError(f"{num_tokens} tokens to keep of {sequence.num_computed} computed")
         if num_tokens < sequence.lease.num_tokens:
-            self._forget_batch()
+            num_tokens = num_tokens // self.page_size * self.page_size
+        is_readable = self._window.is_readable(sequence, num_tokens)
+        num_tokens = num_tokens if is_readable else 0
+        if num_tokens < sequence.lease.num_tokens or not is_readable:
+            self._batches.forget()
             old, sequence.lease = sequence.lease, self.cache.fork(sequence.lease, num_tokens)
             self._by_lease[sequence.lease.id] = self._by_lease.pop(old.id)
-            self.cache.release(old, sequence.private)
+            self.cache.release(old, self._window.owned(sequence.private))
             sequence.private = []
             assert sequence.row is not None
             self.table.truncate(sequence.row, len(sequence.lease.pages))
@@ -480,7 +471,7 @@ class RadixAttentionPlanner:
 
     def _release_sequence(self, sequence: RadixSequence) -> None:
         assert sequence.lease is not None
-        self.cache.release(sequence.lease, sequence.private)
+        self.cache.release(sequence.lease, self._window.owned(sequence.private))
         if sequence in self._awaiting_leader:
             self._awaiting_leader.remove(sequence)
         self._forget_pages(sequence)

@@ -119,9 +119,8 @@ class EventLog:
             self._hash_all()
         runs = []
         for node in self._tree.nodes():
-            if node in self._hashes:
-                pages = Pages(self._tree.pages[node])
-                runs.append(self._event("stored", node, self._hashes[node], pages))
+            if node in self._hashes and (run := self._stored_run("stored", node)):
+                runs.append(run)
         snapshot = Snapshot(self._sequence, tuple(runs), self._digest.to_bytes(HASH_BYTES, "big"))
         self.drop_hashes_if_unread()
         return snapshot
@@ -156,30 +155,44 @@ class EventLog:
         cut = self._tree.length[upper] * HASH_BYTES
         if known:
             self._hashes[upper] = known[:cut]
-            pages = Pages(self._tree.pages[upper])
-            self._put(self._event("split", upper, known[:cut], pages))
+            if run := self._stored_run("split", upper):
+                self._put(run)
         if known[cut:]:
             self._hashes[lower] = known[cut:]
 
-    def removed(self, node: int, packed: bytes, reason: int) -> None:
-        """Pages were evicted from the end of a node."""
+    def removed(self, node: int, packed: bytes, reason: int, begin: int) -> None:
+        """Pages from page `begin` of a node on were evicted, or released outside the window."""
         tree, count = self._tree, len(packed) // ID_BYTES
-        start = tree.resident[node]
+        if not count:
+            self._hashes.pop(node, None)
+            return
         if self.observers:
             root, page_bytes = tree.root[node], tree.page_bytes
-            atoms = tree.edge(node)[start * page_bytes : (start + count) * page_bytes]
-            above = tree.start[node] + start
+            atoms = tree.edge(node)[begin * page_bytes : (begin + count) * page_bytes]
+            above = tree.start[node] + begin
             evicted = Evicted(tree.namespaces[root], atoms, above, Pages(packed), REASONS[reason])
             self._pending_evictions.append(evicted)
-        known = self._hashes.pop(node, b"")
+        known = self._hashes.get(node, b"")
         if known:
-            keep, gone = known[: start * HASH_BYTES], known[start * HASH_BYTES :]
-            if keep:
-                self._hashes[node] = keep
+            gone = known[begin * HASH_BYTES : (begin + count) * HASH_BYTES]
+            above_hash = known[: begin * HASH_BYTES][-HASH_BYTES:]
+            above_hash = above_hash or self._last_hash(tree.parent[node])
+            if tree.resident[node] <= begin:  # evicted; the hashes of released pages go on below
+                keep = known[: tree.resident[node] * HASH_BYTES]
+                if keep:
+                    self._hashes[node] = keep
+                else:
+                    del self._hashes[node]
             self._digest ^= _xor_hashes(gone)
-            above_hash = keep[-HASH_BYTES:] or self._last_hash(tree.parent[node])
             event = self._event("removed", node, gone, Pages(packed), above_hash, REASONS[reason])
             self._put(event)
+
+    def restored(self, node: int, num_pages: int) -> None:
+        """The first `num_pages` pages of a node, which had been released, were computed again."""
+        hashes = self._hashes[node][: num_pages * HASH_BYTES]
+        self._digest ^= _xor_hashes(hashes)
+        pages = Pages(self._tree.pages[node][: num_pages * ID_BYTES])
+        self._put(self._event("stored", node, hashes, pages))
 
     def cleared(self) -> None:
         """All stored pages are gone, without an event for each."""
@@ -225,7 +238,8 @@ class EventLog:
         atoms = tree.edge(node)[first * page_bytes : tree.resident[node] * page_bytes]
         hashes = chain_hashes(above, atoms, page_bytes, tree.content_from(node, first))
         self._hashes[node] = known + hashes
-        self._digest ^= _xor_hashes(hashes)
+        num_released = max(0, tree.resident[node] - tree.owned[node] - first)
+        self._digest ^= _xor_hashes(hashes[num_released * HASH_BYTES :])
         return above, hashes
 
     def _last_hash(self, node: int) -> bytes:
@@ -233,6 +247,16 @@ class EventLog:
         if namespace is not None:
             return namespace_hash(namespace)
         return self._hashes[node][-HASH_BYTES:]
+
+    def _stored_run(self, kind: str, node: int) -> CacheEvent | None:
+        """An event about the pages that a node owns; None if all are released."""
+        tree, known = self._tree, self._hashes[node]
+        begin = tree.resident[node] - tree.owned[node]
+        if not tree.owned[node]:
+            return None
+        above = known[: begin * HASH_BYTES][-HASH_BYTES:] or None
+        pages = Pages(tree.pages[node][begin * ID_BYTES :])
+        return self._event(kind, node, known[begin * HASH_BYTES :], pages, above)
 
     def _event(
         self,

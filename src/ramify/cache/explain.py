@@ -6,7 +6,7 @@ from collections.abc import Callable
 from itertools import islice
 
 from ramify.cache.content_atoms import slice_atoms
-from ramify.cache.ghosts import REASONS, Ghosts
+from ramify.cache.ghosts import REASONS, WINDOW, Ghosts
 from ramify.cache.key import CacheKey
 from ramify.cache.packed import ATOM_BYTES, shared_pages
 from ramify.cache.tree import RadixTree
@@ -66,6 +66,7 @@ def explain_key(
         if tree.leader[child]:
             return Explanation(total, hit, "pending")
         if shared:
+            is_released = tree.owned[child] < tree.resident[child] > inside
             gone = shared
             if inside + shared == tree.length[child]:
                 below = tree.find_including_evicted(
@@ -77,7 +78,7 @@ def explain_key(
                 hit,
                 "evicted",
                 evicted_tokens=gone * size,
-                evicted_by=REASONS[ghosts.reason[child]],
+                evicted_by=REASONS[WINDOW if is_released else ghosts.reason[child]],
                 evicted_ago_s=now_s - ghosts.evicted_s[child],
                 idle_s=max(0.0, ghosts.evicted_s[child] - tree.last_access_s[child]),
                 pin_refused=pin_refused,

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from ramify.cache.tree import RadixTree
 
 # Reasons of eviction; a column holds the index of each node's.
-REASONS = ("capacity", "asked", "cleared", "predicate", "withdrawn")
-CAPACITY, ASKED, CLEARED, PREDICATE, WITHDRAWN = range(len(REASONS))
+REASONS = ("capacity", "asked", "cleared", "predicate", "window", "withdrawn")
+CAPACITY, ASKED, CLEARED, PREDICATE, WINDOW, WITHDRAWN = range(len(REASONS))
 
 
 class Ghosts:
@@ -29,7 +29,7 @@ class Ghosts:
         self.max_pages = max_pages
         # A node that was announced has the reason WITHDRAWN until its first eviction.
         self.reason = tree.column(0, inherited=True)
-        self.evicted_s = tree.column(0.0)
+        self.evicted_s = tree.column(0.0, inherited=True)
         self._after = tree.column(0)
         self._before = tree.column(0)
         self._listed = tree.column(0)

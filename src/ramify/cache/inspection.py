@@ -70,8 +70,8 @@ def top_nodes(cache: PrefixCache, max_nodes: int) -> TreeDump:
                 level=level - 1,
                 namespace=tree.namespaces[tree.root[node]],
                 start_token=tree.start[node] * size,
-                num_tokens=tree.resident[node] * size,
-                num_pages=tree.resident[node],
+                num_tokens=tree.owned[node] * size,
+                num_pages=tree.owned[node],
                 hits=tree.hits[node],
                 pins=tree.ref_count[node],
                 is_pending=tree.leader[node] != 0,
@@ -119,7 +119,7 @@ def count_pages(cache: PrefixCache, predicate: Callable[[Node], bool]) -> int:
     """Count the cached pages of nodes that satisfy `predicate`. Cost: a visit to every node."""
     tree = cache._tree  # noqa: SLF001
     return sum(
-        tree.resident[node]
+        tree.owned[node]
         for node in tree.nodes()
         if tree.resident[node] and predicate(tree.node(node))
     )

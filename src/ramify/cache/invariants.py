@@ -17,7 +17,10 @@ def check_cache(store: NodeStore, leases: Collection[Lease]) -> None:
     tree = store.tree
     check_tree(tree)
     nodes = list(tree.nodes())
-    store.ledger.check([page for node in nodes for page in Pages(tree.pages[node])])
+    owned = [
+        page for node in nodes for page in Pages(tree.pages[node])[_num_released(tree, node) :]
+    ]
+    store.ledger.check(owned)
     _check_leases(tree, leases, nodes)
     _check_queue(store, nodes)
     _check_ghosts(store, nodes)
@@ -38,6 +41,8 @@ def check_tree(tree: RadixTree) -> None:
         expect(not above and tree.root[root] == root, "a root has a parent or pages")
     ghosts = [node for node in nodes if not tree.resident[node]]
     expect(len(ghosts) == tree.num_ghosts, f"{len(ghosts)} ghosts, {tree.num_ghosts} counted")
+    released = sum(_num_released(tree, node) for node in nodes)
+    expect(released == tree.num_released, f"{released} released, {tree.num_released} counted")
     evicted = sum(tree.length[node] - tree.resident[node] for node in nodes)
     expect(
         evicted == tree.num_ghost_pages, f"{evicted} evicted pages, {tree.num_ghost_pages} counted"
@@ -47,6 +52,8 @@ def check_tree(tree: RadixTree) -> None:
         edge, packed = tree.edge(node), tree.pages[node]
         expect(len(edge) == length * page_bytes > 0, f"{length} pages in {len(edge)} bytes")
         expect(len(packed) == resident * ID_BYTES, f"{resident} pages in {len(packed)} bytes")
+        head = packed[: _num_released(tree, node) * ID_BYTES]
+        expect(head == tree.released_id * _num_released(tree, node), "a released page has an id")
         expect(tree.root[node] == tree.root[parent], "a child has another root than its parent")
         expect(
             tree.index.find(parent, edge, 0) == node, "a child is not found under its first page"
@@ -73,6 +80,10 @@ def check_tree(tree: RadixTree) -> None:
     expect(len(known) == len(nodes) - len(ghosts), "pages are kept without a node")
 
 
+def _num_released(tree: RadixTree, node: int) -> int:
+    return tree.resident[node] - tree.owned[node]
+
+
 def _check_leases(tree: RadixTree, leases: Collection[Lease], nodes: list[int]) -> None:
     pins: Counter[int] = Counter()
     for lease in leases:
@@ -92,7 +103,7 @@ def _check_leases(tree: RadixTree, leases: Collection[Lease], nodes: list[int]) 
 def _check_queue(store: NodeStore, nodes: list[int]) -> None:
     tree, queue = store.tree, store.queue
     free = [node for node in nodes if not tree.ref_count[node] and tree.resident[node]]
-    evictable = sum(tree.resident[node] for node in free)
+    evictable = sum(tree.owned[node] for node in free)
     expect(
         evictable == store.num_evictable,
         f"{evictable} pages are evictable, {store.num_evictable} counted",

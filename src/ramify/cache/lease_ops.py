@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
-from ramify.cache.key import atoms_of
+from ramify.cache.ghosts import WINDOW
+from ramify.cache.key import CacheKey, atoms_of
 from ramify.cache.leases import Lease, LeaseRegistry
 from ramify.cache.node_store import NodeStore
 from ramify.cache.packed import ATOM_BYTES
@@ -84,10 +86,15 @@ class LeaseOps:
                 f"num_tokens={length} but lease {lease.id} has {lease.num_tokens} tokens"
             )
         num_pages = validate_int("num_tokens", length) // self._page_size
+        end, packed = num_pages * self._page_size, lease.packed_pages[: num_pages * ID_BYTES]
+        if end < lease.num_tokens and not self.is_readable(packed, end):
+            raise LeaseError(
+                f"num_tokens={length} but pages of lease {lease.id} in the window before that were "
+                "released; share all of it, or 0 tokens"
+            )
         node = self._store.node_ending_at(node, num_pages)
         self._store.pin_path(tree.root[node], tree.path(node))
-        packed = lease.packed_pages[: num_pages * ID_BYTES]
-        return self._registry.open(lease.full_key, num_pages * self._page_size, packed, node)
+        return self._registry.open(lease.full_key, end, packed, node)
 
     def announce(self, lease: Any, key: Any, private: Any) -> Lease:
         """See `PrefixCache.announce`."""
@@ -199,6 +206,87 @@ class LeaseOps:
             )
         self._store.cancel_lookup(lease.node, lease.lookup_counts)
         self.cancel_pin(lease)
+
+    # -- outside the window ----------------------------------------------------------------
+
+    def is_readable(self, packed: bytes, num_tokens: int) -> bool:
+        """Whether no page of `packed` is released that queries from `num_tokens` on read or write."""
+        tree = self._tree
+        if tree.window is None:
+            return True
+        first = max(0, num_tokens + 1 - tree.window) // self._page_size
+        return Pages(tree.released_id)[0] not in Pages(packed[first * ID_BYTES :])
+
+    def has_next_page(self, lease: Lease, key: CacheKey) -> bool:
+        """Whether the tree has the page of `key` that follows a lease, released or not."""
+        start = lease.num_tokens * ATOM_BYTES
+        if start + self._tree.page_bytes > len(key.atoms):
+            return False
+        return self._tree.resident[self._tree.index.find(lease.node, key.atoms, start)] > 0
+
+    def heads_outside_window(
+        self, leases: Sequence[Lease], num_computed: Sequence[int]
+    ) -> dict[int, int]:
+        """The nodes with pages that no lease reads: how many of their first pages those are.
+
+        See `ramify.cache.window.release_outside_window`. O(nodes above the leases).
+        """
+        tree, size = self._tree, self._page_size
+        num_readers, first_read = dict[int, int](), dict[int, int]()
+        if tree.window is None:
+            return first_read
+        for lease, num_tokens in zip(leases, num_computed, strict=True):
+            self._registry.require(lease, withdrawn=True)
+            first, node = max(0, num_tokens + 1 - tree.window) // size, lease.node
+            while tree.parent[node]:
+                num_readers[node] = num_readers.get(node, 0) + 1
+                first_read[node] = min(first, first_read.get(node, first))
+                node = tree.parent[node]
+        heads = dict[int, int]()
+        for node, first in first_read.items():
+            num_pages = min(tree.resident[node], first - tree.start[node])
+            if (
+                num_readers[node] == tree.ref_count[node]
+                and not tree.leader[node]
+                and num_pages > tree.resident[node] - tree.owned[node]
+            ):
+                heads[node] = num_pages
+        return heads
+
+    def release_outside_window(self, leases: Sequence[Lease], num_computed: Sequence[int]) -> int:
+        """See `ramify.cache.window.release_outside_window`."""
+        num_pages = 0
+        for node, count in self.heads_outside_window(leases, num_computed).items():
+            num_pages += self._release_head(node, count)
+        if num_pages:
+            for lease in leases:
+                if lease.withdrawn:
+                    continue  # its owner reads no page
+                packed = self._tree.path_pages(self._tree.path(lease.node))
+                # A lease may hold less than its node, which can have grown since.
+                lease.packed_pages = packed[: len(lease.packed_pages)]
+        return num_pages
+
+    def _release_head(self, node: int, num_pages: int) -> int:
+        """Free the first `num_pages` pages of a referenced node; returns how many it still had."""
+        tree, store, log = self._tree, self._store, self._store.log
+        num_released, packed, now_s = (
+            tree.resident[node] - tree.owned[node],
+            tree.pages[node],
+            store.clock(),
+        )
+        freed = packed[num_released * ID_BYTES : num_pages * ID_BYTES]
+        tree.pages[node] = tree.released_id * num_pages + packed[num_pages * ID_BYTES :]
+        tree.owned[node] = tree.resident[node] - num_pages
+        tree.num_released += num_pages - num_released
+        tree.ever_released = True
+        store.ledger.reclaim(freed)
+        store.ghosts.evicted_s[node] = now_s
+        age_s, idle_s = now_s - tree.created_s[node], now_s - tree.last_access_s[node]
+        store.counters.evicted(WINDOW, num_pages - num_released, age_s, idle_s)
+        if log.subscribers or log.observers:
+            log.removed(node, freed, WINDOW, num_released)
+        return num_pages - num_released
 
     def cancel_pin(self, lease: Lease) -> None:
         """End a lease without counting its pages as used."""

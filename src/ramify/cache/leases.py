@@ -8,7 +8,7 @@ from itertools import count
 from typing import Any, Final
 
 from ramify.cache.key import CacheKey, atoms_of
-from ramify.cache.packed import ATOM_BYTES
+from ramify.cache.packed import ATOM_BYTES, shared_pages
 from ramify.cache.pages import ID_BYTES, Pages, pack_pages
 from ramify.cache.tree import RadixTree
 from ramify.errors import LeaseError, PageOwnershipError
@@ -51,7 +51,7 @@ class Lease:
         self.num_tokens: Final = num_tokens  # length of the pinned prefix, whole pages
         self.num_pending: Final = num_pending  # last pages that were not computed at its creation
         self.full_key: Final = full_key  # begins with the prefix
-        self.packed_pages: Final = packed_pages
+        self.packed_pages = packed_pages  # replaced when pages outside the window are released
         self.node = node  # the prefix ends at this node's end; splits keep that true
         self.leader: Final = leader  # the same for a lease and those that replace it
         # What its lookup added to the statistics, as `NodeStore.count_lookup` returned it: (tokens,
@@ -167,7 +167,12 @@ class LeaseRegistry:
             other = first[node]
             end = (tree.start[node] + tree.length[node]) * tree.page_size
             # A lease may hold less than its node, which can have grown since.
-            shared.append((other, min(end, lease.num_tokens, leases[other].num_tokens)))
+            end = min(end, lease.num_tokens, leases[other].num_tokens)
+            if tree.ever_released:  # a lease keeps the ids of pages that were computed again
+                same = shared_pages(lease.packed_pages, 0, leases[other].packed_pages, ID_BYTES)
+                end = min(end, same * tree.page_size)
+                other = other if end else -1
+            shared.append((other, end))
         return shared
 
     def close(self, lease: Lease) -> None:

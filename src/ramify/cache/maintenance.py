@@ -87,6 +87,7 @@ def reset(cache: PrefixCache) -> int:
         cache.page_size,
         policy=cache.policy,
         index=cache.index,
+        window=cache.window,
         ghost_pages=cache._store.ghosts.max_pages,
         log_every=0,
         clock=cache._store.clock,

@@ -50,7 +50,7 @@ class NodeStore:
         self.log = EventLog(tree)
         self.clock = clock
         self.num_lookups = 0  # lookups so far, cancelled ones included
-        self.num_evictable = 0  # resident pages of nodes without references
+        self.num_evictable = 0  # pages of nodes without references
         self._has_pending_ghosts = False  # whether evicted pages were ever announced again
         self._page_bytes = tree.page_bytes
 
@@ -60,7 +60,7 @@ class NodeStore:
         """Add a reference to one node, whose ancestors have theirs already."""
         tree = self.tree
         if not tree.ref_count[node]:
-            self.num_evictable -= tree.resident[node]
+            self.num_evictable -= tree.owned[node]
             if self.queue.ticket[node]:
                 self.queue.remove(node)
         tree.ref_count[node] += 1
@@ -72,7 +72,7 @@ class NodeStore:
         for node in path:
             count = ref_count[node]
             if not count:
-                self.num_evictable -= tree.resident[node]
+                self.num_evictable -= tree.owned[node]
             ref_count[node] = count + 1
         if path and self.queue.ticket[path[-1]]:
             self.queue.remove(path[-1])
@@ -83,7 +83,7 @@ class NodeStore:
         while tree.parent[at]:
             ref_count[at] = count = ref_count[at] - 1
             if not count:
-                num_unpinned += tree.resident[at]
+                num_unpinned += tree.owned[at]
             at = tree.parent[at]
         self._finish_unpin(node, at, num_unpinned)
 
@@ -101,7 +101,7 @@ class NodeStore:
         while above := parent[at]:
             ref_count[at] = count = ref_count[at] - 1
             if not count:
-                num_unpinned += tree.resident[at]
+                num_unpinned += tree.owned[at]
             accessed = last_access[at]
             if 0 < accessed < since or tree.start[at] < num_known:
                 known.append(at)
@@ -215,9 +215,9 @@ class NodeStore:
         if not root:
             return available
         path, part, covered = tree.find(root, key.atoms, end, pending=False)
-        num_pinned = sum(tree.resident[node] for node in path if not tree.ref_count[node])
+        num_pinned = sum(tree.owned[node] for node in path if not tree.ref_count[node])
         if part and not tree.ref_count[part]:
-            num_pinned += covered
+            num_pinned += max(0, covered - (tree.resident[part] - tree.owned[part]))
         return tree.num_matched_pages(path, part, covered) + available - num_pinned
 
     # -- inserting pages --------------------------------------------------------------------------
@@ -249,8 +249,10 @@ class NodeStore:
         while tree.resident[child] and not tree.leader[child]:
             edge = tree.edges[child]
             shared = min(shared_pages(atoms, position, edge, page_bytes), len(packed) // ID_BYTES)
-            resident = tree.resident[child]
-            self.ledger.give_back(packed[: min(shared, resident) * ID_BYTES])
+            resident, begin = tree.resident[child], 0
+            if tree.owned[child] < resident:
+                child, begin = self._restore_head(child, packed[: shared * ID_BYTES])
+            self.ledger.give_back(packed[begin * ID_BYTES : min(shared, resident) * ID_BYTES])
             if shared > resident:
                 fill = packed[resident * ID_BYTES : shared * ID_BYTES]
                 self.ledger.adopt(fill)
@@ -348,6 +350,27 @@ class NodeStore:
         if self.log.subscribers:
             self.log.stored(node)
 
+    def _restore_head(self, node: int, packed: bytes) -> tuple[int, int]:
+        """Give pages to the released head of a node, whose first pages they are.
+
+        Returns the node that begins like them (a new one if they are fewer), and how many it took.
+        """
+        tree = self.tree
+        num_released = tree.resident[node] - tree.owned[node]
+        if len(packed) < num_released * ID_BYTES:
+            num_released = len(packed) // ID_BYTES
+            node = self.split(node, num_released)
+        head = packed[: num_released * ID_BYTES]
+        self.ledger.adopt(head)
+        tree.pages[node] = head + tree.pages[node][len(head) :]
+        tree.owned[node] = tree.resident[node]
+        tree.num_released -= num_released
+        if not tree.ref_count[node]:
+            self.num_evictable += num_released
+        if self.log.subscribers:
+            self.log.restored(node, num_released)
+        return node, num_released
+
     # -- evicting pages -------------------------------------------------------------------------
 
     def evict_for(self, num_pages: int, missing: int) -> None:
@@ -412,19 +435,21 @@ class NodeStore:
         """
         tree, log = self.tree, self.log
         self.policy.on_evict(node)
-        cut = tree.resident[node]
-        if cut > num_pages:
-            cut = num_pages
-        elif self.queue.ticket[node]:
-            self.queue.remove(node)
-        packed = tree.evict_tail(node, cut)
+        owned, cut, begin = tree.owned[node], num_pages, tree.resident[node] - num_pages
+        if owned <= num_pages:  # what was released of it goes too
+            cut, begin = owned, tree.resident[node] - owned
+            if self.queue.ticket[node]:
+                self.queue.remove(node)
+            packed = tree.evict_tail(node, tree.resident[node])
+        else:
+            packed = tree.evict_tail(node, cut)
         self.ledger.reclaim(packed)
         self.num_evictable -= cut
         self.counters.evicted(
             reason, cut, now_s - tree.created_s[node], now_s - tree.last_access_s[node]
         )
         if log.subscribers or log.observers:
-            log.removed(node, packed, reason)
+            log.removed(node, packed, reason, begin)
         self.ghosts.add(node, reason, now_s)
         return cut
 
@@ -464,9 +489,9 @@ class NodeStore:
         If nothing is left, subscribers get one event "cleared" instead of one for each run.
         """
         if self.num_evictable != self.ledger.num_tree:
-            return self.evict(self.num_evictable, CLEARED)
+            return self.evict(self.num_evictable + 1, CLEARED)
         self.log.pause()
         try:
-            return self.evict(self.num_evictable, CLEARED)
+            return self.evict(self.num_evictable + 1, CLEARED)  # and nodes that own no page
         finally:
             self.log.cleared()

@@ -44,9 +44,9 @@ class PrefixCache:
         page_size: tokens per page, at least 1.
         policy: name of an eviction policy; see `ramify.cache.policies.POLICIES`.
         index: "radix" or "hash": how the child of a node is found.
-        ghost_pages: evicted pages to remember, for explanations, the ideal hit rate and the policy
-            "auto"; by default four times `num_pages`. A token takes 4 to 6 bytes, a run of pages
-            500 more. 0 remembers none.
+        window: last tokens that a query reads, itself included; None: all. See `cache.window`.
+        ghost_pages: evicted pages to remember, for explanations, the ideal hit rate and "auto"; by
+            default 4 * `num_pages`. A token takes 4 to 6 bytes, a run of pages 500. 0: none.
         max_pinned_share: share of the pages that `pin` may keep from eviction, 0 to 1.
         log_every: lookups between two log lines; 0 logs nothing.
         clock: returns seconds and never goes back; for ages and times to live.
@@ -61,6 +61,7 @@ class PrefixCache:
         *,
         policy: str = "auto",
         index: str = "radix",
+        window: int | None = None,
         ghost_pages: int | None = None,
         max_pinned_share: float = 0.5,
         log_every: int = 100,
@@ -72,8 +73,8 @@ class PrefixCache:
         num_pages = validate_int("num_pages", num_pages, 1)
         page_size = validate_int("page_size", page_size, 1)
         validate_int("log_every", log_every)
-        if ghost_pages is None:
-            ghost_pages = GHOST_POOLS * num_pages
+        window = None if window is None else validate_int("window", window, 1)
+        ghost_pages = GHOST_POOLS * num_pages if ghost_pages is None else ghost_pages
         ghost_pages = validate_int("ghost_pages", ghost_pages)
         if not isinstance(max_pinned_share, int | float) or not 0 <= max_pinned_share <= 1:
             raise ConfigError(
@@ -83,8 +84,8 @@ class PrefixCache:
             raise ConfigError(f"clock={clock!r} but it must be a function that returns seconds")
         self.guard = CallGuard()
         self.page_size = page_size
-        self.policy, self.index = policy, index
-        self._tree = tree = RadixTree(page_size)
+        self.policy, self.index, self.window = policy, index, window
+        self._tree = tree = RadixTree(page_size, window, num_pages)
         tree.index = INDICES[index](tree)
         self._store = NodeStore(tree, num_pages, POLICIES[policy], ghost_pages, log_every, clock)
         self._page_bytes, self._registry = tree.page_bytes, LeaseRegistry(tree)
@@ -131,8 +132,7 @@ class PrefixCache:
             guard.thread = 0
 
     def _match(self, key: CacheKey) -> Match:
-        tree = self._tree
-        end = self._lease_ops.matchable_bytes(key)
+        tree, end = self._tree, self._lease_ops.matchable_bytes(key)
         root = tree.roots.get(key.namespace)
         if root is None:
             return Match(0, 0)
@@ -227,7 +227,7 @@ class PrefixCache:
 
         Raises:
             LeaseError: the lease is not live, is shorter, or depends on pages that are not
-                computed yet.
+                computed yet, or were released where a query after the shorter prefix reads.
         """
         return self._lease_ops.fork(lease, num_tokens)
 

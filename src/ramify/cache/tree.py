@@ -7,6 +7,7 @@ pause the engine for 100 ms. Node 0 stands for "no node".
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any, Final, Protocol, TypeVar
 
@@ -80,11 +81,16 @@ class RadixTree:
     evicted, and only their atoms are kept. A node with `resident == 0` is a ghost. A node with
     resident children, references or a leader is resident in full.
 
+    With a window, the first pages of a node may be released: their ids are `released_page`, and
+    others own the pages. The last `owned` of its resident pages are the tree's.
+
     Args:
         page_size: tokens per page, at least 1.
+        window: last tokens that a query reads, itself included; None: all.
+        released_page: the id in place of a released page's.
     """
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, window: int | None = None, released_page: int = -1) -> None:
         if page_size < 1:
             raise ConfigError(f"page_size={page_size} but a page holds at least 1 token")
         self.page_size = page_size
@@ -95,6 +101,10 @@ class RadixTree:
         self.num_nodes = 0  # with ghosts, without roots
         self.num_ghosts = 0  # nodes without a resident page
         self.num_ghost_pages = 0  # evicted pages of ghosts and of partly evicted nodes
+        self.window = window
+        self.released_id = released_page.to_bytes(ID_BYTES, sys.byteorder, signed=True)
+        self.num_released = 0  # pages that are released now
+        self.ever_released = False
         self._free_ids: list[int] = untracked([])
         self.content: dict[int, ContentAtoms] = {}
         self._columns: list[tuple[list[Any], Any]] = []  # (column, its empty value)
@@ -111,6 +121,7 @@ class RadixTree:
         self.prev_sibling = self.column(0)
         self.length = self.column(0)  # pages in its edge
         self.resident = self.column(0)  # pages of its edge with page ids: the first ones
+        self.owned = self.column(0)  # resident pages that are not released: the last ones
         self.resident_children = self.column(0)
         self.start = self.column(0, inherited=True, reset=False)  # pages above the node
         self.ref_count = self.column(0, inherited=True, reset=False)  # leases at or below the node
@@ -172,8 +183,31 @@ class RadixTree:
                 node, position = child, stop
                 continue
             limit = min(num_resident, (end - position) // page_bytes)
-            return path, child, min(limit, shared_pages(atoms, position, edge, page_bytes))
-        return path, 0, 0
+            covered = min(limit, shared_pages(atoms, position, edge, page_bytes))
+            return (
+                self._readable(path, child, covered)
+                if self.num_released
+                else (path, child, covered)
+            )
+        return self._readable(path, 0, 0) if self.num_released else (path, 0, 0)
+
+    def _readable(self, path: list[int], part: int, covered: int) -> tuple[list[int], int, int]:
+        """Shorten a result of `find` until no released page is in the window after it."""
+        end = self.num_matched_pages(path, part, covered)
+        nodes = [*path, part] if part else path
+        for at in range(len(nodes) - 1, -1, -1):
+            node = nodes[at]
+            num_released = self.resident[node] - self.owned[node]
+            first_owned = min(end, self.start[node] + num_released)
+            if num_released and self.is_in_window(first_owned, end * self.page_size):
+                # Nor does the rest of this node do: the query after it would read the same pages.
+                end, path, part, covered = self.start[node], nodes[:at], 0, 0
+        return path, part, covered
+
+    def is_in_window(self, num_pages: int, num_tokens: int) -> bool:
+        """Whether the query at position `num_tokens` reads one of the first `num_pages` pages."""
+        window = self.window
+        return window is None or num_pages * self.page_size > num_tokens + 1 - window
 
     def num_matched_pages(self, path: list[int], part: int, covered: int) -> int:
         """The number of pages that a result of `find` matches in all."""
@@ -241,7 +275,7 @@ class RadixTree:
         self.root[node] = self.root[parent]
         self.parent[node] = parent
         self.start[node] = self.start[parent] + self.length[parent]
-        self.length[node] = self.resident[node] = len(packed) // ID_BYTES
+        self.length[node] = self.resident[node] = self.owned[node] = len(packed) // ID_BYTES
         self.leader[node] = leader
         if head := self.first_child[parent]:
             self.next_sibling[node] = head
@@ -261,7 +295,7 @@ class RadixTree:
         assert 0 < num_pages < self.length[node]
         upper, parent = self._new_id(), self.parent[node]
         edge, packed = self.edges[node], self.pages[node]
-        cut, resident = num_pages * self.page_bytes, self.resident[node]
+        cut, resident, owned = num_pages * self.page_bytes, self.resident[node], self.owned[node]
         self.root[upper], self.parent[upper] = self.root[node], parent
         for column in self._inherited:
             column[upper] = column[node]
@@ -275,6 +309,8 @@ class RadixTree:
         self.start[node] += num_pages
         self.length[node] -= num_pages
         self.resident[node] = lower_resident = max(0, resident - num_pages)
+        self.owned[node] = min(owned, lower_resident)
+        self.owned[upper] = owned - self.owned[node]
         self.resident_children[upper] = 1 if lower_resident else 0
         self.num_ghosts += not lower_resident  # both halves of a ghost are ghosts
         self._replace_child(node, upper)
@@ -309,6 +345,7 @@ class RadixTree:
         self.pages[node] += packed
         self.length[node] += count
         self.resident[node] += count
+        self.owned[node] += count
 
     def refill(self, node: int, packed: bytes) -> None:
         """Give new page ids to the first evicted pages of a node whose parent is resident."""
@@ -316,22 +353,32 @@ class RadixTree:
         count = len(packed) // ID_BYTES
         self.pages[node] += packed
         self.resident[node] = resident + count
+        self.owned[node] += count
         self.num_ghost_pages -= count
         if not resident:
             self.num_ghosts -= 1
             self.resident_children[self.parent[node]] += 1
 
     def evict_tail(self, node: int, num_pages: int) -> bytes:
-        """Take the last `num_pages` page ids off a leaf and return them; it keeps their atoms."""
+        """Take the last `num_pages` page ids off a leaf; it keeps their atoms.
+
+        Returns the ids without those of released pages, which go only with all others of a node.
+        """
         keep, packed = self.resident[node] - num_pages, self.pages[node]
         self.resident[node] = keep
         self.num_ghost_pages += num_pages
         if keep:
             self.pages[node] = packed[: keep * ID_BYTES]
+            self.owned[node] -= num_pages
             return packed[keep * ID_BYTES :]
         self.pages[node] = b""
         self.num_ghosts += 1
         self.resident_children[self.parent[node]] -= 1
+        num_released = num_pages - self.owned[node]
+        self.owned[node] = 0
+        if num_released:
+            self.num_released -= num_released
+            return packed[num_released * ID_BYTES :]
         return packed
 
     def forget(self, node: int) -> None:
@@ -426,6 +473,7 @@ class RadixTree:
             used_s=self.last_access_s[node],
             num_children=self.resident_children[node],
             salt=self.salt_of(node),
+            num_released=self.resident[node] - self.owned[node],
         )
 
     def salt_of(self, node: int) -> bytes | None:

@@ -85,6 +85,7 @@ class Node:
     used_s: float  # the cache's clock at the last access
     num_children: int  # children with resident pages
     salt: bytes | None = None  # the last salt between the root and its end
+    num_released: int = 0  # of `pages`: the first ones, freed since they are outside the window
 
     @property
     def is_pending(self) -> bool:

@@ -98,7 +98,7 @@ def enforce_cache_share(
 
     def visit(node: Node) -> bool:
         if node.is_leaf and is_evictable(node):
-            leaves.append((node.last_access, len(node.pages)))
+            leaves.append((node.last_access, len(node.pages) - node.num_released))
         return is_own(node)
 
     num_over = count_pages(cache, visit) + num_needed - int(share * stats.num_pages)

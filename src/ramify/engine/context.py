@@ -60,7 +60,11 @@ class EngineContext:
     ) -> None:
         self.config, self.executor = config, executor
         self.cache = PrefixCache(
-            config.num_pages, config.page_size, policy=config.requested.cache.policy, clock=clock
+            config.num_pages,
+            config.page_size,
+            policy=config.requested.cache.policy,
+            window=config.window,
+            clock=clock,
         )
         self.num_steps = 0
         self.num_computed_tokens = 0
@@ -74,8 +78,7 @@ class EngineContext:
         Live requests are not notified; the caller does that.
         """
         config = self.config
-        width = min(config.max_pages_per_seq, config.num_pages)
-        self.table = PagedBlockTable(config.max_num_seqs, width, config.page_size)
+        self.table = PagedBlockTable(config.max_num_seqs, config.max_table_pages, config.page_size)
         self.planner = RadixAttentionPlanner(
             self.cache, self.table, share=config.requested.cache.prefix_cache
         )
@@ -130,8 +133,9 @@ class EngineContext:
             if any(self.cache.is_free(page) for page in pages):
                 raise InvariantError(f"request {request.id} reads a page that is free")
             rows.add(sequence.row)
-            private.update(sequence.private)
-            num_private += len(sequence.private)
+            owned = [page for page in sequence.private if page != self.cache.num_pages]
+            private.update(owned)
+            num_private += len(owned)
         if len(rows) != len(self.scheduler.running):
             raise InvariantError("two requests have one row of the block table")
         if len(private) != num_private or num_private > self.cache.stats().private_pages:

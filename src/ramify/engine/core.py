@@ -273,7 +273,7 @@ class EngineCore:
 
     @guarded
     def _queue_next_hit(self) -> bool:
-        needed = -(-len(self.hit_verifier.pending[0].token_ids) // self.config.page_size)
+        needed = self.config.num_live_pages(len(self.hit_verifier.pending[0].token_ids))
         if self.cache.stats().free_pages < needed:
             return False
         hit = self.hit_verifier.pending.popleft()

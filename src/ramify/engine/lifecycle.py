@@ -213,7 +213,7 @@ class RequestLifecycle:
 
     def _prefix_report(self, parent: Request) -> PrefixReport:
         """Pin the prefixes of `retention`, which are computed now, and report."""
-        options, num_refused = parent.cache_options, 0
+        options, num_refused, config = parent.cache_options, 0, self._context.config
         if options is not None and options.retention and self._context.planner.share:
             key = parent.sequence.key(len(parent.prompt_ids))
             num_refused = pin_prefixes(
@@ -221,7 +221,7 @@ class RequestLifecycle:
                 key,
                 parent.tenant,
                 options,
-                room_pages=self._context.config.max_pages_per_seq,
+                room_pages=config.num_live_pages(config.max_model_len),
             )
         return PrefixReport(parent.explanation, num_refused)
 

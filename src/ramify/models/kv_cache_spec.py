@@ -27,6 +27,13 @@ def resolve_kv_dtype(kv_dtype: str, dtype: torch.dtype) -> torch.dtype:
     return {"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(kv_dtype, dtype)
 
 
+def longest_window(config: ModelConfig) -> int | None:
+    """The longest sliding window of all layers, in tokens; None if a layer has none."""
+    windows = [config.window_of(layer) for layer in range(config.num_layers)]
+    sizes = [window for window in windows if window is not None]
+    return max(sizes) if len(sizes) == len(windows) else None
+
+
 def attention_spec(
     config: ModelConfig,
     *,

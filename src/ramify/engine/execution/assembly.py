@@ -31,7 +31,13 @@ from ramify.models.checkpoint_tensors import checkpoint_shapes
 from ramify.models.config import ModelConfig
 from ramify.models.decoder import CausalDecoder
 from ramify.models.find_checkpoint import find_checkpoint
-from ramify.models.kv_cache_spec import attention_spec, build_attention, kv_layout, resolve_kv_dtype
+from ramify.models.kv_cache_spec import (
+    attention_spec,
+    build_attention,
+    kv_layout,
+    longest_window,
+    resolve_kv_dtype,
+)
 from ramify.models.loader import (
     load_decoder,
     read_config,
@@ -69,6 +75,7 @@ class LocalEngine:
             model_max_len=config.max_model_len,
             token_bytes=layout.token_bytes(kv_dtype),
             free_memory=free_memory(),
+            window=longest_window(config),
         )
         self.attention_spec: AttentionSpec = attention_spec(
             config,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from ramify.attention.planner import RadixAttentionPlanner
 from ramify.cache.key import CacheKey
 from ramify.cache.packed import ATOM_BYTES, common_pages
+from ramify.config import live_pages
 from ramify.engine.request import Request
 from ramify.engine.scheduling.waiting_queue import WaitingQueue
 
@@ -30,9 +31,15 @@ class _InFlightPrefix:
 class PrefillSelector:
     """Distributes a step's prefill budget; `Scheduler` has the rules."""
 
-    def __init__(self, planner: RadixAttentionPlanner, queue: WaitingQueue, min_chunk: int) -> None:
+    def __init__(
+        self,
+        planner: RadixAttentionPlanner,
+        queue: WaitingQueue,
+        min_chunk: int,
+        max_batch_tokens: int,
+    ) -> None:
         self._planner, self._queue, self._min_chunk = planner, queue, min_chunk
-        self._page_size = planner.page_size
+        self._page_size, self._max_batch_tokens = planner.page_size, max_batch_tokens
         # State of the step that `choose` works on.
         self._in_flight: dict[Request, _InFlightPrefix] = {}
         self._running: list[Request] = []
@@ -61,8 +68,11 @@ class PrefillSelector:
         planner, sequence = self._planner, request.sequence
         reads = planner.share and sequence.reuse
         prefills = [other for other in running if other.sequence.num_uncomputed > 1]
-        num_owed = _num_pages_owed(prefills, len(running) - len(prefills), self._page_size)
+        num_owed = self._num_pages_owed(prefills, len(running) - len(prefills))
         num_tokens = len(sequence.tokens)
+        num_live = self._num_live_pages(num_tokens)
+        if num_live * self._page_size < num_tokens:  # it will not hold all its pages at once
+            return num_live + num_owed <= planner.num_available
         key = sequence.key(num_tokens if reads else 0)
         num_more = num_tokens - len(key) + num_owed * self._page_size
         return planner.cache.can_allocate(key, num_more)
@@ -123,8 +133,8 @@ class PrefillSelector:
                 break
             num_probes -= 1
             if num_free_pages is None:
-                num_owed = _num_pages_owed(self._running, self._num_decodes, self._page_size)
-                num_free_pages = self._planner.cache.num_available - num_owed
+                num_owed = self._num_pages_owed(self._running, self._num_decodes)
+                num_free_pages = self._planner.num_available - num_owed
             num_pages = self._admit(waiting, num_free_pages, is_first=is_first)
             if num_pages is None or (is_first and num_pages):
                 # It blocks those behind it. Beside `first`, nobody else is admitted: the pages that
@@ -166,6 +176,7 @@ class PrefillSelector:
             if not is_first and queue.peek() is not request:
                 return 0
         num_pages = -(-total // page_size) - cached // page_size
+        num_pages = min(num_pages, self._num_live_pages(total))
         is_alone = not (self._running or self._num_decodes or self._admitted)
         if num_pages > num_free_pages and not is_alone:
             return None
@@ -182,6 +193,20 @@ class PrefillSelector:
         return num_pages + 1  # one for its first output
 
     # -- helpers of `_continue` and `_admit` -------------------------------------------------
+
+    def _num_live_pages(self, num_tokens: int) -> int:
+        window = self._planner.cache.window
+        return live_pages(num_tokens, self._page_size, window, self._max_batch_tokens)
+
+    def _num_pages_owed(self, prefills: Iterable[Request], num_decodes: int) -> int:
+        """Pages that running requests need to finish their prefill, and one more for each."""
+        total = num_decodes
+        for request in prefills:
+            sequence = request.sequence
+            num_leased = 0 if sequence.lease is None else sequence.lease.num_tokens
+            num_held = len(sequence.private) + num_leased // self._page_size
+            total += max(0, self._num_live_pages(len(sequence.tokens)) - num_held) + 1
+        return total
 
     def _chunk(self, start: int, num_tokens: int) -> int:
         """Number of tokens to compute from `start` on; 0 if the budget leaves too small a chunk."""
@@ -237,17 +262,6 @@ class PrefillSelector:
         if num_later > num_attachable:
             return leader, num_later, cached
         return None, 0, num_attachable
-
-
-def _num_pages_owed(prefills: Iterable[Request], num_decodes: int, page_size: int) -> int:
-    """Pages that running requests need to finish their prefill, and one more for each."""
-    total = num_decodes
-    for request in prefills:
-        sequence = request.sequence
-        num_leased = 0 if sequence.lease is None else sequence.lease.num_tokens
-        num_held = len(sequence.private) + num_leased // page_size
-        total += max(0, -(-len(sequence.tokens) // page_size) - num_held) + 1
-    return total
 
 
 def _publishable_key(request: Request) -> CacheKey:

@@ -85,7 +85,7 @@ class Scheduler:
         self._fairness = RowFairness(self.waiting, fair_wait_steps)
         self._blocked: Request | None = None
         self._prefill = PrefillSelector(
-            planner, self.waiting, min(MIN_CHUNK, max(1, max_batch_tokens // 4))
+            planner, self.waiting, min(MIN_CHUNK, max(1, max_batch_tokens // 4)), max_batch_tokens
         )
 
     @property

@@ -51,12 +51,12 @@ def resolve_max_len(num_prompt: int, params: SamplingParams, config: ResolvedCon
         raise PromptTooLongError(num_prompt, limit)
     page_size, num_pages = config.page_size, config.num_pages
     if params.max_tokens is None:  # as long as context and pool allow
-        max_len = min(limit, max(num_prompt, num_pages * page_size) + 1)
+        max_len = min(limit, max(num_prompt, config.max_table_pages * page_size) + 1)
     else:
         # With `max_tokens=0` the last token of the prompt still needs K/V.
         max_len = min(limit, num_prompt + max(params.max_tokens, 1))
-    pages = -(-(max_len - 1) // page_size)  # the last token's K/V is never needed
-    if pages > num_pages:
+    # the last token's K/V is never needed
+    if config.num_live_pages(max_len - 1) > num_pages:
         raise RequestTooLargeError(num_prompt, max_len - num_prompt, num_pages, page_size)
     return max_len
 

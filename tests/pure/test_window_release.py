@@ -1,0 +1,187 @@
+"""Pages outside the window of every layer: freed under pressure, restored when computed again."""
+
+import pytest
+
+from ramify.cache import CacheKey, Lease, Pages, PrefixCache
+from ramify.cache.window import count_outside_window, release_outside_window
+from ramify.config import live_pages
+from ramify.errors import ConfigError, LeaseError, RequestTooLargeError
+from tests.pure.cache_mirror import Mirror
+from tests.pure.engine_bench import Bench, expected
+
+PROMPT = list(range(1, 41))
+
+
+def published(cache: PrefixCache, tokens: list[int]) -> Lease:
+    """Compute what the cache lacks of `tokens`, and publish all whole pages."""
+    lease = cache.acquire(CacheKey(tokens))
+    num_missing = len(tokens) // cache.page_size - len(lease.pages)
+    return cache.publish(lease, CacheKey(tokens), cache.reserve(num_missing))
+
+
+def test_pages_before_the_window_are_freed_and_the_lease_keeps_its_length() -> None:
+    """Of 10 pages of 4, a query at position 40 with a window of 9 reads from token 32 on."""
+    cache = PrefixCache(16, 4, window=9)
+    lease = published(cache, PROMPT)
+    last = list(lease.pages)[8:]
+
+    assert count_outside_window(cache, [lease], [40]) == 8
+    assert release_outside_window(cache, [lease], [40]) == 8
+
+    assert lease.pages == [*[16] * 8, *last]
+    assert (lease.num_tokens, cache.num_available) == (40, 14)
+    assert cache.stats().evictions["window"] == 8
+    assert release_outside_window(cache, [lease], [40]) == 0
+    cache.check()
+
+
+def test_a_prefix_hits_only_where_its_window_is_there() -> None:
+    """The whole prefix still hits; a shorter one would read released pages, and hits nothing."""
+    cache = PrefixCache(32, 4, window=9)
+    lease = published(cache, PROMPT)
+    release_outside_window(cache, [lease], [40])
+
+    assert cache.match(CacheKey([*PROMPT, 7])).num_tokens == 40
+    assert cache.match(CacheKey([*PROMPT[:39], 99])).num_tokens == 0
+    explanation = cache.explain(CacheKey([*PROMPT[:20], 99]))
+    assert (explanation.reason, explanation.evicted_by) == ("evicted", "window")
+    assert explanation.evicted_tokens == 20
+    with pytest.raises(LeaseError, match="window before that were released"):
+        cache.fork(lease, 36)
+    assert cache.fork(lease, 0).num_tokens == 0
+
+
+def test_a_page_that_another_lease_holds_stays() -> None:
+    """A pin, and a request that is not as far, keep what they read."""
+    cache = PrefixCache(32, 4, window=9)
+    lease = published(cache, PROMPT)
+    pin = cache.pin(CacheKey(PROMPT[:8]), "operator")
+    behind = cache.acquire(CacheKey([*PROMPT[:24], 99]))
+
+    assert release_outside_window(cache, [lease], [40]) == 2
+    assert release_outside_window(cache, [lease, behind], [40, 24]) == 2
+    assert behind.pages[:2] == lease.pages[:2]
+    assert 32 not in lease.pages[:2]
+    assert list(lease.pages).count(32) == 4
+    cache.unpin(pin)
+    assert release_outside_window(cache, [lease, behind], [40, 24]) == 2
+    cache.check()
+
+
+def test_computing_the_tokens_again_restores_their_pages() -> None:
+    """In chunks that end inside the released run; subscribers see each page once."""
+    cache = PrefixCache(32, 4, window=9)
+    events = cache.subscribe()
+    lease = published(cache, PROMPT)
+    release_outside_window(cache, [lease], [40])
+    other = cache.acquire(CacheKey([*PROMPT[:22], 99]))
+    assert other.num_tokens == 0
+    private = cache.reserve(5)
+    other = cache.publish(other, CacheKey(PROMPT[:12]), private[:3])
+    assert cache.match(CacheKey(PROMPT[:13])).num_tokens == 12
+    other = cache.publish(other, CacheKey(PROMPT[:20]), private[3:])
+
+    assert other.pages == private
+    assert cache.match(CacheKey(PROMPT[:21])).num_tokens == 20
+    assert cache.sharing([lease, other]) == [(-1, 0), (-1, 0)]
+    cache.check()
+    stored, digest = set[bytes](), 0
+    for event in events.take():
+        for name in event.page_hashes if event.kind in ("stored", "removed") else ():
+            assert (name in stored) == (event.kind == "removed")
+            stored ^= {name}
+    for name in stored:
+        digest ^= int.from_bytes(name, "big")
+    snapshot = cache.snapshot()
+    assert snapshot.digest == digest.to_bytes(16, "big")
+    assert {name for run in snapshot.runs for name in run.page_hashes} == stored
+    assert all(32 not in run.pages for run in snapshot.runs)
+    cache.release(lease)
+    cache.release(other)
+    assert cache.clear() == 7
+    assert cache.stats().free_pages == 32
+
+
+def test_without_releases_a_window_changes_nothing() -> None:
+    """A mirror follows the events of a cache with a window as of any other."""
+    cache = PrefixCache(16, 4, window=9)
+    events = cache.subscribe()
+    mirror = Mirror(cache.snapshot())
+    cache.release(published(cache, PROMPT))
+    mirror.apply(events.take())
+    assert mirror.digest == cache.snapshot().digest
+    assert cache.match(CacheKey(PROMPT[:21])).num_tokens == 20
+
+
+@pytest.mark.parametrize("window", [0, -1, 1.5, "9"])
+def test_a_window_is_a_number_of_tokens(window: object) -> None:
+    with pytest.raises(ConfigError, match="window="):
+        PrefixCache(4, 4, window=window)  # type: ignore[arg-type]
+
+
+# -- the engine -------------------------------------------------------------------------------
+
+LONG = [3 + i % 40 for i in range(300)]
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_a_request_longer_than_the_pool_is_served(prefix_cache: bool) -> None:
+    """300 tokens and an answer, through 17 pages of 4: a window of 33, and steps of 24."""
+    bench = Bench(
+        pool_tokens=68, window=33, max_batch_tokens=24, prefix_cache=prefix_cache, max_num_seqs=4
+    )
+    first = bench.add(LONG, max_tokens=30, ignore_eos=True)
+    bench.run()
+
+    assert list(bench.outputs[first].token_ids) == expected(LONG, 30, ends=())
+    assert (bench.core.cache.stats().evictions["window"] > 0) == prefix_cache
+    bench.assert_nothing_leaked()
+
+
+def test_the_next_turn_of_a_long_conversation_hits() -> None:
+    """Its window is cached, though the pages before it are gone."""
+    bench = Bench(pool_tokens=68, window=33, max_batch_tokens=24, max_num_seqs=4)
+    first = bench.add(LONG, max_tokens=5, ignore_eos=True)
+    bench.run()
+    turn = [*LONG, *bench.outputs[first].token_ids, 5, 6, 7]
+    second = bench.add(turn, max_tokens=5, ignore_eos=True)
+    bench.run()
+
+    assert bench.outputs[second].cache.read_tokens >= 300
+    assert list(bench.outputs[second].token_ids) == expected(turn, 5, ends=())
+
+
+def test_several_long_requests_share_a_small_pool() -> None:
+    """Equal and different prompts, answers of several sequences; every answer is right."""
+    bench = Bench(pool_tokens=140, window=20, max_batch_tokens=32, max_num_seqs=6)
+    prompts = [LONG, LONG[:200], LONG[50:], LONG, [9, *LONG[:150]]]
+    ids = [bench.add(prompt, max_tokens=12, ignore_eos=True) for prompt in prompts]
+    both = bench.add(LONG[:120], max_tokens=8, n=2, ignore_eos=True)
+    bench.run()
+
+    for request_id, prompt in zip(ids, prompts, strict=True):
+        assert list(bench.outputs[request_id].token_ids) == expected(prompt, 12, ends=())
+    answer = expected(LONG[:120], 8, ends=())
+    assert [list(c.token_ids) for c in bench.outputs[both].completions] == [answer, answer]
+    bench.assert_nothing_leaked()
+
+
+def test_a_pool_below_a_window_and_a_step_refuses_what_it_cannot_hold() -> None:
+    """17 pages are needed for 300 tokens, 16 are there; a request of 16 pages fits."""
+    bench = Bench(pool_tokens=64, window=33, max_batch_tokens=24)
+    assert live_pages(300, 4, 33, 24) == 16
+    bench = Bench(pool_tokens=60, window=33, max_batch_tokens=24)
+
+    with pytest.raises(RequestTooLargeError):
+        bench.add(LONG, max_tokens=5)
+    bench.add(LONG[:50], max_tokens=5)
+    bench.run()
+
+
+def test_pages_of_a_lease_compare_as_numbers() -> None:
+    """`Lease.pages` is the same object kind before and after a release."""
+    cache = PrefixCache(8, 1, window=2)
+    lease = published(cache, [1, 2, 3])
+    release_outside_window(cache, [lease], [3])
+    assert isinstance(lease.pages, Pages)
+    assert lease.pages[0] == 8
