@@ -86,6 +86,10 @@ HISTORY = frozenset(
     "history_edited compaction reasoning_dropped context_moved system_hoisted media_changed".split()
 )
 SCOPE = frozenset("model_changed cache_key_scattered namespace_split".split())
+SCOPE_PATHS = {
+    "cache_key_scattered": "settings.prompt_cache_key",
+    "namespace_split": "settings.cache_salt",
+}
 UNSEEN = {  # by a log of this API
     "chat": frozenset(),
     "responses": frozenset({"namespace_split"}),
@@ -259,6 +263,8 @@ class PlantedLog:
             if alone in (None, divergence_of(*renders)) and not is_split:
                 continue
             segments = alone.paths if alone else frozenset()
+            if is_split:
+                segments = frozenset({SCOPE_PATHS[cause]})
             found[cause] = found.get(cause, frozenset()) | segments
         if is_unrelated:
             found = {}
