@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 from ramify.errors import CheckpointError, UnsupportedModelError
@@ -69,6 +70,8 @@ def read_hf_config(path: Path, fields: Mapping[str, Any]) -> ModelConfig:
         whole = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     # Its validators raise exceptions of every kind.
     except Exception as error:
+        if not is_foreign(error):
+            raise
         hint = (
             "the checkpoint has code of its own (auto_map), which Ramify does not run"
             if fields.get("auto_map")
@@ -138,6 +141,12 @@ def _max_model_len(config: Any) -> int | None:
 def _architecture(fields: Mapping[str, Any]) -> str:
     named = fields.get("architectures") or [fields.get("model_type")]
     return str(named[0]) if isinstance(named, list) and named else str(named)
+
+
+def is_foreign(error: Exception) -> bool:
+    """Whether what the catching function called has raised, with no call back into Ramify on the way."""
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)]
+    return len(modules) > 1 and all(name.partition(".")[0] != "ramify" for name in modules[1:])
 
 
 def first_line(error: Exception) -> str:
