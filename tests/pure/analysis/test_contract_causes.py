@@ -123,17 +123,17 @@ def test_a_summary_in_place_of_another_is_compaction(
     tmp_path: Path, kept: tuple[Json, ...]
 ) -> None:
     """A second compaction begins with the words of the first, and with a summary of its own."""
-    found = verdicts(
+    compared = verdicts(
         tmp_path,
         chat(SYSTEM, *TALK),
         chat(SYSTEM, SHIPS, *TALK[4:], *LATER),
         chat(SYSTEM, BREAD, *kept),
     )
 
-    assert [only(verdict) for verdict in found[1:]] == [
+    assert [only(verdict) for verdict in compared[1:]] == [
         [("compaction", "proved", "messages[1]")]
     ] * 2
-    (cause,) = found[2]["causes"]
+    (cause,) = compared[2]["causes"]
     assert ("ships" in cause["had"], "baked" in cause["got"]) == (True, True)
 
 
@@ -324,9 +324,11 @@ def test_a_property_beside_a_branch_is_a_changed_tool(tmp_path: Path) -> None:
 
 def test_another_name_of_a_speaker_is_content(tmp_path: Path) -> None:
     """`name` says who speaks; only ids of calls are ids."""
-    asked = [message("user", "Hello there my friend?", name=name) for name in ("ann", "bob")]
+    questions = [message("user", "Hello there my friend?", name=name) for name in ("ann", "bob")]
 
-    assert causes(verdicts(tmp_path, *(chat(SYSTEM, item) for item in asked))[1]) == ["new_content"]
+    assert causes(verdicts(tmp_path, *(chat(SYSTEM, item) for item in questions))[1]) == [
+        "new_content"
+    ]
 
 
 @pytest.mark.parametrize("clock", ["", "Now 10:0{}:07. "], ids=["same system", "clock"])
