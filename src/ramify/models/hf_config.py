@@ -9,8 +9,8 @@ from traceback import walk_tb
 from typing import Any
 
 from ramify.errors import CheckpointError, UnsupportedModelError
-from ramify.models.config import DTYPES, MAX_LAYERS, ModelConfig, token_ids
-from ramify.models.config_fields import ConfigFields
+from ramify.models.config import DTYPES, ModelConfig, token_ids
+from ramify.models.config_fields import MAX_LAYERS, ConfigFields
 from ramify.models.dense_variant import DenseVariant
 from ramify.models.families import FAMILIES
 from ramify.models.rope_config import NO_ROPE
@@ -222,7 +222,6 @@ def _model_config(
         variant=DenseVariant(attention_soft_cap=None if cap is None else float(cap)),
         sliding_window=window if isinstance(window, int) and window > 0 else None,
         full_attention_layers=full,
-        bos_token_id=getattr(config, "bos_token_id", None),
         eos_token_ids=token_ids(
             fields.get("eos_token_id", getattr(config, "eos_token_id", None)), source
         ),
