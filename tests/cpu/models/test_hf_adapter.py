@@ -239,7 +239,7 @@ def test_unknown_architectures_get_a_line_that_says_what_to_do(
 
 def test_errors_of_ramifys_own_code_are_not_the_checkpoints(tmp_path: Path) -> None:
     """What transformers raises on a file is foreign; a wrong call is not, nor a callback's error."""
-    with pytest.raises(Exception, match="config.json") as foreign:
+    with pytest.raises(Exception, match="config") as foreign:
         transformers.AutoConfig.from_pretrained(tmp_path, local_files_only=True)
     with pytest.raises(TypeError) as wrong_call:
         transformers.AutoConfig.from_pretrained()
