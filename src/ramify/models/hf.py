@@ -28,7 +28,7 @@ from ramify.kv.pool import KVPool
 from ramify.models.checkpoint_tensors import checkpoint_shapes
 from ramify.models.config import ModelConfig
 from ramify.models.hf_checks import AttentionCall, ProbeAttention, Run, check_calls, check_results
-from ramify.models.hf_config import first_line, may_be_recurrent
+from ramify.models.hf_config import first_line, is_foreign, may_be_recurrent
 from ramify.models.ops.probe import dtype_name
 from ramify.models.ops.protocol import ForwardStep, Linear, Ops
 from ramify.models.ops.registry import OpsFactory
@@ -122,6 +122,8 @@ def load_hf_decoder(
         )
     # Modules that contradict their configuration raise exceptions of every kind.
     except Exception as error:
+        if not is_foreign(error):
+            raise
         raise CheckpointError(
             f"{path} cannot be loaded by transformers: {first_line(error)}"
         ) from error

@@ -59,8 +59,8 @@ def lint_rows(folder: Path, rows: Sequence[Any], **options: Any) -> Json:
 
 def verdicts(folder: Path, *rows: Any, **options: Any) -> list[Json]:
     """The verdicts of a log, in order."""
-    found: list[Json] = lint_rows(folder, rows, **options)["verdicts"]
-    return found
+    in_order: list[Json] = lint_rows(folder, rows, **options)["verdicts"]
+    return in_order
 
 
 def system_verdicts(folder: Path, *systems: str) -> list[Json]:

@@ -242,7 +242,7 @@ class PlantedLog:
         divergence = divergence_of(sent[1], other_sent[1])
         clean = shared_chars(mine.render(())[1], other.render(())[1])
         is_unrelated = clean < UNRELATED_CHARS or mine.cell != other.cell
-        found: dict[str, frozenset[str]] = {}
+        causes: dict[str, frozenset[str]] = {}
         for place, (cause, _) in places.items():
             if divergence is None and sent[2] == other_sent[2]:
                 break  # a next turn has no cause
@@ -255,7 +255,7 @@ class PlantedLog:
                 # What it replaced is in neither prompt: the summary itself has to be what differs.
                 summary = divergence_of(left[1], renders[0])
                 if summary and alone and summary.paths & alone.paths:
-                    found[cause] = found.get(cause, frozenset()) | alone.paths
+                    causes[cause] = causes.get(cause, frozenset()) | alone.paths
                 continue
             if not is_split and shared_chars(left[1], right[1]) >= shared_chars(*renders):
                 continue
@@ -265,14 +265,14 @@ class PlantedLog:
             segments = alone.paths if alone else frozenset()
             if is_split:
                 segments = frozenset({SCOPE_PATHS[cause]})
-            found[cause] = found.get(cause, frozenset()) | segments
+            causes[cause] = causes.get(cause, frozenset()) | segments
         if is_unrelated:
-            found = {}
+            causes = {}
         likely = frozenset({"key_order"} if self.api == "anthropic" else ())
         return Truth(
             divergence=divergence,
-            causes=found,
-            likely=likely & found.keys(),
+            causes=causes,
+            likely=likely & causes.keys(),
             shared_chars=clean,
             raw_chars=shared_chars(sent[1], other_sent[1]) if sent[2] == other_sent[2] else 0,
             is_unrelated=is_unrelated,

@@ -112,9 +112,11 @@ def test_a_property_beside_a_branch_is_a_changed_tool(tmp_path: Path) -> None:
 
 def test_another_name_of_a_speaker_is_content(tmp_path: Path) -> None:
     """`name` says who speaks; only ids of calls are ids."""
-    asked = [message("user", "Hello there my friend?", name=name) for name in ("ann", "bob")]
+    questions = [message("user", "Hello there my friend?", name=name) for name in ("ann", "bob")]
 
-    assert causes(verdicts(tmp_path, *(chat(SYSTEM, item) for item in asked))[1]) == ["new_content"]
+    assert causes(verdicts(tmp_path, *(chat(SYSTEM, item) for item in questions))[1]) == [
+        "new_content"
+    ]
 
 
 @pytest.mark.parametrize("clock", ["", "Now 10:0{}:07. "], ids=["same system", "clock"])

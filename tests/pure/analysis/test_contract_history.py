@@ -75,17 +75,17 @@ def test_a_summary_in_place_of_another_is_compaction(
     tmp_path: Path, kept: tuple[Json, ...]
 ) -> None:
     """A second compaction begins with the words of the first, and with a summary of its own."""
-    found = verdicts(
+    compared = verdicts(
         tmp_path,
         chat(SYSTEM, *TALK),
         chat(SYSTEM, SHIPS, *TALK[4:], *LATER),
         chat(SYSTEM, BREAD, *kept),
     )
 
-    assert [only(verdict) for verdict in found[1:]] == [
+    assert [only(verdict) for verdict in compared[1:]] == [
         [("compaction", "proved", "messages[1]")]
     ] * 2
-    (cause,) = found[2]["causes"]
+    (cause,) = compared[2]["causes"]
     assert ("ships" in cause["had"], "baked" in cause["got"]) == (True, True)
 
 
