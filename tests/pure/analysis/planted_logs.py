@@ -263,7 +263,7 @@ class PlantedLog:
             if alone in (None, divergence_of(*renders)) and not is_split:
                 continue
             segments = alone.paths if alone else frozenset()
-            if is_split:
+            if is_split and cause in SCOPE_PATHS:
                 segments = frozenset({SCOPE_PATHS[cause]})
             causes[cause] = causes.get(cause, frozenset()) | segments
         if is_unrelated:
