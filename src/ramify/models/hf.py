@@ -1,4 +1,4 @@
-"""Any other causal decoder: transformers' own modules, over the paged K/V and with our linears.
+"""`HfDecoder`: any other causal decoder as transformers' modules, with paged K/V and our linears.
 
 transformers lets a library register an attention function and a mask function. Ours hand queries, keys
 and values to the step's attention, so that planner, prefix cache and backends are the same as for the
