@@ -42,6 +42,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
+def shortened(value: object, limit: int = 200) -> str:
+    """A value as text of at most `limit` characters, to be quoted in a message."""
+    text = str(value)
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
 class RamifyError(Exception):
     """Base of everything raised on purpose."""
 

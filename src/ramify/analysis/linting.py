@@ -300,7 +300,9 @@ class _Judge:
             # By the provider's rule there was nothing to read, or the rule is not known to apply.
             had = f"in flight: {self._log.name(match.in_flight.number)}"
             causes.append(Cause(CauseName.PARALLEL_COLD, Certainty.SUSPECTED, "", had))
-        if request.number in unread and not _waste(match):
+        # What goes on from a summary is no conversation of one request.
+        is_one = CauseName.COMPACTION not in named
+        if request.number in unread and is_one and not _waste(match):
             causes.append(unread[request.number])
         return Verdict(
             file=request.info.file,

@@ -110,6 +110,7 @@ class Matcher:
         if best is None or not best[1].mended_tokens:
             return Match(request, None, in_flight=in_flight)
         earlier, comparison = best
+        self._comparer.note_match(request, comparison)
         return Match(
             request,
             earlier,

@@ -11,6 +11,7 @@ import numpy as np
 from ramify.analysis.corpus import Corpus, StoredRequest
 from ramify.analysis.quoting import NOTHING, Excerpt
 from ramify.analysis.records import SegmentKind, TextForm
+from ramify.analysis.summaries import is_reminder, is_summary
 from ramify.analysis.templates import Templates
 from ramify.analysis.verdicts import CauseName, Certainty
 
@@ -99,6 +100,25 @@ class Side:
         head = [u for u, is_head in zip(self.rest, is_system, strict=True) if is_head]
         talk = [u for u, is_head in zip(self.normals, is_system, strict=True) if not is_head]
         return [self.templates.canonical(unit) for unit in head], talk
+
+    @cached_property
+    def summary_at(self) -> int | None:
+        """Place of the user's summary that the messages begin with; None: they begin with no summary.
+
+        Before it may stand system prompts, the program's reminders and other blocks of its message.
+        """
+        for at, message in enumerate(self.message_of):
+            if self.role(at) == "system":
+                continue
+            if self.role(at) != "user":
+                return None
+            text = self.corpus.text(self.rest[at])
+            if not is_reminder(text):
+                if is_summary(text, is_certain=True):
+                    return at
+                if message not in self.message_of[at + 1 : at + 2]:
+                    return None
+        return None
 
     def path(self, at: int) -> str:
         """Path of a segment of the prompt, settings not counted."""

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ramify.errors import CheckpointError, UnsupportedModelError
+from ramify.errors import CheckpointError, UnsupportedModelError, shortened
 from ramify.models.config import ModelConfig
 from ramify.models.config_fields import read_json
 from ramify.models.families import FAMILIES
@@ -123,7 +123,7 @@ def load_weights(path: Path, config: ModelConfig, *, dtype: torch.dtype) -> Chec
                 present = set(shard.keys())
                 for name in sorted(promised - present):
                     raise CheckpointError(
-                        f"{file} lacks the tensor {name} that {INDEX} promises; download both again"
+                        f"{file} lacks the tensor {shortened(name)} that {INDEX} promises; download both again"
                     )
                 for stored_name in sorted(present):
                     name = _full_name(stored_name, shapes)
@@ -207,14 +207,17 @@ def weight_files(path: Path) -> dict[Path, frozenset[str]]:
             raise CheckpointError(f"{path / INDEX} has no weight_map; download it again")
         shards: dict[str, set[str]] = {}
         for name, shard in shard_of.items():
-            if not isinstance(shard, str) or Path(shard).name != shard or shard in ("", ".."):
-                raise CheckpointError(f"{path / INDEX}: {name} is in {shard!r}, not a file name")
+            is_name = isinstance(shard, str) and Path(shard).name == shard and "\0" not in shard
+            if not is_name or shard in ("", ".."):
+                raise CheckpointError(
+                    f"{path / INDEX}: {shortened(name)} is in {shortened(repr(shard))}, not a file name"
+                )
             shards.setdefault(shard, set()).add(name)
         present = {file.name for file in path.iterdir() if file.name in shards and file.is_file()}
         absent = sorted(shards.keys() - present)
         if absent:
             raise CheckpointError(
-                f"{path / absent[0]} is missing ({len(absent)} of {len(shards)} shards that "
+                f"{path / shortened(absent[0])} is missing ({len(absent)} of {len(shards)} shards that "
                 f"{INDEX} names); download the checkpoint again"
             )
         return {path / shard: frozenset(shards[shard]) for shard in sorted(shards)}

@@ -1,4 +1,4 @@
-"""Any other causal decoder: transformers' own modules, over the paged K/V and with our linears.
+"""`HfDecoder`: any other causal decoder as transformers' modules, with paged K/V and our linears.
 
 transformers lets a library register an attention function and a mask function. Ours hand queries, keys
 and values to the step's attention, so that planner, prefix cache and backends are the same as for the
@@ -28,7 +28,7 @@ from ramify.kv.pool import KVPool
 from ramify.models.checkpoint_tensors import checkpoint_shapes
 from ramify.models.config import ModelConfig
 from ramify.models.hf_checks import AttentionCall, ProbeAttention, Run, check_calls, check_results
-from ramify.models.hf_config import first_line, may_be_recurrent
+from ramify.models.hf_config import first_line, is_foreign, may_be_recurrent
 from ramify.models.ops.probe import dtype_name
 from ramify.models.ops.protocol import ForwardStep, Linear, Ops
 from ramify.models.ops.registry import OpsFactory
@@ -122,6 +122,8 @@ def load_hf_decoder(
         )
     # Modules that contradict their configuration raise exceptions of every kind.
     except Exception as error:
+        if not is_foreign(error):
+            raise
         raise CheckpointError(
             f"{path} cannot be loaded by transformers: {first_line(error)}"
         ) from error

@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 from ramify.errors import CheckpointError, UnsupportedModelError
-from ramify.models.config import DTYPES, MAX_LAYERS, ModelConfig, token_ids
-from ramify.models.config_fields import ConfigFields
+from ramify.models.config import DTYPES, ModelConfig, token_ids
+from ramify.models.config_fields import MAX_LAYERS, ConfigFields
 from ramify.models.dense_variant import DenseVariant
 from ramify.models.families import FAMILIES
 from ramify.models.rope_config import NO_ROPE
@@ -69,6 +70,8 @@ def read_hf_config(path: Path, fields: Mapping[str, Any]) -> ModelConfig:
         whole = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     # Its validators raise exceptions of every kind.
     except Exception as error:
+        if not is_foreign(error):
+            raise
         hint = (
             "the checkpoint has code of its own (auto_map), which Ramify does not run"
             if fields.get("auto_map")
@@ -138,6 +141,12 @@ def _max_model_len(config: Any) -> int | None:
 def _architecture(fields: Mapping[str, Any]) -> str:
     named = fields.get("architectures") or [fields.get("model_type")]
     return str(named[0]) if isinstance(named, list) and named else str(named)
+
+
+def is_foreign(error: Exception) -> bool:
+    """Whether what the catching function called has raised, with no call back into Ramify on the way."""
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)]
+    return len(modules) > 1 and all(name.partition(".")[0] != "ramify" for name in modules[1:])
 
 
 def first_line(error: Exception) -> str:
@@ -213,7 +222,6 @@ def _model_config(
         variant=DenseVariant(attention_soft_cap=None if cap is None else float(cap)),
         sliding_window=window if isinstance(window, int) and window > 0 else None,
         full_attention_layers=full,
-        bos_token_id=getattr(config, "bos_token_id", None),
         eos_token_ids=token_ids(
             fields.get("eos_token_id", getattr(config, "eos_token_id", None)), source
         ),

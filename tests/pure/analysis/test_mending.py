@@ -45,8 +45,8 @@ def mended_texts(
     corpus: Corpus, log: Linted, number: int, *causes: CauseName, longest: bool = False
 ) -> list[str]:
     """Texts of a request's segments with all findings of these causes mended."""
-    found = log.report.findings
-    fixes = [Fix(item.cause, item.segment) for item in found if item.cause in causes]
+    findings = log.report.findings
+    fixes = [Fix(item.cause, item.segment) for item in findings if item.cause in causes]
     assert {fix.cause for fix in fixes} == set(causes)
     mend = log.mender.mend_longest if longest else log.mender.mend
     return [corpus.text(unit) for unit in mend(corpus.requests[number], fixes).units.tolist()]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ramify.engine.logits.logits_processors import TokenBitmask
-from ramify.errors import DeadEndError
+from ramify.errors import DeadEndError, shortened
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -112,9 +112,3 @@ def compile_reason(error: str) -> str:
     lines = [line.strip() for line in error.splitlines()]
     details = [line for line in lines[1:] if line.startswith("error: ")]
     return " ".join([shortened(lines[0]), *details[:1]])
-
-
-def shortened(value: object) -> str:
-    """A value as text of at most 200 characters."""
-    text = str(value)
-    return text if len(text) <= 200 else f"{text[:197]}..."

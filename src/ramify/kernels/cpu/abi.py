@@ -1,4 +1,7 @@
-"""What kernels share with their callers, mostly constants. Imports nothing, so that callers need no Numba."""
+"""Constants of the interface between kernels and callers: fields of ops, storage kinds, epilogues.
+
+Imports nothing, so that callers need no Numba.
+"""
 
 from __future__ import annotations
 

@@ -300,8 +300,8 @@ def gelu_tanh(builder: Any, x: Any, kind: int) -> Any:
 def _times_sigmoid(builder: Any, x: Any, gate: Any, kind: int) -> Any:
     """x / (1 + exp(-gate)), rounded to `kind`; `gate` has the sign of x. Takes exp of -|gate| only."""
     exp = exp_f32 if kind == F32 else exp_bf16
-    zero, one = constant(0.0, LANES), constant(1.0, LANES)
+    zero, ones = constant(0.0, LANES), constant(1.0, LANES)
     e = exp(builder, builder.fsub(zero, llvm_intrinsic(builder, "fabs", gate)))
     negative = builder.fcmp_ordered("<", x, zero)
     numerator = builder.select(negative, builder.fmul(x, e), x)
-    return round_to(builder, builder.fdiv(numerator, builder.fadd(one, e)), kind)
+    return round_to(builder, builder.fdiv(numerator, builder.fadd(ones, e)), kind)

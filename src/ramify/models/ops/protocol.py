@@ -1,4 +1,4 @@
-"""The seam between model families and devices: the operations that a family binds, and how it calls them.
+"""`Ops`, the interface between model families and devices: the operations that a family binds and calls.
 
 At load a family binds its operations by checkpoint names (`Ops.linear`, `Ops.attention`, ...). In a
 step it calls them with rows [T, ...] and the `ForwardStep`. No operation holds a current step, and none
