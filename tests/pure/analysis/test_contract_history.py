@@ -337,3 +337,43 @@ def test_the_newest_message_may_be_edited(tmp_path: Path) -> None:
     ]  # fmt: skip
 
     assert causes(verdicts(tmp_path, *sent)[1]) == ["new_content"]
+
+
+def test_a_picture_may_go_where_a_counter_has_changed(tmp_path: Path) -> None:
+    """The first message is the same but for a state and the picture: the conversation goes on."""
+    url = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KAAAA"}}
+    blocks = [
+        {"type": "text", "text": f"<status>turn {turn}, {left} tokens of context left</status>\n{MORE}"}
+        for turn, left in ((1, 19937), (2, 18912))
+    ]  # fmt: skip
+    gone = {"type": "text", "text": "[image removed]"}
+
+    verdict = verdicts(
+        tmp_path,
+        chat(SYSTEM, message("user", [blocks[0], url])),
+        chat(SYSTEM, message("user", [blocks[1], gone]), *LATER),
+    )[1]
+
+    assert only(verdict) == [
+        ("path_or_state", "proved", "messages[1].content[0]"),
+        ("media_changed", "proved", "messages[1].content[1]"),
+    ]
+
+
+def test_a_long_question_beside_a_date_is_no_clock(tmp_path: Path) -> None:
+    """Both ask something else in a line that speaks of a date and has numbers."""
+    states = ["<todo>\n- [ ] step 1\n</todo>", "<todo>\n- [ ] step 4\n</todo>"]
+    asked = [
+        "about sourdough and typography, case 638961, where the buyer wrote yesterday that the parcel is late,",
+        "about bridges and orchids, case 104822, which came in without any word of the one who had ordered it,",
+    ]
+
+    verdict = verdicts(
+        tmp_path,
+        *(
+            chat(SYSTEM, message("user", f"{state}\n{MORE}\n\nTell me {text} and suggest a date."))
+            for state, text in zip(states, asked, strict=True)
+        ),
+    )[1]
+
+    assert causes(verdict) == ["path_or_state"]
