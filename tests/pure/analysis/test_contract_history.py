@@ -377,3 +377,43 @@ def test_a_long_question_beside_a_date_is_no_clock(tmp_path: Path) -> None:
     )[1]
 
     assert causes(verdict) == ["path_or_state"]
+
+
+@pytest.mark.parametrize("kept", [TALK[4:], ()], ids=["before kept messages", "alone"])
+@pytest.mark.parametrize(
+    ("first", "second"), [("tides.", "ports."), ("a1.", "b2."), ("Ticket 8812 open.", "Ticket 9921 open.")]
+)  # fmt: skip
+def test_a_summary_may_be_a_word(
+    tmp_path: Path, first: str, second: str, kept: tuple[Json, ...]
+) -> None:
+    """Whatever the word looks like, it is no id: nothing equal stands behind it in the summary."""
+    heads = [message("user", f"{PREAMBLE}{text}") for text in (first, second)]
+    if kept:
+        heads = [
+            message("user", f"Summary of the conversation: {text}") for text in (first, second)
+        ]
+
+    made = verdicts(
+        tmp_path,
+        chat(SYSTEM, *TALK),
+        chat(SYSTEM, heads[0], *TALK[4:], *LATER),
+        chat(SYSTEM, heads[1], *kept),
+    )
+
+    assert [only(verdict) for verdict in made[1:]] == [
+        [("compaction", "proved", "messages[1]")]
+    ] * 2
+
+
+def test_a_clock_before_an_equal_summary_is_a_clock(tmp_path: Path) -> None:
+    """The same summary is sent again with another time in its first line."""
+    heads = [
+        message("user", f"Conversation summary, made at 2026-03-04 10:0{minute}:00. {MORE}")
+        for minute in (1, 7)
+    ]
+
+    verdict = verdicts(
+        tmp_path, chat(SYSTEM, heads[0], *TALK[4:]), chat(SYSTEM, heads[1], *TALK[4:], *LATER)
+    )[1]
+
+    assert only(verdict) == [("clock", "proved", "messages[1]")]
