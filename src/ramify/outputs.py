@@ -1,4 +1,4 @@
-"""What a caller gets back: outputs of a step and of a request, token counts, times, cache report."""
+"""Output types: of a step and of a request, with token counts, times and cache report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of Ramify, and of programs around it, can build without a download.
+"""Fake executor and tiny checkpoints, for tests of Ramify and of programs around it; no download.
 
 Importing this module loads neither torch nor a tokenizer.
 """

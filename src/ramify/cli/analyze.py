@@ -1,4 +1,4 @@
-"""`ramify analyze`: the whole report of a log."""
+"""`ramify analyze`: report on the cache hits of a log, lost hits and what mending them saves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What core and executor exchange: `StepPlan` down, `StepResult` up; the `Executor` protocol."""
+"""The interface of core and executor: `StepPlan` down, `StepResult` up; the `Executor` protocol."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class DenseLayer:
             mlp = FusableMlp(self.mlp.gate_up, self.mlp.down)
         elif isinstance(self.mlp, NormedExperts):
             mlp = self.mlp.fusable
-        if self.is_parallel or self.scale != 1.0 or mlp is None:
+        if self.is_parallel or mlp is None:
             return None
         return FusableParts(
             self.qkv,
@@ -78,6 +78,7 @@ class DenseLayer:
             mlp,
             self.after_attention,
             self.after_mlp,
+            self.scale,
         )
 
 

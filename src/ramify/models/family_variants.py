@@ -1,4 +1,4 @@
-"""Readers of what each dense family's `config.json` has beyond Llama's. No torch."""
+"""Readers of the `config.json` fields that dense families have beyond Llama's. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of a transformers model: do prefixes of it mean the same whatever follows them?"""
+"""Check that a transformers model is causal and keeps no state but K/V, so that prefixes can be cached."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How an embedding checkpoint makes a vector of a text: files of sentence-transformers. No torch."""
+"""Pooling of an embedding checkpoint: mode and prompts, from files of sentence-transformers. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An HTTP request on its way through an endpoint."""
+"""`RequestContext`: the HTTP request that an endpoint handles, with its caller, budgets and headers."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -37,8 +36,6 @@ from ramify.server.request_history import (
 )
 from ramify.server.tenants import TENANT_PIN_SHARE, Caller, QuotaMeter
 from ramify.server.unserved_fields import UnknownFieldLog
-
-logger = logging.getLogger(__name__)
 
 ANY_NAME = "*"  # among the model names: requests may send any name
 MAX_NAME_CHARS = 256

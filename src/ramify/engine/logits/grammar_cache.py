@@ -1,4 +1,4 @@
-"""Compiled grammars by tenant, and whose turn it is to compile: no tenant sees or starves another."""
+"""Compiled grammars, an LRU cache for each tenant; permits to compile, shared fairly between tenants."""
 
 from __future__ import annotations
 

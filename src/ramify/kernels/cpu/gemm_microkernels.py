@@ -53,7 +53,7 @@ MR_TILES = (1, 2, 3, 4, 6) if LANES == 8 else (1, 2, 4, 8, 12)
 # micro-panels that each tile computes at once, so that small tiles have enough accumulators, too
 PANELS_PER_TILE = (4, 2, 1, 1, 1)
 K_UNROLL = 4  # k between two prefetches
-_int = types.int64
+_int, _float = types.int64, types.float32
 
 
 def _load_row(builder: Any, address: Any) -> list[Any]:
@@ -239,8 +239,8 @@ def init_accumulators(_: Any, into: Any, line: Any, num_rows: Any) -> Any:
 
 
 def _emit_epilogue(builder: Any, kind: int, mode: int, args: list[Any]) -> None:
-    """See `run_epilogue`; `args` are sums, ups, into."""
-    sums, ups, into = args
+    """See `run_epilogue`; `args` are scale, sums, ups, into."""
+    scale, sums, ups, into = args
     vectors = _load_row(builder, sums)
     up_vectors = _load_row(builder, ups) if mode >= SILU_MUL else vectors
     addresses = [builder.add(into, i64(ITEM_BYTES[kind] * LANES * v)) for v in (0, 1)]
@@ -248,8 +248,9 @@ def _emit_epilogue(builder: Any, kind: int, mode: int, args: list[Any]) -> None:
         if mode == STORE:
             result = x
         elif mode == ADD_RESIDUAL:
+            scaled = builder.fmul(round_to(builder, x, kind), broadcast(builder, scale, LANES))
             before = load_as_f32(builder, address, kind, LANES)
-            result = builder.fadd(before, round_to(builder, x, kind))
+            result = builder.fadd(before, round_to(builder, scaled, kind))
         else:
             activation = silu if mode == SILU_MUL else gelu_tanh
             active = activation(builder, round_to(builder, x, kind), kind)
@@ -258,11 +259,11 @@ def _emit_epilogue(builder: Any, kind: int, mode: int, args: list[Any]) -> None:
 
 
 @intrinsic
-def run_epilogue(_: Any, kind: Any, mode: Any, sums: Any, ups: Any, into: Any) -> Any:
+def run_epilogue(_: Any, kind: Any, mode: Any, scale: Any, sums: Any, ups: Any, into: Any) -> Any:
     """Epilogue of NR sums into a row of the result: float32 if `kind` is F32, else bfloat16.
 
     - STORE: into = sums.
-    - ADD_RESIDUAL: into += sums, rounded before and after the addition.
+    - ADD_RESIDUAL: into += scale * sums; sums, product and result are rounded.
     - SILU_MUL, GELU_TANH_MUL: into = silu(sums) * ups, or gelu; sums, ups, activation and product are
       rounded.
     """
@@ -280,7 +281,7 @@ def run_epilogue(_: Any, kind: Any, mode: Any, sums: Any, ups: Any, into: Any) -
         _emit_cases(builder, kind, (F32, BF16), emit_kind)
         return context.get_dummy_value()
 
-    return types.void(*[_int] * 5), code
+    return types.void(_int, _int, _float, *[_int] * 3), code
 
 
 def silu(builder: Any, x: Any, kind: int) -> Any:

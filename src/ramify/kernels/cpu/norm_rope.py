@@ -21,9 +21,13 @@ from ramify.kernels.cpu.abi import (
     OP_NUM_TASKS,
     OP_OUT,
     OP_OUT_OF_RANGE,
+    OP_QK_NORM,
     OP_WIDE,
     OP_X,
     OP_X_STRIDE,
+    QK_NORM_AFTER_ROPE,
+    QK_NORM_HEAD,
+    QK_NORM_WIDTH,
 )
 from ramify.kernels.cpu.elementwise import (
     add_scaled_row,
@@ -187,16 +191,22 @@ def norm_rows(op: Any, eps: float, scratch: Any, task: int) -> None:
 
 
 @jit
-def _norm_rope_head(
-    kind: int, head: int, head_dim: int, norm: int, norm_kind: int, eps: float, cos: int, sin: int
-) -> None:
-    """RMS norm, if `norm` (address of its weights) is not 0, then rope of one head, in place."""
-    if norm:
-        _rms_norm_row(kind, head, head_dim, norm, norm_kind, eps, head)
-    if kind == F32:
-        rope_row(head, cos, sin, head_dim // 2, 0)
-    else:
-        rope_row(head, cos, sin, head_dim // 2, 1)
+def _norm_rope_heads(op: Any, eps: float, row: int, num_heads: int, norm: int, angles: Any) -> None:
+    """RMS norm, if `norm` (address of its weights) is not 0, and rope of heads from `row` on, in place."""
+    kind, head_dim, form, norm_kind = op[0], op[5], op[OP_QK_NORM], op[OP_NORM_KIND]
+    cos, sin = angles
+    if norm and form == QK_NORM_WIDTH:
+        _rms_norm_row(kind, row, num_heads * head_dim, norm, norm_kind, eps, row)
+    for index in range(num_heads):
+        head = row + (4 if kind == F32 else 2) * head_dim * index
+        if norm and form == QK_NORM_HEAD:
+            _rms_norm_row(kind, head, head_dim, norm, norm_kind, eps, head)
+        if kind == F32:
+            rope_row(head, cos, sin, head_dim // 2, 0)
+        else:
+            rope_row(head, cos, sin, head_dim // 2, 1)
+        if norm and form == QK_NORM_AFTER_ROPE:
+            _rms_norm_row(kind, head, head_dim, norm, norm_kind, eps, head)
 
 
 @jit
@@ -212,12 +222,13 @@ def norm_rope(op: Any, eps: float, positions: Any, task: int) -> None:
     Args:
         op: [OP_FIELDS] int64: kind (F32 or BF16); address of the rows, bytes from row to row; number of
             query heads, which come first in a row, number of key heads, head_dim; addresses of the
-            query and key norms' weights [head_dim] (or 0), of cosines and of sines
-            [limit, head_dim / 2]; limit; number of tasks; and an output: set to 1 if a position is
-            not below limit, whose row is left unchanged. `OP_NORM_KIND`: of both norms' weights.
+            query and key norms' weights (or 0), of cosines and of sines [limit, head_dim / 2];
+            limit; number of tasks; and an output: set to 1 if a position is not below limit, whose
+            row is left unchanged. `OP_NORM_KIND`: of both norms' weights. `OP_QK_NORM`: a
+            `QK_NORM_` constant; weights are [head_dim], or of all heads [heads * head_dim].
         positions: [num_rows] int64.
     """
-    kind, rows, stride = op[0], op[1], op[2]
+    rows, stride = op[1], op[2]
     num_q, num_k, head_dim = op[3], op[4], op[5]
     q_norm, k_norm, cos, sin = op[6], op[7], op[8], op[9]
     limit, size = op[10], 4 if op[0] == F32 else 2
@@ -227,8 +238,6 @@ def norm_rope(op: Any, eps: float, positions: Any, task: int) -> None:
             op[OP_OUT_OF_RANGE] = 1
             continue
         angle_offset = positions[token] * (head_dim // 2) * size
-        for head in range(num_q + num_k):
-            head_address = rows + stride * token + size * head_dim * head
-            norm = q_norm if head < num_q else k_norm
-            _norm_rope_head(kind, head_address, head_dim, norm, op[OP_NORM_KIND], eps, cos + angle_offset,
-                sin + angle_offset)  # fmt: skip
+        row, angles = rows + stride * token, (cos + angle_offset, sin + angle_offset)
+        _norm_rope_heads(op, eps, row, num_q, q_norm, angles)
+        _norm_rope_heads(op, eps, row + size * head_dim * num_q, num_k, k_norm, angles)

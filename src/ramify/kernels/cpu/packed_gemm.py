@@ -21,6 +21,7 @@ from ramify.kernels.cpu.abi import (
     OP_ITEMS,
     OP_NORM_KIND,
     OP_NUM_ITEMS,
+    OP_SCALE,
     SILU_MUL,
     round_up_to_cache_line,
 )
@@ -51,7 +52,7 @@ class GemmArgs(NamedTuple):
     """A GEMM: addresses, sizes, strides in bytes."""
 
     kind: int  # of rows, norm, weights and result: F32, BF16 or BF16_VNNI
-    mode: int  # STORE, ADD_RESIDUAL (out += sums), or gated: silu(even panels) * odd panels
+    mode: int  # STORE, ADD_RESIDUAL (out += scale * sums), or gated: silu(even panels) * odd panels
     rows: int  # address of [num_rows, width]
     row_stride: int
     num_rows: int
@@ -65,6 +66,7 @@ class GemmArgs(NamedTuple):
     num_columns: int
     norm_kind: int  # storage kind of the norm's weights: of the rows, or F32 (see `rms_scale_row`)
     gather: int  # address of int64 [num_rows]: the place of each row in `rows`; 0: in order
+    scale: float  # of ADD_RESIDUAL
 
 
 _round_up_to_cache_line = jit(round_up_to_cache_line)
@@ -146,7 +148,7 @@ def _epilogue(
         target = out_row if is_whole else edge_row
         if gemm.mode == ADD_RESIDUAL and not is_whole:
             copy_bytes(edge_row, out_row, size * columns)
-        run_epilogue(gemm.kind, gemm.mode, row, up_row, target)
+        run_epilogue(gemm.kind, gemm.mode, gemm.scale, row, up_row, target)
         if not is_whole:
             copy_bytes(out_row, edge_row, size * columns)
 
@@ -254,7 +256,7 @@ def packed_gemm(op: Any, eps: float, scratch: Any, counters: int, worker: int) -
         op: [OP_FIELDS] int64: fields of `GemmArgs` up to `num_columns`, then block_rows (a multiple of
             the tile's MR), the tile's index in MR_TILES, num_n_splits; grouped: the most rows of an
             item, nothing, tasks to aim at. No bit of the result depends on these three.
-            `OP_NORM_KIND` and `OP_GATHER` are the last fields of `GemmArgs`.
+            `OP_NORM_KIND`, `OP_GATHER` and `OP_SCALE` are the last fields of `GemmArgs`.
         eps: of the norm.
         scratch: [gemm_scratch_floats] float32 of this worker.
         counters: address of the op's counters.
@@ -263,7 +265,7 @@ def packed_gemm(op: Any, eps: float, scratch: Any, counters: int, worker: int) -
     """
     gemm = GemmArgs(
         op[0], op[1], op[2], op[3], op[4], op[5], op[6], op[7], op[8], op[9], op[10], op[11], op[12],
-        op[OP_NORM_KIND], op[OP_GATHER],
+        op[OP_NORM_KIND], op[OP_GATHER], load_element(data_address(op) + 8 * OP_SCALE, 0),
     )  # fmt: skip
     block_rows, tile, num_n_splits, items = op[13], op[14], op[15], op[OP_ITEMS]
     if items:
@@ -293,7 +295,7 @@ def packed_gemm(op: Any, eps: float, scratch: Any, counters: int, worker: int) -
             matrix = GemmArgs(
                 gemm.kind, gemm.mode, gemm.rows, gemm.row_stride, gemm.num_rows, gemm.width, gemm.norm,
                 gemm.weight + matrix_bytes * number, gemm.num_panels, bias, gemm.out, gemm.out_stride,
-                gemm.num_columns, gemm.norm_kind, gemm.gather,
+                gemm.num_columns, gemm.norm_kind, gemm.gather, gemm.scale,
             )  # fmt: skip
         if block != packed_block:
             packed_block = block

@@ -160,7 +160,7 @@ class GroupedLinear:
         return (
             self._kind, self._mode, 0, self.in_width * self.dtype.itemsize, num_rows, self._width, 0,
             self._weight.data_ptr(), self._num_panels, bias, 0, self.row_bytes, self.out_width,
-            self._block_rows(num_rows), 0, GEMM_TASKS_PER_WORKER_BLOCKED * num_workers, OP_GEMM, 0, 0, 0, 0,
+            self._block_rows(num_rows), 0, GEMM_TASKS_PER_WORKER_BLOCKED * num_workers, OP_GEMM, 0, 0, 0, 0, 0,
         )  # fmt: skip
 
     def scratch_floats(self, num_rows: int, _num_workers: int) -> int:

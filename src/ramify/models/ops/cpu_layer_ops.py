@@ -41,7 +41,7 @@ from ramify.models.ops.protocol import (
     DecoderLayer,
     FusableExperts,
     FusableLayer,
-    FusableMlp,
+    FusableParts,
     RowOp,
 )
 from ramify.models.ops.torch_modules import SplitAttention
@@ -96,7 +96,10 @@ class LayerOps:
         norms = parts.after_attention, parts.after_mlp
         if not all(norm is None or isinstance(norm, RowNorm) for norm in norms):
             return None
-        mlp = _mlp_ops(parts.mlp, parts.after_mlp, qkv.widths[0])
+        is_scaled = parts.scale != 1.0
+        if is_scaled and (any(norms) or isinstance(parts.mlp, FusableExperts)):
+            return None
+        mlp = _mlp_ops(parts, qkv.widths[0])
         if mlp is None:
             return None
         rope_op = LayerOp(
@@ -105,7 +108,7 @@ class LayerOps:
         ops = (
             _gemm(qkv, HIDDEN, QKV),
             rope_op,
-            *_add_gemm(o_proj, ATTN_OUT, parts.after_attention),
+            *_add_gemm(o_proj, ATTN_OUT, parts.after_attention, parts.scale),
             *mlp[0],
         )
         buffers = dict(mlp[1])
@@ -117,10 +120,9 @@ class LayerOps:
 _Mlp = tuple[list[LayerOp], dict[str, Callable[[int], int]]]
 
 
-def _mlp_ops(
-    mlp: FusableMlp | FusableExperts, after: RowOp | None, hidden_size: int
-) -> _Mlp | None:
+def _mlp_ops(parts: FusableParts, hidden_size: int) -> _Mlp | None:
     """Ops and buffers of an MLP or of experts; None if an operation is not compiled, or widths differ."""
+    mlp, after = parts.mlp, parts.after_mlp
     if isinstance(mlp, FusableExperts):
         return None if after is not None else _expert_ops(mlp, hidden_size)
     gate_up, down = mlp.gate_up, mlp.down
@@ -128,7 +130,7 @@ def _mlp_ops(
         return None
     if (gate_up.widths[0], *down.widths) != (hidden_size, gate_up.out_width, hidden_size):
         return None
-    ops = [_gemm(gate_up, HIDDEN, "inner"), *_add_gemm(down, "inner", after)]
+    ops = [_gemm(gate_up, HIDDEN, "inner"), *_add_gemm(down, "inner", after, parts.scale)]
     return ops, {"inner": _rows_of(gate_up.row_bytes)}
 
 
@@ -206,9 +208,11 @@ def _rows_of(row_bytes: int) -> Callable[[int], int]:
     return lambda num_rows: num_rows * row_bytes
 
 
-def _gemm(linear: PackedLinear, x: str, out: str, *, add: bool = False) -> LayerOp:
+def _gemm(
+    linear: PackedLinear, x: str, out: str, *, add: bool = False, scale: float = 1.0
+) -> LayerOp:
     return LayerOp(
-        partial(linear.op, add=add),
+        partial(linear.op, add=add, scale=scale),
         ((OP_X, x), (OP_OUT, out)),
         linear.scratch_floats,
         linear.eps,
@@ -216,10 +220,10 @@ def _gemm(linear: PackedLinear, x: str, out: str, *, add: bool = False) -> Layer
     )
 
 
-def _add_gemm(linear: PackedLinear, x: str, norm: RowOp | None) -> list[LayerOp]:
-    """hidden += linear(x), or norm(linear(x))."""
+def _add_gemm(linear: PackedLinear, x: str, norm: RowOp | None, scale: float) -> list[LayerOp]:
+    """hidden += scale * linear(x), or norm(linear(x))."""
     if norm is None:
-        return [_gemm(linear, x, HIDDEN, add=True)]
+        return [_gemm(linear, x, HIDDEN, add=True, scale=scale)]
     assert isinstance(norm, RowNorm)
     buffers = (OP_X, "block_out"), (OP_OUT, HIDDEN)
     add_norm = LayerOp(partial(norm.op, add=True), buffers, norm.scratch_floats, norm.eps)

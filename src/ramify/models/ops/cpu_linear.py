@@ -122,6 +122,11 @@ def norm_kind(norm: Tensor, dtype: torch.dtype) -> int:
     return ROW_KINDS[norm.dtype]
 
 
+def float_bits(value: float) -> int:
+    """The bits of a float32, as a field of an op."""
+    return int(np.float32(value).view(np.int32))
+
+
 class PackedLinear:
     """Packed GEMM with optional fused RMS norm, bias and activation; rows are independent by construction.
 
@@ -199,17 +204,20 @@ class PackedLinear:
         """Multiply-adds of a row."""
         return self._in_width * self.out_width * (1 if self._mode == STORE else 2)
 
-    def op(self, num_rows: int, num_workers: int, *, add: bool = False) -> tuple[int, ...]:
+    def op(
+        self, num_rows: int, num_workers: int, *, add: bool = False, scale: float = 1.0
+    ) -> tuple[int, ...]:
         """The GEMM op [OP_FIELDS] of `op_list.run_ops` for contiguous x [num_rows, in_width].
 
-        The caller fills in the addresses of x (`OP_X`) and of the result (`OP_OUT`). `add`: add the
-        result to what is there.
+        The caller fills in the addresses of x (`OP_X`) and of the result (`OP_OUT`). `add`: add `scale`
+        times the result to what is there.
         """
         size, mode = self.dtype.itemsize, ADD_RESIDUAL if add else self._mode
         return (
             self._kind, mode, 0, self._in_width * size, num_rows, self._width,
             *self._fixed, 0, self.row_bytes, self.out_width,
             *_gemm_partition(num_rows, self._num_panel_groups, num_workers), OP_GEMM, self._norm_kind, 0, 0, 0,
+            float_bits(scale),
         )  # fmt: skip
 
     def scratch_floats(self, num_rows: int, num_workers: int) -> int:

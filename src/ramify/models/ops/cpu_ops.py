@@ -36,6 +36,13 @@ from ramify.models.ops.torch_modules import SplitAttention
 from ramify.models.ops.torch_ops import TorchOps
 from ramify.models.rope_config import RopeConfig
 
+# Names of what `QKNormRope` computes, as the probe records it.
+ROPE_OPERATIONS: dict[QkNormForm, str] = {
+    "head": "qk_norm + rope",
+    "width": "qk_norm over all heads + rope",
+    "after_rope": "rope + qk_norm",
+}
+
 
 class CpuOps(TorchOps):
     """Packed GEMM with norm, activation and residual inside, QK norm + rope in place, fused layers.
@@ -143,11 +150,11 @@ class CpuOps(TorchOps):
         table, norms = self._table(rope, heads.head_dim), None
         if qk_norm is not None:
             q_norm, k_norm = qk_norm
-            is_compiled = qk_norm_form == "head" and _has_kernel(q_norm) and _has_kernel(k_norm)
+            is_compiled = _has_kernel(q_norm) and _has_kernel(k_norm)
             if not is_compiled or q_norm.eps != k_norm.eps:
                 return in_torch()
             norms = self._norm_weight(q_norm), self._norm_weight(k_norm), q_norm.eps
-        kernel = QKNormRope(table.cos, table.sin, heads, norms=norms)
+        kernel = QKNormRope(table.cos, table.sin, heads, norms=norms, form=qk_norm_form)
 
         def on_copy(rows: Tensor, positions: Tensor) -> Tensor:
             return kernel.rotate(rows.clone(), positions)
@@ -156,7 +163,7 @@ class CpuOps(TorchOps):
             [rows] = self._samples(sum(heads.counts) * heads.head_dim)()
             return rows, self._sample_positions(len(rows))
 
-        operation = "rope" if norms is None else "qk_norm + rope"
+        operation = "rope" if norms is None else ROPE_OPERATIONS[qk_norm_form]
         shape = (heads.num_q + heads.num_kv, heads.head_dim)
         if not self._probe_kernel(operation, on_copy, shape, samples, dtype=self.dtype):
             return in_torch()

@@ -1,4 +1,4 @@
-"""The seam between model families and devices: the operations that a family binds, and how it calls them.
+"""`Ops`, the interface between model families and devices: the operations that a family binds and calls.
 
 At load a family binds its operations by checkpoint names (`Ops.linear`, `Ops.attention`, ...). In a
 step it calls them with rows [T, ...] and the `ForwardStep`. No operation holds a current step, and none
@@ -202,8 +202,8 @@ class FusableExperts:
 class FusableParts:
     """The operations of a layer that a device can run in one go.
 
-    hidden += after_attention(o_proj(attention(qkv(hidden))))
-    hidden += after_mlp(mlp(hidden))
+    hidden += scale * after_attention(o_proj(attention(qkv(hidden))))
+    hidden += scale * after_mlp(mlp(hidden))
 
     `qkv` and `mlp` begin with a norm, or read hidden as it is.
     """
@@ -214,6 +214,7 @@ class FusableParts:
     mlp: FusableMlp | FusableExperts
     after_attention: RowOp | None = None
     after_mlp: RowOp | None = None
+    scale: float = 1.0
 
 
 @runtime_checkable

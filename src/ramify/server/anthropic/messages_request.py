@@ -1,4 +1,4 @@
-"""Messages requests to generation requests."""
+"""Translate requests of the Messages API to generation requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat completion requests to generation requests."""
+"""Translate chat completion requests to generation requests."""
 
 from __future__ import annotations
 

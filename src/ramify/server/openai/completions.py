@@ -1,4 +1,4 @@
-"""Completion requests to generation requests, and their response: plain prompts, no chat template."""
+"""Translate completion requests (no chat template) to generation requests, and build their responses."""
 
 from __future__ import annotations
 

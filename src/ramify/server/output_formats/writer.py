@@ -1,4 +1,4 @@
-"""Turns what parsers find into events: white space, call ids."""
+"""`EventWriter`: makes events of what a parser reads; trims white space, draws call ids."""
 
 from __future__ import annotations
 
