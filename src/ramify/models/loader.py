@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ramify.attention.exactness import ProbeStore
 from ramify.errors import ConfigError, UnsupportedModelError
-from ramify.models.checkpoint_tensors import load_weights
+from ramify.models.checkpoint_tensors import HEAD, load_weights, tensor_names
 from ramify.models.config import ModelConfig, token_ids
 from ramify.models.config_fields import read_json
 from ramify.models.decoder import CausalDecoder, Decoder, DecoderBinding
@@ -27,6 +27,7 @@ from ramify.models.ops.quantized import QuantizedWeight, Weight
 from ramify.models.ops.registry import OpsFactory, select_ops
 from ramify.models.stacked_experts import StackedExperts
 from ramify.models.weight_layout import OrderedWeights
+from ramify.models.wrappers import find_wrapper, text_fields
 
 # By architecture; all others are dense.
 BINDINGS: dict[str, DecoderBinding] = {
@@ -43,9 +44,12 @@ def read_config(path: Path) -> ModelConfig:
         CheckpointError: config.json is unreadable or contradicts itself.
         UnsupportedModelError: the model is not supported.
     """
-    source = path / "config.json"
-    fields = read_json(source)
-    config = _model_config(path, fields)
+    fields = read_json(path / "config.json")
+    wrapper = find_wrapper(fields)
+    if wrapper is not None:
+        has_head = any(name.endswith(HEAD) for name in tensor_names(path))
+        fields = text_fields(fields, str(path / "config.json"), wrapper, has_head=has_head)
+    config = dataclasses.replace(_model_config(path, fields), wrapper=wrapper)
     generation = path / "generation_config.json"
     if not generation.is_file():
         return config

@@ -171,7 +171,7 @@ def read_chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]
     """Sources of a checkpoint's chat templates by name.
 
     Files (`chat_template.jinja`, `additional_chat_templates/*.jinja`) win over the entries of
-    `tokenizer_config.json`, which is `config`.
+    `tokenizer_config.json`, which is `config`, and those over `chat_template.json`.
 
     Raises:
         CheckpointError: a file cannot be read.
@@ -184,6 +184,11 @@ def read_chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]
         for entry in configured:
             if isinstance(entry, Mapping) and {"name", "template"} <= entry.keys():
                 templates[str(entry["name"])] = str(entry["template"])
+    processor = path / "chat_template.json"
+    if DEFAULT not in templates and processor.is_file():
+        # Models that read images too have their template beside the processor.
+        configured = _read_processor_template(processor)
+        templates |= {} if configured is None else {DEFAULT: configured}
     files = {DEFAULT: path / "chat_template.jinja"}
     files |= {file.stem: file for file in (path / "additional_chat_templates").glob("*.jinja")}
     for name, file in files.items():
@@ -193,3 +198,15 @@ def read_chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]
             except (OSError, UnicodeDecodeError) as error:
                 raise CheckpointError(f"{file} cannot be read: {error}") from error
     return templates
+
+
+def _read_processor_template(file: Path) -> str | None:
+    """`chat_template` of a processor's `chat_template.json`; None without that field."""
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}; download it again") from error
+    template = fields.get("chat_template") if isinstance(fields, dict) else None
+    if template is not None and not isinstance(template, str):
+        raise CheckpointError(f"{file}: chat_template must be a text; download it again")
+    return template
