@@ -127,8 +127,7 @@ class Matcher:
     def _candidates(self, request: StoredRequest) -> list[int]:
         side = self._comparer.side(request)
         numbers: dict[int, None] = {}
-        tree = self._raw.get(_raw_key(side))
-        if tree is not None:
+        for tree in filter(None, map(self._raw.get, _raw_keys(side))):
             for visit in reversed(tree.visit(side.prompt)[-2:]):
                 numbers.update(dict.fromkeys(visit.recent[:-3:-1]))
         for visit in reversed(self._mended.visit(self._mended_prompt(side))[-3:]):
@@ -143,10 +142,11 @@ class Matcher:
             return
         side = self._comparer.side(request)
         self._drop_pending(request)
-        tree = self._raw.get(_raw_key(side))
-        if tree is None:
-            tree = self._raw[_raw_key(side)] = UnitTree(self._corpus)
-        tree.insert(side.prompt, request.number)
+        for key in _raw_keys(side):
+            tree = self._raw.get(key)
+            if tree is None:
+                tree = self._raw[key] = UnitTree(self._corpus)
+            tree.insert(side.prompt, request.number)
         self._mended.insert(self._mended_prompt(side), request.number)
         for key in self._keys_to_store(side):
             newest = self._newest.setdefault(key, [])
@@ -237,9 +237,10 @@ def _is_in_message(difference: Difference) -> bool:
     return difference.is_waste and difference.segment.startswith("messages[")
 
 
-def _raw_key(side: Side) -> tuple[object, ...]:
-    info = side.request.info
-    return (info.cache_scope, tuple(side.settings.items()))
+def _raw_keys(side: Side) -> list[tuple[object, ...]]:
+    """The trees of a prompt: that of its cache scope, and that of equal texts in any scope."""
+    scope, settings = side.request.info.cache_scope, tuple(side.settings.items())
+    return [(scope, settings), (None, settings)] if scope else [(scope, settings)]
 
 
 def _ready_s(request: StoredRequest) -> float | None:
