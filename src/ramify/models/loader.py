@@ -18,10 +18,10 @@ from ramify.errors import ConfigError, UnsupportedModelError
 from ramify.models.checkpoint_tensors import HEAD, load_weights, tensor_names
 from ramify.models.config import ModelConfig, token_ids
 from ramify.models.config_fields import read_json
-from ramify.models.decoder import CausalDecoder, Decoder, Family
+from ramify.models.decoder import CausalDecoder, Decoder, DecoderBinding
 from ramify.models.deepseek import DEEPSEEK
 from ramify.models.dense import DENSE
-from ramify.models.families import FAMILIES as NATIVE
+from ramify.models.families import FAMILIES
 from ramify.models.hf_config import read_hf_config
 from ramify.models.ops.quantized import QuantizedWeight, Weight
 from ramify.models.ops.registry import OpsFactory, select_ops
@@ -29,8 +29,8 @@ from ramify.models.stacked_experts import StackedExperts
 from ramify.models.weight_layout import OrderedWeights
 from ramify.models.wrappers import find_wrapper, text_fields
 
-# Families by architecture; all others are dense.
-FAMILIES: dict[str, Family] = {
+# By architecture; all others are dense.
+BINDINGS: dict[str, DecoderBinding] = {
     "DeepseekV2ForCausalLM": DEEPSEEK,
     "DeepseekV3ForCausalLM": DEEPSEEK,
     "DeepseekV32ForCausalLM": DEEPSEEK,
@@ -65,8 +65,8 @@ def _model_config(path: Path, fields: dict[str, Any]) -> ModelConfig:
     """Of our own families, else of transformers."""
     named = fields.get("architectures") or []
     is_named = isinstance(named, list) and bool(named)
-    known = {family.model_type for family in NATIVE.values()}
-    is_native = str(named[0]) in NATIVE if is_named else str(fields.get("model_type")) in known
+    known = {family.model_type for family in FAMILIES.values()}
+    is_native = str(named[0]) in FAMILIES if is_named else str(fields.get("model_type")) in known
     if is_native:
         return ModelConfig.from_hf(fields, str(path / "config.json"))
     return read_hf_config(path, fields)
@@ -121,8 +121,8 @@ def load_model(
             exact=exact,
             store=store,
         )
-        family = FAMILIES.get(config.architecture, DENSE)
-        return Decoder(config, bound, family, on_layer=partial(advance, share))
+        binding = BINDINGS.get(config.architecture, DENSE)
+        return Decoder(config, bound, binding, on_layer=partial(advance, share))
 
 
 def _quantized(name: str, weight: Weight, config: ModelConfig) -> Weight:
