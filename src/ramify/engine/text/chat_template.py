@@ -11,9 +11,13 @@ from typing import Any, NoReturn
 from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ramify.errors import ChatTemplateError, CheckpointError
+from ramify.engine.text.template_limits import (
+    LimitedEnvironment,
+    TemplateLimitError,
+    limited_rendering,
+)
+from ramify.errors import ChatTemplateError, ChatTemplateLimitError, CheckpointError
 
 DEFAULT, TOOL_USE, RAG = "default", "tool_use", "rag"
 
@@ -112,12 +116,20 @@ class ChatTemplates:
         ]
         try:
             template = self._template(name)
-            try:
-                return template.render(variables, messages=without_none)
-            except _TEMPLATE_FAULTS:
-                if without_none == list(messages):
+            with limited_rendering():
+                try:
+                    return template.render(variables, messages=without_none)
+                except TemplateLimitError:
                     raise
-                return template.render(variables, messages=messages)
+                except _TEMPLATE_FAULTS:
+                    if without_none == list(messages):
+                        raise
+                    return template.render(variables, messages=messages)
+        except TemplateLimitError as error:
+            raise ChatTemplateLimitError(
+                f"the chat template cannot render these {len(messages)} messages: {error}; send "
+                "shorter messages, or replace the checkpoint's chat_template.jinja"
+            ) from error
         except _TEMPLATE_FAULTS as error:
             raise ChatTemplateError(
                 f"the chat template cannot render these {len(messages)} messages: {error}"
@@ -135,12 +147,13 @@ class _GenerationTag(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
+def _environment() -> LimitedEnvironment:
     """Jinja with what chat templates expect; sandboxed, because a template is foreign code."""
-    environment = ImmutableSandboxedEnvironment(
+    environment = LimitedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
     )
     environment.filters["tojson"] = _to_json
+    environment.limit_filters()
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = _strftime_now
     return environment
