@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ramify.attention.exactness import FP32_ROW_MULTIPLE
-from ramify.models.moe_config import SWIGLU_ALPHA, SWIGLU_LIMIT
+from ramify.kernels.cpu.abi import SWIGLU_ALPHA, SWIGLU_LIMIT
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
@@ -90,7 +90,7 @@ def clamped_swiglu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
     return (wide / (1 + torch.exp(-SWIGLU_ALPHA * wide)) * lifted).to(gate.dtype)
 
 
-ACTIVATIONS = {
+GATED_ACTIVATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "silu_mul": silu_and_mul,
     "gelu_tanh_mul": gelu_tanh_and_mul,
     "gelu_mul": gelu_and_mul,
