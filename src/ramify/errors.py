@@ -186,6 +186,10 @@ class ChatTemplateError(RequestError):
     """The checkpoint has no chat template, or it cannot render these messages."""
 
 
+class ChatTemplateLimitError(RequestError):
+    """The chat template runs too long, or writes too much; no ChatTemplateError, which probes catch."""
+
+
 class UnknownRequestError(RequestError, KeyError):
     """No live request has this id."""
 

@@ -148,7 +148,7 @@ def _is_deep(schema: object) -> bool:
                 below += value.values()
             elif isinstance(value, list | tuple):
                 below += value
-        # A level of so many values makes a text that is refused for its length.
+        # A level with more values than that makes a text above MAX_FORMAT_BYTES, which is refused.
         if not below or len(below) > MAX_FORMAT_BYTES:
             return False
         level = below

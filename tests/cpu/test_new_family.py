@@ -17,7 +17,7 @@ from ramify.attention.exactness import ProbeStore
 from ramify.engine.execution.runner import ModelRunner
 from ramify.kv.pool import KVPool
 from ramify.models.config import ModelConfig
-from ramify.models.decoder import Decoder, Family
+from ramify.models.decoder import Decoder, DecoderBinding
 from ramify.models.kv_cache_spec import attention_spec, kv_layout
 from ramify.models.ops.mlp import Mlp
 from ramify.models.ops.protocol import Attended, Embedding, ForwardStep, Heads, LmHead, Norm, Ops
@@ -61,7 +61,7 @@ def gemma_lm_head(ops: Ops, config: ModelConfig) -> LmHead:
     return ops.lm_head("model.embed_tokens", norm=norm, soft_cap=5.0)
 
 
-GEMMA = Family(GemmaLayer, gemma_embedding, gemma_lm_head)
+GEMMA = DecoderBinding(GemmaLayer, gemma_embedding, gemma_lm_head)
 
 CONFIG = ModelConfig(
     architecture="Gemma2ForCausalLM",

@@ -269,12 +269,28 @@ def is_continuation(a: Side, b: Side) -> bool:
 
 
 def _begins_with_all(a: Side, b: Side) -> bool:
-    """Whether the same program's prompt begins with all messages of the earlier one, short as they are."""
+    """Whether the same program's prompt begins with all messages of the earlier one, short as they are.
+
+    Values may have changed, and media may be gone or have another text in their place.
+    """
     if len(a.rest) >= len(b.rest):
         return False
     (head_a, talk_a), (head_b, talk_b) = a.head_and_talk, b.head_and_talk
-    is_longer = 0 < len(talk_a) < len(talk_b) and bool(head_a)
-    return is_longer and head_a == head_b and talk_b[: len(talk_a)] == talk_a
+    if not head_a or head_a != head_b or not talk_a:
+        return False
+    at = 0
+    for place in talk_a:
+        is_media = a.corpus.units[a.rest[place]].form is TextForm.MEDIA
+        if at == len(talk_b):
+            return False
+        other = talk_b[at]
+        if is_media:
+            at += a.message_of[place] == b.message_of[other]
+        elif a.normals[place] == b.normals[other] or a.canonical(place) == b.canonical(other):
+            at += 1
+        else:
+            return False
+    return at < len(talk_b) and b.message_of[talk_b[at]] != a.message_of[talk_a[-1]]
 
 
 def _goes_on_after_answer(a: Side, b: Side) -> bool:

@@ -9,7 +9,7 @@ from ramify.analysis.corpus import Corpus
 from ramify.analysis.prompt_sides import Side
 from ramify.analysis.summaries import is_summary, says_that_talk_goes_on
 
-MIN_SUMMARY = 60  # code points of a summary
+MIN_SUMMARY = 60  # code points; a shorter one has to say of what it is one
 MIN_EQUAL = 8  # code points of a message that says where two histories are equal again
 
 
@@ -44,9 +44,10 @@ class HistoryChanges:
         if b.role(j) == "system" == a.role(i) and got.startswith(had):
             got = got[len(had) :].lstrip()  # the system prompt takes the summary in
         roles = ("user", "system", "assistant")
-        if b.role(j) not in roles or len(got) < MIN_SUMMARY or had == got:
+        if b.role(j) not in roles or had == got:
             return False
-        if not is_summary(got, is_certain=not self._continues):
+        is_certain = not self._continues or len(got) < MIN_SUMMARY
+        if not is_summary(got, is_certain=is_certain):
             return False
         is_newest = b.message_of[j] == b.message_of[-1]
         is_talk = self._continues or not is_newest or len(a.rest) - i > 2

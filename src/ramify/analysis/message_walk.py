@@ -19,6 +19,7 @@ from ramify.analysis.templates import Templates
 from ramify.analysis.text_diff import common_prefix_len
 from ramify.analysis.verdicts import CauseName, Certainty
 
+MIN_TAIL = 60  # code points behind a value in a summary, so that the summary is the same
 MIN_RECOVERED = 16  # tokens behind a value in a user's message, so that the value is waste
 
 _THINK = re.compile(r"<think(?:ing)?>.*?</think(?:ing)?>\s*", re.DOTALL)
@@ -264,13 +265,13 @@ class MessageWalk:
         )
         if pair is None:
             return False
+        if pair.stop_char is not None and self._history.next_equal(self._i, self._j) is not None:
+            return False
+        if _is_reworded(pair) and self._history.replaces_summary(self._i, self._j):
+            self._is_at_summary = True
+            self._stop()
+            return True
         if pair.stop_char is not None:
-            if self._history.next_equal(self._i, self._j) is not None:
-                return False
-            if self._history.replaces_summary(self._i, self._j):
-                self._is_at_summary = True
-                self._stop()
-                return True
             label = self._corpus.units[b.rest[self._j]].label
             if "thinking" not in label and self._step_result():
                 return True
@@ -433,6 +434,12 @@ class MessageWalk:
             different = np.flatnonzero(mine[:length] != other[:length])
             self.num_shared += int(different[0]) if len(different) else length
         self._is_done = True
+
+
+def _is_reworded(pair: PairDifferences) -> bool:
+    """Whether a text has other content, or values with little equal text behind them."""
+    has_values = any(item.cause in VALUES for item in pair.differences)
+    return pair.stop_char is not None or (has_values and pair.tail_chars < MIN_TAIL)
 
 
 def _is_said(label: str) -> bool:

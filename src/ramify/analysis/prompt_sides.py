@@ -95,11 +95,14 @@ class Side:
 
     @cached_property
     def head_and_talk(self) -> tuple[list[int], list[int]]:
-        """System prompts with their values masked, and the other messages in normal form."""
-        is_system = [self.role(at) == "system" for at in range(len(self.rest))]
-        head = [u for u, is_head in zip(self.rest, is_system, strict=True) if is_head]
-        talk = [u for u, is_head in zip(self.normals, is_system, strict=True) if not is_head]
-        return [self.templates.canonical(unit) for unit in head], talk
+        """System prompts with their values masked, and the places of the other messages."""
+        places = range(len(self.rest))
+        talk = [at for at in places if self.role(at) != "system"]
+        return [self.canonical(at) for at in places if self.role(at) == "system"], talk
+
+    def canonical(self, at: int) -> int:
+        """A segment after the tools with its values masked."""
+        return self.templates.canonical(self.rest[at])
 
     @cached_property
     def summary_at(self) -> int | None:

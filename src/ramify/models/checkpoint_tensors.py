@@ -16,6 +16,7 @@ from ramify.models.config import ModelConfig
 from ramify.models.config_fields import read_json
 from ramify.models.families import FAMILIES
 from ramify.models.find_checkpoint import INDEX, PICKLED_ONLY, pickled_weights
+from ramify.models.wrappers import is_other_part, text_tensor_name
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # As safetensors names them.
@@ -126,7 +127,7 @@ def load_weights(path: Path, config: ModelConfig, *, dtype: torch.dtype) -> Chec
                         f"{file} lacks the tensor {shortened(name)} that {INDEX} promises; download both again"
                     )
                 for stored_name in sorted(present):
-                    name = _full_name(stored_name, shapes)
+                    name = _full_name(stored_name, shapes, config)
                     is_duplicate = name == HEAD and config.tie_word_embeddings
                     if name not in shapes and not is_duplicate:
                         if _is_ignorable(name, config):
@@ -168,8 +169,10 @@ def load_weights(path: Path, config: ModelConfig, *, dtype: torch.dtype) -> Chec
     return tensors
 
 
-def _full_name(name: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """The name of a tensor in the whole model: base models, as for embeddings, leave out `model.`."""
+def _full_name(name: str, shapes: Mapping[str, tuple[int, ...]], config: ModelConfig) -> str:
+    """The name of a tensor in a text model: base models, as for embeddings, leave out `model.`."""
+    if config.wrapper is not None:
+        name = text_tensor_name(name)
     full = f"model.{name}"
     return full if name not in shapes and full in shapes else name
 
@@ -191,6 +194,22 @@ def checkpoint_shapes(path: Path, config: ModelConfig) -> dict[str, tuple[int, .
         except (SafetensorError, OSError) as error:
             raise _corrupt(file, error) from error
     return shapes
+
+
+def tensor_names(path: Path) -> set[str]:
+    """Names of all tensors in a checkpoint's files.
+
+    Raises:
+        CheckpointError: see `load_weights`.
+    """
+    names: set[str] = set()
+    for file in weight_files(path):
+        try:
+            with safe_open(file, framework="pt", device="cpu") as shard:
+                names |= set(shard.keys())
+        except (SafetensorError, OSError) as error:
+            raise _corrupt(file, error) from error
+    return names
 
 
 def weight_files(path: Path) -> dict[Path, frozenset[str]]:
@@ -262,7 +281,9 @@ def _stored_dtype(stored: str, file: Path, name: str, *, is_packed: bool) -> tor
 
 
 def _is_ignorable(name: str, config: ModelConfig) -> bool:
-    """Whether to skip a tensor: a buffer that older tools saved, or a multi-token-prediction layer."""
+    """Whether to skip a tensor: a buffer that older tools saved, a draft layer, an encoder of images."""
+    if config.wrapper is not None and is_other_part(name):
+        return True
     layer = name.removeprefix("model.layers.").split(".")[0]
     has_mtp = FAMILIES[config.architecture].has_mtp_layers
     if has_mtp and layer.isdecimal() and int(layer) >= config.num_layers:

@@ -62,6 +62,7 @@ class ModelConfig:
     torch_dtype: str = "float32"
     mla: MlaConfig | None = None
     moe: MoeConfig | None = None
+    wrapper: str | None = None  # architecture of the whole, of which this is the text decoder
     is_native: bool = True  # False: transformers' own modules compute it (`models/hf.py`)
 
     def window_of(self, layer: int) -> int | None:

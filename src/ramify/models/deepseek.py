@@ -8,7 +8,7 @@ from torch import Tensor
 from ramify.attention.mla import MlaQuery, UpProjection
 from ramify.attention.sparse_index import IndexQuery
 from ramify.models.config import ModelConfig
-from ramify.models.decoder import Family
+from ramify.models.decoder import DecoderBinding
 from ramify.models.deepseek_config import IndexConfig, MlaConfig
 from ramify.models.moe import MoeMlp
 from ramify.models.ops.mlp import Mlp
@@ -123,4 +123,4 @@ def _up_projection(ops: Ops, name: str, mla: MlaConfig, num_heads: int) -> UpPro
     return UpProjection(w_uk.weight, w_uv.weight, w_uk, w_uv)
 
 
-DEEPSEEK = Family(DeepseekLayer)
+DEEPSEEK = DecoderBinding(DeepseekLayer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ramify.models.config import ModelConfig
-from ramify.models.decoder import Family, norm_of
+from ramify.models.decoder import DecoderBinding, norm_of
 from ramify.models.dense_variant import ActivationName
 from ramify.models.moe import MoeMlp
 from ramify.models.ops.mlp import Mlp
@@ -176,4 +176,4 @@ def _row_norm(ops: Ops, config: ModelConfig, layer: int, name: str | None) -> Ro
     return None if norm is None else ops.norm(norm)
 
 
-DENSE = Family(DenseLayer)
+DENSE = DecoderBinding(DenseLayer)

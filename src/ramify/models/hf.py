@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from ramify.models.ops.probe import dtype_name
 from ramify.models.ops.protocol import ForwardStep, Linear, Ops
 from ramify.models.ops.registry import OpsFactory
 
+T = TypeVar("T")
 NAME = "ramify_paged"
 # What the modules of transformers raise where they cannot do what is asked.
 FORWARD_ERRORS = (RuntimeError, IndexError, TypeError, ValueError, AttributeError)
@@ -69,7 +70,7 @@ class HfDecoder:
         def attend(call: AttentionCall) -> Tensor:
             return step.attention(call.layer, call.scaled_query(self._scale), call.key, call.value)
 
-        with _attending(attend):
+        with _set(_ATTEND, attend):
             return run_decoder(self._decoder, token_ids, step.positions)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -146,7 +147,7 @@ def load_hf_decoder(
 
         def run(rows: slice, positions: Tensor | None) -> Tensor:
             positions = torch.arange(len(token_ids)) if positions is None else positions
-            with _attending(probe.attend), _masking(probe.mask):
+            with _set(_ATTEND, probe.attend), _set(_MASK, probe.mask):
                 return run_decoder(_decoder_of(model), token_ids[rows], positions[rows])
 
         def own_at_positions() -> Tensor:
@@ -293,21 +294,12 @@ def _with_child(module: nn.Module, path: list[str], child: nn.Module) -> nn.Modu
 
 
 @contextmanager
-def _attending(attend: Callable[[AttentionCall], Tensor]) -> Iterator[None]:
-    token = _ATTEND.set(attend)
+def _set(variable: ContextVar[T], value: T) -> Iterator[None]:
+    token = variable.set(value)
     try:
         yield
     finally:
-        _ATTEND.reset(token)
-
-
-@contextmanager
-def _masking(mask: Callable[..., Any]) -> Iterator[None]:
-    token = _MASK.set(mask)
-    try:
-        yield
-    finally:
-        _MASK.reset(token)
+        variable.reset(token)
 
 
 def _attention(

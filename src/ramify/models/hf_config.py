@@ -14,6 +14,7 @@ from ramify.models.config_fields import MAX_LAYERS, ConfigFields
 from ramify.models.dense_variant import DenseVariant
 from ramify.models.families import FAMILIES
 from ramify.models.rope_config import NO_ROPE
+from ramify.models.wrappers import WRAPPERS
 
 # Rotary frequencies that follow the length of a request: its keys would differ from those of another
 # request with the same prefix.
@@ -85,7 +86,12 @@ def read_hf_config(path: Path, fields: Mapping[str, Any]) -> ModelConfig:
             f"{source}: {name} is an encoder-decoder; only causal decoders run"
         )
     config = whole.get_text_config(decoder=True)
-    model_class = _causal_class(whole) or _causal_class(config)
+    model_class = _causal_class(whole)
+    if model_class is None and config is not whole and _causal_class(config) is not None:
+        raise UnsupportedModelError(
+            f"{source}: {name} is a text decoder (model_type {config.model_type!r}) with other parts; "
+            f"only the text decoders of {', '.join(WRAPPERS)} run without the whole"
+        )
     if model_class is None:
         raise UnsupportedModelError(
             f"{source}: transformers {__version__} has no causal decoder for {name} "

@@ -22,7 +22,12 @@ from tests.pure.analysis import planted_words as words
 from tests.pure.analysis.planted_bodies import Body, Piece
 from tests.pure.analysis.planted_prompts import App, Part, Prompt
 from tests.pure.analysis.planted_slots import Change, Moment, Plant
-from tests.pure.analysis.planted_truth import TrueDivergence, divergence_of, shared_chars
+from tests.pure.analysis.planted_truth import (
+    TrueDivergence,
+    divergence_of,
+    first_differing,
+    shared_chars,
+)
 from tests.pure.analysis.planted_words import Rng
 
 BODY_OF: dict[str, Callable[[Prompt], Body]] = {
@@ -259,8 +264,9 @@ class PlantedLog:
                 continue
             if not is_split and shared_chars(left[1], right[1]) >= shared_chars(*renders):
                 continue
-            # Equal values shorten what is shared, and diverge nowhere.
-            if alone in (None, divergence_of(*renders)) and not is_split:
+            # Equal values shorten what is shared, and diverge nowhere, or at the same content.
+            contents = first_differing(left[1], right[1])
+            if not is_split and (alone is None or contents == first_differing(*renders)):
                 continue
             segments = alone.paths if alone else frozenset()
             if is_split and cause in SCOPE_PATHS:

@@ -130,3 +130,25 @@ def test_of_lines_with_one_length_the_same_are_looked_up() -> None:
 
     best = [verdict.best_match_line for verdict in verdicts[20:]]
     assert sum(line == earlier for line, earlier in zip(best, range(1, 21), strict=True)) == 19
+
+
+def test_equal_text_of_another_tenant_is_the_longest_prefix() -> None:
+    """Requests of one tenant each: the one with the same white space is best, however old."""
+    rules = prose(random.Random(1), 200)
+    texts = [rules, *[rules.replace(" ", "  ", 1)] * 12, rules]
+
+    report = lint(
+        LoggedRequest(
+            "log",
+            line,
+            segments=(
+                Segment("system", SegmentKind.SYSTEM, text),
+                Segment("messages[0]", SegmentKind.MESSAGE, f"{line}?", label="user"),
+            ),
+            cache_scope=f"tenant {line}",
+        )
+        for line, text in enumerate(texts, 1)
+    )
+
+    assert report.verdicts[-1].best_match_line == 1
+    assert [str(cause.cause) for cause in report.verdicts[-1].causes] == ["namespace_split"]

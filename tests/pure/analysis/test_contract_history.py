@@ -337,3 +337,83 @@ def test_the_newest_message_may_be_edited(tmp_path: Path) -> None:
     ]  # fmt: skip
 
     assert causes(verdicts(tmp_path, *sent)[1]) == ["new_content"]
+
+
+def test_a_picture_may_go_where_a_counter_has_changed(tmp_path: Path) -> None:
+    """The first message is the same but for a state and the picture: the conversation goes on."""
+    url = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KAAAA"}}
+    blocks = [
+        {"type": "text", "text": f"<status>turn {turn}, {left} tokens of context left</status>\n{MORE}"}
+        for turn, left in ((1, 19937), (2, 18912))
+    ]  # fmt: skip
+    gone = {"type": "text", "text": "[image removed]"}
+
+    verdict = verdicts(
+        tmp_path,
+        chat(SYSTEM, message("user", [blocks[0], url])),
+        chat(SYSTEM, message("user", [blocks[1], gone]), *LATER),
+    )[1]
+
+    assert only(verdict) == [
+        ("path_or_state", "proved", "messages[1].content[0]"),
+        ("media_changed", "proved", "messages[1].content[1]"),
+    ]
+
+
+def test_a_long_question_beside_a_date_is_no_clock(tmp_path: Path) -> None:
+    """Both ask something else in a line that speaks of a date and has numbers."""
+    states = ["<todo>\n- [ ] step 1\n</todo>", "<todo>\n- [ ] step 4\n</todo>"]
+    asked = [
+        "about sourdough and typography, case 638961, where the buyer wrote yesterday that the parcel is late,",
+        "about bridges and orchids, case 104822, which came in without any word of the one who had ordered it,",
+    ]
+
+    verdict = verdicts(
+        tmp_path,
+        *(
+            chat(SYSTEM, message("user", f"{state}\n{MORE}\n\nTell me {text} and suggest a date."))
+            for state, text in zip(states, asked, strict=True)
+        ),
+    )[1]
+
+    assert causes(verdict) == ["path_or_state"]
+
+
+@pytest.mark.parametrize("kept", [TALK[4:], ()], ids=["before kept messages", "alone"])
+@pytest.mark.parametrize(
+    ("first", "second"), [("tides.", "ports."), ("a1.", "b2."), ("Ticket 8812 open.", "Ticket 9921 open.")]
+)  # fmt: skip
+def test_a_summary_may_be_a_word(
+    tmp_path: Path, first: str, second: str, kept: tuple[Json, ...]
+) -> None:
+    """Whatever the word looks like, it is no id: nothing equal stands behind it in the summary."""
+    heads = [message("user", f"{PREAMBLE}{text}") for text in (first, second)]
+    if kept:
+        heads = [
+            message("user", f"Summary of the conversation: {text}") for text in (first, second)
+        ]
+
+    made = verdicts(
+        tmp_path,
+        chat(SYSTEM, *TALK),
+        chat(SYSTEM, heads[0], *TALK[4:], *LATER),
+        chat(SYSTEM, heads[1], *kept),
+    )
+
+    assert [only(verdict) for verdict in made[1:]] == [
+        [("compaction", "proved", "messages[1]")]
+    ] * 2
+
+
+def test_a_clock_before_an_equal_summary_is_a_clock(tmp_path: Path) -> None:
+    """The same summary is sent again with another time in its first line."""
+    heads = [
+        message("user", f"Conversation summary, made at 2026-03-04 10:0{minute}:00. {MORE}")
+        for minute in (1, 7)
+    ]
+
+    verdict = verdicts(
+        tmp_path, chat(SYSTEM, heads[0], *TALK[4:]), chat(SYSTEM, heads[1], *TALK[4:], *LATER)
+    )[1]
+
+    assert only(verdict) == [("clock", "proved", "messages[1]")]

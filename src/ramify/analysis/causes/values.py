@@ -14,6 +14,7 @@ from typing import Protocol
 from ramify.analysis.causes.clocks import (
     follows_times,
     grows_unevenly,
+    is_prose,
     is_spelt_out,
     looks_like_clock,
     names_date,
@@ -124,8 +125,9 @@ class ClockValue:
         values = slot.filled
         if not values:
             return False
-        if _EVENT.search(slot.line_before):
-            return follows_times(slot.values, slot.times)  # else when something happened
+        if _EVENT.search(slot.line_before) or any(map(is_prose, values)):
+            # Else it is when something happened, or prose that speaks of a time.
+            return follows_times(slot.values, slot.times)
         if all(map(looks_like_clock, values)):
             return not _may_be_name(slot)  # April, May and June are names too
         if follows_times(slot.values, slot.times) or _AGO.match(slot.after):

@@ -7,6 +7,7 @@ In reading order:
     added_tokens         tokens that the checkpoint's other files name (`tokenizer_config.json`, ...)
     special_tokens       escapes special tokens in user text, so that they stay text
     chat_template        renders messages with the checkpoint's Jinja template, sandboxed
+    template_limits      processor time and sizes that a template may use
     detokenizer          the text of an answer, token by token
     incremental_encoder  tokenises only the new end of a conversation
     prompt_inputs        a prompt in any form (text, token ids, messages) to token ids

@@ -22,7 +22,7 @@ from ramify.server.output_formats.call_syntax import (
 
 TEXT = r"/(.|\n)*/"
 MAX_CALLS = 16  # in a row: some models would go on for ever
-# More arguments of a tool than this, or rules beyond so many characters, keep the schema's order.
+# A tool with more arguments, or longer rules, takes its arguments in the schema's order only.
 MAX_ANY_ORDER = 64  # bits of a rule's parameter
 MAX_ANY_ORDER_CHARS = 120_000
 _PLAIN_OBJECT = frozenset({"type", "properties", "required", "additionalProperties", "$defs"})
