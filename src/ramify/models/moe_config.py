@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ramify.errors import CheckpointError, UnsupportedModelError
-from ramify.kernels.cpu.abi import SWIGLU_ALPHA, SWIGLU_LIMIT
 from ramify.models.config_fields import MAX_PARTS, ConfigFields, shown
 
 Shapes = dict[str, tuple[int, ...]]
 # As a checkpoint has them: tensors of their own, stacked [num_experts, in, out] with gate and up
 # interleaved, or so in MXFP4.
 ExpertFormat = Literal["separate", "stacked", "mxfp4"]
+# Constants of gpt-oss's activation; `kernels.cpu.abi`, which imports nothing, has them too.
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 MXFP4_GROUP = 32  # weights that share a scale, in 16 bytes
 
 
