@@ -56,7 +56,7 @@ class Matcher:
         self._newest: dict[tuple[object, ...], list[int]] = {}
         self._rank: dict[int, int] = {}
         self._pending: list[tuple[float, int]] = []
-        self._pending_chains: dict[int, list[int]] = {}
+        self._pending_chains: dict[int, dict[int, None]] = {}  # numbers in order of start
 
     @property
     def comparer(self) -> Comparer:
@@ -208,7 +208,7 @@ class Matcher:
 
     def _note_pending(self, request: StoredRequest) -> None:
         for chain, _ in self._chains(request):
-            self._pending_chains.setdefault(chain, []).append(request.number)
+            self._pending_chains.setdefault(chain, {})[request.number] = None
 
     def _drop_pending(self, request: StoredRequest) -> None:
         if not self._pending_chains:
@@ -216,7 +216,7 @@ class Matcher:
         for chain, _ in self._chains(request):
             numbers = self._pending_chains.get(chain)
             if numbers and request.number in numbers:
-                numbers.remove(request.number)
+                del numbers[request.number]
                 if not numbers:
                     del self._pending_chains[chain]
 
@@ -229,7 +229,7 @@ class Matcher:
                 return None
             numbers = self._pending_chains.get(chain)
             if numbers:
-                return self._corpus.requests[numbers[-1]]
+                return self._corpus.requests[next(reversed(numbers))]
         return None
 
 

@@ -122,7 +122,8 @@ def analyze(
     for reason in reasons:
         typer.echo(f"over budget: {reason}", err=True)
     if analysis.is_partial:
-        typer.echo("interrupted: requests or parts of the report are missing", err=True)
+        missing = analysis.lint.interrupted or "requests or parts of the report are missing"
+        typer.echo(f"interrupted: {missing}", err=True)
         raise typer.Exit(INTERRUPTED)
     if reasons:
         raise typer.Exit(OVER_BUDGET)

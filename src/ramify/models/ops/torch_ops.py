@@ -19,14 +19,15 @@ from ramify.models.dense_variant import QkNormForm
 from ramify.models.moe_config import MoeConfig
 from ramify.models.ops import functional
 from ramify.models.ops.functional import (
-    ACTIVATIONS,
+    GATED_ACTIVATIONS,
+    PLAIN_ACTIVATIONS,
     apply_rotary,
     layer_norm,
     per_head_matmul,
     rms_norm,
 )
 from ramify.models.ops.layer_loop import LayerLoop
-from ramify.models.ops.mlp import GatedMlp, LoopedExperts
+from ramify.models.ops.mlp import LoopedExperts, Mlp
 from ramify.models.ops.probe import dtype_name, probe_row_op, sample_rows
 from ramify.models.ops.protocol import (
     Activation,
@@ -152,7 +153,7 @@ class TorchOps:
         else:
             matrix, verdict = choose_torch_linear(weight, bias, exact=self.exact, store=self._store)
             self._record(verdict)
-        return self._compose(norm, matrix, activation, len(weight) // 2)
+        return self._compose(norm, matrix, activation, len(weight))
 
     def norm(self, norm: Norm) -> RowOp:
         """See `Ops`."""
@@ -232,7 +233,7 @@ class TorchOps:
     ) -> Experts:
         """See `Ops`."""
         *gate_up, down = names
-        bind = partial(GatedMlp, self, activation=activation, gate_up=tuple(gate_up), down=down)
+        bind = partial(Mlp, self, activation=activation, gate_up=tuple(gate_up), down=down)
         routed = tuple(bind(f"{prefix}{number}.") for number in range(num_experts))
         return LoopedExperts(routed, None if shared is None else bind(shared))
 
@@ -301,17 +302,21 @@ class TorchOps:
     def _compose(
         self, norm: Norm | None, matrix: RowOp, activation: Activation | None, width: int
     ) -> Linear:
-        """A norm, a matrix, and an activation of halves of `width`, each called by itself."""
-        gate_mul = None
-        if activation is not None:
-            samples = self._samples(2 * width)
-            gate_mul = self.row_op(
-                activation,
-                ACTIVATIONS[activation],
-                (width,),
-                lambda: samples()[0].chunk(2, -1),
-            )
-        return ComposedLinear(None if norm is None else self.norm(norm), matrix, gate_mul)
+        """A norm, a matrix of `width` rows, and an activation, each called by itself."""
+        row_norm, num_parts = None if norm is None else self.norm(norm), 1
+        if activation is None:
+            return ComposedLinear(row_norm, matrix, None)
+        functions: Mapping[str, Callable[..., Tensor]] = PLAIN_ACTIVATIONS
+        if activation in GATED_ACTIVATIONS:
+            functions, num_parts = GATED_ACTIVATIONS, 2
+        samples = self._samples(width)
+        chosen = self.row_op(
+            activation,
+            functions[activation],
+            (width // num_parts,),
+            lambda: samples()[0].chunk(num_parts, -1),
+        )
+        return ComposedLinear(row_norm, matrix, chosen, num_parts)
 
     def _head_norm(self, norm: Norm, heads: Heads, num_heads: int) -> RowOp:
         """A norm of each of the first `num_heads` heads of a QKV row."""
