@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import re
 import subprocess
 import sys
 from collections.abc import Collection, Iterator
@@ -114,6 +115,19 @@ def test_names_say_what_they_own() -> None:
                 vague.append(f"{relative(path)}: {node.name}")
 
     assert not vague, f"name what it owns: {vague}"
+
+
+def test_reading_lists_name_modules_that_exist() -> None:
+    """A package docstring lists `- `module`: ...` for modules of the package only."""
+    stale = [
+        f"{relative(path)}: {name}"
+        for path in SOURCE.rglob("__init__.py")
+        for head in re.findall(r"^- (`[^:\n]*):", path.read_text(encoding="utf-8"), re.MULTILINE)
+        for name in re.findall(r"`(\w+)/?`", head)
+        if not (path.parent / f"{name}.py").exists() and not (path.parent / name).is_dir()
+    ]
+
+    assert not stale
 
 
 def test_no_path_of_one_machine_is_in_the_project() -> None:

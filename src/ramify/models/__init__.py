@@ -11,5 +11,6 @@ Below `engine`, which calls `loader.load_model` and runs a decoder's `forward` a
 - `kv_cache_spec`: K/V planes and attention spec of a config.
 - `find_checkpoint`, `checkpoint_tensors`, `stacked_experts`, `weight_layout`: directory -> weights.
 - `loader`: all of it -> decoder.
+- `wrappers`: the text decoder inside a checkpoint that also reads images or audio.
 - `hf`, `hf_config`, `hf_checks`: any other architecture, through transformers.
 """

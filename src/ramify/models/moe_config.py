@@ -12,7 +12,7 @@ Shapes = dict[str, tuple[int, ...]]
 # As a checkpoint has them: tensors of their own, stacked [num_experts, in, out] with gate and up
 # interleaved, or so in MXFP4.
 ExpertFormat = Literal["separate", "stacked", "mxfp4"]
-# Constants of gpt-oss's activation.
+# Constants of gpt-oss's activation; `kernels.cpu.abi`, which imports nothing, has them too.
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 MXFP4_GROUP = 32  # weights that share a scale, in 16 bytes
 
@@ -59,7 +59,7 @@ class MoeConfig:
         return shapes
 
     def stored_shapes(self, hidden_size: int) -> Shapes:
-        """Those that a checkpoint has, where they differ from `tensor_shapes` by `expert_format`."""
+        """Shapes in a checkpoint's files that differ from `tensor_shapes` by `expert_format`."""
         if self.expert_format == "separate":
             return self.tensor_shapes(hidden_size)
         shapes, prefix = self._router_shapes(hidden_size), f"{self.prefix}experts."

@@ -28,7 +28,16 @@ pytest.importorskip("numba", reason="the kernels need the extra ramify[cpu]")
 
 PAGE, LENGTH = 8, 150
 FAMILIES = ["Gemma2", "Gemma3", "Glm4", "Exaone4", "Olmo2", "Olmo3", "Granite", "HunYuanDenseV1"]
-FAMILIES += ["Qwen3Moe", "Mixtral", "Olmoe"]
+FAMILIES += [
+    "Starcoder2",
+    "StableLm",
+    "Cohere",
+    "Cohere2",
+    "Qwen3Moe",
+    "Mixtral",
+    "Olmoe",
+    "GptOss",
+]
 
 
 class LoopedOps(CpuOps):
@@ -80,7 +89,7 @@ def outcome(runner: ModelRunner, ends: list[list[int]]) -> list[Tensor]:
 def test_the_bits_are_those_of_the_operations_one_by_one(
     folder: Path, family: str, dtype: str
 ) -> None:
-    """Norms behind blocks, forms of QK norm, windows by layer, experts; in chunks, in decode, in one go."""
+    """Every kind of norm, block, activation, window and expert; in chunks, in decode, in one go."""
     path = folder / family
     if not path.exists():
         write_checkpoint(family, path)

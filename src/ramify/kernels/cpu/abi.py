@@ -34,7 +34,12 @@ OP_WIDE, OP_ROUTING = 5, 6
 QK_NORM_HEAD, QK_NORM_WIDTH, QK_NORM_AFTER_ROPE = range(3)
 
 # Epilogues of a GEMM. From SILU_MUL on they combine pairs of panels.
-STORE, ADD_RESIDUAL, SILU_MUL, GELU_TANH_MUL = range(4)
+STORE, ADD_RESIDUAL, GELU_TANH, SILU_MUL, GELU_TANH_MUL, CLAMPED_SWIGLU_MUL = range(6)
+# of CLAMPED_SWIGLU_MUL: gate * sigmoid(alpha * gate) * (up + 1), both clamped to the limit
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
+
+# A norm kind: layer norm, whose weights and then biases are float32 [2, width].
+LAYER_NORM = len(ITEM_BYTES)
 
 
 def round_up_to_cache_line(num_bytes: int) -> int:

@@ -14,11 +14,15 @@ from ramify.kernels.cpu.abi import (
     ADD_RESIDUAL,
     BF16,
     CACHE_LINE,
+    CLAMPED_SWIGLU_MUL,
     F32,
+    GELU_TANH,
     GELU_TANH_MUL,
     ITEM_BYTES,
     SILU_MUL,
     STORE,
+    SWIGLU_ALPHA,
+    SWIGLU_LIMIT,
 )
 from ramify.kernels.cpu.elementwise import f32_to_kind, round_to
 from ramify.kernels.cpu.jit import jit
@@ -251,6 +255,12 @@ def _emit_epilogue(builder: Any, kind: int, mode: int, args: list[Any]) -> None:
             scaled = builder.fmul(round_to(builder, x, kind), broadcast(builder, scale, LANES))
             before = load_as_f32(builder, address, kind, LANES)
             result = builder.fadd(before, round_to(builder, scaled, kind))
+        elif mode == GELU_TANH:
+            result = gelu_tanh(builder, round_to(builder, x, kind), kind)
+        elif mode == CLAMPED_SWIGLU_MUL:
+            result = clamped_swiglu(
+                builder, round_to(builder, x, kind), round_to(builder, up, kind)
+            )
         else:
             activation = silu if mode == SILU_MUL else gelu_tanh
             active = activation(builder, round_to(builder, x, kind), kind)
@@ -264,8 +274,10 @@ def run_epilogue(_: Any, kind: Any, mode: Any, scale: Any, sums: Any, ups: Any, 
 
     - STORE: into = sums.
     - ADD_RESIDUAL: into += scale * sums; sums, product and result are rounded.
+    - GELU_TANH: into = gelu(sums); both are rounded.
     - SILU_MUL, GELU_TANH_MUL: into = silu(sums) * ups, or gelu; sums, ups, activation and product are
       rounded.
+    - CLAMPED_SWIGLU_MUL: see `clamped_swiglu`; sums, ups and result are rounded.
     """
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
@@ -275,8 +287,8 @@ def run_epilogue(_: Any, kind: Any, mode: Any, scale: Any, sums: Any, ups: Any, 
             def emit_mode(case: int) -> None:
                 _emit_epilogue(builder, stored, case, operands)
 
-            modes = STORE, ADD_RESIDUAL, SILU_MUL, GELU_TANH_MUL
-            _emit_cases(builder, mode, modes, emit_mode)
+            gated = SILU_MUL, GELU_TANH_MUL, CLAMPED_SWIGLU_MUL
+            _emit_cases(builder, mode, (STORE, ADD_RESIDUAL, GELU_TANH, *gated), emit_mode)
 
         _emit_cases(builder, kind, (F32, BF16), emit_kind)
         return context.get_dummy_value()
@@ -295,6 +307,17 @@ def gelu_tanh(builder: Any, x: Any, kind: int) -> Any:
     inner = llvm_intrinsic(builder, "fma", cube, constant(0.044715, LANES), x)
     gate = builder.fmul(inner, constant(math.sqrt(8 / math.pi), LANES))
     return _times_sigmoid(builder, x, gate, kind)
+
+
+def clamped_swiglu(builder: Any, gate: Any, up: Any) -> Any:
+    """gate * sigmoid(SWIGLU_ALPHA * gate) * (up + 1), gate clamped from above, up on both sides; float32."""
+    limit, minus_limit = constant(SWIGLU_LIMIT, LANES), constant(-SWIGLU_LIMIT, LANES)
+    gate = builder.select(builder.fcmp_ordered(">", gate, limit), limit, gate)
+    up = builder.select(builder.fcmp_ordered(">", up, limit), limit, up)
+    up = builder.select(builder.fcmp_ordered("<", up, minus_limit), minus_limit, up)
+    argument = builder.fmul(gate, constant(SWIGLU_ALPHA, LANES))
+    active = _times_sigmoid(builder, gate, argument, F32)
+    return builder.fmul(active, builder.fadd(up, constant(1.0, LANES)))
 
 
 def _times_sigmoid(builder: Any, x: Any, gate: Any, kind: int) -> Any:

@@ -4,7 +4,7 @@
     gate/up GEMM (RMS norm, activation)      ->  down GEMM (+= hidden)
 
 With a norm behind attention or MLP, that GEMM stores its rows and an op adds their norm to hidden. In
-place of an MLP:
+parallel with attention, the gate/up GEMM comes before the O GEMM. In place of an MLP:
 
     RMS norm  ->  router GEMM  ->  route, group  ->  gate/up and down of experts  ->  combine (+= hidden)
 """
@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ramify.kernels.cpu.abi import (
     OP_FIELDS,
@@ -73,6 +74,7 @@ class LayerOps:
     ops: tuple[LayerOp, ...]
     # bytes of each buffer that the caller need not set, by number of rows
     buffer_bytes: Mapping[str, Callable[[int], int]]
+    sinks: Tensor | None
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -85,7 +87,7 @@ class LayerOps:
         parts = layer.fusable if isinstance(layer, FusableLayer) else None
         if parts is None:
             return None
-        if not isinstance(parts.attention, SplitAttention) or parts.attention.sinks is not None:
+        if not isinstance(parts.attention, SplitAttention):
             return None
         rope = parts.attention.qk_norm_rope
         qkv, o_proj = parts.qkv, parts.o_proj
@@ -96,25 +98,28 @@ class LayerOps:
         norms = parts.after_attention, parts.after_mlp
         if not all(norm is None or isinstance(norm, RowNorm) for norm in norms):
             return None
-        is_scaled = parts.scale != 1.0
-        if is_scaled and (any(norms) or isinstance(parts.mlp, FusableExperts)):
+        is_plain = parts.scale == 1.0 and not parts.is_parallel
+        if not is_plain and (any(norms) or isinstance(parts.mlp, FusableExperts)):
             return None
         mlp = _mlp_ops(parts, qkv.widths[0])
         if mlp is None:
             return None
+        mlp_ops, mlp_buffers = mlp
+        num_before = int(parts.is_parallel)  # ops that read hidden before attention's is added
         rope_op = LayerOp(
             partial(_rope_fields, rope, qkv.row_bytes), ((OP_ROWS, QKV),), _no_scratch, rope.eps
         )
         ops = (
             _gemm(qkv, HIDDEN, QKV),
             rope_op,
+            *mlp_ops[:num_before],
             *_add_gemm(o_proj, ATTN_OUT, parts.after_attention, parts.scale),
-            *mlp[0],
+            *mlp_ops[num_before:],
         )
-        buffers = dict(mlp[1])
+        buffers = dict(mlp_buffers)
         if any(norm is not None for norm in norms):
             buffers["block_out"] = _rows_of(o_proj.row_bytes)
-        return cls(qkv, rope, o_proj, ops, buffers)
+        return cls(qkv, rope, o_proj, ops, buffers, parts.attention.sinks)
 
 
 _Mlp = tuple[list[LayerOp], dict[str, Callable[[int], int]]]
@@ -271,6 +276,11 @@ class OpList:
         self._places, self._buffers = np.array(bound, np.int64).reshape(-1, 2).T.copy()
         self.eps = np.array([op.eps for op in self._ops])
         self.row_macs = sum(op.row_macs for op in self._ops)
+
+    def readers(self, buffer: str) -> NDArray[np.int64]:
+        """Places of the ops whose rows are this buffer."""
+        places = [place for place, op in enumerate(self._ops) if (OP_X, buffer) in op.buffers]
+        return np.array(places, np.int64)
 
     def fields(self, num_rows: int, num_workers: int) -> NDArray[np.int64]:
         """All ops for so many rows: [ops, OP_FIELDS], without addresses."""

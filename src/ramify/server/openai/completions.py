@@ -117,7 +117,7 @@ def completion_to_generations(
 
 
 def num_top_logprobs(request: CompletionRequest) -> int | None:
-    """How many logprobs each token has, beside its own; None if it has none."""
+    """Number of logprobs of each token, beside its own; None if it has none."""
     return None if request.logprobs is False else request.logprobs
 
 
