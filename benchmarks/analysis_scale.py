@@ -160,8 +160,8 @@ def measure(name: str, log: Path, num_requests: int) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         return {"failed": (done.stderr.strip().splitlines() or ["no message"])[-1]}
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return figures
 
 
 def main() -> None:
@@ -190,15 +190,15 @@ def main() -> None:
                 if name == "mooncake" and not log.exists():
                     print(f"{name:>10}  the trace is not at {log}")
                     continue
-                found = measure(name, log, num_requests)
-            results.setdefault(name, {})[num_requests] = found
-            if "failed" in found:
-                print(f"{name:>10}{num_requests:>12,}  failed: {found['failed']}")
+                figures = measure(name, log, num_requests)
+            results.setdefault(name, {})[num_requests] = figures
+            if "failed" in figures:
+                print(f"{name:>10}{num_requests:>12,}  failed: {figures['failed']}")
                 continue
             print(
-                f"{name:>10}{num_requests:>12,}{found['seconds']:>9.1f}"
-                f"{found['seconds'] / num_requests * 1e6:>12.1f}"
-                f"{found['peak_bytes'] / 1e6:>9,.0f}  {found['outcome']}",
+                f"{name:>10}{num_requests:>12,}{figures['seconds']:>9.1f}"
+                f"{figures['seconds'] / num_requests * 1e6:>12.1f}"
+                f"{figures['peak_bytes'] / 1e6:>9,.0f}  {figures['outcome']}",
                 flush=True,
             )
     if args.json is not None:

@@ -24,6 +24,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from arguments import names
 from core.contract import AbsentError, Entry
 from core.policies import default_policies, hit_rates
 from core.registry import ENTRIES, NATIVE, OURS
@@ -188,15 +189,6 @@ def report_policies(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def parse() -> argparse.Namespace:
-    def names(known: dict[str, Any]) -> Any:
-        def split(text: str) -> list[str]:
-            chosen = [name for name in text.split(",") if name]
-            if unknown := set(chosen) - set(known):
-                raise argparse.ArgumentTypeError(f"{sorted(unknown)}; known are {list(known)}")
-            return chosen
-
-        return split
-
     parser = argparse.ArgumentParser(
         prog="cache_core.py", description=str(__doc__).splitlines()[0], allow_abbrev=False
     )

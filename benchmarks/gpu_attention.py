@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from machine import commit
 from torch import Tensor
 
 import ramify
@@ -191,16 +191,9 @@ def table(rows: list[Row]) -> str:
 
 def setting(device: torch.device, limits: Limits) -> dict[str, str]:
     """What is needed to read a figure."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
     return {
         "command": f"python benchmarks/gpu_attention.py {' '.join(sys.argv[1:])}".strip(),
-        "commit": f"ramify {ramify.__version__} ({commit or 'no git'})",
+        "commit": f"ramify {ramify.__version__} ({commit()})",
         "hardware": f"{torch.cuda.get_device_name(device)}, {platform.machine()}",
         "versions": f"torch {torch.__version__}, CUDA {torch.version.cuda}",
         "model": f"{NUM_HEADS} heads, {NUM_KV_HEADS} K/V heads, head_dim {HEAD_DIM}, "

@@ -49,10 +49,10 @@ from engines.contract import Setup
 from engines.judge import Verdict, hidden, judge, mismatches
 from engines.models import DTYPES, MODELS, TITLES, VALUE_BYTES, shape_of, write_model
 from engines.registry import OURS, planted
-from engines.report import commit, cpu_model
 from engines.run import LOAD_LIMIT_S, Worker
 from engines.stats import Spread
 from engines.workloads import Task
+from machine import commit, cpu_model
 
 ROOT = Path(__file__).parents[1]
 LIMIT_S = 300.0

@@ -17,7 +17,6 @@ import json
 import os
 import platform
 import random
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from machine import commit
 from transformers import AutoModelForCausalLM, StoppingCriteria
 from transformers.utils import logging as transformers_logging
 
@@ -228,19 +228,11 @@ def report(args: argparse.Namespace, rows: list[Row]) -> None:
 
 def setting(args: argparse.Namespace) -> str:
     """Describe model, dtype, sizes, machine and commit in two lines."""
-    here = Path(__file__).parent
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=here,
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
     return (
         f"{args.model or 'random Llama, 59 M parameters'}, {args.dtype}, exact={args.exact}; "
         f"{args.requests} requests of {args.shared} shared + {args.own} own tokens, {args.new} new; "
         f"single: {args.single} + {args.single_new}; greedy; medians of {args.repeats}\n"
-        f"ramify {ramify.__version__} ({commit or 'no git'}), torch {torch.__version__}, "
+        f"ramify {ramify.__version__} ({commit()}), torch {torch.__version__}, "
         f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads, "
         f"{platform.machine()}, {os.cpu_count()} cores"
     )

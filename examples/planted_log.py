@@ -135,12 +135,12 @@ def rendered(body: Body) -> str:
     return json.dumps([body.get("tools", []), body["messages"]])
 
 
-def shared(one: str, other: str) -> int:
+def shared(a: str, b: str) -> int:
     """Length of the common prefix."""
-    low, high = 0, min(len(one), len(other))
+    low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if one[:middle] == other[:middle] else (low, middle - 1)
+        low, high = (middle, high) if a[:middle] == b[:middle] else (low, middle - 1)
     return low
 
 

@@ -13,9 +13,11 @@ import sys
 from pathlib import Path
 
 from ramify.models.families import FAMILIES
+from ramify.models.wrappers import WRAPPERS
 from tests.cpu.family_templates import FAMILY_TEMPLATES, PUBLISHED, FamilyTemplate
 from tests.cpu.models.family_cases import CASES
 from tests.cpu.models.test_hf_adapter import REFUSED, SERVED, SERVED_INEXACT
+from tests.cpu.models.test_wrappers import CASES as WRAPPER_CASES
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 INTRO = """\
@@ -26,7 +28,7 @@ INTRO = """\
 A checkpoint directory or a hub model runs if its architecture is in the first table, or if transformers
 has it as a causal decoder. Weights are float32, bfloat16 or float16 safetensors, and MXFP4 ones of
 gpt-oss, which are widened at load; `scripts/gguf_to_checkpoint.py` widens a GGUF file to such a
-directory.
+directory. Of models that read images or audio too, the text decoder runs.
 
 ## Our own implementation
 
@@ -39,6 +41,17 @@ from the cache and in a second turn, across windows and the length of pre-traini
 `tests/cpu/test_deepseek.py`).
 
 | architecture | `model_type` | compared with these settings |
+|---|---|---|
+"""
+WRAPPED = """
+## Text decoders of models that read images or audio
+
+Of these checkpoints only the text decoder is loaded, if its kind (`model_type` in `text_config`) is in the
+first table; encoders and projectors stay on disk. Logits of text are compared with transformers' whole
+model (`tests/cpu/models/test_wrappers.py`). Cohere's `logit_scale` is applied, as in the text models; in
+these two wrappers transformers 5 leaves it out.
+
+| architecture | `model_type` | text decoder of the comparison |
 |---|---|---|
 """
 ADAPTER = """
@@ -113,6 +126,10 @@ def page() -> str:
         compared = "latent attention, experts" if family.is_latent else ", ".join(cases[name])
         compared = ", ".join((compared, *family.quant_methods))
         lines.append(f"| `{name}` | `{family.model_type}` | {compared} |\n")
+    lines.append(WRAPPED)
+    for name, wrapper in WRAPPERS.items():
+        kind = WRAPPER_CASES[name][0].get("model_type", wrapper.text_type)
+        lines.append(f"| `{name}` | `{wrapper.model_type}` | `{kind}` |\n")
     lines.append(TEMPLATES)
     lines += map(template_row, FAMILY_TEMPLATES)
     lines.append(ADAPTER)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
+
+from machine import commit, cpu_model
 
 from core.contract import Entry
 from core.policies import CAPACITIES, HitRates
@@ -18,32 +18,15 @@ from core.workloads import Workload
 
 def setting(versions: Mapping[str, str]) -> dict[str, str]:
     """Return the command, commit, machine and versions of a benchmark run."""
-    here = Path(__file__).parent
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=here,
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
     return {
         "command": f'make bench-core ARGS="{" ".join(sys.argv[1:])}"',
-        "commit": commit or "no git",
-        "cpu": _cpu_model(),
+        "commit": commit(),
+        "cpu": cpu_model(),
         "cores": str(os.cpu_count()),
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "system": f"{platform.system()} {platform.machine()}",
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
     }
-
-
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.processor() or "unknown"
 
 
 def speed_table(workload: Workload, cells: Sequence[Cell], base: Cell | None) -> str:

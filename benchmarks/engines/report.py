@@ -4,36 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import median
+
+from machine import commit, cpu_model
 
 from engines.registry import OURS, REFERENCE
 from engines.run import Cell, ratios
-
-
-def commit() -> str:
-    """The commit of this checkout, with `-dirty` if tracked files were changed."""
-    process = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return process.stdout.strip() or "no git"
-
-
-def cpu_model() -> str:
-    """The processor as the system names it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.processor() or "unknown"
 
 
 def setting(target: str, threads: int) -> dict[str, str]:

@@ -42,6 +42,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
+def shortened(value: object, limit: int = 200) -> str:
+    """A value as text of at most `limit` characters, to be quoted in a message."""
+    text = str(value)
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
 class RamifyError(Exception):
     """Base of everything raised on purpose."""
 
@@ -165,6 +171,10 @@ class InvalidParamsError(RequestError):
         super().__init__(f"{name}={value!r} is not possible: {name} must be {allowed}")
 
 
+class PromptPoolingError(RequestError):
+    """The checkpoint puts a prompt before texts, and its vectors leave that prompt's tokens out."""
+
+
 class DeadEndError(RequestError):
     """No token is allowed next, or the grammar needs too much work to say which."""
 
@@ -178,6 +188,10 @@ class DeadEndError(RequestError):
 
 class ChatTemplateError(RequestError):
     """The checkpoint has no chat template, or it cannot render these messages."""
+
+
+class ChatTemplateLimitError(RequestError):
+    """The chat template runs too long, or writes too much; no ChatTemplateError, which probes catch."""
 
 
 class UnknownRequestError(RequestError, KeyError):

@@ -148,7 +148,7 @@ def _is_deep(schema: object) -> bool:
                 below += value.values()
             elif isinstance(value, list | tuple):
                 below += value
-        # A level of so many values makes a text that is refused for its length.
+        # A level with more values than that makes a text above MAX_FORMAT_BYTES, which is refused.
         if not below or len(below) > MAX_FORMAT_BYTES:
             return False
         level = below
@@ -184,7 +184,7 @@ def _schema_text(schema: object) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of a request are sampled, and when it ends.
+    """Sampling parameters and stop conditions of a request.
 
     Logits pass through the options in the order of Hugging Face transformers: `logit_bias`,
     repetition, presence and frequency penalty, allowed tokens and grammar, temperature, `top_k`,

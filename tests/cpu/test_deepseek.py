@@ -337,7 +337,7 @@ def test_unsupported_settings_are_refused(
     ("changes", "message"),
     [
         ({"qk_rope_head_dim": 7}, "qk_rope_head_dim 7 is odd"),
-        ({"num_experts_per_tok": 5}, "5 experts per token cannot come from 2 of 4 groups"),
+        ({"num_experts_per_tok": 5}, "topk_group 2 of n_group 4"),
         ({"first_k_dense_replace": -1}, "first_k_dense_replace is -1"),
         ({"index_head_dim": 4}, "index_head_dim 4 is below"),
         ({"n_group": 8, "topk_group": 4}, "n_group 8 leaves 1 of 8 experts"),

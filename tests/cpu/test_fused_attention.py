@@ -232,22 +232,31 @@ def test_out_of_range_slots_and_positions_write_nothing(folder: Path) -> None:
 
 
 def test_supports_gives_the_reason_for_no(folder: Path) -> None:
-    """Another backend, K/V dtype, page size, or windows that differ by layer."""
+    """Another backend, K/V dtype or page size; sinks that the spec has not; another number of layers."""
     runner = runner_of(folder, "llama", "float32")
     pool, backend = runner.pool, runner.backend
+    none = [None] * pool.layout.num_layers
     assert isinstance(backend, CpuBackend)
-    assert FusedAttention.supports(backend, pool, torch.float32) is None
-    reason = FusedAttention.supports(backend, pool, torch.bfloat16)
+    assert FusedAttention.supports(backend, pool, torch.float32, none) is None
+    reason = FusedAttention.supports(backend, pool, torch.bfloat16, none)
     assert reason == "K/V in torch.float32 of a model in torch.bfloat16"
     blocked = BlockedBackend(backend.spec, torch.device("cpu"))
-    assert FusedAttention.supports(blocked, pool, torch.float32) == "BlockedBackend over KVPool"
+    assert (
+        FusedAttention.supports(blocked, pool, torch.float32, none) == "BlockedBackend over KVPool"
+    )
     assert fused_attention_of(runner_of(folder, "llama", "float32", kv_dtype=torch.int8)) is None
     bfloat16_pool = KVPool(pool.layout, 4, PAGE, dtype=torch.bfloat16)
-    reason = FusedAttention.supports(backend, bfloat16_pool, torch.float32)
+    reason = FusedAttention.supports(backend, bfloat16_pool, torch.float32, none)
     assert reason == "K/V in torch.bfloat16 of a model in torch.float32"
     other_pages = KVPool(pool.layout, 4, 2 * PAGE)
-    reason = FusedAttention.supports(backend, other_pages, torch.float32)
+    reason = FusedAttention.supports(backend, other_pages, torch.float32, none)
     assert reason is not None and "it must be contiguous, [pages, 8, " in reason
+    sinks = [torch.zeros(backend.spec.num_heads)] * pool.layout.num_layers
+    reason = FusedAttention.supports(backend, pool, torch.float32, sinks)
+    assert reason is not None and "they must be None" in reason
+    assert (
+        FusedAttention.supports(backend, pool, torch.float32, none[1:]) == "2 layers over 3 of K/V"
+    )
 
 
 def test_a_replaced_model_pool_or_backend_is_used(folder: Path) -> None:

@@ -224,7 +224,7 @@ def test_absent_fields_get_the_familys_defaults() -> None:
     assert (config.num_kv_heads, config.head_dim) == (4, 16)
     assert config.rms_norm_eps == 1e-6
     assert config.rope.theta == 10000.0
-    assert (config.bos_token_id, config.eos_token_ids) == (1, (2,))
+    assert config.eos_token_ids == (2,)
     assert config.torch_dtype == "float32"
     assert config.window_of(0) is None
     assert not (config.attention_bias or config.o_bias or config.mlp_bias)
@@ -305,8 +305,7 @@ def test_unsupported_settings_are_refused(changes: dict[str, Any], message: str)
         ({"rope_scaling": "linear"}, "rope_scaling is 'linear'"),
         ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "short_factor must be"),
-        ({"eos_token_id": "</s>"}, "eos_token_id '</s>'"),
-        ({"bos_token_id": "<s>"}, "bos_token_id '<s>'"),
+        ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'"),
     ],
 )
 def test_broken_configs_are_refused(changes: dict[str, Any], message: str) -> None:

@@ -17,9 +17,9 @@ from ramify.attention.exactness import ProbeStore
 from ramify.engine.execution.runner import ModelRunner
 from ramify.kv.pool import KVPool
 from ramify.models.config import ModelConfig
-from ramify.models.decoder import Decoder, Family
+from ramify.models.decoder import Decoder, DecoderBinding
 from ramify.models.kv_cache_spec import attention_spec, kv_layout
-from ramify.models.ops.mlp import GatedMlp
+from ramify.models.ops.mlp import Mlp
 from ramify.models.ops.protocol import Attended, Embedding, ForwardStep, Heads, LmHead, Norm, Ops
 from ramify.models.ops.registry import OPS
 from ramify.models.rope_config import RopeConfig
@@ -42,7 +42,7 @@ class GemmaLayer:
         self.attention = ops.attention(layer, heads, config.rope)
         self.o_proj = ops.linear(f"{attn}o_proj", shard="rows")
         self.attention_norm, self.mlp_norm = ops.norm(after), ops.norm(after_mlp)
-        self.mlp = GatedMlp(ops, f"{prefix}mlp.", norm=before_mlp, activation="gelu_tanh_mul")
+        self.mlp = Mlp(ops, f"{prefix}mlp.", norm=before_mlp, activation="gelu_tanh_mul")
 
     def attend(self, hidden: Tensor, step: ForwardStep) -> Attended:
         return self.attention(self.qkv(hidden, step), step)
@@ -61,7 +61,7 @@ def gemma_lm_head(ops: Ops, config: ModelConfig) -> LmHead:
     return ops.lm_head("model.embed_tokens", norm=norm, soft_cap=5.0)
 
 
-GEMMA = Family(GemmaLayer, gemma_embedding, gemma_lm_head)
+GEMMA = DecoderBinding(GemmaLayer, gemma_embedding, gemma_lm_head)
 
 CONFIG = ModelConfig(
     architecture="Gemma2ForCausalLM",

@@ -16,7 +16,7 @@ from ramify.errors import ConfigError
 from ramify.models.checkpoint_tensors import load_weights
 from ramify.models.decoder import Decoder
 from ramify.models.dense import DENSE
-from ramify.models.loader import FAMILIES, load_model, read_config
+from ramify.models.loader import BINDINGS, load_model, read_config
 from ramify.models.ops import cpu_ops, registry
 from ramify.models.ops.cpu_layers import FusedLayers
 from ramify.models.ops.cpu_ops import CpuOps
@@ -149,7 +149,7 @@ def test_every_family_is_kept_from_devices() -> None:
     contracts = pyproject["tool"]["importlinter"]["contracts"]
     [listed] = [item["source_modules"] for item in contracts if item["id"] == "families"]
 
-    modules = {inspect.getmodule(family.layer) for family in (DENSE, *FAMILIES.values())}
+    modules = {inspect.getmodule(binding.layer) for binding in (DENSE, *BINDINGS.values())}
 
     assert {module.__name__ for module in modules if module is not None} <= {*listed}
 

@@ -15,10 +15,17 @@ from torch import Tensor
 from ramify.attention.backends.cpu import CpuBackend
 from ramify.attention.exactness import PROBE_ROW_COUNTS, batch_variant_row_counts
 from ramify.errors import ConfigError
+from ramify.models.dense_variant import QkNormForm
 from ramify.models.ops.cpu_linear import PackedLinear, packed_gemm_supports
 from ramify.models.ops.cpu_rope import QKNormRope
-from ramify.models.ops.functional import apply_rotary, rms_norm, silu_and_mul
-from ramify.models.ops.protocol import Heads
+from ramify.models.ops.functional import (
+    GATED_ACTIVATIONS,
+    PLAIN_ACTIVATIONS,
+    apply_rotary,
+    layer_norm,
+    rms_norm,
+)
+from ramify.models.ops.protocol import Activation, Heads
 from ramify.models.rope import RotaryTable
 from ramify.models.rope_config import RopeConfig
 from tests.cpu.attention_cases import spec_of
@@ -204,36 +211,56 @@ def test_packed_gemm_supports_gives_the_reason_for_no() -> None:
     assert "device meta" in (packed_gemm_supports(torch.float32, meta) or "")
 
 
-def reference(x: Tensor, weight: Tensor, norm: Tensor | None, gated: bool) -> Tensor:
+def reference(
+    x: Tensor, weight: Tensor, norm: Tensor | None, activation: Activation | None
+) -> Tensor:
     """Norm, linear and activation as separate torch operations, each rounded to the dtype."""
     if norm is not None:
-        x = rms_norm(x, norm, 1e-5)
+        x = rms_norm(x, norm, 1e-5) if norm.dim() == 1 else layer_norm(x, norm[0], norm[1], 1e-5)
     y = F.linear(x.float(), weight.float()).to(x.dtype)
-    return silu_and_mul(*y.chunk(2, -1)) if gated else y
+    if activation is None:
+        return y
+    if activation in PLAIN_ACTIVATIONS:
+        return PLAIN_ACTIVATIONS[activation](y)
+    return GATED_ACTIVATIONS[activation](*y.chunk(2, -1))
 
 
-FUSED = [(True, False), (False, True), (True, True)]
+FUSED: list[tuple[str | None, Activation | None]] = [
+    ("rms", None),
+    ("layer", None),
+    (None, "gelu_tanh"),
+    (None, "silu_mul"),
+    (None, "gelu_tanh_mul"),
+    (None, "clamped_swiglu_mul"),
+    ("rms", "silu_mul"),
+    ("layer", "gelu_tanh"),
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("normed", "gated"), FUSED)
+@pytest.mark.parametrize(("norm_kind", "activation"), FUSED)
 @pytest.mark.parametrize("shape", [(64, 128), (2, 1), (66, 257), (10, 19), (302, 511)])
 def test_fused_norm_and_activation_equal_separate_operations(
-    shape: tuple[int, int], normed: bool, gated: bool, dtype: torch.dtype
+    shape: tuple[int, int], norm_kind: str | None, activation: Activation | None, dtype: torch.dtype
 ) -> None:
-    """Norm prologue and silu * mul epilogue, at odd widths, to a rounding; no row count changes a bit."""
-    weight = random(*shape, dtype=dtype) / shape[1] ** 0.5
-    norm = random(shape[1], dtype=dtype, seed=3) if normed else None
+    """Norm prologue and activation epilogue, at odd widths, to a rounding; no row count changes a bit."""
+    # Some gates and ups of the clamped activation are beyond its limit.
+    weight = (4 if activation == "clamped_swiglu_mul" else 1) * random(*shape, dtype=dtype)
+    weight /= shape[1] ** 0.5
+    norm = None
+    if norm_kind == "rms":
+        norm = random(shape[1], dtype=dtype, seed=3)
+    elif norm_kind == "layer":
+        norm = random(2, shape[1], seed=3)
     linear = PackedLinear(
-        weight,
-        norm=None if norm is None else (norm, 1e-5),
-        activation="silu_mul" if gated else None,
+        weight, norm=None if norm is None else (norm, 1e-5), activation=activation
     )
-    x = 3 * random(600, shape[1], dtype=dtype, seed=2)
+    # The mean of a row is not zero.
+    x = 3 * random(600, shape[1], dtype=dtype, seed=2) + 1
 
     y = linear(x)
 
-    expected = reference(x, weight, norm, gated)
+    expected = reference(x, weight, norm, activation)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     assert y.shape == expected.shape
     assert torch.allclose(y.float(), expected.float(), tolerance, 10 * tolerance)
@@ -314,13 +341,18 @@ def test_silu_does_not_depend_on_flushing_of_subnormals(dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [2, 18, 20, 32, 64, 130])
-@pytest.mark.parametrize("normed", [False, True])
-def test_qk_norm_and_rope_equal_torch(normed: bool, head_dim: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("form", [None, "head", "width", "after_rope"])
+def test_qk_norm_and_rope_equal_torch(
+    form: QkNormForm | None, head_dim: int, dtype: torch.dtype
+) -> None:
     """Norm and rope of q and k heads, v untouched; no row count changes a bit."""
+    counts = (3, 2) if form == "width" else (1, 1)
     rotary = RotaryTable(RopeConfig(10_000.0), head_dim=head_dim, max_len=50, dtype=dtype)
-    norms = [random(head_dim, dtype=dtype, seed=i) for i in (1, 2)]
-    weights_and_eps = (norms[0], norms[1], 1e-6) if normed else None
-    qk_norm_rope = QKNormRope(rotary.cos, rotary.sin, Heads(3, 2, head_dim), norms=weights_and_eps)
+    norms = [random(n * head_dim, dtype=dtype, seed=i) for i, n in enumerate(counts, 1)]
+    weights_and_eps = None if form is None else (norms[0], norms[1], 1e-6)
+    qk_norm_rope = QKNormRope(
+        rotary.cos, rotary.sin, Heads(3, 2, head_dim), norms=weights_and_eps, form=form or "head"
+    )
     rows = random(600, 7 * head_dim, dtype=dtype)
     positions = torch.arange(600) * 7 % 50
 
@@ -331,16 +363,25 @@ def test_qk_norm_and_rope_equal_torch(normed: bool, head_dim: int, dtype: torch.
 
     heads = rows.unflatten(1, (7, head_dim))
     q_k_v = heads.split((3, 2, 2), 1)
-    q, k = (rms_norm(x, w, 1e-6) if normed else x for x, w in zip(q_k_v[:2], norms, strict=True))
     angles = rotary.cos_sin(positions)
-    expected = torch.cat((apply_rotary(q, *angles), apply_rotary(k, *angles), q_k_v[2]), 1)
-    if normed:
+
+    def expected_heads(x: Tensor, weight: Tensor) -> Tensor:
+        if form == "width":
+            x = rms_norm(x.flatten(1), weight, 1e-6).view(x.shape)
+        elif form == "head":
+            x = rms_norm(x, weight, 1e-6)
+        x = apply_rotary(x, *angles)
+        return rms_norm(x, weight, 1e-6) if form == "after_rope" else x
+
+    q, k = map(expected_heads, q_k_v[:2], norms)
+    expected = torch.cat((q, k, q_k_v[2]), 1)
+    if form is not None:
         tolerance = 1e-5 if dtype == torch.float32 else 2e-2
         assert torch.allclose(result.float(), expected.float(), tolerance, tolerance)
     else:
         assert torch.equal(result, expected)
-    counts = (*range(1, 34), 127, 512)
-    assert batch_variant_row_counts(rotated, torch.arange(600), counts) == ()
+    row_counts = (*range(1, 34), 127, 512)
+    assert batch_variant_row_counts(rotated, torch.arange(600), row_counts) == ()
 
 
 def test_a_position_outside_the_tables_is_an_error() -> None:

@@ -132,6 +132,21 @@ def test_named_templates_and_files(path: Path) -> None:
     assert Tokenizer.load(path).apply_chat_template(TALK, tools=tools) == "other file"
 
 
+def test_a_processors_template_stands_in_for_the_tokenizers(path: Path) -> None:
+    """Models that read images have it in chat_template.json, which the other files win over."""
+    file = path / "chat_template.json"
+    file.write_text(json.dumps({"chat_template": "of a processor"}))
+    with_template(path, None)
+
+    assert Tokenizer.load(path).apply_chat_template(TALK) == "of a processor"
+    assert with_template(path, "plain").apply_chat_template(TALK) == "plain"
+    with_template(path, None)
+    for content in ("{", '{"chat_template": 5}'):
+        file.write_text(content)
+        with pytest.raises(CheckpointError, match=r"chat_template.json.*download it again"):
+            Tokenizer.load(path)
+
+
 def test_the_time_is_available_to_templates(path: Path) -> None:
     """Templates can call `strftime_now`, as those of Llama 3 do."""
     ours = with_template(path, "{{ strftime_now('%Y') | length }}")

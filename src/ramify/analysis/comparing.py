@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from ramify.analysis.causes.tool_lists import compare_tools
 from ramify.analysis.context_blocks import MIN_BLOCK, split_block
 from ramify.analysis.corpus import Corpus, StoredRequest
+from ramify.analysis.history_changes import goes_on_from_summary
 from ramify.analysis.message_walk import MessageWalk
 from ramify.analysis.prompt_sides import Difference, Side, WalkStep
 from ramify.analysis.quoting import Excerpt, quote
 from ramify.analysis.records import SegmentKind, TextForm
-from ramify.analysis.summaries import is_summary
 from ramify.analysis.templates import Templates
 from ramify.analysis.text_diff import common_prefix_len
 from ramify.analysis.verdicts import CauseName, Certainty, Divergence
@@ -39,6 +39,7 @@ class Comparison:
     end: tuple[int, int] = (0, 0)
     is_extension: bool = False  # all of the earlier prompt is shared, and no message was edited
     text_tokens: int = 0  # shared as sent, whatever the key, scope and answering model
+    notes: frozenset[str] = frozenset()  # of the history, which the request has at the top
 
 
 class Comparer:
@@ -48,6 +49,7 @@ class Comparer:
         self._corpus, self._templates, self.page_size = corpus, templates, page_size
         self._sides: dict[int, Side] = {}
         self._unique_keys = _has_unique_keys(corpus)
+        self._notes: dict[int, frozenset[str]] = {}  # by number, of requests that hoist notes
 
     def side(self, request: StoredRequest) -> Side:
         """The request's segments by kind."""
@@ -61,16 +63,21 @@ class Comparer:
     def compare(self, earlier: StoredRequest, request: StoredRequest) -> Comparison:
         """What `request` shares with `earlier`."""
         a, b = self.side(earlier), self.side(request)
-        continues = is_continuation(a, b) or _goes_on_from_summary(a, b)
+        continues = is_continuation(a, b) or goes_on_from_summary(a, b)
         outer = [*self._scope(a, b, continues=continues), *_settings(a, b)]
         tools = compare_tools(a, b, self._templates, continues=continues)
         differences = [*outer, *tools.differences]
         mended = tools.num_shared
         steps: tuple[WalkStep, ...] = ()
         end, is_extension = (0, 0), False
+        notes: frozenset[str] = frozenset()
         if tools.is_mended:
-            walk = MessageWalk(self._corpus, self._templates, a, b, continues=continues)
+            known = self._notes.get(earlier.number, frozenset())
+            walk = MessageWalk(
+                self._corpus, self._templates, a, b, continues=continues, notes=known
+            )
             walk.run()
+            notes = walk.notes
             differences += walk.differences
             mended += walk.num_shared
             steps, end = tuple(walk.steps), walk.end
@@ -94,7 +101,13 @@ class Comparer:
             end,
             is_extension and continues,
             text_tokens,
+            notes,
         )
+
+    def note_match(self, request: StoredRequest, comparison: Comparison) -> None:
+        """Remember what the comparison with the best match has shown about a request."""
+        if comparison.notes:
+            self._notes[request.number] = comparison.notes
 
     def raw_tokens(self, a: Side, b: Side) -> int:
         """Tokens of the common prefix, settings not counted."""
@@ -255,31 +268,29 @@ def is_continuation(a: Side, b: Side) -> bool:
     return _goes_on_after_answer(a, b) or _repeats_last_message(a, b) or _begins_with_all(a, b)
 
 
-def _goes_on_from_summary(a: Side, b: Side) -> bool:
-    """Whether a request begins with a summary that may be of the earlier one's conversation.
-
-    If the earlier one begins with another summary, it is of another conversation.
-    """
-    summary = _first_summary(b)
-    return summary is not None and _first_summary(a) in (None, summary)
-
-
-def _first_summary(side: Side) -> int | None:
-    """The user's first message in normal form, if it is a summary of what was before."""
-    for at in range(min(3, len(side.rest))):
-        if side.role(at) == "user":
-            text = side.corpus.text(side.rest[at])
-            return side.normals[at] if is_summary(text, is_certain=True) else None
-    return None
-
-
 def _begins_with_all(a: Side, b: Side) -> bool:
-    """Whether the same program's prompt begins with all messages of the earlier one, short as they are."""
+    """Whether the same program's prompt begins with all messages of the earlier one, short as they are.
+
+    Values may have changed, and media may be gone or have another text in their place.
+    """
     if len(a.rest) >= len(b.rest):
         return False
     (head_a, talk_a), (head_b, talk_b) = a.head_and_talk, b.head_and_talk
-    is_longer = 0 < len(talk_a) < len(talk_b) and bool(head_a)
-    return is_longer and head_a == head_b and talk_b[: len(talk_a)] == talk_a
+    if not head_a or head_a != head_b or not talk_a:
+        return False
+    at = 0
+    for place in talk_a:
+        is_media = a.corpus.units[a.rest[place]].form is TextForm.MEDIA
+        if at == len(talk_b):
+            return False
+        other = talk_b[at]
+        if is_media:
+            at += a.message_of[place] == b.message_of[other]
+        elif a.normals[place] == b.normals[other] or a.canonical(place) == b.canonical(other):
+            at += 1
+        else:
+            return False
+    return at < len(talk_b) and b.message_of[talk_b[at]] != a.message_of[talk_a[-1]]
 
 
 def _goes_on_after_answer(a: Side, b: Side) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import os
 import tempfile
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import IO, Generic, TypeVar
@@ -71,7 +73,7 @@ class Corpus:
         self._path_of: dict[str, str] = {}
         self._file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the corpus
         weakref.finalize(self, self._file.close)
-        self._file_bytes = 0
+        self._whole: Corpus | None = None  # of a subset: its end closes the file of texts
         self._texts: _ByteLru[str] = _ByteLru(memory_bytes * 3 // 8)
         self._tokens: _ByteLru[Tokens] = _ByteLru(memory_bytes // 2)
         self._recent: dict[int, tuple[Segment, int]] = {}  # by id, which the segment keeps its own
@@ -103,6 +105,13 @@ class Corpus:
         self.requests.append(stored)
         return stored
 
+    def subset(self, requests: Iterable[StoredRequest]) -> Corpus:
+        """A corpus of some of its requests, numbered anew; both have the same units."""
+        other = copy.copy(self)
+        part = [replace(item, number=number) for number, item in enumerate(requests)]
+        vars(other).update(requests=part, _whole=self)
+        return other
+
     def unit_of(self, segment: Segment) -> int:
         """Number of the unit with a segment's content, which is added if it is new."""
         # Readers of transcripts share the segments of a history between its requests.
@@ -127,7 +136,7 @@ class Corpus:
         if number is None:
             number = len(self.units)
             tokens = self._encode(segment.text, segment.form, segment.label)
-            self._file.seek(self._file_bytes)
+            offset = self._file.seek(0, os.SEEK_END)
             self._file.write(text)
             self.units.append(
                 Unit(
@@ -137,11 +146,10 @@ class Corpus:
                     num_chars=len(segment.text),
                     num_tokens=len(tokens),
                     token_hash=int(self.hasher.prefix_hashes(tokens)[-1]),
-                    offset=self._file_bytes,
+                    offset=offset,
                     num_bytes=len(text),
                 )
             )
-            self._file_bytes += len(text)
             self._unit_of[digest] = number  # last: Ctrl-C leaves no number without its unit
             self._texts.put(number, segment.text, len(text))
             self._tokens.put(number, tokens, tokens.nbytes)

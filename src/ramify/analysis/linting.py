@@ -20,7 +20,7 @@ from ramify.analysis.mending import Mender
 from ramify.analysis.providers.agreement import report_tables
 from ramify.analysis.providers.prompts import Prediction
 from ramify.analysis.providers.replay import CacheModel, prompts_of
-from ramify.analysis.providers.rules import load_rules
+from ramify.analysis.providers.rules import Rules, load_rules
 from ramify.analysis.reading import ReadQuality
 from ramify.analysis.records import LoggedRequest, SegmentKind, TextForm
 from ramify.analysis.savings import measure_savings
@@ -96,7 +96,6 @@ def lint(
         rules=rules,
         capacity=capacity,
         progress=progress,
-        keeps_part=True,
     ).report
     return replace(report, interrupted="; ".join(filter(None, (missing, report.interrupted))))
 
@@ -125,6 +124,7 @@ def lint_corpus(
 class Linted:
     """A report, and what else may be asked of the same log."""
 
+    corpus: Corpus  # the requests that were compared
     report: LintReport
     model: CacheModel
     mender: Mender
@@ -140,25 +140,18 @@ def lint_parts(
     rules: Path | None = None,
     capacity: str | int | None = None,
     progress: StepProgress | None = None,
-    keeps_part: bool = False,
 ) -> Linted:
     """`lint_corpus`, with the cache model, the mender and the predictions that it used.
 
-    Ctrl-C while savings are measured leaves them 0, and `interrupted` says so; while requests are
-    compared it ends the analysis, or with `keeps_part` leaves the requests compared so far. Causes are
-    judged under an infinite cache, predictions and savings under `capacity`.
+    Ctrl-C while savings are measured leaves them 0; while requests are compared it leaves those
+    compared so far: `Linted.corpus` has no others. `interrupted` says so. Causes are judged under an
+    infinite cache, predictions and savings under `capacity`.
     """
     table = load_rules(rules)
-    infinite = (
-        CacheModel.of_log(corpus, table)
-        if provider is None
-        else CacheModel(corpus, provider, table)
-    )
-    model = infinite
-    if capacity is not None:
-        model = infinite.with_capacity(parse_capacity(capacity))
+    infinite, model = _cache_models(corpus, provider, table, capacity)
     templates = learn_templates(corpus, progress)
     matcher = Matcher(corpus, templates)
+    comparer = matcher.comparer
     matches: list[Match] = []
     missing = []
     try:
@@ -167,12 +160,14 @@ def lint_parts(
             if progress is not None and not len(matches) % 64:
                 progress("comparing", len(matches), len(corpus))
     except KeyboardInterrupt:
-        if not keeps_part or not matches:
+        if not matches:
             raise
         missing.append(f"{len(matches):,} of {len(corpus):,} requests were compared")
-    judged = sorted((match.request for match in matches), key=lambda request: request.number)
+        corpus, matches = _only_matched(corpus, matches)
+        infinite, model = _cache_models(corpus, provider, table, capacity)
+        comparer = Comparer(corpus, templates)
     log = LogFacts(infinite)
-    judge = _Judge(corpus, matcher.comparer, log)
+    judge = _Judge(corpus, comparer, log)
     verdicts = judge.verdicts(matches)
     grouped = group_causes(verdicts)
     mender = Mender(corpus, templates, matches)
@@ -183,14 +178,14 @@ def lint_parts(
             progress("replaying", 0, len(groups) + 1)
         savings = measure_savings(
             corpus,
-            judged,
+            corpus,
             mender,
             [*groups, [item.fix for item in mendable]],
             model,
             unseen=mender,
         )
     except KeyboardInterrupt:
-        missing.append("savings were not measured")
+        missing.append("savings were not measured and are 0")
         savings = [Saving(0, 0, 0, None)] * (len(groups) + 1)
     predictions = log.predictions
     if model is not infinite:
@@ -200,17 +195,51 @@ def lint_parts(
     saved = {id(item): saving for item, saving in zip(mendable, savings[:-1], strict=False)}
     nothing = Saving(0, 0, 0, None)
     report = LintReport(
-        num_requests=len(judged),
+        num_requests=len(corpus),
         verdicts=verdicts,
         findings=order_by_saving([item.finding(saved.get(id(item), nothing)) for item in grouped]),
         saving_all=savings[-1],
         quality=_quality(corpus, ReadQuality() if quality is None else quality),
         provider=model.provider,
-        tables=report_tables(model, judged, predictions, verdicts),
+        tables=report_tables(model, corpus.requests, predictions, verdicts),
         capacity_tokens=model.capacity_tokens,
         interrupted="; ".join(missing),
     )
-    return Linted(report, model, mender, predictions, log.unsplit)
+    return Linted(corpus, report, model, mender, predictions, log.unsplit)
+
+
+def _cache_models(
+    corpus: Corpus, provider: str | None, table: Rules, capacity: str | int | None
+) -> tuple[CacheModel, CacheModel]:
+    """The cache without bounds, and the one of a capacity."""
+    infinite = (
+        CacheModel.of_log(corpus, table)
+        if provider is None
+        else CacheModel(corpus, provider, table)
+    )
+    if capacity is None:
+        return infinite, infinite
+    return infinite, infinite.with_capacity(parse_capacity(capacity))
+
+
+def _only_matched(corpus: Corpus, matches: Sequence[Match]) -> tuple[Corpus, list[Match]]:
+    """A corpus of the requests that have a match or none, and the same matches in it."""
+    matched = sorted((match.request for match in matches), key=lambda request: request.number)
+    part = corpus.subset(matched)
+    renumbered = {old.number: new for old, new in zip(matched, part, strict=True)}
+
+    def moved(request: StoredRequest | None) -> StoredRequest | None:
+        return None if request is None else renumbered[request.number]
+
+    return part, [
+        replace(
+            match,
+            request=renumbered[match.request.number],
+            match=moved(match.match),
+            in_flight=moved(match.in_flight),
+        )
+        for match in matches
+    ]
 
 
 def _requests(
@@ -300,7 +329,9 @@ class _Judge:
             # By the provider's rule there was nothing to read, or the rule is not known to apply.
             had = f"in flight: {self._log.name(match.in_flight.number)}"
             causes.append(Cause(CauseName.PARALLEL_COLD, Certainty.SUSPECTED, "", had))
-        if request.number in unread and not _waste(match):
+        # What goes on from a summary is no conversation of one request.
+        is_one = CauseName.COMPACTION not in named
+        if request.number in unread and is_one and not _waste(match):
             causes.append(unread[request.number])
         return Verdict(
             file=request.info.file,

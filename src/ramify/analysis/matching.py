@@ -56,7 +56,7 @@ class Matcher:
         self._newest: dict[tuple[object, ...], list[int]] = {}
         self._rank: dict[int, int] = {}
         self._pending: list[tuple[float, int]] = []
-        self._pending_chains: dict[int, list[int]] = {}
+        self._pending_chains: dict[int, dict[int, None]] = {}  # numbers in order of start
 
     @property
     def comparer(self) -> Comparer:
@@ -110,6 +110,7 @@ class Matcher:
         if best is None or not best[1].mended_tokens:
             return Match(request, None, in_flight=in_flight)
         earlier, comparison = best
+        self._comparer.note_match(request, comparison)
         return Match(
             request,
             earlier,
@@ -126,8 +127,7 @@ class Matcher:
     def _candidates(self, request: StoredRequest) -> list[int]:
         side = self._comparer.side(request)
         numbers: dict[int, None] = {}
-        tree = self._raw.get(_raw_key(side))
-        if tree is not None:
+        for tree in filter(None, map(self._raw.get, _raw_keys(side))):
             for visit in reversed(tree.visit(side.prompt)[-2:]):
                 numbers.update(dict.fromkeys(visit.recent[:-3:-1]))
         for visit in reversed(self._mended.visit(self._mended_prompt(side))[-3:]):
@@ -142,10 +142,11 @@ class Matcher:
             return
         side = self._comparer.side(request)
         self._drop_pending(request)
-        tree = self._raw.get(_raw_key(side))
-        if tree is None:
-            tree = self._raw[_raw_key(side)] = UnitTree(self._corpus)
-        tree.insert(side.prompt, request.number)
+        for key in _raw_keys(side):
+            tree = self._raw.get(key)
+            if tree is None:
+                tree = self._raw[key] = UnitTree(self._corpus)
+            tree.insert(side.prompt, request.number)
         self._mended.insert(self._mended_prompt(side), request.number)
         for key in self._keys_to_store(side):
             newest = self._newest.setdefault(key, [])
@@ -207,7 +208,7 @@ class Matcher:
 
     def _note_pending(self, request: StoredRequest) -> None:
         for chain, _ in self._chains(request):
-            self._pending_chains.setdefault(chain, []).append(request.number)
+            self._pending_chains.setdefault(chain, {})[request.number] = None
 
     def _drop_pending(self, request: StoredRequest) -> None:
         if not self._pending_chains:
@@ -215,7 +216,7 @@ class Matcher:
         for chain, _ in self._chains(request):
             numbers = self._pending_chains.get(chain)
             if numbers and request.number in numbers:
-                numbers.remove(request.number)
+                del numbers[request.number]
                 if not numbers:
                     del self._pending_chains[chain]
 
@@ -228,7 +229,7 @@ class Matcher:
                 return None
             numbers = self._pending_chains.get(chain)
             if numbers:
-                return self._corpus.requests[numbers[-1]]
+                return self._corpus.requests[next(reversed(numbers))]
         return None
 
 
@@ -236,9 +237,10 @@ def _is_in_message(difference: Difference) -> bool:
     return difference.is_waste and difference.segment.startswith("messages[")
 
 
-def _raw_key(side: Side) -> tuple[object, ...]:
-    info = side.request.info
-    return (info.cache_scope, tuple(side.settings.items()))
+def _raw_keys(side: Side) -> list[tuple[object, ...]]:
+    """The trees of a prompt: that of its cache scope, and that of equal texts in any scope."""
+    scope, settings = side.request.info.cache_scope, tuple(side.settings.items())
+    return [(scope, settings), (None, settings)] if scope else [(scope, settings)]
 
 
 def _ready_s(request: StoredRequest) -> float | None:

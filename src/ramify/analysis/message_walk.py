@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
-from functools import cached_property
 
 import numpy as np
 
 from ramify.analysis.causes.unit_pairs import PairDifferences, pair_differences, whitespace_of
 from ramify.analysis.context_blocks import MIN_BLOCK, mostly_in, split_block
 from ramify.analysis.corpus import Corpus
+from ramify.analysis.history_changes import HistoryChanges
+from ramify.analysis.hoisted_notes import HoistedNote, HoistedNotes
+from ramify.analysis.mended_units import VALUES
 from ramify.analysis.prompt_sides import Difference, Side, WalkStep
 from ramify.analysis.quoting import Excerpt
 from ramify.analysis.records import TextForm
-from ramify.analysis.summaries import is_summary, says_that_talk_goes_on
 from ramify.analysis.templates import Templates
 from ramify.analysis.text_diff import common_prefix_len
 from ramify.analysis.verdicts import CauseName, Certainty
 
+MIN_TAIL = 60  # code points behind a value in a summary, so that the summary is the same
 MIN_RECOVERED = 16  # tokens behind a value in a user's message, so that the value is waste
 
 _THINK = re.compile(r"<think(?:ing)?>.*?</think(?:ing)?>\s*", re.DOTALL)
@@ -28,12 +29,20 @@ class MessageWalk:
     """Places in both prompts, tokens shared so far, and the differences stepped over."""
 
     def __init__(
-        self, corpus: Corpus, templates: Templates, a: Side, b: Side, *, continues: bool
+        self,
+        corpus: Corpus,
+        templates: Templates,
+        a: Side,
+        b: Side,
+        *,
+        continues: bool,
+        notes: frozenset[str] = frozenset(),
     ) -> None:
         self._corpus, self._templates = corpus, templates
         self._a, self._b, self._continues = a, b, continues
+        self._notes = HoistedNotes(corpus, a, b, notes)
+        self._history = HistoryChanges(corpus, a, b, continues=continues)
         self._i = self._j = 0
-        self._hoisted: set[int] = set()  # normal units of messages that went to the top
         self.num_shared = 0
         self.differences: list[Difference] = []
         self._is_done = False
@@ -75,6 +84,11 @@ class MessageWalk:
     def has_all_of_first(self) -> bool:
         """Whether the walk has come to the end of the first prompt."""
         return self._i >= len(self._a.rest)
+
+    @property
+    def notes(self) -> frozenset[str]:
+        """Notes of the history that the later prompt has at the top."""
+        return self._notes.kept_texts()
 
     def _share(self, unit: int) -> None:
         self.num_shared += self._corpus.units[unit].num_tokens
@@ -188,45 +202,39 @@ class MessageWalk:
         return True
 
     def _step_hoisted(self) -> bool:
+        """A note of the history that stands at the top now, or that stood at the top."""
         a, b = self._a, self._b
-        if self._i < len(a.rest) and a.normals[self._i] in self._hoisted:
+        if self._notes.is_moved(self._i):
             self._i += 1  # stepped over where it stood before
             return True
-        if b.role(self._j) != "system":
+        if note := self._notes.find_known(self._i, self._j):
+            return self._step_known_note(note)
+        note = self._notes.find_moved(self._i, self._j)
+        if note is None:
             return False
-        later = {
-            a.normals[at]: at
-            for at in range(self._i + 1, len(a.rest))
-            if a.role(at) == "system" and a.message_of[at] != a.message_of[self._i]
-        }
-        # A system segment of its own that stood within the history.
-        normal = b.normals[self._j]
-        texts = {at: self._corpus.text(normal) for normal, at in later.items()}
-        mine = self._corpus.text(normal)
-        for at, text in texts.items():
-            if mine == text or (text in mine and a.role(self._i) != "system"):
-                self._hoisted.add(a.normals[at])
-                self._add(CauseName.SYSTEM_HOISTED, "", self._text_b())
-                self._j += 1
-                return True
-        if a.role(self._i) != "system":
-            return False
-        for at, text in texts.items():
-            if mine.endswith(text) and text not in self._corpus.text(a.normals[self._i]):
-                self._hoisted.add(a.normals[at])
-                self._add(CauseName.SYSTEM_HOISTED, "", text)
-                break
-        else:
-            return False
-        head = mine[: len(mine) - len(text)].strip()
-        other = self._corpus.text(a.normals[self._i])
-        if head == other and not self._text_b().startswith(self._text_a()):
+        if not note.head:
+            self._add(CauseName.SYSTEM_HOISTED, "", self._text_b())
+            self._j += 1
+            return True
+        if note.head != self._corpus.text(a.normals[self._i]):
+            self._add_values(a.normals[self._i], self._store(b.normals[self._j], note.head))
+        elif not self._text_b().startswith(self._text_a()):
             path = b.rest_path(self._j)
-            self.differences.insert(-1, whitespace_of(self._text_a(), self._text_b(), path))
-        elif head != other:
-            self._add_values(a.normals[self._i], self._store(normal, head))
+            self.differences.append(whitespace_of(self._text_a(), self._text_b(), path))
+        self._add(CauseName.SYSTEM_HOISTED, "", note.text)
         self._share(b.rest[self._j])
         self._i, self._j = self._i + 1, self._j + 1
+        return True
+
+    def _step_known_note(self, note: HoistedNote) -> bool:
+        if note.head:
+            unit_a, unit_b = self._a.normals[self._i], self._b.normals[self._j]
+            head = self._store(unit_a, note.head)
+            if head != unit_b and not self._add_values(head, unit_b):
+                return False
+            self._share(self._b.rest[self._j])
+        self._add(CauseName.SYSTEM_HOISTED, note.text, "")
+        self._i, self._j = self._i + 1, self._j + bool(note.head)
         return True
 
     def _store(self, like: int, text: str) -> int:
@@ -255,15 +263,18 @@ class MessageWalk:
             b.rest_path(self._j),
             b.api,
         )
-        if pair is None or (pair.stop_char is not None and self._edits_history(peek=True)):
+        if pair is None:
             return False
-        if pair.stop_char is not None and self._replaces_summary():
+        if pair.stop_char is not None and self._history.next_equal(self._i, self._j) is not None:
+            return False
+        if _is_reworded(pair) and self._history.replaces_summary(self._i, self._j):
             self._is_at_summary = True
             self._stop()
             return True
-        stored = self._corpus.units[b.rest[self._j]]
-        if pair.stop_char is not None and "thinking" not in stored.label and self._edits_result():
-            return True
+        if pair.stop_char is not None:
+            label = self._corpus.units[b.rest[self._j]].label
+            if "thinking" not in label and self._step_result():
+                return True
         unit = b.rest[self._j]
         num_tokens = self._corpus.units[unit].num_tokens
         is_last = self._b.message_of[self._j] == self._b.message_of[-1]
@@ -303,6 +314,9 @@ class MessageWalk:
         if pair.stop_char is None and not follows:
             # Later messages that are equal speak as well.
             follows = self._equal_after() >= MIN_RECOVERED
+        if _is_said(self._corpus.units[self._b.rest[self._j]].label):
+            # What a tool or a model says in another conversation is news.
+            follows &= all(item.cause not in VALUES for item in waste)
         if not follows:
             self.num_shared += int(rate * start)
             self._stop_here()
@@ -384,86 +398,25 @@ class MessageWalk:
         return True
 
     def _step_history(self) -> bool:
-        if self._is_compaction():
+        if self._history.is_compaction(self._i, self._j):
             self._is_at_summary = True
             self._stop_here()
             return True
-        return self._edits_history() or self._edits_result()
+        equal_at = self._history.next_equal(self._i, self._j)
+        if equal_at is not None:
+            had = "" if equal_at[0] == self._i else self._text_a()
+            got = "" if equal_at[1] == self._j else self._text_b()
+            self._add(CauseName.HISTORY_EDITED, had, got)
+            self._i, self._j = equal_at
+            return True
+        return self._step_result()
 
-    def _edits_result(self) -> bool:
-        """The result of a tool call cut or edited when the conversation went on."""
-        a, b = self._a, self._b
-        left = self._corpus.units[a.rest[self._i]]
-        right = self._corpus.units[b.rest[self._j]]
-        is_older = b.message_of[self._j] != b.message_of[-1]
-        if left.label != right.label or " " not in left.label or not is_older:
-            return False
-        if not self._continues or left.form is not right.form:
+    def _step_result(self) -> bool:
+        if not self._history.is_edited_result(self._i, self._j):
             return False
         self._add(CauseName.HISTORY_EDITED, self._text_a(), self._text_b())
         self._i, self._j = self._i + 1, self._j + 1
         return True
-
-    def _is_compaction(self) -> bool:
-        """Whether a summary stands where the head of the conversation stood."""
-        a, b = self._a, self._b
-        had, got = self._text_a(), self._text_b()
-        if b.role(self._j) == "system" == a.role(self._i) and got.startswith(had):
-            got = got[len(had) :].lstrip()  # the system prompt takes the summary in
-        if b.role(self._j) not in ("user", "system", "assistant") or len(got) < 60 or had == got:
-            return False
-        if not is_summary(got, is_certain=not self._continues):
-            return False
-        is_newest = b.message_of[self._j] == b.message_of[-1]
-        is_talk = self._continues or not is_newest or len(a.rest) - self._i > 2
-        return is_talk or self._replaces_summary()
-
-    def _replaces_summary(self) -> bool:
-        """Whether both conversations begin with a summary, each with another."""
-        b, got = self._b, self._text_b()
-        before = [at for at in range(self._j) if b.message_of[at] != b.message_of[self._j]]
-        if any(b.role(at) != "system" for at in before) or b.role(self._j) == "system":
-            return False
-        if not all(is_summary(text, is_certain=True) for text in (self._text_a(), got)):
-            return False
-        # A task about a summary stands alone as well.
-        return says_that_talk_goes_on(got) or b.message_of[self._j] != b.message_of[-1]
-
-    def _edits_history(self, *, peek: bool = False) -> bool:
-        """Older messages dropped, cut or edited, with equal ones after them."""
-        a, b = self._a, self._b
-        if not self._continues:
-            return False
-        places, common = self._common_messages
-        for number in range(bisect_left(common, self._j), len(common)):
-            at = common[number]
-            following = places[b.normals[at]]
-            rank = bisect_left(following, self._i)
-            if rank == len(following):
-                continue
-            equal_at = following[rank]
-            if equal_at == self._i and at == self._j:
-                continue
-            if b.message_of[at] == b.message_of[-1] and equal_at != len(a.rest) - 1:
-                continue
-            if peek:
-                return True
-            got = "" if at == self._j else self._text_b()
-            had = "" if equal_at == self._i else self._text_a()
-            self._add(CauseName.HISTORY_EDITED, had, got)
-            self._i, self._j = equal_at, at
-            return True
-        return False
-
-    @cached_property
-    def _common_messages(self) -> tuple[dict[int, list[int]], list[int]]:
-        """Places of the earlier prompt's texts, in order, and the later one's places that have them."""
-        a, b = self._a, self._b
-        places: dict[int, list[int]] = {}
-        for at, (unit, normal) in enumerate(zip(a.rest, a.normals, strict=True)):
-            if self._corpus.units[unit].num_chars >= 8:
-                places.setdefault(normal, []).append(at)
-        return places, [at for at, normal in enumerate(b.normals) if normal in places]
 
     # Ends
 
@@ -481,6 +434,17 @@ class MessageWalk:
             different = np.flatnonzero(mine[:length] != other[:length])
             self.num_shared += int(different[0]) if len(different) else length
         self._is_done = True
+
+
+def _is_reworded(pair: PairDifferences) -> bool:
+    """Whether a text has other content, or values with little equal text behind them."""
+    has_values = any(item.cause in VALUES for item in pair.differences)
+    return pair.stop_char is not None or (has_values and pair.tail_chars < MIN_TAIL)
+
+
+def _is_said(label: str) -> bool:
+    """Whether a label is that of an answer, a call or a result."""
+    return label.startswith(("tool", "assistant")) or " " in label
 
 
 def _without_thoughts(text: str) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 from ramify.analysis.corpus import Corpus, StoredRequest
 from ramify.analysis.quoting import NOTHING, Excerpt
 from ramify.analysis.records import SegmentKind, TextForm
+from ramify.analysis.summaries import is_reminder, is_summary
 from ramify.analysis.templates import Templates
 from ramify.analysis.verdicts import CauseName, Certainty
 
@@ -94,11 +95,33 @@ class Side:
 
     @cached_property
     def head_and_talk(self) -> tuple[list[int], list[int]]:
-        """System prompts with their values masked, and the other messages in normal form."""
-        is_system = [self.role(at) == "system" for at in range(len(self.rest))]
-        head = [u for u, is_head in zip(self.rest, is_system, strict=True) if is_head]
-        talk = [u for u, is_head in zip(self.normals, is_system, strict=True) if not is_head]
-        return [self.templates.canonical(unit) for unit in head], talk
+        """System prompts with their values masked, and the places of the other messages."""
+        places = range(len(self.rest))
+        talk = [at for at in places if self.role(at) != "system"]
+        return [self.canonical(at) for at in places if self.role(at) == "system"], talk
+
+    def canonical(self, at: int) -> int:
+        """A segment after the tools with its values masked."""
+        return self.templates.canonical(self.rest[at])
+
+    @cached_property
+    def summary_at(self) -> int | None:
+        """Place of the user's summary that the messages begin with; None: they begin with no summary.
+
+        Before it may stand system prompts, the program's reminders and other blocks of its message.
+        """
+        for at, message in enumerate(self.message_of):
+            if self.role(at) == "system":
+                continue
+            if self.role(at) != "user":
+                return None
+            text = self.corpus.text(self.rest[at])
+            if not is_reminder(text):
+                if is_summary(text, is_certain=True):
+                    return at
+                if message not in self.message_of[at + 1 : at + 2]:
+                    return None
+        return None
 
     def path(self, at: int) -> str:
         """Path of a segment of the prompt, settings not counted."""

@@ -24,8 +24,10 @@ _GOES_ON = re.compile(
     r"(?i)continued from an? (?:previous|earlier)|(?:ran|running) out of context|handoff summary|"
     r"(?:pick up|continue|resume)\b[^.]{0,40}\bleft off"
 )
+_REMINDER = re.compile(r"(?i)\s*<system[-_]?reminder\b")
 _ASKS = re.compile(
-    r"(?i)\W*(?:please|can|could|would|will|write|summari[sz]e|give|create|provide|make|draft|what|how|bitte)\b"
+    r"(?i)\W*(?:you (?:are an?|can|must|should|will|write|summari[sz]e) |(?:please|can|could|would|will|write|"
+    r"summari[sz]e|give|create|provide|make|draft|what|how|bitte)\b)"
 )
 
 
@@ -46,3 +48,8 @@ def is_summary(text: str, *, is_certain: bool) -> bool:
 def says_that_talk_goes_on(text: str) -> bool:
     """Whether a summary says that its own conversation goes on, as one that a task is about does not."""
     return bool(_GOES_ON.search(text[:HEAD]))
+
+
+def is_reminder(text: str) -> bool:
+    """Whether a text is a block of a program's reminders to the model, as coding agents send."""
+    return bool(_REMINDER.match(text))

@@ -1,4 +1,4 @@
-"""`ramify analyze`: the whole report of a log."""
+"""`ramify analyze`: report on the cache hits of a log, lost hits and what mending them saves."""
 
 from __future__ import annotations
 
@@ -122,7 +122,8 @@ def analyze(
     for reason in reasons:
         typer.echo(f"over budget: {reason}", err=True)
     if analysis.is_partial:
-        typer.echo("interrupted: requests or parts of the report are missing", err=True)
+        missing = analysis.lint.interrupted or "requests or parts of the report are missing"
+        typer.echo(f"interrupted: {missing}", err=True)
         raise typer.Exit(INTERRUPTED)
     if reasons:
         raise typer.Exit(OVER_BUDGET)

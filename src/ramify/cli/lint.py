@@ -1,4 +1,4 @@
-"""`ramify lint`: why requests of a log share less than they could."""
+"""`ramify lint`: causes of lost cache hits in a log, with the verdict of each request."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ In reading order. A line imports only lines above it; names in a line with `|` a
 - `context`: cache, block table, planner, scheduler and executor, resettable as one object
 - `lifecycle`: creates, emits, finishes and fails requests
 - `failure_recovery`: roll-back, isolation, rebuild
+- `result_processor`: commits the K/V of a step, appends its tokens, emits outputs
 - `core`: the step loop
 - `execution/` (runner, sampler, assembly; imports torch) `| serving/` (engine thread, streams)
   `| offline` (batch driver) `| weight_reload`

@@ -1,4 +1,4 @@
-"""What a request asks of the prefix cache: an explanation, pins, and its tenant's share."""
+"""Cache options of a request: explanation of a miss, pins, the tenant's share of the pages."""
 
 from __future__ import annotations
 

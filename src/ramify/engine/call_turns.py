@@ -1,4 +1,4 @@
-"""`CallTurns`: calls of several threads on one engine run one after the other, each whole."""
+"""`CallTurns`: serialises the calls of several threads on one engine; none interrupts another."""
 
 from __future__ import annotations
 

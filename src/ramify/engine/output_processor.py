@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ramify.engine.logits.logits_processors import LogitsProcessor
+from ramify.engine.logits.triggered_matcher import partial_len
 from ramify.engine.request import Request
 from ramify.engine.step import SampledTokens
 from ramify.errors import DeadEndError
@@ -78,16 +79,10 @@ def take_stable_text(request: Request) -> str:
     """New text since the last call, up to where a stop string may begin; to the end if finished."""
     end = len(request.text)
     if request.finish_reason is None and request.params.stop:
-        end -= max(_partial_stop_len(request.text, stop) for stop in request.params.stop)
+        end -= max(partial_len(request.text, stop) for stop in request.params.stop)
     begin = request.num_chars_emitted
     request.num_chars_emitted = max(begin, end)
     return request.text[begin:end]
-
-
-def _partial_stop_len(text: str, stop: str) -> int:
-    """Length of the longest proper prefix of `stop` that `text` ends with."""
-    longest = min(len(text), len(stop) - 1)
-    return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
 
 
 def _truncate_at_stop_string(

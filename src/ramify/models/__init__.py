@@ -3,10 +3,14 @@
 Below `engine`, which calls `loader.load_model` and runs a decoder's `forward` and `logits`; above
 `attention` and `kernels`. Read in this order:
 
-- `config`, `deepseek_config`, `config_fields`: config.json -> `ModelConfig`, without torch.
-- `dense`, `deepseek`, `moe`: model families, what a layer computes.
-- `builder`, `heads`, `rope`: weights -> operations of a family.
+- `config`, `config_fields`: config.json -> `ModelConfig`, without torch. `families`: a row for each
+  architecture; `family`, `family_variants`, `dense_variant` are what a row says; `deepseek_config`,
+  `moe_config`, `rope_config`, `window_config`, `pooling_config` read parts of the file.
+- `decoder`, `dense`, `deepseek`, `moe`: what a layer computes. `rope`: frequencies and tables.
 - `ops`: the operations: torch reference and compiled CPU kernels.
 - `kv_cache_spec`: K/V planes and attention spec of a config.
-- `loader`: checkpoint directory -> weights -> decoder.
+- `find_checkpoint`, `checkpoint_tensors`, `stacked_experts`, `weight_layout`: directory -> weights.
+- `loader`: all of it -> decoder.
+- `wrappers`: the text decoder inside a checkpoint that also reads images or audio.
+- `hf`, `hf_config`, `hf_checks`: any other architecture, through transformers.
 """

@@ -11,11 +11,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ramify.errors import CheckpointError, UnsupportedModelError
+from ramify.errors import CheckpointError, UnsupportedModelError, shortened
 from ramify.models.config import ModelConfig
 from ramify.models.config_fields import read_json
 from ramify.models.families import FAMILIES
 from ramify.models.find_checkpoint import INDEX, PICKLED_ONLY, pickled_weights
+from ramify.models.wrappers import is_other_part, text_tensor_name
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # As safetensors names them.
@@ -24,7 +25,7 @@ FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """Where a tensor is and what it becomes."""
+    """File, stored name, shape and dtypes of a tensor."""
 
     file: Path
     name: str  # in the file
@@ -123,10 +124,10 @@ def load_weights(path: Path, config: ModelConfig, *, dtype: torch.dtype) -> Chec
                 present = set(shard.keys())
                 for name in sorted(promised - present):
                     raise CheckpointError(
-                        f"{file} lacks the tensor {name} that {INDEX} promises; download both again"
+                        f"{file} lacks the tensor {shortened(name)} that {INDEX} promises; download both again"
                     )
                 for stored_name in sorted(present):
-                    name = _full_name(stored_name, shapes)
+                    name = _full_name(stored_name, shapes, config)
                     is_duplicate = name == HEAD and config.tie_word_embeddings
                     if name not in shapes and not is_duplicate:
                         if _is_ignorable(name, config):
@@ -168,8 +169,10 @@ def load_weights(path: Path, config: ModelConfig, *, dtype: torch.dtype) -> Chec
     return tensors
 
 
-def _full_name(name: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """The name of a tensor in the whole model: base models, as for embeddings, leave out `model.`."""
+def _full_name(name: str, shapes: Mapping[str, tuple[int, ...]], config: ModelConfig) -> str:
+    """The name of a tensor in a text model: base models, as for embeddings, leave out `model.`."""
+    if config.wrapper is not None:
+        name = text_tensor_name(name)
     full = f"model.{name}"
     return full if name not in shapes and full in shapes else name
 
@@ -193,6 +196,22 @@ def checkpoint_shapes(path: Path, config: ModelConfig) -> dict[str, tuple[int, .
     return shapes
 
 
+def tensor_names(path: Path) -> set[str]:
+    """Names of all tensors in a checkpoint's files.
+
+    Raises:
+        CheckpointError: see `load_weights`.
+    """
+    names: set[str] = set()
+    for file in weight_files(path):
+        try:
+            with safe_open(file, framework="pt", device="cpu") as shard:
+                names |= set(shard.keys())
+        except (SafetensorError, OSError) as error:
+            raise _corrupt(file, error) from error
+    return names
+
+
 def weight_files(path: Path) -> dict[Path, frozenset[str]]:
     """Safetensors files of a checkpoint, each with the tensors that the index says it holds.
 
@@ -207,14 +226,17 @@ def weight_files(path: Path) -> dict[Path, frozenset[str]]:
             raise CheckpointError(f"{path / INDEX} has no weight_map; download it again")
         shards: dict[str, set[str]] = {}
         for name, shard in shard_of.items():
-            if not isinstance(shard, str) or Path(shard).name != shard or shard in ("", ".."):
-                raise CheckpointError(f"{path / INDEX}: {name} is in {shard!r}, not a file name")
+            is_name = isinstance(shard, str) and Path(shard).name == shard and "\0" not in shard
+            if not is_name or shard in ("", ".."):
+                raise CheckpointError(
+                    f"{path / INDEX}: {shortened(name)} is in {shortened(repr(shard))}, not a file name"
+                )
             shards.setdefault(shard, set()).add(name)
         present = {file.name for file in path.iterdir() if file.name in shards and file.is_file()}
         absent = sorted(shards.keys() - present)
         if absent:
             raise CheckpointError(
-                f"{path / absent[0]} is missing ({len(absent)} of {len(shards)} shards that "
+                f"{path / shortened(absent[0])} is missing ({len(absent)} of {len(shards)} shards that "
                 f"{INDEX} names); download the checkpoint again"
             )
         return {path / shard: frozenset(shards[shard]) for shard in sorted(shards)}
@@ -259,7 +281,9 @@ def _stored_dtype(stored: str, file: Path, name: str, *, is_packed: bool) -> tor
 
 
 def _is_ignorable(name: str, config: ModelConfig) -> bool:
-    """Whether to skip a tensor: a buffer that older tools saved, or a multi-token-prediction layer."""
+    """Whether to skip a tensor: a buffer that older tools saved, a draft layer, an encoder of images."""
+    if config.wrapper is not None and is_other_part(name):
+        return True
     layer = name.removeprefix("model.layers.").split(".")[0]
     has_mtp = FAMILIES[config.architecture].has_mtp_layers
     if has_mtp and layer.isdecimal() and int(layer) >= config.num_layers:

@@ -7,7 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ramify.errors import CheckpointError, UnsupportedModelError
-from ramify.models.config_fields import ConfigFields
+from ramify.models.config_fields import (
+    MAX_LAYERS,
+    MAX_PARTS,
+    MAX_POSITIONS,
+    ConfigFields,
+    is_token_id,
+    shown,
+)
 from ramify.models.deepseek_config import MlaConfig
 from ramify.models.dense_variant import LLAMA, DenseVariant
 from ramify.models.families import FAMILIES
@@ -23,9 +30,6 @@ from ramify.models.rope_config import (
 from ramify.models.window_config import read_windows
 
 DTYPES = ("float32", "bfloat16", "float16")
-# Far above real models; beyond them a damaged config.json would take all memory before the missing
-# tensors are noticed. Parts: heads, or experts, of all layers.
-MAX_LAYERS, MAX_PARTS, MAX_POSITIONS = 10_000, 1_000_000, 2**24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +58,11 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     sliding_window: int | None = None  # a token sees itself and the sliding_window - 1 before it
     full_attention_layers: frozenset[int] = frozenset()  # layers without sliding_window
-    bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     torch_dtype: str = "float32"
     mla: MlaConfig | None = None
     moe: MoeConfig | None = None
+    wrapper: str | None = None  # architecture of the whole, of which this is the text decoder
     is_native: bool = True  # False: transformers' own modules compute it (`models/hf.py`)
 
     def window_of(self, layer: int) -> int | None:
@@ -81,7 +85,7 @@ class ModelConfig:
         return self._shapes(self._mlp_shapes)
 
     def stored_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Those of a checkpoint's files, where the experts of a layer may be stacked or packed."""
+        """Shapes in a checkpoint's files, where the experts of a layer may be stacked or packed."""
         return self._shapes(self._stored_mlp_shapes)
 
     def _shapes(
@@ -195,11 +199,11 @@ class ModelConfig:
             num_kv_heads = num_heads
         mla = MlaConfig.from_hf(fields, family.model_type) if family.is_latent else None
         moe = family.experts(fields, num_layers)
-        num_parts = num_layers * max(num_heads, moe.num_experts if moe is not None else 0)
-        if num_parts > MAX_PARTS:
+        num_parts = max(num_heads, moe.num_experts if moe is not None else 0)
+        if num_layers * num_parts > MAX_PARTS:
             raise CheckpointError(
-                f"{source}: {num_layers} layers have {num_parts} heads or experts together; they must "
-                f"have at most {MAX_PARTS}"
+                f"{source}: num_hidden_layers {num_layers} with {num_parts} heads or experts each have "
+                f"{num_layers * num_parts} together; they must have at most {MAX_PARTS}"
             )
         if mla is not None:
             head_dim = mla.nope_dim + mla.rope_dim
@@ -217,9 +221,9 @@ class ModelConfig:
             )
         if mla is None and head_dim % 2:
             raise CheckpointError(f"{source}: head_dim {head_dim} is odd; rotary needs pairs")
-        if not config.get("is_causal", True):
+        if not fields.flag("is_causal", True):
             raise UnsupportedModelError(
-                f"{source}: is_causal is {config['is_causal']!r}; only causal decoders are supported"
+                f"{source}: is_causal is {config['is_causal']}; only causal decoders are supported"
             )
         max_model_len = fields.count("max_position_embeddings", limit=MAX_POSITIONS)
         window, full_layers = read_windows(fields, family, num_layers)
@@ -233,7 +237,7 @@ class ModelConfig:
         if not family.full_attention_rope and window is not None:
             variant = replace(variant, layers_without_rope=full_layers)
         rope, local_rope = _ropes(fields, family, head_dim, max_model_len)
-        biases = family.biases(config)
+        biases = family.biases(fields)
         return cls(
             architecture=architecture,
             vocab_size=fields.count("vocab_size"),
@@ -250,10 +254,9 @@ class ModelConfig:
             attention_bias=biases.qkv,
             o_bias=biases.o,
             mlp_bias=biases.mlp,
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", family.tie_word_embeddings)),
+            tie_word_embeddings=fields.flag("tie_word_embeddings", family.tie_word_embeddings),
             sliding_window=window,
             full_attention_layers=full_layers,
-            bos_token_id=fields.token("bos_token_id", family.bos_token_id),
             eos_token_ids=token_ids(config.get("eos_token_id", family.eos_token_id), source),
             # transformers takes bfloat16 beside MXFP4.
             torch_dtype=_dtype(fields, "bfloat16" if is_quantized else "float32"),
@@ -275,14 +278,17 @@ def token_ids(value: object, source: str) -> tuple[int, ...]:
     """
     ids = value if isinstance(value, list | tuple) else () if value is None else (value,)
     for item in ids:
-        if isinstance(item, bool) or not isinstance(item, int) or item < 0:
-            raise CheckpointError(f"{source}: eos_token_id {value!r} is not a token id or a list")
+        if not is_token_id(item):
+            raise CheckpointError(
+                f"{source}: eos_token_id is {shown(value)}; it must be a token id (an integer >= 0), a "
+                "list of token ids, or null"
+            )
     return tuple(ids)
 
 
 def _architecture(fields: ConfigFields) -> str:
     """The first entry of `architectures`, else the architecture of `model_type`."""
-    named = fields.config.get("architectures") or []
+    named, field = fields.config.get("architectures"), "architectures"
     if isinstance(named, list | tuple) and named:
         wanted = str(named[0])
         if wanted in FAMILIES:
@@ -294,21 +300,22 @@ def _architecture(fields: ConfigFields) -> str:
                 )
             return wanted
     else:
-        wanted = str(fields.config.get("model_type"))
+        wanted, field = str(fields.config.get("model_type")), "model_type"
         for architecture, family in FAMILIES.items():
             if family.model_type == wanted:
                 return architecture
     raise UnsupportedModelError(
-        f"{fields.source}: architecture {wanted} is not supported; "
+        f"{fields.source}: {field} names {wanted}, which is not supported; "
         f"supported are {', '.join(FAMILIES)}"
     )
 
 
 def _activation(fields: ConfigFields, family: Family) -> Any:
-    name = fields.config.get(family.activation_field) or family.activation
+    name = fields.config.get(family.activation_field)
+    name = family.activation if name is None else name
     if not isinstance(name, str) or name not in family.activations:
         raise UnsupportedModelError(
-            f"{fields.source}: {family.activation_field} is {name!r}; supported are "
+            f"{fields.source}: {family.activation_field} is {shown(name)}; supported are "
             f"{', '.join(family.activations)}"
         )
     return family.activations[name]
@@ -335,7 +342,7 @@ def _ropes(
         # Logarithms and powers of absurd numbers.
         except (ArithmeticError, ValueError) as error:
             raise CheckpointError(
-                f"{fields.source}: the rotary settings {dict(settings)!r} have no frequencies: {error}"
+                f"{fields.source}: the rotary settings {shown(dict(settings))} have no frequencies: {error}"
             ) from error
 
     if family.local_rope_theta is None:
@@ -350,14 +357,14 @@ def _ropes(
 def _is_quantized(fields: ConfigFields, family: Family) -> bool:
     """Whether there is a `quantization_config`; refuses any that the family does not widen at load."""
     settings = fields.config.get("quantization_config")
-    if not settings:
+    if settings is None or settings == {}:
         return False
     method = settings.get("quant_method") if isinstance(settings, Mapping) else settings
     if method not in family.quant_methods:
         known = "".join(f" and {name}" for name in family.quant_methods)
         raise UnsupportedModelError(
             f"{fields.source}: the checkpoint is quantised (quantization_config, quant_method "
-            f"{method!r}); only float32, bfloat16 and float16{known} weights of "
+            f"{shown(method)}); only float32, bfloat16 and float16{known} weights of "
             f"{family.model_type} models are supported, so use the original checkpoint"
         )
     return True
@@ -365,10 +372,11 @@ def _is_quantized(fields: ConfigFields, family: Family) -> bool:
 
 def _dtype(fields: ConfigFields, default: str) -> str:
     """The dtype of the checkpoint's weights; `default` if the configuration does not say."""
-    value = fields.config.get("dtype") or fields.config.get("torch_dtype") or default
-    name = str(value).removeprefix("torch.")
+    given = (fields.config.get(name) for name in ("dtype", "torch_dtype"))
+    value = next((value for value in given if value is not None), default)
+    name = value.removeprefix("torch.") if isinstance(value, str) else None
     if name not in DTYPES:
         raise UnsupportedModelError(
-            f"{fields.source}: dtype {value!r} is not supported; supported are {', '.join(DTYPES)}"
+            f"{fields.source}: dtype is {shown(value)}; supported are {', '.join(DTYPES)}"
         )
     return name

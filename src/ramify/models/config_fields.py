@@ -7,12 +7,16 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from ramify.errors import CheckpointError
 
 # Above any size of a real model; floats and int64 hold it, and products with another.
 MAX_COUNT = 2**31 - 1
+# Far above real models; beyond them a damaged config.json would take all memory before the missing
+# tensors are noticed. Parts: heads, or experts, of all layers.
+MAX_LAYERS, MAX_PARTS, MAX_POSITIONS = 10_000, 1_000_000, 2**24
+MAX_SHOWN_CHARS = 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +31,12 @@ class ConfigFields:
         value = self.config.get(name)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            state = "is missing" if value is None else f"is {value!r}"
+            state = "is missing" if value is None else f"is {shown(value)}"
             raise CheckpointError(f"{self.source}: {name} {state}; it must be an integer >= 1")
         if value > limit:
-            digits = (
-                str(value) if value.bit_length() <= 64 else f"above 2**{value.bit_length() - 1}"
+            raise CheckpointError(
+                f"{self.source}: {name} is {shown(value)}; it must be at most {limit}"
             )
-            raise CheckpointError(f"{self.source}: {name} is {digits}; it must be at most {limit}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
@@ -42,16 +45,47 @@ class ConfigFields:
         value = default if value is None else value
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if value is None or not is_number or not 0 < value <= sys.float_info.max:
-            state = "is missing" if value is None else f"is {value!r}"
+            state = "is missing" if value is None else f"is {shown(value)}"
             raise CheckpointError(f"{self.source}: {name} {state}; it must be a number > 0")
         return float(value)
 
-    def token(self, name: str, default: int | None) -> int | None:
-        """A token id or None; null is a value here, `default` only replaces an absent field."""
+    def factor(self, name: str) -> float | None:
+        """As `number`, but None for null, for 0 and where it is absent."""
+        value = self.config.get(name)
+        is_zero = isinstance(value, int | float) and not isinstance(value, bool) and value == 0
+        return None if value is None or is_zero else self.number(name)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """True or false; null is false, as in transformers, and `default` replaces an absent field."""
         value = self.config.get(name, default)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise CheckpointError(f"{self.source}: {name} {value!r} is not a token id")
+        if value is not None and not isinstance(value, bool):
+            raise CheckpointError(
+                f"{self.source}: {name} is {shown(value)}; it must be true or false"
+            )
+        return bool(value)
+
+    def items(self, name: str) -> list[Any] | None:
+        """A list; None for null and where it is absent. CheckpointError for anything else."""
+        value = self.config.get(name)
+        if value is not None and not isinstance(value, list):
+            raise CheckpointError(f"{self.source}: {name} is {shown(value)}; it must be a list")
         return value
+
+
+def is_token_id(value: object) -> TypeGuard[int]:
+    """Whether a JSON value can be a token id of any vocabulary."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_COUNT
+
+
+def shown(value: object) -> str:
+    """A JSON value as error messages show it: short, whatever its size."""
+    if isinstance(value, int) and value.bit_length() > 64:
+        sign, bits = (
+            ("below -", value.bit_length()) if value < 0 else ("above ", value.bit_length())
+        )
+        return f"{sign}2**{bits - 1}"
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."
 
 
 def read_json(path: Path) -> dict[str, Any]:

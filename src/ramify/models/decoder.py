@@ -55,8 +55,8 @@ def bind_lm_head(ops: Ops, config: ModelConfig) -> LmHead:
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
-    """How a model family binds its operations: each layer by its number, what is before and behind."""
+class DecoderBinding:
+    """Binds a family's operations: a layer by its number, the embedding, the LM head."""
 
     layer: Callable[[Ops, ModelConfig, int], DecoderLayer]
     embedding: Callable[[Ops, ModelConfig], Embedding] = bind_embedding
@@ -64,7 +64,7 @@ class Family:
 
 
 class CausalDecoder(Protocol):
-    """What the runner and the engine need of a model: `Decoder`, or a model of transformers."""
+    """The interface of a model to runner and engine; `Decoder` and `HfDecoder` have it."""
 
     config: ModelConfig
 
@@ -114,19 +114,19 @@ class Decoder:
         self,
         config: ModelConfig,
         ops: Ops,
-        family: Family,
+        binding: DecoderBinding,
         *,
         on_layer: Callable[[], None] | None = None,
     ) -> None:
         self.config, self.ops = config, ops
-        self.embedding = family.embedding(ops, config)
+        self.embedding = binding.embedding(ops, config)
         layers = []
         for number in range(config.num_layers):
-            layers.append(family.layer(ops, config, number))
+            layers.append(binding.layer(ops, config, number))
             if on_layer is not None:
                 on_layer()
         self.layers = ops.stack(layers)
-        self.lm_head = family.lm_head(ops, config)
+        self.lm_head = binding.lm_head(ops, config)
         final_norm = norm_of(config, None, "norm")
         assert final_norm is not None
         self.final_norm = ops.norm(final_norm)

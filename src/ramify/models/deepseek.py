@@ -8,10 +8,10 @@ from torch import Tensor
 from ramify.attention.mla import MlaQuery, UpProjection
 from ramify.attention.sparse_index import IndexQuery
 from ramify.models.config import ModelConfig
-from ramify.models.decoder import Family
+from ramify.models.decoder import DecoderBinding
 from ramify.models.deepseek_config import IndexConfig, MlaConfig
 from ramify.models.moe import MoeMlp
-from ramify.models.ops.mlp import GatedMlp
+from ramify.models.ops.mlp import Mlp
 from ramify.models.ops.protocol import Attended, ForwardStep, Norm, Ops
 
 # The norms between low-rank projections have this eps, whatever rms_norm_eps says.
@@ -59,9 +59,9 @@ class DeepseekLayer:
             self.indexer = Indexer(ops, config, mla, mla.index, f"{attn}indexer.")
         self.o_proj = ops.linear(f"{attn}o_proj", shard="rows")
         self.mlp_norm = ops.norm(Norm(f"{prefix}post_attention_layernorm", eps))
-        self.mlp: GatedMlp | MoeMlp
+        self.mlp: Mlp | MoeMlp
         if config.moe is None or layer in config.moe.dense_layers:
-            self.mlp = GatedMlp(ops, f"{prefix}mlp.")
+            self.mlp = Mlp(ops, f"{prefix}mlp.")
         else:
             self.mlp = MoeMlp(ops, config.moe, prefix)
 
@@ -123,4 +123,4 @@ def _up_projection(ops: Ops, name: str, mla: MlaConfig, num_heads: int) -> UpPro
     return UpProjection(w_uk.weight, w_uv.weight, w_uk, w_uv)
 
 
-DEEPSEEK = Family(DeepseekLayer)
+DEEPSEEK = DecoderBinding(DeepseekLayer)

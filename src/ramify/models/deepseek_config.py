@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ramify.errors import CheckpointError, UnsupportedModelError
-from ramify.models.config_fields import ConfigFields
+from ramify.models.config_fields import MAX_PARTS, ConfigFields, shown
 from ramify.models.moe_config import MoeConfig, Shapes
 from ramify.models.rope_config import rope_settings, yarn_mscale
 
@@ -49,7 +49,7 @@ class MlaConfig:
             raise UnsupportedModelError(
                 f"{source}: q_lora_rank is null; the index of {model_type} reads that projection"
             )
-        if config.get("mlp_bias"):
+        if fields.flag("mlp_bias", False):
             raise UnsupportedModelError(f"{source}: mlp_bias is not supported for {model_type}")
         nope, rope = fields.count("qk_nope_head_dim", 128), fields.count("qk_rope_head_dim", 64)
         if rope % 2:
@@ -71,8 +71,7 @@ class MlaConfig:
             nope_dim=nope,
             rope_dim=rope,
             value_dim=fields.count("v_head_dim", 128),
-            rope_interleaved=model_type != "deepseek_v3"
-            or bool(config.get("rope_interleave", True)),
+            rope_interleaved=model_type != "deepseek_v3" or fields.flag("rope_interleave", True),
             scale=(nope + rope) ** -0.5 * _yarn_score_factor(fields),
             index=index,
         )
@@ -120,20 +119,20 @@ def deepseek_experts(fields: ConfigFields, model_type: str, num_layers: int) -> 
     config, source, v2 = fields.config, fields.source, model_type == "deepseek_v2"
     methods = ("greedy", "group_limited_greedy") if v2 else ("noaux_tc",)
     scoring: Literal["softmax", "sigmoid"] = "softmax" if v2 else "sigmoid"
-    method = config.get("topk_method") or methods[0]
-    normalise = bool(config.get("norm_topk_prob", not v2))
+    method = _given(fields, "topk_method", methods[0])
+    normalise = fields.flag("norm_topk_prob", not v2)
     for name, value, known in (
         ("topk_method", method, methods),
-        ("scoring_func", config.get("scoring_func") or scoring, (scoring,)),
+        ("scoring_func", _given(fields, "scoring_func", scoring), (scoring,)),
         ("moe_layer_freq", config.get("moe_layer_freq", 1), (1,)),
         ("norm_topk_prob", normalise, (False,) if v2 else (True, False)),
     ):
         if value not in known:
             raise UnsupportedModelError(
-                f"{source}: {name} is {value!r}; supported for {model_type}: "
+                f"{source}: {name} is {shown(value)}; supported for {model_type}: "
                 f"{', '.join(map(repr, known))}"
             )
-    num_experts = fields.count("n_routed_experts", 64 if v2 else 256)
+    num_experts = fields.count("n_routed_experts", 64 if v2 else 256, limit=MAX_PARTS)
     grouped = method != "greedy"
     groups = fields.count("n_group", None if v2 else 8) if grouped else 1
     topk_groups = fields.count("topk_group", None if v2 else 4) if grouped else 1
@@ -153,8 +152,8 @@ def deepseek_experts(fields: ConfigFields, model_type: str, num_layers: int) -> 
     eligible = num_experts // groups * topk_groups
     if num_experts % groups or topk_groups > groups or moe.top_k > eligible:
         raise CheckpointError(
-            f"{source}: {moe.top_k} experts per token cannot come from {topk_groups} of "
-            f"{groups} groups of {num_experts} experts"
+            f"{source}: num_experts_per_tok {moe.top_k} experts cannot come from topk_group "
+            f"{topk_groups} of n_group {groups} groups of n_routed_experts {num_experts} experts"
         )
     if scoring == "sigmoid" and num_experts // groups < 2:
         raise CheckpointError(
@@ -168,17 +167,23 @@ def _dense_layers(fields: ConfigFields, model_type: str, num_layers: int) -> fro
     config, source = fields.config, fields.source
     kinds = config.get("mlp_layer_types") if model_type == "deepseek_v32" else None
     if kinds is not None:
-        if not isinstance(kinds, list) or len(kinds) != num_layers or set(kinds) - set(_MLP_KINDS):
+        if (
+            not isinstance(kinds, list)
+            or len(kinds) != num_layers
+            or set(map(str, kinds)) - set(_MLP_KINDS)
+        ):
             raise UnsupportedModelError(
                 f"{source}: mlp_layer_types must name {num_layers} layers, each "
-                f"{' or '.join(_MLP_KINDS)}; it is {kinds!r}"
+                f"{' or '.join(_MLP_KINDS)}; it is {shown(kinds)}"
             )
         return frozenset(layer for layer, kind in enumerate(kinds) if kind == "dense")
     if "n_routed_experts" in config and config["n_routed_experts"] is None:
         return frozenset(range(num_layers))
     first = config.get("first_k_dense_replace", 0 if model_type == "deepseek_v2" else 3)
     if isinstance(first, bool) or not isinstance(first, int) or first < 0:
-        raise CheckpointError(f"{source}: first_k_dense_replace is {first!r}; it must be >= 0")
+        raise CheckpointError(
+            f"{source}: first_k_dense_replace is {shown(first)}; it must be an integer >= 0"
+        )
     return frozenset(range(min(first, num_layers)))
 
 
@@ -188,8 +193,14 @@ _MLP_KINDS = ("dense", "sparse")
 def _yarn_score_factor(fields: ConfigFields) -> float:
     """DeepSeek's extra factor of attention scores under YaRN: mscale(factor, mscale_all_dim) ** 2."""
     settings = rope_settings(fields)
-    kind = settings.get("rope_type") or "default"
-    if kind == "default" or not settings.get("mscale_all_dim"):
-        return 1.0
     rope = ConfigFields(settings, f"{fields.source} (rope)")
-    return yarn_mscale(rope.number("factor"), rope.number("mscale_all_dim")) ** 2
+    mscale = rope.factor("mscale_all_dim")
+    if settings.get("rope_type") in (None, "default") or mscale is None:
+        return 1.0
+    return yarn_mscale(rope.number("factor"), mscale) ** 2
+
+
+def _given(fields: ConfigFields, name: str, default: str) -> object:
+    """A field, or its default where it is null or absent."""
+    value = fields.config.get(name)
+    return default if value is None else value

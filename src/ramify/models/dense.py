@@ -5,17 +5,17 @@ from __future__ import annotations
 from torch import Tensor
 
 from ramify.models.config import ModelConfig
-from ramify.models.decoder import Family, norm_of
+from ramify.models.decoder import DecoderBinding, norm_of
 from ramify.models.dense_variant import ActivationName
 from ramify.models.moe import MoeMlp
-from ramify.models.ops.mlp import GatedMlp, PlainMlp
+from ramify.models.ops.mlp import Mlp
 from ramify.models.ops.protocol import (
-    Activation,
     Attended,
     ForwardStep,
     FusableExperts,
     FusableMlp,
     FusableParts,
+    GatedActivation,
     Heads,
     Linear,
     Ops,
@@ -65,11 +65,11 @@ class DenseLayer:
     def fusable(self) -> FusableParts | None:
         """See `FusableLayer`."""
         mlp: FusableMlp | FusableExperts | None = None
-        if isinstance(self.mlp, GatedMlp):
+        if isinstance(self.mlp, Mlp):
             mlp = FusableMlp(self.mlp.gate_up, self.mlp.down)
         elif isinstance(self.mlp, NormedExperts):
             mlp = self.mlp.fusable
-        if self.is_parallel or self.scale != 1.0 or mlp is None:
+        if mlp is None:
             return None
         return FusableParts(
             self.qkv,
@@ -78,6 +78,8 @@ class DenseLayer:
             mlp,
             self.after_attention,
             self.after_mlp,
+            self.scale,
+            self.is_parallel,
         )
 
 
@@ -140,7 +142,7 @@ class NormedExperts:
         return FusableExperts(self.norm, moe.gate, moe.route, moe.experts)
 
 
-def bind_mlp(ops: Ops, config: ModelConfig, layer: int) -> GatedMlp | PlainMlp | NormedExperts:
+def bind_mlp(ops: Ops, config: ModelConfig, layer: int) -> Mlp | NormedExperts:
     """The MLP or the experts of a layer, with the norm before it."""
     variant, prefix = config.variant, f"model.layers.{layer}."
     names = variant.names
@@ -151,19 +153,18 @@ def bind_mlp(ops: Ops, config: ModelConfig, layer: int) -> GatedMlp | PlainMlp |
     if config.moe is not None and config.has_experts(layer):
         assert norm is not None
         return NormedExperts(ops.norm(norm), MoeMlp(ops, config.moe, prefix))
-    if not variant.has_gate:
-        return PlainMlp(ops, prefix, names.gate_up[0], names.down, variant.activation, norm=norm)
-    return GatedMlp(
+    activation = variant.activation
+    return Mlp(
         ops,
         prefix,
         norm=norm,
-        activation=GATED[variant.activation],
+        activation=GATED[activation] if variant.has_gate else activation,
         gate_up=names.gate_up,
         down=names.down,
     )
 
 
-GATED: dict[ActivationName, Activation] = {
+GATED: dict[ActivationName, GatedActivation] = {
     "silu": "silu_mul",
     "gelu_tanh": "gelu_tanh_mul",
     "gelu": "gelu_mul",
@@ -175,4 +176,4 @@ def _row_norm(ops: Ops, config: ModelConfig, layer: int, name: str | None) -> Ro
     return None if norm is None else ops.norm(norm)
 
 
-DENSE = Family(DenseLayer)
+DENSE = DecoderBinding(DenseLayer)

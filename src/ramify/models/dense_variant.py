@@ -1,4 +1,4 @@
-"""What distinguishes one dense family from another: names of weights, norms, order of a layer. No torch."""
+"""`DenseVariant`: weight names, norms and order of a layer in which dense families differ. No torch."""
 
 from __future__ import annotations
 

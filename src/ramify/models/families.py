@@ -44,15 +44,12 @@ from ramify.models.moe_config import (
 )
 
 FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family(
-        model_type="llama", biases=llama_bias, bos_token_id=1, eos_token_id=2
-    ),
+    "LlamaForCausalLM": Family(model_type="llama", biases=llama_bias, eos_token_id=2),
     "MistralForCausalLM": Family(
         model_type="mistral",
         num_kv_heads=8,
         windows="all",
         sliding_window=4096,
-        bos_token_id=1,
         eos_token_id=2,
     ),
     "MinistralForCausalLM": Family(
@@ -60,12 +57,11 @@ FAMILIES: dict[str, Family] = {
         num_kv_heads=8,
         windows="period",
         sliding_window=4096,
-        bos_token_id=1,
         eos_token_id=2,
     ),
     "Qwen2ForCausalLM": Family(
         model_type="qwen2",
-        biases=lambda _config: Biases(qkv=True),
+        biases=lambda _fields: Biases(qkv=True),
         num_kv_heads=32,
         windows="last",
         has_window_switch=True,
@@ -91,7 +87,6 @@ FAMILIES: dict[str, Family] = {
         head_dim=256,
         activation="gelu_pytorch_tanh",
         tie_word_embeddings=True,
-        bos_token_id=2,
         eos_token_id=1,
     ),
     "Gemma2ForCausalLM": Family(
@@ -106,7 +101,6 @@ FAMILIES: dict[str, Family] = {
         activation_field="hidden_activation",
         activation="gelu_pytorch_tanh",
         tie_word_embeddings=True,
-        bos_token_id=2,
         eos_token_id=1,
     ),
     "Gemma3ForCausalLM": Family(
@@ -124,7 +118,6 @@ FAMILIES: dict[str, Family] = {
         rope_theta=1_000_000.0,
         local_rope_theta=10_000.0,
         tie_word_embeddings=True,
-        bos_token_id=2,
         eos_token_id=1,
     ),
     "Phi3ForCausalLM": Family(
@@ -135,7 +128,6 @@ FAMILIES: dict[str, Family] = {
         partial_rotary=1.0,
         rope_scalings=("default", "longrope"),
         original_max_len=4096,
-        bos_token_id=1,
         eos_token_id=32_000,
     ),
     "Olmo2ForCausalLM": Family(
@@ -162,7 +154,6 @@ FAMILIES: dict[str, Family] = {
         model_type="granite",
         variant=granite_variant,
         biases=llama_bias,
-        bos_token_id=1,
         eos_token_id=2,
     ),
     "GraniteMoeHybridForCausalLM": Family(
@@ -170,7 +161,6 @@ FAMILIES: dict[str, Family] = {
         intermediate_field="shared_intermediate_size",
         variant=granite_hybrid_variant,
         biases=attention_bias,
-        bos_token_id=1,
         eos_token_id=2,
     ),
     "SmolLM3ForCausalLM": Family(
@@ -182,7 +172,6 @@ FAMILIES: dict[str, Family] = {
         has_window_switch=True,
         rope_theta=2_000_000.0,
         tie_word_embeddings=True,
-        bos_token_id=128_000,
         eos_token_id=128_001,
     ),
     "GlmForCausalLM": Family(
@@ -215,7 +204,6 @@ FAMILIES: dict[str, Family] = {
         window_period=4,
         has_period_field=True,
         eps=1e-5,
-        bos_token_id=0,
         eos_token_id=2,
     ),
     "CohereForCausalLM": Family(
@@ -226,7 +214,6 @@ FAMILIES: dict[str, Family] = {
         eps=1e-5,
         rope_theta=500_000.0,
         tie_word_embeddings=True,
-        bos_token_id=5,
         eos_token_id=255_001,
     ),
     "Cohere2ForCausalLM": Family(
@@ -241,7 +228,6 @@ FAMILIES: dict[str, Family] = {
         eps_field="layer_norm_eps",
         eps=1e-5,
         tie_word_embeddings=True,
-        bos_token_id=5,
         eos_token_id=255_001,
     ),
     "Starcoder2ForCausalLM": Family(
@@ -254,7 +240,6 @@ FAMILIES: dict[str, Family] = {
         eps=1e-5,
         activation="gelu_pytorch_tanh",
         tie_word_embeddings=True,
-        bos_token_id=50_256,
         eos_token_id=50_256,
     ),
     "StableLmForCausalLM": Family(
@@ -265,7 +250,6 @@ FAMILIES: dict[str, Family] = {
         eps_field="layer_norm_eps",
         eps=1e-5,
         partial_rotary=0.25,
-        bos_token_id=0,
         eos_token_id=0,
     ),
     "SeedOssForCausalLM": Family(
@@ -273,7 +257,6 @@ FAMILIES: dict[str, Family] = {
         biases=seed_oss_bias,
         num_kv_heads=8,
         head_dim=128,
-        bos_token_id=0,
         eos_token_id=2,
     ),
     "HunYuanDenseV1ForCausalLM": Family(
@@ -282,7 +265,6 @@ FAMILIES: dict[str, Family] = {
         variant=hunyuan_variant,
         biases=attention_bias,
         eps=1e-5,
-        bos_token_id=1,
         eos_token_id=2,
     ),
     "MixtralForCausalLM": Family(
@@ -292,12 +274,11 @@ FAMILIES: dict[str, Family] = {
         windows="all",
         eps=1e-5,
         rope_theta=1_000_000.0,
-        bos_token_id=1,
         eos_token_id=2,
     ),
     "Qwen2MoeForCausalLM": Family(
         model_type="qwen2_moe",
-        biases=lambda config: Biases(qkv=bool(config.get("qkv_bias", True))),
+        biases=lambda fields: Biases(qkv=fields.flag("qkv_bias", True)),
         experts=qwen2_experts,
         num_kv_heads=16,
         windows="alternate",
@@ -325,7 +306,7 @@ FAMILIES: dict[str, Family] = {
     "Glm4MoeForCausalLM": Family(
         model_type="glm4_moe",
         variant=glm4_moe_variant,
-        biases=lambda config: Biases(qkv=bool(config.get("attention_bias", False))),
+        biases=lambda fields: Biases(qkv=fields.flag("attention_bias", False)),
         experts=glm4_experts,
         has_mtp_layers=True,
         num_kv_heads=8,
@@ -356,7 +337,6 @@ FAMILIES: dict[str, Family] = {
         model_type="deepseek_v2",
         experts=lambda fields, num_layers: deepseek_experts(fields, "deepseek_v2", num_layers),
         biases=attention_bias,
-        bos_token_id=1,
         eos_token_id=2,
         is_latent=True,
         has_mtp_layers=True,
@@ -365,7 +345,6 @@ FAMILIES: dict[str, Family] = {
         model_type="deepseek_v3",
         experts=lambda fields, num_layers: deepseek_experts(fields, "deepseek_v3", num_layers),
         biases=attention_bias,
-        bos_token_id=0,
         eos_token_id=1,
         is_latent=True,
         has_mtp_layers=True,
@@ -374,7 +353,6 @@ FAMILIES: dict[str, Family] = {
         model_type="deepseek_v32",
         experts=lambda fields, num_layers: deepseek_experts(fields, "deepseek_v32", num_layers),
         biases=attention_bias,
-        bos_token_id=0,
         eos_token_id=1,
         is_latent=True,
         has_mtp_layers=True,

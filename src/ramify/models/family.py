@@ -35,7 +35,7 @@ class Family:
 
     model_type: str
     variant: Callable[[ConfigFields, int], DenseVariant] = lambda _fields, _num_layers: LLAMA
-    biases: Callable[[Mapping[str, Any]], Biases] = lambda _config: Biases()
+    biases: Callable[[ConfigFields], Biases] = lambda _fields: Biases()
     experts: Callable[[ConfigFields, int], MoeConfig | None] = lambda _fields, _num_layers: None
     num_kv_heads: int | None = None  # None: num_heads
     head_dim: int | None = None  # None: hidden_size / num_heads
@@ -63,7 +63,6 @@ class Family:
     intermediate_field: str = "intermediate_size"
     has_mtp_layers: bool = False  # checkpoints have layers behind the last one, for drafts
     tie_word_embeddings: bool = False
-    bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None
     quant_methods: tuple[str, ...] = ()  # of `quantization_config`, widened at load
     is_latent: bool = False  # DeepSeek: MLA, mixture of experts

@@ -1,13 +1,11 @@
-"""Readers of what each dense family's `config.json` has beyond Llama's. No torch."""
+"""Readers of the `config.json` fields that dense families have beyond Llama's. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from ramify.errors import UnsupportedModelError
-from ramify.models.config_fields import ConfigFields
+from ramify.models.config_fields import ConfigFields, shown
 from ramify.models.dense_variant import FUSED_GATE_UP, FUSED_QKV, DenseVariant, WeightNames
 
 
@@ -20,47 +18,47 @@ class Biases:
     mlp: bool = False
 
 
-def attention_bias(config: Mapping[str, Any]) -> Biases:
+def attention_bias(fields: ConfigFields) -> Biases:
     """`attention_bias`: on q, k, v and o."""
-    bias = bool(config.get("attention_bias", False))
+    bias = fields.flag("attention_bias", False)
     return Biases(qkv=bias, o=bias)
 
 
-def llama_bias(config: Mapping[str, Any]) -> Biases:
+def llama_bias(fields: ConfigFields) -> Biases:
     """`attention_bias`, and `mlp_bias` on the MLP."""
-    bias = bool(config.get("attention_bias", False))
-    return Biases(qkv=bias, o=bias, mlp=bool(config.get("mlp_bias", False)))
+    bias = fields.flag("attention_bias", False)
+    return Biases(qkv=bias, o=bias, mlp=fields.flag("mlp_bias", False))
 
 
-def glm_bias(config: Mapping[str, Any]) -> Biases:
+def glm_bias(fields: ConfigFields) -> Biases:
     """`attention_bias` on q, k and v only."""
-    return Biases(qkv=bool(config.get("attention_bias", True)))
+    return Biases(qkv=fields.flag("attention_bias", True))
 
 
-def gpt_oss_bias(config: Mapping[str, Any]) -> Biases:
+def gpt_oss_bias(fields: ConfigFields) -> Biases:
     """`attention_bias`: on q, k, v and o; true where it is absent."""
-    bias = bool(config.get("attention_bias", True))
+    bias = fields.flag("attention_bias", True)
     return Biases(qkv=bias, o=bias)
 
 
-def seed_oss_bias(config: Mapping[str, Any]) -> Biases:
+def seed_oss_bias(fields: ConfigFields) -> Biases:
     """`attention_bias` on q, k and v, `attention_out_bias` on o."""
     return Biases(
-        qkv=bool(config.get("attention_bias", True)),
-        o=bool(config.get("attention_out_bias", False)),
-        mlp=bool(config.get("mlp_bias", False)),
+        qkv=fields.flag("attention_bias", True),
+        o=fields.flag("attention_out_bias", False),
+        mlp=fields.flag("mlp_bias", False),
     )
 
 
-def starcoder2_bias(config: Mapping[str, Any]) -> Biases:
+def starcoder2_bias(fields: ConfigFields) -> Biases:
     """`use_bias`: on every linear."""
-    bias = bool(config.get("use_bias", True))
+    bias = fields.flag("use_bias", True)
     return Biases(qkv=bias, o=bias, mlp=bias)
 
 
-def stablelm_bias(config: Mapping[str, Any]) -> Biases:
+def stablelm_bias(fields: ConfigFields) -> Biases:
     """`use_qkv_bias`."""
-    return Biases(qkv=bool(config.get("use_qkv_bias", False)))
+    return Biases(qkv=fields.flag("use_qkv_bias", False))
 
 
 def _optional(fields: ConfigFields, name: str, default: float | None) -> float | None:
@@ -140,19 +138,24 @@ def granite_variant(fields: ConfigFields, _num_layers: int) -> DenseVariant:
 def granite_hybrid_variant(fields: ConfigFields, num_layers: int) -> DenseVariant:
     """Granite 4 without recurrent layers and without experts."""
     config, source = fields.config, fields.source
-    kinds = config.get("layer_types") or config.get("layers_block_type") or ["mamba"]
+    kinds = fields.items("layer_types") or fields.items("layers_block_type") or ["mamba"]
     recurrent = set(map(str, kinds)) - {"attention", "full_attention"}
     if recurrent:
         raise UnsupportedModelError(
-            f"{source}: layers of kind {', '.join(sorted(recurrent))} have a recurrent state, which "
+            f"{source}: layer_types has {shown(sorted(recurrent))}, layers with a recurrent state, which "
             "a cache of prefixes cannot share; only dense Granite 4 models run"
         )
     if config.get("num_local_experts", 8):
         raise UnsupportedModelError(
-            f"{source}: num_local_experts is {config.get('num_local_experts', 8)}; only dense "
+            f"{source}: num_local_experts is {shown(config.get('num_local_experts', 8))}; only dense "
             "Granite 4 models (0) run"
         )
-    has_rope = config.get("position_embedding_type") == "rope"
+    positions = config.get("position_embedding_type")
+    if positions not in ("rope", "nope", None):
+        raise UnsupportedModelError(
+            f"{source}: position_embedding_type is {shown(positions)}; supported are 'rope', 'nope' "
+            "and null"
+        )
     granite = granite_variant(fields, num_layers)
     return DenseVariant(
         names=WeightNames(gate_up=("shared_mlp.input_linear",), down="shared_mlp.output_linear"),
@@ -160,19 +163,20 @@ def granite_hybrid_variant(fields: ConfigFields, num_layers: int) -> DenseVarian
         embedding_scale=granite.embedding_scale,
         residual_scale=granite.residual_scale,
         logit_scale=granite.logit_scale,
-        layers_without_rope=frozenset() if has_rope else frozenset(range(num_layers)),
+        layers_without_rope=frozenset() if positions == "rope" else frozenset(range(num_layers)),
     )
 
 
 def smollm3_variant(fields: ConfigFields, num_layers: int) -> DenseVariant:
     """SmolLM3: every fourth layer has no rope."""
-    has_rope = fields.config.get("no_rope_layers")
+    has_rope = fields.items("no_rope_layers")
     if has_rope is None:
         period = fields.count("no_rope_layer_interval", 4)
         has_rope = [int((layer + 1) % period != 0) for layer in range(num_layers)]
-    if not isinstance(has_rope, list) or len(has_rope) < num_layers:
+    if len(has_rope) < num_layers or any(value not in (0, 1) for value in has_rope):
         raise UnsupportedModelError(
-            f"{fields.source}: no_rope_layers must have {num_layers} entries; it is {has_rope!r}"
+            f"{fields.source}: no_rope_layers must have {num_layers} entries, each 0 or 1; it is "
+            f"{shown(has_rope)}"
         )
     without = frozenset(layer for layer in range(num_layers) if not has_rope[layer])
     return DenseVariant(layers_without_rope=without)
@@ -195,7 +199,7 @@ def glm4_variant(_fields: ConfigFields, _num_layers: int) -> DenseVariant:
 
 def glm4_moe_variant(fields: ConfigFields, _num_layers: int) -> DenseVariant:
     """GLM-4-MoE: QK norm if the configuration says so."""
-    return DenseVariant(qk_norm="head" if fields.config.get("use_qk_norm") else None)
+    return DenseVariant(qk_norm="head" if fields.flag("use_qk_norm", False) else None)
 
 
 def exaone4_variant(_fields: ConfigFields, _num_layers: int) -> DenseVariant:
@@ -205,7 +209,7 @@ def exaone4_variant(_fields: ConfigFields, _num_layers: int) -> DenseVariant:
 
 def cohere_variant(fields: ConfigFields, _num_layers: int) -> DenseVariant:
     """Command R: layer norms without bias, attention and MLP in parallel."""
-    has_norm = bool(fields.config.get("use_qk_norm", False))
+    has_norm = fields.flag("use_qk_norm", False)
     return DenseVariant(
         names=WeightNames(before_mlp=None),
         block="parallel",
@@ -226,13 +230,13 @@ def starcoder2_variant(_fields: ConfigFields, _num_layers: int) -> DenseVariant:
 
 def stablelm_variant(fields: ConfigFields, _num_layers: int) -> DenseVariant:
     """StableLM 2: layer norms, rope in a quarter of a head."""
-    is_parallel = bool(fields.config.get("use_parallel_residual", False))
+    is_parallel = fields.flag("use_parallel_residual", False)
     names = WeightNames(
         before_mlp=None if is_parallel else "post_attention_layernorm",
         q_norm="self_attn.q_layernorm",
         k_norm="self_attn.k_layernorm",
     )
-    has_norm = bool(fields.config.get("qk_layernorm", False))
+    has_norm = fields.flag("qk_layernorm", False)
     return DenseVariant(
         names=names,
         block="parallel" if is_parallel else "sequential",
@@ -253,4 +257,6 @@ def hunyuan_variant(_fields: ConfigFields, _num_layers: int) -> DenseVariant:
 def _refuse(fields: ConfigFields, name: str, *allowed: object) -> None:
     value = fields.config.get(name)
     if value not in allowed:
-        raise UnsupportedModelError(f"{fields.source}: {name} is {value!r}, which is not supported")
+        raise UnsupportedModelError(
+            f"{fields.source}: {name} is {shown(value)}, which is not supported"
+        )

@@ -1,4 +1,4 @@
-"""Any other causal decoder: transformers' own modules, over the paged K/V and with our linears.
+"""`HfDecoder`: any other causal decoder as transformers' modules, with paged K/V and our linears.
 
 transformers lets a library register an attention function and a mask function. Ours hand queries, keys
 and values to the step's attention, so that planner, prefix cache and backends are the same as for the
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +28,12 @@ from ramify.kv.pool import KVPool
 from ramify.models.checkpoint_tensors import checkpoint_shapes
 from ramify.models.config import ModelConfig
 from ramify.models.hf_checks import AttentionCall, ProbeAttention, Run, check_calls, check_results
-from ramify.models.hf_config import first_line, may_be_recurrent
+from ramify.models.hf_config import first_line, is_foreign, may_be_recurrent
 from ramify.models.ops.probe import dtype_name
 from ramify.models.ops.protocol import ForwardStep, Linear, Ops
 from ramify.models.ops.registry import OpsFactory
 
+T = TypeVar("T")
 NAME = "ramify_paged"
 # What the modules of transformers raise where they cannot do what is asked.
 FORWARD_ERRORS = (RuntimeError, IndexError, TypeError, ValueError, AttributeError)
@@ -69,7 +70,7 @@ class HfDecoder:
         def attend(call: AttentionCall) -> Tensor:
             return step.attention(call.layer, call.scaled_query(self._scale), call.key, call.value)
 
-        with _attending(attend):
+        with _set(_ATTEND, attend):
             return run_decoder(self._decoder, token_ids, step.positions)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -122,6 +123,8 @@ def load_hf_decoder(
         )
     # Modules that contradict their configuration raise exceptions of every kind.
     except Exception as error:
+        if not is_foreign(error):
+            raise
         raise CheckpointError(
             f"{path} cannot be loaded by transformers: {first_line(error)}"
         ) from error
@@ -144,7 +147,7 @@ def load_hf_decoder(
 
         def run(rows: slice, positions: Tensor | None) -> Tensor:
             positions = torch.arange(len(token_ids)) if positions is None else positions
-            with _attending(probe.attend), _masking(probe.mask):
+            with _set(_ATTEND, probe.attend), _set(_MASK, probe.mask):
                 return run_decoder(_decoder_of(model), token_ids[rows], positions[rows])
 
         def own_at_positions() -> Tensor:
@@ -252,7 +255,7 @@ def _replace_linears(
 
 
 class _Output:
-    """What a decoder returns: the hidden rows first, and None for everything else."""
+    """Output of a decoder: the hidden rows first, None for everything else."""
 
     def __init__(self, rows: Tensor) -> None:
         self.last_hidden_state = rows
@@ -291,21 +294,12 @@ def _with_child(module: nn.Module, path: list[str], child: nn.Module) -> nn.Modu
 
 
 @contextmanager
-def _attending(attend: Callable[[AttentionCall], Tensor]) -> Iterator[None]:
-    token = _ATTEND.set(attend)
+def _set(variable: ContextVar[T], value: T) -> Iterator[None]:
+    token = variable.set(value)
     try:
         yield
     finally:
-        _ATTEND.reset(token)
-
-
-@contextmanager
-def _masking(mask: Callable[..., Any]) -> Iterator[None]:
-    token = _MASK.set(mask)
-    try:
-        yield
-    finally:
-        _MASK.reset(token)
+        variable.reset(token)
 
 
 def _attention(

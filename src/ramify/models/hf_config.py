@@ -5,14 +5,16 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 from ramify.errors import CheckpointError, UnsupportedModelError
-from ramify.models.config import DTYPES, MAX_LAYERS, ModelConfig, token_ids
-from ramify.models.config_fields import ConfigFields
+from ramify.models.config import DTYPES, ModelConfig, token_ids
+from ramify.models.config_fields import MAX_LAYERS, ConfigFields
 from ramify.models.dense_variant import DenseVariant
 from ramify.models.families import FAMILIES
 from ramify.models.rope_config import NO_ROPE
+from ramify.models.wrappers import WRAPPERS
 
 # Rotary frequencies that follow the length of a request: its keys would differ from those of another
 # request with the same prefix.
@@ -69,6 +71,8 @@ def read_hf_config(path: Path, fields: Mapping[str, Any]) -> ModelConfig:
         whole = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     # Its validators raise exceptions of every kind.
     except Exception as error:
+        if not is_foreign(error):
+            raise
         hint = (
             "the checkpoint has code of its own (auto_map), which Ramify does not run"
             if fields.get("auto_map")
@@ -82,7 +86,12 @@ def read_hf_config(path: Path, fields: Mapping[str, Any]) -> ModelConfig:
             f"{source}: {name} is an encoder-decoder; only causal decoders run"
         )
     config = whole.get_text_config(decoder=True)
-    model_class = _causal_class(whole) or _causal_class(config)
+    model_class = _causal_class(whole)
+    if model_class is None and config is not whole and _causal_class(config) is not None:
+        raise UnsupportedModelError(
+            f"{source}: {name} is a text decoder (model_type {config.model_type!r}) with other parts; "
+            f"only the text decoders of {', '.join(WRAPPERS)} run without the whole"
+        )
     if model_class is None:
         raise UnsupportedModelError(
             f"{source}: transformers {__version__} has no causal decoder for {name} "
@@ -118,12 +127,12 @@ def _causal_class(config: Any) -> Any:
 
 
 def may_be_recurrent(model_class: Any) -> bool:
-    """What transformers says of a class; with other settings it may have attention in every layer."""
+    """Whether transformers calls a class stateful; other settings may give all layers attention."""
     return bool(getattr(model_class, "_is_stateful", False))
 
 
 def has_attention_interface(model_class: Any) -> bool:
-    """What transformers says of a class; recurrent and bidirectional models may say so too."""
+    """Whether transformers says that a class takes attention functions; recurrent ones may, too."""
     return bool(getattr(model_class, "_supports_attention_backend", False))
 
 
@@ -140,6 +149,12 @@ def _architecture(fields: Mapping[str, Any]) -> str:
     return str(named[0]) if isinstance(named, list) and named else str(named)
 
 
+def is_foreign(error: Exception) -> bool:
+    """Whether what the catching function called has raised, with no call back into Ramify on the way."""
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)]
+    return len(modules) > 1 and all(name.partition(".")[0] != "ramify" for name in modules[1:])
+
+
 def first_line(error: Exception) -> str:
     """The first line of an error's text, with the next one if it ends in a colon."""
     lines = [line.strip() for line in str(error).strip().splitlines()]
@@ -148,7 +163,7 @@ def first_line(error: Exception) -> str:
 
 
 def _reason_to_refuse(config: Any) -> str | None:
-    """Why prefixes of this model cannot be cached, as far as its configuration tells."""
+    """Reason in the configuration why prefixes of this model cannot be cached, or None."""
     if getattr(config, "is_heterogeneous", False):
         return "has layers with heads of different sizes; the K/V pool has one size for all"
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
@@ -213,7 +228,6 @@ def _model_config(
         variant=DenseVariant(attention_soft_cap=None if cap is None else float(cap)),
         sliding_window=window if isinstance(window, int) and window > 0 else None,
         full_attention_layers=full,
-        bos_token_id=getattr(config, "bos_token_id", None),
         eos_token_ids=token_ids(
             fields.get("eos_token_id", getattr(config, "eos_token_id", None)), source
         ),

@@ -15,21 +15,22 @@ from torch import Tensor
 
 from ramify.attention.exactness import ProbeStore
 from ramify.errors import ConfigError, UnsupportedModelError
-from ramify.models.checkpoint_tensors import load_weights
+from ramify.models.checkpoint_tensors import HEAD, load_weights, tensor_names
 from ramify.models.config import ModelConfig, token_ids
 from ramify.models.config_fields import read_json
-from ramify.models.decoder import CausalDecoder, Decoder, Family
+from ramify.models.decoder import CausalDecoder, Decoder, DecoderBinding
 from ramify.models.deepseek import DEEPSEEK
 from ramify.models.dense import DENSE
-from ramify.models.families import FAMILIES as NATIVE
+from ramify.models.families import FAMILIES
 from ramify.models.hf_config import read_hf_config
 from ramify.models.ops.quantized import QuantizedWeight, Weight
 from ramify.models.ops.registry import OpsFactory, select_ops
 from ramify.models.stacked_experts import StackedExperts
 from ramify.models.weight_layout import OrderedWeights
+from ramify.models.wrappers import find_wrapper, text_fields
 
-# Families by architecture; all others are dense.
-FAMILIES: dict[str, Family] = {
+# By architecture; all others are dense.
+BINDINGS: dict[str, DecoderBinding] = {
     "DeepseekV2ForCausalLM": DEEPSEEK,
     "DeepseekV3ForCausalLM": DEEPSEEK,
     "DeepseekV32ForCausalLM": DEEPSEEK,
@@ -43,9 +44,12 @@ def read_config(path: Path) -> ModelConfig:
         CheckpointError: config.json is unreadable or contradicts itself.
         UnsupportedModelError: the model is not supported.
     """
-    source = path / "config.json"
-    fields = read_json(source)
-    config = _model_config(path, fields)
+    fields = read_json(path / "config.json")
+    wrapper = find_wrapper(fields)
+    if wrapper is not None:
+        has_head = any(name.endswith(HEAD) for name in tensor_names(path))
+        fields = text_fields(fields, str(path / "config.json"), wrapper, has_head=has_head)
+    config = dataclasses.replace(_model_config(path, fields), wrapper=wrapper)
     generation = path / "generation_config.json"
     if not generation.is_file():
         return config
@@ -61,8 +65,8 @@ def _model_config(path: Path, fields: dict[str, Any]) -> ModelConfig:
     """Of our own families, else of transformers."""
     named = fields.get("architectures") or []
     is_named = isinstance(named, list) and bool(named)
-    known = {family.model_type for family in NATIVE.values()}
-    is_native = str(named[0]) in NATIVE if is_named else str(fields.get("model_type")) in known
+    known = {family.model_type for family in FAMILIES.values()}
+    is_native = str(named[0]) in FAMILIES if is_named else str(fields.get("model_type")) in known
     if is_native:
         return ModelConfig.from_hf(fields, str(path / "config.json"))
     return read_hf_config(path, fields)
@@ -117,8 +121,8 @@ def load_model(
             exact=exact,
             store=store,
         )
-        family = FAMILIES.get(config.architecture, DENSE)
-        return Decoder(config, bound, family, on_layer=partial(advance, share))
+        binding = BINDINGS.get(config.architecture, DENSE)
+        return Decoder(config, bound, binding, on_layer=partial(advance, share))
 
 
 def _quantized(name: str, weight: Weight, config: ModelConfig) -> Weight:

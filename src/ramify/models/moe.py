@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ramify.models.moe_config import MoeConfig
-from ramify.models.ops.mlp import GatedMlp
+from ramify.models.ops.mlp import Mlp
 from ramify.models.ops.protocol import ForwardStep, Ops
 
 
@@ -29,7 +29,7 @@ class MoeMlp:
         self.shared_gate = self.shared = None
         if config.has_shared_gate and shared is not None:
             self.shared_gate = ops.linear(f"{prefix}shared_expert_gate", dtype=torch.float32)
-            self.shared, shared = GatedMlp(ops, shared), None
+            self.shared, shared = Mlp(ops, shared), None
         self.experts = ops.experts(
             f"{prefix}experts.",
             num_experts=config.num_experts,

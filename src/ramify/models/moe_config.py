@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ramify.errors import CheckpointError, UnsupportedModelError
-from ramify.models.config_fields import ConfigFields
+from ramify.models.config_fields import MAX_PARTS, ConfigFields, shown
 
 Shapes = dict[str, tuple[int, ...]]
 # As a checkpoint has them: tensors of their own, stacked [num_experts, in, out] with gate and up
 # interleaved, or so in MXFP4.
 ExpertFormat = Literal["separate", "stacked", "mxfp4"]
-# Constants of gpt-oss's activation.
+# Constants of gpt-oss's activation; `kernels.cpu.abi`, which imports nothing, has them too.
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 MXFP4_GROUP = 32  # weights that share a scale, in 16 bytes
 
@@ -59,7 +59,7 @@ class MoeConfig:
         return shapes
 
     def stored_shapes(self, hidden_size: int) -> Shapes:
-        """Those that a checkpoint has, where they differ from `tensor_shapes` by `expert_format`."""
+        """Shapes in a checkpoint's files that differ from `tensor_shapes` by `expert_format`."""
         if self.expert_format == "separate":
             return self.tensor_shapes(hidden_size)
         shapes, prefix = self._router_shapes(hidden_size), f"{self.prefix}experts."
@@ -100,7 +100,7 @@ def mixtral_experts(fields: ConfigFields, _num_layers: int) -> MoeConfig:
     """Mixtral: softmax over all experts, weights of the chosen ones normalised."""
     return _softmax_experts(
         fields,
-        num_experts=fields.count("num_local_experts", 8),
+        num_experts=fields.count("num_local_experts", 8, limit=MAX_PARTS),
         expert_intermediate_size=fields.count("intermediate_size"),
         normalise=True,
         prefix="block_sparse_moe.",
@@ -112,14 +112,14 @@ def olmoe_experts(fields: ConfigFields, _num_layers: int) -> MoeConfig:
     """OLMoE: softmax over all experts."""
     if fields.config.get("clip_qkv") is not None:
         raise UnsupportedModelError(
-            f"{fields.source}: clip_qkv is {fields.config['clip_qkv']!r}, which is not supported"
+            f"{fields.source}: clip_qkv is {shown(fields.config['clip_qkv'])}, which is not supported"
         )
     return _softmax_experts(
         fields,
-        num_experts=fields.count("num_experts", 64),
+        num_experts=fields.count("num_experts", 64, limit=MAX_PARTS),
         top_k_default=8,
         expert_intermediate_size=fields.count("intermediate_size"),
-        normalise=bool(fields.config.get("norm_topk_prob", False)),
+        normalise=fields.flag("norm_topk_prob", False),
     )
 
 
@@ -142,16 +142,19 @@ def glm4_experts(fields: ConfigFields, num_layers: int) -> MoeConfig | None:
     first = fields.config.get("first_k_dense_replace", 1)
     if isinstance(first, bool) or not isinstance(first, int) or first < 0:
         raise CheckpointError(
-            f"{fields.source}: first_k_dense_replace is {first!r}; it must be >= 0"
+            f"{fields.source}: first_k_dense_replace is {shown(first)}; it must be an integer >= 0"
         )
     if first >= num_layers:
         return None
-    num_experts, groups = fields.count("n_routed_experts", 128), fields.count("n_group", 1)
+    num_experts, groups = (
+        fields.count("n_routed_experts", 128, limit=MAX_PARTS),
+        fields.count("n_group", 1),
+    )
     topk_groups, top_k = fields.count("topk_group", 1), fields.count("num_experts_per_tok", 8)
     if num_experts % groups or topk_groups > groups or top_k > num_experts // groups * topk_groups:
         raise CheckpointError(
-            f"{fields.source}: {top_k} experts per token cannot come from {topk_groups} of "
-            f"{groups} groups of {num_experts} experts"
+            f"{fields.source}: num_experts_per_tok {top_k} experts cannot come from topk_group "
+            f"{topk_groups} of n_group {groups} groups of n_routed_experts {num_experts} experts"
         )
     width = fields.count("moe_intermediate_size", 1408)
     return MoeConfig(
@@ -162,7 +165,7 @@ def glm4_experts(fields: ConfigFields, num_layers: int) -> MoeConfig | None:
         scoring="sigmoid",
         num_groups=groups,
         topk_groups=topk_groups,
-        normalise=bool(fields.config.get("norm_topk_prob", True)),
+        normalise=fields.flag("norm_topk_prob", True),
         scale=fields.number("routed_scaling_factor", 1.0),
         dense_layers=frozenset(range(first)),
     )
@@ -173,7 +176,7 @@ def gpt_oss_experts(fields: ConfigFields, _num_layers: int) -> MoeConfig:
     for name, value in (("swiglu_alpha", SWIGLU_ALPHA), ("swiglu_limit", SWIGLU_LIMIT)):
         if fields.number(name, value) != value:
             raise UnsupportedModelError(
-                f"{fields.source}: {name} is {fields.config[name]!r}; experts have only {value}"
+                f"{fields.source}: {name} is {shown(fields.config[name])}; experts have only {value}"
             )
     width, hidden_size = fields.count("intermediate_size"), fields.count("hidden_size")
     is_quantized = bool(fields.config.get("quantization_config"))
@@ -184,7 +187,7 @@ def gpt_oss_experts(fields: ConfigFields, _num_layers: int) -> MoeConfig:
         )
     return _softmax_experts(
         fields,
-        num_experts=fields.count("num_local_experts", 128),
+        num_experts=fields.count("num_local_experts", 128, limit=MAX_PARTS),
         top_k_default=4,
         expert_intermediate_size=width,
         # The softmax over all, divided by the sum of the chosen, is the softmax over the chosen.
@@ -205,10 +208,11 @@ def _qwen_experts(
     shared_default: int,
     has_shared: bool,
 ) -> MoeConfig | None:
-    config, source = fields.config, fields.source
-    only_mlp = config.get("mlp_only_layers") or []
-    if not isinstance(only_mlp, list) or not all(isinstance(layer, int) for layer in only_mlp):
-        raise CheckpointError(f"{source}: mlp_only_layers is {only_mlp!r}; it must list layers")
+    only_mlp = fields.items("mlp_only_layers") or []
+    if not all(isinstance(layer, int) and not isinstance(layer, bool) for layer in only_mlp):
+        raise CheckpointError(
+            f"{fields.source}: mlp_only_layers is {shown(only_mlp)}; it must list numbers of layers"
+        )
     step = fields.count("decoder_sparse_step", 1)
     dense = frozenset(
         layer for layer in range(num_layers) if layer in only_mlp or (layer + 1) % step
@@ -219,13 +223,17 @@ def _qwen_experts(
     return _softmax_experts(
         fields,
         # transformers 5 writes it under either name.
-        num_experts=fields.count("num_experts", fields.count("num_local_experts", num_experts)),
+        num_experts=fields.count(
+            "num_experts",
+            fields.count("num_local_experts", num_experts, limit=MAX_PARTS),
+            limit=MAX_PARTS,
+        ),
         top_k_default=top_k,
         expert_intermediate_size=fields.count("moe_intermediate_size", width),
         shared_intermediate_size=fields.count("shared_expert_intermediate_size", shared_default)
         if has_shared
         else 0,
-        normalise=bool(config.get("norm_topk_prob", False)),
+        normalise=fields.flag("norm_topk_prob", False),
         dense_layers=dense,
         has_shared_gate=has_shared,
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from ramify.errors import CheckpointError, UnsupportedModelError
-from ramify.models.config_fields import ConfigFields
+from ramify.models.config_fields import ConfigFields, shown
 
 # "none": a layer without rotary embedding (NoPE).
 RopeScaling = Literal["default", "linear", "llama3", "dynamic", "yarn", "longrope", "none"]
@@ -49,18 +49,15 @@ def rope_settings(fields: ConfigFields) -> dict[str, Any]:
     """
     settings: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
-        value: Any = fields.config.get(name) or {}
-        if not isinstance(value, Mapping):
-            raise CheckpointError(
-                f"{fields.source}: {name} is {value!r}; it must be an object or null"
-            )
+        value = _object(fields.config.get(name), fields.source, name)
         # Older files call it "type".
         if "type" in value:
             value = {"rope_type": value["type"], **value}
             del value["type"]
         if settings and value and value | settings != value:
             raise CheckpointError(
-                f"{fields.source}: rope_scaling is {settings!r} and rope_parameters {value!r}; "
+                f"{fields.source}: rope_scaling is {shown(settings)} and rope_parameters "
+                f"{shown(value)}; "
                 "which of them holds? leave one"
             )
         settings |= value
@@ -83,15 +80,19 @@ def layer_type_settings(
     kinds = "full_attention", "sliding_attention"
     local = {"rope_theta": fields.number(local_field, local_theta)}
     if any(isinstance(given.get(kind), Mapping) for kind in kinds):
-        full, sliding = (given.get(kind) or {} for kind in kinds)
-        for kind, settings in (("full_attention", full), ("sliding_attention", sliding)):
-            if not isinstance(settings, Mapping):
-                raise CheckpointError(
-                    f"{fields.source}: {kind} of the rotary settings is {settings!r}; it must be an "
-                    "object or null"
-                )
-        return {"full_attention": dict(full), "sliding_attention": local | sliding}
+        full, sliding = (
+            _object(given.get(kind), fields.source, f"{kind} of the rotary settings")
+            for kind in kinds
+        )
+        return {"full_attention": full, "sliding_attention": local | sliding}
     return {"full_attention": given, "sliding_attention": local}
+
+
+def _object(value: object, source: str, name: str) -> dict[str, Any]:
+    """A JSON object, {} for null. CheckpointError for anything else."""
+    if value is not None and not isinstance(value, Mapping):
+        raise CheckpointError(f"{source}: {name} is {shown(value)}; it must be an object or null")
+    return dict(value or {})
 
 
 def read_rope(
@@ -122,8 +123,12 @@ def read_rope(
     """
     config, source = fields.config, fields.source
     settings = dict(settings)
-    if any(isinstance(value, Mapping) for value in settings.values()):
-        raise UnsupportedModelError(f"{source}: rotary settings per layer type are not supported")
+    nested = [name for name, value in settings.items() if isinstance(value, Mapping)]
+    if nested:
+        raise UnsupportedModelError(
+            f"{source}: {nested[0]} of the rotary settings is an object; settings per layer type are "
+            "not supported for this family"
+        )
     for name in ("rope_theta", "partial_rotary_factor"):
         if settings.get(name) is None and config.get(name) is not None:
             settings[name] = config[name]
@@ -131,20 +136,22 @@ def read_rope(
     if config.get(original_field, default_original_len) is not None:
         settings[original_field] = config.get(original_field, default_original_len)
     rope = ConfigFields(settings, f"{source} (rope)")
-    kind: Any = settings.get("rope_type") or "default"
+    kind: Any = settings.get("rope_type")
+    kind = "default" if kind is None else kind
     # Early Phi-3 files.
     if kind == "su" or (kind == "yarn" and "yarn" not in scalings):
         kind = "longrope"
     if kind not in scalings:
         raise UnsupportedModelError(
-            f"{source}: rope scaling {kind!r} is not supported; supported are {', '.join(scalings)}"
+            f"{rope.source}: rope_type is {shown(kind)}; supported are {', '.join(scalings)}"
         )
     rotary_dim = _rotary_dim(rope, head_dim, default_partial)
     theta = rope.number("rope_theta", default_theta)
-    if kind == "dynamic" and settings.get("alpha") and has_alpha:
+    alpha = rope.factor("alpha") if kind == "dynamic" and has_alpha else None
+    if alpha is not None:
         # NTK-aware with a fixed alpha (Hunyuan): another base, whatever the length.
         dim = rotary_dim or head_dim
-        return RopeConfig(theta * rope.number("alpha") ** (dim / (dim - 2)), rotary_dim=rotary_dim)
+        return RopeConfig(theta * alpha ** (dim / (dim - 2)), rotary_dim=rotary_dim)
     original = rope.count(original_field, max_model_len)
     if kind == "longrope":
         return _longrope(rope, theta, original, rotary_dim or head_dim, max_model_len)
@@ -158,7 +165,7 @@ def read_rope(
         original_max_len=original,
         beta_fast=rope.number("beta_fast", 32.0),
         beta_slow=rope.number("beta_slow", 1.0),
-        truncate=bool(settings.get("truncate", True)),
+        truncate=rope.flag("truncate", True),
         attention_factor=yarn_attention_factor(rope) if is_yarn else 1.0,
         rotary_dim=rotary_dim,
     )
@@ -192,7 +199,7 @@ def _longrope(
     if not isinstance(factors, list) or len(factors) != rotary_dim // 2:
         raise CheckpointError(
             f"{rope.source}: {name} must be a list of {rotary_dim // 2} numbers, one for each pair "
-            f"of rotated dimensions; it is {factors!r}"
+            f"of rotated dimensions; it is {shown(factors)}"
         )
     if any(isinstance(f, bool) or not isinstance(f, int | float) or not f > 0 for f in factors):
         raise CheckpointError(f"{rope.source}: {name} has numbers that are not above 0")
@@ -231,10 +238,9 @@ def yarn_attention_factor(rope: ConfigFields) -> float:
     if rope.config.get("attention_factor") is not None:
         return rope.number("attention_factor")
     factor = rope.number("factor")
-    mscale, all_dim = rope.config.get("mscale"), rope.config.get("mscale_all_dim")
-    if mscale and all_dim:
-        numerator, denominator = rope.number("mscale"), rope.number("mscale_all_dim")
-        return yarn_mscale(factor, numerator) / yarn_mscale(factor, denominator)
+    mscale, all_dim = rope.factor("mscale"), rope.factor("mscale_all_dim")
+    if mscale is not None and all_dim is not None:
+        return yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim)
     return yarn_mscale(factor, 1.0)
 
 

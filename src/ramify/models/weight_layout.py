@@ -1,4 +1,4 @@
-"""The order of a checkpoint's rows that the operations expect, made when a tensor is read."""
+"""Reorder rows of a checkpoint's tensors, as they are read, to the layout that the operations expect."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ramify.errors import CheckpointError, UnsupportedModelError
-from ramify.models.config_fields import ConfigFields
+from ramify.models.config_fields import ConfigFields, shown
 from ramify.models.family import Family
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -20,7 +20,9 @@ def read_windows(
         CheckpointError: a value is impossible, or contradicts another.
     """
     config, rule = fields.config, family.windows
-    if rule == "none" or (family.has_window_switch and not config.get("use_sliding_window", False)):
+    if rule == "none" or (
+        family.has_window_switch and not fields.flag("use_sliding_window", False)
+    ):
         return None, frozenset()
     kinds = config.get("layer_types")
     if (
@@ -34,7 +36,7 @@ def read_windows(
     ):
         raise UnsupportedModelError(
             f"{fields.source}: layer_types must name {num_layers} layers, each "
-            f"{' or '.join(LAYER_TYPES)}; it is {kinds!r}"
+            f"{' or '.join(LAYER_TYPES)}; it is {shown(kinds)}"
         )
     if config.get("sliding_window", family.sliding_window) is None:
         if rule != "all" and kinds is not None and "sliding_attention" in kinds:
@@ -64,7 +66,7 @@ def _full_attention_layers(fields: ConfigFields, family: Family, num_layers: int
         limit = fields.config.get("max_window_layers", 28)
         if isinstance(limit, bool) or not isinstance(limit, int):
             raise CheckpointError(
-                f"{fields.source}: max_window_layers is {limit!r}; it must be an integer"
+                f"{fields.source}: max_window_layers is {shown(limit)}; it must be an integer"
             )
         if family.windows == "last":
             return frozenset(layer for layer in layers if layer < limit)
@@ -74,7 +76,7 @@ def _full_attention_layers(fields: ConfigFields, family: Family, num_layers: int
         period = fields.config.get("sliding_window_pattern", period)
         if isinstance(period, bool) or not isinstance(period, int) or period < 1:
             raise UnsupportedModelError(
-                f"{fields.source}: sliding_window_pattern is {period!r}; it must be an integer >= 1, "
+                f"{fields.source}: sliding_window_pattern is {shown(period)}; it must be an integer >= 1, "
                 "or give layer_types"
             )
     return frozenset(layer for layer in layers if period and (layer + 1) % period == 0)

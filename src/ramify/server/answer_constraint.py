@@ -1,4 +1,4 @@
-"""What constrains an answer: calls of the request's tools, its format, or either of them."""
+"""Grammar that constrains an answer: calls of the request's tools, its response format, or either."""
 
 from __future__ import annotations
 

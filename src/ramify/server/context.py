@@ -1,4 +1,4 @@
-"""An HTTP request on its way through an endpoint."""
+"""`RequestContext`: the HTTP request that an endpoint handles, with its caller, budgets and headers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ramify.errors import shortened
 from ramify.server.errors import ApiError
 from ramify.server.generation import Generation, GenerationRequest, total_usage
 from ramify.server.health import Readiness
@@ -49,7 +50,7 @@ class ResponseBuilder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """What an endpoint gets: the HTTP request, its caller, and the server's parts.
+    """The argument of an endpoint: the HTTP request, its caller, and the server's parts.
 
     `headers` go into the response. `generations` are aborted when the request ends before them, and
     `reservations` are released.
@@ -109,9 +110,7 @@ class RequestContext:
         if earlier is not None and (text in earlier or len(earlier) >= MAX_WARNING_CHARS):
             return
         joined = text if earlier is None else f"{earlier}; {text}"
-        if len(joined) > MAX_WARNING_CHARS:
-            joined = joined[: MAX_WARNING_CHARS - 3] + "..."
-        self.headers[WARNING_HEADER] = joined
+        self.headers[WARNING_HEADER] = shortened(joined, MAX_WARNING_CHARS)
 
     async def in_prompt_thread(self, render: Callable[..., T], *args: Any) -> T:
         """Run `render(*args)` in a thread that renders and tokenises prompts, when it is its turn.

@@ -14,6 +14,7 @@ from ramify.errors import (
     RequestError,
     RequestTooLargeError,
     UnknownRequestError,
+    shortened,
 )
 
 PINNED_S = 30  # `Retry-After` while pins hold the pages of a request
@@ -42,8 +43,7 @@ ANTHROPIC_ERROR_TYPES = OPENAI_ERROR_TYPES | {
 
 def _sendable(text: str, limit: int) -> str:
     """Cut text that quotes a client to `limit` characters, and replace lone surrogates."""
-    text = text if len(text) <= limit else f"{text[: limit - 3]}..."
-    return text.encode("utf-8", "replace").decode()
+    return shortened(text, limit).encode("utf-8", "replace").decode()
 
 
 class ApiError(RamifyError):

@@ -1,4 +1,4 @@
-"""The JSON object that a cut-off text begins."""
+"""`partial_object`: the members of a truncated JSON object that are complete."""
 
 from __future__ import annotations
 

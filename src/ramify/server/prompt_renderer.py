@@ -26,7 +26,7 @@ from ramify.server.template_probes import find_conventions
 
 JSON_CALLS: WriteCalls = partial(calls_text, "json", "")
 PLACEHOLDER = "\u2042"  # an asterism, for texts whose place in a rendered prompt is looked up
-# Characters to look through for the fields of a request, as `MAX_SEARCHES` whole texts or so many.
+# Limits of the search for the fields of a request in its prompt: characters in all, whole texts.
 MAX_SEARCHED, MAX_SEARCHES = 200_000_000, 64
 MAX_BREAKPOINTS = 4  # of one request, the implicit one included
 BREAKPOINT_TTL_S = {"5m": 300.0, "30m": 1800.0, "1h": 3600.0, "12h": 43_200.0, "24h": 86_400.0}
@@ -118,7 +118,7 @@ class RenderedPrompt:
         return "generation_prompt" if self.segments else "prompt"
 
     def max_shared_tokens(self, *, breakpoints_only: bool = False) -> int | None:
-        """How many prompt tokens may stay cached for other requests; None: all.
+        """Number of prompt tokens that may stay cached for other requests; None: all.
 
         The next turn does not begin with the tokens after `num_stable_tokens`.
 

@@ -1,4 +1,4 @@
-"""How much a model should think, as every API says it, and the template variables for it."""
+"""Reasoning effort and budget as each API spells them, and the chat template variables for them."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -37,8 +36,6 @@ from ramify.server.request_history import (
 )
 from ramify.server.tenants import TENANT_PIN_SHARE, Caller, QuotaMeter
 from ramify.server.unserved_fields import UnknownFieldLog
-
-logger = logging.getLogger(__name__)
 
 ANY_NAME = "*"  # among the model names: requests may send any name
 MAX_NAME_CHARS = 256
@@ -151,7 +148,7 @@ class Service:
     async def explain(
         self, prompt: RenderedPrompt, caller: Caller, salt: str = ""
     ) -> tuple[int, CacheMiss | None]:
-        """How many tokens of a prompt are cached now, and why not more; computes nothing."""
+        """Explain a lookup of a prompt: cached tokens, reason for the miss. Computes nothing."""
         explanation = await self.engine.run(
             lambda core: self._explanation(core, prompt, caller, salt)
         )
@@ -252,7 +249,7 @@ class Service:
     def _first_miss(
         self, first_output: StepOutput | None, prompt: RenderedPrompt
     ) -> CacheMiss | None:
-        """Why the prompt missed; None as well if the request ended before it was computed."""
+        """Reason for the miss; None also if the request ended before its prompt was computed."""
         if first_output is None or first_output.prefix is None:
             return None
         return self._cache_miss(first_output.prefix.explanation, prompt)

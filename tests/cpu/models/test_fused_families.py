@@ -27,7 +27,17 @@ from tests.cpu.models.family_cases import VOCAB_SIZE, write_checkpoint
 pytest.importorskip("numba", reason="the kernels need the extra ramify[cpu]")
 
 PAGE, LENGTH = 8, 150
-FAMILIES = ["Gemma2", "Gemma3", "Glm4", "Exaone4", "Qwen3Moe", "Mixtral"]
+FAMILIES = ["Gemma2", "Gemma3", "Glm4", "Exaone4", "Olmo2", "Olmo3", "Granite", "HunYuanDenseV1"]
+FAMILIES += [
+    "Starcoder2",
+    "StableLm",
+    "Cohere",
+    "Cohere2",
+    "Qwen3Moe",
+    "Mixtral",
+    "Olmoe",
+    "GptOss",
+]
 
 
 class LoopedOps(CpuOps):
@@ -79,7 +89,7 @@ def outcome(runner: ModelRunner, ends: list[list[int]]) -> list[Tensor]:
 def test_the_bits_are_those_of_the_operations_one_by_one(
     folder: Path, family: str, dtype: str
 ) -> None:
-    """Norms behind blocks, windows that differ by layer, experts; in chunks, in decode, in one go."""
+    """Every kind of norm, block, activation, window and expert; in chunks, in decode, in one go."""
     path = folder / family
     if not path.exists():
         write_checkpoint(family, path)

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map
 
 from ramify import LLM, SamplingParams
 from ramify.errors import CheckpointError, ModelError, UnsupportedModelError
+from ramify.models.hf_config import is_foreign
 from ramify.models.loader import load_decoder, read_config
 from tests.cpu.models.family_cases import MAX_LEN, VOCAB_SIZE
 
@@ -233,6 +235,19 @@ def test_unknown_architectures_get_a_line_that_says_what_to_do(
         read_config(tmp_path)
 
     assert "\n" not in str(caught.value)
+
+
+def test_errors_of_ramifys_own_code_are_not_the_checkpoints(tmp_path: Path) -> None:
+    """What transformers raises on a file is foreign; a wrong call is not, nor a callback's error."""
+    with pytest.raises(Exception, match="config") as foreign:
+        transformers.AutoConfig.from_pretrained(tmp_path, local_files_only=True)
+    with pytest.raises(TypeError) as wrong_call:
+        transformers.AutoConfig.from_pretrained()
+    with pytest.raises(ModelError) as callback:
+        tree_map(read_config, [tmp_path])
+
+    errors = (foreign, wrong_call, callback)
+    assert [is_foreign(error.value) for error in errors] == [True, False, False]
 
 
 def test_a_checkpoint_without_weights_is_a_model_error(tmp_path: Path) -> None:

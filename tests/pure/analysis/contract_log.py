@@ -35,6 +35,20 @@ def chat(*messages: Json, model: str = "gpt-4o", **more: Any) -> Json:
     return {"model": model, "messages": list(messages), **more}
 
 
+SYSTEM = message("system", RULES)
+QUESTION = message("user", "Please answer the question about the river market.")
+LATER = (message("assistant", "Yes."), message("user", "And more?"))
+TALK = (
+    message("user", "First question about tides?"),
+    message("assistant", f"The tides come twice a day. {MORE[:300]}"),
+    message("user", "Second question about ships?"),
+    message("assistant", f"Ships float on water always. {MORE[300:600]}"),
+    message("user", "Third question about ports?"),
+    message("assistant", f"Ports are by the sea mostly. {MORE[600:900]}"),
+    message("user", "Fourth?"),
+)
+
+
 def lint_rows(folder: Path, rows: Sequence[Any], **options: Any) -> Json:
     """The JSON of `lint` about a file with a line for each row; a string is a line as it is."""
     path = folder / "log.jsonl"
@@ -45,8 +59,8 @@ def lint_rows(folder: Path, rows: Sequence[Any], **options: Any) -> Json:
 
 def verdicts(folder: Path, *rows: Any, **options: Any) -> list[Json]:
     """The verdicts of a log, in order."""
-    found: list[Json] = lint_rows(folder, rows, **options)["verdicts"]
-    return found
+    in_order: list[Json] = lint_rows(folder, rows, **options)["verdicts"]
+    return in_order
 
 
 def system_verdicts(folder: Path, *systems: str) -> list[Json]:
@@ -63,3 +77,8 @@ def system_verdicts(folder: Path, *systems: str) -> list[Json]:
 def causes(verdict: Json) -> list[str]:
     """Names of a verdict's causes."""
     return [cause["cause"] for cause in verdict["causes"]]
+
+
+def only(verdict: Json) -> list[tuple[str, str, str]]:
+    """Cause, certainty and segment."""
+    return [(item["cause"], item["certainty"], item["segment"]) for item in verdict["causes"]]

@@ -319,7 +319,7 @@ def otlp_part(block: dict[str, Any]) -> dict[str, Any]:
 
 def otlp_prompt(body: dict[str, Any]) -> dict[str, Any]:
     """Attributes of the conventions for a Messages body."""
-    found: dict[str, Any] = {
+    attributes: dict[str, Any] = {
         "gen_ai.operation.name": "chat",
         "gen_ai.provider.name": "anthropic",
         "gen_ai.request.model": body["model"],
@@ -329,10 +329,10 @@ def otlp_prompt(body: dict[str, Any]) -> dict[str, Any]:
         ],
     }
     if "system" in body:
-        found["gen_ai.system_instructions"] = [otlp_part(block) for block in body["system"]]
+        attributes["gen_ai.system_instructions"] = [otlp_part(block) for block in body["system"]]
     if "tools" in body:
-        found["gen_ai.tool.definitions"] = body["tools"]
-    return found
+        attributes["gen_ai.tool.definitions"] = body["tools"]
+    return attributes
 
 
 def read_rows(form: LogFormat, values: Iterable[Any]) -> tuple[list[LoggedRequest], ReadQuality]:

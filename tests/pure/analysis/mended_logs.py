@@ -129,8 +129,8 @@ def _row(seed: int, format_name: str, cause: str, num_requests: int) -> str:
         true = log.true_saving(everywhere)
         shown = log.true_saving(log.named(causes), as_shown=True)
         own = log.predicted_saving(causes)
-        found = {finding.cause.value for finding in log.linted.report.findings} - set(causes)
-        marks = f"{'' if own.low <= true <= own.high else '*'} {sorted(found) or ''}"
+        others = {finding.cause.value for finding in log.linted.report.findings} - set(causes)
+        marks = f"{'' if own.low <= true <= own.high else '*'} {sorted(others) or ''}"
         return (
             f"{format_name:17}{seed:5} {cause:20}{true:10}{shown:10}{error(own, shown):8.2%}"
             f" {own.low}..{own.high}{marks}"

@@ -22,7 +22,12 @@ from tests.pure.analysis import planted_words as words
 from tests.pure.analysis.planted_bodies import Body, Piece
 from tests.pure.analysis.planted_prompts import App, Part, Prompt
 from tests.pure.analysis.planted_slots import Change, Moment, Plant
-from tests.pure.analysis.planted_truth import TrueDivergence, divergence_of, shared_chars
+from tests.pure.analysis.planted_truth import (
+    TrueDivergence,
+    divergence_of,
+    first_differing,
+    shared_chars,
+)
 from tests.pure.analysis.planted_words import Rng
 
 BODY_OF: dict[str, Callable[[Prompt], Body]] = {
@@ -86,6 +91,10 @@ HISTORY = frozenset(
     "history_edited compaction reasoning_dropped context_moved system_hoisted media_changed".split()
 )
 SCOPE = frozenset("model_changed cache_key_scattered namespace_split".split())
+SCOPE_PATHS = {
+    "cache_key_scattered": "settings.prompt_cache_key",
+    "namespace_split": "settings.cache_salt",
+}
 UNSEEN = {  # by a log of this API
     "chat": frozenset(),
     "responses": frozenset({"namespace_split"}),
@@ -238,7 +247,7 @@ class PlantedLog:
         divergence = divergence_of(sent[1], other_sent[1])
         clean = shared_chars(mine.render(())[1], other.render(())[1])
         is_unrelated = clean < UNRELATED_CHARS or mine.cell != other.cell
-        found: dict[str, frozenset[str]] = {}
+        causes: dict[str, frozenset[str]] = {}
         for place, (cause, _) in places.items():
             if divergence is None and sent[2] == other_sent[2]:
                 break  # a next turn has no cause
@@ -251,22 +260,25 @@ class PlantedLog:
                 # What it replaced is in neither prompt: the summary itself has to be what differs.
                 summary = divergence_of(left[1], renders[0])
                 if summary and alone and summary.paths & alone.paths:
-                    found[cause] = found.get(cause, frozenset()) | alone.paths
+                    causes[cause] = causes.get(cause, frozenset()) | alone.paths
                 continue
             if not is_split and shared_chars(left[1], right[1]) >= shared_chars(*renders):
                 continue
-            # Equal values shorten what is shared, and diverge nowhere.
-            if alone in (None, divergence_of(*renders)) and not is_split:
+            # Equal values shorten what is shared, and diverge nowhere, or at the same content.
+            contents = first_differing(left[1], right[1])
+            if not is_split and (alone is None or contents == first_differing(*renders)):
                 continue
             segments = alone.paths if alone else frozenset()
-            found[cause] = found.get(cause, frozenset()) | segments
+            if is_split and cause in SCOPE_PATHS:
+                segments = frozenset({SCOPE_PATHS[cause]})
+            causes[cause] = causes.get(cause, frozenset()) | segments
         if is_unrelated:
-            found = {}
+            causes = {}
         likely = frozenset({"key_order"} if self.api == "anthropic" else ())
         return Truth(
             divergence=divergence,
-            causes=found,
-            likely=likely & found.keys(),
+            causes=causes,
+            likely=likely & causes.keys(),
             shared_chars=clean,
             raw_chars=shared_chars(sent[1], other_sent[1]) if sent[2] == other_sent[2] else 0,
             is_unrelated=is_unrelated,

@@ -422,20 +422,20 @@ STORIES: dict[str, tuple[Story, ...]] = {
 def timed_log(seed: int, vendor_name: str, *, num_requests: int = 200) -> list[TimedRequest]:
     """Requests in order of start, each story told several times, a few at the same time."""
     rng, vendor = Rng(f"{seed} {vendor_name}"), VENDORS[vendor_name]
-    told: list[tuple[float, Sent]] = []
+    starts: list[tuple[float, Sent]] = []
     at, stories = 1_795_650_000.0, list(STORIES[vendor_name])
-    while len(told) < num_requests:
+    while len(starts) < num_requests:
         rng.shuffle(stories)
         for story in stories:
-            told += [
+            starts += [
                 (round(at + sent.at, 3), replace(sent, story=story.__name__))
                 for sent in story(rng, vendor)
             ]
             at += rng.uniform(0, 700)
-    told.sort(key=lambda pair: pair[0])
+    starts.sort(key=lambda pair: pair[0])
     requests = [
         TimedRequest(sent, number, start, vendor.body(sent.prompt))
-        for number, (start, sent) in enumerate(told)
+        for number, (start, sent) in enumerate(starts)
     ]
     _bill(rng, vendor, requests)
     return requests

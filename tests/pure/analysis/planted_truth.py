@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tests.pure.analysis.planted_bodies import Piece
 
@@ -72,4 +72,13 @@ def divergence_of(mine: list[Piece], other: list[Piece]) -> TrueDivergence | Non
             char == len(left.chars) and at == len(mine) - 1
         )
         return TrueDivergence(frozenset(places), may_be_none=is_end and same_role)
+    return None
+
+
+def first_differing(mine: list[Piece], other: list[Piece]) -> tuple[Piece, Piece] | None:
+    """The first pieces that differ, without their paths; None if one list is the start of the other."""
+    for left, right in zip(mine, other, strict=False):
+        bare = replace(left, path=""), replace(right, path="")
+        if bare[0] != bare[1]:
+            return bare
     return None

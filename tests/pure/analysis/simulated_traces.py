@@ -75,12 +75,12 @@ def best_hits(paths: Sequence[Path_], capacity: int) -> int:
         prefixes = [path[: depth + 1] for depth in range(len(path))]
         after: dict[frozenset[Path_], int] = {}
         for kept, hits in states.items():
-            found = hits + sum(prefix in kept for prefix in prefixes)
+            num_hits = hits + sum(prefix in kept for prefix in prefixes)
             pool = kept | set(prefixes)
             size = min(capacity, len(pool))
             for choice in itertools.combinations(sorted(pool), size):
                 state = frozenset(choice)
-                after[state] = max(after.get(state, 0), found)
+                after[state] = max(after.get(state, 0), num_hits)
         states = after
     return max(states.values(), default=0)
 
@@ -95,11 +95,11 @@ def leaf_first_hits(paths: Sequence[Path_], capacity: int, policy: str) -> int:
     hits = 0
     for number, path in enumerate(paths):
         prefixes = [path[: depth + 1] for depth in range(len(path))]
-        found = list(itertools.takewhile(kept.__contains__, prefixes))
-        hits += len(found)
-        missing = prefixes[len(found) :]
+        cached = list(itertools.takewhile(kept.__contains__, prefixes))
+        hits += len(cached)
+        missing = prefixes[len(cached) :]
         while len(kept) + len(missing) > capacity:
-            inner = {page[:-1] for page in kept} | set(found)
+            inner = {page[:-1] for page in kept} | set(cached)
             del kept[min((page for page in kept if page not in inner), key=kept.__getitem__)]
         kept |= dict.fromkeys(prefixes if policy == "lru" else missing, number)
     return hits

@@ -21,14 +21,14 @@ TEXT = PAGE.read_text("utf-8")
 
 def test_the_budget_of_the_page_has_every_key(tmp_path: Path) -> None:
     """And can be read."""
-    found = re.search(r"```toml\n(.*?)```", TEXT, re.DOTALL)
-    assert found is not None
+    example = re.search(r"```toml\n(.*?)```", TEXT, re.DOTALL)
+    assert example is not None
     path = tmp_path / "budget.toml"
-    path.write_text(found[1], encoding="utf-8")
+    path.write_text(example[1], encoding="utf-8")
 
     read_budget(path)
 
-    assert set(tomllib.loads(found[1])) == {field.name for field in fields(Budget)}
+    assert set(tomllib.loads(example[1])) == {field.name for field in fields(Budget)}
 
 
 def test_the_page_names_the_keys_of_lint(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_no_earlier_request_would_share_more(seed: int) -> None:
     for match in matcher.matches(corpus):
         earlier = corpus.requests[: match.request.number]
         compared = [(matcher.comparer.compare(item, match.request), item) for item in earlier]
-        deepest = max((found.mended_tokens for found, _ in compared), default=0)
+        deepest = max((comparison.mended_tokens for comparison, _ in compared), default=0)
         tied = [pair for pair in compared if pair[0].mended_tokens >= deepest - 16]
         if not deepest:
             assert match.match is None
@@ -128,5 +128,27 @@ def test_of_lines_with_one_length_the_same_are_looked_up() -> None:
 
     verdicts = lint(requests).verdicts
 
-    found = [verdict.best_match_line for verdict in verdicts[20:]]
-    assert sum(line == earlier for line, earlier in zip(found, range(1, 21), strict=True)) == 19
+    best = [verdict.best_match_line for verdict in verdicts[20:]]
+    assert sum(line == earlier for line, earlier in zip(best, range(1, 21), strict=True)) == 19
+
+
+def test_equal_text_of_another_tenant_is_the_longest_prefix() -> None:
+    """Requests of one tenant each: the one with the same white space is best, however old."""
+    rules = prose(random.Random(1), 200)
+    texts = [rules, *[rules.replace(" ", "  ", 1)] * 12, rules]
+
+    report = lint(
+        LoggedRequest(
+            "log",
+            line,
+            segments=(
+                Segment("system", SegmentKind.SYSTEM, text),
+                Segment("messages[0]", SegmentKind.MESSAGE, f"{line}?", label="user"),
+            ),
+            cache_scope=f"tenant {line}",
+        )
+        for line, text in enumerate(texts, 1)
+    )
+
+    assert report.verdicts[-1].best_match_line == 1
+    assert [str(cause.cause) for cause in report.verdicts[-1].causes] == ["namespace_split"]

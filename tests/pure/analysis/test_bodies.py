@@ -137,11 +137,14 @@ def test_a_list_of_prompts_is_several_requests() -> None:
     """Each prompt of a completion is a request: texts and token ids."""
     of_texts = parse_bodies({"model": "m", "prompt": ["a", "b"]})
     of_ids = parse_bodies({"model": "m", "prompt": [[1, 2], [3]]})
-    one = parse_bodies({"model": "m", "prompt": [1, 2]})
+    bare = parse_bodies({"model": "m", "prompt": [1, 2]})
 
     assert [fields.segments[-1].text for fields in of_texts] == ["a", "b"]
     assert [fields.segments[-1].text for fields in of_ids] == ["1 2", "3"]
-    assert [(item.form, item.path) for item in one[0].segments][-1] == (TextForm.TOKENS, "prompt")
+    assert [(item.form, item.path) for item in bare[0].segments][-1] == (
+        TextForm.TOKENS,
+        "prompt",
+    )
 
 
 def test_blocks_of_anthropic_in_every_kind() -> None:
@@ -174,18 +177,18 @@ def test_blocks_of_anthropic_in_every_kind() -> None:
 
     (fields,) = parse_bodies(body, betas="context-1m")
 
-    found = {item.path: item for item in fields.segments}
-    assert found["settings.betas"].text == "context-1m"
-    assert found["messages[0].content[0]"].text == f"image sha256:{digest}"
-    assert found["messages[0].content[0]"].form is TextForm.MEDIA
-    assert found["messages[0].content[0]"].breakpoint_ttl_s == 300.0
-    assert found["messages[0].content[1]"].text == "D"
-    assert found["messages[0].content[2]"].form is TextForm.MEDIA
-    assert found["messages[0].content[3]"].breakpoint_ttl_s == 3600.0
-    assert "cache_control" not in found["messages[0].content[3]"].text
-    assert found["messages[0].content[4]"].form is TextForm.JSON
-    assert (found["messages[1]"].text, found["messages[1]"].label) == ("be quick", "system")
-    assert found["messages[2]"].text == '{"content":[],"output_config":{"effort":"low"}}'
+    segments = {item.path: item for item in fields.segments}
+    assert segments["settings.betas"].text == "context-1m"
+    assert segments["messages[0].content[0]"].text == f"image sha256:{digest}"
+    assert segments["messages[0].content[0]"].form is TextForm.MEDIA
+    assert segments["messages[0].content[0]"].breakpoint_ttl_s == 300.0
+    assert segments["messages[0].content[1]"].text == "D"
+    assert segments["messages[0].content[2]"].form is TextForm.MEDIA
+    assert segments["messages[0].content[3]"].breakpoint_ttl_s == 3600.0
+    assert "cache_control" not in segments["messages[0].content[3]"].text
+    assert segments["messages[0].content[4]"].form is TextForm.JSON
+    assert (segments["messages[1]"].text, segments["messages[1]"].label) == ("be quick", "system")
+    assert segments["messages[2]"].text == '{"content":[],"output_config":{"effort":"low"}}'
 
 
 def test_the_same_image_sent_twice_has_the_same_digest_in_every_api() -> None:

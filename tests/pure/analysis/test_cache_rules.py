@@ -138,9 +138,9 @@ def test_grid_with_a_lifetime_equals_a_dictionary(
         for prompt, start, first in log
     ]
 
-    found = [item.billed.num_read for item in predict("x", requests, rules)]
+    reads = [item.billed.num_read for item in predict("x", requests, rules)]
 
-    assert found == direct_grid(log, step, 600.0, 0)
+    assert reads == direct_grid(log, step, 600.0, 0)
 
 
 def test_hashed_prompts_read_full_blocks() -> None:

@@ -8,27 +8,19 @@ from typing import Any
 import pytest
 
 from tests.pure.analysis.contract_log import (
+    LATER,
     MORE,
+    QUESTION,
     RULES,
+    SYSTEM,
+    TALK,
     Json,
     causes,
     chat,
     message,
+    only,
     system_verdicts,
     verdicts,
-)
-
-SYSTEM = message("system", RULES)
-QUESTION = message("user", "Please answer the question about the river market.")
-LATER = (message("assistant", "Yes."), message("user", "And more?"))
-TALK = (
-    message("user", "First question about tides?"),
-    message("assistant", f"The tides come twice a day. {MORE[:300]}"),
-    message("user", "Second question about ships?"),
-    message("assistant", f"Ships float on water always. {MORE[300:600]}"),
-    message("user", "Third question about ports?"),
-    message("assistant", f"Ports are by the sea mostly. {MORE[600:900]}"),
-    message("user", "Fourth?"),
 )
 
 VALUES = [
@@ -63,210 +55,6 @@ def test_a_changing_value_has_its_name(tmp_path: Path, had: str, got: str, cause
     verdict = system_verdicts(tmp_path, f"{RULES}\n{had}\n{MORE}", f"{RULES}\n{got}\n{MORE}")[1]
 
     assert [(item["cause"], item["certainty"]) for item in verdict["causes"]] == [(cause, "proved")]
-
-
-def only(verdict: Json) -> list[tuple[str, str, str]]:
-    """Cause, certainty and segment."""
-    return [(item["cause"], item["certainty"], item["segment"]) for item in verdict["causes"]]
-
-
-@pytest.mark.parametrize("kept", [TALK[4:], ()], ids=["before kept messages", "alone"])
-def test_a_summary_of_the_head_is_compaction(tmp_path: Path, kept: tuple[Json, ...]) -> None:
-    """It is reported, and nothing is lost by it."""
-    summary = message(
-        "user",
-        "This session is being continued from a previous conversation that ran out of context. "
-        "The conversation is summarized below: tides, ships.",
-    )
-
-    verdict = verdicts(tmp_path, chat(SYSTEM, *TALK), chat(SYSTEM, summary, *kept))[1]
-
-    assert (causes(verdict), verdict["tokens"]["lost"]) == (["compaction"], 0)
-
-
-@pytest.mark.parametrize(
-    "head",
-    [
-        (message("system", "Summary of the earlier conversation: tides and ships were discussed."),),
-        (
-            message("user", "Here is a summary of the conversation so far: tides, ships; all answered."),
-            message("assistant", "Understood."),
-        ),
-    ],
-    ids=["as a system message", "acknowledged"],
-)  # fmt: skip
-def test_summaries_stand_in_several_roles(tmp_path: Path, head: tuple[Json, ...]) -> None:
-    """Whoever wrote it, a summary in place of the head is `compaction`."""
-    verdict = verdicts(tmp_path, chat(SYSTEM, *TALK), chat(SYSTEM, *head, *TALK[4:], *LATER))[1]
-
-    assert only(verdict) == [("compaction", "proved", "messages[1]")]
-
-
-PREAMBLE = (
-    "This session is being continued from a previous conversation that ran out of context. "
-    "The conversation is summarized below: "
-)
-SHIPS = message(
-    "user",
-    f"{PREAMBLE}the user asked about tides and ships. Both were explained, with the moon as a cause, "
-    "and ports by the sea were named as the next thing to look at.",
-)
-BREAD = message(
-    "user",
-    f"{PREAMBLE}bread was baked, and it rose well. What is left is the crust: the oven has to be "
-    "hotter, and nobody has tried rye flour so far.",
-)
-
-
-@pytest.mark.parametrize("kept", [TALK[4:], ()], ids=["before kept messages", "alone"])
-def test_a_summary_in_place_of_another_is_compaction(
-    tmp_path: Path, kept: tuple[Json, ...]
-) -> None:
-    """A second compaction begins with the words of the first, and with a summary of its own."""
-    found = verdicts(
-        tmp_path,
-        chat(SYSTEM, *TALK),
-        chat(SYSTEM, SHIPS, *TALK[4:], *LATER),
-        chat(SYSTEM, BREAD, *kept),
-    )
-
-    assert [only(verdict) for verdict in found[1:]] == [
-        [("compaction", "proved", "messages[1]")]
-    ] * 2
-    (cause,) = found[2]["causes"]
-    assert ("ships" in cause["had"], "baked" in cause["got"]) == (True, True)
-
-
-def test_a_summary_may_stand_behind_a_reminder_of_its_message(tmp_path: Path) -> None:
-    """The program's own block comes first in the message, and is the same in both."""
-    reminder = {"type": "text", "text": f"<system-reminder>{RULES}</system-reminder>"}
-    first, second = (
-        message("user", [reminder, {"type": "text", "text": item["content"]}])
-        for item in (SHIPS, BREAD)
-    )
-
-    verdict = verdicts(tmp_path, chat(SYSTEM, first, *TALK[4:], *LATER), chat(SYSTEM, second))[1]
-
-    assert only(verdict) == [("compaction", "proved", "messages[1].content[1]")]
-
-
-def test_the_summary_that_both_have_is_no_compaction(tmp_path: Path) -> None:
-    """It was reported when it came: a last message asked anew is new content."""
-    first, second = (message("user", f"What about {what}?") for what in ("salt", "the moon"))
-
-    verdict = verdicts(
-        tmp_path, *(chat(SYSTEM, SHIPS, *TALK[4:], last) for last in (first, second))
-    )[1]
-
-    assert causes(verdict) == ["new_content"]
-
-
-def test_conversations_with_summaries_of_their_own_are_two(tmp_path: Path) -> None:
-    """Tools that only one of them has are no `tool_changed`."""
-    tools = [
-        {"type": "function", "function": {"name": name, "description": RULES, "parameters": {}}}
-        for name in ("read", "write")
-    ]
-
-    verdict = verdicts(
-        tmp_path,
-        chat(SYSTEM, SHIPS, *TALK[4:], tools=tools),
-        chat(SYSTEM, BREAD, *LATER, tools=tools[:1]),
-    )[1]
-
-    assert "tool_changed" not in causes(verdict)
-
-
-@pytest.mark.parametrize("place", ["system", "user"])
-def test_words_about_summaries_are_content_in_a_talk(tmp_path: Path, place: str) -> None:
-    """A changed sentence of a message that speaks of summaries is no new summary."""
-    text = (
-        "You write a compact recap, a summary of the conversation, when you are done; until then "
-    )
-    texts = [f"{text}{rest} {RULES}" for rest in ("rivers in the north.", "a loaf of rye bread.")]
-    rows = [
-        chat(message("system", item), *TALK)
-        if place == "system"
-        else chat(SYSTEM, *TALK[:2], message("user", item))
-        for item in texts
-    ]
-
-    assert "compaction" not in causes(verdicts(tmp_path, *rows)[1])
-
-
-def test_tasks_about_summaries_are_content(tmp_path: Path) -> None:
-    """A program that asks about one summary after the other has compacted nothing."""
-    verdict = verdicts(
-        tmp_path,
-        *(
-            chat(SYSTEM, message("user", f"Conversation summary: {what}. Which label fits it best of all?"))
-            for what in ("the customer asked for a refund", "a parcel was late and then lost")
-        ),
-    )[1]  # fmt: skip
-
-    assert causes(verdict) == ["new_content"]
-
-
-def test_a_summary_within_the_system_prompt_is_compaction(tmp_path: Path) -> None:
-    """The system prompt is longer by the summary, and the head of the history is gone."""
-    longer = f"{RULES}\n\nConversation summary: tides and ships were discussed, all was answered."
-
-    verdict = verdicts(
-        tmp_path, chat(SYSTEM, *TALK), chat(message("system", longer), *TALK[4:], *LATER)
-    )[1]
-
-    assert (only(verdict), verdict["tokens"]["lost"]) == (
-        [("compaction", "proved", "messages[0]")],
-        0,
-    )
-
-
-@pytest.mark.parametrize(
-    "question",
-    [
-        "Please write a summary of tides for my school paper, two pages, in simple words.",
-        "Compact cars: which are best for a family of four with a dog, in your opinion?",
-    ],
-)
-def test_questions_about_summaries_are_content(tmp_path: Path, question: str) -> None:
-    """Another conversation that begins with such a question is no compaction."""
-    verdict = verdicts(
-        tmp_path, chat(SYSTEM, *TALK), chat(SYSTEM, message("user", question), *LATER)
-    )[1]
-
-    assert causes(verdict) == ["new_content"]
-
-
-@pytest.mark.parametrize(
-    ("history", "segment"),
-    [
-        (TALK[2:], "messages[1]"),
-        ((TALK[0], message("assistant", "[trimmed]"), *TALK[2:]), "messages[2]"),
-        ((*TALK[:2], *TALK[4:]), "messages[3]"),
-    ],
-    ids=["dropped at the head", "stubbed", "dropped in the middle"],
-)
-def test_messages_that_are_gone_before_equal_ones_are_edits(
-    tmp_path: Path, history: tuple[Json, ...], segment: str
-) -> None:
-    """Without a summary it is `history_edited`, at the first message that differs."""
-    verdict = verdicts(tmp_path, chat(SYSTEM, *TALK), chat(SYSTEM, *history, *LATER))[1]
-
-    assert only(verdict) == [("history_edited", "proved", segment)]
-    assert verdict["divergence"]["segment"] == segment
-
-
-@pytest.mark.parametrize("end", ["\n", "\r\n"])
-def test_white_space_before_a_hoisted_message_is_found(tmp_path: Path, end: str) -> None:
-    """The system prompt that takes in a message of the history may have other line ends as well."""
-    note = "Note for this conversation: the customer is a wholesale dealer."
-    first = message("system", f"{RULES}{end}{end}{MORE}")
-    noted = chat(first, *TALK[:2], message("system", note), TALK[2])
-    hoisted = chat(message("system", f"{RULES}\n\n{MORE}\n\n{note}"), *TALK[:3], *LATER)
-
-    verdict = verdicts(tmp_path, noted, hoisted)[1]
-
-    assert causes(verdict) == [*["whitespace"] * (end != "\n"), "system_hoisted"]
 
 
 def _tool(about: str) -> Json:
@@ -324,9 +112,11 @@ def test_a_property_beside_a_branch_is_a_changed_tool(tmp_path: Path) -> None:
 
 def test_another_name_of_a_speaker_is_content(tmp_path: Path) -> None:
     """`name` says who speaks; only ids of calls are ids."""
-    asked = [message("user", "Hello there my friend?", name=name) for name in ("ann", "bob")]
+    questions = [message("user", "Hello there my friend?", name=name) for name in ("ann", "bob")]
 
-    assert causes(verdicts(tmp_path, *(chat(SYSTEM, item) for item in asked))[1]) == ["new_content"]
+    assert causes(verdicts(tmp_path, *(chat(SYSTEM, item) for item in questions))[1]) == [
+        "new_content"
+    ]
 
 
 @pytest.mark.parametrize("clock", ["", "Now 10:0{}:07. "], ids=["same system", "clock"])
@@ -417,3 +207,15 @@ def test_a_write_under_an_assumed_rule_is_only_suspected(
 
     said = [(item["cause"], item["certainty"]) for item in made[1]["causes"]]
     assert ("unread_write", certainty) in said
+
+
+def test_a_sentence_that_a_tool_gains_is_a_changed_tool(tmp_path: Path) -> None:
+    """It is no id, whatever word stands before it."""
+    about = f"{RULES} Then name the ticket paragraph."
+    tools = [_tool(about), _tool(f"{about} When the buyer calls, name the ticket paragraph.")]
+
+    verdict = verdicts(
+        tmp_path, chat(SYSTEM, *TALK, tools=tools[:1]), chat(SYSTEM, *TALK, *LATER, tools=tools[1:])
+    )[1]
+
+    assert only(verdict) == [("tool_changed", "proved", "tools[0]")]

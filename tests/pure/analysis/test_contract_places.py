@@ -173,7 +173,7 @@ def test_the_match_of_a_request_beside_one_in_flight_is_an_older_one(tmp_path: P
 
 def test_equal_matches_are_decided_by_raw_prefix_then_by_age(tmp_path: Path) -> None:
     """Within a page the longest raw prefix is the match, among equals the newest."""
-    asked = (
+    questions = (
         "Tell me of the tall ships",
         "Unrelated",
         "Otherwise",
@@ -181,7 +181,7 @@ def test_equal_matches_are_decided_by_raw_prefix_then_by_age(tmp_path: Path) -> 
         "No",
     )
 
-    made = verdicts(tmp_path, *(chat(SYSTEM, message("user", f"{item}?")) for item in asked))
+    made = verdicts(tmp_path, *(chat(SYSTEM, message("user", f"{item}?")) for item in questions))
 
     assert [verdict["best_match_line"] for verdict in made] == [None, 1, 2, 1, 4]
     assert place(made[3]) == ("messages[1]", 20)

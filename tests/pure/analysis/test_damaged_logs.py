@@ -50,21 +50,21 @@ CONTAINERS: dict[str, Callable[[list[Any]], str]] = {
 
 def damaged(rng: random.Random, data: bytes) -> bytes:
     """A few bytes inserted, deleted, replaced or doubled; sometimes the end cut."""
-    found = bytearray(data)
+    copy = bytearray(data)
     for _ in range(rng.randint(1, 6)):
-        at, to = sorted((rng.randrange(len(found) + 1), rng.randrange(len(found) + 1)))
+        at, to = sorted((rng.randrange(len(copy) + 1), rng.randrange(len(copy) + 1)))
         kind = rng.random()
         if kind < 0.35:
-            found[at:at] = rng.choice(PIECES)
+            copy[at:at] = rng.choice(PIECES)
         elif kind < 0.55:
-            del found[at : at + rng.choice([1, 1, 3, 50])]
+            del copy[at : at + rng.choice([1, 1, 3, 50])]
         elif kind < 0.8:
-            found[at : at + 1] = rng.choice(PIECES)
+            copy[at : at + 1] = rng.choice(PIECES)
         elif kind < 0.92:
-            found[at:at] = found[at:to][:300]
+            copy[at:at] = copy[at:to][:300]
         else:
-            del found[at:]
-    return bytes(found)
+            del copy[at:]
+    return bytes(copy)
 
 
 def can_be_decoded(lines: list[bytes], number: int) -> bool:

@@ -43,14 +43,14 @@ def test_explain_names_all_differences_of_two_lines(log: Path, tmp_path: Path) -
     code, output = run("explain", f"{log}:1", f"{log}:2", "--json", target)
 
     assert code == 0, output
-    found = json.loads(target.read_text())
-    assert [item["cause"] for item in found["differences"]] == [
+    report = json.loads(target.read_text())
+    assert [item["cause"] for item in report["differences"]] == [
         "tool_order",
         "clock",
         "new_content",
     ]
-    assert found["divergence"]["segment"] == "tools[0]"
-    assert found["shared_if_mended"] > found["shared_as_sent"]
+    assert report["divergence"]["segment"] == "tools[0]"
+    assert report["shared_if_mended"] > report["shared_as_sent"]
 
 
 def test_lint_writes_what_it_prints(log: Path, tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ def session() -> Transcript:
     log = Transcript()
     log.lines.append({"type": "summary", "summary": "Fix the build", "leafUuid": "x"})
     log.lines.append({"type": "file-history-snapshot", "messageId": "m", "snapshot": {}})
-    asked = log.user(None, "Why does it fail?")
-    first = log.answer(asked, "msg_1", text("Let me look."), call("t1", command="make"))
+    question = log.user(None, "Why does it fail?")
+    first = log.answer(question, "msg_1", text("Let me look."), call("t1", command="make"))
     result = log.result(first, "t1", "error: x")
     log.answer(result, "msg_2", text("It lacks x."))
     return log
@@ -67,8 +67,8 @@ def test_the_prompt_is_the_history_of_messages() -> None:
 def test_results_of_parallel_calls_are_in_one_message() -> None:
     """They are siblings in the tree, and one of them is no ancestor of the next response."""
     log = Transcript()
-    asked = log.user(None, "Look")
-    log.answer(asked, "msg_1", call("t1", command="a"), call("t2", command="b"))
+    question = log.user(None, "Look")
+    log.answer(question, "msg_1", call("t1", command="a"), call("t2", command="b"))
     lines = [line["uuid"] for line in log.lines]
     log.result(lines[1], "t1", "one")
     second = log.result(lines[2], "t2", "two")
@@ -83,8 +83,8 @@ def test_results_of_parallel_calls_are_in_one_message() -> None:
 def test_a_result_that_comes_while_the_response_streams_ends_nothing() -> None:
     """Lines of the response go on after the first result."""
     log = Transcript()
-    asked = log.user(None, "Look")
-    first = log.answer(asked, "msg_1", call("t1", command="a"))
+    question = log.user(None, "Look")
+    first = log.answer(question, "msg_1", call("t1", command="a"))
     log.result(first, "t1", "one")
     second = log.answer(first, "msg_1", call("t2", command="b"))
     result = log.result(second, "t2", "two")
@@ -99,12 +99,12 @@ def test_a_result_that_comes_while_the_response_streams_ends_nothing() -> None:
 def test_a_response_goes_on_below_the_result_of_its_own_call() -> None:
     """Tools run while the response streams: its lines and their results are one chain."""
     log = Transcript()
-    asked = log.user(None, "Look")
-    first = log.answer(asked, "msg_1", text("Let me"), call("t1", command="a"), stop=None)
-    one = log.result(first, "t1", "one")
-    second = log.answer(one, "msg_1", call("t2", command="b"), stop="tool_use")
-    two = log.result(second, "t2", "two")
-    log.answer(two, "msg_2", text("Done"), stop=None)
+    question = log.user(None, "Look")
+    first = log.answer(question, "msg_1", text("Let me"), call("t1", command="a"), stop=None)
+    first_result = log.result(first, "t1", "one")
+    second = log.answer(first_result, "msg_1", call("t2", command="b"), stop="tool_use")
+    second_result = log.result(second, "t2", "two")
+    log.answer(second_result, "msg_2", text("Done"), stop=None)
 
     first_request, last_request = read_rows(CLAUDE_CODE, log.lines)[0]
 
@@ -123,10 +123,10 @@ def test_a_response_goes_on_below_the_result_of_its_own_call() -> None:
 def test_a_rewind_is_another_branch() -> None:
     """The edited question shares what is before it, and nothing after."""
     log = Transcript()
-    asked = log.user(None, "Hello")
-    answered = log.answer(asked, "msg_1", text("Hi"))
-    log.answer(log.user(answered, "Why?"), "msg_2", text("Because"))
-    log.answer(log.user(answered, "How?"), "msg_3", text("So"))
+    question = log.user(None, "Hello")
+    answer = log.answer(question, "msg_1", text("Hi"))
+    log.answer(log.user(answer, "Why?"), "msg_2", text("Because"))
+    log.answer(log.user(answer, "How?"), "msg_3", text("So"))
 
     requests, _ = read_rows(CLAUDE_CODE, log.lines)
 
@@ -141,10 +141,10 @@ def test_a_rewind_is_another_branch() -> None:
 def test_sidechains_are_conversations_of_their_own() -> None:
     """Named by the agent, or by the first line in older versions; their lines interleave."""
     log = Transcript()
-    asked = log.user(None, "Explore")
+    question = log.user(None, "Explore")
     task = log.user(None, "Find x", isSidechain=True, agentId="a7")
     old = log.user(None, "Find y", isSidechain=True)
-    log.answer(asked, "msg_1", text("Wait"))
+    log.answer(question, "msg_1", text("Wait"))
     log.answer(task, "msg_2", text("x is here"), isSidechain=True, agentId="a7")
     log.answer(old, "msg_3", text("y is here"), isSidechain=True)
 
@@ -211,9 +211,9 @@ def test_the_vendors_verdict_and_the_effort_are_read() -> None:
     log = Transcript()
     reason = {"type": "messages_changed", "cache_missed_input_tokens": 6455}
     diagnostics = {"diagnostics": {"cache_miss_reason": reason}}
-    asked = log.user(None, "Hello")
-    answered = log.answer(asked, "msg_1", text("Hi"), message=diagnostics, effort="xhigh")
-    log.answer(log.user(answered, "Why?"), "msg_2", text("Because"))
+    question = log.user(None, "Hello")
+    answer = log.answer(question, "msg_1", text("Hi"), message=diagnostics, effort="xhigh")
+    log.answer(log.user(answer, "Why?"), "msg_2", text("Because"))
 
     first, second = read_rows(CLAUDE_CODE, log.lines)[0]
 
@@ -238,9 +238,9 @@ def test_absent_counters_are_unknown() -> None:
 def test_errors_are_no_requests() -> None:
     """Messages that the program wrote in place of an answer."""
     log = Transcript()
-    asked = log.user(None, "Hello")
-    log.answer(asked, "a", text("API Error 529"), model="<synthetic>", isApiErrorMessage=True)
-    log.answer(asked, "msg_1", text("Hi"))
+    question = log.user(None, "Hello")
+    log.answer(question, "a", text("API Error 529"), model="<synthetic>", isApiErrorMessage=True)
+    log.answer(question, "msg_1", text("Hi"))
 
     requests, quality = read_rows(CLAUDE_CODE, log.lines)
 
@@ -313,10 +313,10 @@ def test_a_turn_continues_the_prompt_of_the_turn_before_it(data: st.DataObject) 
         if parent is None:
             is_side = data.draw(st.booleans())
         extra = {"isSidechain": True, "agentId": "a"} if is_side else {}
-        asked = log.user(parent, f"question {number}", **extra)
+        question = log.user(parent, f"question {number}", **extra)
         calls = [f"t{number}.{at}" for at in range(data.draw(st.integers(0, 3)))]
         last = log.answer(
-            asked, f"msg_{number}", text(f"answer {number}"), *map(call, calls), **extra
+            question, f"msg_{number}", text(f"answer {number}"), *map(call, calls), **extra
         )
         above = {block["id"]: line["uuid"] for line in log.lines if line["type"] == "assistant"
                  for block in line["message"]["content"] if block["type"] == "tool_use"}  # fmt: skip

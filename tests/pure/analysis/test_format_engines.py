@@ -120,9 +120,9 @@ def test_what_python_writes_is_read_back(text: str, ids: list[int]) -> None:
     """`repr` of every string and list of ids."""
     line = f"{text!r}, {ids!r}"
 
-    found, end = string_at(line, 0)
+    value, end = string_at(line, 0)
 
-    assert found == text
+    assert value == text
     assert integers_at(line, end + 2) == (tuple(ids), len(line))
 
 

@@ -131,8 +131,8 @@ def test_damaged_rows_are_read_or_bad(number: int, seed: int) -> None:
     for request in requests:
         assert (request.file, request.line) == ("log.jsonl", 1)
         assert all(isinstance(item.text, str) for item in request.segments)
-    told = requests or quality.bad_lines or quality.skipped or form is OTEL
-    assert told
+    outcome = requests or quality.bad_lines or quality.skipped or form is OTEL
+    assert outcome
 
 
 def test_whole_rows_are_read() -> None:

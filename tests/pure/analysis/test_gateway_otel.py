@@ -66,26 +66,26 @@ def test_structured_and_text_messages_are_the_messages_that_were_sent(body: dict
 @given(chat_bodies())
 def test_openllmetry_keys_are_a_chat_body(body: dict[str, Any]) -> None:
     """`gen_ai.prompt.N.*` and `llm.request.functions.N.*` give the body's messages and tools."""
-    found = {"llm.request.type": "chat", "gen_ai.request.model": body["model"]}
+    attributes = {"llm.request.type": "chat", "gen_ai.request.model": body["model"]}
     if "reasoning_effort" in body:
-        found["gen_ai.request.reasoning_effort"] = body["reasoning_effort"]
+        attributes["gen_ai.request.reasoning_effort"] = body["reasoning_effort"]
     for at, message in enumerate(body["messages"]):
         for key, value in message.items():
             prefix = f"gen_ai.prompt.{at}.{key}"
             if key == "tool_calls":
                 for number, call in enumerate(value):
-                    found[f"{prefix}.{number}.id"] = call["id"]
-                    found[f"{prefix}.{number}.name"] = call["function"]["name"]
-                    found[f"{prefix}.{number}.arguments"] = call["function"]["arguments"]
+                    attributes[f"{prefix}.{number}.id"] = call["id"]
+                    attributes[f"{prefix}.{number}.name"] = call["function"]["name"]
+                    attributes[f"{prefix}.{number}.arguments"] = call["function"]["arguments"]
             elif value is not None:
-                found[prefix] = value if isinstance(value, str) else dumps(value)
+                attributes[prefix] = value if isinstance(value, str) else dumps(value)
     for at, tool in enumerate(body.get("tools", ())):
         for key, value in tool["function"].items():
-            found[f"llm.request.functions.{at}.{key}"] = (
+            attributes[f"llm.request.functions.{at}.{key}"] = (
                 value if isinstance(value, str) else dumps(value)
             )
 
-    request = only(otlp_export(otlp_span(found)))
+    request = only(otlp_export(otlp_span(attributes)))
 
     assert request.segments == parse_bodies(body)[0].segments
 
@@ -95,7 +95,7 @@ def test_openllmetry_keys_are_a_chat_body(body: dict[str, Any]) -> None:
 def test_openinference_keys_are_a_chat_body(body: dict[str, Any]) -> None:
     """`llm.input_messages.N.*` and `llm.tools.N.*` give the body's messages, tools and settings."""
     parameters = {k: v for k, v in body.items() if k not in {"messages", "tools"}}
-    found: dict[str, Any] = {
+    attributes: dict[str, Any] = {
         "openinference.span.kind": "LLM",
         "llm.model_name": body["model"],
         "llm.invocation_parameters": json.dumps(parameters),
@@ -109,23 +109,23 @@ def test_openinference_keys_are_a_chat_body(body: dict[str, Any]) -> None:
             if key == "tool_calls":
                 for number, call in enumerate(value):
                     inner = f"{head}.tool_calls.{number}.tool_call"
-                    found[f"{inner}.id"] = call["id"]
-                    found[f"{inner}.function.name"] = call["function"]["name"]
-                    found[f"{inner}.function.arguments"] = call["function"]["arguments"]
+                    attributes[f"{inner}.id"] = call["id"]
+                    attributes[f"{inner}.function.name"] = call["function"]["name"]
+                    attributes[f"{inner}.function.arguments"] = call["function"]["arguments"]
             elif isinstance(value, list):
                 for number, block in enumerate(value):
                     inner = f"{head}.contents.{number}.message_content"
-                    found[f"{inner}.type"] = "text" if block["type"] == "text" else "image"
+                    attributes[f"{inner}.type"] = "text" if block["type"] == "text" else "image"
                     if block["type"] == "text":
-                        found[f"{inner}.text"] = block["text"]
+                        attributes[f"{inner}.text"] = block["text"]
                     else:
-                        found[f"{inner}.image.image.url"] = block["image_url"]["url"]
+                        attributes[f"{inner}.image.image.url"] = block["image_url"]["url"]
             elif value is not None:
-                found[f"{head}.{key}"] = value
+                attributes[f"{head}.{key}"] = value
     for at, tool in enumerate(body.get("tools", ())):
-        found[f"llm.tools.{at}.tool.json_schema"] = dumps(tool)
+        attributes[f"llm.tools.{at}.tool.json_schema"] = dumps(tool)
 
-    request = only(otlp_export(otlp_span(found)))
+    request = only(otlp_export(otlp_span(attributes)))
 
     assert request.segments == parse_bodies(body)[0].segments
     assert (request.usage.num_input, request.usage.num_read) == (2000, 1500)

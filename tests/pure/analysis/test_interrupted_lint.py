@@ -40,6 +40,18 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(linting, name, stopped)
 
 
+def stop_comparing(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Let the comparison of a request be interrupted."""
+    match = Matcher._match
+
+    def cut(matcher: Any, request: Any) -> Any:
+        if request.number == number:
+            raise KeyboardInterrupt
+        return match(matcher, request)
+
+    monkeypatch.setattr(Matcher, "_match", cut)
+
+
 def run(log: Path) -> tuple[int, str, dict[str, Any]]:
     """Exit code, output and JSON of the command."""
     out = log.with_suffix(".json")
@@ -74,14 +86,7 @@ def test_interrupted_comparing_keeps_the_verdicts_so_far(
 ) -> None:
     """They are those of the whole log, findings and savings are of these requests alone."""
     whole = run(log)[2]
-    match = Matcher._match
-
-    def cut(matcher: Any, request: Any) -> Any:
-        if request.number == 64:
-            raise KeyboardInterrupt
-        return match(matcher, request)
-
-    monkeypatch.setattr(Matcher, "_match", cut)
+    stop_comparing(monkeypatch, 64)
     code, output, report = run(log)
 
     assert code == 130
@@ -145,7 +150,8 @@ def test_interrupted_analysis_without_savings_keeps_its_other_parts(
 
     code, output, report = analyze(log)
 
-    assert code == 130 and output.strip().endswith("parts of the report are missing")
+    assert code == 130
+    assert output.strip().endswith("interrupted: savings were not measured and are 0")
     assert report["is_partial"] and report["findings"] and report["curves"]["by_capacity"]
     assert report["what_if"] is None and report["saving_all"]["tokens"] == 0
     assert any("savings were not measured" in warning for warning in report["warnings"])
@@ -162,3 +168,44 @@ def test_an_interrupted_analysis_without_a_result_ends_with_one_line(
 
     assert (code, report) == (130, {})
     assert output.strip() == "interrupted before there was a result to keep"
+
+
+def test_interrupted_comparing_leaves_an_analysis_of_the_requests_so_far(
+    log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but the sets of fixes is that of a log that ends there; a warning says how many are missing."""
+    rows = log.read_text(encoding="utf-8").splitlines(keepends=True)
+    log.write_text("".join(rows[:64]), encoding="utf-8")
+    expected = analyze(log)[2]
+    log.write_text("".join(rows), encoding="utf-8")
+    stop_comparing(monkeypatch, 64)
+
+    code, output, report = analyze(log)
+
+    assert code == 130
+    assert output.strip().endswith("interrupted: 64 of 90 requests were compared")
+    (warning,) = set(report["warnings"]) - set(expected["warnings"])
+    assert "64 of 90 requests" in warning
+    for part in ("findings", "sessions", "curves", "waterfall", "rates", "tree", "num_input"):
+        assert report[part], part
+        assert report[part] == expected[part], part
+
+
+def test_requests_out_of_order_are_kept_by_their_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The requests compared are the first to start: the last lines of this log."""
+    path = tmp_path / "log.jsonl"
+    rows = [
+        {"messages": [{"role": "user", "content": HEAD}], "model": "m", "startTime": 200.0 - line,
+         "endTime": 200.5 - line, "call_type": "completion", "response": {}}
+        for line in range(6)
+    ]  # fmt: skip
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    stop_comparing(monkeypatch, 2)
+
+    code, _, report = run(path)
+
+    assert code == 130
+    lines = [(verdict["line"], verdict["best_match_line"]) for verdict in report["verdicts"]]
+    assert lines == [(4, 5), (5, 6), (6, None)]

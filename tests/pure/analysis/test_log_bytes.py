@@ -69,13 +69,13 @@ def test_values_are_split_wherever_the_data_breaks(
     """Brackets and quotes inside strings split nothing; lines count from the start of a value."""
     text = json.dumps(rows, indent=indent, ensure_ascii=is_ascii)
 
-    found = list(json_values(ByteSource(Dripping(text.encode("utf-8", "surrogatepass"), size))))
+    values = list(json_values(ByteSource(Dripping(text.encode("utf-8", "surrogatepass"), size))))
 
-    assert [item.value for item in found] == rows
-    assert all(item.error is None for item in found)
+    assert [item.value for item in values] == rows
+    assert all(item.error is None for item in values)
     if indent == 2:
         lines = text.split("\n")
-        assert [item.line for item in found] == [
+        assert [item.line for item in values] == [
             number for number, line in enumerate(lines, 1) if line in {"  {", "  {},", "  {}"}
         ]
 

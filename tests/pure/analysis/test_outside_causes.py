@@ -235,11 +235,11 @@ def test_writes_that_nobody_reads_blame_the_writer() -> None:
     log.append(request_of([HEAD, turn(3, None), turn(4)]))
     known = facts_of("anthropic", log)
 
-    found = unread_writes(known)
+    findings = unread_writes(known)
 
-    assert sorted(found) == [0, 1]
-    assert found[0].segment == "messages[1]"
-    assert found[0].had == "500 tokens written"
+    assert sorted(findings) == [0, 1]
+    assert findings[0].segment == "messages[1]"
+    assert findings[0].had == "500 tokens written"
     assert sorted(unread_writes(known, excused=[0])) == [1]
 
 

@@ -28,14 +28,14 @@ def test_a_seed_gives_one_log(format_name: str, tmp_path: Path) -> None:
 def test_every_cause_is_planted(format_name: str) -> None:
     """A log of moderate size has every cause that text in its API can prove, and decoys."""
     log = planted_log(1, format_name, num_requests=900)
-    found: set[str] = set()
+    causes: set[str] = set()
     num_clean = 0
     for request in log.requests:
         truth = log.truth(request.number, log.candidates(request.number)[1])
-        found |= truth.causes.keys()
+        causes |= truth.causes.keys()
         num_clean += truth.divergence is not None and not truth.causes
 
-    assert found == KINDS.keys() - UNSEEN[FORMATS[format_name].api]
+    assert causes == KINDS.keys() - UNSEEN[FORMATS[format_name].api]
     assert num_clean > 50
 
 

@@ -119,8 +119,8 @@ def test_a_line_cut_where_a_document_could_go_on_loses_only_itself(
 def test_values_that_share_a_line_are_numbered(tmp_path: Path) -> None:
     """Two arrays and an object on a line; a text among them is no prompt."""
     path = tmp_path / "log.json"
-    one, two, three = (json.dumps(chat(text)) for text in "abc")
-    path.write_text(f'[{one}] [{two}, "stray"]\n[{three}]')
+    a, b, c = (json.dumps(chat(text)) for text in "abc")
+    path.write_text(f'[{a}] [{b}, "stray"]\n[{c}]')
 
     requests, quality = read(path)
 

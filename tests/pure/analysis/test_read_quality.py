@@ -32,12 +32,12 @@ def test_quality_is_json() -> None:
     quality.notes["cut"] += 2
     quality.add_bad_line("log", 7, "torn")
 
-    found = json.loads(json.dumps(quality.as_json()))
+    written = json.loads(json.dumps(quality.as_json()))
 
-    assert found["notes"] == {"cut": 2}
-    assert found["bad_lines"] == [["log", 7]]
-    assert found["bad_reasons"] == {"torn": 1}
-    assert found["num_rows"] == 3
+    assert written["notes"] == {"cut": 2}
+    assert written["bad_lines"] == [["log", 7]]
+    assert written["bad_reasons"] == {"torn": 1}
+    assert written["num_rows"] == 3
 
 
 def test_lint_writes_the_notes_of_readers(tmp_path: Path) -> None:

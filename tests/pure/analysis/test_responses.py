@@ -75,17 +75,17 @@ def test_a_stream_of_anthropic_has_input_and_output_usage(line_end: str) -> None
     """Input counts come from `message_start`, output counts from `message_delta`."""
     text = sse(*ANTHROPIC_EVENTS, with_names=True).replace("\n", line_end)
 
-    found = parse_response(text)
+    response = parse_response(text)
 
-    assert found.usage == Usage(
+    assert response.usage == Usage(
         num_input=123, num_read=100, num_written=20, num_written_1h=0, num_output=42
     )
-    assert (found.response_id, found.model, found.provider) == (
+    assert (response.response_id, response.model, response.provider) == (
         "msg_1",
         "claude-opus-5",
         "anthropic",
     )
-    assert [(item.path, item.text) for item in found.output] == [
+    assert [(item.path, item.text) for item in response.output] == [
         ("messages[0].content[0]", "Hello"),
         (
             "messages[0].content[1]",
@@ -100,10 +100,10 @@ def test_a_cut_stream_has_what_came() -> None:
         sse(*ANTHROPIC_EVENTS[:5], with_names=True) + 'event: message_delta\ndata: {"type": "mess'
     )
 
-    found = parse_response(text)
+    response = parse_response(text)
 
-    assert found.usage.num_input == 123
-    assert [item.text for item in found.output] == ["Hello"]
+    assert response.usage.num_input == 123
+    assert [item.text for item in response.output] == ["Hello"]
 
 
 def test_a_stream_of_chat_has_the_usage_of_its_last_chunk() -> None:
@@ -129,11 +129,11 @@ def test_a_stream_of_chat_has_the_usage_of_its_last_chunk() -> None:
         + "data: [DONE]\n\n"
     )
 
-    found = parse_response(text)
+    response = parse_response(text)
 
-    assert found.usage == Usage(num_input=9, num_read=8)
-    assert found.created_s == 5
-    assert [item.text for item in found.output] == [
+    assert response.usage == Usage(num_input=9, num_read=8)
+    assert response.created_s == 5
+    assert [item.text for item in response.output] == [
         "ab",
         '{"id":"c","type":"function","function":{"name":"f","arguments":"{}"}}',
     ]

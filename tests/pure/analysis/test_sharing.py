@@ -54,15 +54,15 @@ class TreeMachine(RuleBasedStateMachine):
         }
         self._assert_longest(self.tree.find_shared_prefixes(tokens), lengths)
         lengths.pop(request, None)
-        found = self.tree.find_shared_prefixes(tokens, exclude=request)
-        self._assert_longest(found, lengths)
+        longest = self.tree.find_shared_prefixes(tokens, exclude=request)
+        self._assert_longest(longest, lengths)
         others = self.matcher.find_computation_sharing_opportunities(request, tokens)
-        assert others == found[0]
+        assert others == longest[0]
 
-    def _assert_longest(self, found: tuple[list[Hashable], int], lengths: dict[int, int]) -> None:
+    def _assert_longest(self, sharing: tuple[list[Hashable], int], lengths: dict[int, int]) -> None:
         longest = max(lengths.values(), default=0)
         expected = [other for other, length in lengths.items() if length == longest > 0]
-        assert found == (expected, longest)
+        assert sharing == (expected, longest)
 
     @invariant()
     def totals_are_those_of_the_prefixes(self) -> None:
@@ -190,12 +190,12 @@ def test_one_shared_token_is_no_speedup() -> None:
     for request in range(4):
         matcher.add_request_prefix(request, [0, *range(1000 * request + 1, 1000 * request + 201)])
 
-    found = matcher.get_optimization_suggestions()
+    suggestions = matcher.get_optimization_suggestions()
 
-    assert found.estimated_speedup_factor == pytest.approx(804 / 801)
-    assert found["performance_analysis"]["tokens_saved"] == 3
-    assert found.sharing_graph.potential_savings == 3
-    assert found.total_sharing_opportunities == 1
+    assert suggestions.estimated_speedup_factor == pytest.approx(804 / 801)
+    assert suggestions["performance_analysis"]["tokens_saved"] == 3
+    assert suggestions.sharing_graph.potential_savings == 3
+    assert suggestions.total_sharing_opportunities == 1
 
 
 def test_a_finite_cache_saves_less() -> None:
@@ -230,11 +230,11 @@ def test_nothing_shared_and_nothing_at_all() -> None:
         for request, tokens in enumerate(prompts):
             matcher.add_request_prefix(request, tokens)
 
-        found = matcher.get_optimization_suggestions()
+        suggestions = matcher.get_optimization_suggestions()
 
-        assert found.estimated_speedup_factor == 1.0
-        assert found.prefix_groups == found.top_opportunities == ()
-        assert found.recommended_batch_sizes == (1, 2, 4)
+        assert suggestions.estimated_speedup_factor == 1.0
+        assert suggestions.prefix_groups == suggestions.top_opportunities == ()
+        assert suggestions.recommended_batch_sizes == (1, 2, 4)
 
 
 def test_batches_hold_whole_groups() -> None:

@@ -84,6 +84,24 @@ def test_bad_options_are_a_line_and_exit_code_2(
     assert done.stderr.count("\n") == 1
 
 
+def test_texts_before_hashes_need_a_page_size(tmp_path: Path) -> None:
+    """Pages of 16 tokens do not hold blocks of 512: one line says which size serves both."""
+    path = tmp_path / "mixed.jsonl"
+    chat = {"model": "m", "messages": [{"role": "user", "content": "Tides. " * 900}]}
+    hashed = {"timestamp": 0, "input_length": 1100, "output_length": 5, "hash_ids": [0, 1, 2]}
+    rows = [chat, chat, hashed, hashed]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+    refused = run(path)
+    done = run(path, "--page-size", "512", "--capacity", "1M", "--json", "-")
+
+    assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
+    assert "--page-size 512" in refused.stderr
+    trace = json.loads(done.stdout)
+    assert trace["trace"]["num_requests"] == 4
+    assert trace["infinite"] > 0.4
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     """A file that cannot be read is named."""
     done = run(tmp_path / "none.jsonl")

@@ -79,10 +79,10 @@ def test_a_sample_of_all_pages_is_exact(paths: list[Path_], capacity: int, hot: 
     trace = trace_of(paths)
     exact = lru_curve(ReuseRuns.of(trace)).hit_rate(capacity * BLOCK)
 
-    found = sampled_lru(trace, 1.0, [capacity * BLOCK], num_seeds=2, hot_uses=hot)
+    curve = sampled_lru(trace, 1.0, [capacity * BLOCK], num_seeds=2, hot_uses=hot)
 
-    assert found[capacity * BLOCK].mean == pytest.approx(exact)
-    assert found[capacity * BLOCK].deviation == pytest.approx(0, abs=1e-12)
+    assert curve[capacity * BLOCK].mean == pytest.approx(exact)
+    assert curve[capacity * BLOCK].deviation == pytest.approx(0, abs=1e-12)
 
 
 @pytest.mark.skipif(not MOONCAKE.exists(), reason=f"the Mooncake trace is not at {MOONCAKE}")

@@ -29,9 +29,9 @@ def test_the_first_respaced_gap_is_found_beside_values() -> None:
     a, b = "on 2025-01-01 we met twice", "on 2025-01-02 we met  twice"
     values_a, values_b = [(3, 13)], [(3, 13)]
 
-    found = find_respaced(SpacedText(a, a, values_a), SpacedText(b, normalise_spaces(b), values_b))
+    gap = find_respaced(SpacedText(a, a, values_a), SpacedText(b, normalise_spaces(b), values_b))
 
-    assert found == Respaced(20, 20, 17)
+    assert gap == Respaced(20, 20, 17)
     assert find_respaced(SpacedText(a, a, values_a), SpacedText(a, a, values_b)) is None
 
 
@@ -53,9 +53,9 @@ def test_any_two_texts_are_compared_as_word_by_word() -> None:
         b = SpacedText(sides[1], normals[1], [(hunk.other_start, hunk.other_end) for hunk in hunks])
         expected = walk(a, b)
         num_found += expected is not None
-        found = find_respaced(a, b)
-        if expected is not None or found is None or found.char_a < len(a.text.rstrip()):
-            assert found == expected, (a, b)
+        gap = find_respaced(a, b)
+        if expected is not None or gap is None or gap.char_a < len(a.text.rstrip()):
+            assert gap == expected, (a, b)
     assert num_found > 500
 
 
@@ -86,12 +86,12 @@ def runs(side: SpacedText) -> list[list[tuple[int, int, int]]] | None:
     end, normal_end = len(side.text), len(side.normal)
     words = [(0, 0), *words, (end, end)]
     normal = [(-1, -1), *normal, (normal_end + 1, normal_end + 1)]
-    found: list[list[tuple[int, int, int]]] = [[]]
+    word_runs: list[list[tuple[int, int, int]]] = [[]]
     values = list(side.values)
     for (left, right), (normal_left, normal_right) in zip(words, normal, strict=True):
         while values and values[0][1] <= normal_left and values[0][0] < normal_left:
-            found.append([])
+            word_runs.append([])
             del values[0]
         if not values or normal_right <= values[0][0] or normal_left >= values[0][1]:
-            found[-1].append((left, right, normal_left))
-    return found
+            word_runs[-1].append((left, right, normal_left))
+    return word_runs

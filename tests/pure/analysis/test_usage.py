@@ -157,7 +157,7 @@ def test_an_absent_counter_is_unknown_and_not_zero() -> None:
 )
 def test_counts_are_counts_or_unknown(usage: dict[str, Any], dialect: str | None) -> None:
     """Whatever stands in a counter, no count is negative or of another type."""
-    found = parse_usage(usage, dialect=dialect)
+    parsed = parse_usage(usage, dialect=dialect)
 
-    counts = (found.num_input, found.num_read, found.num_written, found.num_output)
+    counts = (parsed.num_input, parsed.num_read, parsed.num_written, parsed.num_output)
     assert all(item is None or (type(item) is int and item >= 0) for item in counts)

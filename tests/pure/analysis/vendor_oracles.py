@@ -100,10 +100,10 @@ class AnthropicOracle:
                         self._prefix(call.body, content, back),
                         content[back].path in marks,
                     )
-                    found = [
+                    alive = [
                         e for e in self.entries if e.prefix == key and e.is_alive(call.start_s)
                     ]
-                    hits.extend((lengths[back + 1], is_mark, entry) for entry in found)
+                    hits.extend((lengths[back + 1], is_mark, entry) for entry in alive)
         read = max((length for length, _, _ in hits), default=0)
         for length, is_mark, entry in hits:
             if is_mark or length == read:
@@ -244,9 +244,9 @@ class ImplicitOracle:
         for at in ends[-self.max_looked_up :]:
             if length[at] < self.min_tokens:
                 continue
-            found = [e for e in self.entries if e.prefix == keys[at] and e.is_alive(call.start_s)]
-            if found:
-                read, hits = length[at], found
+            alive = [e for e in self.entries if e.prefix == keys[at] and e.is_alive(call.start_s)]
+            if alive:
+                read, hits = length[at], alive
         if read:
             for entry in hits:
                 entry.expiry_s = max(entry.expiry_s, call.start_s + entry.lifetime_s)
@@ -297,11 +297,11 @@ class UnitOracle:
         """See `Oracle`."""
         salt = tuple(compact(call.body.get(name)) for name in self.settings)
         ids = (salt, *call.ids)
-        found = [
+        alive = [
             e for e in self.units if e.is_alive(call.start_s) and ids[: len(e.prefix)] == e.prefix
         ]
-        deepest = max((len(e.prefix) for e in found), default=1)
-        for entry in found:
+        deepest = max((len(e.prefix) for e in alive), default=1)
+        for entry in alive:
             if len(entry.prefix) == deepest:
                 entry.expiry_s = max(entry.expiry_s, call.start_s + self.lifetime_s)
         common = 1

@@ -28,6 +28,7 @@ _SHAPES = re.compile(
     | [\d〇一二三四五六七八九十]{1,4}(?:年|時) | [\d一二三四五六七八九十]{1,3}月[\d一二三四五六七八九十]{1,3}日
     """
 )
+MAX_OTHER_WORDS = 8
 _NUMBERS = re.compile(r"\d+")
 _WORDS = re.compile(r"[^\W\d_]+")
 # Numbers, parts of a day and small words of dates that are spelt out.
@@ -76,10 +77,21 @@ def is_spelt_out(value: str, line: str) -> bool:
         return False
     marks = [word for word in words if word in _PARTS_OF_DAY or _names_day(word)]
     numbers = [word for word in words if word in _SPOKEN_NUMBERS]
-    others = [word for word in words if word not in DATE_WORDS | _FILLERS | {*marks, *numbers}]
-    if others or not (marks or numbers):
+    if any(map(_is_other, words)) or not (marks or numbers):
         return False
     return bool(marks) or names_date(line) or not _PARTS_OF_DAY.isdisjoint(line.lower().split())
+
+
+def is_prose(value: str) -> bool:
+    """Whether a text has more words than a date or a time could have beside its own."""
+    words = map(_without_case, _WORDS.findall(value))
+    return sum(map(_is_other, words)) > MAX_OTHER_WORDS
+
+
+def _is_other(word: str) -> bool:
+    """Whether a word in lower case is no word of a date or a time."""
+    is_known = word in DATE_WORDS or word in _FILLERS or word in _SPOKEN_NUMBERS
+    return not is_known and word not in _PARTS_OF_DAY
 
 
 def _without_case(word: str) -> str:

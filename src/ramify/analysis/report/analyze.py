@@ -76,7 +76,7 @@ def analyze(
     policies: tuple[str, ...] = (),
     progress: Progress | None = None,
 ) -> Analysis:
-    """All parts of the report. Ctrl-C leaves out savings or parts that are not complete.
+    """All parts of the report. Ctrl-C leaves out requests, savings or parts that are not complete.
 
     Args:
         corpus: the requests.
@@ -89,7 +89,7 @@ def analyze(
         progress: called now and then.
 
     Raises:
-        KeyboardInterrupt: interrupted before all requests were compared.
+        KeyboardInterrupt: interrupted before a request was compared.
     """
     is_partial = quality is not None and INTERRUPTED in quality.notes
     linted = lint_parts(
@@ -101,16 +101,14 @@ def analyze(
         progress=progress,
     )
     is_partial |= bool(linted.report.interrupted)
-    return _Parts(corpus, linted, progress, is_partial=is_partial).analysis(title, policies)
+    return _Parts(linted, progress, is_partial=is_partial).analysis(title, policies)
 
 
 class _Parts:
     """Computes the parts of a report."""
 
-    def __init__(
-        self, corpus: Corpus, linted: Linted, progress: Progress | None, *, is_partial: bool
-    ) -> None:
-        self._corpus, self._linted, self._is_partial = corpus, linted, is_partial
+    def __init__(self, linted: Linted, progress: Progress | None, *, is_partial: bool) -> None:
+        self._corpus, self._linted, self._is_partial = linted.corpus, linted, is_partial
         self._progress: Progress = progress or (lambda _part, _done, _all: None)
 
     def analysis(self, title: str, policies: tuple[str, ...]) -> Analysis:

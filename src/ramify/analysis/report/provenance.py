@@ -20,7 +20,7 @@ def warnings_of(
 ) -> Iterator[str]:
     """What a reader should know before the first number."""
     if lint.interrupted:
-        yield f"The analysis was interrupted: {lint.interrupted}; a saving of 0 says nothing."
+        yield f"The analysis was interrupted: {lint.interrupted}."
     elif is_partial:
         yield "The analysis was interrupted: the rest of the log, or parts of the report, are missing."
     num, num_bad = lint.num_requests, len(quality.get("bad_lines", ()))

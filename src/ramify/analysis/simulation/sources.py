@@ -132,6 +132,11 @@ class _PageReader:
             size = self._asked or block_size or DEFAULT_PAGE_SIZE
             self._builder = PageTraceBuilder(size)
         page_size = self._builder.page_size
+        if block_size and self._asked is None and self._kinds["text"]:
+            raise ConfigError(
+                f"the log has texts before hashes of blocks of {block_size} tokens; set a page size "
+                f"for both, a multiple of {block_size} (--page-size {block_size})"
+            )
         if block_size and page_size % block_size:
             raise ConfigError(
                 f"page_size={page_size} but the trace has hashes of blocks of {block_size} tokens; "

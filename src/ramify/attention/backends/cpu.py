@@ -140,7 +140,7 @@ class CpuBackend:
             out.fill_(torch.nan)  # the kernel writes no row that has no key
         if plan.num_tokens < q.shape[0]:
             out[plan.num_tokens :] = 0
-        self._check_sinks(sinks)
+        self.check_sinks(sinks)
         window = spec.windows[layer] if selected is None else None
         kernel_planes = self._cached_kernel_planes(layer, planes, q.dtype)
         self._launch(plan, q, kernel_planes, out, window or 0, sinks)
@@ -172,7 +172,7 @@ class CpuBackend:
             self._plane_cache[layer, dtype] = tensors, views
         return views
 
-    def _check_sinks(self, sinks: Tensor | None) -> None:
+    def check_sinks(self, sinks: Tensor | None) -> None:
         """Raise ConfigError unless they are what the kernel reads by address."""
         spec = self.spec
         if sinks is None and not spec.sinks:

@@ -1,4 +1,4 @@
-"""The reference: float32 attention, one request at a time. Supports every model and device."""
+"""The reference backend: dense attention in float32, one request at a time. Supports every model and device."""
 
 from __future__ import annotations
 

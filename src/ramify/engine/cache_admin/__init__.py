@@ -1,4 +1,4 @@
-"""What operators may ask of the cache and do to it: `llm.cache`.
+"""Administration of the prefix cache, `llm.cache`: inspect, explain, pin, clear, warm, share.
 
 In reading order:
 

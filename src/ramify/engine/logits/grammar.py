@@ -14,19 +14,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ramify.engine.logits.grammar_cache import CompilePermits, GrammarCache
-from ramify.engine.logits.grammar_matcher import (
-    LlguidanceMatcher,
-    compile_reason,
-    next_mask,
-    shortened,
-)
+from ramify.engine.logits.grammar_matcher import LlguidanceMatcher, compile_reason, next_mask
 from ramify.engine.logits.logits_processors import GrammarMatcher, TokenBitmask
 from ramify.engine.logits.triggered_matcher import (
     TokenTexts,
     TriggeredGrammar,
     TriggeredMatcher,
 )
-from ramify.errors import CompileBusyError, InvalidParamsError
+from ramify.errors import CompileBusyError, InvalidParamsError, shortened
 from ramify.params import StructuredOutput
 
 if TYPE_CHECKING:

@@ -94,10 +94,11 @@ class MarkFinder:
         """Length of the longest end of the text that a mark begins with."""
         if self._first_chars.isdisjoint(text):
             return 0
-        return max((_partial_len(text, mark) for mark in self._marks), default=0)
+        return max((partial_len(text, mark) for mark in self._marks), default=0)
 
 
-def _partial_len(text: str, mark: str) -> int:
+def partial_len(text: str, mark: str) -> int:
+    """Length of the longest proper prefix of `mark` that `text` ends with."""
     longest = min(len(text), len(mark) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(mark[:size])), 0)
 
@@ -228,7 +229,7 @@ class _State:
 
     @property
     def reason(self) -> str:
-        """Why nothing is allowed next."""
+        """The reason why no token is allowed next."""
         default = "the format does not allow the last"
         return default if self._matcher is None else dead_end_reason(self._matcher, default)
 

@@ -1,4 +1,4 @@
-"""The engine thread and the way of its outputs to event loops.
+"""The engine thread, and the streams that carry its outputs to asyncio event loops.
 
 In reading order:
 

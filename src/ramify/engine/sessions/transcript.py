@@ -1,4 +1,4 @@
-"""`Transcript`: what a session has said so far, and the token ids that stand for it."""
+"""`Transcript`: the messages or text of a session so far, and their token ids."""
 
 from __future__ import annotations
 

@@ -3,12 +3,15 @@
 In reading order:
 
     tokenizer            `tokenizer.json` of a checkpoint: encode, decode, special tokens
+    tokenizer_files      finds that file, or converts another: ranked_bpe, sentencepiece_model
     added_tokens         tokens that the checkpoint's other files name (`tokenizer_config.json`, ...)
     special_tokens       escapes special tokens in user text, so that they stay text
     chat_template        renders messages with the checkpoint's Jinja template, sandboxed
+    template_limits      processor time and sizes that a template may use
     detokenizer          the text of an answer, token by token
     incremental_encoder  tokenises only the new end of a conversation
     prompt_inputs        a prompt in any form (text, token ids, messages) to token ids
+    tenant_lru           an LRU cache bounded for each tenant and in all
 
 Imports nothing else of the engine; everything above it and the server may import it.
 """

@@ -11,9 +11,13 @@ from typing import Any, NoReturn
 from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ramify.errors import ChatTemplateError, CheckpointError
+from ramify.engine.text.template_limits import (
+    LimitedEnvironment,
+    TemplateLimitError,
+    limited_rendering,
+)
+from ramify.errors import ChatTemplateError, ChatTemplateLimitError, CheckpointError
 
 DEFAULT, TOOL_USE, RAG = "default", "tool_use", "rag"
 
@@ -112,12 +116,20 @@ class ChatTemplates:
         ]
         try:
             template = self._template(name)
-            try:
-                return template.render(variables, messages=without_none)
-            except _TEMPLATE_FAULTS:
-                if without_none == list(messages):
+            with limited_rendering():
+                try:
+                    return template.render(variables, messages=without_none)
+                except TemplateLimitError:
                     raise
-                return template.render(variables, messages=messages)
+                except _TEMPLATE_FAULTS:
+                    if without_none == list(messages):
+                        raise
+                    return template.render(variables, messages=messages)
+        except TemplateLimitError as error:
+            raise ChatTemplateLimitError(
+                f"the chat template cannot render these {len(messages)} messages: {error}; send "
+                "shorter messages, or replace the checkpoint's chat_template.jinja"
+            ) from error
         except _TEMPLATE_FAULTS as error:
             raise ChatTemplateError(
                 f"the chat template cannot render these {len(messages)} messages: {error}"
@@ -135,12 +147,13 @@ class _GenerationTag(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
+def _environment() -> LimitedEnvironment:
     """Jinja with what chat templates expect; sandboxed, because a template is foreign code."""
-    environment = ImmutableSandboxedEnvironment(
+    environment = LimitedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
     )
     environment.filters["tojson"] = _to_json
+    environment.limit_filters()
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = _strftime_now
     return environment
@@ -171,7 +184,7 @@ def read_chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]
     """Sources of a checkpoint's chat templates by name.
 
     Files (`chat_template.jinja`, `additional_chat_templates/*.jinja`) win over the entries of
-    `tokenizer_config.json`, which is `config`.
+    `tokenizer_config.json`, which is `config`, and those over `chat_template.json`.
 
     Raises:
         CheckpointError: a file cannot be read.
@@ -184,6 +197,11 @@ def read_chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]
         for entry in configured:
             if isinstance(entry, Mapping) and {"name", "template"} <= entry.keys():
                 templates[str(entry["name"])] = str(entry["template"])
+    processor = path / "chat_template.json"
+    if DEFAULT not in templates and processor.is_file():
+        # Models that read images too have their template beside the processor.
+        configured = _read_processor_template(processor)
+        templates |= {} if configured is None else {DEFAULT: configured}
     files = {DEFAULT: path / "chat_template.jinja"}
     files |= {file.stem: file for file in (path / "additional_chat_templates").glob("*.jinja")}
     for name, file in files.items():
@@ -193,3 +211,15 @@ def read_chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]
             except (OSError, UnicodeDecodeError) as error:
                 raise CheckpointError(f"{file} cannot be read: {error}") from error
     return templates
+
+
+def _read_processor_template(file: Path) -> str | None:
+    """`chat_template` of a processor's `chat_template.json`; None without that field."""
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}; download it again") from error
+    template = fields.get("chat_template") if isinstance(fields, dict) else None
+    if template is not None and not isinstance(template, str):
+        raise CheckpointError(f"{file}: chat_template must be a text; download it again")
+    return template

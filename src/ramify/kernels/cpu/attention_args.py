@@ -152,14 +152,15 @@ def with_address(_: Any, plane: Any, address: Any) -> Any:
 
 
 @intrinsic
-def with_window(_: Any, params: Any, window: Any) -> Any:
-    """The launch parameters with another window: that of another layer."""
-    field = params.instance_class._fields.index("window")
+def with_window_and_sinks(_: Any, params: Any, window: Any, sinks: Any) -> Any:
+    """The launch parameters with another window and other sinks: those of another layer."""
+    window_field, sinks_field = map(params.instance_class._fields.index, ("window", "sinks"))
 
     def code(_: Any, builder: Any, __: Any, args: Any) -> Any:
-        return builder.insert_value(args[0], args[1], field)
+        of_window = builder.insert_value(args[0], args[1], window_field)
+        return builder.insert_value(of_window, args[2], sinks_field)
 
-    return params(params, _int), code
+    return params(params, _int, _int), code
 
 
 def _make_constant(numba_type: Any, llvm_type: Any, of: Callable[[Any], int]) -> Any:

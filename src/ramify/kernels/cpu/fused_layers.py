@@ -8,7 +8,7 @@ import numpy as np
 from numba import prange
 
 from ramify.kernels.cpu.abi import OP_KIND, OP_NORM_ROPE, OP_NUM_TASKS
-from ramify.kernels.cpu.attention_args import QueryRows, with_address, with_window
+from ramify.kernels.cpu.attention_args import QueryRows, with_address, with_window_and_sinks
 from ramify.kernels.cpu.jit import compile_cached, data_address, jit
 from ramify.kernels.cpu.norm_rope import norm_rope, token_range
 from ramify.kernels.cpu.op_list import run_op
@@ -45,7 +45,8 @@ def _run_fused_layers(
         buffers: [6] int64: kind of rows and of K/V; address of the QKV rows and bytes from row to
             row; bytes from a row's start to its keys, and to its values; address of attention's
             output [T, num_heads * value_dim].
-        planes: [layers, 3] int64: addresses of the K and V planes; the window, or 0.
+        planes: [layers, 4] int64: addresses of the K and V planes; the window, or 0; address of the
+            sinks, or 0.
         slots: [T] int64 of the tokens.
         params, keys, rope, values, tasks, splits, tokens, token_positions, table, state,
             task_scratch, split_counters: as for `paged_attention.paged_attention`, with the planes
@@ -63,7 +64,7 @@ def _run_fused_layers(
                 continue
             rows = QueryRows(buffers[0], buffers[1], buffers[2], buffers[5])
             key_address, value_address = planes[layer, 0], planes[layer, 1]
-            layer_params = with_window(params, planes[layer, 2])
+            layer_params = with_window_and_sinks(params, planes[layer, 2], planes[layer, 3])
             layer += 1
             total, done, task = ops[i, OP_NUM_TASKS], 0, next_task(op_counters)
             while task < total:

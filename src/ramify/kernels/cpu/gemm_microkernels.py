@@ -14,11 +14,15 @@ from ramify.kernels.cpu.abi import (
     ADD_RESIDUAL,
     BF16,
     CACHE_LINE,
+    CLAMPED_SWIGLU_MUL,
     F32,
+    GELU_TANH,
     GELU_TANH_MUL,
     ITEM_BYTES,
     SILU_MUL,
     STORE,
+    SWIGLU_ALPHA,
+    SWIGLU_LIMIT,
 )
 from ramify.kernels.cpu.elementwise import f32_to_kind, round_to
 from ramify.kernels.cpu.jit import jit
@@ -53,7 +57,7 @@ MR_TILES = (1, 2, 3, 4, 6) if LANES == 8 else (1, 2, 4, 8, 12)
 # micro-panels that each tile computes at once, so that small tiles have enough accumulators, too
 PANELS_PER_TILE = (4, 2, 1, 1, 1)
 K_UNROLL = 4  # k between two prefetches
-_int = types.int64
+_int, _float = types.int64, types.float32
 
 
 def _load_row(builder: Any, address: Any) -> list[Any]:
@@ -239,8 +243,8 @@ def init_accumulators(_: Any, into: Any, line: Any, num_rows: Any) -> Any:
 
 
 def _emit_epilogue(builder: Any, kind: int, mode: int, args: list[Any]) -> None:
-    """See `run_epilogue`; `args` are sums, ups, into."""
-    sums, ups, into = args
+    """See `run_epilogue`; `args` are scale, sums, ups, into."""
+    scale, sums, ups, into = args
     vectors = _load_row(builder, sums)
     up_vectors = _load_row(builder, ups) if mode >= SILU_MUL else vectors
     addresses = [builder.add(into, i64(ITEM_BYTES[kind] * LANES * v)) for v in (0, 1)]
@@ -248,8 +252,15 @@ def _emit_epilogue(builder: Any, kind: int, mode: int, args: list[Any]) -> None:
         if mode == STORE:
             result = x
         elif mode == ADD_RESIDUAL:
+            scaled = builder.fmul(round_to(builder, x, kind), broadcast(builder, scale, LANES))
             before = load_as_f32(builder, address, kind, LANES)
-            result = builder.fadd(before, round_to(builder, x, kind))
+            result = builder.fadd(before, round_to(builder, scaled, kind))
+        elif mode == GELU_TANH:
+            result = gelu_tanh(builder, round_to(builder, x, kind), kind)
+        elif mode == CLAMPED_SWIGLU_MUL:
+            result = clamped_swiglu(
+                builder, round_to(builder, x, kind), round_to(builder, up, kind)
+            )
         else:
             activation = silu if mode == SILU_MUL else gelu_tanh
             active = activation(builder, round_to(builder, x, kind), kind)
@@ -258,13 +269,15 @@ def _emit_epilogue(builder: Any, kind: int, mode: int, args: list[Any]) -> None:
 
 
 @intrinsic
-def run_epilogue(_: Any, kind: Any, mode: Any, sums: Any, ups: Any, into: Any) -> Any:
+def run_epilogue(_: Any, kind: Any, mode: Any, scale: Any, sums: Any, ups: Any, into: Any) -> Any:
     """Epilogue of NR sums into a row of the result: float32 if `kind` is F32, else bfloat16.
 
     - STORE: into = sums.
-    - ADD_RESIDUAL: into += sums, rounded before and after the addition.
+    - ADD_RESIDUAL: into += scale * sums; sums, product and result are rounded.
+    - GELU_TANH: into = gelu(sums); both are rounded.
     - SILU_MUL, GELU_TANH_MUL: into = silu(sums) * ups, or gelu; sums, ups, activation and product are
       rounded.
+    - CLAMPED_SWIGLU_MUL: see `clamped_swiglu`; sums, ups and result are rounded.
     """
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
@@ -274,13 +287,13 @@ def run_epilogue(_: Any, kind: Any, mode: Any, sums: Any, ups: Any, into: Any) -
             def emit_mode(case: int) -> None:
                 _emit_epilogue(builder, stored, case, operands)
 
-            modes = STORE, ADD_RESIDUAL, SILU_MUL, GELU_TANH_MUL
-            _emit_cases(builder, mode, modes, emit_mode)
+            gated = SILU_MUL, GELU_TANH_MUL, CLAMPED_SWIGLU_MUL
+            _emit_cases(builder, mode, (STORE, ADD_RESIDUAL, GELU_TANH, *gated), emit_mode)
 
         _emit_cases(builder, kind, (F32, BF16), emit_kind)
         return context.get_dummy_value()
 
-    return types.void(*[_int] * 5), code
+    return types.void(_int, _int, _float, *[_int] * 3), code
 
 
 def silu(builder: Any, x: Any, kind: int) -> Any:
@@ -296,11 +309,22 @@ def gelu_tanh(builder: Any, x: Any, kind: int) -> Any:
     return _times_sigmoid(builder, x, gate, kind)
 
 
+def clamped_swiglu(builder: Any, gate: Any, up: Any) -> Any:
+    """gate * sigmoid(SWIGLU_ALPHA * gate) * (up + 1), gate clamped from above, up on both sides; float32."""
+    limit, minus_limit = constant(SWIGLU_LIMIT, LANES), constant(-SWIGLU_LIMIT, LANES)
+    gate = builder.select(builder.fcmp_ordered(">", gate, limit), limit, gate)
+    up = builder.select(builder.fcmp_ordered(">", up, limit), limit, up)
+    up = builder.select(builder.fcmp_ordered("<", up, minus_limit), minus_limit, up)
+    argument = builder.fmul(gate, constant(SWIGLU_ALPHA, LANES))
+    active = _times_sigmoid(builder, gate, argument, F32)
+    return builder.fmul(active, builder.fadd(up, constant(1.0, LANES)))
+
+
 def _times_sigmoid(builder: Any, x: Any, gate: Any, kind: int) -> Any:
     """x / (1 + exp(-gate)), rounded to `kind`; `gate` has the sign of x. Takes exp of -|gate| only."""
     exp = exp_f32 if kind == F32 else exp_bf16
-    zero, one = constant(0.0, LANES), constant(1.0, LANES)
+    zero, ones = constant(0.0, LANES), constant(1.0, LANES)
     e = exp(builder, builder.fsub(zero, llvm_intrinsic(builder, "fabs", gate)))
     negative = builder.fcmp_ordered("<", x, zero)
     numerator = builder.select(negative, builder.fmul(x, e), x)
-    return round_to(builder, builder.fdiv(numerator, builder.fadd(one, e)), kind)
+    return round_to(builder, builder.fdiv(numerator, builder.fadd(ones, e)), kind)

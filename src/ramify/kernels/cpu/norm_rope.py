@@ -1,4 +1,4 @@
-"""RMS norm and rotary embedding: of a row as LLVM IR; of rows, and of all heads of tokens, as ops.
+"""RMS norm, layer norm and rotary embedding: of a row as LLVM IR; of rows, and of all heads of tokens, as ops.
 
 Rounded to the model's dtype after each step, as the reference (transformers) rounds. Elements
 beyond whole vectors go through the same operations one at a time.
@@ -6,6 +6,7 @@ beyond whole vectors go through the same operations one at a time.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,15 +16,21 @@ from numba.extending import intrinsic
 
 from ramify.kernels.cpu.abi import (
     ADD_RESIDUAL,
+    BF16,
     F32,
     ITEM_BYTES,
+    LAYER_NORM,
     OP_NORM_KIND,
     OP_NUM_TASKS,
     OP_OUT,
     OP_OUT_OF_RANGE,
+    OP_QK_NORM,
     OP_WIDE,
     OP_X,
     OP_X_STRIDE,
+    QK_NORM_AFTER_ROPE,
+    QK_NORM_HEAD,
+    QK_NORM_WIDTH,
 )
 from ramify.kernels.cpu.elementwise import (
     add_scaled_row,
@@ -48,25 +55,92 @@ from ramify.kernels.cpu.simd import (
 _int, _float = types.int64, types.float32
 
 
+def _emit_sum(
+    builder: Any, row: Any, width: Any, stored: int, add: Callable[[Any, Any, int], Any]
+) -> Any:
+    """Sum over elements: by lane, across lanes, then the remainder; `add(x, sum, lanes)` adds to a sum."""
+    sums = {n: cgutils.alloca_once_value(builder, constant(0.0, n)) for n in (LANES, 1)}
+
+    def body(index: Any, n: int) -> None:
+        x = load_as_f32(builder, offset(builder, row, index, ITEM_BYTES[stored]), stored, n)
+        builder.store(add(x, builder.load(sums[n]), n), sums[n])
+
+    for_each_vector(builder, width, body)
+    tail = builder.extract_element(builder.load(sums[1]), i32(0))
+    return builder.fadd(reduce_lanes(builder, builder.load(sums[LANES]), builder.fadd), tail)
+
+
 @intrinsic(prefer_literal=True)
 def sum_squares(_: Any, row: Any, width: Any, kind: Any) -> Any:
-    """Sum of squares of `width` elements of `kind`: by lane, across lanes, then the remainder."""
+    """Sum of squares of `width` elements of `kind`."""
 
     def code(_: Any, builder: Any, __: Any, args: Any) -> Any:
-        row, width, _ = args
-        stored = kind.literal_value
-        sums = {n: cgutils.alloca_once_value(builder, constant(0.0, n)) for n in (LANES, 1)}
+        def add(x: Any, total: Any, _lanes: int) -> Any:
+            return llvm_intrinsic(builder, "fma", x, x, total)
 
-        def add(index: Any, n: int) -> None:
-            x = load_as_f32(builder, offset(builder, row, index, ITEM_BYTES[stored]), stored, n)
-            acc = llvm_intrinsic(builder, "fma", x, x, builder.load(sums[n]))
-            builder.store(acc, sums[n])
-
-        for_each_vector(builder, width, add)
-        tail = builder.extract_element(builder.load(sums[1]), i32(0))
-        return builder.fadd(reduce_lanes(builder, builder.load(sums[LANES]), builder.fadd), tail)
+        return _emit_sum(builder, args[0], args[1], kind.literal_value, add)
 
     return _float(_int, _int, kind), code
+
+
+@intrinsic(prefer_literal=True)
+def sum_row(_: Any, row: Any, width: Any, kind: Any) -> Any:
+    """Sum of `width` elements of `kind`."""
+
+    def code(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        def add(x: Any, total: Any, _lanes: int) -> Any:
+            return builder.fadd(total, x)
+
+        return _emit_sum(builder, args[0], args[1], kind.literal_value, add)
+
+    return _float(_int, _int, kind), code
+
+
+@intrinsic(prefer_literal=True)
+def sum_squared_deviations(_: Any, row: Any, width: Any, mean: Any, kind: Any) -> Any:
+    """Sum of (x - mean)^2 over `width` elements of `kind`."""
+
+    def code(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        row, width, mean, _ = args
+
+        def add(x: Any, total: Any, lanes: int) -> Any:
+            deviation = builder.fsub(x, broadcast(builder, mean, lanes))
+            return llvm_intrinsic(builder, "fma", deviation, deviation, total)
+
+        return _emit_sum(builder, row, width, kind.literal_value, add)
+
+    return _float(_int, _int, _float, kind), code
+
+
+@intrinsic(prefer_literal=True)
+def layer_scale_row(
+    _: Any, row: Any, norm: Any, into: Any, width: Any, mean: Any, scale: Any, kind: Any, target_kind: Any
+) -> Any:  # fmt: skip
+    """into = (row - mean) * scale * weight + bias in float32, rounded to `kind`; `into` may be `row`.
+
+    `norm`: address of weights and biases, float32 [2, width]. `target_kind`: storage kind of `into`.
+    """
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        row, norm, into, width, mean, scale, *_ = args
+        stored, to_kind = kind.literal_value, target_kind.literal_value
+        biases = offset(builder, norm, width, ITEM_BYTES[F32])
+
+        def body(index: Any, lanes: int) -> None:
+            x, weight, bias = (
+                load_as_f32(builder, offset(builder, base, index, ITEM_BYTES[of]), of, lanes)
+                for base, of in ((row, stored), (norm, F32), (biases, F32))
+            )
+            y = builder.fsub(x, broadcast(builder, mean, lanes))
+            y = builder.fmul(builder.fmul(y, broadcast(builder, scale, lanes)), weight)
+            y = round_to(builder, builder.fadd(y, bias), stored)
+            y = f32_to_kind(builder, y, to_kind)
+            store(builder, y, offset(builder, into, index, ITEM_BYTES[to_kind]))
+
+        for_each_vector(builder, width, body)
+        return context.get_dummy_value()
+
+    return types.void(_int, _int, _int, _int, _float, _float, kind, target_kind), code
 
 
 @intrinsic(prefer_literal=True)
@@ -142,19 +216,47 @@ def inverse_rms(total: float, width: int, eps: float) -> Any:
 
 
 @jit
-def _rms_norm_row(
-    kind: int, row: int, width: int, norm: int, norm_kind: int, eps: float, into: int
-) -> None:
-    """RMS norm of a row, times the weights at `norm`; `into` may be `row`."""
-    if kind == F32:
+def norm_row(
+    kind: int, row: int, width: int, norm: int, norm_kind: int, eps: float, into: int, target_kind: int
+) -> None:  # fmt: skip
+    """RMS norm or layer norm (LAYER_NORM) of a row with the weights at `norm`; `into` may be `row`.
+
+    Args:
+        kind, target_kind: storage kinds of the row and of `into`; the result is rounded to `kind`.
+    """
+    if norm_kind == LAYER_NORM:
+        _layer_norm_row(kind, row, width, norm, eps, into, target_kind)
+    elif kind == F32:
         scale = inverse_rms(sum_squares(row, width, 0), width, eps)
         rms_scale_row(row, norm, into, width, scale, 0, 0, 0)
     else:
         scale = inverse_rms(sum_squares(row, width, 1), width, eps)
-        if norm_kind == F32:
-            rms_scale_row(row, norm, into, width, scale, 1, 1, 0)
+        if target_kind == BF16:
+            if norm_kind == F32:
+                rms_scale_row(row, norm, into, width, scale, 1, 1, 0)
+            else:
+                rms_scale_row(row, norm, into, width, scale, 1, 1, 1)
+        elif norm_kind == F32:
+            rms_scale_row(row, norm, into, width, scale, 1, 0, 0)
         else:
-            rms_scale_row(row, norm, into, width, scale, 1, 1, 1)
+            rms_scale_row(row, norm, into, width, scale, 1, 0, 1)
+
+
+@jit
+def _layer_norm_row(
+    kind: int, row: int, width: int, norm: int, eps: float, into: int, target_kind: int
+) -> None:
+    if kind == F32:
+        mean = sum_row(row, width, 0) / np.float32(width)
+        scale = inverse_rms(sum_squared_deviations(row, width, mean, 0), width, eps)
+        layer_scale_row(row, norm, into, width, mean, scale, 0, 0)
+    else:
+        mean = sum_row(row, width, 1) / np.float32(width)
+        scale = inverse_rms(sum_squared_deviations(row, width, mean, 1), width, eps)
+        if target_kind == BF16:
+            layer_scale_row(row, norm, into, width, mean, scale, 1, 1)
+        else:
+            layer_scale_row(row, norm, into, width, mean, scale, 1, 0)
 
 
 @jit
@@ -173,7 +275,7 @@ def norm_rows(op: Any, eps: float, scratch: Any, task: int) -> None:
     for r in range(num_rows * task // op[OP_NUM_TASKS], num_rows * (task + 1) // op[OP_NUM_TASKS]):
         row, out = op[OP_X] + op[OP_X_STRIDE] * r, op[OP_OUT] + op[8] * r
         into = buffer if mode == ADD_RESIDUAL else out
-        _rms_norm_row(kind, row, width, norm, op[OP_NORM_KIND], eps, into)
+        norm_row(kind, row, width, norm, op[OP_NORM_KIND], eps, into, kind)
         wide = op[OP_WIDE] + 4 * width * r
         if kind == F32:
             if mode == ADD_RESIDUAL:
@@ -187,16 +289,22 @@ def norm_rows(op: Any, eps: float, scratch: Any, task: int) -> None:
 
 
 @jit
-def _norm_rope_head(
-    kind: int, head: int, head_dim: int, norm: int, norm_kind: int, eps: float, cos: int, sin: int
-) -> None:
-    """RMS norm, if `norm` (address of its weights) is not 0, then rope of one head, in place."""
-    if norm:
-        _rms_norm_row(kind, head, head_dim, norm, norm_kind, eps, head)
-    if kind == F32:
-        rope_row(head, cos, sin, head_dim // 2, 0)
-    else:
-        rope_row(head, cos, sin, head_dim // 2, 1)
+def _norm_rope_heads(op: Any, eps: float, row: int, num_heads: int, norm: int, angles: Any) -> None:
+    """RMS norm, if `norm` (address of its weights) is not 0, and rope of heads from `row` on, in place."""
+    kind, head_dim, form, norm_kind = op[0], op[5], op[OP_QK_NORM], op[OP_NORM_KIND]
+    cos, sin = angles
+    if norm and form == QK_NORM_WIDTH:
+        norm_row(kind, row, num_heads * head_dim, norm, norm_kind, eps, row, kind)
+    for index in range(num_heads):
+        head = row + (4 if kind == F32 else 2) * head_dim * index
+        if norm and form == QK_NORM_HEAD:
+            norm_row(kind, head, head_dim, norm, norm_kind, eps, head, kind)
+        if kind == F32:
+            rope_row(head, cos, sin, head_dim // 2, 0)
+        else:
+            rope_row(head, cos, sin, head_dim // 2, 1)
+        if norm and form == QK_NORM_AFTER_ROPE:
+            norm_row(kind, head, head_dim, norm, norm_kind, eps, head, kind)
 
 
 @jit
@@ -212,12 +320,13 @@ def norm_rope(op: Any, eps: float, positions: Any, task: int) -> None:
     Args:
         op: [OP_FIELDS] int64: kind (F32 or BF16); address of the rows, bytes from row to row; number of
             query heads, which come first in a row, number of key heads, head_dim; addresses of the
-            query and key norms' weights [head_dim] (or 0), of cosines and of sines
-            [limit, head_dim / 2]; limit; number of tasks; and an output: set to 1 if a position is
-            not below limit, whose row is left unchanged. `OP_NORM_KIND`: of both norms' weights.
+            query and key norms' weights (or 0), of cosines and of sines [limit, head_dim / 2];
+            limit; number of tasks; and an output: set to 1 if a position is not below limit, whose
+            row is left unchanged. `OP_NORM_KIND`: of both norms' weights. `OP_QK_NORM`: a
+            `QK_NORM_` constant; weights are [head_dim], or of all heads [heads * head_dim].
         positions: [num_rows] int64.
     """
-    kind, rows, stride = op[0], op[1], op[2]
+    rows, stride = op[1], op[2]
     num_q, num_k, head_dim = op[3], op[4], op[5]
     q_norm, k_norm, cos, sin = op[6], op[7], op[8], op[9]
     limit, size = op[10], 4 if op[0] == F32 else 2
@@ -227,8 +336,6 @@ def norm_rope(op: Any, eps: float, positions: Any, task: int) -> None:
             op[OP_OUT_OF_RANGE] = 1
             continue
         angle_offset = positions[token] * (head_dim // 2) * size
-        for head in range(num_q + num_k):
-            head_address = rows + stride * token + size * head_dim * head
-            norm = q_norm if head < num_q else k_norm
-            _norm_rope_head(kind, head_address, head_dim, norm, op[OP_NORM_KIND], eps, cos + angle_offset,
-                sin + angle_offset)  # fmt: skip
+        row, angles = rows + stride * token, (cos + angle_offset, sin + angle_offset)
+        _norm_rope_heads(op, eps, row, num_q, q_norm, angles)
+        _norm_rope_heads(op, eps, row + size * head_dim * num_q, num_k, k_norm, angles)

@@ -1,4 +1,4 @@
-"""Batch-invariant GEMM over packed weights: blocked loops, RMS norm prologue, epilogues.
+"""Batch-invariant GEMM over packed weights: blocked loops, norm prologue, epilogues.
 
 Each element of the result is one fixed float32 expression: the bias, plus one sum per KC strip in
 ascending order, each a chain of FMA in ascending k (VNNI: of dot products over KC words, which read
@@ -21,6 +21,7 @@ from ramify.kernels.cpu.abi import (
     OP_ITEMS,
     OP_NORM_KIND,
     OP_NUM_ITEMS,
+    OP_SCALE,
     SILU_MUL,
     round_up_to_cache_line,
 )
@@ -36,7 +37,7 @@ from ramify.kernels.cpu.gemm_microkernels import (
     run_microkernel,
 )
 from ramify.kernels.cpu.jit import data_address, jit
-from ramify.kernels.cpu.norm_rope import inverse_rms, rms_scale_row, sum_squares
+from ramify.kernels.cpu.norm_rope import norm_row
 from ramify.kernels.cpu.simd import copy_bytes, load_element, load_i64, store_f32
 from ramify.kernels.cpu.task_queue import next_task_from_either_end
 
@@ -51,48 +52,36 @@ class GemmArgs(NamedTuple):
     """A GEMM: addresses, sizes, strides in bytes."""
 
     kind: int  # of rows, norm, weights and result: F32, BF16 or BF16_VNNI
-    mode: int  # STORE, ADD_RESIDUAL (out += sums), or gated: silu(even panels) * odd panels
+    mode: int  # STORE, ADD_RESIDUAL (out += scale * sums), GELU_TANH, or gated: silu(even panels) * odd panels
     rows: int  # address of [num_rows, width]
     row_stride: int
     num_rows: int
     width: int  # K; BF16_VNNI: words
-    norm: int  # address of the RMS norm's weights [width], or 0
+    norm: int  # address of the norm's weights [width], or 0
     weight: int  # address of the micro-panels
     num_panels: int
     bias: int  # address of [num_panels * NR] float32, or 0
     out: int  # address of [num_rows, num_columns]
     out_stride: int
     num_columns: int
-    norm_kind: int  # storage kind of the norm's weights: of the rows, or F32 (see `rms_scale_row`)
+    # of the RMS norm's weights: storage kind of the rows, or F32 (see `rms_scale_row`); or LAYER_NORM
+    norm_kind: int
     gather: int  # address of int64 [num_rows]: the place of each row in `rows`; 0: in order
+    scale: float  # of ADD_RESIDUAL
 
 
 _round_up_to_cache_line = jit(round_up_to_cache_line)
 
 
 @jit
-def _rms_norm_rows(
-    kind: int, source: int, stride: int, num_rows: int, width: int, norm: int, norm_kind: int,
-    eps: float, into: int,
-) -> None:  # fmt: skip
-    """into [num_rows, width] = RMS norm of rows, times the weights at `norm`; float32, or VNNI words."""
+def _norm_rows(gemm: GemmArgs, eps: float, source: int, num_rows: int, into: int) -> None:
+    """into [num_rows, width] = norm of rows at `source`; float32, or VNNI words."""
+    kind, target_kind, width = gemm.kind, F32, gemm.width
+    if kind == BF16_VNNI:
+        kind, target_kind, width = BF16, BF16, 2 * width
     for r in range(num_rows):
-        row, target = source + stride * r, into + 4 * width * r
-        if kind == F32:
-            scale = inverse_rms(sum_squares(row, width, 0), width, eps)
-            rms_scale_row(row, norm, target, width, scale, 0, 0, 0)
-        elif kind == BF16_VNNI:
-            scale = inverse_rms(sum_squares(row, 2 * width, 1), 2 * width, eps)
-            if norm_kind == F32:
-                rms_scale_row(row, norm, target, 2 * width, scale, 1, 1, 0)
-            else:
-                rms_scale_row(row, norm, target, 2 * width, scale, 1, 1, 1)
-        else:
-            scale = inverse_rms(sum_squares(row, width, 1), width, eps)
-            if norm_kind == F32:
-                rms_scale_row(row, norm, target, width, scale, 1, 0, 0)
-            else:
-                rms_scale_row(row, norm, target, width, scale, 1, 0, 1)
+        row, target = source + gemm.row_stride * r, into + 4 * gemm.width * r
+        norm_row(kind, row, width, gemm.norm, gemm.norm_kind, eps, target, target_kind)
 
 
 @jit
@@ -115,9 +104,7 @@ def _pack_a(
                 copy_bytes(normed + source_stride * i, row, source_stride)
             source = normed
         elif gemm.norm:
-            _rms_norm_rows(
-                kind, source, stride, count, width, gemm.norm, gemm.norm_kind, eps, normed
-            )
+            _norm_rows(gemm, eps, source, count, normed)
             source, source_stride, is_word = normed, 4 * width, True
         if is_word:  # float32 or VNNI words: copied unchanged
             pack_a_rows(source, source_stride, count, target, tile, steps, 0)
@@ -146,7 +133,7 @@ def _epilogue(
         target = out_row if is_whole else edge_row
         if gemm.mode == ADD_RESIDUAL and not is_whole:
             copy_bytes(edge_row, out_row, size * columns)
-        run_epilogue(gemm.kind, gemm.mode, row, up_row, target)
+        run_epilogue(gemm.kind, gemm.mode, gemm.scale, row, up_row, target)
         if not is_whole:
             copy_bytes(out_row, edge_row, size * columns)
 
@@ -254,7 +241,7 @@ def packed_gemm(op: Any, eps: float, scratch: Any, counters: int, worker: int) -
         op: [OP_FIELDS] int64: fields of `GemmArgs` up to `num_columns`, then block_rows (a multiple of
             the tile's MR), the tile's index in MR_TILES, num_n_splits; grouped: the most rows of an
             item, nothing, tasks to aim at. No bit of the result depends on these three.
-            `OP_NORM_KIND` and `OP_GATHER` are the last fields of `GemmArgs`.
+            `OP_NORM_KIND`, `OP_GATHER` and `OP_SCALE` are the last fields of `GemmArgs`.
         eps: of the norm.
         scratch: [gemm_scratch_floats] float32 of this worker.
         counters: address of the op's counters.
@@ -263,7 +250,7 @@ def packed_gemm(op: Any, eps: float, scratch: Any, counters: int, worker: int) -
     """
     gemm = GemmArgs(
         op[0], op[1], op[2], op[3], op[4], op[5], op[6], op[7], op[8], op[9], op[10], op[11], op[12],
-        op[OP_NORM_KIND], op[OP_GATHER],
+        op[OP_NORM_KIND], op[OP_GATHER], load_element(data_address(op) + 8 * OP_SCALE, 0),
     )  # fmt: skip
     block_rows, tile, num_n_splits, items = op[13], op[14], op[15], op[OP_ITEMS]
     if items:
@@ -293,7 +280,7 @@ def packed_gemm(op: Any, eps: float, scratch: Any, counters: int, worker: int) -
             matrix = GemmArgs(
                 gemm.kind, gemm.mode, gemm.rows, gemm.row_stride, gemm.num_rows, gemm.width, gemm.norm,
                 gemm.weight + matrix_bytes * number, gemm.num_panels, bias, gemm.out, gemm.out_stride,
-                gemm.num_columns, gemm.norm_kind, gemm.gather,
+                gemm.num_columns, gemm.norm_kind, gemm.gather, gemm.scale,
             )  # fmt: skip
         if block != packed_block:
             packed_block = block

@@ -1,4 +1,4 @@
-"""What callers of kernels need: Numba on torch's OpenMP threads, scratch per thread, aligned buffers."""
+"""Host side of kernel calls: Numba on torch's OpenMP threads, scratch per thread, aligned buffers."""
 
 from __future__ import annotations
 

@@ -202,13 +202,13 @@ def tanh_soft_cap(_: Any, row: Any, cap: Any, count: Any) -> Any:
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         row, cap, count = args
-        wide_cap, one = broadcast(builder, cap, LANES), constant(1.0, LANES)
+        wide_cap, ones = broadcast(builder, cap, LANES), constant(1.0, LANES)
         with cgutils.for_range(builder, builder.udiv(count, i64(LANES))) as loop:
             at = offset(builder, row, loop.index, 4 * LANES)
             x = builder.fdiv(load(builder, at, vector_type(LANES)), wide_cap)
             minus_2_abs = builder.fmul(llvm_intrinsic(builder, "fabs", x), constant(-2.0, LANES))
             e = exp_f32(builder, minus_2_abs)
-            t = builder.fdiv(builder.fsub(one, e), builder.fadd(one, e))
+            t = builder.fdiv(builder.fsub(ones, e), builder.fadd(ones, e))
             store(builder, builder.fmul(llvm_intrinsic(builder, "copysign", t, x), wide_cap), at)
         return context.get_dummy_value()
 

@@ -33,12 +33,12 @@ from ramify.kernels.cpu.abi import (
 from ramify.kernels.cpu.threads import ROW_KINDS, set_num_threads, thread_scratch
 from ramify.kv import huge_pages
 from ramify.models.ops.cpu_linear import (
-    GATED_MODES,
     GEMM_TASKS_PER_WORKER_BLOCKED,
+    epilogue,
     pack_matrix,
     weight_kind,
 )
-from ramify.models.ops.mlp import GatedMlp
+from ramify.models.ops.mlp import Mlp
 from ramify.models.ops.protocol import Activation
 
 ROWS_PER_TASK = 4  # at least: a row takes about a microsecond
@@ -123,11 +123,10 @@ class GroupedLinear:
 
         self._kernels, self._largest_tile = packed_gemm, MR_TILES[-1]
         first, first_bias = matrix(0)
-        num_parts = 1 if activation is None else 2
+        self._mode, num_parts = epilogue(activation)
         self.dtype, self._kind = first.dtype, weight_kind(first)
         self.in_width, self.out_width = first.shape[1], first.shape[0] // num_parts
         self._width = self.in_width // 2 if self._kind == BF16_VNNI else self.in_width
-        self._mode = STORE if activation is None else GATED_MODES[activation]
         groups = num_experts, -(-self.out_width // NR), num_parts
         self._weight = huge_pages.zeros((*groups, self.in_width, NR), first.dtype)
         self._bias = None if first_bias is None else torch.empty((*groups, NR))
@@ -135,7 +134,7 @@ class GroupedLinear:
             weight, bias = matrix(number)
             biases = None if self._bias is None else self._bias[number]
             pack_matrix(weight, bias, num_parts, self._weight[number], biases)
-        self._num_panels = groups[1] * num_parts
+        self._num_panels, self._num_parts = groups[1] * num_parts, num_parts
 
     @property
     def row_bytes(self) -> int:
@@ -145,7 +144,7 @@ class GroupedLinear:
     @property
     def row_macs(self) -> int:
         """Multiply-adds of a row."""
-        return self.in_width * self.out_width * (1 if self._mode == STORE else 2)
+        return self.in_width * self.out_width * self._num_parts
 
     def _block_rows(self, num_rows: int) -> int:
         return int(min(self._kernels.MC, num_rows + self._largest_tile - 1))
@@ -160,7 +159,7 @@ class GroupedLinear:
         return (
             self._kind, self._mode, 0, self.in_width * self.dtype.itemsize, num_rows, self._width, 0,
             self._weight.data_ptr(), self._num_panels, bias, 0, self.row_bytes, self.out_width,
-            self._block_rows(num_rows), 0, GEMM_TASKS_PER_WORKER_BLOCKED * num_workers, OP_GEMM, 0, 0, 0, 0,
+            self._block_rows(num_rows), 0, GEMM_TASKS_PER_WORKER_BLOCKED * num_workers, OP_GEMM, 0, 0, 0, 0, 0,
         )  # fmt: skip
 
     def scratch_floats(self, num_rows: int, _num_workers: int) -> int:
@@ -183,7 +182,7 @@ class GroupedExperts:
         *,
         num_experts: int,
         top_k: int,
-        shared: GatedMlp | None,
+        shared: Mlp | None,
     ) -> None:
         from ramify.kernels.cpu import moe, op_list
 

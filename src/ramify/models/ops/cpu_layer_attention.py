@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ramify.attention.backends.cpu import CpuBackend, validate_planes
 from ramify.attention.backends.cpu_partition import CpuAttentionPlan
@@ -22,7 +24,8 @@ class FusedAttentionArgs(NamedTuple):
     num_workers: int
     num_tokens: int  # rows beyond are padding
     num_phases: int  # of attention, each an op with a barrier
-    planes: NDArray[np.int64]  # [num_layers, 3]: addresses of the K and the V plane; window or 0
+    # [num_layers, 4]: addresses of the K and the V plane; window or 0; address of the sinks or 0
+    planes: NDArray[np.int64]
     slots: NDArray[np.int64]  # [T], padding rows included
     kernel_args: tuple[Any, ...]  # the last arguments of `fused_layers.run_fused_layers`
 
@@ -31,10 +34,10 @@ class FusedAttention:
     """Makes the arguments of steps over a CPU backend and a pool, which it does not keep alive.
 
     Args:
-        backend, pool: a pair for which `supports` returns None.
+        backend, pool, sinks: those for which `supports` returns None; the caller keeps `sinks` alive.
     """
 
-    def __init__(self, backend: CpuBackend, pool: KVPool) -> None:
+    def __init__(self, backend: CpuBackend, pool: KVPool, sinks: Sequence[Tensor | None]) -> None:
         self.backend = backend
         layers, spec = range(pool.layout.num_layers), backend.spec
         heads = spec.num_heads, spec.num_kv_heads, spec.num_kv_heads
@@ -43,25 +46,32 @@ class FusedAttention:
         # The pool never moves its planes.
         self._addresses = np.array(
             [
-                [*(pool.planes(layer)[name].data_ptr() for name in "kv"), spec.windows[layer] or 0]
-                for layer in layers
+                [
+                    *(pool.planes(layer)[name].data_ptr() for name in "kv"),
+                    spec.windows[layer] or 0,
+                    0 if logits is None else logits.data_ptr(),
+                ]
+                for layer, logits in zip(layers, sinks, strict=True)
             ]
         )
 
     @staticmethod
-    def supports(backend: object, pool: KVPool, dtype: torch.dtype) -> str | None:
+    def supports(
+        backend: object, pool: KVPool, dtype: torch.dtype, sinks: Sequence[Tensor | None]
+    ) -> str | None:
         """None if fused layers can replace this backend's calls over this pool, else the reason.
 
         Subclasses are refused: the fused layers would bypass what they override.
 
         Args:
             dtype: of q, k and v.
+            sinks: of each layer, float32 [num_heads]; None: it has none.
         """
         if type(backend) is not CpuBackend or type(pool) is not KVPool:
             return f"{type(backend).__name__} over {type(pool).__name__}"
         spec, first = backend.spec, pool.planes(0)
-        if spec.sinks:
-            return "attention sinks"
+        if len(sinks) != pool.layout.num_layers:
+            return f"{len(sinks)} layers over {pool.layout.num_layers} of K/V"
         if spec.kind != "mha" or spec.sparse or {*first} != {"k", "v"}:
             return f"{spec.kind} over planes {', '.join(first)}"
         if spec.v_head_dim != spec.head_dim:
@@ -74,6 +84,7 @@ class FusedAttention:
         try:
             for layer in range(pool.layout.num_layers):
                 validate_planes(pool.planes(layer), spec)
+                backend.check_sinks(sinks[layer])
         except ConfigError as error:
             return str(error)
         return None

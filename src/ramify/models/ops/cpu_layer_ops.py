@@ -4,7 +4,7 @@
     gate/up GEMM (RMS norm, activation)      ->  down GEMM (+= hidden)
 
 With a norm behind attention or MLP, that GEMM stores its rows and an op adds their norm to hidden. In
-place of an MLP:
+parallel with attention, the gate/up GEMM comes before the O GEMM. In place of an MLP:
 
     RMS norm  ->  router GEMM  ->  route, group  ->  gate/up and down of experts  ->  combine (+= hidden)
 """
@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ramify.kernels.cpu.abi import (
     OP_FIELDS,
@@ -41,7 +42,7 @@ from ramify.models.ops.protocol import (
     DecoderLayer,
     FusableExperts,
     FusableLayer,
-    FusableMlp,
+    FusableParts,
     RowOp,
 )
 from ramify.models.ops.torch_modules import SplitAttention
@@ -73,6 +74,7 @@ class LayerOps:
     ops: tuple[LayerOp, ...]
     # bytes of each buffer that the caller need not set, by number of rows
     buffer_bytes: Mapping[str, Callable[[int], int]]
+    sinks: Tensor | None
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -85,7 +87,7 @@ class LayerOps:
         parts = layer.fusable if isinstance(layer, FusableLayer) else None
         if parts is None:
             return None
-        if not isinstance(parts.attention, SplitAttention) or parts.attention.sinks is not None:
+        if not isinstance(parts.attention, SplitAttention):
             return None
         rope = parts.attention.qk_norm_rope
         qkv, o_proj = parts.qkv, parts.o_proj
@@ -96,31 +98,36 @@ class LayerOps:
         norms = parts.after_attention, parts.after_mlp
         if not all(norm is None or isinstance(norm, RowNorm) for norm in norms):
             return None
-        mlp = _mlp_ops(parts.mlp, parts.after_mlp, qkv.widths[0])
+        is_plain = parts.scale == 1.0 and not parts.is_parallel
+        if not is_plain and (any(norms) or isinstance(parts.mlp, FusableExperts)):
+            return None
+        mlp = _mlp_ops(parts, qkv.widths[0])
         if mlp is None:
             return None
+        mlp_ops, mlp_buffers = mlp
+        num_before = int(parts.is_parallel)  # ops that read hidden before attention's is added
         rope_op = LayerOp(
             partial(_rope_fields, rope, qkv.row_bytes), ((OP_ROWS, QKV),), _no_scratch, rope.eps
         )
         ops = (
             _gemm(qkv, HIDDEN, QKV),
             rope_op,
-            *_add_gemm(o_proj, ATTN_OUT, parts.after_attention),
-            *mlp[0],
+            *mlp_ops[:num_before],
+            *_add_gemm(o_proj, ATTN_OUT, parts.after_attention, parts.scale),
+            *mlp_ops[num_before:],
         )
-        buffers = dict(mlp[1])
+        buffers = dict(mlp_buffers)
         if any(norm is not None for norm in norms):
             buffers["block_out"] = _rows_of(o_proj.row_bytes)
-        return cls(qkv, rope, o_proj, ops, buffers)
+        return cls(qkv, rope, o_proj, ops, buffers, parts.attention.sinks)
 
 
 _Mlp = tuple[list[LayerOp], dict[str, Callable[[int], int]]]
 
 
-def _mlp_ops(
-    mlp: FusableMlp | FusableExperts, after: RowOp | None, hidden_size: int
-) -> _Mlp | None:
+def _mlp_ops(parts: FusableParts, hidden_size: int) -> _Mlp | None:
     """Ops and buffers of an MLP or of experts; None if an operation is not compiled, or widths differ."""
+    mlp, after = parts.mlp, parts.after_mlp
     if isinstance(mlp, FusableExperts):
         return None if after is not None else _expert_ops(mlp, hidden_size)
     gate_up, down = mlp.gate_up, mlp.down
@@ -128,7 +135,7 @@ def _mlp_ops(
         return None
     if (gate_up.widths[0], *down.widths) != (hidden_size, gate_up.out_width, hidden_size):
         return None
-    ops = [_gemm(gate_up, HIDDEN, "inner"), *_add_gemm(down, "inner", after)]
+    ops = [_gemm(gate_up, HIDDEN, "inner"), *_add_gemm(down, "inner", after, parts.scale)]
     return ops, {"inner": _rows_of(gate_up.row_bytes)}
 
 
@@ -206,9 +213,11 @@ def _rows_of(row_bytes: int) -> Callable[[int], int]:
     return lambda num_rows: num_rows * row_bytes
 
 
-def _gemm(linear: PackedLinear, x: str, out: str, *, add: bool = False) -> LayerOp:
+def _gemm(
+    linear: PackedLinear, x: str, out: str, *, add: bool = False, scale: float = 1.0
+) -> LayerOp:
     return LayerOp(
-        partial(linear.op, add=add),
+        partial(linear.op, add=add, scale=scale),
         ((OP_X, x), (OP_OUT, out)),
         linear.scratch_floats,
         linear.eps,
@@ -216,10 +225,10 @@ def _gemm(linear: PackedLinear, x: str, out: str, *, add: bool = False) -> Layer
     )
 
 
-def _add_gemm(linear: PackedLinear, x: str, norm: RowOp | None) -> list[LayerOp]:
-    """hidden += linear(x), or norm(linear(x))."""
+def _add_gemm(linear: PackedLinear, x: str, norm: RowOp | None, scale: float) -> list[LayerOp]:
+    """hidden += scale * linear(x), or norm(linear(x))."""
     if norm is None:
-        return [_gemm(linear, x, HIDDEN, add=True)]
+        return [_gemm(linear, x, HIDDEN, add=True, scale=scale)]
     assert isinstance(norm, RowNorm)
     buffers = (OP_X, "block_out"), (OP_OUT, HIDDEN)
     add_norm = LayerOp(partial(norm.op, add=True), buffers, norm.scratch_floats, norm.eps)
@@ -267,6 +276,11 @@ class OpList:
         self._places, self._buffers = np.array(bound, np.int64).reshape(-1, 2).T.copy()
         self.eps = np.array([op.eps for op in self._ops])
         self.row_macs = sum(op.row_macs for op in self._ops)
+
+    def readers(self, buffer: str) -> NDArray[np.int64]:
+        """Places of the ops whose rows are this buffer."""
+        places = [place for place, op in enumerate(self._ops) if (OP_X, buffer) in op.buffers]
+        return np.array(places, np.int64)
 
     def fields(self, num_rows: int, num_workers: int) -> NDArray[np.int64]:
         """All ops for so many rows: [ops, OP_FIELDS], without addresses."""

@@ -29,7 +29,7 @@ from ramify.kernels.cpu.abi import OP_FIELDS, OP_OUT, OP_ROWS, OP_X
 from ramify.kernels.cpu.threads import ROW_KINDS, set_num_threads, thread_scratch
 from ramify.kv.pool import KVPool
 from ramify.models.ops.cpu_layer_attention import FusedAttention, FusedAttentionArgs
-from ramify.models.ops.cpu_layer_ops import LayerOps, OpList
+from ramify.models.ops.cpu_layer_ops import ATTN_OUT, LayerOps, OpList
 from ramify.models.ops.functional import mark_nonfinite_rows
 from ramify.models.ops.protocol import DecoderLayer, ForwardStep
 
@@ -44,7 +44,7 @@ FUSED_MAX_ROWS, FUSED_MAX_MACS = 64, 6e10
 MAX_OP_LISTS = 64
 
 
-_ROPE = 1  # the place of QK norm + rope among the ops of a layer, between the GEMMs QKV and O
+_ROPE = 1  # the place of QK norm + rope among the ops of a layer, behind the GEMM QKV
 
 
 class FusedLayers:
@@ -87,7 +87,11 @@ class FusedLayers:
         )
         self._ops = OpList(layers)
         self._eps, self._starts = self._ops.eps, np.cumsum([0, *(len(ops.ops) for ops in layers)])
-        self._attention_ops = self._starts[:-1] + _ROPE  # attention comes behind each
+        # Attention comes behind each of the first, and its output is read by each of the second.
+        self._attention_ops, self._o_proj_ops = (
+            self._starts[:-1] + _ROPE,
+            self._ops.readers(ATTN_OUT),
+        )
         # Caches of methods of another object: a cycle through self would keep the weights alive.
         cache = functools.lru_cache(MAX_OP_LISTS)
         self._op_list, self._floats = cache(self._ops.fields), cache(self._ops.scratch_floats)
@@ -146,9 +150,10 @@ class FusedLayers:
         if backend is known_backend:
             return attention
         attention = None
-        if FusedAttention.supports(backend, pool, self._layers[0].qkv.dtype) is None:
+        sinks = [ops.sinks for ops in self._layers]
+        if FusedAttention.supports(backend, pool, self._layers[0].qkv.dtype, sinks) is None:
             assert isinstance(backend, CpuBackend)
-            attention = FusedAttention(backend, pool)
+            attention = FusedAttention(backend, pool, sinks)
         self._attention[pool] = backend, attention
         return attention
 
@@ -181,7 +186,7 @@ class FusedLayers:
                 self._layers[0].rope.raise_if_out_of_range(ops[rope])
             attn_out = self._attention_output(whole, number, *heads)
             begin = rope + 1
-            ops[begin, OP_X] = attn_out.data_ptr()
+            ops[self._o_proj_ops[number], OP_X] = attn_out.data_ptr()
         run(ops, begin, len(ops))
 
     def _run_pruned_last_layer(
@@ -191,16 +196,16 @@ class FusedLayers:
         positions, rows = step.positions, step.output_rows
         assert rows is not None
         number, begin = len(self._layers) - 1, int(self._starts[-2])
-        o_proj = begin + _ROPE + 1
+        behind_rope = begin + _ROPE + 1
         q, k, v = self._heads(ops, number, len(hidden), hidden.dtype)
-        self._run(len(hidden), positions)(ops, begin, o_proj)
+        self._run(len(hidden), positions)(ops, begin, behind_rope)
         self._layers[0].rope.raise_if_out_of_range(ops[begin + _ROPE])
         attn_out = self._attention_output(step, number, q, k, v)
         if len(rows):
             wanted = hidden[rows]
             ops, _buffers = self._bind_buffers(wanted)
-            ops[o_proj, OP_X] = attn_out.data_ptr()
-            self._run(len(wanted), positions)(ops, o_proj, len(ops))
+            ops[self._o_proj_ops[number], OP_X] = attn_out.data_ptr()
+            self._run(len(wanted), positions)(ops, behind_rope, len(ops))
             hidden[rows] = wanted
         mark_nonfinite_rows(hidden, k, v)
 
@@ -235,7 +240,7 @@ class FusedLayers:
         self, step: ForwardStep, number: int, q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
         """Call attention and check what it returns: like q, or its `output_rows`, made contiguous."""
-        attn_out = step.pruned_attention(number, q, k, v)
+        attn_out = step.pruned_attention(number, q, k, v, sinks=self._layers[number].sinks)
         num_rows = len(q) if step.output_rows is None else len(step.output_rows)
         shape = (num_rows, *q.shape[1:])
         if attn_out.shape != shape or attn_out.dtype != q.dtype or not attn_out.is_cpu:
@@ -269,7 +274,7 @@ class FusedLayers:
             attn_out[fused_args.num_tokens :] = 0
         rope = self._attention_ops[self._attention_ops < len(ops)]
         ops[rope - 1, OP_OUT] = ops[rope, OP_ROWS] = rows.data_ptr()
-        ops[rope + 1, OP_X] = attn_out.data_ptr()
+        ops[self._o_proj_ops[: len(rope)], OP_X] = attn_out.data_ptr()
         buffers = np.array(
             [ROW_KINDS[dtype], rows.data_ptr(), rows.stride(0) * size, num_q * size,
              (num_q + num_k) * size, attn_out.data_ptr()]

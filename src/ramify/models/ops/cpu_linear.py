@@ -14,7 +14,10 @@ from torch import Tensor
 from ramify.errors import ConfigError
 from ramify.kernels.cpu.abi import (
     ADD_RESIDUAL,
+    CLAMPED_SWIGLU_MUL,
+    GELU_TANH,
     GELU_TANH_MUL,
+    LAYER_NORM,
     OP_GEMM,
     OP_OUT,
     OP_X,
@@ -33,8 +36,13 @@ if TYPE_CHECKING:
 # blocks a worker stays in the block that it has packed, so more tasks cost nothing.
 GEMM_TASKS_PER_WORKER, GEMM_TASKS_PER_WORKER_BLOCKED = 4, 16
 MAX_CACHED_OPS = 64  # per linear: one op for each number of rows, workers and mode
-# Activations that the GEMM has as an epilogue.
-GATED_MODES: dict[Activation, int] = {"silu_mul": SILU_MUL, "gelu_tanh_mul": GELU_TANH_MUL}
+# Activations that the GEMM has as an epilogue; from SILU_MUL on gated.
+ACTIVATION_MODES: dict[Activation, int] = {
+    "gelu_tanh": GELU_TANH,
+    "silu_mul": SILU_MUL,
+    "gelu_tanh_mul": GELU_TANH_MUL,
+    "clamped_swiglu_mul": CLAMPED_SWIGLU_MUL,
+}
 
 _NO_POSITIONS = np.zeros(0, np.int64)
 
@@ -111,31 +119,45 @@ def pack_matrix(
             biases[:, number] = pack_bias(half)
 
 
+def epilogue(activation: Activation | None) -> tuple[int, int]:
+    """A GEMM's mode for an activation, and how many parts of its result that combines."""
+    mode = STORE if activation is None else ACTIVATION_MODES[activation]
+    return mode, 2 if mode >= SILU_MUL else 1
+
+
 def norm_kind(norm: Tensor, dtype: torch.dtype) -> int:
-    """Storage kind of a norm's weights for rows of `dtype`.
+    """Storage kind of an RMS norm's weights [width] for rows of `dtype`; of a layer norm's LAYER_NORM.
 
     Raises:
-        ConfigError: it is neither that of the rows nor float32.
+        ConfigError: it is neither that of the rows nor float32; a layer norm's [2, width] not float32.
     """
+    if norm.dim() == 2 and norm.dtype == torch.float32:
+        return LAYER_NORM
     if norm.dtype not in (dtype, torch.float32):
         raise ConfigError(f"a norm in {norm.dtype} for rows in {dtype}; use {dtype} or float32")
     return ROW_KINDS[norm.dtype]
 
 
-class PackedLinear:
-    """Packed GEMM with optional fused RMS norm, bias and activation; rows are independent by construction.
+def float_bits(value: float) -> int:
+    """The bits of a float32, as a field of an op."""
+    return int(np.float32(value).view(np.int32))
 
-        x @ weight.T + bias               plain
-        rms_norm(x) @ weight.T + bias     norm
-        silu(gate) * up                   activation; gate, up = halves of the above
+
+class PackedLinear:
+    """Packed GEMM with optional fused norm, bias and activation; rows are independent by construction.
+
+        x @ weight.T + bias           plain
+        norm(x) @ weight.T + bias     norm
+        silu(gate) * up               gated activation; gate, up = halves of the above
 
     Args:
-        weight: [out_width, in_width], float32 or bfloat16, copied into packed form; with an activation
-            [2 * out_width, in_width], gate above up.
+        weight: [out_width, in_width], float32 or bfloat16, copied into packed form; with a gated
+            activation [2 * out_width, in_width], gate above up.
         bias: one element per row of `weight`.
         norm: weight [in_width] and eps of an RMS norm of x. In bfloat16 a weight in float32 is
-            multiplied with before the norm is rounded, one in bfloat16 afterwards.
-        activation: of the epilogue, a key of `GATED_MODES`.
+            multiplied with before the norm is rounded, one in bfloat16 afterwards. Of a layer norm:
+            weight and bias in float32, [2, in_width].
+        activation: of the epilogue, a key of `ACTIVATION_MODES`.
 
     Accumulates in float32; rounds to the weight's dtype wherever separate operations would. The
     bfloat16 dot-product instructions (VNNI) flush subnormal bfloat16 numbers to zero.
@@ -153,13 +175,13 @@ class PackedLinear:
         from ramify.kernels.cpu.gemm_microkernels import BF16_VNNI, NR
 
         self._kernels, self._run_ops = packed_gemm, op_list.run_ops
-        num_parts = 1 if activation is None else 2
+        self._mode, self._num_parts = epilogue(activation)
+        num_parts = self._num_parts
         self.out_width = weight.shape[0] // num_parts
         self._in_width, self.dtype = weight.shape[1], weight.dtype
         self._kind = weight_kind(weight)
         # Row width in elements of that kind: a VNNI word is two numbers.
         self._width = self._in_width // 2 if self._kind == BF16_VNNI else self._in_width
-        self._mode = STORE if activation is None else GATED_MODES[activation]
         # Panels of gate and up alternate, so that a group of two gives NR columns of the result.
         num_groups = -(-self.out_width // NR)
         packed = huge_pages.zeros((num_groups, num_parts, self._in_width, NR), weight.dtype)
@@ -197,19 +219,22 @@ class PackedLinear:
     @property
     def row_macs(self) -> int:
         """Multiply-adds of a row."""
-        return self._in_width * self.out_width * (1 if self._mode == STORE else 2)
+        return self._in_width * self.out_width * self._num_parts
 
-    def op(self, num_rows: int, num_workers: int, *, add: bool = False) -> tuple[int, ...]:
+    def op(
+        self, num_rows: int, num_workers: int, *, add: bool = False, scale: float = 1.0
+    ) -> tuple[int, ...]:
         """The GEMM op [OP_FIELDS] of `op_list.run_ops` for contiguous x [num_rows, in_width].
 
-        The caller fills in the addresses of x (`OP_X`) and of the result (`OP_OUT`). `add`: add the
-        result to what is there.
+        The caller fills in the addresses of x (`OP_X`) and of the result (`OP_OUT`). `add`: add `scale`
+        times the result to what is there.
         """
         size, mode = self.dtype.itemsize, ADD_RESIDUAL if add else self._mode
         return (
             self._kind, mode, 0, self._in_width * size, num_rows, self._width,
             *self._fixed, 0, self.row_bytes, self.out_width,
             *_gemm_partition(num_rows, self._num_panel_groups, num_workers), OP_GEMM, self._norm_kind, 0, 0, 0,
+            float_bits(scale),
         )  # fmt: skip
 
     def scratch_floats(self, num_rows: int, num_workers: int) -> int:

@@ -46,7 +46,7 @@ class RowNorm:
         num_tasks = min(-(-num_rows // ROWS_PER_TASK), 4 * num_workers)
         return (
             self._kind, ADD_RESIDUAL if add else STORE, 0, row_bytes, num_rows, 0, self._weight.data_ptr(),
-            self.width, row_bytes, 0, 0, num_tasks, 0, 0, 0, 0, OP_NORM, self._norm_kind, 0, 0, 0,
+            self.width, row_bytes, 0, 0, num_tasks, 0, 0, 0, 0, OP_NORM, self._norm_kind, 0, 0, 0, 0,
         )  # fmt: skip
 
     def scratch_floats(self, _num_rows: int, _num_workers: int) -> int:

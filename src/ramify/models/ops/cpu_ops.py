@@ -13,11 +13,11 @@ from ramify.models.dense_variant import QkNormForm
 from ramify.models.moe_config import MoeConfig
 from ramify.models.ops.cpu_experts import GroupedExperts, GroupedLinear, TopKRouter
 from ramify.models.ops.cpu_layers import FusedLayers
-from ramify.models.ops.cpu_linear import GATED_MODES, PackedLinear, packed_gemm_supports
+from ramify.models.ops.cpu_linear import ACTIVATION_MODES, PackedLinear, packed_gemm_supports
 from ramify.models.ops.cpu_norm import RowNorm
 from ramify.models.ops.cpu_rope import QKNormRope
 from ramify.models.ops.layer_loop import LayerLoop
-from ramify.models.ops.mlp import GatedMlp
+from ramify.models.ops.mlp import Mlp
 from ramify.models.ops.probe import probe_row_op
 from ramify.models.ops.protocol import (
     Activation,
@@ -36,11 +36,18 @@ from ramify.models.ops.torch_modules import SplitAttention
 from ramify.models.ops.torch_ops import TorchOps
 from ramify.models.rope_config import RopeConfig
 
+# Names of what `QKNormRope` computes, as the probe records it.
+ROPE_OPERATIONS: dict[QkNormForm, str] = {
+    "head": "qk_norm + rope",
+    "width": "qk_norm over all heads + rope",
+    "after_rope": "rope + qk_norm",
+}
+
 
 class CpuOps(TorchOps):
     """Packed GEMM with norm, activation and residual inside, QK norm + rope in place, fused layers.
 
-    Anything without a kernel (quantised weights, layer norms, MLA) is `TorchOps`.
+    Anything without a kernel (quantised weights, layer norms of heads, MLA) is `TorchOps`.
     """
 
     @classmethod
@@ -61,26 +68,23 @@ class CpuOps(TorchOps):
         shard: Shard = "none",
         dtype: torch.dtype | None = None,
     ) -> Linear:
-        """See `Ops`: one kernel, or a kernel between torch operations that it has no form of."""
+        """See `Ops`: one kernel, or a kernel before a torch activation that it has no form of."""
         weight, bias = self._matrix(names, dtype)
-        inner_norm = norm if norm is not None and _has_kernel(norm) else None
-        inner_activation = activation if activation in GATED_MODES else None
+        inner_activation = activation if activation in ACTIVATION_MODES else None
         packed = None
         if isinstance(weight, Tensor):
-            packed = self._packed_linear(weight, bias, inner_norm, inner_activation)
+            packed = self._packed_linear(weight, bias, norm, inner_activation)
         if packed is None:
             return super().linear(
                 *names, norm=norm, activation=activation, shard=shard, dtype=dtype
             )
-        if norm is inner_norm and activation is inner_activation:
+        if activation is inner_activation:
             return packed
-        outer_norm = None if norm is inner_norm else norm
-        outer_activation = None if activation is inner_activation else activation
-        return self._compose(outer_norm, packed, outer_activation, len(weight) // 2)
+        return self._compose(None, packed, activation, len(weight))
 
     def norm(self, norm: Norm) -> RowOp:
         """See `Ops`: one kernel, for an RMS norm."""
-        if not _has_kernel(norm):
+        if norm.kind != "rms":
             return super().norm(norm)
         kernel = RowNorm(self._norm_weight(norm), norm.eps, self.dtype)
         samples = self._samples(kernel.width)
@@ -89,9 +93,14 @@ class CpuOps(TorchOps):
         return kernel if passes else super().norm(norm)
 
     def _norm_weight(self, norm: Norm) -> Tensor:
-        """What the kernels multiply a norm's rows by: with an offset the sum, in float32."""
+        """A norm's weight as the kernels take it: with an offset the sum, of a layer norm with its bias."""
         weight = self.weight(f"{norm.name}.weight")
-        return weight.float() + norm.offset if norm.offset else weight
+        if norm.kind == "rms":
+            return weight.float() + norm.offset if norm.offset else weight
+        bias = torch.zeros_like(weight)
+        if f"{norm.name}.bias" in self._weights:
+            bias = self.weight(f"{norm.name}.bias")
+        return torch.stack((weight, bias)).float()
 
     def _packed_linear(
         self, weight: Tensor, bias: Tensor | None, norm: Norm | None, activation: Activation | None
@@ -102,7 +111,7 @@ class CpuOps(TorchOps):
             norm_weight = self._norm_weight(norm), norm.eps
         packed = PackedLinear(weight, bias, norm=norm_weight, activation=activation)
         parts = {
-            "rms_norm": norm is not None,
+            "norm" if norm is None else f"{norm.kind}_norm": norm is not None,
             "linear": True,
             "bias": bias is not None,
             str(activation): activation is not None,
@@ -143,11 +152,10 @@ class CpuOps(TorchOps):
         table, norms = self._table(rope, heads.head_dim), None
         if qk_norm is not None:
             q_norm, k_norm = qk_norm
-            is_compiled = qk_norm_form == "head" and _has_kernel(q_norm) and _has_kernel(k_norm)
-            if not is_compiled or q_norm.eps != k_norm.eps:
+            if {q_norm.kind, k_norm.kind} != {"rms"} or q_norm.eps != k_norm.eps:
                 return in_torch()
             norms = self._norm_weight(q_norm), self._norm_weight(k_norm), q_norm.eps
-        kernel = QKNormRope(table.cos, table.sin, heads, norms=norms)
+        kernel = QKNormRope(table.cos, table.sin, heads, norms=norms, form=qk_norm_form)
 
         def on_copy(rows: Tensor, positions: Tensor) -> Tensor:
             return kernel.rotate(rows.clone(), positions)
@@ -156,7 +164,7 @@ class CpuOps(TorchOps):
             [rows] = self._samples(sum(heads.counts) * heads.head_dim)()
             return rows, self._sample_positions(len(rows))
 
-        operation = "rope" if norms is None else "qk_norm + rope"
+        operation = "rope" if norms is None else ROPE_OPERATIONS[qk_norm_form]
         shape = (heads.num_q + heads.num_kv, heads.head_dim)
         if not self._probe_kernel(operation, on_copy, shape, samples, dtype=self.dtype):
             return in_torch()
@@ -194,7 +202,7 @@ class CpuOps(TorchOps):
         )
         *gate_up, down = names
         is_quantized = not isinstance(self._weights[f"{prefix}0.{down}.weight"], Tensor)
-        if is_quantized or activation not in GATED_MODES:
+        if is_quantized or activation not in ACTIVATION_MODES:
             return in_torch()
 
         def matrix(linears: Sequence[str], number: int) -> tuple[Tensor, Tensor | None]:
@@ -224,7 +232,7 @@ class CpuOps(TorchOps):
             return in_torch()
         if shared is not None:
             gate_up_names = tuple(gate_up)
-            kernel.shared = GatedMlp(
+            kernel.shared = Mlp(
                 self, shared, activation=activation, gate_up=gate_up_names, down=down
             )
         return kernel
@@ -259,7 +267,3 @@ class CpuOps(TorchOps):
     def stack(self, layers: Sequence[DecoderLayer]) -> LayerStack:
         """See `Ops`: fused if every operation of every layer is a kernel."""
         return FusedLayers.of(layers) or LayerLoop(layers)
-
-
-def _has_kernel(norm: Norm) -> bool:
-    return norm.kind == "rms"

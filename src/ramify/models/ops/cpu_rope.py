@@ -9,8 +9,16 @@ import torch
 from torch import Tensor
 
 from ramify.errors import ConfigError
-from ramify.kernels.cpu.abi import OP_NORM_ROPE, OP_OUT_OF_RANGE, OP_ROWS
+from ramify.kernels.cpu.abi import (
+    OP_NORM_ROPE,
+    OP_OUT_OF_RANGE,
+    OP_ROWS,
+    QK_NORM_AFTER_ROPE,
+    QK_NORM_HEAD,
+    QK_NORM_WIDTH,
+)
 from ramify.kernels.cpu.threads import ROW_KINDS, set_num_threads, thread_scratch
+from ramify.models.dense_variant import QkNormForm
 from ramify.models.ops.cpu_linear import norm_kind
 from ramify.models.ops.protocol import ForwardStep, Heads
 
@@ -19,6 +27,11 @@ if TYPE_CHECKING:
 
 # At least: a row takes about a microsecond.
 ROPE_ROWS_PER_TASK = 4
+_FORMS: dict[QkNormForm, int] = {
+    "head": QK_NORM_HEAD,
+    "width": QK_NORM_WIDTH,
+    "after_rope": QK_NORM_AFTER_ROPE,
+}
 
 
 class QKNormRope:
@@ -28,8 +41,10 @@ class QKNormRope:
 
     Args:
         cos, sin: [max_len, head_dim / 2] in the model's dtype, float32 or bfloat16.
-        norms: weights [head_dim] for q and for k, of one dtype (see `PackedLinear`), and their eps;
-            None: rope only.
+        norms: weights for q and for k, of one dtype (see `PackedLinear`), and their eps; None: rope
+            only. With the form "width" they are [num_q * head_dim] and [num_kv * head_dim], else
+            [head_dim].
+        form: what the norms are over, and when.
     """
 
     def __init__(
@@ -39,6 +54,7 @@ class QKNormRope:
         heads: Heads,
         *,
         norms: tuple[Tensor, Tensor, float] | None = None,
+        form: QkNormForm = "head",
     ) -> None:
         from ramify.kernels.cpu import op_list
 
@@ -49,6 +65,7 @@ class QKNormRope:
         self._shape = heads.num_q, heads.num_kv, heads.head_dim
         weights = [norm.data_ptr() for norm in self._norms] or [0, 0]
         self._norm_kind = norm_kind(self._norms[0], cos.dtype) if self._norms else 0
+        self._form = _FORMS[form]
         tables = [table.data_ptr() for table in self._tables]
         self._fixed = (*self._shape, *weights, *tables, len(cos))
 
@@ -62,7 +79,7 @@ class QKNormRope:
         num_tasks = min(-(-num_rows // ROPE_ROWS_PER_TASK), num_workers)
         return (
             ROW_KINDS[self._tables[0].dtype], 0, row_bytes,
-            *self._fixed, num_tasks, 0, 0, 0, 0, OP_NORM_ROPE, self._norm_kind, 0, 0, 0,
+            *self._fixed, num_tasks, 0, self._form, 0, 0, OP_NORM_ROPE, self._norm_kind, 0, 0, 0, 0,
         )  # fmt: skip
 
     def __call__(self, qkv: Tensor, step: ForwardStep) -> tuple[Tensor, Tensor, Tensor]:

@@ -90,7 +90,7 @@ def clamped_swiglu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
     return (wide / (1 + torch.exp(-SWIGLU_ALPHA * wide)) * lifted).to(gate.dtype)
 
 
-ACTIVATIONS = {
+GATED_ACTIVATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "silu_mul": silu_and_mul,
     "gelu_tanh_mul": gelu_tanh_and_mul,
     "gelu_mul": gelu_and_mul,

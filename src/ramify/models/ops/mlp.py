@@ -1,4 +1,4 @@
-"""MLPs: gated, of dense layers and of experts, and plain."""
+"""MLPs of dense layers and of experts."""
 
 from __future__ import annotations
 
@@ -7,18 +7,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ramify.models.dense_variant import ActivationName
-from ramify.models.ops.functional import PLAIN_ACTIVATIONS
-from ramify.models.ops.probe import sample_rows
 from ramify.models.ops.protocol import Activation, ForwardStep, Norm, Ops
 
 
-class GatedMlp:
+class Mlp:
     """down(activation(gate(x)) * up(x)), with a norm of x inside if bound with one.
 
     Args:
         prefix: of the names.
-        gate_up: names of gate and up, or of a matrix that has gate above up.
+        activation: one that is not gated: down(activation(up(x))).
+        gate_up: names of gate and up, or of a matrix that has gate above up, or of up alone.
     """
 
     def __init__(
@@ -42,42 +40,12 @@ class GatedMlp:
         return self.down(self.gate_up(x, step), step, residual=residual)
 
 
-class PlainMlp:
-    """down(activation(up(x))), with a norm of x inside if bound with one."""
-
-    def __init__(
-        self,
-        ops: Ops,
-        prefix: str,
-        up: str,
-        down: str,
-        activation: ActivationName,
-        *,
-        norm: Norm | None = None,
-    ) -> None:
-        width = len(ops.weight(f"{prefix}{up}.weight"))
-        self.up = ops.linear(prefix + up, norm=norm, shard="columns")
-        self.activation = ops.row_op(
-            activation,
-            PLAIN_ACTIVATIONS[activation],
-            (width,),
-            lambda: (sample_rows(width, dtype=ops.dtype),),
-        )
-        self.down = ops.linear(prefix + down, shard="rows")
-
-    def __call__(
-        self, x: Tensor, step: ForwardStep | None, *, residual: Tensor | None = None
-    ) -> Tensor:
-        """[T, hidden_size] -> the same; see `Linear` for the residual."""
-        return self.down(self.activation(self.up(x, step)), step, residual=residual)
-
-
 @dataclass(frozen=True, slots=True)
 class LoopedExperts:
     """`Experts` one after the other, each over the rows that are routed to it."""
 
-    routed: tuple[GatedMlp, ...]
-    shared: GatedMlp | None
+    routed: tuple[Mlp, ...]
+    shared: Mlp | None
 
     def __call__(self, x: Tensor, weights: Tensor) -> Tensor:
         """See `Experts`."""

@@ -1,4 +1,4 @@
-"""The seam between model families and devices: the operations that a family binds, and how it calls them.
+"""`Ops`, the interface between model families and devices: the operations that a family binds and calls.
 
 At load a family binds its operations by checkpoint names (`Ops.linear`, `Ops.attention`, ...). In a
 step it calls them with rows [T, ...] and the `ForwardStep`. No operation holds a current step, and none
@@ -17,12 +17,13 @@ from torch import Tensor
 from ramify.attention.exactness import Exactness
 from ramify.attention.paged import PagedBackend
 from ramify.kv.pool import KVPool
-from ramify.models.dense_variant import NormKind, QkNormForm
+from ramify.models.dense_variant import ActivationName, NormKind, QkNormForm
 from ramify.models.moe_config import MoeConfig
 from ramify.models.rope_config import RopeConfig
 
-# Of the two halves (gate, up) of a result.
-Activation = Literal["silu_mul", "gelu_tanh_mul", "gelu_mul", "clamped_swiglu_mul"]
+# The second: of the two halves (gate, up) of a result.
+GatedActivation = Literal["silu_mul", "gelu_tanh_mul", "gelu_mul", "clamped_swiglu_mul"]
+Activation = ActivationName | GatedActivation
 
 # [T, ...] -> [T, ...]: row i of the result depends on row i of the argument only.
 RowOp = Callable[[Tensor], Tensor]
@@ -202,10 +203,11 @@ class FusableExperts:
 class FusableParts:
     """The operations of a layer that a device can run in one go.
 
-    hidden += after_attention(o_proj(attention(qkv(hidden))))
-    hidden += after_mlp(mlp(hidden))
+    hidden += scale * after_attention(o_proj(attention(qkv(hidden))))
+    hidden += scale * after_mlp(mlp(hidden))
 
-    `qkv` and `mlp` begin with a norm, or read hidden as it is.
+    `qkv` and `mlp` begin with a norm, or read hidden as it is. In parallel, `mlp` reads the hidden
+    that `qkv` read.
     """
 
     qkv: Linear
@@ -214,6 +216,8 @@ class FusableParts:
     mlp: FusableMlp | FusableExperts
     after_attention: RowOp | None = None
     after_mlp: RowOp | None = None
+    scale: float = 1.0
+    is_parallel: bool = False
 
 
 @runtime_checkable
@@ -271,7 +275,7 @@ class Ops(Protocol):
 
         Args:
             norm: of the input.
-            activation: of the two halves of the output, which `names` (gate, up) are then.
+            activation: of the output; a gated one: of its two halves, which `names` (gate, up) are.
             dtype: to compute in; None: `Ops.dtype`.
         """
         ...

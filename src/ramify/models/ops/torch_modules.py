@@ -18,7 +18,8 @@ class ComposedLinear:
 
     norm: RowOp | None
     matrix: RowOp
-    gate_mul: Callable[[Tensor, Tensor], Tensor] | None
+    activation: Callable[..., Tensor] | None  # of the result's `num_parts` parts
+    num_parts: int = 1
 
     def __call__(
         self,
@@ -29,8 +30,8 @@ class ComposedLinear:
     ) -> Tensor:
         """See `Linear`."""
         y = self.matrix(x if self.norm is None else self.norm(x))
-        if self.gate_mul is not None:
-            y = self.gate_mul(*y.chunk(2, -1))
+        if self.activation is not None:
+            y = self.activation(*y.chunk(self.num_parts, -1))
         return y if residual is None else residual.add_(y)
 
 

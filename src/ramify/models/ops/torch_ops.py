@@ -19,14 +19,15 @@ from ramify.models.dense_variant import QkNormForm
 from ramify.models.moe_config import MoeConfig
 from ramify.models.ops import functional
 from ramify.models.ops.functional import (
-    ACTIVATIONS,
+    GATED_ACTIVATIONS,
+    PLAIN_ACTIVATIONS,
     apply_rotary,
     layer_norm,
     per_head_matmul,
     rms_norm,
 )
 from ramify.models.ops.layer_loop import LayerLoop
-from ramify.models.ops.mlp import GatedMlp, LoopedExperts
+from ramify.models.ops.mlp import LoopedExperts, Mlp
 from ramify.models.ops.probe import dtype_name, probe_row_op, sample_rows
 from ramify.models.ops.protocol import (
     Activation,
@@ -52,7 +53,7 @@ from ramify.models.ops.torch_modules import (
     TorchQKNormRope,
     TorchRope,
 )
-from ramify.models.rope import RotaryTable
+from ramify.models.rope import BLOCK_POSITIONS, RotaryTable
 from ramify.models.rope_config import RopeConfig
 
 CPU = torch.device("cpu")
@@ -106,7 +107,12 @@ class TorchOps:
         return list(self._verdicts.values())
 
     def begin(self, step: ForwardStep) -> ForwardStep:
-        """See `Ops`: gathers cos and sin of the step's positions."""
+        """See `Ops`: computes cos and sin of new positions, and gathers those of the step's."""
+        if len(step.positions) and self._device.type == "cpu":
+            # NumPy: torch takes longer for a few numbers.
+            end = int(step.positions.numpy().max()) + 1
+            for table in self._tables.values():
+                table.extend(end)
         if not self._gathered:
             return step
         return replace(step, angles=tuple(t.cos_sin(step.positions) for t in self._gathered))
@@ -147,7 +153,7 @@ class TorchOps:
         else:
             matrix, verdict = choose_torch_linear(weight, bias, exact=self.exact, store=self._store)
             self._record(verdict)
-        return self._compose(norm, matrix, activation, len(weight) // 2)
+        return self._compose(norm, matrix, activation, len(weight))
 
     def norm(self, norm: Norm) -> RowOp:
         """See `Ops`."""
@@ -227,7 +233,7 @@ class TorchOps:
     ) -> Experts:
         """See `Ops`."""
         *gate_up, down = names
-        bind = partial(GatedMlp, self, activation=activation, gate_up=tuple(gate_up), down=down)
+        bind = partial(Mlp, self, activation=activation, gate_up=tuple(gate_up), down=down)
         routed = tuple(bind(f"{prefix}{number}.") for number in range(num_experts))
         return LoopedExperts(routed, None if shared is None else bind(shared))
 
@@ -296,17 +302,21 @@ class TorchOps:
     def _compose(
         self, norm: Norm | None, matrix: RowOp, activation: Activation | None, width: int
     ) -> Linear:
-        """A norm, a matrix, and an activation of halves of `width`, each called by itself."""
-        gate_mul = None
-        if activation is not None:
-            samples = self._samples(2 * width)
-            gate_mul = self.row_op(
-                activation,
-                ACTIVATIONS[activation],
-                (width,),
-                lambda: samples()[0].chunk(2, -1),
-            )
-        return ComposedLinear(None if norm is None else self.norm(norm), matrix, gate_mul)
+        """A norm, a matrix of `width` rows, and an activation, each called by itself."""
+        row_norm, num_parts = None if norm is None else self.norm(norm), 1
+        if activation is None:
+            return ComposedLinear(row_norm, matrix, None)
+        functions: Mapping[str, Callable[..., Tensor]] = PLAIN_ACTIVATIONS
+        if activation in GATED_ACTIVATIONS:
+            functions, num_parts = GATED_ACTIVATIONS, 2
+        samples = self._samples(width)
+        chosen = self.row_op(
+            activation,
+            functions[activation],
+            (width // num_parts,),
+            lambda: samples()[0].chunk(num_parts, -1),
+        )
+        return ComposedLinear(row_norm, matrix, chosen, num_parts)
 
     def _head_norm(self, norm: Norm, heads: Heads, num_heads: int) -> RowOp:
         """A norm of each of the first `num_heads` heads of a QKV row."""
@@ -353,7 +363,9 @@ class TorchOps:
         return lambda: (sample_rows(*shape, dtype=dtype or self.dtype).to(self._device),)
 
     def _sample_positions(self, num_rows: int) -> Tensor:
-        return torch.arange(num_rows, device=self._device) % self._max_len
+        # Those whose rows a table has from the start.
+        num_positions = min(self._max_len, BLOCK_POSITIONS)
+        return torch.arange(num_rows, device=self._device) % num_positions
 
     def _record(self, verdict: Exactness) -> None:
         self._verdicts[verdict.operation, verdict.shape, verdict.dtype] = verdict

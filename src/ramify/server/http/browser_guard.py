@@ -1,4 +1,4 @@
-"""Refuse what web pages of other sites make a browser send to a server without keys.
+"""Refuse cross-site requests of browsers (CSRF, DNS rebinding) to a server without keys.
 
 A page cannot read an answer of another origin, but it can send requests, and by DNS rebinding its own
 host name can be made to mean this machine.

@@ -1,9 +1,9 @@
-"""OpenAI's API: chat completions, completions, responses.
+"""OpenAI's API: chat completions, completions, responses, embeddings.
 
 - `protocol`: request types. `options`, `answer_formats`: sampling, cache options, response formats.
   `unserved`, `vllm_fields`: fields that are refused, and response fields of vLLM.
 - `chat_request`, `chat_response`: to a `GenerationRequest`, and from a `Generation` to JSON.
-- `completions`: both directions for plain prompts.
+- `completions`, `embeddings`: both directions for plain prompts, and for vectors of texts.
 - `responses`: the Responses API, which is translated to chat completions, and conversations.
 - `endpoints`: the handlers of the routes.
 

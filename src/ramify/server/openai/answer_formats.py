@@ -1,4 +1,4 @@
-"""The format that an answer must match, in the words of OpenAI, vLLM, SGLang and llama.cpp."""
+"""Response formats (structured output) as OpenAI, vLLM, SGLang and llama.cpp spell them."""
 
 from __future__ import annotations
 

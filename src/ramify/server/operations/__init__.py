@@ -1,4 +1,4 @@
-"""What operators use. `app`, `routes`, `context` and `run` import it.
+"""Operations: admin endpoints of the cache, metrics, request log. `app`, `routes`, `context` and `run` import it.
 
 - `cache_admin`: endpoints that look at the cache, pin, explain and evict.
 - `metrics`: Prometheus. `load_monitor`: delay of the event loop, a log line with the load.

@@ -1,8 +1,8 @@
-"""What a model's output means: text, reasoning and tool calls, by the format of its family.
+"""Output formats of model families: parse text, reasoning and tool calls; constrain calls by grammars.
 
 Read `events` (what a parser yields) first, then `output_format`, `table`, `parser` (reasoning, text and
-calls), `reader` and `writer` (what parsers use), and the syntaxes of calls. Imported by the rest of
-`server`; imports nothing of it.
+calls), `reader` and `writer` (what parsers use), the syntaxes of calls (`*_calls`, `harmony`), then
+`call_syntax`, `lark_rules` and `call_grammar`. Imported by the rest of `server`; imports nothing of it.
 """
 
 from ramify.server.output_formats.output_format import OutputFormat, detect, named

@@ -22,7 +22,7 @@ from ramify.server.output_formats.call_syntax import (
 
 TEXT = r"/(.|\n)*/"
 MAX_CALLS = 16  # in a row: some models would go on for ever
-# More arguments of a tool than this, or rules beyond so many characters, keep the schema's order.
+# A tool with more arguments, or longer rules, takes its arguments in the schema's order only.
 MAX_ANY_ORDER = 64  # bits of a rule's parameter
 MAX_ANY_ORDER_CHARS = 120_000
 _PLAIN_OBJECT = frozenset({"type", "properties", "required", "additionalProperties", "$defs"})
@@ -96,7 +96,7 @@ class LarkRules:
         return "\n".join(["%llguidance {}", f"start: {start}", *_COMMON_RULES, *self._rules, ""])
 
     def mark(self, text: str) -> str:
-        """What matches a text that may contain added tokens."""
+        """Grammar expression for a text, which may contain added tokens."""
         return " ".join(_part(part) for part in self._added.split(text))
 
     def add_head(self, mark: Mark) -> str:
@@ -179,7 +179,7 @@ class LarkRules:
         return f"{begin} {first_call} {more} {self._pieces(syntax.end)}"
 
     def add_pieces(self, pieces: Iterable[Piece]) -> str:
-        """What matches pieces that are of no tool."""
+        """Grammar expression for pieces that belong to no tool."""
         return self._pieces(pieces)
 
     def _add(self, rule: str, body: str) -> str:

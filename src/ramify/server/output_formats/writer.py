@@ -1,4 +1,4 @@
-"""Turns what parsers find into events: white space, call ids."""
+"""`EventWriter`: makes events of what a parser reads; trims white space, draws call ids."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class EventWriter:
 
     @property
     def num_calls(self) -> int:
-        """How many calls have ended."""
+        """Number of calls that have ended."""
         return self._num_calls
 
     def take(self) -> list[OutputEvent]:

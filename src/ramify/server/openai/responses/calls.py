@@ -37,21 +37,13 @@ class FunctionCallItem:
     """`function_call`: the arguments are streamed as they are written."""
 
     def __init__(self, part: AnswerPart, form: CallForm, item_id: str) -> None:
-        self._part, self._form = part, form
+        self._part, self._form, self._id = part, form, item_id
         self._place = {"item_id": item_id, "output_index": part.index}
 
     def as_json(self, status: str) -> dict[str, Any]:
         """See `CallItem`."""
-        namespace = {} if self._form.namespace is None else {"namespace": self._form.namespace}
-        return {
-            "id": self._place["item_id"],
-            "type": "function_call",
-            "call_id": self._part.id,
-            "name": self._form.name,
-            **namespace,
-            "arguments": "" if status == "in_progress" else self._part.text,
-            "status": status,
-        }
+        text = "" if status == "in_progress" else self._part.text
+        return _named_call(self._part, self._form, self._id, status, arguments=text)
 
     def begin(self, event: NumberedEvent) -> list[dict[str, Any]]:
         """See `CallItem`."""
@@ -74,22 +66,14 @@ class CustomCallItem:
     """`custom_tool_call`: the input is streamed as it is decoded from the arguments."""
 
     def __init__(self, part: AnswerPart, form: CallForm, item_id: str) -> None:
-        self._part, self._form = part, form
+        self._part, self._form, self._id = part, form, item_id
         self._place = {"item_id": item_id, "output_index": part.index}
         self._decoder = CustomInputDecoder()
 
     def as_json(self, status: str) -> dict[str, Any]:
         """See `CallItem`."""
-        namespace = {} if self._form.namespace is None else {"namespace": self._form.namespace}
-        return {
-            "id": self._place["item_id"],
-            "type": "custom_tool_call",
-            "call_id": self._part.id,
-            "name": self._form.name,
-            **namespace,
-            "input": "" if status == "in_progress" else custom_input(self._part.text),
-            "status": status,
-        }
+        text = "" if status == "in_progress" else custom_input(self._part.text)
+        return _named_call(self._part, self._form, self._id, status, input=text)
 
     def begin(self, event: NumberedEvent) -> list[dict[str, Any]]:
         """See `CallItem`."""
@@ -143,6 +127,15 @@ class ActionCallItem:
             _item_event("added", self._part, self.as_json("in_progress"), event),
             _item_event("done", self._part, self.as_json(status), event),
         ]
+
+
+def _named_call(
+    part: AnswerPart, form: CallForm, item_id: str, status: str, **text: str
+) -> dict[str, Any]:
+    """The item of a call that names its tool: of a function or of a custom tool."""
+    namespace = {} if form.namespace is None else {"namespace": form.namespace}
+    head = {"id": item_id, "type": ITEM_TYPES[form.kind], "call_id": part.id, "name": form.name}
+    return head | namespace | text | {"status": status}
 
 
 def _item_event(

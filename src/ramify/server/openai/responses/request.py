@@ -1,4 +1,4 @@
-"""Responses requests to generation requests, through chat completion requests."""
+"""Translate requests of the Responses API to generation requests, by way of chat completions."""
 
 from __future__ import annotations
 

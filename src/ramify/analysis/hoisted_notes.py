@@ -1,0 +1,92 @@
+"""Notes that stood within a conversation and stand in its system prompt now, at the top."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ramify.analysis.corpus import Corpus
+from ramify.analysis.prompt_sides import Side
+
+
+@dataclass(frozen=True, slots=True)
+class HoistedNote:
+    """A note in a system segment at the top of a prompt."""
+
+    text: str
+    head: str  # of the segment, before the note; "": the note is all of it
+
+
+class HoistedNotes:
+    """Finds notes at the top of one of two prompts that the other does not have there."""
+
+    def __init__(self, corpus: Corpus, a: Side, b: Side, known: frozenset[str]) -> None:
+        self._corpus, self._a, self._b = corpus, a, b
+        self._known = known  # notes at the top of `a` that stood within its conversation
+        self._moved: set[int] = set()  # normal units of `a` that stand at the top of `b`
+        self.texts: set[str] = set()  # of the notes that stand at the top of `b`
+
+    def is_moved(self, i: int) -> bool:
+        """Whether a segment of the earlier prompt is a note that the later one has at the top."""
+        return self._a.normals[i] in self._moved
+
+    def find_moved(self, i: int, j: int) -> HoistedNote | None:
+        """The note of the later prompt's segment `j`, if the earlier one has it after its segment `i`."""
+        a, b = self._a, self._b
+        if b.role(j) != "system":
+            return None
+        mine, other = self._text(b, j), self._text(a, i)
+        is_other_system = a.role(i) == "system"
+        later = {  # the last of equal ones
+            a.normals[at]: self._text(a, at)
+            for at in range(i + 1, len(a.rest))
+            if a.role(at) == "system" and a.message_of[at] != a.message_of[i]
+        }
+        for unit, text in later.items():
+            if mine == text or (text in mine and not is_other_system):
+                return self._note_move(unit, HoistedNote(text, ""))
+        for unit, text in later.items():
+            if is_other_system and mine.endswith(text) and text not in other:
+                return self._note_move(unit, HoistedNote(text, mine[: -len(text)].strip()))
+        return None
+
+    def _note_move(self, unit: int, note: HoistedNote) -> HoistedNote:
+        self._moved.add(unit)
+        self.texts.add(note.text)
+        return note
+
+    def find_known(self, i: int, j: int) -> HoistedNote | None:
+        """The known note of the earlier prompt's segment `i`, if the prompts go on alike without it."""
+        a, b = self._a, self._b
+        if not self._known or not all(a.role(at) == "system" for at in range(i + 1)):
+            return None
+        text = self._text(a, i)
+        for note in self._known:
+            if not text.endswith(note) or self._text(b, j).endswith(note):
+                continue
+            head = text[: -len(note)].strip()
+            if not head and self._begin_alike(i + 1, j):
+                return HoistedNote(note, head)
+            if head and b.role(j) == "system" and self._begin_alike(i + 1, j + 1):
+                return HoistedNote(note, head)
+        return None
+
+    def kept_texts(self) -> frozenset[str]:
+        """Notes that stand at the top of the later prompt, whichever request was the first to have them there."""
+        b = self._b
+        end = next((at for at in range(len(b.rest)) if b.role(at) != "system"), len(b.rest))
+        tops = [self._text(b, at) for at in range(end)]
+        kept = (note for note in self._known if any(top.endswith(note) for top in tops))
+        return frozenset(self.texts).union(kept)
+
+    def _begin_alike(self, i: int, j: int) -> bool:
+        if i >= len(self._a.rest) or j >= len(self._b.rest):
+            return False
+        unit_a, unit_b = self._a.normals[i], self._b.normals[j]
+        left, right = self._corpus.units[unit_a], self._corpus.units[unit_b]
+        if (left.kind, left.form, left.label) != (right.kind, right.form, right.label):
+            return False
+        mine, other = self._corpus.tokens(unit_a)[:1], self._corpus.tokens(unit_b)[:1]
+        return unit_a == unit_b or (len(mine) > 0 and list(mine) == list(other))
+
+    def _text(self, side: Side, at: int) -> str:
+        return self._corpus.text(side.normals[at])

@@ -1,0 +1,224 @@
+"""Limits of a chat template: processor time, characters that it writes, sizes that it computes with.
+
+A template is foreign code. The sandbox keeps it from the machine, not from running for ever: every loop
+and macro counts here, and so does every text that is written, joined or multiplied.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any, TypeVar
+
+from jinja2 import TemplateError, nodes, pass_context
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+
+MAX_RENDER_S = 5.0  # of the thread's processor time
+MAX_CHARS = 1 << 26  # written in all, those of captured blocks and macros too
+MAX_NUMBER = 1 << 20  # as an argument: widths, counts, indents
+MAX_EXPONENT = 256
+MAX_NUMBER_BITS = 4096
+TICKS_PER_CHECK = 64
+# Widths and precisions of a format string.
+_LONG_NUMBER = re.compile(r"\d{7,}")
+# Filters and methods whose arguments are widths and counts.
+WIDENING = frozenset(
+    "batch center expandtabs indent ljust rjust slice tojson truncate wordwrap zfill".split()
+)
+_TICK, _CONCAT = "ramify_tick", "ramify_concat"
+N = TypeVar("N", nodes.For, nodes.Macro, nodes.CallBlock)
+
+
+class TemplateLimitError(TemplateError):
+    """A template exceeds a limit."""
+
+
+class _Budget:
+    """What is left to one rendering."""
+
+    __slots__ = ("chars_left", "end_s", "ticks_left")
+
+    def __init__(self) -> None:
+        self.chars_left, self.ticks_left = MAX_CHARS, TICKS_PER_CHECK
+        self.end_s = time.thread_time() + MAX_RENDER_S
+
+    def write(self, num_chars: int) -> None:
+        """Count characters."""
+        self.chars_left -= num_chars
+        if self.chars_left < 0:
+            raise TemplateLimitError(f"it writes more than {MAX_CHARS:,} characters")
+
+    def tick(self) -> None:
+        """Count an iteration of a loop, or a call of a macro."""
+        self.ticks_left -= 1
+        if self.ticks_left > 0:
+            return
+        self.ticks_left = TICKS_PER_CHECK
+        if time.thread_time() > self.end_s:
+            raise TemplateLimitError(f"it runs for more than {MAX_RENDER_S:g} s")
+
+
+_BUDGET: ContextVar[_Budget] = ContextVar("budget")
+
+
+@contextmanager
+def limited_rendering() -> Iterator[None]:
+    """Give what is rendered in this context a budget of its own."""
+    token = _BUDGET.set(_Budget())
+    try:
+        yield
+    finally:
+        _BUDGET.reset(token)
+
+
+class LimitedEnvironment(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox with the limits of this module; render within `limited_rendering`."""
+
+    intercepted_binops = frozenset(("*", "**", "+", "%"))
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(finalize=_written, **options)
+        # Paragraphs of filler text.
+        del self.globals["lipsum"]
+
+    def limit_filters(self) -> None:
+        """Check arguments and results of all filters; call it once they are complete."""
+        self.filters = {name: _limited(name, call) for name, call in self.filters.items()}
+        self.filters |= {_TICK: _tick, _CONCAT: _concat}
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree: nodes.Template = _Ticks().visit(super()._parse(source, name, filename))
+        tree.set_environment(self)
+        return tree
+
+    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
+        # The sandbox wraps `format`.
+        owner = getattr(getattr(obj, "__wrapped__", obj), "__self__", None)
+        name = getattr(obj, "__name__", "")
+        _check_arguments(name, (owner, *args, *kwargs.values()))
+        return _checked(super().call(context, obj, *args, **kwargs))
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:  # noqa: D102
+        if operator == "**" and _is_number(right) and abs(right) > MAX_EXPONENT:
+            raise TemplateLimitError(f"it has an exponent above {MAX_EXPONENT}")
+        if operator == "*":
+            for text, count in ((left, right), (right, left)):
+                if isinstance(text, Sized) and _is_number(count):
+                    _check_num_items(len(text) * int(count))
+        if operator == "%" and isinstance(left, str):
+            _check_arguments("format", (left,))
+        return _checked(super().call_binop(context, operator, left, right))
+
+
+class _Ticks(NodeTransformer):
+    """Makes loops and macros count, and `~` too."""
+
+    def visit_For(self, node: nodes.For) -> nodes.For:  # noqa: N802 - named by Jinja
+        return self._ticking(node)
+
+    def visit_Macro(self, node: nodes.Macro) -> nodes.Macro:  # noqa: N802
+        return self._ticking(node)
+
+    def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.CallBlock:  # noqa: N802
+        return self._ticking(node)
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:  # noqa: N802
+        self.generic_visit(node)
+        return _filter(_CONCAT, nodes.List(node.nodes, lineno=node.lineno), node.lineno)
+
+    def _ticking(self, node: N) -> N:
+        num_chars = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
+        self.generic_visit(node)
+        tick = _filter(_TICK, nodes.Const(num_chars, lineno=node.lineno), node.lineno)
+        node.body = [nodes.ExprStmt(tick, lineno=node.lineno), *node.body]
+        return node
+
+
+def _filter(name: str, value: nodes.Expr, lineno: int) -> nodes.Filter:
+    return nodes.Filter(value, name, [], [], None, None, lineno=lineno)
+
+
+# They take the context, so that Jinja does not call them while it compiles.
+@pass_context
+def _tick(_context: Context, num_chars: int) -> None:
+    budget = _BUDGET.get()
+    budget.tick()
+    budget.write(num_chars)
+
+
+@pass_context
+def _concat(_context: Context, values: Iterable[Any]) -> str:
+    text = "".join(map(str, values))
+    _BUDGET.get().write(len(text))
+    return text
+
+
+@pass_context
+def _written(_context: Context, value: Any) -> Any:
+    """What `{{ value }}` writes."""
+    text = value if isinstance(value, str) else str(value)
+    _BUDGET.get().write(len(text))
+    return text
+
+
+def _limited(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    # Some filters take the environment or a context first.
+    num_own = int(hasattr(call, "jinja_pass_arg"))
+
+    @wraps(call)
+    def limited(*args: Any, **kwargs: Any) -> Any:
+        _check_arguments(name, (*args[num_own:], *kwargs.values()))
+        return _checked(call(*args, **kwargs))
+
+    return limited
+
+
+def _check_arguments(name: str, args: Sequence[Any]) -> None:
+    """Raise TemplateLimitError for arguments that make something of any size of something small.
+
+    Args:
+        name: of a filter or a method.
+        args: the value that it is applied to, then its arguments.
+    """
+    value, *others = args or (None,)
+    if name in WIDENING:
+        for other in others:
+            if _is_number(other) and abs(other) > MAX_NUMBER:
+                raise TemplateLimitError(f"it calls {name} with a number above {MAX_NUMBER:,}")
+    texts = [other for other in others if isinstance(other, str)]
+    if name == "replace" and isinstance(value, str) and len(texts) == 2:
+        old, new = texts
+        _check_num_items(len(value) + value.count(old) * len(new))
+    if name == "join":
+        separator, parts = value, others[0] if others else ()
+        if not isinstance(separator, str):
+            separator, parts = next(iter(texts), ""), value
+        if isinstance(parts, list | tuple):
+            _check_num_items(sum(len(separator) + len(str(part)) for part in parts))
+    if name in ("format", "strftime_now"):
+        for text in (value, *texts):
+            if isinstance(text, str) and _LONG_NUMBER.search(text):
+                raise TemplateLimitError(f"it formats with a width above {MAX_NUMBER:,}")
+
+
+def _checked(value: Any) -> Any:
+    if isinstance(value, int) and value.bit_length() > MAX_NUMBER_BITS:
+        raise TemplateLimitError(f"it computes a number above 2**{MAX_NUMBER_BITS}")
+    if isinstance(value, str | list | tuple):
+        _check_num_items(len(value))
+    return value
+
+
+def _check_num_items(num_items: int) -> None:
+    if num_items > MAX_CHARS:
+        raise TemplateLimitError(f"it makes a text or a list of more than {MAX_CHARS:,} elements")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
