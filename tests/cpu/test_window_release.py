@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from ramify.config import live_pages
 from ramify.models.kv_cache_spec import longest_window
-from tests.cpu.bit_scenarios import AGAIN, FIRST, TURNS, Scenario, Sizes, Turn, compare
-from tests.cpu.engine_cases import Model
+from tests.cpu.bit_scenarios import AGAIN, FIRST, TURNS, Scenario, Turn, compare
+from tests.cpu.engine_cases import Model, Sizes
 
 # pools with room for little more than a window and a step: pages are released, requests preempted
 TIGHT = st.builds(
@@ -38,7 +38,7 @@ def test_released_pages_change_no_bit(variant: str, model_of: Callable[[str, str
     """Any turns over a pool of little more than a window and a step: all bits are those alone."""
     model, num_released = model_of("mistral", variant), 0
 
-    @settings(max_examples=25)
+    @settings(max_examples=12)
     @given(TIGHT)
     def check(scenario: Scenario) -> None:
         nonlocal num_released
