@@ -89,9 +89,8 @@ def compare(model: Model, scenario: Scenario, *, least_pages: int | None = None)
         for prompt, (output, logits) in zip(prompts, answers, strict=True):
             wholes.append(prompt + output.token_ids)
             kv, pages = engine.cached_kv(wholes[-1]), engine.cached_pages(wholes[-1])
-            num_released = pages.count(engine.core.cache.num_pages)
-            first_kv = num_released * sizes.page_size
-            assert engine.core.cache.num_pages not in pages[num_released:]
+            released = [i for i, page in enumerate(pages) if page == engine.core.cache.num_pages]
+            first_kv = (max(released, default=-1) + 1) * sizes.page_size
             for wrong in differences(model, prompt, output.token_ids, logits, kv, first_kv):
                 outcome.differences.append(f"turn {number}, {len(prompt)} tokens: {wrong}")
             outcome.num_kv_tokens += len(kv)

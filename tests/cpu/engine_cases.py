@@ -254,7 +254,7 @@ def differences(
     """List how an answer, its logits and its cached K/V (`kv_bits`) differ from the reference.
 
     Args:
-        first_kv: tokens whose K/V was released, and is not compared.
+        first_kv: the first token whose K/V is compared: pages before it were released.
     """
     start = len(prompt)
     assert sorted(logits) == list(range(start, start + len(answer)))

@@ -1,11 +1,15 @@
 """Pages outside the window of every layer: freed under pressure, restored when computed again."""
 
+from array import array
+
 import pytest
 
+from ramify.attention.planner import RadixAttentionPlanner, RadixSequence
 from ramify.cache import CacheKey, Lease, Pages, PrefixCache
 from ramify.cache.window import count_outside_window, release_outside_window
 from ramify.config import live_pages
 from ramify.errors import ConfigError, LeaseError, RequestTooLargeError
+from ramify.kv.block_table import PagedBlockTable
 from tests.pure.cache_mirror import Mirror
 from tests.pure.engine_bench import Bench, expected
 
@@ -100,6 +104,38 @@ def test_computing_the_tokens_again_restores_their_pages() -> None:
     cache.release(other)
     assert cache.clear() == 7
     assert cache.stats().free_pages == 32
+
+
+def test_pages_are_restored_where_no_lease_is_left() -> None:
+    """They are evictable again with the others once their second request has ended."""
+    cache = PrefixCache(32, 4, window=9)
+    lease = published(cache, PROMPT)
+    release_outside_window(cache, [lease], [40])
+    cache.release(lease)
+    cache.check()
+    other = cache.acquire(CacheKey([*PROMPT[:22], 99]))
+    other = cache.publish(other, CacheKey(PROMPT[:20]), cache.reserve(5))
+    cache.check()
+    cache.release(other)
+    cache.check()
+    assert cache.clear() == 7
+    assert cache.stats().free_pages == 32
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_no_row_of_a_decode_names_a_freed_page(share: bool) -> None:
+    """A batch that continues the last one has the pages that its row has now."""
+    cache, table = PrefixCache(12, 2, window=6), PagedBlockTable(2, 60, 2)
+    planner = RadixAttentionPlanner(cache, table, share=share)
+    sequence = RadixSequence(array("i", range(1, 9)))
+    for token in range(50):
+        batch = planner.plan([sequence])
+        assert sequence.row is not None
+        assert batch.block_table[0].tolist() == table.pages(sequence.row)
+        assert not any(cache.is_free(page) for page in batch.block_table[0].tolist())
+        planner.commit([sequence])
+        sequence.tokens.append(token)
+    assert 12 in table.pages(sequence.row)
 
 
 def test_without_releases_a_window_changes_nothing() -> None:
