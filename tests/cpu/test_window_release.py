@@ -38,7 +38,7 @@ def test_released_pages_change_no_bit(variant: str, model_of: Callable[[str, str
     """Any turns over a pool of little more than a window and a step: all bits are those alone."""
     model, num_released = model_of("mistral", variant), 0
 
-    @settings(max_examples=12)
+    @settings(max_examples=8)
     @given(TIGHT)
     def check(scenario: Scenario) -> None:
         nonlocal num_released
