@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hashlib import md5
 from pathlib import Path
 
 import pytest
@@ -118,3 +119,44 @@ def test_values_in_one_sentence_are_told_apart(tmp_path: Path) -> None:
     assert [cause["had"] for cause in verdict["causes"]] == [
         "10:01", "9f86d081884c", "/tmp/9f86d081884c/work.",
     ]  # fmt: skip
+
+
+NEIGHBOURS = [
+    ("Current time: {clock}\n\nnonce: {id}", "clock random_id"),
+    ("now={clock} session={id}", "clock random_id"),
+    ("session={id} now=2026-11-28 {clock}", "random_id clock"),
+    ("{id} 2026-11-28T{clock}Z", "random_id clock"),
+    ("[{id}] {clock}", "random_id clock"),
+    ("<time>{clock}</time><id>{id}</id>", "clock random_id"),
+    ("Trace {id}, 28.11.2026 {clock}", "random_id clock"),
+    ("Date: Sat, 28 Nov 2026 {clock} GMT\ncwd: /tmp/run-{id}/x", "clock path_or_state"),
+]
+
+
+@pytest.mark.parametrize("number", [2, 8])
+@pytest.mark.parametrize(("line", "expected"), NEIGHBOURS)
+def test_values_side_by_side_are_two_causes(
+    tmp_path: Path, line: str, expected: str, number: int
+) -> None:
+    """A clock and an id with a few equal characters between them: each has its name and its quote."""
+    ids = [f"req_{md5(bytes([at])).hexdigest()[:20]}" for at in range(number)]
+    texts = [line.format(clock=f"1{at}:2{at}:4{9 - at}", id=ids[at]) for at in range(number)]
+
+    made = system_verdicts(tmp_path, *(f"{RULES}\n\n{text}\n\n{MORE}" for text in texts))[1:]
+
+    assert {" ".join(causes(verdict)) for verdict in made} == {expected}
+    quoted = [item["got"] for item in made[-1]["causes"]]
+    assert any(ids[-1][4:] in text for text in quoted)
+    assert not any(ids[-1][4:] in text and f"2{number - 1}:4" in text for text in quoted)
+
+
+def test_a_serial_id_beside_a_clock_is_an_id(tmp_path: Path) -> None:
+    """It grows with the requests as the clock does; the word before it says what it is."""
+    ids = [1178899001122334455 + 7_000_000_000 * at * at for at in range(1, 9)]
+
+    made = system_verdicts(
+        tmp_path,
+        *(f"{RULES}\nnow=10:0{at}:1{at} request={item}\n{MORE}" for at, item in enumerate(ids)),
+    )[1:]
+
+    assert {" ".join(causes(verdict)) for verdict in made} == {"clock random_id"}
