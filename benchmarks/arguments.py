@@ -17,3 +17,10 @@ def names(known: Collection[str]) -> Callable[[str], list[str]]:
         return chosen
 
     return parse
+
+
+def count(text: str) -> int:
+    """Parse a number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+    return int(text)

@@ -24,7 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from arguments import names
+from arguments import count, names
 from engines.contract import Entry, Setup
 from engines.models import DTYPES, MODELS, TITLES, VALUE_BYTES, shape_of, write_model
 from engines.overhead import overhead
@@ -102,19 +102,23 @@ def _cell(cell: Cell, best: Cell | None) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", type=names(MODELS), default=["S", "M"])
+    parser.add_argument(
+        "--models", type=names(MODELS), default=["S", "M"], help="sizes, comma-separated"
+    )
     parser.add_argument("--dtypes", type=names(DTYPES), default=list(DTYPES))
     parser.add_argument("--workloads", type=names(WORKLOADS), default=list(WORKLOADS))
     parser.add_argument("--engines", type=names(ENTRIES), default=list(CHOSEN))
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--repetitions", type=count, default=3, help="of each cell")
+    parser.add_argument("--threads", type=count, default=os.cpu_count() or 1)
     parser.add_argument("--limit", type=float, default=100.0, help="seconds for one repetition")
-    parser.add_argument("--long", type=float, default=25.0, help="a cell of 3× that has enough")
+    parser.add_argument(
+        "--long", type=float, default=25.0, help="a cell that took 3 times these seconds ends early"
+    )
     parser.add_argument("--overhead", action="store_true", help="cache on and off on W4")
     parser.add_argument(
         "--speculation", action="store_true", help="speculative decoding on and off"
     )
-    parser.add_argument("--pairs", type=int, default=10, help="of --overhead and --speculation")
+    parser.add_argument("--pairs", type=count, default=10, help="of --overhead, --speculation")
     parser.add_argument("--peers", type=Path, default=ROOT / ".venv-peers-engine")
     parser.add_argument("--scratch", type=Path, default=ROOT / "build" / "bench-models")
     parser.add_argument("--json", type=Path, help="also write every sample here")

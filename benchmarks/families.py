@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from arguments import names
+from arguments import count, names
 from engines.contract import Entry, Setup
 from engines.models import DTYPES, MODELS, VALUE_BYTES
 from engines.peaks import Peaks
@@ -310,19 +310,17 @@ def _spread(ratios: Sequence[float]) -> str:
     return f"{spread.mid:.2f} ({spread.low:.2f}–{spread.high:.2f})"
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
-    return int(text)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--families", type=names(FAMILIES), default=list(FAMILIES))
-    parser.add_argument("--engines", type=names(ENTRIES), default=list(CHOSEN))
+    parser.add_argument(
+        "--families", type=names(FAMILIES), default=list(FAMILIES), help="comma-separated"
+    )
+    parser.add_argument(
+        "--engines", type=names(ENTRIES), default=list(CHOSEN), help="comma-separated"
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--rounds", type=_count, default=5)
-    parser.add_argument("--threads", type=_count, default=os.cpu_count() or 1)
+    parser.add_argument("--rounds", type=count, default=5, help="of all engines in turns")
+    parser.add_argument("--threads", type=count, default=os.cpu_count() or 1)
     parser.add_argument("--peers", type=Path, default=ROOT / ".venv-peers-engine")
     parser.add_argument("--scratch", type=Path, default=ROOT / "build" / "bench-models")
     args = parser.parse_args()

@@ -10,7 +10,7 @@ from typing import Any
 
 
 class FinishReason(str, Enum):
-    """Why a request ended."""
+    """The reason for which a request ended."""
 
     STOP = "stop"  # a stop token, a stop string or the end-of-sequence token
     LENGTH = "length"  # max_tokens, or the model's context length
@@ -33,7 +33,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One generated continuation."""
+    """A generated continuation."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -63,7 +63,7 @@ class CacheReport:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What a lookup of a key would hit, and why no more.
+    """Result of `explain`: the tokens that a key would hit, and the reason for the miss.
 
     `reason` is one of
 
@@ -119,7 +119,7 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class PrefixReport:
-    """What a request asked of the cache, with `explain` or `retention`; comes with its first tokens."""
+    """Explanation and pins of a request with `explain` or `retention`, sent with its first tokens."""
 
     # Taken in the step that read the cache; None: not asked for, or an option forbade to read.
     explanation: Explanation | None
@@ -188,7 +188,7 @@ class RequestOutput:
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Why the first completion ended."""
+        """The reason for which the first completion ended."""
         return self.completions[0].finish_reason
 
     @property

@@ -184,7 +184,7 @@ def _schema_text(schema: object) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of a request are sampled, and when it ends.
+    """Sampling parameters and stop conditions of a request.
 
     Logits pass through the options in the order of Hugging Face transformers: `logit_bias`,
     repetition, presence and frequency penalty, allowed tokens and grammar, temperature, `top_k`,

@@ -47,7 +47,7 @@ _NEVER, _POISONED = -1, -2  # positions of slots that hold nothing, or what a fa
 def fake_next_token(
     context: Iterable[int], vocab_size: int, *, draw: tuple[int, int] | None = None
 ) -> int:
-    """What a `FakeExecutor` answers to a context; it depends on every token of it.
+    """The token that a `FakeExecutor` returns for a context; it depends on every token of it.
 
     Args:
         draw: (seed, position) of a request with a temperature, None for a greedy one.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -218,9 +218,21 @@ class Mender:
                 breakpoints.append((len(segments) - 1, marks[sent]))
         return MendedPrompt(
             units=np.array([unit for unit, _ in segments], np.uint32),
-            paths=tuple(path for _, path in segments),
+            paths=tuple(self._numbered(segments)),
             breakpoints=tuple(breakpoints),
         )
+
+    def _numbered(self, segments: Iterable[PlacedUnit]) -> Iterator[str]:
+        """Paths with the messages numbered as they stand: those of the match have its numbers."""
+        number, last = -1, ("", "")
+        for unit, path in segments:
+            head, bracket, tail = path.partition("]")
+            if not head.startswith("messages["):
+                yield path
+                continue
+            message = head, self._corpus.units[unit].label.partition(" ")[0]
+            number, last = number + (message != last), message
+            yield f"messages[{number}{bracket}{tail}"
 
     def _mend(self, number: int) -> _Mended:
         """Mends matches before the requests that build on them, without recursion."""
@@ -333,7 +345,10 @@ class Mender:
     def _mend_unit(self, unit: int, path: str) -> int:
         here = self._causes_at.get(path)
         if here is None:
-            places = generalise(path), path
+            # A text may be sent as the content, or as the first block of a list.
+            head, dot, _ = path.partition(".content[")
+            other = head if dot else f"{path}.content[0]"
+            places = generalise(path), path, generalise(other), other
             here = frozenset(cause for cause, segment in self._fixes if segment in places)
             self._causes_at[path] = here
         return self._units.mend(unit, here) if here else unit

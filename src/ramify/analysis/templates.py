@@ -19,7 +19,7 @@ from ramify.analysis.records import Segment, SegmentKind, TextForm
 from ramify.analysis.text_diff import Hunk, find_hunks
 
 MAX_FEATURES = 10
-MIN_SHARED = 60  # code points that a member has in common with its template
+MIN_SHARED = 60  # code points that a member has in common with its template before other content
 MAX_ALIGNED = 4096  # pairs of units whose differences are kept
 MAX_VALUE = 240  # code points of a value; a longer difference is content
 MAX_VALUES = 64  # kept of a slot as evidence
@@ -189,10 +189,8 @@ class Templates:
             best = max(votes, key=lambda number: (votes[number], -number))
             template = self._templates[best]
             hunks = tuple(find_hunks(self._corpus.text(template.unit), text))
-            differing = sum(hunk.other_end - hunk.other_start for hunk in hunks)
             is_system = stored.kind is SegmentKind.SYSTEM or stored.label.startswith(_SYSTEM_ROLES)
-            shares_text = len(text) - differing >= min(MIN_SHARED, len(text) / 2)
-            if shares_text or (
+            if _shares_text(text, hunks) or (
                 is_system and _mask(text) == _mask(self._corpus.text(template.unit))
             ):
                 template.members[normal] = hunks
@@ -268,6 +266,15 @@ def replace_places(text: str, places: Sequence[tuple[int, int, str]]) -> str:
         parts += [text[at:start], value]
         at = end
     return "".join([*parts, text[at:]])
+
+
+def _shares_text(text: str, hunks: Sequence[Hunk]) -> bool:
+    """Whether a text has half of its code points, or enough before other content, as a template has."""
+    first = next((at for at, hunk in enumerate(hunks) if not _is_value(hunk)), len(hunks))
+    head_end = hunks[first].other_start if first < len(hunks) else len(text)
+    head = head_end - sum(hunk.other_end - hunk.other_start for hunk in hunks[:first])
+    differing = sum(hunk.other_end - hunk.other_start for hunk in hunks)
+    return head >= MIN_SHARED or len(text) - differing >= len(text) / 2
 
 
 def _is_value(hunk: Hunk) -> bool:

@@ -43,7 +43,7 @@ class AttentionBackend(Protocol):
         ...
 
     def exactness(self) -> list[Exactness]:
-        """How its arithmetic is kept independent of the batch, and why that way."""
+        """Verdicts: how its arithmetic is kept independent of the batch, with the reason."""
         ...
 
     def plan(self, batch: AttentionBatch) -> Any:

@@ -112,7 +112,7 @@ def _bits(values: Tensor) -> Tensor:
 
 
 def machine_key() -> str:
-    """All that selects a library's kernels, except shape and dtype, as one line."""
+    """Key of the machine: what selects a library's kernels beside shape and dtype, as one line."""
     parts = [
         platform.machine(),
         _cpu_name(),

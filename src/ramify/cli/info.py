@@ -94,7 +94,7 @@ def _collect_info(llm: LLM) -> dict[str, dict[str, Any]]:
 
 
 def _explain(choice: BackendChoice | OpsChoice, names: Iterable[str]) -> dict[str, str]:
-    """Why each part of that kind is used or not."""
+    """The reason why each part of that kind is used or not."""
     return {
         name: f"chosen: {choice.reason}"
         if name == choice.name

@@ -182,7 +182,7 @@ class AsyncLLM:
         tenant: str = "",
         salt: str = "",
     ) -> RequestOutput:
-        """One whole answer; cancelling the task aborts it. For many, use `asyncio.gather`.
+        """Generate a whole answer; cancelling the task aborts it. For many, use `asyncio.gather`.
 
         A request that fails while it runs has `output.error`; the other errors are those of
         `Stream`.

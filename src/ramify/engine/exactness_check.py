@@ -62,7 +62,7 @@ class Difference:
 
 @dataclass(slots=True)
 class Scenario:
-    """One way of computing the prompts, and what its comparison has found."""
+    """A way to compute the prompts (warm, chunked, ...), with the result of its comparison."""
 
     name: str
     num_answers: int = 0

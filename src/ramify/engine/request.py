@@ -47,7 +47,7 @@ DetokenizerFactory = Callable[[bool | Sequence[str]], IncrementalDetokenizer]
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class Request:
-    """One answer in the making: its tokens, text, place in the schedule, and counters.
+    """The state of an answer while it is generated: tokens, text, place in the schedule, counters.
 
     A request for `n` answers is a parent and n - 1 children, each a `Request`. Children begin when
     the parent's prompt is computed, from its pages. Only the engine's thread reads or writes it.
@@ -194,7 +194,7 @@ class Request:
         )
 
     def cache_report(self, *, cache_on: bool) -> CacheReport:
-        """Where the K/V of a parent's prompt came from, as far as it has been computed."""
+        """The cache report of a parent's prompt, as far as it has been computed."""
         read, shared = self.cache_counts or (0, 0)
         reason = None
         if not cache_on:

@@ -52,7 +52,7 @@ class EmbeddingSpec(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
-    """Everything that a forward pass over T query rows and its sampling need."""
+    """Inputs of a forward pass over T query rows and of its sampling."""
 
     batch: AttentionBatch
     token_ids: NDArray[np.int64]  # [T]

@@ -137,7 +137,7 @@ class BlockTable(Protocol):
 
 
 class PageSource(Protocol):
-    """Where a table gets its pages; a `PrefixCache` is one."""
+    """Allocator of a table's pages; a `PrefixCache` is one."""
 
     def reserve(self, num_pages: int) -> Sequence[int]:
         """Take `num_pages` pages: all, or an error and none."""

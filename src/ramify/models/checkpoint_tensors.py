@@ -25,7 +25,7 @@ FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """Where a tensor is and what it becomes."""
+    """File, stored name, shape and dtypes of a tensor."""
 
     file: Path
     name: str  # in the file

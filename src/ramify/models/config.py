@@ -85,7 +85,7 @@ class ModelConfig:
         return self._shapes(self._mlp_shapes)
 
     def stored_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Those of a checkpoint's files, where the experts of a layer may be stacked or packed."""
+        """Shapes in a checkpoint's files, where the experts of a layer may be stacked or packed."""
         return self._shapes(self._stored_mlp_shapes)
 
     def _shapes(

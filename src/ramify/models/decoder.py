@@ -56,7 +56,7 @@ def bind_lm_head(ops: Ops, config: ModelConfig) -> LmHead:
 
 @dataclass(frozen=True, slots=True)
 class DecoderBinding:
-    """How a model family binds its operations: each layer by its number, what is before and behind."""
+    """Binds a family's operations: a layer by its number, the embedding, the LM head."""
 
     layer: Callable[[Ops, ModelConfig, int], DecoderLayer]
     embedding: Callable[[Ops, ModelConfig], Embedding] = bind_embedding
@@ -64,7 +64,7 @@ class DecoderBinding:
 
 
 class CausalDecoder(Protocol):
-    """What the runner and the engine need of a model: `Decoder`, or a model of transformers."""
+    """The interface of a model to runner and engine; `Decoder` and `HfDecoder` have it."""
 
     config: ModelConfig
 

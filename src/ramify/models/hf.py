@@ -255,7 +255,7 @@ def _replace_linears(
 
 
 class _Output:
-    """What a decoder returns: the hidden rows first, and None for everything else."""
+    """Output of a decoder: the hidden rows first, None for everything else."""
 
     def __init__(self, rows: Tensor) -> None:
         self.last_hidden_state = rows

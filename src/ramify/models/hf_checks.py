@@ -21,7 +21,7 @@ NUM_DIVISIONS, STEP_SIZES = 3, (1, 2, 3, 5, 8, 13, 21, 34)  # of the same rows i
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """One call of the attention function; query [T, heads, head_dim], key and value [T, kv_heads, …]."""
+    """Arguments of the attention function: query [T, heads, head_dim], K and V [T, kv_heads, …]."""
 
     layer: int
     query: Tensor
@@ -162,7 +162,7 @@ def _look_at(function: Any, max_model_len: int) -> _SeenMask:
 def check_calls(
     probe: ProbeAttention, config: ModelConfig, *, may_be_recurrent: bool
 ) -> str | None:
-    """Why the calls of attention do not fit the K/V pool; None if they do."""
+    """The reason why the calls of attention do not fit the K/V pool; None if they do."""
     for number in probe.used_masks or range(len(probe.masks)):
         problem = probe.masks[number].problem
         if problem is not None:
@@ -234,7 +234,7 @@ def check_results(
     has_cross_attention: bool,
     dtype: torch.dtype,
 ) -> str | None:
-    """Why results with a cached prefix, or with our attention, are not the model's; None if they are.
+    """Reason why results with a cached prefix or our attention are not the model's, or None.
 
     Args:
         hidden: rows of the whole check with our attention.

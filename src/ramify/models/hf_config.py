@@ -127,12 +127,12 @@ def _causal_class(config: Any) -> Any:
 
 
 def may_be_recurrent(model_class: Any) -> bool:
-    """What transformers says of a class; with other settings it may have attention in every layer."""
+    """Whether transformers calls a class stateful; other settings may give all layers attention."""
     return bool(getattr(model_class, "_is_stateful", False))
 
 
 def has_attention_interface(model_class: Any) -> bool:
-    """What transformers says of a class; recurrent and bidirectional models may say so too."""
+    """Whether transformers says that a class takes attention functions; recurrent ones may, too."""
     return bool(getattr(model_class, "_supports_attention_backend", False))
 
 
@@ -163,7 +163,7 @@ def first_line(error: Exception) -> str:
 
 
 def _reason_to_refuse(config: Any) -> str | None:
-    """Why prefixes of this model cannot be cached, as far as its configuration tells."""
+    """Reason in the configuration why prefixes of this model cannot be cached, or None."""
     if getattr(config, "is_heterogeneous", False):
         return "has layers with heads of different sizes; the K/V pool has one size for all"
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []

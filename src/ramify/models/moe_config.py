@@ -59,7 +59,7 @@ class MoeConfig:
         return shapes
 
     def stored_shapes(self, hidden_size: int) -> Shapes:
-        """Those that a checkpoint has, where they differ from `tensor_shapes` by `expert_format`."""
+        """Shapes in a checkpoint's files that differ from `tensor_shapes` by `expert_format`."""
         if self.expert_format == "separate":
             return self.tensor_shapes(hidden_size)
         shapes, prefix = self._router_shapes(hidden_size), f"{self.prefix}experts."

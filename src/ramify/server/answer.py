@@ -84,7 +84,7 @@ PartEvent = PartBegin | PartDelta | PartEnd
 
 @dataclass(slots=True)
 class Answer:
-    """One answer of a generation, as far as it was generated.
+    """An answer of a generation, as far as it was generated.
 
     Every part begins, grows and ends before the next begins; the last ends with the answer.
 

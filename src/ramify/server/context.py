@@ -50,7 +50,7 @@ class ResponseBuilder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """What an endpoint gets: the HTTP request, its caller, and the server's parts.
+    """The argument of an endpoint: the HTTP request, its caller, and the server's parts.
 
     `headers` go into the response. `generations` are aborted when the request ends before them, and
     `reservations` are released.

@@ -23,7 +23,7 @@ class Readiness:
         self.is_ready = self.is_draining = False
 
     def liveness_failure(self) -> str | None:
-        """Why this process must be restarted; None while it is alive."""
+        """The reason to restart this process; None while it is alive."""
         health = self._engine()
         if not health.is_alive and not self.is_draining:
             return "engine stopped"
@@ -32,7 +32,7 @@ class Readiness:
         return None
 
     def unready_reason(self) -> str | None:
-        """Why requests should go to another server; None while they are served."""
+        """The reason to send requests to another server; None while they are served."""
         if self.is_draining:
             return "draining"
         if not self.is_ready:

@@ -118,7 +118,7 @@ class RenderedPrompt:
         return "generation_prompt" if self.segments else "prompt"
 
     def max_shared_tokens(self, *, breakpoints_only: bool = False) -> int | None:
-        """How many prompt tokens may stay cached for other requests; None: all.
+        """Number of prompt tokens that may stay cached for other requests; None: all.
 
         The next turn does not begin with the tokens after `num_stable_tokens`.
 

@@ -29,7 +29,7 @@ def fingerprint(value: object) -> str:
 
 
 class StoredAnswer(Protocol):
-    """What an API keeps with an entry, for requests that continue or fetch the response."""
+    """Data of an API beside an entry, for requests that continue or fetch the response."""
 
     @property
     def num_bytes(self) -> int:
@@ -89,7 +89,7 @@ class PromptDifference:
 
 
 def first_difference(old: HistoryEntry, new: HistoryEntry) -> PromptDifference | None:
-    """Why the new prompt does not extend the old one; None if it does.
+    """First difference of a prompt from an earlier one; None if it extends that.
 
     Appended messages are not a difference.
     """
@@ -133,7 +133,7 @@ def _first_differing_index(old: Sequence[str], new: Sequence[str]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PromptComparison:
-    """What a request reused of an earlier one, for the cache diagnostics of both APIs."""
+    """Comparison of a request with an earlier one, for the cache diagnostics of both APIs."""
 
     difference: PromptDifference | None  # None: the prompt extends the earlier one
     is_fully_reused: bool  # it read every whole page that the earlier request left in the cache

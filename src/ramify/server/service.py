@@ -148,7 +148,7 @@ class Service:
     async def explain(
         self, prompt: RenderedPrompt, caller: Caller, salt: str = ""
     ) -> tuple[int, CacheMiss | None]:
-        """How many tokens of a prompt are cached now, and why not more; computes nothing."""
+        """Explain a lookup of a prompt: cached tokens, reason for the miss. Computes nothing."""
         explanation = await self.engine.run(
             lambda core: self._explanation(core, prompt, caller, salt)
         )
@@ -249,7 +249,7 @@ class Service:
     def _first_miss(
         self, first_output: StepOutput | None, prompt: RenderedPrompt
     ) -> CacheMiss | None:
-        """Why the prompt missed; None as well if the request ended before it was computed."""
+        """Reason for the miss; None also if the request ended before its prompt was computed."""
         if first_output is None or first_output.prefix is None:
             return None
         return self._cache_miss(first_output.prefix.explanation, prompt)

@@ -20,7 +20,7 @@ SHORT_ID_CHARS = 9  # Mistral's templates refuse ids of another length
 
 @dataclass(frozen=True, slots=True)
 class TemplateConventions:
-    """What one chat template reads. The defaults are what most templates do.
+    """The fields that a chat template reads. The defaults are those of most templates.
 
     Args:
         has_content_parts: content is a list of parts, and no text.

@@ -30,7 +30,7 @@ USER = {"role": "user", "content": "a"}
 
 
 def find_conventions(tokenizer: Tokenizer) -> TemplateConventions:
-    """What the tokenizer's chat templates read. Without a template, the defaults."""
+    """Probe the conventions of the tokenizer's chat templates. Without a template, the defaults."""
     if not tokenizer.has_chat_template:
         return TemplateConventions()
     return _Probes(tokenizer).find()
@@ -110,7 +110,7 @@ class _Probes:
             self._conventions = replace(self._conventions, writes_tools=False)
 
     def _find_calls(self) -> None:
-        """Where calls are written: the name, and the arguments as JSON or in a form of its own."""
+        """Probe the form of calls: names, and arguments as JSON or in a form of their own."""
         conversation = _called(arguments={NEEDLE: OTHER_NEEDLE})
         flags = product((False, True), repeat=4)
         for has_names, is_null, is_short, is_json in flags:

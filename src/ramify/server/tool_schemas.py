@@ -39,7 +39,7 @@ class SchemaTooLargeError(Exception):
 
 @dataclass(slots=True)
 class SchemaWarnings:
-    """What was ignored of the schemas of one request, and how much work they have been."""
+    """Ignored keywords of a request's schemas, and the work that they have been."""
 
     messages: list[str] = field(default_factory=list)
     num_steps: int = 0

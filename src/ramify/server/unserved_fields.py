@@ -48,7 +48,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class UnservedFields:
-    """What happens to the fields that a request type does not have.
+    """Treatment of the fields that a request type does not have: refused, ignored or unknown.
 
     Args:
         ignored: change nothing in the answer; no warning.

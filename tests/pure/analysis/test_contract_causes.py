@@ -207,3 +207,15 @@ def test_a_write_under_an_assumed_rule_is_only_suspected(
 
     said = [(item["cause"], item["certainty"]) for item in made[1]["causes"]]
     assert ("unread_write", certainty) in said
+
+
+def test_a_sentence_that_a_tool_gains_is_a_changed_tool(tmp_path: Path) -> None:
+    """It is no id, whatever word stands before it."""
+    about = f"{RULES} Then name the ticket paragraph."
+    tools = [_tool(about), _tool(f"{about} When the buyer calls, name the ticket paragraph.")]
+
+    verdict = verdicts(
+        tmp_path, chat(SYSTEM, *TALK, tools=tools[:1]), chat(SYSTEM, *TALK, *LATER, tools=tools[1:])
+    )[1]
+
+    assert only(verdict) == [("tool_changed", "proved", "tools[0]")]

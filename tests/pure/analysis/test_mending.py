@@ -7,7 +7,7 @@ import pytest
 
 from ramify.analysis.causes.spacing import places_in_text
 from ramify.analysis.corpus import Corpus
-from ramify.analysis.linting import Linted, lint_parts
+from ramify.analysis.linting import Linted, learn_templates, lint_parts
 from ramify.analysis.mended_tools import merge_tools
 from ramify.analysis.mending import Fix
 from ramify.analysis.normal_forms import write_as
@@ -182,3 +182,61 @@ def test_places_of_the_normal_form_are_found_in_the_text() -> None:
     """White space moves a place; texts of other words have none."""
     assert places_in_text("a  b\r\n\tcd", "a b\ncd", [(2, 3), (5, 6)]) == [(3, 4), (8, 9)]
     assert places_in_text("a b", "a c d", [(0, 1)]) is None
+
+
+def test_a_mended_prompt_numbers_its_messages_as_they_stand() -> None:
+    """A note that goes back into the history makes all later messages one more."""
+    note = Segment("messages[2]", SegmentKind.MESSAGE, f"Note: {QUESTION} {LAST}", label="system")
+    talk = [*chat(QUESTION, ANSWER), note]
+    talk.append(Segment("messages[3]", SegmentKind.MESSAGE, MORE, label="user"))
+    hoisted = chat(QUESTION, ANSWER, MORE, LAST, "Thanks.", system=f"{RULES}\n\n{note.text}")
+    corpus, log = linted(talk, hoisted)
+    (finding,) = log.report.findings
+    assert finding.cause is CauseName.SYSTEM_HOISTED
+
+    mended = log.mender.mend(corpus.requests[1], [Fix(finding.cause, finding.segment)])
+
+    assert [corpus.text(unit) for unit in mended.units.tolist()][3:5] == [note.text, MORE]
+    assert mended.paths == ("system", *(f"messages[{at}]" for at in range(6)))
+
+
+def test_a_fix_of_a_message_holds_for_its_first_block() -> None:
+    """A text is the content here and the first block of a list there: white space goes in both."""
+    corpus, log = linted(
+        *(
+            [Segment(path, SegmentKind.MESSAGE, f"{start}  {RULES}", label="user")]
+            for path, start in (("messages[0]", "Bremen"), ("messages[0].content[0]", "Lisbon"))
+        )
+    )
+
+    for segment in ("messages[0]", "messages[0].content[0]"):
+        fixes = [Fix(CauseName.WHITESPACE, segment)]
+        mended = [log.mender.mend(request, fixes).units.tolist()[0] for request in corpus]
+        assert [corpus.text(unit)[:12] for unit in mended] == ["Bremen Rule ", "Lisbon Rule "]
+
+
+def test_an_app_that_has_a_sentence_of_another_is_another_template() -> None:
+    """The sentence is the longest of both prompts, and nothing else is the same."""
+    shared = (
+        "If the carrier has lost the parcel, then ask for the number of the label and the date. "
+    )
+    words = [["Oslo", "Riga"], "the depot opens early".split(), "a harbour never sleeps".split()]
+    heads = [
+        " ".join(f"{place} {word}." for word in words[at + 1]) * 9
+        for at, place in enumerate(words[0])
+    ]
+    corpus, _ = linted(*(chat(QUESTION, system=f"{head}\n\n{shared}\n\n{head}") for head in heads))
+
+    templates = learn_templates(corpus)
+
+    first, second = (templates.template_of(int(request.units[0])) for request in corpus)
+    assert first is not second
+
+
+def test_a_sentence_before_a_cue_is_no_cue() -> None:
+    """An id behind `Trace:` is an id, though the sentence before ends with `next step`."""
+    systems = [f"{RULES} Then name the next step. Trace: {n}f3c0a94a79d2a{n}" for n in (3, 5)]
+
+    _, log = linted(*(chat(f"{QUESTION} {at}", system=text) for at, text in enumerate(systems)))
+
+    assert [finding.cause for finding in log.report.findings] == [CauseName.RANDOM_ID]

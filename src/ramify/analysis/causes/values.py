@@ -23,6 +23,7 @@ from ramify.analysis.records import SegmentKind
 from ramify.analysis.verdicts import CauseName, Certainty
 
 MAX_CONTEXT = 320  # code points around a value
+MAX_ID_WORDS = 3  # of an id that is no random text
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,12 +181,12 @@ _STATE_WORDS = re.compile(
     r"(?i)(?:\b|_)(?:cwd|working dir\w*|work ?dir\w*|directory|folder|branch|git|commit|head|status|todos?|"
     r"tasks?|tokens?(?: used| left| remaining)?|budget|remaining|used|usage|context left|uptime|load|"
     r"battery|cursor|open files?|open tabs?|modified|staged|untracked|memory|disk|cpu|queue|workspace|"
-    r"path|file|pwd|home|progress|step|turn|unread|state)(?:\b|_)[^\n]{0,40}$"
+    r"path|file|pwd|home|progress|step|turn|unread|state)(?:\b|_)(?:(?![.!?]\s)[^\n]){0,40}$"
 )
 _ID_WORDS = re.compile(
     r"(?i)(?:\b|_|-)(?:id|ids|uuid|guid|session|request|trace|span|nonce|ref|reference|correlation|run|salt|"
     r"seed|token|key|hash|build|ticket|conversation|thread|instance|pod|host|worker|job|fingerprint|etag|"
-    r"tag|serial|no|nr|number|code|handle|sid|rid|cid)(?:\b|_)[^\n]{0,24}$|#$"
+    r"tag|serial|no|nr|number|code|handle|sid|rid|cid)(?:\b|_)(?:(?![.!?]\s)[^\n]){0,24}$|#$"
 )
 _CONTENT_WORDS = re.compile(
     r"(?i)\b(?:user|users|name|customer|client|account|order|orders|invoice|product|sku|city|country|"
@@ -255,7 +256,7 @@ class RandomId:
         if all(map(_is_random, values)):
             return True
         return bool(_ID_WORDS.search(slot.line_before)) and all(
-            len(value) <= 80 for value in values
+            len(value) <= 80 and len(value.split()) <= MAX_ID_WORDS for value in values
         )
 
 

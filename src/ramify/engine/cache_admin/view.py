@@ -117,7 +117,7 @@ class CacheView:
 
     @whole_call
     def explain(self, prompt: Prefix, *, tenant: str = "", salt: str = "") -> Explanation:
-        """Why a lookup of this prompt hits as far as it does, and no further; changes nothing."""
+        """Explain a lookup of this prompt: tokens that hit, reason for the miss. Changes nothing."""
         return self.core.explain(self._key(prompt, tenant, salt, add_generation_prompt=True))
 
     @whole_call

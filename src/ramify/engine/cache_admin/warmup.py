@@ -27,7 +27,7 @@ MAX_ERRORS = 16  # messages kept in a result
 
 @dataclass(frozen=True, slots=True)
 class WarmPrompt:
-    """One prompt, and the tenant and salt it is cached for."""
+    """A prompt to compute, and the tenant and salt that it is cached for."""
 
     prompt: Prompt | Sequence[Message]
     tenant: str = ""

@@ -120,7 +120,7 @@ class LocalEngine:
         return sum(prod(shape) for shape in shapes) * self.decoder.dtype.itemsize
 
     def exactness(self) -> list[Exactness]:
-        """How each operation of the model and its attention is computed, and why."""
+        """The implementation of each operation and of attention, with the reason for its choice."""
         return [*self.decoder.exactness(), *self.attention.exactness()]
 
     # -- other weights -----------------------------------------------------------------------

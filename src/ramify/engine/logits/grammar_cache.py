@@ -33,7 +33,7 @@ class GrammarCache(Generic[V]):
         return sum(len(grammars.by_spec) for grammars in self._tenants.values())
 
     def specs(self, tenant: str) -> list[StructuredOutput]:
-        """What a tenant has in the cache, least recently used first."""
+        """Specs of a tenant's cached grammars, least recently used first."""
         grammars = self._tenants.get(tenant)
         return [] if grammars is None else list(grammars.by_spec)
 

@@ -83,7 +83,7 @@ def is_complete(matcher: LLMatcher) -> bool:
 
 
 def dead_end_reason(matcher: LLMatcher, default: str) -> str:
-    """Why a matcher allows no token: a limit of llguidance, or `default`."""
+    """The reason why a matcher allows no token: a limit of llguidance, or `default`."""
     if matcher.stop_reason() in {"ParserTooComplex", "LexerTooComplex"}:
         return "the format needs more work per token than is allowed"
     if matcher.stop_reason() == "InternalError":
@@ -108,7 +108,7 @@ def has_token(mask: TokenBitmask, token: int) -> bool:
 
 
 def compile_reason(error: str) -> str:
-    """Why a grammar was refused: the first line, and behind a bad regex the line `error: …`."""
+    """Reason of a refused grammar: the first line, and after a bad regex the line `error: …`."""
     lines = [line.strip() for line in error.splitlines()]
     details = [line for line in lines[1:] if line.startswith("error: ")]
     return " ".join([shortened(lines[0]), *details[:1]])

@@ -229,7 +229,7 @@ class _State:
 
     @property
     def reason(self) -> str:
-        """Why nothing is allowed next."""
+        """The reason why no token is allowed next."""
         default = "the format does not allow the last"
         return default if self._matcher is None else dead_end_reason(self._matcher, default)
 

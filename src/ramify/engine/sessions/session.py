@@ -84,7 +84,7 @@ class SessionOptions:
 
 
 class _BaseSession(Generic[Engine]):
-    """What `Session` and `AsyncSession` share: a transcript, and the pin of the last turn."""
+    """The state of `Session` and `AsyncSession`: a transcript, and the pin of the last turn."""
 
     turns: CallTurns
 
@@ -108,7 +108,7 @@ class _BaseSession(Generic[Engine]):
 
     @property
     def pin_refused(self) -> str | None:
-        """Why the last turn could not be pinned; None if it was, or `pin` is off."""
+        """The reason why the last turn is not pinned; None if it is, or `pin` is off."""
         return self._pin_refused
 
     @whole_call

@@ -43,7 +43,7 @@ class Drafter(Protocol):
 
 
 class Proposer(Protocol):
-    """One source of draft tokens."""
+    """A source of draft tokens."""
 
     def propose(self, request: Request, limit: int) -> tuple[int, ...]:
         """At most `limit` draft tokens for what follows `request.sequence.tokens`; often none."""
@@ -150,7 +150,7 @@ class AcceptanceRate:
 
 @dataclass(slots=True)
 class DraftState:
-    """What the drafter knows of one request."""
+    """The drafter's state of a request."""
 
     acceptance: dict[str, AcceptanceRate] = field(default_factory=dict)  # by proposer
     proposer: str = ""  # of the drafts that the next step verifies

@@ -36,7 +36,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class SentencePieceModel:
-    """What a `tokenizer.model` says."""
+    """The parsed contents of a `tokenizer.model`."""
 
     pieces: tuple[Piece, ...]
     is_unigram: bool
@@ -140,7 +140,7 @@ class SentencePieceModel:
         return tokenizer
 
     def _add_template(self, tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
-        """What `add_special_tokens` adds around a text: BOS unless the config says no."""
+        """Tokens that `add_special_tokens` puts around a text: BOS unless the config says no."""
         special = self.special_tokens()
         bos, eos = special.get("bos_token"), special.get("eos_token")
         begin = [bos] if bos and config.get("add_bos_token", True) else []

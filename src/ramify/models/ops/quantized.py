@@ -38,7 +38,7 @@ class QuantizedWeight:
 
     @property
     def device(self) -> torch.device:
-        """Where the codes are."""
+        """Device of the codes."""
         return self.codes.device
 
     def __len__(self) -> int:

@@ -53,7 +53,7 @@ from ramify.models.ops.torch_modules import (
     TorchQKNormRope,
     TorchRope,
 )
-from ramify.models.rope import RotaryTable
+from ramify.models.rope import BLOCK_POSITIONS, RotaryTable
 from ramify.models.rope_config import RopeConfig
 
 CPU = torch.device("cpu")
@@ -107,7 +107,12 @@ class TorchOps:
         return list(self._verdicts.values())
 
     def begin(self, step: ForwardStep) -> ForwardStep:
-        """See `Ops`: gathers cos and sin of the step's positions."""
+        """See `Ops`: computes cos and sin of new positions, and gathers those of the step's."""
+        if len(step.positions) and self._device.type == "cpu":
+            # NumPy: torch takes longer for a few numbers.
+            end = int(step.positions.numpy().max()) + 1
+            for table in self._tables.values():
+                table.extend(end)
         if not self._gathered:
             return step
         return replace(step, angles=tuple(t.cos_sin(step.positions) for t in self._gathered))
@@ -358,7 +363,9 @@ class TorchOps:
         return lambda: (sample_rows(*shape, dtype=dtype or self.dtype).to(self._device),)
 
     def _sample_positions(self, num_rows: int) -> Tensor:
-        return torch.arange(num_rows, device=self._device) % self._max_len
+        # Those whose rows a table has from the start.
+        num_positions = min(self._max_len, BLOCK_POSITIONS)
+        return torch.arange(num_rows, device=self._device) % num_positions
 
     def _record(self, verdict: Exactness) -> None:
         self._verdicts[verdict.operation, verdict.shape, verdict.dtype] = verdict

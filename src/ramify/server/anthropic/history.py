@@ -24,7 +24,7 @@ from ramify.server.prompt_renderer import PromptPart, text_variants
 
 @dataclass(slots=True)
 class Turn:
-    """One message of the request: its template messages, and its parts in the order of the text."""
+    """A message of the request: its template messages, and its parts in the order of the text."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     parts: list[PromptPart] = field(default_factory=list)

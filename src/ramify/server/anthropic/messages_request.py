@@ -167,7 +167,7 @@ def render_messages(
 
 
 def _reasoning_options(request: CountRequest) -> ReasoningOptions:
-    """How much the model should think. An effort alone turns no reasoning on, nor off."""
+    """Reasoning options of a request. An effort alone turns reasoning neither on nor off."""
     thinking, config = request.thinking, request.output_config
     options = ReasoningOptions(effort=None if config is None else config.effort)
     if thinking is None:

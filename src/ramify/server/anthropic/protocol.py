@@ -32,7 +32,7 @@ class CacheControl(Struct):
 
 
 class Source(Struct):
-    """Where the bytes of an image or a document are; only text is read."""
+    """Source of an image or a document: data or content; only text is read."""
 
     type: str
     data: str | None = None
@@ -67,7 +67,7 @@ class Block(Struct):
 
 
 class InputMessage(Struct):
-    """One message of a conversation."""
+    """A message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
     content: str | list[Block] | None = None  # None: only where the role is `system`

@@ -112,7 +112,7 @@ class ToolSet:
         return [tool["function"]["name"] for tool in self.definitions]
 
     def warnings(self) -> list[str]:
-        """What the client is told of the tools that are left out."""
+        """Warnings for the client about tools that are left out."""
         if not self.skipped:
             return []
         return [f"tools that this server does not run are left out: {', '.join(self.skipped)}"]

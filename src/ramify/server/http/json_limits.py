@@ -30,7 +30,7 @@ class JsonShape:
     num_commas: int  # at least the number of values, less one for each container
 
     def excess(self) -> str | None:
-        """What exceeds a limit, as "has more than 3 strings"; None if nothing does."""
+        """The limit that a body exceeds, as "has more than 3 strings"; None if it exceeds none."""
         if self.depth > MAX_DEPTH:
             return f"is nested more than {MAX_DEPTH} levels deep"
         for count, limit, name in (

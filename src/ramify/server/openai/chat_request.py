@@ -313,7 +313,7 @@ def message_parts(
 
 
 def reasoning_options(request: ChatRequest) -> ReasoningOptions:
-    """How much the model should think, by whichever names the client says it."""
+    """Reasoning options of a request, by any of the names that clients use."""
     reasoning, thinking = request.reasoning or ReasoningOption(), request.thinking
     if isinstance(thinking, ThinkingOption):
         switch, thinking_budget = THINKING_TYPES.get(thinking.type), thinking.budget_tokens

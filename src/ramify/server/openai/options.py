@@ -102,7 +102,7 @@ def banned_sequences(words: Sequence[str], tokenizer: Tokenizer) -> list[list[in
 
 
 def truncated_len(request: Sampling, service: Service) -> int | None:
-    """How many tokens of a prompt `truncate_prompt_tokens` keeps, its last; None: all.
+    """Number of last tokens of a prompt that `truncate_prompt_tokens` keeps; None: all.
 
     -1 keeps as many as leave room for the answer.
     """
@@ -150,7 +150,7 @@ def limit_breakpoints(prompt: RenderedPrompt, request: Sampling) -> RenderedProm
 
 
 def max_shared_tokens(prompt: RenderedPrompt, request: Sampling) -> int | None:
-    """How many prompt tokens may stay cached for other requests; None: all."""
+    """Number of prompt tokens that may stay cached for other requests; None: all."""
     options = request.prompt_cache_options
     is_explicit = options is not None and options.mode == "explicit"
     return prompt.max_shared_tokens(breakpoints_only=is_explicit)

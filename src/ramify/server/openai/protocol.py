@@ -45,7 +45,7 @@ class PromptCacheBreakpoint(Struct):
 
 
 class PromptCacheOptions(Struct):
-    """How a request uses the prompt cache."""
+    """Options of a request for the prompt cache."""
 
     mode: Literal["implicit", "explicit"] | None = None  # None: implicit
     ttl: Literal["30m", "1h", "12h", "24h"] | None = None  # of all breakpoints
@@ -86,7 +86,7 @@ class ToolCall(Struct):
 
 
 class ChatMessage(Struct):
-    """One message of a conversation."""
+    """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[ContentPart] | None = None

@@ -124,7 +124,7 @@ _NO_EFFECT = frozenset(
 
 
 def refused_elsewhere(kind: type[msgspec.Struct], hints: Mapping[str, str]) -> dict[str, Refused]:
-    """What an API that is not a completion endpoint refuses: their fields that it does not have.
+    """Fields of completion endpoints that another API refuses, since it does not have them.
 
     Args:
         kind: the request type of that API.

@@ -15,7 +15,7 @@ _NO_REASONING = ReasoningMarks()
 
 @dataclass(frozen=True, slots=True)
 class AnswerBegin:
-    """What an answer may begin with.
+    """The reasoning that an answer may begin with.
 
     Args:
         marks: of the model's reasoning.
@@ -29,7 +29,7 @@ class AnswerBegin:
 
     @classmethod
     def after(cls, prompt_end: str, marks: ReasoningMarks) -> AnswerBegin:
-        """What may follow the end of a prompt."""
+        """The beginning of an answer after this end of a prompt."""
         if not marks.begin or not marks.end:
             return cls()
         end = max(map(prompt_end.rfind, marks.end))

@@ -38,7 +38,7 @@ Piece = str | Delimiter | Slot | Maybe
 
 @dataclass(frozen=True, slots=True)
 class ParameterSyntax:
-    """How a parameter is written outside of JSON: texts as they are, other values as JSON."""
+    """Syntax of a parameter outside of JSON: texts as they are, other values as JSON."""
 
     begin: str
     after_name: tuple[Piece, ...]
@@ -49,7 +49,7 @@ class ParameterSyntax:
 
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
-    """How a family writes calls: `begin call (separator call)* end`.
+    """Syntax of a family's calls: `begin call (separator call)* end`.
 
     `begin`, or `call` where that is empty, begins with the mark of a call, up to the first slot. Calls
     without a mark cannot be told from text until they are complete.
@@ -68,7 +68,7 @@ class CallSyntax:
 
     @property
     def mark(self) -> tuple[str | Delimiter, ...]:
-        """What marks the begin of a call; empty if nothing does."""
+        """The mark at the beginning of a call; empty if there is none."""
         mark: list[str | Delimiter] = []
         for piece in self.begin or self.call:
             if not isinstance(piece, str | Delimiter):
@@ -115,7 +115,7 @@ def _deepseek(*call: Piece, template_has: str = "") -> CallSyntax:
 
 
 def _tagged(mark: str, end: str, *, strips_newlines: bool) -> CallSyntax:
-    """One call between two marks: `<function=f><parameter=key>value</parameter></function>`."""
+    """A call between two marks: `<function=f><parameter=key>value</parameter></function>`."""
     return CallSyntax(
         (
             *(Delimiter(mark), _SPACE, "<function=", Slot.NAME, ">", _SPACE, Slot.PARAMETERS),

@@ -35,7 +35,7 @@ CONTENT_TYPES = ("json", "code")
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What the header of a message says."""
+    """The parsed header of a message."""
 
     channel: str
     recipient: str  # name of a tool

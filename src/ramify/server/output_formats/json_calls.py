@@ -178,7 +178,7 @@ class Scanner(Protocol):
         ...
 
     def finish(self) -> str:
-        """What was held back, when the answer ends inside the value."""
+        """The text that was held back, when the answer ends inside the value."""
         ...
 
 

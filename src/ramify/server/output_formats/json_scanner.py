@@ -54,7 +54,7 @@ class StringScanner:
         return "".join(parts), position
 
     def finish(self) -> str:
-        """What was held back, when the answer ends inside the string."""
+        """The text that was held back, when the answer ends inside the string."""
         return self._unpaired()
 
     def _unpaired(self) -> str:
@@ -131,7 +131,7 @@ class ObjectScanner:
         return "".join(parts), position
 
     def finish(self) -> str:
-        """What was held back, when the answer ends inside the object."""
+        """The text that was held back, when the answer ends inside the object."""
         return "" if self._string is None else self._string.finish()
 
 
@@ -161,6 +161,6 @@ class EncodedObjectScanner:
         return written, end
 
     def finish(self) -> str:
-        """What was held back, when the answer or the string ends inside the object."""
+        """The text that was held back, when the answer or the string ends inside the object."""
         held, self._held = self._held, ""
         return self._object.finish() + held

@@ -96,7 +96,7 @@ class LarkRules:
         return "\n".join(["%llguidance {}", f"start: {start}", *_COMMON_RULES, *self._rules, ""])
 
     def mark(self, text: str) -> str:
-        """What matches a text that may contain added tokens."""
+        """Grammar expression for a text, which may contain added tokens."""
         return " ".join(_part(part) for part in self._added.split(text))
 
     def add_head(self, mark: Mark) -> str:
@@ -179,7 +179,7 @@ class LarkRules:
         return f"{begin} {first_call} {more} {self._pieces(syntax.end)}"
 
     def add_pieces(self, pieces: Iterable[Piece]) -> str:
-        """What matches pieces that are of no tool."""
+        """Grammar expression for pieces that belong to no tool."""
         return self._pieces(pieces)
 
     def _add(self, rule: str, body: str) -> str:

@@ -69,7 +69,7 @@ class LiteralScanner:
         return self._pairing.scan("".join(parts))[0], position
 
     def finish(self) -> str:
-        """What was held back, when the answer ends inside the literal."""
+        """The text that was held back, when the answer ends inside the literal."""
         parts: list[str] = []
         self._end_word(parts)
         return self._pairing.scan("".join(parts))[0] + self._pairing.finish()

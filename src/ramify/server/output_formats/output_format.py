@@ -21,7 +21,7 @@ from ramify.server.output_formats.writer import EventWriter
 
 
 class Row(Protocol):
-    """What the tables' rows have in common."""
+    """Fields that the rows of both tables have."""
 
     @property
     def name(self) -> str:
@@ -44,7 +44,7 @@ AnyRow = TypeVar("AnyRow", bound=Row)
 
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
-    """How a model writes tool calls and reasoning."""
+    """The format in which a model writes tool calls and reasoning."""
 
     calls: CallFormat
     reasoning: ReasoningFormat

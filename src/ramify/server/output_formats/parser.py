@@ -21,7 +21,7 @@ CallSyntax = Callable[[Reader, EventWriter], Steps[None]]
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """One way in which a family writes calls: a mark, then a syntax.
+    """A form of a family's calls: a mark, then a syntax.
 
     Where `mark` is "", a call can only be the first text of an answer, and begins with a character of
     `first`, or with any if that is "".
@@ -42,7 +42,7 @@ class ReasoningMarks:
 
 @dataclass(frozen=True, slots=True)
 class Delimiters:
-    """What delimits the parts of an answer.
+    """Delimiters of the parts of an answer.
 
     Args:
         forms: of calls; empty if the request has no tools.
@@ -75,7 +75,7 @@ class Delimiters:
 
 
 def _last(text: str, marks: Collection[str]) -> int:
-    """Where the last of the marks begins; -1 if none stands in the text."""
+    """Start of the last mark in the text; -1 if it has none."""
     return max(map(text.rfind, marks), default=-1)
 
 

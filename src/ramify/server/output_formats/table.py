@@ -22,7 +22,7 @@ from ramify.server.output_formats.writer import new_call_id, new_short_call_id
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """How a family writes tool calls."""
+    """The format of a family's tool calls."""
 
     name: str
     forms: tuple[CallForm, ...] = ()
@@ -41,7 +41,7 @@ class CallFormat:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """How a family separates what the model thinks from its answer."""
+    """The format of a family's reasoning: the marks between it and the answer."""
 
     name: str
     marks: ReasoningMarks

@@ -20,7 +20,7 @@ from ramify.server.output_formats.writer import EventWriter
 
 @dataclass(frozen=True, slots=True)
 class KeyEnd:
-    """What stands between the key and the value of a parameter."""
+    """The text between the key and the value of a parameter."""
 
     literals: tuple[str, ...]
     is_string: bool | None = None  # what it says of the value; None: nothing
@@ -41,7 +41,7 @@ class CallTags:
 
     @property
     def after_value(self) -> tuple[str, ...]:
-        """What may follow a value; an end tag without one of them is text of the value."""
+        """Texts that may follow a value; an end tag that none follows is text of the value."""
         return tuple(filter(None, (self.parameter, self.call_end, self.end, self.call)))
 
 

@@ -67,7 +67,7 @@ class EventWriter:
 
     @property
     def num_calls(self) -> int:
-        """How many calls have ended."""
+        """Number of calls that have ended."""
         return self._num_calls
 
     def take(self) -> list[OutputEvent]:

@@ -108,7 +108,7 @@ class ItemTranslator:
 
     @property
     def warnings(self) -> list[str]:
-        """What was left out of the prompt."""
+        """Warnings about what was left out of the prompt."""
         if not self._skipped:
             return []
         kinds = ", ".join(f"{kind} ({count})" for kind, count in self._skipped.items())
@@ -273,7 +273,7 @@ def without_late_system(
 
 
 def _joined(role: str, messages: Sequence[ChatMessage]) -> ChatMessage:
-    """One message of a role with the contents of several."""
+    """A message of a role with the contents of several."""
     content = messages[0].content
     if len(messages) > 1:
         content = [part for message in messages for part in _parts(message.content)]

@@ -68,7 +68,7 @@ class WrappedOutput(Struct):
 
 
 class CallOutputItem(Struct):
-    """What a call returned."""
+    """The output of a call."""
 
     output: str | list[dict[str, Any]] | dict[str, Any] | None = None
     status: Name | None = None
@@ -83,7 +83,7 @@ class TextPart(Struct):
 
 
 class ReasoningItem(Struct):
-    """What the model thought: as text, or as an opaque text that only its maker reads."""
+    """Reasoning of the model: text, or an opaque text that only its maker reads."""
 
     content: list[TextPart] | None = None
     summary: list[TextPart] | None = None
@@ -192,7 +192,7 @@ class TextOptions(Struct):
 
 
 class Reasoning(Struct):
-    """How much the model should think."""
+    """Reasoning options of a request."""
 
     effort: Name | None = None
     summary: Name | None = None

@@ -22,7 +22,7 @@ ONLY_AT_END = ("completed_at", "prompt_cache_diagnostics")
 
 @dataclass(frozen=True, slots=True)
 class CallText:
-    """Where a call's text is, and how the events call it."""
+    """The field of a call's text, and the names of its events."""
 
     name: str
     events: str

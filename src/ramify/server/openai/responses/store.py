@@ -104,7 +104,7 @@ def decode_items(packed: bytes, param: str) -> list[Item]:
 
 
 def joined_lists(lists: Iterable[bytes]) -> bytes:
-    """One JSON list of the elements of several, each without white space around its brackets."""
+    """Join JSON lists to one; each is without white space around its brackets."""
     return b"[" + b",".join(packed[1:-1] for packed in lists if packed != b"[]") + b"]"
 
 
@@ -147,7 +147,7 @@ def stored_conversation(
 
 @dataclass(frozen=True, slots=True)
 class EarlierTurns:
-    """What a request goes on from: a response or a conversation, and the items that it refers to.
+    """The history of a request: a response or a conversation, and the items that it refers to.
 
     Looked up before the prompt is rendered, in the event loop; decoded where it is rendered.
     """

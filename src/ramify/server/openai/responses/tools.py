@@ -85,7 +85,7 @@ def flat_name(name: str, namespace: str | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """How a call of a function is returned to the client."""
+    """The form in which a call of a function is returned to the client."""
 
     kind: CallKind
     name: str
