@@ -171,6 +171,10 @@ class InvalidParamsError(RequestError):
         super().__init__(f"{name}={value!r} is not possible: {name} must be {allowed}")
 
 
+class PromptPoolingError(RequestError):
+    """The checkpoint puts a prompt before texts, and its vectors leave that prompt's tokens out."""
+
+
 class DeadEndError(RequestError):
     """No token is allowed next, or the grammar needs too much work to say which."""
 

@@ -32,6 +32,7 @@ DECISIONS = (
     "ramify.engine.llm",
     "ramify.engine.async_llm",
 )
+VAGUE_VARIABLES = frozenset({"one", "told", "found", "asked"})
 CORE_MAY_IMPORT = frozenset({"ramify.cache", "ramify.params", "ramify.outputs", "ramify.errors"})
 
 
@@ -104,7 +105,7 @@ def test_import_graph_is_acyclic() -> None:
 
 
 def test_names_say_what_they_own() -> None:
-    """No module is called utils and no class ends in Manager or Helper."""
+    """No module is called utils, no class ends in Manager or Helper, no variable is a mere `found`."""
     vague = []
 
     for path in python_files(*CODE):
@@ -113,8 +114,20 @@ def test_names_say_what_they_own() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef) and node.name.endswith(("Manager", "Helper")):
                 vague.append(f"{relative(path)}: {node.name}")
+            # `asked` is a public field of two errors.
+            if variable_of(node) in VAGUE_VARIABLES and path != SOURCE / "errors.py":
+                vague.append(f"{relative(path)}: {variable_of(node)}")
 
-    assert not vague, f"name what it owns: {vague}"
+    assert not vague, f"name what it owns or holds: {vague}"
+
+
+def variable_of(node: ast.AST) -> str | None:
+    """The variable or parameter that a node binds, or the function that it defines."""
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        return node.id
+    if isinstance(node, ast.arg):
+        return node.arg
+    return node.name if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else None
 
 
 def test_reading_lists_name_modules_that_exist() -> None:

@@ -75,6 +75,27 @@ def test_nothing_is_computed_for_a_refused_request(
     assert message in answer.json["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/embeddings", {"input": [5, -1]}, "input[1]"),
+        ("/v1/embeddings", {"input": [5, 2**31]}, "input[1]"),
+        ("/v1/embeddings", {"input": [[5], [6, "a"]]}, "input[1][1]"),
+        ("/v1/embeddings", {"input": [[5], [6, 7, -3]]}, "input[1][2]"),
+        ("/v1/completions", {"prompt": [5, -1]}, "prompt[1]"),
+        ("/v1/completions", {"prompt": [[5], [6, -1]]}, "prompt[1][1]"),
+    ],
+)
+def test_a_wrong_token_id_is_named_as_the_client_sent_it(
+    path: str, body: dict[str, Any], param: str
+) -> None:
+    """The parameter is the path of the id in the body."""
+    answer = ask(path, body)
+
+    assert answer.status == 400
+    assert answer.json["error"]["param"] == param
+
+
 @pytest.mark.parametrize("path", REQUESTS)
 def test_a_pooling_that_is_not_known_is_400(path: str) -> None:
     """With the checkpoint's file and mode; a completion is answered."""

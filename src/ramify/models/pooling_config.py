@@ -7,7 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ramify.errors import CheckpointError, InvalidParamsError, UnsupportedModelError
+from ramify.errors import (
+    CheckpointError,
+    InvalidParamsError,
+    PromptPoolingError,
+    UnsupportedModelError,
+)
 from ramify.models.config_fields import read_json, read_json_value
 from ramify.params import PoolingMode
 
@@ -22,6 +27,9 @@ MODES: dict[str, PoolingMode] = {
     "cls_token": "cls",
 }
 FLAG = "pooling_mode_"
+LEFT_OUT = (
+    "its mean leaves out the prompt's tokens (include_prompt is false), which is not supported"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,28 +53,45 @@ class PoolingConfig:
 
         Raises:
             InvalidParamsError: there is no such prompt, or the mean must leave its tokens out.
+            PromptPoolingError: the mean must leave out the tokens of a prompt that nobody named.
         """
-        name = self.default_prompt if name is None else name
         if name is None:
-            return ""
+            return self._unnamed_text(self.default_prompt)
         if name not in self.prompts:
             known = ", ".join(map(repr, self.prompts)) or "no other: the checkpoint has no prompts"
             raise InvalidParamsError("prompt_name", name, f"None, {known}")
-        text = self.prompts[name]
-        if text and self.mode == "mean" and not self.pools_prompt:
+        if self._leaves_out(name):
+            others = [repr(other) for other in self.prompts if not self._leaves_out(other)]
+            others += (
+                [] if self.default_prompt and self._leaves_out(self.default_prompt) else ["None"]
+            )
             raise InvalidParamsError(
-                "prompt_name", name, "None: this checkpoint's mean leaves out the prompt's tokens "
-                "(include_prompt is false), which is not supported",
+                "prompt_name", name, f"{' or '.join(others) or 'that of another checkpoint'}: {LEFT_OUT}",
             )  # fmt: skip
-        return text
+        return self.prompts[name]
+
+    def _leaves_out(self, name: str) -> bool:
+        """Whether the mean must leave out the tokens of a prompt."""
+        return bool(self.prompts[name]) and self.mode == "mean" and not self.pools_prompt
+
+    def _unnamed_text(self, name: str | None) -> str:
+        if name is None:
+            return ""
+        if self._leaves_out(name):
+            raise PromptPoolingError(
+                f"the checkpoint puts its prompt {name!r} before these texts, and {LEFT_OUT}; send token "
+                "ids, which get no prompt"
+            )
+        return self.prompts[name]
 
     def role_text(self, *names: str) -> str:
         """The text before an input of some role: of the first of these prompts, else the default.
 
         Raises:
-            InvalidParamsError: see `prompt_text`.
+            PromptPoolingError: see `prompt_text`.
         """
-        return self.prompt_text(next((name for name in names if name in self.prompts), None))
+        known = (name for name in names if name in self.prompts)
+        return self._unnamed_text(next(known, self.default_prompt))
 
 
 def read_pooling(path: Path) -> PoolingConfig:

@@ -12,7 +12,13 @@ import torch
 from numpy.typing import NDArray
 
 from ramify import LLM
-from ramify.errors import CheckpointError, InvalidParamsError, ModelError, UnsupportedModelError
+from ramify.errors import (
+    CheckpointError,
+    InvalidParamsError,
+    ModelError,
+    PromptPoolingError,
+    UnsupportedModelError,
+)
 from ramify.models.pooling_config import read_pooling
 from tests.cpu.models.family_cases import VOCAB_SIZE, write_checkpoint
 
@@ -192,5 +198,23 @@ def test_a_mean_without_its_prompt_is_refused(tmp_path: Path) -> None:
     pooling = read_pooling(tmp_path)
 
     assert pooling.prompt_text(None) == pooling.prompt_text("document") == ""
-    with pytest.raises(InvalidParamsError, match="include_prompt is false"):
+    with pytest.raises(InvalidParamsError, match=r"must be 'document' or None: .*include_prompt"):
         pooling.prompt_text("query")
+
+
+def test_the_error_of_a_prompt_that_nobody_named_names_no_parameter(tmp_path: Path) -> None:
+    """The default prompt, and those of queries and documents, come from the checkpoint."""
+    write_pooling(tmp_path, "mean_tokens")
+    config = tmp_path / "1_Pooling" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"include_prompt": False}))
+    settings = {"prompts": {"query": QUERY}, "default_prompt_name": "query"}
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(settings))
+
+    pooling = read_pooling(tmp_path)
+
+    for text_of in (lambda: pooling.prompt_text(None), lambda: pooling.role_text("query")):
+        with pytest.raises(
+            PromptPoolingError, match=r"'query'.*include_prompt.*token ids"
+        ) as caught:
+            text_of()
+        assert "prompt_name" not in str(caught.value)

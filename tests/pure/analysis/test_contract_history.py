@@ -265,19 +265,21 @@ def test_another_conversation_stumbles_over_a_hoisted_note(
     tmp_path: Path, is_apart: bool, minute: str
 ) -> None:
     """The note is known to belong into its conversation: without it both would share the document."""
-    asked = [message("user", f"{DOCUMENT}{text}?") for text in ("Who came", "How much was it")]
+    questions = [message("user", f"{DOCUMENT}{text}?") for text in ("Who came", "How much was it")]
     rules = [f"{RULES} It is 10:{at}." for at in ("00", "07", minute)]
     top = (
         [message("system", rules[1]), message("system", NOTE)]
         if is_apart
         else [message("system", f"{rules[1]}\n\n{NOTE}")]
     )
-    noted = chat(message("system", rules[0]), asked[0], TALK[1], message("system", NOTE), TALK[2])
-    hoisted = chat(*top, asked[0], *TALK[1:3], *LATER)
+    noted = chat(
+        message("system", rules[0]), questions[0], TALK[1], message("system", NOTE), TALK[2]
+    )
+    hoisted = chat(*top, questions[0], *TALK[1:3], *LATER)
 
-    first, other = verdicts(tmp_path, noted, hoisted, chat(message("system", rules[2]), asked[1]))[
-        1:
-    ]
+    first, other = verdicts(
+        tmp_path, noted, hoisted, chat(message("system", rules[2]), questions[1])
+    )[1:]
 
     assert (causes(first), causes(other)[-1:]) == (["clock", "system_hoisted"], ["system_hoisted"])
     assert causes(other)[:-1] == ["clock"] * (minute == "09")
@@ -363,7 +365,7 @@ def test_a_picture_may_go_where_a_counter_has_changed(tmp_path: Path) -> None:
 def test_a_long_question_beside_a_date_is_no_clock(tmp_path: Path) -> None:
     """Both ask something else in a line that speaks of a date and has numbers."""
     states = ["<todo>\n- [ ] step 1\n</todo>", "<todo>\n- [ ] step 4\n</todo>"]
-    asked = [
+    questions = [
         "about sourdough and typography, case 638961, where the buyer wrote yesterday that the parcel is late,",
         "about bridges and orchids, case 104822, which came in without any word of the one who had ordered it,",
     ]
@@ -372,7 +374,7 @@ def test_a_long_question_beside_a_date_is_no_clock(tmp_path: Path) -> None:
         tmp_path,
         *(
             chat(SYSTEM, message("user", f"{state}\n{MORE}\n\nTell me {text} and suggest a date."))
-            for state, text in zip(states, asked, strict=True)
+            for state, text in zip(states, questions, strict=True)
         ),
     )[1]
 

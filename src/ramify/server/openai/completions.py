@@ -81,15 +81,15 @@ def completion_to_generations(
         prompts = [prompt if isinstance(prompt, str) else prompt[-max_ids:] for prompt in prompts]
     check_prompts(prompts, service)
     generation_requests = []
-    for text_or_ids in prompts:
+    for text_or_ids, param in zip(
+        prompts, prompt_paths(request.prompt, prompts, "prompt"), strict=True
+    ):
         stop_if_abandoned()
         if isinstance(text_or_ids, str):
             special = request.add_special_tokens is not False
             ids = encode_text(text_or_ids, service, add_special_tokens=special)
         else:
-            token_ids = convert_value(text_or_ids, list[int])
-            check_token_ids(token_ids, "prompt")
-            ids = array("i", token_ids)
+            ids = read_token_ids(text_or_ids, param)
         if request.truncate_prompt_tokens is None and len(ids) > service.max_model_len:
             # the prompts after it need not be tokenised
             raise PromptTooLongError(len(ids), service.max_model_len)
@@ -132,11 +132,30 @@ def encode_text(text: str, service: Service, *, add_special_tokens: bool) -> arr
     return service.tokenizer.encode(text, add_special_tokens)
 
 
-def check_token_ids(token_ids: Sequence[int], param: str) -> None:
-    """Raise ApiError for an id that is no 31-bit number."""
-    invalid = next((token for token in token_ids if not 0 <= token < 2**31), None)
-    if invalid is not None:
-        raise ApiError(400, f"{invalid} is no token id", param=param)
+def read_token_ids(value: Sequence[object], param: str) -> array[int]:
+    """The token ids of a prompt.
+
+    Args:
+        param: path of the prompt in the request.
+
+    Raises:
+        ApiError: 400, an item is no 31-bit number; `param` leads to the item.
+    """
+    try:
+        token_ids = convert_value(value, list[int])
+    except ApiError as error:
+        raise ApiError(400, error.message, param=f"{param}{error.param or ''}") from None
+    for index, token in enumerate(token_ids):
+        if not 0 <= token < 2**31:
+            message = f"{token} is no token id: it must be in 0..{2**31 - 1}"
+            raise ApiError(400, message, param=f"{param}[{index}]")
+    return array("i", token_ids)
+
+
+def prompt_paths(value: object, prompts: Sequence[object], field: str) -> list[str]:
+    """The path of each prompt in a field that is a prompt or a list of prompts."""
+    is_list = isinstance(value, list) and len(value) > 0 and not isinstance(value[0], int)
+    return [f"{field}[{index}]" if is_list else field for index in range(len(prompts))]
 
 
 def check_prompts(prompts: Sequence[Any], service: Service) -> None:

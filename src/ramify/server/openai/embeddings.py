@@ -6,7 +6,6 @@ The checkpoint's files say how hidden states become a vector (`ramify.models.poo
 from __future__ import annotations
 
 import base64
-from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,9 +19,13 @@ from ramify.outputs import RequestOutput
 from ramify.server.context import RequestContext
 from ramify.server.errors import ApiError
 from ramify.server.generation import GenerationRequest, total_usage
-from ramify.server.http.wire import convert_value
 from ramify.server.openai.chat_response import usage_json
-from ramify.server.openai.completions import check_prompts, check_token_ids, encode_text
+from ramify.server.openai.completions import (
+    check_prompts,
+    encode_text,
+    prompt_paths,
+    read_token_ids,
+)
 from ramify.server.openai.protocol import EmbeddingsRequest, RerankRequest, ScoreRequest
 from ramify.server.prompt_jobs import stop_if_abandoned
 from ramify.server.prompt_renderer import RenderedPrompt
@@ -40,7 +43,8 @@ async def embeddings(context: RequestContext) -> Response:
     service = context.service
     _check_dimensions(request.dimensions, service.embedding_size)
     texts = _prefixed(service.pooling.prompt_text(request.prompt_name), inputs)
-    outputs, usage = await _embed(context, request.model, texts, ["input"] * len(inputs))
+    params = prompt_paths(request.input, inputs, "input")
+    outputs, usage = await _embed(context, request.model, texts, params)
     vectors = [
         embedding_of(
             output, num_dims=request.dimensions, is_normalised=service.pooling.is_normalised
@@ -66,7 +70,8 @@ async def score(context: RequestContext) -> Response:
             "one for each text_2",
             param="text_1",
         )
-    names = ["text_1"] * len(first) + ["text_2"] * len(second)
+    names = prompt_paths(request.text_1, first, "text_1")
+    names += prompt_paths(request.text_2, second, "text_2")
     texts = _prefixed(context.service.pooling.prompt_text(None), [*first, *second])
     outputs, usage = await _embed(context, request.model, texts, names)
     vectors = np.stack([embedding_of(output) for output in outputs])
@@ -175,9 +180,7 @@ def _generation_requests(
         if isinstance(text_or_ids, str):
             ids = encode_text(text_or_ids, service, add_special_tokens=True)
         else:
-            token_ids = convert_value(text_or_ids, list[int])
-            check_token_ids(token_ids, param)
-            ids = array("i", token_ids)
+            ids = read_token_ids(text_or_ids, param)
         if len(ids) >= service.max_model_len:
             raise PromptTooLongError(len(ids), service.max_model_len)
         if not ids:

@@ -13,9 +13,9 @@ from ramify.server.openai.chat_request import chat_to_generation
 from ramify.server.openai.chat_response import ChatResponseBuilder
 from ramify.server.openai.completions import (
     CompletionResponseBuilder,
-    check_token_ids,
     completion_to_generations,
     encode_text,
+    read_token_ids,
 )
 from ramify.server.openai.protocol import (
     ChatRequest,
@@ -107,7 +107,7 @@ async def detokenize(context: RequestContext) -> Response:
     service.check_model(request.model)
 
     def decode() -> str:
-        check_token_ids(request.tokens, "tokens")
+        read_token_ids(request.tokens, "tokens")
         return service.tokenizer.decode(request.tokens, False)
 
     return context.json({"prompt": await context.in_prompt_thread(decode)})
