@@ -199,7 +199,7 @@ _ID_NAME = re.compile(
 _CONTENT_WORDS = re.compile(
     r"(?i)\b(?:user|users|name|customer|client|account|order|orders|invoice|product|sku|city|country|"
     r"question|query|input|document|doc|title|subject|email|mail|phone|address|text|answer|example|"
-    r"page|article|price|amount|total|age|employee|patient|company|member|contract|case)\b[^.\n]{0,24}$"
+    r"page|article|price|amount|total|age|employee|patient|company|member|contract|case|version|edition)\b[^.\n]{0,24}$"
 )
 
 
@@ -276,7 +276,9 @@ def _never_falls(values: Sequence[str]) -> bool:
 
 
 _RANDOM_PART = re.compile(r"(?<![0-9a-f])(?=[0-9]*[a-f])(?=[a-f]*[0-9])[0-9a-f]{8,}")
-_DECIMAL = re.compile(r"\D?\d+\.\d+")
+MIN_RANDOM_DIGITS = 9  # behind the point of a random number; a time has fewer
+_DECIMAL = re.compile(r"\D?\d+\.(\d+)")
+_MIXED = re.compile(r"\b(?=\w{4})\d+[A-Za-z]+\d")
 _HEX = re.compile(r"(?:[0-9a-f]{2,}-)*[0-9a-f]{6,}", re.IGNORECASE)
 
 
@@ -286,9 +288,9 @@ def _is_random(value: str) -> bool:
     has_digit = any(map(str.isdigit, value))
     has_letter = any(any(map(str.isalpha, w)) and any(map(str.isdigit, w)) for w in value.split())
     bare = value.strip(".,:;")
-    if _DECIMAL.fullmatch(bare):
-        return False
-    if has_digit and (_HEX.search(bare) or (has_letter and len(bare) >= 5)):
+    if decimal := _DECIMAL.fullmatch(bare):
+        return len(decimal[1]) >= MIN_RANDOM_DIGITS
+    if has_digit and (_HEX.search(bare) or _MIXED.search(bare) or (has_letter and len(bare) >= 5)):
         return True
     return bare.isdigit() and len(bare) >= 4
 
