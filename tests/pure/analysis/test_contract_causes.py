@@ -168,8 +168,9 @@ def test_pictures_are_blamed_within_a_conversation_only(tmp_path: Path) -> None:
 
     assert only(within) == [("media_changed", "proved", "messages[1].content[1]")]
     # The picture itself is lost: with the same bytes, all of the first prompt is shared.
-    shared = within["tokens"]["reusable"] + within["tokens"]["lost"]
-    assert shared == turns[0]["tokens"]["total"]
+    first_turn, tokens = turns[0]["tokens"]["total"], within["tokens"]
+    assert tokens["lost"] == pytest.approx(first_turn - tokens["reusable"], abs=4)
+    assert tokens["lost"] > 20
     assert causes(between) == ["new_content"]
 
 
