@@ -388,6 +388,7 @@ class MessageWalk:
         ) == b.rest_path(self._j)
         if same_place:
             self._add(CauseName.MEDIA_CHANGED, self._text_a(), self._text_b())
+            self._share(b.rest[self._j])
             self._i, self._j = self._i + 1, self._j + 1
         elif forms[0] is TextForm.MEDIA:
             self._add(CauseName.MEDIA_CHANGED, self._text_a(), "")
@@ -415,6 +416,7 @@ class MessageWalk:
         if not self._history.is_edited_result(self._i, self._j):
             return False
         self._add(CauseName.HISTORY_EDITED, self._text_a(), self._text_b())
+        self._share(self._b.rest[self._j])
         self._i, self._j = self._i + 1, self._j + 1
         return True
 
