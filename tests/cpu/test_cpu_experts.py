@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import ramify
 from ramify.errors import ConfigError
 from ramify.models.ops.functional import silu_and_mul
 
 pytest.importorskip("numba", reason="the kernels need the extra ramify[cpu]")
 
+from ramify.kernels.cpu.abi import OP_COMBINE, OP_KIND, OP_OUT, STORE
 from ramify.models.ops.cpu_experts import GroupedExperts, GroupedLinear, TopKRouter
 
 NUM_EXPERTS, TOP_K, HIDDEN, INNER, ROWS = 6, 2, 60, 40, 300
@@ -26,12 +32,12 @@ def matrices(dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
     return [*gate_up.to(dtype)], [*down.to(dtype)]
 
 
-def experts_of(gate_up: list[Tensor], down: list[Tensor]) -> GroupedExperts:
+def experts_of(gate_up: list[Tensor], down: list[Tensor], top_k: int = TOP_K) -> GroupedExperts:
     return GroupedExperts(
         GroupedLinear(lambda i: (gate_up[i], None), NUM_EXPERTS, activation="silu_mul"),
         GroupedLinear(lambda i: (down[i], None), NUM_EXPERTS),
         num_experts=NUM_EXPERTS,
-        top_k=TOP_K,
+        top_k=top_k,
         shared=None,
     )
 
@@ -84,6 +90,75 @@ def test_grouped_experts_are_the_weighted_sum_of_mlps(dtype: torch.dtype) -> Non
     torch.testing.assert_close(out.float(), expected, rtol=tolerance, atol=tolerance)
     for num_rows in (0, 1, 2, 7, 100, 299):
         assert torch.equal(experts(x[:num_rows], weights[:num_rows]), out[:num_rows])
+
+
+def row_by_row(x: Tensor, weights: Tensor, gate_up: list[Tensor], down: list[Tensor]) -> Tensor:
+    """Each token by itself: its experts ascending, rounded after each product and each sum."""
+    rows = []
+    for token, token_weights in zip(x, weights, strict=True):
+        total = torch.zeros(HIDDEN, dtype=x.dtype)
+        for number in token_weights.nonzero()[:, 0].tolist():
+            gate, up = F.linear(token[None], gate_up[number]).chunk(2, -1)
+            result = F.linear(silu_and_mul(gate, up), down[number])[0]
+            total += result * token_weights[number].to(x.dtype)
+        rows.append(total)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("top_k", [1, NUM_EXPERTS])
+@pytest.mark.parametrize("num_rows", [1, 2, 9])
+def test_few_rows_of_all_experts_are_those_of_each_row(
+    num_rows: int, top_k: int, dtype: torch.dtype
+) -> None:
+    """A single token that goes to every expert, and to one: near torch, and equal to a batch's rows."""
+    gate_up, down = matrices(dtype)
+    experts = experts_of(gate_up, down, top_k)
+    x, logits = rows_of(dtype)
+    weights = TopKRouter(NUM_EXPERTS, top_k, normalise=True)(logits)
+    assert int((weights[0] != 0).sum()) == top_k
+
+    out = experts(x[:num_rows], weights[:num_rows])
+
+    expected = row_by_row(x[:num_rows], weights[:num_rows], gate_up, down)
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
+    assert torch.equal(out, experts(x, weights)[:num_rows])
+    singles = [experts(x[row : row + 1], weights[row : row + 1]) for row in range(num_rows)]
+    assert torch.equal(out, torch.cat(singles))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_sum_is_stored_over_zeros(dtype: torch.dtype) -> None:
+    """The combine op adds to the rows it stores in, and its one caller without `add` zeroes them."""
+    experts = experts_of(*matrices(dtype), NUM_EXPERTS)
+    x, logits = rows_of(dtype)
+    weights = TopKRouter(NUM_EXPERTS, NUM_EXPERTS, normalise=True)(logits)
+    launch, stored = experts._run_ops, []
+
+    def watched(ops: Any, *args: Any) -> None:
+        for op in ops[(ops[:, OP_KIND] == OP_COMBINE) & (ops[:, 1] == STORE)]:
+            num_bytes = int(op[4] * op[8])
+            stored.append(ctypes.string_at(int(op[OP_OUT]), num_bytes) == bytes(num_bytes))
+        launch(ops, *args)
+
+    experts._run_ops = watched
+
+    for num_rows in (1, 300):
+        experts(x[:num_rows], weights[:num_rows])
+    assert stored == [True, True]
+
+
+def test_no_other_code_stores_the_sum() -> None:
+    """A new caller of the combine op without `add` zeroes its rows, and is added here."""
+    source = Path(ramify.__file__).parent
+    callers = {
+        file.relative_to(source).as_posix(): text.count("add=False")
+        for file in source.rglob("*.py")
+        if "combine_op" in (text := file.read_text(encoding="utf-8"))
+    }
+
+    assert callers == {"models/ops/cpu_experts.py": 1, "models/ops/cpu_layer_ops.py": 0}
 
 
 def test_wrong_shapes_are_refused() -> None:

@@ -229,6 +229,7 @@ FUSED: list[tuple[str | None, Activation | None]] = [
     ("rms", None),
     ("layer", None),
     (None, "gelu_tanh"),
+    (None, "sigmoid"),
     (None, "silu_mul"),
     (None, "gelu_tanh_mul"),
     (None, "clamped_swiglu_mul"),

@@ -105,6 +105,7 @@ class ServerBench:
         tokenizer: Tokenizer | None = None,
         aliases: Sequence[str] = (),
         pooling: PoolingConfig | None = None,
+        wrapper: str | None = None,
         **server_options: Any,
     ) -> None:
         requested = EngineConfig.of(
@@ -137,6 +138,7 @@ class ServerBench:
             model="tiny",
             aliases=aliases,
             pooling=pooling,
+            wrapper=wrapper,
             embedding_size=FAKE_EMBEDDING_SIZE,
         )
         self.ended: list[Generation] = []

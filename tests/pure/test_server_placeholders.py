@@ -50,6 +50,42 @@ SAME_PROMPTS += [
 ]
 
 
+@pytest.mark.parametrize(
+    ("body", "noun", "param"),
+    [
+        (chat_body([{"type": "image_url", "image_url": {"url": URL}}]), "image", "messages[0].content[0]"),
+        (chat_body([{"type": "input_audio", "input_audio": {"data": "AA"}}]), "audio", "messages[0].content[0]"),
+        (responses_body([{"type": "input_image", "image_url": URL}]), "image", "input[0].content[0]"),
+        (
+            messages_body(
+                [{"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA"}}]
+            ),
+            "image",
+            "messages[0].content[0]",
+        ),
+    ],
+)  # fmt: skip
+def test_a_model_whose_encoder_is_not_loaded_refuses_what_it_would_read(
+    body: Any, noun: str, param: str
+) -> None:
+    """One error that names the content; text is answered, and a file is a placeholder as elsewhere."""
+    architecture = "Gemma3ForConditionalGeneration"
+
+    async def main() -> None:
+        async with ServerBench(wrapper=architecture).running() as bench:
+            refused = await bench.post(*body)
+            text = await bench.post(*chat_body([{"type": "text", "text": "a"}]))
+            file = await bench.post(*chat_body([{"type": "file", "file": {"url": URL}}]))
+
+        error = refused.json["error"]
+        assert refused.status == 400
+        assert f"{noun} content is not served: of {architecture} only the text" in error["message"]
+        assert param in str(error.get("param") or error["message"])
+        assert (text.status, file.status) == (200, 200)
+
+    run(main())
+
+
 @pytest.mark.parametrize(("body", "same_body"), SAME_PROMPTS)
 def test_content_that_is_not_text_is_a_placeholder(body: Any, same_body: Any) -> None:
     """The prompt is that of the placeholder as text, and `X-Ramify-Warning` names the path."""

@@ -17,6 +17,9 @@ MAX_WORD_CHARS = 700  # of texts that are compared word by word
 _WORD = re.compile(r"\w+ ?|\s+|[^\w\s] ?")
 _SENTENCE = re.compile(r"[^\n.!?;]*(?:[.!?;]+\s?|\n+|$)")
 _EDGE = frozenset(" \t\r\n\"'<>{}[](),;=|`\u201c\u201d\u3001\uff0c")
+_CLOSING = frozenset("])}>\"'`\u201d\u3001")
+_ID = re.compile(r"(?=[^\d]*\d)(?=(?:[^a-zA-Z]*[a-zA-Z]){3})[\w-]{10,}")
+_DAY = re.compile(r"\d{4}-?\d{2}-?\d{2}(?!\w{8})")
 # Words of which dates and times are made, beside numbers.
 DATE_WORDS = frozenset(
     """january february march april may june july august september october november december
@@ -127,7 +130,9 @@ def _drop_islands(hunks: list[Hunk], a: str, b: str) -> list[Hunk]:
             last = kept[-1]
             gap = hunk.start - last.end
             is_apart = (
-                _is_number(last, a, b) and _is_number(hunk, a, b) and _parts_words(a, last, hunk)
+                _is_word(last, a, b)
+                and _is_word(hunk, a, b)
+                and (_parts_words(a, last, hunk) or _are_apart(last, hunk, a))
             )
             if gap < 20 and gap < max(_size(last), _size(hunk)) and not is_apart:
                 kept[-1] = Hunk(last.start, hunk.end, last.other_start, hunk.other_end)
@@ -136,10 +141,12 @@ def _drop_islands(hunks: list[Hunk], a: str, b: str) -> list[Hunk]:
     return kept
 
 
-def _is_number(hunk: Hunk, a: str, b: str) -> bool:
-    """Whether a hunk is one word with digits in both texts."""
+def _is_word(hunk: Hunk, a: str, b: str) -> bool:
+    """Whether a hunk is one word in both texts, with digits in one of them."""
     values = (a[hunk.start : hunk.end].strip(), b[hunk.other_start : hunk.other_end].strip())
-    return all(any(map(str.isdigit, value)) and value.isalnum() for value in values)
+    return all(len(value.split()) == 1 for value in values) and any(
+        any(map(str.isdigit, value)) for value in values
+    )
 
 
 def _parts_words(text: str, left: Hunk, right: Hunk) -> bool:
@@ -287,9 +294,12 @@ def _grow(hunk: Hunk, a: str, b: str) -> Hunk:
     """The hunk with the rest of its words, and of the date it belongs to; the rest is equal text."""
     if not a[hunk.start : hunk.end].strip() and not b[hunk.other_start : hunk.other_end].strip():
         return hunk  # white space is no value
+    hunk = _without_last_blank(hunk, a, b)
     left = _left_edge(a, hunk.start)
     right = _right_edge(a, hunk.end)
-    if any(map(str.isdigit, a[left:right])) or a[left:right].strip(".,").lower() in DATE_WORDS:
+    word = a[left:right]
+    is_date = any(map(str.isdigit, word)) or word.strip(".,").lower() in DATE_WORDS
+    if is_date and not _is_id(word):
         left, right = _grow_date(a, left, right)
     before, after = hunk.start - left, right - hunk.end
     # Growth stops where the other text is no longer equal: the next hunk begins there.
@@ -304,6 +314,14 @@ def _grow(hunk: Hunk, a: str, b: str) -> Hunk:
     return Hunk(
         hunk.start - before, hunk.end + after, hunk.other_start - before, hunk.other_end + after
     )
+
+
+def _without_last_blank(hunk: Hunk, a: str, b: str) -> Hunk:
+    """The hunk without a blank that both its texts end with: the next word is not of the value."""
+    value, other = a[hunk.start : hunk.end], b[hunk.other_start : hunk.other_end]
+    if not (value.endswith(" ") and other.endswith(" ") and value.strip() and other.strip()):
+        return hunk
+    return hunk._replace(end=hunk.end - 1, other_end=hunk.other_end - 1)
 
 
 def _grow_date(text: str, left: int, right: int) -> tuple[int, int]:
@@ -336,7 +354,8 @@ def _merge(hunks: list[Hunk], a: str) -> list[Hunk]:
         if merged:
             last = merged[-1]
             gap = a[last.end : hunk.start]
-            if hunk.start <= last.end or (len(gap) <= 2 and "\n" not in gap and not _is_wordy(gap)):
+            is_near = len(gap) <= 2 and "\n" not in gap and not _is_wordy(gap)
+            if hunk.start <= last.end or (is_near and not _are_apart(last, hunk, a)):
                 merged[-1] = Hunk(
                     min(last.start, hunk.start),
                     max(last.end, hunk.end),
@@ -346,6 +365,20 @@ def _merge(hunks: list[Hunk], a: str) -> list[Hunk]:
                 continue
         merged.append(hunk)
     return merged
+
+
+def _are_apart(left: Hunk, right: Hunk, text: str) -> bool:
+    """Whether one of two neighbours ends with its bracket or quote, or is an id and the other none."""
+    if not _CLOSING.isdisjoint(text[left.end : right.start]):
+        return True
+    values = (text[left.start : left.end].strip(), text[right.start : right.end].strip())
+    is_id = [_is_id(value) for value in values]
+    return left.end < right.start and is_id[0] != is_id[1]
+
+
+def _is_id(word: str) -> bool:
+    """Whether a word mixes letters and digits as an id does, and a date does not."""
+    return bool(_ID.fullmatch(word)) and not _DAY.match(word)
 
 
 def _is_wordy(gap: str) -> bool:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TextIO
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ramify.cli.log_commands import (
+    INTERRUPTED,
+    check_outputs,
+    exit_on_interrupt,
+    opened,
+    progress_bar,
+    read_capacity,
+    write_json,
+)
 from ramify.cli.options import (
     CacheProvider,
     CacheRules,
@@ -21,15 +27,6 @@ from ramify.cli.options import (
     StrictLog,
     exit_on_error,
 )
-from ramify.cli.simulate import (
-    INTERRUPTED,
-    check_outputs,
-    exit_on_interrupt,
-    progress_bar,
-    read_capacity,
-    write_json,
-)
-from ramify.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -112,7 +109,7 @@ def analyze(
         if sarif is not None:
             write_json(sarif, analysis_as_sarif(analysis))
         if export_trace is not None:
-            with _opened(export_trace) as out:
+            with opened(export_trace) as out:
                 write_trace(corpus, out)
         console = _console(json_file, sarif, html, markdown, export_trace)
         print_summary(analysis, console)
@@ -142,18 +139,5 @@ def _console(*outputs: Path | None) -> Console:
 
 
 def _write(path: Path, text: str) -> None:
-    with _opened(path) as out:
+    with opened(path) as out:
         out.write(text)
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[TextIO]:
-    """A file to write, or standard output."""
-    if str(path) == "-":
-        yield sys.stdout
-        return
-    try:
-        with path.open("w", encoding="utf-8", errors="backslashreplace") as out:
-            yield out
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error

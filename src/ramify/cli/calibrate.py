@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from ramify.cli.log_commands import progress_bar, write_json
 from ramify.cli.options import DEFAULT_MODEL, Model, engine_options, exit_on_error
-from ramify.cli.simulate import progress_bar, write_json
 
 
 @engine_options("dtype", "page_size", "max_batch_tokens", "max_model_len", "ops", "exact")

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ramify.cli.log_commands import write_json
 from ramify.cli.options import (
     JsonFile,
     exit_on_error,
 )
-from ramify.errors import ConfigError
 
 if TYPE_CHECKING:
     from ramify.analysis.explaining import Explanation
@@ -31,14 +29,9 @@ def explain(
 
         explanation = compare(earlier, later)
         if json_file is not None:
-            text = json.dumps(explanation_as_json(explanation), indent=1)
+            write_json(json_file, explanation_as_json(explanation))
             if str(json_file) == "-":
-                sys.stdout.write(text + "\n")
                 return
-            try:
-                json_file.write_text(text + "\n", encoding="utf-8")
-            except OSError as error:
-                raise ConfigError(f"cannot write {json_file}: {error.strerror or error}") from error
     _show(explanation)
 
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import typer
 
+from ramify.cli.log_commands import (
+    INTERRUPTED,
+    check_outputs,
+    exit_on_interrupt,
+    progress_bar,
+    read_capacity,
+    write_json,
+)
 from ramify.cli.options import (
     CacheProvider,
     CacheRules,
@@ -22,8 +27,6 @@ from ramify.cli.options import (
     StrictLog,
     exit_on_error,
 )
-from ramify.cli.simulate import INTERRUPTED, check_outputs, exit_on_interrupt, read_capacity
-from ramify.errors import ConfigError
 
 if TYPE_CHECKING:
     from ramify.analysis.reading import ReadQuality
@@ -42,13 +45,14 @@ def lint(
 ) -> None:
     """Say why requests share less than they could, with proof, and what mending it saves."""
     with exit_on_error(), exit_on_interrupt():
+        from ramify.analysis.lint_json import report_as_json
         from ramify.analysis.linting import lint as run_lint
         from ramify.analysis.reading import ReadQuality
 
         check_outputs(log, (json_file,))
         num_tokens = read_capacity(capacity, model)
         quality = ReadQuality()
-        with _progress_bar() as progress:
+        with progress_bar() as progress:
             report = run_lint(
                 log,
                 provider=provider,
@@ -60,7 +64,7 @@ def lint(
                 quality=quality,
             )
         if json_file is not None:
-            _write_json(report, json_file)
+            write_json(json_file, report_as_json(report))
         if not report.num_requests:
             _warn_of_empty(quality, strict=strict)
             return
@@ -80,35 +84,6 @@ def _warn_of_empty(quality: ReadQuality, *, strict: bool) -> None:
         raise LogError(message)
     typer.echo(f"warning: {message}", err=True)
     _show_bad_lines(quality.bad_lines)
-
-
-def _write_json(report: LintReport, path: Path) -> None:
-    from ramify.analysis.lint_json import report_as_json
-
-    text = json.dumps(report_as_json(report), indent=1)
-    if str(path) == "-":
-        sys.stdout.write(text + "\n")
-        return
-    try:
-        path.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
-
-
-@contextmanager
-def _progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on stderr, if that is a terminal."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task("reading", total=None)
-
-        def show(step: str, done: int, total: int) -> None:
-            bar.update(task, description=step, completed=done, total=total or None)
-
-        yield show
 
 
 def _show(report: LintReport) -> None:

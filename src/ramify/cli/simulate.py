@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ramify.cli.log_commands import (
+    INTERRUPTED,
+    check_outputs,
+    exit_on_interrupt,
+    progress_bar,
+    write_json,
+)
 from ramify.cli.options import (
     JsonFile,
     LogFormat,
     StrictLog,
     exit_on_error,
 )
-from ramify.errors import ConfigError
 
 if TYPE_CHECKING:
     from ramify.analysis.simulation.results import Simulation
-
-INTERRUPTED = 130  # exit code of Ctrl-C
 
 
 def simulate(
@@ -100,63 +100,6 @@ def simulate(
     if result.is_partial:
         typer.echo("interrupted: parts are missing", err=True)
         raise typer.Exit(INTERRUPTED)
-
-
-@contextmanager
-def exit_on_interrupt() -> Iterator[None]:
-    """Turn Ctrl-C into a line on stderr and exit code 130."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        typer.echo("interrupted before there was a result to keep", err=True)
-        raise typer.Exit(INTERRUPTED) from None
-
-
-def check_outputs(logs: list[Path], outputs: tuple[Path | None, ...]) -> None:
-    """Refuse to write over the log, or two outputs into one place."""
-    taken = {path.resolve() for path in logs if str(path) != "-"}
-    for path in outputs:
-        if path is None or path == Path(os.devnull):
-            continue
-        place = path if str(path) == "-" else path.resolve()
-        if place in taken:
-            raise ConfigError(
-                f"cannot write to {path}: it is the log or another output; name another file"
-            )
-        taken.add(place)
-
-
-def read_capacity(capacity: str | None, model: str | None) -> int | None:
-    """The option `--capacity` of commands that replay one cache, in tokens.
-
-    Raises:
-        ConfigError: it is no capacity, or in bytes without a model.
-        ModelError: the model's configuration cannot be used.
-    """
-    from ramify.analysis.simulation.capacities import parse_capacity
-    from ramify.analysis.simulation.kv_bytes import kv_token_bytes
-
-    if capacity is None:
-        return None
-    return parse_capacity(capacity, token_bytes=None if model is None else kv_token_bytes(model))
-
-
-@contextmanager
-def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on stderr, if that is a terminal."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
-        tasks: dict[str, Any] = {}
-
-        def advance(part: str, done: int, total: int) -> None:
-            if part not in tasks:
-                tasks[part] = bar.add_task(part, total=total)
-            bar.update(tasks[part], completed=done, total=total)
-
-        yield advance
 
 
 def summary(result: Simulation) -> str:
@@ -244,17 +187,3 @@ def _engine_lines(extra: Mapping[str, Any]) -> list[str]:
 
 def _warm_up(share: float) -> str:
     return f" after the first {share:.0%} of the requests" if share else ", from a cold cache on"
-
-
-def write_json(path: Path, document: dict[str, Any]) -> None:
-    """Write a document to a file, or to standard output."""
-    text = json.dumps(document, indent=2, ensure_ascii=False)
-    # A log may hold half of a surrogate pair, which has no UTF-8: written as an escape of JSON.
-    text = text.encode("utf-8", "backslashreplace").decode("utf-8")
-    if str(path) == "-":
-        typer.echo(text)
-        return
-    try:
-        path.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error

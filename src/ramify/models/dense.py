@@ -62,15 +62,13 @@ class DenseLayer:
         return _add_scaled(hidden, block(x, step), norm, self.scale)
 
     @property
-    def fusable(self) -> FusableParts | None:
+    def fusable(self) -> FusableParts:
         """See `FusableLayer`."""
-        mlp: FusableMlp | FusableExperts | None = None
+        mlp: FusableMlp | FusableExperts
         if isinstance(self.mlp, Mlp):
             mlp = FusableMlp(self.mlp.gate_up, self.mlp.down)
-        elif isinstance(self.mlp, NormedExperts):
+        else:
             mlp = self.mlp.fusable
-        if mlp is None:
-            return None
         return FusableParts(
             self.qkv,
             self.attention,
@@ -134,12 +132,13 @@ class NormedExperts:
         return self.experts(self.norm(x), step, residual=residual)
 
     @property
-    def fusable(self) -> FusableExperts | None:
-        """The operations of a layer's experts; None with a shared expert that has a gate."""
-        moe = self.experts
-        if moe.shared_gate is not None:
-            return None
-        return FusableExperts(self.norm, moe.gate, moe.route, moe.experts)
+    def fusable(self) -> FusableExperts:
+        """The operations of a layer's experts."""
+        moe, shared = self.experts, None
+        if moe.shared is not None:
+            shared = FusableMlp(moe.shared.gate_up, moe.shared.down)
+        weight = moe.shared_weight
+        return FusableExperts(self.norm, moe.gate, moe.route, moe.experts, shared, weight)
 
 
 def bind_mlp(ops: Ops, config: ModelConfig, layer: int) -> Mlp | NormedExperts:

@@ -18,6 +18,9 @@ PICKLED_ONLY = (
     "has pickled weights only ({}); loading them can run foreign code, so they are not read: save the "
     "model as safetensors first"
 )
+GGUF_ONLY = (
+    "is in GGUF, which is not read directly; scripts/gguf_to_checkpoint.py widens it to a directory"
+)
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 
 
@@ -48,8 +51,11 @@ def find_checkpoint(
     except RuntimeError as error:
         raise CheckpointError(f"there is no directory {str(model)!r}: {error}") from error
     if path.is_dir() and model != "":
+        check_format(path)
         return path
     if path.is_file():
+        if path.suffix == ".gguf":
+            raise CheckpointError(f"{path} {GGUF_ONLY}")
         raise CheckpointError(
             f"{path} is a file; name the directory that holds config.json and the weights"
         )
@@ -58,6 +64,35 @@ def find_checkpoint(
     if looks_local or name.count("/") > 1 or not name:
         raise CheckpointError(f"there is no directory {name!r}; name a checkpoint directory")
     return _hub_snapshot(name, revision, offline=offline)
+
+
+def check_format(path: Path) -> None:
+    """Refuse a directory that holds a model in another form than a checkpoint.
+
+    Raises:
+        CheckpointError: it is a LoRA adapter, a GGUF file, or of Mistral's or diffusers' own format.
+    """
+    if (path / "adapter_config.json").is_file() and not has_weight_files(path):
+        raise CheckpointError(
+            f"{path} is an adapter (adapter_config.json) without the model that it changes; merge both "
+            "with peft's merge_and_unload, and save the result"
+        )
+    if (path / "config.json").is_file():
+        return
+    gguf = sorted(path.glob("*.gguf"))
+    if gguf:
+        raise CheckpointError(f"{gguf[0]} {GGUF_ONLY}")
+    for name, form in (("params.json", "Mistral's own"), ("model_index.json", "the diffusers")):
+        if (path / name).is_file():
+            raise CheckpointError(
+                f"{path} is in {form} format ({name}); a checkpoint of transformers is needed, with "
+                "config.json and model.safetensors"
+            )
+
+
+def has_weight_files(path: Path) -> bool:
+    """Whether a directory has a file of weights, or the index of one."""
+    return (path / "model.safetensors").is_file() or (path / INDEX).is_file()
 
 
 def _hub_snapshot(name: str, revision: str | None, *, offline: bool) -> Path:

@@ -12,6 +12,7 @@ few tokens and compares masks, shapes and results, whole and with a cached prefi
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -34,6 +35,7 @@ from ramify.models.ops.protocol import ForwardStep, Linear, Ops
 from ramify.models.ops.registry import OpsFactory
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 NAME = "ramify_paged"
 # What the modules of transformers raise where they cannot do what is asked.
 FORWARD_ERRORS = (RuntimeError, IndexError, TypeError, ValueError, AttributeError)
@@ -68,7 +70,9 @@ class HfDecoder:
         """Hidden rows [T, hidden_size] behind the final norm, which `logits` does not apply again."""
 
         def attend(call: AttentionCall) -> Tensor:
-            return step.attention(call.layer, call.scaled_query(self._scale), call.key, call.value)
+            sinks = None if call.sinks is None else call.sinks.float().contiguous()
+            query = call.scaled_query(self._scale)
+            return step.attention(call.layer, query, call.key, call.value, sinks=sinks)
 
         with _set(_ATTEND, attend):
             return run_decoder(self._decoder, token_ids, step.positions)
@@ -118,8 +122,13 @@ def load_hf_decoder(
             "of the same model?"
         )
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
         )
     # Modules that contradict their configuration raise exceptions of every kind.
     except Exception as error:
@@ -128,6 +137,7 @@ def load_hf_decoder(
         raise CheckpointError(
             f"{path} cannot be loaded by transformers: {first_line(error)}"
         ) from error
+    _check_missing(path, config, model, set(loaded["missing_keys"]))
     model.eval().requires_grad_(False)
     refuse = f"{path}: {config.architecture} "
     with torch.inference_mode():
@@ -182,6 +192,29 @@ def load_hf_decoder(
             "answer would depend on the cache; exact=False (--no-exact) allows that"
         )
     return HfDecoder(config, model, ops, row_multiple)
+
+
+def _check_missing(path: Path, config: ModelConfig, model: Any, missing: set[str]) -> None:
+    """Raise CheckpointError for tensors that are not in the files: transformers made random ones.
+
+    A base model, as for embeddings, may lack the LM head: a warning says so.
+    """
+    head = model.get_output_embeddings()
+    names = [name for name, module in model.named_modules() if module is head]
+    of_head = {name for name in missing if name.rpartition(".")[0] in names}
+    is_base = config.architecture.endswith("Model") and "LMHead" not in config.architecture
+    others = sorted(missing - of_head if is_base else missing)
+    if others:
+        raise CheckpointError(
+            f"{path} lacks {len(others)} tensors of {type(model).__name__}, the first is {others[0]}; is "
+            f"it a checkpoint of a language model? config.json says {config.architecture}"
+        )
+    if of_head:
+        _log.warning(
+            "%s has no LM head (%s): its embeddings are right, tokens that it generates are random",
+            path,
+            config.architecture,
+        )
 
 
 def _decoder_of(model: Any) -> nn.Module:

@@ -110,7 +110,9 @@ class ProbeAttention:
         scores = (keys * query[:, None]).sum(-1) * scale
         if call.soft_cap is not None:
             scores = call.soft_cap * torch.tanh(scores / call.soft_cap)
-        weights = scores.softmax(-1)
+        if call.sinks is not None:
+            scores = torch.cat((scores, call.sinks.float()[:, None]), -1)
+        weights = scores.softmax(-1)[:, : keys.shape[1]]
         out: Tensor = (weights[..., None] * values).sum(1)
         return out.to(call.query.dtype)
 
@@ -201,8 +203,8 @@ def _check_call(call: AttentionCall, probe: ProbeAttention, config: ModelConfig)
             f"has {shape[0]} heads and {shape[1]} K/V heads of {shape[2]} elements in layer "
             f"{layer}; its configuration says {expected[0]}, {expected[1]} and {expected[2]}"
         )
-    if call.sinks is not None:
-        return "has attention sinks, which the adapter does not hand to attention"
+    if (call.sinks is not None) != config.variant.attention_sinks:
+        return "has attention sinks in some layers only, or under another name than self_attn.sinks"
     # A mask that the layer gets counts instead, as in transformers.
     if call.mask is None and not call.is_causal:
         return "attends to later tokens too (bidirectional); only causal decoders run"
@@ -243,6 +245,8 @@ def check_results(
         own_at_positions: gives rows with its own attention at positions 0, 1, 2, ...
     """
     tolerance = 2e-3 if dtype == torch.float32 else 0.1
+    if not bool(hidden.isfinite().all()):
+        return "computes numbers that are not finite; its weights or its settings are damaged"
     if expected is not None and not _is_near(hidden, expected, tolerance):
         if _is_near(hidden, own_at_positions(), tolerance):
             return "numbers the positions of a prompt otherwise than 0, 1, 2, ..."

@@ -9,8 +9,9 @@ from traceback import walk_tb
 from typing import Any
 
 from ramify.errors import CheckpointError, UnsupportedModelError
+from ramify.models.checkpoint_tensors import tensor_names
 from ramify.models.config import DTYPES, ModelConfig, token_ids
-from ramify.models.config_fields import MAX_LAYERS, ConfigFields
+from ramify.models.config_fields import MAX_LAYERS, MAX_POSITIONS, ConfigFields, shown
 from ramify.models.dense_variant import DenseVariant
 from ramify.models.families import FAMILIES
 from ramify.models.rope_config import NO_ROPE
@@ -23,6 +24,8 @@ CONTEXT_FIELDS = (
     "max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx",
     "max_target_positions",
 )  # fmt: skip
+MAX_REASON_CHARS = 400  # of an error of transformers, which may quote a whole value
+SINKS = ".self_attn.sinks"  # how names of tensors of attention sinks end
 LAYER_FIELDS = "num_hidden_layers", "n_layer", "n_layers", "num_layers"
 RECURRENT = "keeps a recurrent state, which a cache of prefixes cannot share"
 NO_ATTENTION_INTERFACE = "attends by itself, not through transformers' attention interface, so that its K/V cannot be paged"
@@ -64,23 +67,11 @@ def read_hf_config(path: Path, fields: Mapping[str, Any]) -> ModelConfig:
             f"{source}: {name} is none of the families that Ramify has itself "
             f"({', '.join(FAMILIES)}); to run it through transformers: pip install 'ramify[hf]'"
         )
-    from transformers import AutoConfig, __version__
+    from transformers import __version__
 
-    _check_num_layers(fields, source)
-    try:
-        whole = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    # Its validators raise exceptions of every kind.
-    except Exception as error:
-        if not is_foreign(error):
-            raise
-        hint = (
-            "the checkpoint has code of its own (auto_map), which Ramify does not run"
-            if fields.get("auto_map")
-            else "a newer version may know it: pip install -U transformers"
-        )
-        raise UnsupportedModelError(
-            f"{source}: transformers {__version__} cannot read {name} ({first_line(error)}); {hint}"
-        ) from error
+    _check_sizes(fields, source)
+    _refuse_quantized(fields, source)
+    whole = _parsed(path, name, fields)
     if getattr(whole, "is_encoder_decoder", False):
         raise UnsupportedModelError(
             f"{source}: {name} is an encoder-decoder; only causal decoders run"
@@ -105,17 +96,52 @@ def read_hf_config(path: Path, fields: Mapping[str, Any]) -> ModelConfig:
         raise UnsupportedModelError(f"{source}: {name} {RECURRENT}")
     if max_model_len is None and not has_attention_interface(model_class):
         raise UnsupportedModelError(f"{source}: {name} {NO_ATTENTION_INTERFACE}")
-    return _model_config(name, config, fields, source, max_model_len)
+    return _model_config(path, name, config, fields, max_model_len)
 
 
-def _check_num_layers(fields: Mapping[str, Any], source: str) -> None:
-    """Raise CheckpointError if there are so many layers that transformers would not get through them."""
+def _parsed(path: Path, name: str, fields: Mapping[str, Any]) -> Any:
+    """The configuration as transformers reads it. UnsupportedModelError if it cannot."""
+    from transformers import AutoConfig, __version__
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    source = path / "config.json"
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    # Its validators raise exceptions of every kind.
+    except Exception as error:
+        if not is_foreign(error):
+            raise
+        hint = "a newer version may know it: pip install -U transformers"
+        if fields.get("auto_map"):
+            hint = "the checkpoint has code of its own (auto_map), which Ramify does not run"
+        elif str(fields.get("model_type")) in CONFIG_MAPPING_NAMES:
+            hint = "mend that field, or download config.json again"
+        raise UnsupportedModelError(
+            f"{source}: transformers {__version__} cannot read {name} ({first_line(error)}); {hint}"
+        ) from error
+
+
+def _check_sizes(fields: Mapping[str, Any], source: str) -> None:
+    """Raise CheckpointError if transformers would not get through the layers, or the positions."""
     inner = fields.get("text_config")
+    limits = dict.fromkeys(LAYER_FIELDS, MAX_LAYERS) | dict.fromkeys(CONTEXT_FIELDS, MAX_POSITIONS)
     for config in (fields, inner if isinstance(inner, Mapping) else {}):
-        for name in LAYER_FIELDS:
+        for name, limit in limits.items():
             value = config.get(name)
-            if isinstance(value, int) and value > MAX_LAYERS:
-                ConfigFields(config, source).count(name, limit=MAX_LAYERS)
+            if isinstance(value, int) and value > limit:
+                ConfigFields(config, source).count(name, limit=limit)
+
+
+def _refuse_quantized(fields: Mapping[str, Any], source: str) -> None:
+    """Raise UnsupportedModelError if there is a `quantization_config`."""
+    settings = fields.get("quantization_config")
+    if settings is not None and settings != {}:
+        method = settings.get("quant_method") if isinstance(settings, Mapping) else settings
+        raise UnsupportedModelError(
+            f"{source}: the checkpoint is quantised (quantization_config, quant_method "
+            f"{shown(method)}); only float32, bfloat16 and float16 weights run through transformers, so "
+            "use the original checkpoint"
+        )
 
 
 def _causal_class(config: Any) -> Any:
@@ -159,7 +185,8 @@ def first_line(error: Exception) -> str:
     """The first line of an error's text, with the next one if it ends in a colon."""
     lines = [line.strip() for line in str(error).strip().splitlines()]
     count = 2 if lines and lines[0].endswith(":") else 1
-    return " ".join(lines[:count]) or type(error).__name__
+    text = " ".join(lines[:count]) or type(error).__name__
+    return text if len(text) <= MAX_REASON_CHARS else f"{text[:MAX_REASON_CHARS]}..."
 
 
 def _reason_to_refuse(config: Any) -> str | None:
@@ -194,8 +221,10 @@ def _reason_to_refuse(config: Any) -> str | None:
 
 
 def _model_config(
-    name: str, config: Any, fields: Mapping[str, Any], source: str, max_model_len: int | None
+    path: Path, name: str, config: Any, fields: Mapping[str, Any], max_model_len: int | None
 ) -> ModelConfig:
+    source = str(path / "config.json")
+
     def size(*names: str, default: int | None = None) -> int:
         for field in names:
             value = getattr(config, field, None)
@@ -212,6 +241,7 @@ def _model_config(
     kinds = getattr(config, "layer_types", None) or []
     full = frozenset(layer for layer, kind in enumerate(kinds) if kind != "sliding_attention")
     cap = getattr(config, "attn_logit_softcapping", None)
+    has_sinks = any(tensor.endswith(SINKS) for tensor in tensor_names(path))
     dtype = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
     return ModelConfig(
         architecture=name,
@@ -225,7 +255,9 @@ def _model_config(
         max_model_len=size(CONTEXT_FIELDS[0], default=max_model_len),
         rms_norm_eps=1e-6,
         rope=NO_ROPE,
-        variant=DenseVariant(attention_soft_cap=None if cap is None else float(cap)),
+        variant=DenseVariant(
+            attention_soft_cap=None if cap is None else float(cap), attention_sinks=has_sinks
+        ),
         sliding_window=window if isinstance(window, int) and window > 0 else None,
         full_attention_layers=full,
         eos_token_ids=token_ids(

@@ -26,9 +26,11 @@ class MoeMlp:
         self.route = ops.router(config, bias)
         shared = f"{prefix}{config.shared}." if config.shared_intermediate_size else None
         names = config.expert_names
-        self.shared_gate = self.shared = None
+        self.shared_weight = self.shared = None
         if config.has_shared_gate and shared is not None:
-            self.shared_gate = ops.linear(f"{prefix}shared_expert_gate", dtype=torch.float32)
+            self.shared_weight = ops.linear(
+                f"{prefix}shared_expert_gate", activation="sigmoid", dtype=torch.float32
+            )
             self.shared, shared = Mlp(ops, shared), None
         self.experts = ops.experts(
             f"{prefix}experts.",
@@ -45,7 +47,6 @@ class MoeMlp:
         """[T, hidden_size] -> the same; see `Linear` for the residual."""
         wide = x.float()
         out = self.experts(x, self.route(self.gate(wide, step)))
-        if self.shared is not None and self.shared_gate is not None:
-            gate = 1 / (1 + torch.exp(-self.shared_gate(wide, step)))
-            out += (gate * self.shared(x, step)).to(x.dtype)
+        if self.shared is not None and self.shared_weight is not None:
+            out += (self.shared_weight(wide, step) * self.shared(x, step)).to(x.dtype)
         return out if residual is None else residual.add_(out)

@@ -1,11 +1,15 @@
 """Placeholders in the prompt for content that a text model cannot read: images, audio, files.
 
-All APIs write the same placeholder, so that a conversation with an image in its history goes on.
+All APIs write the same placeholder, so that a conversation with an image in its history goes on. Models
+that read images, of which only the text decoder is loaded, refuse them instead: clients expect an answer
+about the image.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+
+from ramify.server.errors import ApiError
 
 # `type` of a content block in any of the APIs → the noun in its placeholder.
 PLACEHOLDER_NOUNS = {
@@ -23,6 +27,7 @@ PLACEHOLDER_NOUNS = {
     "container_upload": "file",
     "document": "document",
 }
+MEDIA_NOUNS = ("image", "audio", "video")
 
 
 def content_placeholder(block_type: str) -> str | None:
@@ -31,16 +36,29 @@ def content_placeholder(block_type: str) -> str | None:
     return None if noun is None else f"[{noun}: not served by this model]"
 
 
-def placeholder_warnings(blocks: Iterable[tuple[str, str]]) -> list[str]:
+def placeholder_warnings(
+    blocks: Iterable[tuple[str, str]], *, wrapper: str | None = None
+) -> list[str]:
     """Warnings for the client: one for each kind of content that became a placeholder.
 
     Args:
         blocks: path and `type` of blocks; types without a placeholder are skipped.
+        wrapper: architecture of a model that reads images or audio, of which only the text decoder is
+            loaded; None: a text model.
+
+    Raises:
+        ApiError: 400, there is content that the whole of `wrapper` might read.
     """
     first_paths: dict[str, str] = {}
     counts: dict[str, int] = {}
     for path, block_type in blocks:
         noun = PLACEHOLDER_NOUNS.get(block_type)
+        if noun in MEDIA_NOUNS and wrapper is not None:
+            raise ApiError(
+                400,
+                f"{noun} content is not served: of {wrapper} only the text decoder is loaded; send text",
+                param=path,
+            )
         if noun is not None:
             first_paths.setdefault(noun, path)
             counts[noun] = counts.get(noun, 0) + 1

@@ -133,6 +133,7 @@ async def _serve(options: ServeOptions, llm: AsyncLLM, keys: ApiKeys | None) -> 
         reasoning_parser=options.reasoning_parser,
         pooling=llm.engine.pooling,
         embedding_size=llm.engine.model_config.hidden_size,
+        wrapper=llm.engine.model_config.wrapper,
     )
     service.listeners.append(log_request)
     if options.record is not None:

@@ -54,6 +54,8 @@ class Service:
         tool_call_parser, reasoning_parser: names of output formats; by default the template's.
         pooling: of embeddings; None: the last token's unit vector.
         embedding_size: elements of an embedding; None: not known, no request may cut them.
+        wrapper: architecture of a model that reads images or audio, of which only the text decoder is
+            loaded; None: a text model.
     """
 
     def __init__(
@@ -67,11 +69,13 @@ class Service:
         reasoning_parser: str | None = None,
         pooling: PoolingConfig | None = None,
         embedding_size: int | None = None,
+        wrapper: str | None = None,
     ) -> None:
         self.engine, self.tokenizer = engine, tokenizer
         self.model = model
         self.pooling = PoolingConfig() if pooling is None else pooling
         self.embedding_size = embedding_size
+        self.wrapper = wrapper  # architecture of the whole, if only its text decoder is loaded
         self.names = tuple(dict.fromkeys((model, *(n for n in aliases if n != ANY_NAME))))
         self.serves_any_name = ANY_NAME in aliases
         self.max_model_len = engine.config.max_model_len

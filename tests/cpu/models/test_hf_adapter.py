@@ -55,6 +55,11 @@ SERVED: dict[str, dict[str, Any]] = {
     "ModernBertDecoderForCausalLM": {"cls_token_id": 1, "sep_token_id": 2},
     "NanoChatForCausalLM": GQA,
     "VaultGemmaForCausalLM": GQA | {"head_dim": 16},
+    "GraniteSWAForCausalLM": GQA
+    | {
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
 }
 EXPERTS = {
     "num_experts": 4,
@@ -76,6 +81,7 @@ SERVED_INEXACT: dict[str, dict[str, Any]] = {
     "HunYuanMoEV1ForCausalLM": GQA | EXPERTS | {"head_dim": 16},
     "MiniMaxM2ForCausalLM": GQA | EXPERTS | {"head_dim": 16},
     "PhimoeForCausalLM": GQA | EXPERTS,
+    "GraniteMoeSWAForCausalLM": GQA | EXPERTS | {"sliding_window": 24},
 }
 BART = {
     "d_model": 64,
@@ -125,6 +131,9 @@ def write_checkpoint(name: str, path: Path, **changes: Any) -> Any:
     config = getattr(transformers, f"{kind}Config")(**SIZES | changes)
     torch.manual_seed(len(name))
     model = getattr(transformers, name)(config).eval()
+    for tensor, weight in model.named_parameters():
+        if tensor.endswith("sinks"):
+            torch.nn.init.normal_(weight, 1.0, 2.0)
     model.save_pretrained(path)
     return model
 
@@ -274,6 +283,10 @@ def test_a_checkpoint_without_weights_is_a_model_error(tmp_path: Path) -> None:
         {"dtype": "x"},
         {"dtype": 1e308},
         {"hidden_size": -1},
+        {"max_position_embeddings": 10**9},
+        {"vocab_size": 10**12},
+        {"quantization_config": {"quant_method": "fp8"}},
+        {"quantization_config": "awq"},
     ],
 )
 def test_damaged_settings_are_one_line(changes: dict[str, Any], tmp_path: Path) -> None:
@@ -286,3 +299,69 @@ def test_damaged_settings_are_one_line(changes: dict[str, Any], tmp_path: Path) 
         load_decoder(tmp_path, dtype="float32")
 
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_norm_eps": float("nan")}, "not finite.*settings are damaged"),
+        ({"hidden_act": 5}, "hidden_act.*mend that field, or download config.json again"),
+    ],
+)
+def test_the_way_out_of_damaged_settings_is_not_another_version(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """transformers knows the architecture, so a newer one would not help."""
+    write_checkpoint("GPTNeoXForCausalLM", tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    with pytest.raises(UnsupportedModelError, match=message):
+        load_decoder(tmp_path, dtype="float32")
+
+
+def test_a_model_with_another_head_is_refused(tmp_path: Path) -> None:
+    """transformers would make a random LM head for it, and answer nonsense."""
+    write_checkpoint("PhiForCausalLM", tmp_path)
+    config = transformers.PhiConfig(**SIZES)
+    transformers.PhiForSequenceClassification(config).save_pretrained(tmp_path)
+
+    with pytest.raises(CheckpointError, match=r"lacks 2 tensors .* lm_head.*PhiForSequenceClass"):
+        load_decoder(tmp_path, dtype="float32")
+
+
+def test_a_base_model_without_a_head_makes_vectors(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Embedding checkpoints are saved so; a warning says that there is no LM head."""
+    transformers.GPTNeoXModel(transformers.GPTNeoXConfig(**SIZES)).save_pretrained(tmp_path)
+
+    load_decoder(tmp_path, dtype="float32")
+
+    assert "has no LM head (GPTNeoXModel)" in caplog.text
+
+
+FUZZED = ("GPTNeoXForCausalLM", "NemotronForCausalLM", "Ministral3ForCausalLM")
+BAD_VALUES: tuple[Any, ...] = (
+    "3", "x", "true", None, -1, 0, 1.5, 10**9, 10**400, float("nan"), [1], [], {}, True,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [FUZZED[0], *(pytest.param(name, marks=pytest.mark.slow) for name in FUZZED[1:])]
+)
+def test_bad_values_are_one_error_or_the_same_model(name: str, tmp_path: Path) -> None:
+    """Every field in turn: read, or a ModelError of one line, whatever transformers raises of it."""
+    write_checkpoint(name, tmp_path, **SERVED[name])
+    file = tmp_path / "config.json"
+    written = json.loads(file.read_text())
+    for field in written:
+        for value in BAD_VALUES:
+            file.write_text(json.dumps(written | {field: value}))
+            message = ""
+            try:
+                read_config(tmp_path)
+            except ModelError as error:
+                message = str(error)
+            assert "\n" not in message, (field, value)
+            assert len(message) < 1500, (field, value)

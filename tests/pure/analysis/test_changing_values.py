@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hashlib import md5
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,11 @@ POLITELY = "Answer briefly and politely. "
         ("２０２６年３月４日", "２０２６年３月５日"),
         ("令和八年三月四日", "令和八年三月五日"),
         ("今天是星期三", "今天是星期四"),
+        ("오늘은 2026년 3월 4일 수요일입니다.", "오늘은 2026년 3월 5일 목요일입니다."),
+        ("วันที่ 4 มี.ค. 2569 เวลา 9:05", "วันที่ 4 มี.ค. 2569 เวลา 9:17"),
+        ("Tid: 4. mars 2026 kl. 09.05", "Tid: 4. mars 2026 kl. 09.17"),
+        ("Shift change in 12 minutes", "Shift change in 3 minutes"),
+        ("Calendar G-W49-6 T0319", "Calendar G-W49-6 T0321"),
         ("среда, 4 марта", "четверг, 5 марта"),
         ("Δευτέρα 4 Μαρτίου 2026", "Τρίτη 5 Μαρτίου 2026"),
         ("الأربعاء ٤ مارس", "الخميس ٥ مارس"),
@@ -59,6 +65,7 @@ def test_two_requests_prove_a_clock_in_words_or_other_digits(
         ("Read chapters five to ten of it.", "Read chapters six to nine of it."),
         ("The order was placed on 2026-01-02.", "The order was placed on 2026-01-05."),
         ("Born 1971-02-03, patient Anna", "Born 1983-11-04, patient Boris"),
+        ("Version 2.3.1 of the manual applies.", "Version 2.4.0 of the manual applies."),
     ],
 )
 def test_numbers_names_and_dates_of_events_are_no_clock(tmp_path: Path, had: str, got: str) -> None:
@@ -69,6 +76,23 @@ def test_numbers_names_and_dates_of_events_are_no_clock(tmp_path: Path, had: str
     verdict = system_verdicts(tmp_path, f"{RULES}\n{had}\n{MORE}", f"{RULES}\n{got}\n{MORE}")[1]
 
     assert causes(verdict) == ["new_content"]
+
+
+@pytest.mark.parametrize(
+    ("had", "got"),
+    [
+        ("boot 9f3a", "boot 77c1"),
+        ("cache-bust: 0.8231740091", "cache-bust: 0.1172883412"),
+        ("corr=4f:9a:22:b1:07:ce", "corr=1b:00:de:9c:41:77"),
+        ("agent instance: calm-otter-42", "agent instance: brave-lynx-17"),
+        ("request cjld2cjxh0000qzrmn831i7rn", "request ckx9a8b3c0001z2xw7v5u6t4s"),
+    ],
+)
+def test_ids_of_other_shapes_are_ids(tmp_path: Path, had: str, got: str) -> None:
+    """Short hexadecimal numbers, random numbers, pairs of digits, words with a number."""
+    verdict = system_verdicts(tmp_path, f"{RULES}\n{had}\n{MORE}", f"{RULES}\n{got}\n{MORE}")[1]
+
+    assert causes(verdict) == ["random_id"]
 
 
 def test_an_id_in_other_digits_is_an_id(tmp_path: Path) -> None:
@@ -118,3 +142,44 @@ def test_values_in_one_sentence_are_told_apart(tmp_path: Path) -> None:
     assert [cause["had"] for cause in verdict["causes"]] == [
         "10:01", "9f86d081884c", "/tmp/9f86d081884c/work.",
     ]  # fmt: skip
+
+
+NEIGHBOURS = [
+    ("Current time: {clock}\n\nnonce: {id}", "clock random_id"),
+    ("now={clock} session={id}", "clock random_id"),
+    ("session={id} now=2026-11-28 {clock}", "random_id clock"),
+    ("{id} 2026-11-28T{clock}Z", "random_id clock"),
+    ("[{id}] {clock}", "random_id clock"),
+    ("<time>{clock}</time><id>{id}</id>", "clock random_id"),
+    ("Trace {id}, 28.11.2026 {clock}", "random_id clock"),
+    ("Date: Sat, 28 Nov 2026 {clock} GMT\ncwd: /tmp/run-{id}/x", "clock path_or_state"),
+]
+
+
+@pytest.mark.parametrize("number", [2, 8])
+@pytest.mark.parametrize(("line", "expected"), NEIGHBOURS)
+def test_values_side_by_side_are_two_causes(
+    tmp_path: Path, line: str, expected: str, number: int
+) -> None:
+    """A clock and an id with a few equal characters between them: each has its name and its quote."""
+    ids = [f"req_{md5(bytes([at])).hexdigest()[:20]}" for at in range(number)]
+    texts = [line.format(clock=f"1{at}:2{at}:4{9 - at}", id=ids[at]) for at in range(number)]
+
+    made = system_verdicts(tmp_path, *(f"{RULES}\n\n{text}\n\n{MORE}" for text in texts))[1:]
+
+    assert {" ".join(causes(verdict)) for verdict in made} == {expected}
+    quoted = [item["got"] for item in made[-1]["causes"]]
+    assert any(ids[-1][4:] in text for text in quoted)
+    assert not any(ids[-1][4:] in text and f"2{number - 1}:4" in text for text in quoted)
+
+
+def test_a_serial_id_beside_a_clock_is_an_id(tmp_path: Path) -> None:
+    """It grows with the requests as the clock does; the word before it says what it is."""
+    ids = [1178899001122334455 + 7_000_000_000 * at * at for at in range(1, 9)]
+
+    made = system_verdicts(
+        tmp_path,
+        *(f"{RULES}\nnow=10:0{at}:1{at} request={item}\n{MORE}" for at, item in enumerate(ids)),
+    )[1:]
+
+    assert {" ".join(causes(verdict)) for verdict in made} == {"clock random_id"}

@@ -162,10 +162,15 @@ def test_pictures_are_blamed_within_a_conversation_only(tmp_path: Path) -> None:
     """Another picture is a new question; the same turn with other bytes is waste."""
     first = chat(SYSTEM, _picture("iVBORw0KAAAA"))
 
-    within = verdicts(tmp_path, first, chat(SYSTEM, _picture("iVBORw0KBBBB"), *LATER))[1]
+    turns = verdicts(tmp_path, first, chat(SYSTEM, _picture("iVBORw0KBBBB"), *LATER))
+    within = turns[1]
     between = verdicts(tmp_path, first, chat(SYSTEM, _picture("iVBORw0KBBBB")))[1]
 
     assert only(within) == [("media_changed", "proved", "messages[1].content[1]")]
+    # The picture itself is lost: with the same bytes, all of the first prompt is shared.
+    first_turn, tokens = turns[0]["tokens"]["total"], within["tokens"]
+    assert tokens["lost"] == pytest.approx(first_turn - tokens["reusable"], abs=4)
+    assert tokens["lost"] > 20
     assert causes(between) == ["new_content"]
 
 

@@ -21,6 +21,7 @@ _SHAPES = re.compile(
     | \b\d{4}-?W\d{2}(?:-?\d)?\b         # 2026-W10-3
     | \b(?:19|20)\d{2}-\d{3}T\d         # day of the year
     | \b1\.[4-9]\d{6,}e\+?0?9\b | \b63\d{16}\b   # seconds with an exponent, ticks of .NET
+    | \d{1,4}\s?[년월일시분](?!\d) | [월화수목금토일]요일
     | 星期[一二三四五六日天] | [周週][一二三四五六日] | [月火水木金土日]曜
     | \b(?:\d+|an?|one|two|few)\s+(?:second|minute|hour|day|week|month|year)s?\s+ago\b
     | \bjust\s+now\b | \byesterday\b

@@ -131,6 +131,8 @@ class ClockValue:
             return follows_times(slot.values, slot.times)
         if all(map(looks_like_clock, values)):
             return not _may_be_name(slot)  # April, May and June are names too
+        if _ID_NAME.search(slot.line_before):
+            return False  # a serial id grows with time too
         if follows_times(slot.values, slot.times) or _AGO.match(slot.after):
             return True
         if all(is_spelt_out(value, slot.line) for value in values):
@@ -144,6 +146,7 @@ class ClockValue:
             return True
         if has_digits and (_CALENDAR.search(slot.line) or names_date(slot.line)):
             is_time = not _is_random(values[0]) or _never_falls(values)
+            is_time |= all(map(_BASIC_TIME.fullmatch, values))
             return is_time and not _STATE_WORDS.search(slot.line_before)
         if grows_unevenly(slot.values) and not _names_other(slot):
             return True
@@ -156,6 +159,7 @@ class ClockValue:
 _UNITS = re.compile(
     r"(?i) ?(?:hours?|minutes?|seconds?|heures?|horas?|minutos?|stunden|minuten|uhr|o'clock)\b"
 )
+_BASIC_TIME = re.compile(r"T(?:[01]\d|2[0-3])[0-5]\d(?:[0-5]\d)?Z?")  # ISO 8601 without colons
 _SPOKEN_TIME = re.compile(
     r"(?i)\b(?:half|quarter|five|ten|twenty|twenty-five|\d{1,2}(?= past))(?: minutes)? (?:past|to) "
     r"(?:one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|noon|midnight|\d{1,2})"
@@ -188,10 +192,14 @@ _ID_WORDS = re.compile(
     r"seed|token|key|hash|build|ticket|conversation|thread|instance|pod|host|worker|job|fingerprint|etag|"
     r"tag|serial|no|nr|number|code|handle|sid|rid|cid)(?:\b|_)(?:(?![.!?]\s)[^\n]){0,24}$|#$"
 )
+_ID_NAME = re.compile(
+    r"(?i)(?:\b|_|-)(?:id|uuid|guid|session|request|trace|span|nonce|correlation|conversation|thread)"
+    r"[^\w\n]{0,4}$"
+)
 _CONTENT_WORDS = re.compile(
     r"(?i)\b(?:user|users|name|customer|client|account|order|orders|invoice|product|sku|city|country|"
     r"question|query|input|document|doc|title|subject|email|mail|phone|address|text|answer|example|"
-    r"page|article|price|amount|total|age|employee|patient|company|member|contract|case)\b[^.\n]{0,24}$"
+    r"page|article|price|amount|total|age|employee|patient|company|member|contract|case|version|edition)\b[^.\n]{0,24}$"
 )
 
 
@@ -267,7 +275,10 @@ def _never_falls(values: Sequence[str]) -> bool:
     return len(rows) > 2 and is_grid and all(a <= b for a, b in pairwise(rows))
 
 
-_DECIMAL = re.compile(r"\D?\d+\.\d+")
+_RANDOM_PART = re.compile(r"(?<![0-9a-f])(?=[0-9]*[a-f])(?=[a-f]*[0-9])[0-9a-f]{8,}")
+MIN_RANDOM_DIGITS = 9  # behind the point of a random number; a time has fewer
+_DECIMAL = re.compile(r"\D?\d+\.(\d+)")
+_MIXED = re.compile(r"\b(?=\w{4})\d+[A-Za-z]+\d")
 _HEX = re.compile(r"(?:[0-9a-f]{2,}-)*[0-9a-f]{6,}", re.IGNORECASE)
 
 
@@ -277,9 +288,9 @@ def _is_random(value: str) -> bool:
     has_digit = any(map(str.isdigit, value))
     has_letter = any(any(map(str.isalpha, w)) and any(map(str.isdigit, w)) for w in value.split())
     bare = value.strip(".,:;")
-    if _DECIMAL.fullmatch(bare):
-        return False
-    if has_digit and (_HEX.search(bare) or (has_letter and len(bare) >= 5)):
+    if decimal := _DECIMAL.fullmatch(bare):
+        return len(decimal[1]) >= MIN_RANDOM_DIGITS
+    if has_digit and (_HEX.search(bare) or _MIXED.search(bare) or (has_letter and len(bare) >= 5)):
         return True
     return bare.isdigit() and len(bare) >= 4
 
@@ -346,6 +357,8 @@ def _is_volatile(slot: SlotEvidence, cause: CauseName) -> bool:
         return False
     if cause is CauseName.RANDOM_ID and all(len(v) >= 12 and _is_random(v) for v in slot.filled):
         return True
+    if cause is CauseName.PATH_OR_STATE and all(map(_RANDOM_PART.search, slot.filled)):
+        return True  # a folder of a run or a job, however seldom another
     repeats = sum(a == b for a, b in pairwise(slot.values))
     return slot.distinct_share > 0.5 or repeats * 2 < len(slot.values)
 

@@ -29,12 +29,14 @@ OP_NORM_KIND = 17  # of every op with a norm: storage kind of its weights
 OP_ROWS, OP_NUM_TASKS, OP_OUT_OF_RANGE, OP_QK_NORM = 1, 11, 12, 13
 # of a norm of rows, see `norm_rope.norm_rows`, and of the ops of `moe`
 OP_WIDE, OP_ROUTING = 5, 6
+# of the combine op: rows of a shared expert and their float32 weights
+OP_SHARED, OP_SHARED_WEIGHTS = 12, 13
 
 # QK norm: over each head, over all heads of q (or of k) together, over each head after rope.
 QK_NORM_HEAD, QK_NORM_WIDTH, QK_NORM_AFTER_ROPE = range(3)
 
 # Epilogues of a GEMM. From SILU_MUL on they combine pairs of panels.
-STORE, ADD_RESIDUAL, GELU_TANH, SILU_MUL, GELU_TANH_MUL, CLAMPED_SWIGLU_MUL = range(6)
+STORE, ADD_RESIDUAL, GELU_TANH, SIGMOID, SILU_MUL, GELU_TANH_MUL, CLAMPED_SWIGLU_MUL = range(7)
 # of CLAMPED_SWIGLU_MUL: gate * sigmoid(alpha * gate) * (up + 1), both clamped to the limit
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 

@@ -19,6 +19,7 @@ from ramify.kernels.cpu.abi import (
     GELU_TANH,
     GELU_TANH_MUL,
     ITEM_BYTES,
+    SIGMOID,
     SILU_MUL,
     STORE,
     SWIGLU_ALPHA,
@@ -257,6 +258,9 @@ def _emit_epilogue(builder: Any, kind: int, mode: int, args: list[Any]) -> None:
             result = builder.fadd(before, round_to(builder, scaled, kind))
         elif mode == GELU_TANH:
             result = gelu_tanh(builder, round_to(builder, x, kind), kind)
+        elif mode == SIGMOID:
+            rounded = round_to(builder, x, kind)
+            result = _times_sigmoid(builder, constant(1.0, LANES), rounded, kind)
         elif mode == CLAMPED_SWIGLU_MUL:
             result = clamped_swiglu(
                 builder, round_to(builder, x, kind), round_to(builder, up, kind)
@@ -274,7 +278,7 @@ def run_epilogue(_: Any, kind: Any, mode: Any, scale: Any, sums: Any, ups: Any, 
 
     - STORE: into = sums.
     - ADD_RESIDUAL: into += scale * sums; sums, product and result are rounded.
-    - GELU_TANH: into = gelu(sums); both are rounded.
+    - GELU_TANH, SIGMOID: into = gelu(sums), or sigmoid; both are rounded.
     - SILU_MUL, GELU_TANH_MUL: into = silu(sums) * ups, or gelu; sums, ups, activation and product are
       rounded.
     - CLAMPED_SWIGLU_MUL: see `clamped_swiglu`; sums, ups and result are rounded.
@@ -288,7 +292,8 @@ def run_epilogue(_: Any, kind: Any, mode: Any, scale: Any, sums: Any, ups: Any, 
                 _emit_epilogue(builder, stored, case, operands)
 
             gated = SILU_MUL, GELU_TANH_MUL, CLAMPED_SWIGLU_MUL
-            _emit_cases(builder, mode, (STORE, ADD_RESIDUAL, GELU_TANH, *gated), emit_mode)
+            plain = STORE, ADD_RESIDUAL, GELU_TANH, SIGMOID
+            _emit_cases(builder, mode, (*plain, *gated), emit_mode)
 
         _emit_cases(builder, kind, (F32, BF16), emit_kind)
         return context.get_dummy_value()
@@ -321,10 +326,10 @@ def clamped_swiglu(builder: Any, gate: Any, up: Any) -> Any:
 
 
 def _times_sigmoid(builder: Any, x: Any, gate: Any, kind: int) -> Any:
-    """x / (1 + exp(-gate)), rounded to `kind`; `gate` has the sign of x. Takes exp of -|gate| only."""
+    """x / (1 + exp(-gate)), rounded to `kind`. Takes exp of -|gate| only."""
     exp = exp_f32 if kind == F32 else exp_bf16
     zero, ones = constant(0.0, LANES), constant(1.0, LANES)
     e = exp(builder, builder.fsub(zero, llvm_intrinsic(builder, "fabs", gate)))
-    negative = builder.fcmp_ordered("<", x, zero)
+    negative = builder.fcmp_ordered("<", gate, zero)
     numerator = builder.select(negative, builder.fmul(x, e), x)
     return round_to(builder, builder.fdiv(numerator, builder.fadd(ones, e)), kind)

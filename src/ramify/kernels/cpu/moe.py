@@ -30,6 +30,8 @@ from ramify.kernels.cpu.abi import (
     OP_ROUTE,
     OP_ROUTING,
     OP_ROWS,
+    OP_SHARED,
+    OP_SHARED_WEIGHTS,
     OP_X,
     OP_X_STRIDE,
 )
@@ -158,7 +160,9 @@ def _combine_row(op: Any, token: int, total: int) -> None:
     Args:
         op: [OP_FIELDS] int64: kind of results and sum; STORE or ADD_RESIDUAL; address of the results
             in sorted order and bytes from row to row; number of tokens; experts of a token;
-            `OP_ROUTING`; width; bytes from row to row of the sum; number of experts; `OP_OUT`.
+            `OP_ROUTING`; width; bytes from row to row of the sum; number of experts; `OP_OUT`;
+            `OP_SHARED`, address of results of a shared expert in order of the tokens, or 0, and
+            `OP_SHARED_WEIGHTS`, that of their weights, float32: joins the sum last.
         total: address of a row of scratch.
     """
     kind, mode, num_rows, top_k, routing, width = op[0], op[1], op[4], op[5], op[OP_ROUTING], op[7]
@@ -178,6 +182,13 @@ def _combine_row(op: Any, token: int, total: int) -> None:
                 add_scaled_row(into, result, width, weight, 0)
             else:
                 add_scaled_row(into, result, width, weight, 1)
+    if op[OP_SHARED]:
+        shared = op[OP_SHARED] + op[OP_X_STRIDE] * token
+        weight = load_element(op[OP_SHARED_WEIGHTS] + 4 * token, 0)
+        if kind == F32:
+            add_scaled_row(into, shared, width, weight, 0)
+        else:
+            add_scaled_row(into, shared, width, weight, 1)
     if mode == ADD_RESIDUAL:
         if kind == F32:
             add_scaled_row(out, into, width, np.float32(1.0), 0)

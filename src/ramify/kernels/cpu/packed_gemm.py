@@ -52,7 +52,7 @@ class GemmArgs(NamedTuple):
     """A GEMM: addresses, sizes, strides in bytes."""
 
     kind: int  # of rows, norm, weights and result: F32, BF16 or BF16_VNNI
-    mode: int  # STORE, ADD_RESIDUAL (out += scale * sums), GELU_TANH, or gated: silu(even panels) * odd panels
+    mode: int  # STORE, ADD_RESIDUAL (out += scale * sums), GELU_TANH, SIGMOID, or gated: silu(even panels) * odd panels
     rows: int  # address of [num_rows, width]
     row_stride: int
     num_rows: int

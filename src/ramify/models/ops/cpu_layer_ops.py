@@ -7,6 +7,8 @@ With a norm behind attention or MLP, that GEMM stores its rows and an op adds th
 parallel with attention, the gate/up GEMM comes before the O GEMM. In place of an MLP:
 
     RMS norm  ->  router GEMM  ->  route, group  ->  gate/up and down of experts  ->  combine (+= hidden)
+
+A shared expert is three more GEMMs before the combine op: gate/up, down, its weights.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ from ramify.kernels.cpu.abi import (
     OP_OUT_STRIDE,
     OP_ROUTING,
     OP_ROWS,
+    OP_SHARED,
+    OP_SHARED_WEIGHTS,
     OP_WIDE,
     OP_X,
     round_up_to_cache_line,
@@ -153,6 +157,13 @@ def _expert_ops(mlp: FusableExperts, hidden_size: int) -> _Mlp | None:
         return None
     is_wide = norm.dtype == torch.float32
     router_x = "normed" if is_wide else "normed_float32"
+    shared = _shared_expert_ops(mlp, hidden_size, router_x)
+    if shared is None:
+        return None
+    shared_ops, shared_buffers = shared
+    combine_buffers = [(OP_X, "pairs_out"), (OP_ROUTING, "routing"), (OP_OUT, HIDDEN)]
+    if shared_ops:
+        combine_buffers += [(OP_SHARED, "shared_out"), (OP_SHARED_WEIGHTS, "shared_weights")]
     norm_buffers = [(OP_X, HIDDEN), (OP_OUT, "normed")]
     if not is_wide:
         norm_buffers.append((OP_WIDE, router_x))
@@ -190,10 +201,9 @@ def _expert_ops(mlp: FusableExperts, hidden_size: int) -> _Mlp | None:
             down.scratch_floats,
             row_macs=experts.top_k * down.row_macs,
         ),
+        *shared_ops,
         LayerOp(
-            partial(experts.combine_op, add=True),
-            ((OP_X, "pairs_out"), (OP_ROUTING, "routing"), (OP_OUT, HIDDEN)),
-            experts.combine_scratch,
+            partial(experts.combine_op, add=True), tuple(combine_buffers), experts.combine_scratch
         ),
     ]  # fmt: skip
     buffers = {
@@ -203,10 +213,35 @@ def _expert_ops(mlp: FusableExperts, hidden_size: int) -> _Mlp | None:
         NUM_ITEMS: lambda _num_rows: 8,
         "pairs_inner": _rows_of(experts.top_k * gate_up.row_bytes),
         "pairs_out": _rows_of(experts.top_k * down.row_bytes),
+        **shared_buffers,
     }
     if not is_wide:
         buffers[router_x] = _rows_of(4 * norm.width)
     return ops, buffers
+
+
+def _shared_expert_ops(mlp: FusableExperts, hidden_size: int, wide_x: str) -> _Mlp | None:
+    """Ops and buffers of a shared expert and its weights, none without one; None as `_mlp_ops`."""
+    if mlp.shared is None:
+        return [], {}
+    gate_up, down, weight = mlp.shared.gate_up, mlp.shared.down, mlp.shared_weight
+    if not isinstance(gate_up, PackedLinear) or not isinstance(down, PackedLinear):
+        return None
+    if not isinstance(weight, PackedLinear) or weight.dtype != torch.float32:
+        return None
+    widths = gate_up.widths[0], *down.widths, *weight.widths
+    if widths != (hidden_size, gate_up.out_width, hidden_size, hidden_size, 1):
+        return None
+    ops = [
+        _gemm(gate_up, "normed", "shared_inner"),
+        _gemm(down, "shared_inner", "shared_out"),
+        _gemm(weight, wide_x, "shared_weights"),
+    ]
+    return ops, {
+        "shared_inner": _rows_of(gate_up.row_bytes),
+        "shared_out": _rows_of(down.row_bytes),
+        "shared_weights": _rows_of(weight.row_bytes),
+    }
 
 
 def _rows_of(row_bytes: int) -> Callable[[int], int]:

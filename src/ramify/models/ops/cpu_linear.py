@@ -22,6 +22,7 @@ from ramify.kernels.cpu.abi import (
     OP_OUT,
     OP_X,
     OP_X_STRIDE,
+    SIGMOID,
     SILU_MUL,
     STORE,
 )
@@ -39,6 +40,7 @@ MAX_CACHED_OPS = 64  # per linear: one op for each number of rows, workers and m
 # Activations that the GEMM has as an epilogue; from SILU_MUL on gated.
 ACTIVATION_MODES: dict[Activation, int] = {
     "gelu_tanh": GELU_TANH,
+    "sigmoid": SIGMOID,
     "silu_mul": SILU_MUL,
     "gelu_tanh_mul": GELU_TANH_MUL,
     "clamped_swiglu_mul": CLAMPED_SWIGLU_MUL,

@@ -61,10 +61,16 @@ def gelu(x: Tensor) -> Tensor:
     return (wide * 0.5 * (1 + torch.erf(wide * math.sqrt(0.5)))).to(x.dtype)
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x)), not torch's for the reason of `silu`."""
+    return (1 / (1 + torch.exp(-x.float()))).to(x.dtype)
+
+
 PLAIN_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": silu,
     "gelu_tanh": gelu_tanh,
     "gelu": gelu,
+    "sigmoid": sigmoid,
 }
 
 

@@ -21,9 +21,9 @@ from ramify.models.dense_variant import ActivationName, NormKind, QkNormForm
 from ramify.models.moe_config import MoeConfig
 from ramify.models.rope_config import RopeConfig
 
-# The second: of the two halves (gate, up) of a result.
+# A gated one: of the two halves (gate, up) of a result.
 GatedActivation = Literal["silu_mul", "gelu_tanh_mul", "gelu_mul", "clamped_swiglu_mul"]
-Activation = ActivationName | GatedActivation
+Activation = ActivationName | Literal["sigmoid"] | GatedActivation
 
 # [T, ...] -> [T, ...]: row i of the result depends on row i of the argument only.
 RowOp = Callable[[Tensor], Tensor]
@@ -191,12 +191,17 @@ class FusableMlp:
 
 @dataclass(frozen=True, slots=True)
 class FusableExperts:
-    """experts(x, route(router(x))) of x = norm(hidden), in float32 for the router."""
+    """experts(x, route(router(x))) + shared_weight(x) * shared(x) of x = norm(hidden).
+
+    `router` and `shared_weight` take x in float32.
+    """
 
     norm: RowOp
     router: Linear
     route: RowOp
     experts: Experts
+    shared: FusableMlp | None = None
+    shared_weight: Linear | None = None  # with `shared`
 
 
 @dataclass(frozen=True, slots=True)

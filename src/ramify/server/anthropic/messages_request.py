@@ -125,7 +125,7 @@ def render_messages(
         ttl_s = None if block.cache_control is None else block.cache_control.ttl_s
         parts.append(PromptPart(path, text_variants(block.text or ""), ttl_s))
     parts += (part for turn in turns for part in turn.parts)
-    warnings += placeholder_warnings(unserved) + tools.warnings()
+    warnings += placeholder_warnings(unserved, wrapper=service.wrapper) + tools.warnings()
     if request.context_management:
         warnings.append("context_management is ignored")
     if request.thinking is not None and request.thinking.type not in THINKING_TYPES:

@@ -121,7 +121,7 @@ def chat_to_generation(
     forces_call = request.tool_choice not in (None, "auto", "none")
     if forces_call and not tools:
         raise ApiError(400, "tool_choice needs tools", param="tool_choice")
-    warnings = list(unserved_content(request.messages, names))
+    warnings = unserved_content(request.messages, names, service.wrapper)
     thinking = request.thinking
     if isinstance(thinking, ThinkingOption) and thinking.type not in THINKING_TYPES:
         warnings.append(unknown_thinking(thinking.type))
@@ -214,14 +214,17 @@ def _part_text(part: ContentPart, where: str) -> str:
     return text
 
 
-def unserved_content(messages: Sequence[ChatMessage], names: Sequence[str]) -> list[str]:
-    """Warnings for the content that is a placeholder in the prompt."""
-    return placeholder_warnings(
+def unserved_content(
+    messages: Sequence[ChatMessage], names: Sequence[str], wrapper: str | None
+) -> list[str]:
+    """`placeholder_warnings` of the messages."""
+    blocks = (
         (f"{content_path(name)}[{index}]", part.type)
         for message, name in zip(messages, names, strict=True)
         if isinstance(message.content, list)
         for index, part in enumerate(message.content)
     )
+    return placeholder_warnings(blocks, wrapper=wrapper)
 
 
 def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
