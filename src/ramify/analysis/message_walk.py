@@ -8,7 +8,7 @@ import numpy as np
 
 from ramify.analysis.causes.unit_pairs import PairDifferences, pair_differences, whitespace_of
 from ramify.analysis.context_blocks import MIN_BLOCK, mostly_in, split_block
-from ramify.analysis.corpus import Corpus
+from ramify.analysis.corpus import Corpus, Unit
 from ramify.analysis.history_changes import HistoryChanges
 from ramify.analysis.hoisted_notes import HoistedNote, HoistedNotes
 from ramify.analysis.mended_units import VALUES
@@ -314,7 +314,7 @@ class MessageWalk:
         if pair.stop_char is None and not follows:
             # Later messages that are equal speak as well.
             follows = self._equal_after() >= MIN_RECOVERED
-        if _is_said(self._corpus.units[self._b.rest[self._j]].label):
+        if _is_said(self._corpus.units[self._b.rest[self._j]]):
             # What a tool or a model says in another conversation is news.
             follows &= all(item.cause not in VALUES for item in waste)
         if not follows:
@@ -416,7 +416,6 @@ class MessageWalk:
         if not self._history.is_edited_result(self._i, self._j):
             return False
         self._add(CauseName.HISTORY_EDITED, self._text_a(), self._text_b())
-        self._share(self._b.rest[self._j])
         self._i, self._j = self._i + 1, self._j + 1
         return True
 
@@ -444,9 +443,10 @@ def _is_reworded(pair: PairDifferences) -> bool:
     return pair.stop_char is not None or (has_values and pair.tail_chars < MIN_TAIL)
 
 
-def _is_said(label: str) -> bool:
-    """Whether a label is that of an answer, a call or a result."""
-    return label.startswith(("tool", "assistant")) or " " in label
+def _is_said(unit: Unit) -> bool:
+    """Whether a segment is the text of an answer or of a result; a call has ids of its own."""
+    is_answer = unit.label.startswith(("tool", "assistant")) or " " in unit.label
+    return is_answer and unit.form is TextForm.TEXT
 
 
 def _without_thoughts(text: str) -> str:

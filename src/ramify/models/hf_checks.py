@@ -245,6 +245,8 @@ def check_results(
         own_at_positions: gives rows with its own attention at positions 0, 1, 2, ...
     """
     tolerance = 2e-3 if dtype == torch.float32 else 0.1
+    if not bool(hidden.isfinite().all()):
+        return "computes numbers that are not finite; its weights or its settings are damaged"
     if expected is not None and not _is_near(hidden, expected, tolerance):
         if _is_near(hidden, own_at_positions(), tolerance):
             return "numbers the positions of a prompt otherwise than 0, 1, 2, ..."

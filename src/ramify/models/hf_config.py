@@ -67,24 +67,11 @@ def read_hf_config(path: Path, fields: Mapping[str, Any]) -> ModelConfig:
             f"{source}: {name} is none of the families that Ramify has itself "
             f"({', '.join(FAMILIES)}); to run it through transformers: pip install 'ramify[hf]'"
         )
-    from transformers import AutoConfig, __version__
+    from transformers import __version__
 
     _check_sizes(fields, source)
     _refuse_quantized(fields, source)
-    try:
-        whole = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    # Its validators raise exceptions of every kind.
-    except Exception as error:
-        if not is_foreign(error):
-            raise
-        hint = (
-            "the checkpoint has code of its own (auto_map), which Ramify does not run"
-            if fields.get("auto_map")
-            else "a newer version may know it: pip install -U transformers"
-        )
-        raise UnsupportedModelError(
-            f"{source}: transformers {__version__} cannot read {name} ({first_line(error)}); {hint}"
-        ) from error
+    whole = _parsed(path, name, fields)
     if getattr(whole, "is_encoder_decoder", False):
         raise UnsupportedModelError(
             f"{source}: {name} is an encoder-decoder; only causal decoders run"
@@ -110,6 +97,28 @@ def read_hf_config(path: Path, fields: Mapping[str, Any]) -> ModelConfig:
     if max_model_len is None and not has_attention_interface(model_class):
         raise UnsupportedModelError(f"{source}: {name} {NO_ATTENTION_INTERFACE}")
     return _model_config(path, name, config, fields, max_model_len)
+
+
+def _parsed(path: Path, name: str, fields: Mapping[str, Any]) -> Any:
+    """The configuration as transformers reads it. UnsupportedModelError if it cannot."""
+    from transformers import AutoConfig, __version__
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    source = path / "config.json"
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    # Its validators raise exceptions of every kind.
+    except Exception as error:
+        if not is_foreign(error):
+            raise
+        hint = "a newer version may know it: pip install -U transformers"
+        if fields.get("auto_map"):
+            hint = "the checkpoint has code of its own (auto_map), which Ramify does not run"
+        elif str(fields.get("model_type")) in CONFIG_MAPPING_NAMES:
+            hint = "mend that field, or download config.json again"
+        raise UnsupportedModelError(
+            f"{source}: transformers {__version__} cannot read {name} ({first_line(error)}); {hint}"
+        ) from error
 
 
 def _check_sizes(fields: Mapping[str, Any], source: str) -> None:

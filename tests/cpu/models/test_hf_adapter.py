@@ -301,6 +301,25 @@ def test_damaged_settings_are_one_line(changes: dict[str, Any], tmp_path: Path) 
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_norm_eps": float("nan")}, "not finite.*settings are damaged"),
+        ({"hidden_act": 5}, "hidden_act.*mend that field, or download config.json again"),
+    ],
+)
+def test_the_way_out_of_damaged_settings_is_not_another_version(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """transformers knows the architecture, so a newer one would not help."""
+    write_checkpoint("GPTNeoXForCausalLM", tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    with pytest.raises(UnsupportedModelError, match=message):
+        load_decoder(tmp_path, dtype="float32")
+
+
 def test_a_model_with_another_head_is_refused(tmp_path: Path) -> None:
     """transformers would make a random LM head for it, and answer nonsense."""
     write_checkpoint("PhiForCausalLM", tmp_path)

@@ -419,3 +419,38 @@ def test_a_clock_before_an_equal_summary_is_a_clock(tmp_path: Path) -> None:
     )[1]
 
     assert only(verdict) == [("clock", "proved", "messages[1]")]
+
+
+def test_a_block_with_a_clock_hops(tmp_path: Path) -> None:
+    """The newest message has the block with another time; the older one has lost it."""
+    blocks = [f"\n\n<env>\nnow: 2026-03-04T09:0{minute}:11Z\n</env>" for minute in (1, 5)]
+
+    verdict = verdicts(
+        tmp_path,
+        chat(SYSTEM, message("user", f"{TALK[0]['content']}{blocks[0]}")),
+        chat(SYSTEM, *TALK[:2], message("user", f"{TALK[2]['content']}{blocks[1]}")),
+    )[1]
+
+    assert only(verdict) == [("context_moved", "proved", "messages[1]")]
+
+
+def test_ids_of_calls_that_are_made_anew_are_ids(tmp_path: Path) -> None:
+    """A client numbers its calls in each request: nothing else says that the conversation goes on."""
+
+    def turns(call_id: str) -> tuple[Json, ...]:
+        function = {"name": "read", "arguments": "{}"}
+        call = {"id": call_id, "type": "function", "function": function}
+        return (
+            QUESTION,
+            message("assistant", None, tool_calls=[call]),
+            message("tool", MORE[:300], tool_call_id=call_id),
+        )
+
+    verdict = verdicts(
+        tmp_path,
+        chat(SYSTEM, *turns("call_aaa111bbb")),
+        chat(SYSTEM, *turns("call_ccc222ddd"), *LATER),
+    )[1]
+
+    assert [name for name, _, _ in only(verdict)] == ["random_id", "random_id"]
+    assert verdict["causes"][0]["segment"] == "messages[2].tool_calls[0]"
