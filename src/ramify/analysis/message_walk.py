@@ -416,7 +416,6 @@ class MessageWalk:
         if not self._history.is_edited_result(self._i, self._j):
             return False
         self._add(CauseName.HISTORY_EDITED, self._text_a(), self._text_b())
-        self._share(self._b.rest[self._j])
         self._i, self._j = self._i + 1, self._j + 1
         return True
 
