@@ -40,6 +40,9 @@ from the cache and in a second turn, across windows and the length of pre-traini
 (`tests/cpu/models/test_dense_families.py`, `tests/cpu/models/test_gpt_oss.py`,
 `tests/cpu/test_deepseek.py`).
 
+On CPU all layers of a step are one compiled call. Called one by one are the layers of DeepSeek, of
+GLM-4-MoE, and of Cohere and StableLM where heads of q and k have a layer norm.
+
 | architecture | `model_type` | compared with these settings |
 |---|---|---|
 """

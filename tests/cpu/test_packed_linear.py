@@ -409,3 +409,16 @@ def test_rows_of_another_kind_are_refused() -> None:
     for wrong in (random(3, 29), random(3, 30).bfloat16(), random(30)):
         with pytest.raises(ConfigError, match="x is"):
             linear(wrong)
+
+
+@pytest.mark.parametrize(
+    ("norm", "way_out"),
+    [
+        (random(30, dtype=torch.float16), "use torch.bfloat16 or torch.float32"),
+        (random(2, 30, dtype=torch.bfloat16), "use torch.float32"),
+    ],
+)
+def test_a_norm_in_another_dtype_is_refused(norm: Tensor, way_out: str) -> None:
+    """An RMS norm's weight is in the rows' dtype or in float32, a layer norm's in float32."""
+    with pytest.raises(ConfigError, match=f"a norm in {norm.dtype} for rows in .*{way_out}"):
+        PackedLinear(random(20, 30, dtype=torch.bfloat16), norm=(norm, 1e-5))

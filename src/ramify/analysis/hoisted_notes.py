@@ -36,11 +36,12 @@ class HoistedNotes:
             return None
         mine, other = self._text(b, j), self._text(a, i)
         is_other_system = a.role(i) == "system"
-        later = {  # the last of equal ones
-            a.normals[at]: self._text(a, at)
+        places = (
+            at
             for at in range(i + 1, len(a.rest))
             if a.role(at) == "system" and a.message_of[at] != a.message_of[i]
-        }
+        )
+        later = {a.normals[at]: text for at in places if (text := self._text(a, at))}
         for unit, text in later.items():
             if mine == text or (text in mine and not is_other_system):
                 return self._note_move(unit, HoistedNote(text, ""))
@@ -60,7 +61,7 @@ class HoistedNotes:
         if not self._known or not all(a.role(at) == "system" for at in range(i + 1)):
             return None
         text = self._text(a, i)
-        for note in self._known:
+        for note in sorted(self._known, key=lambda note: (-len(note), note)):
             if not text.endswith(note) or self._text(b, j).endswith(note):
                 continue
             head = text[: -len(note)].strip()

@@ -161,8 +161,6 @@ def text_fields(
     text |= {"architectures": names, "model_type": family}
     for name in ("rope_scaling", "rope_parameters"):
         text[name] = _single_axis(text.get(name))
-    if text["rope_parameters"] is not None and "rope_theta" not in inner:
-        text.pop("rope_theta", None)
     is_tied = fields.get("tie_word_embeddings", inner.get("tie_word_embeddings"))
     checked = ConfigFields({"tie_word_embeddings": is_tied}, source)
     text["tie_word_embeddings"] = not has_head and (

@@ -16,6 +16,7 @@ from ramify.engine.execution.runner import ModelRunner
 from ramify.kv.pool import KVPool
 from ramify.models.kv_cache_spec import attention_spec, kv_layout
 from ramify.models.loader import load_model
+from ramify.models.ops.cpu_layers import FusedLayers
 from ramify.models.ops.registry import OPS
 from tests.cpu.models.family_cases import CASES, VOCAB_SIZE, write_checkpoint
 from tests.cpu.test_fused_attention import NUM_PAGES, PAGE, plan_of
@@ -23,6 +24,8 @@ from tests.cpu.test_fused_attention import NUM_PAGES, PAGE, plan_of
 pytest.importorskip("numba", reason="the kernels need the extra ramify[cpu]")
 
 NUM_TOKENS = 90  # beyond windows and the context of pre-training
+# A sigmoid router; layer norms of heads.
+UNFUSED = {"Glm4Moe", "Cohere qk_norm", "StableLm parallel"}
 
 
 def runner_of(path: Path, ops: str, dtype: str) -> ModelRunner:
@@ -68,6 +71,16 @@ def test_logits_are_those_of_transformers(case: str, ops: str, tmp_path: Path) -
         (x - expected).square().mean(-1).sqrt().median() for x in (narrow, theirs)
     )
     assert error <= 1.5 * their_error
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_layers_are_fused(case: str, tmp_path: Path) -> None:
+    """On CPU all layers of a step are one compiled call, but for the cases that `docs/models.md` names."""
+    write_checkpoint(case, tmp_path)
+
+    decoder = load_model(tmp_path, dtype="float32", ops="cpu")
+
+    assert isinstance(decoder.layers, FusedLayers) == (case not in UNFUSED)
 
 
 @pytest.mark.parametrize("case", CASES)

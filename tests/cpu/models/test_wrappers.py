@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -164,13 +165,20 @@ def test_logits_of_text_are_those_of_the_whole_model(architecture: str, tmp_path
     assert_near(tmp_path, expected_logits(model))
 
 
+@pytest.mark.parametrize(
+    "given", [{}, {"rope_parameters": {"rope_type": "default"}}, {"rope_theta": 777.0}]
+)
 @pytest.mark.parametrize("architecture", CASES)
-def test_settings_that_files_leave_out_are_those_of_transformers(architecture: str) -> None:
+def test_settings_that_files_leave_out_are_those_of_transformers(
+    architecture: str, given: dict[str, Any]
+) -> None:
     """A `text_config` without sizes, as published files have it, means transformers' defaults."""
     row = WRAPPERS[architecture]
-    config = CONFIG_MAPPING[row.model_type](text_config={"model_type": row.text_type})
+    text = {"model_type": row.text_type} | given
+    # transformers changes what it is given.
+    config = CONFIG_MAPPING[row.model_type](text_config=copy.deepcopy(text))
     whole = config.text_config.to_dict() | {"model_type": row.text_type}
-    sparse = {"architectures": [architecture], "text_config": {"model_type": row.text_type}}
+    sparse = {"architectures": [architecture], "text_config": text}
 
     got, expected = (
         ModelConfig.from_hf(text_fields(fields, "test", architecture, has_head=True), "test")

@@ -454,3 +454,13 @@ def test_ids_of_calls_that_are_made_anew_are_ids(tmp_path: Path) -> None:
 
     assert [name for name, _, _ in only(verdict)] == ["random_id", "random_id"]
     assert verdict["causes"][0]["segment"] == "messages[2].tool_calls[0]"
+
+
+def test_an_empty_system_message_is_no_note(tmp_path: Path) -> None:
+    """A client that drops it from the history has hoisted nothing."""
+    empty = message("system", "")
+    first = chat(*TALK[:2], empty, TALK[2])
+
+    verdict = verdicts(tmp_path, first, chat(SYSTEM, *TALK[:3], *LATER))[1]
+
+    assert "system_hoisted" not in causes(verdict)

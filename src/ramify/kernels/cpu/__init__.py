@@ -17,7 +17,8 @@ A step
     Workers share the tasks of an op (`task_queue`) and meet at a barrier behind it. It waits for the
     tasks, not for the workers: one that comes late finds them done, and must not count them from memory
     that later ops write.
-    Norms behind blocks are ops of their own (`norm_rope.norm_rows`); experts are those of `moe`.
+    Norms behind blocks are ops of their own (`norm_rope.norm_rows`); experts are those of `moe`. In a
+    parallel block the GEMM of gate, up comes before that of o_proj. Norms may be layer norms.
 
 Buffers (NR = 2 SIMD vectors of columns; TILE_N likewise; a word is 32 bits)
     weight, float32      panel[n // NR, k, n % NR] = W[n, k]

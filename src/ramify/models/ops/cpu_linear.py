@@ -133,11 +133,11 @@ def norm_kind(norm: Tensor, dtype: torch.dtype) -> int:
     Raises:
         ConfigError: it is neither that of the rows nor float32; a layer norm's [2, width] not float32.
     """
-    if norm.dim() == 2 and norm.dtype == torch.float32:
-        return LAYER_NORM
-    if norm.dtype not in (dtype, torch.float32):
-        raise ConfigError(f"a norm in {norm.dtype} for rows in {dtype}; use {dtype} or float32")
-    return ROW_KINDS[norm.dtype]
+    is_layer_norm = norm.dim() == 2
+    if norm.dtype != torch.float32 and (is_layer_norm or norm.dtype != dtype):
+        allowed = torch.float32 if is_layer_norm else f"{dtype} or {torch.float32}"
+        raise ConfigError(f"a norm in {norm.dtype} for rows in {dtype}; use {allowed}")
+    return LAYER_NORM if is_layer_norm else ROW_KINDS[norm.dtype]
 
 
 def float_bits(value: float) -> int:

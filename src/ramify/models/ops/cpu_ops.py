@@ -23,6 +23,7 @@ from ramify.models.ops.protocol import (
     Activation,
     DecoderLayer,
     Experts,
+    GatedActivation,
     Heads,
     LayerStack,
     Linear,
@@ -80,7 +81,7 @@ class CpuOps(TorchOps):
             )
         if activation is inner_activation:
             return packed
-        return self._compose(None, packed, activation, len(weight))
+        return self._compose(None, packed, activation, len(weight), dtype or self.dtype)
 
     def norm(self, norm: Norm) -> RowOp:
         """See `Ops`: one kernel, for an RMS norm."""
@@ -188,7 +189,7 @@ class CpuOps(TorchOps):
         top_k: int,
         shared: str | None,
         names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
-        activation: Activation = "silu_mul",
+        activation: GatedActivation = "silu_mul",
     ) -> Experts:
         """See `Ops`: one grouped kernel for all routed experts."""
         in_torch = partial(

@@ -326,7 +326,7 @@ class Ops(Protocol):
         top_k: int,
         shared: str | None,
         names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
-        activation: Activation = "silu_mul",
+        activation: GatedActivation = "silu_mul",
     ) -> Experts:
         """Gated MLPs `prefix` + 0., 1., ... and `shared`.
 

@@ -35,6 +35,7 @@ from ramify.models.ops.protocol import (
     Embedding,
     Experts,
     ForwardStep,
+    GatedActivation,
     Heads,
     LayerStack,
     Linear,
@@ -153,7 +154,7 @@ class TorchOps:
         else:
             matrix, verdict = choose_torch_linear(weight, bias, exact=self.exact, store=self._store)
             self._record(verdict)
-        return self._compose(norm, matrix, activation, len(weight))
+        return self._compose(norm, matrix, activation, len(weight), dtype or self.dtype)
 
     def norm(self, norm: Norm) -> RowOp:
         """See `Ops`."""
@@ -229,7 +230,7 @@ class TorchOps:
         top_k: int,  # noqa: ARG002 - for kernels
         shared: str | None,
         names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
-        activation: Activation = "silu_mul",
+        activation: GatedActivation = "silu_mul",
     ) -> Experts:
         """See `Ops`."""
         *gate_up, down = names
@@ -300,21 +301,27 @@ class TorchOps:
         return weight, bias
 
     def _compose(
-        self, norm: Norm | None, matrix: RowOp, activation: Activation | None, width: int
+        self,
+        norm: Norm | None,
+        matrix: RowOp,
+        activation: Activation | None,
+        width: int,
+        dtype: torch.dtype,
     ) -> Linear:
-        """A norm, a matrix of `width` rows, and an activation, each called by itself."""
+        """A norm, a matrix of `width` rows, and an activation in `dtype`, each called by itself."""
         row_norm, num_parts = None if norm is None else self.norm(norm), 1
         if activation is None:
             return ComposedLinear(row_norm, matrix, None)
         functions: Mapping[str, Callable[..., Tensor]] = PLAIN_ACTIVATIONS
         if activation in GATED_ACTIVATIONS:
             functions, num_parts = GATED_ACTIVATIONS, 2
-        samples = self._samples(width)
+        samples = self._samples(width, dtype=dtype)
         chosen = self.row_op(
             activation,
             functions[activation],
             (width // num_parts,),
             lambda: samples()[0].chunk(num_parts, -1),
+            dtype=dtype,
         )
         return ComposedLinear(row_norm, matrix, chosen, num_parts)
 
