@@ -6,7 +6,12 @@ import pytest
 
 from ramify.attention.planner import RadixAttentionPlanner, RadixSequence
 from ramify.cache import CacheKey, Lease, Pages, PrefixCache
-from ramify.cache.window import count_outside_window, release_outside_window
+from ramify.cache.window import (
+    count_outside_window,
+    has_next_page,
+    is_readable,
+    release_outside_window,
+)
 from ramify.config import live_pages
 from ramify.errors import ConfigError, LeaseError, RequestTooLargeError
 from ramify.kv.block_table import PagedBlockTable
@@ -104,6 +109,62 @@ def test_computing_the_tokens_again_restores_their_pages() -> None:
     cache.release(other)
     assert cache.clear() == 7
     assert cache.stats().free_pages == 32
+
+
+def test_a_node_that_owns_no_page_leaves_with_those_below() -> None:
+    """Its pages are restored and released again; then all is evicted, and no event is doubled."""
+    cache = PrefixCache(32, 4, window=9)
+    events = cache.subscribe()
+    lease = published(cache, PROMPT)
+    release_outside_window(cache, [lease], [40])
+    other = cache.acquire(CacheKey([*PROMPT[:22], 99]))
+    other = cache.publish(other, CacheKey(PROMPT[:12]), cache.reserve(3))
+    assert release_outside_window(cache, [lease, other], [40, 40]) == 3
+    cache.release(other)
+    cache.release(lease)
+    cache.check()
+
+    assert cache.num_available == 32
+    assert cache.evict(2) == 2
+    cache.check()
+    assert cache.clear() == 0
+    assert cache.stats().num_nodes == 0
+    kinds = [(event.kind, len(event.pages)) for event in events.take()]
+    assert kinds == [
+        ("stored", 10),
+        ("removed", 8),
+        ("stored", 3),
+        ("removed", 3),
+        ("removed", 2),
+        ("cleared", 0),
+    ]
+
+
+def test_a_withdrawn_lease_keeps_no_page() -> None:
+    """It counts as a reader until its owner releases it."""
+    cache = PrefixCache(32, 4, window=9)
+    lease = published(cache, PROMPT)
+    longer = [*PROMPT, *range(50, 60)]
+    leader = cache.announce(cache.acquire(CacheKey(longer)), CacheKey(longer), cache.reserve(2))
+    follower = cache.attach(CacheKey([*longer, 1]))
+    assert cache.withdraw(leader) == [follower]
+
+    assert release_outside_window(cache, [lease], [40]) == 0
+    assert release_outside_window(cache, [lease, leader, follower], [40, 40, 40]) == 8
+    for each in (lease, leader, follower):
+        cache.release(each)
+    assert cache.clear() == 2
+    cache.check()
+
+
+def test_without_a_window_nothing_is_outside() -> None:
+    cache = PrefixCache(16, 4)
+    lease = published(cache, PROMPT)
+    assert count_outside_window(cache, [lease], [40]) == 0
+    assert release_outside_window(cache, [lease], [40]) == 0
+    assert is_readable(cache, [16, 16], 8)
+    assert has_next_page(cache, cache.acquire(CacheKey([7])), CacheKey(PROMPT))
+    assert not has_next_page(cache, lease, CacheKey(PROMPT))
 
 
 def test_pages_are_restored_where_no_lease_is_left() -> None:
