@@ -12,6 +12,7 @@ from ramify.cli.options import DEFAULT_MODEL, AsJson, Model, engine_options, exi
 
 if TYPE_CHECKING:
     from ramify.attention.backend import BackendChoice
+    from ramify.config import ResolvedConfig
     from ramify.engine.llm import LLM
     from ramify.models.ops.registry import OpsChoice
 
@@ -88,9 +89,18 @@ def _collect_info(llm: LLM) -> dict[str, dict[str, Any]]:
             "K/V per token": f"{plan.token_bytes:,} bytes",
             "K/V pages": f"{plan.num_pages:,} of {plan.page_size} tokens",
             "K/V pool": f"{plan.kv_cache_tokens:,} tokens, {_mib(plan.kv_cache_bytes)}",
+            "K/V window": _window(plan),
             "free": _mib(free_memory()),
         },
     }
+
+
+def _window(plan: ResolvedConfig) -> str:
+    """How much of a long request stays when pages run out."""
+    if plan.window is None:
+        return "none: a layer reads all tokens"
+    num_pages = plan.num_live_pages(plan.max_model_len)
+    return f"{plan.window:,} tokens: a request holds as few as {num_pages:,} pages"
 
 
 def _explain(choice: BackendChoice | OpsChoice, names: Iterable[str]) -> dict[str, str]:
