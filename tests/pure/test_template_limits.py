@@ -164,12 +164,15 @@ def test_the_server_goes_on_after_a_template_that_runs_long(
     run(scenario())
 
 
-def test_a_template_that_always_runs_long_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("template", [RUNS_LONG["nested loops"], "{{ 'a' * (10 ** 15) }}"])
+def test_a_template_that_always_meets_a_limit_stops_the_start(
+    template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One error after one attempt; the probes do not try each form of a conversation."""
     monkeypatch.setattr(template_limits, "MAX_RENDER_S", 0.05)
     begin = time.thread_time()
 
     with pytest.raises(ChatTemplateLimitError, match=r"chat_template\.jinja"):
-        ServerBench(chat_template=RUNS_LONG["nested loops"])
+        ServerBench(chat_template=template)
 
     assert time.thread_time() - begin < 2
