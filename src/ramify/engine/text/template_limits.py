@@ -1,7 +1,8 @@
 """Limits of a chat template: processor time, characters that it writes, sizes that it computes with.
 
 A template is foreign code. The sandbox keeps it from the machine, not from running for ever: every loop
-and macro counts here, and so does every text that is written, joined or multiplied.
+and macro counts here, and so does every text that is written. What is joined, added, multiplied or
+formatted has a limit of its own each time.
 """
 
 from __future__ import annotations
