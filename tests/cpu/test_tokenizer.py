@@ -103,6 +103,34 @@ def test_chat_templates_render_as_in_transformers(path: Path, template: str) -> 
         assert rendered == expected
 
 
+PARTS_TEMPLATES = {
+    "selected (LLaVA)": (
+        "{% for m in messages %}{{ m.role.upper() + ': ' }}{% for part in m.content | "
+        "selectattr('type', 'equalto', 'text') %}{{ part.text }}{% endfor %};{% endfor %}"
+    ),
+    "looped over (SmolVLM)": (
+        "{% for m in messages %}{{ m['role'].upper() }}{% if m['content'][0]['type'] == 'image' %}:"
+        "{% else %}: {% endif %}{% for part in m['content'] %}{% if part['type'] == 'text' %}"
+        "{{ part['text'] }}{% endif %}{% endfor %};{% endfor %}"
+    ),
+    "either": (
+        "{% for m in messages %}{{ m.role.upper() + ': ' }}{{ m.content if m.content is string else "
+        "m.content[0].text }};{% endfor %}"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PARTS_TEMPLATES)
+def test_texts_are_parts_where_a_template_takes_only_those(path: Path, name: str) -> None:
+    """Templates of models that read images lose a text without an error; parts stay as they are."""
+    ours = with_template(path, PARTS_TEMPLATES[name])
+    parts = [{"type": "text", "text": "Du?"}]
+    expected = "SYSTEM: Be brief.;USER: Wie heißt das? 🙂;ASSISTANT: Das.;USER: Du?;"
+
+    assert ours.apply_chat_template([*TALK[:3], {"role": "user", "content": parts}]) == expected
+    assert ours.render_chat([*TALK[:3], {"role": "user", "content": "Du?"}]) == expected
+
+
 def test_a_chat_has_one_beginning(path: Path) -> None:
     """`encode_chat` adds no second bos token to the one the template writes."""
     ours, theirs = Tokenizer.load(path), AutoTokenizer.from_pretrained(path)

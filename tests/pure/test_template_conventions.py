@@ -69,10 +69,9 @@ def test_messages_of_a_user_are_joined() -> None:
         "".join(f"{{% for a{number} in [1] %}}" for number in range(25)) + "{% endfor %}" * 25,
         "{{ " + "(" * 2000 + "1" + ")" * 2000 + " }}",
         "{{ cycler() }}",
-        "{{ 'a' * (10 ** 15) }}",
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     ],
-    ids=["raises", "break", "nested", "deep", "cycler", "memory", "endless"],
+    ids=["raises", "break", "nested", "deep", "cycler", "endless"],
 )
 def test_a_template_that_cannot_be_rendered_is_a_bad_request(template: str) -> None:
     """The server starts, and its other routes work; a chat is refused with the reason."""

@@ -58,6 +58,12 @@ COMPUTES_MUCH = {
     "a format": "{{ '%1000000000d' % 1 }}",
     "a format filter": "{{ '%1000000000d' | format(1) }}",
     "a format method": "{{ '{:>1000000000}'.format(1) }}",
+    "a width among the arguments": "{{ '%-*d' % (10 ** 9, 1) }}",
+    "a precision among the arguments": "{{ '%.*f' % (10 ** 9, 1) }}",
+    "a width among the arguments of a filter": "{{ '%*d' | format(10 ** 9, 1) }}",
+    "a width among the arguments of a method": "{{ '{:{}}'.format(1, 10 ** 9) }}",
+    "a width in a map": "{{ '{x:{w}}'.format_map({'x': 1, 'w': '1000000000'}) }}",
+    "a table of characters": "{{ ('a' * 9999).translate({97: 'b' * 9999}) }}",
 }  # fmt: skip
 
 
@@ -102,6 +108,9 @@ def test_templates_cannot_fill_the_memory(name: str, monkeypatch: pytest.MonkeyP
         ("{{ 2 * 3 }}{{ 7 % 4 }}{{ 2 ** 10 }}{{ 'ab' * 2 }}{{ '%03d' % 7 }}", "6310 24abab007".replace(" ", "")),
         ("{{ {'maximum': 10000000000} | tojson }}", '{"maximum": 10000000000}'),
         ("{{ 'a,b'.split(',') | join('-') }}{{ 'aXbX'.replace('X', '..') }}", "a-ba..b.."),
+        ("{{ '{}/%s'.format('order 12345678') % 'of 2024123123' }}", "order 12345678/of 2024123123"),
+        ("{{ '{}, %s' | format('tel. 5551234567') }}{{ '**{:>3}**'.format(7) }}", "{}, tel. 5551234567**  7**"),
+        ("{{ 'a-b'.translate({45: none, 98: 'c'}) }}", "ac"),
         ("{{ none }}{{ true }}{{ 1.5 }}{{ missing }}", "NoneTrue1.5"),
         ("{% for a in [1, 2, 3] %}{% if a == 2 %}{% break %}{% endif %}{{ a }}{% endfor %}", "1"),
         ("{% set x %}a{{ 1 }}{% endset %}{{ x }}{{ 'b' if x is string }}", "a1b"),
@@ -110,6 +119,18 @@ def test_templates_cannot_fill_the_memory(name: str, monkeypatch: pytest.MonkeyP
 def test_ordinary_templates_write_what_they_wrote(source: str, expected: str) -> None:
     """Counting changes no text."""
     assert render(source, {"role": "user", "content": "hi"}) == expected
+
+
+@pytest.mark.parametrize("operator", ["~", "+"])
+def test_a_text_that_grows_with_each_message_counts_once(operator: str) -> None:
+    """1,000 messages of 800 characters, collected before they are written, are 800,000 characters."""
+    collect = f"{{% for m in messages %}}{{% set n.x = n.x {operator} m.content %}}{{% endfor %}}"
+    source = "{% set n = namespace(x='') %}" + collect + "{{ n.x }}"
+
+    message: dict[str, object] = {"role": "user", "content": "x" * 800}
+    text = render(source, *[message] * 1000)
+
+    assert text == "x" * 800_000
 
 
 def test_each_rendering_has_a_budget_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,12 +164,15 @@ def test_the_server_goes_on_after_a_template_that_runs_long(
     run(scenario())
 
 
-def test_a_template_that_always_runs_long_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("template", [RUNS_LONG["nested loops"], "{{ 'a' * (10 ** 15) }}"])
+def test_a_template_that_always_meets_a_limit_stops_the_start(
+    template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One error after one attempt; the probes do not try each form of a conversation."""
     monkeypatch.setattr(template_limits, "MAX_RENDER_S", 0.05)
     begin = time.thread_time()
 
     with pytest.raises(ChatTemplateLimitError, match=r"chat_template\.jinja"):
-        ServerBench(chat_template=RUNS_LONG["nested loops"])
+        ServerBench(chat_template=template)
 
     assert time.thread_time() - begin < 2

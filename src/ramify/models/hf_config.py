@@ -8,7 +8,7 @@ from pathlib import Path
 from traceback import walk_tb
 from typing import Any
 
-from ramify.errors import CheckpointError, UnsupportedModelError
+from ramify.errors import CheckpointError, UnsupportedModelError, shortened
 from ramify.models.checkpoint_tensors import tensor_names
 from ramify.models.config import DTYPES, ModelConfig, token_ids
 from ramify.models.config_fields import MAX_LAYERS, MAX_POSITIONS, ConfigFields, shown
@@ -185,8 +185,7 @@ def first_line(error: Exception) -> str:
     """The first line of an error's text, with the next one if it ends in a colon."""
     lines = [line.strip() for line in str(error).strip().splitlines()]
     count = 2 if lines and lines[0].endswith(":") else 1
-    text = " ".join(lines[:count]) or type(error).__name__
-    return text if len(text) <= MAX_REASON_CHARS else f"{text[:MAX_REASON_CHARS]}..."
+    return shortened(" ".join(lines[:count]) or type(error).__name__, MAX_REASON_CHARS)
 
 
 def _reason_to_refuse(config: Any) -> str | None:

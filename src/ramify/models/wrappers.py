@@ -152,20 +152,22 @@ def text_fields(
     family = SAME_AS.get(kind, kind) if isinstance(kind, str) else None
     names = [name for name, row in FAMILIES.items() if row.model_type == family]
     if not names:
+        known = sorted({row.model_type for row in FAMILIES.values()} | SAME_AS.keys())
         raise UnsupportedModelError(
             f"{source}: {architecture} has a text decoder of kind {shown(kind)} (model_type in "
-            f"text_config); only those of {', '.join(sorted(TEXT_DEFAULTS))} run"
+            f"text_config); only {', '.join(known)} run"
         )
     text = {**TEXT_DEFAULTS.get(kind, {}), **wrapper.text_defaults, **inner}
     text |= {name: fields[name] for name in SHARED_FIELDS if fields.get(name) is not None}
     text |= {"architectures": names, "model_type": family}
     for name in ("rope_scaling", "rope_parameters"):
         text[name] = _single_axis(text.get(name))
-    is_tied = fields.get("tie_word_embeddings", inner.get("tie_word_embeddings"))
-    checked = ConfigFields({"tie_word_embeddings": is_tied}, source)
-    text["tie_word_embeddings"] = not has_head and (
-        is_tied is None or checked.flag("tie_word_embeddings", False)
-    )
+    name = "tie_word_embeddings"
+    said = [
+        ConfigFields(part, source).flag(name, False) for part in (fields, inner) if name in part
+    ]
+    # Without a head one "true" is enough: LLaVA-OneVision 0.5B says "false" and, in `text_config`, "true".
+    text[name] = not has_head and (any(said) or not said)
     return text
 
 

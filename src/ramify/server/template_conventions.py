@@ -23,7 +23,6 @@ class TemplateConventions:
     """The fields that a chat template reads. The defaults are those of most templates.
 
     Args:
-        has_content_parts: content is a list of parts, and no text.
         has_system: False: the system prompt belongs to the first message of the user.
         tools_variable: the variable that holds the tools.
         tools_field: the field of the system message that holds the tools; "": they are a variable.
@@ -41,7 +40,6 @@ class TemplateConventions:
         joins_reasoning: a message with calls has reasoning or content, never both.
     """
 
-    has_content_parts: bool = False
     has_system: bool = True
     tools_variable: str = "tools"
     tools_field: str = ""
@@ -70,7 +68,7 @@ class TemplateConventions:
             adapted = _joined_users(adapted)
         if not self.has_system:
             adapted = _system_in_user(adapted)
-        return [self._with_parts(message) for message in adapted]
+        return adapted
 
     def adapt_tools(
         self, messages: list[dict[str, Any]], tools: Tools | None
@@ -140,12 +138,6 @@ class TemplateConventions:
         if self.joins_reasoning and has_calls and content:
             text, message["content"] = f"{text}\n{content}", ""
         message[self.reasoning_field] = text
-
-    def _with_parts(self, message: dict[str, Any]) -> dict[str, Any]:
-        content = message.get("content")
-        if not self.has_content_parts or not isinstance(content, str):
-            return message
-        return {**message, "content": [{"type": "text", "text": content}]}
 
 
 def _name_results(messages: list[dict[str, Any]]) -> None:

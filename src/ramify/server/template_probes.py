@@ -46,7 +46,6 @@ class _Probes:
 
     def find(self) -> TemplateConventions:
         """Try one property after the other; later probes are rendered with the earlier ones."""
-        self._find_content()
         self._find_system()
         self._find_tools()
         self._find_calls()
@@ -82,10 +81,6 @@ class _Probes:
                 self._conventions = candidate
                 return True
         return False
-
-    def _find_content(self) -> None:
-        parts = (replace(self._conventions, has_content_parts=value) for value in (False, True))
-        self._first(parts, [{"role": "user", "content": NEEDLE}], NEEDLE)
 
     def _find_system(self) -> None:
         conversation = [{"role": "system", "content": NEEDLE}, USER]

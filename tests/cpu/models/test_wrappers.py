@@ -240,6 +240,23 @@ def test_a_head_in_the_files_counts_more_than_the_settings(has_head: bool, tmp_p
     assert_near(tmp_path, expected)
 
 
+@pytest.mark.parametrize("of_text", [True, False])
+def test_a_missing_head_is_tied_if_any_setting_says_so(of_text: bool, tmp_path: Path) -> None:
+    """LLaVA-OneVision 0.5B says false, and true in `text_config`; its files have no head."""
+    model = write_wrapper("LlavaOnevisionForConditionalGeneration", tmp_path)
+    text = json.loads((tmp_path / "config.json").read_text())["text_config"]
+    text["tie_word_embeddings"] = of_text
+    edit_config(tmp_path, {"tie_word_embeddings": not of_text, "text_config": text})
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    others = {name: tensor for name, tensor in tensors.items() if "lm_head" not in name}
+    assert len(others) == len(tensors) - 1
+    save_file(others, file, metadata={"format": "pt"})
+    model.lm_head.weight = model.get_input_embeddings().weight
+
+    assert_near(tmp_path, expected_logits(model))
+
+
 def test_a_lost_head_is_an_error(tmp_path: Path) -> None:
     """Settings say that embeddings are not tied, and the head is not in the files."""
     write_wrapper("LlavaForConditionalGeneration", tmp_path)
@@ -257,7 +274,10 @@ def test_a_lost_head_is_an_error(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"text_config": 5}, "text_config is 5; it must be an object"),
-        ({"text_config": {"model_type": "mamba"}}, "text decoder of kind 'mamba'.*gemma3_text"),
+        (
+            {"text_config": {"model_type": "mamba"}},
+            "text decoder of kind 'mamba'.*gpt_oss.*qwen2_vl",
+        ),
         ({"text_config": {"model_type": [1]}}, "text decoder of kind"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantised.*'awq'"),
         ({"tie_word_embeddings": "true"}, "tie_word_embeddings is 'true'"),

@@ -35,6 +35,7 @@ _TEMPLATE_FAULTS = (
 )
 
 Messages = Sequence[Mapping[str, Any]]
+NEEDLE = "qzneedlec"  # a word that no template contains
 
 
 class ChatTemplates:
@@ -50,6 +51,7 @@ class ChatTemplates:
         self._sources, self._variables = dict(sources), dict(variables)
         self._environment = _environment()
         self._compiled: dict[str, Template] = {}
+        self._reads_parts: dict[str, bool] = {}
 
     @property
     def default(self) -> str | None:
@@ -80,6 +82,34 @@ class ChatTemplates:
             template = self._environment.from_string(self._sources[name])
             self._compiled[name] = template
         return template
+
+    def _takes_parts_only(self, name: str) -> bool:
+        """Whether a template loses content that is a text, and writes that of a list of parts.
+
+        So do templates of many models that read images.
+        """
+        if name not in self._reads_parts:
+            self._reads_parts[name] = not self._writes(name, NEEDLE) and self._writes(
+                name, _parts(NEEDLE)
+            )
+        return self._reads_parts[name]
+
+    def _writes(self, name: str, content: object) -> bool:
+        """Whether `NEEDLE` in the content of a user's message is in the prompt."""
+        variables = {
+            **self._variables,
+            "messages": [{"role": "user", "content": content}],
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": True,
+        }
+        try:
+            with limited_rendering():
+                return NEEDLE in self._template(name).render(variables)
+        except TemplateLimitError:
+            raise
+        except _TEMPLATE_FAULTS:
+            return False
 
     def render(
         self,
@@ -116,6 +146,8 @@ class ChatTemplates:
         ]
         try:
             template = self._template(name)
+            if self._takes_parts_only(name):
+                messages, without_none = map(_with_parts, (messages, without_none))
             with limited_rendering():
                 try:
                     return template.render(variables, messages=without_none)
@@ -134,6 +166,20 @@ class ChatTemplates:
             raise ChatTemplateError(
                 f"the chat template cannot render these {len(messages)} messages: {error}"
             ) from error
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
+
+
+def _with_parts(messages: Messages) -> list[Any]:
+    """Messages whose contents are no texts, but lists of parts."""
+    return [
+        {**message, "content": _parts(message["content"])}
+        if isinstance(message, Mapping) and isinstance(message.get("content"), str)
+        else message
+        for message in messages
+    ]
 
 
 class _GenerationTag(Extension):

@@ -1,14 +1,16 @@
 """Limits of a chat template: processor time, characters that it writes, sizes that it computes with.
 
 A template is foreign code. The sandbox keeps it from the machine, not from running for ever: every loop
-and macro counts here, and so does every text that is written, joined or multiplied.
+and macro counts here, and so does every text that is written. What is joined, added, multiplied or
+formatted has a limit of its own each time.
 """
 
 from __future__ import annotations
 
 import re
+import string
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
@@ -25,8 +27,9 @@ MAX_NUMBER = 1 << 20  # as an argument: widths, counts, indents
 MAX_EXPONENT = 256
 MAX_NUMBER_BITS = 4096
 TICKS_PER_CHECK = 64
-# Widths and precisions of a format string.
-_LONG_NUMBER = re.compile(r"\d{7,}")
+# Widths and precisions of format strings, of `%` and of `str.format`: numbers, and arguments.
+_LONG_PERCENT = re.compile(r"%(\([^)]*\))?[-+ #0]*\d*\.?(\d{7,}|\*)")
+_LONG_SPEC = re.compile(r"\d{7,}|\{")
 # Filters and methods whose arguments are widths and counts.
 WIDENING = frozenset(
     "batch center expandtabs indent ljust rjust slice tojson truncate wordwrap zfill".split()
@@ -154,9 +157,8 @@ def _tick(_context: Context, num_chars: int) -> None:
 
 @pass_context
 def _concat(_context: Context, values: Iterable[Any]) -> str:
-    text = "".join(map(str, values))
-    _BUDGET.get().write(len(text))
-    return text
+    # As after `+`: a text that grows with each message is not written each time.
+    return str(_checked("".join(map(str, values))))
 
 
 @pass_context
@@ -201,10 +203,24 @@ def _check_arguments(name: str, args: Sequence[Any]) -> None:
             separator, parts = next(iter(texts), ""), value
         if isinstance(parts, list | tuple):
             _check_num_items(sum(len(separator) + len(str(part)) for part in parts))
-    if name in ("format", "strftime_now"):
-        for text in (value, *texts):
-            if isinstance(text, str) and _LONG_NUMBER.search(text):
-                raise TemplateLimitError(f"it formats with a width above {MAX_NUMBER:,}")
+    if name == "translate" and isinstance(value, str) and others and isinstance(others[0], Mapping):
+        lengths = (len(new) for new in others[0].values() if isinstance(new, str))
+        _check_num_items(len(value) * max(lengths, default=0))
+    if name in ("format", "format_map") and isinstance(value, str):
+        _check_format(value)
+
+
+def _check_format(text: str) -> None:
+    """Raise TemplateLimitError for a format string with a large width, or with one among its arguments."""
+    try:
+        specs = [spec or "" for _, _, spec, _ in string.Formatter().parse(text)]
+    # Not of `str.format`.
+    except ValueError:
+        specs = []
+    if _LONG_PERCENT.search(text) or any(map(_LONG_SPEC.search, specs)):
+        raise TemplateLimitError(
+            f"it formats with a width above {MAX_NUMBER:,}, or with one that is an argument"
+        )
 
 
 def _checked(value: Any) -> Any:
