@@ -2,6 +2,7 @@
 
 import signal
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -246,8 +247,9 @@ def test_an_interrupted_wait_neither_blocks_nor_lets_two_calls_in() -> None:
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def third() -> None:
-        while llm.turns._last is before:  # until the main thread waits
+        while llm.turns._last is before:
             pass
+        time.sleep(0.2)  # the main thread waits: a lock overlooks a signal just before it blocks
         signal.pthread_kill(main, signal.SIGINT)
         answers.append(answer(llm, OTHER))
 
