@@ -7,6 +7,7 @@ import re
 from ramify.analysis.context_blocks import MIN_BLOCK, split_block
 from ramify.analysis.prompt_sides import Side
 from ramify.analysis.records import TextForm
+from ramify.analysis.summaries import is_summary
 
 MIN_SAID = 8  # code points of a message that can tell conversations apart
 _WORD = re.compile(r"\w+")
@@ -17,10 +18,36 @@ def is_continuation(a: Side, b: Side) -> bool:
     mine, other = b.request.info, a.request.info
     if mine.parent_id is not None and mine.parent_id == other.request_id:
         return True
-    if mine.conversation is not None and other.conversation is not None:
-        return mine.conversation == other.conversation
-    if not len(a.normals) or not len(b.normals):
+    has_names = mine.conversation is not None and other.conversation is not None
+    if has_names and mine.conversation != other.conversation:
         return False
+    if not len(a.normals) or not len(b.normals):
+        return has_names
+    return _goes_on(a, b) or (has_names and _is_same_thread(a, b))
+
+
+def _is_same_thread(a: Side, b: Side) -> bool:
+    """Whether a request of the same session may go on with the earlier one, with other texts.
+
+    A session also has requests that are no turns of one talk: those of sub-agents, titles, steps of a
+    pipeline. A turn is longer and begins alike, or is shorter and has a summary at its start.
+    """
+    talk_a, talk_b = (
+        [at for at in range(len(side.rest)) if side.role(at) != "system"] for side in (a, b)
+    )
+    if not talk_a or not talk_b:
+        return True
+    num_a, num_b = (
+        len({side.message_of[at] for at in talk}) for side, talk in ((a, talk_a), (b, talk_b))
+    )
+    if num_b > num_a:
+        return any(_are_alike(a, talk_a[0], b, at) for at in talk_b[:2])
+    texts = (b.corpus.text(b.rest[at]) for at in talk_b[:2])
+    return num_b < num_a and any(is_summary(text, is_certain=False) for text in texts)
+
+
+def _goes_on(a: Side, b: Side) -> bool:
+    """Whether the texts say that a request goes on with the earlier one's conversation."""
     if a.last_message & b.older_messages and _is_same_talk(a, b, a.last_at, a.last_message):
         return True
     return _goes_on_after_answer(a, b) or _repeats_last_message(a, b) or _begins_with_all(a, b)
@@ -92,7 +119,7 @@ def _asks_alike(a: Side, b: Side, at: int, place: int) -> bool:
 
     Examples that a program picks for each question stand in another order, with other ones behind.
     """
-    texts = []
+    places = []
     for side, answer in ((a, at), (b, place)):
         following = [
             other
@@ -104,8 +131,18 @@ def _asks_alike(a: Side, b: Side, at: int, place: int) -> bool:
         unit = side.corpus.units[side.rest[following[0]]]
         if unit.label != "user" or unit.form is not TextForm.TEXT:
             return True
-        texts.append(side.corpus.text(side.normals[following[0]]))
-    mine, other = (set(_WORD.findall(text.lower())) for text in texts)
+        places.append(following[0])
+    return _are_alike(a, places[0], b, places[1])
+
+
+def _are_alike(a: Side, at: int, b: Side, place: int) -> bool:
+    """Whether two texts have half of the shorter one's words in common."""
+    if a.canonical(at) == b.canonical(place):
+        return True
+    mine, other = (
+        set(_WORD.findall(side.corpus.text(side.normals[number]).lower()))
+        for side, number in ((a, at), (b, place))
+    )
     return 2 * len(mine & other) >= min(len(mine), len(other))
 
 

@@ -219,3 +219,48 @@ def test_json_on_a_narrow_standard_output(tmp_path: Path) -> None:
     )
 
     assert (done.returncode, done.stdout[:1]) == (0, b"{"), done.stderr
+
+
+SESSION = {"user_id": f"user_{'a1' * 32}_account__session_1b2c3d4e-1111-2222-3333-444455556666"}
+
+
+def of_session(system: str, tools: tuple[str, ...], *messages: Json) -> Json:
+    """A request of a coding agent's session to Anthropic."""
+    return {
+        "model": "claude-sonnet-4-5-20250929", "max_tokens": 900, "metadata": SESSION,
+        "system": [{"type": "text", "text": system}], "messages": list(messages),
+        "tools": [
+            {"name": name, "description": f"{name}: {MORE[:200]}", "input_schema": {"type": "object"}}
+            for name in tools
+        ],
+    }  # fmt: skip
+
+
+def test_sub_agents_of_a_session_are_other_conversations(tmp_path: Path) -> None:
+    """They have other prompts and fewer tools: nothing was changed or edited."""
+    made = verdicts(
+        tmp_path,
+        of_session("Name the topic in three words.", (), TALK[0]),
+        of_session(RULES, ("read", "grep", "bash"), TALK[0]),
+        of_session(f"Search well. {MORE}", ("read", "grep"), TALK[2]),
+        of_session(RULES, ("read", "grep", "bash"), *TALK[:3]),
+    )
+
+    assert {name for verdict in made[:3] for name in causes(verdict)} <= {"new_content"}
+    assert (made[3]["best_match_line"], made[3]["divergence"]) == (2, None)
+
+
+def test_steps_of_a_pipeline_in_one_session_are_no_edits(tmp_path: Path) -> None:
+    """Each asks about another text, one for a summary, and all end alike."""
+    ends = (message("assistant", "The verdict is:"), message("user", "Give a score from 1 to 5."))
+    tasks = ("Classify the findings below", "Summarise the findings below", "Judge what is below")
+
+    made = verdicts(
+        tmp_path,
+        *(
+            of_session(RULES, (), message("user", f"{task}: {MORE[at * 150 :][:140]}"), *ends)
+            for at, task in enumerate(tasks)
+        ),
+    )
+
+    assert [causes(verdict) for verdict in made[1:]] == [["new_content"]] * 2
