@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ramify.analysis.causes.tool_lists import compare_tools
-from ramify.analysis.context_blocks import MIN_BLOCK, split_block
+from ramify.analysis.continuations import is_continuation
 from ramify.analysis.corpus import Corpus, StoredRequest
 from ramify.analysis.history_changes import goes_on_from_summary
 from ramify.analysis.message_walk import MessageWalk
@@ -252,76 +252,6 @@ def _settings(a: Side, b: Side) -> list[Difference]:
                 )
             )
     return differences
-
-
-def is_continuation(a: Side, b: Side) -> bool:
-    """Whether a request goes on with the conversation of an earlier one."""
-    mine, other = b.request.info, a.request.info
-    if mine.parent_id is not None and mine.parent_id == other.request_id:
-        return True
-    if mine.conversation is not None and other.conversation is not None:
-        return mine.conversation == other.conversation
-    if not len(a.normals) or not len(b.normals):
-        return False
-    if a.last_message & b.older_messages:
-        return True
-    return _goes_on_after_answer(a, b) or _repeats_last_message(a, b) or _begins_with_all(a, b)
-
-
-def _begins_with_all(a: Side, b: Side) -> bool:
-    """Whether the same program's prompt begins with all messages of the earlier one, short as they are.
-
-    Values may have changed, and media may be gone or have another text in their place.
-    """
-    if len(a.rest) >= len(b.rest):
-        return False
-    (head_a, talk_a), (head_b, talk_b) = a.head_and_talk, b.head_and_talk
-    if not head_a or head_a != head_b or not talk_a:
-        return False
-    at = 0
-    for place in talk_a:
-        is_media = a.corpus.units[a.rest[place]].form is TextForm.MEDIA
-        if at == len(talk_b):
-            return False
-        other = talk_b[at]
-        if is_media:
-            at += a.message_of[place] == b.message_of[other]
-        elif a.normals[place] == b.normals[other] or a.canonical(place) == b.canonical(other):
-            at += 1
-        else:
-            return False
-    return at < len(talk_b) and b.message_of[talk_b[at]] != a.message_of[talk_a[-1]]
-
-
-def _goes_on_after_answer(a: Side, b: Side) -> bool:
-    """Whether the last answer in the earlier request has more messages behind it in the later one."""
-    at = next((i for i in range(len(a.rest) - 1, -1, -1) if a.is_answer(i)), None)
-    if at is None or a.normals[at] not in b.older_messages:
-        return False
-    place = len(b.normals) - 1 - b.normals[::-1].index(a.normals[at])
-    return len(set(b.message_of[place:])) > len(set(a.message_of[at:]))
-
-
-def _repeats_last_message(a: Side, b: Side) -> bool:
-    """Whether an older message is the earlier request's last without a block at its start or end."""
-    if a.role(a.last_at) != "user":
-        return False
-    last = "\n".join(b.corpus.text(normal) for normal in b.normals[b.last_at :])
-    for normal in a.normals[a.last_at :]:
-        text = a.corpus.text(normal)
-        for at in range(b.last_at):
-            if b.role(at) != "user":
-                continue
-            other = b.corpus.text(b.normals[at])
-            lines = set(text.split("\n"))
-            mine = other.split("\n")
-            equal = sum(len(line) for line in mine if line in lines)
-            if len(other) < 8 or equal * 2 < len(other) or other == text:
-                continue
-            block, stripped = split_block(text, other, last)
-            if len(block) >= MIN_BLOCK and (mine[-1] in lines or mine[0] in lines):
-                return stripped == other or mine[-1] in lines
-    return False
 
 
 def _has_unique_keys(corpus: Corpus) -> bool:

@@ -30,9 +30,10 @@ def split_block(had: str, got: str, newest: str) -> tuple[str, str]:
 
 
 def mostly_in(block: str, text: str) -> bool:
-    """Whether most lines of a block stand in a text, or begin as lines of it do."""
+    """Whether most lines of a block stand in a text, or begin as lines of it do, whatever their numbers."""
     if block in text:
         return True
+    block, text = _mask(block), _mask(text)
     lines = [line.strip() for line in block.splitlines() if line.strip()]
     inside = sum(len(line) for line in lines if line in text)
     return inside * 2 >= sum(map(len, lines))

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from ramify.analysis.corpus import Corpus
 from ramify.analysis.prompt_sides import Side
-from ramify.analysis.summaries import is_summary, says_that_talk_goes_on
+from ramify.analysis.summaries import is_compaction_item, is_summary, says_that_talk_goes_on
 
 MIN_SUMMARY = 60  # code points; a shorter one has to say of what it is one
 MIN_EQUAL = 8  # code points of a message that says where two histories are equal again
@@ -44,7 +44,7 @@ class HistoryChanges:
         if b.role(j) == "system" == a.role(i) and got.startswith(had):
             got = got[len(had) :].lstrip()  # the system prompt takes the summary in
         roles = ("user", "system", "assistant")
-        if b.role(j) not in roles or had == got:
+        if had == got or (b.role(j) not in roles and not is_compaction_item(got)):
             return False
         is_certain = not self._continues or len(got) < MIN_SUMMARY
         if not is_summary(got, is_certain=is_certain):

@@ -12,7 +12,7 @@ quadratic, so that a few candidates come from indexes, each linear in the log, a
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +27,7 @@ from ramify.analysis.unit_tree import Units, UnitTree
 
 NUM_NEWEST = 3  # requests that an index remembers for a key
 MAX_CANDIDATES = 14
+FEW_TOKENS = 4  # by which prefixes of one length may differ: a word that two questions begin with
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ class Matcher:
         self._newest: dict[tuple[object, ...], list[int]] = {}
         self._rank: dict[int, int] = {}
         self._pending: list[tuple[float, int]] = []
+        self._routed = _models_with_versions(corpus)
         self._pending_chains: dict[int, dict[int, None]] = {}  # numbers in order of start
 
     @property
@@ -104,7 +106,12 @@ class Matcher:
         if compared:
             deepest = max(comparison.mended_tokens for _, comparison in compared)
             tied = [item for item in compared if item[1].mended_tokens >= deepest - self._page_size]
-            best = max(tied, key=lambda item: (item[1].text_tokens, self._rank[item[0].number]))
+            best = self._longest(tied)
+            # Of prefixes of one length the one that the request can read: of its tenant, key and model.
+            readable = [
+                item for item in tied if item[1].raw_tokens >= best[1].text_tokens - FEW_TOKENS
+            ]
+            best = self._longest(readable or tied)
         known = 0 if best is None else best[1].mended_tokens
         in_flight = self._in_flight(request, known + self._page_size)
         if best is None or not best[1].mended_tokens:
@@ -122,12 +129,26 @@ class Matcher:
             comparison.end,
         )
 
+    def _longest(
+        self, compared: Sequence[tuple[StoredRequest, Comparison]]
+    ) -> tuple[StoredRequest, Comparison]:
+        """The one with the longest text as sent, of equals the newest."""
+        return max(compared, key=lambda item: (item[1].text_tokens, self._rank[item[0].number]))
+
     # Candidates
+
+    def _raw_keys(self, side: Side) -> list[tuple[object, ...]]:
+        """The trees of a prompt: that of its cache scope and model, and that of equal texts in any."""
+        info, settings = side.request.info, tuple(side.settings.items())
+        version = info.response_model if info.model in self._routed else None
+        if info.cache_scope or version:
+            return [(info.cache_scope, version, settings), (None, None, settings)]
+        return [(None, None, settings)]
 
     def _candidates(self, request: StoredRequest) -> list[int]:
         side = self._comparer.side(request)
         numbers: dict[int, None] = {}
-        for tree in filter(None, map(self._raw.get, _raw_keys(side))):
+        for tree in filter(None, map(self._raw.get, self._raw_keys(side))):
             for visit in reversed(tree.visit(side.prompt)[-2:]):
                 numbers.update(dict.fromkeys(visit.recent[:-3:-1]))
         for visit in reversed(self._mended.visit(self._mended_prompt(side))[-3:]):
@@ -142,7 +163,7 @@ class Matcher:
             return
         side = self._comparer.side(request)
         self._drop_pending(request)
-        for key in _raw_keys(side):
+        for key in self._raw_keys(side):
             tree = self._raw.get(key)
             if tree is None:
                 tree = self._raw[key] = UnitTree(self._corpus)
@@ -237,10 +258,13 @@ def _is_in_message(difference: Difference) -> bool:
     return difference.is_waste and difference.segment.startswith("messages[")
 
 
-def _raw_keys(side: Side) -> list[tuple[object, ...]]:
-    """The trees of a prompt: that of its cache scope, and that of equal texts in any scope."""
-    scope, settings = side.request.info.cache_scope, tuple(side.settings.items())
-    return [(scope, settings), (None, settings)] if scope else [(scope, settings)]
+def _models_with_versions(corpus: Corpus) -> frozenset[str | None]:
+    """Models that more than one model has answered for."""
+    answered: dict[str | None, set[str]] = {}
+    for request in corpus:
+        if request.info.response_model is not None:
+            answered.setdefault(request.info.model, set()).add(request.info.response_model)
+    return frozenset(model for model, versions in answered.items() if len(versions) > 1)
 
 
 def _ready_s(request: StoredRequest) -> float | None:

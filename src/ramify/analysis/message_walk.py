@@ -48,6 +48,7 @@ class MessageWalk:
         self._is_done = False
         self._is_at_summary = False  # the walk has stopped at a summary that is new
         self._content: tuple[int, int] | None = None
+        self._hoisted: dict[tuple[CauseName, str], None] = {}
         self.steps: list[WalkStep] = []
         self.end = (0, 0)  # segments of both prompts before which mending makes all equal
 
@@ -111,9 +112,9 @@ class MessageWalk:
                     for item in self.differences[before:]
                     if item.is_waste
                 ]
-                if step == self._step_hoisted and not causes:  # where the block stood before
-                    causes = [cause for item in self.steps for cause in item.causes]
-                    causes = [cause for cause in causes if cause[0] is CauseName.SYSTEM_HOISTED]
+                if step == self._step_hoisted:  # where the block stood before has the same causes
+                    self._hoisted |= dict.fromkeys(causes)
+                    causes = causes or list(self._hoisted)
                 self.end = (i, j) if self._is_done else (self._i, self._j)
                 self.steps.append(WalkStep((i, j), self.end, tuple(causes), self._content))
                 return
@@ -342,38 +343,55 @@ class MessageWalk:
         self.differences += differences
 
     def _step_context(self) -> bool:
-        """A block of an older user message that stands in the newest now."""
+        """A block of an older message that stands in the newest now."""
         a, b = self._a, self._b
-        if a.role(self._i) != "user" or not self._continues:
+        if a.role(self._i) not in ("user", "system") or not self._continues:
             return False
         newest = "\n".join(
             self._corpus.text(b.rest[at])
             for at in range(self._j, len(b.rest))
-            if b.role(at) == "user" and b.message_of[at] != b.message_of[self._j]
+            if b.role(at) == a.role(self._i) and b.message_of[at] != b.message_of[self._j]
         )
+        if a.role(self._i) == b.role(self._j) == "user" and self._step_part_of_text(newest):
+            return True
+        return self._step_whole_block(newest)
+
+    def _step_part_of_text(self, newest: str) -> bool:
+        """A block at the start or end of a user's text."""
+        a, b = self._a, self._b
         text_a = self._corpus.text(a.normals[self._i])
         text_b = self._corpus.text(b.normals[self._j])
-        if b.role(self._j) == "user" and text_b:
-            block, stripped = split_block(text_a, text_b, newest)
-            if len(block) >= MIN_BLOCK:
-                place = len(self.differences)
-                if stripped != text_b:
-                    unit_b = b.normals[self._j]
-                    if not self._add_values(self._store(unit_b, stripped), unit_b):
-                        return False
-                self._add(CauseName.CONTEXT_MOVED, block, "")
-                if text_a.startswith(block):  # what stands first is named first
-                    self.differences.insert(place, self.differences.pop())
-                self._share(b.rest[self._j])
-                self._i, self._j = self._i + 1, self._j + 1
-                return True
-        if len(text_a) >= MIN_BLOCK and mostly_in(text_a, newest):
-            following = self._i + 1
-            if following < len(a.rest) and a.normals[following] == b.normals[self._j]:
-                self._add(CauseName.CONTEXT_MOVED, text_a, "")
-                self._i += 1
-                return True
-        return False
+        block, stripped = split_block(text_a, text_b, newest)
+        if not text_b or len(block) < MIN_BLOCK:
+            return False
+        place = len(self.differences)
+        if stripped != text_b:
+            unit_b = b.normals[self._j]
+            if not self._add_values(self._store(unit_b, stripped), unit_b):
+                return False
+        self._add(CauseName.CONTEXT_MOVED, block, "")
+        if text_a.startswith(block):  # what stands first is named first
+            self.differences.insert(place, self.differences.pop())
+        self._share(b.rest[self._j])
+        self._i, self._j = self._i + 1, self._j + 1
+        return True
+
+    def _step_whole_block(self, newest: str) -> bool:
+        """A block that is a part of a message's content, or a message."""
+        a, b = self._a, self._b
+        text_a = self._corpus.text(a.normals[self._i])
+        if len(text_a) < MIN_BLOCK or not mostly_in(text_a, newest):
+            return False
+        following = self._i + 1
+        if following == len(a.rest):
+            # The block closed the earlier prompt: its message goes on, or an answer follows.
+            is_gone = b.message_of[self._j] != b.message_of[-1] and b.is_answer(self._j)
+        else:
+            is_gone = a.normals[following] == b.normals[self._j]
+        if is_gone:
+            self._add(CauseName.CONTEXT_MOVED, text_a, "")
+            self._i = following
+        return is_gone
 
     def _step_media(self) -> bool:
         a, b = self._a, self._b

@@ -24,6 +24,12 @@ _GOES_ON = re.compile(
     r"(?i)continued from an? (?:previous|earlier)|(?:ran|running) out of context|handoff summary|"
     r"(?:pick up|continue|resume)\b[^.]{0,40}\bleft off"
 )
+# What clients and vendors put there whatever the summary says: Codex, Aider, Gemini CLI, items of APIs.
+_OF_CLIENT = re.compile(
+    r"(?i)\s*(?:another language model started to solve this problem and produced a summary|"
+    r"i spoke to you previously about a number of things|<state_snapshot>)"
+)
+_ITEM = re.compile(r'"type":"compaction(?:_summary)?"')
 _REMINDER = re.compile(r"(?i)\s*<system[-_]?reminder\b")
 _ASKS = re.compile(
     r"(?i)\W*(?:you (?:are an?|can|must|should|will|write|summari[sz]e) |(?:please|can|could|would|will|write|"
@@ -41,8 +47,16 @@ def is_summary(text: str, *, is_certain: bool) -> bool:
     A message that asks for a summary is none.
     """
     head = text[:HEAD]
+    if _OF_CLIENT.match(head) or is_compaction_item(text):
+        return True
     pattern = _OF_TALK if is_certain else _SUMMARY
     return bool(pattern.search(head)) and not _ASKS.match(head)
+
+
+def is_compaction_item(text: str) -> bool:
+    """Whether a segment's JSON is what an API has put in place of older messages."""
+    ends = text[:HEAD], text[-HEAD:]
+    return text.startswith("{") and any(map(_ITEM.search, ends))
 
 
 def says_that_talk_goes_on(text: str) -> bool:

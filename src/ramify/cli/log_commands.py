@@ -76,7 +76,8 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
     """Write a document to a file, or to standard output."""
-    text = json.dumps(document, indent=2, ensure_ascii=False)
+    is_ascii = str(path) == "-" and not (sys.stdout.encoding or "").lower().startswith("utf")
+    text = json.dumps(document, indent=2, ensure_ascii=is_ascii)
     # A log may hold half of a surrogate pair, which has no UTF-8: written as an escape of JSON.
     text = text.encode("utf-8", "backslashreplace").decode("utf-8")
     with opened(path) as out:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,6 +53,51 @@ def test_summaries_stand_in_several_roles(tmp_path: Path, head: tuple[Json, ...]
     verdict = verdicts(tmp_path, chat(SYSTEM, *TALK), chat(SYSTEM, *head, *TALK[4:], *LATER))[1]
 
     assert only(verdict) == [("compaction", "proved", "messages[1]")]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        (
+            "Another language model started to solve this problem and produced a summary of its thinking "
+            "process. Here is the summary produced by the other language model: tides, ships."
+        ),
+        "I spoke to you previously about a number of things.\nTides come twice a day; ships float.",
+        "<state_snapshot>\n<overall_goal>Tides and ships are explained.</overall_goal>\n</state_snapshot>",
+        [
+            {
+                "type": "compaction",
+                "content": "Tides come twice a day; ships float on water, always.",
+            }
+        ],
+    ],
+    ids=["Codex", "Aider", "Gemini CLI", "Anthropic"],
+)
+@pytest.mark.parametrize("kept", [TALK[4:], ()], ids=["before kept messages", "alone"])
+def test_summaries_of_clients_and_apis_are_compaction(
+    tmp_path: Path, content: Any, kept: tuple[Json, ...]
+) -> None:
+    """They do not say that a conversation is what they sum up."""
+    head = message("user" if isinstance(content, str) else "assistant", content)
+    new = message("user", "Go on, please.")
+
+    verdict = verdicts(tmp_path, chat(SYSTEM, *TALK), chat(SYSTEM, head, *kept, new))[1]
+
+    assert [name for name, _, _ in only(verdict)] == ["compaction"]
+
+
+def test_an_item_of_responses_is_compaction(tmp_path: Path) -> None:
+    """It has a type and no role."""
+    first = [message("user", "First question about tides?")]
+    result = {"type": "function_call_output", "call_id": "call_1", "output": MORE[:300]}
+    call = {"type": "function_call", "call_id": "call_1", "name": "read", "arguments": "{}"}
+    item = {"type": "compaction", "encrypted_content": "gAAAAABo" * 9}
+    bodies = [
+        {"model": "gpt-5", "instructions": RULES, "input": [*first, *behind]}
+        for behind in ([call, result], [item, message("user", "Go on, please.")])
+    ]
+
+    assert only(verdicts(tmp_path, *bodies)[1]) == [("compaction", "proved", "messages[1]")]
 
 
 PREAMBLE = (

@@ -201,6 +201,12 @@ _CONTENT_WORDS = re.compile(
     r"question|query|input|document|doc|title|subject|email|mail|phone|address|text|answer|example|"
     r"page|article|price|amount|total|age|employee|patient|company|member|contract|case|version|edition)\b[^.\n]{0,24}$"
 )
+# Fields of a document or record that a user asks about.
+_FIELD = re.compile(
+    r"(?i)\b(?:invoice|order|purchase|customer|account|product|article|contract|policy|patient|employee|"
+    r"shipment|delivery|due|birth|issue|ticket|case)[ _-](?:date|number|no|nr|id|code|ref|reference)\b"
+    r"[^\w\n]{0,4}$"
+)
 
 
 def _may_be_name(slot: SlotEvidence) -> bool:
@@ -223,6 +229,8 @@ class StateValue:
 
     def is_met(self, slot: SlotEvidence) -> bool:
         """See `ValueRule`."""
+        if _CALL_ID.search(slot.line_before):
+            return False  # the arguments before it may name a path
         if _STATE_WORDS.search(slot.line_before) or _STATE_AFTER.match(slot.after):
             return True
         above = slot.before.rstrip().rpartition("\n")[2]
@@ -231,6 +239,7 @@ class StateValue:
         return bool(_CHECK_BOX.search(slot.line_before)) or _is_in_status_block(slot.before)
 
 
+_CALL_ID = re.compile(r'"(?:(?:tool_)?(?:call|use)_)?id":"\w{0,8}$')
 _STATE_AFTER = re.compile(r"(?i) ?%? (?:used|left|remaining|free|full|unread)\b")
 _CHECK_BOX = re.compile(r"^\s*(?:[-*]|\d+\.)\s*\[$")
 _STATUS_HEADER = re.compile(
@@ -330,6 +339,8 @@ VALUE_RULES: tuple[ValueRule, ...] = (
 def judge_slot(slot: SlotEvidence) -> SlotVerdict:
     """What a slot holds, by the first rule that is met."""
     if not slot.filled or max(map(len, slot.values)) > 600:
+        return _CONTENT
+    if slot.label.startswith("user") and _FIELD.search(slot.line_before):
         return _CONTENT
     for rule in VALUE_RULES:
         if rule.is_met(slot):
