@@ -36,14 +36,14 @@ def parts(*texts: str) -> list[Json]:
 @pytest.mark.parametrize("later", [BLOCK, BLOCK.replace("3", "5")], ids=["equal", "number"])
 def test_a_part_of_the_content_hops(tmp_path: Path, *, is_first: bool, later: str) -> None:
     """It is `context_moved` as it is in a text, whatever is behind it."""
-    asked = (TALK[0]["content"], TALK[2]["content"])
+    questions = (TALK[0]["content"], TALK[2]["content"])
     sent = [
         message("user", parts(*((block, text) if is_first else (text, block))))
-        for text, block in zip(asked, (BLOCK, later), strict=True)
+        for text, block in zip(questions, (BLOCK, later), strict=True)
     ]
     first, second = (
         chat(SYSTEM, sent[0]),
-        chat(SYSTEM, message("user", parts(asked[0])), TALK[1], sent[1]),
+        chat(SYSTEM, message("user", parts(questions[0])), TALK[1], sent[1]),
     )
 
     verdict = verdicts(tmp_path, first, second)[1]
@@ -118,10 +118,14 @@ def test_examples_in_another_order_are_no_edit(tmp_path: Path) -> None:
 
 def test_a_window_that_slides_is_an_edit(tmp_path: Path) -> None:
     """Old turns are dropped, also where the newest message is sent with another time."""
-    asked = [message("user", f"{TALK[4]['content']} Sent at 10:0{minute}.") for minute in (1, 3)]
+    questions = [
+        message("user", f"{TALK[4]['content']} Sent at 10:0{minute}.") for minute in (1, 3)
+    ]
 
     verdict = verdicts(
-        tmp_path, chat(SYSTEM, *TALK[:4], asked[0]), chat(SYSTEM, *TALK[2:4], asked[1], *LATER)
+        tmp_path,
+        chat(SYSTEM, *TALK[:4], questions[0]),
+        chat(SYSTEM, *TALK[2:4], questions[1], *LATER),
     )[1]
 
     assert "history_edited" in causes(verdict)
@@ -194,12 +198,12 @@ def test_of_equal_matches_the_readable_one_is_best(tmp_path: Path, varies: str) 
 def test_many_notes_at_the_top_cost_no_more_each(tmp_path: Path) -> None:
     """Each note that has risen is stepped over where it stood; the time is not two to their number."""
     notes = [message("system", f"Note {n}: {MORE[n * 9 :][:50]}") for n in range(60)]
-    asked = [message("user", f"Question {n}: {MORE[n * 5 :][:40]}?") for n in range(60)]
-    within = [item for pair in zip(asked, notes, strict=True) for item in pair]
+    questions = [message("user", f"Question {n}: {MORE[n * 5 :][:40]}?") for n in range(60)]
+    within = [item for pair in zip(questions, notes, strict=True) for item in pair]
     start = time.process_time()
 
     verdict = verdicts(
-        tmp_path, chat(SYSTEM, *within), chat(SYSTEM, *notes, *asked, message("user", "More?"))
+        tmp_path, chat(SYSTEM, *within), chat(SYSTEM, *notes, *questions, message("user", "More?"))
     )[1]
 
     assert causes(verdict) == ["system_hoisted"]
