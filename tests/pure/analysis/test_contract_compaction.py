@@ -21,6 +21,25 @@ from tests.pure.analysis.contract_log import (
     verdicts,
 )
 
+PREAMBLE = (
+    "This session is being continued from a previous conversation that ran out of context. "
+    "The conversation is summarized below: "
+)
+SHIPS = message(
+    "user",
+    f"{PREAMBLE}the user asked about tides and ships. Both were explained, with the moon as a cause, "
+    "and ports by the sea were named as the next thing to look at.",
+)
+BREAD = message(
+    "user",
+    f"{PREAMBLE}bread was baked, and it rose well. What is left is the crust: the oven has to be "
+    "hotter, and nobody has tried rye flour so far.",
+)
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": RULES, "parameters": {}}}
+    for name in ("read", "write")
+]
+
 
 @pytest.mark.parametrize("kept", [TALK[4:], ()], ids=["before kept messages", "alone"])
 def test_a_summary_of_the_head_is_compaction(tmp_path: Path, kept: tuple[Json, ...]) -> None:
