@@ -104,10 +104,11 @@ class PinTable:
             num_cached = tree.num_matched_pages(path, part, covered)
         if not num_cached:
             raise PinError("no whole page of the prefix is cached; compute and publish it first")
-        num_pinned = sum(tree.owned[node] for node in pinned.union(path))
+        # Released pages count: they may be computed again while the pin lives.
+        num_pinned = sum(tree.resident[node] for node in pinned.union(path))
         if part and part not in pinned:
             num_pinned += covered
-        num_own = sum(tree.owned[node] for node in own.union(path) - others)
+        num_own = sum(tree.resident[node] for node in own.union(path) - others)
         if part and part not in pinned:
             num_own += covered
         limit = self.max_pages if max_pages is None else min(max_pages, self.max_pages)
