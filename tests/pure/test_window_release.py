@@ -13,7 +13,13 @@ from ramify.cache.window import (
     release_outside_window,
 )
 from ramify.config import live_pages
-from ramify.errors import ConfigError, LeaseError, RequestTooLargeError
+from ramify.errors import (
+    ConfigError,
+    LeaseError,
+    OutOfPagesError,
+    PinError,
+    RequestTooLargeError,
+)
 from ramify.kv.block_table import PagedBlockTable
 from tests.pure.cache_mirror import Mirror
 from tests.pure.engine_bench import Bench, expected
@@ -200,6 +206,102 @@ def test_no_row_of_a_decode_names_a_freed_page(share: bool) -> None:
     assert any(12 in row for row in rows)
 
 
+def test_a_lease_named_twice_is_no_second_reader() -> None:
+    """It would pass for the pin and the request that read the pages."""
+    cache = PrefixCache(32, 4, window=9)
+    lease = published(cache, PROMPT)
+    cache.pin(CacheKey(PROMPT[:8]), "operator")
+    behind = cache.acquire(CacheKey([*PROMPT[:24], 99]))
+    with pytest.raises(LeaseError, match="named twice"):
+        release_outside_window(cache, [lease, lease, lease], [40, 40, 40])
+    assert not any(cache.is_free(page) for page in [*lease.pages, *behind.pages])
+
+
+def test_no_lease_keeps_a_freed_page_if_the_clock_raises() -> None:
+    """Some nodes were released: their pages are not in the lease any more."""
+    num_readings = 1000
+
+    def clock() -> float:
+        nonlocal num_readings
+        num_readings -= 1
+        if num_readings < 0:
+            raise KeyboardInterrupt
+        return 1.0
+
+    cache = PrefixCache(32, 4, window=9, clock=clock)
+    lease = published(cache, PROMPT)
+    cache.release(cache.fork(lease, 16))  # splits the node
+    num_readings = 1
+    with pytest.raises(KeyboardInterrupt):
+        release_outside_window(cache, [lease], [40])
+    num_readings = 1000
+    assert 32 in lease.pages
+    assert not any(page < 32 and cache.is_free(page) for page in lease.pages)
+    cache.check()
+
+
+def test_released_tokens_count_as_hits_of_an_infinite_cache() -> None:
+    """Also where nothing was evicted."""
+    cache = PrefixCache(32, 4, window=9)
+    lease = published(cache, PROMPT)
+    release_outside_window(cache, [lease], [40])
+    cache.acquire(CacheKey([*PROMPT[:20], 99]))
+    stats = cache.stats()
+    assert (stats.hit_tokens, stats.ideal_hit_tokens) == (0, 20)
+
+
+def test_pages_restored_under_a_pin_stay_in_its_budget() -> None:
+    """A pin counts the released pages of its prefix: who computes them again has them pinned."""
+    cache = PrefixCache(32, 4, window=9, max_pinned_share=0.25)
+    lease = published(cache, PROMPT)
+    release_outside_window(cache, [lease], [40])
+    with pytest.raises(PinError, match="10 would be pinned, but at most 8 may be"):
+        cache.pin(CacheKey(PROMPT), "operator")
+    cache = PrefixCache(32, 4, window=9, max_pinned_share=0.5)
+    lease = published(cache, PROMPT)
+    release_outside_window(cache, [lease], [40])
+    cache.pin(CacheKey(PROMPT), "operator")
+    assert cache.stats().pinned_pages == 2
+    other = cache.acquire(CacheKey([*PROMPT[:39], 99]))
+    cache.release(cache.publish(other, CacheKey(PROMPT[:36]), cache.reserve(9)))
+    assert cache.stats().pinned_pages == 10
+
+
+def test_a_branch_takes_the_pages_before_windows() -> None:
+    """Without them, `fork` would find no page for the copy of the last one."""
+    cache, table = PrefixCache(8, 2, window=4), PagedBlockTable(2, 60, 2)
+    planner = RadixAttentionPlanner(cache, table)
+    sequence = RadixSequence(array("i", range(1, 16)))
+    planner.plan([sequence])
+    planner.commit([sequence])
+    assert cache.num_available == 0
+    clone, pairs = planner.fork(sequence)
+    assert len(pairs) == 1
+    assert sequence.row is not None
+    assert clone.row is not None
+    for each in (sequence, clone):
+        assert each.lease is not None
+        assert table.pages(each.row) == [*each.lease.pages, *each.private]
+        assert not any(cache.is_free(page) for page in table.pages(each.row))
+    cache.check()
+
+
+def test_an_error_counts_the_pages_before_windows() -> None:
+    """The scheduler gives up as many admissions as pages are missing, not more."""
+    cache, table = PrefixCache(16, 2, window=4), PagedBlockTable(3, 60, 2)
+    planner = RadixAttentionPlanner(cache, table)
+    sequence = RadixSequence(array("i", range(1, 31)))
+    planner.plan([sequence])
+    planner.commit([sequence])
+    num_available = planner.num_available
+    assert num_available > cache.num_available
+    with pytest.raises(OutOfPagesError) as caught:
+        planner.plan([RadixSequence(array("i", range(40, 70)))])
+    error = caught.value
+    assert error.asked == 15
+    assert error.free + error.evictable == num_available
+
+
 def test_without_releases_a_window_changes_nothing() -> None:
     """A mirror follows the events of a cache with a window as of any other."""
     cache = PrefixCache(16, 4, window=9)
@@ -274,6 +376,32 @@ def test_a_pool_below_a_window_and_a_step_refuses_what_it_cannot_hold() -> None:
         bench.add(LONG, max_tokens=5)
     bench.add(LONG[:50], max_tokens=5)
     bench.run()
+
+
+def test_a_starving_tenant_takes_a_row_though_the_pages_are_before_windows() -> None:
+    """It does not wait until they are released: with a larger pool it begins no earlier."""
+
+    def num_steps(num_pages: int) -> int:
+        bench = Bench(
+            4 * num_pages,
+            max_num_seqs=2,
+            max_batch_tokens=64,
+            window=40,
+            options={"fair_wait_steps": 1},
+        )
+        for first, tenant in ((1, "a"), (2, "b")):
+            prompt = [first, *(1 + at % 49 for at in range(759))]
+            bench.add(prompt, max_tokens=300, ignore_eos=True, tenant=tenant)
+        for _ in range(30):
+            bench.step()
+        waiting = bench.add([3 + at % 47 for at in range(100)], max_tokens=4, tenant="c")
+        count = 0
+        while waiting not in bench.outputs:
+            bench.step()
+            count += 1
+        return count
+
+    assert num_steps(412) == num_steps(800)
 
 
 def test_pages_of_a_lease_compare_as_numbers() -> None:

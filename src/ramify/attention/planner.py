@@ -390,8 +390,12 @@ class RadixAttentionPlanner:
         if not self.table.num_free_rows:
             raise CacheError("no free row in the block table; release a sequence first")
         num_held = max(0, -(-sequence.num_computed // self.page_size) - len(sequence.lease.pages))
+        num_copied = len(self._window.owned(sequence.private[:num_held]))
+        if num_copied > self.cache.num_available:
+            self._batches.forget()
+            self._window.make_room(num_copied, self._by_lease.values())
         computed = sequence.private[:num_held]
-        copied = self._window.owned(computed)
+        copied = self._window.owned(computed)  # perhaps fewer now
         pages = self.cache.reserve(len(copied))
         clone = sequence.clone_unplanned()
         clone.num_computed = clone.num_read = sequence.num_computed

@@ -45,11 +45,11 @@ class WindowRelease:
         Raises:
             OutOfPagesError: that would not be enough; nothing changed.
         """
-        if num_pages > self.num_available(sequences):
+        num_available = self.num_available(sequences)
+        if num_pages > num_available:
             stats = self._cache.stats()
-            raise OutOfPagesError(
-                num_pages, stats.free_pages, stats.evictable_pages, stats.num_pages
-            )
+            num_evictable = num_available - stats.free_pages  # and those before the windows
+            raise OutOfPagesError(num_pages, stats.free_pages, num_evictable, stats.num_pages)
         window.release_outside_window(self._cache, *_progress(sequences))
         for sequence in sequences:
             if unread := self._unread_private(sequence):

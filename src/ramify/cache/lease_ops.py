@@ -235,8 +235,12 @@ class LeaseOps:
         num_readers, first_read = dict[int, int](), dict[int, int]()
         if tree.window is None:
             return first_read
+        seen = set[int]()
         for lease, num_tokens in zip(leases, num_computed, strict=True):
             self._registry.require(lease, withdrawn=True)
+            if lease.id in seen:
+                raise LeaseError(f"lease {lease.id} is named twice")
+            seen.add(lease.id)
             first, node = max(0, num_tokens + 1 - tree.window) // size, lease.node
             while tree.parent[node]:
                 num_readers[node] = num_readers.get(node, 0) + 1
@@ -255,16 +259,18 @@ class LeaseOps:
 
     def release_outside_window(self, leases: Sequence[Lease], num_computed: Sequence[int]) -> int:
         """See `ramify.cache.window.release_outside_window`."""
-        num_pages = 0
-        for node, count in self.heads_outside_window(leases, num_computed).items():
-            num_pages += self._release_head(node, count)
-        if num_pages:
-            for lease in leases:
-                if lease.withdrawn:
-                    continue  # its owner reads no page
-                packed = self._tree.path_pages(self._tree.path(lease.node))
-                # A lease may hold less than its node, which can have grown since.
-                lease.packed_pages = packed[: len(lease.packed_pages)]
+        num_pages, heads = 0, self.heads_outside_window(leases, num_computed)
+        try:
+            for node, count in heads.items():
+                num_pages += self._release_head(node, count)
+        finally:  # the clock is the caller's code and may raise; no lease may keep a freed page
+            if num_pages:
+                for lease in leases:
+                    if lease.withdrawn:
+                        continue  # its owner reads no page
+                    packed = self._tree.path_pages(self._tree.path(lease.node))
+                    # A lease may hold less than its node, which can have grown since.
+                    lease.packed_pages = packed[: len(lease.packed_pages)]
         return num_pages
 
     def _release_head(self, node: int, num_pages: int) -> int:

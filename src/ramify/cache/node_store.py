@@ -144,7 +144,8 @@ class NodeStore:
                 hits[at] += 1
             gap = log2_bucket(self.clock() - tree.last_access_s[node])
         ideal_tokens, position = hit_tokens, hit_tokens * ATOM_BYTES
-        if (tree.num_ghost_pages or self._has_pending_ghosts) and position < end:
+        has_lost = tree.num_ghost_pages or tree.num_released or self._has_pending_ghosts
+        if has_lost and position < end:
             for below, shared in tree.find_including_evicted(node, atoms, position, end):
                 if self.ghosts.never_computed(below):
                     break

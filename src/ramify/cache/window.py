@@ -34,7 +34,7 @@ def release_outside_window(
         num_computed: for each, the tokens whose K/V its request has computed and committed.
 
     Raises:
-        LeaseError: a lease is not live; nothing was released.
+        LeaseError: a lease is not live, or named twice; nothing was released.
 
     Cost: O(nodes above the leases); nothing without a window.
     """

@@ -18,7 +18,8 @@ __all__ = ["KVLayout", "KVPool", "Plane"]
 class KVPool:
     """Paged K/V tensors: a page id addresses the same page in every plane of every layer.
 
-    Allocates one page more than `num_pages`: padding rows write to `padding_page`, which is never read.
+    Allocates one page more than `num_pages`, `padding_page`: padding rows write to it, and it stands
+    in rows of block tables for pages before a window. No query sees its keys.
 
     Args:
         layout: planes and number of layers.
@@ -66,7 +67,7 @@ class KVPool:
 
     @property
     def padding_page(self) -> int:
-        """Id of the extra page that padding rows write to."""
+        """Id of the extra page, whose keys no query sees."""
         return self.num_pages
 
     @property
@@ -94,7 +95,7 @@ class KVPool:
             IndexError: a slot is outside the planes (checked on CPU only: on GPU it would need a host
                 sync). Other slots may have been written.
 
-        Two equal slots make the result undefined, except in the padding page, which is never read.
+        Two equal slots make the result undefined, except in the padding page, whose keys no query sees.
         """
         planes = self._planes[layer]
         if values.keys() != self._shapes.keys():

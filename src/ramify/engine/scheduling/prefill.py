@@ -71,8 +71,10 @@ class PrefillSelector:
         num_owed = self._num_pages_owed(prefills, len(running) - len(prefills))
         num_tokens = len(sequence.tokens)
         num_live = self._num_live_pages(num_tokens)
-        if num_live * self._page_size < num_tokens:  # it will not hold all its pages at once
-            return num_live + num_owed <= planner.num_available
+        if num_live + num_owed <= planner.num_available:
+            return True
+        if num_live * self._page_size < num_tokens:  # it never holds all its pages at once
+            return False
         key = sequence.key(num_tokens if reads else 0)
         num_more = num_tokens - len(key) + num_owed * self._page_size
         return planner.cache.can_allocate(key, num_more)
