@@ -277,10 +277,9 @@ def test_a_branch_takes_the_pages_before_windows() -> None:
     assert cache.num_available == 0
     clone, pairs = planner.fork(sequence)
     assert len(pairs) == 1
-    assert sequence.row is not None
-    assert clone.row is not None
     for each in (sequence, clone):
         assert each.lease is not None
+        assert each.row is not None
         assert table.pages(each.row) == [*each.lease.pages, *each.private]
         assert not any(cache.is_free(page) for page in table.pages(each.row))
     cache.check()

@@ -177,7 +177,8 @@ class EventLog:
             gone = known[begin * HASH_BYTES : (begin + count) * HASH_BYTES]
             above_hash = known[: begin * HASH_BYTES][-HASH_BYTES:]
             above_hash = above_hash or self._last_hash(tree.parent[node])
-            if tree.resident[node] <= begin:  # evicted; the hashes of released pages go on below
+            # Evicted pages lose their hashes. Released ones keep theirs: those of later pages chain on.
+            if tree.resident[node] <= begin:
                 keep = known[: tree.resident[node] * HASH_BYTES]
                 if keep:
                     self._hashes[node] = keep
