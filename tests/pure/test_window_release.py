@@ -1,6 +1,7 @@
 """Pages outside the window of every layer: freed under pressure, restored when computed again."""
 
 from array import array
+from contextlib import suppress
 
 import pytest
 
@@ -410,3 +411,24 @@ def test_pages_of_a_lease_compare_as_numbers() -> None:
     release_outside_window(cache, [lease], [3])
     assert isinstance(lease.pages, Pages)
     assert lease.pages[0] == 8
+
+
+@pytest.mark.parametrize("num_calls", range(12))
+def test_a_pin_may_expire_while_a_plan_looks_for_pages(num_calls: int) -> None:
+    """Whichever reading of the clock ends it, the sequence is planned or there are no pages."""
+    times = [0.0]
+    cache = PrefixCache(4, 2, clock=lambda: times.pop() if len(times) > 1 else times[0])
+    cache.release(published(cache, [1, 2, 3, 4]))
+    cache.pin(CacheKey([1, 2, 3, 4]), "operator", ttl=5.0)
+    planner = RadixAttentionPlanner(cache, PagedBlockTable(2, 8, 2), share=False)
+    late = RadixSequence(array("i", [7] * 8))
+    times[:] = [10.0, *[0.0] * num_calls]
+
+    with suppress(OutOfPagesError):
+        planner.plan([late])
+    if not late.num_planned:
+        times[:] = [10.0]
+        planner.plan([late])
+
+    assert late.num_planned == 8
+    cache.check()

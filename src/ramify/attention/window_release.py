@@ -87,11 +87,11 @@ class WindowRelease:
 
     def _unread_private(self, sequence: RadixSequence) -> list[int]:
         """The private pages before its window, if it will never publish them."""
-        lease, size = sequence.lease, self._cache.page_size
-        assert lease is not None
-        assert self._cache.window is not None
-        limit = sequence.max_shared if self._share else 0
-        if limit is None or lease.num_tokens // size < limit // size:
+        lease, size, limit = sequence.lease, self._cache.page_size, sequence.max_shared
+        limit = limit if self._share else 0
+        if self._cache.window is None or lease is None or limit is None:
+            return []
+        if lease.num_tokens // size < limit // size:
             return []
         first_read = max(0, sequence.num_computed + 1 - self._cache.window) // size
         return self.owned(sequence.private[: max(0, first_read - lease.num_tokens // size)])
