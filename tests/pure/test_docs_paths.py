@@ -1,5 +1,6 @@
-"""Files and pages that the documentation names are there."""
+"""Files, pages and members of classes that the documentation names are there."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -30,6 +31,39 @@ def test_the_architecture_page_names_files_that_exist() -> None:
     }
 
     assert len(named) > 50
+    assert not missing
+
+
+def members(node: ast.ClassDef) -> set[str]:
+    """Methods, fields and attributes of a class that its own body defines or assigns."""
+    names = set()
+    for child in ast.walk(node):
+        match child:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                names.add(name)
+            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                names.add(name)
+            case ast.AnnAssign(target=ast.Name(id=name)) | ast.Name(id=name, ctx=ast.Store()):
+                names.add(name)
+    return names
+
+
+def test_the_architecture_page_names_members_that_exist() -> None:
+    """Every `Class.member` in code font, if the class is one of ours."""
+    named = set(re.findall(r"`([A-Z]\w+)\.(\w+)", ARCHITECTURE.read_text(encoding="utf-8")))
+    classes: dict[str, set[str]] = {}
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                classes.setdefault(node.name, set()).update(members(node))
+
+    missing = {
+        f"{owner}.{name}"
+        for owner, name in named
+        if owner in classes and name not in classes[owner]
+    }
+
+    assert len(named & {(owner, name) for owner in classes for name in classes[owner]}) > 20
     assert not missing
 
 
