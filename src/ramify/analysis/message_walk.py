@@ -327,6 +327,7 @@ class MessageWalk:
         if pair.stop_char is not None:
             self._content = pair.had_stop_char, pair.stop_char
             self._stop_here()
+            return True
         self._i, self._j = self._i + 1, self._j + 1
         return True
 

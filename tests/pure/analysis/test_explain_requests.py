@@ -53,6 +53,43 @@ def test_explain_names_all_differences_of_two_lines(log: Path, tmp_path: Path) -
     assert report["shared_if_mended"] > report["shared_as_sent"]
 
 
+@pytest.mark.parametrize("num_later", [0, 2])
+def test_content_behind_a_value_is_named_in_its_own_message(tmp_path: Path, num_later: int) -> None:
+    """A question behind a clock and equal text is new content of that message, not of the next."""
+    log, target = tmp_path / "log.jsonl", tmp_path / "out.json"
+    later = (
+        [("assistant", "They do."), ("user", "Which?")],
+        [("assistant", "No."), ("user", "Why?")],
+    )
+    bodies = [
+        {
+            "model": "gpt-5",
+            "messages": [
+                {"role": role, "content": content}
+                for role, content in [
+                    ("system", RULES),
+                    ("user", f"Time now: {clock}\n{RULES}\n{question}"),
+                    *answers[:num_later],
+                ]
+            ],
+        }
+        for clock, question, answers in (
+            ("10:01:02", "Do rivers flow north?", later[0]),
+            ("10:07:08", "Can whales sing loudly?", later[1]),
+        )
+    ]
+    log.write_text("".join(f"{json.dumps(body)}\n" for body in bodies))
+
+    code, output = run("explain", f"{log}:1", f"{log}:2", "--json", target)
+
+    assert code == 0, output
+    differences = json.loads(target.read_text())["differences"]
+    assert [(item["cause"], item["segment"]) for item in differences] == [
+        ("clock", "messages[1]"),
+        ("new_content", "messages[1]"),
+    ]
+
+
 def test_lint_writes_what_it_prints(log: Path, tmp_path: Path) -> None:
     """The JSON has a verdict for each line; the summary names the causes."""
     target = tmp_path / "lint.json"
