@@ -259,26 +259,13 @@ def learn_templates(corpus: Corpus, progress: StepProgress | None = None) -> Tem
     """Templates of all prompts, with their slots judged."""
     templates = Templates(corpus)
     for done, request in enumerate(sorted(corpus, key=StoredRequest.start_key)):
-        root = _root_of(corpus, request)
         for unit in request.units.tolist():
             if corpus.units[unit].kind is not SegmentKind.SETTING:
-                templates.add_use(unit, request.info.start_s, root)
+                templates.add_use(unit, request.info.start_s)
         if progress is not None and not done % 256:
             progress("learning", done, len(corpus))
     templates.judge_slots()
     return templates
-
-
-def _root_of(corpus: Corpus, request: StoredRequest) -> int:
-    """Names a conversation by its id, or by the first message."""
-    if request.info.conversation is not None:
-        return hash(request.info.conversation)
-    units: list[int] = request.units.tolist()
-    for unit in units:
-        stored = corpus.units[unit]
-        if stored.kind is SegmentKind.MESSAGE and stored.label.startswith("user"):
-            return unit
-    return -1
 
 
 class _Judge:

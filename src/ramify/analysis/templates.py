@@ -48,7 +48,7 @@ class Template:
     unit: int  # the first member, in normal form
     members: dict[int, tuple[Hunk, ...]] = field(default_factory=dict)
     slots: list[Slot] = field(default_factory=list)
-    uses: list[tuple[int, float | None, int]] = field(default_factory=list)  # member, time, root
+    first_use: dict[int, float | None] = field(default_factory=dict)  # by member, in order
 
 
 class Templates:
@@ -84,11 +84,10 @@ class Templates:
                 self._aligned.popitem(last=False)
         return known
 
-    def add_use(self, unit: int, start_s: float | None, root: int) -> None:
-        """Count a use of a unit by a request; `root` names the conversation."""
-        template = self._place(self.normal(unit))
-        if len(template.uses) < 4096 or template.uses[-1][2] != root:
-            template.uses.append((self.normal(unit), start_s, root))
+    def add_use(self, unit: int, start_s: float | None) -> None:
+        """Learn a unit from a request that uses it; the first start of each unit is kept."""
+        normal = self.normal(unit)
+        self._place(normal).first_use.setdefault(normal, start_s)
 
     def judge_slots(self) -> None:
         """Decide which slots are volatile, from all uses."""
@@ -223,11 +222,8 @@ class Templates:
         template.slots = slots
         text = self._corpus.text(template.unit)
         stored = self._corpus.units[template.unit]
-        first_use: dict[int, float | None] = {}
-        for member, start_s, _ in template.uses:
-            first_use.setdefault(member, start_s)
+        first_use = template.first_use
         members = list(first_use)[:: max(1, len(first_use) // MAX_VALUES)]
-        num_roots = len({root for _, _, root in template.uses})
         rows = [self.values(template, member) for member in members]
         for number, slot in enumerate(slots):
             filled = sorted((row[number] for row in rows if row[number]), key=len)
@@ -240,9 +236,6 @@ class Templates:
                     times=tuple(first_use[member] for member in members),
                     before=text[max(0, slot.start - MAX_CONTEXT) : slot.start],
                     after=text[slot.end : slot.end + MAX_CONTEXT],
-                    num_uses=len(template.uses),
-                    num_members=len(template.members),
-                    num_roots=num_roots,
                 )
             )
 

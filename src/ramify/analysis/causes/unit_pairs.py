@@ -109,9 +109,7 @@ def _values(
             before = text_b[max(0, theirs[0] - MAX_CONTEXT) : theirs[0]]
             values = (text_a[mine[0] : mine[1]], text_b[theirs[0] : theirs[1]])
             after = text_b[theirs[1] : theirs[1] + MAX_CONTEXT]
-            alone = judge_slot(
-                SlotEvidence(kind, label, values, (None, None), before, after, 2, 2, 2)
-            )
+            alone = judge_slot(SlotEvidence(kind, label, values, (None, None), before, after))
             verdict = alone if verdict is None or alone.cause is not None else verdict
         pairs.append((mine, theirs, verdict))
     return pairs

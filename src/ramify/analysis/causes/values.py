@@ -36,9 +36,6 @@ class SlotEvidence:
     times: tuple[float | None, ...]  # of the first use of each
     before: str  # text before the place, `MAX_CONTEXT` code points at most
     after: str
-    num_uses: int  # requests
-    num_members: int  # different texts
-    num_roots: int  # conversations
 
     @property
     def line_before(self) -> str:
