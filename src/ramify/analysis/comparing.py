@@ -24,6 +24,7 @@ from ramify.analysis.templates import Templates
 from ramify.analysis.text_diff import common_prefix_len
 from ramify.analysis.verdicts import CauseName, Certainty, Divergence
 
+PAGE_SIZE = 16  # tokens; a prefix shorter than a page is no match
 HEADER_TOKENS = 48  # at most, of a billing line
 
 
@@ -34,7 +35,6 @@ class Comparison:
     raw_tokens: int
     mended_tokens: int
     differences: tuple[Difference, ...]  # in the order of the prompt
-    is_continuation: bool
     steps: tuple[WalkStep, ...] = ()
     end: tuple[int, int] = (0, 0)
     is_extension: bool = False  # all of the earlier prompt is shared, and no message was edited
@@ -45,8 +45,8 @@ class Comparison:
 class Comparer:
     """Compares requests of a corpus."""
 
-    def __init__(self, corpus: Corpus, templates: Templates, *, page_size: int = 16) -> None:
-        self._corpus, self._templates, self.page_size = corpus, templates, page_size
+    def __init__(self, corpus: Corpus, templates: Templates) -> None:
+        self._corpus, self._templates = corpus, templates
         self._sides: dict[int, Side] = {}
         self._unique_keys = _has_unique_keys(corpus)
         self._notes: dict[int, frozenset[str]] = {}  # by number, of requests that hoist notes
@@ -87,7 +87,7 @@ class Comparer:
         waste = [item for item in differences if item.is_waste]
         mended = max(mended, raw)
         headers = sum(item.cause is CauseName.BILLING_HEADER for item in waste)
-        if mended < self.page_size + HEADER_TOKENS * bool(headers):
+        if mended < PAGE_SIZE + HEADER_TOKENS * bool(headers):
             # Nothing but a few words stands behind what would be mended: another program's prompt.
             differences, steps, end = [], (), (0, 0)
         elif not waste:
@@ -96,7 +96,6 @@ class Comparer:
             raw,
             mended,
             tuple(differences),
-            continues,
             steps,
             end,
             is_extension and continues,

@@ -181,12 +181,6 @@ class Corpus:
         stored = (self.units[unit] for unit in request.units)
         return sum(unit.num_tokens for unit in stored if unit.kind is not SegmentKind.SETTING)
 
-    def prompt_tokens(self, request: StoredRequest) -> Tokens:
-        """[num_tokens] of a request's prompt."""
-        if not len(request.units):
-            return np.zeros(0, np.uint64)
-        return np.concatenate([self.tokens(int(unit)) for unit in request.units])
-
     def _encode(self, text: str, form: TextForm, label: str) -> Tokens:
         if form is TextForm.TOKENS:
             tokens = spread_ids(np.array(text.split(), np.int64))

@@ -100,26 +100,6 @@ def lint(
     return replace(report, interrupted="; ".join(filter(None, (missing, report.interrupted))))
 
 
-def lint_corpus(
-    corpus: Corpus,
-    *,
-    quality: ReadQuality | None = None,
-    provider: str | None = None,
-    rules: Path | None = None,
-    capacity: str | int | None = None,
-    progress: StepProgress | None = None,
-) -> LintReport:
-    """`lint` for requests that are stored already."""
-    return lint_parts(
-        corpus,
-        quality=quality,
-        provider=provider,
-        rules=rules,
-        capacity=capacity,
-        progress=progress,
-    ).report
-
-
 @dataclass(frozen=True, slots=True)
 class Linted:
     """A report, and what else may be asked of the same log."""
@@ -141,7 +121,7 @@ def lint_parts(
     capacity: str | int | None = None,
     progress: StepProgress | None = None,
 ) -> Linted:
-    """`lint_corpus`, with the cache model, the mender and the predictions that it used.
+    """`lint` for stored requests, with the cache model, the mender and the predictions it used.
 
     Ctrl-C while savings are measured leaves them 0; while requests are compared it leaves those
     compared so far: `Linted.corpus` has no others. `interrupted` says so. Causes are judged under an

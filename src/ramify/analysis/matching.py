@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ramify.analysis.comparing import Comparer, Comparison
+from ramify.analysis.comparing import PAGE_SIZE, Comparer, Comparison
 from ramify.analysis.corpus import Corpus, StoredRequest
 from ramify.analysis.hashed_matching import HashedIndex
 from ramify.analysis.prompt_sides import Difference, Side, WalkStep
@@ -47,10 +47,9 @@ class Match:
 class Matcher:
     """Matches the requests of a log in the order of their starts."""
 
-    def __init__(self, corpus: Corpus, templates: Templates, *, page_size: int = 16) -> None:
+    def __init__(self, corpus: Corpus, templates: Templates) -> None:
         self._corpus, self._templates = corpus, templates
-        self._comparer = Comparer(corpus, templates, page_size=page_size)
-        self._page_size = page_size
+        self._comparer = Comparer(corpus, templates)
         self._raw: dict[tuple[object, ...], UnitTree] = {}
         self._mended = UnitTree(corpus)
         self._hashed = HashedIndex()
@@ -105,7 +104,7 @@ class Matcher:
         ]
         if compared:
             deepest = max(comparison.mended_tokens for _, comparison in compared)
-            tied = [item for item in compared if item[1].mended_tokens >= deepest - self._page_size]
+            tied = [item for item in compared if item[1].mended_tokens >= deepest - PAGE_SIZE]
             best = self._longest(tied)
             # Of prefixes of one length the one that the request can read: of its tenant, key and model.
             readable = [
@@ -113,7 +112,7 @@ class Matcher:
             ]
             best = self._longest(readable or tied)
         known = 0 if best is None else best[1].mended_tokens
-        in_flight = self._in_flight(request, known + self._page_size)
+        in_flight = self._in_flight(request, known + PAGE_SIZE)
         if best is None or not best[1].mended_tokens:
             return Match(request, None, in_flight=in_flight)
         earlier, comparison = best
@@ -149,10 +148,10 @@ class Matcher:
         side = self._comparer.side(request)
         numbers: dict[int, None] = {}
         for tree in filter(None, map(self._raw.get, self._raw_keys(side))):
-            for visit in reversed(tree.visit(side.prompt)[-2:]):
-                numbers.update(dict.fromkeys(visit.recent[:-3:-1]))
-        for visit in reversed(self._mended.visit(self._mended_prompt(side))[-3:]):
-            numbers.update(dict.fromkeys(visit.recent[:-3:-1]))
+            for recent in reversed(tree.visit(side.prompt)[-2:]):
+                numbers.update(dict.fromkeys(recent[:-3:-1]))
+        for recent in reversed(self._mended.visit(self._mended_prompt(side))[-3:]):
+            numbers.update(dict.fromkeys(recent[:-3:-1]))
         for key in self._keys_to_find(side):
             numbers.update(dict.fromkeys(self._newest.get(key, [])[:-3:-1]))
         return list(numbers)[:MAX_CANDIDATES]

@@ -25,10 +25,6 @@ class Tokenizer(Protocol):
         """A 64-bit value per token; equal tokens have equal values."""
         ...
 
-    def num_tokens_before(self, text: str, char: int) -> int:
-        """Tokens that end at or before this code point."""
-        ...
-
 
 class EstimatingTokenizer:
     """Counts pieces of words: within about 15 % of a BPE vocabulary for prose and code."""
@@ -40,10 +36,6 @@ class EstimatingTokenizer:
         """See `Tokenizer`; values differ between processes."""
         pieces = _PIECE.findall(text)
         return np.fromiter(map(hash, pieces), np.int64, len(pieces)).view(np.uint64)
-
-    def num_tokens_before(self, text: str, char: int) -> int:
-        """See `Tokenizer`."""
-        return sum(1 for piece in _PIECE.finditer(text) if piece.end() <= char)
 
 
 def spread_ids(ids: NDArray[np.integer]) -> Tokens:
@@ -63,10 +55,6 @@ class PrefixHasher:
 
     def __init__(self) -> None:
         self._powers = np.ones(1, np.uint64)
-
-    def power(self, length: int) -> int:
-        """`m^length` modulo 2^64."""
-        return pow(_MULTIPLIER, length, 1 << 64)
 
     def prefix_hashes(self, tokens: Tokens) -> Tokens:
         """[len(tokens) + 1]: the hash of each prefix, the empty one first."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -24,22 +23,13 @@ class _Place(NamedTuple):
 
 
 class _Node:
-    __slots__ = ("children", "depth", "end", "owner", "recent", "start")
+    __slots__ = ("children", "end", "owner", "recent", "start")
 
-    def __init__(self, owner: Units, start: _Place, end: _Place, depth: int) -> None:
+    def __init__(self, owner: Units, start: _Place, end: _Place) -> None:
         self.owner = owner  # a prompt that passes through the node
         self.start, self.end = start, end  # of the edge that leads to it, in `owner`
-        self.depth = depth  # tokens from the root to `end`
         self.children: dict[int, _Node] = {}
         self.recent: list[int] = []  # newest last
-
-
-@dataclass(frozen=True, slots=True)
-class Visit:
-    """A node on the way of a prompt: `depth` tokens are shared with all requests in `recent`."""
-
-    depth: int
-    recent: tuple[int, ...]  # newest last
 
 
 class UnitTree:
@@ -51,18 +41,21 @@ class UnitTree:
 
     def __init__(self, corpus: Corpus) -> None:
         self._corpus = corpus
-        self._root = _Node(np.zeros(0, np.uint32), _Place(0, 0), _Place(0, 0), 0)
+        self._root = _Node(np.zeros(0, np.uint32), _Place(0, 0), _Place(0, 0))
 
-    def visit(self, prompt: Units) -> list[Visit]:
-        """The nodes on a prompt's way, the root first; the last may be left amid its edge."""
-        visits = [Visit(0, tuple(self._root.recent))]
-        node, place, depth = self._root, _Place(0, 0), 0
+    def visit(self, prompt: Units) -> list[tuple[int, ...]]:
+        """The newest requests of each node on the prompt's path, root first, newest request last.
+
+        The path may end within the edge to the last node.
+        """
+        visits = [tuple(self._root.recent)]
+        node, place = self._root, _Place(0, 0)
         while place.unit < len(prompt):
             child = node.children.get(self._key(prompt, place))
             if child is None:
                 break
-            place, reached, depth = self._follow(child, prompt, place, depth)
-            visits.append(Visit(depth, tuple(child.recent)))
+            place, reached = self._follow(child, prompt, place)
+            visits.append(tuple(child.recent))
             if reached != child.end:
                 break
             node = child
@@ -70,54 +63,49 @@ class UnitTree:
 
     def insert(self, prompt: Units, number: int) -> None:
         """Add a request, which is newer than all others."""
-        node, place, depth = self._root, _Place(0, 0), 0
+        node, place = self._root, _Place(0, 0)
         self._remember(node, number)
         end = _Place(len(prompt), 0)
         while place != end:
             key = self._key(prompt, place)
             child = node.children.get(key)
             if child is None:
-                total = depth + self._rest(prompt, place)
-                child = _Node(prompt, place, end, total)
+                child = _Node(prompt, place, end)
                 node.children[key] = child
                 self._remember(child, number)
                 return
-            place, reached, depth = self._follow(child, prompt, place, depth)
+            place, reached = self._follow(child, prompt, place)
             if reached != child.end:
-                child = self._split(node, key, child, reached, depth)
+                child = self._split(node, key, child, reached)
             self._remember(child, number)
             node = child
 
-    def _split(self, parent: _Node, key: int, child: _Node, at: _Place, depth: int) -> _Node:
-        upper = _Node(child.owner, child.start, at, depth)
+    def _split(self, parent: _Node, key: int, child: _Node, at: _Place) -> _Node:
+        upper = _Node(child.owner, child.start, at)
         upper.recent = list(child.recent)
         child.start = at
         upper.children[self._key(child.owner, at)] = child
         parent.children[key] = upper
         return upper
 
-    def _follow(
-        self, child: _Node, prompt: Units, place: _Place, depth: int
-    ) -> tuple[_Place, _Place, int]:
-        """Where the prompt and the edge stop being equal, and the depth there."""
+    def _follow(self, child: _Node, prompt: Units, place: _Place) -> tuple[_Place, _Place]:
+        """Where the prompt and the edge stop being equal: in the prompt, and in the edge's owner."""
         mine, theirs = place, child.start
         owner, end = child.owner, child.end
         while mine.unit < len(prompt) and theirs != end:
             a, b = int(prompt[mine.unit]), int(owner[theirs.unit])
             if a == b and mine.token == theirs.token and theirs.unit < end.unit:
-                depth += self._corpus.units[a].num_tokens - max(0, mine.token - 1)
                 mine, theirs = _Place(mine.unit + 1, 0), _Place(theirs.unit + 1, 0)
                 continue
             own, other = self._items(a), self._items(b)
             stop = len(other) if theirs.unit < end.unit else end.token
             left, right = own[mine.token :], other[theirs.token : stop]
             shared = _common(left, right)
-            depth += shared - (1 if mine.token == 0 and shared else 0)
             mine = _step(mine, shared, len(own))
             theirs = _step(theirs, shared, len(other))
             if shared < len(right) or (mine.token == 0) != (theirs.token == 0):
                 break
-        return mine, theirs, depth
+        return mine, theirs
 
     def _items(self, unit: int) -> Tokens:
         stored = self._corpus.units[unit]
@@ -130,11 +118,6 @@ class UnitTree:
             stored = self._corpus.units[unit]
             return hash((stored.kind, stored.form, stored.label)) & 0xFFFFFFFFFFFFFFFF
         return int(self._corpus.tokens(unit)[place.token - 1])
-
-    def _rest(self, prompt: Units, place: _Place) -> int:
-        units = self._corpus.units
-        total = sum(units[int(unit)].num_tokens for unit in prompt[place.unit :])
-        return total - max(0, place.token - 1)
 
     def _remember(self, node: _Node, number: int) -> None:
         node.recent.append(number)

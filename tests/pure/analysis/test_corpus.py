@@ -36,16 +36,19 @@ def test_prompt_hash_is_composed_of_unit_hashes(texts: list[str]) -> None:
     """The hash of a prompt follows from lengths and hashes of its units."""
     corpus = Corpus()
     request = corpus.add(request_of(texts))
+    # hash([0, 1]) = m
+    multiplier = int(corpus.hasher.prefix_hashes(np.array([0, 1], np.uint64))[-1])
 
     composed = length = 0
     for number in request.units:
         unit = corpus.units[int(number)]
-        composed = (composed + corpus.hasher.power(length) * unit.token_hash) % (1 << 64)
+        composed += pow(multiplier, length, 1 << 64) * unit.token_hash
         length += unit.num_tokens
 
-    tokens = corpus.prompt_tokens(request)
+    parts = [corpus.tokens(int(unit)) for unit in request.units]
+    tokens = np.concatenate([np.zeros(0, np.uint64), *parts])
     assert length == len(tokens) == corpus.num_tokens(request)
-    assert composed == int(corpus.hasher.prefix_hashes(tokens)[-1])
+    assert composed % (1 << 64) == int(corpus.hasher.prefix_hashes(tokens)[-1])
 
 
 def test_token_ids_are_tokens() -> None:

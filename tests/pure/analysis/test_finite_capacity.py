@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ramify.analysis.linting import lint_corpus
+from ramify.analysis.linting import lint_parts
 from ramify.analysis.providers import CacheModel, Conditions, Prediction, load_rules, prompts_of
 from ramify.analysis.records import HashedPrompt, LoggedRequest
 from ramify.analysis.simulation.calls import simulate
@@ -178,7 +178,7 @@ def test_savings_are_replayed_at_the_capacity() -> None:
     as_is, mended = log(is_mended=False), log(is_mended=True)
     savings = {}
     for capacity in (None, 1600):
-        report = lint_corpus(corpus_of(as_is), provider="vllm", capacity=capacity)
+        report = lint_parts(corpus_of(as_is), provider="vllm", capacity=capacity).report
         savings[capacity] = report.saving_all.tokens
         assert report.capacity_tokens == capacity
         reads = [
@@ -195,15 +195,15 @@ def test_a_capacity_that_cannot_be_is_an_error() -> None:
     corpus = corpus_of([replace(request_of([Block(tokens(0, 64))]), line=1)])
 
     with pytest.raises(ConfigError, match="less than a page of 16"):
-        lint_corpus(corpus, provider="vllm", capacity=8)
+        lint_parts(corpus, provider="vllm", capacity=8)
     with pytest.raises(ConfigError, match="--provider vllm, sglang or ramify"):
-        lint_corpus(corpus, provider="anthropic", capacity="1M")
+        lint_parts(corpus, provider="anthropic", capacity="1M")
     with pytest.raises(ConfigError, match="unknown unit"):
-        lint_corpus(corpus, provider="vllm", capacity="3 apples")
+        lint_parts(corpus, provider="vllm", capacity="3 apples")
 
 
 def test_a_log_without_requests_has_any_capacity() -> None:
     """It is told as a log without requests, not as one under a rule without a capacity."""
-    report = lint_corpus(corpus_of([]), capacity="1M")
+    report = lint_parts(corpus_of([]), capacity="1M").report
 
     assert (report.num_requests, report.capacity_tokens) == (0, 1_000_000)

@@ -65,10 +65,7 @@ def looks_like_clock(value: str) -> bool:
         return True
     words = [word.lower() for word in _WORDS.findall(value)]
     dates = [word for word in words if word in DATE_WORDS]
-    if not dates:
-        return False
-    has_number = bool(_NUMBERS.search(value))
-    return len(dates) * 2 >= len(words) and (has_number or len(dates) >= 1)
+    return bool(dates) and len(dates) * 2 >= len(words)
 
 
 def is_spelt_out(value: str, line: str) -> bool:

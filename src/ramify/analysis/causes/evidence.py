@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
-from ramify.analysis.corpus import Corpus, StoredRequest
+from ramify.analysis.corpus import StoredRequest
 from ramify.analysis.providers.conditions import Conditions
 from ramify.analysis.providers.conversations import single_requests
 from ramify.analysis.providers.prompts import SPLITS, Prediction, PromptLayout, ReplayPrompt, Timing
@@ -106,9 +106,8 @@ class OutsideRule(Protocol):
 class LogFacts:
     """What the requests of a log say together, and the predictions for each."""
 
-    def __init__(self, model: CacheModel, requests: Iterable[StoredRequest] | None = None) -> None:
-        chosen = model.corpus if requests is None else requests
-        prompts = in_start_order(map(ReplayPrompt.of, chosen))
+    def __init__(self, model: CacheModel) -> None:
+        prompts = in_start_order(map(ReplayPrompt.of, model.corpus))
         self.model = model
         self.requests = {prompt.request.number: prompt.request for prompt in prompts}
         self.predictions = _by_number(prompts, model.replay(prompts))
@@ -129,11 +128,6 @@ class LogFacts:
         self.single = single_requests(model, prompts)
         starts = [request.info.start_s for request in self.requests.values()]
         self.last_start_s = max((start for start in starts if start is not None), default=None)
-
-    @property
-    def corpus(self) -> Corpus:
-        """Where the requests are stored."""
-        return self.model.corpus
 
     def evidence(self, request: StoredRequest, facts: MatchFacts) -> Evidence:
         """Everything about a request."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 
 from ramify.analysis.causes.spacing import SpacedText, find_respaced
@@ -25,7 +25,7 @@ class PairDifferences:
     differences: tuple[Difference, ...] = ()
     stop_char: int | None = None  # in the second
     had_stop_char: int = 0  # in the first
-    tail_chars: int = field(default=0)  # equal code points after the last value
+    tail_chars: int = 0  # equal code points after the last value
 
 
 def pair_differences(
@@ -69,7 +69,7 @@ def pair_differences(
             )
         had, got = Excerpt(body_a, start_a, end_a), Excerpt(body_b, start_b, end_b)
         differences.append(
-            Difference(verdict.cause, verdict.certainty, path, had, got, verdict.is_volatile)
+            Difference(verdict.cause, Certainty.PROVED, path, had, got, verdict.is_volatile)
         )
         tail = len(body_b) - end_b
     if respaced is not None:

@@ -6,7 +6,7 @@ Each rule is a class with one question; `VALUE_RULES` is asked in order, and the
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
@@ -20,7 +20,7 @@ from ramify.analysis.causes.clocks import (
     names_date,
 )
 from ramify.analysis.records import SegmentKind
-from ramify.analysis.verdicts import CauseName, Certainty
+from ramify.analysis.verdicts import CauseName
 
 MAX_CONTEXT = 320  # code points around a value
 MAX_ID_WORDS = 3  # of an id that is no random text
@@ -72,7 +72,6 @@ class SlotVerdict:
     """What a slot holds; `cause` None is content."""
 
     cause: CauseName | None
-    certainty: Certainty
     is_volatile: bool  # the values are waste wherever the text around them is equal
 
 
@@ -341,11 +340,11 @@ def judge_slot(slot: SlotEvidence) -> SlotVerdict:
         return _CONTENT
     for rule in VALUE_RULES:
         if rule.is_met(slot):
-            return SlotVerdict(rule.cause, Certainty.PROVED, _is_volatile(slot, rule.cause))
+            return SlotVerdict(rule.cause, _is_volatile(slot, rule.cause))
     return _CONTENT
 
 
-_CONTENT = SlotVerdict(None, Certainty.PROVED, is_volatile=False)
+_CONTENT = SlotVerdict(None, is_volatile=False)
 
 
 def _is_volatile(slot: SlotEvidence, cause: CauseName) -> bool:
@@ -379,5 +378,3 @@ _MESSAGE_WORDS: dict[CauseName, re.Pattern[str]] = {
     ),
     CauseName.PATH_OR_STATE: _STATE_WORDS,
 }
-
-Judge = Callable[[SlotEvidence], SlotVerdict]
