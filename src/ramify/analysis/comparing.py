@@ -9,9 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ramify.analysis.causes.tool_lists import compare_tools
 from ramify.analysis.continuations import is_continuation
 from ramify.analysis.corpus import Corpus, StoredRequest
@@ -22,6 +19,7 @@ from ramify.analysis.quoting import Excerpt, quote
 from ramify.analysis.records import SegmentKind, TextForm
 from ramify.analysis.templates import Templates
 from ramify.analysis.text_diff import common_prefix_len
+from ramify.analysis.tokens import common_len
 from ramify.analysis.verdicts import CauseName, Certainty, Divergence
 
 PAGE_SIZE = 16  # tokens; a prefix shorter than a page is no match
@@ -111,7 +109,7 @@ class Comparer:
     def raw_tokens(self, a: Side, b: Side) -> int:
         """Tokens of the common prefix, settings not counted."""
         units_a, units_b = a.prompt, b.prompt
-        at = _first_difference(units_a, units_b)
+        at = common_len(units_a, units_b)
         total = int(b.ends[at])
         if at < min(len(units_a), len(units_b)):
             total += self._shared_tokens(int(units_a[at]), int(units_b[at]))
@@ -123,10 +121,7 @@ class Comparer:
             return 0
         if left.form is TextForm.MEDIA:  # digests of other media share nothing
             return 0
-        mine, other = self._corpus.tokens(a), self._corpus.tokens(b)
-        length = min(len(mine), len(other))
-        different = np.flatnonzero(mine[:length] != other[:length])
-        return int(different[0]) if len(different) else length
+        return common_len(self._corpus.tokens(a), self._corpus.tokens(b))
 
     def divergence(self, earlier: StoredRequest, request: StoredRequest) -> Divergence | None:
         """The first difference; None if one prompt is a prefix of the other."""
@@ -136,7 +131,7 @@ class Comparer:
             had, got = a.settings.get(name), b.settings.get(name)
             if had != got:
                 return Divergence(f"settings.{name}", 0, 0, self._setting(had), self._setting(got))
-        at = _first_difference(a.prompt, b.prompt)
+        at = common_len(a.prompt, b.prompt)
         is_end_a, is_end_b = at == len(a.prompt), at == len(b.prompt)
         if is_end_a and is_end_b:
             return None
@@ -261,12 +256,6 @@ def _has_unique_keys(corpus: Corpus) -> bool:
             counts[request.info.cache_key] = counts.get(request.info.cache_key, 0) + 1
     single = sum(count == 1 for count in counts.values())
     return single >= 4 and single * 2 > len(counts)
-
-
-def _first_difference(a: NDArray[np.uint32], b: NDArray[np.uint32]) -> int:
-    length = min(len(a), len(b))
-    different = np.flatnonzero(a[:length] != b[:length])
-    return int(different[0]) if len(different) else length
 
 
 def _word_start(text: str, at: int) -> int:

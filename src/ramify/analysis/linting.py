@@ -28,6 +28,7 @@ from ramify.analysis.simulation.capacities import parse_capacity
 from ramify.analysis.templates import Templates
 from ramify.analysis.tokens import Tokenizer
 from ramify.analysis.verdicts import (
+    LEGITIMATE,
     Cause,
     CauseName,
     Certainty,
@@ -41,7 +42,6 @@ Log = str | PathLike[str] | LoggedRequest
 StepProgress = Callable[[str, int, int], None]  # what is done, requests done, requests in all
 
 MAX_SAVINGS = 40  # findings that are replayed one by one; the others have a saving of their loss
-NEVER_MENDED = frozenset({CauseName.NEW_CONTENT, CauseName.COMPACTION, CauseName.OUTSIDE_PROMPT})
 
 
 def lint(
@@ -151,7 +151,7 @@ def lint_parts(
     verdicts = judge.verdicts(matches)
     grouped = group_causes(verdicts)
     mender = Mender(corpus, templates, matches)
-    mendable = [item for item in grouped if item.fix.cause not in NEVER_MENDED]
+    mendable = [item for item in grouped if item.fix.cause not in LEGITIMATE]
     groups = [[item.fix] for item in mendable[:MAX_SAVINGS]]
     try:
         if progress is not None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-import numpy as np
-
 from ramify.analysis.causes.unit_pairs import PairDifferences, pair_differences, whitespace_of
 from ramify.analysis.context_blocks import MIN_BLOCK, mostly_in, split_block
 from ramify.analysis.corpus import Corpus, Unit
@@ -14,9 +12,10 @@ from ramify.analysis.hoisted_notes import HoistedNote, HoistedNotes
 from ramify.analysis.mended_units import VALUES
 from ramify.analysis.prompt_sides import Difference, Side, WalkStep
 from ramify.analysis.quoting import Excerpt
-from ramify.analysis.records import TextForm
+from ramify.analysis.records import Segment, TextForm
 from ramify.analysis.templates import Templates
 from ramify.analysis.text_diff import common_prefix_len
+from ramify.analysis.tokens import common_len
 from ramify.analysis.verdicts import CauseName, Certainty
 
 MIN_TAIL = 60  # code points behind a value in a summary, so that the summary is the same
@@ -239,8 +238,6 @@ class MessageWalk:
         return True
 
     def _store(self, like: int, text: str) -> int:
-        from ramify.analysis.records import Segment
-
         unit = self._corpus.units[like]
         return self._corpus.unit_of(Segment("", unit.kind, text, unit.form, unit.label))
 
@@ -449,10 +446,8 @@ class MessageWalk:
         unit_a, unit_b = a.normals[self._i], b.normals[self._j]
         left, right = self._corpus.units[unit_a], self._corpus.units[unit_b]
         if (left.kind, left.form, left.label) == (right.kind, right.form, right.label):
-            mine, other = self._corpus.tokens(unit_a), self._corpus.tokens(unit_b)
-            length = min(len(mine), len(other))
-            different = np.flatnonzero(mine[:length] != other[:length])
-            self.num_shared += int(different[0]) if len(different) else length
+            tokens_a, tokens_b = self._corpus.tokens(unit_a), self._corpus.tokens(unit_b)
+            self.num_shared += common_len(tokens_a, tokens_b)
         self._is_done = True
 
 

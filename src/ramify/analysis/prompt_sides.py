@@ -13,10 +13,9 @@ from ramify.analysis.quoting import NOTHING, Excerpt
 from ramify.analysis.records import SegmentKind, TextForm
 from ramify.analysis.summaries import is_reminder, is_summary
 from ramify.analysis.templates import Templates
-from ramify.analysis.verdicts import CauseName, Certainty
+from ramify.analysis.verdicts import LEGITIMATE, CauseName, Certainty
 
 PlacedUnit = tuple[int, str]  # unit, path
-LEGITIMATE = frozenset({CauseName.NEW_CONTENT, CauseName.COMPACTION, CauseName.OUTSIDE_PROMPT})
 
 
 @dataclass(frozen=True, slots=True)

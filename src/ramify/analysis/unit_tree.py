@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ramify.analysis.corpus import Corpus
-from ramify.analysis.tokens import Tokens
+from ramify.analysis.tokens import Tokens, common_len
 
 Units = NDArray[np.uint32]
 
@@ -100,7 +100,7 @@ class UnitTree:
             own, other = self._items(a), self._items(b)
             stop = len(other) if theirs.unit < end.unit else end.token
             left, right = own[mine.token :], other[theirs.token : stop]
-            shared = _common(left, right)
+            shared = common_len(left, right)
             mine = _step(mine, shared, len(own))
             theirs = _step(theirs, shared, len(other))
             if shared < len(right) or (mine.token == 0) != (theirs.token == 0):
@@ -128,10 +128,3 @@ class UnitTree:
 def _step(place: _Place, by: int, num_items: int) -> _Place:
     token = place.token + by
     return _Place(place.unit + 1, 0) if token == num_items else _Place(place.unit, token)
-
-
-def _common(left: Tokens, right: Tokens) -> int:
-    """Length of the common prefix."""
-    length = min(len(left), len(right))
-    different = np.flatnonzero(left[:length] != right[:length])
-    return int(different[0]) if len(different) else length

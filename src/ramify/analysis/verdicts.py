@@ -53,6 +53,9 @@ class CauseName(StrEnum):
     OUTSIDE_PROMPT = "outside_prompt"
 
 
+LEGITIMATE = frozenset({CauseName.NEW_CONTENT, CauseName.COMPACTION, CauseName.OUTSIDE_PROMPT})
+
+
 @dataclass(frozen=True, slots=True)
 class Divergence:
     """The first difference from the best match."""

@@ -14,10 +14,10 @@ from ramify.analysis.providers.conversations import single_requests
 from ramify.analysis.providers.prompts import SPLITS, Prediction, PromptLayout, ReplayPrompt, Timing
 from ramify.analysis.providers.replay import CacheModel, in_start_order
 from ramify.analysis.providers.rules import ModelRule
+from ramify.analysis.tokens import ESTIMATE_ERROR
 from ramify.analysis.verdicts import Cause
 
 MIN_LOSS = 64  # tokens; a smaller loss has no cause
-ESTIMATE_ERROR = 0.15  # of token counts without the model's tokenizer
 OWN_ENGINES = frozenset({"ramify", "sglang", "vllm"})
 _ROUTED_TOKENS = 256  # of the prefix that routes a request, with the key
 _MINUTE_S = 60.0

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from ramify.analysis.causes.evidence import ESTIMATE_ERROR, Evidence
+from ramify.analysis.causes.evidence import Evidence
 from ramify.analysis.corpus import StoredRequest
 from ramify.analysis.providers.breakpoints import HOUR_S
 from ramify.analysis.providers.prompts import Timing
+from ramify.analysis.tokens import ESTIMATE_ERROR
 from ramify.analysis.verdicts import Cause, CauseName, Certainty
 
 MIN_UNMARKED_SHARE = 0.2  # of the shared prefix; less is not worth a breakpoint

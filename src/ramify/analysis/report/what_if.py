@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable
 
 from ramify.analysis.corpus import Corpus
-from ramify.analysis.linting import NEVER_MENDED, Linted
+from ramify.analysis.linting import Linted
 from ramify.analysis.mending import Fix
 from ramify.analysis.report.document import WhatIf
 from ramify.analysis.savings import measure_savings
+from ramify.analysis.verdicts import LEGITIMATE
 
 MAX_FINDINGS = 4  # 16 sets, of which 5 are known
 MAX_SECONDS = 6.0
@@ -29,7 +30,7 @@ def replay_sets(
     """
     findings = linted.report.findings
     # A cause that hides behind another saves nothing alone, so that its own saving decides nothing.
-    chosen = [at for at, finding in enumerate(findings) if finding.cause not in NEVER_MENDED]
+    chosen = [at for at, finding in enumerate(findings) if finding.cause not in LEGITIMATE]
     chosen = chosen[:MAX_FINDINGS]
     if not chosen:
         return None

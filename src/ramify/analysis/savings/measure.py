@@ -23,10 +23,9 @@ from ramify.analysis.savings.breakpoint_fixes import (
     keep_tool_breakpoints,
 )
 from ramify.analysis.savings.components import Components, component_key
+from ramify.analysis.tokens import ESTIMATE_ERROR
 from ramify.analysis.unseen_parts import HIDING
 from ramify.analysis.verdicts import CauseName, Saving
-
-ESTIMATE_ERROR = 0.15  # of token counts without the model's tokenizer
 
 # Causes that other conditions mend, not another prompt.
 _IGNORED = {
