@@ -1,4 +1,4 @@
-"""Whether a request goes on with the conversation of an earlier one."""
+"""Whether one request continues another's conversation, from ids and message texts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WORD = re.compile(r"\w+")
 
 
 def is_continuation(a: Side, b: Side) -> bool:
-    """Whether a request goes on with the conversation of an earlier one."""
+    """Whether request `b` continues the conversation of the earlier request `a`."""
     mine, other = b.request.info, a.request.info
     if mine.parent_id is not None and mine.parent_id == other.request_id:
         return True
@@ -96,10 +96,10 @@ def _goes_on_after_answer(a: Side, b: Side) -> bool:
 
 
 def _is_same_talk(a: Side, b: Side, end: int, shared: frozenset[int]) -> bool:
-    """Whether more than a message that many conversations may have says that two are one.
+    """Whether more than one shared stock message (button, refusal, example) links the two.
 
-    Buttons, refusals and examples are such messages. More is another message that both have, or that
-    nothing, or a single message such as a summary, stands before the shared one.
+    More is another message that both have, or that nothing, or a single message such as a summary,
+    stands before the shared message.
     """
     before = [unit for unit in _talk_before(a, end) if a.corpus.units[unit].num_chars >= MIN_SAID]
     if not before or not b.older_messages.isdisjoint(before):

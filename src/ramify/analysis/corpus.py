@@ -73,10 +73,12 @@ class Corpus:
         self._path_of: dict[str, str] = {}
         self._file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the corpus
         weakref.finalize(self, self._file.close)
-        self._whole: Corpus | None = None  # of a subset: its end closes the file of texts
+        # The corpus a subset came from: its finaliser closes the file.
+        self._whole: Corpus | None = None
         self._texts: _ByteLru[str] = _ByteLru(memory_bytes * 3 // 8)
         self._tokens: _ByteLru[Tokens] = _ByteLru(memory_bytes // 2)
-        self._recent: dict[int, tuple[Segment, int]] = {}  # by id, which the segment keeps its own
+        # By id(segment); holding the segment keeps the id from reuse.
+        self._recent: dict[int, tuple[Segment, int]] = {}
         self._recent_bytes, self._max_recent_bytes = 0, memory_bytes // 8
 
     def __len__(self) -> int:

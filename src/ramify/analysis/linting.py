@@ -41,7 +41,7 @@ from ramify.analysis.verdicts import (
 Log = str | PathLike[str] | LoggedRequest
 StepProgress = Callable[[str, int, int], None]  # what is done, requests done, requests in all
 
-MAX_SAVINGS = 40  # findings that are replayed one by one; the others have a saving of their loss
+MAX_SAVINGS = 40  # findings that are replayed one by one; the saving of the others is 0
 
 
 def lint(

@@ -241,7 +241,7 @@ class Matcher:
                     del self._pending_chains[chain]
 
     def _in_flight(self, request: StoredRequest, num_tokens: int) -> StoredRequest | None:
-        """The newest request in flight that shares more than so many tokens."""
+        """The newest request in flight that shares more than `num_tokens`."""
         if not self._pending_chains:
             return None
         for chain, total in self._chains(request):

@@ -111,7 +111,8 @@ class MessageWalk:
                     for item in self.differences[before:]
                     if item.is_waste
                 ]
-                if step == self._step_hoisted:  # where the block stood before has the same causes
+                if step == self._step_hoisted:
+                    # Where the note stood before gets the same causes.
                     self._hoisted |= dict.fromkeys(causes)
                     causes = causes or list(self._hoisted)
                 self.end = (i, j) if self._is_done else (self._i, self._j)
@@ -310,10 +311,10 @@ class MessageWalk:
         value = int(rate * (start + max(item.got.num_chars for item in waste)))
         follows = end - value >= MIN_RECOVERED
         if pair.stop_char is None and not follows:
-            # Later messages that are equal speak as well.
+            # Equal tokens in later messages count too.
             follows = self._equal_after() >= MIN_RECOVERED
         if _is_said(self._corpus.units[self._b.rest[self._j]]):
-            # What a tool or a model says in another conversation is news.
+            # In another conversation, tool and model text is content, not waste.
             follows &= all(item.cause not in VALUES for item in waste)
         if not follows:
             self.num_shared += int(rate * start)
@@ -458,7 +459,7 @@ def _is_reworded(pair: PairDifferences) -> bool:
 
 
 def _is_said(unit: Unit) -> bool:
-    """Whether a segment is the text of an answer or of a result; a call has ids of its own."""
+    """Whether a segment is text of an answer or a tool result, not a tool call."""
     is_answer = unit.label.startswith(("tool", "assistant")) or " " in unit.label
     return is_answer and unit.form is TextForm.TEXT
 

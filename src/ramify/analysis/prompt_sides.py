@@ -51,7 +51,7 @@ class WalkStep:
 
 
 class Side:
-    """A request's segments: settings by name, tools, and the rest as `start`, ... in order."""
+    """A request's segments: settings by name, `tools`, and `rest`: system and messages, in order."""
 
     def __init__(self, corpus: Corpus, templates: Templates, request: StoredRequest) -> None:
         self.corpus, self.templates, self.request = corpus, templates, request
@@ -149,7 +149,7 @@ class Side:
         return role == "assistant" or is_item
 
     def is_reasoning(self, at: int) -> bool:
-        """Whether a segment is reasoning of an earlier answer."""
+        """See the function `is_reasoning`."""
         return is_reasoning(self.corpus, self.rest[at], self.rest_path(at))
 
 

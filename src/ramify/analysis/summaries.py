@@ -42,7 +42,7 @@ def is_summary(text: str, *, is_certain: bool) -> bool:
 
     Args:
         text: of the message.
-        is_certain: nothing else speaks for it, so that the text has to say of what it is one.
+        is_certain: nothing else indicates a summary, so the text must name what it summarises.
 
     A message that asks for a summary is none.
     """

@@ -15,13 +15,13 @@ SCHEMA = 1
 class Certainty(StrEnum):
     """How sure a cause is."""
 
-    PROVED = "proved"  # a diff between requests convicts
+    PROVED = "proved"  # a diff between two requests shows it
     LIKELY = "likely"
     SUSPECTED = "suspected"
 
 
 class CauseName(StrEnum):
-    """Causes of lost hits; NEW_CONTENT, COMPACTION and OUTSIDE_PROMPT are no waste of the prompt's."""
+    """Causes of lost hits; NEW_CONTENT, COMPACTION and OUTSIDE_PROMPT are not waste in the prompt."""
 
     CLOCK = "clock"
     RANDOM_ID = "random_id"
@@ -62,7 +62,7 @@ class Divergence:
 
     segment: str  # path, as `messages[4].content[1]`
     char: int  # code points of the segment's text before it
-    token: int | None  # tokens of the prompt before it; None without a tokenizer
+    token: int  # tokens of the prompt before it
     had: str  # quoted from the match, secrets masked
     got: str
 
@@ -146,6 +146,6 @@ class LintReport:
     saving_all: Saving  # all findings mended together
     quality: dict[str, Any]
     provider: str
-    tables: dict[str, Any] = field(default_factory=dict)  # predicted and billed, agreement, sources
+    tables: dict[str, Any] = field(default_factory=dict)  # see `report_tables`
     capacity_tokens: int | None = None  # of the replays; None: nothing is evicted
     interrupted: str = ""  # what is missing since Ctrl-C

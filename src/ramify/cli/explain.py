@@ -49,8 +49,10 @@ def _show(explanation: Explanation) -> None:
     if divergence is None:
         typer.echo("no difference: one prompt is the start of the other")
         return
-    token = "" if divergence.token is None else f", token {divergence.token:,}"
-    typer.echo(f"first difference: {divergence.segment}, character {divergence.char:,}{token}")
+    typer.echo(
+        f"first difference: {divergence.segment}, character {divergence.char:,}, "
+        f"token {divergence.token:,}"
+    )
     table = Table("where", "cause", "earlier", "later", show_lines=True)
     rows = [
         (item.segment, f"{item.cause} ({item.certainty})", item.had, item.got)

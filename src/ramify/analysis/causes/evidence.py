@@ -83,11 +83,11 @@ class Evidence:
         return not (self.request.info.has_full_text and self.log.has_breakpoints)
 
     def segment_at(self, num_tokens: int) -> int:
-        """The segment in which a prefix of so many tokens ends; -1 for the empty prefix."""
+        """The segment in which a prefix of `num_tokens` ends; -1 for the empty prefix."""
         return self.log.model.layout(ReplayPrompt.of(self.request)).segment_at(num_tokens)
 
     def is_in_messages(self, num_tokens: int) -> bool:
-        """Whether a prefix of so many tokens ends in a message."""
+        """Whether a prefix of `num_tokens` ends in a message."""
         return self.path(self.segment_at(num_tokens)).startswith("messages")
 
     def path(self, segment: int) -> str:

@@ -45,7 +45,7 @@ LAST_RULES: tuple[OutsideRule, ...] = (KeyTooBusy(), Evicted(), UnexplainedMiss(
 def outside_causes(log: LogFacts, request: StoredRequest, facts: MatchFacts) -> tuple[Cause, ...]:
     """Causes from times, usage, verdicts and the cache rule; none is proved.
 
-    A request that the log's text convicts already gets no cause from breakpoints and minimums.
+    With waste already found in the text, no cause comes from breakpoints, look-back or minimums.
     """
     evidence = log.evidence(request, facts)
     causes = _ask(RULES, evidence)

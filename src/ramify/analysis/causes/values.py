@@ -355,7 +355,7 @@ def _is_volatile(slot: SlotEvidence, cause: CauseName) -> bool:
     role = slot.label.partition(" ")[0]
     if slot.kind is SegmentKind.MESSAGE and role not in ("system", "developer"):
         if role in ("tool", "assistant") or " " in slot.label:
-            return False  # what a model or a tool says at another time is news
+            return False  # tool and model text is content, not waste
         rule = _MESSAGE_WORDS.get(cause)
         return rule is not None and bool(rule.search(slot.line_before)) and not named_content
     if cause is CauseName.CLOCK:
