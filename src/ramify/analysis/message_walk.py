@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 
-from ramify.analysis.causes.unit_pairs import PairDifferences, pair_differences, whitespace_of
+from ramify.analysis.causes.unit_pairs import pair_differences, whitespace_of
 from ramify.analysis.context_blocks import MIN_BLOCK, mostly_in, split_block
-from ramify.analysis.corpus import Corpus, Unit
+from ramify.analysis.corpus import Corpus
 from ramify.analysis.history_changes import HistoryChanges
 from ramify.analysis.hoisted_notes import HoistedNote, HoistedNotes
-from ramify.analysis.mended_units import VALUES
+from ramify.analysis.pair_outcome import is_reworded, judge_pair
 from ramify.analysis.prompt_sides import Difference, Side, WalkStep
 from ramify.analysis.quoting import Excerpt
 from ramify.analysis.records import Segment, TextForm
@@ -17,9 +17,6 @@ from ramify.analysis.templates import Templates
 from ramify.analysis.text_diff import common_prefix_len
 from ramify.analysis.tokens import common_len
 from ramify.analysis.verdicts import CauseName, Certainty
-
-MIN_TAIL = 60  # code points behind a value in a summary, so that the summary is the same
-MIN_RECOVERED = 16  # tokens behind a value in a user's message, so that the value is waste
 
 _THINK = re.compile(r"<think(?:ing)?>.*?</think(?:ing)?>\s*", re.DOTALL)
 
@@ -57,7 +54,7 @@ class MessageWalk:
         while not self._is_done and self._i < len(a) and self._j < len(b):
             if a[self._i] == b[self._j]:
                 self._share(b[self._j])
-                self._i, self._j = self._i + 1, self._j + 1
+                self._advance()
                 self.end = self._i, self._j
             else:
                 self._step()
@@ -89,6 +86,9 @@ class MessageWalk:
     def notes(self) -> frozenset[str]:
         """Notes of the history that the later prompt has at the top."""
         return self._notes.kept_texts()
+
+    def _advance(self) -> None:
+        self._i, self._j = self._i + 1, self._j + 1
 
     def _share(self, unit: int) -> None:
         self.num_shared += self._corpus.units[unit].num_tokens
@@ -159,7 +159,7 @@ class MessageWalk:
         ids = (left.label.split()[-1], right.label.split()[-1])
         self._add(CauseName.RANDOM_ID, *ids)
         self._share(unit_b)
-        self._i, self._j = self._i + 1, self._j + 1
+        self._advance()
         return True
 
     def _step_empty(self) -> bool:
@@ -199,7 +199,7 @@ class MessageWalk:
             return False
         self._add(CauseName.REASONING_DROPPED, had, got)
         self._share(self._b.rest[self._j])
-        self._i, self._j = self._i + 1, self._j + 1
+        self._advance()
         return True
 
     def _step_hoisted(self) -> bool:
@@ -224,7 +224,7 @@ class MessageWalk:
             self.differences.append(whitespace_of(self._text_a(), self._text_b(), path))
         self._add(CauseName.SYSTEM_HOISTED, "", note.text)
         self._share(b.rest[self._j])
-        self._i, self._j = self._i + 1, self._j + 1
+        self._advance()
         return True
 
     def _step_known_note(self, note: HoistedNote) -> bool:
@@ -266,7 +266,7 @@ class MessageWalk:
             return False
         if pair.stop_char is not None and self._history.next_equal(self._i, self._j) is not None:
             return False
-        if _is_reworded(pair) and self._history.replaces_summary(self._i, self._j):
+        if is_reworded(pair) and self._history.replaces_summary(self._i, self._j):
             self._is_at_summary = True
             self._stop()
             return True
@@ -274,72 +274,15 @@ class MessageWalk:
             label = self._corpus.units[b.rest[self._j]].label
             if "thinking" not in label and self._step_result():
                 return True
-        unit = b.rest[self._j]
-        num_tokens = self._corpus.units[unit].num_tokens
-        is_last = self._b.message_of[self._j] == self._b.message_of[-1]
-        text = self._corpus.text(b.normals[self._j])
-        rate = num_tokens / max(1, len(text))
-        waste = [item for item in pair.differences if item.is_waste]
-        if b.role(self._j) != "system" and not self._continues and waste:
-            # A date or a number in a user's message may be the question itself.
-            return self._step_question(pair, waste, num_tokens, rate)
-        if any(not item.is_volatile for item in waste) and not self._continues:
-            first = next(item for item in waste if not item.is_volatile)
-            self._keep(waste[: waste.index(first)])
-            self.num_shared += int(rate * len(text) / 2) if not is_last else 0
+        outcome = judge_pair(pair, a, self._i, b, self._j, continues=self._continues)
+        self.differences += outcome.waste
+        self.num_shared += outcome.num_shared
+        self._content = outcome.content
+        if outcome.stops:
             self._stop_here()
-            return True
-        self._keep(waste)
-        if pair.stop_char is not None:
-            self.num_shared += int(rate * pair.stop_char)
-            self._content = pair.had_stop_char, pair.stop_char
-            self._stop_here()
-            return True
-        self.num_shared += num_tokens
-        self._i, self._j = self._i + 1, self._j + 1
+        else:
+            self._advance()
         return True
-
-    def _step_question(
-        self, pair: PairDifferences, waste: list[Difference], num_tokens: int, rate: float
-    ) -> bool:
-        end = num_tokens if pair.stop_char is None else int(rate * pair.stop_char)
-        text_a, text_b = self._text_a(), self._text_b()
-        start = next(
-            (at for at, (x, y) in enumerate(zip(text_a, text_b, strict=False)) if x != y),
-            min(len(text_a), len(text_b)),
-        )
-        value = int(rate * (start + max(item.got.num_chars for item in waste)))
-        follows = end - value >= MIN_RECOVERED
-        if pair.stop_char is None and not follows:
-            # Equal tokens in later messages count too.
-            follows = self._equal_after() >= MIN_RECOVERED
-        if _is_said(self._corpus.units[self._b.rest[self._j]]):
-            # In another conversation, tool and model text is content, not waste.
-            follows &= all(item.cause not in VALUES for item in waste)
-        if not follows:
-            self.num_shared += int(rate * start)
-            self._stop_here()
-            return True
-        self._keep(waste)
-        self.num_shared += end
-        if pair.stop_char is not None:
-            self._content = pair.had_stop_char, pair.stop_char
-            self._stop_here()
-            return True
-        self._i, self._j = self._i + 1, self._j + 1
-        return True
-
-    def _equal_after(self) -> int:
-        total, i, j = 0, self._i + 1, self._j + 1
-        while i < len(self._a.rest) and j < len(self._b.rest):
-            if self._a.normals[i] != self._b.normals[j] or total >= MIN_RECOVERED:
-                break
-            total += self._corpus.units[self._b.rest[j]].num_tokens
-            i, j = i + 1, j + 1
-        return total
-
-    def _keep(self, differences: list[Difference]) -> None:
-        self.differences += differences
 
     def _step_context(self) -> bool:
         """A block of an older message that stands in the newest now."""
@@ -372,7 +315,7 @@ class MessageWalk:
         if text_a.startswith(block):  # what stands first is named first
             self.differences.insert(place, self.differences.pop())
         self._share(b.rest[self._j])
-        self._i, self._j = self._i + 1, self._j + 1
+        self._advance()
         return True
 
     def _step_whole_block(self, newest: str) -> bool:
@@ -406,7 +349,7 @@ class MessageWalk:
         if same_place:
             self._add(CauseName.MEDIA_CHANGED, self._text_a(), self._text_b())
             self._share(b.rest[self._j])
-            self._i, self._j = self._i + 1, self._j + 1
+            self._advance()
         elif forms[0] is TextForm.MEDIA:
             self._add(CauseName.MEDIA_CHANGED, self._text_a(), "")
             self._i += 1
@@ -433,7 +376,7 @@ class MessageWalk:
         if not self._history.is_edited_result(self._i, self._j):
             return False
         self._add(CauseName.HISTORY_EDITED, self._text_a(), self._text_b())
-        self._i, self._j = self._i + 1, self._j + 1
+        self._advance()
         return True
 
     # Ends
@@ -450,18 +393,6 @@ class MessageWalk:
             tokens_a, tokens_b = self._corpus.tokens(unit_a), self._corpus.tokens(unit_b)
             self.num_shared += common_len(tokens_a, tokens_b)
         self._is_done = True
-
-
-def _is_reworded(pair: PairDifferences) -> bool:
-    """Whether a text has other content, or values with little equal text behind them."""
-    has_values = any(item.cause in VALUES for item in pair.differences)
-    return pair.stop_char is not None or (has_values and pair.tail_chars < MIN_TAIL)
-
-
-def _is_said(unit: Unit) -> bool:
-    """Whether a segment is text of an answer or a tool result, not a tool call."""
-    is_answer = unit.label.startswith(("tool", "assistant")) or " " in unit.label
-    return is_answer and unit.form is TextForm.TEXT
 
 
 def _without_thoughts(text: str) -> str:
