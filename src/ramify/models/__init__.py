@@ -1,6 +1,6 @@
 """Decoders: configuration, layers, weights.
 
-Below `engine`, which calls `loader.load_model` and runs a decoder's `forward` and `logits`; above
+Below `engine`, which calls `loader.load_decoder` and runs a decoder's `forward` and `logits`; above
 `attention` and `kernels`. Read in this order:
 
 - `config`, `config_fields`: config.json -> `ModelConfig`, without torch. `families`: a row for each

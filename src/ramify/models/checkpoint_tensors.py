@@ -35,7 +35,7 @@ class _Entry:
 
 
 class CheckpointTensors(Mapping[str, Tensor]):
-    """Tensors by name, each read from its file when it is asked for, and held by nobody else.
+    """Tensors by name, each read from its file when it is asked for, and not kept.
 
     So a decoder that packs its weights one by one needs little more memory than the packed ones. The
     token embedding is a view of the mapped file if that has its dtype: only the rows that are used
@@ -112,7 +112,7 @@ def load_weights(path: Path, config: ModelConfig, *, dtype: torch.dtype) -> Chec
     Raises:
         CheckpointError: files are missing or truncated; tensors are missing, unexpected or have
             another shape.
-        UnsupportedModelError: a tensor has a dtype that is no float of 16 or 32 bits.
+        UnsupportedModelError: a tensor's dtype is neither float32, bfloat16 nor float16.
     """
     shapes = config.stored_shapes()
     entries: dict[str, _Entry] = {}

@@ -92,7 +92,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file of a checkpoint.
 
     Raises:
-        CheckpointError: it is missing, or no JSON object.
+        CheckpointError: it is missing, or not a JSON object.
     """
     content = read_json_value(path)
     if not isinstance(content, dict):

@@ -65,4 +65,4 @@ class Family:
     tie_word_embeddings: bool = False
     eos_token_id: int | tuple[int, ...] | None = None
     quant_methods: tuple[str, ...] = ()  # of `quantization_config`, widened at load
-    is_latent: bool = False  # DeepSeek: MLA, mixture of experts
+    is_latent: bool = False  # MLA: `MlaConfig.from_hf`

@@ -5,8 +5,8 @@ and values to the step's attention, so that planner, prefix cache and backends a
 families of `models/families.py`. What a model does besides attention is its own code; every
 `torch.nn.Linear` in it becomes a linear of `models.ops`.
 
-Nothing that a configuration claims about attention is believed: `load_hf_decoder` runs the model on a
-few tokens and compares masks, shapes and results, whole and with a cached prefix.
+`load_hf_decoder` checks what a configuration claims about attention: it runs the model on a few tokens
+and compares masks, shapes and results, whole and with a cached prefix.
 """
 
 from __future__ import annotations

@@ -239,10 +239,13 @@ def check_results(
     """Reason why results with a cached prefix or our attention are not the model's, or None.
 
     Args:
+        probe: our attention of the check; it ran for `hidden`.
+        run: gives hidden rows of some of the check's tokens with our attention.
         hidden: rows of the whole check with our attention.
-        expected: rows with the model's own attention and positions; None if it has no such.
+        expected: rows with the model's own attention and positions; None if they cannot be computed.
+        own_at_positions: gives rows with the model's own attention at positions 0, 1, 2, ...
         has_cross_attention: the decoder has layers that could attend to an encoder.
-        own_at_positions: gives rows with its own attention at positions 0, 1, 2, ...
+        dtype: the model's; the tolerance depends on it.
     """
     tolerance = 2e-3 if dtype == torch.float32 else 0.1
     if not bool(hidden.isfinite().all()):

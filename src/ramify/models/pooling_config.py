@@ -49,7 +49,7 @@ class PoolingConfig:
             raise UnsupportedModelError(self.refusal)
 
     def prompt_text(self, name: str | None) -> str:
-        """The text before an input; `name` None: that of the default prompt, if there is one.
+        """The text before an input; `name` None: the default prompt, if there is one.
 
         Raises:
             InvalidParamsError: there is no such prompt, or the mean must leave its tokens out.

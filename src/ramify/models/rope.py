@@ -64,7 +64,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     """Radians per position of each pair of dimensions: [head_dim / 2] float32, scaled as `rope` says.
 
     Pairs beyond `rope.rotary_dim` have frequency 0, which leaves them as they are: the weights are
-    reordered so that those pairs come last (`models.rotary_layout`).
+    reordered so that those pairs come last (`models.weight_layout`).
     """
     if rope.scaling == "none":
         return torch.zeros(head_dim // 2)

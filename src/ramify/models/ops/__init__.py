@@ -1,6 +1,6 @@
 """Operations of a decoder: the interface between model families and devices, and its implementations.
 
-Families import `protocol`, `mlp` and `probe`; nothing here imports a family. Read in this order:
+Families import `protocol` and `mlp`; nothing here imports a family. Read in this order:
 
 - `protocol`: what a family binds and calls, and the step that it gets.
 - `registry`: the implementations, and the choice of one with its reasons.

@@ -171,7 +171,7 @@ class GroupedExperts:
     """`Experts` in one call: group tokens by expert, gate and up, down, weighted sum.
 
     Args:
-        top_k: at most so many weights of a token are not 0.
+        top_k: a token has at most this many nonzero weights.
         shared: added to the sum.
     """
 
@@ -191,7 +191,7 @@ class GroupedExperts:
         self.num_experts, self.top_k = num_experts, top_k
 
     def routing_bytes(self, num_rows: int) -> int:
-        """Bytes of `routing` for so many tokens."""
+        """Bytes of `routing` for `num_rows` tokens."""
         return 8 * int(self._offsets(num_rows, self.num_experts, self.top_k)[-1])
 
     def group_op(self, num_rows: int, row_bytes: int) -> tuple[int, ...]:

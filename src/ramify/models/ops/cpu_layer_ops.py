@@ -318,7 +318,7 @@ class OpList:
         return np.array(places, np.int64)
 
     def fields(self, num_rows: int, num_workers: int) -> NDArray[np.int64]:
-        """All ops for so many rows: [ops, OP_FIELDS], without addresses."""
+        """All ops for `num_rows` rows: [ops, OP_FIELDS], without addresses."""
         return np.array([op.fields(num_rows, num_workers) for op in self._ops], np.int64)
 
     def scratch_floats(self, num_rows: int, num_workers: int) -> int:

@@ -58,7 +58,7 @@ def probe_row_op(
 
 
 def sample_rows(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Random rows [max(PROBE_ROW_COUNTS) + EXTRA_ROWS, *shape], as many as `probe_row_op` needs."""
+    """Random rows [max(PROBE_ROW_COUNTS) + EXTRA_ROWS, *shape]: the rows that `probe_row_op` needs."""
     num_rows = max(PROBE_ROW_COUNTS) + EXTRA_ROWS
     return random_rows(num_rows, math.prod(shape), dtype).reshape(num_rows, *shape)
 

@@ -366,7 +366,7 @@ class Ops(Protocol):
         ...
 
     def weight(self, name: str) -> Tensor:
-        """The checkpoint's tensor of that name, for a `row_op`."""
+        """The checkpoint's tensor of that name."""
         ...
 
     def exactness(self) -> list[Exactness]:
