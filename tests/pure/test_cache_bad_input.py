@@ -56,7 +56,7 @@ def test_token_ids_are_no_key(call: Callable[..., object], it: Any) -> None:
     lease = cache.acquire(key("abcde"))
     before = state(cache)
 
-    with pytest.raises(InvalidKeyError, match=r"is no CacheKey; make one .* CacheKey\(ids\)"):
+    with pytest.raises(InvalidKeyError, match=r"is not a CacheKey; make one .* CacheKey\(ids\)"):
         call(cache, lease, it)
 
     assert state(cache) == before
@@ -69,7 +69,7 @@ def test_what_is_no_lease_is_refused(it: Any) -> None:
     cache = PrefixCache(8, 2)
 
     for call in (cache.release, cache.fork, cache.cancel, cache.withdraw, cache.is_blocked):
-        with pytest.raises(LeaseError, match="is no lease"):
+        with pytest.raises(LeaseError, match="is not a lease"):
             call(it)
 
 
@@ -197,15 +197,15 @@ def test_segments_may_come_one_by_one() -> None:
 @pytest.mark.parametrize("segments", [[5], [(b"d" * 32, 0, 1)]])
 def test_a_segment_or_salt_of_another_kind_is_refused(segments: Any) -> None:
     """`media` accepts Media only, and `salts` accepts Salt only."""
-    with pytest.raises(InvalidKeyError, match="is no Media"):
+    with pytest.raises(InvalidKeyError, match="is not a Media"):
         CacheKey([1, 2], media=segments)
-    with pytest.raises(InvalidKeyError, match="is no Salt"):
+    with pytest.raises(InvalidKeyError, match="is not a Salt"):
         CacheKey([1, 2], salts=segments)
 
 
 def test_a_number_too_long_to_write_is_no_part_of_a_namespace() -> None:
     """A namespace number too long for `str` raises InvalidKeyError."""
-    with pytest.raises(InvalidKeyError, match="epoch is no namespace part"):
+    with pytest.raises(InvalidKeyError, match="epoch is not a namespace part"):
         namespace_of(epoch=10**5000)
 
 

@@ -251,7 +251,7 @@ def test_a_namespace_is_text_or_bytes(namespace: Any) -> None:
 @pytest.mark.parametrize("wrong", [memoryview(b"\0\0\0\1"), {1, 2}, frozenset([1]), {1: 2}])
 def test_what_has_no_order_or_no_ids_is_no_key(wrong: Any) -> None:
     """Sets, mappings and views of packed bytes are refused as token ids."""
-    with pytest.raises(InvalidKeyError, match="no sequence of token ids"):
+    with pytest.raises(InvalidKeyError, match="not a sequence of token ids"):
         CacheKey(wrong)
 
 

@@ -6,14 +6,18 @@ engines use it alone, by the names below (docs/cache-reference.md).
 Read in this order:
 1. `prefix_cache`: the public calls. `key` (with `content_atoms` for media and salts), `types` and
    `pages`: what they take and return.
-2. `tree`, over `packed`: the nodes; `node_store`: the nodes together with their pages.
-3. `leases` and `lease_ops`: what requests hold; `pins`: what operators keep.
+2. `tree`, over `packed` and `gc_untracked`: the nodes; `hash_index`: pages by hash, in place of the
+   tree's child lookup; `node_store`: the nodes together with their pages.
+3. `leases` and `lease_ops`: what requests hold; `pins`: what operators keep; `window`: release of
+   pages outside a sliding window.
 4. `eviction_queue`, `policies`, `adaptive_policy`, `ghosts`: what is evicted, what is remembered.
-5. `counters`, `events`, `explain`, `inspection`, `invariants`, `maintenance`, `draft_lookup`.
+5. `call_guard`: one thread at a time.
+6. `counters`, `statistics`, `events`, `explain`, `inspection`, `invariants`, `maintenance`,
+   `draft_lookup`.
 
-hatch_build.py compiles the modules of the hot path with mypyc (its `MODULES`). Three stay plain
-Python: `prefix_cache` for its own errors on wrong types, `types` for copy and pickle, and `policies`
-because users subclass it.
+hatch_build.py compiles modules of the hot path with mypyc (its `MODULES`). Three modules of the hot
+path stay plain Python: `prefix_cache` for its own errors on wrong types, `types` for copy and pickle,
+and `policies` because users subclass it.
 """
 
 from ramify.cache.content_atoms import Media, Salt

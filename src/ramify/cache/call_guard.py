@@ -52,7 +52,7 @@ class CallGuard:
         self.thread, self.call = caller, call
 
     def require(self, call: str) -> None:
-        """Raise ConcurrentCallError unless this thread is inside already; the guard is not free."""
+        """Raise ConcurrentCallError unless this thread is inside. Call it only if some thread is."""
         if self.thread != get_ident():
             self.refuse(call)
 

@@ -52,7 +52,7 @@ class Media:
 
         Raises:
             InvalidKeyError: the content is not bytes (an array has `tobytes()`, but its shape and
-                dtype belong to the settings), or a setting is no text, bytes, number or None.
+                dtype belong to the settings), or a setting is not text, bytes, a number or None.
         """
         if not isinstance(content, bytes | bytearray | memoryview):
             raise InvalidKeyError(
@@ -144,10 +144,10 @@ def validate_media(segment: Media) -> Media:
     """A segment with its start and length as plain ints.
 
     Raises:
-        InvalidKeyError: `segment` is no Media, or its start or length no integer.
+        InvalidKeyError: `segment` is not a Media, or its start or length is not an integer.
     """
     if not isinstance(segment, Media):
-        raise InvalidKeyError(f"{segment!r} is no Media")
+        raise InvalidKeyError(f"{segment!r} is not a Media")
     return Media(segment.digest, _as_index(segment.start), _as_index(segment.length))
 
 
@@ -194,7 +194,7 @@ def place_content(
     salt_starts = set[int]()
     for salt in salts:
         if not isinstance(salt, Salt) or not isinstance(salt.salt, str | bytes):
-            raise InvalidKeyError(f"{salt!r} is no Salt of a position and a string or bytes")
+            raise InvalidKeyError(f"{salt!r} is not a Salt of a position and a string or bytes")
         at = _as_index(salt.start)
         if not 0 <= at < len(atoms) or at in salt_starts or atoms[at] == CONTINUED:
             raise InvalidKeyError(

@@ -1,4 +1,6 @@
-"""Hash index: pages by chained hash in one dict, vLLM's alternative to the radix tree.
+"""Hash index: pages by chained hash, in dicts sharded by a byte of the hash.
+
+It is vLLM's alternative to the radix tree.
 
 A page's hash covers all pages before it, as external stores and routers name pages. It is that of
 `CacheKey.page_hashes`, except for pages with content atoms: here their numbers in this process are

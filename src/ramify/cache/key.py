@@ -55,7 +55,7 @@ def _packed(tokens: Iterable[int]) -> bytes:
     elif isinstance(tokens, set | frozenset | dict) or (
         isinstance(tokens, memoryview) and tokens.itemsize == 1
     ):
-        raise InvalidKeyError(f"a {type(tokens).__name__} is no sequence of token ids")
+        raise InvalidKeyError(f"a {type(tokens).__name__} is not a sequence of token ids")
     else:
         try:
             packed = array("i", tokens).tobytes()
@@ -73,7 +73,7 @@ def namespace_of(**parts: str | bytes | int) -> bytes:
     order of the parts does not matter.
 
     Raises:
-        InvalidKeyError: a part is no str, bytes or int (a bool is no int here).
+        InvalidKeyError: a part is not a str, bytes or int (a bool is not an int here).
     """
     kinds = {str: b"s", bytes: b"b", int: b"i"}
     framed = bytearray()
@@ -81,11 +81,13 @@ def namespace_of(**parts: str | bytes | int) -> bytes:
         value = parts[name]
         kind = kinds.get(type(value))
         if kind is None:
-            raise InvalidKeyError(f"{name}={value!r} is no namespace part; use a str, bytes or int")
+            raise InvalidKeyError(
+                f"{name}={value!r} is not a namespace part; use a str, bytes or int"
+            )
         try:
             raw = value if isinstance(value, bytes) else utf8(str(value))
         except ValueError as error:  # an integer of thousands of digits
-            raise InvalidKeyError(f"{name} is no namespace part: {error}") from None
+            raise InvalidKeyError(f"{name} is not a namespace part: {error}") from None
         for field in (utf8(name), raw):
             framed += len(field).to_bytes(4, "big") + field
         framed += kind
@@ -201,12 +203,12 @@ def atoms_of(key: CacheKey) -> bytes:
     """The atoms of a key that a caller passed.
 
     Raises:
-        InvalidKeyError: `key` is no CacheKey.
+        InvalidKeyError: `key` is not a CacheKey.
     """
     try:
         return key.atoms
     except AttributeError:
-        message = f"a {type(key).__name__} is no CacheKey; make one of token ids with CacheKey(ids)"
+        message = f"a {type(key).__name__} is not a CacheKey; make one of token ids: CacheKey(ids)"
         raise InvalidKeyError(message) from None
 
 

@@ -210,7 +210,7 @@ class LeaseOps:
     # -- outside the window ----------------------------------------------------------------
 
     def is_readable(self, packed: bytes, num_tokens: int) -> bool:
-        """Whether no page of `packed` is released that queries from `num_tokens` on read or write."""
+        """See `ramify.cache.window.is_readable`."""
         tree = self._tree
         if tree.window is None:
             return True
@@ -218,7 +218,7 @@ class LeaseOps:
         return Pages(tree.released_id)[0] not in Pages(packed[first * ID_BYTES :])
 
     def has_next_page(self, lease: Lease, key: CacheKey) -> bool:
-        """Whether the tree has the page of `key` that follows a lease, released or not."""
+        """See `ramify.cache.window.has_next_page`; the page may be released."""
         start = lease.num_tokens * ATOM_BYTES
         if start + self._tree.page_bytes > len(key.atoms):
             return False
@@ -227,7 +227,7 @@ class LeaseOps:
     def heads_outside_window(
         self, leases: Sequence[Lease], num_computed: Sequence[int]
     ) -> dict[int, int]:
-        """The nodes with pages that no lease reads: how many of their first pages those are.
+        """Map each node to its number of leading pages that are outside the window of every lease on it.
 
         See `ramify.cache.window.release_outside_window`. O(nodes above the leases).
         """

@@ -20,8 +20,9 @@ NO_LOOKUP_COUNTS = (0, -1, 0, 0, 0)
 class Lease:
     """A reference to a prefix's pages; valid until it is released or replaced by a newer lease.
 
-    `id`, `num_tokens`, `num_pending`, `key` and `pages` are public; the other fields are the cache's
-    own. Not a frozen dataclass: making one would take longer than the lookup.
+    `id`, `num_tokens`, `num_pending`, `key`, `full_key`, `pages` and `packed_pages` are public; the
+    other fields are the cache's own. Not a frozen dataclass: making one would take longer than the
+    lookup.
     """
 
     __slots__ = (
@@ -180,11 +181,11 @@ class LeaseRegistry:
         del self._live[lease.id]
 
     def require(self, lease: Any, *, withdrawn: bool = False) -> None:
-        """Raise LeaseError unless a lease is live and, without `withdrawn`, not withdrawn."""
+        """Raise LeaseError if a lease is not live, or if it is withdrawn and `withdrawn` is False."""
         try:
             is_live = self._live.get(lease.id) is lease
         except AttributeError:
-            raise LeaseError(f"a {type(lease).__name__} is no lease") from None
+            raise LeaseError(f"a {type(lease).__name__} is not a lease") from None
         if not is_live:
             raise LeaseError(
                 f"lease {lease.id} is not live here: it was released, replaced by a newer one, "

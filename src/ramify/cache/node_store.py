@@ -375,7 +375,7 @@ class NodeStore:
     # -- evicting pages -------------------------------------------------------------------------
 
     def evict_for(self, num_pages: int, missing: int) -> None:
-        """Evict `missing` pages, which are not free of the `num_pages` pages to reserve.
+        """Evict `missing` pages: `num_pages` to reserve, less the free pages.
 
         Raises:
             OutOfPagesError: fewer than `missing` pages are evictable; nothing changed.

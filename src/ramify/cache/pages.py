@@ -80,10 +80,10 @@ class Pages(Sequence[int]):
 
 
 def pack_pages(pages: Sequence[int]) -> bytes:
-    """Page ids as native int32 bytes: free for `Pages` and int32 buffers, 10 ns a page for others.
+    """Page ids as native int32 bytes: free for `Pages`, a copy for `array("i")`, else 10 ns a page.
 
     Raises:
-        PageOwnershipError: an entry is no int32.
+        PageOwnershipError: an entry is not an int32.
     """
     if isinstance(pages, Pages):
         return pages.packed

@@ -51,7 +51,7 @@ class PrefixCache:
         log_every: lookups between two log lines; 0 logs nothing.
         clock: returns seconds and never goes back; for ages and times to live.
 
-    A call that raises has changed nothing.
+    A call that raises has changed nothing, unless a callback of yours raised: callbacks must not.
     """
 
     def __init__(

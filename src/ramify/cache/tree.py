@@ -18,7 +18,7 @@ from ramify.cache.pages import ID_BYTES, Pages
 from ramify.cache.types import Node
 from ramify.errors import ConfigError
 
-# Dicts of a PageIndex, chosen by a byte of the key: each stays small enough to resize quickly.
+# Dicts of a PageIndex or HashIndex, chosen by a byte of their keys: each stays quick to resize.
 SHARDS: Final = 256
 MAX_NEW_IDS: Final = 1024  # columns double up to here, then grow by this many entries
 
@@ -200,7 +200,7 @@ class RadixTree:
             num_released = self.resident[node] - self.owned[node]
             first_owned = min(end, self.start[node] + num_released)
             if num_released and self.is_in_window(first_owned, end * self.page_size):
-                # Nor does the rest of this node do: the query after it would read the same pages.
+                # A prefix that ends earlier in this node would read the same released pages: drop the node.
                 end, path, part, covered = self.start[node], nodes[:at], 0, 0
         return path, part, covered
 
@@ -362,7 +362,7 @@ class RadixTree:
     def evict_tail(self, node: int, num_pages: int) -> bytes:
         """Take the last `num_pages` page ids off a leaf; it keeps their atoms.
 
-        Returns the ids without those of released pages, which go only with all others of a node.
+        Returns the ids of owned pages. A node's released pages come first: they go with its last page.
         """
         keep, packed = self.resident[node] - num_pages, self.pages[node]
         self.resident[node] = keep

@@ -54,12 +54,12 @@ def count_outside_window(
 
 
 def has_next_page(cache: PrefixCache, lease: Lease, key: CacheKey) -> bool:
-    """Whether the tree has the page of `key` that follows a lease: `announce` would refuse it."""
+    """Whether the tree has the page of `key` after a lease: `announce` would then announce nothing."""
     return cache._lease_ops.has_next_page(lease, key)
 
 
 def is_readable(cache: PrefixCache, pages: Sequence[int], num_tokens: int) -> bool:
-    """Whether no page of `pages` is released that queries from position `num_tokens` on read or write.
+    """Whether all pages that queries from position `num_tokens` on read or write are still owned.
 
     Args:
         pages: of a request, in order.
