@@ -269,7 +269,7 @@ class EngineConfig:
         if share and not self.attention.exact:
             raise ConfigError(
                 f"verify_sample={share} with exact=False: without exactness hits may differ in "
-                "rounding, and nothing could be told from it"
+                "rounding, so a comparison proves nothing; use exact=True, or verify_sample=0"
             )
         if self.model.dtype not in DTYPES:
             raise ConfigError(f"dtype={self.model.dtype!r} but it must be one of {DTYPES}")
@@ -403,7 +403,7 @@ def resolve(
     Args:
         model_max_len: tokens that the model's positions allow.
         token_bytes: K/V bytes of one token over all layers.
-        free_memory: bytes that could be allocated now; 0 if nobody knows.
+        free_memory: bytes that could be allocated now; 0 if unknown.
         window: the longest sliding window of the model; None if a layer has none.
 
     Raises:

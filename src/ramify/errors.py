@@ -3,7 +3,7 @@
 RamifyError
 ├─ ConfigError                    an option has a value that cannot work
 │  ├─ UnknownOptionError          there is no such option
-│  ├─ PoolTooSmallError           the pool cannot hold a single request
+│  ├─ PoolTooSmallError           the pool has no whole page
 │  ├─ RulesError                  a file of cache rules and prices cannot be used
 │  └─ UnsupportedBackendError     no attention backend can serve this model and device
 ├─ ModelError                     a checkpoint cannot be used
@@ -15,10 +15,13 @@ RamifyError
 │  ├─ RequestTooLargeError        the request alone needs more pages than the pool has
 │  ├─ TokenOutOfRangeError
 │  ├─ InvalidParamsError          a sampling parameter outside its range
+│  ├─ PromptPoolingError          vectors leave out the tokens of the checkpoint's prompt
 │  ├─ DeadEndError                no token is allowed next
 │  ├─ ChatTemplateError           no chat template, or it cannot render these messages
+│  ├─ ChatTemplateLimitError      the chat template runs too long, or writes too much
 │  ├─ UnknownRequestError         no live request has this id
 │  └─ OverloadedError             the queue is full; says when to try again
+│     ├─ CompileBusyError         too many grammars are being compiled
 │     └─ TokensWaitError          too many prompt tokens are queued
 ├─ CacheError                     misuse of the cache core, or too few pages
 │  ├─ OutOfPagesError             nothing was evicted and nothing was changed
@@ -77,7 +80,7 @@ class UnknownOptionError(ConfigError):
 
 
 class PoolTooSmallError(ConfigError):
-    """The pool cannot hold a single request."""
+    """The pool has no whole page."""
 
     def __init__(self, num_tokens: int, page_size: int, reason: str) -> None:
         self.num_tokens, self.page_size = num_tokens, page_size
@@ -191,7 +194,7 @@ class ChatTemplateError(RequestError):
 
 
 class ChatTemplateLimitError(RequestError):
-    """The chat template runs too long, or writes too much; no ChatTemplateError, which probes catch."""
+    """The chat template runs too long, or writes too much; not a ChatTemplateError: probes catch those."""
 
 
 class UnknownRequestError(RequestError, KeyError):

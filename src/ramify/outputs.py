@@ -71,9 +71,9 @@ class Explanation:
     - "page_tail": less than a page is left, and pages are shared whole;
     - "pending": the next page is being computed by another request;
     - "evicted": the next page was cached. `evicted_by` is the reason (capacity, asked, cleared,
-      predicate, or withdrawn: its step failed or its drafts were rejected), `evicted_ago_s` the
-      time since, `idle_s` how long it had been unused by then; `pin_refused` says why it was not
-      pinned;
+      predicate, window: released outside the sliding window, or withdrawn: its step failed or its
+      drafts were rejected), `evicted_ago_s` the time since, `idle_s` how long it had been unused
+      by then; `pin_refused` says why it was not pinned;
     - "diverged": a cached prompt is equal up to token `diverged_at`, and differs there. `sibling`
       holds its atoms from the end of the hit on, as packed int32. Where only one of the two has a
       salt, nothing behind the salt is revealed;

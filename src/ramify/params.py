@@ -214,8 +214,8 @@ class SamplingParams:
         include_stop: the stop string is part of the output, and the text of a stop token that has one.
         stop_token_ids: token ids that end the output, beside the model's own.
         ignore_eos: continue after the model's own end-of-sequence tokens.
-        keep_special_tokens: which special tokens the text of the output contains: none, all (True),
-            or those of these texts. A stop token is never part of the text.
+        keep_special_tokens: special tokens that the text of the output contains: none (False), all
+            (True), or a collection of their texts. A stop token is never part of the text.
         logprobs: likeliest tokens to report per output token; None reports none.
         prompt_logprobs: the same for the prompt; such a request reads nothing from the cache.
         prompt_embedding: report the prompt's hidden states, pooled; see `LLM.embed`.

@@ -226,7 +226,7 @@ class FakeExecutor:
         return token_ids
 
     def _write(self, plan: StepPlan) -> None:
-        """Each token after the one before it, wherever the block table says that one is."""
+        """Write tokens, each with the hash of all tokens up to it, into their slots."""
         batch = plan.batch
         for seq in range(batch.num_seqs):
             start, stop = int(batch.cu_seqlens_q[seq]), int(batch.cu_seqlens_q[seq + 1])
@@ -240,7 +240,7 @@ class FakeExecutor:
             self._positions[batch.slot_mapping[start:stop]] = np.arange(first, first + stop - start)
 
     def _logprob(self, slot: int, token: int, num_top: int) -> TokenLogprob:
-        """Made up, but of the context and the token: a row too early or too late shows."""
+        """A hash of context and token as log probability: a row too early or too late shows."""
         first = _link(int(self._chains[slot]), token)
         values = sorted((-_mixed(first + place) / _WORD for place in range(num_top)), reverse=True)
         return TokenLogprob(token, -_mixed(first) / _WORD, dict(enumerate(values)))
@@ -275,7 +275,7 @@ def write_tiny_checkpoint(
     tokenizer: bool = True,
     **overrides: Any,
 ) -> Path:
-    """Write a random Hugging Face checkpoint of about 0.2 million weights, and return its path.
+    """Write a random Hugging Face checkpoint of about 0.13 million weights, and return its path.
 
     It knows nothing, but unlike a freshly initialised network its greedy continuations depend on
     every part of the context, so that a wrong page shows in the tokens.
@@ -357,17 +357,18 @@ def _tiny_config(family: str, dtype: str) -> dict[str, Any]:
     return config
 
 
-# Standard deviation of a projection's outputs for inputs of deviation 1. With the usual small ones
-# attention is nearly uniform and a token decides its successor almost alone.
+# Standard deviation of a projection's outputs for inputs of deviation 1. With the usual small
+# deviations attention is nearly uniform and a token decides its successor almost alone.
 _GAINS = {"q": 2.0, "k": 2.0, "v": 1.0, "o": 3.0, "gate": 1.5, "up": 1.0, "down": 2.0}
 
 
 def _tiny_weight(name: str, shape: tuple[int, ...], generator: Generator) -> Tensor:
-    """Random values of one tensor, by the role that its name tells."""
+    """Random values of a tensor, scaled by its role, which its name gives."""
     import torch
 
     noise = torch.randn(shape, generator=generator)
-    if "norm" in name:  # that of each head takes the place of the projections' gain
+    # The weights of a QK norm replace the gain of its projection, which the norm removes.
+    if "norm" in name:
         return (2.0 if "self_attn" in name else 1.0) * (1 + 0.1 * noise)
     if name.endswith(".bias"):
         return 0.2 * noise

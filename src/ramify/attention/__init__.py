@@ -3,8 +3,9 @@
 Public names resolve on first use: importing this package loads no torch. `models`, `engine` and
 `server` may import it; it imports `kernels`, `kv` and `cache`. Read in this order:
 
-1. `sequence`, `planner`, `page_demand`: requests → pages, through the prefix cache (no torch).
-2. `batch`: the metadata of a step, `AttentionBatch` (no torch).
+1. `sequence`, `planner`, `page_demand`, `window_release`: requests → pages, through the prefix cache
+   (no torch).
+2. `batch`, `batch_reuse`: the metadata of a step, `AttentionBatch` (no torch).
 3. `spec`, `backend`: a model's attention shape; the backend protocol, table and selection.
 4. `backends/`: an implementation per file; `gather` is what several of them share.
 5. `mla`, `sparse_index`: DeepSeek's latent attention and its index of keys, over any backend.

@@ -66,9 +66,9 @@ class AttentionBackend(Protocol):
             plan: what `plan` returned for this step.
             q: [tokens, num_heads, head_dim]; rows beyond the batch's are padding, their output
                 is zeros.
-            planes: `k` and `v`, [pages, page_size, num_kv_heads, head_dim], or `latent` and `rope`,
-                [pages, page_size, width]; for int8 and float8 also a scale plane for each, float32,
-                `k_scale` [pages, page_size, num_kv_heads] and so on.
+            planes: `k`, [pages, page_size, num_kv_heads, head_dim], and `v` likewise with value_dim, or
+                `latent` and `rope`, [pages, page_size, width]; for int8 and float8 also a scale plane
+                for each, float32, `k_scale` [pages, page_size, num_kv_heads] and so on.
             selected: for sparse attention, [tokens, n] int32: the positions that each query sees,
                 ascending, then -1. The causal and window masks apply as well.
             sinks: with `spec.sinks`, [num_heads] float32: exp(sink) joins the softmax's

@@ -66,7 +66,7 @@ def split_decodes(
     They attach to nothing and announce nothing, so that planning them is cheap.
 
     Returns:
-        the decodes; those of them that need a page; the other sequences with their limits.
+        the decodes; the decodes that need a page; the other sequences with their limits.
     """
     decodes: list[RadixSequence] = []
     needing_page: list[RadixSequence] = []

@@ -38,7 +38,8 @@ class RadixSequence:
     lease: Lease | None = None
     private: list[int] = field(default_factory=list)  # pages after the lease's
     released: bool = False
-    order: int = 0  # sequence number of the last plan; a leader's is below its followers'
+    # Number of its last plan that was not a plain decode; a leader's is below its followers'.
+    order: int = 0
     media: Sequence[Media] = field(default=(), kw_only=True)
     salts: Sequence[Salt] = field(default=(), kw_only=True)
     num_draft: int = 0  # drafts at the end of `tokens`, never shared

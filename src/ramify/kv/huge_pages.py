@@ -72,7 +72,7 @@ def _mapped(num_bytes: int) -> mmap.mmap:
             f"no room for {num_bytes:,} bytes of weights or K/V: {error}; give the process more "
             "memory, or ask for less (kv_cache_tokens, a smaller dtype)"
         ) from error
-    # Fails on a kernel without huge pages, where the mapping does as it is.
+    # A kernel without huge pages refuses the advice; the mapping works without it.
     with contextlib.suppress(OSError):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return mapping

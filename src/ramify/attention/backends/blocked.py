@@ -177,7 +177,7 @@ class BlockedBackend:
         )
 
     def _first_row(self, group: QueryLenGroup, block: int) -> int:
-        """The first row to compute, a multiple of `row_multiple`: rows before see no key of it."""
+        """The first row to compute, a multiple of `row_multiple`: earlier rows see no key of `block`."""
         tokens_before = max(0, block * BLOCK_KEYS - group.first_position)
         if len(group.num_blocks) > 1:
             return 0

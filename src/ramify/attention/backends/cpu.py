@@ -43,7 +43,8 @@ class CpuBackend:
         self._value_stride = -(-spec.v_head_dim // simd.TILE_N) * simd.TILE_N
         self._state_width = round_up_to_cache_line(4 * (self._value_stride + 2)) // 4
         self._counters = np.zeros(1, np.int64)
-        # by layer and query dtype, for the same tensors: to ask a tensor costs a microsecond
+        # Kernel planes by layer and query dtype, as long as the tensors are the same: reading a
+        # tensor's address or strides takes a microsecond.
         self._plane_cache: dict[tuple[int, torch.dtype], tuple[tuple[Tensor, ...], list[Any]]] = {}
         self._last_decode_plan: tuple[tuple[object, ...], CpuAttentionPlan] | None = None
         self._scratch = np.zeros((0, 0), np.float32)
@@ -149,7 +150,7 @@ class CpuBackend:
     def fused_layers_args(
         self, plan: CpuAttentionPlan, planes: Mapping[str, Tensor]
     ) -> tuple[Any, ...]:
-        """The attention arguments of `run_fused_layers` for a step, which has each layer's window.
+        """Attention arguments of `run_fused_layers` for a step, without the window: each layer has its own.
 
         Args:
             planes: of the first layer, in the dtype of queries.

@@ -261,7 +261,7 @@ def _layer_norm_row(
 
 @jit
 def norm_rows(op: Any, eps: float, scratch: Any, task: int) -> None:
-    """RMS norm of a task's rows, stored or added to the result.
+    """Norm of a task's rows, see `norm_row`; stored or added to the result.
 
     Args:
         op: [OP_FIELDS] int64: kind (F32 or BF16) of rows and result; STORE or ADD_RESIDUAL; address

@@ -55,7 +55,7 @@ def load_scales(
 
 @jit
 def visible_blocks(params: AttentionParams, task: Any, positions: Any) -> Any:
-    """Blocks [from, to) that some row of a task attends to, and the last key that one attends to."""
+    """Blocks [from, to) that some row of a task attends to, and the last key that some row attends to."""
     first, count, block0, block1 = task[1], task[2], task[7], task[8]
     lowest, highest = positions[first], positions[first]
     for t in range(first, first + count):

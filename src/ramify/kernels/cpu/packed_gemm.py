@@ -52,12 +52,13 @@ class GemmArgs(NamedTuple):
     """A GEMM: addresses, sizes, strides in bytes."""
 
     kind: int  # of rows, norm, weights and result: F32, BF16 or BF16_VNNI
-    mode: int  # STORE, ADD_RESIDUAL (out += scale * sums), GELU_TANH, SIGMOID, or gated: silu(even panels) * odd panels
+    # Epilogue, see `abi`. ADD_RESIDUAL: out += scale * sums; from SILU_MUL on, even panels gate odd ones.
+    mode: int
     rows: int  # address of [num_rows, width]
     row_stride: int
     num_rows: int
     width: int  # K; BF16_VNNI: words
-    norm: int  # address of the norm's weights [width], or 0
+    norm: int  # address of the norm's weights [width], [2, width] for LAYER_NORM, or 0
     weight: int  # address of the micro-panels
     num_panels: int
     bias: int  # address of [num_panels * NR] float32, or 0

@@ -226,7 +226,7 @@ def rescale_add_row(_: Any, into: Any, old: Any, block: Any, new: Any, count: An
 
 @intrinsic
 def row_is_finite(_: Any, row: Any, count: Any) -> Any:
-    """Whether none of `count` floats, a multiple of LANES, is infinite or NaN."""
+    """Whether all `count` floats, a multiple of LANES, are finite."""
 
     def code(_: Any, builder: Any, __: Any, args: Any) -> Any:
         row, count = args

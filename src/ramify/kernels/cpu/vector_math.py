@@ -54,7 +54,7 @@ _int, _float = types.int64, types.float32
 
 
 def exp_f32(builder: Any, x: Any) -> Any:
-    """exp(x), x <= 0, to about 2 ulp: exactly 1 at 0, exactly 0 below `_EXP_UNDERFLOW`, NaN of NaN."""
+    """exp(x), x <= 80, to about 2 ulp: exactly 1 at 0, exactly 0 below `_EXP_UNDERFLOW`, NaN of NaN."""
     lanes = x.type.count
 
     def c(value: float) -> Any:
@@ -188,7 +188,7 @@ def _pack_two_bf16(builder: Any, halves: list[Any]) -> Any:
 
 @intrinsic
 def exp_scalar(_: Any, x: Any) -> Any:
-    """exp(x) of a scalar x <= 0, with the bits of `exp_minus_max`."""
+    """exp(x) of a scalar x <= 80, with the bits of `exp_minus_max`."""
 
     def code(_: Any, builder: Any, __: Any, args: Any) -> Any:
         return builder.extract_element(exp_f32(builder, broadcast(builder, args[0], 4)), i32(0))
