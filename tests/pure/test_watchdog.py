@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+from ramify.engine.serving.engine_thread import EngineThread
 from ramify.engine.watchdog import Watchdog
 from tests.pure.engine_bench import Bench
 
@@ -24,20 +25,20 @@ def test_a_stuck_step_is_reported_once(caplog: pytest.LogCaptureFixture) -> None
     watchdog.begin(lambda: "step 3 with 2 requests")
     clock.now_s = 9.0
     assert not watchdog.report_if_stuck()
-    assert not watchdog.is_stuck
+    assert watchdog.stuck_s == 0.0
 
     clock.now_s = 11.0
     with caplog.at_level(logging.ERROR):
         assert watchdog.report_if_stuck()
         assert not watchdog.report_if_stuck()
 
-    assert (watchdog.is_stuck, watchdog.stuck_s, watchdog.num_stuck) == (True, 11.0, 1)
+    assert (watchdog.stuck_s, watchdog.num_stuck) == (11.0, 1)
     [record] = caplog.records
     assert "11.0 s, the limit is step_timeout_s=10" in record.getMessage()
     assert "step 3 with 2 requests" in record.getMessage()
     assert "test_a_stuck_step_is_reported_once" in record.getMessage()
     watchdog.end()
-    assert not watchdog.is_stuck
+    assert watchdog.stuck_s == 0.0
     watchdog.begin(lambda: "the next")
     clock.now_s = 30.0
     assert watchdog.report_if_stuck()
@@ -76,6 +77,24 @@ def test_an_engine_that_hangs_in_its_device_is_seen_from_another_thread() -> Non
     assert bench.run()[key].error is None
 
 
+def test_health_of_a_stuck_step_that_ends_meanwhile() -> None:
+    """`Health.stuck_s` is the age of a stuck step or None, also if the step ends as it is read."""
+    bench = Bench()
+    times = [0.0, 7201.0]
+
+    def clock() -> float:
+        if len(times) == 1:
+            watchdog.end()
+        return times.pop(0)
+
+    watchdog = bench.core.watchdog = Watchdog(3600.0, clock=clock)
+    watchdog.begin(lambda: "")
+    engine_thread = EngineThread(bench.core)
+
+    assert engine_thread.health().stuck_s == 7201.0
+    assert engine_thread.health().stuck_s is None
+
+
 def test_the_thread_begins_with_the_first_step_and_ends_with_its_watchdog() -> None:
     """The first `begin` starts a thread unless the timeout is 0; it ends with its watchdog."""
 
@@ -86,7 +105,7 @@ def test_the_thread_begins_with_the_first_step_and_ends_with_its_watchdog() -> N
     never, watchdog = Watchdog(0), Watchdog(3600.0)
     never.begin(lambda: "")
     assert names() == before
-    assert not never.is_stuck
+    assert never.stuck_s == 0.0
 
     watchdog.begin(lambda: "")
     watchdog.begin(lambda: "")

@@ -47,11 +47,6 @@ class Watchdog:
         elapsed_s = 0.0 if step is None else self._clock() - step.begin_s
         return elapsed_s if self.timeout_s and elapsed_s > self.timeout_s else 0.0
 
-    @property
-    def is_stuck(self) -> bool:
-        """Whether the running step exceeds the timeout. For any thread."""
-        return self.stuck_s > 0
-
     def begin(self, describe: Callable[[], str]) -> None:
         """A step begins in this thread. The watchdog thread calls `describe` if it gets stuck."""
         if not self.timeout_s:

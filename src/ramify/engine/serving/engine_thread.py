@@ -186,8 +186,7 @@ class EngineThread:
         """See `Health`; does not wait for the thread."""
         age_s = None if self._step_s is None else time.monotonic() - self._step_s
         error = None if self.error is None else str(self.error)
-        watchdog = self.core.watchdog
-        stuck_s = watchdog.stuck_s if watchdog.is_stuck else None
+        stuck_s = self.core.watchdog.stuck_s or None
         return Health(self._state, self._is_stepping, age_s, error, stuck_s)
 
     def _command(self, call: Callable[[EngineCore], T]) -> tuple[Command, Future[T]]:
