@@ -1,6 +1,9 @@
 """Pins that requests ask for: few for each conversation and for each tenant, all pages kept."""
 
+import pytest
+
 from ramify.engine.cache_options import MAX_NESTED_PINS, MAX_TENANT_PINS
+from ramify.errors import InvalidParamsError
 from ramify.outputs import PrefixReport
 from ramify.params import SamplingParams
 from tests.pure.engine_bench import Bench
@@ -58,3 +61,11 @@ def test_pins_of_a_tenant_are_counted() -> None:
 
     assert refused == [0] * MAX_TENANT_PINS + [1] * 3
     assert pinned(bench, [5] * 8, tenant="b") == 0
+
+
+def test_a_pin_share_is_checked_without_pins() -> None:
+    """A share above 1 is an error even in a request that pins nothing."""
+    bench = Bench()
+
+    with pytest.raises(InvalidParamsError, match="pin_share"):
+        bench.core.add_request([1, 2, 3], SamplingParams(max_tokens=1), pin_share=1.5)

@@ -39,16 +39,16 @@ class CacheOptions:
         cache_share: float | None,
         pin_share: float | None,
     ) -> CacheOptions | None:
-        """The options, checked; None if none of them asks for anything.
+        """The options, checked; None without `explain`, `retention` and `cache_share`.
 
         Raises:
             InvalidParamsError: a value of the wrong type or outside its range.
         """
-        if not explain and not retention and cache_share is None:
-            return None
         for name, share in (("cache_share", cache_share), ("pin_share", pin_share)):
             if share is not None and not (isinstance(share, int | float) and 0 <= share <= 1):
                 raise InvalidParamsError(name, share, "None or a share of the pages from 0 to 1")
+        if not explain and not retention and cache_share is None:
+            return None
         if len(retention) > MAX_RETENTION:
             allowed = f"at most {MAX_RETENTION} prefixes"
             raise InvalidParamsError("retention", f"{len(retention)} prefixes", allowed)
