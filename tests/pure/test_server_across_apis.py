@@ -190,6 +190,21 @@ def test_a_call_in_its_older_form_is_in_the_prompt() -> None:
     assert len(prompts[0]) > len(ask("/tokenize", BODIES["/tokenize"]).json["tokens"]) + 2
 
 
+def test_a_refusal_is_in_the_prompt_beside_the_content_or_within() -> None:
+    """`refusal` of an assistant's message renders as a part of type `refusal` does."""
+    parts = [{"type": "text", "text": "Yes"}, {"type": "refusal", "refusal": "I cannot"}]
+    forms: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"content": None, "refusal": "I cannot"}, {"content": parts[1:]}),
+        ({"content": "Yes", "refusal": "I cannot"}, {"content": parts}),
+    ]
+    for beside, within in forms:
+        prompts = [
+            ask("/tokenize", {"messages": [{"role": "assistant"} | form]}).json["tokens"]
+            for form in (beside, within)
+        ]
+        assert prompts[0] == prompts[1]
+
+
 def test_nothing_cannot_be_compacted() -> None:
     """400: the model would summarise an empty conversation."""
     answer = send("/v1/responses/compact", {"input": None})

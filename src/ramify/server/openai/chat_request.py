@@ -182,6 +182,16 @@ def reject_unsupported(request: ChatRequest) -> None:
         raise ApiError(400, "only text is served", param="modalities")
 
 
+def message_text(message: ChatMessage, where: str) -> str:
+    """The text of a message: its content and the refusal beside it, on lines of their own.
+
+    Raises:
+        ApiError: as `content_text`.
+    """
+    text = content_text(message.content, content_path(where))
+    return "\n".join(filter(None, (text, message.refusal)))
+
+
 def content_text(content: str | list[ContentPart] | None, where: str) -> str:
     """The text of a message's content; its parts are joined by newlines.
 
@@ -232,7 +242,7 @@ def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
     role = "system" if message.role == "developer" else message.role
     fields: dict[str, Any] = {
         "role": "tool" if role == "function" else role,
-        "content": content_text(message.content, content_path(where)),
+        "content": message_text(message, where),
     }
     named = {
         "name": message.name,
@@ -308,6 +318,8 @@ def message_parts(
                 parts.append(PromptPart(path, variants, own_ttl_s))
         elif message.content:
             parts.append(PromptPart(where, text_variants(message.content)))
+        if message.refusal:
+            parts.append(PromptPart(f"{name}.refusal", text_variants(message.refusal)))
         parts += [
             PromptPart(f"{name}.tool_calls[{index}]", (call.function.name,))
             for index, call in enumerate(message_calls(message))

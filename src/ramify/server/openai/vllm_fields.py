@@ -9,7 +9,7 @@ from ramify.engine.text.tokenizer import Tokenizer
 from ramify.outputs import StepOutput, TokenLogprob
 from ramify.server.context import ResponseBuilder
 from ramify.server.generation import Generation
-from ramify.server.openai.chat_request import content_text
+from ramify.server.openai.chat_request import message_text
 from ramify.server.openai.chat_response import MIN_LOGPROB
 from ramify.server.openai.protocol import ChatRequest, CompletionRequest
 
@@ -30,7 +30,7 @@ def with_vllm_fields(
 def echoed_text(request: ChatRequest) -> str:
     """The text of the last message, if it is the beginning of the answer and `echo` is set."""
     last = request.messages[-1]
-    return content_text(last.content, "") if request.echo and last.role == "assistant" else ""
+    return message_text(last, "") if request.echo and last.role == "assistant" else ""
 
 
 class VllmFieldsBuilder:
