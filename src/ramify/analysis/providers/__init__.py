@@ -5,7 +5,6 @@ earlier prompts had a breakpoint), `whole_units` (stored units, whole or not at 
 figures of each model, from one dated file.
 """
 
-from ramify.analysis.corpus import Corpus
 from ramify.analysis.providers.conditions import AS_LOGGED, Conditions
 from ramify.analysis.providers.detection import provider_of, provider_of_log
 from ramify.analysis.providers.prompts import Billed, Prediction, ReplayPrompt, Timing
@@ -22,19 +21,9 @@ __all__ = [
     "ReplayPrompt",
     "Rules",
     "Timing",
-    "cache_model",
     "in_start_order",
     "load_rules",
     "prompts_of",
     "provider_of",
     "provider_of_log",
 ]
-
-
-def cache_model(corpus: Corpus, provider: str, rules: Rules) -> CacheModel:
-    """The cache of a provider for the requests of a corpus.
-
-    Raises:
-        RulesError: there are no rules of this provider.
-    """
-    return CacheModel(corpus, provider, rules)

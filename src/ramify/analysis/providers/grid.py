@@ -10,7 +10,6 @@ from math import inf
 
 import numpy as np
 
-from ramify.analysis.corpus import Corpus
 from ramify.analysis.providers.money import price_of
 from ramify.analysis.providers.page_pool import MIN_PAGE, ReplicaPools
 from ramify.analysis.providers.prefix_index import PrefixIndex, Shared
@@ -22,8 +21,8 @@ from ramify.analysis.tokens import Tokens, spread_ids
 class GridCache:
     """Pages of one rule; prompts come in the order of their starts."""
 
-    def __init__(self, corpus: Corpus, rule: ModelRule, pools: ReplicaPools | None = None) -> None:
-        self._corpus, self._rule, self._pools = corpus, rule, pools
+    def __init__(self, rule: ModelRule, pools: ReplicaPools | None = None) -> None:
+        self._rule, self._pools = rule, pools
         self._lifetime_s = rule.lifetime_s or inf
         self._prompts: dict[int, tuple[PromptLayout, Timing]] = {}
         self._tokens = PrefixIndex(rule.step_tokens, self._lifetime_s, self._token_hashes)
@@ -134,7 +133,7 @@ class GridCache:
 class NoCache:
     """Models without a prompt cache: every token is computed."""
 
-    def __init__(self, corpus: Corpus, rule: ModelRule) -> None:  # noqa: ARG002 - as all caches
+    def __init__(self, rule: ModelRule) -> None:
         self._rule = rule
 
     def process(self, layout: PromptLayout, timing: Timing) -> Prediction:  # noqa: ARG002

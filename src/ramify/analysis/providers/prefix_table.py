@@ -24,9 +24,6 @@ class PrefixTable:
         self._num_keys = 0
         self._allocate(_MIN_BITS)
 
-    def __len__(self) -> int:
-        return self._num_keys
-
     def _allocate(self, bits: int) -> None:
         size = 1 << bits
         self._shift, self._mask = np.uint64(64 - bits), size - 1

@@ -159,13 +159,11 @@ class PromptLayout:
 
     @cached_property
     def level_starts(self) -> dict[str, int]:
-        """First content segment of `system` and of `messages`."""
+        """First content segment of `system` and of `messages`; the level `all` starts at 0."""
         kinds = [self.corpus.units[unit].kind for unit in self.units.tolist()]
-        messages = _index(kinds, (SegmentKind.MESSAGE,))
         return {
-            "all": 0,
             "system": _index(kinds, (SegmentKind.SYSTEM, SegmentKind.MESSAGE)),
-            "messages": messages,
+            "messages": _index(kinds, (SegmentKind.MESSAGE,)),
         }
 
     @cached_property
@@ -243,7 +241,7 @@ class PromptLayout:
         )
 
     def segment_at(self, num_tokens: int) -> int:
-        """Segment of the prompt, settings counted, in which a prefix of so many tokens ends."""
+        """Segment of the prompt, settings counted, in which its first `num_tokens` tokens end."""
         if not num_tokens or not len(self.units):
             return -1
         return self.num_settings + int(np.searchsorted(self.ends, num_tokens)) - 1

@@ -40,13 +40,6 @@ class RuleCache(Protocol):
         ...
 
 
-_CACHES: dict[str, type[BreakpointCache | NoCache | WholeUnitCache]] = {
-    "breakpoints": BreakpointCache,
-    "none": NoCache,
-    "units": WholeUnitCache,
-}
-
-
 class CacheModel:
     """Which cache rule each request of a corpus falls under."""
 
@@ -164,12 +157,7 @@ class CacheModel:
             kind = self._kind_of(info, layout.rule)
             cache = caches.get((kind, id(layout.rule)))
             if cache is None:
-                cache = (
-                    GridCache(self.corpus, layout.rule, pools)
-                    if kind == "grid"
-                    else _CACHES[kind](self.corpus, layout.rule)
-                )
-                caches[kind, id(layout.rule)] = cache
+                cache = caches[kind, id(layout.rule)] = self._cache(kind, layout.rule, pools)
             predictions.append(cache.process(layout, conditions.timing(info)))
             numbers.append(prompt.request.number)
         unread: dict[int, int] = {}
@@ -192,12 +180,20 @@ class CacheModel:
             rule = self.rule_of(prompt)
             cache = bare.get(id(rule))
             if cache is None:
-                cache = bare[id(rule)] = GridCache(self.corpus, without_limits(rule))
+                cache = bare[id(rule)] = GridCache(without_limits(rule))
             layout = PromptLayout(
                 self.corpus, prompt, rule, ignored=frozenset({"replica", "model"})
             )
             shared[prompt.request.number] = cache.process(layout, UNTIMED).billed.num_read
         return shared
+
+    def _cache(self, kind: str, rule: ModelRule, pools: ReplicaPools | None) -> RuleCache:
+        """An empty cache of a kind: grid, breakpoints, units or none."""
+        if kind == "grid":
+            return GridCache(rule, pools)
+        if kind == "breakpoints":
+            return BreakpointCache(self.corpus, rule)
+        return WholeUnitCache(rule) if kind == "units" else NoCache(rule)
 
     def _pools(self, conditions: Conditions) -> ReplicaPools | None:
         if self.capacity_tokens is None:

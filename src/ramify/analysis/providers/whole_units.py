@@ -11,7 +11,6 @@ from math import inf
 
 import numpy as np
 
-from ramify.analysis.corpus import Corpus
 from ramify.analysis.providers.money import price_of
 from ramify.analysis.providers.prefix_index import PrefixIndex
 from ramify.analysis.providers.prefix_table import PrefixTable
@@ -23,8 +22,8 @@ from ramify.analysis.tokens import Tokens
 class WholeUnitCache:
     """Units of one rule; prompts come in the order of their starts."""
 
-    def __init__(self, corpus: Corpus, rule: ModelRule) -> None:
-        self._corpus, self._rule = corpus, rule
+    def __init__(self, rule: ModelRule) -> None:
+        self._rule = rule
         self._lifetime_s = rule.lifetime_s or inf
         self._units = PrefixTable()
         self._prefixes = PrefixIndex(rule.step_tokens, self._lifetime_s, stride=rule.step_tokens)
