@@ -158,7 +158,6 @@ def lint_parts(
             progress("replaying", 0, len(groups) + 1)
         savings = measure_savings(
             corpus,
-            corpus,
             mender,
             [*groups, [item.fix for item in mendable]],
             model,

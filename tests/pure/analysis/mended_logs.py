@@ -78,9 +78,7 @@ class LintedLog:
             if finding.cause in causes
         ]
         mender = self.linted.mender
-        (saving,) = measure_savings(
-            self.corpus, self.corpus, mender, [fixes], self.linted.model, unseen=mender
-        )
+        (saving,) = measure_savings(self.corpus, mender, [fixes], self.linted.model, unseen=mender)
         return saving
 
 

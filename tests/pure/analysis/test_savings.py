@@ -58,7 +58,7 @@ def savings_of(
     corpus = corpus_of([replace(request, line=at) for at, request in enumerate(log, 1)])
     model = CacheModel(corpus, provider, load_rules())
     mender = FakeMender(corpus, clean or {})
-    return measure_savings(corpus, list(corpus), mender, groups, model)
+    return measure_savings(corpus, mender, groups, model)
 
 
 CLOCK = Fix(CauseName.CLOCK, "system[0]")
@@ -231,7 +231,7 @@ def test_sorted_tools_keep_the_breakpoint_at_the_last_tool() -> None:
 
     model = CacheModel(corpus, "anthropic", load_rules())
     fixes = [[Fix(CauseName.TOOL_ORDER, "tools[*]")]]
-    (saving,) = measure_savings(corpus, list(corpus), Sorter(), fixes, model)
+    (saving,) = measure_savings(corpus, Sorter(), fixes, model)
 
     assert saving.tokens == 1200
 
@@ -253,7 +253,7 @@ def test_a_mended_model_has_its_own_rule() -> None:
 
     model = CacheModel(corpus, "anthropic", load_rules())
     fixes = [[Fix(CauseName.MODEL_CHANGED, "settings.model")]]
-    (saving,) = measure_savings(corpus, list(corpus), OneModel(), fixes, model)
+    (saving,) = measure_savings(corpus, OneModel(), fixes, model)
 
     assert saving.tokens == 2000
 
@@ -316,7 +316,7 @@ def test_a_partial_replay_equals_a_replay_of_all(log: list[LoggedRequest], provi
         def mend(self, request: StoredRequest, fixes: Collection[AppliedFix]) -> Mended:
             return mender.mend(request, fixes if request.units[1] == first else [])
 
-    (saving,) = measure_savings(corpus, list(corpus), OneApp(), [[CLOCK]], model)
+    (saving,) = measure_savings(corpus, OneApp(), [[CLOCK]], model)
 
     prompts = in_start_order(map(ReplayPrompt.of, corpus))
     mended = [OneApp().mend(prompt.request, [CLOCK]) for prompt in prompts]

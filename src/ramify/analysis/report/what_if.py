@@ -48,7 +48,5 @@ def replay_sets(
             if mask >> bit & 1
         ]
         mender = linted.mender
-        [savings[mask]] = measure_savings(
-            corpus, corpus, mender, [group], linted.model, unseen=mender
-        )
+        [savings[mask]] = measure_savings(corpus, mender, [group], linted.model, unseen=mender)
     return WhatIf(tuple(chosen), savings, num_replays=len(savings) - len(chosen))

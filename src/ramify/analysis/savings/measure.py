@@ -14,7 +14,7 @@ from ramify.analysis.providers.conditions import Conditions
 from ramify.analysis.providers.conversations import single_requests
 from ramify.analysis.providers.positions import BlockRoles
 from ramify.analysis.providers.prompts import Billed, Prediction, ReplayPrompt
-from ramify.analysis.providers.replay import CacheModel, in_start_order
+from ramify.analysis.providers.replay import CacheModel, prompts_of
 from ramify.analysis.records import SegmentKind, TextForm
 from ramify.analysis.savings.breakpoint_fixes import (
     add_breakpoint,
@@ -125,13 +125,11 @@ class _Change:
 
 def measure_savings(
     corpus: Corpus,
-    requests: Iterable[StoredRequest],
     mender: MenderLike,
     groups: Sequence[Collection[AppliedFix]],
     model: CacheModel,
     *,
     unseen: UnseenLike | None = None,
-    progress: Callable[[int, int], None] | None = None,
 ) -> list[Saving]:
     """What each group of fixes saves if all of its fixes are applied together.
 
@@ -143,20 +141,11 @@ def measure_savings(
     with the price of writes; it is negative if a fix writes more than its reads save, and None where a
     price is not known.
 
-    `progress` is called with the number of groups that are done and of all.
-
     Only the parts of the log that share a prefix with a changed prompt are replayed: the others read
     what they read before. Under a finite capacity all prompts compete, and all are replayed.
     """
-    replayer = _Replayer(
-        corpus, in_start_order(map(ReplayPrompt.of, requests)), mender, model, unseen
-    )
-    savings = []
-    for number, group in enumerate(groups, 1):
-        savings.append(replayer.saving(list(group)))
-        if progress is not None:
-            progress(number, len(groups))
-    return savings
+    replayer = _Replayer(corpus, list(prompts_of(corpus)), mender, model, unseen)
+    return [replayer.saving(list(group)) for group in groups]
 
 
 class _Replayer:

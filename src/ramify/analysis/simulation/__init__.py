@@ -2,6 +2,6 @@
 
 `page_trace` turns requests into the ids of their pages; `reuse` says for each page which request
 used it last. From that, `stack_distances` has LRU at every capacity, `bounds` the best that any
-policy and any capacity could do, `lifetimes` a cache with a time to live. `replay` runs the real
-`PrefixCache`. `simulate` is all of it together.
+policy could do at a capacity, and the hit rate by lifetime. `replay` runs the real `PrefixCache`.
+`calls` has `simulate`, which is all of it together.
 """

@@ -35,12 +35,6 @@ class CostModel:
         """Seconds of a step."""
         return self.step_s + self.token_s * num_tokens + self.read_s * num_reads
 
-    def prefill(self, num_cached: int, num_new: int, max_batch_tokens: int) -> float:
-        """Seconds to compute `num_new` tokens after `num_cached` alone, in chunks."""
-        num_steps = -(-num_new // max_batch_tokens)
-        reads = num_new * (num_cached + (num_new + 1) / 2)
-        return num_steps * self.step_s + self.token_s * num_new + self.read_s * reads
-
     def to_json(self) -> dict[str, Any]:
         """The document of `ramify calibrate`."""
         constants = {name: getattr(self, name) for name in CONSTANTS}

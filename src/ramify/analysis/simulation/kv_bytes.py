@@ -13,12 +13,11 @@ DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "fp8": 1}
 BUILT_IN = Path(__file__).parents[2] / "data"
 
 
-def kv_token_bytes(model: str, *, kv_dtype: str = "auto") -> int:
-    """Bytes of K and V of one token over all layers.
+def kv_token_bytes(model: str) -> int:
+    """Bytes of K and V of one token over all layers, in the checkpoint's dtype.
 
     Args:
         model: a checkpoint directory, a `config.json`, or the name of a built-in model.
-        kv_dtype: "auto" is the checkpoint's.
 
     Raises:
         CheckpointError: there is no configuration, or it has no known dtype.
@@ -26,11 +25,10 @@ def kv_token_bytes(model: str, *, kv_dtype: str = "auto") -> int:
     """
     values = _read_config(model)
     config = ModelConfig.from_hf(values, model)
-    name = str(values.get("torch_dtype") or values.get("dtype") or "bfloat16")
-    dtype = name if kv_dtype == "auto" else kv_dtype
+    dtype = str(values.get("torch_dtype") or values.get("dtype") or "bfloat16")
     if dtype not in DTYPE_BYTES:
         raise CheckpointError(
-            f"K/V of {model} is in {dtype!r}; use one of {', '.join(DTYPE_BYTES)}"
+            f"K/V of {model} is in {dtype!r}, not in {', '.join(DTYPE_BYTES)}; give capacities in tokens"
         )
     if config.mla is None:
         width = 2 * config.num_kv_heads * config.head_dim

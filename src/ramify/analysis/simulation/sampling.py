@@ -20,7 +20,7 @@ from ramify.analysis.simulation.stack_distances import newer_weights
 from ramify.analysis.tokens import spread_ids
 from ramify.errors import ConfigError
 
-HOT_USES = 500  # pages with so many uses are counted exactly
+HOT_USES = 500  # a page with this number of uses or more is counted exactly
 
 
 @dataclass(frozen=True, slots=True)

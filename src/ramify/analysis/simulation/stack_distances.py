@@ -9,7 +9,6 @@ a Fenwick tree over requests answers for a whole run of pages at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,12 +44,6 @@ class LruCurve:
             for size in sizes
         ]
 
-    def capacity_for(self, hit_rate: float) -> int | None:
-        """Fewest tokens of capacity with at least this hit rate; None if no capacity has it."""
-        pages = hit_rate * self.total_tokens / self.page_size - 1e-9
-        place = int(np.searchsorted(self.hit_pages, pages))
-        return place * self.page_size if place < len(self.hit_pages) else None
-
 
 def lru_curve(reuse: ReuseRuns, *, first_counted: int = 0) -> LruCurve:
     """LRU's hits at every capacity.
@@ -82,7 +75,7 @@ def newer_pages(reuse: ReuseRuns) -> NDArray[np.int64]:
 
 
 def newer_weights(reuse: ReuseRuns, lengths: list[int] | list[float]) -> NDArray[np.float64]:
-    """[runs]: `newer_pages` where each run counts as so many pages, for sampled traces."""
+    """[runs]: `newer_pages` where run i counts as `lengths[i]` pages, for sampled traces."""
     num_requests = len(reuse.trace)
     tree: list[float] = [0] * (num_requests + 1)  # Fenwick tree of live pages by last user
     total: float = 0
@@ -122,11 +115,6 @@ def newer_weights(reuse: ReuseRuns, lengths: list[int] | list[float]) -> NDArray
             at += at & -at
         begin = end
     return newer
-
-
-def hit_rates(curve: LruCurve, capacities: Iterable[int]) -> dict[int, float]:
-    """Hit rate by capacity in tokens."""
-    return {capacity: curve.hit_rate(capacity) for capacity in capacities}
 
 
 def _share(part: int, whole: int) -> float:
