@@ -22,8 +22,8 @@ from ramify.analysis.formats.hosts import (
     url_path,
 )
 from ramify.analysis.formats.nested_json import decode_nested
-from ramify.analysis.formats.row_fields import Times, duration, first_text, later
-from ramify.analysis.formats.times import parse_time
+from ramify.analysis.formats.row_fields import Times, duration, first_text
+from ramify.analysis.formats.times import later, parse_time
 from ramify.analysis.formats.usage import count
 from ramify.analysis.reading import BadRowError, LogFormat, ReadQuality, Row
 from ramify.analysis.records import LoggedRequest

@@ -12,10 +12,9 @@ from ramify.analysis.formats.row_fields import (
     duration,
     first_text,
     first_value,
-    later,
     mapping_in,
 )
-from ramify.analysis.formats.times import time_of
+from ramify.analysis.formats.times import later, time_of
 from ramify.analysis.formats.usage import count
 from ramify.analysis.reading import LogFormat, ReadQuality, Row
 from ramify.analysis.records import LoggedRequest, Usage

@@ -14,12 +14,11 @@ from ramify.analysis.formats.row_values import (
     get_name,
     get_number,
     get_time,
-    later,
     list_of,
     mapping_of,
     quoted,
 )
-from ramify.analysis.formats.times import parse_time
+from ramify.analysis.formats.times import later, parse_time
 from ramify.analysis.formats.usage import count
 from ramify.analysis.reading import BadRowError, LogFormat, ReadQuality, Row
 from ramify.analysis.records import LoggedRequest, Usage

@@ -22,9 +22,9 @@ from ramify.analysis.formats.row_values import (
     get_name,
     get_number,
     get_text,
-    later,
     mapping_of,
 )
+from ramify.analysis.formats.times import later
 from ramify.analysis.reading import BadRowError, LogFormat, ReadQuality, Row
 from ramify.analysis.records import HashedPrompt, LoggedRequest, Segment, SegmentKind, Usage
 

@@ -37,9 +37,9 @@ def is_cut_json(value: Any) -> bool:
     return isinstance(decode_nested(value), str)
 
 
-def decode_nested(value: Any, levels: int = MAX_LEVELS) -> Any:
-    """The object or list inside a string, up to some levels deep; other values as they are."""
-    for _ in range(levels):
+def decode_nested(value: Any) -> Any:
+    """The object or list inside a string, at most MAX_LEVELS deep; other values as they are."""
+    for _ in range(MAX_LEVELS):
         if not isinstance(value, str) or value.lstrip()[:1] not in {"{", "[", '"'}:
             break
         try:

@@ -171,16 +171,13 @@ def _may_be_request(item: OtlpItem) -> bool:
 
 def _flat_item(value: Mapping[str, Any]) -> OtlpItem:
     """A single span or log record, or a row whose columns are the attributes."""
-    inner = value.get("resource")
-    resource = inner.get("attributes") if isinstance(inner, dict) else None
-    resource = resource if isinstance(resource, dict) else {}
     if isinstance(value.get("attributes"), dict | list):
         is_log = not any(key in value for key in ("endTimeUnixNano", "end_time", "endTime"))
         is_log = is_log and any(
             key in value for key in ("timeUnixNano", "body", "eventName", "severityNumber")
         )
-        return item_of(value, resource, is_span=not is_log)
-    item = item_of({**value, "attributes": value}, resource, is_span=True)
+        return item_of(value, is_span=not is_log)
+    item = item_of({**value, "attributes": value}, is_span=True)
     return replace(item, name=item.name or "span")
 
 

@@ -15,8 +15,9 @@ from ramify.analysis.formats.otel_dialects import event_body, openllmetry_body, 
 from ramify.analysis.formats.otel_messages import messages_of, system_of, tools_of_definitions
 from ramify.analysis.formats.otlp_values import OtlpItem
 from ramify.analysis.formats.responses import ResponseFields
-from ramify.analysis.formats.row_fields import Times, duration, first_text, is_redacted, later
+from ramify.analysis.formats.row_fields import Times, duration, first_text, is_redacted
 from ramify.analysis.formats.segments import settings_of
+from ramify.analysis.formats.times import later
 from ramify.analysis.formats.usage import parse_usage
 from ramify.analysis.records import LoggedRequest, Segment, SegmentKind, Usage
 

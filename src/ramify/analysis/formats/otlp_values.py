@@ -18,7 +18,6 @@ class OtlpItem:
     """A span or a log record."""
 
     attributes: Mapping[str, Any]
-    resource: Mapping[str, Any]
     trace_id: str
     span_id: str
     name: str  # of the span, or of the event that a log record is
@@ -87,15 +86,13 @@ def items_of(value: Mapping[str, Any]) -> Iterator[OtlpItem]:
         ("resourceLogs", ("scopeLogs", "instrumentationLibraryLogs"), "logRecords"),
     ):
         for group in _objects(value.get(group_key)):
-            inner = group.get("resource")
-            resource = attributes_of(inner.get("attributes") if isinstance(inner, dict) else None)
             for scope_key in scope_keys:
                 for scope in _objects(group.get(scope_key)):
                     for item in _objects(scope.get(item_key)):
-                        yield item_of(item, resource, is_span=item_key == "spans")
+                        yield item_of(item, is_span=item_key == "spans")
 
 
-def item_of(value: Mapping[str, Any], resource: Mapping[str, Any], *, is_span: bool) -> OtlpItem:
+def item_of(value: Mapping[str, Any], *, is_span: bool) -> OtlpItem:
     """A span or log record; names of fields in OTLP's spelling or with underscores."""
 
     def get(*names: str) -> Any:
@@ -115,7 +112,6 @@ def item_of(value: Mapping[str, Any], resource: Mapping[str, Any], *, is_span: b
         start = get("timeUnixNano", "time_unix_nano", "observedTimeUnixNano", "timestamp")
     return OtlpItem(
         attributes=attributes,
-        resource=resource,
         trace_id=_identity(get("traceId", "trace_id") or context.get("trace_id")),
         span_id=_identity(get("spanId", "span_id") or context.get("span_id")),
         name=name if isinstance(name, str) else "",
@@ -150,7 +146,6 @@ def _event_of(value: Mapping[str, Any]) -> OtlpItem:
     start = next((value[key] for key in ("timeUnixNano", "timestamp") if key in value), None)
     return OtlpItem(
         attributes=attributes_of(value.get("attributes")),
-        resource={},
         trace_id="",
         span_id="",
         name=name if isinstance(name, str) else "",

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-MAX_PENDING = 4096  # requests in flight at once in a log; more wait in vain
+MAX_PENDING = 4096  # rows that wait at once; beyond, the oldest is given up
 
 
 class PendingRows(Generic[T]):

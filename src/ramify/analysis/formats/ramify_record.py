@@ -14,9 +14,9 @@ from ramify.analysis.formats.row_values import (
     get_number,
     get_text,
     ids_of,
-    later,
     mapping_of,
 )
+from ramify.analysis.formats.times import later
 from ramify.analysis.formats.token_ids import token_segment
 from ramify.analysis.reading import BadRowError, LogFormat, ReadQuality, Row
 from ramify.analysis.records import HashedPrompt, LoggedRequest, Usage, VendorVerdict

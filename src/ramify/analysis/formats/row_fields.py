@@ -81,11 +81,6 @@ def duration(value: Any, *, unit_s: float = 1.0) -> float | None:
     return float(value) * unit_s if 0 <= value < 1e12 else None
 
 
-def later(start_s: float | None, seconds: float | None) -> float | None:
-    """A time some seconds after another; None if either is unknown."""
-    return None if start_s is None or seconds is None else start_s + seconds
-
-
 def merge_usage(first: Usage, other: Usage) -> Usage:
     """Counts of the first, and of the other where the first has none."""
     return Usage(

@@ -100,11 +100,6 @@ def ids_of(value: object, name: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def later(start_s: float | None, duration_s: float | None) -> float | None:
-    """A time after another; None if either is unknown."""
-    return None if start_s is None or duration_s is None else start_s + duration_s
-
-
 class LineIndices:
     """Numbers the requests of a line, which may have several rows."""
 

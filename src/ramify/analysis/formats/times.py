@@ -70,3 +70,8 @@ def time_of(row: Mapping[str, Any], *keys: str) -> float | None:
             if time is not None:
                 return time
     return None
+
+
+def later(start_s: float | None, seconds: float | None) -> float | None:
+    """A time some seconds after another; None if either is unknown."""
+    return None if start_s is None or seconds is None else start_s + seconds

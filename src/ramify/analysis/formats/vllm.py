@@ -35,7 +35,7 @@ _PREFIX = re.compile(
 _MAX_LOG_LEN = re.compile(r"max_log_len['\"]?\s*[=:]\s*(\d{1,9})\b")
 _TOKEN_IDS = re.compile(r", prompt_token_ids: (?=\[)")
 _LORA = re.compile(r"lora_request: LoRARequest\(lora_name='([^']*)'")
-_IDS_ABSENT = "None"
+_NO_PROMPT = "None"
 _YEAR = 2000  # of lines without a year: a leap year
 
 
@@ -108,7 +108,7 @@ class VllmReader:
     def _request(self, row: Row, text: str, request_id: str, position: int) -> LoggedRequest:
         position += len("prompt: ")
         prompt: str | None = None
-        if not text.startswith(_IDS_ABSENT, position):
+        if not text.startswith(_NO_PROMPT, position):
             prompt, position = string_at(text, position)
         ids: tuple[int, ...] | None = None
         match = _TOKEN_IDS.search(text, position)

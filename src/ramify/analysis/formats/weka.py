@@ -18,11 +18,11 @@ from ramify.analysis.formats.row_values import (
     get_name,
     get_number,
     get_text,
-    later,
     list_of,
     mapping_of,
     quoted,
 )
+from ramify.analysis.formats.times import later
 from ramify.analysis.reading import BadRowError, LogFormat, ReadQuality, Row
 from ramify.analysis.records import HashedPrompt, LoggedRequest, Usage
 

@@ -26,11 +26,10 @@ from ramify.analysis.formats.row_fields import (
     duration,
     first_text,
     first_value,
-    later,
     mapping_in,
 )
 from ramify.analysis.formats.row_values import RowByRow
-from ramify.analysis.formats.times import time_of
+from ramify.analysis.formats.times import later, time_of
 from ramify.analysis.formats.usage import parse_usage
 from ramify.analysis.reading import BadRowError, LogFormat, ReadQuality, Row
 from ramify.analysis.records import LoggedRequest, Usage
