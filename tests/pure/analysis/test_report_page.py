@@ -13,6 +13,7 @@ from shutil import which
 import pytest
 from typer.testing import CliRunner
 
+from ramify.analysis.findings import CHANGES
 from ramify.analysis.report.causes_text import CAUSES, passed_checks
 from ramify.analysis.report.changes import mark_changes
 from ramify.analysis.report.document import Analysis, PrefixNode, finding_anchor
@@ -217,7 +218,7 @@ def test_changed_characters_are_marked() -> None:
 def test_a_private_page_holds_no_text_of_the_log() -> None:
     """Neither quotes nor names of files and conversations reach the page or its data."""
     analysis = sample_analysis("the secret quokka", "the secret wombat")
-    changes = {str(name): text.change for name, text in CAUSES.items()}
+    changes = {str(cause): text for cause, text in CHANGES.items()}
 
     text = analysis_as_html(hide_texts(analysis, changes))
 
@@ -272,7 +273,7 @@ def test_each_cause_has_words() -> None:
 
     assert set(CAUSES) == set(CauseName)
     assert all(text.title and text.what for text in CAUSES.values())
-    assert all(CAUSES[name].change and CAUSES[name].check for name in waste)
+    assert all(CHANGES[name] and CAUSES[name].check for name in waste)
 
 
 def test_passed_checks_leave_out_what_occurs() -> None:

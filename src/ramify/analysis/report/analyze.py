@@ -21,7 +21,6 @@ from ramify.analysis.report.rates import hit_rates, waterfall
 from ramify.analysis.report.reads import measure_reads
 from ramify.analysis.report.sessions import session_timelines
 from ramify.analysis.report.what_if import replay_sets
-from ramify.analysis.tokens import Tokenizer
 from ramify.errors import LogError
 
 Paths = str | PathLike[str] | Iterable[str | PathLike[str]]
@@ -37,7 +36,6 @@ def read_corpus(
     *,
     format: str | None = None,  # noqa: A002 - the word of the command line
     strict: bool = False,
-    tokenizer: Tokenizer | None = None,
     progress: Progress | None = None,
 ) -> Corpus:
     """The requests of files; Ctrl-C keeps those that were read.
@@ -50,7 +48,7 @@ def read_corpus(
         if progress is not None:
             progress("reading", done, total or 0)
 
-    corpus = Corpus(tokenizer)
+    corpus = Corpus()
     try:
         for request in read_log(
             paths, format=format, quality=quality, strict=strict, progress=advance

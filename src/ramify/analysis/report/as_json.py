@@ -6,18 +6,18 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from ramify.analysis.report.document import SCHEMA, Analysis, HitRate
-from ramify.analysis.verdicts import Finding
+from ramify.analysis.lint_json import finding_as_json
+from ramify.analysis.report.document import KIND, SCHEMA, Analysis, HitRate
 
 
 def analysis_as_json(analysis: Analysis) -> dict[str, Any]:
     """A document of schema 1; see docs/analysis.md for its keys."""
     lint = analysis.lint
     document = asdict(analysis)
-    del document["lint"], document["notes"]
+    del document["lint"]
     document |= {
         "schema": SCHEMA,
-        "kind": "ramify-analysis",
+        "kind": KIND,
         "rates": {rate.name: _rate_as_json(rate) for rate in analysis.rates},
         "num_requests": lint.num_requests,
         "tokens_lost": analysis.tokens_lost,
@@ -43,14 +43,6 @@ def analysis_as_json(analysis: Analysis) -> dict[str, Any]:
     # Enums become strings, as a reader of the file gets them.
     plain: dict[str, Any] = json.loads(json.dumps(ordered | document))
     return plain
-
-
-def finding_as_json(finding: Finding) -> dict[str, Any]:
-    """A finding with the keys of `ramify lint --json`."""
-    document = asdict(finding)
-    if not document["example"]["file"]:
-        del document["example"]["file"]
-    return document
 
 
 def _rate_as_json(rate: HitRate) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ramify.analysis.findings import CHANGES
 from ramify.analysis.verdicts import CauseName, Finding
 
 
@@ -18,11 +17,6 @@ class CauseText:
     title: str
     what: str  # happens, and why the cache cannot read past it
     check: str  # a sentence that is true where the cause does not occur
-
-    @property
-    def change(self) -> str:
-        """What to do about it, as an imperative sentence."""
-        return CHANGES.get(self.cause, "")
 
 
 _TEXTS = (

@@ -18,7 +18,17 @@ class Piece:
     is_changed: bool
 
 
-def mark_changes(had: str, got: str) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
+Marks = tuple[tuple[Piece, ...], tuple[Piece, ...]]  # of the text before and after
+
+
+def mark_quotes(had: str, got: str, segment: str) -> Marks:
+    """Mark what changed in a finding's quotes; without a segment (times, counts) mark nothing."""
+    if segment:
+        return mark_changes(had, got)
+    return (Piece(had, is_changed=False),), (Piece(got, is_changed=False),)
+
+
+def mark_changes(had: str, got: str) -> Marks:
     """Both texts as runs that are equal and runs that changed."""
     if max(len(had), len(got)) > MAX_DIFF_CHARS:
         return _mark_middle(had, got)
@@ -40,7 +50,7 @@ def _whole(text: str) -> tuple[Piece, ...]:
     return (Piece(text, is_changed=True),) if text else ()
 
 
-def _mark_middle(had: str, got: str) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
+def _mark_middle(had: str, got: str) -> Marks:
     shorter = min(len(had), len(got))
     head = next((at for at in range(shorter) if had[at] != got[at]), shorter)
     tail = next(

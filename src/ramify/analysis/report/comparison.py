@@ -12,11 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ramify.analysis.report.document import SCHEMA
+from ramify.analysis.report.document import KIND, SCHEMA
 from ramify.analysis.report.wording import count, percent
 from ramify.errors import ConfigError
-
-KIND = "ramify-analysis"
 
 
 @dataclass(frozen=True, slots=True)

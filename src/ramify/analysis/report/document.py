@@ -7,11 +7,11 @@ Everything here is aggregated: its size does not grow with the number of request
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from ramify.analysis.verdicts import CauseName, Finding, LintReport, Saving
 
 SCHEMA = 1
+KIND = "ramify-analysis"  # of the JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +76,16 @@ class PrefixLeader:
 
 @dataclass(frozen=True, slots=True)
 class TimelineRequest:
-    """A request in a session's timeline; unknown counts are None."""
+    """A request in a session's timeline."""
 
     file: str
     line: int
     start_s: float | None
     gap_s: float | None  # since the request before it
     num_input: int
-    num_read: int | None
-    num_written: int | None
-    source: str  # of the counts: usage, rule, or possible
+    num_read: int
+    num_written: int | None  # None: the log has no such count
+    source: str  # of the counts: usage or rule
     tokens_lost: int
     causes: tuple[str, ...]
     segment: str
@@ -98,7 +98,7 @@ class Session:
     """Requests of a conversation, in order."""
 
     name: str
-    is_inferred: bool  # grouped by equal history, since the log has no ids
+    is_inferred: bool  # not by logged id: same first user message, or all requests
     num_requests: int  # of which `requests` are the first
     tokens_lost: int
     requests: tuple[TimelineRequest, ...]
@@ -195,7 +195,6 @@ class Analysis:
     warnings: tuple[str, ...] = ()  # what makes the figures unsure; shown first
     is_private: bool = False
     is_partial: bool = False  # interrupted: requests or parts are missing
-    notes: dict[str, Any] = field(default_factory=dict)
 
     def rate(self, name: str) -> HitRate | None:
         """The hit rate of this name, where the log allows one."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ramify.analysis.report.causes_text import CAUSES, CauseText
-from ramify.analysis.report.changes import Piece, mark_changes
+from ramify.analysis.report.changes import Marks, mark_changes, mark_quotes
 from ramify.analysis.report.document import (
     Analysis,
     PrefixNode,
@@ -30,7 +30,6 @@ MAX_NODES = 5000
 MAX_TEXT = 2000
 MAX_OUTLIERS = 50
 MIN_GAP_S = 60.0  # a shorter gap is not drawn
-Marks = tuple[tuple[Piece, ...], tuple[Piece, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,21 +95,16 @@ def finding_rows(findings: Sequence[Finding]) -> list[FindingRow]:
             finding=finding,
             anchor=finding_anchor(finding, number),
             about=CAUSES[finding.cause],
-            marks=_finding_marks(finding),
+            marks=mark_quotes(
+                cut(finding.example.had, MAX_TEXT),
+                cut(finding.example.got, MAX_TEXT),
+                finding.segment,
+            ),
             width=_width(finding.saving.tokens, most),
             high_width=_width(finding.saving.high, most),
         )
         for number, finding in enumerate(findings[:MAX_FINDINGS])
     ]
-
-
-def _finding_marks(finding: Finding) -> Marks:
-    """Quotes with changes marked; evidence beside the text, such as times, is no change of it."""
-    had, got = finding.example.had, finding.example.got
-    if finding.segment:
-        return cut_marks(had, got)
-    before, after = (Piece(cut(text, MAX_TEXT), is_changed=False) for text in (had, got))
-    return (before,), (after,)
 
 
 def session_rows(sessions: Sequence[Session]) -> list[SessionRow]:
@@ -133,22 +127,22 @@ def session_rows(sessions: Sequence[Session]) -> list[SessionRow]:
 
 
 def _request_row(request: TimelineRequest, longest: int) -> RequestRow:
-    label = f"{count(request.num_input)} tokens"
-    if request.num_read is not None:
-        share = request.num_read / request.num_input if request.num_input else 0.0
-        label += f", {percent(share)} read"
+    share = request.num_read / request.num_input if request.num_input else 0.0
+    label = f"{count(request.num_input)} tokens, {percent(share)} read"
     if request.source != "usage":
-        label += f" ({request.source.replace('_', ' ')})"
+        label += f" ({request.source})"
     has_gap = request.gap_s is not None and request.gap_s >= MIN_GAP_S
     return RequestRow(
         request=request,
         width=_width(request.num_input, longest),
-        read=_width(request.num_read or 0, longest),
+        read=_width(request.num_read, longest),
         written=_width(request.num_written or 0, longest),
         label=label,
         gap=duration(request.gap_s or 0.0) if has_gap else "",
         gap_s=request.gap_s or 0.0,
-        marks=cut_marks(request.had, request.got) if request.had or request.got else None,
+        marks=mark_changes(cut(request.had, MAX_TEXT), cut(request.got, MAX_TEXT))
+        if request.had or request.got
+        else None,
     )
 
 
@@ -267,11 +261,6 @@ def _plain(value: object) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     return cut(str(value), 200)
-
-
-def cut_marks(had: str, got: str) -> Marks:
-    """Both quotes with changes marked, long quotes cut."""
-    return mark_changes(cut(had, MAX_TEXT), cut(got, MAX_TEXT))
 
 
 def cut(text: str, length: int) -> str:

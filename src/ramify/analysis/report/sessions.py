@@ -87,7 +87,7 @@ def _row(
         start_s=info.start_s,
         gap_s=None if info.start_s is None or last_s is None else max(0.0, info.start_s - last_s),
         num_input=(usage.num_input or 0) if is_billed else billed.num_input,
-        num_read=usage.num_read if is_billed else billed.num_read,
+        num_read=(usage.num_read or 0) if is_billed else billed.num_read,
         num_written=usage.num_written if is_billed else billed.num_written,
         source="usage" if is_billed else "rule",
         tokens_lost=verdict.tokens.lost,

@@ -7,7 +7,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ramify.analysis.report.changes import Piece, mark_changes
+from ramify.analysis.report.changes import Piece, mark_quotes
 from ramify.analysis.report.document import Analysis, HitRate
 from ramify.analysis.report.headline import headline
 from ramify.analysis.report.wording import RATE_NAMES, count, money, percent, plural
@@ -15,9 +15,10 @@ from ramify.analysis.verdicts import Finding
 
 BAR_CELLS = 32
 MAX_QUOTE = 60
+MAX_FINDINGS = 5
 
 
-def print_summary(analysis: Analysis, console: Console, *, max_findings: int = 5) -> None:
+def print_summary(analysis: Analysis, console: Console) -> None:
     """Print headline, hit rates and the findings that save most."""
     for warning in analysis.warnings:
         console.print(Text("! " + warning, style="yellow"))
@@ -28,12 +29,12 @@ def print_summary(analysis: Analysis, console: Console, *, max_findings: int = 5
     for rate in analysis.rates:
         console.print(_bar(rate, analysis.lint.num_requests))
     findings = analysis.lint.findings
-    for number, finding in enumerate(findings[:max_findings], 1):
+    for number, finding in enumerate(findings[:MAX_FINDINGS], 1):
         console.print()
         _print_finding(console, finding, number)
     console.print()
-    if len(findings) > max_findings:
-        rest = plural(len(findings) - max_findings, "more finding")
+    if len(findings) > MAX_FINDINGS:
+        rest = plural(len(findings) - MAX_FINDINGS, "more finding")
         console.print(f"{rest}: see --html or --json.")
     if findings:
         everything = analysis.lint.saving_all
@@ -71,7 +72,7 @@ def _print_finding(console: Console, finding: Finding, number: int) -> None:
     )
     example = finding.example
     if example.had or example.got:
-        before, after = example_marks(finding)
+        before, after = mark_quotes(example.had, example.got, finding.segment)
         grid = Table.grid(padding=(0, 1))
         grid.add_column(no_wrap=True)
         grid.add_column(overflow="fold")
@@ -79,14 +80,6 @@ def _print_finding(console: Console, finding: Finding, number: int) -> None:
         grid.add_row("   + got", _quote(after, "green"))
         console.print(grid)
     console.print(Padding(Text(f"→ {finding.change}", style="italic"), (0, 0, 0, 3)))
-
-
-def example_marks(finding: Finding) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
-    """Quotes with changes marked; evidence beside the text, such as times, is no change of it."""
-    had, got = finding.example.had, finding.example.got
-    if finding.segment:
-        return mark_changes(had, got)
-    return (Piece(had, is_changed=False),), (Piece(got, is_changed=False),)
 
 
 def _quote(pieces: tuple[Piece, ...], style: str) -> Text:
