@@ -16,6 +16,13 @@ SMALL_BATCHES = (1, 2, 4)
 COMMON_BATCHES = (1, 2, 4, 8)
 
 
+def _field(value: object, name: str) -> Any:
+    """A field by its name, as in JSON: `__getitem__` of the values below."""
+    if name.startswith("_") or name not in type(value).__dict__.get("__slots__", ()):
+        raise KeyError(name)
+    return getattr(value, name)
+
+
 @dataclass(frozen=True, slots=True)
 class SharedComputationGraph:
     """The tree as nodes and edges, and the groups that share computation."""
@@ -27,9 +34,7 @@ class SharedComputationGraph:
     total_tokens: int
     unique_tokens: int
 
-    def __getitem__(self, name: str) -> Any:
-        """A field by its name, as in JSON."""
-        return _field(self, name)
+    __getitem__ = _field
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +50,7 @@ class PerformanceAnalysis:
     capacity_tokens: int | None
     max_concurrent_sharing: int  # requests of the largest group
 
-    def __getitem__(self, name: str) -> Any:
-        """A field by its name, as in JSON."""
-        return _field(self, name)
+    __getitem__ = _field
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +65,7 @@ class OptimizationSuggestions:
     top_opportunities: tuple[PrefixGroup, ...]
     recommended_batch_sizes: tuple[int, ...]  # that hold a group whole
 
-    def __getitem__(self, name: str) -> Any:
-        """A field by its name, as in JSON."""
-        return _field(self, name)
+    __getitem__ = _field
 
 
 class RequestPrefixMatcher:
@@ -161,9 +162,3 @@ class RequestPrefixMatcher:
             total_tokens=self.tree.total_tokens,
             unique_tokens=self.tree.unique_tokens,
         )
-
-
-def _field(value: object, name: str) -> Any:
-    if name.startswith("_") or name not in type(value).__dict__.get("__slots__", ()):
-        raise KeyError(name)
-    return getattr(value, name)

@@ -244,7 +244,7 @@ class RequestTree:
         )
 
     def nodes(self, *, min_requests: int = 1) -> Iterator[SharingNode]:
-        """Nodes with at least so many requests, parents first and a node's subtree at once."""
+        """Nodes with at least `min_requests` requests, parents first and a node's subtree at once."""
         for node in self._below(ROOT, min_requests):
             if node != ROOT:
                 yield self.node(node)
