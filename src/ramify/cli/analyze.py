@@ -132,7 +132,7 @@ def _title(logs: list[Path]) -> str:
 
 
 def _console(*outputs: Path | None) -> Console:
-    """Standard output, unless JSON goes there."""
+    """Standard output, or stderr if an output file is `-`."""
     from rich.console import Console
 
     return Console(stderr=any(str(path) == "-" for path in outputs), highlight=False)

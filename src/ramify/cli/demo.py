@@ -178,7 +178,7 @@ def run_demo(
     options: dict[str, Any],
     on_answer: Callable[[str], None] = lambda name: None,
 ) -> DemoResult:
-    """Ask all questions at once with the cache off, then twice with one that starts empty.
+    """Ask all questions in one batch: cache off, then cold, then warm.
 
     Args:
         options: options of `LLM`; the demo sets `prefix_cache` itself.

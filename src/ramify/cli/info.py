@@ -104,7 +104,7 @@ def _window(plan: ResolvedConfig) -> str:
 
 
 def _explain(choice: BackendChoice | OpsChoice, names: Iterable[str]) -> dict[str, str]:
-    """The reason why each part of that kind is used or not."""
+    """Why each backend or operation set is used or not."""
     return {
         name: f"chosen: {choice.reason}"
         if name == choice.name

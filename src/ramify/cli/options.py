@@ -45,7 +45,7 @@ PANELS = {
     "speculative": "Speculation",
     "self_check": "Self-checks",
 }
-CONFIG_HELP = "TOML file with values for these flags; a flag on the command line goes before it."
+CONFIG_HELP = "TOML file with values for these flags; a flag on the command line overrides it."
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
 # Of commands that read a log.
 LogFiles = Annotated[list[Path], typer.Argument(help="Files of a log; - is standard input.")]
@@ -81,7 +81,7 @@ def engine_options(
 
     Args:
         names: fields of the sections of `ramify.config`, in the order of the help page; none: every
-            one but `model`.
+            field but `model`.
         panels: the heading of the help page by section; None: no headings.
         defaults: the command's own default of an option.
     """

@@ -95,7 +95,7 @@ def serve(
 ) -> None:
     """Serve OpenAI's and Anthropic's APIs, prompt caching included.
 
-    Ctrl-C lets live requests end; a second one does not.
+    Ctrl-C drains live requests; a second Ctrl-C stops at once.
     """
     if more_names and not served_model_name:
         raise typer.BadParameter(
