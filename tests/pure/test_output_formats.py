@@ -33,12 +33,12 @@ def summary(events: list[OutputEvent]) -> list[tuple[str, ...]]:
     parts: list[tuple[str, ...]] = []
     for event in events:
         match event:
-            case CallStart(_, name, _):
+            case CallStart(name, _):
                 parts.append(("call", name, "", "open"))
-            case ArgumentsDelta(_, text):
+            case ArgumentsDelta(text):
                 call, name, arguments, state = parts[-1]
                 parts[-1] = (call, name, arguments + text, state)
-            case CallEnd(_, is_complete):
+            case CallEnd(is_complete):
                 call, name, arguments, _ = parts[-1]
                 parts[-1] = (call, name, arguments, "complete" if is_complete else "cut")
             case TextDelta(text) | ReasoningDelta(text):
@@ -329,7 +329,7 @@ def test_arguments_stream_as_they_are_written() -> None:
     pieces = [parser.feed(text) for text in ('"a": 1', "23", ', "b": "é')]
 
     assert [type(event) for event in start] == [CallStart, ArgumentsDelta]
-    assert pieces == [[ArgumentsDelta(0, text)] for text in ('"a": 1', "23", ', "b": "é')]
+    assert pieces == [[ArgumentsDelta(text)] for text in ('"a": 1', "23", ', "b": "é')]
 
 
 def test_a_format_is_named() -> None:

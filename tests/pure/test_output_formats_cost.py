@@ -83,5 +83,5 @@ def test_a_million_brackets_are_parsed() -> None:
 
     num_chars = sum(len(event.text) for event in events if isinstance(event, ArgumentsDelta))
     assert num_chars == 2_000_007
-    assert CallEnd(0) in events
+    assert CallEnd() in events
     assert events[-1] == TextDelta("ok")

@@ -37,11 +37,11 @@ def parts_of(events: list[OutputEvent]) -> list[Part]:
     parts: list[Part] = []
     for event in events:
         match event:
-            case CallStart(_, name, _):
+            case CallStart(name, _):
                 parts.append((f"call {name}", ""))
-            case CallEnd(_, is_complete):
+            case CallEnd(is_complete):
                 assert is_complete
-            case TextDelta(text) | ReasoningDelta(text) | ArgumentsDelta(_, text):
+            case TextDelta(text) | ReasoningDelta(text) | ArgumentsDelta(text):
                 kind = {TextDelta: "text", ReasoningDelta: "reasoning"}.get(type(event), "")
                 if kind and (not parts or parts[-1][0] != kind):
                     parts.append((kind, ""))

@@ -88,15 +88,15 @@ def parsed(family: Family, answer: str, places: list[int]) -> list[tuple[str, st
     for event in events:
         kind = type(event).__name__
         match event:
-            case CallStart(_, name, _):
+            case CallStart(name, _):
                 assert not is_open
                 is_open = True
                 parts.append((kind, name))
-            case CallEnd(_, is_complete):
+            case CallEnd(is_complete):
                 assert is_open
                 is_open = False
                 parts.append((kind, str(is_complete)))
-            case TextDelta(text) | ReasoningDelta(text) | ArgumentsDelta(_, text):
+            case TextDelta(text) | ReasoningDelta(text) | ArgumentsDelta(text):
                 assert is_open == (kind == "ArgumentsDelta")
                 before = parts.pop()[1] if parts and parts[-1][0] == kind else ""
                 parts.append((kind, before + text))

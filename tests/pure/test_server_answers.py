@@ -143,9 +143,9 @@ def scripts(draw: st.DrawFn) -> tuple[list[Part], list[Step], FinishReason]:
             arguments = arguments[: draw(st.integers(0, len(arguments) - 1))]
         middle = draw(st.integers(0, len(arguments)))
         pieces = [piece for piece in (arguments[:middle], arguments[middle:]) if piece]
-        events.append(CallStart(num_calls, kind, f"call_{num_calls}"))
-        events += [ArgumentsDelta(num_calls, piece) for piece in pieces]
-        events.append(CallEnd(num_calls, not is_cut))
+        events.append(CallStart(kind, f"call_{num_calls}"))
+        events += [ArgumentsDelta(piece) for piece in pieces]
+        events.append(CallEnd(not is_cut))
         parts.append((kind, arguments))
         num_calls += 1
     steps: list[Step] = [([], draw(st.integers(0, 3)))]
@@ -396,7 +396,7 @@ def test_a_single_call_is_the_end(script: tuple[list[Part], list[Step], FinishRe
 
 def test_the_call_of_a_named_tool_ends_with_stop() -> None:
     """As OpenAI's: `tool_calls` where the model chose to call, `stop` where the tool was named."""
-    events: list[OutputEvent] = [CallStart(0, "find", "call_0"), CallEnd(0)]
+    events: list[OutputEvent] = [CallStart("find", "call_0"), CallEnd()]
     named = NamedTool(NamedFunction("find"))
 
     endings = []
@@ -416,7 +416,7 @@ def test_the_call_of_a_named_tool_ends_with_stop() -> None:
 )
 def test_the_id_of_a_tool_use_is_anthropics_or_the_familys(call_id: str, shown: str) -> None:
     """Kimi's template writes the id of a call, which names the tool: it stays as it is."""
-    played: Any = Played([([CallStart(0, "find", call_id), CallEnd(0)], 1)], FinishReason.STOP)
+    played: Any = Played([([CallStart("find", call_id), CallEnd()], 1)], FinishReason.STOP)
 
     body = asyncio.run(message_builder(played).body())
 

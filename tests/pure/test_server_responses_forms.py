@@ -158,10 +158,10 @@ def scripts(draw: st.DrawFn) -> tuple[list[tuple[list[OutputEvent], int]], Finis
             is_cut = number == len(kinds) - 1 and reason is FinishReason.LENGTH
             arguments = json.dumps(ITEMS[kind][0], ensure_ascii=draw(st.booleans()))
             arguments = arguments[: draw(st.integers(0, len(arguments)))] if is_cut else arguments
-            events.append(CallStart(num_calls, kind, f"call_{num_calls}"))
+            events.append(CallStart(kind, f"call_{num_calls}"))
             pieces = cut(arguments, draw(PLACES))
-            events += [ArgumentsDelta(num_calls, piece) for piece in pieces if piece]
-            events.append(CallEnd(num_calls, is_complete=not is_cut))
+            events += [ArgumentsDelta(piece) for piece in pieces if piece]
+            events.append(CallEnd(is_complete=not is_cut))
             num_calls += 1
         else:
             delta = TextDelta if kind == "text" else ReasoningDelta
@@ -243,7 +243,7 @@ def test_a_call_comes_back_in_the_form_of_its_tool(name: str) -> None:
     """And as an input item it is the same call again."""
     arguments, fields = ITEMS[name]
     steps: list[tuple[list[OutputEvent], int]] = [
-        ([CallStart(0, name, "call_1"), ArgumentsDelta(0, json.dumps(arguments)), CallEnd(0)], 3)
+        ([CallStart(name, "call_1"), ArgumentsDelta(json.dumps(arguments)), CallEnd()], 3)
     ]
 
     [item] = asyncio.run(builder(steps, FinishReason.STOP, "b", []).body())["output"]

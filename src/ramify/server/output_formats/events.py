@@ -24,7 +24,6 @@ class ReasoningDelta:
 class CallStart:
     """A tool call begins: its name is complete and is one of the request's tools."""
 
-    index: int  # of the call in the answer, from 0
     name: str
     id: str  # "call_…", or in the form that the family's chat template needs
 
@@ -33,7 +32,6 @@ class CallStart:
 class ArgumentsDelta:
     """New text of a call's arguments: a JSON object, unless the model itself wrote something else."""
 
-    index: int
     text: str
 
 
@@ -41,7 +39,6 @@ class ArgumentsDelta:
 class CallEnd:
     """A call ends. Follows every `CallStart`, before another call or text begins."""
 
-    index: int
     is_complete: bool = True  # False: the answer was cut off inside the call
 
 

@@ -102,12 +102,9 @@ class LarkRules:
     def add_head(self, mark: Mark) -> str:
         """Add rules for any text up to a mark and with it; returns what matches it.
 
-        The text comes from the token in which the mark begins, so it has none of the mark before.
+        Any text may also stand before the later texts of the mark. The text comes from the token in
+        which the mark begins, so it has none of the mark before.
         """
-        return self._text_with(mark)
-
-    def _text_with(self, mark: Mark) -> str:
-        """Any text up to the first text of a mark, the mark, and any text before its other texts."""
         heads = []
         for part, following in zip(mark, (*mark[1:], ""), strict=True):
             if isinstance(part, int):
@@ -163,24 +160,22 @@ class LarkRules:
         names = [
             self._add(
                 f"tool{index}",
-                self._pieces(syntax.call[first:last], tool, index, syntax.parameters),
+                self.add_pieces(syntax.call[first:last], tool, index, syntax.parameters),
             )
             for index, tool in enumerate(tools)
         ]
         self._add("tool", " | ".join(names))
-        after = self._pieces(syntax.call[last:])
-        call = self._add("call", f"{self._pieces(syntax.call[:first])} tool {after}")
-        begin = self._pieces(syntax.begin[num_left_out:])
+        after = self.add_pieces(syntax.call[last:])
+        call = self._add("call", f"{self.add_pieces(syntax.call[:first])} tool {after}")
+        begin = self.add_pieces(syntax.begin[num_left_out:])
         if num_left_out and not syntax.begin:
-            first_call = f"{self._pieces(syntax.call[num_left_out:first])} tool {after}"
+            first_call = f"{self.add_pieces(syntax.call[num_left_out:first])} tool {after}"
         else:
             first_call = call
-        more = "" if single else f"({self._pieces(syntax.separator)} {call}){{0,{MAX_CALLS - 1}}}"
-        return f"{begin} {first_call} {more} {self._pieces(syntax.end)}"
-
-    def add_pieces(self, pieces: Iterable[Piece]) -> str:
-        """Grammar expression for pieces that belong to no tool."""
-        return self._pieces(pieces)
+        more = (
+            "" if single else f"({self.add_pieces(syntax.separator)} {call}){{0,{MAX_CALLS - 1}}}"
+        )
+        return f"{begin} {first_call} {more} {self.add_pieces(syntax.end)}"
 
     def _add(self, rule: str, body: str) -> str:
         """Add a rule; returns its name. Raises InvalidParamsError beyond `MAX_GRAMMAR_BYTES`."""
@@ -198,13 +193,20 @@ class LarkRules:
             self._shared[body] = self._add(f"{name}{len(self._rules)}{attribute}", body)
         return self._shared[body]
 
-    def _pieces(
+    def add_pieces(
         self,
         pieces: Iterable[Piece],
         tool: CallableTool | None = None,
         index: int = 0,
         parameters: ParameterSyntax | None = None,
     ) -> str:
+        """Add rules for pieces of a call syntax; returns what matches them.
+
+        Args:
+            tool: that the pieces belong to; None: to no tool.
+            index: of the tool.
+            parameters: syntax of the tool's parameters.
+        """
         return " ".join(self._piece(piece, tool, index, parameters) for piece in pieces)
 
     def _piece(
@@ -215,7 +217,7 @@ class LarkRules:
         if isinstance(piece, Delimiter):
             return self.mark(piece.text)
         if isinstance(piece, Maybe):
-            return f"({self._pieces(piece.pieces)})?"
+            return f"({self.add_pieces(piece.pieces)})?"
         if piece in _RULE_OF_SLOT:
             return _RULE_OF_SLOT[piece]
         assert tool is not None, "the other slots are of a tool"
@@ -332,10 +334,10 @@ class LarkRules:
 
     def _after_name(self, syntax: ParameterSyntax, *, is_text: bool) -> str:
         of_text = syntax.after_name_of_text or syntax.after_name
-        return self._pieces(of_text if is_text else syntax.after_name)
+        return self.add_pieces(of_text if is_text else syntax.after_name)
 
     def _text_to_end(self, syntax: ParameterSyntax) -> str:
-        return self._text_with(self._added.split(syntax.end))
+        return self.add_head(self._added.split(syntax.end))
 
 
 def quoted(text: str) -> str:

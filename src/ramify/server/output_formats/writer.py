@@ -134,7 +134,7 @@ class EventWriter:
         self._reader.release()
         self.delimiter()
         self._is_open = True
-        self._events.append(CallStart(self._num_calls, name, call_id or self._new_id()))
+        self._events.append(CallStart(name, call_id or self._new_id()))
 
     def whole_call(self, name: str, arguments: str, call_id: str = "") -> None:
         """Write a call whose arguments are known as a whole."""
@@ -145,11 +145,11 @@ class EventWriter:
     def arguments(self, text: str) -> None:
         """Append to the arguments of the open call."""
         if text:
-            self._events.append(ArgumentsDelta(self._num_calls, text))
+            self._events.append(ArgumentsDelta(text))
 
     def end_call(self, *, is_complete: bool = True) -> None:
         """The open call ends; what follows is held until the format's end mark has been seen."""
-        self._events.append(CallEnd(self._num_calls, is_complete))
+        self._events.append(CallEnd(is_complete))
         self._num_calls += 1
         self._is_open = False
         self._reader.hold()
