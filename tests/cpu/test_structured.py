@@ -375,7 +375,7 @@ def test_formats_that_are_kept_are_bounded(
     for number in range(6):
         formats.compile(StructuredOutput(regex=f"a{number}"))
 
-    assert [spec.regex for spec in formats._cache.specs("")] == ["a3", "a4", "a5"]
+    assert [spec.regex for spec in formats._cache._tenants[""].by_spec] == ["a3", "a4", "a5"]
 
 
 def test_without_llguidance_the_error_says_what_to_install(

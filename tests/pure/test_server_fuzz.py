@@ -4,6 +4,7 @@ import os
 import time
 from collections import Counter
 
+from ramify.server.request_history import MAX_ENTRIES
 from tests.pure.server_bench import ServerBench, chat, run
 from tests.pure.server_mutator import VALID, mutant
 
@@ -60,4 +61,4 @@ def test_malformed_bodies_are_refused_and_leave_nothing() -> None:
 
     assert statuses[200] > COUNT // 100, statuses
     assert statuses[400] > COUNT // 4, statuses
-    assert len(bench.service.history) <= bench.service.history.max_entries
+    assert len(bench.service.history) <= MAX_ENTRIES

@@ -83,7 +83,7 @@ class QueueMachine(RuleBasedStateMachine):
         for tenant in TENANTS:
             assert self.queue.num_waiting_of(tenant) == len(self.waiting[tenant])
         active = {t for t in TENANTS if self.waiting[t]} | {tenant for tenant, _ in self.running}
-        assert set(self.queue.tenants) == active  # nothing is left of a tenant without jobs
+        assert set(self.queue._shares) == active  # nothing is left of a tenant without jobs
 
     @invariant()
     def the_backlogged_are_served_alike(self) -> None:
@@ -160,7 +160,7 @@ def test_one_tenant_cannot_hold_every_thread() -> None:
             assert await asyncio.wait_for(workers.run("bob", blocker.note("bob")), 60) == "bob"
         blocker.go_on.set()
         assert await asyncio.gather(*held) == ["blocker"] * 5
-        assert workers.num_waiting == 0
+        assert workers._queue.num_waiting == 0
         workers.shutdown()
 
     run(main())
@@ -181,7 +181,7 @@ def test_jobs_that_nobody_waits_for_are_dropped() -> None:
         for task in (running, *dropped):
             task.cancel()
         await asyncio.gather(running, *dropped, return_exceptions=True)
-        assert workers.num_waiting == 1
+        assert workers._queue.num_waiting == 1
         blocker.go_on.set()
         assert await kept == "kept"
         workers.shutdown()

@@ -67,23 +67,21 @@ def _checked_prefix(prefix: object) -> tuple[int, float | None]:
 
 def enforce_cache_share(
     cache: PrefixCache, key: CacheKey, tenant: str, *, share: float, num_cached: int
-) -> int:
+) -> None:
     """Evict the tenant's own least recently used pages if a prompt needs others' pages.
 
-    Only as many as the tenant would be over its share. The cached prefix of the prompt stays.
+    At most the pages by which the tenant would exceed its share. The cached prefix of the prompt
+    stays. Cost: O(cached nodes) if the free pages do not suffice, else O(1).
 
     Args:
         key: of the whole prompt.
         share: of all pages of the pool.
         num_cached: tokens of the prompt that are cached.
-
-    Returns:
-        The number of evicted pages. Cost: O(cached nodes) if the free pages do not suffice, else O(1).
     """
     stats, size = cache.stats(), cache.page_size
     num_needed = -(-len(key) // size) - num_cached // size - stats.free_pages
     if num_needed <= 0:
-        return 0
+        return
     atoms, page_bytes = key.atoms, size * ATOM_BYTES
     leaves: list[tuple[int, int]] = []  # last access, number of pages
 
@@ -104,11 +102,11 @@ def enforce_cache_share(
     num_over = count_pages(cache, visit) + num_needed - int(share * stats.num_pages)
     num_evict = min(num_over, num_needed)
     if num_evict <= 0 or not leaves:
-        return 0
+        return
     leaves.sort()
     last = bisect_left(list(accumulate(num_pages for _, num_pages in leaves)), num_evict)
     newest, _ = leaves[min(last, len(leaves) - 1)]
-    return cache.evict_if(lambda node: node.last_access <= newest and is_evictable(node), num_evict)
+    cache.evict_if(lambda node: node.last_access <= newest and is_evictable(node), num_evict)
 
 
 def pin_prefixes(

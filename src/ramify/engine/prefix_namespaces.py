@@ -30,13 +30,12 @@ class PrefixNamespaces:
         self.base, self._page_size = base, page_size
         self._public: list[array[int]] = []
 
-    def declare_public(self, ids: array[int]) -> int:
-        """Let all tenants share the whole pages of a prefix; returns the tokens in them."""
+    def declare_public(self, ids: array[int]) -> None:
+        """Let all tenants share the whole pages of a prefix."""
         whole = ids[: len(ids) // self._page_size * self._page_size]
         if whole and whole not in self._public:
             self._public.append(whole)
             self._public.sort(key=len, reverse=True)
-        return len(whole)
 
     def scope_of(self, ids: array[int], tenant: str, salt: str) -> tuple[bytes, tuple[Salt, ...]]:
         """Namespace of a prompt, and the salts that make its later tokens private there."""

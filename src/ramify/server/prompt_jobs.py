@@ -55,11 +55,6 @@ class FairQueue(Generic[J]):
         self._shares: dict[str, _Share[J]] = {}  # the longest without a turn first
         self._floor_s = 0.0
 
-    @property
-    def tenants(self) -> tuple[str, ...]:
-        """The tenants that have a job."""
-        return tuple(self._shares)
-
     def num_waiting_of(self, tenant: str) -> int:
         """Waiting jobs of a tenant."""
         return len(self._shares[tenant].waiting) if tenant in self._shares else 0
@@ -155,11 +150,6 @@ class PromptWorkers:
         self._executor = ThreadPoolExecutor(self._num_idle, "ramify-prompts")
         self._queue: FairQueue[_Job] = FairQueue(max_running=max(1, self._num_idle - 1))
         self._max_waiting, self._max_tenant_waiting = max_waiting, max_tenant_waiting
-
-    @property
-    def num_waiting(self) -> int:
-        """Jobs that wait for a thread."""
-        return self._queue.num_waiting
 
     async def run(self, tenant: str, work: Callable[[], T]) -> T:
         """Return `work()`, run in a thread when it is the tenant's turn.

@@ -160,7 +160,7 @@ class RequestHistory:
         ttl_s: float = TTL_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.max_entries, self.ttl_s, self._clock = max_entries, ttl_s, clock
+        self.ttl_s, self._clock = ttl_s, clock
         self._entries: TenantLru[str, tuple[float, HistoryEntry]] = TenantLru(
             max_cost=max_bytes, max_tenant_cost=max_tenant_bytes, max_entries=max_entries
         )
@@ -172,10 +172,6 @@ class RequestHistory:
     def num_bytes(self) -> int:
         """Bytes of all entries."""
         return self._entries.cost
-
-    def bytes_of(self, tenant: str) -> int:
-        """Bytes of a tenant's entries."""
-        return self._entries.cost_of(tenant)
 
     def put(self, tenant: str, response_id: str, entry: HistoryEntry) -> None:
         """Remember a request, without its text, under the id of its response."""

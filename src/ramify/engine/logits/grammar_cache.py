@@ -32,11 +32,6 @@ class GrammarCache(Generic[V]):
     def __len__(self) -> int:
         return sum(len(grammars.by_spec) for grammars in self._tenants.values())
 
-    def specs(self, tenant: str) -> list[StructuredOutput]:
-        """Specs of a tenant's cached grammars, least recently used first."""
-        grammars = self._tenants.get(tenant)
-        return [] if grammars is None else list(grammars.by_spec)
-
     def get(self, tenant: str, spec: StructuredOutput) -> V | None:
         """The grammar that this tenant compiled from `spec`, now its most recently used."""
         grammars = self._tenants.get(tenant)

@@ -28,6 +28,7 @@ from ramify.params import SamplingParams
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+RETRY_AFTER_S = 10.0  # of `DrainingError` and `OverloadedError`
 INTRUDER_S = 0.001  # until the next try, while a thread that bypassed this one is inside the core
 
 
@@ -77,11 +78,10 @@ class EngineThread:
 
     Args:
         core: belongs to this thread from now on.
-        retry_after_s: for `DrainingError`.
     """
 
-    def __init__(self, core: EngineCore, *, retry_after_s: float = 10.0) -> None:
-        self.core, self.retry_after_s = core, retry_after_s
+    def __init__(self, core: EngineCore) -> None:
+        self.core = core
         self.ended: Future[None] = Future()  # done when the thread has ended
         self.ended.set_running_or_notify_cancel()  # a waiter that gives up cannot cancel it
         self.error: EngineStoppedError | None = None
@@ -141,7 +141,7 @@ class EngineThread:
             EngineStoppedError, DrainingError: the engine has ended, or takes no more requests.
         """
         if self._state is EngineState.DRAINING:
-            raise DrainingError(self.retry_after_s)
+            raise DrainingError(RETRY_AFTER_S)
 
         def add() -> None:
             if self._when_idle:
@@ -298,7 +298,7 @@ class EngineThread:
             self._deferred = [waiting for waiting in self._deferred if not waiting.is_void()]
         count = len(self._deferred) + len(scheduler.waiting)
         if limit is not None and count >= limit:
-            self._deliver(collector, OverloadedError(count, limit, self.retry_after_s))
+            self._deliver(collector, OverloadedError(count, limit, RETRY_AFTER_S))
         else:
             self._deferred.append(command)
 

@@ -12,12 +12,11 @@ V = TypeVar("V")
 
 
 @dataclass(frozen=True, slots=True)
-class Dropped(Generic[K, V]):
-    """A value that made room for another."""
+class Dropped(Generic[K]):
+    """The key of a value that made room for another."""
 
     tenant: str
     key: K
-    value: V
 
 
 class TenantLru(Generic[K, V]):
@@ -49,10 +48,6 @@ class TenantLru(Generic[K, V]):
         """The tenants that have a value."""
         return tuple(self._entries)
 
-    def cost_of(self, tenant: str) -> int:
-        """The cost of a tenant's values."""
-        return self._tenant_cost.get(tenant, 0)
-
     def get(self, tenant: str, key: K) -> V | None:
         """The value of a key; None if there is none. Does not make it newer."""
         own = self._entries.get(tenant)
@@ -71,12 +66,12 @@ class TenantLru(Generic[K, V]):
         key, (_, value) = next(iter(own.items()))
         return key, value
 
-    def put(self, tenant: str, key: K, value: V, cost: int) -> list[Dropped[K, V]]:
-        """Add or replace a value, as the tenant's newest; returns the values dropped for it."""
+    def put(self, tenant: str, key: K, value: V, cost: int) -> list[Dropped[K]]:
+        """Add or replace a value, as the tenant's newest; returns the keys of the dropped values."""
         replaced = self.pop(tenant, key)
-        dropped = [] if replaced is None else [Dropped(tenant, key, replaced)]
+        dropped = [] if replaced is None else [Dropped(tenant, key)]
         if cost > self.max_tenant_cost:
-            return [*dropped, Dropped(tenant, key, value)]
+            return [*dropped, Dropped(tenant, key)]
         self._entries.setdefault(tenant, OrderedDict())[key] = (cost, value)
         self._tenant_cost[tenant] = self._tenant_cost.get(tenant, 0) + cost
         self.cost += cost
@@ -103,7 +98,7 @@ class TenantLru(Generic[K, V]):
             del self._entries[tenant], self._tenant_cost[tenant]
         return value
 
-    def _drop_oldest(self, tenant: str) -> Dropped[K, V]:
-        key, (_, value) = next(iter(self._entries[tenant].items()))
+    def _drop_oldest(self, tenant: str) -> Dropped[K]:
+        key = next(iter(self._entries[tenant]))
         self.pop(tenant, key)
-        return Dropped(tenant, key, value)
+        return Dropped(tenant, key)
