@@ -327,7 +327,7 @@ class AsyncLLM:
         return AsyncCacheView(self, self.tokenizer, self._warm)
 
     async def stats(self) -> EngineStats:
-        """Running and waiting requests, work done so far, and `PrefixCache.stats()`."""
+        """See `LLM.stats`."""
         return await self.run(EngineCore.stats)
 
     def health(self) -> Health:

@@ -316,7 +316,7 @@ class EngineCore:
 
     @property
     def live(self) -> list[Request]:
-        """Requests and children whose group has no output yet, oldest first."""
+        """See `RequestLifecycle.live`."""
         return self.lifecycle.live
 
     @guarded

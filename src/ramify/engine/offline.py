@@ -168,7 +168,7 @@ class OfflineDriver:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether `step` has anything to compute or to return."""
+        """See `LLM.has_unfinished`."""
         return bool(self._unread) or self.core.has_unfinished
 
     def take_output(self, request_id: int) -> RequestOutput:

@@ -47,6 +47,9 @@ class AnswerPart:
         return "".join(self.pieces)
 
 
+EMPTY_TEXT = AnswerPart("text", 0, 0)  # stands for an answer without parts; nothing is added to it
+
+
 @dataclass(frozen=True, slots=True)
 class PartBegin:
     """A part begins; it is empty."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,7 +32,7 @@ class Conversation:
     def num_bytes(self) -> int:
         """Bytes of memory."""
         texts = sum(map(len, self.items)) + sum(map(len, self.items.values()))
-        known = sum(sys.getsizeof(prefix.text) + sys.getsizeof(prefix.ids) for prefix in self.known)
+        known = sum(prefix.num_bytes for prefix in self.known)
         metadata = sum(len(name) + len(value) for name, value in self.metadata.items())
         return (len(self.items) + 4) * ITEM_BYTES + texts + known + metadata * 4
 

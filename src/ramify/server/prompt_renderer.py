@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,6 +39,11 @@ class KnownPrefix:
 
     text: str
     ids: array[int]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory."""
+        return sys.getsizeof(self.text) + sys.getsizeof(self.ids)
 
 
 @dataclass(frozen=True, slots=True)

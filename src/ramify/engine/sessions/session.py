@@ -346,7 +346,7 @@ class SessionStream:
         return event
 
     async def aclose(self) -> None:
-        """Abort the request, if it has not ended."""
+        """See `Stream.aclose`."""
         self._leave()
 
     async def __aenter__(self) -> Self:

@@ -11,6 +11,8 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
+from ramify.engine.text.added_tokens import ADDED_TOKENS_DECODER
+
 SPACE = "\u2581"  # stands for a space in pieces
 
 
@@ -93,7 +95,7 @@ class SentencePieceModel:
         Fine-tuned models name ids that were held free, such as `<unused0>`.
         """
         pieces, texts = list(self.pieces), {piece.text for piece in self.pieces}
-        decoder = config.get("added_tokens_decoder")
+        decoder = config.get(ADDED_TOKENS_DECODER)
         for key, entry in decoder.items() if isinstance(decoder, Mapping) else ():
             text = entry.get("content") if isinstance(entry, Mapping) else entry
             if not key.isdigit() or int(key) >= len(pieces) or not isinstance(text, str):

@@ -19,6 +19,7 @@ from ramify.engine.text.added_tokens import (
     parse_added_token,
 )
 from ramify.engine.text.chat_template import ChatTemplates, Messages, read_chat_templates
+from ramify.engine.text.sentencepiece_model import SPACE
 from ramify.engine.text.special_tokens import SpecialTokenEscaper
 from ramify.engine.text.tokenizer_files import read_tokenizer
 from ramify.errors import CheckpointError, InvalidParamsError, PromptTooLongError
@@ -187,7 +188,7 @@ class Tokenizer:
         if piece is None:
             return ""
         text = self._core.decode([token_id], skip_special_tokens=False)
-        starts_word = piece.startswith("\u2581") and not text.startswith(" ")
+        starts_word = piece.startswith(SPACE) and not text.startswith(" ")
         return f" {text}" if starts_word else text
 
     def apply_chat_template(

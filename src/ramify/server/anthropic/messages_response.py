@@ -9,6 +9,7 @@ from typing import Any
 
 from ramify.outputs import FinishReason
 from ramify.server.answer import (
+    EMPTY_TEXT,
     TRUNCATED,
     Answer,
     AnswerPart,
@@ -26,7 +27,6 @@ from ramify.server.service import Service
 
 # Of thinking blocks: they are accepted back from anyone, with any signature.
 SIGNATURE = base64.b64encode(b"ramify").decode()
-EMPTY_TEXT = AnswerPart("text", 0, 0)  # the block of an empty answer; nothing is added to it
 # Type of a block's delta, and its field, by kind of answer part.
 DELTAS = {
     "text": ("text_delta", "text"),

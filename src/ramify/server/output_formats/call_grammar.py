@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ramify.params import FreeText, StructuredOutput
-from ramify.server.output_formats.call_syntax import CALL_SYNTAXES
+from ramify.server.output_formats.call_syntax import JSON_SYNTAX, find_syntax
 from ramify.server.output_formats.lark_rules import TEXT, AddedTokens, CallableTool, LarkRules
 from ramify.server.output_formats.parser import ReasoningMarks
 
@@ -47,11 +47,9 @@ class AnswerGrammars:
 
     def __init__(self, call_format: str, added: AddedTokens, *, template: str = "") -> None:
         self._added = added
-        syntaxes = CALL_SYNTAXES.get(call_format, ())
-        fitting = (syntax for syntax in syntaxes if syntax.template_has in template)
-        self._syntax = next(fitting, None)
+        self._syntax = find_syntax(call_format, template)
         # Every parser reads forced calls as bare JSON too.
-        self._forced_syntax = self._syntax or CALL_SYNTAXES["json"][0]
+        self._forced_syntax = self._syntax or JSON_SYNTAX
 
     def optional_calls(
         self, tools: Sequence[CallableTool], begin: AnswerBegin, *, single: bool = False

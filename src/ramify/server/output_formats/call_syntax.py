@@ -256,3 +256,10 @@ CALL_SYNTAXES: dict[str, tuple[CallSyntax, ...]] = {
     ),
     "json": (CallSyntax(json_call()),),
 }
+JSON_SYNTAX = CALL_SYNTAXES["json"][0]
+
+
+def find_syntax(call_format: str, template: str) -> CallSyntax | None:
+    """The first syntax of a row of `CALL_FORMATS` that fits the chat template; None without any."""
+    syntaxes = CALL_SYNTAXES.get(call_format, ())
+    return next((syntax for syntax in syntaxes if syntax.template_has in template), None)

@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ramify.server.output_formats.call_syntax import (
-    CALL_SYNTAXES,
+    JSON_SYNTAX,
     CallSyntax,
     Delimiter,
     Maybe,
     Piece,
     Slot,
+    find_syntax,
 )
 
 NamedCall = tuple[str, Any]  # name and arguments
@@ -24,9 +25,7 @@ def calls_text(call_format: str, template: str, calls: Sequence[NamedCall]) -> s
     Args:
         template: the chat template, which shows the variant.
     """
-    syntaxes = CALL_SYNTAXES.get(call_format, ())
-    fitting = (syntax for syntax in syntaxes if syntax.template_has in template)
-    syntax = next(fitting, CALL_SYNTAXES["json"][0])
+    syntax = find_syntax(call_format, template) or JSON_SYNTAX
     separator = _text(syntax.separator, syntax) or "\n"
     texts = [_text(syntax.call, syntax, call, index) for index, call in enumerate(calls)]
     return f"{_text(syntax.begin, syntax)}{separator.join(texts)}{_text(syntax.end, syntax)}"

@@ -100,11 +100,7 @@ class AnswerParser:
         self._reader, self._writer, self._steps = reader, writer, steps
 
     def feed(self, text: str, *, is_last: bool = False) -> list[OutputEvent]:
-        """Append text of the answer; returns the events that are certain now.
-
-        Args:
-            is_last: the answer ends here. Returns everything that was held back; open calls end.
-        """
+        """See `OutputParser.feed`."""
         self._reader.append(text, is_last=is_last)
         next(self._steps, None)
         if is_last:

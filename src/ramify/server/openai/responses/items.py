@@ -6,7 +6,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ramify.outputs import FinishReason
-from ramify.server.answer import Answer, AnswerPart, PartBegin, PartDelta, PartEnd, PartEvent
+from ramify.server.answer import (
+    EMPTY_TEXT,
+    Answer,
+    AnswerPart,
+    PartBegin,
+    PartDelta,
+    PartEnd,
+    PartEvent,
+)
 from ramify.server.opaque_text import encode_opaque
 from ramify.server.openai.responses.calls import ITEM_TYPES as CALL_TYPES
 from ramify.server.openai.responses.calls import CallItem, NumberedEvent, call_item
@@ -45,7 +53,7 @@ class OutputItems:
 
     def as_json(self) -> list[dict[str, Any]]:
         """All items, after the end of the answer; an empty answer is an empty message."""
-        return [self._item(part, self._status(part)) for part in self._answer.parts or [_EMPTY]]
+        return [self._item(part, self._status(part)) for part in self._answer.parts or [EMPTY_TEXT]]
 
     def events(self, change: PartEvent, event: NumberedEvent) -> list[dict[str, Any]]:
         """The events of a change of the answer."""
@@ -59,7 +67,7 @@ class OutputItems:
 
     def empty_events(self, event: NumberedEvent) -> list[dict[str, Any]]:
         """The events of an empty answer."""
-        return [*self._begin_events(_EMPTY, event), *self._end_events(_EMPTY, event)]
+        return [*self._begin_events(EMPTY_TEXT, event), *self._end_events(EMPTY_TEXT, event)]
 
     def _begin_events(self, part: AnswerPart, event: NumberedEvent) -> list[dict[str, Any]]:
         if part.kind == "call":
@@ -134,6 +142,3 @@ class OutputItems:
             return content
         has_logprobs = part.number == 0 and text
         return content | {"annotations": [], "logprobs": self._logprobs() if has_logprobs else []}
-
-
-_EMPTY = AnswerPart("text", 0, 0)  # stands for an answer without parts; nothing is added to it

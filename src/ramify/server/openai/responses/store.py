@@ -68,7 +68,7 @@ class StoredResponse:
     @property
     def num_bytes(self) -> int:
         """Bytes of memory."""
-        known = sum(sys.getsizeof(prefix.text) + sys.getsizeof(prefix.ids) for prefix in self.known)
+        known = sum(prefix.num_bytes for prefix in self.known)
         deltas = sys.getsizeof(self.delta_lens)
         return len(self.packed_input) + len(self.packed_body) + known + deltas
 
