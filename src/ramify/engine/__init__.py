@@ -2,14 +2,14 @@
 
 A request's way: `core.add_request` validates and queues it → `scheduler.schedule` chooses the
 step's requests and has `attention.planner` plan their pages → `step_plan` builds the `StepPlan` →
-`executor.execute` runs the model and samples → `core` commits the K/V and updates the requests
-→ `lifecycle.emit` collects a `StepOutput` for the caller.
+`executor.execute` runs the model and samples → `result_processor` commits the K/V and updates the
+requests → `lifecycle.emit` collects a `StepOutput` for the caller.
 
 In reading order. A line imports only lines above it; names in a line with `|` are independent:
 
 - `prefix_namespaces` (which tenants share prefixes) `| text/` (tokenizer, chat templates,
-  detokenizer) `| watchdog` (stuck steps)
-- `logits/`: logits processors, grammars
+  detokenizer) `| watchdog` (stuck steps) `| call_turns` (calls of several threads)
+- `logits/` (logits processors, grammars) `| cache_options` (pins, shares) `| embedding`
 - `request | step`: the values that everything else passes around
 - `scheduling/` (which requests a step runs) `| speculation/` (draft tokens for them)
   `| output_processor` (tokens to text, ends) `| hit_verifier` (idle-time check of cache hits)
@@ -25,6 +25,6 @@ In reading order. A line imports only lines above it; names in a line with `|` a
 - `llm | async_llm`: what users call
 - `exactness_check`: `ramify verify`
 
-`server`, `cli` and `testing` import the engine; it imports `config`, `models`, `attention`, `kv` and
-`cache`.
+`server`, `cli`, `testing` and `analysis` import the engine; it imports `config`, `models`,
+`attention`, `kv` and `cache`.
 """

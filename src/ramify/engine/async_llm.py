@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ramify.engine.text.tokenizer import Tokenizer
 
 _MODEL = ModelSection()
-MAX_WAITING = 1024  # answers; a server does better to refuse more than to let all of them wait
+MAX_WAITING = 1024  # answers; requests beyond this are refused
 LONG_TEXT = 8192  # characters; tokenising more on the event loop would hold up other streams
 JOIN_S = 5.0  # wait at exit for the step that is being computed
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""Execution of step plans with torch: the only package of the engine that imports it.
+"""Execution of step plans with torch. With `exactness_check`, the only part of the engine that imports it.
 
 In reading order:
 

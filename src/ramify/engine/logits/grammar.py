@@ -149,7 +149,8 @@ class GrammarCompiler:
                     "None, because llguidance is not installed: pip install 'ramify[structured]'"
                 )
             except BaseException as error:
-                # It panics, which is no Exception, at a vocabulary with tokens that are too long.
+                # It panics at a vocabulary with tokens that are too long. A PanicException is not an
+                # Exception.
                 if not isinstance(error, ValueError) and type(error).__name__ != "PanicException":
                     raise
                 self._tokenizer_fault = (

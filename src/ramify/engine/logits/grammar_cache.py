@@ -83,7 +83,7 @@ class _TenantGrammars(Generic[V]):
 class CompilePermits:
     """At most `MAX_COMPILING` compilations at once, and `MAX_COMPILING_PER_TENANT` of one tenant.
 
-    Of those that wait, the tenant with the fewest running comes first, then who came first.
+    Waiting tickets: first by running compilations of the tenant, then by arrival.
     Thread-safe.
     """
 

@@ -18,7 +18,10 @@ TokenBitmask = NDArray[np.uint8]
 
 
 class GrammarMatcher(Protocol):
-    """Which tokens a grammar allows next; implemented by `ramify.engine.logits.grammar`."""
+    """Which tokens a grammar allows next.
+
+    Implemented by `grammar_matcher.LlguidanceMatcher` and `triggered_matcher.TriggeredMatcher`.
+    """
 
     def advance(self, output_ids: Sequence[int]) -> bool:
         """Catch up with the output; returns whether the grammar is complete and ends the answer.

@@ -21,7 +21,7 @@ from ramify.params import FreeText, Mark
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-# Text is compared as bytes, one character each; a special token is one character after them.
+# Text is compared as bytes, a character each; special token t is chr(0x1000 + t).
 _FIRST_SPECIAL = 0x1000
 MAX_TAIL_MASKS = 64  # of a grammar; most are None
 

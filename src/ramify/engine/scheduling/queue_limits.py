@@ -3,7 +3,7 @@
 A tenant alone may fill the whole queue. When it is full, those who have less than an equal share of
 it are still accepted, and the others are refused. So the queue holds at most `max_waiting` requests
 and a share for each tenant that came later. Answers count, not requests: `n=128` counts 128 times.
-What a refused tenant is told depends on its own requests alone.
+The error of a refused tenant depends on its own requests alone.
 """
 
 from __future__ import annotations

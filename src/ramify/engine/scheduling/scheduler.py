@@ -94,7 +94,7 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, request: Request) -> None:
-        """Queue a new request; a child arrived when its leader did."""
+        """Queue a new request; a child arrived when its parent did."""
         if request.parent is not None:
             request.virtual_arrival = request.parent.virtual_arrival
         else:
@@ -110,7 +110,7 @@ class Scheduler:
     def remove(self, request: Request) -> None:
         """Remove a request that ends; its published pages stay cached."""
         self._requeued.discard(request)
-        # A child that has not begun is in neither queue: its leader still computes the prompt.
+        # A child that has not begun is in neither queue: its parent still computes the prompt.
         if not self.waiting.remove(request) and request in self.running:
             self.running.remove(request)
             self.waiting.row_freed(request.tenant)

@@ -14,7 +14,7 @@ from ramify.engine.text.tenant_lru import TenantLru
 from ramify.engine.text.tokenizer import Tokenizer
 
 MAX_TOKENS = 4_000_000  # of all remembered texts: 32 MB
-ENTRY_TOKENS = 32  # as many tokens take the memory that every entry takes
+ENTRY_TOKENS = 32  # memory of an entry besides its tokens, in tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,7 +157,7 @@ def _tick(_context: Context, num_chars: int) -> None:
 
 @pass_context
 def _concat(_context: Context, values: Iterable[Any]) -> str:
-    # As after `+`: a text that grows with each message is not written each time.
+    # As after `+`: joined text is counted when it is written, not when it is joined.
     return str(_checked("".join(map(str, values))))
 
 

@@ -137,7 +137,7 @@ class Tokenizer:
 
     @property
     def max_token_bytes(self) -> int:
-        """Bytes of the longest piece of the vocabulary: text has at least a token for so many."""
+        """Bytes of the longest token: a text of n bytes has at least n / this many tokens."""
         return max((len(piece.encode()) for piece in self._core.get_vocab(True)), default=1)
 
     def encode_with_offsets(
