@@ -11,7 +11,7 @@ events, answers and cache usage) → `*_response` (JSON or server-sent events). 
 - `answer`, `generation`: an answer in parts, one request in flight. `reasoning_options`,
   `tool_schemas`, `schema_keywords`, `unserved_fields`, `content_placeholders`, `partial_json`,
   `opaque_text`, `model_list`: forms that the APIs share.
-- `prompt_jobs`, `conversation_store`, `request_history`: work before the engine, and what is kept.
+- `prompt_jobs`, `conversation_store`: work before the engine, stored conversations.
 - `tenants`, `errors`, `health`: keys and quotas; error responses; liveness and readiness.
 - `http`: wire format and uvicorn. `operations`: cache administration, metrics, logs.
 - `run`: all of it put together for `ramify serve`.

@@ -44,8 +44,8 @@ def find_turn_opening(
 ) -> str:
     """The end of a prompt's text after the messages before the answer's turn.
 
-    Found by a mark in the last of them: some templates write the header of the answer's turn, and
-    the begin of its reasoning, with the message of the user.
+    A mark in the last message before the turn locates it: some templates write the header of the
+    answer's turn, and the begin of its reasoning, with the message of the user.
 
     Args:
         num_earlier: messages before the answer's turn; one more is the beginning of the answer.

@@ -94,7 +94,7 @@ class FairQueue(Generic[J]):
         return tenant, job
 
     def finish(self, tenant: str, took_s: float) -> None:
-        """Count a job that was taken and has ended, whoever still wants its result."""
+        """Count a job that was taken and has ended, even if its client has gone."""
         share = self._shares[tenant]
         share.num_running -= 1
         share.used_s += took_s
@@ -125,7 +125,7 @@ def stop_if_abandoned() -> None:
     """End the job that runs in this thread if nobody waits for it; call it between its stages.
 
     Raises:
-        AbandonedError: nobody does.
+        AbandonedError: the client has gone.
     """
     event = _is_abandoned.get()
     if event is not None and event.is_set():

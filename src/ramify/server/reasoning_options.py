@@ -20,7 +20,7 @@ class ReasoningOptions:
     budget: int | None = None  # tokens; for templates that write it into the prompt
 
     def template_variables(self, names: frozenset[str]) -> dict[str, Any]:
-        """The variables that tell a chat template.
+        """The chat template variables of these options.
 
         Args:
             names: of the variables that the template mentions; it gets no other.

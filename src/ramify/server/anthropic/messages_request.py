@@ -86,7 +86,7 @@ def messages_to_generation(
 def _output_limit(
     request: MessageRequest, history_entry: HistoryEntry, service: Service
 ) -> int | None:
-    """`max_tokens` for the engine; None, as many as there is room for, if the client wants more.
+    """`max_tokens` for the engine; None (all the room) if the client asks for more than there is.
 
     Agents send the same large limit with every request, whatever the context of the model is.
     """
@@ -101,7 +101,7 @@ def render_messages(
     """Render the prompt of a request; returns it as an entry of the request history.
 
     Args:
-        warnings: is extended by what the client is told of.
+        warnings: is extended by warnings for the client.
 
     Raises:
         ApiError, RequestError: it cannot be served.

@@ -102,7 +102,7 @@ class DiagnosticsParam(Struct):
 
 
 class Thinking(Struct):
-    """Whether the model thinks first, as the chat template is told, and what is shown of it."""
+    """Whether the model thinks first (a template variable), and whether the thinking is shown."""
 
     type: Name
     budget_tokens: NonNegativeInt | None = None

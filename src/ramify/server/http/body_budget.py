@@ -11,8 +11,7 @@ MAX_TENANT_BYTES = 256 << 20
 class BodyBudget:
     """Counts the bytes of bodies from their arrival to the end of their requests.
 
-    Bytes count when they come, not when a header announces them: who announces and sends nothing
-    takes no room.
+    Bytes count when they arrive: a Content-Length alone reserves nothing.
     """
 
     def __init__(

@@ -69,8 +69,8 @@ def check_json_limits(
 def json_shape(body: bytes | bytearray) -> JsonShape:
     """Count brackets and commas outside of strings, and strings.
 
-    Exact for JSON; for other bytes some numbers. Vectorised, in slices: numpy releases the
-    interpreter lock, and no array is large.
+    Exact for JSON; for other bytes the counts are meaningless. Vectorised, in slices: numpy
+    releases the interpreter lock, and no array is large.
     """
     depth = deepest = num_containers = num_quotes = num_commas = position = 0
     while position < len(body):

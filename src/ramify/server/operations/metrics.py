@@ -36,12 +36,12 @@ GAUGES: tuple[EngineMetric, ...] = (
     ("kv_pages", None, "pages of the pool", lambda stats: stats.cache.num_pages),
     ("kv_pages_free", None, "pages with nothing", lambda stats: stats.cache.free_pages),
     ("kv_pages_cached", None, "pages that the prefix cache holds", lambda stats: stats.cache.cached_pages),
-    ("kv_pages_pinned", None, "pages that are kept on purpose", lambda stats: stats.cache.pinned_pages),
+    ("kv_pages_pinned", None, "pages that pins hold", lambda stats: stats.cache.pinned_pages),
     ("cache_ideal_hit_rate", None, "token hit rate that a cache without limit would have had", lambda stats: stats.cache.ideal_hit_rate),
 )
 COUNTERS: tuple[EngineMetric, ...] = (
     ("cache_lookup_tokens", "prefix_cache_queries", "prompt tokens looked up", lambda stats: stats.cache.lookup_tokens),
-    ("cache_hit_tokens", "prefix_cache_hits", "prompt tokens found in the cache", lambda stats: stats.cache.hit_tokens),
+    ("cache_hit_tokens", "prefix_cache_hits", "prompt tokens that hit", lambda stats: stats.cache.hit_tokens),
     ("cache_evicted_pages", None, "pages evicted", lambda stats: stats.cache.evicted_pages),
     ("preemptions", "num_preemptions", "requests sent back to the queue, for want of pages or for another tenant", lambda stats: stats.num_preemptions),
     ("fair_preemptions", None, "requests sent back to the queue for a tenant that had no row", lambda stats: stats.num_fair_preemptions),
@@ -132,7 +132,9 @@ class Metrics:
         self._sources = self._counter(
             "prompt_tokens_by_source", "prompt tokens: read, shared in flight, computed", "source"
         )
-        self._misses = self._counter("cache_misses", "prompts by why not all was found", "reason")
+        self._misses = self._counter(
+            "cache_misses", "prompts by the reason for their miss", "reason"
+        )
         self._ttft = self._dual_histogram(
             "time_to_first_token_seconds", "to the first token", SECONDS
         )

@@ -20,7 +20,7 @@ STRING = frozenset({"string"})
 
 
 def allowed_types(schema: Mapping[str, object], key: str, is_string: bool | None) -> frozenset[str]:
-    """JSON types that a value may have; empty if nobody says.
+    """JSON types that a value may have; empty if neither schema nor answer says.
 
     Args:
         schema: of the tool's arguments.

@@ -6,5 +6,5 @@
 - `store`, `replay`, `compaction`: stored responses, their events again, summaries.
 - `endpoints`, `conversations`: the handlers of the routes.
 
-Read in this order. `routes` and `operations.cache_admin` import it.
+Read in this order. `routes`, `operations.cache_admin` and `openai.unserved` import it.
 """

@@ -14,7 +14,7 @@ from ramify.server.generation import GenerationRequest
 from ramify.server.http.wire import encode_json
 from ramify.server.openai.protocol import ChatRequest
 
-MAX_ATTEMPTS = 4  # to render a conversation; the next one has the last turn only
+MAX_ATTEMPTS = 4  # renderings with more than the last turn
 TOO_LONG = "context_length_exceeded"  # code of the error for a text that no context holds
 
 Render = Callable[[ChatRequest, Sequence[str]], GenerationRequest]
@@ -36,7 +36,7 @@ def render_truncated(
     Args:
         names: of the messages.
         max_tokens: of the prompt.
-        max_bytes: no conversation with more of them, as JSON, has so few tokens.
+        max_bytes: a conversation with more bytes, as JSON, exceeds `max_tokens`.
 
     Returns:
         the request as it was rendered, its translation, and how many messages were left out.
