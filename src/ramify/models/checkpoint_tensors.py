@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -106,6 +108,16 @@ def _corrupt(file: Path, error: Exception) -> CheckpointError:
     return CheckpointError(f"{file} is corrupt or truncated ({error}); download it again")
 
 
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """A safetensors file; raises CheckpointError where it cannot be read."""
+    try:
+        with safe_open(file, framework="pt", device="cpu") as shard:
+            yield shard
+    except (SafetensorError, OSError) as error:
+        raise _corrupt(file, error) from error
+
+
 def load_weights(path: Path, config: ModelConfig, *, dtype: torch.dtype) -> CheckpointTensors:
     """Find and check every tensor of `config.stored_shapes()`.
 
@@ -119,39 +131,36 @@ def load_weights(path: Path, config: ModelConfig, *, dtype: torch.dtype) -> Chec
     # lm_head beside tied embeddings: older tools wrote both.
     duplicate_head: _Entry | None = None
     for file, promised in weight_files(path).items():
-        try:
-            with safe_open(file, framework="pt", device="cpu") as shard:
-                present = set(shard.keys())
-                for name in sorted(promised - present):
+        with _opened(file) as shard:
+            present = set(shard.keys())
+            for name in sorted(promised - present):
+                raise CheckpointError(
+                    f"{file} lacks the tensor {shortened(name)} that {INDEX} promises; download both again"
+                )
+            for stored_name in sorted(present):
+                name = _full_name(stored_name, shapes, config)
+                is_duplicate = name == HEAD and config.tie_word_embeddings
+                if name not in shapes and not is_duplicate:
+                    if _is_ignorable(name, config):
+                        continue
                     raise CheckpointError(
-                        f"{file} lacks the tensor {shortened(name)} that {INDEX} promises; download both again"
+                        f"{file} holds the tensor {name}, which {config.architecture} has no "
+                        "use for with this config.json; is it the right config.json?"
                     )
-                for stored_name in sorted(present):
-                    name = _full_name(stored_name, shapes, config)
-                    is_duplicate = name == HEAD and config.tie_word_embeddings
-                    if name not in shapes and not is_duplicate:
-                        if _is_ignorable(name, config):
-                            continue
-                        raise CheckpointError(
-                            f"{file} holds the tensor {name}, which {config.architecture} has no "
-                            "use for with this config.json; is it the right config.json?"
-                        )
-                    part = shard.get_slice(stored_name)
-                    expected = shapes[EMBEDDING if is_duplicate else name]
-                    shape = tuple(part.get_shape())
-                    if not is_duplicate:
-                        _check_shape(file, name, expected, shape)
-                    is_packed = config.is_packed(name)
-                    stored = _stored_dtype(str(part.get_dtype()), file, name, is_packed=is_packed)
-                    target = torch.float32 if config.is_float32(name) else dtype
-                    target = stored if is_packed else target
-                    entry = _Entry(file, stored_name, shape, stored, target)
-                    if is_duplicate:
-                        duplicate_head = entry
-                    else:
-                        entries[name] = entry
-        except (SafetensorError, OSError) as error:
-            raise _corrupt(file, error) from error
+                part = shard.get_slice(stored_name)
+                expected = shapes[EMBEDDING if is_duplicate else name]
+                shape = tuple(part.get_shape())
+                if not is_duplicate:
+                    _check_shape(file, name, expected, shape)
+                is_packed = config.is_packed(name)
+                stored = _stored_dtype(str(part.get_dtype()), file, name, is_packed=is_packed)
+                target = torch.float32 if config.is_float32(name) else dtype
+                target = stored if is_packed else target
+                entry = _Entry(file, stored_name, shape, stored, target)
+                if is_duplicate:
+                    duplicate_head = entry
+                else:
+                    entries[name] = entry
     missing = [name for name in shapes if name not in entries]
     if missing:
         raise CheckpointError(
@@ -187,12 +196,9 @@ def checkpoint_shapes(path: Path, config: ModelConfig) -> dict[str, tuple[int, .
         return config.tensor_shapes()
     shapes: dict[str, tuple[int, ...]] = {}
     for file in weight_files(path):
-        try:
-            with safe_open(file, framework="pt", device="cpu") as shard:
-                names = list(shard.keys())
-                shapes |= {name: tuple(shard.get_slice(name).get_shape()) for name in names}
-        except (SafetensorError, OSError) as error:
-            raise _corrupt(file, error) from error
+        with _opened(file) as shard:
+            names = list(shard.keys())
+            shapes |= {name: tuple(shard.get_slice(name).get_shape()) for name in names}
     return shapes
 
 
@@ -204,11 +210,8 @@ def tensor_names(path: Path) -> set[str]:
     """
     names: set[str] = set()
     for file in weight_files(path):
-        try:
-            with safe_open(file, framework="pt", device="cpu") as shard:
-                names |= set(shard.keys())
-        except (SafetensorError, OSError) as error:
-            raise _corrupt(file, error) from error
+        with _opened(file) as shard:
+            names |= set(shard.keys())
     return names
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -190,7 +190,12 @@ class ModelConfig:
         fields = ConfigFields(config, source)
         architecture = _architecture(fields)
         family = FAMILIES[architecture]
-        is_quantized = _is_quantized(fields, family)
+        known = "".join(f" and {name}" for name in family.quant_methods)
+        is_quantized = check_quantization(
+            fields,
+            family.quant_methods,
+            f"float32, bfloat16 and float16{known} weights of {family.model_type} models are supported",
+        )
         hidden_size = fields.count("hidden_size")
         num_heads = fields.count("num_attention_heads", limit=MAX_PARTS)
         num_layers = fields.count("num_hidden_layers", limit=MAX_LAYERS)
@@ -354,18 +359,24 @@ def _ropes(
     )
 
 
-def _is_quantized(fields: ConfigFields, family: Family) -> bool:
-    """Whether there is a `quantization_config`; refuses any that the family does not widen at load."""
+def check_quantization(fields: ConfigFields, methods: Collection[str], supported: str) -> bool:
+    """Refuse other quantisation than `methods`; returns whether there is a `quantization_config`.
+
+    Args:
+        methods: values of `quant_method` that are widened at load.
+        supported: what is supported instead of any other, for the message.
+
+    Raises:
+        UnsupportedModelError: `quant_method` is another.
+    """
     settings = fields.config.get("quantization_config")
     if settings is None or settings == {}:
         return False
     method = settings.get("quant_method") if isinstance(settings, Mapping) else settings
-    if method not in family.quant_methods:
-        known = "".join(f" and {name}" for name in family.quant_methods)
+    if method not in methods:
         raise UnsupportedModelError(
             f"{fields.source}: the checkpoint is quantised (quantization_config, quant_method "
-            f"{shown(method)}); only float32, bfloat16 and float16{known} weights of "
-            f"{family.model_type} models are supported, so use the original checkpoint"
+            f"{shown(method)}); only {supported}, so use the original checkpoint"
         )
     return True
 

@@ -80,10 +80,8 @@ def is_token_id(value: object) -> TypeGuard[int]:
 def shown(value: object) -> str:
     """A JSON value as error messages show it: short, whatever its size."""
     if isinstance(value, int) and value.bit_length() > 64:
-        sign, bits = (
-            ("below -", value.bit_length()) if value < 0 else ("above ", value.bit_length())
-        )
-        return f"{sign}2**{bits - 1}"
+        sign = "below -" if value < 0 else "above "
+        return f"{sign}2**{value.bit_length() - 1}"
     text = repr(value)
     return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."
 

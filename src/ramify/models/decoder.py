@@ -134,20 +134,20 @@ class Decoder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and arithmetic."""
+        """See `CausalDecoder`."""
         return self.ops.dtype
 
     @property
     def row_multiple(self) -> int:
-        """Pad a step to a multiple of this many rows, or its bits are not exact."""
+        """See `CausalDecoder`."""
         return self.ops.row_multiple
 
     def exactness(self) -> list[Exactness]:
-        """The implementation of each distinct operation, shape and dtype, and why it was chosen."""
+        """See `CausalDecoder`."""
         return self.ops.exactness()
 
     def warm_up(self, backend: PagedBackend, pool: KVPool) -> None:
-        """Compile for steps over this backend and pool now, not in the first step."""
+        """See `CausalDecoder`."""
         self.layers.warm_up(backend, pool)
 
     def forward(self, token_ids: Tensor, step: ForwardStep) -> Tensor:

@@ -7,7 +7,12 @@ from typing import Literal
 
 from ramify.errors import CheckpointError, UnsupportedModelError
 from ramify.models.config_fields import MAX_PARTS, ConfigFields, shown
-from ramify.models.moe_config import MoeConfig, Shapes
+from ramify.models.moe_config import (
+    MoeConfig,
+    Shapes,
+    check_expert_groups,
+    num_first_dense_layers,
+)
 from ramify.models.rope_config import rope_settings, yarn_mscale
 
 
@@ -149,12 +154,7 @@ def deepseek_experts(fields: ConfigFields, model_type: str, num_layers: int) -> 
         scale=fields.number("routed_scaling_factor", 1.0 if v2 else 2.5),
         dense_layers=dense,
     )
-    eligible = num_experts // groups * topk_groups
-    if num_experts % groups or topk_groups > groups or moe.top_k > eligible:
-        raise CheckpointError(
-            f"{source}: num_experts_per_tok {moe.top_k} experts cannot come from topk_group "
-            f"{topk_groups} of n_group {groups} groups of n_routed_experts {num_experts} experts"
-        )
+    check_expert_groups(source, num_experts, groups, topk_groups, moe.top_k)
     if scoring == "sigmoid" and num_experts // groups < 2:
         raise CheckpointError(
             f"{source}: n_group {groups} leaves {num_experts // groups} of {num_experts} "
@@ -179,11 +179,7 @@ def _dense_layers(fields: ConfigFields, model_type: str, num_layers: int) -> fro
         return frozenset(layer for layer, kind in enumerate(kinds) if kind == "dense")
     if "n_routed_experts" in config and config["n_routed_experts"] is None:
         return frozenset(range(num_layers))
-    first = config.get("first_k_dense_replace", 0 if model_type == "deepseek_v2" else 3)
-    if isinstance(first, bool) or not isinstance(first, int) or first < 0:
-        raise CheckpointError(
-            f"{source}: first_k_dense_replace is {shown(first)}; it must be an integer >= 0"
-        )
+    first = num_first_dense_layers(fields, 0 if model_type == "deepseek_v2" else 3)
     return frozenset(range(min(first, num_layers)))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ramify.errors import UnsupportedModelError
 from ramify.models.config_fields import ConfigFields, shown
@@ -156,13 +156,9 @@ def granite_hybrid_variant(fields: ConfigFields, num_layers: int) -> DenseVarian
             f"{source}: position_embedding_type is {shown(positions)}; supported are 'rope', 'nope' "
             "and null"
         )
-    granite = granite_variant(fields, num_layers)
-    return DenseVariant(
+    return replace(
+        granite_variant(fields, num_layers),
         names=WeightNames(gate_up=("shared_mlp.input_linear",), down="shared_mlp.output_linear"),
-        attention_scale=granite.attention_scale,
-        embedding_scale=granite.embedding_scale,
-        residual_scale=granite.residual_scale,
-        logit_scale=granite.logit_scale,
         layers_without_rope=frozenset() if positions == "rope" else frozenset(range(num_layers)),
     )
 

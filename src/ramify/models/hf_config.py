@@ -10,8 +10,8 @@ from typing import Any
 
 from ramify.errors import CheckpointError, UnsupportedModelError, shortened
 from ramify.models.checkpoint_tensors import tensor_names
-from ramify.models.config import DTYPES, ModelConfig, token_ids
-from ramify.models.config_fields import MAX_LAYERS, MAX_POSITIONS, ConfigFields, shown
+from ramify.models.config import DTYPES, ModelConfig, check_quantization, token_ids
+from ramify.models.config_fields import MAX_LAYERS, MAX_POSITIONS, ConfigFields
 from ramify.models.dense_variant import DenseVariant
 from ramify.models.families import FAMILIES
 from ramify.models.rope_config import NO_ROPE
@@ -70,7 +70,11 @@ def read_hf_config(path: Path, fields: Mapping[str, Any]) -> ModelConfig:
     from transformers import __version__
 
     _check_sizes(fields, source)
-    _refuse_quantized(fields, source)
+    check_quantization(
+        ConfigFields(fields, source),
+        (),
+        "float32, bfloat16 and float16 weights run through transformers",
+    )
     whole = _parsed(path, name, fields)
     if getattr(whole, "is_encoder_decoder", False):
         raise UnsupportedModelError(
@@ -130,18 +134,6 @@ def _check_sizes(fields: Mapping[str, Any], source: str) -> None:
             value = config.get(name)
             if isinstance(value, int) and value > limit:
                 ConfigFields(config, source).count(name, limit=limit)
-
-
-def _refuse_quantized(fields: Mapping[str, Any], source: str) -> None:
-    """Raise UnsupportedModelError if there is a `quantization_config`."""
-    settings = fields.get("quantization_config")
-    if settings is not None and settings != {}:
-        method = settings.get("quant_method") if isinstance(settings, Mapping) else settings
-        raise UnsupportedModelError(
-            f"{source}: the checkpoint is quantised (quantization_config, quant_method "
-            f"{shown(method)}); only float32, bfloat16 and float16 weights run through transformers, so "
-            "use the original checkpoint"
-        )
 
 
 def _causal_class(config: Any) -> Any:

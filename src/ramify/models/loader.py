@@ -140,15 +140,14 @@ def load_decoder(
     exact: bool = True,
     ops: str | OpsFactory = "auto",
     progress: bool = False,
-    store: ProbeStore | None = None,
 ) -> CausalDecoder:
     """Load any checkpoint directory: with `load_model`, or through transformers.
 
-    Args and errors are those of `load_model`.
+    Args and errors are those of `load_model`, with the user's `ProbeStore`.
     """
     config = read_config(path)
     if config.is_native:
-        return load_model(path, dtype=dtype, exact=exact, ops=ops, progress=progress, store=store)
+        return load_model(path, dtype=dtype, exact=exact, ops=ops, progress=progress)
     from ramify.models.hf import load_hf_decoder
 
     compute_dtype = resolve_dtype(dtype, config)
@@ -159,7 +158,6 @@ def load_decoder(
         exact=exact,
         make_ops=_ops_factory(ops, compute_dtype),
         max_len=config.max_model_len,
-        store=store,
     )
 
 

@@ -137,13 +137,30 @@ def qwen3_experts(fields: ConfigFields, num_layers: int) -> MoeConfig | None:
     )
 
 
-def glm4_experts(fields: ConfigFields, num_layers: int) -> MoeConfig | None:
-    """GLM-4-MoE: sigmoid scores with a bias for the choice, as in DeepSeek-V3."""
-    first = fields.config.get("first_k_dense_replace", 1)
+def num_first_dense_layers(fields: ConfigFields, default: int) -> int:
+    """`first_k_dense_replace`: how many layers come before those with experts."""
+    first = fields.config.get("first_k_dense_replace", default)
     if isinstance(first, bool) or not isinstance(first, int) or first < 0:
         raise CheckpointError(
             f"{fields.source}: first_k_dense_replace is {shown(first)}; it must be an integer >= 0"
         )
+    return first
+
+
+def check_expert_groups(
+    source: str, num_experts: int, groups: int, topk_groups: int, top_k: int
+) -> None:
+    """Raise CheckpointError if the best groups cannot have `top_k` experts."""
+    if num_experts % groups or topk_groups > groups or top_k > num_experts // groups * topk_groups:
+        raise CheckpointError(
+            f"{source}: num_experts_per_tok {top_k} experts cannot come from topk_group "
+            f"{topk_groups} of n_group {groups} groups of n_routed_experts {num_experts} experts"
+        )
+
+
+def glm4_experts(fields: ConfigFields, num_layers: int) -> MoeConfig | None:
+    """GLM-4-MoE: sigmoid scores with a bias for the choice, as in DeepSeek-V3."""
+    first = num_first_dense_layers(fields, 1)
     if first >= num_layers:
         return None
     num_experts, groups = (
@@ -151,11 +168,7 @@ def glm4_experts(fields: ConfigFields, num_layers: int) -> MoeConfig | None:
         fields.count("n_group", 1),
     )
     topk_groups, top_k = fields.count("topk_group", 1), fields.count("num_experts_per_tok", 8)
-    if num_experts % groups or topk_groups > groups or top_k > num_experts // groups * topk_groups:
-        raise CheckpointError(
-            f"{fields.source}: num_experts_per_tok {top_k} experts cannot come from topk_group "
-            f"{topk_groups} of n_group {groups} groups of n_routed_experts {num_experts} experts"
-        )
+    check_expert_groups(fields.source, num_experts, groups, topk_groups, top_k)
     width = fields.count("moe_intermediate_size", 1408)
     return MoeConfig(
         num_experts=num_experts,

@@ -34,16 +34,15 @@ from ramify.kernels.cpu.threads import ROW_KINDS, set_num_threads, thread_scratc
 from ramify.kv import huge_pages
 from ramify.models.ops.cpu_linear import (
     GEMM_TASKS_PER_WORKER_BLOCKED,
+    NO_POSITIONS,
     epilogue,
+    num_row_tasks,
     pack_matrix,
     weight_kind,
 )
 from ramify.models.ops.mlp import Mlp
 from ramify.models.ops.protocol import Activation
 
-ROWS_PER_TASK = 4  # at least: a row takes about a microsecond
-
-_NO_POSITIONS = np.zeros(0, np.int64)
 _NO_EPS = np.zeros(4)
 
 
@@ -53,10 +52,6 @@ def _op(kind: int, fields: Mapping[int, int]) -> tuple[int, ...]:
     for field, value in fields.items():
         op[field] = value
     return tuple(op)
-
-
-def _num_tasks(num_rows: int, num_workers: int) -> int:
-    return min(-(-num_rows // ROWS_PER_TASK), 4 * num_workers)
 
 
 def _round_up(count: int) -> int:
@@ -81,7 +76,7 @@ class TopKRouter:
 
     def op(self, num_rows: int, num_workers: int) -> tuple[int, ...]:
         """The route op [OP_FIELDS] for rows of `padded` floats in place; the caller fills in `OP_ROWS`."""
-        tasks = {OP_NUM_TASKS: _num_tasks(num_rows, num_workers)}
+        tasks = {OP_NUM_TASKS: num_row_tasks(num_rows, 4 * num_workers)}
         sizes = {3: num_rows, 4: self.num_experts, 5: self._top_k, 6: int(self._normalise)}
         return _op(OP_ROUTE, {2: 4 * self.padded} | sizes | tasks)
 
@@ -99,7 +94,7 @@ class TopKRouter:
             ops[0, OP_ROWS] = rows.data_ptr()
             set_num_threads(num_workers)
             scratch = thread_scratch(num_workers, self.scratch_floats(num_rows, num_workers), 1)
-            self._run_ops(ops, _NO_EPS[:1], _NO_POSITIONS, num_workers, *scratch)
+            self._run_ops(ops, _NO_EPS[:1], NO_POSITIONS, num_workers, *scratch)
         return weights
 
 
@@ -216,7 +211,8 @@ class GroupedExperts:
             5: self.top_k,
         }
         sizes |= {7: self.down.out_width, 8: row_bytes, 9: self.num_experts}
-        return _op(OP_COMBINE, sizes | {OP_NUM_TASKS: _num_tasks(num_rows, num_workers)})
+        num_tasks = num_row_tasks(num_rows, 4 * num_workers)
+        return _op(OP_COMBINE, sizes | {OP_NUM_TASKS: num_tasks})
 
     def combine_scratch(self, _num_rows: int, _num_workers: int) -> int:
         """Scratch float32 per worker of the combine op."""
@@ -275,4 +271,4 @@ class GroupedExperts:
         )
         set_num_threads(num_workers)
         scratch = thread_scratch(num_workers, floats, len(ops))
-        self._run_ops(ops, _NO_EPS, _NO_POSITIONS, num_workers, *scratch)
+        self._run_ops(ops, _NO_EPS, NO_POSITIONS, num_workers, *scratch)

@@ -88,9 +88,9 @@ class LayerOps:
     @classmethod
     def of(cls, layer: DecoderLayer) -> LayerOps | None:
         """The ops of a layer; None if it is not fusable, or one of its operations is not compiled."""
-        parts = layer.fusable if isinstance(layer, FusableLayer) else None
-        if parts is None:
+        if not isinstance(layer, FusableLayer):
             return None
+        parts = layer.fusable
         if not isinstance(parts.attention, SplitAttention):
             return None
         rope = parts.attention.qk_norm_rope

@@ -46,7 +46,8 @@ ACTIVATION_MODES: dict[Activation, int] = {
     "clamped_swiglu_mul": CLAMPED_SWIGLU_MUL,
 }
 
-_NO_POSITIONS = np.zeros(0, np.int64)
+ROWS_PER_TASK = 4  # at least, of ops that take about a microsecond a row
+NO_POSITIONS = np.zeros(0, np.int64)  # of `op_list.run_ops` without a rope op
 
 
 def packed_gemm_supports(dtype: torch.dtype, device: torch.device) -> str | None:
@@ -58,6 +59,11 @@ def packed_gemm_supports(dtype: torch.dtype, device: torch.device) -> str | None
     if importlib.util.find_spec("numba") is None:
         return "Numba is not installed: pip install 'ramify[cpu]'"
     return None
+
+
+def num_row_tasks(num_rows: int, max_tasks: int) -> int:
+    """Tasks of an op whose rows take about a microsecond each."""
+    return min(-(-num_rows // ROWS_PER_TASK), max_tasks)
 
 
 def pack_weight(weight: Tensor, into: Tensor) -> None:
@@ -209,11 +215,6 @@ class PackedLinear:
         return self._in_width, self.out_width
 
     @property
-    def kind(self) -> tuple[object, ...]:
-        """Dtype and widths; layers of one model have equal kinds."""
-        return self.dtype, *self.widths
-
-    @property
     def row_bytes(self) -> int:
         """Bytes of a row of the result."""
         return self.out_width * self.dtype.itemsize
@@ -303,7 +304,7 @@ class PackedLinear:
         ops[0, OP_X_STRIDE] = x.stride(0) * self.dtype.itemsize
         set_num_threads(num_workers)
         scratch = thread_scratch(num_workers, floats, 1)
-        self._run_ops(ops, self._eps_of_norm, _NO_POSITIONS, num_workers, *scratch)
+        self._run_ops(ops, self._eps_of_norm, NO_POSITIONS, num_workers, *scratch)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -9,11 +9,7 @@ from torch import Tensor
 from ramify.errors import ConfigError
 from ramify.kernels.cpu.abi import ADD_RESIDUAL, OP_NORM, OP_OUT, OP_X, STORE
 from ramify.kernels.cpu.threads import ROW_KINDS, set_num_threads, thread_scratch
-from ramify.models.ops.cpu_linear import norm_kind
-
-ROWS_PER_TASK = 4  # at least: a row takes about a microsecond
-
-_NO_POSITIONS = np.zeros(0, np.int64)
+from ramify.models.ops.cpu_linear import NO_POSITIONS, norm_kind, num_row_tasks
 
 
 class RowNorm:
@@ -43,7 +39,7 @@ class RowNorm:
         `add`: add the result to what is there.
         """
         row_bytes = self.width * self.dtype.itemsize
-        num_tasks = min(-(-num_rows // ROWS_PER_TASK), 4 * num_workers)
+        num_tasks = num_row_tasks(num_rows, 4 * num_workers)
         return (
             self._kind, ADD_RESIDUAL if add else STORE, 0, row_bytes, num_rows, 0, self._weight.data_ptr(),
             self.width, row_bytes, 0, 0, num_tasks, 0, 0, 0, 0, OP_NORM, self._norm_kind, 0, 0, 0, 0,
@@ -73,5 +69,5 @@ class RowNorm:
         ops[0, OP_X], ops[0, OP_OUT] = x.data_ptr(), out.data_ptr()
         set_num_threads(num_workers)
         scratch = thread_scratch(num_workers, self.scratch_floats(num_rows, num_workers), 1)
-        self._run_ops(ops, np.array([self.eps]), _NO_POSITIONS, num_workers, *scratch)
+        self._run_ops(ops, np.array([self.eps]), NO_POSITIONS, num_workers, *scratch)
         return out

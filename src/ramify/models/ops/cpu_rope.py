@@ -19,14 +19,12 @@ from ramify.kernels.cpu.abi import (
 )
 from ramify.kernels.cpu.threads import ROW_KINDS, set_num_threads, thread_scratch
 from ramify.models.dense_variant import QkNormForm
-from ramify.models.ops.cpu_linear import norm_kind
+from ramify.models.ops.cpu_linear import norm_kind, num_row_tasks
 from ramify.models.ops.protocol import ForwardStep, Heads
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# At least: a row takes about a microsecond.
-ROPE_ROWS_PER_TASK = 4
 _FORMS: dict[QkNormForm, int] = {
     "head": QK_NORM_HEAD,
     "width": QK_NORM_WIDTH,
@@ -76,7 +74,7 @@ class QKNormRope:
 
     def op(self, num_rows: int, row_bytes: int, num_workers: int) -> tuple[int, ...]:
         """The norm + rope op [OP_FIELDS] of `op_list.run_ops`; the caller fills in `OP_ROWS`, an address."""
-        num_tasks = min(-(-num_rows // ROPE_ROWS_PER_TASK), num_workers)
+        num_tasks = num_row_tasks(num_rows, num_workers)
         return (
             ROW_KINDS[self._tables[0].dtype], 0, row_bytes,
             *self._fixed, num_tasks, 0, self._form, 0, 0, OP_NORM_ROPE, self._norm_kind, 0, 0, 0, 0,

@@ -230,8 +230,8 @@ class FusableLayer(Protocol):
     """A layer that a device can fuse."""
 
     @property
-    def fusable(self) -> FusableParts | None:
-        """Its operations; None if it computes anything else."""
+    def fusable(self) -> FusableParts:
+        """Its operations."""
         ...
 
 
