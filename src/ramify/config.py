@@ -358,14 +358,9 @@ class ResolvedConfig:
         return self.kv_cache_tokens * self.token_bytes
 
     @property
-    def max_pages_per_seq(self) -> int:
-        """Pages of the longest request."""
-        return -(-self.max_model_len // self.page_size)
-
-    @property
     def max_table_pages(self) -> int:
         """Pages in a row of the block table: those of the longest request that the pool can serve."""
-        longest = self.max_pages_per_seq
+        longest = -(-self.max_model_len // self.page_size)
         fits = self.num_live_pages(self.max_model_len) <= self.num_pages
         return longest if fits else min(longest, self.num_pages)
 
@@ -409,7 +404,7 @@ def resolve(
     Raises:
         ConfigError: max_model_len is beyond the model's, or the pool or the block table is larger
             than the free memory.
-        PoolTooSmallError: not one page.
+        PoolTooSmallError: the pool has no whole page.
     """
     max_len = requested.model.max_model_len or model_max_len
     if max_len > model_max_len:
@@ -427,7 +422,7 @@ def resolve(
         tokens = memory // token_bytes
     num_pages = tokens // page_size
     if num_pages < 1:
-        raise PoolTooSmallError(tokens, page_size, "not a single page")
+        raise PoolTooSmallError(tokens, page_size)
     pool_bytes = num_pages * page_size * token_bytes
     if free_memory and pool_bytes > free_memory:
         raise ConfigError(

@@ -82,11 +82,11 @@ class UnknownOptionError(ConfigError):
 class PoolTooSmallError(ConfigError):
     """The pool has no whole page."""
 
-    def __init__(self, num_tokens: int, page_size: int, reason: str) -> None:
+    def __init__(self, num_tokens: int, page_size: int) -> None:
         self.num_tokens, self.page_size = num_tokens, page_size
         super().__init__(
             f"kv_cache_tokens={num_tokens} is {num_tokens // page_size} pages of {page_size}: "
-            f"{reason}; raise kv_cache_tokens or kv_cache_memory, or lower page_size"
+            "not a single page; raise kv_cache_tokens or kv_cache_memory, or lower page_size"
         )
 
 

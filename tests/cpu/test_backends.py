@@ -251,7 +251,7 @@ def test_the_metadata_of_a_batch_is_frozen_and_complete() -> None:
     assert batch.kv_slots(0).tolist() == [28, 29, 30, 31, 8]
     assert batch.block_table.tolist() == [[7, 2, -1], [5, 0, 9]]
     assert (batch.max_q_len, batch.max_kv_len, batch.total_kv) == (9, 9, 14)
-    assert batch.has_cached
+    assert batch.num_cached.any()
     assert batch.slot_mapping.dtype == np.int64
     with pytest.raises(ValueError, match="read-only"):
         batch.positions[0] = 1

@@ -50,13 +50,12 @@ def test_copying_and_erasing_pages_reaches_every_plane_of_every_layer() -> None:
 
 
 def test_the_padding_page_is_outside_every_count() -> None:
-    """It is the page after the last; of all counts only `num_bytes` includes it."""
+    """It is the page after the last: counts leave it out, planes have it."""
     layout = KVLayout(3, (Plane("latent", (8,)), Plane("rope", (2,))))
     pool = KVPool(layout, num_pages=5, page_size=4)
 
     assert (pool.num_pages, pool.padding_page) == (5, 5)
     assert layout.token_bytes(torch.float32) == 3 * (8 + 2) * 4
-    assert pool.num_bytes == 6 * 4 * layout.token_bytes(torch.float32)
     assert pool.planes(2)["latent"].shape == (6, 4, 8)
 
 

@@ -33,7 +33,6 @@ def test_a_query_row_sits_behind_what_is_cached() -> None:
     assert batch.seq_lens_kv.tolist() == [6, 3, 8]
     assert batch.num_cached.tolist() == [5, 0, 4]
     assert (batch.max_q_len, batch.max_kv_len, batch.total_kv) == (4, 8, 17)
-    assert batch.has_cached
 
 
 def test_a_page_beyond_the_step_is_hidden() -> None:
@@ -53,7 +52,7 @@ def test_an_empty_batch_is_legal() -> None:
     assert (batch.num_seqs, batch.num_tokens, batch.total_kv) == (0, 0, 0)
     assert (batch.max_q_len, batch.max_kv_len) == (0, 0)
     assert batch.cu_seqlens_q.tolist() == [0]
-    assert not batch.has_cached
+    assert not batch.num_cached.any()
 
 
 def test_a_batch_is_frozen() -> None:
@@ -193,7 +192,7 @@ def test_part_of_a_batch_is_the_batch_of_that_part(num_last: int | None) -> None
             assert np.array_equal(getattr(part, name), getattr(expected, name)), name
             assert getattr(part, name).dtype == getattr(expected, name).dtype, name
             assert not getattr(part, name).flags.writeable, name
-        for name in ("max_q_len", "max_kv_len", "total_kv", "has_cached", "num_tokens"):
+        for name in ("max_q_len", "max_kv_len", "total_kv", "num_tokens"):
             assert getattr(part, name) == getattr(expected, name), name
         for seq in range(len(seqs)):
             assert np.array_equal(part.kv_slots(seq), expected.kv_slots(seq))

@@ -162,7 +162,7 @@ def test_the_context_is_the_models_unless_a_shorter_one_is_asked() -> None:
     """`max_model_len` defaults to the model's positions; a larger value raises ConfigError."""
     assert resolved().max_model_len == 1024
     assert resolved(max_model_len=1000).max_model_len == 1000
-    assert resolved(max_model_len=1000).max_pages_per_seq == 63
+    assert resolved(max_model_len=1000).max_table_pages == 63
     with pytest.raises(ConfigError, match="max_model_len=1025 but the model's positions end at"):
         resolved(max_model_len=1025)
 

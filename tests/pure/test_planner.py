@@ -27,7 +27,7 @@ def test_a_fresh_sequence_gets_pages_for_all_its_tokens() -> None:
     assert batch.slot_mapping.tolist() == pages_of(bench, sequence)
     assert batch.slot_mapping.dtype == np.int64
     assert batch.block_table.dtype == np.int32
-    assert not batch.has_cached
+    assert not batch.num_cached.any()
 
 
 def test_only_what_the_cache_lacks_is_a_query() -> None:

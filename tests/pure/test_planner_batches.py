@@ -39,7 +39,7 @@ def test_first_chunks_later_chunks_decode_and_drafts_are_one_batch(
         for cached, new in zip(arrays.num_cached.tolist(), limits, strict=True)
         for position in range(cached, cached + new)
     ]
-    assert arrays.has_cached
+    assert arrays.num_cached.any()
     assert (arrays.max_q_len, arrays.total_kv) == (max(limits), int(arrays.seq_lens_kv.sum()))
     for sequence, pages in zip(batch, arrays.block_table, strict=True):
         expected = pages_of(bench, sequence)

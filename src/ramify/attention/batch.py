@@ -67,11 +67,6 @@ class AttentionBatch:
         """Tokens of all requests."""
         return int(self.seq_lens_kv.sum())
 
-    @property
-    def has_cached(self) -> bool:
-        """Whether any K/V was computed before this step."""
-        return bool(self.num_cached.any())
-
     @classmethod
     def build(
         cls,

@@ -72,7 +72,7 @@ def batch_variant_row_counts(
 def probe_batch_invariance(
     op: Callable[..., Tensor],
     args: Sequence[Tensor],
-    counts: Sequence[int] = PROBE_ROW_COUNTS,
+    counts: Sequence[int],
     strategy: str = BATCHED,
 ) -> tuple[str, str]:
     """The strategy of a row operation, `strategy` or else `ROW_BY_ROW`, and the reason.

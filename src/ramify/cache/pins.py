@@ -82,9 +82,9 @@ class PinTable:
         self,
         key: CacheKey,
         end: int,
-        owner: str = "",
-        max_pages: int | None = None,
-        max_owner_pages: int | None = None,
+        owner: str,
+        max_pages: int,
+        max_owner_pages: int | None,
     ) -> None:
         """Check that `pin` may pin the prefix of `key` up to byte `end`; remembers a refusal.
 
@@ -111,7 +111,7 @@ class PinTable:
         num_own = sum(tree.resident[node] for node in own.union(path) - others)
         if part and part not in pinned:
             num_own += covered
-        limit = self.max_pages if max_pages is None else min(max_pages, self.max_pages)
+        limit = min(max_pages, self.max_pages)
         if num_pinned > limit:
             self._refuse(key, f"{num_pinned} of at most {limit} pages would be pinned")
             raise PinError(
@@ -133,9 +133,7 @@ class PinTable:
         if len(self._refusals) > MAX_REFUSALS:
             del self._refusals[next(iter(self._refusals))]
 
-    def add(
-        self, lease: Lease, owner: str, ttl_s: float | None, max_nested: int | None = None
-    ) -> Pin:
+    def add(self, lease: Lease, owner: str, ttl_s: float | None, max_nested: int | None) -> Pin:
         """Make a pin of a lease, which `check_budget` has allowed.
 
         With more than `max_nested` pins of the owner inside the prefix, it replaces the longest of

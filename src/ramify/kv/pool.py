@@ -70,11 +70,6 @@ class KVPool:
         """Id of the extra page, whose keys no query sees."""
         return self.num_pages
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all planes and scales, the padding page included."""
-        return self.layout.token_bytes(self.dtype) * (self.num_pages + 1) * self.page_size
-
     def planes(self, layer: int) -> dict[str, Tensor]:
         """The planes and scales of one layer by name; for shapes see `KVLayout`."""
         return self._planes[layer]

@@ -15,9 +15,11 @@ from ramify.attention.batch import AttentionBatch
 from ramify.attention.exactness import Exactness
 from ramify.attention.spec import (
     AttentionSpec,
+    not_exact,
+    reason_no_cuda,
     reason_no_sinks,
+    reason_not_half,
     reason_not_plain_mha,
-    unprobed_exactness,
 )
 
 WORKSPACE_BYTES = 128 << 20  # what FlashInfer's documentation recommends
@@ -42,19 +44,19 @@ class FlashInferBackend:
             return f"device {device.type}: FlashInfer needs CUDA"
         if find_spec("flashinfer") is None:
             return "flashinfer is not installed: pip install flashinfer-python"
-        if not torch.cuda.is_available():
-            return "device cuda: this torch finds no CUDA device"
+        if (reason := reason_no_cuda(device)) is not None:
+            return reason
         if spec.exact:
             return "exact=True: its bits depend on how keys are split among programs"
-        if spec.dtype not in (torch.bfloat16, torch.float16) or spec.plane_dtype != spec.dtype:
-            return f"dtype={spec.dtype} with K/V in {spec.plane_dtype}: both must be the same half"
+        if (reason := reason_not_half(spec)) is not None:
+            return reason
         if spec.head_dim not in HEAD_DIMS:
             return f"head_dim={spec.head_dim}: it must be one of {', '.join(map(str, HEAD_DIMS))}"
         return reason_no_sinks(spec) or reason_not_plain_mha(spec)
 
     def exactness(self) -> list[Exactness]:
-        """None: `exact=False`."""
-        return unprobed_exactness(self.spec, "batched", "exact=False")
+        """See `AttentionBackend.exactness`."""
+        return not_exact(self.spec)
 
     def plan(self, batch: AttentionBatch) -> int:
         """Pass the pages of every request to each wrapper, as host arrays: no synchronisation.

@@ -14,7 +14,7 @@ from torch import Tensor
 from ramify.attention.batch import AttentionBatch
 from ramify.attention.exactness import Exactness
 from ramify.attention.gather import gather_kv_f32
-from ramify.attention.spec import AttentionSpec, reason_no_sinks, unprobed_exactness
+from ramify.attention.spec import AttentionSpec, not_exact, reason_no_cuda, reason_no_sinks
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +44,7 @@ class FlexBackend:
             return "exact=True: its bits depend on who shares the batch"
         if device.type not in {"cpu", "cuda"}:
             return f"device {device.type}: written for CUDA and CPU"
-        if device.type == "cuda" and not torch.cuda.is_available():
-            return "device cuda: this torch finds no CUDA device"
-        if (reason := reason_no_sinks(spec)) is not None:
+        if (reason := reason_no_cuda(device) or reason_no_sinks(spec)) is not None:
             return reason
         if spec.sparse:
             return "sparse: it reads every key"
@@ -55,8 +53,8 @@ class FlexBackend:
         return None
 
     def exactness(self) -> list[Exactness]:
-        """None: `exact=False`."""
-        return unprobed_exactness(self.spec, "batched", "exact=False")
+        """See `AttentionBackend.exactness`."""
+        return not_exact(self.spec)
 
     def plan(self, batch: AttentionBatch) -> FlexPlan:
         """Build block masks from the request and position of every query row and key."""

@@ -15,9 +15,9 @@ from ramify.attention.exactness import Exactness
 from ramify.attention.gather import RequestSlice, attention_mask, gather_rows, request_slices
 from ramify.attention.spec import (
     AttentionSpec,
+    not_exact,
     reason_no_sinks,
     reason_not_plain_mha,
-    unprobed_exactness,
 )
 
 
@@ -52,8 +52,8 @@ class SdpaBackend:
         return reason_no_sinks(spec) or reason_not_plain_mha(spec)
 
     def exactness(self) -> list[Exactness]:
-        """None: `exact=False`."""
-        return unprobed_exactness(self.spec, "batched", "exact=False")
+        """See `AttentionBackend.exactness`."""
+        return not_exact(self.spec)
 
     def plan(self, batch: AttentionBatch) -> SdpaPlan:
         """Compute slots, positions and masks per request. Called once per step."""

@@ -19,7 +19,13 @@ from torch import Tensor
 from ramify.attention.backends.triton_partition import GpuPartition, PartitionConfig, partition_step
 from ramify.attention.batch import AttentionBatch
 from ramify.attention.exactness import Exactness
-from ramify.attention.spec import AttentionSpec, reason_no_sinks, unprobed_exactness
+from ramify.attention.spec import (
+    AttentionSpec,
+    not_exact,
+    reason_no_cuda,
+    reason_no_sinks,
+    unprobed_exactness,
+)
 from ramify.attention.staging_buffers import StagingBuffers, next_power_of_two
 
 MAX_HEAD_DIM = 256
@@ -140,7 +146,7 @@ class TritonBackend:
     def exactness(self) -> list[Exactness]:
         """Exact by construction; the GPU tests compare bits."""
         if not self.spec.exact:
-            return unprobed_exactness(self.spec, "batched", "exact=False")
+            return not_exact(self.spec)
         tile = f"{self.tiles.prefill_rows} rows × {self.tiles.block_keys} keys"
         return unprobed_exactness(
             self.spec, "fixed tiles", f"{tile}, splits of {self.tiles.split_keys} keys"
@@ -290,8 +296,8 @@ def _as_uint8(plane: Tensor) -> Tensor:
 
 
 def _reason_not_capable(spec: AttentionSpec, device: torch.device) -> str | None:
-    if not torch.cuda.is_available():
-        return "device cuda: this torch finds no CUDA device"
+    if (reason := reason_no_cuda(device)) is not None:
+        return reason
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 0):
         return f"compute capability {capability}: it must be at least (8, 0)"

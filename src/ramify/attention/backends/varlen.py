@@ -15,9 +15,11 @@ from ramify.attention.exactness import Exactness
 from ramify.attention.gather import gather_rows
 from ramify.attention.spec import (
     AttentionSpec,
+    not_exact,
+    reason_no_cuda,
     reason_no_sinks,
+    reason_not_half,
     reason_not_plain_mha,
-    unprobed_exactness,
 )
 
 
@@ -52,12 +54,12 @@ class VarlenBackend:
         """`exact=False` on CUDA, half precision, no soft cap, plain MHA."""
         if device.type != "cuda":
             return f"device {device.type}: varlen_attn needs CUDA"
-        if not torch.cuda.is_available():
-            return "device cuda: this torch finds no CUDA device"
+        if (reason := reason_no_cuda(device)) is not None:
+            return reason
         if spec.exact:
             return "exact=True: its bits depend on how a prompt is chunked"
-        if spec.dtype not in (torch.bfloat16, torch.float16) or spec.plane_dtype != spec.dtype:
-            return f"dtype={spec.dtype} with K/V in {spec.plane_dtype}: both must be the same half"
+        if (reason := reason_not_half(spec)) is not None:
+            return reason
         if spec.soft_cap is not None:
             return f"soft_cap={spec.soft_cap}: varlen_attn has no soft cap"
         if spec.head_dim > 256 or spec.head_dim % 8:
@@ -67,8 +69,8 @@ class VarlenBackend:
         return reason_no_sinks(spec) or reason_not_plain_mha(spec)
 
     def exactness(self) -> list[Exactness]:
-        """None: `exact=False`."""
-        return unprobed_exactness(self.spec, "batched", "exact=False")
+        """See `AttentionBackend.exactness`."""
+        return not_exact(self.spec)
 
     def plan(self, batch: AttentionBatch) -> VarlenPlan:
         """Upload the metadata of a step without synchronising."""
