@@ -78,7 +78,7 @@ def test_every_strategy_computes_the_same_product(
 
 def test_an_unknown_strategy_is_refused() -> None:
     """The message lists the known strategies."""
-    with pytest.raises(ConfigError, match="onednn, padded, row_by_row, plain"):
+    with pytest.raises(ConfigError, match="onednn, padded, blocks, row_by_row, plain"):
         TorchLinear(random(4, 4), strategy="magic")
 
 
@@ -111,6 +111,68 @@ def test_the_probe_catches_skipped_padding() -> None:
 
     assert linear.strategy == "padded"
     assert "plain: rows differ at" in verdict.reason
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_blocks_serve_a_gemm_that_depends_on_the_number_of_rows(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """As torch's bfloat16 GEMM with AMX: calls of one shape are what remains but for single rows."""
+
+    class RowCountGemm:
+        @staticmethod
+        def linear(
+            x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None
+        ) -> torch.Tensor:
+            return torch_linear(x, matrix, bias) * (1 + x.shape[0] / 1024)
+
+        pad = F.pad
+
+    torch_linear = F.linear
+    monkeypatch.setattr("ramify.models.ops.torch_linear.F", RowCountGemm)
+    weight = random(100, 64, dtype=dtype)
+
+    linear, verdict = choose_torch_linear(
+        weight, None, exact=True, store=ProbeStore(None), candidates=("plain", "padded", "blocks")
+    )
+
+    assert linear.strategy == "blocks"
+    assert "padded: rows differ at" in verdict.reason
+    assert batch_variant_row_counts(linear, random(521, 64, dtype=dtype), PROBE_ROW_COUNTS) == ()
+
+
+@pytest.mark.parametrize("shape", [(80, 60), (154, 60), (1024, 96)])
+def test_the_probe_sees_the_last_bit_of_a_sum_behind_bfloat16(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]
+) -> None:
+    """One row alone is summed in another order: one random output in 10,000 or more shows it."""
+
+    class OneRowGemm:
+        @staticmethod
+        def linear(
+            x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None
+        ) -> torch.Tensor:
+            if len(x) > 1:
+                return (x.double() @ matrix.double().T).float().bfloat16()
+            half = x.shape[1] // 2
+            parts = x.split(half, 1), matrix.split(half, 1)
+            sums = [a.float() @ b.float().T for a, b in zip(*parts, strict=True)]
+            return torch.stack(sums).sum(0).bfloat16()
+
+        pad = F.pad
+
+    monkeypatch.setattr("ramify.models.ops.torch_linear.F", OneRowGemm)
+
+    _, verdict = choose_torch_linear(
+        random(*shape, dtype=torch.bfloat16),
+        None,
+        exact=True,
+        store=ProbeStore(None),
+        candidates=("plain", "blocks"),
+    )
+
+    assert verdict.strategy == "blocks"
+    assert "plain: rows differ at 1 rows" in verdict.reason
 
 
 def test_row_by_row_is_the_last_resort() -> None:

@@ -17,7 +17,7 @@ from ramify.models.checkpoint_tensors import load_weights
 from ramify.models.decoder import Decoder
 from ramify.models.dense import DENSE
 from ramify.models.loader import BINDINGS, load_model, read_config
-from ramify.models.ops import cpu_ops, registry
+from ramify.models.ops import cpu_ops
 from ramify.models.ops.cpu_layers import FusedLayers
 from ramify.models.ops.cpu_ops import CpuOps
 from ramify.models.ops.layer_loop import LayerLoop
@@ -31,12 +31,12 @@ from tests.cpu.tiny_models import ops_of
 
 
 @pytest.mark.parametrize(
-    ("dtype", "has_bf16_dot", "has_amx", "strategies", "ops"),
+    ("dtype", "has_bf16_dot", "has_amx", "strategies"),
     [
-        (torch.float32, True, True, ("onednn", "padded"), "cpu"),
-        (torch.bfloat16, False, False, ("plain",), "cpu"),
-        (torch.bfloat16, True, False, ("onednn", "plain"), "cpu"),
-        (torch.bfloat16, True, True, ("onednn", "plain"), "torch"),
+        (torch.float32, True, True, ("onednn", "padded", "blocks")),
+        (torch.bfloat16, False, False, ("plain", "blocks")),
+        (torch.bfloat16, True, False, ("onednn", "plain", "blocks")),
+        (torch.bfloat16, False, True, ("onednn", "plain", "blocks")),
     ],
 )
 def test_what_is_tried_depends_on_cpu_features(
@@ -45,32 +45,17 @@ def test_what_is_tried_depends_on_cpu_features(
     has_bf16_dot: bool,
     has_amx: bool,
     strategies: tuple[str, ...],
-    ops: str,
 ) -> None:
-    """oneDNN in bfloat16 only with AVX-512-BF16 or AMX; with AMX torch instead of our kernels."""
+    """oneDNN in bfloat16 only with AVX-512-BF16 or AMX; our kernels before torch, with AMX too."""
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bf16_dot, raising=False)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx, raising=False)
-    monkeypatch.setattr(registry, "onednn_supports", lambda _: None)
 
     choice = select_ops("auto", dtype, torch.device("cpu"))
 
     assert strategy_order(dtype) == strategies
     if CpuOps.supports(dtype, torch.device("cpu")) is None:
-        assert choice.name == ops
-    assert ("AMX" in choice.reason) == (ops == "torch")
+        assert choice.name == "cpu"
     assert choice.rejected.keys() == OPS.keys() - {choice.name}
-
-
-def test_amx_without_onednn_takes_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reason says what is missing."""
-    pytest.importorskip("numba", reason="the kernels need the extra ramify[cpu]")
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True, raising=False)
-    monkeypatch.setattr(registry, "onednn_supports", lambda _: "torch was built without oneDNN")
-
-    choice = select_ops("auto", torch.bfloat16, torch.device("cpu"))
-
-    assert choice.name == "cpu"
-    assert "oneDNN would use this CPU's AMX, but torch was built without oneDNN" in choice.reason
 
 
 def test_the_option_names_every_implementation() -> None:

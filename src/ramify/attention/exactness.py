@@ -31,6 +31,9 @@ PROBE_ROW_COUNTS = (*range(1, 17), 24, 31, 32, 33, 64, 100, 127, 128, 257, 512)
 # Rows of a float32 matmul have the same bits at all multiples of 8 rows (measured: AVX2, AVX-512).
 FP32_ROW_MULTIPLE = 8
 EXTRA_ROWS = 9  # beyond the largest count, so that it too is tried at two offsets
+PROBE_OUTPUTS = (
+    2**14
+)  # of small counts, over all offsets: one output in thousands shows a difference
 BATCHED, ROW_BY_ROW = "batched", "row_by_row"  # strategies: all rows in one call, a call per row
 
 
@@ -55,13 +58,15 @@ def batch_variant_row_counts(
         rows: [total, ...], random: structured values can hide differences.
         counts: each from 1 to `total`.
 
-    Each count is tried at offset 0 and at an odd offset further on.
+    Each count is tried at offset 0 and further on, a small one at several offsets.
     """
     total = rows.shape[0]
     reference = _bits(op(rows))
+    num_rows = min(128, max(16, PROBE_OUTPUTS // max(1, reference[0].numel())))
     differing = []
     for count in counts:
-        for start in sorted({0, (5 * count + 3) % (total - count + 1)}):
+        steps = range(5 * count + 3, 5 * count + 3 + max(count, num_rows), count)
+        for start in sorted({0, *(step % (total - count + 1) for step in steps)}):
             bits = _bits(op(rows[start : start + count]))
             if not torch.equal(bits, reference[start : start + count]):
                 differing.append(count)

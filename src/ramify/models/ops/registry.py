@@ -14,7 +14,6 @@ from ramify.models.ops.cpu_ops import CpuOps
 from ramify.models.ops.probe import dtype_name
 from ramify.models.ops.protocol import Ops
 from ramify.models.ops.quantized import Weight
-from ramify.models.ops.torch_linear import has_amx, onednn_supports
 from ramify.models.ops.torch_ops import TorchOps
 
 # In the order of "auto".
@@ -55,20 +54,13 @@ def select_ops(name: str, dtype: torch.dtype, device: torch.device) -> OpsChoice
     """
     if name != "auto" and name not in OPS:
         raise ConfigError(f"ops={name!r} does not exist; choose auto, {', '.join(OPS)}")
-    order, hint = [*OPS], ""
-    if device.type == "cpu" and dtype == torch.bfloat16 and has_amx():
-        reason = onednn_supports(torch.ones(8, 8, dtype=dtype))
-        hint = f"; oneDNN would use this CPU's AMX, but {reason}"
-        if reason is None:
-            order.sort(key=lambda other: other == "cpu")
-            hint = "; this CPU has AMX, which oneDNN uses and the kernels of cpu do not"
     reasons = {other: ops.supports(dtype, device) for other, ops in OPS.items()}
-    usable = [other for other in order if reasons[other] is None]
+    usable = [other for other in OPS if reasons[other] is None]
     chosen = name if name != "auto" else usable[0]
     if reasons[chosen] is not None:
         raise ConfigError(f"ops={name!r} cannot be used here: {reasons[chosen]}; use ops='auto'")
     reason = "asked for"
     if name == "auto":
-        reason = f"the first of {', '.join(order)} that computes {dtype_name(dtype)} on {device.type}{hint}"
+        reason = f"the first of {', '.join(OPS)} that computes {dtype_name(dtype)} on {device.type}"
     rejected = {other: reasons[other] or "would do" for other in OPS if other != chosen}
     return OpsChoice(chosen, OPS[chosen], reason, rejected)
