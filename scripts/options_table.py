@@ -38,7 +38,7 @@ ramify serve path/to/checkpoint --kv-cache-tokens 65536 --policy lru
 ```
 
 `--config FILE` reads flags of these commands from a TOML file, engine options and others, flat or below
-the name of a section. A flag on the command line goes before the file.
+the name of a section. A flag on the command line overrides the file.
 
 ```toml
 port = 8001

@@ -118,18 +118,12 @@ def test_blocks_serve_a_gemm_that_depends_on_the_number_of_rows(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     """As torch's bfloat16 GEMM with AMX: calls of one shape are what remains but for single rows."""
+    linear_of_torch = F.linear
 
-    class RowCountGemm:
-        @staticmethod
-        def linear(
-            x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None
-        ) -> torch.Tensor:
-            return torch_linear(x, matrix, bias) * (1 + x.shape[0] / 1024)
+    def gemm(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return linear_of_torch(x, matrix, bias) * (1 + x.shape[0] / 1024)
 
-        pad = F.pad
-
-    torch_linear = F.linear
-    monkeypatch.setattr("ramify.models.ops.torch_linear.F", RowCountGemm)
+    monkeypatch.setattr(F, "linear", gemm)
     weight = random(100, 64, dtype=dtype)
 
     linear, verdict = choose_torch_linear(
@@ -141,38 +135,54 @@ def test_blocks_serve_a_gemm_that_depends_on_the_number_of_rows(
     assert batch_variant_row_counts(linear, random(521, 64, dtype=dtype), PROBE_ROW_COUNTS) == ()
 
 
-@pytest.mark.parametrize("shape", [(80, 60), (154, 60), (1024, 96)])
+@pytest.mark.parametrize("shift", [None, 0.0, 200.0])
+@pytest.mark.parametrize("shape", [(80, 60), (154, 60), (1024, 60), (1024, 96)])
 def test_the_probe_sees_the_last_bit_of_a_sum_behind_bfloat16(
-    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], shift: float | None
 ) -> None:
     """One row alone is summed in another order: one random output in 10,000 or more shows it."""
 
-    class OneRowGemm:
-        @staticmethod
-        def linear(
-            x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None
-        ) -> torch.Tensor:
-            if len(x) > 1:
-                return (x.double() @ matrix.double().T).float().bfloat16()
+    def gemm(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        sums = (x.double() @ matrix.double().T).float()
+        if len(x) == 1:
             half = x.shape[1] // 2
-            parts = x.split(half, 1), matrix.split(half, 1)
-            sums = [a.float() @ b.float().T for a, b in zip(*parts, strict=True)]
-            return torch.stack(sums).sum(0).bfloat16()
+            parts = zip(x.float().split(half, 1), matrix.float().split(half, 1), strict=True)
+            sums = torch.stack([a @ b.T for a, b in parts]).sum(0)
+        return (sums if bias is None else sums + bias).bfloat16()
 
-        pad = F.pad
+    monkeypatch.setattr(F, "linear", gemm)
+    bias = None if shift is None else shift + random(shape[0], dtype=torch.bfloat16)
 
-    monkeypatch.setattr("ramify.models.ops.torch_linear.F", OneRowGemm)
-
-    _, verdict = choose_torch_linear(
+    linear, verdict = choose_torch_linear(
         random(*shape, dtype=torch.bfloat16),
-        None,
+        bias,
         exact=True,
         store=ProbeStore(None),
         candidates=("plain", "blocks"),
     )
 
+    zeros = linear(torch.zeros(1, shape[1], dtype=torch.bfloat16))[0]
+    assert torch.equal(zeros, torch.zeros_like(zeros) if bias is None else bias)
     assert verdict.strategy == "blocks"
     assert "plain: rows differ at 1 rows" in verdict.reason
+
+
+def test_a_weight_that_is_not_finite_is_probed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A NaN does not blind the probe to the other outputs."""
+    linear_of_torch = F.linear
+
+    def gemm(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return linear_of_torch(x, matrix, bias) * (1 + x.shape[0] / 128)
+
+    monkeypatch.setattr(F, "linear", gemm)
+    weight = random(100, 64, dtype=torch.bfloat16)
+    weight[3, 5] = torch.nan
+
+    _, verdict = choose_torch_linear(
+        weight, None, exact=True, store=ProbeStore(None), candidates=("plain",)
+    )
+
+    assert verdict.strategy == "row_by_row"
 
 
 def test_row_by_row_is_the_last_resort() -> None:

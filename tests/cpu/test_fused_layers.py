@@ -228,7 +228,7 @@ print(torch.get_num_threads())
     assert result.stdout.strip() == "1", result.stderr
 
 
-@pytest.mark.parametrize("strategy", ["torch", "onednn", "padded", "row_by_row"])
+@pytest.mark.parametrize("strategy", ["torch", "onednn", "padded", "blocks", "row_by_row"])
 def test_torch_operations_are_not_fused(folder: Path, strategy: str) -> None:
     """They are called one by one, with results close to those of the fused layers."""
     fused = decoder(folder, "qwen2", "float32")

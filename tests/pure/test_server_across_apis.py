@@ -205,6 +205,16 @@ def test_a_refusal_is_in_the_prompt_beside_the_content_or_within() -> None:
         assert prompts[0] == prompts[1]
 
 
+def test_only_an_assistant_refuses() -> None:
+    """The field in a message of the user does not enter the prompt."""
+    plain, extended = (
+        ask("/tokenize", {"messages": [{"role": "user", "content": "Yes"} | extra]}).json["tokens"]
+        for extra in ({}, {"refusal": "I cannot"})
+    )
+
+    assert plain == extended
+
+
 def test_nothing_cannot_be_compacted() -> None:
     """400: the model would summarise an empty conversation."""
     answer = send("/v1/responses/compact", {"input": None})

@@ -28,12 +28,14 @@ logger = logging.getLogger(__name__)
 # 1..16 because libraries switch kernels there: float32 F.linear differs at 1-3, 5-7 and 9-11 rows
 # with AVX2 and AVX-512. The others are near sizes at which work is split among threads.
 PROBE_ROW_COUNTS = (*range(1, 17), 24, 31, 32, 33, 64, 100, 127, 128, 257, 512)
+PROBE_VERSION = (
+    2  # part of a verdict's key: a stronger probe forgets the verdicts of the one before
+)
 # Rows of a float32 matmul have the same bits at all multiples of 8 rows (measured: AVX2, AVX-512).
 FP32_ROW_MULTIPLE = 8
+# Small counts are tried on this many rows, fewer of wide results: one output in thousands shows a difference.
+MANY_ROWS, FEW_ROWS, WIDE = 64, 16, 2**15
 EXTRA_ROWS = 9  # beyond the largest count, so that it too is tried at two offsets
-PROBE_OUTPUTS = (
-    2**14
-)  # of small counts, over all offsets: one output in thousands shows a difference
 BATCHED, ROW_BY_ROW = "batched", "row_by_row"  # strategies: all rows in one call, a call per row
 
 
@@ -58,11 +60,11 @@ def batch_variant_row_counts(
         rows: [total, ...], random: structured values can hide differences.
         counts: each from 1 to `total`.
 
-    Each count is tried at offset 0 and further on, a small one at several offsets.
+    Each count is tried at offset 0 and further on, a small count at several offsets.
     """
     total = rows.shape[0]
     reference = _bits(op(rows))
-    num_rows = min(128, max(16, PROBE_OUTPUTS // max(1, reference[0].numel())))
+    num_rows = MANY_ROWS if reference[0].numel() < WIDE else FEW_ROWS
     differing = []
     for count in counts:
         steps = range(5 * count + 3, 5 * count + 3 + max(count, num_rows), count)
@@ -117,8 +119,9 @@ def _bits(values: Tensor) -> Tensor:
 
 
 def machine_key() -> str:
-    """Key of the machine: what selects a library's kernels beside shape and dtype, as one line."""
+    """Key of probe and machine: what selects a library's kernels beside shape and dtype, as one line."""
     parts = [
+        f"probe {PROBE_VERSION}",
         platform.machine(),
         _cpu_name(),
         torch.backends.cpu.get_cpu_capability(),

@@ -25,7 +25,7 @@ def pack_units(units: Iterable[int]) -> bytes:
             raise InvalidKeyError(f"token id {units.min()} is negative; ids are in 0..{2**64 - 1}")
         return units.astype(np.uint64).tobytes()
     if isinstance(units, str | bytes | bytearray | set | frozenset | dict):
-        raise InvalidKeyError(f"a {type(units).__name__} is no sequence of token ids")
+        raise InvalidKeyError(f"a {type(units).__name__} is not a sequence of token ids")
     try:
         return array("Q", units).tobytes()
     except (OverflowError, TypeError) as error:

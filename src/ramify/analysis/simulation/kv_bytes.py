@@ -28,7 +28,8 @@ def kv_token_bytes(model: str) -> int:
     dtype = str(values.get("torch_dtype") or values.get("dtype") or "bfloat16")
     if dtype not in DTYPE_BYTES:
         raise CheckpointError(
-            f"K/V of {model} is in {dtype!r}, not in {', '.join(DTYPE_BYTES)}; give capacities in tokens"
+            f"K/V of {model} is in {dtype!r}, not in {', '.join(DTYPE_BYTES)}; "
+            "give capacities in tokens, without a model"
         )
     if config.mla is None:
         width = 2 * config.num_kv_heads * config.head_dim

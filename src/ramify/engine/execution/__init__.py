@@ -1,4 +1,6 @@
-"""Execution of step plans with torch. With `exactness_check`, the only part of the engine that imports it.
+"""Execution of step plans with torch.
+
+With `exactness_check`, the only part of the engine that imports torch.
 
 In reading order:
 

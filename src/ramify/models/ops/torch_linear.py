@@ -13,20 +13,21 @@ from torch import Tensor
 from ramify.attention.exactness import (
     EXTRA_ROWS,
     FP32_ROW_MULTIPLE,
+    MANY_ROWS,
     PROBE_ROW_COUNTS,
     Exactness,
     ProbeStore,
     batch_variant_row_counts,
 )
 from ramify.errors import ConfigError
-from ramify.models.ops.probe import dtype_name, random_rows
+from ramify.models.ops.probe import cancelled_rows, dtype_name, random_rows
 from ramify.models.ops.protocol import RowOp
 from ramify.models.ops.quantized import QuantizedWeight, Weight, as_tensor
 
 # The number of rows for which oneDNN lays out packed weights. Of 1, 16, 64 and 512, 16 was never
 # slower beyond noise, at any number of rows (measured, AVX2, 896 x 4864 and 4864 x 896).
 ONEDNN_PACK_ROWS = 16
-# Rows per call of `blocks`: enough for AMX, while one row costs little more than its weights' bytes.
+# Rows per call of `blocks`: AMX multiplies 16 or 32 at a time; a single row costs as much as all of them.
 BLOCK_ROWS = 32
 # Row counts to probe, fewer for large matrices; each set has a count that is split between threads.
 PROBE_COUNTS = (
@@ -34,8 +35,6 @@ PROBE_COUNTS = (
     (*range(1, 10), 11, 15, 16, 24, 33, 127, 512),
     (1, 2, 5, 16, 64),
 )
-# Outputs per row whose sums cancel in the rows of a bfloat16 probe.
-CANCELLED_OUTPUTS = 128
 # Per matrix: about 1 s on two AVX2 cores, once per machine.
 PROBE_MULTIPLY_ADDS = 80e9
 
@@ -123,7 +122,7 @@ TORCH_LINEARS: dict[str, Callable[[Weight, Tensor | None], RowOp]] = {
     "blocks": _blocks,
     # F.linear per row: independent by construction, reads the weight once per row
     "row_by_row": _row_by_row,
-    # F.linear: rows independent in bfloat16, not in float32
+    # F.linear: rows independent in bfloat16 without AMX, not in float32
     "plain": _plain,
 }
 
@@ -207,6 +206,8 @@ def choose_torch_linear(
     # Every strategy passes on a constant matrix: do not store such a verdict.
     if is_constant(weight):
         store = ProbeStore(None)
+    # A bias would hide the sums that cancel.
+    probe_bias = None if bias is None else torch.zeros_like(bias)
     # Packing is expensive: reuse the linear that the probe built.
     built: dict[str, TorchLinear] = {}
 
@@ -214,7 +215,7 @@ def choose_torch_linear(
         failures = list(skipped)
         for strategy in order:
             built.clear()  # never two packed copies of a large matrix
-            built[strategy] = TorchLinear(weight, bias, strategy=strategy)
+            built[strategy] = TorchLinear(weight, probe_bias, strategy=strategy)
             differing = _batch_variant_counts(built[strategy], weight)
             if not differing:
                 return strategy, "; ".join([*failures, "rows agree at every count tried"])
@@ -224,7 +225,7 @@ def choose_torch_linear(
     verdict = store.verdict(
         operation, shape, weight.dtype, probe, strategies=(*order, "row_by_row")
     )
-    linear = built.get(verdict.strategy)
+    linear = built.get(verdict.strategy) if bias is None else None
     return linear or TorchLinear(weight, bias, strategy=verdict.strategy), verdict
 
 
@@ -235,31 +236,19 @@ def is_constant(weight: Weight) -> bool:
 
 
 def _batch_variant_counts(linear: TorchLinear, weight: Weight) -> tuple[int, ...]:
-    """The row counts at which the linear is not batch-invariant, tried with random rows."""
+    """The row counts at which the linear is not batch-invariant; in bfloat16 tried on sums that cancel."""
     counts = probe_counts(weight)
     rows = random_rows(max(counts) + EXTRA_ROWS, weight.shape[1], weight.dtype).to(weight.device)
     if weight.dtype == torch.bfloat16:
-        rows = _cancelled(rows, as_tensor(weight))
+        rows = cancelled_rows(rows, as_tensor(weight))
     return batch_variant_row_counts(linear, rows, counts)
-
-
-def _cancelled(rows: Tensor, matrix: Tensor) -> Tensor:
-    """The rows, made nearly orthogonal to some of the matrix's: those sums cancel.
-
-    Kernels that add in another order differ in the last bits of a float32 sum. Rounded to bfloat16,
-    one random sum in 10,000 to 100,000 shows it (measured, oneDNN with AMX); a sum that is 2^-8 of its
-    terms shows 8 bits more.
-    """
-    num_outputs = min(CANCELLED_OUTPUTS, matrix.shape[0], matrix.shape[1] // 2)
-    basis = torch.linalg.qr(matrix[:num_outputs].float().T).Q
-    random = rows.float()
-    cancelled: Tensor = random - random @ basis @ basis.T
-    return cancelled.to(rows.dtype)
 
 
 def probe_counts(weight: Weight) -> tuple[int, ...]:
     """The largest set of PROBE_COUNTS that is affordable for a matrix of this size."""
     affordable = [
-        counts for counts in PROBE_COUNTS if 2 * sum(counts) * weight.numel() <= PROBE_MULTIPLY_ADDS
+        counts
+        for counts in PROBE_COUNTS
+        if sum(n + max(n, MANY_ROWS) for n in counts) * weight.numel() <= PROBE_MULTIPLY_ADDS
     ]
     return affordable[0] if affordable else PROBE_COUNTS[-1]

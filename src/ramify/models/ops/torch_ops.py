@@ -28,7 +28,7 @@ from ramify.models.ops.functional import (
 )
 from ramify.models.ops.layer_loop import LayerLoop
 from ramify.models.ops.mlp import LoopedExperts, Mlp
-from ramify.models.ops.probe import dtype_name, probe_row_op, sample_rows
+from ramify.models.ops.probe import cancelled_rows, dtype_name, probe_row_op, sample_rows
 from ramify.models.ops.protocol import (
     Activation,
     DecoderLayer,
@@ -168,11 +168,17 @@ class TorchOps:
         """See `Ops`."""
         weight = self.weight(f"{name}.weight").unflatten(0, (num_heads, -1))[:, rows]
         weight = weight.transpose(1, 2) if transpose else weight
+        samples = self._samples(*weight.shape[:2])
+
+        def cancelled() -> tuple[Tensor, ...]:
+            (rows,) = samples()
+            return (cancelled_rows(rows.transpose(0, 1), weight.mT).transpose(0, 1),)
+
         op = self.row_op(
             "per-head matmul",
             partial(per_head_matmul, matrices=weight),
             tuple(weight.shape),
-            self._samples(*weight.shape[:2]),
+            cancelled if self.dtype == torch.bfloat16 else samples,
         )
         return TorchHeadLinear(weight, op)
 

@@ -183,13 +183,18 @@ def reject_unsupported(request: ChatRequest) -> None:
 
 
 def message_text(message: ChatMessage, where: str) -> str:
-    """The text of a message: its content and the refusal beside it, on lines of their own.
+    """The text of a message: its content and an assistant's refusal beside it, on lines of their own.
 
     Raises:
         ApiError: as `content_text`.
     """
     text = content_text(message.content, content_path(where))
-    return "\n".join(filter(None, (text, message.refusal)))
+    return "\n".join(filter(None, (text, _refusal(message))))
+
+
+def _refusal(message: ChatMessage) -> str | None:
+    """The refusal of an assistant's message; other roles have none."""
+    return message.refusal if message.role == "assistant" else None
 
 
 def content_text(content: str | list[ContentPart] | None, where: str) -> str:
@@ -318,8 +323,8 @@ def message_parts(
                 parts.append(PromptPart(path, variants, own_ttl_s))
         elif message.content:
             parts.append(PromptPart(where, text_variants(message.content)))
-        if message.refusal:
-            parts.append(PromptPart(f"{name}.refusal", text_variants(message.refusal)))
+        if refusal := _refusal(message):
+            parts.append(PromptPart(f"{name}.refusal", text_variants(refusal)))
         parts += [
             PromptPart(f"{name}.tool_calls[{index}]", (call.function.name,))
             for index, call in enumerate(message_calls(message))
