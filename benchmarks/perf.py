@@ -1,6 +1,7 @@
 """Compare the engine's speed with the stored baseline; fail if it became slower.
 
     make perf                          against benchmarks/perf_baseline.json
+    make perf ARGS="--against HEAD~5"  against another commit, on any machine
     make perf ARGS="--save"            measure this commit and store it as the baseline
     make perf ARGS="--plant 1.10"      slow every step down by 10 %: must fail
     make perf ARGS="--cells 1x128x32,8x512x128 --pairs 20"
@@ -14,8 +15,8 @@ its sources are checked out beside these and run in a process of their own, taki
 tree on the same prompts. A cell with a figure whose median ratio is above 1.05 is measured on, until
 it has three times as many pairs; the figure fails when the median of all of them is above 1.05 and
 the 95 % interval of that median lies above 1. The stored seconds are shown beside today's and judge
-nothing. A gain hides the slowdowns that follow it: where this tree is as clearly faster, it says so,
-and a new baseline should be stored.
+nothing; `--against` does without them. A gain hides the slowdowns that follow it: where this tree is
+as clearly faster, it says so, and a new baseline should be stored.
 
 Beside the times on the wall, the processor time of the whole request is judged: neighbours who take
 the processor away lengthen the former and hardly the latter. By default one thread computes, since
@@ -213,23 +214,32 @@ def save(args: argparse.Namespace) -> None:
     print(f"stored {len(cells)} cells of {revision} in {args.baseline}")
 
 
-def compare(args: argparse.Namespace) -> int:
-    """Measure this tree against the baseline's commit; returns the exit status."""
+def stored_baseline(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the stored baseline, checked against this machine and --cells."""
     if not args.baseline.is_file():
         raise SystemExit(f"{args.baseline} is missing; write it on a clean commit with --save")
-    stored = json.loads(args.baseline.read_text("utf-8"))
+    stored: dict[str, Any] = json.loads(args.baseline.read_text("utf-8"))
     differs = mismatches(stored["metadata"], metadata(args))
     if differs:
         raise SystemExit(
             "the baseline cannot be compared with:\n  "
             + "\n  ".join(differs)
-            + "\nmake both alike, or store a baseline of here with --save"
+            + f"\nmake both alike, name the commit with --against {stored['commit']}, "
+            "or store a baseline of here with --save"
         )
     absent = [shape.short for shape in args.cells if shape.name not in stored["cells"]]
     if absent:
         raise SystemExit(
             f"the baseline has no {', '.join(absent)}; store one with all --cells with --save"
         )
+    return stored
+
+
+def compare(args: argparse.Namespace) -> int:
+    """Measure this tree against the baseline's commit; returns the exit status."""
+    stored = (
+        {"commit": args.against, "cells": {}} if args.against is not None else stored_baseline(args)
+    )
     sides = Sides(args, sources_of(stored["commit"], args.scratch))
     try:
         now, base = sides.measure(args.cells, args.pairs)
@@ -269,7 +279,7 @@ def compare(args: argparse.Namespace) -> int:
             f"this table would still pass; store this commit with --save"
         )
     if not slower:
-        print(f"\nno figure is slower than at {stored['commit']} ({stored['date']})")
+        print(f"\nno figure is slower than at {stored['commit']}")
     return 1 if slower else 0
 
 
@@ -284,7 +294,12 @@ def _table(now: Found, base: Found, stored: dict[str, Any], verdicts: list[Verdi
             continue
         cell, mine = shape.name, now[shape.name]
         total = Spread.of(mine["end_to_end_s"])
-        before = stored["cells"][cell]["end_to_end_s"]
+        before = "–"
+        if cell in stored["cells"]:
+            spread = stored["cells"][cell]["end_to_end_s"]
+            before = (
+                f"{spread['mid'] * 1e3:.0f} ({spread['low'] * 1e3:.0f}–{spread['high'] * 1e3:.0f})"
+            )
         lines.append(
             f"| {cell} | {total.mid * 1e3:.0f} ({total.low * 1e3:.0f}–{total.high * 1e3:.0f}) "
             f"| {shape.batch * shape.decode / total.mid:,.0f} "
@@ -293,7 +308,7 @@ def _table(now: Found, base: Found, stored: dict[str, Any], verdicts: list[Verdi
             f"| {Spread.of(mine['ttft_s']).mid * 1e3:.1f} | {_interval(by_figure[cell, 'ttft_s'])} "
             f"| {Spread.of(mine['between_tokens_s']).mid * 1e3:.2f} "
             f"| {_interval(by_figure[cell, 'between_tokens_s'])} "
-            f"| {before['mid'] * 1e3:.0f} ({before['low'] * 1e3:.0f}–{before['high'] * 1e3:.0f}) |"
+            f"| {before} |"
         )
     return "\n".join(lines)
 
@@ -312,6 +327,7 @@ def main() -> int:
         "--plant", type=float, default=1.0, help="slow each step down so many times"
     )
     parser.add_argument("--cells", type=shapes, default=list(SHAPES), help="such as 1x128x32,...")
+    parser.add_argument("--against", metavar="COMMIT", help="instead of the stored baseline's")
     parser.add_argument("--save", action="store_true", help="store a baseline instead")
     parser.add_argument("--baseline", type=Path, default=ROOT / "benchmarks" / "perf_baseline.json")
     parser.add_argument("--scratch", type=Path, default=ROOT / "build" / "bench-models")
