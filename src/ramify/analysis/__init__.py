@@ -1,9 +1,11 @@
 """The analyser: what requests in a log share, why hits are lost, and what a change would save.
 
-`formats` turn the rows of a log into `records`; `corpus` stores each text once. `sharing` has the tree
-of prefixes, `causes` say why a request could not read what an earlier one wrote, `providers` have the
-cache rules of vendors and engines, `savings` replays a mended log, `simulation` a cache of finite
-capacity, `report` draws all of it. No torch.
+`inputs` opens files and `formats` turn their rows into `records`; `corpus` stores each text once.
+`linting` is the way from there to a report: `matching` finds the earlier request that shares most,
+`diff` compares the two, `causes` say why the later one could not read what the earlier one wrote,
+`providers` have the cache rules of vendors and engines, `savings` mends the log and replays it.
+`sharing` has the tree of prefixes, `simulation` a cache of finite capacity, `report` draws all of it.
+No torch.
 """
 
 from __future__ import annotations

@@ -183,6 +183,18 @@ class Corpus:
         stored = (self.units[unit] for unit in request.units)
         return sum(unit.num_tokens for unit in stored if unit.kind is not SegmentKind.SETTING)
 
+    @property
+    def has_token_ids(self) -> bool:
+        """Whether all content is token ids of the log, so that no tokenizer counts anything."""
+        return all(
+            unit.form is TextForm.TOKENS or unit.kind is SegmentKind.SETTING for unit in self.units
+        )
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether token counts are exact, not estimates."""
+        return self.has_token_ids or self.tokenizer.is_exact
+
     def _encode(self, text: str, form: TextForm, label: str) -> Tokens:
         if form is TextForm.TOKENS:
             tokens = spread_ids(np.array(text.split(), np.int64))

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ramify.analysis.comparing import Comparer
 from ramify.analysis.corpus import Corpus
+from ramify.analysis.diff.comparing import Comparer
 from ramify.analysis.linting import learn_templates
 from ramify.analysis.log_files import read_log
 from ramify.analysis.records import LoggedRequest
@@ -57,7 +57,7 @@ def explain(
             Cause(item.cause, item.certainty, item.segment, str(item.had), str(item.got))
             for item in comparison.differences
         ),
-        is_exact=corpus.tokenizer.is_exact,
+        is_exact=corpus.is_exact,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ramify.analysis.mending import Fix, generalise
+from ramify.analysis.savings.mending import Fix, generalise
 from ramify.analysis.verdicts import (
     Cause,
     CauseName,

@@ -10,22 +10,22 @@ from typing import Any
 
 from ramify.analysis.causes.evidence import LogFacts, MatchFacts
 from ramify.analysis.causes.outside import outside_causes, unread_writes
-from ramify.analysis.comparing import Comparer
+from ramify.analysis.causes.templates import Templates
 from ramify.analysis.corpus import Corpus, StoredRequest
+from ramify.analysis.diff.comparing import Comparer
 from ramify.analysis.findings import group_causes, order_by_saving
 from ramify.analysis.log_files import read_log
-from ramify.analysis.matching import Match, Matcher
-from ramify.analysis.mended_units import VALUES
-from ramify.analysis.mending import Mender
+from ramify.analysis.matching.best_match import Match, Matcher
 from ramify.analysis.providers.agreement import report_tables
 from ramify.analysis.providers.prompts import Prediction
 from ramify.analysis.providers.replay import CacheModel, prompts_of
 from ramify.analysis.providers.rules import Rules, load_rules
 from ramify.analysis.reading import ReadQuality
-from ramify.analysis.records import LoggedRequest, SegmentKind, TextForm
+from ramify.analysis.records import LoggedRequest, SegmentKind
 from ramify.analysis.savings import measure_savings
+from ramify.analysis.savings.mended_units import VALUES
+from ramify.analysis.savings.mending import Mender
 from ramify.analysis.simulation.capacities import parse_capacity
-from ramify.analysis.templates import Templates
 from ramify.analysis.tokens import Tokenizer
 from ramify.analysis.verdicts import (
     LEGITIMATE,
@@ -342,11 +342,8 @@ def _merge_causes(match: Match) -> list[Cause]:
 
 def _quality(corpus: Corpus, quality: ReadQuality) -> dict[str, Any]:
     out = quality.as_json()
-    has_ids = all(
-        unit.form is TextForm.TOKENS or unit.kind is SegmentKind.SETTING for unit in corpus.units
-    )
-    out["tokenizer"] = "of the log" if has_ids else corpus.tokenizer.name
-    out["is_exact"] = has_ids or corpus.tokenizer.is_exact
+    out["tokenizer"] = "of the log" if corpus.has_token_ids else corpus.tokenizer.name
+    out["is_exact"] = corpus.is_exact
     out["num_with_usage"] = sum(r.info.usage.num_input is not None for r in corpus)
     out["num_with_times"] = sum(r.info.start_s is not None for r in corpus)
     out["num_with_conversation"] = sum(r.info.conversation is not None for r in corpus)

@@ -186,14 +186,13 @@ class ProbeStore:
             probe: returns (strategy, reason).
             strategies: the usable strategies in order of preference; part of the key.
         """
-        dtype_name = str(dtype).removeprefix("torch.")
-        key = f"{machine_key()} | {operation} {'x'.join(map(str, shape))} {dtype_name}"
+        key = f"{machine_key()} | {operation} {'x'.join(map(str, shape))} {dtype_name(dtype)}"
         key += f" of {' '.join(strategies)}"
         stored = self._verdicts.get(key)
         if stored is not None and stored.strategy in strategies:
             return stored
         strategy, reason = probe()
-        verdict = Exactness(operation, tuple(shape), dtype_name, strategy, reason)
+        verdict = Exactness(operation, tuple(shape), dtype_name(dtype), strategy, reason)
         self._verdicts[key] = verdict
         self._write()
         return verdict
@@ -236,3 +235,8 @@ def _parse(entry: dict[str, Any]) -> Exactness:
         raise ValueError("an entry must hold strings")
     operation, dtype, strategy, reason = texts
     return Exactness(operation, shape, dtype, strategy, reason)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The dtype as `Exactness.dtype` writes it: `float32`, not `torch.float32`."""
+    return str(dtype).removeprefix("torch.")

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ramify.attention.exactness import FP32_ROW_MULTIPLE, Exactness
+from ramify.attention.exactness import FP32_ROW_MULTIPLE, Exactness, dtype_name
 from ramify.attention.paged import PagedBackend
 from ramify.errors import CheckpointError, UnsupportedModelError
 from ramify.kv.pool import KVPool
@@ -30,7 +30,6 @@ from ramify.models.checkpoint_tensors import checkpoint_shapes
 from ramify.models.config import ModelConfig
 from ramify.models.hf_checks import AttentionCall, ProbeAttention, Run, check_calls, check_results
 from ramify.models.hf_config import first_line, is_foreign, may_be_recurrent
-from ramify.models.ops.probe import dtype_name
 from ramify.models.ops.protocol import ForwardStep, Linear, Ops
 from ramify.models.ops.registry import OpsFactory
 

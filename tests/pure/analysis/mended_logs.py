@@ -13,10 +13,10 @@ from pathlib import Path
 from ramify.analysis.corpus import Corpus
 from ramify.analysis.linting import Linted, lint_parts
 from ramify.analysis.log_files import read_log
-from ramify.analysis.mending import Fix
 from ramify.analysis.providers.replay import CacheModel, prompts_of
 from ramify.analysis.providers.rules import load_rules
 from ramify.analysis.savings import measure_savings
+from ramify.analysis.savings.mending import Fix
 from ramify.analysis.verdicts import Saving
 from tests.pure.analysis.planted_formats import FORMATS, planted_log, write_log
 from tests.pure.analysis.planted_logs import KINDS, LEGITIMATE, UNSEEN, Mended, PlantedLog

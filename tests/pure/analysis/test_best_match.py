@@ -7,7 +7,7 @@ import pytest
 from ramify.analysis import lint
 from ramify.analysis.corpus import Corpus
 from ramify.analysis.linting import learn_templates
-from ramify.analysis.matching import Matcher
+from ramify.analysis.matching.best_match import Matcher
 from ramify.analysis.records import LoggedRequest, Segment, SegmentKind
 
 WORDS = (

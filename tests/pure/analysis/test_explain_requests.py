@@ -53,6 +53,20 @@ def test_explain_names_all_differences_of_two_lines(log: Path, tmp_path: Path) -
     assert report["shared_if_mended"] > report["shared_as_sent"]
 
 
+def test_explain_counts_token_ids_of_the_log_exactly(tmp_path: Path) -> None:
+    log, target = tmp_path / "log.jsonl", tmp_path / "out.json"
+    prompts = [[*range(40), 7], [*range(40), 8, 9]]
+    log.write_text("".join(json.dumps({"model": "m", "prompt": ids}) + "\n" for ids in prompts))
+
+    code, output = run("explain", f"{log}:1", f"{log}:2")
+    assert code == 0, output
+    assert output.startswith("40 of 42 tokens are shared as sent")
+
+    code, output = run("explain", f"{log}:1", f"{log}:2", "--json", target)
+    assert code == 0, output
+    assert json.loads(target.read_text())["is_exact"] is True
+
+
 @pytest.mark.parametrize("num_later", [0, 2])
 def test_content_behind_a_value_is_named_in_its_own_message(tmp_path: Path, num_later: int) -> None:
     """A question behind a clock and equal text is new content of that message, not of the next."""

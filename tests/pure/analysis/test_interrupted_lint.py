@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from ramify.analysis import linting
 from ramify.analysis.log_files import read_log
-from ramify.analysis.matching import Matcher
+from ramify.analysis.matching.best_match import Matcher
 from ramify.cli import app
 
 NUM_REQUESTS = 90

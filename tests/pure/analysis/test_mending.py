@@ -7,11 +7,11 @@ import pytest
 
 from ramify.analysis.causes.spacing import places_in_text
 from ramify.analysis.corpus import Corpus
+from ramify.analysis.diff.normal_forms import write_as
 from ramify.analysis.linting import Linted, learn_templates, lint_parts
-from ramify.analysis.mended_tools import merge_tools
-from ramify.analysis.mending import Fix
-from ramify.analysis.normal_forms import write_as
 from ramify.analysis.records import LoggedRequest, Segment, SegmentKind, TextForm
+from ramify.analysis.savings.mended_tools import merge_tools
+from ramify.analysis.savings.mending import Fix
 from ramify.analysis.verdicts import CauseName
 
 RULES = "".join(f"Rule {n}: answer politely about topic {n}, and never guess. " for n in range(60))

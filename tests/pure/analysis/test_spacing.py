@@ -4,8 +4,8 @@ import random
 import re
 
 from ramify.analysis.causes.spacing import Respaced, SpacedText, find_respaced
-from ramify.analysis.normal_forms import normalise_spaces
-from ramify.analysis.text_diff import find_hunks
+from ramify.analysis.diff.normal_forms import normalise_spaces
+from ramify.analysis.diff.text_diff import find_hunks
 
 WORDS = [
     "a",

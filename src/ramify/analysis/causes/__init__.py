@@ -4,12 +4,12 @@ How `lint` comes to a verdict:
 
 1. `templates` learns which texts are equal but for a few values, and `values` judges each place at
    which they differ from all values seen there: a clock, an id, a path or state, or content.
-2. `matching` finds candidates for the best match in indexes that grow linearly with the log: radix
-   trees of the prompts as sent and as mended, and the newest requests with the same tools, conversation,
-   last message or lines. `comparing` compares each candidate exactly.
+2. `matching.best_match` finds candidates in indexes that grow linearly with the log: radix trees of
+   the prompts as sent and as mended, and the newest requests with the same tools, conversation, last
+   message or lines. `diff.comparing` compares each candidate exactly.
 3. A comparison walks both prompts side by side: settings, `tool_lists`, then system and messages
-   (`message_walk`). At a difference the rules are asked in order; waste is stepped over as if mended, so
+   (`diff.message_walk`). At a difference the rules are asked in order; waste is stepped over as if mended, so
    that what stands behind it shows too. The walk ends at content that legitimately differs.
 4. What text cannot show is judged by `outside` from times, usage and the provider's cache rule.
-5. `mending` makes the prompts as they would be without the causes, and `savings` replays them.
+5. `savings.mending` makes the prompts as they would be without the causes; `savings.measure` replays them.
 """

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
 
-from ramify.analysis.text_diff import DATE_WORDS
+from ramify.analysis.diff.text_diff import DATE_WORDS
 
 _SHAPES = re.compile(
     r"""(?ix)

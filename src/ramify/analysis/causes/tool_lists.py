@@ -6,12 +6,12 @@ import json
 from collections import Counter
 from dataclasses import dataclass, field
 
+from ramify.analysis.causes.templates import Templates
 from ramify.analysis.causes.unit_pairs import pair_differences
-from ramify.analysis.normal_forms import parse_json
-from ramify.analysis.prompt_sides import Difference, Side
-from ramify.analysis.quoting import Excerpt
-from ramify.analysis.templates import Templates
-from ramify.analysis.text_diff import common_prefix_len
+from ramify.analysis.diff.normal_forms import parse_json
+from ramify.analysis.diff.prompt_sides import Difference, Side
+from ramify.analysis.diff.quoting import Excerpt
+from ramify.analysis.diff.text_diff import common_prefix_len
 from ramify.analysis.verdicts import CauseName, Certainty
 
 _VALUES = frozenset({CauseName.CLOCK, CauseName.RANDOM_ID, CauseName.PATH_OR_STATE})

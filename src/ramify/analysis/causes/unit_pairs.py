@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from ramify.analysis.causes.spacing import SpacedText, find_respaced
+from ramify.analysis.causes.templates import Templates
 from ramify.analysis.causes.values import MAX_CONTEXT, SlotEvidence, SlotVerdict, judge_slot
 from ramify.analysis.corpus import Corpus
-from ramify.analysis.normal_forms import key_orders_differ, parse_json
-from ramify.analysis.prompt_sides import Difference
-from ramify.analysis.quoting import Excerpt
+from ramify.analysis.diff.normal_forms import key_orders_differ, parse_json
+from ramify.analysis.diff.prompt_sides import Difference
+from ramify.analysis.diff.quoting import Excerpt
+from ramify.analysis.diff.text_diff import common_prefix_len, shares_sentences
 from ramify.analysis.records import TextForm
-from ramify.analysis.templates import Templates
-from ramify.analysis.text_diff import common_prefix_len, shares_sentences
 from ramify.analysis.verdicts import CauseName, Certainty
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ramify.analysis.corpus import Corpus, StoredRequest
-from ramify.analysis.quoting import mask_secrets, shorten
+from ramify.analysis.diff.quoting import mask_secrets, shorten
 from ramify.analysis.records import SegmentKind
 from ramify.analysis.report.document import PrefixLeader, PrefixNode
 from ramify.analysis.report.reads import Counts, RequestReads

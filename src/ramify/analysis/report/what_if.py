@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from ramify.analysis.corpus import Corpus
 from ramify.analysis.linting import Linted
-from ramify.analysis.mending import Fix
 from ramify.analysis.report.document import WhatIf
 from ramify.analysis.savings import measure_savings
+from ramify.analysis.savings.mending import Fix
 from ramify.analysis.verdicts import LEGITIMATE
 
 MAX_FINDINGS = 4  # 16 sets, of which 5 are known

@@ -23,8 +23,8 @@ from ramify.analysis.savings.breakpoint_fixes import (
     keep_tool_breakpoints,
 )
 from ramify.analysis.savings.components import Components, component_key
+from ramify.analysis.savings.unseen_parts import HIDING
 from ramify.analysis.tokens import ESTIMATE_ERROR
-from ramify.analysis.unseen_parts import HIDING
 from ramify.analysis.verdicts import CauseName, Saving
 
 # Causes that other conditions mend, not another prompt.

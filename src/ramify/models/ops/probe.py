@@ -15,6 +15,7 @@ from ramify.attention.exactness import (
     ROW_BY_ROW,
     Exactness,
     ProbeStore,
+    dtype_name,
     probe_batch_invariance,
     row_by_row,
 )
@@ -89,8 +90,3 @@ def cancelled_rows(rows: Tensor, matrix: Tensor) -> Tensor:
     random = rows.float()
     cancelled: Tensor = random - random @ basis @ basis.mT
     return cancelled.to(rows.dtype)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The dtype as `Exactness.dtype` writes it: `float32`, not `torch.float32`."""
-    return str(dtype).removeprefix("torch.")

@@ -18,9 +18,10 @@ from ramify.attention.exactness import (
     Exactness,
     ProbeStore,
     batch_variant_row_counts,
+    dtype_name,
 )
 from ramify.errors import ConfigError
-from ramify.models.ops.probe import cancelled_rows, dtype_name, random_rows
+from ramify.models.ops.probe import cancelled_rows, random_rows
 from ramify.models.ops.protocol import RowOp
 from ramify.models.ops.quantized import QuantizedWeight, Weight, as_tensor
 

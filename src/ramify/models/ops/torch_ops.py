@@ -14,6 +14,7 @@ from ramify.attention.exactness import (
     FP32_ROW_MULTIPLE,
     Exactness,
     ProbeStore,
+    dtype_name,
 )
 from ramify.models.dense_variant import QkNormForm
 from ramify.models.moe_config import MoeConfig
@@ -28,7 +29,7 @@ from ramify.models.ops.functional import (
 )
 from ramify.models.ops.layer_loop import LayerLoop
 from ramify.models.ops.mlp import LoopedExperts, Mlp
-from ramify.models.ops.probe import cancelled_rows, dtype_name, probe_row_op, sample_rows
+from ramify.models.ops.probe import cancelled_rows, probe_row_op, sample_rows
 from ramify.models.ops.protocol import (
     Activation,
     DecoderLayer,

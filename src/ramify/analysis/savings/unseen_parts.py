@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from ramify.analysis.corpus import Corpus, StoredRequest
-from ramify.analysis.prompt_sides import PlacedUnit, WalkStep, is_reasoning
+from ramify.analysis.diff.prompt_sides import PlacedUnit, WalkStep, is_reasoning
 from ramify.analysis.records import Segment, SegmentKind
 from ramify.analysis.verdicts import CauseName
 

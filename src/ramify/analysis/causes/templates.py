@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 from ramify.analysis.causes.values import MAX_CONTEXT, SlotEvidence, SlotVerdict, judge_slot
 from ramify.analysis.corpus import Corpus
-from ramify.analysis.normal_forms import normalise
+from ramify.analysis.diff.normal_forms import normalise
+from ramify.analysis.diff.text_diff import Hunk, find_hunks
 from ramify.analysis.records import Segment, SegmentKind, TextForm
-from ramify.analysis.text_diff import Hunk, find_hunks
 
 MAX_FEATURES = 10
 MIN_SHARED = 60  # code points that a member has in common with its template before other content

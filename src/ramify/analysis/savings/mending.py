@@ -10,15 +10,15 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from ramify.analysis.causes.templates import Templates
 from ramify.analysis.corpus import Corpus, StoredRequest
-from ramify.analysis.matching import Match
-from ramify.analysis.mended_tools import merge_tools
-from ramify.analysis.mended_units import VALUES, MendedUnits
-from ramify.analysis.prompt_sides import Difference, PlacedUnit
+from ramify.analysis.diff.prompt_sides import Difference, PlacedUnit
+from ramify.analysis.matching.best_match import Match
 from ramify.analysis.records import SegmentKind
-from ramify.analysis.savings import AppliedFix
-from ramify.analysis.templates import Templates
-from ramify.analysis.unseen_parts import HIDING, Groups, UnseenParts
+from ramify.analysis.savings.measure import AppliedFix
+from ramify.analysis.savings.mended_tools import merge_tools
+from ramify.analysis.savings.mended_units import VALUES, MendedUnits
+from ramify.analysis.savings.unseen_parts import HIDING, Groups, UnseenParts
 from ramify.analysis.verdicts import CauseName
 
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from ramify.analysis.causes.unit_pairs import PairDifferences
 from ramify.analysis.corpus import Unit
-from ramify.analysis.mended_units import VALUES
-from ramify.analysis.prompt_sides import Difference, Side
+from ramify.analysis.diff.prompt_sides import Difference, Side
+from ramify.analysis.diff.text_diff import common_prefix_len
 from ramify.analysis.records import TextForm
-from ramify.analysis.text_diff import common_prefix_len
+from ramify.analysis.savings.mended_units import VALUES
 
 MIN_TAIL = 60  # code points behind a value in a summary, so that the summary is the same
 MIN_RECOVERED = 16  # tokens behind a value in a user's message, so that the value is waste

@@ -8,11 +8,11 @@ from functools import cached_property
 
 import numpy as np
 
+from ramify.analysis.causes.templates import Templates
 from ramify.analysis.corpus import Corpus, StoredRequest
-from ramify.analysis.quoting import NOTHING, Excerpt
+from ramify.analysis.diff.quoting import NOTHING, Excerpt
+from ramify.analysis.diff.summaries import is_reminder, is_summary
 from ramify.analysis.records import SegmentKind, TextForm
-from ramify.analysis.summaries import is_reminder, is_summary
-from ramify.analysis.templates import Templates
 from ramify.analysis.verdicts import LEGITIMATE, CauseName, Certainty
 
 PlacedUnit = tuple[int, str]  # unit, path

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ramify.analysis.comparing import PAGE_SIZE, Comparer, Comparison
+from ramify.analysis.causes.templates import Templates
 from ramify.analysis.corpus import Corpus, StoredRequest
-from ramify.analysis.hashed_matching import HashedIndex
-from ramify.analysis.prompt_sides import Difference, Side, WalkStep
+from ramify.analysis.diff.comparing import PAGE_SIZE, Comparer, Comparison
+from ramify.analysis.diff.prompt_sides import Difference, Side, WalkStep
+from ramify.analysis.matching.hashed_matching import HashedIndex
+from ramify.analysis.matching.unit_tree import Units, UnitTree
 from ramify.analysis.records import SegmentKind
-from ramify.analysis.templates import Templates
-from ramify.analysis.unit_tree import Units, UnitTree
 
 NUM_NEWEST = 3  # requests that an index remembers for a key
 MAX_CANDIDATES = 14

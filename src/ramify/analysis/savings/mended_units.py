@@ -9,10 +9,10 @@ from collections.abc import Collection
 import numpy as np
 
 from ramify.analysis.causes.spacing import places_in_text
+from ramify.analysis.causes.templates import Templates, replace_places
 from ramify.analysis.corpus import Corpus
-from ramify.analysis.normal_forms import key_orders_differ, parse_json, style_of, write_as
+from ramify.analysis.diff.normal_forms import key_orders_differ, parse_json, style_of, write_as
 from ramify.analysis.records import Segment, TextForm
-from ramify.analysis.templates import Templates, replace_places
 from ramify.analysis.verdicts import CauseName
 
 VALUES = frozenset(

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from ramify.analysis.causes.tool_lists import tool_name
 from ramify.analysis.corpus import Corpus
-from ramify.analysis.prompt_sides import PlacedUnit
+from ramify.analysis.diff.prompt_sides import PlacedUnit
 
 
 def merge_tools(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
-from ramify.analysis.context_blocks import MIN_BLOCK, split_block
-from ramify.analysis.prompt_sides import Side
+from ramify.analysis.diff.context_blocks import MIN_BLOCK, split_block
+from ramify.analysis.diff.prompt_sides import Side
+from ramify.analysis.diff.summaries import is_summary
 from ramify.analysis.records import TextForm
-from ramify.analysis.summaries import is_summary
 
 MIN_SAID = 8  # code points of a message that can tell conversations apart
 _WORD = re.compile(r"\w+")

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ramify.analysis.causes.templates import Templates
 from ramify.analysis.causes.tool_lists import compare_tools
-from ramify.analysis.continuations import is_continuation
 from ramify.analysis.corpus import Corpus, StoredRequest
-from ramify.analysis.history_changes import goes_on_from_summary
-from ramify.analysis.message_walk import MessageWalk
-from ramify.analysis.prompt_sides import Difference, Side, WalkStep
-from ramify.analysis.quoting import Excerpt, quote
+from ramify.analysis.diff.continuations import is_continuation
+from ramify.analysis.diff.history_changes import goes_on_from_summary
+from ramify.analysis.diff.message_walk import MessageWalk
+from ramify.analysis.diff.prompt_sides import Difference, Side, WalkStep
+from ramify.analysis.diff.quoting import Excerpt, quote
+from ramify.analysis.diff.text_diff import common_prefix_len
 from ramify.analysis.records import SegmentKind, TextForm
-from ramify.analysis.templates import Templates
-from ramify.analysis.text_diff import common_prefix_len
 from ramify.analysis.tokens import common_len
 from ramify.analysis.verdicts import CauseName, Certainty, Divergence
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import re
 
+from ramify.analysis.causes.templates import Templates
 from ramify.analysis.causes.unit_pairs import pair_differences, whitespace_of
-from ramify.analysis.context_blocks import MIN_BLOCK, mostly_in, split_block
 from ramify.analysis.corpus import Corpus
-from ramify.analysis.history_changes import HistoryChanges
-from ramify.analysis.hoisted_notes import HoistedNote, HoistedNotes
-from ramify.analysis.pair_outcome import is_reworded, judge_pair
-from ramify.analysis.prompt_sides import Difference, Side, WalkStep
-from ramify.analysis.quoting import Excerpt
+from ramify.analysis.diff.context_blocks import MIN_BLOCK, mostly_in, split_block
+from ramify.analysis.diff.history_changes import HistoryChanges
+from ramify.analysis.diff.hoisted_notes import HoistedNote, HoistedNotes
+from ramify.analysis.diff.pair_outcome import is_reworded, judge_pair
+from ramify.analysis.diff.prompt_sides import Difference, Side, WalkStep
+from ramify.analysis.diff.quoting import Excerpt
+from ramify.analysis.diff.text_diff import common_prefix_len
 from ramify.analysis.records import Segment, TextForm
-from ramify.analysis.templates import Templates
-from ramify.analysis.text_diff import common_prefix_len
 from ramify.analysis.tokens import common_len
 from ramify.analysis.verdicts import CauseName, Certainty
 

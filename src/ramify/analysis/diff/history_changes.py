@@ -6,8 +6,8 @@ from bisect import bisect_left
 from functools import cached_property
 
 from ramify.analysis.corpus import Corpus
-from ramify.analysis.prompt_sides import Side
-from ramify.analysis.summaries import is_compaction_item, is_summary, says_that_talk_goes_on
+from ramify.analysis.diff.prompt_sides import Side
+from ramify.analysis.diff.summaries import is_compaction_item, is_summary, says_that_talk_goes_on
 
 MIN_SUMMARY = 60  # code points; a shorter text must name what it summarises
 MIN_EQUAL = 8  # code points of a message that says where two histories are equal again

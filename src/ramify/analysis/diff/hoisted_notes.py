@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ramify.analysis.corpus import Corpus
-from ramify.analysis.prompt_sides import Side
+from ramify.analysis.diff.prompt_sides import Side
 
 
 @dataclass(frozen=True, slots=True)
