@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ramify.analysis.formats.bailian import BAILIAN
-from ramify.analysis.formats.dynamo import DYNAMO
-from ramify.analysis.formats.lengths import LENGTHS, LENGTHS_ONLY
-from ramify.analysis.formats.mooncake import MOONCAKE
-from ramify.analysis.formats.ramify_record import NO_DURATION, RAMIFY_RECORD
-from ramify.analysis.formats.weka import WEKA
+from ramify.analysis.formats.engines.ramify_record import NO_DURATION, RAMIFY_RECORD
+from ramify.analysis.formats.traces.bailian import BAILIAN
+from ramify.analysis.formats.traces.dynamo import DYNAMO
+from ramify.analysis.formats.traces.lengths import LENGTHS, LENGTHS_ONLY
+from ramify.analysis.formats.traces.mooncake import MOONCAKE
+from ramify.analysis.formats.traces.weka import WEKA
 from ramify.analysis.reading import ReadQuality, Row
 from ramify.analysis.records import HashedPrompt, VendorVerdict
 from tests.pure.analysis.log_rows import jsonl, read_rows

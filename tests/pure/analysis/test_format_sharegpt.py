@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ramify.analysis.formats.sharegpt import SHAREGPT
+from ramify.analysis.formats.transcripts.sharegpt import SHAREGPT
 from ramify.analysis.reading import ReadQuality, Row
 from tests.pure.analysis.log_rows import read_rows
 

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from ramify.analysis.formats.bodies import parse_bodies
-from ramify.analysis.formats.har import HAR
-from ramify.analysis.formats.helicone import HELICONE
-from ramify.analysis.formats.hosts import provider_of_name
-from ramify.analysis.formats.langfuse import LANGFUSE
-from ramify.analysis.formats.langsmith import LANGSMITH
-from ramify.analysis.formats.litellm import LITELLM
-from ramify.analysis.formats.otel import OTEL
+from ramify.analysis.formats.bodies.request_bodies import parse_bodies
+from ramify.analysis.formats.gateways.har import HAR
+from ramify.analysis.formats.gateways.helicone import HELICONE
+from ramify.analysis.formats.gateways.hosts import provider_of_name
+from ramify.analysis.formats.gateways.langfuse import LANGFUSE
+from ramify.analysis.formats.gateways.langsmith import LANGSMITH
+from ramify.analysis.formats.gateways.litellm import LITELLM
+from ramify.analysis.formats.otel.otlp_rows import OTEL
 from ramify.analysis.reading import LogFormat
 from ramify.analysis.records import LoggedRequest, VendorVerdict
 from tests.pure.analysis.gateway_rows import (

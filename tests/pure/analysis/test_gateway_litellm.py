@@ -3,8 +3,8 @@
 import json
 from typing import Any
 
-from ramify.analysis.formats.bodies import parse_bodies
-from ramify.analysis.formats.litellm import LiteLlmReader, is_litellm_row
+from ramify.analysis.formats.bodies.request_bodies import parse_bodies
+from ramify.analysis.formats.gateways.litellm import LiteLlmReader, is_litellm_row
 from ramify.analysis.reading import ReadQuality, Row
 from ramify.analysis.records import LoggedRequest
 

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ramify.analysis.formats.gateway_csv import GATEWAY
-from ramify.analysis.formats.har import HAR
-from ramify.analysis.formats.helicone import HELICONE
-from ramify.analysis.formats.langfuse import LANGFUSE
-from ramify.analysis.formats.langsmith import LANGSMITH
-from ramify.analysis.formats.litellm import LITELLM
-from ramify.analysis.formats.otel import OTEL
+from ramify.analysis.formats.gateways.gateway_csv import GATEWAY
+from ramify.analysis.formats.gateways.har import HAR
+from ramify.analysis.formats.gateways.helicone import HELICONE
+from ramify.analysis.formats.gateways.langfuse import LANGFUSE
+from ramify.analysis.formats.gateways.langsmith import LANGSMITH
+from ramify.analysis.formats.gateways.litellm import LITELLM
+from ramify.analysis.formats.otel.otlp_rows import OTEL
 from ramify.analysis.reading import LogFormat
 from tests.pure.analysis.gateway_rows import (
     anthropic_response,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ramify.analysis.formats.claude_code import HISTORY_ONLY
+from ramify.analysis.formats.transcripts.claude_code import HISTORY_ONLY
 from ramify.analysis.linting import lint
 from ramify.analysis.reading import ReadQuality
 from ramify.analysis.simulation.calls import simulate

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from ramify.analysis.formats.responses import parse_response
+from ramify.analysis.formats.bodies.responses import parse_response
 from ramify.analysis.reading import BadRowError
 from ramify.analysis.records import Usage, VendorVerdict
 

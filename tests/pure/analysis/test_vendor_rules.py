@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.analysis.corpus import Corpus
-from ramify.analysis.formats.bodies import logged_request, parse_bodies
+from ramify.analysis.formats.bodies.request_bodies import logged_request, parse_bodies
 from ramify.analysis.providers import CacheModel, load_rules, prompts_of
 from ramify.analysis.reading import Row
 from ramify.analysis.records import SegmentKind

@@ -1,29 +1,32 @@
-"""The formats of logs, a file for each family."""
+"""The formats of logs, in rooms by who writes them; `FORMATS` is the order in which they are tried.
+
+`nested_json`, `row_fields`, `row_values`, `times` and `pending_rows` read values of rows.
+"""
 
 from __future__ import annotations
 
-from ramify.analysis.formats.bailian import BAILIAN
-from ramify.analysis.formats.batches import BATCHES
-from ramify.analysis.formats.claude_code import CLAUDE_CODE
-from ramify.analysis.formats.codex import CODEX
-from ramify.analysis.formats.dynamo import DYNAMO
-from ramify.analysis.formats.gateway_csv import GATEWAY
-from ramify.analysis.formats.har import HAR
-from ramify.analysis.formats.helicone import HELICONE
-from ramify.analysis.formats.langfuse import LANGFUSE
-from ramify.analysis.formats.langsmith import LANGSMITH
-from ramify.analysis.formats.lengths import LENGTHS
-from ramify.analysis.formats.litellm import LITELLM
-from ramify.analysis.formats.mooncake import MOONCAKE
-from ramify.analysis.formats.otel import OTEL
+from ramify.analysis.formats.bodies.batches import BATCHES
+from ramify.analysis.formats.bodies.wrapped_bodies import BODIES
+from ramify.analysis.formats.engines.ramify_record import RAMIFY_RECORD
+from ramify.analysis.formats.engines.sglang import SGLANG
+from ramify.analysis.formats.engines.token_ids import TOKEN_IDS
+from ramify.analysis.formats.engines.vllm import VLLM
+from ramify.analysis.formats.gateways.gateway_csv import GATEWAY
+from ramify.analysis.formats.gateways.har import HAR
+from ramify.analysis.formats.gateways.helicone import HELICONE
+from ramify.analysis.formats.gateways.langfuse import LANGFUSE
+from ramify.analysis.formats.gateways.langsmith import LANGSMITH
+from ramify.analysis.formats.gateways.litellm import LITELLM
+from ramify.analysis.formats.otel.otlp_rows import OTEL
 from ramify.analysis.formats.plain import PLAIN
-from ramify.analysis.formats.ramify_record import RAMIFY_RECORD
-from ramify.analysis.formats.sglang import SGLANG
-from ramify.analysis.formats.sharegpt import SHAREGPT
-from ramify.analysis.formats.token_ids import TOKEN_IDS
-from ramify.analysis.formats.vllm import VLLM
-from ramify.analysis.formats.weka import WEKA
-from ramify.analysis.formats.wrapped_bodies import BODIES
+from ramify.analysis.formats.traces.bailian import BAILIAN
+from ramify.analysis.formats.traces.dynamo import DYNAMO
+from ramify.analysis.formats.traces.lengths import LENGTHS
+from ramify.analysis.formats.traces.mooncake import MOONCAKE
+from ramify.analysis.formats.traces.weka import WEKA
+from ramify.analysis.formats.transcripts.claude_code import CLAUDE_CODE
+from ramify.analysis.formats.transcripts.codex import CODEX
+from ramify.analysis.formats.transcripts.sharegpt import SHAREGPT
 from ramify.analysis.reading import LogFormat
 
 # The first whose `is_row` is true reads a row. Those that need more keys stand before those that need

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 
-from ramify.analysis.formats.body_fields import RESPONSES, is_cut
-from ramify.analysis.formats.segments import num_messages, shift_messages
+from ramify.analysis.formats.bodies.body_fields import RESPONSES, is_cut
+from ramify.analysis.formats.bodies.segments import num_messages, shift_messages
 from ramify.analysis.reading import ReadQuality
 from ramify.analysis.records import LoggedRequest, Segment, SegmentKind
 

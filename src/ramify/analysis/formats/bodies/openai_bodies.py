@@ -1,0 +1,152 @@
+"""Bodies of OpenAI's chat completions and completions, and of the servers that speak them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ramify.analysis.formats.bodies.body_fields import (
+    CHAT,
+    COMPLETIONS,
+    BodyFields,
+    conversation_of,
+    retention_of,
+    scope_of,
+    text_or_none,
+)
+from ramify.analysis.formats.bodies.segments import (
+    compact_json,
+    content_of,
+    label_of,
+    mark_last,
+    settings_of,
+    tools_of,
+    ttl_of,
+)
+from ramify.analysis.reading import BadRowError
+from ramify.analysis.records import Segment, SegmentKind, TextForm
+
+# Fields in which servers return a chat message's reasoning.
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking", "reasoning_details")
+_PLAIN_KEYS = frozenset({"role", "content", "name", "tool_call_id", "tool_calls"})
+_OTHER_KEYS = ("refusal", "function_call", "audio")
+
+
+def parse_chat(body: Mapping[str, Any]) -> BodyFields:
+    """Fields of a body with `messages`."""
+    messages = body.get("messages")
+    if not isinstance(messages, list):
+        msg = "messages is no list"
+        raise BadRowError(msg)
+    segments = settings_of(body)
+    segments += tools_of(body.get("tools"))
+    segments += tools_of(body.get("functions"), "functions")
+    for number, message in enumerate(messages):
+        segments += chat_message(message, number)
+    mark_last(segments, ttl_of(body))
+    return BodyFields(
+        api=CHAT,
+        segments=tuple(segments),
+        model=text_or_none(body.get("model")),
+        cache_key=text_or_none(body.get("prompt_cache_key")),
+        retention_s=retention_of(body),
+        cache_scope=scope_of(body),
+        conversation=conversation_of(body),
+    )
+
+
+def chat_message(message: object, number: int) -> list[Segment]:
+    """Segments of a chat message: reasoning, content, then tool calls, as templates render them."""
+    path = f"messages[{number}]"
+    if isinstance(message, str):
+        return [Segment(path, SegmentKind.MESSAGE, message)]
+    if not isinstance(message, dict):
+        msg = f"{path} is no object"
+        raise BadRowError(msg)
+    role = message.get("role")
+    label = label_of(role, message.get("name"), message.get("tool_call_id"))
+    segments: list[Segment] = []
+    is_plain = message.keys() <= _PLAIN_KEYS
+    for key in () if is_plain else REASONING_KEYS:
+        segments += _field(message, key, path, label_of(label, key))
+    segments += content_of(message.get("content"), path, label)
+    for key in () if is_plain else _OTHER_KEYS:
+        segments += _field(message, key, path, label_of(label, key))
+    calls = message.get("tool_calls")
+    if isinstance(calls, list):
+        for index, call in enumerate(calls):
+            segments.append(
+                Segment(
+                    f"{path}.tool_calls[{index}]",
+                    SegmentKind.MESSAGE,
+                    compact_json(call),
+                    TextForm.JSON,
+                    label_of(role),
+                )
+            )
+    if not segments:
+        segments.append(Segment(path, SegmentKind.MESSAGE, "", label=label))
+    if "cache_control" in message:
+        mark_last(segments, ttl_of({"cache_control": message["cache_control"]}))
+    return segments
+
+
+def _field(message: Mapping[str, Any], key: str, path: str, label: str) -> list[Segment]:
+    value = message.get(key)
+    if value is None or value in ("", [], {}):
+        return []
+    if isinstance(value, str):
+        return [Segment(f"{path}.{key}", SegmentKind.MESSAGE, value, label=label)]
+    text = compact_json(value)
+    return [Segment(f"{path}.{key}", SegmentKind.MESSAGE, text, TextForm.JSON, label)]
+
+
+def parse_completions(body: Mapping[str, Any]) -> tuple[BodyFields, ...]:
+    """Fields of a body with `prompt`, for each of its prompts."""
+    settings = settings_of(body)
+    model = text_or_none(body.get("model"))
+    return tuple(
+        BodyFields(
+            api=COMPLETIONS,
+            segments=(*settings, prompt),
+            model=model,
+            cache_key=text_or_none(body.get("prompt_cache_key")),
+            retention_s=retention_of(body),
+            cache_scope=scope_of(body),
+            conversation=conversation_of(body),
+        )
+        for prompt in prompts_of(body.get("prompt"))
+    )
+
+
+def prompts_of(prompt: object) -> list[Segment]:
+    """A segment for each prompt: a text, texts, token ids, or lists of token ids."""
+    if isinstance(prompt, str):
+        return [Segment("prompt", SegmentKind.MESSAGE, prompt)]
+    if isinstance(prompt, list):
+        if _are_ids(prompt):
+            return [_id_prompt(prompt)]
+        prompts = []
+        for item in prompt:
+            if isinstance(item, str):
+                prompts.append(Segment("prompt", SegmentKind.MESSAGE, item))
+            elif isinstance(item, list) and _are_ids(item):
+                prompts.append(_id_prompt(item))
+            else:
+                break
+        else:
+            if prompts:
+                return prompts
+    msg = "prompt is no text, list of texts, list of token ids or list of those"
+    raise BadRowError(msg)
+
+
+def _are_ids(values: list[Any]) -> bool:
+    return bool(values) and all(
+        isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
+        for value in values
+    )
+
+
+def _id_prompt(ids: list[int]) -> Segment:
+    return Segment("prompt", SegmentKind.MESSAGE, " ".join(map(str, ids)), TextForm.TOKENS)

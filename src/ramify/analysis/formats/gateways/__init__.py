@@ -1,0 +1,1 @@
+"""Logs of gateways, tracers and browsers: LiteLLM, Langfuse, Helicone, LangSmith, CSV, HAR."""

@@ -1,0 +1,1 @@
+"""OpenTelemetry GenAI in its dialects: rows (`otlp_rows`), values, attributes, messages, requests."""

@@ -1,0 +1,1 @@
+"""Published traces without text: block hashes (Mooncake, Bailian, Weka, Dynamo), or lengths only."""

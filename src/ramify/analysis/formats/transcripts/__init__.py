@@ -1,0 +1,1 @@
+"""Transcripts of agents and chats: Claude Code, Codex, ShareGPT."""
