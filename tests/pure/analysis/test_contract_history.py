@@ -225,3 +225,51 @@ def test_an_empty_system_message_is_no_note(tmp_path: Path) -> None:
     verdict = verdicts(tmp_path, first, chat(SYSTEM, *TALK[:3], *LATER))[1]
 
     assert "system_hoisted" not in causes(verdict)
+
+
+MEMORY = "<memory>\nThe customer likes short answers.\nThe depot is in Bremen.\n</memory>"
+THOUGHTS = {
+    "type": "thinking",
+    "thinking": "Tides follow the moon, so I say that.",
+    "signature": "c2ln",
+}
+
+
+ANSWER = message("assistant", [THOUGHTS, {"type": "text", "text": TALK[1]["content"]}])
+
+
+def test_reasoning_of_a_new_answer_is_no_cause(tmp_path: Path) -> None:
+    """The answer behind a block or a note that has moved is new, reasoning and all."""
+    block = {"type": "text", "text": MEMORY}
+    asked = message("user", [{"type": "text", "text": TALK[0]["content"]}, block])
+    newest = message("user", [{"type": "text", "text": "And ships?"}, block])
+    note = message("system", NOTE)
+
+    hop = verdicts(tmp_path, chat(SYSTEM, asked), chat(SYSTEM, TALK[0], ANSWER, newest))[1]
+    rise = verdicts(
+        tmp_path, chat(SYSTEM, TALK[0], note), chat(SYSTEM, note, TALK[0], ANSWER, TALK[2])
+    )[1]
+
+    assert (causes(hop), causes(rise)) == (["context_moved"], ["system_hoisted"])
+
+
+def test_reasoning_that_comes_back_is_a_cause(tmp_path: Path) -> None:
+    """The answer stood in the earlier prompt without it."""
+    verdict = verdicts(
+        tmp_path, chat(SYSTEM, *TALK[:3]), chat(SYSTEM, TALK[0], ANSWER, *TALK[2:5])
+    )[1]
+
+    assert only(verdict) == [("reasoning_dropped", "proved", "messages[2].content[0]")]
+
+
+def test_reasoning_of_an_answer_that_is_dropped_is_no_cause(tmp_path: Path) -> None:
+    """The answer behind the dropped turn has its own reasoning."""
+    other = {"type": "thinking", "thinking": "Ships are lighter than water.", "signature": "c2lo"}
+    ships = message("assistant", [other, {"type": "text", "text": TALK[3]["content"]}])
+    talk = (TALK[0], ANSWER, TALK[2], ships, TALK[4])
+
+    verdict = verdicts(tmp_path, chat(SYSTEM, *talk), chat(SYSTEM, TALK[0], *talk[3:], *TALK[5:]))[
+        1
+    ]
+
+    assert only(verdict) == [("history_edited", "proved", "messages[2].content[0]")]

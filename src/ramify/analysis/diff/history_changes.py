@@ -71,6 +71,21 @@ class HistoryChanges:
             return False
         return self._continues and left.form is right.form
 
+    def is_reasoning_change(self, i: int, j: int) -> bool:
+        """Whether reasoning is gone, new or other in an answer that both have.
+
+        Reasoning is at `i`, at `j`, or at both.
+        """
+        a, b = self._a, self._b
+        if not self._continues:
+            return False
+        if not a.is_reasoning(i):
+            return a.is_answer(i)  # else all of the answer is new
+        if not b.is_reasoning(j):
+            return True
+        equal_at = self.next_equal(i, j)
+        return equal_at is None or equal_at[1] != j  # else the answers before it were dropped
+
     def next_equal(self, i: int, j: int) -> tuple[int, int] | None:
         """Where messages are equal again after older ones that are dropped, cut or edited."""
         a, b = self._a, self._b

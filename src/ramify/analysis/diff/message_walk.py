@@ -188,7 +188,7 @@ class MessageWalk:
         if has_a or has_b:
             had = self._text_a() if has_a else ""
             got = self._text_b() if has_b else ""
-            if not self._continues:
+            if not self._history.is_reasoning_change(self._i, self._j):
                 return False
             self._add(CauseName.REASONING_DROPPED, had, got)
             self._i += has_a
