@@ -183,3 +183,44 @@ def test_a_serial_id_beside_a_clock_is_an_id(tmp_path: Path) -> None:
     )[1:]
 
     assert {" ".join(causes(verdict)) for verdict in made} == {"clock random_id"}
+
+
+@pytest.mark.parametrize(
+    ("had", "got"),
+    [
+        ("$ git status --short\n M lib/parse.c\n?? todo.txt", "$ git status --short\n M lib/lex.c"),
+        ("git status: On branch dev\n M Makefile", "git status: On branch dev\n M Makefile\nA  ci.yml"),
+        ("git status\n?? notes.md\n?? plan.md", "git status\n?? plan.md"),
+        ("git status\nM  setup.cfg", "git status\n D setup.cfg\n?? a b.md\nR  old.py -> new.py"),
+        ("Plan\n☐ Read the log\n☐ Write a test", "Plan\n☑ Read the log\n☐ Write a test"),
+        ("Plan\n- [x] Read the log", "Plan\n- [x] Read the log\n- [ ] Write a test"),
+        ("<files>\nmain.rs\nlib.rs\n</files>", "<files>\nmain.rs\ncache.rs\nlib.rs\n</files>"),
+        ("Directory listing:\n- src/\n- README.md", "Directory listing:\n- src/\n- docs/\n- README.md"),
+        ("<env>\nOS: Linux\ndirty: no\n</env>", "<env>\nOS: Linux\ndirty: yes\n</env>"),
+    ],
+)  # fmt: skip
+def test_a_state_block_may_change_its_number_of_lines(tmp_path: Path, had: str, got: str) -> None:
+    """Files of a version control system, check boxes, a listing: causes beside them stay in sight."""
+    systems = [
+        f"Now 2026-03-04 10:{minute}.\n{RULES}\n\n{state}\n\n{MORE}\nRequest id {key}"
+        for minute, state, key in [("01", had, "9f86d081884c"), ("17", got, "60303ae22b99")]
+    ]
+
+    made = causes(system_verdicts(tmp_path, *systems)[1])
+
+    assert list(dict.fromkeys(made)) == ["clock", "path_or_state", "random_id"]
+
+
+@pytest.mark.parametrize(
+    ("had", "got"),
+    [
+        ("Sort the fruit.\nA pear\nA fig", "Sort the fruit.\nA pear\nA plum\nA fig"),
+        ("Steps:\n- read\n- think", "Steps:\n- read\n- write\n- think"),
+        ("Answer in French or Dutch.", "Answer in French, in Greek or in Dutch."),
+    ],
+)
+def test_other_lists_are_content(tmp_path: Path, had: str, got: str) -> None:
+    """A list of words that has another item is what the author wrote."""
+    verdict = system_verdicts(tmp_path, f"{RULES}\n{had}\n{MORE}", f"{RULES}\n{got}\n{MORE}")[1]
+
+    assert causes(verdict) == ["new_content"]

@@ -19,6 +19,12 @@ from ramify.analysis.causes.clocks import (
     looks_like_clock,
     names_date,
 )
+from ramify.analysis.causes.state_lines import (
+    are_listed_files,
+    are_state_lines,
+    is_in_environment,
+    is_in_status_block,
+)
 from ramify.analysis.records import SegmentKind
 from ramify.analysis.verdicts import CauseName
 
@@ -50,6 +56,22 @@ class SlotEvidence:
     def around(self, value: str) -> str:
         """A value with the words before and after it in its line."""
         return f"{self.line_before[-24:]}{value}{self.after.partition(chr(10))[0][:24]}"
+
+    @property
+    def is_instruction(self) -> bool:
+        """Whether the text is no user's, model's or tool's message."""
+        is_message = self.kind is SegmentKind.MESSAGE
+        return not is_message or self.label.startswith(("system", "developer"))
+
+    @property
+    def lines(self) -> list[str]:
+        """The lines that the values are in or hold, whole; without those of blanks."""
+        rest, rows = self.after.partition("\n")[0], []
+        for value in filter(None, self.values):
+            head = "" if value.startswith("\n") else self.line_before
+            tail = "" if value.endswith("\n") else rest
+            rows += [line for line in (head + value + tail).split("\n") if line.strip()]
+        return rows
 
     @property
     def wide_before(self) -> str:
@@ -97,7 +119,9 @@ class BillingHeader:
 
 _PATH = re.compile(r"(?:[A-Za-z]:)?[\\/][\w.@~+-]+[\\/]|~/|\w+://|^\.{0,2}/\w|\w/\w+/\w")
 
-
+_FILE = re.compile(
+    r"[\w.@+-]*[a-zA-Z][\w.@+-]*/[\w.@+-]*[a-zA-Z_]\.[a-zA-Z]\w{0,5}$"
+)  # in a folder
 _DATE = re.compile(r"(?<![\w/])\d{1,4}/(?:\d{1,2}|[IVX]{1,4}|[A-Za-z]{3,9})/\d{1,4}(?![\w/])")
 
 
@@ -109,7 +133,7 @@ class PathValue:
     def is_met(self, slot: SlotEvidence) -> bool:
         """See `ValueRule`."""
         around = [_DATE.sub("", slot.wide_before + value) for value in slot.filled]
-        return bool(around) and all(_PATH.search(item) for item in around)
+        return bool(around) and all(_PATH.search(item) or _FILE.match(item) for item in around)
 
 
 class ClockValue:
@@ -232,28 +256,16 @@ class StateValue:
         above = slot.before.rstrip().rpartition("\n")[2]
         if _STATE_WORDS.search(above) and not slot.line_before.strip(" -*[]"):
             return True
-        return bool(_CHECK_BOX.search(slot.line_before)) or _is_in_status_block(slot.before)
+        if _CHECK_BOX.search(slot.line_before) or is_in_status_block(slot.before):
+            return True
+        if are_state_lines(slot.lines, slot.before):
+            return True
+        return slot.is_instruction and are_listed_files(slot.lines, slot.before, slot.after)
 
 
 _CALL_ID = re.compile(r'"(?:(?:tool_)?(?:call|use)_)?id":"\w{0,8}$')
 _STATE_AFTER = re.compile(r"(?i) ?%? (?:used|left|remaining|free|full|unread)\b")
 _CHECK_BOX = re.compile(r"^\s*(?:[-*]|\d+\.)\s*\[$")
-_STATUS_HEADER = re.compile(
-    r"(?i)(?:^|[<\s#*_-])(?:status|state|todos?|todo[ _]list|task[ _]list|recent[ _]commits|"
-    r"open[ _](?:files|tabs)|(?:modified|changed|staged|untracked)[ _]files)\b[^\n:>]{0,24}[:>]\W*$"
-)
-
-
-def _is_in_status_block(before: str) -> bool:
-    """Whether the lines up to the value, without a blank line, begin with a status block's header."""
-    for line in reversed(before.split("\n")[:-1]):
-        if not line.strip() or "</" in line:
-            return False
-        if _STATUS_HEADER.search(line):
-            return True
-        if line.rstrip().endswith((":", ">")):
-            return False
-    return False
 
 
 class RandomId:
@@ -300,6 +312,16 @@ def _is_random(value: str) -> bool:
     return bare.isdigit() and len(bare) >= 4
 
 
+class EnvironmentValue:
+    """Any other short value between the tags of an environment."""
+
+    cause = CauseName.PATH_OR_STATE
+
+    def is_met(self, slot: SlotEvidence) -> bool:
+        """See `ValueRule`."""
+        return "\n" not in "".join(slot.values) and is_in_environment(slot.before)
+
+
 class UnnamedNumber:
     """A number before the messages that grows with the requests, and no word says what it is."""
 
@@ -307,7 +329,7 @@ class UnnamedNumber:
 
     def is_met(self, slot: SlotEvidence) -> bool:
         """See `ValueRule`."""
-        if slot.kind is SegmentKind.MESSAGE and not slot.label.startswith(("system", "developer")):
+        if not slot.is_instruction:
             return False
         numbers = [re.findall(r"\d+", value) for value in slot.values]
         if not all(numbers) or max(map(len, slot.values)) > 24 or _names_other(slot):
@@ -328,6 +350,7 @@ VALUE_RULES: tuple[ValueRule, ...] = (
     ClockValue(),
     StateValue(),
     RandomId(),
+    EnvironmentValue(),
     UnnamedNumber(),
 )
 

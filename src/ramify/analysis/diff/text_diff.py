@@ -294,6 +294,8 @@ def _grow(hunk: Hunk, a: str, b: str) -> Hunk:
     """The hunk with the rest of its words, and of the date it belongs to; the rest is equal text."""
     if not a[hunk.start : hunk.end].strip() and not b[hunk.other_start : hunk.other_end].strip():
         return hunk  # white space is no value
+    if _is_whole_lines(hunk, a, b):
+        return hunk
     hunk = _without_last_blank(hunk, a, b)
     left = _left_edge(a, hunk.start)
     right = _right_edge(a, hunk.end)
@@ -314,6 +316,13 @@ def _grow(hunk: Hunk, a: str, b: str) -> Hunk:
     return Hunk(
         hunk.start - before, hunk.end + after, hunk.other_start - before, hunk.other_end + after
     )
+
+
+def _is_whole_lines(hunk: Hunk, a: str, b: str) -> bool:
+    """Whether a hunk adds or removes lines and changes none."""
+    value, other = a[hunk.start : hunk.end], b[hunk.other_start : hunk.other_end]
+    at_start = hunk.start == 0 or a[hunk.start - 1] == "\n"
+    return at_start and not (value and other) and (value + other).endswith("\n")
 
 
 def _without_last_blank(hunk: Hunk, a: str, b: str) -> Hunk:
