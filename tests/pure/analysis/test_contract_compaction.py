@@ -20,6 +20,7 @@ from tests.pure.analysis.contract_log import (
     only,
     verdicts,
 )
+from tests.pure.analysis.transcripts import Transcript, text
 
 PREAMBLE = (
     "This session is being continued from a previous conversation that ran out of context. "
@@ -303,3 +304,25 @@ def test_a_clock_before_an_equal_summary_is_a_clock(tmp_path: Path) -> None:
     )[1]
 
     assert only(verdict) == [("clock", "proved", "messages[1]")]
+
+
+def test_a_summary_in_a_transcript_is_compaction(tmp_path: Path) -> None:
+    """The transcript has no system prompt: the session says that nothing but the history is another."""
+    log, other = Transcript(), Transcript("another-session")
+    answered = log.answer(log.user(None, MORE[:300]), "msg_1", text(TALK[1]["content"]))
+    log.answer(log.user(answered, "And more?"), "msg_2", text("Yes."))
+    boundary = log.line(
+        "system", None, subtype="compact_boundary", content="Conversation compacted"
+    )
+    summary = log.user(boundary, SHIPS["content"], isCompactSummary=True)
+    log.answer(summary, "msg_3", text("Ports, then."))
+    other.answer(other.user(None, "Bread?"), "msg_4", text("Rye."))
+    other.answer(other.user(None, "Summary of the session so far: none."), "msg_5", text("Fine."))
+
+    compared = verdicts(tmp_path, *log.lines, *other.lines)
+
+    assert [only(verdict) for verdict in compared[:4]] == [
+        [], [], [("compaction", "proved", "messages[0]")], []
+    ]  # fmt: skip
+    assert compared[2]["best_match_line"] == compared[1]["line"]
+    assert compared[2]["tokens"]["lost"] == 0

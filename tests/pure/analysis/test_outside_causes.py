@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -70,6 +71,21 @@ def test_a_transcript_without_breakpoints_shows_a_pause_by_its_bill() -> None:
     assert causes_of("anthropic", log) == [("ttl_expired", "likely")]
     log[1] = replace(log[1], start_s=3000.0, end_s=3009.0)
     assert causes_of("anthropic", log) == []
+
+
+def test_a_transcript_shows_a_miss_of_the_next_turn_by_its_bill() -> None:
+    """A minute after a read of 2,000 tokens none is read, and the text that is logged goes on."""
+    bare = [replace(HEAD, ttl=None), turn(1, None)]
+    more: dict[str, Any] = {"conversation": "s1", "has_full_text": False}
+    log = [
+        request_of(bare[:1], start=0, end=9, usage=usage_of(2004, 2000, 0), **more),
+        request_of(bare, start=60, end=69, usage=usage_of(2500, 0, 2500), **more),
+    ]
+
+    assert causes_of("anthropic", log) == [("outside_prompt", "likely")]
+    assert causes_of("anthropic", log, divergence="messages[0]") == []
+    assert causes_of("anthropic", [log[0], replace(log[1], conversation="s2")]) == []
+    assert causes_of("anthropic", [log[0], replace(log[1], usage=usage_of(2500, 2000, 500))]) == []
 
 
 def test_a_gap_within_the_published_range_is_only_suspected() -> None:

@@ -21,6 +21,7 @@ from ramify.analysis.causes.vendor import (
     OtherModelAnswered,
     Routing,
     UnexplainedMiss,
+    UnexplainedMissInPart,
     VendorSaysOtherwise,
 )
 from ramify.analysis.corpus import StoredRequest
@@ -39,7 +40,12 @@ RULES: tuple[OutsideRule, ...] = (
     VendorSaysOtherwise(),
 )
 # These name what is left: they are asked if no other rule has a likely cause.
-LAST_RULES: tuple[OutsideRule, ...] = (KeyTooBusy(), Evicted(), UnexplainedMiss())
+LAST_RULES: tuple[OutsideRule, ...] = (
+    KeyTooBusy(),
+    Evicted(),
+    UnexplainedMiss(),
+    UnexplainedMissInPart(),
+)
 
 
 def outside_causes(log: LogFacts, request: StoredRequest, facts: MatchFacts) -> tuple[Cause, ...]:

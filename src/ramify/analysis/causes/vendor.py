@@ -115,6 +115,31 @@ class UnexplainedMiss:
         return Cause(CauseName.OUTSIDE_PROMPT, _certainty(evidence), "", *missing)
 
 
+class UnexplainedMissInPart:
+    """A log with parts of the prompt only: the bill shows a miss where the text goes on.
+
+    What the prompt has beside is not logged, so that the match's bill says what could be read.
+    """
+
+    def find(self, evidence: Evidence) -> Cause | None:
+        """See `OutsideRule`."""
+        info, match = evidence.request.info, evidence.facts.match
+        if info.has_full_text or evidence.provider in OWN_ENGINES or not evidence.log.has_reads:
+            return None
+        goes_on = evidence.facts.divergence is None and not evidence.facts.has_waste
+        if match is None or not goes_on or info.conversation is None:
+            return None
+        before, read = match.info.usage.num_input, info.usage.num_read
+        if match.info.conversation != info.conversation or before is None or read is None:
+            return None
+        if 2 * read > before or before < evidence.rule.min_tokens:
+            return None
+        had = f"{before} tokens in {evidence.log.name(match.number)}"
+        return Cause(
+            CauseName.OUTSIDE_PROMPT, Certainty.LIKELY, "", had, f"{read} tokens read by the bill"
+        )
+
+
 def _certainty(evidence: Evidence) -> Certainty:
     """A log in which nothing was ever read is of a server without a cache, or one that does not count."""
     return Certainty.LIKELY if evidence.log.has_reads else Certainty.SUSPECTED

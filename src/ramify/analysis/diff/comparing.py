@@ -87,7 +87,10 @@ class Comparer:
         headers = sum(item.cause is CauseName.BILLING_HEADER for item in waste)
         if mended < PAGE_SIZE + HEADER_TOKENS * bool(headers):
             # Nothing but a few words stands behind what would be mended: another program's prompt.
-            differences, steps, end = [], (), (0, 0)
+            # A compaction within a known conversation is named all the same.
+            is_known = _is_same_talk(a, b)
+            differences = [item for item in differences if is_known and _is_compaction(item)]
+            steps, end = (), (0, 0)
         elif not waste:
             mended = raw if not outer else mended
         return Comparison(
@@ -228,6 +231,17 @@ class Comparer:
 
 def _is_in_message(difference: Difference) -> bool:
     return difference.is_waste and difference.segment.startswith("messages")
+
+
+def _is_compaction(difference: Difference) -> bool:
+    return difference.cause is CauseName.COMPACTION
+
+
+def _is_same_talk(a: Side, b: Side) -> bool:
+    """Whether the log names one conversation for both requests, in which the model has answered."""
+    name = b.request.info.conversation
+    is_named = name is not None and name == a.request.info.conversation
+    return is_named and any(map(a.is_answer, range(len(a.rest))))
 
 
 def _settings(a: Side, b: Side) -> list[Difference]:

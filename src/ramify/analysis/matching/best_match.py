@@ -105,6 +105,10 @@ class Matcher:
         if compared:
             deepest = max(comparison.mended_tokens for _, comparison in compared)
             tied = [item for item in compared if item[1].mended_tokens >= deepest - PAGE_SIZE]
+            if (
+                deepest < PAGE_SIZE
+            ):  # nothing is shared but the conversation that a summary goes on with
+                tied = [item for item in tied if item[1].differences] or tied
             best = self._longest(tied)
             # Of prefixes of one length the one that the request can read: of its tenant, key and model.
             readable = [
@@ -113,7 +117,7 @@ class Matcher:
             best = self._longest(readable or tied)
         known = 0 if best is None else best[1].mended_tokens
         in_flight = self._in_flight(request, known + PAGE_SIZE)
-        if best is None or not best[1].mended_tokens:
+        if best is None or not (best[1].mended_tokens or best[1].differences):
             return Match(request, None, in_flight=in_flight)
         earlier, comparison = best
         self._comparer.note_match(request, comparison)
