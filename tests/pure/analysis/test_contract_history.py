@@ -100,6 +100,24 @@ def test_a_note_that_nothing_equal_follows_is_no_cause(tmp_path: Path) -> None:
     assert causes(verdict) == ["new_content"]
 
 
+def test_a_note_before_another_picture_is_no_cause(tmp_path: Path) -> None:
+    """Conversations that each begin with a picture of their own share nothing behind the note."""
+    asked = [
+        message("user", [_picture(data), {"type": "text", "text": text}])
+        for data, text in (("iVBORw0KAAAA", "What is this?"), ("iVBORw0KBBBB", "How old is it?"))
+    ]
+    noted = chat(SYSTEM, asked[0], TALK[1], message("system", NOTE), TALK[2])
+    hoisted = chat(SYSTEM, message("system", NOTE), asked[0], *TALK[1:3], *LATER)
+
+    verdict = verdicts(tmp_path, noted, hoisted, chat(SYSTEM, asked[1]))[2]
+
+    assert (causes(verdict), verdict["tokens"]["lost"]) == (["new_content"], 0)
+
+
+def _picture(data: str) -> Json:
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+
+
 def _told(day: str) -> tuple[Json, ...]:
     call = {"id": "call_1", "type": "function", "function": {"name": "read", "arguments": "{}"}}
     return (

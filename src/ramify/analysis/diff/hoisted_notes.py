@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ramify.analysis.corpus import Corpus
 from ramify.analysis.diff.prompt_sides import Side
+from ramify.analysis.records import TextForm
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +87,10 @@ class HoistedNotes:
         left, right = self._corpus.units[unit_a], self._corpus.units[unit_b]
         if (left.kind, left.form, left.label) != (right.kind, right.form, right.label):
             return False
+        if unit_a == unit_b or left.form is TextForm.MEDIA:  # digests of other media share nothing
+            return unit_a == unit_b
         mine, other = self._corpus.tokens(unit_a)[:1], self._corpus.tokens(unit_b)[:1]
-        return unit_a == unit_b or (len(mine) > 0 and list(mine) == list(other))
+        return len(mine) > 0 and list(mine) == list(other)
 
     def _text(self, side: Side, at: int) -> str:
         return self._corpus.text(side.normals[at])
