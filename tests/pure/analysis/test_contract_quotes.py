@@ -100,3 +100,13 @@ def test_white_space_behind_a_last_value_is_found(tmp_path: Path) -> None:
         f"{RULES}\n[conversation 1316f600-f87e-42f6-a5db-23866ed55460]",
     )
     assert causes(verdict) == ["random_id", "whitespace"]
+
+
+def test_white_space_beside_a_checked_item_is_found(tmp_path: Path) -> None:
+    """A mark within brackets takes no word away from the text that is compared."""
+    verdict = _second_verdict(
+        tmp_path,
+        f"{RULES}\n<todo>\n[ ] Read the mail.\n[ ] Write an answer.\n</todo>",
+        f"{RULES.replace('. ', '.  ')}\n<todo>\n[x] Read the mail.\n[ ] Write an answer.\n</todo>",
+    )
+    assert causes(verdict) == ["whitespace", "path_or_state"]

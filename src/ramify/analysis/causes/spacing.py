@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 # The white space that the normal form changes.
-_BLANKS = " \t\r\n\u00a0\u3000" + "".join(map(chr, range(0x2000, 0x200C)))
-_IS_BLANK = np.zeros(ord("\u3000") + 2, np.bool_)  # by code point; the last stands for all beyond
+_BLANKS = " \t\r\n\u00a0\u3000\ufeff" + "".join(map(chr, range(0x2000, 0x200C)))
+_IS_BLANK = np.zeros(ord("\ufeff") + 2, np.bool_)  # by code point; the last stands for all beyond
 _IS_BLANK[[ord(blank) for blank in _BLANKS]] = True
 _MAX_TEXTS = 64  # whose words are kept: a request is compared with a few earlier ones
 
@@ -41,12 +41,30 @@ def find_respaced(a: SpacedText, b: SpacedText) -> Respaced | None:
     words_a, words_b = _Words.of(a), _Words.of(b)
     if words_a is None or words_b is None:
         return None
-    for run_a, run_b in zip(words_a.runs(a.values), words_b.runs(b.values), strict=True):
+    values_a, values_b = _widened(a, b)
+    for run_a, run_b in zip(words_a.runs(values_a), words_b.runs(values_b), strict=True):
         if run_a[1] - run_a[0] == run_b[1] - run_b[0]:  # else a value ends within a word
             respaced = _first_respaced(a.text, words_a, run_a, b.text, words_b, run_b)
             if respaced is not None:
                 return respaced
     return _respaced_at_end(a, b)
+
+
+def _widened(a: SpacedText, b: SpacedText) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """The values, with the words beside those that only one text has parted: `[ ]` and `[x]`."""
+    values_a, values_b = [], []
+    for (start_a, end_a), (start_b, end_b) in zip(a.values, b.values, strict=True):
+        left = _is_in_word(a.normal, start_a) != _is_in_word(b.normal, start_b)
+        right = _is_in_word(a.normal, end_a) != _is_in_word(b.normal, end_b)
+        values_a.append((start_a - left, end_a + right))
+        values_b.append((start_b - left, end_b + right))
+    return values_a, values_b
+
+
+def _is_in_word(text: str, at: int) -> bool:
+    """Whether a place stands between two code points of a word."""
+    beside = text[max(0, at - 1) : at + 1]
+    return len(beside) == 2 and not any(char in _BLANKS for char in beside)
 
 
 def _first_respaced(
