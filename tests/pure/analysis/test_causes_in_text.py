@@ -184,11 +184,14 @@ def test_order_of_keys(api: str) -> None:
         lambda text: text.replace(". ", ".  "),
         lambda text: text + " ",
         lambda text: text.replace("é", "e\u0301"),
+        lambda text: "\ufeff" + text,
+        lambda text: text.replace(". ", ".\n"),
+        lambda text: text.replace("<b> & 'c'", "&lt;b&gt; &amp; &#39;c&#39;"),
     ],
 )
 def test_white_space_and_unicode_form(change: Callable[[str], str]) -> None:
     """The same text in another form is `whitespace`."""
-    system = f"Le café est fermé. Answer in French.\n{RULES}"
+    system = f"Le café est fermé. Answer in French.\n{RULES} Write <b> & 'c'."
 
     report = lint_prompts(talk("Hi"), talk("Hello"), system=[system, change(system)])
 

@@ -224,3 +224,33 @@ def test_a_sentence_that_a_tool_gains_is_a_changed_tool(tmp_path: Path) -> None:
     )[1]
 
     assert only(verdict) == [("tool_changed", "proved", "tools[0]")]
+
+
+@pytest.mark.parametrize("end", [" ", "\n", "\n\n"])
+def test_a_blank_at_the_end_of_a_description_is_white_space(tmp_path: Path, end: str) -> None:
+    """The last word of a description is the same word with a blank behind it."""
+    tools = [_tool("Finds orders by a pattern."), _tool(f"Finds orders by a pattern.{end}")]
+
+    verdict = verdicts(
+        tmp_path, chat(SYSTEM, *TALK, tools=tools[:1]), chat(SYSTEM, *TALK, *LATER, tools=tools[1:])
+    )[1]
+
+    assert only(verdict) == [("whitespace", "proved", "tools[0]")]
+
+
+def test_required_properties_in_another_order_are_a_changed_tool(tmp_path: Path) -> None:
+    """A list has an order, unlike keys; its words are no ids."""
+    tools = [
+        {"type": "function", "function": {"name": "fetch", "parameters": {
+            "type": "object",
+            "properties": {name: {"type": "string"} for name in ("order_id", "shard9f3", "day")},
+            "required": required,
+        }}}
+        for required in (["order_id", "shard9f3", "day"], ["shard9f3", "order_id", "day"])
+    ]  # fmt: skip
+
+    verdict = verdicts(
+        tmp_path, chat(SYSTEM, *TALK, tools=tools[:1]), chat(SYSTEM, *TALK, *LATER, tools=tools[1:])
+    )[1]
+
+    assert only(verdict) == [("tool_changed", "proved", "tools[0]")]

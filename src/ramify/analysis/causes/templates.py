@@ -6,6 +6,7 @@ which its members differ; `SlotKind` says whether its values are volatile.
 
 from __future__ import annotations
 
+import html
 import re
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
@@ -57,6 +58,7 @@ class Templates:
     def __init__(self, corpus: Corpus) -> None:
         self._corpus = corpus
         self._normal: dict[int, int] = {}
+        self._same_words: dict[int, int] = {}  # normal unit by hash of `_words_key`
         self._templates: list[Template] = []
         self._template_of: dict[int, int] = {}  # by normal unit
         self._by_feature: dict[int, int] = {}
@@ -70,6 +72,9 @@ class Templates:
             text = self._corpus.text(unit)
             normal = normalise(text, self._corpus.units[unit].form)
             known = unit if normal == text else self._store(unit, normal)
+            stored = self._corpus.units[unit]
+            key = hash((stored.kind, stored.form, stored.label, _words_key(normal)))
+            known = self._same_words.setdefault(key, known)
             self._normal[unit] = self._normal[known] = known
         return known
 
@@ -245,6 +250,12 @@ def _features(text: str) -> list[tuple[str, int]]:
     lines = {_mask(line.strip()): len(line) for line in _LINE.findall(text)}
     lines = {line: length for line, length in lines.items() if len(line) >= 4}
     return sorted(lines.items(), key=lambda item: -item[1])[:MAX_FEATURES]
+
+
+def _words_key(normal: str) -> str:
+    """Equal for normal forms that differ only in spaces for line ends, or in HTML escapes."""
+    text = html.unescape(normal) if "&" in normal else normal
+    return text.replace("\n", " ")
 
 
 def _mask(text: str) -> str:

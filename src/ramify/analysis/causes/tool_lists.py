@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ramify.analysis.causes.templates import Templates
 from ramify.analysis.causes.unit_pairs import pair_differences
-from ramify.analysis.diff.normal_forms import parse_json
+from ramify.analysis.diff.normal_forms import list_orders_differ, parse_json
 from ramify.analysis.diff.prompt_sides import Difference, Side
 from ramify.analysis.diff.quoting import Excerpt
 from ramify.analysis.diff.text_diff import common_prefix_len
@@ -67,11 +67,12 @@ def compare_tools(a: Side, b: Side, templates: Templates, *, continues: bool) ->
             continue
         path = b.path(names_b[name])
         pairs = pair_differences(a.corpus, templates, unit_a, unit_b, path, b.api)
-        if pairs is None or any(map(_is_definition, pairs.differences)):
+        text_a, text_b = a.corpus.text(unit_a), b.corpus.text(unit_b)
+        is_changed = pairs is None or any(map(_is_definition, pairs.differences))
+        if is_changed or list_orders_differ(parse_json(text_a), parse_json(text_b)):
             if not continues:
                 out.is_mended = False
                 return out
-            text_a, text_b = a.corpus.text(unit_a), b.corpus.text(unit_b)
             differences.append((names_b[name], _changed(path, text_a, text_b)))
         else:
             differences += [(names_b[name], item) for item in pairs.differences]

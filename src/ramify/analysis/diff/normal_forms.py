@@ -10,7 +10,7 @@ from typing import Any
 from ramify.analysis.records import TextForm
 
 MAX_WHOLE = 1e15  # beyond, two whole numbers may be one float
-_BLANKS = re.compile(r"[ \t\u00a0\u2000-\u200b\u3000]+")
+_BLANKS = re.compile(r"[ \t\u00a0\u2000-\u200b\u3000\ufeff]+")
 _LINE_ENDS = re.compile(r" *(?:\r\n|\r|\n)\s*")
 
 
@@ -31,7 +31,10 @@ def normalise_spaces(text: str) -> str:
 
 
 def sort_keys(text: str) -> str:
-    """JSON with sorted keys and whole numbers as such, in strings of JSON too; other text as it is."""
+    """JSON in normal form: keys sorted, whole numbers as such, strings without blanks at their ends.
+
+    In strings of JSON too; other text stays as it is.
+    """
     value = parse_json(text)
     return text if value is None else write_json(_sorted(value))
 
@@ -62,7 +65,9 @@ def _sorted(value: Any, depth: int = 0) -> Any:
         return [_sorted(item, depth + 1) for item in value]
     if isinstance(value, str) and value[:1] in ("{", "["):
         inner = parse_json(value)
-        return value if inner is None else write_json(_sorted(inner, depth + 1))
+        return value.strip() if inner is None else write_json(_sorted(inner, depth + 1))
+    if isinstance(value, str):
+        return value.strip()
     if isinstance(value, float) and value.is_integer() and abs(value) < MAX_WHOLE:
         return int(value)
     return value
@@ -87,6 +92,19 @@ def key_orders_differ(a: object, b: object, depth: int = 0) -> bool:
             and inner_b is not None
             and key_orders_differ(inner_a, inner_b, depth + 1)
         )
+    return False
+
+
+def list_orders_differ(a: object, b: object, depth: int = 0) -> bool:
+    """Whether a list that both have has the same items in another order."""
+    if depth > 60 or a == b:
+        return False
+    if isinstance(a, dict) and isinstance(b, dict):
+        return any(list_orders_differ(a[key], b[key], depth + 1) for key in a if key in b)
+    if isinstance(a, list) and isinstance(b, list):
+        if sorted(map(write_json, a)) == sorted(map(write_json, b)):
+            return True
+        return any(list_orders_differ(x, y, depth + 1) for x, y in zip(a, b, strict=False))
     return False
 
 
