@@ -68,8 +68,8 @@ def compare_tools(a: Side, b: Side, templates: Templates, *, continues: bool) ->
         path = b.path(names_b[name])
         pairs = pair_differences(a.corpus, templates, unit_a, unit_b, path, b.api)
         text_a, text_b = a.corpus.text(unit_a), b.corpus.text(unit_b)
-        is_changed = pairs is None or any(map(_is_definition, pairs.differences))
-        if is_changed or list_orders_differ(parse_json(text_a), parse_json(text_b)):
+        has_other_lists = list_orders_differ(parse_json(text_a), parse_json(text_b))
+        if pairs is None or has_other_lists or any(map(_is_definition, pairs.differences)):
             if not continues:
                 out.is_mended = False
                 return out
