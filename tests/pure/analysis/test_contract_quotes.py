@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
+from ramify.analysis.diff.quoting import mask_secrets
 from tests.pure.analysis.contract_log import (
     MORE,
     RULES,
@@ -67,6 +70,35 @@ def test_the_whole_password_is_masked(tmp_path: Path) -> None:
         f"{RULES}\npassword=Tr0ub4dor&3xyz\n{MORE}",
     )
     assert "3xyz" not in json.dumps(verdict)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "AWS_SECRET_ACCESS_KEY=",
+        "GITHUB_TOKEN=",
+        "AZURE_STORAGE_ACCOUNT_KEY: ",
+        "dbPassword: ",
+        '{"clientSecret": "',
+        "API key: ",
+    ],
+)
+def test_a_secret_is_known_by_the_words_of_its_name(tmp_path: Path, name: str) -> None:
+    """Names of environment variables and of fields, whatever stands before and behind the word."""
+    verdict = _second_verdict(
+        tmp_path,
+        f"{RULES}\n{name}wJq4rX2tnFe91\n{MORE}",
+        f"{RULES}\n{name}bPx7RfiCYk05z\n{MORE}",
+    )
+    text = json.dumps(verdict)
+    assert "tnFe91" not in text
+    assert "CYk05z" not in text
+    assert "***" in verdict["divergence"]["got"]
+
+
+@pytest.mark.parametrize("text", ["The secretary: John", "max_tokens: 512", "token: 42"])
+def test_words_that_name_no_secret_are_quoted(text: str) -> None:
+    assert mask_secrets(text) == text
 
 
 def test_another_image_shares_no_token(tmp_path: Path) -> None:

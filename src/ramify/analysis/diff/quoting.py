@@ -15,11 +15,13 @@ _SECRETS = (
     re.compile(r"\bgithub_pat_\w{8,}|\bAKIA[0-9A-Z]{12,}|\bAIza[\w-]{20,}|\bya29\.[\w.-]{10,}"),
     re.compile(r"\beyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)?"),
 )
-# A word that names a secret, then the secret; the name stays.
+# A name with a word for secrets in it, then the secret; the name stays.
 _NAMED = re.compile(
-    r"(?i)((?:\b|_|-)(?:api[_-]?keys?|apikey|secret(?:[_-]?key)?|access[_-]?token|auth[_-]?token|"
-    r"refresh[_-]?token|client[_-]?secret|password|passwd|pwd|authorization|set-cookie|cookie|"
-    r"private[_-]?key)[\"']?\s*(?:[:=]|\bis\b)\s*[\"']?(?:bearer |basic )?)([^\s\"',;}]{3,})"
+    r"(?i)((?:(?:\b|_|-)(?:(?:access|auth|refresh|client|private|signing|encryption|account|master)"
+    r"[ _-]?(?:token|key)|api[ _-]keys?|pwd|authorization|(?:set-)?cookie|credentials?)"
+    r"|\b[A-Z0-9]+(?:_[A-Z0-9]+){0,8}_token\b(?=[\"']?=)|apikeys?|secret(?:[_-]?(?:access[_-]?)?key)?"
+    r"|password|passwd|passphrase)(?:[_-][\w-]{1,40})?"
+    r"[\"']?\s*(?:[:=]|\bis\b)\s*[\"']?(?:bearer |basic )?)([^\s\"',;}]{3,})"
 )
 _BEARER = re.compile(r"(?i)(\b(?:bearer|basic)\s+)([\w+/.~=-]{8,})")
 _URL_PASSWORD = re.compile(r"(://[^/\s:@]+:)[^/\s@]+(@)")
