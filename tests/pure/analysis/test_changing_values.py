@@ -102,6 +102,17 @@ def test_an_id_in_other_digits_is_an_id(tmp_path: Path) -> None:
     assert causes(system_verdicts(tmp_path, *systems)[1]) == ["random_id"]
 
 
+def test_an_id_that_happens_to_have_no_digit_is_an_id(tmp_path: Path) -> None:
+    """Nor does it change what the other ids at its place are."""
+    ids = ["call_9vXydQ9Fk6tBxcyGwREZ", "call_ITqYIoDp7BgUrCYOL3WT", "call_NRKnMcHitOhXWeijYBUG"]
+    sent = [f"{RULES}\n{value}\n{MORE}" for value in ids]
+
+    assert [causes(verdict) for verdict in system_verdicts(tmp_path, *sent)[1:]] == [
+        ["random_id"],
+        ["random_id"],
+    ]
+
+
 @pytest.mark.parametrize("repeats", [2, 40])
 def test_causes_between_repeated_sentences_are_all_found(tmp_path: Path, repeats: int) -> None:
     """The sentence around the values repeats: each value is aligned with its own."""

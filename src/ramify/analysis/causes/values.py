@@ -278,7 +278,7 @@ class RandomId:
         values = slot.filled
         if not values:
             return False
-        if all(map(_is_random, values)):
+        if _are_random(values):
             return True
         return bool(_ID_WORDS.search(slot.line_before)) and all(
             len(value) <= 80 and len(value.split()) <= MAX_ID_WORDS for value in values
@@ -297,6 +297,15 @@ MIN_RANDOM_DIGITS = 9  # behind the point of a random number; a time has fewer
 _DECIMAL = re.compile(r"\D?\d+\.(\d+)")
 _MIXED = re.compile(r"\b(?=\w{4})\d+[A-Za-z]+\d")
 _HEX = re.compile(r"(?:[0-9a-f]{2,}-)*[0-9a-f]{6,}", re.IGNORECASE)
+
+
+def _are_random(values: Sequence[str]) -> bool:
+    """Whether all values are random; of 24 letters and digits, 1 in 75 has no digit."""
+    lengths = {len(value) for value in values if _is_random(value)}
+    return all(
+        _is_random(value) or (len(value) in lengths and len(value.split()) == 1 and len(value) >= 8)
+        for value in values
+    )
 
 
 def _is_random(value: str) -> bool:
@@ -385,7 +394,11 @@ def _is_volatile(slot: SlotEvidence, cause: CauseName) -> bool:
         return True
     if named_content:
         return False
-    if cause is CauseName.RANDOM_ID and all(len(v) >= 12 and _is_random(v) for v in slot.filled):
+    if (
+        cause is CauseName.RANDOM_ID
+        and min(map(len, slot.filled)) >= 12
+        and _are_random(slot.filled)
+    ):
         return True
     if cause is CauseName.PATH_OR_STATE and all(map(_RANDOM_PART.search, slot.filled)):
         return True  # a folder of a run or a job, however seldom another
