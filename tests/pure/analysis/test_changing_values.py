@@ -86,13 +86,36 @@ def test_numbers_names_and_dates_of_events_are_no_clock(tmp_path: Path, had: str
         ("corr=4f:9a:22:b1:07:ce", "corr=1b:00:de:9c:41:77"),
         ("agent instance: calm-otter-42", "agent instance: brave-lynx-17"),
         ("request cjld2cjxh0000qzrmn831i7rn", "request ckx9a8b3c0001z2xw7v5u6t4s"),
+        ("Queue id: 5be1f0aa", "Queue id: c90417de"),
+        ("branch-uuid=0d5c88f1-a2", "branch-uuid=f7419b3e-4c"),
+        ("Workspace session: b1-77e04c", "Workspace session: b1-19fa3d"),
+        ("Cursor token 4d0aa1c7", "Cursor token e2f95b08"),
     ],
 )
 def test_ids_of_other_shapes_are_ids(tmp_path: Path, had: str, got: str) -> None:
-    """Short hexadecimal numbers, random numbers, pairs of digits, words with a number."""
+    """Short hexadecimal numbers, random numbers, pairs of digits, words with a number.
+
+    The name right before the value counts, not the state word before that.
+    """
     verdict = system_verdicts(tmp_path, f"{RULES}\n{had}\n{MORE}", f"{RULES}\n{got}\n{MORE}")[1]
 
     assert causes(verdict) == ["random_id"]
+
+
+@pytest.mark.parametrize(
+    ("had", "got"),
+    [
+        ("HEAD is now at 5be1f0aa", "HEAD is now at c90417de"),
+        ("Step id: 4", "Step id: 5"),
+        ("Tokens left: 48210", "Tokens left: 47113"),
+        ("Queue: 12 jobs", "Queue: 15 jobs"),
+    ],
+)
+def test_a_commit_and_a_count_are_state(tmp_path: Path, had: str, got: str) -> None:
+    """A value that is not random, or that no name of an id stands right before."""
+    verdict = system_verdicts(tmp_path, f"{RULES}\n{had}\n{MORE}", f"{RULES}\n{got}\n{MORE}")[1]
+
+    assert causes(verdict) == ["path_or_state"]
 
 
 def test_an_id_in_other_digits_is_an_id(tmp_path: Path) -> None:

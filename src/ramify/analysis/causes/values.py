@@ -118,10 +118,8 @@ class BillingHeader:
 
 
 _PATH = re.compile(r"(?:[A-Za-z]:)?[\\/][\w.@~+-]+[\\/]|~/|\w+://|^\.{0,2}/\w|\w/\w+/\w")
-
-_FILE = re.compile(
-    r"[\w.@+-]*[a-zA-Z][\w.@+-]*/[\w.@+-]*[a-zA-Z_]\.[a-zA-Z]\w{0,5}$"
-)  # in a folder
+# A file in a folder.
+_FILE = re.compile(r"[\w.@+-]*[a-zA-Z][\w.@+-]*/[\w.@+-]*[a-zA-Z_]\.[a-zA-Z]\w{0,5}$")
 _DATE = re.compile(r"(?<![\w/])\d{1,4}/(?:\d{1,2}|[IVX]{1,4}|[A-Za-z]{3,9})/\d{1,4}(?![\w/])")
 
 
@@ -213,8 +211,8 @@ _ID_WORDS = re.compile(
     r"tag|serial|no|nr|number|code|handle|sid|rid|cid)(?:\b|_)(?:(?![.!?]\s)[^\n]){0,24}$|#$"
 )
 _ID_NAME = re.compile(
-    r"(?i)(?:\b|_|-)(?:id|uuid|guid|session|request|trace|span|nonce|correlation|conversation|thread)"
-    r"[^\w\n]{0,4}$"
+    r"(?i)(?:\b|_|-)(?:id|uuid|guid|session|request|trace|span|nonce|correlation|conversation|thread|"
+    r"token|handle)[^\w\n]{0,4}$"
 )
 _CONTENT_WORDS = re.compile(
     r"(?i)\b(?:user|users|name|customer|client|account|order|orders|invoice|product|sku|city|country|"
@@ -251,21 +249,20 @@ class StateValue:
         """See `ValueRule`."""
         if _CALL_ID.search(slot.line_before):
             return False  # the arguments before it may name a path
+        if _ID_NAME.search(slot.line_before) and all(map(_is_random, slot.filled)):
+            return False  # the id of a state's thing: a task, a branch
         if _STATE_WORDS.search(slot.line_before) or _STATE_AFTER.match(slot.after):
             return True
         above = slot.before.rstrip().rpartition("\n")[2]
         if _STATE_WORDS.search(above) and not slot.line_before.strip(" -*[]"):
             return True
-        if _CHECK_BOX.search(slot.line_before) or is_in_status_block(slot.before):
-            return True
-        if are_state_lines(slot.lines, slot.before):
+        if is_in_status_block(slot.before) or are_state_lines(slot.lines, slot.before):
             return True
         return slot.is_instruction and are_listed_files(slot.lines, slot.before, slot.after)
 
 
 _CALL_ID = re.compile(r'"(?:(?:tool_)?(?:call|use)_)?id":"\w{0,8}$')
 _STATE_AFTER = re.compile(r"(?i) ?%? (?:used|left|remaining|free|full|unread)\b")
-_CHECK_BOX = re.compile(r"^\s*(?:[-*]|\d+\.)\s*\[$")
 
 
 class RandomId:
