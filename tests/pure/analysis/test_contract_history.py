@@ -291,3 +291,24 @@ def test_reasoning_of_an_answer_that_is_dropped_is_no_cause(tmp_path: Path) -> N
     ]
 
     assert only(verdict) == [("history_edited", "proved", "messages[2].content[0]")]
+
+
+@pytest.mark.parametrize("number", ["rs_2", None])
+def test_reasoning_with_another_id_is_not_dropped(tmp_path: Path, number: str | None) -> None:
+    """A client that stores nothing leaves out the ids of items, or writes ids of its own."""
+    item = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "gAAAAAB" * 9}
+    sent = {name: value for name, value in item.items() if name != "id"}
+    if number is not None:
+        sent["id"] = number
+    answer = message("assistant", TALK[1]["content"])
+
+    verdict = verdicts(
+        tmp_path,
+        *(
+            {"model": "gpt-5", "instructions": RULES, "input": [TALK[0], *behind]}
+            for behind in ([item, answer, TALK[2]], [sent, answer, *TALK[2:5]])
+        ),
+    )[1]
+
+    assert only(verdict) == [("random_id", "proved", "messages[1]")]
+    assert (verdict["causes"][0]["had"], verdict["causes"][0]["got"]) == ("rs_1", number or "")

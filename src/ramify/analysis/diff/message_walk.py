@@ -10,6 +10,7 @@ from ramify.analysis.corpus import Corpus
 from ramify.analysis.diff.context_blocks import MIN_BLOCK, mostly_in, split_block
 from ramify.analysis.diff.history_changes import HistoryChanges
 from ramify.analysis.diff.hoisted_notes import HoistedNote, HoistedNotes
+from ramify.analysis.diff.normal_forms import item_ids
 from ramify.analysis.diff.pair_outcome import is_reworded, judge_pair
 from ramify.analysis.diff.prompt_sides import Difference, Side, WalkStep
 from ramify.analysis.diff.quoting import Excerpt
@@ -120,14 +121,12 @@ class MessageWalk:
                 return
         self._stop()
 
-    def _add(
-        self, cause: CauseName, had: str, got: str, *, at: int | None = None, likely: bool = False
-    ) -> None:
+    def _add(self, cause: CauseName, had: str, got: str) -> None:
         self.differences.append(
             Difference(
                 cause,
-                Certainty.LIKELY if likely else Certainty.PROVED,
-                self._b.rest_path(self._j if at is None else at),
+                Certainty.PROVED,
+                self._b.rest_path(self._j),
                 Excerpt(had, 0, 100),
                 Excerpt(got, 0, 100),
             )
@@ -148,19 +147,18 @@ class MessageWalk:
             return False
         roles = (self._a.role(self._i), self._b.role(self._j))
         is_call = " " in left.label and roles[0] not in {"user", "assistant", "system"}
-        if (
-            roles[0] != roles[1]
-            or not is_call
-            or self._a.normals[self._i] == self._b.normals[self._j]
-        ):
+        is_equal = self._a.normals[self._i] == self._b.normals[self._j]
+        if roles[0] != roles[1] or not is_call or is_equal:
             return False
         if self._text_a() != self._text_b() or not left.label or not right.label:
             return False
-        ids = (left.label.split()[-1], right.label.split()[-1])
-        self._add(CauseName.RANDOM_ID, *ids)
-        self._share(unit_b)
-        self._advance()
+        self._step_over_ids(left.label.split()[-1], right.label.split()[-1])
         return True
+
+    def _step_over_ids(self, had: str, got: str) -> None:
+        self._add(CauseName.RANDOM_ID, had, got)
+        self._share(self._b.rest[self._j])
+        self._advance()
 
     def _step_empty(self) -> bool:
         """A text without a word beside what follows in the same message: "" in place of null."""
@@ -188,6 +186,9 @@ class MessageWalk:
         if has_a or has_b:
             had = self._text_a() if has_a else ""
             got = self._text_b() if has_b else ""
+            if ids := item_ids(had, got):
+                self._step_over_ids(*ids)
+                return True
             if not self._history.is_reasoning_change(self._i, self._j):
                 return False
             self._add(CauseName.REASONING_DROPPED, had, got)

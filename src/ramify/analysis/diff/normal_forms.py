@@ -51,6 +51,16 @@ def parse_json(text: str) -> Any:
     return value if isinstance(value, dict | list) else None
 
 
+def item_ids(a: str, b: str) -> tuple[str, str] | None:
+    """The ids of an API's item in two texts that are equal but for the id, which one may lack."""
+    items = parse_json(a), parse_json(b)
+    if not all(isinstance(item, dict) and "type" in item for item in items):
+        return None
+    had, got = (str(item.pop("id", "")) for item in items)
+    has_content = any(items[0][name] for name in items[0].keys() - {"type", "status"})
+    return (had, got) if had != got and items[0] == items[1] and has_content else None
+
+
 def write_json(value: object) -> str:
     """Compact JSON with characters as they are."""
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
