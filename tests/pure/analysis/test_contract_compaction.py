@@ -326,3 +326,17 @@ def test_a_summary_in_a_transcript_is_compaction(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert compared[2]["best_match_line"] == compared[1]["line"]
     assert compared[2]["tokens"]["lost"] == 0
+
+
+@pytest.mark.parametrize("as_list", [True, False])
+def test_a_summary_may_stand_where_a_picture_stood(tmp_path: Path, as_list: bool) -> None:
+    """All messages of the head are gone with the picture, whose bytes have not changed."""
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KAAAA"}}
+    first = message("user", [picture, text("First question about tides?")])
+    summary = message("user", [text(SHIPS["content"])]) if as_list else SHIPS
+
+    verdict = verdicts(
+        tmp_path, chat(SYSTEM, first, *TALK[1:]), chat(SYSTEM, summary, *TALK[4:], *LATER)
+    )[1]
+
+    assert [name for name, _, _ in only(verdict)] == ["compaction"]

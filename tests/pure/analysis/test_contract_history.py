@@ -312,3 +312,39 @@ def test_reasoning_with_another_id_is_not_dropped(tmp_path: Path, number: str | 
 
     assert only(verdict) == [("random_id", "proved", "messages[1]")]
     assert (verdict["causes"][0]["had"], verdict["causes"][0]["got"]) == ("rs_1", number or "")
+
+
+def _pictured(data: str, *blocks: str) -> Json:
+    """A question about a picture, with blocks of text before it."""
+    texts = [{"type": "text", "text": block} for block in blocks]
+    return message(
+        "user", [*texts, _picture(data), {"type": "text", "text": "What do the tides do here?"}]
+    )
+
+
+def test_a_picture_behind_a_block_that_hops_is_compared_with_the_picture(tmp_path: Path) -> None:
+    """The block has gone from before it, and it is coded anew."""
+    newest = message("user", [{"type": "text", "text": text} for text in (MEMORY, "And ships?")])
+
+    verdict = verdicts(
+        tmp_path,
+        chat(SYSTEM, _pictured("iVBORw0KAAAA", MEMORY)),
+        chat(SYSTEM, _pictured("iVBORw0KBBBB"), TALK[1], newest),
+    )[1]
+
+    assert only(verdict) == [
+        ("context_moved", "proved", "messages[1].content[0]"),
+        ("media_changed", "proved", "messages[1].content[0]"),
+    ]
+    assert (verdict["causes"][1]["had"][:5], verdict["causes"][1]["got"][:5]) == ("image", "image")
+
+
+def test_a_history_that_is_sent_again_may_have_its_picture_coded_anew(tmp_path: Path) -> None:
+    """The answer and the last message are the same; without an answer it is another picture."""
+    pictures = [_pictured(data) for data in ("iVBORw0KAAAA", "iVBORw0KBBBB")]
+
+    again = verdicts(tmp_path, *(chat(SYSTEM, item, *TALK[1:3]) for item in pictures))[1]
+    other = verdicts(tmp_path, *(chat(SYSTEM, item) for item in pictures))[1]
+
+    assert only(again) == [("media_changed", "proved", "messages[1].content[0]")]
+    assert (causes(other), other["tokens"]["lost"]) == (["new_content"], 0)

@@ -8,6 +8,7 @@ from functools import cached_property
 from ramify.analysis.corpus import Corpus
 from ramify.analysis.diff.prompt_sides import Side
 from ramify.analysis.diff.summaries import is_compaction_item, is_summary, says_that_talk_goes_on
+from ramify.analysis.records import TextForm
 
 MIN_SUMMARY = 60  # code points; a shorter text must name what it summarises
 MIN_EQUAL = 8  # code points of a message that says where two histories are equal again
@@ -85,6 +86,35 @@ class HistoryChanges:
             return True
         equal_at = self.next_equal(i, j)
         return equal_at is None or equal_at[1] != j  # else the answers before it were dropped
+
+    def is_media_change(self, i: int, j: int) -> bool:
+        """Whether media at `i`, at `j`, or at both, is gone, new or other within a conversation."""
+        if not self._continues:
+            return self._is_resent(i, j)
+        return self.is_other_medium(i, j) or not self.is_compaction(i, j)
+
+    def is_other_medium(self, i: int, j: int) -> bool:
+        """Whether the same segment follows media at `i` and what stands at `j` instead."""
+        a, b = self._a, self._b
+        behind = a.normals[i + 1 : i + 2]
+        is_media = self._corpus.units[a.rest[i]].form is TextForm.MEDIA
+        return is_media and bool(behind) and behind == b.normals[j + 1 : j + 2]
+
+    def goes_on_without(self, i: int, j: int) -> bool:
+        """Whether the later prompt goes on at `j` as the earlier one does behind its block `i`."""
+        a, b = self._a, self._b
+        if i + 1 == len(a.rest):
+            # The block closed the earlier prompt: its message goes on, or an answer follows.
+            return b.message_of[j] != b.message_of[-1] and b.is_answer(j)
+        return a.normals[i + 1] == b.normals[j] or self.is_other_medium(i + 1, j)
+
+    def _is_resent(self, i: int, j: int) -> bool:
+        """Whether all that follows media is sent again, with an answer before the last message."""
+        a, b = self._a, self._b
+        if not self.is_other_medium(i, j) or a.normals[i + 1 :] != b.normals[j + 1 :]:
+            return False
+        places = range(j + 1, len(b.rest))
+        return any(b.is_answer(at) and b.message_of[at] != b.message_of[-1] for at in places)
 
     def next_equal(self, i: int, j: int) -> tuple[int, int] | None:
         """Where messages are equal again after older ones that are dropped, cut or edited."""

@@ -321,19 +321,13 @@ class MessageWalk:
 
     def _step_whole_block(self, newest: str) -> bool:
         """A block that is a part of a message's content, or a message."""
-        a, b = self._a, self._b
-        text_a = self._corpus.text(a.normals[self._i])
+        text_a = self._corpus.text(self._a.normals[self._i])
         if len(text_a) < MIN_BLOCK or not mostly_in(text_a, newest):
             return False
-        following = self._i + 1
-        if following == len(a.rest):
-            # The block closed the earlier prompt: its message goes on, or an answer follows.
-            is_gone = b.message_of[self._j] != b.message_of[-1] and b.is_answer(self._j)
-        else:
-            is_gone = a.normals[following] == b.normals[self._j]
+        is_gone = self._history.goes_on_without(self._i, self._j)
         if is_gone:
             self._add(CauseName.CONTEXT_MOVED, text_a, "")
-            self._i = following
+            self._i += 1
         return is_gone
 
     def _step_media(self) -> bool:
@@ -342,12 +336,10 @@ class MessageWalk:
             self._corpus.units[a.rest[self._i]].form,
             self._corpus.units[b.rest[self._j]].form,
         )
-        if TextForm.MEDIA not in forms or not self._continues:
+        if TextForm.MEDIA not in forms or not self._history.is_media_change(self._i, self._j):
             return False
-        same_place = a.message_of[self._i] == b.message_of[self._j] and a.rest_path(
-            self._i
-        ) == b.rest_path(self._j)
-        if same_place:
+        same_place = a.rest_path(self._i) == b.rest_path(self._j)
+        if same_place or self._history.is_other_medium(self._i, self._j):
             self._add(CauseName.MEDIA_CHANGED, self._text_a(), self._text_b())
             self._share(b.rest[self._j])
             self._advance()
