@@ -236,12 +236,19 @@ def test_tasks_about_summaries_are_content(tmp_path: Path) -> None:
     assert causes(verdict) == ["new_content"]
 
 
-def test_a_summary_within_the_system_prompt_is_compaction(tmp_path: Path) -> None:
-    """The system prompt is longer by the summary, and the head of the history is gone."""
-    longer = f"{RULES}\n\nConversation summary: tides and ships were discussed, all was answered."
+@pytest.mark.parametrize("end", ["", "\nYou work on the release branch of the shop."])
+def test_a_summary_within_the_system_prompt_is_compaction(tmp_path: Path, end: str) -> None:
+    """The system prompt is longer by the summary, and the head of the history is gone.
+
+    Words about a state may stand before it.
+    """
+    rules = f"{RULES}{end}"
+    longer = f"{rules}\n\nConversation summary: tides and ships were discussed, all was answered."
 
     verdict = verdicts(
-        tmp_path, chat(SYSTEM, *TALK), chat(message("system", longer), *TALK[4:], *LATER)
+        tmp_path,
+        chat(message("system", rules), *TALK),
+        chat(message("system", longer), *TALK[4:], *LATER),
     )[1]
 
     assert (only(verdict), verdict["tokens"]["lost"]) == (

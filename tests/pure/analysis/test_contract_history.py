@@ -348,3 +348,25 @@ def test_a_history_that_is_sent_again_may_have_its_picture_coded_anew(tmp_path: 
 
     assert only(again) == [("media_changed", "proved", "messages[1].content[0]")]
     assert (causes(other), other["tokens"]["lost"]) == (["new_content"], 0)
+
+
+@pytest.mark.parametrize(
+    ("had", "got", "cause"),
+    [
+        ("On branch main, with five files that nobody has staged so far.", "On branch ma… [cut]", "history_edited"),
+        ("On branch: feature/tides", "On branch: main", "path_or_state"),
+    ],
+)  # fmt: skip
+def test_a_result_that_is_cut_behind_a_state_is_edited(
+    tmp_path: Path, had: str, got: str, cause: str
+) -> None:
+    """What is gone at the end of an older result is more than a value."""
+    call = {"id": "c1", "type": "function", "function": {"name": "read", "arguments": "{}"}}
+    asked = (QUESTION, message("assistant", None, tool_calls=[call]))
+    results = [message("tool", f"{MORE[:200]}\n{end}", tool_call_id="c1") for end in (had, got)]
+
+    verdict = verdicts(
+        tmp_path, chat(SYSTEM, *asked, results[0]), chat(SYSTEM, *asked, results[1], *LATER)
+    )[1]
+
+    assert only(verdict) == [(cause, "proved", "messages[3]")]

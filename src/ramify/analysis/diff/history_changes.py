@@ -63,6 +63,15 @@ class HistoryChanges:
         got = self._corpus.text(b.rest[j])
         return says_that_talk_goes_on(got) or b.message_of[j] != b.message_of[-1]
 
+    def takes_in_summary(self, i: int, j: int) -> bool:
+        """Whether the system prompt is longer by a summary, and other messages follow it."""
+        a, b = self._a, self._b
+        is_longer = self._corpus.text(b.rest[j]).startswith(self._corpus.text(a.rest[i]))
+        if not is_longer or a.role(i) != "system" or b.role(j) != "system":
+            return False
+        is_same_talk = a.normals[i + 1 : i + 2] == b.normals[j + 1 : j + 2]
+        return not is_same_talk and self.is_compaction(i, j)
+
     def is_edited_result(self, i: int, j: int) -> bool:
         """Whether an older result of a tool call was cut or edited when the conversation went on."""
         a, b = self._a, self._b

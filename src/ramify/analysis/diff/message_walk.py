@@ -11,7 +11,7 @@ from ramify.analysis.diff.context_blocks import MIN_BLOCK, mostly_in, split_bloc
 from ramify.analysis.diff.history_changes import HistoryChanges
 from ramify.analysis.diff.hoisted_notes import HoistedNote, HoistedNotes
 from ramify.analysis.diff.normal_forms import item_ids
-from ramify.analysis.diff.pair_outcome import is_reworded, judge_pair
+from ramify.analysis.diff.pair_outcome import is_cut, is_reworded, judge_pair
 from ramify.analysis.diff.prompt_sides import Difference, Side, WalkStep
 from ramify.analysis.diff.quoting import Excerpt
 from ramify.analysis.diff.text_diff import common_prefix_len
@@ -267,11 +267,14 @@ class MessageWalk:
             return False
         if pair.stop_char is not None and self._history.next_equal(self._i, self._j) is not None:
             return False
-        if is_reworded(pair) and self._history.replaces_summary(self._i, self._j):
+        at = self._i, self._j
+        if is_reworded(pair) and (
+            self._history.replaces_summary(*at) or self._history.takes_in_summary(*at)
+        ):
             self._is_at_summary = True
             self._stop()
             return True
-        if pair.stop_char is not None:
+        if pair.stop_char is not None or is_cut(pair):
             label = self._corpus.units[b.rest[self._j]].label
             if "thinking" not in label and self._step_result():
                 return True

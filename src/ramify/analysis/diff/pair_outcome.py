@@ -10,8 +10,10 @@ from ramify.analysis.diff.prompt_sides import Difference, Side
 from ramify.analysis.diff.text_diff import common_prefix_len
 from ramify.analysis.records import TextForm
 from ramify.analysis.savings.mended_units import VALUES
+from ramify.analysis.verdicts import CauseName
 
 MIN_TAIL = 60  # code points behind a value in a summary, so that the summary is the same
+MIN_CUT = 4  # words at the end of a text that are more than a value
 MIN_RECOVERED = 16  # tokens behind a value in a user's message, so that the value is waste
 
 
@@ -103,6 +105,15 @@ def is_reworded(pair: PairDifferences) -> bool:
     """Whether a text has other content, or values with little equal text behind them."""
     has_values = any(item.cause in VALUES for item in pair.differences)
     return pair.stop_char is not None or (has_values and pair.tail_chars < MIN_TAIL)
+
+
+def is_cut(pair: PairDifferences) -> bool:
+    """Whether the end of a text is shorter: words that look like a state, and nothing behind them."""
+    if not pair.differences or pair.tail_chars:
+        return False
+    last = pair.differences[-1]
+    had, got = (len(part.text[part.start : part.end].split()) for part in (last.had, last.got))
+    return last.cause is CauseName.PATH_OR_STATE and had >= max(MIN_CUT, 2 * got)
 
 
 def _is_said(unit: Unit) -> bool:
