@@ -68,7 +68,9 @@ class HoistedNotes:
             head = text[: -len(note)].strip()
             if not head and self._begin_alike(i + 1, j):
                 return HoistedNote(note, head)
-            if head and b.role(j) == "system" and self._begin_alike(i + 1, j + 1):
+            # The head is worth comparing even if the messages begin with other media.
+            is_alike = self._begin_alike(i + 1, j + 1) or self._are_media(i + 1, j + 1)
+            if head and b.role(j) == "system" and is_alike:
                 return HoistedNote(note, head)
         return None
 
@@ -91,6 +93,11 @@ class HoistedNotes:
             return unit_a == unit_b
         mine, other = self._corpus.tokens(unit_a)[:1], self._corpus.tokens(unit_b)[:1]
         return len(mine) > 0 and list(mine) == list(other)
+
+    def _are_media(self, i: int, j: int) -> bool:
+        places = (self._a.rest[i : i + 1], self._b.rest[j : j + 1])
+        forms = [self._corpus.units[unit].form for units in places for unit in units]
+        return forms == [TextForm.MEDIA, TextForm.MEDIA]
 
     def _text(self, side: Side, at: int) -> str:
         return self._corpus.text(side.normals[at])
