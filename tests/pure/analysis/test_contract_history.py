@@ -13,6 +13,7 @@ from tests.pure.analysis.contract_log import (
     RULES,
     SYSTEM,
     TALK,
+    WORDS,
     Json,
     causes,
     chat,
@@ -58,6 +59,20 @@ NOTE = "Note for this conversation: the customer is a wholesale dealer."
 
 
 DOCUMENT = f"Document:\n{MORE}\n\nQuestion: "
+
+
+@pytest.mark.parametrize("is_apart", [True, False], ids=["a message", "within the prompt"])
+def test_a_note_rises_while_others_ask(tmp_path: Path, is_apart: bool) -> None:
+    """Between the two requests of the conversation there are those of others, with the same system prompt."""
+    note = message("system", NOTE)
+    others = [chat(SYSTEM, message("user", f"{item} asks for bread?")) for item in WORDS[:6]]
+    top = [SYSTEM, note] if is_apart else [message("system", f"{RULES}\n\n{NOTE}")]
+
+    verdict = verdicts(
+        tmp_path, chat(SYSTEM, *TALK[:3], note), *others, chat(*top, *TALK[:3], *LATER)
+    )[7]
+
+    assert (verdict["best_match_line"], causes(verdict)) == (1, ["system_hoisted"])
 
 
 @pytest.mark.parametrize("is_apart", [True, False], ids=["a message", "within the prompt"])

@@ -68,8 +68,9 @@ class HoistedNotes:
             head = text[: -len(note)].strip()
             if not head and self._begin_alike(i + 1, j):
                 return HoistedNote(note, head)
-            # The head is worth comparing even if the messages begin with other media.
-            is_alike = self._begin_alike(i + 1, j + 1) or self._are_media(i + 1, j + 1)
+            # Values in the head are worth comparing even if the messages begin with other media.
+            has_values = head != self._text(b, j) and self._are_media(i + 1, j + 1)
+            is_alike = has_values or self._begin_alike(i + 1, j + 1)
             if head and b.role(j) == "system" and is_alike:
                 return HoistedNote(note, head)
         return None

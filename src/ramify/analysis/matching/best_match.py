@@ -193,6 +193,9 @@ class Matcher:
         for normal in side.last_message:
             yield ("last", self._templates.canonical(normal))
             yield from self._lines(normal)
+        if side.last_at and side.role(side.last_at) == "system":
+            # A note at the end may stand at the top later: the message before it stays.
+            yield ("last", self._templates.canonical(side.normals[side.last_at - 1]))
 
     def _keys_to_find(self, side: Side) -> Iterator[tuple[object, ...]]:
         yield ("tools", *sorted(self._templates.canonical(unit) for unit in side.tools))
