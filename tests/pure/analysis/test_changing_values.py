@@ -207,6 +207,26 @@ def test_values_side_by_side_are_two_causes(
     assert not any(ids[-1][4:] in text and f"2{number - 1}:4" in text for text in quoted)
 
 
+@pytest.mark.parametrize(
+    ("had", "got", "expected"),
+    [
+        ("Branch: trunk\nToday is Monday, 2 March.", "Branch: spike/io\nToday is Friday, 6 March.",
+         "path_or_state clock"),
+        ("Trace 5be1f0aa\nOn Monday, 2 March", "Trace c90417de\nOn Friday, 6 March", "random_id clock"),
+        ("Span 5be1f0aa11cc, git branch: trunk", "Span c90417de52bb, git branch: spike/io",
+         "random_id path_or_state"),
+        ("ts=1790000000\nRun calm-heron-3307", "ts=1790000061\nRun bold-tapir-9154", "clock random_id"),
+    ],
+)  # fmt: skip
+def test_labelled_values_side_by_side_are_two_causes(
+    tmp_path: Path, had: str, got: str, expected: str
+) -> None:
+    """The equal text between two values is shorter than they are; it begins a line or names a value."""
+    verdict = system_verdicts(tmp_path, f"{RULES}\n{had}\n{MORE}", f"{RULES}\n{got}\n{MORE}")[1]
+
+    assert " ".join(causes(verdict)) == expected
+
+
 def test_a_serial_id_beside_a_clock_is_an_id(tmp_path: Path) -> None:
     """It grows with the requests as the clock does; the word before it says what it is."""
     ids = [1178899001122334455 + 7_000_000_000 * at * at for at in range(1, 9)]

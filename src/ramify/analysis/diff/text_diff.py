@@ -20,6 +20,7 @@ _EDGE = frozenset(" \t\r\n\"'<>{}[](),;=|`\u201c\u201d\u3001\uff0c")
 _CLOSING = frozenset("])}>\"'`\u201d\u3001")
 _ID = re.compile(r"(?=[^\d]*\d)(?=(?:[^a-zA-Z]*[a-zA-Z]){3})[\w-]{10,}")
 _DAY = re.compile(r"\d{4}-?\d{2}-?\d{2}(?!\w{8})")
+_LABEL = re.compile(r"\n\w|\w[:=] ?$")  # a line's first word, or a name before a value
 # Words of which dates and times are made, beside numbers.
 DATE_WORDS = frozenset(
     """january february march april may june july august september october november december
@@ -123,7 +124,7 @@ def _diff_words(a: str, b: str) -> list[Hunk]:
 
 
 def _drop_islands(hunks: list[Hunk], a: str, b: str) -> list[Hunk]:
-    """Hunks that only a few equal words part, fewer than differ, as one; numbers and ids stay apart."""
+    """Hunks that only a few equal words part, fewer than differ, as one; numbers, ids and labelled values stay apart."""
     kept: list[Hunk] = []
     for hunk in hunks:
         if kept:
@@ -133,7 +134,7 @@ def _drop_islands(hunks: list[Hunk], a: str, b: str) -> list[Hunk]:
                 _is_word(last, a, b)
                 and _is_word(hunk, a, b)
                 and (_parts_words(a, last, hunk) or _are_apart(last, hunk, a))
-            )
+            ) or bool(_LABEL.search(a[last.end : hunk.start]))
             if gap < 20 and gap < max(_size(last), _size(hunk)) and not is_apart:
                 kept[-1] = Hunk(last.start, hunk.end, last.other_start, hunk.other_end)
                 continue
