@@ -1,6 +1,7 @@
 """The best match is the one that comparing with every earlier request finds."""
 
 import random
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +10,7 @@ from ramify.analysis.corpus import Corpus
 from ramify.analysis.linting import learn_templates
 from ramify.analysis.matching.best_match import Matcher
 from ramify.analysis.records import LoggedRequest, Segment, SegmentKind
+from tests.pure.analysis import contract_log
 
 WORDS = (
     "the depot parcel route answer never always customer invoice delay region order polite".split()
@@ -152,3 +154,32 @@ def test_equal_text_of_another_tenant_is_the_longest_prefix() -> None:
 
     assert report.verdicts[-1].best_match_line == 1
     assert [str(cause.cause) for cause in report.verdicts[-1].causes] == ["namespace_split"]
+
+
+def test_a_block_hops_over_calls_while_others_ask(tmp_path: Path) -> None:
+    """Items of an answer stand between the message that had the block and the one that has it now."""
+    memory = "<memory>\nThe customer likes short answers.\nThe depot is in Bremen.\n</memory>"
+    calls = [
+        {"type": "function_call", "call_id": f"c{n}", "name": "read", "arguments": f'{{"n":{n}}}'}
+        for n in range(4)
+    ]
+    texts = [[{"type": "input_text", "text": text}] for text in (memory, contract_log.MORE[:300])]
+    first, newest = (
+        contract_log.message("user", [*texts[0], *texts[1]]),
+        contract_log.message("user", texts[0]),
+    )
+    inputs = [
+        [first],
+        *(
+            [contract_log.message("user", f"{item} asks for bread?")]
+            for item in contract_log.WORDS[:6]
+        ),
+        [contract_log.message("user", texts[1]), *calls, newest],
+    ]
+
+    verdict = contract_log.verdicts(
+        tmp_path,
+        *({"model": "gpt-5", "instructions": contract_log.RULES, "input": item} for item in inputs),
+    )[7]
+
+    assert (verdict["best_match_line"], contract_log.causes(verdict)) == (1, ["context_moved"])

@@ -206,7 +206,7 @@ class Matcher:
             for at in range(len(side.rest) - 1, -1, -1)
             if at < side.last_at
             and self._corpus.units[side.rest[at]].kind is SegmentKind.MESSAGE
-            and side.role(at) != "assistant"
+            and not side.is_answer(at)
         ]
         for at in older[:4]:
             yield ("last", self._templates.canonical(side.normals[at]))
