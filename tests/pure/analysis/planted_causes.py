@@ -299,7 +299,8 @@ def context_moved(rng: Rng, app: App, place: str) -> Plant:
         return replace(prompt, messages=messages)
 
     def stay(prompt: Prompt) -> Prompt:
-        messages = tuple(add(m) if m.role == "user" else m for m in prompt.messages)
+        first = min(at for at, message in enumerate(prompt.messages) if message.role == "user")
+        messages = tuple(add(m) if at == first else m for at, m in enumerate(prompt.messages))
         return replace(prompt, messages=messages)
 
     return Plant("context_moved", place, lambda moment: Change(hop, stay))

@@ -90,6 +90,18 @@ def test_dropped_messages_come_back_at_their_places() -> None:
     assert mended_texts(corpus, log, 1, CauseName.HISTORY_EDITED) == [RULES, *whole]
 
 
+def test_a_block_of_context_is_sent_once() -> None:
+    """It stays in the message where it was sent first; the newest message has it no more."""
+    block = "<memory>\nThe buyer lives in Lisbon and prefers short answers.\n</memory>"
+    turns = [QUESTION, ANSWER, MORE, LAST, "Thanks. Can I change the address?"]
+    sent = [[*turns[: 2 * at], f"{turns[2 * at]}\n\n{block}"] for at in range(3)]
+    corpus, log = linted(*(chat(*texts) for texts in sent))
+
+    texts = [mended_texts(corpus, log, at, CauseName.CONTEXT_MOVED) for at in range(3)]
+
+    assert texts == [[RULES, *sent[0], *turns[1 : 2 * at + 1]] for at in range(3)]
+
+
 def test_json_takes_the_form_that_most_requests_have() -> None:
     """A tool's answer with sorted keys in one request of three: it stays unsorted, blanks and all."""
     value = {"status": "delayed", "id": 7, "note": "The parcel waits at the customs office."}

@@ -18,6 +18,7 @@ from ramify.analysis.records import SegmentKind
 from ramify.analysis.savings.measure import AppliedFix
 from ramify.analysis.savings.mended_tools import merge_tools
 from ramify.analysis.savings.mended_units import VALUES, MendedUnits
+from ramify.analysis.savings.repeated_blocks import RepeatedBlocks
 from ramify.analysis.savings.unseen_parts import HIDING, Groups, UnseenParts
 from ramify.analysis.verdicts import CauseName
 
@@ -51,6 +52,7 @@ def generalise(segment: str) -> str:
     return segment
 
 
+_NOTED = HIDING | {CauseName.CONTEXT_MOVED}
 _Head = tuple[tuple[int, ...], int | None]  # tools, first segment after them
 _Fixes = frozenset[tuple[CauseName, str]]
 
@@ -129,6 +131,7 @@ class _Mended:
     settings: dict[str, PlacedUnit]
     tools: tuple[PlacedUnit, ...]
     groups: Groups  # in place of each segment after the tools, and at the end
+    blocks: frozenset[str] = frozenset()  # of context that stay where they were sent first
 
 
 class Mender:
@@ -144,13 +147,14 @@ class Mender:
         self._corpus, self._templates = corpus, templates
         self._units = MendedUnits(corpus, templates)
         self._unseen = UnseenParts(corpus)
+        self._blocks = RepeatedBlocks(corpus)
         self._recipes: dict[int, _Recipe] = {}
         self._later_places: dict[tuple[CauseName, str], set[str]] = {}
         for match in matches:
             if match.match is not None:
                 self._recipes[match.request.number] = _Recipe.of(match, match.match)
                 self._note_places(match.differences)
-                self._note_unseen(match.match, match)
+                self._note_steps(match.match, match)
         self._pairs: frozenset[tuple[CauseName, str]] = frozenset()
         self._fixes: _Fixes = frozenset()
         self._memo: dict[int, _Mended] = {}
@@ -165,12 +169,13 @@ class Mender:
                 named = first.setdefault(cause, place)
                 self._later_places.setdefault((cause, named), set()).add(place)
 
-    def _note_unseen(self, earlier: StoredRequest, match: Match) -> None:
-        hiding = [step for step in match.steps if any(c in HIDING for c, _ in step.causes)]
-        if hiding:
+    def _note_steps(self, earlier: StoredRequest, match: Match) -> None:
+        steps = [step for step in match.steps if any(c in _NOTED for c, _ in step.causes)]
+        if steps:
             first = self._rest_start(earlier), self._rest_start(match.request)
-            for step in hiding:
+            for step in steps:
                 self._unseen.note(earlier, match.request, first, step)
+                self._blocks.note(earlier, match.request, first, step)
 
     def mend(self, request: StoredRequest, fixes: Collection[AppliedFix]) -> MendedPrompt:
         """The request's prompt without these causes."""
@@ -263,11 +268,31 @@ class Mender:
             return _Mended(settings, tools, (*((item,) for item in own), ()))
         base = self._memo[recipe.match]
         sent = self._corpus.requests[recipe.match]
+        groups = self._groups(own, base, recipe, request, sent)
+        blocks = self._drop_repeated(groups, base.blocks, recipe, request)
         return _Mended(
             self._settings(settings, base, recipe),
             self._tools(tools, base, recipe),
-            tuple(map(tuple, self._groups(own, base, recipe, request, sent))),
+            tuple(map(tuple, groups)),
+            blocks,
         )
+
+    def _drop_repeated(
+        self,
+        groups: list[list[PlacedUnit]],
+        known: frozenset[str],
+        recipe: _Recipe,
+        request: StoredRequest,
+    ) -> frozenset[str]:
+        """Drop from new messages the blocks that older ones keep; returns these blocks."""
+        cause = CauseName.CONTEXT_MOVED
+        moved = self._blocks.moved(request)
+        known |= {block for path, block in moved if (cause, generalise(path)) in self._fixes}
+        new = recipe.end[1]
+        kept = self._blocks.standing(known, (item for group in groups[:new] for item in group))
+        if kept:
+            groups[new:] = [list(self._blocks.without(group, kept)) for group in groups[new:]]
+        return kept
 
     def _settings(
         self, own: dict[str, PlacedUnit], base: _Mended, recipe: _Recipe
