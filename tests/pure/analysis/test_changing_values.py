@@ -44,6 +44,9 @@ POLITELY = "Answer briefly and politely. "
         ("2026-063T10:00", "2026-063T11:12"),
         ("ticks 638767512000000000", "ticks 638767512670000000"),
         ("time.now=1.772618400e9", "time.now=1.772618467e9"),
+        ("The customer joined 4 minutes ago.", "The customer joined 9 minutes ago."),
+        ("Since the last backup: 1d 4h", "Since the last backup: 1d 9h"),
+        ("Since the last backup: 12m40s", "Since the last backup: 58m05s"),
     ],
 )
 def test_two_requests_prove_a_clock_in_words_or_other_digits(
@@ -66,6 +69,11 @@ def test_two_requests_prove_a_clock_in_words_or_other_digits(
         ("The order was placed on 2026-01-02.", "The order was placed on 2026-01-05."),
         ("Born 1971-02-03, patient Anna", "Born 1983-11-04, patient Boris"),
         ("Version 2.3.1 of the manual applies.", "Version 2.4.0 of the manual applies."),
+        ("Release: 3.2.26", "Release: 3.2.28"),
+        ("Loyalty points: 120", "Loyalty points: 340"),
+        ("Basket of 3 books", "Basket of 7 books"),
+        ("Beds free on ward B: 4 of 12", "Beds free on ward B: 9 of 12"),
+        ("Growth factor 1.204", "Growth factor 1.377"),
     ],
 )
 def test_numbers_names_and_dates_of_events_are_no_clock(tmp_path: Path, had: str, got: str) -> None:

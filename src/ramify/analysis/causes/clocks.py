@@ -29,6 +29,15 @@ _SHAPES = re.compile(
     | [\d〇一二三四五六七八九十]{1,4}(?:年|時) | [\d一二三四五六七八九十]{1,3}月[\d一二三四五六七八九十]{1,3}日
     """
 )
+_DURATION = re.compile(
+    r"(?:\d{1,3}\s?d(?:ays?)?\s?)?(?:\d{1,3}\s?h(?:rs?)?\s?)?(?:\d{1,3}\s?m(?:ins?)?\s?)?(?:\d{1,2}\s?s)?"
+)
+_VERSION = re.compile(r"(?i)\b(?:version|release|revision)\W{0,3}$")
+# A name with a colon, or a measure.
+_NAMED = re.compile(
+    r"(?i)[^\W\d_]{3,}\s?[:=]\s?$|\b(?:rate|ratio|rating|score|factor|level)\W{0,2}$"
+)
+_COUNTED = re.compile(r" (?:(?:out )?of \d|[^\W\d_]{3,})|/\d")
 MAX_OTHER_WORDS = 8
 _NUMBERS = re.compile(r"\d+")
 _WORDS = re.compile(r"[^\W\d_]+")
@@ -61,11 +70,27 @@ def looks_like_clock(value: str) -> bool:
     """Whether a text is a date or a time and little else."""
     if len(value) > 80:
         return False
-    if _SHAPES.search(value):
+    if _SHAPES.search(value) or is_duration(value):
         return True
     words = [word.lower() for word in _WORDS.findall(value)]
     dates = [word for word in words if word in DATE_WORDS]
     return bool(dates) and len(dates) * 2 >= len(words)
+
+
+def is_duration(value: str) -> bool:
+    """Whether a text is a time span in two units or more: 3h12m."""
+    bare = value.strip(" .,;")
+    return len(_NUMBERS.findall(bare)) > 1 and bool(_DURATION.fullmatch(bare))
+
+
+def is_version(line_before: str) -> bool:
+    """Whether the text before a number says that it is a version."""
+    return bool(_VERSION.search(line_before))
+
+
+def is_count(line_before: str, after: str) -> bool:
+    """Whether the words around a number say that it counts or measures things."""
+    return bool(_NAMED.search(line_before)) or bool(_COUNTED.match(after))
 
 
 def is_spelt_out(value: str, line: str) -> bool:

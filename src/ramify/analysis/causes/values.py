@@ -14,11 +14,15 @@ from typing import Protocol
 from ramify.analysis.causes.clocks import (
     follows_times,
     grows_unevenly,
+    is_count,
+    is_duration,
     is_prose,
     is_spelt_out,
+    is_version,
     looks_like_clock,
     names_date,
 )
+from ramify.analysis.causes.random_text import are_random, is_random
 from ramify.analysis.causes.state_lines import (
     are_listed_files,
     are_state_lines,
@@ -29,6 +33,7 @@ from ramify.analysis.records import SegmentKind
 from ramify.analysis.verdicts import CauseName
 
 MAX_CONTEXT = 320  # code points around a value
+MIN_GROWING = 5  # values that make a count that only grows a clock
 MAX_ID_WORDS = 3  # of an id that is no random text
 
 
@@ -144,11 +149,12 @@ class ClockValue:
         values = slot.filled
         if not values:
             return False
-        if _EVENT.search(slot.line_before) or any(map(is_prose, values)):
+        is_past = _EVENT.search(slot.line_before) and not _AGO.match(slot.after)
+        if is_past or is_version(slot.line_before) or any(map(is_prose, values)):
             # Else it is when something happened, or prose that speaks of a time.
             return follows_times(slot.values, slot.times)
         if all(map(looks_like_clock, values)):
-            return not _may_be_name(slot)  # April, May and June are names too
+            return not _may_be_other(slot)
         if _ID_NAME.search(slot.line_before):
             return False  # a serial id grows with time too
         if follows_times(slot.values, slot.times) or _AGO.match(slot.after):
@@ -163,7 +169,7 @@ class ClockValue:
         if _UNITS.match(slot.after) and (has_digits or _CALENDAR.search(slot.line)):
             return True
         if has_digits and (_CALENDAR.search(slot.line) or names_date(slot.line)):
-            is_time = not _is_random(values[0]) or _never_falls(values)
+            is_time = not is_random(values[0]) or _never_falls(values)
             is_time |= all(map(_BASIC_TIME.fullmatch, values))
             return is_time and not _STATE_WORDS.search(slot.line_before)
         if grows_unevenly(slot.values) and not _names_other(slot):
@@ -227,9 +233,11 @@ _FIELD = re.compile(
 )
 
 
-def _may_be_name(slot: SlotEvidence) -> bool:
-    """Whether values without digits stand where a person's or a thing's name is expected."""
+def _may_be_other(slot: SlotEvidence) -> bool:
+    """Whether dates may be names, as April, May and June are, or time spans a state."""
     line = slot.line_before
+    if all(map(is_duration, slot.filled)):
+        return bool(_STATE_WORDS.search(line))
     has_digits = any(any(map(str.isnumeric, value)) for value in slot.filled)
     return not has_digits and bool(_CONTENT_WORDS.search(line)) and not _CLOCK_WORDS.search(line)
 
@@ -249,7 +257,7 @@ class StateValue:
         """See `ValueRule`."""
         if _CALL_ID.search(slot.line_before):
             return False  # the arguments before it may name a path
-        if _ID_NAME.search(slot.line_before) and all(map(_is_random, slot.filled)):
+        if _ID_NAME.search(slot.line_before) and all(map(is_random, slot.filled)):
             return False  # the id of a state's thing: a task, a branch
         if _STATE_WORDS.search(slot.line_before) or _STATE_AFTER.match(slot.after):
             return True
@@ -275,7 +283,7 @@ class RandomId:
         values = slot.filled
         if not values:
             return False
-        if _are_random(values):
+        if are_random(values):
             return True
         return bool(_ID_WORDS.search(slot.line_before)) and all(
             len(value) <= 80 and len(value.split()) <= MAX_ID_WORDS for value in values
@@ -290,32 +298,6 @@ def _never_falls(values: Sequence[str]) -> bool:
 
 
 _RANDOM_PART = re.compile(r"(?<![0-9a-f])(?=[0-9]*[a-f])(?=[a-f]*[0-9])[0-9a-f]{8,}")
-MIN_RANDOM_DIGITS = 9  # behind the point of a random number; a time has fewer
-_DECIMAL = re.compile(r"\D?\d+\.(\d+)")
-_MIXED = re.compile(r"\b(?=\w{4})\d+[A-Za-z]+\d")
-_HEX = re.compile(r"(?:[0-9a-f]{2,}-)*[0-9a-f]{6,}", re.IGNORECASE)
-
-
-def _are_random(values: Sequence[str]) -> bool:
-    """Whether all values are random; of 24 letters and digits, 1 in 75 has no digit."""
-    lengths = {len(value) for value in values if _is_random(value)}
-    return all(
-        _is_random(value) or (len(value) in lengths and len(value.split()) == 1 and len(value) >= 8)
-        for value in values
-    )
-
-
-def _is_random(value: str) -> bool:
-    if len(value) > 120 or len(value.split()) > 2:
-        return False
-    has_digit = any(map(str.isdigit, value))
-    has_letter = any(any(map(str.isalpha, w)) and any(map(str.isdigit, w)) for w in value.split())
-    bare = value.strip(".,:;")
-    if decimal := _DECIMAL.fullmatch(bare):
-        return len(decimal[1]) >= MIN_RANDOM_DIGITS
-    if has_digit and (_HEX.search(bare) or _MIXED.search(bare) or (has_letter and len(bare) >= 5)):
-        return True
-    return bare.isdigit() and len(bare) >= 4
 
 
 class EnvironmentValue:
@@ -341,6 +323,8 @@ class UnnamedNumber:
         if not all(numbers) or max(map(len, slot.values)) > 24 or _names_other(slot):
             return False
         if _EVENT.search(slot.line_before):
+            return False
+        if len(slot.values) < MIN_GROWING and is_count(slot.line_before, slot.after):
             return False
         if any(
             sum(map(str.isalpha, value)) > sum(map(str.isdigit, value)) for value in slot.values
@@ -394,7 +378,7 @@ def _is_volatile(slot: SlotEvidence, cause: CauseName) -> bool:
     if (
         cause is CauseName.RANDOM_ID
         and min(map(len, slot.filled)) >= 12
-        and _are_random(slot.filled)
+        and are_random(slot.filled)
     ):
         return True
     if cause is CauseName.PATH_OR_STATE and all(map(_RANDOM_PART.search, slot.filled)):
