@@ -279,10 +279,11 @@ def test_a_state_block_may_change_its_number_of_lines(tmp_path: Path, had: str, 
         ("Sort the fruit.\nA pear\nA fig", "Sort the fruit.\nA pear\nA plum\nA fig"),
         ("Steps:\n- read\n- think", "Steps:\n- read\n- write\n- think"),
         ("Answer in French or Dutch.", "Answer in French, in Greek or in Dutch."),
+        ("Stay on this branch.", "Stay on this branch. Never push it by force."),
     ],
 )
 def test_other_lists_are_content(tmp_path: Path, had: str, got: str) -> None:
-    """A list of words that has another item is what the author wrote."""
+    """A list of words that has another item, or one more sentence, is what the author wrote."""
     verdict = system_verdicts(tmp_path, f"{RULES}\n{had}\n{MORE}", f"{RULES}\n{got}\n{MORE}")[1]
 
     assert causes(verdict) == ["new_content"]

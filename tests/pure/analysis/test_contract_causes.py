@@ -238,6 +238,19 @@ def test_a_blank_at_the_end_of_a_description_is_white_space(tmp_path: Path, end:
     assert only(verdict) == [("whitespace", "proved", "tools[0]")]
 
 
+@pytest.mark.parametrize("more", ["It never writes.", "Ids of runs come first, then dates."])
+def test_a_sentence_behind_a_state_word_is_a_changed_tool(tmp_path: Path, more: str) -> None:
+    """A branch, a path or a status that prose speaks of names no value."""
+    about = "Lists what a branch has changed, with status and path of each."
+    tools = [_tool(about), _tool(f"{about} {more}")]
+
+    verdict = verdicts(
+        tmp_path, chat(SYSTEM, *TALK, tools=tools[:1]), chat(SYSTEM, *TALK, *LATER, tools=tools[1:])
+    )[1]
+
+    assert only(verdict) == [("tool_changed", "proved", "tools[0]")]
+
+
 def test_required_properties_in_another_order_are_a_changed_tool(tmp_path: Path) -> None:
     """A list has an order, unlike keys; its words are no ids."""
     tools = [

@@ -45,6 +45,17 @@ def are_listed_files(lines: Sequence[str], before: str, after: str) -> bool:
     )
 
 
+def is_sentence_added(line_before: str, values: Sequence[str]) -> bool:
+    """Whether the values are the end of a sentence, and the same with more sentences behind it.
+
+    Behind a colon a text may be a state, however long.
+    """
+    end = min(values, key=len, default="").rstrip()
+    if not end.endswith((".", "!", "?")) or line_before.rstrip().endswith((":", "=")):
+        return False
+    return all(value.rstrip() == end or value.startswith(f"{end} ") for value in values)
+
+
 def is_in_environment(before: str) -> bool:
     """Whether a tag that holds the environment is open before a value."""
     tag = list(_ENVIRONMENT.finditer(before))

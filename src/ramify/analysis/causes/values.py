@@ -28,6 +28,7 @@ from ramify.analysis.causes.state_lines import (
     are_state_lines,
     is_in_environment,
     is_in_status_block,
+    is_sentence_added,
 )
 from ramify.analysis.records import SegmentKind
 from ramify.analysis.verdicts import CauseName
@@ -257,6 +258,8 @@ class StateValue:
         """See `ValueRule`."""
         if _CALL_ID.search(slot.line_before):
             return False  # the arguments before it may name a path
+        if is_sentence_added(slot.line_before, slot.filled):
+            return False  # the state word is in prose
         if _ID_NAME.search(slot.line_before) and all(map(is_random, slot.filled)):
             return False  # the id of a state's thing: a task, a branch
         if _STATE_WORDS.search(slot.line_before) or _STATE_AFTER.match(slot.after):
