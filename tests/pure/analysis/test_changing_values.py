@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ramify.analysis.causes.state_lines import are_listed_files, are_state_lines
 from tests.pure.analysis.contract_log import MORE, RULES, causes, system_verdicts
 
 POLITELY = "Answer briefly and politely. "
@@ -287,3 +288,12 @@ def test_other_lists_are_content(tmp_path: Path, had: str, got: str) -> None:
     verdict = system_verdicts(tmp_path, f"{RULES}\n{had}\n{MORE}", f"{RULES}\n{got}\n{MORE}")[1]
 
     assert causes(verdict) == ["new_content"]
+
+
+@pytest.mark.parametrize("mark", ["-", "├─", "- ", "a-", "a/", "[ ", "?"])
+def test_a_line_of_marks_is_read_in_linear_time(mark: str) -> None:
+    """A ruler or a frame as long as the text that is kept around a value."""
+    lines = [mark * 300, f"{mark * 300}!"]
+
+    assert not are_state_lines(lines, "")
+    assert not are_listed_files(lines, "\n".join(lines), "\n".join(lines))

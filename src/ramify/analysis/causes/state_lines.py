@@ -12,9 +12,7 @@ _CHANGED_FILE = re.compile(
 )
 _CHANGED = re.compile(r"(?:\?\?|!!|[MTADRCU]{1,2}) \S")
 _GIT_STATUS = re.compile(r"(?i)\bgit[ _]?status\b|^status:", re.MULTILINE)
-_LISTED_FILE = re.compile(
-    r"(?:[-*+•│├└─]+\s*)*[\w@.+-]*(?:/[\w@.+/-]*|[a-zA-Z_]\.[a-zA-Z]\w{0,5})$"
-)
+_LISTED_FILE = re.compile(r"[-*+•│├└─\s]*+[\w@.+-]*(?:/[\w@.+/-]*|[a-zA-Z_]\.[a-zA-Z]\w{0,5})$")
 _STATUS_HEADER = re.compile(
     r"(?i)(?:^|[<\s#*_-])(?:status|state|todos?|todo[ _]list|task[ _]list|recent[ _]commits|"
     r"open[ _](?:files|tabs)|(?:modified|changed|staged|untracked)[ _]files)\b[^\n:>]{0,24}[:>]\W*$"
