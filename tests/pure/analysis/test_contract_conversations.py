@@ -268,3 +268,16 @@ def test_steps_of_a_pipeline_in_one_session_are_no_edits(tmp_path: Path) -> None
     )
 
     assert [causes(verdict) for verdict in made[1:]] == [["new_content"]] * 2
+
+
+def test_numbers_and_dates_that_users_ask_about_are_content(tmp_path: Path) -> None:
+    """Two questions from one form: what follows the values is no longer than a sentence."""
+    form = "Where is parcel {} that I sent on {}? It should have reached my sister in Porto by now."
+    first, second = (
+        chat(message("system", RULES), message("user", form.format(*values)))
+        for values in [("77120", "2026-04-09"), ("80931", "2026-04-11")]
+    )
+
+    verdict = verdicts(tmp_path, first, second)[1]
+
+    assert causes(verdict) == ["new_content"]

@@ -15,6 +15,9 @@ from ramify.analysis.verdicts import CauseName
 MIN_TAIL = 60  # code points behind a value in a summary, so that the summary is the same
 MIN_CUT = 4  # words at the end of a text that are more than a value
 MIN_RECOVERED = 16  # tokens behind a value in a user's message, so that the value is waste
+MIN_UNNAMED = (
+    48  # if nothing says that it is a time, an id or a state: users ask for orders and dates
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,21 +84,25 @@ def _judge_question(
     outcome = _outcome(pair, waste, corpus.units[b.rest[j]].num_tokens, rate)
     start = common_prefix_len(corpus.text(a.rest[i]), corpus.text(b.rest[j]))
     value = int(rate * (start + max(item.got.num_chars for item in waste)))
-    follows = outcome.num_shared - value >= MIN_RECOVERED
+    is_asked = b.role(j) == "user" and all(
+        item.cause in VALUES and not item.is_volatile for item in waste
+    )
+    least = MIN_UNNAMED if is_asked else MIN_RECOVERED
+    follows = outcome.num_shared - value >= least
     if pair.stop_char is None and not follows:
         # Equal tokens in later messages count too.
-        follows = _equal_after(a, i, b, j) >= MIN_RECOVERED
+        follows = _equal_after(a, i, b, j, least) >= least
     if _is_said(corpus.units[b.rest[j]]):
         # In another conversation, tool and model text is content, not waste.
         follows &= all(item.cause not in VALUES for item in waste)
     return outcome if follows else PairOutcome((), int(rate * start), stops=True)
 
 
-def _equal_after(a: Side, i: int, b: Side, j: int) -> int:
-    """Tokens of the equal segments behind two places; stops counting at `MIN_RECOVERED`."""
+def _equal_after(a: Side, i: int, b: Side, j: int, limit: int) -> int:
+    """Tokens of the equal segments behind two places; stops counting at `limit`."""
     total = 0
     for at in range(1, min(len(a.rest) - i, len(b.rest) - j)):
-        if a.normals[i + at] != b.normals[j + at] or total >= MIN_RECOVERED:
+        if a.normals[i + at] != b.normals[j + at] or total >= limit:
             break
         total += b.corpus.units[b.rest[j + at]].num_tokens
     return total
