@@ -129,6 +129,18 @@ def test_a_note_before_another_picture_is_no_cause(tmp_path: Path) -> None:
     assert (causes(verdict), verdict["tokens"]["lost"]) == (["new_content"], 0)
 
 
+def test_a_clock_before_a_note_is_a_clock_alone(tmp_path: Path) -> None:
+    """Nothing equal follows the note, and the rules before it are shared but for the time."""
+    tops = [f"It is 10:0{minute}. {RULES}" for minute in range(3)]
+    noted = chat(message("system", tops[0]), *TALK[:2], message("system", NOTE), TALK[2])
+    hoisted = chat(message("system", f"{tops[1]}\n\n{NOTE}"), *TALK[:3], *LATER)
+    other = chat(message("system", tops[2]), message("user", f"Bread, please. {MORE[:300]}"))
+
+    verdict = verdicts(tmp_path, noted, hoisted, other)[2]
+
+    assert (verdict["best_match_line"], causes(verdict)) == (2, ["clock"])
+
+
 def _picture(data: str) -> Json:
     return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
 

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from ramify.analysis.corpus import Corpus
 from ramify.analysis.diff.prompt_sides import Side
 from ramify.analysis.records import TextForm
+from ramify.analysis.tokens import common_len
+
+MIN_ALIKE = 16  # tokens that both prompts have behind a note, so that it is in the way
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +18,7 @@ class HoistedNote:
 
     text: str
     head: str  # of the segment, before the note; "": the note is all of it
+    is_in_way: bool = True  # what follows it is equal in both prompts
 
 
 class HoistedNotes:
@@ -68,11 +72,10 @@ class HoistedNotes:
             head = text[: -len(note)].strip()
             if not head and self._begin_alike(i + 1, j):
                 return HoistedNote(note, head)
-            # Values in the head are worth comparing even if the messages begin with other media.
-            has_values = head != self._text(b, j) and self._are_media(i + 1, j + 1)
-            is_alike = has_values or self._begin_alike(i + 1, j + 1)
-            if head and b.role(j) == "system" and is_alike:
-                return HoistedNote(note, head)
+            if head and b.role(j) == "system":
+                is_in_way = self._begin_alike(i + 1, j + 1)
+                if is_in_way or head != self._text(b, j):  # values in the head differ
+                    return HoistedNote(note, head, is_in_way)
         return None
 
     def kept_texts(self) -> frozenset[str]:
@@ -92,13 +95,7 @@ class HoistedNotes:
             return False
         if unit_a == unit_b or left.form is TextForm.MEDIA:  # digests of other media share nothing
             return unit_a == unit_b
-        mine, other = self._corpus.tokens(unit_a)[:1], self._corpus.tokens(unit_b)[:1]
-        return len(mine) > 0 and list(mine) == list(other)
-
-    def _are_media(self, i: int, j: int) -> bool:
-        places = (self._a.rest[i : i + 1], self._b.rest[j : j + 1])
-        forms = [self._corpus.units[unit].form for units in places for unit in units]
-        return forms == [TextForm.MEDIA, TextForm.MEDIA]
+        return common_len(self._corpus.tokens(unit_a), self._corpus.tokens(unit_b)) >= MIN_ALIKE
 
     def _text(self, side: Side, at: int) -> str:
         return self._corpus.text(side.normals[at])

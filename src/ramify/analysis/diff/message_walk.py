@@ -235,6 +235,9 @@ class MessageWalk:
             if head != unit_b and not self._add_values(head, unit_b):
                 return False
             self._share(self._b.rest[self._j])
+        if not note.is_in_way:
+            self._stop_here()
+            return True
         self._add(CauseName.SYSTEM_HOISTED, note.text, "")
         self._i, self._j = self._i + 1, self._j + bool(note.head)
         return True
