@@ -17,9 +17,9 @@ from ramify.analysis.verdicts import (
 )
 
 CHANGES: dict[CauseName, str] = {
-    CauseName.CLOCK: "Move the date or time to the end of the newest user message, or round it to the day.",
-    CauseName.RANDOM_ID: "Leave the id out of the prompt, or move it to the end of the newest user message.",
-    CauseName.PATH_OR_STATE: "Move the path or status to the end of the newest user message.",
+    CauseName.CLOCK: "Move the date or time to the end of the newest user message and leave it there, or round it to the day.",
+    CauseName.RANDOM_ID: "Leave the id out of the prompt, or move it to the end of the newest user message and leave it there.",
+    CauseName.PATH_OR_STATE: "Move the path or status to the end of the newest user message and leave it there.",
     CauseName.BILLING_HEADER: "Switch the client's billing header off, or strip the line in the gateway.",
     CauseName.TOOL_ORDER: "Sort the tools by name before sending.",
     CauseName.TOOL_CHANGED: "Keep the tools of a conversation; add late tools at the end, or defer them.",
