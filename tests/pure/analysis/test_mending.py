@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -100,6 +101,33 @@ def test_a_block_of_context_is_sent_once() -> None:
     texts = [mended_texts(corpus, log, at, CauseName.CONTEXT_MOVED) for at in range(3)]
 
     assert texts == [[RULES, *sent[0], *turns[1 : 2 * at + 1]] for at in range(3)]
+
+
+def test_the_breakpoint_of_a_dropped_block_ends_at_the_segment_before() -> None:
+    """A client marks the end of its prompt, whichever segment that is."""
+    block = "<memory>\nThe buyer lives in Lisbon and prefers short answers.\n</memory>"
+    turns = [QUESTION, ANSWER, MORE]
+    prompts = []
+    for num_turns in (1, 3):
+        *older, newest = chat(*turns[:num_turns])
+        path = newest.path
+        prompts.append([
+            *older,
+            replace(newest, path=f"{path}.content[0]"),
+            replace(newest, path=f"{path}.content[1]", text=block, breakpoint_ttl_s=300.0),
+        ])  # fmt: skip
+    corpus, log = linted(*prompts)
+    fixes = [Fix(item.cause, item.segment) for item in log.report.findings]
+
+    mended = log.mender.mend(corpus.requests[1], fixes)
+
+    assert [corpus.text(unit) for unit in mended.units.tolist()] == [
+        RULES,
+        QUESTION,
+        block,
+        *turns[1:],
+    ]
+    assert mended.breakpoints == ((4, 300.0),)
 
 
 def test_json_takes_the_form_that_most_requests_have() -> None:

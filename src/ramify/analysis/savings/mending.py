@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -214,17 +215,17 @@ class Mender:
     def _join(self, request: StoredRequest, mended: _Mended) -> MendedPrompt:
         marks = dict(request.breakpoints)
         segments = list(mended.settings.values())
-        breakpoints: list[tuple[int, float]] = []
+        breakpoints: dict[int, float] = {}
         segments += mended.tools
         first = len(request.units) - len(mended.groups) + 1
         for sent, group in enumerate(mended.groups, first):
             segments += group
-            if group and sent in marks:
-                breakpoints.append((len(segments) - 1, marks[sent]))
+            if sent in marks and segments:  # that of a dropped segment is at the one before
+                breakpoints[len(segments) - 1] = marks[sent]
         return MendedPrompt(
             units=np.array([unit for unit, _ in segments], np.uint32),
             paths=tuple(self._numbered(segments)),
-            breakpoints=tuple(breakpoints),
+            breakpoints=tuple(breakpoints.items()),
         )
 
     def _numbered(self, segments: Iterable[PlacedUnit]) -> Iterator[str]:
@@ -289,9 +290,10 @@ class Mender:
         moved = self._blocks.moved(request)
         known |= {block for path, block in moved if (cause, generalise(path)) in self._fixes}
         new = recipe.end[1]
-        kept = self._blocks.standing(known, (item for group in groups[:new] for item in group))
-        if kept:
-            groups[new:] = [list(self._blocks.without(group, kept)) for group in groups[new:]]
+        older = chain(*groups[:new], groups[new][:-1])  # what the match has stands before the new
+        kept = self._blocks.standing(known, older)
+        for group in groups[new:-1] if kept else ():
+            group[-1:] = self._blocks.without(group[-1:], kept)
         return kept
 
     def _settings(
