@@ -36,6 +36,8 @@ POLITELY = "Answer briefly and politely. "
         ("Δευτέρα 4 Μαρτίου 2026", "Τρίτη 5 Μαρτίου 2026"),
         ("الأربعاء ٤ مارس", "الخميس ٥ مارس"),
         ("quarter to ten", "ten to ten"),
+        ("12 minutes past nine", "20 minutes past nine"),
+        ("2026-W10-3 T091502", "2026-W10-3 T093117"),
         ("10 past 9", "20 past 9"),
         ("Your session expires at 10:35.", "Your session expires at 10:52."),
         ("tonight at nine", "tonight at ten"),

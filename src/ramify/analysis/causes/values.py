@@ -162,7 +162,8 @@ class ClockValue:
             return True
         if all(is_spelt_out(value, slot.line) for value in values):
             return True
-        if all(_SPOKEN_TIME.search(slot.around(value)) for value in values):
+        written = map(slot.around, values)
+        if all(_SPOKEN_TIME.search(time) or _DATED_TIME.search(time) for time in written):
             return True
         has_digits = all(any(map(str.isnumeric, value)) for value in values)
         if has_digits and all(map(_UNITS.search, values)):
@@ -186,10 +187,11 @@ _UNITS = re.compile(
 )
 _BASIC_TIME = re.compile(r"T(?:[01]\d|2[0-3])[0-5]\d(?:[0-5]\d)?Z?")  # ISO 8601 without colons
 _SPOKEN_TIME = re.compile(
-    r"(?i)\b(?:half|quarter|five|ten|twenty|twenty-five|\d{1,2}(?= past))(?: minutes)? (?:past|to) "
+    r"(?i)\b(?:half|quarter|five|ten|twenty|twenty-five|\d{1,2}(?= past| minutes?))(?: minutes?)? (?:past|to) "
     r"(?:one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|noon|midnight|\d{1,2})"
     r"(?=\W*$|[.,;!?]|\s(?:in|at|on|o'clock|this|today)\b)"
 )
+_DATED_TIME = re.compile(r"\d{4}-(?:W\d\d|\d\d)-\d{1,2} ?T\d{4}(?:\d\d)?(?!\d)")
 # What happened on a date: the date belongs to the content.
 _EVENT = re.compile(
     r"(?i)\b(?:born|birth(?:day|date)?|placed|ordered|bought|purchased|signed|hired|joined|married|founded|"
