@@ -117,14 +117,14 @@ def test_a_note_that_nothing_equal_follows_is_no_cause(tmp_path: Path) -> None:
 
 def test_a_note_before_another_picture_is_no_cause(tmp_path: Path) -> None:
     """Conversations that each begin with a picture of their own share nothing behind the note."""
-    asked = [
+    questions = [
         message("user", [_picture(data), {"type": "text", "text": text}])
         for data, text in (("iVBORw0KAAAA", "What is this?"), ("iVBORw0KBBBB", "How old is it?"))
     ]
-    noted = chat(SYSTEM, asked[0], TALK[1], message("system", NOTE), TALK[2])
-    hoisted = chat(SYSTEM, message("system", NOTE), asked[0], *TALK[1:3], *LATER)
+    noted = chat(SYSTEM, questions[0], TALK[1], message("system", NOTE), TALK[2])
+    hoisted = chat(SYSTEM, message("system", NOTE), questions[0], *TALK[1:3], *LATER)
 
-    verdict = verdicts(tmp_path, noted, hoisted, chat(SYSTEM, asked[1]))[2]
+    verdict = verdicts(tmp_path, noted, hoisted, chat(SYSTEM, questions[1]))[2]
 
     assert (causes(verdict), verdict["tokens"]["lost"]) == (["new_content"], 0)
 
@@ -286,11 +286,11 @@ ANSWER = message("assistant", [THOUGHTS, {"type": "text", "text": TALK[1]["conte
 def test_reasoning_of_a_new_answer_is_no_cause(tmp_path: Path) -> None:
     """The answer behind a block or a note that has moved is new, reasoning and all."""
     block = {"type": "text", "text": MEMORY}
-    asked = message("user", [{"type": "text", "text": TALK[0]["content"]}, block])
+    question = message("user", [{"type": "text", "text": TALK[0]["content"]}, block])
     newest = message("user", [{"type": "text", "text": "And ships?"}, block])
     note = message("system", NOTE)
 
-    hop = verdicts(tmp_path, chat(SYSTEM, asked), chat(SYSTEM, TALK[0], ANSWER, newest))[1]
+    hop = verdicts(tmp_path, chat(SYSTEM, question), chat(SYSTEM, TALK[0], ANSWER, newest))[1]
     rise = verdicts(
         tmp_path, chat(SYSTEM, TALK[0], note), chat(SYSTEM, note, TALK[0], ANSWER, TALK[2])
     )[1]
@@ -389,11 +389,11 @@ def test_a_result_that_is_cut_behind_a_state_is_edited(
 ) -> None:
     """What is gone at the end of an older result is more than a value."""
     call = {"id": "c1", "type": "function", "function": {"name": "read", "arguments": "{}"}}
-    asked = (QUESTION, message("assistant", None, tool_calls=[call]))
+    exchange = (QUESTION, message("assistant", None, tool_calls=[call]))
     results = [message("tool", f"{MORE[:200]}\n{end}", tool_call_id="c1") for end in (had, got)]
 
     verdict = verdicts(
-        tmp_path, chat(SYSTEM, *asked, results[0]), chat(SYSTEM, *asked, results[1], *LATER)
+        tmp_path, chat(SYSTEM, *exchange, results[0]), chat(SYSTEM, *exchange, results[1], *LATER)
     )[1]
 
     assert only(verdict) == [(cause, "proved", "messages[3]")]
