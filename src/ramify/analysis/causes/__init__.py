@@ -8,8 +8,9 @@ How `lint` comes to a verdict:
    the prompts as sent and as mended, and the newest requests with the same tools, conversation, last
    message or lines. `diff.comparing` compares each candidate exactly.
 3. A comparison walks both prompts side by side: settings, `tool_lists`, then system and messages
-   (`diff.message_walk`). At a difference the rules are asked in order; waste is stepped over as if mended, so
-   that what stands behind it shows too. The walk ends at content that legitimately differs.
+   (`diff.message_walk`). At a difference the first rule that is met names the cause; waste is stepped
+   over as if mended, so that what stands behind it shows too. The walk ends at content that
+   legitimately differs.
 4. What text cannot show is judged by `outside` from times, usage and the provider's cache rule.
 5. `savings.mending` makes the prompts as they would be without the causes; `savings.measure` replays them.
 """

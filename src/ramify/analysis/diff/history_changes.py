@@ -122,8 +122,8 @@ class HistoryChanges:
         a, b = self._a, self._b
         if not self.is_other_medium(i, j) or a.normals[i + 1 :] != b.normals[j + 1 :]:
             return False
-        places = range(j + 1, len(b.rest))
-        return any(b.is_answer(at) and b.message_of[at] != b.message_of[-1] for at in places)
+        later = range(j + 1, len(b.rest))
+        return any(b.is_answer(at) and b.message_of[at] != b.message_of[-1] for at in later)
 
     def next_equal(self, i: int, j: int) -> tuple[int, int] | None:
         """Where messages are equal again after older ones that are dropped, cut or edited."""

@@ -291,10 +291,10 @@ class Mender:
         known |= {block for path, block in moved if (cause, generalise(path)) in self._fixes}
         new = recipe.end[1]
         older = chain(*groups[:new], groups[new][:-1])  # what the match has stands before the new
-        kept = self._blocks.standing(known, older)
-        for group in groups[new:-1] if kept else ():
-            group[-1:] = self._blocks.without(group[-1:], kept)
-        return kept
+        standing_blocks = self._blocks.standing(known, older)
+        for group in groups[new:-1] if standing_blocks else ():
+            group[-1:] = self._blocks.without(group[-1:], standing_blocks)
+        return standing_blocks
 
     def _settings(
         self, own: dict[str, PlacedUnit], base: _Mended, recipe: _Recipe
