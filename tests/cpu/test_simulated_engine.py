@@ -11,9 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from ramify.analysis.records import LoggedRequest, Segment, SegmentKind, TextForm
-from ramify.analysis.simulation.calibration import Stopwatch, calibrate
-from ramify.analysis.simulation.cost_model import CostModel, StepSample, fit_cost
-from ramify.analysis.simulation.engine_replay import EngineRun, replay_engine
+from ramify.analysis.simulation.replays.calibration import Stopwatch, calibrate
+from ramify.analysis.simulation.replays.cost_model import CostModel, StepSample, fit_cost
+from ramify.analysis.simulation.replays.engine_replay import EngineRun, replay_engine
 from ramify.analysis.simulation.sources import page_trace
 from ramify.cli import app
 from ramify.engine.llm import LLM

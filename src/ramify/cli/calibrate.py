@@ -24,7 +24,7 @@ def calibrate(
 ) -> None:
     """Measure prefill and decode steps of a model on this machine."""
     with exit_on_error():
-        from ramify.analysis.simulation.calibration import calibrate as measure
+        from ramify.analysis.simulation.replays.calibration import calibrate as measure
 
         with progress_bar() as progress:
             cost = measure(model, max_seconds=max_seconds, progress=progress, **engine)

@@ -14,11 +14,11 @@ import pytest
 from typer.testing import CliRunner
 
 from ramify.analysis.findings import CHANGES
-from ramify.analysis.report.causes_text import CAUSES, passed_checks
-from ramify.analysis.report.changes import mark_changes
 from ramify.analysis.report.document import Analysis, PrefixNode, finding_anchor
-from ramify.analysis.report.html import analysis_as_html
+from ramify.analysis.report.page.html import analysis_as_html
 from ramify.analysis.report.privacy import hide_texts
+from ramify.analysis.report.wording.causes import CAUSES, passed_checks
+from ramify.analysis.report.wording.quotes import mark_changes
 from ramify.analysis.verdicts import CauseName
 from ramify.cli import app
 from tests.pure.analysis.sample_analysis import sample_analysis

@@ -7,7 +7,7 @@ from pathlib import Path
 from typer.main import get_command
 
 from ramify.analysis import simulate
-from ramify.analysis.simulation.cost_model import CostModel
+from ramify.analysis.simulation.replays.cost_model import CostModel
 from ramify.cli import app
 from tests.pure.analysis.simulated_traces import hashed_request
 

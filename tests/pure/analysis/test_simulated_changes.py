@@ -12,19 +12,19 @@ from hypothesis import strategies as st
 from ramify.analysis.corpus import Corpus
 from ramify.analysis.records import LoggedRequest, Segment, SegmentKind, Usage
 from ramify.analysis.simulation.calls import simulate
-from ramify.analysis.simulation.cost_model import CostModel, StepSample, fit_cost
-from ramify.analysis.simulation.engine_replay import replay_engine
-from ramify.analysis.simulation.kv_bytes import kv_token_bytes
-from ramify.analysis.simulation.replay import replay
-from ramify.analysis.simulation.reuse import ReuseRuns
-from ramify.analysis.simulation.routing import (
+from ramify.analysis.simulation.curves.reuse import ReuseRuns
+from ramify.analysis.simulation.curves.routing import (
     perfect_routing,
     random_routing,
     reorder_by_prefix,
 )
-from ramify.analysis.simulation.sampling import sampled_lru
+from ramify.analysis.simulation.curves.sampling import sampled_lru
+from ramify.analysis.simulation.curves.stack_distances import lru_curve
+from ramify.analysis.simulation.kv_bytes import kv_token_bytes
+from ramify.analysis.simulation.replays.cache_replay import replay
+from ramify.analysis.simulation.replays.cost_model import CostModel, StepSample, fit_cost
+from ramify.analysis.simulation.replays.engine_replay import replay_engine
 from ramify.analysis.simulation.sources import page_trace
-from ramify.analysis.simulation.stack_distances import lru_curve
 from ramify.errors import CheckpointError, ConfigError
 from tests.pure.analysis.simulated_traces import (
     BLOCK,

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.analysis.records import HashedPrompt, LoggedRequest, Segment, SegmentKind, Usage
-from ramify.analysis.simulation.bounds import belady, ttl_curve
 from ramify.analysis.simulation.calls import simulate
 from ramify.analysis.simulation.capacities import parse_capacity, parse_lifetime
-from ramify.analysis.simulation.replay import replay
-from ramify.analysis.simulation.reuse import ReuseRuns
+from ramify.analysis.simulation.curves.bounds import belady, ttl_curve
+from ramify.analysis.simulation.curves.reuse import ReuseRuns
+from ramify.analysis.simulation.curves.stack_distances import lru_curve
+from ramify.analysis.simulation.replays.cache_replay import replay
 from ramify.analysis.simulation.run import SimulationOptions, simulate_trace
 from ramify.analysis.simulation.sources import TraceSource, page_trace
-from ramify.analysis.simulation.stack_distances import lru_curve
 from ramify.cache import POLICIES
 from ramify.errors import ConfigError, LogError
 from tests.pure.analysis.simulated_traces import (

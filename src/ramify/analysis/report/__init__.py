@@ -1,8 +1,10 @@
-"""What an analysis looks like: terminal, JSON, Markdown, HTML and SARIF.
+"""The report of `ramify analyze`.
 
-`analyze` runs lint, simulation and sharing over a log and fills a `document`; `headline`, `rates`,
-`reads`, `sessions`, `prefix_tree`, `cache_curves`, `what_if` and `provenance` compute its parts,
-`causes_text` and `wording` word them, `privacy` takes the texts out. It is written by `terminal`,
-`as_json`, `markdown`, `sarif` and `html` (`page_rows`, `charts`, templates in `page/`). `comparison`
-compares two documents, `budget` checks one against limits, `trace_export` writes a Mooncake trace.
+Read `document` (the report as values) and `analyze` (fills it) first, then the rooms:
+
+1. `figures` compute the parts from requests, verdicts and predictions.
+2. `wording` puts numbers and causes into words, the same in all formats.
+3. `formats` write it: terminal, JSON, Markdown, SARIF, Mooncake trace. `page` is the HTML page.
+
+`privacy` takes the log's texts out. `comparison` compares two runs, `budget` checks one against limits.
 """

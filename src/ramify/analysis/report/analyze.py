@@ -13,14 +13,14 @@ from ramify.analysis.corpus import Corpus
 from ramify.analysis.linting import Linted, lint_parts
 from ramify.analysis.log_files import read_log
 from ramify.analysis.reading import ReadQuality
-from ramify.analysis.report.cache_curves import cache_curves
 from ramify.analysis.report.document import Analysis
-from ramify.analysis.report.prefix_tree import PrefixTreeBuilder, leaders
-from ramify.analysis.report.provenance import figures_of, warnings_of
-from ramify.analysis.report.rates import hit_rates, waterfall
-from ramify.analysis.report.reads import measure_reads
-from ramify.analysis.report.sessions import session_timelines
-from ramify.analysis.report.what_if import replay_sets
+from ramify.analysis.report.figures.cache_curves import cache_curves
+from ramify.analysis.report.figures.prefix_tree import PrefixTreeBuilder, leaders
+from ramify.analysis.report.figures.provenance import figures_of, warnings_of
+from ramify.analysis.report.figures.rates import hit_rates, waterfall
+from ramify.analysis.report.figures.reads import measure_reads
+from ramify.analysis.report.figures.sessions import session_timelines
+from ramify.analysis.report.figures.what_if import replay_sets
 from ramify.errors import LogError
 
 Paths = str | PathLike[str] | Iterable[str | PathLike[str]]

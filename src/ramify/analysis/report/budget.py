@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ramify.analysis.report.document import Analysis
-from ramify.analysis.report.wording import money, percent
+from ramify.analysis.report.wording.numbers import money, percent
 from ramify.analysis.verdicts import CauseName, Certainty
 from ramify.errors import ConfigError
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ramify.analysis.report.document import KIND, SCHEMA
-from ramify.analysis.report.wording import count, percent
+from ramify.analysis.report.wording.numbers import count, percent
 from ramify.errors import ConfigError
 
 

@@ -20,7 +20,7 @@ from ramify.analysis.report.document import (
     Session,
     TimelineRequest,
 )
-from ramify.analysis.report.provenance import RULE_NOTE
+from ramify.analysis.report.figures.provenance import RULE_NOTE
 from ramify.analysis.verdicts import Cause, Divergence, Example, Finding, Verdict
 
 # Names in a path come from the body's keys; a path holds nothing else but indices.

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ramify.analysis.sharing.request_tree import RequestTree
+from ramify.analysis.simulation.curves.reuse import FIRST_USE, ReuseRuns
+from ramify.analysis.simulation.curves.stack_distances import newer_pages
 from ramify.analysis.simulation.page_trace import PageTrace
-from ramify.analysis.simulation.reuse import FIRST_USE, ReuseRuns
-from ramify.analysis.simulation.stack_distances import newer_pages
 
 
 @dataclass(frozen=True, slots=True)

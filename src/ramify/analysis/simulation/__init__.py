@@ -1,7 +1,8 @@
 """Simulate a prefix cache of finite capacity on a log: hit rates by capacity, policy and lifetime.
 
-`page_trace` turns requests into the ids of their pages; `reuse` says for each page which request
-used it last. From that, `stack_distances` has LRU at every capacity, `bounds` the best that any
-policy could do at a capacity, and the hit rate by lifetime. `replay` runs the real `PrefixCache`.
-`calls` has `simulate`, which is all of it together.
+1. `calls` has `simulate`, the whole as a call. `capacities` and `kv_bytes` read its options.
+2. `sources` turns requests into the page ids of a `page_trace`.
+3. `run` computes everything from the trace; `results` is what it returns.
+4. `curves` need no cache: LRU at every capacity, Belady's bound, lifetimes, replicas.
+5. `replays` run the real `PrefixCache`, and the real engine with the cost of its steps.
 """

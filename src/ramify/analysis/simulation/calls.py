@@ -18,8 +18,8 @@ from ramify.analysis.simulation.capacities import (
     parse_capacity,
     parse_lifetime,
 )
-from ramify.analysis.simulation.cost_model import CostModel
 from ramify.analysis.simulation.kv_bytes import kv_token_bytes
+from ramify.analysis.simulation.replays.cost_model import CostModel
 from ramify.analysis.simulation.results import Simulation
 from ramify.analysis.simulation.run import Progress, SimulationOptions, simulate_trace
 from ramify.analysis.simulation.sources import corpus_trace, page_trace

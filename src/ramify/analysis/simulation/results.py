@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ramify.analysis.simulation.replay import ReplayResult
+from ramify.analysis.simulation.replays.cache_replay import ReplayResult
 
 SCHEMA = 1
 

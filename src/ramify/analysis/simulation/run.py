@@ -8,26 +8,26 @@ from typing import Any
 
 import numpy as np
 
-from ramify.analysis.simulation.bounds import belady, ttl_curve
 from ramify.analysis.simulation.capacities import (
     DEFAULT_CAPACITIES,
     DEFAULT_LIFETIMES_S,
     validate_capacities,
 )
-from ramify.analysis.simulation.cost_model import CostModel
-from ramify.analysis.simulation.engine_replay import replay_engine
-from ramify.analysis.simulation.page_trace import PageTrace
-from ramify.analysis.simulation.replay import ReplayResult, replay
-from ramify.analysis.simulation.results import Simulation, TraceFacts
-from ramify.analysis.simulation.reuse import ReuseRuns
-from ramify.analysis.simulation.routing import (
+from ramify.analysis.simulation.curves.bounds import belady, ttl_curve
+from ramify.analysis.simulation.curves.reuse import ReuseRuns
+from ramify.analysis.simulation.curves.routing import (
     perfect_routing,
     random_routing,
     reorder_by_prefix,
 )
-from ramify.analysis.simulation.sampling import sampled_lru
+from ramify.analysis.simulation.curves.sampling import sampled_lru
+from ramify.analysis.simulation.curves.stack_distances import LruCurve, lru_curve
+from ramify.analysis.simulation.page_trace import PageTrace
+from ramify.analysis.simulation.replays.cache_replay import ReplayResult, replay
+from ramify.analysis.simulation.replays.cost_model import CostModel
+from ramify.analysis.simulation.replays.engine_replay import replay_engine
+from ramify.analysis.simulation.results import Simulation, TraceFacts
 from ramify.analysis.simulation.sources import TraceSource
-from ramify.analysis.simulation.stack_distances import LruCurve, lru_curve
 from ramify.cache import POLICIES
 from ramify.errors import ConfigError
 

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from ramify.analysis.providers.prompts import Prediction
 from ramify.analysis.report.document import HitRate, WaterfallStep
-from ramify.analysis.report.reads import Counts, RequestReads
-from ramify.analysis.report.wording import plural
+from ramify.analysis.report.figures.reads import Counts, RequestReads
+from ramify.analysis.report.wording.headline import rule_words
 from ramify.analysis.verdicts import CauseName, LintReport, Verdict
 
 # Restrictions of a rule, in the order in which lost tokens are counted for them.
@@ -60,19 +60,6 @@ def counted_requests(reads: RequestReads) -> NDArray[np.bool_]:
     """[requests]: those that all rates and the waterfall are over."""
     choices = (reads.has_usage & reads.is_whole, reads.has_usage, reads.is_whole)
     return next((chosen for chosen in choices if chosen.any()), np.zeros_like(reads.is_whole))
-
-
-def rule_words(lint: LintReport) -> str:
-    """`the rule of vllm at a capacity of 5,000,000 tokens`; of several providers each with its share."""
-    providers = lint.tables.get("rules", {}).get("providers") or {lint.provider: 0}
-    if len(providers) == 1:
-        words = f"the cache rule of {next(iter(providers))}"
-    else:
-        shares = (f"{name} ({plural(number, 'request')})" for name, number in providers.items())
-        words = f"the cache rules of {', '.join(shares)}"
-    if lint.capacity_tokens is not None:
-        words += f" at a capacity of {lint.capacity_tokens:,} tokens"
-    return words
 
 
 def waterfall(
@@ -149,7 +136,7 @@ class _Steps:
 def _prompt_causes(
     reads: RequestReads,
     verdicts: Sequence[Verdict],
-    chosen: np.ndarray[tuple[int], np.dtype[np.bool_]],
+    chosen: NDArray[np.bool_],
 ) -> list[tuple[str, int]]:
     """Lost tokens by the first cause of each request, most first."""
     sums: dict[str, int] = {}
@@ -164,7 +151,7 @@ def _restrictions(
     reads: RequestReads,
     predictions: Mapping[int, Prediction],
     unsplit: Mapping[int, Prediction],
-    chosen: np.ndarray[tuple[int], np.dtype[np.bool_]],
+    chosen: NDArray[np.bool_],
 ) -> Iterator[tuple[str, int, str]]:
     """Tokens that each restriction of the rule takes; a token counts for the first that frees it."""
     numbers = np.flatnonzero(chosen).tolist()
@@ -201,7 +188,7 @@ def _restrictions(
 def _outside(
     reads: RequestReads,
     verdicts: Sequence[Verdict],
-    chosen: np.ndarray[tuple[int], np.dtype[np.bool_]],
+    chosen: NDArray[np.bool_],
 ) -> Iterator[tuple[str, int, str]]:
     """Tokens predicted but not reported, by causes outside the prompt."""
     missing = (reads.by_rule - reads.reported).clip(min=0)

@@ -7,9 +7,9 @@ from pathlib import PurePath
 from typing import Any
 from urllib.parse import quote
 
-from ramify.analysis.report.causes_text import CAUSES
 from ramify.analysis.report.document import Analysis
-from ramify.analysis.report.wording import count, plural
+from ramify.analysis.report.wording.causes import CAUSES
+from ramify.analysis.report.wording.numbers import count, plural
 from ramify.analysis.verdicts import CauseName, Certainty, Finding
 
 SCHEMA_URI = "https://json.schemastore.org/sarif-2.1.0.json"

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from ramify.analysis.simulation.curves.reuse import ReuseRuns
+from ramify.analysis.simulation.curves.stack_distances import LruCurve, lru_curve
 from ramify.analysis.simulation.page_trace import PageTrace
-from ramify.analysis.simulation.reuse import ReuseRuns
-from ramify.analysis.simulation.stack_distances import LruCurve, lru_curve
 from ramify.errors import ConfigError
 
 

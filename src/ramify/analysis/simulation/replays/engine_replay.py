@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ramify.analysis.simulation.cost_model import CostModel
 from ramify.analysis.simulation.page_trace import PageTrace
+from ramify.analysis.simulation.replays.cost_model import CostModel
 from ramify.config import EngineConfig, resolve
 from ramify.engine.core import EngineCore
 from ramify.engine.step import SampledTokens, StepPlan, StepResult

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ramify.analysis.report.document import Curve, Curves
-from ramify.analysis.report.wording import count, duration, percent
+from ramify.analysis.report.wording.numbers import count, duration, percent
 
 WIDTH, HEIGHT = 520.0, 280.0
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 118.0, 14.0, 40.0

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ramify.analysis.report.document import Analysis
-from ramify.analysis.report.headline import headline
-from ramify.analysis.report.wording import count, money, percent, plural
+from ramify.analysis.report.wording.headline import headline
+from ramify.analysis.report.wording.numbers import count, money, percent, plural
 from ramify.analysis.verdicts import Finding
 
 MAX_FINDINGS = 20

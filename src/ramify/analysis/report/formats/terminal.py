@@ -7,10 +7,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ramify.analysis.report.changes import Piece, mark_quotes
 from ramify.analysis.report.document import Analysis, HitRate
-from ramify.analysis.report.headline import headline
-from ramify.analysis.report.wording import RATE_NAMES, count, money, percent, plural
+from ramify.analysis.report.wording.headline import headline
+from ramify.analysis.report.wording.numbers import RATE_NAMES, count, money, percent, plural
+from ramify.analysis.report.wording.quotes import Piece, mark_quotes
 from ramify.analysis.verdicts import Finding
 
 BAR_CELLS = 32

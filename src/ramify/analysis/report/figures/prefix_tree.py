@@ -13,7 +13,7 @@ from ramify.analysis.corpus import Corpus, StoredRequest
 from ramify.analysis.diff.quoting import mask_secrets, shorten
 from ramify.analysis.records import SegmentKind
 from ramify.analysis.report.document import PrefixLeader, PrefixNode
-from ramify.analysis.report.reads import Counts, RequestReads
+from ramify.analysis.report.figures.reads import Counts, RequestReads
 from ramify.analysis.verdicts import CauseName, Verdict
 
 MAX_NODES = 1500

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ramify.analysis.report.document import Analysis, HitRate
-from ramify.analysis.report.rates import rule_words
-from ramify.analysis.report.wording import count, duration, money, percent, plural
+from ramify.analysis.report.wording.numbers import count, duration, money, percent, plural
+from ramify.analysis.verdicts import LintReport
 
 HOUR_S = 3600.0
 SAME_COUNT = 0.01  # of two counts of the input
@@ -51,6 +51,19 @@ def _which(analysis: Analysis, base: HitRate) -> str:
     num_with_reads = analysis.lint.quality.get("num_with_reads", base.num_requests)
     both = " and their whole prompt" if base.num_requests < num_with_reads else ""
     return f"that log cached tokens{both}"
+
+
+def rule_words(lint: LintReport) -> str:
+    """`the rule of vllm at a capacity of 5,000,000 tokens`; of several providers each with its share."""
+    providers = lint.tables.get("rules", {}).get("providers") or {lint.provider: 0}
+    if len(providers) == 1:
+        words = f"the cache rule of {next(iter(providers))}"
+    else:
+        shares = (f"{name} ({plural(number, 'request')})" for name, number in providers.items())
+        words = f"the cache rules of {', '.join(shares)}"
+    if lint.capacity_tokens is not None:
+        words += f" at a capacity of {lint.capacity_tokens:,} tokens"
+    return words
 
 
 def counted_words(analysis: Analysis) -> str:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ramify.analysis.simulation.curves.reuse import ReuseRuns
+from ramify.analysis.simulation.curves.stack_distances import newer_weights
 from ramify.analysis.simulation.page_trace import PageTrace
-from ramify.analysis.simulation.reuse import ReuseRuns
-from ramify.analysis.simulation.stack_distances import newer_weights
 from ramify.analysis.tokens import spread_ids
 from ramify.errors import ConfigError
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ramify.analysis.simulation.cost_model import CostModel, StepSample, fit_cost
+from ramify.analysis.simulation.replays.cost_model import CostModel, StepSample, fit_cost
 from ramify.engine.step import Executor, StepPlan, StepResult
 from ramify.errors import ConfigError
 from ramify.params import SamplingParams

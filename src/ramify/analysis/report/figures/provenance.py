@@ -7,7 +7,7 @@ from typing import Any
 
 from ramify.analysis.inputs.rows import TRUNCATED
 from ramify.analysis.report.document import Curves, Figure, HitRate
-from ramify.analysis.report.wording import count, percent
+from ramify.analysis.report.wording.numbers import count, percent
 from ramify.analysis.verdicts import LintReport
 
 POOR_SHARE = 0.9  # of requests that should have text

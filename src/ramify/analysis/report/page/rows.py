@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ramify.analysis.report.causes_text import CAUSES, CauseText
-from ramify.analysis.report.changes import Marks, mark_changes, mark_quotes
 from ramify.analysis.report.document import (
     Analysis,
     PrefixNode,
@@ -20,7 +18,9 @@ from ramify.analysis.report.document import (
     WaterfallStep,
     finding_anchor,
 )
-from ramify.analysis.report.wording import count, duration, percent
+from ramify.analysis.report.wording.causes import CAUSES, CauseText
+from ramify.analysis.report.wording.numbers import count, duration, percent
+from ramify.analysis.report.wording.quotes import Marks, mark_changes, mark_quotes
 from ramify.analysis.verdicts import Finding
 
 MAX_FINDINGS = 100

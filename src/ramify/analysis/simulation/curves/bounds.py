@@ -7,7 +7,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from ramify.analysis.simulation.reuse import ReuseRuns
+from ramify.analysis.simulation.curves.reuse import ReuseRuns
 
 
 def belady(reuse: ReuseRuns, capacity_tokens: int, *, first_counted: int = 0) -> float:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ramify.analysis.simulation.reuse import ReuseRuns
+from ramify.analysis.simulation.curves.reuse import ReuseRuns
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,12 +17,19 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
-from ramify.analysis.report import charts, page_rows
-from ramify.analysis.report.causes_text import missing_checks, passed_checks
 from ramify.analysis.report.document import Analysis, Curves
-from ramify.analysis.report.headline import counted_words, headline
-from ramify.analysis.report.markdown import analysis_as_markdown, finding_as_markdown
-from ramify.analysis.report.wording import RATE_NAMES, count, duration, money, percent, plural
+from ramify.analysis.report.formats.markdown import analysis_as_markdown, finding_as_markdown
+from ramify.analysis.report.page import charts, rows
+from ramify.analysis.report.wording.causes import missing_checks, passed_checks
+from ramify.analysis.report.wording.headline import counted_words, headline
+from ramify.analysis.report.wording.numbers import (
+    RATE_NAMES,
+    count,
+    duration,
+    money,
+    percent,
+    plural,
+)
 
 # Characters that a browser hides, or that reorder what stands around them.
 _HIDDEN = re.compile(
@@ -34,7 +41,7 @@ _SHOWN_SPACES = str.maketrans({" ": "·", "\n": "↵\n", "\t": "→\t", "\u00a0"
 
 
 def analysis_as_html(analysis: Analysis) -> str:
-    """A self-contained page, whose size does not grow with the log (see `page_rows`)."""
+    """A self-contained page, whose size does not grow with the log (see `rows`)."""
     style, script = _page_file("report.css"), _page_file("report.js")
     environment = Environment(
         autoescape=True,
@@ -48,7 +55,7 @@ def analysis_as_html(analysis: Analysis) -> str:
         "percent": percent,
         "money": money,
         "duration": duration,
-        "cut": page_rows.cut,
+        "cut": rows.cut,
         "visible": visible,
         "shown": shown,
     }
@@ -60,15 +67,15 @@ def analysis_as_html(analysis: Analysis) -> str:
         headline=headline(analysis),
         counted=counted_words(analysis),
         rate_names=RATE_NAMES,
-        findings=page_rows.finding_rows(findings),
-        num_left_out=max(0, len(findings) - page_rows.MAX_FINDINGS),
+        findings=rows.finding_rows(findings),
+        num_left_out=max(0, len(findings) - rows.MAX_FINDINGS),
         passed=passed_checks(findings, analysis.lint.quality),
         unchecked=missing_checks(analysis.lint.quality),
-        what_if=page_rows.what_if_rows(analysis),
-        sessions=page_rows.session_rows(analysis.sessions),
-        waterfall=page_rows.waterfall_rows(analysis.waterfall),
-        agreement=page_rows.agreement_rows(analysis.lint.tables),
-        quality=page_rows.quality_rows(analysis.lint.quality),
+        what_if=rows.what_if_rows(analysis),
+        sessions=rows.session_rows(analysis.sessions),
+        waterfall=rows.waterfall_rows(analysis.waterfall),
+        agreement=rows.agreement_rows(analysis.lint.tables),
+        quality=rows.quality_rows(analysis.lint.quality),
         capacity_chart=charts.capacity_chart(curves) if curves else None,
         lifetime_chart=charts.lifetime_chart(curves) if curves else None,
         knee=knee_sentence(curves, is_reported=analysis.rate("reported") is not None)
@@ -135,11 +142,11 @@ def _page_data(analysis: Analysis) -> dict[str, Any]:
         "markdown": analysis_as_markdown(analysis),
         "findings": [
             finding_as_markdown(finding, number)
-            for number, finding in enumerate(analysis.lint.findings[: page_rows.MAX_FINDINGS])
+            for number, finding in enumerate(analysis.lint.findings[: rows.MAX_FINDINGS])
         ],
         "input": analysis.num_counted,
         "unit": counted_words(analysis),
-        "nodes": page_rows.node_rows(analysis.tree),
+        "nodes": rows.node_rows(analysis.tree),
         "whatIf": None
         if what_if is None
         else {

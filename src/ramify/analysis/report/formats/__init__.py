@@ -1,0 +1,1 @@
+"""Formats that a report is written in; each file is independent of the others."""

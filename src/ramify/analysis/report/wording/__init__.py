@@ -1,0 +1,1 @@
+"""Words that all formats share: `numbers`, `quotes` with marked changes, `causes`, the `headline`."""

@@ -1,0 +1,6 @@
+"""Hit rates computed from reuse alone, without a cache.
+
+`reuse` finds which request used each page last. From it, `stack_distances` has LRU at every capacity,
+`bounds` Belady's MIN and the hit rate by lifetime. `sampling` estimates LRU from a share of the pages,
+`routing` splits or reorders a trace.
+"""
