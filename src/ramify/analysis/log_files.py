@@ -62,8 +62,7 @@ def format_named(name: str) -> LogFormat:
         if known.name == name:
             return known
     names = ", ".join(known.name for known in FORMATS)
-    msg = f"there is no log format {name!r}; choose one of {names}"
-    raise LogError(msg)
+    raise LogError(f"there is no log format {name!r}; choose one of {names}")
 
 
 class _Reading:
@@ -162,8 +161,9 @@ class _Reading:
 
     def _add_bad_line(self, name: str, line: int, reason: str) -> None:
         if self._strict:
-            msg = f"{name}, line {line}: {reason}; repair the line, or read without strict"
-            raise LogError(msg)
+            raise LogError(
+                f"{name}, line {line}: {reason}; repair the line, or read without strict"
+            )
         self._quality.add_bad_line(name, line, reason)
 
     def _advance(self, num_bytes: int) -> None:

@@ -36,8 +36,8 @@ class RowReader(Protocol):
         ...
 
     def close(self) -> Iterator[LoggedRequest]:
-        """The requests that were still waiting for other rows, in order."""
-        ...
+        """The requests that were still waiting for other rows, in order; by default none."""
+        return iter(())
 
 
 @dataclass(frozen=True, slots=True)

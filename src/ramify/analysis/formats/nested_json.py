@@ -21,13 +21,11 @@ def decode_json(data: bytes | str) -> Any:
     except (msgspec.DecodeError, UnicodeError):
         pass
     except RecursionError:
-        msg = "nested too deeply"
-        raise ValueError(msg) from None
+        raise ValueError("nested too deeply") from None
     try:
         return json.loads(data)
     except RecursionError:
-        msg = "nested too deeply"
-        raise ValueError(msg) from None
+        raise ValueError("nested too deeply") from None
 
 
 def is_cut_json(value: Any) -> bool:

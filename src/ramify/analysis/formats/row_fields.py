@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ramify.analysis.formats.nested_json import decode_nested
@@ -17,26 +16,6 @@ _REDACTED = frozenset(
 _MAX_REDACTED_CHARS = max(map(len, _REDACTED))
 
 
-@dataclass(frozen=True, slots=True)
-class Times:
-    """When a request began, answered first and ended, in seconds since the epoch."""
-
-    start_s: float | None = None
-    first_output_s: float | None = None
-    end_s: float | None = None
-
-    @classmethod
-    def in_order(
-        cls, start_s: float | None, first_output_s: float | None, end_s: float | None
-    ) -> Times:
-        """The times that make sense: a first output or an end before the start is left out."""
-        if start_s is not None and first_output_s is not None and first_output_s < start_s:
-            first_output_s = None
-        if start_s is not None and end_s is not None and end_s < start_s:
-            end_s = None
-        return cls(start_s, first_output_s, end_s)
-
-
 def mapping_in(value: Any) -> Mapping[str, Any]:
     """The object that a value is or, as JSON text, holds; empty if there is none.
 
@@ -46,6 +25,11 @@ def mapping_in(value: Any) -> Mapping[str, Any]:
     if isinstance(value, list) and value and all(map(_is_pair, value)):
         return dict(value)
     return value if isinstance(value, dict) else {}
+
+
+def mapping_or_empty(value: Any) -> Mapping[str, Any]:
+    """The value if it is an object, else an empty one."""
+    return value if isinstance(value, Mapping) else {}
 
 
 def _is_pair(value: Any) -> bool:
@@ -67,18 +51,6 @@ def first_text(row: Mapping[str, Any], names: Iterable[str]) -> str | None:
     if isinstance(value, bool) or not isinstance(value, str | int):
         return None
     return str(value)
-
-
-def duration(value: Any, *, unit_s: float = 1.0) -> float | None:
-    """A duration of `value` units in seconds, from a number or its text."""
-    if isinstance(value, str):
-        try:
-            value = float(value)
-        except ValueError:
-            return None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) * unit_s if 0 <= value < 1e12 else None
 
 
 def merge_usage(first: Usage, other: Usage) -> Usage:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ramify.analysis.formats.times import parse_time
-from ramify.analysis.reading import BadRowError, ReadQuality, Row
+from ramify.analysis.reading import BadRowError, ReadQuality, Row, RowReader
 from ramify.analysis.records import LoggedRequest
 
 MAX_QUOTED = 40  # characters of a bad value in a message
@@ -116,7 +116,7 @@ class LineIndices:
         return self._next - 1
 
 
-class RowByRow:
+class RowByRow(RowReader):
     """A `RowReader` whose rows need no other rows; an index of a request is one in its row."""
 
     def __init__(
@@ -134,7 +134,3 @@ class RowByRow:
                 yield request
             else:
                 yield replace(request, index=self._indices.take(row))
-
-    def close(self) -> Iterator[LoggedRequest]:
-        """See `RowReader`."""
-        return iter(())

@@ -4,11 +4,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 # A date after 1973 in milliseconds, microseconds and nanoseconds is above these bounds.
 _UNITS = ((1e17, 1e9), (1e14, 1e6), (1e11, 1e3))
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """When a request began, answered first and ended, in seconds since the epoch."""
+
+    start_s: float | None = None
+    first_output_s: float | None = None
+    end_s: float | None = None
+
+    @classmethod
+    def in_order(
+        cls, start_s: float | None, first_output_s: float | None, end_s: float | None
+    ) -> Times:
+        """The times that make sense: a first output or an end before the start is left out."""
+        if start_s is not None and first_output_s is not None and first_output_s < start_s:
+            first_output_s = None
+        if start_s is not None and end_s is not None and end_s < start_s:
+            end_s = None
+        return cls(start_s, first_output_s, end_s)
 
 
 def parse_time(value: object) -> float | None:
@@ -70,6 +91,18 @@ def time_of(row: Mapping[str, Any], *keys: str) -> float | None:
             if time is not None:
                 return time
     return None
+
+
+def duration(value: Any, *, unit_s: float = 1.0) -> float | None:
+    """A duration of `value` units in seconds, from a number or its text."""
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) * unit_s if 0 <= value < 1e12 else None
 
 
 def later(start_s: float | None, seconds: float | None) -> float | None:

@@ -35,8 +35,7 @@ def parse_anthropic(body: Mapping[str, Any], *, betas: object = None) -> BodyFie
     """
     messages = body.get("messages")
     if not isinstance(messages, list):
-        msg = "messages is no list"
-        raise BadRowError(msg)
+        raise BadRowError("messages is no list")
     tools = body.get("tools")
     config = body.get("toolConfig")
     if tools is None and isinstance(config, dict):
@@ -66,8 +65,7 @@ def anthropic_message(message: object, number: int) -> list[Segment]:
     """Segments of a message: its string, or its blocks at `content[j]`."""
     path = f"messages[{number}]"
     if not isinstance(message, dict):
-        msg = f"{path} is no object"
-        raise BadRowError(msg)
+        raise BadRowError(f"{path} is no object")
     label = label_of(message.get("role"))
     segments = content_of(message.get("content"), path, label)
     if not segments:

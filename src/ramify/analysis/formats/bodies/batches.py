@@ -59,8 +59,7 @@ class BatchReader:
         """See `RowReader`."""
         value = row.value
         if not isinstance(value, Mapping) or not isinstance(value.get("custom_id"), str):
-            msg = "custom_id is no text"
-            raise BadRowError(msg)
+            raise BadRowError("custom_id is no text")
         if isinstance(value.get("body"), Mapping) or isinstance(value.get("params"), Mapping):
             if is_other_call(_url(value), None, _body(value)):
                 self._quality.skipped[NO_REQUEST] += 1
@@ -70,8 +69,7 @@ class BatchReader:
         elif "response" in value or "result" in value or "error" in value:
             self._results.setdefault(value["custom_id"], []).append(self._store(row))
         else:
-            msg = "entry of a batch has neither body, params, response nor result"
-            raise BadRowError(msg)
+            raise BadRowError("entry of a batch has neither body, params, response nor result")
         return iter(())
 
     def _check(self, value: Mapping[str, Any]) -> None:

@@ -15,8 +15,9 @@ from ramify.analysis.formats.bodies.request_bodies import (
 from ramify.analysis.formats.bodies.responses import ResponseFields, parse_response
 from ramify.analysis.formats.bodies.segments import settings_of
 from ramify.analysis.formats.nested_json import decode_nested, is_cut_json
-from ramify.analysis.formats.row_fields import Times, is_redacted, merge_usage
-from ramify.analysis.reading import BadRowError, ReadQuality, Row
+from ramify.analysis.formats.row_fields import is_redacted, merge_usage
+from ramify.analysis.formats.times import Times
+from ramify.analysis.reading import BadRowError, ReadQuality, Row, RowReader
 from ramify.analysis.records import LoggedRequest, Usage
 
 FAILED = "failed attempt"
@@ -139,8 +140,7 @@ def requests_of_rows(
     for value in values:
         try:
             if not isinstance(value, dict):
-                msg = "row is no object"
-                raise BadRowError(msg)
+                raise BadRowError("row is no object")
             exchange = exchange_of(value)
             if exchange is None:
                 continue
@@ -153,6 +153,33 @@ def requests_of_rows(
         if len(values) == 1:
             raise error
         quality.add_bad_line(row.file, row.line, str(error))
+
+
+class ExchangeReader(RowReader):
+    """Reads rows that hold exchanges and need no other rows.
+
+    Args:
+        values_of: the values that a row holds: itself, or what a page, a trace or an archive contains.
+        exchange_of: gives None for a value that is no request, which it counts as skipped.
+        quality: counts what is skipped.
+    """
+
+    def __init__(
+        self,
+        values_of: Callable[[Any], Sequence[Any]],
+        exchange_of: Callable[[Mapping[str, Any], ReadQuality], Exchange | None],
+        quality: ReadQuality,
+    ) -> None:
+        self._values_of, self._exchange_of, self._quality = values_of, exchange_of, quality
+
+    def feed(self, row: Row) -> Iterator[LoggedRequest]:
+        """See `RowReader`."""
+        return requests_of_rows(
+            row,
+            self._quality,
+            self._values_of(row.value),
+            lambda value: self._exchange_of(value, self._quality),
+        )
 
 
 def _response_of(value: Any, quality: ReadQuality) -> ResponseFields:

@@ -30,8 +30,7 @@ def parse_gemini(body: Mapping[str, Any], *, url_path: str = "") -> BodyFields:
     if isinstance(contents, str):
         contents = [{"role": "user", "parts": [{"text": contents}]}]
     if not isinstance(contents, list):
-        msg = "contents is no list"
-        raise BadRowError(msg)
+        raise BadRowError("contents is no list")
     match = _MODEL.search(url_path)
     model = text_or_none(body.get("model")) or (match[1] if match else None)
     segments = [] if model is None else [setting("model", model)]

@@ -36,8 +36,7 @@ def parse_chat(body: Mapping[str, Any]) -> BodyFields:
     """Fields of a body with `messages`."""
     messages = body.get("messages")
     if not isinstance(messages, list):
-        msg = "messages is no list"
-        raise BadRowError(msg)
+        raise BadRowError("messages is no list")
     segments = settings_of(body)
     segments += tools_of(body.get("tools"))
     segments += tools_of(body.get("functions"), "functions")
@@ -61,8 +60,7 @@ def chat_message(message: object, number: int) -> list[Segment]:
     if isinstance(message, str):
         return [Segment(path, SegmentKind.MESSAGE, message)]
     if not isinstance(message, dict):
-        msg = f"{path} is no object"
-        raise BadRowError(msg)
+        raise BadRowError(f"{path} is no object")
     role = message.get("role")
     label = label_of(role, message.get("name"), message.get("tool_call_id"))
     segments: list[Segment] = []
@@ -137,8 +135,7 @@ def prompts_of(prompt: object) -> list[Segment]:
         else:
             if prompts:
                 return prompts
-    msg = "prompt is no text, list of texts, list of token ids or list of those"
-    raise BadRowError(msg)
+    raise BadRowError("prompt is no text, list of texts, list of token ids or list of those")
 
 
 def _are_ids(values: list[Any]) -> bool:

@@ -92,8 +92,7 @@ def _parse(body: Mapping[str, Any], url_path: str, betas: object) -> tuple[BodyF
         return (parse_responses(body),)
     if "prompt" in body:
         return parse_completions(body)
-    msg = "request has none of messages, input, prompt, contents"
-    raise BadRowError(msg)
+    raise BadRowError("request has none of messages, input, prompt, contents")
 
 
 def is_anthropic(body: Mapping[str, Any]) -> bool:

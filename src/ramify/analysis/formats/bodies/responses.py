@@ -51,8 +51,7 @@ def parse_response(value: object) -> ResponseFields:
     if value is None:
         return ResponseFields()
     if not isinstance(value, Mapping):
-        msg = "response is no object and no stream"
-        raise BadRowError(msg)
+        raise BadRowError("response is no object and no stream")
     return _parse_object(value)
 
 

@@ -68,8 +68,7 @@ def input_items(items: object) -> list[Segment]:
     if items is None:
         return []
     if not isinstance(items, list):
-        msg = "input is no text and no list"
-        raise BadRowError(msg)
+        raise BadRowError("input is no text and no list")
     segments: list[Segment] = []
     for number, item in enumerate(items):
         segments += input_item(item, number)
@@ -84,6 +83,5 @@ def input_item(item: object, number: int) -> list[Segment]:
         segments = content_of(item.get("content"), path, label)
         return segments or [Segment(path, SegmentKind.MESSAGE, "", label=label)]
     if not isinstance(item, dict | str):
-        msg = f"input[{number}] is no object"
-        raise BadRowError(msg)
+        raise BadRowError(f"input[{number}] is no object")
     return [block_of(item, path, "user" if isinstance(item, str) else "")]

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ramify.analysis.formats.row_fields import mapping_or_empty
 from ramify.analysis.reading import BadRowError
 
 _DONE = "[DONE]"
@@ -55,8 +56,7 @@ def join_events(events: Iterable[Any]) -> dict[str, Any]:
     for event in known:
         if event.get("error") is not None:
             return {"error": event["error"]}
-    msg = "stream has no event of a known API"
-    raise BadRowError(msg)
+    raise BadRowError("stream has no event of a known API")
 
 
 def _join_anthropic(events: list[Mapping[str, Any]]) -> dict[str, Any]:
@@ -68,19 +68,19 @@ def _join_anthropic(events: list[Mapping[str, Any]]) -> dict[str, Any]:
         index = event.get("index")
         if kind == "message_start" and isinstance(event.get("message"), Mapping):
             message = dict(event["message"])
-            message["usage"] = dict(_mapping(message.get("usage")))
+            message["usage"] = dict(mapping_or_empty(message.get("usage")))
         elif kind == "message_delta":
-            message.update(_mapping(event.get("delta")))
-            counted = _mapping(event.get("usage"))
+            message.update(mapping_or_empty(event.get("delta")))
+            counted = mapping_or_empty(event.get("usage"))
             usage = message.setdefault("usage", {})
             usage.update({key: item for key, item in counted.items() if item is not None})
             if event.get("diagnostics") is not None:
                 message["diagnostics"] = event["diagnostics"]
         elif kind == "content_block_start" and isinstance(index, int):
-            blocks[index] = dict(_mapping(event.get("content_block")))
+            blocks[index] = dict(mapping_or_empty(event.get("content_block")))
         elif kind == "content_block_delta" and isinstance(index, int) and index in blocks:
             _add_anthropic_delta(
-                blocks[index], arguments.setdefault(index, []), _mapping(event.get("delta"))
+                blocks[index], arguments.setdefault(index, []), mapping_or_empty(event.get("delta"))
             )
         elif kind == "error" and not blocks:
             message.setdefault("error", event.get("error"))
@@ -124,7 +124,7 @@ def _join_gemini(events: list[Mapping[str, Any]]) -> dict[str, Any]:
         response.update({key: item for key, item in event.items() if item is not None})
         candidates = event.get("candidates")
         first = candidates[0] if isinstance(candidates, list) and candidates else None
-        content = _mapping(_mapping(first).get("content"))
+        content = mapping_or_empty(mapping_or_empty(first).get("content"))
         content_parts = content.get("parts")
         for part in content_parts if isinstance(content_parts, list) else ():
             last = parts[-1] if parts else {}
@@ -163,7 +163,7 @@ def _first_choice(events: list[Mapping[str, Any]]) -> dict[str, Any] | None:
         for choice in choices if isinstance(choices, list) else ():
             if not isinstance(choice, Mapping) or choice.get("index", 0) != 0:
                 continue
-            delta = _mapping(choice.get("delta"))
+            delta = mapping_or_empty(choice.get("delta"))
             role = delta.get("role") or role
             for key in ("text", "content", "reasoning_content", "reasoning", "refusal"):
                 part = choice.get(key) if key == "text" else delta.get(key)
@@ -191,7 +191,7 @@ def _add_tool_calls(calls: dict[int, dict[str, Any]], deltas: object) -> None:
         call = calls.setdefault(index, {"id": None, "type": "function", "function": {}})
         for key in ("id", "type"):
             call[key] = delta.get(key) or call[key]
-        function = _mapping(delta.get("function"))
+        function = mapping_or_empty(delta.get("function"))
         if isinstance(function.get("name"), str):
             call["function"].setdefault("name", function["name"])
         if isinstance(function.get("arguments"), str):
@@ -204,7 +204,3 @@ def _decoded(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         return text
-
-
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}

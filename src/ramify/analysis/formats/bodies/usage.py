@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ramify.analysis.formats.row_fields import mapping_or_empty
 from ramify.analysis.records import Usage
 
 _OTEL = "gen_ai.usage."
@@ -53,6 +54,11 @@ def count(value: object) -> int | None:
     return int(value)
 
 
+def first_count(values: Mapping[str, Any], *keys: str) -> int | None:
+    """The first of these keys that holds a count."""
+    return next((number for key in keys if (number := count(values.get(key))) is not None), None)
+
+
 def provider_of_usage(usage: Mapping[str, Any]) -> str | None:
     """The provider that only can have written these keys."""
     if "prompt_cache_hit_tokens" in usage or "prompt_cache_miss_tokens" in usage:
@@ -70,7 +76,7 @@ def _anthropic(usage: Mapping[str, Any]) -> Usage:
     rest = count(usage.get("input_tokens"))
     read = count(usage.get("cache_read_input_tokens"))
     written = count(usage.get("cache_creation_input_tokens"))
-    split = _mapping(usage.get("cache_creation"))
+    split = mapping_or_empty(usage.get("cache_creation"))
     written_5m = count(split.get("ephemeral_5m_input_tokens"))
     written_1h = count(split.get("ephemeral_1h_input_tokens"))
     if written is None and written_5m is not None and written_1h is not None:
@@ -107,7 +113,7 @@ def _gemini(usage: Mapping[str, Any]) -> Usage:
 
 def _otel(usage: Mapping[str, Any]) -> Usage:
     def get(*names: str) -> int | None:
-        return _first(usage, *(_OTEL + name for name in names))
+        return first_count(usage, *(_OTEL + name for name in names))
 
     read = get("cache_read.input_tokens", "cache_read_input_tokens")
     written = get(
@@ -124,19 +130,19 @@ def _otel(usage: Mapping[str, Any]) -> Usage:
 def _openai(usage: Mapping[str, Any], input_key: str, output_key: str) -> Usage:
     details: dict[str, Any] = {}
     for key in ("prompt_tokens_details", "input_tokens_details", "input_token_details"):
-        details.update(_mapping(usage.get(key)))
-    read = _first(details, "cached_tokens", "cache_read")
+        details.update(mapping_or_empty(usage.get(key)))
+    read = first_count(details, "cached_tokens", "cache_read")
     if read is None:
-        read = _first(
+        read = first_count(
             usage,
             "prompt_cache_hit_tokens",
             "cached_input_tokens",
             "cache_read_input_tokens",
             "cached_tokens",
         )
-    written = _first(details, "cache_write_tokens", "cache_creation_tokens", "cache_creation")
+    written = first_count(details, "cache_write_tokens", "cache_creation_tokens", "cache_creation")
     if written is None:
-        written = _first(usage, "cache_write_input_tokens", "cache_creation_input_tokens")
+        written = first_count(usage, "cache_write_input_tokens", "cache_creation_input_tokens")
     total = count(usage.get(input_key))
     if total is None:
         missed = count(usage.get("prompt_cache_miss_tokens"))
@@ -145,8 +151,9 @@ def _openai(usage: Mapping[str, Any], input_key: str, output_key: str) -> Usage:
         num_input=_inside(total, read, written),
         num_read=read,
         num_written=written,
-        num_written_1h=_first(
-            _mapping(details.get("cache_creation_token_details")), "ephemeral_1h_input_tokens"
+        num_written_1h=first_count(
+            mapping_or_empty(details.get("cache_creation_token_details")),
+            "ephemeral_1h_input_tokens",
         ),
         num_output=count(usage.get(output_key)),
     )
@@ -165,15 +172,3 @@ def _sum(*counts: int | None) -> int | None:
             return None
         total += number
     return total
-
-
-def _first(values: Mapping[str, Any], *keys: str) -> int | None:
-    for key in keys:
-        number = count(values.get(key))
-        if number is not None:
-            return number
-    return None
-
-
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}

@@ -22,15 +22,9 @@ from ramify.analysis.formats.bodies.request_bodies import is_body
 from ramify.analysis.formats.bodies.usage import parse_usage
 from ramify.analysis.formats.gateways.hosts import provider_of_name
 from ramify.analysis.formats.nested_json import decode_nested
-from ramify.analysis.formats.row_fields import (
-    Times,
-    duration,
-    first_text,
-    first_value,
-    mapping_in,
-)
+from ramify.analysis.formats.row_fields import first_text, first_value, mapping_in
 from ramify.analysis.formats.row_values import RowByRow
-from ramify.analysis.formats.times import later, time_of
+from ramify.analysis.formats.times import Times, duration, later, time_of
 from ramify.analysis.reading import BadRowError, LogFormat, ReadQuality, Row
 from ramify.analysis.records import LoggedRequest, Usage
 
@@ -102,8 +96,7 @@ def read_bodies(row: Row, quality: ReadQuality) -> Iterator[LoggedRequest]:
     """The requests of a row that is a body, or has one under a key."""
     value = row.value
     if not isinstance(value, dict):
-        msg = "row is no object"
-        raise BadRowError(msg)
+        raise BadRowError("row is no object")
     for key in REQUEST_KEYS:
         if key in value and _holds_body(value[key]):
             inner = decode_nested(value[key])
@@ -112,12 +105,12 @@ def read_bodies(row: Row, quality: ReadQuality) -> Iterator[LoggedRequest]:
                 http = inner
                 inner = decode_nested(first_value(inner, _INNER_KEYS))
             if not is_body(inner):
-                msg = f"{key} holds no body of a known API"
-                raise BadRowError(msg)
+                raise BadRowError(f"{key} holds no body of a known API")
             return _requests(row, quality, inner, value, http)
     if not is_body(value):
-        msg = f"row is no body of a known API, and has none under {', '.join(REQUEST_KEYS)}"
-        raise BadRowError(msg)
+        raise BadRowError(
+            f"row is no body of a known API, and has none under {', '.join(REQUEST_KEYS)}"
+        )
     return _requests(row, quality, value, value, {})
 
 

@@ -15,6 +15,7 @@ from ramify.analysis.formats.bodies.usage import count
 from ramify.analysis.formats.engines.sglang_lines import event_of_line, is_sglang_line
 from ramify.analysis.formats.engines.token_ids import token_segment
 from ramify.analysis.formats.pending_rows import PendingRows
+from ramify.analysis.formats.row_fields import mapping_or_empty
 from ramify.analysis.formats.row_values import (
     LineIndices,
     get_name,
@@ -91,8 +92,7 @@ class SglangReader:
         requests: list[LoggedRequest] = []
         for number, (segment, is_cut) in enumerate(prompts):
             out = outs[number] if number < len(outs) else None
-            meta = out.get("meta_info") if isinstance(out, Mapping) else None
-            meta = meta if isinstance(meta, Mapping) else {}
+            meta = mapping_or_empty(mapping_or_empty(out).get("meta_info"))
             latency = get_number(meta, "e2e_latency")
             start = time
             if is_finished:

@@ -6,10 +6,11 @@ JSON Lines of the same columns. Counters may have columns of their own, such as 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from ramify.analysis.formats.bodies.exchanges import FAILED, OWN_CACHE, Exchange, requests_of_rows
+from ramify.analysis.formats.bodies.exchanges import FAILED, OWN_CACHE, Exchange, ExchangeReader
 from ramify.analysis.formats.bodies.request_bodies import is_body
 from ramify.analysis.formats.bodies.usage import parse_usage
 from ramify.analysis.formats.bodies.wrapped_bodies import (
@@ -23,8 +24,7 @@ from ramify.analysis.formats.bodies.wrapped_bodies import (
 from ramify.analysis.formats.gateways.hosts import provider_of_name, server_of, tenant_of
 from ramify.analysis.formats.nested_json import decode_nested
 from ramify.analysis.formats.row_fields import first_text, first_value, mapping_in, merge_usage
-from ramify.analysis.reading import BadRowError, LogFormat, ReadQuality, Row
-from ramify.analysis.records import LoggedRequest
+from ramify.analysis.reading import BadRowError, LogFormat, ReadQuality
 
 REQUEST_COLUMNS = tuple(
     """request_json request_body request_payload raw_request requestBody requestJson request_content
@@ -80,57 +80,43 @@ def _body_of(value: Mapping[str, Any]) -> dict[str, Any] | None:
     return None
 
 
-class GatewayReader:
+def _exchange_of(value: Mapping[str, Any], quality: ReadQuality) -> Exchange | None:
     """Each row with a body, no failed status and no hit in the gateway's own cache is a request."""
-
-    def __init__(self, quality: ReadQuality) -> None:
-        self._quality = quality
-
-    def feed(self, row: Row) -> Iterator[LoggedRequest]:
-        """See `RowReader`."""
-        yield from requests_of_rows(row, self._quality, [row.value], self._exchange_of)
-
-    def close(self) -> Iterator[LoggedRequest]:
-        """See `RowReader`."""
-        return iter(())
-
-    def _exchange_of(self, value: Mapping[str, Any]) -> Exchange | None:
-        body = _body_of(value)
-        if body is None:
-            msg = f"none of the columns {', '.join(REQUEST_COLUMNS)} holds a request body"
-            raise BadRowError(msg)
-        if str(first_value(value, _OWN_CACHE)).lower() in _HITS:
-            self._quality.skipped[OWN_CACHE] += 1
-            return None
-        response, status = response_of(
-            {**value, "response": first_value(value, RESPONSE_COLUMNS)}, False
-        )
-        if response is None and first_value(value, _ERROR) is not None:
-            self._quality.skipped[FAILED] += 1
-            return None
-        model = first_text(value, _MODEL)
-        path = first_text(value, _PATH)
-        headers = headers_of(
-            mapping_in(value.get("headers")), mapping_in(value.get("request_headers"))
-        )
-        numbers = {key: item for key, item in value.items() if isinstance(key, str)}
-        return Exchange(
-            body=body,
-            response=response,
-            url=server_of(path) or ("/v1/messages" if "anthropic-version" in headers else ""),
-            betas=headers.get("anthropic-beta"),
-            usage=merge_usage(parse_usage(mapping_in(value.get("usage"))), parse_usage(numbers)),
-            times=times_of(value),
-            status=status or first_value(value, _STATUS),
-            request_id=first_text(value, _ID),
-            conversation=conversation_of_row(value, is_bare=False),
-            parent_id=first_text(value, PARENT_KEYS),
-            provider=provider_of_name(first_text(value, ("provider", "vendor")), model),
-            model=None if body.get("model") else model,
-            cache_scope=tenant_of("tenant", first_text(value, _TENANT))
-            or tenant_of("key", first_text(value, _KEY)),
-            replica=first_text(value, _REPLICA) or server_of(value.get("api_base")),
-        )
+    body = _body_of(value)
+    if body is None:
+        raise BadRowError(f"none of the columns {', '.join(REQUEST_COLUMNS)} holds a request body")
+    if str(first_value(value, _OWN_CACHE)).lower() in _HITS:
+        quality.skipped[OWN_CACHE] += 1
+        return None
+    response, status = response_of(
+        {**value, "response": first_value(value, RESPONSE_COLUMNS)}, False
+    )
+    if response is None and first_value(value, _ERROR) is not None:
+        quality.skipped[FAILED] += 1
+        return None
+    model = first_text(value, _MODEL)
+    path = first_text(value, _PATH)
+    headers = headers_of(mapping_in(value.get("headers")), mapping_in(value.get("request_headers")))
+    numbers = {key: item for key, item in value.items() if isinstance(key, str)}
+    return Exchange(
+        body=body,
+        response=response,
+        url=server_of(path) or ("/v1/messages" if "anthropic-version" in headers else ""),
+        betas=headers.get("anthropic-beta"),
+        usage=merge_usage(parse_usage(mapping_in(value.get("usage"))), parse_usage(numbers)),
+        times=times_of(value),
+        status=status or first_value(value, _STATUS),
+        request_id=first_text(value, _ID),
+        conversation=conversation_of_row(value, is_bare=False),
+        parent_id=first_text(value, PARENT_KEYS),
+        provider=provider_of_name(first_text(value, ("provider", "vendor")), model),
+        model=None if body.get("model") else model,
+        cache_scope=tenant_of("tenant", first_text(value, _TENANT))
+        or tenant_of("key", first_text(value, _KEY)),
+        replica=first_text(value, _REPLICA) or server_of(value.get("api_base")),
+    )
 
 
-GATEWAY = LogFormat("gateway", is_gateway_row, GatewayReader)
+GATEWAY = LogFormat(
+    "gateway", is_gateway_row, partial(ExchangeReader, lambda row: [row], _exchange_of)
+)

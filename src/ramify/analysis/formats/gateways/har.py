@@ -9,11 +9,12 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
-from ramify.analysis.formats.bodies.exchanges import FAILED, NO_REQUEST, Exchange, requests_of_rows
+from ramify.analysis.formats.bodies.exchanges import FAILED, NO_REQUEST, Exchange, ExchangeReader
 from ramify.analysis.formats.bodies.usage import count
 from ramify.analysis.formats.gateways.hosts import (
     provider_of_name,
@@ -23,10 +24,9 @@ from ramify.analysis.formats.gateways.hosts import (
     url_path,
 )
 from ramify.analysis.formats.nested_json import decode_nested
-from ramify.analysis.formats.row_fields import Times, duration, first_text
-from ramify.analysis.formats.times import later, parse_time
-from ramify.analysis.reading import BadRowError, LogFormat, ReadQuality, Row
-from ramify.analysis.records import LoggedRequest
+from ramify.analysis.formats.row_fields import first_text, mapping_or_empty
+from ramify.analysis.formats.times import Times, duration, later, parse_time
+from ramify.analysis.reading import BadRowError, LogFormat, ReadQuality
 
 _ENDPOINTS = (
     "/chat/completions",
@@ -60,70 +60,56 @@ _KEY_HEADERS = ("x-api-key", "api-key", "x-goog-api-key")
 
 def is_har_row(value: Any) -> bool:
     """Whether a row is an archive, or one of its entries."""
-    return isinstance(value, dict) and (_entries_of(value) is not None or _is_entry(value))
+    return isinstance(value, dict) and (
+        isinstance(_entries_of(value), list)
+        or ("startedDateTime" in value and isinstance(value.get("request"), dict))
+    )
 
 
-def _entries_of(value: Mapping[str, Any]) -> list[Any] | None:
-    log = value.get("log")
-    entries = log.get("entries") if isinstance(log, dict) else None
-    return entries if isinstance(entries, list) else None
+def _entries_of(value: Mapping[str, Any]) -> Any:
+    return mapping_or_empty(value.get("log")).get("entries")
 
 
-def _is_entry(value: Mapping[str, Any]) -> bool:
-    return "startedDateTime" in value and isinstance(value.get("request"), dict)
+def _values_of(value: Mapping[str, Any]) -> list[Any]:
+    """The entries of an archive; else the row, which is an entry."""
+    entries = _entries_of(value)
+    return entries if isinstance(entries, list) else [value]
 
 
-class HarReader:
+def _exchange_of(entry: Mapping[str, Any], quality: ReadQuality) -> Exchange | None:
     """Each answered POST to a model's endpoint is a request."""
-
-    def __init__(self, quality: ReadQuality) -> None:
-        self._quality = quality
-
-    def feed(self, row: Row) -> Iterator[LoggedRequest]:
-        """See `RowReader`."""
-        entries = _entries_of(row.value)
-        values = [row.value] if entries is None else entries
-        yield from requests_of_rows(row, self._quality, values, self._exchange_of)
-
-    def close(self) -> Iterator[LoggedRequest]:
-        """See `RowReader`."""
-        return iter(())
-
-    def _exchange_of(self, entry: Mapping[str, Any]) -> Exchange | None:
-        request, response = _object(entry.get("request")), _object(entry.get("response"))
-        url = request.get("url")
-        path = url_path(url).rstrip("/")
-        if str(request.get("method")).upper() != "POST" or not path.endswith(_ENDPOINTS):
-            self._quality.skipped[NO_REQUEST] += 1
-            return None
-        status = count(response.get("status"))
-        if not status or not 200 <= status < 300:
-            self._quality.skipped[FAILED] += 1
-            return None
-        sent, received = _headers(request), _headers(response)
-        body = decode_nested(_text_of(_object(request.get("postData"))))
-        if not isinstance(body, dict):
-            msg = "postData holds no JSON object"
-            raise BadRowError(msg)
-        model = None if body.get("model") else _model_in(path)
-        return Exchange(
-            body=body,
-            response=_text_of(_object(response.get("content"))) or None,
-            url=server_of(url) or "",
-            betas=sent.get("anthropic-beta"),
-            times=_times_of(entry),
-            model=model,
-            conversation=first_text(sent, _CONVERSATION_HEADERS),
-            provider=provider_of_name(
-                provider_of_url(url if isinstance(url, str) else ""), model or body.get("model")
-            ),
-            cache_scope=_scope_of(sent, received),
-            replica=_replica_of(url),
-        )
-
-
-def _object(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}
+    request, response = (
+        mapping_or_empty(entry.get("request")),
+        mapping_or_empty(entry.get("response")),
+    )
+    url = request.get("url")
+    path = url_path(url).rstrip("/")
+    if str(request.get("method")).upper() != "POST" or not path.endswith(_ENDPOINTS):
+        quality.skipped[NO_REQUEST] += 1
+        return None
+    status = count(response.get("status"))
+    if not status or not 200 <= status < 300:
+        quality.skipped[FAILED] += 1
+        return None
+    sent, received = _headers(request), _headers(response)
+    body = decode_nested(_text_of(mapping_or_empty(request.get("postData"))))
+    if not isinstance(body, dict):
+        raise BadRowError("postData holds no JSON object")
+    model = None if body.get("model") else _model_in(path)
+    return Exchange(
+        body=body,
+        response=_text_of(mapping_or_empty(response.get("content"))) or None,
+        url=server_of(url) or "",
+        betas=sent.get("anthropic-beta"),
+        times=_times_of(entry),
+        model=model,
+        conversation=first_text(sent, _CONVERSATION_HEADERS),
+        provider=provider_of_name(
+            provider_of_url(url if isinstance(url, str) else ""), model or body.get("model")
+        ),
+        cache_scope=_scope_of(sent, received),
+        replica=_replica_of(url),
+    )
 
 
 def _model_in(path: str) -> str | None:
@@ -136,7 +122,7 @@ def _headers(message: Mapping[str, Any]) -> dict[str, str]:
     headers = message.get("headers")
     by_name: dict[str, str] = {}
     for header in headers if isinstance(headers, list) else ():
-        name, value = _object(header).get("name"), _object(header).get("value")
+        name, value = mapping_or_empty(header).get("name"), mapping_or_empty(header).get("value")
         if isinstance(name, str) and isinstance(value, str):
             name = name.lower()
             by_name[name] = f"{by_name[name]},{value}" if name in by_name else value
@@ -159,7 +145,7 @@ def _text_of(content: Mapping[str, Any]) -> str:
 def _times_of(entry: Mapping[str, Any]) -> Times:
     start_s = parse_time(entry.get("startedDateTime"))
     total_s = duration(entry.get("time"), unit_s=1e-3)
-    received_s = duration(_object(entry.get("timings")).get("receive"), unit_s=1e-3)
+    received_s = duration(mapping_or_empty(entry.get("timings")).get("receive"), unit_s=1e-3)
     waited_s = None
     if total_s is not None and received_s is not None and received_s <= total_s:
         waited_s = total_s - received_s
@@ -187,4 +173,4 @@ def _replica_of(url: Any) -> str | None:
     return server.partition("/")[0] or None if server else None
 
 
-HAR = LogFormat("har", is_har_row, HarReader)
+HAR = LogFormat("har", is_har_row, partial(ExchangeReader, _values_of, _exchange_of))

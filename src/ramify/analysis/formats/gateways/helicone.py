@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from ramify.analysis.formats.bodies.exchanges import FAILED, OWN_CACHE, Exchange, requests_of_rows
+from ramify.analysis.formats.bodies.exchanges import FAILED, OWN_CACHE, Exchange, ExchangeReader
 from ramify.analysis.formats.bodies.usage import count
 from ramify.analysis.formats.gateways.hosts import provider_of_name
-from ramify.analysis.formats.row_fields import (
-    Times,
-    duration,
-    first_text,
-    first_value,
-    mapping_in,
-)
-from ramify.analysis.formats.times import later, time_of
-from ramify.analysis.reading import LogFormat, ReadQuality, Row
-from ramify.analysis.records import LoggedRequest, Usage
+from ramify.analysis.formats.row_fields import first_text, first_value, mapping_in
+from ramify.analysis.formats.times import Times, duration, later, time_of
+from ramify.analysis.reading import LogFormat, ReadQuality
+from ramify.analysis.records import Usage
 
 _NO_ID = "00000000-0000-0000-0000-000000000000"
 _SESSION_NAMES = ("helicone-session-id", "session-id", "session_id", "sessionid")
@@ -42,53 +37,45 @@ _KEYS = frozenset(
 )
 
 
-class HeliconeReader:
+def _values_of(value: Mapping[str, Any]) -> list[Any]:
+    """The rows of a page; else the row itself."""
+    rows: list[Any] = [value] if "request_created_at" in value else value["data"]
+    return rows
+
+
+def _exchange_of(value: Mapping[str, Any], quality: ReadQuality) -> Exchange | None:
     """Each row with an answer of the vendor is a request.
 
     `cache_enabled` and `cache_reference_id` are of Helicone's own cache of responses.
     """
-
-    def __init__(self, quality: ReadQuality) -> None:
-        self._quality = quality
-
-    def feed(self, row: Row) -> Iterator[LoggedRequest]:
-        """See `RowReader`."""
-        rows = [row.value] if "request_created_at" in row.value else row.value["data"]
-        yield from requests_of_rows(row, self._quality, rows, self._exchange_of)
-
-    def close(self) -> Iterator[LoggedRequest]:
-        """See `RowReader`."""
-        return iter(())
-
-    def _exchange_of(self, value: Mapping[str, Any]) -> Exchange | None:
-        if value.get("cache_reference_id") not in (None, "", _NO_ID):
-            self._quality.skipped[OWN_CACHE] += 1
-            return None
-        status = value.get("response_status")
-        code = count(status)
-        if status not in (None, "") and (code is None or not 200 <= code < 300):
-            self._quality.skipped[FAILED] += 1  # negative for time-outs and what is under way
-            return None
-        start_s = time_of(value, "request_created_at")
-        end_s = later(start_s, duration(first_value(value, ("delay_ms", "latency")), unit_s=1e-3))
-        first_s = later(start_s, duration(value.get("time_to_first_token"), unit_s=1e-3))
-        model = first_text(value, _MODEL_KEYS)
-        whole = mapping_in(value.get("body"))  # the two bodies in one object, as stored by Helicone
-        body = mapping_in(first_value(value, ("request_body",)) or whole.get("request"))
-        path = first_text(value, ("request_path", "target_url"))
-        return Exchange(
-            body=body if body or model is None else {"model": model},
-            response=first_value(value, ("response_body",)) or whole.get("response"),
-            url=path or "",
-            usage=_usage_of(value),
-            times=Times.in_order(start_s, first_s, end_s or time_of(value, "response_created_at")),
-            request_id=first_text(value, ("request_id", "response_id")),
-            conversation=_session_of(value),
-            provider=provider_of_name(first_text(value, ("provider",)), model),
-            model=None if body.get("model") else model,
-            response_model=first_text(value, ("response_model",)),
-            template=first_text(value, ("prompt_id",)),
-        )
+    if value.get("cache_reference_id") not in (None, "", _NO_ID):
+        quality.skipped[OWN_CACHE] += 1
+        return None
+    status = value.get("response_status")
+    code = count(status)
+    if status not in (None, "") and (code is None or not 200 <= code < 300):
+        quality.skipped[FAILED] += 1  # negative for time-outs and what is under way
+        return None
+    start_s = time_of(value, "request_created_at")
+    end_s = later(start_s, duration(first_value(value, ("delay_ms", "latency")), unit_s=1e-3))
+    first_s = later(start_s, duration(value.get("time_to_first_token"), unit_s=1e-3))
+    model = first_text(value, _MODEL_KEYS)
+    whole = mapping_in(value.get("body"))  # the two bodies in one object, as stored by Helicone
+    body = mapping_in(first_value(value, ("request_body",)) or whole.get("request"))
+    path = first_text(value, ("request_path", "target_url"))
+    return Exchange(
+        body=body if body or model is None else {"model": model},
+        response=first_value(value, ("response_body",)) or whole.get("response"),
+        url=path or "",
+        usage=_usage_of(value),
+        times=Times.in_order(start_s, first_s, end_s or time_of(value, "response_created_at")),
+        request_id=first_text(value, ("request_id", "response_id")),
+        conversation=_session_of(value),
+        provider=provider_of_name(first_text(value, ("provider",)), model),
+        model=None if body.get("model") else model,
+        response_model=first_text(value, ("response_model",)),
+        template=first_text(value, ("prompt_id",)),
+    )
 
 
 def _session_of(value: Mapping[str, Any]) -> str | None:
@@ -127,4 +114,4 @@ def _usage_of(value: Mapping[str, Any]) -> Usage:
     )
 
 
-HELICONE = LogFormat("helicone", is_helicone_row, HeliconeReader)
+HELICONE = LogFormat("helicone", is_helicone_row, partial(ExchangeReader, _values_of, _exchange_of))

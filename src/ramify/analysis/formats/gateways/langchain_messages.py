@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ramify.analysis.formats.bodies.segments import compact_json
+from ramify.analysis.formats.row_fields import mapping_or_empty
 
 _ROLES = {
     "human": "user",
@@ -53,8 +54,7 @@ def chat_message_of(message: Any) -> Any:
     fields, kind = _fields_of(message)
     if fields is None:
         return message
-    extra = fields.get("additional_kwargs")
-    extra = extra if isinstance(extra, dict) else {}
+    extra = mapping_or_empty(fields.get("additional_kwargs"))
     role = fields.get("role") if _role(kind) == "chat" else _role(kind)
     if extra.get("__openai_role__") == "developer":
         role = "developer"

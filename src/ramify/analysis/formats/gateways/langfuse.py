@@ -7,12 +7,12 @@ from typing import Any
 
 from ramify.analysis.formats.bodies.exchanges import FAILED, NO_REQUEST, Exchange, requests_of_rows
 from ramify.analysis.formats.bodies.segments import compact_json
-from ramify.analysis.formats.bodies.usage import count, parse_usage
+from ramify.analysis.formats.bodies.usage import count, first_count, parse_usage
 from ramify.analysis.formats.gateways.langchain_messages import chat_messages, is_items
 from ramify.analysis.formats.nested_json import decode_nested, is_cut_json
-from ramify.analysis.formats.row_fields import Times, first_text, first_value, mapping_in
-from ramify.analysis.formats.times import time_of
-from ramify.analysis.reading import LogFormat, ReadQuality, Row
+from ramify.analysis.formats.row_fields import first_text, first_value, mapping_in
+from ramify.analysis.formats.times import Times, time_of
+from ramify.analysis.reading import LogFormat, ReadQuality, Row, RowReader
 from ramify.analysis.records import LoggedRequest, Usage
 
 _TYPES = (
@@ -61,7 +61,7 @@ def _rows_of(value: Mapping[str, Any]) -> Any:
     return value
 
 
-class LangfuseReader:
+class LangfuseReader(RowReader):
     """Each GENERATION that did not fail is a request.
 
     A trace read before its observations gives them its session (legacy export: name the folder
@@ -84,10 +84,6 @@ class LangfuseReader:
                 return
             rows = [rows]
         yield from requests_of_rows(row, self._quality, rows, self._exchange_of)
-
-    def close(self) -> Iterator[LoggedRequest]:
-        """See `RowReader`."""
-        return iter(())
 
     def _remember(self, trace: Mapping[str, Any]) -> None:
         identity, session = first_text(trace, ("id",)), first_text(trace, _SESSION_KEYS)
@@ -190,9 +186,9 @@ def _usage_of(usage: Mapping[str, Any]) -> Usage:
     if "input" not in usage:
         return parse_usage(usage)
     rest, output, total = (count(usage.get(key)) for key in ("input", "output", "total"))
-    read = _first(usage, "input_cached_tokens", "input_cache_read", "cache_read_input_tokens",
+    read = first_count(usage, "input_cached_tokens", "input_cache_read", "cache_read_input_tokens",
                   "input_cached_tokens_read", "cached_tokens")  # fmt: skip
-    written = _first(usage, "input_cache_creation", "cache_creation_input_tokens",
+    written = first_count(usage, "input_cache_creation", "cache_creation_input_tokens",
                      "input_cache_write_tokens", "input_cache_creation_tokens", "input_cache_write")  # fmt: skip
     cached = (read or 0) + (written or 0)
     num_input = rest
@@ -208,15 +204,11 @@ def _usage_of(usage: Mapping[str, Any]) -> Usage:
         num_input=num_input,
         num_read=read,
         num_written=written,
-        num_written_1h=_first(
+        num_written_1h=first_count(
             usage, "input_ephemeral_1h_input_tokens", "ephemeral_1h_input_tokens"
         ),
         num_output=output,
     )
-
-
-def _first(usage: Mapping[str, Any], *keys: str) -> int | None:
-    return next((number for key in keys if (number := count(usage.get(key))) is not None), None)
 
 
 LANGFUSE = LogFormat("langfuse", is_langfuse_row, LangfuseReader)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from ramify.analysis.formats.bodies.exchanges import FAILED, NO_REQUEST, Exchange, requests_of_rows
+from ramify.analysis.formats.bodies.exchanges import FAILED, NO_REQUEST, Exchange, ExchangeReader
 from ramify.analysis.formats.bodies.usage import count, parse_usage
 from ramify.analysis.formats.gateways.hosts import provider_of_name
 from ramify.analysis.formats.gateways.langchain_messages import (
@@ -14,10 +15,10 @@ from ramify.analysis.formats.gateways.langchain_messages import (
     is_items,
 )
 from ramify.analysis.formats.nested_json import decode_nested
-from ramify.analysis.formats.row_fields import Times, first_text, mapping_in, merge_usage
-from ramify.analysis.formats.times import parse_time, time_of
-from ramify.analysis.reading import LogFormat, ReadQuality, Row
-from ramify.analysis.records import LoggedRequest, Usage
+from ramify.analysis.formats.row_fields import first_text, mapping_in, merge_usage
+from ramify.analysis.formats.times import Times, parse_time, time_of
+from ramify.analysis.reading import LogFormat, ReadQuality
+from ramify.analysis.records import Usage
 
 # Of `extra.metadata`; the session_id of a run itself is the project.
 _CONVERSATION_KEYS = ("thread_id", "session_id", "conversation_id")
@@ -26,12 +27,13 @@ _MODEL_KEYS = ("ls_model_name", "model", "model_name")
 
 def is_langsmith_row(value: Any) -> bool:
     """Whether a row is a run, or an object that holds runs."""
-    if not isinstance(value, dict):
-        return False
+    return isinstance(value, dict) and any(map(_is_run, _values_of(value)))
+
+
+def _values_of(value: Mapping[str, Any]) -> list[Any]:
+    """The runs that a row holds; else the row, which is a run."""
     runs = value.get("runs")
-    if isinstance(runs, list):
-        return any(_is_run(run) for run in runs)
-    return _is_run(value)
+    return runs if isinstance(runs, list) else [value]
 
 
 def _is_run(value: Any) -> bool:
@@ -40,56 +42,41 @@ def _is_run(value: Any) -> bool:
     )
 
 
-class LangSmithReader:
+def _exchange_of(run: Mapping[str, Any], quality: ReadQuality) -> Exchange | None:
     """Each run of type `llm` that did not fail is a request.
 
     LangChain's message objects become messages of a chat body: the order of keys in tool arguments
     is kept, spaces in them are not.
     """
-
-    def __init__(self, quality: ReadQuality) -> None:
-        self._quality = quality
-
-    def feed(self, row: Row) -> Iterator[LoggedRequest]:
-        """See `RowReader`."""
-        runs = row.value.get("runs")
-        rows = runs if isinstance(runs, list) else [row.value]
-        yield from requests_of_rows(row, self._quality, rows, self._exchange_of)
-
-    def close(self) -> Iterator[LoggedRequest]:
-        """See `RowReader`."""
-        return iter(())
-
-    def _exchange_of(self, run: Mapping[str, Any]) -> Exchange | None:
-        if run.get("run_type") != "llm":
-            self._quality.skipped[NO_REQUEST] += 1
-            return None
-        if run.get("error") or run.get("status") == "error":
-            self._quality.skipped[FAILED] += 1
-            return None
-        extra = mapping_in(run.get("extra"))
-        metadata = mapping_in(extra.get("metadata"))
-        parameters = mapping_in(extra.get("invocation_params"))
-        outputs = mapping_in(run.get("outputs"))
-        message = _answer_of(outputs)
-        body = _body_of(mapping_in(run.get("inputs")), parameters, metadata)
-        answered = mapping_in(message.get("response_metadata"))
-        return Exchange(
-            body=body,
-            response=_response_of(outputs, message),
-            usage=_usage_of(run, outputs, message, metadata),
-            times=Times.in_order(
-                parse_time(run.get("start_time")),
-                _first_token(run),
-                parse_time(run.get("end_time")),
-            ),
-            request_id=first_text(answered, ("id",)) or first_text(run, ("id",)),
-            conversation=first_text(metadata, _CONVERSATION_KEYS),
-            provider=provider_of_name(
-                first_text(metadata, ("ls_provider",)), first_text(body, ("model",))
-            ),
-            response_model=first_text(answered, ("model_name", "model")),
-        )
+    if run.get("run_type") != "llm":
+        quality.skipped[NO_REQUEST] += 1
+        return None
+    if run.get("error") or run.get("status") == "error":
+        quality.skipped[FAILED] += 1
+        return None
+    extra = mapping_in(run.get("extra"))
+    metadata = mapping_in(extra.get("metadata"))
+    parameters = mapping_in(extra.get("invocation_params"))
+    outputs = mapping_in(run.get("outputs"))
+    message = _answer_of(outputs)
+    body = _body_of(mapping_in(run.get("inputs")), parameters, metadata)
+    answered = mapping_in(message.get("response_metadata"))
+    return Exchange(
+        body=body,
+        response=_response_of(outputs, message),
+        usage=_usage_of(run, outputs, message, metadata),
+        times=Times.in_order(
+            parse_time(run.get("start_time")),
+            _first_token(run),
+            parse_time(run.get("end_time")),
+        ),
+        request_id=first_text(answered, ("id",)) or first_text(run, ("id",)),
+        conversation=first_text(metadata, _CONVERSATION_KEYS),
+        provider=provider_of_name(
+            first_text(metadata, ("ls_provider",)), first_text(body, ("model",))
+        ),
+        response_model=first_text(answered, ("model_name", "model")),
+    )
 
 
 def _body_of(
@@ -192,4 +179,6 @@ def _first_token(run: Mapping[str, Any]) -> float | None:
     return None
 
 
-LANGSMITH = LogFormat("langsmith", is_langsmith_row, LangSmithReader)
+LANGSMITH = LogFormat(
+    "langsmith", is_langsmith_row, partial(ExchangeReader, _values_of, _exchange_of)
+)

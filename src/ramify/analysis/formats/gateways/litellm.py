@@ -16,9 +16,9 @@ from ramify.analysis.formats.bodies.exchanges import (
 from ramify.analysis.formats.bodies.usage import count, parse_usage
 from ramify.analysis.formats.gateways.hosts import provider_of_name, server_of, tenant_of
 from ramify.analysis.formats.nested_json import decode_nested
-from ramify.analysis.formats.row_fields import Times, first_text, mapping_in, merge_usage
-from ramify.analysis.formats.times import parse_time
-from ramify.analysis.reading import LogFormat, ReadQuality, Row
+from ramify.analysis.formats.row_fields import first_text, mapping_in, merge_usage
+from ramify.analysis.formats.times import Times, parse_time
+from ramify.analysis.reading import LogFormat, ReadQuality, Row, RowReader
 from ramify.analysis.records import LoggedRequest, Usage
 
 _OTHER_CALLS = (
@@ -39,7 +39,7 @@ def is_litellm_row(value: Any) -> bool:
     return "call_type" in row and "startTime" in row
 
 
-class LiteLlmReader:
+class LiteLlmReader(RowReader):
     """Each successful row that reached a vendor is a request.
 
     `cache_hit` is LiteLLM's own cache of responses: such a row reached no vendor. `trace_id` groups
@@ -60,10 +60,6 @@ class LiteLlmReader:
             self._quality.skipped[reason] += 1
             return
         yield from requests_of_exchange(row, self._quality, _exchange_of(value, metadata))
-
-    def close(self) -> Iterator[LoggedRequest]:
-        """See `RowReader`."""
-        return iter(())
 
     def _reason_to_skip(self, value: Mapping[str, Any], metadata: Mapping[str, Any]) -> str | None:
         call_type = value.get("call_type")

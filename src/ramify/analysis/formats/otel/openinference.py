@@ -7,7 +7,7 @@ from typing import Any
 
 from ramify.analysis.formats.nested_json import decode_nested
 from ramify.analysis.formats.otel.otel_dialects import flat_tree
-from ramify.analysis.formats.row_fields import mapping_in
+from ramify.analysis.formats.row_fields import mapping_in, mapping_or_empty
 
 _COUNT = "llm.token_count."
 
@@ -90,8 +90,7 @@ def _call(call: Any) -> Any:
     fields = call.get("tool_call") if isinstance(call, dict) else None
     if not isinstance(fields, dict):
         return call
-    function = fields.get("function")
-    function = function if isinstance(function, dict) else {}
+    function = mapping_or_empty(fields.get("function"))
     return {
         "id": fields.get("id"),
         "type": "function",

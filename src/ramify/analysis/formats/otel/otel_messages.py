@@ -39,8 +39,7 @@ def messages_of(value: Any) -> list[Segment]:
     if isinstance(messages, str):
         return [Segment("messages[0]", SegmentKind.MESSAGE, messages, label="user")]
     if not isinstance(messages, list):
-        msg = "input messages are no list"
-        raise BadRowError(msg)
+        raise BadRowError("input messages are no list")
     segments: list[Segment] = []
     for number, message in enumerate(messages):
         segments += _message(decode_nested(message), number)

@@ -17,8 +17,8 @@ from ramify.analysis.formats.otel.openinference import openinference_body, openi
 from ramify.analysis.formats.otel.otel_dialects import event_body, openllmetry_body, vercel_body
 from ramify.analysis.formats.otel.otel_messages import messages_of, system_of, tools_of_definitions
 from ramify.analysis.formats.otel.otlp_values import OtlpItem
-from ramify.analysis.formats.row_fields import Times, duration, first_text, is_redacted
-from ramify.analysis.formats.times import later
+from ramify.analysis.formats.row_fields import first_text, is_redacted, mapping_or_empty
+from ramify.analysis.formats.times import Times, duration, later
 from ramify.analysis.records import LoggedRequest, Segment, SegmentKind, Usage
 
 DETAILS_EVENT = "gen_ai.client.inference.operation.details"
@@ -114,8 +114,7 @@ def request_of(item: OtlpItem, events: Iterable[OtlpItem], place: Place) -> Logg
     attributes = dict(item.attributes)
     for event in events:
         if event.name == DETAILS_EVENT or _INPUT in event.attributes:
-            details = event.body if isinstance(event.body, dict) else {}
-            attributes = {**details, **event.attributes, **attributes}
+            attributes = {**mapping_or_empty(event.body), **event.attributes, **attributes}
     model = first_text(attributes, _MODEL_KEYS)
     segments, api = _prompt_of(attributes, events, model)
     has_text = any(segment.kind is not SegmentKind.SETTING for segment in segments)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ramify.analysis.formats.row_fields import mapping_or_empty
 from ramify.analysis.formats.times import parse_time
 
 # First parts of keys that Phoenix nests.
@@ -101,8 +102,7 @@ def item_of(value: Mapping[str, Any], *, is_span: bool) -> OtlpItem:
     attributes = attributes_of(get("attributes"))
     status = get("status")
     code = status.get("code", status.get("status_code")) if isinstance(status, dict) else status
-    context = get("context", "spanContext")
-    context = context if isinstance(context, dict) else {}
+    context = mapping_or_empty(get("context", "spanContext"))
     name = get("eventName", "event_name") if not is_span else get("name")
     if not is_span and not isinstance(name, str):
         name = attributes.get("event.name")

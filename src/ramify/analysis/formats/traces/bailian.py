@@ -7,7 +7,7 @@ from typing import Any
 
 from ramify.analysis.formats.row_values import get_count, get_name, get_number, mapping_of
 from ramify.analysis.formats.traces.hashed_prompts import BlockSizes, FileScopes, block_ids_of
-from ramify.analysis.reading import BadRowError, LogFormat, ReadQuality, Row
+from ramify.analysis.reading import BadRowError, LogFormat, ReadQuality, Row, RowReader
 from ramify.analysis.records import LoggedRequest, Usage
 
 BLOCK_SIZE = 16
@@ -19,7 +19,7 @@ def is_bailian(value: Any) -> bool:
     return isinstance(value, Mapping) and "chat_id" in value and "hash_ids" in value
 
 
-class BailianReader:
+class BailianReader(RowReader):
     """Reads rows; a conversation is named by the chat id of its first turn."""
 
     def __init__(self, quality: ReadQuality) -> None:
@@ -55,10 +55,6 @@ class BailianReader:
         if request.conversation is not None and parent is not None:
             self._roots[chat] = request.conversation
         yield request
-
-    def close(self) -> Iterator[LoggedRequest]:
-        """See `RowReader`."""
-        return iter(())
 
 
 BAILIAN = LogFormat("bailian", is_bailian, BailianReader)

@@ -25,7 +25,7 @@ from ramify.analysis.formats.traces.hashed_prompts import (
     check_block_size,
     namespaced,
 )
-from ramify.analysis.reading import BadRowError, LogFormat, ReadQuality, Row
+from ramify.analysis.reading import BadRowError, LogFormat, ReadQuality, Row, RowReader
 from ramify.analysis.records import HashedPrompt, LoggedRequest, Segment, SegmentKind, Usage
 
 BLOCK_SIZE = 512  # of the published traces
@@ -48,7 +48,7 @@ def is_mooncake(value: Any) -> bool:
     return has_prompt and not any(name in value for name in OTHER_FORMATS)
 
 
-class MooncakeReader:
+class MooncakeReader(RowReader):
     """Reads rows; a row without a time starts `delay` ms after the previous row of its session."""
 
     def __init__(self, quality: ReadQuality) -> None:
@@ -121,10 +121,6 @@ class MooncakeReader:
         if start is not None:
             self._starts[file, session] = start
         return start
-
-    def close(self) -> Iterator[LoggedRequest]:
-        """See `RowReader`."""
-        return iter(())
 
 
 def _count_of(value: Mapping[str, Any], *names: str) -> int | None:

@@ -15,7 +15,7 @@ from ramify.analysis.formats.bodies.responses_bodies import input_item
 from ramify.analysis.formats.bodies.segments import setting
 from ramify.analysis.formats.bodies.usage import count, parse_usage
 from ramify.analysis.formats.row_values import get_name, get_text, get_time, list_of, mapping_of
-from ramify.analysis.reading import LogFormat, ReadQuality, Row
+from ramify.analysis.reading import LogFormat, ReadQuality, Row, RowReader
 from ramify.analysis.records import LoggedRequest, Segment, SegmentKind
 
 TYPES = frozenset(
@@ -75,7 +75,7 @@ class _Thread:
     number: int = 0
 
 
-class CodexReader:
+class CodexReader(RowReader):
     """Reads lines; a response is a request, named by its first item."""
 
     def __init__(self, quality: ReadQuality) -> None:
@@ -107,10 +107,6 @@ class CodexReader:
             self._roll_back(count(payload.get("num_turns")) or 0)
         else:
             self._quality.skipped[f"line of type {kind}"] += 1
-
-    def close(self) -> Iterator[LoggedRequest]:
-        """See `RowReader`."""
-        return iter(())
 
     def _meta(self, payload: Mapping[str, Any]) -> None:
         thread = self._thread
