@@ -12,8 +12,8 @@ from ramify.analysis.formats.bodies.body_fields import (
     text_or_none,
 )
 from ramify.analysis.formats.bodies.segments import (
-    compact_json,
     content_of,
+    json_segment,
     label_of,
     mark_last,
     settings_of,
@@ -21,7 +21,7 @@ from ramify.analysis.formats.bodies.segments import (
     ttl_of,
 )
 from ramify.analysis.reading import BadRowError
-from ramify.analysis.records import Segment, SegmentKind, TextForm
+from ramify.analysis.records import Segment, SegmentKind
 
 _NEVER_CACHED = ("thinking", "redacted_thinking")
 
@@ -70,8 +70,8 @@ def anthropic_message(message: object, number: int) -> list[Segment]:
     segments = content_of(message.get("content"), path, label)
     if not segments:
         # As a change of effort in mid-conversation, which has no content.
-        text = compact_json({key: item for key, item in message.items() if key != "role"})
-        segments = [Segment(path, SegmentKind.MESSAGE, text, TextForm.JSON, label)]
+        rest = {key: item for key, item in message.items() if key != "role"}
+        segments = [json_segment(rest, path, label)]
     mark_last(segments, ttl_of({"cache_control": message.get("cache_control")}))
     return segments
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,15 +32,27 @@ class BodyFields:
     model: str | None = None
     provider: str | None = None  # None: the response or the model's name decides
     cache_key: str | None = None
-    retention_s: float | None = None
+    retention_s: float | None = None  # None: the provider's usual
     cache_scope: str = ""
     conversation: str | None = None
-    history_id: str | None = (
-        None  # response or conversation whose messages the server puts in front
-    )
+    # Response or conversation whose messages the server puts in front.
+    history_id: str | None = None
     has_full_text: bool = True
     note: str | None = None  # why the text is not full
     compares_with: str | None = None  # message id for which a diagnosis was asked
+
+
+def openai_fields(api: str, body: Mapping[str, Any], segments: Iterable[Segment]) -> BodyFields:
+    """A prompt with the fields that all APIs of OpenAI have."""
+    return BodyFields(
+        api=api,
+        segments=tuple(segments),
+        model=text_or_none(body.get("model")),
+        cache_key=text_or_none(body.get("prompt_cache_key")),
+        retention_s=DAY_S if body.get("prompt_cache_retention") == "24h" else None,
+        cache_scope=scope_of(body),
+        conversation=conversation_of(body),
+    )
 
 
 def text_or_none(value: object) -> str | None:
@@ -73,11 +85,6 @@ def _session_of_user(user: str) -> str | None:
             return None
         return text_or_none(fields.get("session_id")) if isinstance(fields, dict) else None
     return None
-
-
-def retention_of(body: Mapping[str, Any]) -> float | None:
-    """Seconds that OpenAI's `prompt_cache_retention` asks for; None: the provider's usual."""
-    return DAY_S if body.get("prompt_cache_retention") == "24h" else None
 
 
 def scope_of(body: Mapping[str, Any]) -> str:

@@ -9,13 +9,13 @@ from typing import Any
 from ramify.analysis.formats.bodies.body_fields import GEMINI, BodyFields, text_or_none
 from ramify.analysis.formats.bodies.segments import (
     block_of,
-    compact_json,
+    json_segment,
     label_of,
     setting,
     tools_of,
 )
 from ramify.analysis.reading import BadRowError
-from ramify.analysis.records import Segment, SegmentKind, TextForm
+from ramify.analysis.records import Segment, SegmentKind
 
 _MODEL = re.compile(r"/models/([^/:?]+)")
 _DECLARATIONS = ("functionDeclarations", "function_declarations")
@@ -75,17 +75,18 @@ def _parts(content: object, path: str, label: str, kind: SegmentKind) -> list[Se
     if isinstance(parts, dict | str):
         parts = [parts]
     if not isinstance(parts, list):
-        text = compact_json(content)
-        return [Segment(path.removesuffix(".content"), kind, text, TextForm.JSON, label)]
-    segments = []
-    for number, part in enumerate(parts):
-        at = f"{path}[{number}]"
-        if isinstance(part, dict) and part.get("thought") is True and "text" in part:
-            thought = {"type": "thinking", "thinking": part["text"]}
-            segments.append(block_of(thought, at, label, kind))
-        else:
-            segments.append(block_of(part, at, label, kind))
-    return segments
+        return [json_segment(content, path.removesuffix(".content"), label, kind)]
+    return [
+        block_of(_block(part), f"{path}[{number}]", label, kind)
+        for number, part in enumerate(parts)
+    ]
+
+
+def _block(part: object) -> object:
+    """The content block that a part is; a thought becomes Anthropic's block for it."""
+    if isinstance(part, dict) and part.get("thought") is True and "text" in part:
+        return {"type": "thinking", "thinking": part["text"]}
+    return part
 
 
 def gemini_answer(response: Mapping[str, Any]) -> list[Segment]:

@@ -9,22 +9,20 @@ from ramify.analysis.formats.bodies.body_fields import (
     CHAT,
     COMPLETIONS,
     BodyFields,
-    conversation_of,
-    retention_of,
-    scope_of,
-    text_or_none,
+    openai_fields,
 )
 from ramify.analysis.formats.bodies.segments import (
-    compact_json,
     content_of,
+    json_segment,
     label_of,
     mark_last,
     settings_of,
+    token_segment,
     tools_of,
     ttl_of,
 )
 from ramify.analysis.reading import BadRowError
-from ramify.analysis.records import Segment, SegmentKind, TextForm
+from ramify.analysis.records import Segment, SegmentKind
 
 # Fields in which servers return a chat message's reasoning.
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking", "reasoning_details")
@@ -43,15 +41,7 @@ def parse_chat(body: Mapping[str, Any]) -> BodyFields:
     for number, message in enumerate(messages):
         segments += chat_message(message, number)
     mark_last(segments, ttl_of(body))
-    return BodyFields(
-        api=CHAT,
-        segments=tuple(segments),
-        model=text_or_none(body.get("model")),
-        cache_key=text_or_none(body.get("prompt_cache_key")),
-        retention_s=retention_of(body),
-        cache_scope=scope_of(body),
-        conversation=conversation_of(body),
-    )
+    return openai_fields(CHAT, body, segments)
 
 
 def chat_message(message: object, number: int) -> list[Segment]:
@@ -71,22 +61,20 @@ def chat_message(message: object, number: int) -> list[Segment]:
     for key in () if is_plain else _OTHER_KEYS:
         segments += _field(message, key, path, label_of(label, key))
     calls = message.get("tool_calls")
-    if isinstance(calls, list):
-        for index, call in enumerate(calls):
-            segments.append(
-                Segment(
-                    f"{path}.tool_calls[{index}]",
-                    SegmentKind.MESSAGE,
-                    compact_json(call),
-                    TextForm.JSON,
-                    label_of(role),
-                )
-            )
+    for index, call in enumerate(calls if isinstance(calls, list) else ()):
+        at = f"{path}.tool_calls[{index}]"
+        segments.append(json_segment(call, at, label_of(role)))
     if not segments:
         segments.append(Segment(path, SegmentKind.MESSAGE, "", label=label))
     if "cache_control" in message:
         mark_last(segments, ttl_of({"cache_control": message["cache_control"]}))
     return segments
+
+
+def tool_call(call_id: Any, name: Any, arguments: Any) -> dict[str, Any]:
+    """An item of a chat message's `tool_calls`."""
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
 
 
 def _field(message: Mapping[str, Any], key: str, path: str, label: str) -> list[Segment]:
@@ -95,26 +83,14 @@ def _field(message: Mapping[str, Any], key: str, path: str, label: str) -> list[
         return []
     if isinstance(value, str):
         return [Segment(f"{path}.{key}", SegmentKind.MESSAGE, value, label=label)]
-    text = compact_json(value)
-    return [Segment(f"{path}.{key}", SegmentKind.MESSAGE, text, TextForm.JSON, label)]
+    return [json_segment(value, f"{path}.{key}", label)]
 
 
 def parse_completions(body: Mapping[str, Any]) -> tuple[BodyFields, ...]:
     """Fields of a body with `prompt`, for each of its prompts."""
     settings = settings_of(body)
-    model = text_or_none(body.get("model"))
-    return tuple(
-        BodyFields(
-            api=COMPLETIONS,
-            segments=(*settings, prompt),
-            model=model,
-            cache_key=text_or_none(body.get("prompt_cache_key")),
-            retention_s=retention_of(body),
-            cache_scope=scope_of(body),
-            conversation=conversation_of(body),
-        )
-        for prompt in prompts_of(body.get("prompt"))
-    )
+    prompts = prompts_of(body.get("prompt"))
+    return tuple(openai_fields(COMPLETIONS, body, [*settings, prompt]) for prompt in prompts)
 
 
 def prompts_of(prompt: object) -> list[Segment]:
@@ -123,13 +99,13 @@ def prompts_of(prompt: object) -> list[Segment]:
         return [Segment("prompt", SegmentKind.MESSAGE, prompt)]
     if isinstance(prompt, list):
         if _are_ids(prompt):
-            return [_id_prompt(prompt)]
+            return [token_segment(prompt)]
         prompts = []
         for item in prompt:
             if isinstance(item, str):
                 prompts.append(Segment("prompt", SegmentKind.MESSAGE, item))
             elif isinstance(item, list) and _are_ids(item):
-                prompts.append(_id_prompt(item))
+                prompts.append(token_segment(item))
             else:
                 break
         else:
@@ -143,7 +119,3 @@ def _are_ids(values: list[Any]) -> bool:
         isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
         for value in values
     )
-
-
-def _id_prompt(ids: list[int]) -> Segment:
-    return Segment("prompt", SegmentKind.MESSAGE, " ".join(map(str, ids)), TextForm.TOKENS)

@@ -75,7 +75,7 @@ def parse_bodies(
     provider = next((name for part, name in _HOSTS if part in url_path), None)
     fields = _parse(body, url_path, betas)
     if provider is not None:
-        fields = tuple(_with_provider(item, provider) for item in fields)
+        fields = tuple(replace(item, provider=provider) for item in fields)
     return tuple(_with_cut_noted(item) for item in fields)
 
 
@@ -121,10 +121,6 @@ def is_anthropic(body: Mapping[str, Any]) -> bool:
         ):
             return True
     return str(body.get("model", "")).startswith(("claude", "anthropic.")) and "max_tokens" in body
-
-
-def _with_provider(fields: BodyFields, provider: str) -> BodyFields:
-    return replace(fields, provider=provider)
 
 
 def _with_cut_noted(fields: BodyFields) -> BodyFields:

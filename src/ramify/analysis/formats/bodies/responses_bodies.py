@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ramify.analysis.formats.bodies.body_fields import (
     RESPONSES,
     BodyFields,
-    conversation_of,
-    retention_of,
-    scope_of,
+    openai_fields,
     text_or_none,
 )
 from ramify.analysis.formats.bodies.segments import (
     block_of,
-    compact_json,
     content_of,
+    json_segment,
     label_of,
     settings_of,
     tools_of,
 )
 from ramify.analysis.reading import BadRowError
-from ramify.analysis.records import Segment, SegmentKind, TextForm
+from ramify.analysis.records import Segment, SegmentKind
 
 
 def parse_responses(body: Mapping[str, Any]) -> BodyFields:
@@ -41,20 +40,15 @@ def parse_responses(body: Mapping[str, Any]) -> BodyFields:
     note = None
     template = body.get("prompt")
     if isinstance(template, dict):
-        text = compact_json(template)
-        segments.append(Segment("prompt", SegmentKind.SYSTEM, text, TextForm.JSON))
+        segments.append(json_segment(template, "prompt", "", SegmentKind.SYSTEM))
         note = "prompt template is stored at the vendor"
     segments += content_of(body.get("instructions"), "system", "system", SegmentKind.SYSTEM)
     segments += input_items(body.get("input"))
-    return BodyFields(
-        api=RESPONSES,
-        segments=tuple(segments),
+    fields = openai_fields(RESPONSES, body, segments)
+    return replace(
+        fields,
         provider="openai",
-        model=text_or_none(body.get("model")),
-        cache_key=text_or_none(body.get("prompt_cache_key")),
-        retention_s=retention_of(body),
-        cache_scope=scope_of(body),
-        conversation=conversation or conversation_of(body),
+        conversation=conversation or fields.conversation,
         history_id=history or conversation,
         has_full_text=note is None and history is None and conversation is None,
         note=note,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 
+from ramify.analysis.reading import BadRowError
 from ramify.analysis.records import Segment, SegmentKind, TextForm
 
 # Top-level keys of a body that change the rendered prompt or the key of a vendor's cache.
@@ -60,7 +61,7 @@ def setting(name: str, value: object) -> Segment:
     """Segment of a setting."""
     if isinstance(value, str):
         return Segment(f"settings.{name}", SegmentKind.SETTING, value)
-    return Segment(f"settings.{name}", SegmentKind.SETTING, compact_json(value), TextForm.JSON)
+    return json_segment(value, f"settings.{name}", "", SegmentKind.SETTING)
 
 
 def tools_of(tools: object, path: str = "tools") -> list[Segment]:
@@ -72,15 +73,8 @@ def tools_of(tools: object, path: str = "tools") -> list[Segment]:
         if is_cache_point(tool):
             mark_last(segments, ttl_of(tool))
             continue
-        segments.append(
-            Segment(
-                f"{path}[{number}]",
-                SegmentKind.TOOL,
-                compact_json(tool),
-                TextForm.JSON,
-                breakpoint_ttl_s=ttl_of(tool),
-            )
-        )
+        segments.append(json_segment(tool, f"{path}[{number}]", "", SegmentKind.TOOL))
+        mark_last(segments, ttl_of(tool))
     return segments
 
 
@@ -91,7 +85,7 @@ def content_of(
     if isinstance(content, str):
         return [Segment(path, kind, content, label=label)]
     if not isinstance(content, list):
-        return [] if content is None else [_json_segment(content, path, label, kind)]
+        return [] if content is None else [json_segment(content, path, label, kind)]
     at = path if kind is SegmentKind.SYSTEM else f"{path}.content"
     segments: list[Segment] = []
     for number, block in enumerate(content):
@@ -109,7 +103,7 @@ def block_of(
     if isinstance(block, str):
         return Segment(path, kind, block, label=label)
     if not isinstance(block, dict):
-        return _json_segment(block, path, label, kind)
+        return json_segment(block, path, label, kind)
     ttl_s = ttl_of(block)
     text = _text_of(block)
     if text is not None:
@@ -121,7 +115,10 @@ def block_of(
     return Segment(path, kind, compact_json(block), TextForm.JSON, label, ttl_s)
 
 
-def _json_segment(value: object, path: str, label: str, kind: SegmentKind) -> Segment:
+def json_segment(
+    value: object, path: str, label: str, kind: SegmentKind = SegmentKind.MESSAGE
+) -> Segment:
+    """Segment of a value as compact JSON."""
     return Segment(path, kind, compact_json(value), TextForm.JSON, label)
 
 
@@ -234,6 +231,18 @@ def mark_last(segments: list[Segment], ttl_s: float | None) -> None:
     """Put a breakpoint at the end of the last segment, unless it has one."""
     if segments and ttl_s is not None and segments[-1].breakpoint_ttl_s is None:
         segments[-1] = replace(segments[-1], breakpoint_ttl_s=ttl_s)
+
+
+def token_segment(ids: Sequence[int]) -> Segment:
+    """A prompt of token ids.
+
+    Raises:
+        BadRowError: an id is negative or has more than 63 bits.
+    """
+    if ids and not (min(ids) >= 0 and max(ids) < 1 << 63):
+        bad = next(number for number in ids if not 0 <= number < 1 << 63)
+        raise BadRowError(f"token id {bad} is out of range")
+    return Segment("prompt", SegmentKind.MESSAGE, " ".join(map(str, ids)), TextForm.TOKENS)
 
 
 def label_of(*parts: object) -> str:

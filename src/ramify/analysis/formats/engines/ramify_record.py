@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from ramify.analysis.formats.engines.token_ids import token_segment
+from ramify.analysis.formats.bodies.segments import token_segment
 from ramify.analysis.formats.row_values import (
     RowByRow,
     get_count,
+    get_milliseconds,
     get_name,
-    get_number,
     get_text,
     ids_of,
     mapping_of,
@@ -42,12 +42,12 @@ def read_record(row: Row, quality: ReadQuality) -> Iterator[LoggedRequest]:
         raise BadRowError("record has no input_length")
     page_size = check_block_size(value.get("page_size"), "page_size")
     ids = block_ids_of(value.get("hash_ids"))
-    end = _seconds(value, "timestamp")
-    duration = _seconds(value, "total_ms")
+    end = get_milliseconds(value, "timestamp")
+    duration = get_milliseconds(value, "total_ms")
     start = None if end is None or duration is None else end - duration
     if duration is None and end is not None and value.get("end") != "disconnected":
         quality.notes[NO_DURATION] += 1
-    first = later(start, _seconds(value, "ttft_ms"))
+    first = later(start, get_milliseconds(value, "ttft_ms"))
     token_ids = value.get("token_ids")
     yield LoggedRequest(
         file=row.file,
@@ -82,11 +82,6 @@ def _verdict(value: Mapping[str, Any]) -> VendorVerdict | None:
     if reason is None or total is None:
         return None
     return VendorVerdict(reason, None if hit is None else max(0, total - hit))
-
-
-def _seconds(value: Mapping[str, Any], name: str) -> float | None:
-    number = get_number(value, name)
-    return None if number is None else number / 1000
 
 
 RAMIFY_RECORD = LogFormat("ramify-record", is_ramify_record, partial(RowByRow, read_record))

@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from ramify.analysis.formats.bodies.body_fields import scope_of
+from ramify.analysis.formats.bodies.segments import token_segment
 from ramify.analysis.formats.bodies.usage import count
 from ramify.analysis.formats.engines.sglang_lines import event_of_line, is_sglang_line
-from ramify.analysis.formats.engines.token_ids import token_segment
 from ramify.analysis.formats.pending_rows import PendingRows
 from ramify.analysis.formats.row_fields import mapping_or_empty
 from ramify.analysis.formats.row_values import (

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
+from ramify.analysis.formats.bodies.segments import token_segment
 from ramify.analysis.formats.row_values import RowByRow, get_name, get_number, ids_of, quoted
 from ramify.analysis.reading import BadRowError, LogFormat, ReadQuality, Row
-from ramify.analysis.records import LoggedRequest, Segment, SegmentKind, TextForm
+from ramify.analysis.records import LoggedRequest
 
 ID_FIELDS = ("token_ids", "prompt_token_ids", "input_ids")
 NOT_TOKENS = ("messages", "prompt", "hash_ids", "event", "obj")
@@ -21,18 +22,6 @@ def is_token_ids(value: Any) -> bool:
     if not isinstance(value, Mapping) or any(name in value for name in NOT_TOKENS):
         return False
     return any(isinstance(value.get(name), list) for name in ID_FIELDS)
-
-
-def token_segment(ids: tuple[int, ...]) -> Segment:
-    """A prompt of token ids.
-
-    Raises:
-        BadRowError: an id is negative or has more than 63 bits.
-    """
-    if ids and not (min(ids) >= 0 and max(ids) < 1 << 63):
-        bad = next(number for number in ids if not 0 <= number < 1 << 63)
-        raise BadRowError(f"token id {bad} is out of range")
-    return Segment("prompt", SegmentKind.MESSAGE, " ".join(map(str, ids)), TextForm.TOKENS)
 
 
 def read_token_ids(row: Row, quality: ReadQuality) -> Iterator[LoggedRequest]:

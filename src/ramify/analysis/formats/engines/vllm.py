@@ -13,8 +13,8 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
+from ramify.analysis.formats.bodies.segments import token_segment
 from ramify.analysis.formats.engines.python_literals import integers_at, string_at
-from ramify.analysis.formats.engines.token_ids import token_segment
 from ramify.analysis.formats.pending_rows import PendingRows
 from ramify.analysis.formats.row_values import quoted
 from ramify.analysis.formats.times import parse_time

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ramify.analysis.formats.bodies.openai_bodies import tool_call
 from ramify.analysis.formats.bodies.segments import compact_json
 from ramify.analysis.formats.row_fields import mapping_or_empty
 
@@ -105,11 +106,7 @@ def _calls_of(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     ):
         return []
     return [
-        {
-            "id": call.get("id"),
-            "type": "function",
-            "function": {"name": call.get("name"), "arguments": _arguments(call.get("args"))},
-        }
+        tool_call(call.get("id"), call.get("name"), _arguments(call.get("args")))
         for call in calls
         if isinstance(call, dict)
     ]

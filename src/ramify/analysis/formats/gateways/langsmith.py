@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -159,13 +160,8 @@ def _usage_metadata(counts: Mapping[str, Any]) -> Usage:
     if written_1h is None:
         return usage
     written_5m = count(details.get("ephemeral_5m_input_tokens")) or 0
-    return Usage(
-        num_input=usage.num_input,
-        num_read=usage.num_read,
-        num_written=usage.num_written or written_5m + written_1h,
-        num_written_1h=written_1h,
-        num_output=usage.num_output,
-    )
+    written = usage.num_written or written_5m + written_1h
+    return replace(usage, num_written=written, num_written_1h=written_1h)
 
 
 def _first_token(run: Mapping[str, Any]) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ramify.analysis.formats.bodies.openai_bodies import tool_call
 from ramify.analysis.formats.nested_json import decode_nested
 from ramify.analysis.formats.otel.otel_dialects import flat_tree
 from ramify.analysis.formats.row_fields import mapping_in, mapping_or_empty
@@ -91,11 +92,7 @@ def _call(call: Any) -> Any:
     if not isinstance(fields, dict):
         return call
     function = mapping_or_empty(fields.get("function"))
-    return {
-        "id": fields.get("id"),
-        "type": "function",
-        "function": {"name": function.get("name"), "arguments": function.get("arguments")},
-    }
+    return tool_call(fields.get("id"), function.get("name"), function.get("arguments"))
 
 
 def _tool(item: Any) -> Any:

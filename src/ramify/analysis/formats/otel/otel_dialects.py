@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ramify.analysis.formats.bodies.openai_bodies import tool_call
 from ramify.analysis.formats.nested_json import decode_nested
 from ramify.analysis.formats.otel.otlp_values import OtlpItem
 from ramify.analysis.formats.row_fields import mapping_in
@@ -85,13 +86,12 @@ def _openllmetry_message(item: Any) -> Any:
         message["tool_call_id"] = item["tool_call_id"]
     calls = item.get("tool_calls")
     if isinstance(calls, list):
-        message["tool_calls"] = [_call(call) for call in calls if isinstance(call, dict)]
+        message["tool_calls"] = [
+            tool_call(call.get("id"), call.get("name"), call.get("arguments"))
+            for call in calls
+            if isinstance(call, dict)
+        ]
     return message
-
-
-def _call(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = {"name": call.get("name"), "arguments": call.get("arguments")}
-    return {"id": call.get("id"), "type": "function", "function": function}
 
 
 def _openllmetry_tool(item: Any) -> Any:

@@ -13,14 +13,14 @@ from typing import Any
 from ramify.analysis.formats.bodies.openai_bodies import chat_message
 from ramify.analysis.formats.bodies.segments import (
     block_of,
-    compact_json,
     content_of,
+    json_segment,
     label_of,
     tools_of,
 )
 from ramify.analysis.formats.nested_json import decode_nested, is_cut_json
 from ramify.analysis.reading import BadRowError
-from ramify.analysis.records import Segment, SegmentKind, TextForm
+from ramify.analysis.records import Segment, SegmentKind
 
 _MEDIA_SOURCES = ("content", "data", "uri", "url", "file_id")
 
@@ -117,4 +117,4 @@ def _message(message: Any, number: int) -> list[Segment]:
         ] or [Segment(path, SegmentKind.MESSAGE, "", label=label)]
     if isinstance(parts, str):
         return [Segment(path, SegmentKind.MESSAGE, parts, label=label)]
-    return [Segment(path, SegmentKind.MESSAGE, compact_json(parts), TextForm.JSON, label)]
+    return [json_segment(parts, path, label)]

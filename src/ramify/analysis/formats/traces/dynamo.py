@@ -11,8 +11,8 @@ from ramify.analysis.formats.bodies.responses import parse_response
 from ramify.analysis.formats.pending_rows import PendingRows
 from ramify.analysis.formats.row_values import (
     get_count,
+    get_milliseconds,
     get_name,
-    get_number,
     get_text,
     mapping_of,
 )
@@ -87,7 +87,7 @@ class DynamoReader:
             bodies,
             response,
             request_id=get_name(payload, "request_id"),
-            start_s=_seconds(get_number(value, "event_time_unix_ms")),
+            start_s=get_milliseconds(value, "event_time_unix_ms"),
         )
         return next(requests, None)
 
@@ -100,8 +100,8 @@ class DynamoReader:
 def _ended(row: Row, value: Mapping[str, Any]) -> LoggedRequest:
     request = mapping_of(value.get("request"), "request")
     context = mapping_of(value.get("agent_context") or {}, "agent_context")
-    start = _seconds(get_number(request, "request_received_ms"))
-    end = later(start, _seconds(get_number(request, "total_time_ms")))
+    start = get_milliseconds(request, "request_received_ms")
+    end = later(start, get_milliseconds(request, "total_time_ms"))
     num_input = get_count(request, "input_tokens")
     hashed = None
     if request.get("replay") is not None:
@@ -121,8 +121,8 @@ def _ended(row: Row, value: Mapping[str, Any]) -> LoggedRequest:
         request_id=get_name(request, "request_id"),
         conversation=get_name(context, "session_id"),
         start_s=start,
-        first_output_s=later(start, _seconds(get_number(request, "ttft_ms"))),
-        end_s=_seconds(get_number(value, "event_time_unix_ms")) if end is None else end,
+        first_output_s=later(start, get_milliseconds(request, "ttft_ms")),
+        end_s=get_milliseconds(value, "event_time_unix_ms") if end is None else end,
         model=get_text(request, "model"),
         has_full_text=hashed is not None,
         usage=Usage(
@@ -148,10 +148,6 @@ def _joined(ended: LoggedRequest, body: LoggedRequest) -> LoggedRequest:
         end_s=ended.end_s,
         usage=body.usage if counts.num_input is None else counts,
     )
-
-
-def _seconds(milliseconds: float | None) -> float | None:
-    return None if milliseconds is None else milliseconds / 1000
 
 
 DYNAMO = LogFormat("dynamo", is_dynamo, DynamoReader)

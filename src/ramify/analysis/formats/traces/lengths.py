@@ -12,8 +12,8 @@ from typing import Any
 from ramify.analysis.formats.bodies.usage import count
 from ramify.analysis.formats.row_values import (
     RowByRow,
+    get_milliseconds,
     get_name,
-    get_number,
     get_time,
     list_of,
     mapping_of,
@@ -59,7 +59,7 @@ def read_lengths(row: Row, quality: ReadQuality) -> Iterator[LoggedRequest]:
         num_output, model = value.get(BURST_GPT[3]), value.get("Model")
         conversation = get_name(value, "Session ID")
     else:
-        start = _milliseconds(value, "timestamp")
+        start = get_milliseconds(value, "timestamp")
         num_input, num_output = value.get(MOONCAKE[0]), value.get(MOONCAKE[1])
         conversation, model = get_name(value, "session_id"), value.get("model")
     num_tokens = count(num_input)
@@ -94,7 +94,7 @@ def _copilot_session(
                     index=len(requests),
                     conversation=get_name(session, "session_id"),
                     start_s=start,
-                    end_s=later(start, _milliseconds(call, "duration_ms")),
+                    end_s=later(start, get_milliseconds(call, "duration_ms")),
                     model=get_name(call, "model"),
                     has_full_text=False,
                     usage=Usage(
@@ -106,11 +106,6 @@ def _copilot_session(
             )
     quality.notes[LENGTHS_ONLY] += len(requests)
     yield from requests
-
-
-def _milliseconds(value: Mapping[str, Any], name: str) -> float | None:
-    number = get_number(value, name)
-    return None if number is None else number / 1000
 
 
 def _time(value: Mapping[str, Any], name: str) -> float | None:

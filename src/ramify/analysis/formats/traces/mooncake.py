@@ -11,9 +11,9 @@ from typing import Any
 
 from ramify.analysis.formats.bodies.request_bodies import parse_bodies
 from ramify.analysis.formats.row_values import (
-    get_count,
+    get_first_count,
+    get_milliseconds,
     get_name,
-    get_number,
     get_text,
     mapping_of,
 )
@@ -31,6 +31,7 @@ from ramify.analysis.records import HashedPrompt, LoggedRequest, Segment, Segmen
 BLOCK_SIZE = 512  # of the published traces
 AGENTIC_SCHEMA = "dynamo.agentic_mooncake"
 OTHER_FORMATS = ("chat_id", "page_size", "requests")
+_START_NAMES = ("timestamp", "created_time", "not_before_ms")
 ESTIMATED_START = "start estimated as that of the previous turn + delay"
 
 
@@ -67,7 +68,7 @@ class MooncakeReader(RowReader):
             return
         session = get_name(value, "session_id")
         text = get_text(value, "text_input")
-        num_tokens = _count_of(value, "input_length", "input_tokens")
+        num_tokens = get_first_count(value, "input_length", "input_tokens")
         segments: tuple[Segment, ...] = ()
         hashed: HashedPrompt | None = None
         if text is not None:
@@ -79,7 +80,6 @@ class MooncakeReader(RowReader):
         else:
             raise BadRowError("row has no hash_ids, text_input or messages")
         start = self._start_s(row.file, session, value)
-        api_time = get_number(value, "recorded_api_time_ms")
         yield LoggedRequest(
             file=row.file,
             line=row.line,
@@ -89,11 +89,12 @@ class MooncakeReader(RowReader):
             request_id=get_name(value, "request_id"),
             conversation=session,
             start_s=start,
-            end_s=later(start, None if api_time is None else api_time / 1000),
+            end_s=later(start, get_milliseconds(value, "recorded_api_time_ms")),
             model=get_text(value, "model"),
             cache_scope="" if hashed is None else self._scopes.scope(row.file),
             usage=Usage(
-                num_input=num_tokens, num_output=_count_of(value, "output_length", "output_tokens")
+                num_input=num_tokens,
+                num_output=get_first_count(value, "output_length", "output_tokens"),
             ),
         )
 
@@ -105,29 +106,18 @@ class MooncakeReader(RowReader):
         return self._sizes.prompt(file, ids, num_tokens, size)
 
     def _start_s(self, file: str, session: str | None, value: Mapping[str, Any]) -> float | None:
-        start = None
-        for name in ("timestamp", "created_time", "not_before_ms"):
-            milliseconds = get_number(value, name)
-            if milliseconds is not None:
-                start = milliseconds / 1000
-                break
+        times = (get_milliseconds(value, name) for name in _START_NAMES)
+        start = next((time for time in times if time is not None), None)
         if session is None:
             return start
         if start is None and (file, session) in self._starts:
-            delay = get_number(value, "delay" if "delay" in value else "delay_ms")
+            delay = get_milliseconds(value, "delay" if "delay" in value else "delay_ms")
             if delay is not None:
-                start = self._starts[file, session] + delay / 1000
+                start = self._starts[file, session] + delay
                 self._quality.notes[ESTIMATED_START] += 1
         if start is not None:
             self._starts[file, session] = start
         return start
-
-
-def _count_of(value: Mapping[str, Any], *names: str) -> int | None:
-    for name in names:
-        if value.get(name) is not None:
-            return get_count(value, name)
-    return None
 
 
 MOONCAKE = LogFormat("mooncake", is_mooncake, MooncakeReader)

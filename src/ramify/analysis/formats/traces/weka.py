@@ -8,7 +8,7 @@ from typing import Any
 
 from ramify.analysis.formats.row_values import (
     RowByRow,
-    get_count,
+    get_first_count,
     get_name,
     get_number,
     get_text,
@@ -60,7 +60,7 @@ def read_weka(row: Row, quality: ReadQuality) -> Iterator[LoggedRequest]:
         ids = block_ids_of(value.get("hash_ids", []))
         if namespace is not None:
             ids = namespaced(ids, namespace)
-        num_tokens = _first_count(value, "in", "input_length")
+        num_tokens = get_first_count(value, "in", "input_length")
         if num_tokens is None:
             raise BadRowError("request has no `in`, the number of its input tokens")
         start = get_number(value, "t")
@@ -77,7 +77,7 @@ def read_weka(row: Row, quality: ReadQuality) -> Iterator[LoggedRequest]:
                 end_s=later(start, get_number(value, "api_time")),
                 model=get_text(value, "model"),
                 usage=Usage(
-                    num_input=num_tokens, num_output=_first_count(value, "out", "output_length")
+                    num_input=num_tokens, num_output=get_first_count(value, "out", "output_length")
                 ),
             )
         )
@@ -100,10 +100,6 @@ def _calls(requests: list[Any]) -> Iterator[tuple[Mapping[str, Any], str | None,
         is_relative = spawned is not None and first is not None and first < spawned
         for call in inner:
             yield call, agent, spawned if is_relative and spawned is not None else 0.0
-
-
-def _first_count(value: Mapping[str, Any], *names: str) -> int | None:
-    return next((get_count(value, name) for name in names if value.get(name) is not None), None)
 
 
 WEKA = LogFormat("weka", is_weka, partial(RowByRow, read_weka))
