@@ -16,7 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ramify.analysis.records import LoggedRequest, Segment, SegmentKind, TextForm
-from ramify.analysis.tokens import EstimatingTokenizer, PrefixHasher, Tokenizer, Tokens, spread_ids
+from ramify.analysis.tokens import (
+    EstimatingTokenizer,
+    PrefixHasher,
+    Tokenizer,
+    Tokens,
+    common_len,
+    spread_ids,
+)
 
 T = TypeVar("T")
 
@@ -36,6 +43,11 @@ class Unit:
     token_hash: int  # `PrefixHasher`'s hash of all tokens
     offset: int  # of the text in the file
     num_bytes: int
+
+    @property
+    def head(self) -> tuple[SegmentKind, TextForm, str]:
+        """What has to be equal before two texts are compared."""
+        return self.kind, self.form, self.label
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +140,11 @@ class Corpus:
         self._recent[id(segment)] = (segment, number)
         return number
 
+    def unit_like(self, unit: int, text: str) -> int:
+        """Number of the unit that has the head of another unit and this text."""
+        kind, form, label = self.units[unit].head
+        return self.unit_of(Segment("", kind, text, form, label))
+
     def _unit_with_text_of(self, segment: Segment) -> int:
         text = segment.text.encode("utf-8", "surrogatepass")
         head = f"{segment.kind} {segment.form} {len(segment.label)} {segment.label} ".encode(
@@ -175,6 +192,13 @@ class Corpus:
             tokens = self._encode(self.text(unit), stored.form, stored.label)
             self._tokens.put(unit, tokens, tokens.nbytes)
         return tokens
+
+    def shared_tokens(self, a: int, b: int) -> int:
+        """Tokens that two units begin with; 0 for other kinds, forms or labels, and for other media."""
+        left, right = self.units[a], self.units[b]
+        if left.head != right.head or left.form is TextForm.MEDIA:
+            return 0  # digests of other media share nothing
+        return common_len(self.tokens(a), self.tokens(b))
 
     def num_tokens(self, request: StoredRequest) -> int:
         """Tokens of a request's prompt, without settings."""

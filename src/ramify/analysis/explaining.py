@@ -53,10 +53,7 @@ def explain(
         shared_as_sent=comparison.raw_tokens,
         shared_if_mended=comparison.mended_tokens,
         divergence=comparer.divergence(first, second),
-        differences=tuple(
-            Cause(item.cause, item.certainty, item.segment, str(item.had), str(item.got))
-            for item in comparison.differences
-        ),
+        differences=tuple(item.as_cause() for item in comparison.differences),
         is_exact=corpus.is_exact,
     )
 

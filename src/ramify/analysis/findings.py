@@ -45,7 +45,6 @@ CHANGES: dict[CauseName, str] = {
     CauseName.UNREAD_WRITE: "Leave out the breakpoint: nobody reads this entry.",
     CauseName.OUTSIDE_PROMPT: "Nothing to mend in the prompt.",
 }
-_NO_WASTE = frozenset({CauseName.NEW_CONTENT})
 _ORDER = list(Certainty)
 
 
@@ -88,7 +87,7 @@ def group_causes(verdicts: Iterable[Verdict]) -> list[FoundCause]:
     """
     groups: dict[Fix, _Group] = {}
     for number, verdict in enumerate(verdicts):
-        waste = [cause for cause in verdict.causes if cause.cause not in _NO_WASTE]
+        waste = [cause for cause in verdict.causes if cause.cause is not CauseName.NEW_CONTENT]
         for at, cause in enumerate(waste):
             fix = Fix(cause.cause, generalise(cause.segment))
             _add(groups.setdefault(fix, _Group()), number, verdict, cause, is_first=at == 0)

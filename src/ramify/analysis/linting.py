@@ -41,6 +41,7 @@ from ramify.analysis.verdicts import (
 Log = str | PathLike[str] | LoggedRequest
 StepProgress = Callable[[str, int, int], None]  # what is done, requests done, requests in all
 
+NO_SAVING = Saving(0, 0, 0, None)
 MAX_SAVINGS = 40  # findings that are replayed one by one; the saving of the others is 0
 
 
@@ -165,18 +166,19 @@ def lint_parts(
         )
     except KeyboardInterrupt:
         missing.append("savings were not measured and are 0")
-        savings = [Saving(0, 0, 0, None)] * (len(groups) + 1)
+        savings = [NO_SAVING] * (len(groups) + 1)
     predictions = log.predictions
     if model is not infinite:
         prompts = list(prompts_of(corpus))
         replayed = zip(prompts, model.replay(prompts), strict=True)
         predictions = {prompt.request.number: prediction for prompt, prediction in replayed}
     saved = {id(item): saving for item, saving in zip(mendable, savings[:-1], strict=False)}
-    nothing = Saving(0, 0, 0, None)
     report = LintReport(
         num_requests=len(corpus),
         verdicts=verdicts,
-        findings=order_by_saving([item.finding(saved.get(id(item), nothing)) for item in grouped]),
+        findings=order_by_saving(
+            [item.finding(saved.get(id(item), NO_SAVING)) for item in grouped]
+        ),
         saving_all=savings[-1],
         quality=_quality(corpus, ReadQuality() if quality is None else quality),
         provider=model.provider,
@@ -333,10 +335,7 @@ def _merge_causes(match: Match) -> list[Cause]:
     for item in match.differences:
         if item.cause is not CauseName.NEW_CONTENT:
             place = item.segment if item.cause in VALUES else ""
-            seen.setdefault(
-                (item.cause, place),
-                Cause(item.cause, item.certainty, item.segment, str(item.had), str(item.got)),
-            )
+            seen.setdefault((item.cause, place), item.as_cause())
     return list(seen.values())
 
 

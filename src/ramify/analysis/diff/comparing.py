@@ -7,6 +7,7 @@ ends at content that legitimately differs, or where one prompt ends.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ramify.analysis.causes.templates import Templates
@@ -16,11 +17,11 @@ from ramify.analysis.diff.continuations import is_continuation
 from ramify.analysis.diff.history_changes import goes_on_from_summary
 from ramify.analysis.diff.message_walk import MessageWalk
 from ramify.analysis.diff.prompt_sides import Difference, Side, WalkStep
-from ramify.analysis.diff.quoting import Excerpt, quote
+from ramify.analysis.diff.quoting import quote
 from ramify.analysis.diff.text_diff import common_prefix_len
 from ramify.analysis.records import SegmentKind, TextForm
 from ramify.analysis.tokens import common_len
-from ramify.analysis.verdicts import CauseName, Certainty, Divergence
+from ramify.analysis.verdicts import CauseName, Divergence
 
 PAGE_SIZE = 16  # tokens; a prefix shorter than a page is no match
 HEADER_TOKENS = 48  # at most, of a billing line
@@ -62,7 +63,10 @@ class Comparer:
         """What `request` shares with `earlier`."""
         a, b = self.side(earlier), self.side(request)
         continues = is_continuation(a, b) or goes_on_from_summary(a, b)
-        outer = [*self._scope(a, b, continues=continues), *_settings(a, b)]
+        outer = self._split_caches(a, b, continues=continues)
+        for name, had, got in _changed_settings(a, b):
+            cause = CauseName.MODEL_CHANGED if name == "model" else CauseName.SETTINGS_CHANGED
+            outer.append(_change(cause, name, had, got))
         tools = compare_tools(a, b, self._templates, continues=continues)
         differences = [*outer, *tools.differences]
         mended = tools.num_shared
@@ -79,7 +83,9 @@ class Comparer:
             differences += walk.differences
             mended += walk.num_shared
             steps, end = tuple(walk.steps), walk.end
-            is_extension = walk.has_all_of_first and not any(map(_is_in_message, walk.differences))
+            is_extension = walk.has_all_of_first and not any(
+                item.is_waste_in_message for item in walk.differences
+            )
         text_tokens = 0 if a.settings != b.settings else self.raw_tokens(a, b)
         raw = 0 if outer else text_tokens
         waste = [item for item in differences if item.is_waste]
@@ -92,7 +98,7 @@ class Comparer:
             differences = [item for item in differences if is_known and _is_compaction(item)]
             steps, end = (), (0, 0)
         elif not waste:
-            mended = raw if not outer else mended
+            mended = raw
         return Comparison(
             raw,
             mended,
@@ -115,25 +121,15 @@ class Comparer:
         at = common_len(units_a, units_b)
         total = int(b.ends[at])
         if at < min(len(units_a), len(units_b)):
-            total += self._shared_tokens(int(units_a[at]), int(units_b[at]))
+            total += self._corpus.shared_tokens(int(units_a[at]), int(units_b[at]))
         return total
-
-    def _shared_tokens(self, a: int, b: int) -> int:
-        left, right = self._corpus.units[a], self._corpus.units[b]
-        if (left.kind, left.form, left.label) != (right.kind, right.form, right.label):
-            return 0
-        if left.form is TextForm.MEDIA:  # digests of other media share nothing
-            return 0
-        return common_len(self._corpus.tokens(a), self._corpus.tokens(b))
 
     def divergence(self, earlier: StoredRequest, request: StoredRequest) -> Divergence | None:
         """The first difference; None if one prompt is a prefix of the other."""
         a, b = self.side(earlier), self.side(request)
-        names = sorted(a.settings.keys() | b.settings.keys(), key=lambda n: (n != "model", n))
-        for name in names:
-            had, got = a.settings.get(name), b.settings.get(name)
-            if had != got:
-                return Divergence(f"settings.{name}", 0, 0, self._setting(had), self._setting(got))
+        if change := next(_changed_settings(a, b), None):
+            name, had, got = change
+            return Divergence(f"settings.{name}", 0, 0, quote(had, 0, 80), quote(got, 0, 80))
         at = common_len(a.prompt, b.prompt)
         is_end_a, is_end_b = at == len(a.prompt), at == len(b.prompt)
         if is_end_a and is_end_b:
@@ -161,8 +157,12 @@ class Comparer:
         char = common_prefix_len(text_a, text_b)
         if b.path(at) == "prompt" and char == min(len(text_a), len(text_b)):
             return None
-        token += self._shared_tokens(unit_a, unit_b)
-        return Divergence(b.path(at), char, token, *self._quotes(text_a, text_b, char))
+        token += self._corpus.shared_tokens(unit_a, unit_b)
+        had, got = (
+            quote(text, _word_start(text, char), min(len(text), char + 60))
+            for text in (text_a, text_b)
+        )
+        return Divergence(b.path(at), char, token, had, got)
 
     def _ends_early(self, a: Side, b: Side, at: int) -> bool:
         """Whether the longer prompt goes on within the last message, tools or system of the other."""
@@ -183,54 +183,42 @@ class Comparer:
         had, got = (quoted, "") if missing_in_b else ("", quoted)
         return Divergence(side.path(at), 0, token, had, got)
 
-    def _quotes(self, had: str, got: str, char: int) -> tuple[str, str]:
-        return tuple(  # type: ignore[return-value]
-            quote(text, _word_start(text, char), min(len(text), char + 60)) for text in (had, got)
-        )
-
-    def _setting(self, unit: int | None) -> str:
-        return "" if unit is None else quote(self._corpus.text(unit), 0, 80)
-
-    def _scope(self, a: Side, b: Side, *, continues: bool) -> list[Difference]:
-        differences = []
+    def _split_caches(self, a: Side, b: Side, *, continues: bool) -> list[Difference]:
+        """Scope, answering model and key of the cache, where they differ."""
         mine, other = b.request.info, a.request.info
+        differences = []
         if mine.cache_scope != other.cache_scope:
             differences.append(
-                Difference(
-                    CauseName.NAMESPACE_SPLIT,
-                    Certainty.PROVED,
-                    "settings.cache_salt",
-                    Excerpt(other.cache_scope),
-                    Excerpt(mine.cache_scope),
+                _change(
+                    CauseName.NAMESPACE_SPLIT, "cache_salt", other.cache_scope, mine.cache_scope
                 )
             )
-        models = (other.model, mine.model)
-        answered = (other.response_model or other.model, mine.response_model or mine.model)
-        if models[0] == models[1] and answered[0] != answered[1]:
-            differences.append(
-                Difference(
-                    CauseName.MODEL_CHANGED,
-                    Certainty.PROVED,
-                    "settings.model",
-                    Excerpt(answered[0] or ""),
-                    Excerpt(answered[1] or ""),
-                )
-            )
+        had, got = other.response_model or other.model, mine.response_model or mine.model
+        if other.model == mine.model and had != got:
+            differences.append(_change(CauseName.MODEL_CHANGED, "model", had, got))
         if mine.cache_key != other.cache_key and (continues or self._unique_keys):
             differences.append(
-                Difference(
+                _change(
                     CauseName.CACHE_KEY_SCATTERED,
-                    Certainty.PROVED,
-                    "settings.prompt_cache_key",
-                    Excerpt(other.cache_key or ""),
-                    Excerpt(mine.cache_key or ""),
+                    "prompt_cache_key",
+                    other.cache_key,
+                    mine.cache_key,
                 )
             )
         return differences
 
 
-def _is_in_message(difference: Difference) -> bool:
-    return difference.is_waste and difference.segment.startswith("messages")
+def _change(cause: CauseName, setting: str, had: str | None, got: str | None) -> Difference:
+    return Difference.proved(cause, f"settings.{setting}", had or "", got or "")
+
+
+def _changed_settings(a: Side, b: Side) -> Iterator[tuple[str, str, str]]:
+    """Name and both values of each setting that differs, the model first."""
+    for name in sorted(a.settings.keys() | b.settings.keys(), key=lambda n: (n != "model", n)):
+        units = a.settings.get(name), b.settings.get(name)
+        if units[0] != units[1]:
+            had, got = ("" if unit is None else a.corpus.text(unit) for unit in units)
+            yield name, had, got
 
 
 def _is_compaction(difference: Difference) -> bool:
@@ -242,24 +230,6 @@ def _is_known_talk(a: Side, b: Side) -> bool:
     name = b.request.info.conversation
     is_named = name is not None and name == a.request.info.conversation
     return is_named and any(map(a.is_answer, range(len(a.rest))))
-
-
-def _settings(a: Side, b: Side) -> list[Difference]:
-    differences = []
-    for name in sorted(a.settings.keys() | b.settings.keys(), key=lambda n: (n != "model", n)):
-        had, got = a.settings.get(name), b.settings.get(name)
-        if had != got:
-            cause = CauseName.MODEL_CHANGED if name == "model" else CauseName.SETTINGS_CHANGED
-            differences.append(
-                Difference(
-                    cause,
-                    Certainty.PROVED,
-                    f"settings.{name}",
-                    Excerpt("" if had is None else a.corpus.text(had)),
-                    Excerpt("" if got is None else b.corpus.text(got)),
-                )
-            )
-    return differences
 
 
 def _has_unique_keys(corpus: Corpus) -> bool:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 
 from ramify.analysis.diff.context_blocks import MIN_BLOCK, split_block
-from ramify.analysis.diff.prompt_sides import Side
+from ramify.analysis.diff.prompt_sides import MIN_SAID, Side
 from ramify.analysis.diff.summaries import is_summary
 from ramify.analysis.records import TextForm
 
-MIN_SAID = 8  # code points of a message that can tell conversations apart
 _WORD = re.compile(r"\w+")
 
 
@@ -160,7 +159,7 @@ def _repeats_last_message(a: Side, b: Side) -> bool:
             lines = set(text.split("\n"))
             mine = other.split("\n")
             equal = sum(len(line) for line in mine if line in lines)
-            if len(other) < 8 or equal * 2 < len(other) or other == text:
+            if len(other) < MIN_SAID or equal * 2 < len(other) or other == text:
                 continue
             block, stripped = split_block(text, other, last)
             if len(block) >= MIN_BLOCK and (mine[-1] in lines or mine[0] in lines):

@@ -6,12 +6,11 @@ from bisect import bisect_left
 from functools import cached_property
 
 from ramify.analysis.corpus import Corpus
-from ramify.analysis.diff.prompt_sides import Side
+from ramify.analysis.diff.prompt_sides import MIN_SAID, Side
 from ramify.analysis.diff.summaries import is_compaction_item, is_summary, says_that_talk_goes_on
 from ramify.analysis.records import TextForm
 
 MIN_SUMMARY = 60  # code points; a shorter text must name what it summarises
-MIN_EQUAL = 8  # code points of a message that says where two histories are equal again
 
 
 def goes_on_from_summary(a: Side, b: Side) -> bool:
@@ -29,7 +28,7 @@ def goes_on_from_summary(a: Side, b: Side) -> bool:
 def _behind_summary(side: Side) -> set[int]:
     start = 0 if side.summary_at is None else side.summary_at + 1
     units = side.normals[start:]
-    return {unit for unit in units if side.corpus.units[unit].num_chars >= MIN_EQUAL}
+    return {unit for unit in units if side.corpus.units[unit].num_chars >= MIN_SAID}
 
 
 class HistoryChanges:
@@ -154,6 +153,6 @@ class HistoryChanges:
         a, b = self._a, self._b
         places: dict[int, list[int]] = {}
         for at, (unit, normal) in enumerate(zip(a.rest, a.normals, strict=True)):
-            if self._corpus.units[unit].num_chars >= MIN_EQUAL:
+            if self._corpus.units[unit].num_chars >= MIN_SAID:
                 places.setdefault(normal, []).append(at)
         return places, [at for at, normal in enumerate(b.normals) if normal in places]

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from ramify.analysis.corpus import Corpus
 from ramify.analysis.diff.prompt_sides import Side
-from ramify.analysis.records import TextForm
-from ramify.analysis.tokens import common_len
 
 MIN_ALIKE = 16  # tokens that both prompts have behind a note, so that it is in the way
 
@@ -90,12 +88,7 @@ class HoistedNotes:
         if i >= len(self._a.rest) or j >= len(self._b.rest):
             return False
         unit_a, unit_b = self._a.normals[i], self._b.normals[j]
-        left, right = self._corpus.units[unit_a], self._corpus.units[unit_b]
-        if (left.kind, left.form, left.label) != (right.kind, right.form, right.label):
-            return False
-        if unit_a == unit_b or left.form is TextForm.MEDIA:  # digests of other media share nothing
-            return unit_a == unit_b
-        return common_len(self._corpus.tokens(unit_a), self._corpus.tokens(unit_b)) >= MIN_ALIKE
+        return unit_a == unit_b or self._corpus.shared_tokens(unit_a, unit_b) >= MIN_ALIKE
 
     def _text(self, side: Side, at: int) -> str:
         return self._corpus.text(side.normals[at])

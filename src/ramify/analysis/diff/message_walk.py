@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from ramify.analysis.causes.templates import Templates
-from ramify.analysis.causes.unit_pairs import pair_differences, whitespace_of
+from ramify.analysis.causes.unit_pairs import PairDifferences, pair_differences, whitespace_of
 from ramify.analysis.corpus import Corpus
 from ramify.analysis.diff.context_blocks import MIN_BLOCK, mostly_in, split_block
 from ramify.analysis.diff.history_changes import HistoryChanges
@@ -13,11 +13,10 @@ from ramify.analysis.diff.hoisted_notes import HoistedNote, HoistedNotes
 from ramify.analysis.diff.normal_forms import item_ids
 from ramify.analysis.diff.pair_outcome import is_cut, is_reworded, judge_pair
 from ramify.analysis.diff.prompt_sides import Difference, Side, WalkStep
-from ramify.analysis.diff.quoting import Excerpt
 from ramify.analysis.diff.text_diff import common_prefix_len
-from ramify.analysis.records import Segment, TextForm
+from ramify.analysis.records import TextForm
 from ramify.analysis.tokens import common_len
-from ramify.analysis.verdicts import CauseName, Certainty
+from ramify.analysis.verdicts import CauseName
 
 _THINK = re.compile(r"<think(?:ing)?>.*?</think(?:ing)?>\s*", re.DOTALL)
 
@@ -54,8 +53,7 @@ class MessageWalk:
         a, b = self._a.rest, self._b.rest
         while not self._is_done and self._i < len(a) and self._j < len(b):
             if a[self._i] == b[self._j]:
-                self._share(b[self._j])
-                self._advance()
+                self._share_and_advance()
                 self.end = self._i, self._j
             else:
                 self._step()
@@ -65,18 +63,9 @@ class MessageWalk:
     def _add_content(self) -> None:
         """The content at which the walk has stopped."""
         cause = CauseName.COMPACTION if self._is_at_summary else CauseName.NEW_CONTENT
-        had = self._corpus.text(self._a.normals[self._i])
-        got = self._corpus.text(self._b.normals[self._j])
+        had, got = self._normal_a(), self._normal_b()
         start = max(0, common_prefix_len(had, got) - 16)
-        self.differences.append(
-            Difference(
-                cause,
-                Certainty.PROVED,
-                self._b.rest_path(self._j),
-                Excerpt(had, start, start + 100),
-                Excerpt(got, start, start + 100),
-            )
-        )
+        self._add(cause, had, got, start)
 
     @property
     def has_all_of_first(self) -> bool:
@@ -91,8 +80,13 @@ class MessageWalk:
     def _advance(self) -> None:
         self._i, self._j = self._i + 1, self._j + 1
 
-    def _share(self, unit: int) -> None:
-        self.num_shared += self._corpus.units[unit].num_tokens
+    def _share(self) -> None:
+        """Count the tokens of the later prompt's segment as shared."""
+        self.num_shared += self._corpus.units[self._b.rest[self._j]].num_tokens
+
+    def _share_and_advance(self) -> None:
+        self._share()
+        self._advance()
 
     def _step(self) -> None:
         for step in (
@@ -121,22 +115,21 @@ class MessageWalk:
                 return
         self._stop()
 
-    def _add(self, cause: CauseName, had: str, got: str) -> None:
-        self.differences.append(
-            Difference(
-                cause,
-                Certainty.PROVED,
-                self._b.rest_path(self._j),
-                Excerpt(had, 0, 100),
-                Excerpt(got, 0, 100),
-            )
-        )
+    def _add(self, cause: CauseName, had: str, got: str, start: int = 0) -> None:
+        path = self._b.rest_path(self._j)
+        self.differences.append(Difference.proved(cause, path, had, got, start, start + 100))
 
-    def _text_a(self, at: int | None = None) -> str:
-        return self._corpus.text(self._a.rest[self._i if at is None else at])
+    def _text_a(self) -> str:
+        return self._corpus.text(self._a.rest[self._i])
 
-    def _text_b(self, at: int | None = None) -> str:
-        return self._corpus.text(self._b.rest[self._j if at is None else at])
+    def _text_b(self) -> str:
+        return self._corpus.text(self._b.rest[self._j])
+
+    def _normal_a(self) -> str:
+        return self._corpus.text(self._a.normals[self._i])
+
+    def _normal_b(self) -> str:
+        return self._corpus.text(self._b.normals[self._j])
 
     # Steps: each returns whether it has moved on
 
@@ -157,8 +150,7 @@ class MessageWalk:
 
     def _step_over_ids(self, had: str, got: str) -> None:
         self._add(CauseName.RANDOM_ID, had, got)
-        self._share(self._b.rest[self._j])
-        self._advance()
+        self._share_and_advance()
 
     def _step_empty(self) -> bool:
         """A text without a word beside what follows in the same message: "" in place of null."""
@@ -199,8 +191,7 @@ class MessageWalk:
         if "<think" not in had + got or _without_thoughts(had) != _without_thoughts(got):
             return False
         self._add(CauseName.REASONING_DROPPED, had, got)
-        self._share(self._b.rest[self._j])
-        self._advance()
+        self._share_and_advance()
         return True
 
     def _step_hoisted(self) -> bool:
@@ -218,38 +209,37 @@ class MessageWalk:
             self._add(CauseName.SYSTEM_HOISTED, "", self._text_b())
             self._j += 1
             return True
-        if note.head != self._corpus.text(a.normals[self._i]):
-            self._add_values(a.normals[self._i], self._store(b.normals[self._j], note.head))
+        if note.head != self._normal_a():
+            self._add_values(
+                a.normals[self._i], self._corpus.unit_like(b.normals[self._j], note.head)
+            )
         elif not self._text_b().startswith(self._text_a()):
             path = b.rest_path(self._j)
             self.differences.append(whitespace_of(self._text_a(), self._text_b(), path))
         self._add(CauseName.SYSTEM_HOISTED, "", note.text)
-        self._share(b.rest[self._j])
-        self._advance()
+        self._share_and_advance()
         return True
 
     def _step_known_note(self, note: HoistedNote) -> bool:
         if note.head:
             unit_a, unit_b = self._a.normals[self._i], self._b.normals[self._j]
-            head = self._store(unit_a, note.head)
+            head = self._corpus.unit_like(unit_a, note.head)
             if head != unit_b and not self._add_values(head, unit_b):
                 return False
-            self._share(self._b.rest[self._j])
+            self._share()
         if not note.is_in_way:
-            self._stop_here()
+            self._is_done = True
             return True
         self._add(CauseName.SYSTEM_HOISTED, note.text, "")
         self._i, self._j = self._i + 1, self._j + bool(note.head)
         return True
 
-    def _store(self, like: int, text: str) -> int:
-        unit = self._corpus.units[like]
-        return self._corpus.unit_of(Segment("", unit.kind, text, unit.form, unit.label))
+    def _compare(self, unit_a: int, unit_b: int) -> PairDifferences | None:
+        path = self._b.rest_path(self._j)
+        return pair_differences(self._corpus, self._templates, unit_a, unit_b, path, self._b.api)
 
     def _add_values(self, unit_a: int, unit_b: int) -> bool:
-        pair = pair_differences(
-            self._corpus, self._templates, unit_a, unit_b, self._b.rest_path(self._j), self._b.api
-        )
+        pair = self._compare(unit_a, unit_b)
         if pair is None or pair.stop_char is not None:
             return False
         self.differences += pair.differences
@@ -258,14 +248,7 @@ class MessageWalk:
     def _step_pair(self) -> bool:
         """White space, order of keys and values within a segment that both have."""
         a, b = self._a, self._b
-        pair = pair_differences(
-            self._corpus,
-            self._templates,
-            a.rest[self._i],
-            b.rest[self._j],
-            b.rest_path(self._j),
-            b.api,
-        )
+        pair = self._compare(a.rest[self._i], b.rest[self._j])
         if pair is None:
             return False
         if pair.stop_char is not None and self._history.next_equal(self._i, self._j) is not None:
@@ -286,7 +269,7 @@ class MessageWalk:
         self.num_shared += outcome.num_shared
         self._content = outcome.content
         if outcome.stops:
-            self._stop_here()
+            self._is_done = True
         else:
             self._advance()
         return True
@@ -307,27 +290,24 @@ class MessageWalk:
 
     def _step_part_of_text(self, newest: str) -> bool:
         """A block at the start or end of a user's text."""
-        a, b = self._a, self._b
-        text_a = self._corpus.text(a.normals[self._i])
-        text_b = self._corpus.text(b.normals[self._j])
+        text_a, text_b = self._normal_a(), self._normal_b()
         block, stripped = split_block(text_a, text_b, newest)
         if not text_b or len(block) < MIN_BLOCK:
             return False
         place = len(self.differences)
         if stripped != text_b:
-            unit_b = b.normals[self._j]
-            if not self._add_values(self._store(unit_b, stripped), unit_b):
+            unit_b = self._b.normals[self._j]
+            if not self._add_values(self._corpus.unit_like(unit_b, stripped), unit_b):
                 return False
         self._add(CauseName.CONTEXT_MOVED, block, "")
         if text_a.startswith(block):  # what stands first is named first
             self.differences.insert(place, self.differences.pop())
-        self._share(b.rest[self._j])
-        self._advance()
+        self._share_and_advance()
         return True
 
     def _step_whole_block(self, newest: str) -> bool:
         """A block that is a part of a message's content, or a message."""
-        text_a = self._corpus.text(self._a.normals[self._i])
+        text_a = self._normal_a()
         if len(text_a) < MIN_BLOCK or not mostly_in(text_a, newest):
             return False
         is_gone = self._history.goes_on_without(self._i, self._j)
@@ -347,8 +327,7 @@ class MessageWalk:
         same_place = a.rest_path(self._i) == b.rest_path(self._j)
         if same_place or self._history.is_other_medium(self._i, self._j):
             self._add(CauseName.MEDIA_CHANGED, self._text_a(), self._text_b())
-            self._share(b.rest[self._j])
-            self._advance()
+            self._share_and_advance()
         elif forms[0] is TextForm.MEDIA:
             self._add(CauseName.MEDIA_CHANGED, self._text_a(), "")
             self._i += 1
@@ -360,7 +339,7 @@ class MessageWalk:
     def _step_history(self) -> bool:
         if self._history.is_compaction(self._i, self._j):
             self._is_at_summary = True
-            self._stop_here()
+            self._is_done = True
             return True
         equal_at = self._history.next_equal(self._i, self._j)
         if equal_at is not None:
@@ -378,17 +357,12 @@ class MessageWalk:
         self._advance()
         return True
 
-    # Ends
-
-    def _stop_here(self) -> None:
-        self._is_done = True
-
     def _stop(self) -> None:
         """Content that differs: count what the two segments share at their start."""
         a, b = self._a, self._b
         unit_a, unit_b = a.normals[self._i], b.normals[self._j]
         left, right = self._corpus.units[unit_a], self._corpus.units[unit_b]
-        if (left.kind, left.form, left.label) == (right.kind, right.form, right.label):
+        if left.head == right.head:
             tokens_a, tokens_b = self._corpus.tokens(unit_a), self._corpus.tokens(unit_b)
             self.num_shared += common_len(tokens_a, tokens_b)
         self._is_done = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -13,9 +13,11 @@ from ramify.analysis.corpus import Corpus, StoredRequest
 from ramify.analysis.diff.quoting import NOTHING, Excerpt
 from ramify.analysis.diff.summaries import is_reminder, is_summary
 from ramify.analysis.records import SegmentKind, TextForm
-from ramify.analysis.verdicts import LEGITIMATE, CauseName, Certainty
+from ramify.analysis.verdicts import LEGITIMATE, Cause, CauseName, Certainty
 
 PlacedUnit = tuple[int, str]  # unit, path
+MIN_SAID = 8  # code points of a message that can tell conversations apart
+_REASONING_TYPES = ("reasoning", "redacted_thinking", "thinking")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,20 @@ class Difference:
     got: Excerpt = NOTHING
     is_volatile: bool = True  # waste wherever it stands; else only before equal text
 
+    @classmethod
+    def proved(
+        cls,
+        cause: CauseName,
+        segment: str,
+        had: str,
+        got: str,
+        start: int = 0,
+        end: int | None = None,
+    ) -> Difference:
+        """A difference that the texts prove, with the same part of both quoted."""
+        excerpts = Excerpt(had, start, end), Excerpt(got, start, end)
+        return cls(cause, Certainty.PROVED, segment, *excerpts)
+
     def quoted(self) -> Difference:
         """The same with the quotes alone, without the texts they are from."""
         return replace(self, had=Excerpt(str(self.had)), got=Excerpt(str(self.got)))
@@ -37,6 +53,15 @@ class Difference:
     def is_waste(self) -> bool:
         """Whether the cause could be removed."""
         return self.cause not in LEGITIMATE
+
+    @property
+    def is_waste_in_message(self) -> bool:
+        """Whether the cause could be removed from a message."""
+        return self.is_waste and self.segment.startswith("messages")
+
+    def as_cause(self) -> Cause:
+        """The same as a verdict has it."""
+        return Cause(self.cause, self.certainty, self.segment, str(self.had), str(self.got))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,33 +80,27 @@ class Side:
 
     def __init__(self, corpus: Corpus, templates: Templates, request: StoredRequest) -> None:
         self.corpus, self.templates, self.request = corpus, templates, request
-        kinds = [corpus.units[unit].kind for unit in request.units.tolist()]
-        self.first = next(
-            (at for at, kind in enumerate(kinds) if kind is not SegmentKind.SETTING), len(kinds)
-        )
-        tools_end = next(
-            (at for at in range(self.first, len(kinds)) if kinds[at] is not SegmentKind.TOOL),
-            len(kinds),
-        )
         units = request.units.tolist()
+        kinds = [corpus.units[unit].kind for unit in units]
+        self.first = _num_leading(kinds, SegmentKind.SETTING)
+        self.rest_first = self.first + _num_leading(kinds[self.first :], SegmentKind.TOOL)
         self.settings = {
             path.partition(".")[2]: unit
             for path, unit in zip(request.paths[: self.first], units[: self.first], strict=True)
         }
         self.prompt = request.units[self.first :]
-        self.tools: list[int] = units[self.first : tools_end]
-        self.rest: list[int] = units[tools_end:]
-        self.rest_first = tools_end
+        self.tools: list[int] = units[self.first : self.rest_first]
+        self.rest: list[int] = units[self.rest_first :]
         counts = [corpus.units[unit].num_tokens for unit in units[self.first :]]
         self.ends = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
         self.api = " ".join(filter(None, (request.info.api, request.info.provider)))
         self.normals = [templates.normal(unit) for unit in self.rest]
-        self.message_of = [path.partition(".")[0] for path in request.paths[tools_end:]]
+        self.message_of = [path.partition(".")[0] for path in request.paths[self.rest_first :]]
         last = self.message_of[-1] if self.message_of else ""
         self.last_message = frozenset(
             normal
             for normal, message, unit in zip(self.normals, self.message_of, self.rest, strict=True)
-            if message == last and corpus.units[unit].num_chars >= 8
+            if message == last and corpus.units[unit].num_chars >= MIN_SAID
         )
         self.older_messages = frozenset(
             normal
@@ -166,4 +185,5 @@ def is_reasoning(corpus: Corpus, unit: int, path: str) -> bool:
     return False
 
 
-_REASONING_TYPES = ("reasoning", "redacted_thinking", "thinking")
+def _num_leading(kinds: Sequence[SegmentKind], kind: SegmentKind) -> int:
+    return next((at for at, other in enumerate(kinds) if other is not kind), len(kinds))

@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
 from difflib import SequenceMatcher
+from itertools import accumulate
 from typing import NamedTuple
 
 MAX_LINES = 3000  # in the middle that differs; beyond, it is one hunk
@@ -56,6 +57,25 @@ class Hunk(NamedTuple):
     other_start: int
     other_end: int
 
+    def texts(self, a: str, b: str) -> tuple[str, str]:
+        """The value in both texts."""
+        return a[self.start : self.end], b[self.other_start : self.other_end]
+
+    def moved(self, by: int, other_by: int) -> Hunk:
+        """The hunk in texts that begin so many code points earlier."""
+        return Hunk(
+            self.start + by, self.end + by, self.other_start + other_by, self.other_end + other_by
+        )
+
+    def joined(self, other: Hunk) -> Hunk:
+        """The hunk from the start of the first to the end of the last."""
+        return Hunk(
+            min(self.start, other.start),
+            max(self.end, other.end),
+            min(self.other_start, other.other_start),
+            max(self.other_end, other.other_end),
+        )
+
 
 def common_prefix_len(a: str, b: str) -> int:
     """Code points at the start that are equal."""
@@ -82,10 +102,7 @@ def find_hunks(a: str, b: str) -> list[Hunk]:
     left = _left_edge(a, head)
     right = _right_edge(a, a_end) - a_end
     middle = _diff(a[left : a_end + right], b[left : b_end + right])
-    hunks = [
-        Hunk(h.start + left, h.end + left, h.other_start + left, h.other_end + left) for h in middle
-    ]
-    return _merge([_grow(hunk, a, b) for hunk in hunks], a)
+    return _merge([_grow(hunk.moved(left, left), a, b) for hunk in middle], a)
 
 
 def shares_sentences(a: str, b: str) -> bool:
@@ -104,16 +121,8 @@ def _diff(a: str, b: str) -> list[Hunk]:
         return [Hunk(0, len(a), 0, len(b))]
     hunks: list[Hunk] = []
     for hunk in _match(lines_a, lines_b):
-        inner = _diff_words(a[hunk.start : hunk.end], b[hunk.other_start : hunk.other_end])
-        hunks.extend(
-            Hunk(
-                h.start + hunk.start,
-                h.end + hunk.start,
-                h.other_start + hunk.other_start,
-                h.other_end + hunk.other_start,
-            )
-            for h in inner
-        )
+        inner = _diff_words(*hunk.texts(a, b))
+        hunks += [words.moved(hunk.start, hunk.other_start) for words in inner]
     return hunks
 
 
@@ -136,7 +145,7 @@ def _drop_islands(hunks: list[Hunk], a: str, b: str) -> list[Hunk]:
                 and (_parts_words(a, last, hunk) or _are_apart(last, hunk, a))
             ) or bool(_LABEL.search(a[last.end : hunk.start]))
             if gap < 20 and gap < max(_size(last), _size(hunk)) and not is_apart:
-                kept[-1] = Hunk(last.start, hunk.end, last.other_start, hunk.other_end)
+                kept[-1] = last.joined(hunk)
                 continue
         kept.append(hunk)
     return kept
@@ -144,7 +153,7 @@ def _drop_islands(hunks: list[Hunk], a: str, b: str) -> list[Hunk]:
 
 def _is_word(hunk: Hunk, a: str, b: str) -> bool:
     """Whether a hunk is one word in both texts, with digits in one of them."""
-    values = (a[hunk.start : hunk.end].strip(), b[hunk.other_start : hunk.other_end].strip())
+    values = hunk.texts(a, b)
     return all(len(value.split()) == 1 for value in values) and any(
         any(map(str.isdigit, value)) for value in values
     )
@@ -162,7 +171,7 @@ def _size(hunk: Hunk) -> int:
 
 def _match(a: list[str], b: list[str]) -> list[Hunk]:
     """Hunks of two lists of pieces, as places in the joined texts."""
-    starts_a, starts_b = _starts(a), _starts(b)
+    starts_a, starts_b = (list(accumulate(map(len, pieces), initial=0)) for pieces in (a, b))
     return [
         Hunk(starts_a[i1], starts_a[i2], starts_b[j1], starts_b[j2])
         for i1, i2, j1, j2 in _unmatched(a, b)
@@ -272,13 +281,6 @@ def _ranges(
     return ranges[::-1]
 
 
-def _starts(pieces: list[str]) -> list[int]:
-    starts = [0]
-    for piece in pieces:
-        starts.append(starts[-1] + len(piece))
-    return starts
-
-
 def _left_edge(text: str, at: int) -> int:
     while at > 0 and text[at - 1] not in _EDGE:
         at -= 1
@@ -293,7 +295,7 @@ def _right_edge(text: str, at: int) -> int:
 
 def _grow(hunk: Hunk, a: str, b: str) -> Hunk:
     """The hunk with the rest of its words, and of the date it belongs to; the rest is equal text."""
-    if not a[hunk.start : hunk.end].strip() and not b[hunk.other_start : hunk.other_end].strip():
+    if not any(map(str.strip, hunk.texts(a, b))):
         return hunk  # white space is no value
     if _is_whole_lines(hunk, a, b):
         return hunk
@@ -321,14 +323,14 @@ def _grow(hunk: Hunk, a: str, b: str) -> Hunk:
 
 def _is_whole_lines(hunk: Hunk, a: str, b: str) -> bool:
     """Whether a hunk adds or removes lines and changes none."""
-    value, other = a[hunk.start : hunk.end], b[hunk.other_start : hunk.other_end]
+    value, other = hunk.texts(a, b)
     at_start = hunk.start == 0 or a[hunk.start - 1] == "\n"
     return at_start and not (value and other) and (value + other).endswith("\n")
 
 
 def _without_last_blank(hunk: Hunk, a: str, b: str) -> Hunk:
     """The hunk without a blank that both its texts end with: the next word is not of the value."""
-    value, other = a[hunk.start : hunk.end], b[hunk.other_start : hunk.other_end]
+    value, other = hunk.texts(a, b)
     if not (value.endswith(" ") and other.endswith(" ") and value.strip() and other.strip()):
         return hunk
     return hunk._replace(end=hunk.end - 1, other_end=hunk.other_end - 1)
@@ -364,14 +366,9 @@ def _merge(hunks: list[Hunk], a: str) -> list[Hunk]:
         if merged:
             last = merged[-1]
             gap = a[last.end : hunk.start]
-            is_near = len(gap) <= 2 and "\n" not in gap and not _is_wordy(gap)
+            is_near = len(gap) <= 2 and "\n" not in gap and not any(map(str.isalnum, gap))
             if hunk.start <= last.end or (is_near and not _are_apart(last, hunk, a)):
-                merged[-1] = Hunk(
-                    min(last.start, hunk.start),
-                    max(last.end, hunk.end),
-                    min(last.other_start, hunk.other_start),
-                    max(last.other_end, hunk.other_end),
-                )
+                merged[-1] = last.joined(hunk)
                 continue
         merged.append(hunk)
     return merged
@@ -389,7 +386,3 @@ def _are_apart(left: Hunk, right: Hunk, text: str) -> bool:
 def _is_id(word: str) -> bool:
     """Whether a word mixes letters and digits as an id does, and a date does not."""
     return bool(_ID.fullmatch(word)) and not _DAY.match(word)
-
-
-def _is_wordy(gap: str) -> bool:
-    return any(map(str.isalnum, gap))

@@ -89,10 +89,8 @@ class Matcher:
             number, shared = longest_prefix
             return Match(request, self._corpus.requests[number], shared, shared)
         best: tuple[StoredRequest, Comparison] | None = None
-        compared: list[tuple[StoredRequest, Comparison]] = []
-        for number in self._candidates(request):
-            earlier = self._corpus.requests[number]
-            compared.append((earlier, self._comparer.compare(earlier, request)))
+        candidates = [self._corpus.requests[number] for number in self._candidates(request)]
+        compared = [(earlier, self._comparer.compare(earlier, request)) for earlier in candidates]
         longest = max(
             (len(earlier.units) for earlier, item in compared if item.is_extension), default=0
         )
@@ -100,14 +98,14 @@ class Matcher:
         compared = [
             item
             for item in compared
-            if len(item[0].units) > longest or not any(map(_is_in_message, item[1].differences))
+            if len(item[0].units) > longest
+            or not any(difference.is_waste_in_message for difference in item[1].differences)
         ]
         if compared:
             deepest = max(comparison.mended_tokens for _, comparison in compared)
             tied = [item for item in compared if item[1].mended_tokens >= deepest - PAGE_SIZE]
-            if (
-                deepest < PAGE_SIZE
-            ):  # nothing is shared but the conversation that a summary goes on with
+            if deepest < PAGE_SIZE:
+                # Nothing is shared but the conversation that a summary goes on with.
                 tied = [item for item in tied if item[1].differences] or tied
             best = self._longest(tied)
             # Of prefixes of one length the one that the request can read: of its tenant, key and model.
@@ -186,10 +184,14 @@ class Matcher:
         ]
         return np.array(units, np.uint32)
 
-    def _keys_to_store(self, side: Side) -> Iterator[tuple[object, ...]]:
+    def _own_keys(self, side: Side) -> Iterator[tuple[object, ...]]:
+        """Keys under which a request is stored, and finds those before it."""
         yield ("tools", *sorted(self._templates.canonical(unit) for unit in side.tools))
         if side.request.info.conversation is not None:
             yield ("conversation", side.request.info.conversation)
+
+    def _keys_to_store(self, side: Side) -> Iterator[tuple[object, ...]]:
+        yield from self._own_keys(side)
         for normal in side.last_message:
             yield ("last", self._templates.canonical(normal))
             yield from self._lines(normal)
@@ -198,14 +200,11 @@ class Matcher:
             yield ("last", self._templates.canonical(side.normals[side.last_at - 1]))
 
     def _keys_to_find(self, side: Side) -> Iterator[tuple[object, ...]]:
-        yield ("tools", *sorted(self._templates.canonical(unit) for unit in side.tools))
-        if side.request.info.conversation is not None:
-            yield ("conversation", side.request.info.conversation)
+        yield from self._own_keys(side)
         older = [
             at
-            for at in range(len(side.rest) - 1, -1, -1)
-            if at < side.last_at
-            and self._corpus.units[side.rest[at]].kind is SegmentKind.MESSAGE
+            for at in range(side.last_at - 1, -1, -1)
+            if self._corpus.units[side.rest[at]].kind is SegmentKind.MESSAGE
             and not side.is_answer(at)
         ]
         for at in older[:4]:
@@ -258,10 +257,6 @@ class Matcher:
             if numbers:
                 return self._corpus.requests[next(reversed(numbers))]
         return None
-
-
-def _is_in_message(difference: Difference) -> bool:
-    return difference.is_waste and difference.segment.startswith("messages[")
 
 
 def _models_with_versions(corpus: Corpus) -> frozenset[str | None]:

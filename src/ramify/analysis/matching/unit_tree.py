@@ -108,15 +108,16 @@ class UnitTree:
         return mine, theirs
 
     def _items(self, unit: int) -> Tokens:
-        stored = self._corpus.units[unit]
-        head = hash((stored.kind, stored.form, stored.label)) & 0xFFFFFFFFFFFFFFFF
-        return np.concatenate([np.array([head], np.uint64), self._corpus.tokens(unit)])
+        head = np.array([self._head(unit)], np.uint64)
+        return np.concatenate([head, self._corpus.tokens(unit)])
+
+    def _head(self, unit: int) -> int:
+        return hash(self._corpus.units[unit].head) & 0xFFFFFFFFFFFFFFFF
 
     def _key(self, prompt: Units, place: _Place) -> int:
         unit = int(prompt[place.unit])
         if place.token == 0:
-            stored = self._corpus.units[unit]
-            return hash((stored.kind, stored.form, stored.label)) & 0xFFFFFFFFFFFFFFFF
+            return self._head(unit)
         return int(self._corpus.tokens(unit)[place.token - 1])
 
     def _remember(self, node: _Node, number: int) -> None:
