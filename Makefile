@@ -48,8 +48,9 @@ format: $(DEV)  ## rewrite what ruff can
 	@$(BIN)/ruff check --fix --exit-zero
 	@$(BIN)/ruff format
 
-options: $(DEV)  ## rewrite docs/options.md and docs/models.md from code and tests
+options: $(DEV)  ## rewrite docs/options.md, docs/models.md and docs/causes.md from code and tests
 	@PYTHONPATH=src $(BIN)/python scripts/options_table.py
+	@PYTHONPATH=src $(BIN)/python scripts/causes_table.py
 	@PYTHONPATH=src:. $(BIN)/python scripts/models_table.py
 
 bench: $(DEV)  ## Ramify beside Hugging Face generate on shared prefixes

@@ -1,6 +1,6 @@
 """What one tenant of a server can do to the others: latency, memory, secrets, forged requests.
 
-    python benchmarks/attack.py                      # all, in about four minutes
+    python benchmarks/attack.py                      # all, in about three minutes
     python benchmarks/attack.py --only "many values" --json
 
 Starts servers of its own on this machine: with keys for two tenants, and without keys. While one

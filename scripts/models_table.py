@@ -60,7 +60,7 @@ these two wrappers transformers 5 leaves it out.
 ADAPTER = """
 ## Through transformers
 
-Any other causal decoder runs with its own modules from transformers, `pip install "ramify[hf]"`. Its
+Any other causal decoder runs with its own modules from transformers, `pip install "ramify[cpu,hf]"`. Its
 attention is ours, over the same paged K/V, and so are its `torch.nn.Linear` layers. At load the model
 computes 256 tokens whole, in pieces and with a cached prefix; it is refused where the results differ,
 with `exact=True` (`--exact`, the default) also where a bit does. The error gives the reason: an

@@ -48,6 +48,26 @@ max_waiting = 256
 kv_cache_tokens = 65536
 policy = "lru"
 ```
+
+Threads: as many as torch takes, so `OMP_NUM_THREADS` sets them. Compiled kernels are kept in Numba's cache
+(`NUMBA_CACHE_DIR`); where it is not writable, every process compiles them anew.
+
+## Names in other engines
+
+| here | vLLM | SGLang | llama.cpp's server |
+|---|---|---|---|
+| `page_size` | `--block-size` | `--page-size` | |
+| `kv_cache_tokens` | | `--max-total-tokens` | `--ctx-size` |
+| `kv_cache_memory` | `--kv-cache-memory-bytes` | | |
+| `kv_dtype` | `--kv-cache-dtype` | `--kv-cache-dtype` | `--cache-type-k`, `--cache-type-v` |
+| `prefix_cache` | `--enable-prefix-caching` | `--disable-radix-cache` | `--cache-prompt` |
+| `policy` | | `--radix-eviction-policy` | |
+| `max_num_seqs` | `--max-num-seqs` | `--max-running-requests` | `--parallel` |
+| `max_batch_tokens` | `--max-num-batched-tokens` | `--chunked-prefill-size` | `--batch-size` |
+| `max_waiting` | | `--max-queued-requests` | |
+| `max_model_len` | `--max-model-len` | `--context-length` | `--ctx-size` |
+| `attention_backend` | `--attention-backend` | `--attention-backend` | |
+| `exact` | `VLLM_BATCH_INVARIANT=1` | `--enable-deterministic-inference` | |
 """
 
 

@@ -131,12 +131,12 @@ class SchedulerSection:
     # a step takes 10 ms to a second on CPUs; a preemption costs less than a page of recomputed tokens
     fair_wait_steps: int = option(
         8,
-        "Steps after which a tenant that waits and has no running request gets a row of the tenant "
-        "that has most; the preempted request goes on later with the same tokens. 0: never.",
+        "Steps after which a waiting tenant with nothing running preempts a request of the tenant with "
+        "most; that request goes on later with the same tokens. 0: never.",
     )
     max_waiting: int | None = option(
         None,
-        "Most answers that may wait; the next request is refused, unless its tenant has less "
+        "Most sequences that may wait (`n` counts each); the next request is refused, unless its tenant has less "
         "than an equal share of the queue. `None`: no limit.",
     )
     # more would wait for minutes

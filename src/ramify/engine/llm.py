@@ -56,7 +56,7 @@ class LLM:
     """Answers prompts with a Hugging Face checkpoint; computes each shared prefix once.
 
     Args:
-        model: a checkpoint directory, the id of a cached hub model, or "ramify-tiny".
+        model: a checkpoint directory, the id of a hub model, or "ramify-tiny".
         dtype: "auto", "float32" or "bfloat16", or the torch dtype.
         progress: bars on stderr while weights load, if it is a terminal.
         others: further options of `ramify.config`, which has all defaults and their reasons.
@@ -170,7 +170,7 @@ class LLM:
         calls go on while they load.
 
         Args:
-            model: a checkpoint directory or cached hub id of the same architecture, sizes and
+            model: a checkpoint directory or hub id of the same architecture, sizes and
                 vocabulary. The tokenizer and chat template stay.
             running: live requests "finish" with the old weights first, or "restart": they keep
                 their tokens so far, and go on with the new weights.
