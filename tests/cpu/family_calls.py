@@ -11,10 +11,10 @@ from ramify.engine.logits.grammar import GrammarCompiler
 from ramify.engine.logits.logits_processors import GrammarMatcher
 from ramify.engine.text.tokenizer import Tokenizer
 from ramify.params import StructuredOutput
+from ramify.server.answers.tool_schemas import SchemaWarnings, enforceable_schema
 from ramify.server.output_formats.call_grammar import AnswerGrammars
 from ramify.server.output_formats.call_syntax import CALL_SYNTAXES
 from ramify.server.output_formats.lark_rules import AddedTokens, CallableTool
-from ramify.server.tool_schemas import SchemaWarnings, enforceable_schema
 from ramify.testing import write_tiny_checkpoint
 
 END = 0  # not <|end|>, which is a mark of gpt-oss

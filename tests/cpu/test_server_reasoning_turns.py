@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ramify.server.opaque_text import encode_opaque
+from ramify.server.fields.opaque_text import encode_opaque
 from ramify.server.output_formats.parser import ReasoningMarks
 from ramify.server.output_formats.table import ReasoningFormat
 from tests.cpu.thinker import (

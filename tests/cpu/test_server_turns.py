@@ -20,7 +20,7 @@ from ramify.engine.text.detokenizer import Detokenizer
 from ramify.engine.text.tokenizer import Tokenizer
 from ramify.server.app import Server
 from ramify.server.generation import Generation
-from ramify.server.prompt_renderer import PromptRenderer
+from ramify.server.prompts.renderer import PromptRenderer
 from ramify.server.service import Service
 from ramify.testing import FakeExecutor
 from tests.cpu.talker import HASTY_TEMPLATE, TALKER_TEMPLATE, tokenizer_with

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ramify.server.prompt_renderer import PromptRenderer
+from ramify.server.prompts.renderer import PromptRenderer
 from tests.cpu.family_server import (
     QUESTION,
     SYSTEM,

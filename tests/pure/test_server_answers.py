@@ -21,6 +21,7 @@ from ramify.outputs import (
     RequestOutput,
     StepOutput,
 )
+from ramify.server.answers.partial_json import partial_object
 from ramify.server.anthropic.messages_response import MessageResponseBuilder
 from ramify.server.anthropic.protocol import MessageRequest
 from ramify.server.openai.chat_response import ChatResponseBuilder
@@ -44,8 +45,7 @@ from ramify.server.output_formats.events import (
     ReasoningDelta,
     TextDelta,
 )
-from ramify.server.partial_json import partial_object
-from ramify.server.prompt_renderer import RenderedPrompt
+from ramify.server.prompts.renderer import RenderedPrompt
 from tests.pure.server_bench import ServerBench
 
 SERVICE = ServerBench().service

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from ramify.server.conversation_store import ConversationStore
 from ramify.server.errors import ApiError
+from ramify.server.history.conversation_store import ConversationStore
 from ramify.server.http.json_limits import MAX_CONTAINERS
 from ramify.server.http.wire import decode_body
 from ramify.server.openai.protocol import ChatRequest

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ramify.server.anthropic.blocks import HIDDEN_TYPES, SERVER_CALL_TYPES
 from ramify.server.anthropic.history import joined, render_turns
 from ramify.server.anthropic.protocol import InputMessage
-from ramify.server.content_placeholders import PLACEHOLDER_NOUNS
+from ramify.server.prompts.content_placeholders import PLACEHOLDER_NOUNS
 from tests.pure.server_bench import TOOL_TEMPLATE, ServerBench
 
 pytest.importorskip("starlette")

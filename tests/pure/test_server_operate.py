@@ -17,8 +17,8 @@ from ramify.analysis.reading import ReadQuality
 from ramify.engine.core import EngineCore
 from ramify.errors import ConfigError
 from ramify.outputs import StepOutput
-from ramify.server.cache_miss import REASONS
 from ramify.server.generation import Generation
+from ramify.server.history.cache_miss import REASONS
 from ramify.server.operations.load_monitor import LoadMonitor, LoadSnapshot
 from ramify.server.operations.metrics import Metrics
 from ramify.server.operations.request_log import JsonFormatter, LineFile, log_request, trace_line

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ramify.server.partial_json import partial_object
+from ramify.server.answers.partial_json import partial_object
 
 TEXTS = st.text('abé \n{}"\\', min_size=1, max_size=6)
 VALUES = st.recursive(

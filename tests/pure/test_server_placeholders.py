@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from ramify.server.content_placeholders import PLACEHOLDER_NOUNS, placeholder_warnings
+from ramify.server.prompts.content_placeholders import PLACEHOLDER_NOUNS, placeholder_warnings
 from tests.pure.server_bench import TOOL_TEMPLATE, ServerBench, run
 
 pytest.importorskip("starlette")

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from ramify.engine.text.special_tokens import ESCAPE_CHAR
 from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import ChatTemplateError
-from ramify.server.answer_opening import PREFILL_END
-from ramify.server.prompt_renderer import PromptRenderer
+from ramify.server.prompts.answer_opening import PREFILL_END
+from ramify.server.prompts.renderer import PromptRenderer
 from tests.pure.server_bench import TINY
 
 LOOP = "{% for message in messages %}"

@@ -16,8 +16,8 @@ from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import PromptTooLongError
 from ramify.server.errors import ApiError
 from ramify.server.http.body_budget import BodyBudget, BodyReservation
-from ramify.server.prompt_jobs import AbandonedError, FairQueue, PromptWorkers, stop_if_abandoned
-from ramify.server.prompt_renderer import PromptPart, _locate_parts
+from ramify.server.prompts.jobs import AbandonedError, FairQueue, PromptWorkers, stop_if_abandoned
+from ramify.server.prompts.renderer import PromptPart, _locate_parts
 from ramify.server.tenants import ApiKeys, Caller, Quota, hash_key
 from tests.pure.server_bench import TINY, Answer, ServerBench, chat, run
 

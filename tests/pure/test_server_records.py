@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.engine.text.tenant_lru import TenantLru
-from ramify.server.prompt_renderer import PromptSegment, RenderedPrompt
-from ramify.server.request_history import (
+from ramify.server.history.request_history import (
     HistoryEntry,
     PromptDifference,
     RequestHistory,
     fingerprint,
     first_difference,
 )
+from ramify.server.prompts.renderer import PromptSegment, RenderedPrompt
 
 IDS = array("i", range(100))
 SEGMENTS = (

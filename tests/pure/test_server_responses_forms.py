@@ -13,7 +13,7 @@ from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from ramify.outputs import FinishReason
-from ramify.server.opaque_text import decode_opaque, encode_opaque
+from ramify.server.fields.opaque_text import decode_opaque, encode_opaque
 from ramify.server.openai.protocol import ChatMessage, ChatRequest
 from ramify.server.openai.responses.custom_input import CustomInputDecoder, custom_input
 from ramify.server.openai.responses.input import ItemTranslator

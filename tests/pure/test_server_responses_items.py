@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ramify.errors import RequestError
-from ramify.server.conversation_store import Conversation, ConversationStore
 from ramify.server.errors import ApiError
-from ramify.server.opaque_text import encode_opaque
+from ramify.server.fields.opaque_text import encode_opaque
+from ramify.server.history.conversation_store import Conversation, ConversationStore
 from ramify.server.openai.chat_request import content_text
 from ramify.server.openai.protocol import ChatMessage, NamedTool
 from ramify.server.openai.responses.input import ItemTranslator, without_late_system

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ramify.server.template_conventions import TemplateConventions
+from ramify.server.prompts.template_conventions import TemplateConventions
 from tests.pure.server_bench import ask, chat
 
 SINGLE = TemplateConventions(has_single_calls=True)

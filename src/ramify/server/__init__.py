@@ -5,13 +5,10 @@ A request goes through `app` (keys, errors, disconnects) → `routes` (the table
 `service` (quotas, pins, history; starts it in the engine) → `generation` (one request in flight: its
 events, answers and cache usage) → `*_response` (JSON or server-sent events). Read in this order.
 
-- `context`: `RequestContext`, which every endpoint gets.
-- `prompt_renderer`, `output_formats`, `answer_opening`, `answer_constraint`, `request_history`,
-  `cache_miss`: shared by all APIs. `template_conventions`, `template_probes`: what a chat template reads.
-- `answer`, `generation`: an answer in parts, one request in flight. `reasoning_options`,
-  `tool_schemas`, `schema_keywords`, `unserved_fields`, `content_placeholders`, `partial_json`,
-  `opaque_text`, `model_list`: forms that the APIs share.
-- `prompt_jobs`, `conversation_store`: work before the engine, stored conversations.
+- `context`: `RequestContext`, which every endpoint gets. `model_list`: the endpoints of `/v1/models`.
+- `prompts`: chat templates, token ids, threads for both. `answers`: grammars of answers, and their parts.
+- `history`: earlier requests, conversations, reasons for misses. `fields`: request fields of several APIs.
+- `output_formats`: reasoning and tool calls in the text of each model family.
 - `tenants`, `errors`, `health`: keys and quotas; error responses; liveness and readiness.
 - `http`: wire format and uvicorn. `operations`: cache administration, metrics, logs.
 - `run`: all of it put together for `ramify serve`.

@@ -35,7 +35,7 @@ from ramify.server.http.wire import (
 from ramify.server.operations.load_monitor import LoadMonitor
 from ramify.server.operations.metrics import Metrics
 from ramify.server.operations.request_log import log_rejected
-from ramify.server.prompt_jobs import PromptWorkers
+from ramify.server.prompts.jobs import PromptWorkers
 from ramify.server.routes import ENDPOINTS, Endpoint
 from ramify.server.service import Service
 from ramify.server.tenants import ApiKeys, Caller, Quota

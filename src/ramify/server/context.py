@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from ramify.errors import shortened
 from ramify.server.errors import ApiError
+from ramify.server.fields.unserved_fields import UnservedFields, decode_request, unknown_warning
 from ramify.server.generation import Generation, GenerationRequest, total_usage
 from ramify.server.health import Readiness
 from ramify.server.http.body_budget import BodyBudget, BodyReservation
@@ -25,10 +26,9 @@ from ramify.server.http.wire import (
     sse_response,
 )
 from ramify.server.operations.metrics import Metrics
-from ramify.server.prompt_jobs import PromptWorkers
+from ramify.server.prompts.jobs import PromptWorkers
 from ramify.server.service import MAX_BYTES_PER_TOKEN, Service
 from ramify.server.tenants import Caller
-from ramify.server.unserved_fields import UnservedFields, decode_request, unknown_warning
 
 SMALL_BODY = 1 << 16  # bytes; decoded on the event loop in a few milliseconds
 WARNING_HEADER = "X-Ramify-Warning"

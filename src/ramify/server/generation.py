@@ -13,12 +13,12 @@ from ramify.engine.serving.streams import Stream
 from ramify.errors import EngineStoppedError, UnknownRequestError
 from ramify.outputs import CacheReport, FinishReason, RequestOutput, StepOutput
 from ramify.params import SamplingParams
-from ramify.server.answer import Answer, PartEvent, PlainTextParser
-from ramify.server.cache_miss import CacheMiss
+from ramify.server.answers.answer import Answer, PartEvent, PlainTextParser
+from ramify.server.history.cache_miss import CacheMiss
+from ramify.server.history.request_history import HistoryEntry
 from ramify.server.output_formats.events import CallStart, OutputParser, ReasoningDelta
 from ramify.server.output_formats.output_format import OutputFormat
-from ramify.server.prompt_renderer import RenderedPrompt
-from ramify.server.request_history import HistoryEntry
+from ramify.server.prompts.renderer import RenderedPrompt
 from ramify.server.tenants import Caller
 
 

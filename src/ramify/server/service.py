@@ -20,22 +20,22 @@ from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import EngineStoppedError
 from ramify.models.pooling_config import PoolingConfig
 from ramify.outputs import Explanation, StepOutput
-from ramify.server.answer_constraint import AnswerConstraints
-from ramify.server.cache_miss import CacheMiss, explain_miss
-from ramify.server.conversation_store import ConversationStore
+from ramify.server.answers.constraint import AnswerConstraints
 from ramify.server.errors import ApiError, ContextLengthError
+from ramify.server.fields.unserved_fields import UnknownFieldLog
 from ramify.server.generation import Generation, GenerationRequest
-from ramify.server.output_formats.call_text import calls_text
-from ramify.server.output_formats.output_format import named
-from ramify.server.prompt_renderer import PromptRenderer, RenderedPrompt
-from ramify.server.request_history import (
+from ramify.server.history.cache_miss import CacheMiss, explain_miss
+from ramify.server.history.conversation_store import ConversationStore
+from ramify.server.history.request_history import (
     PromptComparison,
     RequestHistory,
     first_difference,
     is_fully_reused,
 )
+from ramify.server.output_formats.call_text import calls_text
+from ramify.server.output_formats.output_format import named
+from ramify.server.prompts.renderer import PromptRenderer, RenderedPrompt
 from ramify.server.tenants import TENANT_PIN_SHARE, Caller, QuotaMeter
-from ramify.server.unserved_fields import UnknownFieldLog
 
 ANY_NAME = "*"  # among the model names: requests may send any name
 MAX_NAME_CHARS = 256

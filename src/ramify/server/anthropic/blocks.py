@@ -10,8 +10,8 @@ import json
 from collections.abc import Iterator
 
 from ramify.server.anthropic.protocol import Block, Source
-from ramify.server.content_placeholders import content_placeholder
 from ramify.server.errors import ApiError
+from ramify.server.prompts.content_placeholders import content_placeholder
 
 # Types of blocks that say nothing to the model.
 HIDDEN_TYPES = frozenset(

@@ -9,9 +9,9 @@ from ramify.server.anthropic.messages_request import messages_to_generation, ren
 from ramify.server.anthropic.messages_response import MessageResponseBuilder
 from ramify.server.anthropic.protocol import CountRequest, MessageRequest
 from ramify.server.context import RequestContext
+from ramify.server.fields.unserved_fields import UnservedFields
 from ramify.server.http.wire import sse_event
 from ramify.server.openai.unserved import refused_elsewhere
-from ramify.server.unserved_fields import UnservedFields
 
 # Those that are ignored do not change the answer. Clients count the tokens of the body that they would
 # send.

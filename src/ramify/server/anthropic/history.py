@@ -18,8 +18,8 @@ from ramify.server.anthropic.blocks import (
 )
 from ramify.server.anthropic.protocol import Block, InputMessage
 from ramify.server.errors import ApiError
-from ramify.server.opaque_text import decode_opaque
-from ramify.server.prompt_renderer import PromptPart, text_variants
+from ramify.server.fields.opaque_text import decode_opaque
+from ramify.server.prompts.renderer import PromptPart, text_variants
 
 
 @dataclass(slots=True)

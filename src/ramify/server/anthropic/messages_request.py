@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ramify.params import SamplingParams
-from ramify.server.answer_constraint import CallChoice, OfferedTool, schema_format
+from ramify.server.answers.constraint import CallChoice, OfferedTool, schema_format
 from ramify.server.anthropic.blocks import Unserved, blocks_of
 from ramify.server.anthropic.history import joined, render_turns
 from ramify.server.anthropic.protocol import (
@@ -16,13 +16,17 @@ from ramify.server.anthropic.protocol import (
     ToolChoice,
 )
 from ramify.server.anthropic.tools import tool_set
-from ramify.server.content_placeholders import placeholder_warnings
 from ramify.server.errors import ApiError
+from ramify.server.fields.reasoning_options import (
+    THINKING_TYPES,
+    ReasoningOptions,
+    unknown_thinking,
+)
 from ramify.server.generation import GenerationRequest, sampling_filters, with_output_parser
+from ramify.server.history.request_history import HistoryEntry, fingerprint
 from ramify.server.http.wire import encode_json
-from ramify.server.prompt_renderer import MAX_BREAKPOINTS, PromptPart, text_variants
-from ramify.server.reasoning_options import THINKING_TYPES, ReasoningOptions, unknown_thinking
-from ramify.server.request_history import HistoryEntry, fingerprint
+from ramify.server.prompts.content_placeholders import placeholder_warnings
+from ramify.server.prompts.renderer import MAX_BREAKPOINTS, PromptPart, text_variants
 from ramify.server.service import Service
 
 # Some agents begin their system prompt with this line. It ends in a number that differs in every

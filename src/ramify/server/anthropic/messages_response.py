@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from ramify.outputs import FinishReason
-from ramify.server.answer import (
+from ramify.server.answers.answer import (
     EMPTY_TEXT,
     TRUNCATED,
     Answer,
@@ -18,11 +18,11 @@ from ramify.server.answer import (
     PartEnd,
     PartEvent,
 )
+from ramify.server.answers.partial_json import partial_object
 from ramify.server.anthropic.protocol import MessageRequest
+from ramify.server.fields.opaque_text import encode_opaque
 from ramify.server.generation import Generation, answer_changes
-from ramify.server.opaque_text import encode_opaque
-from ramify.server.partial_json import partial_object
-from ramify.server.prompt_renderer import BREAKPOINT_TTL_S
+from ramify.server.prompts.renderer import BREAKPOINT_TTL_S
 from ramify.server.service import Service
 
 # Of thinking blocks: they are accepted back from anyone, with any signature.

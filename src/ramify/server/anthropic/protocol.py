@@ -14,7 +14,7 @@ from ramify.server.openai.protocol import (
     TopK,
     UnitInterval,
 )
-from ramify.server.prompt_renderer import BREAKPOINT_TTL_S
+from ramify.server.prompts.renderer import BREAKPOINT_TTL_S
 
 VERSION_HEADER = "anthropic-version"  # Anthropic's clients send it with every request
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ramify.params import StructuredOutput
-from ramify.server.answer_constraint import schema_format
+from ramify.server.answers.constraint import schema_format
 from ramify.server.errors import ApiError
 from ramify.server.http.request_body import decode_json_text
 from ramify.server.openai.protocol import Sampling, StructuredOutputs

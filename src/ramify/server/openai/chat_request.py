@@ -7,10 +7,17 @@ from typing import Any
 
 import msgspec
 
-from ramify.server.answer_constraint import CallChoice, OfferedTool
-from ramify.server.content_placeholders import content_placeholder, placeholder_warnings
+from ramify.server.answers.constraint import CallChoice, OfferedTool
 from ramify.server.errors import ApiError
+from ramify.server.fields.reasoning_options import (
+    THINKING_TYPES,
+    ReasoningOptions,
+    first_set,
+    implied_switch,
+    unknown_thinking,
+)
 from ramify.server.generation import GenerationRequest, with_output_parser
+from ramify.server.history.request_history import HistoryEntry, fingerprint
 from ramify.server.http.request_body import decode_json_text
 from ramify.server.http.wire import encode_json
 from ramify.server.openai.answer_formats import SCHEMA_PATH, answer_format
@@ -33,21 +40,14 @@ from ramify.server.openai.protocol import (
     Tool,
     ToolCall,
 )
-from ramify.server.prompt_renderer import (
+from ramify.server.prompts.content_placeholders import content_placeholder, placeholder_warnings
+from ramify.server.prompts.renderer import (
     BREAKPOINT_TTL_S,
     KnownPrefix,
     PromptPart,
     text_variants,
     tool_parts,
 )
-from ramify.server.reasoning_options import (
-    THINKING_TYPES,
-    ReasoningOptions,
-    first_set,
-    implied_switch,
-    unknown_thinking,
-)
-from ramify.server.request_history import HistoryEntry, fingerprint
 from ramify.server.service import Service
 
 # Content parts that are reasoning, not text of the message.

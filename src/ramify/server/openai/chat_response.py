@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from ramify.outputs import FinishReason, TokenLogprob
-from ramify.server.answer import Answer, AnswerPart, PartBegin, PartDelta, PartEvent
+from ramify.server.answers.answer import Answer, AnswerPart, PartBegin, PartDelta, PartEvent
 from ramify.server.generation import CacheUsage, Generation, answer_changes
 from ramify.server.openai.options import diagnostics, token_name
 from ramify.server.openai.protocol import ChatRequest, NamedTool, StreamOptions

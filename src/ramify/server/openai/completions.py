@@ -11,6 +11,7 @@ from ramify.errors import PromptTooLongError
 from ramify.outputs import RequestOutput, TokenLogprob
 from ramify.server.errors import ApiError
 from ramify.server.generation import Generation, GenerationRequest, total_usage
+from ramify.server.history.request_history import HistoryEntry, fingerprint
 from ramify.server.http.wire import convert_value
 from ramify.server.openai.answer_formats import answer_format
 from ramify.server.openai.chat_response import (
@@ -30,9 +31,8 @@ from ramify.server.openai.options import (
     truncated_len,
 )
 from ramify.server.openai.protocol import CompletionRequest, StreamOptions
-from ramify.server.prompt_jobs import stop_if_abandoned
-from ramify.server.prompt_renderer import RenderedPrompt
-from ramify.server.request_history import HistoryEntry, fingerprint
+from ramify.server.prompts.jobs import stop_if_abandoned
+from ramify.server.prompts.renderer import RenderedPrompt
 from ramify.server.service import Service
 
 MAX_COMPLETION_PROMPTS = 128

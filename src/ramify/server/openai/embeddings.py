@@ -19,6 +19,7 @@ from ramify.outputs import RequestOutput
 from ramify.server.context import RequestContext
 from ramify.server.errors import ApiError
 from ramify.server.generation import GenerationRequest, total_usage
+from ramify.server.history.request_history import HistoryEntry, fingerprint
 from ramify.server.openai.chat_response import usage_json
 from ramify.server.openai.completions import (
     check_prompts,
@@ -27,9 +28,8 @@ from ramify.server.openai.completions import (
     read_token_ids,
 )
 from ramify.server.openai.protocol import EmbeddingsRequest, RerankRequest, ScoreRequest
-from ramify.server.prompt_jobs import stop_if_abandoned
-from ramify.server.prompt_renderer import RenderedPrompt
-from ramify.server.request_history import HistoryEntry, fingerprint
+from ramify.server.prompts.jobs import stop_if_abandoned
+from ramify.server.prompts.renderer import RenderedPrompt
 from ramify.server.service import Service
 
 MAX_INPUTS = 2048  # as OpenAI's

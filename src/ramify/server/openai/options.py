@@ -10,9 +10,9 @@ from ramify.engine.text.tokenizer import Tokenizer
 from ramify.params import MAX_BANNED_TOKENS, SamplingParams
 from ramify.server.errors import ApiError
 from ramify.server.generation import Generation, sampling_filters
+from ramify.server.history.request_history import fingerprint
 from ramify.server.openai.protocol import ChatRequest, PromptCacheOptions, Sampling
-from ramify.server.prompt_renderer import BREAKPOINT_TTL_S, MAX_BREAKPOINTS, RenderedPrompt
-from ramify.server.request_history import fingerprint
+from ramify.server.prompts.renderer import BREAKPOINT_TTL_S, MAX_BREAKPOINTS, RenderedPrompt
 from ramify.server.service import Service
 
 # Kinds of `PromptDifference` that have a reason of their own: `model_changed`.

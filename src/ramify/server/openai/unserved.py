@@ -9,9 +9,9 @@ from collections.abc import Mapping
 
 import msgspec
 
+from ramify.server.fields.unserved_fields import Refused, UnservedFields
 from ramify.server.openai.protocol import Sampling
 from ramify.server.openai.responses.protocol import ResponsesRequest
-from ramify.server.unserved_fields import Refused, UnservedFields
 
 # They do not change the answer.
 _IGNORED = frozenset(

@@ -16,6 +16,7 @@ from ramify.server.anthropic.messages_request import render_messages
 from ramify.server.anthropic.protocol import CountRequest
 from ramify.server.context import RequestContext
 from ramify.server.errors import ApiError
+from ramify.server.fields.unserved_fields import decode_request
 from ramify.server.http.wire import convert_value, decode_body, json_response
 from ramify.server.openai.chat_request import chat_to_generation
 from ramify.server.openai.completions import completion_to_generations
@@ -30,9 +31,8 @@ from ramify.server.openai.responses.request import response_to_generation
 from ramify.server.openai.responses.store import EarlierTurns, earlier_turns
 from ramify.server.openai.unserved import CHAT_FIELDS, COMPLETION_FIELDS, RESPONSES_FIELDS
 from ramify.server.operations.metrics import CONTENT_TYPE
-from ramify.server.prompt_renderer import RenderedPrompt
+from ramify.server.prompts.renderer import RenderedPrompt
 from ramify.server.service import Service
-from ramify.server.unserved_fields import decode_request
 
 MAX_NODES = 2000
 AnyRequest = ChatRequest | CompletionRequest | ResponsesRequest | CountRequest

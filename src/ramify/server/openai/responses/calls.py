@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from ramify.server.answer import AnswerPart
+from ramify.server.answers.answer import AnswerPart
+from ramify.server.answers.partial_json import partial_object
 from ramify.server.openai.responses.custom_input import CustomInputDecoder, custom_input
 from ramify.server.openai.responses.tools import CallForm, CallKind
-from ramify.server.partial_json import partial_object
 
 NumberedEvent = Callable[..., dict[str, Any]]  # the next of a stream: `event("completed", …)`
 

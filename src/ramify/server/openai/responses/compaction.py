@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ramify.server.errors import ApiError
+from ramify.server.fields.opaque_text import encode_opaque
 from ramify.server.generation import Generation
-from ramify.server.opaque_text import encode_opaque
 from ramify.server.openai.responses.protocol import CompactRequest, ResponsesRequest
 from ramify.server.openai.responses.request import TranslatedRequest, response_to_generation
 from ramify.server.openai.responses.response import ResponsesResponseBuilder

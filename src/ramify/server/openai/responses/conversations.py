@@ -12,8 +12,9 @@ import msgspec
 from starlette.responses import Response
 
 from ramify.server.context import RequestContext
-from ramify.server.conversation_store import MAX_ITEMS, Conversation
 from ramify.server.errors import ApiError
+from ramify.server.fields.unserved_fields import UnservedFields
+from ramify.server.history.conversation_store import MAX_ITEMS, Conversation
 from ramify.server.http.wire import encode_json
 from ramify.server.openai.responses.input import ItemTranslator
 from ramify.server.openai.responses.protocol import (
@@ -27,9 +28,8 @@ from ramify.server.openai.responses.store import (
     page_of_items,
     stored_conversation,
 )
-from ramify.server.prompt_renderer import KnownPrefix
+from ramify.server.prompts.renderer import KnownPrefix
 from ramify.server.service import Service
-from ramify.server.unserved_fields import UnservedFields
 
 NO_FIELDS = UnservedFields()  # beside those of the request types
 

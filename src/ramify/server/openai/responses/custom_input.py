@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from ramify.server.partial_json import partial_object
+from ramify.server.answers.partial_json import partial_object
 
 BEGIN = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 MAX_BEGIN_CHARS = 512  # before the text; longer white space is decoded at the end

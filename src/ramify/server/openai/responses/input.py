@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 import msgspec
 
 from ramify.server.errors import ApiError
+from ramify.server.fields.opaque_text import decode_opaque
 from ramify.server.http.wire import encode_json
-from ramify.server.opaque_text import decode_opaque
 from ramify.server.openai.chat_request import content_path, content_text
 from ramify.server.openai.protocol import ChatMessage, ContentPart, FunctionCall, ToolCall
 from ramify.server.openai.responses.protocol import (

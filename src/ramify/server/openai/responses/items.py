@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ramify.outputs import FinishReason
-from ramify.server.answer import (
+from ramify.server.answers.answer import (
     EMPTY_TEXT,
     Answer,
     AnswerPart,
@@ -15,7 +15,7 @@ from ramify.server.answer import (
     PartEnd,
     PartEvent,
 )
-from ramify.server.opaque_text import encode_opaque
+from ramify.server.fields.opaque_text import encode_opaque
 from ramify.server.openai.responses.calls import ITEM_TYPES as CALL_TYPES
 from ramify.server.openai.responses.calls import CallItem, NumberedEvent, call_item
 from ramify.server.openai.responses.store import item_id

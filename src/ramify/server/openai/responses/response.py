@@ -12,7 +12,7 @@ import msgspec
 
 from ramify.errors import RamifyError
 from ramify.outputs import FinishReason, RequestOutput
-from ramify.server.answer import TRUNCATED, Answer
+from ramify.server.answers.answer import TRUNCATED, Answer
 from ramify.server.errors import as_api_error
 from ramify.server.generation import Generation, answer_changes
 from ramify.server.http.wire import encode_json
@@ -22,7 +22,7 @@ from ramify.server.openai.responses.items import OutputItems
 from ramify.server.openai.responses.protocol import Reasoning, ResponsesRequest
 from ramify.server.openai.responses.request import TranslatedRequest
 from ramify.server.openai.responses.store import StoredResponse, joined_lists, numbered_items
-from ramify.server.prompt_renderer import KnownPrefix
+from ramify.server.prompts.renderer import KnownPrefix
 from ramify.server.service import Service
 
 

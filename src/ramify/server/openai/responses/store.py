@@ -12,11 +12,11 @@ from typing import Any
 
 import msgspec
 
-from ramify.server.conversation_store import Conversation
 from ramify.server.errors import ApiError
+from ramify.server.history.conversation_store import Conversation
 from ramify.server.http.json_limits import check_json_limits
 from ramify.server.openai.responses.protocol import PromptFields
-from ramify.server.prompt_renderer import KnownPrefix
+from ramify.server.prompts.renderer import KnownPrefix
 from ramify.server.service import Service
 
 Item = dict[str, Any]

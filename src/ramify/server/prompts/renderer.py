@@ -14,16 +14,16 @@ from typing import Any
 from ramify.engine.text.incremental_encoder import Encoding, IncrementalEncoder
 from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import ChatTemplateError, PromptTooLongError
-from ramify.server.answer_opening import (
+from ramify.server.output_formats.call_text import calls_text
+from ramify.server.prompts.answer_opening import (
     RenderMessages,
     TemplateMessage,
     find_turn_opening,
     render_prefill,
 )
-from ramify.server.output_formats.call_text import calls_text
-from ramify.server.prompt_jobs import stop_if_abandoned
-from ramify.server.template_conventions import WriteCalls
-from ramify.server.template_probes import find_conventions
+from ramify.server.prompts.jobs import stop_if_abandoned
+from ramify.server.prompts.template_conventions import WriteCalls
+from ramify.server.prompts.template_probes import find_conventions
 
 JSON_CALLS: WriteCalls = partial(calls_text, "json", "")
 PLACEHOLDER = "\u2042"  # an asterism, for texts whose place in a rendered prompt is looked up

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ramify.engine.text.tenant_lru import TenantLru
-from ramify.server.prompt_renderer import KnownPrefix
+from ramify.server.prompts.renderer import KnownPrefix
 
 MAX_CONVERSATIONS = 4096
 MAX_BYTES = 256 << 20

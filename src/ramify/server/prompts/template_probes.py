@@ -10,7 +10,7 @@ from typing import Any
 
 from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import ChatTemplateError
-from ramify.server.template_conventions import TemplateConventions
+from ramify.server.prompts.template_conventions import TemplateConventions
 
 # Words that no template contains.
 NEEDLE, OTHER_NEEDLE = "qzneedlea", "qzneedleb"

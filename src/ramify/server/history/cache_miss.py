@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from ramify.outputs import Explanation
-from ramify.server.prompt_renderer import RenderedPrompt
+from ramify.server.prompts.renderer import RenderedPrompt
 
 SHOWN_TOKENS = 24  # of each prompt, from where they diverge
 REASONS = {  # of `Explanation` -> in responses

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
 
+from ramify.server.answers.schema_keywords import SHAPES, UNENFORCED, modern, restricts
 from ramify.server.errors import ApiError
-from ramify.server.schema_keywords import SHAPES, UNENFORCED, modern, restricts
 
 MAX_SCHEMA_STEPS = 50_000  # schemas visited and names repeated, of all schemas of a request
 MAX_WARNINGS = 16  # of a request

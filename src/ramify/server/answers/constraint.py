@@ -13,15 +13,15 @@ from ramify.engine.async_llm import AsyncLLM
 from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import CompileBusyError, InvalidParamsError
 from ramify.params import SamplingParams, StructuredOutput
-from ramify.server.errors import ApiError
-from ramify.server.output_formats.call_grammar import AnswerBegin, AnswerGrammars
-from ramify.server.output_formats.lark_rules import AddedTokens, CallableTool
-from ramify.server.output_formats.output_format import OutputFormat
-from ramify.server.tool_schemas import (
+from ramify.server.answers.tool_schemas import (
     SchemaTooLargeError,
     SchemaWarnings,
     enforceable_schema,
 )
+from ramify.server.errors import ApiError
+from ramify.server.output_formats.call_grammar import AnswerBegin, AnswerGrammars
+from ramify.server.output_formats.lark_rules import AddedTokens, CallableTool
+from ramify.server.output_formats.output_format import OutputFormat
 
 MAX_SCHEMA_CHARS = 200_000  # of the rules of all tools in a grammar; further arguments are free
 RULE_CHARS = 300  # of the rules of a tool, its schema not included

@@ -12,7 +12,7 @@ from typing import Protocol
 import msgspec
 
 from ramify.engine.text.tenant_lru import TenantLru
-from ramify.server.prompt_renderer import RenderedPrompt, common_prefix
+from ramify.server.prompts.renderer import RenderedPrompt, common_prefix
 
 MAX_ENTRIES = 4096
 MAX_BYTES = 256 << 20

@@ -1,0 +1,14 @@
+"""Prompts: from messages to token ids, by the chat template of the checkpoint.
+
+In reading order:
+
+- `renderer`: `PromptRenderer`, which renders and tokenises; `RenderedPrompt`, its result.
+- `template_conventions`: adapts messages in OpenAI's form to the form that a template reads;
+  `template_probes` finds that form by renderings.
+- `answer_opening`: where the answer begins in a rendered prompt; prefills.
+- `content_placeholders`: texts in place of images, audio and files.
+- `jobs`: threads that render and tokenise, shared fairly among tenants.
+
+`history`, `generation`, `service`, `context`, `app` and the APIs import it. It imports `errors` and
+`output_formats` only.
+"""
