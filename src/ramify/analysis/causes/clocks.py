@@ -66,6 +66,11 @@ _FILLERS = frozenset(
 _ORDINAL_ENDING = re.compile(r"(?<=[a-zß]{3})(?:e[rnsm])$")  # German: dritter, dritten
 
 
+def numbers_in(value: str) -> tuple[int, ...]:
+    """The whole numbers in a text."""
+    return tuple(map(int, _NUMBERS.findall(value)))
+
+
 def looks_like_clock(value: str) -> bool:
     """Whether a text is a date or a time and little else."""
     if len(value) > 80:
@@ -135,7 +140,7 @@ def names_date(line: str) -> bool:
 
 def grows_unevenly(values: Sequence[str]) -> bool:
     """Whether values grow in the order of requests by different steps, as the parts of a time do."""
-    rows = [tuple(int(number) for number in _NUMBERS.findall(value)) for value in values]
+    rows = list(map(numbers_in, values))
     if len(set(rows)) < 5 or not all(rows) or len(set(map(len, rows))) > 1:
         return False
     steps = [(b > a) - (b < a) for a, b in pairwise(rows)]
@@ -159,13 +164,13 @@ def follows_times(values: Sequence[str], times: Sequence[float | None]) -> bool:
 
 
 def _has_calendar_numbers(pairs: Sequence[tuple[str, float]]) -> bool:
-    numbers = [[int(n) for n in _NUMBERS.findall(value)] for value, _ in pairs]
+    numbers = [numbers_in(value) for value, _ in pairs]
     if min(map(len, numbers)) < 2 or pairs[0][1] < 1e8:
         return False
     for quarter_hours in range(-48, 57):
         offset = timedelta(minutes=15 * quarter_hours)
         hits = sum(
-            all(number in _calendar(time, offset) for number in row)
+            _calendar(time, offset).issuperset(row)
             for row, (_, time) in zip(numbers, pairs, strict=True)
         )
         if hits >= 0.9 * len(pairs):

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 from ramify.analysis.corpus import StoredRequest
 from ramify.analysis.providers.conditions import Conditions
@@ -15,7 +14,7 @@ from ramify.analysis.providers.prompts import SPLITS, Prediction, PromptLayout, 
 from ramify.analysis.providers.replay import CacheModel, in_start_order
 from ramify.analysis.providers.rules import ModelRule
 from ramify.analysis.tokens import ESTIMATE_ERROR
-from ramify.analysis.verdicts import Cause
+from ramify.analysis.verdicts import Cause, CauseName, Certainty
 
 MIN_LOSS = 64  # tokens; a smaller loss has no cause
 OWN_ENGINES = frozenset({"ramify", "sglang", "vllm"})
@@ -76,6 +75,30 @@ class Evidence:
         return self.read_of_usage is not None
 
     @property
+    def miss_by_bills(self) -> tuple[int, int] | None:
+        """Input of the best match and reads of this request as billed; None if half of it was read.
+
+        For logs without breakpoints or with parts of the prompt, whose text does not say what could
+        be read.
+        """
+        match, num_read = self.facts.match, self.request.info.usage.num_read
+        before = None if match is None else match.info.usage.num_input
+        if before is None or num_read is None:
+            return None
+        return (
+            None if 2 * num_read > before or before < self.rule.min_tokens else (before, num_read)
+        )
+
+    def pause_since(self, earlier: StoredRequest) -> float | None:
+        """Seconds since an earlier request ended; None if they are not known."""
+        return Timing.of(self.request.info).since(earlier.info)
+
+    @property
+    def has_clean_text(self) -> bool:
+        """Whether the whole prompt is logged, and no removable cause is known in it."""
+        return self.request.info.has_full_text and not self.facts.has_waste
+
+    @property
     def hides_breakpoints(self) -> bool:
         """Whether the log does not show where the vendor had breakpoints, though it has the kind."""
         if self.rule.cache != "breakpoints" or self.rule.implicit:
@@ -95,12 +118,16 @@ class Evidence:
         return self.request.paths[segment] if 0 <= segment < len(self.request.paths) else ""
 
 
-class OutsideRule(Protocol):
-    """Names one cause that text cannot prove."""
+# Names one cause that text cannot prove, if the evidence speaks for it.
+OutsideRule = Callable[[Evidence], Cause | None]
 
-    def find(self, evidence: Evidence) -> Cause | None:
-        """The cause, if the evidence speaks for it."""
-        ...
+
+def outside_cause(
+    name: CauseName, *, segment: str = "", had: str = "", got: str = "", is_likely: bool = True
+) -> Cause:
+    """A cause that is likely, or else suspected; without a proof in the text."""
+    certainty = Certainty.LIKELY if is_likely else Certainty.SUSPECTED
+    return Cause(name, certainty, segment, had, got)
 
 
 class LogFacts:

@@ -1,4 +1,4 @@
-"""Asks all rules about what text cannot prove."""
+"""All rules about what text cannot prove, and writes that nobody reads."""
 
 from __future__ import annotations
 
@@ -6,45 +6,28 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
 
+from ramify.analysis.causes import timing, vendor
 from ramify.analysis.causes.evidence import Evidence, LogFacts, MatchFacts, OutsideRule
-from ramify.analysis.causes.timing import (
-    BelowMinimum,
-    BilledAfterPause,
-    BreakpointMissing,
-    LookbackExceeded,
-    ParallelCold,
-    TtlExpired,
-)
-from ramify.analysis.causes.vendor import (
-    Evicted,
-    KeyTooBusy,
-    OtherModelAnswered,
-    Routing,
-    UnexplainedMiss,
-    UnexplainedMissInPart,
-    VendorSaysOtherwise,
-)
 from ramify.analysis.corpus import StoredRequest
 from ramify.analysis.verdicts import Cause, CauseName, Certainty
 
 # Each names what one restriction of the rule, or one split of the cache, takes away.
 RULES: tuple[OutsideRule, ...] = (
-    OtherModelAnswered(),
-    Routing(),
-    ParallelCold(),
-    TtlExpired(),
-    BilledAfterPause(),
-    LookbackExceeded(),
-    BreakpointMissing(),
-    BelowMinimum(),
-    VendorSaysOtherwise(),
+    vendor.other_model_answered,
+    vendor.routing,
+    timing.parallel_cold,
+    timing.ttl_expired,
+    timing.billed_after_pause,
+    timing.lookback_exceeded,
+    timing.breakpoint_missing,
+    timing.below_minimum,
+    vendor.vendor_says_otherwise,
 )
 # These name what is left: they are asked if no other rule has a likely cause.
 LAST_RULES: tuple[OutsideRule, ...] = (
-    KeyTooBusy(),
-    Evicted(),
-    UnexplainedMiss(),
-    UnexplainedMissInPart(),
+    vendor.key_too_busy,
+    vendor.unexplained_miss,
+    vendor.unexplained_miss_in_part,
 )
 
 
@@ -62,7 +45,7 @@ def outside_causes(log: LogFacts, request: StoredRequest, facts: MatchFacts) -> 
 
 
 def _ask(rules: tuple[OutsideRule, ...], evidence: Evidence) -> tuple[Cause, ...]:
-    causes = (rule.find(evidence) for rule in rules)
+    causes = (rule(evidence) for rule in rules)
     return tuple(cause for cause in causes if cause is not None)
 
 

@@ -17,7 +17,7 @@ from ramify.analysis.causes.values import MAX_CONTEXT, SlotEvidence, SlotVerdict
 from ramify.analysis.corpus import Corpus
 from ramify.analysis.diff.normal_forms import normalise
 from ramify.analysis.diff.text_diff import Hunk, find_hunks
-from ramify.analysis.records import Segment, SegmentKind, TextForm
+from ramify.analysis.records import SegmentKind, TextForm
 
 MAX_FEATURES = 10
 MIN_SHARED = 60  # code points that a member has in common with its template before other content
@@ -62,7 +62,7 @@ class Templates:
         self._templates: list[Template] = []
         self._template_of: dict[int, int] = {}  # by normal unit
         self._by_feature: dict[int, int] = {}
-        self._canonical: dict[tuple[int, frozenset[str]], int] = {}
+        self._canonical: dict[tuple[int, frozenset[str] | None], int] = {}
         self._aligned: OrderedDict[tuple[int, int], tuple[Hunk, ...]] = OrderedDict()
 
     def normal(self, unit: int) -> int:
@@ -71,7 +71,7 @@ class Templates:
         if known is None:
             text = self._corpus.text(unit)
             normal = normalise(text, self._corpus.units[unit].form)
-            known = unit if normal == text else self._store(unit, normal)
+            known = unit if normal == text else self._corpus.unit_like(unit, normal)
             stored = self._corpus.units[unit]
             key = hash((stored.kind, stored.form, stored.label, _words_key(normal)))
             known = self._same_words.setdefault(key, known)
@@ -105,7 +105,7 @@ class Templates:
         number = self._template_of.get(self.normal(unit))
         return None if number is None else self._templates[number]
 
-    def values(self, template: Template, unit: int) -> list[str]:
+    def _values(self, template: Template, unit: int) -> list[str]:
         """A member's value in each slot."""
         text = self._corpus.text(self.normal(unit))
         return [
@@ -140,10 +140,11 @@ class Templates:
         template = self.template_of(normal)
         if template is None or not template.slots:
             return normal
-        key = (normal, frozenset({"*"}) if causes is None else causes)
-        known = self._canonical.get(key)
+        known = self._canonical.get((normal, causes))
         if known is None:
-            known = self._canonical[key] = self._mask(normal, causes)
+            values = self.volatile_values(normal, causes)
+            text = replace_places(self._corpus.text(normal), values)
+            known = self._canonical[normal, causes] = self._corpus.unit_like(normal, text)
         return known
 
     def volatile_values(
@@ -166,14 +167,6 @@ class Templates:
             and (causes is None or slot.verdict.cause in causes)
         ]
 
-    def _mask(self, normal: int, causes: frozenset[str] | None) -> int:
-        values = self.volatile_values(normal, causes)
-        return self._store(normal, replace_places(self._corpus.text(normal), values))
-
-    def _store(self, unit: int, text: str) -> int:
-        stored = self._corpus.units[unit]
-        return self._corpus.unit_of(Segment("", stored.kind, text, stored.form, stored.label))
-
     # Learning
 
     def _place(self, normal: int) -> Template:
@@ -195,7 +188,7 @@ class Templates:
             hunks = tuple(find_hunks(self._corpus.text(template.unit), text))
             is_system = stored.kind is SegmentKind.SYSTEM or stored.label.startswith(_SYSTEM_ROLES)
             if _shares_text(text, hunks) or (
-                is_system and _mask(text) == _mask(self._corpus.text(template.unit))
+                is_system and _mask_numbers(text) == _mask_numbers(self._corpus.text(template.unit))
             ):
                 template.members[normal] = hunks
                 self._template_of[normal] = best
@@ -229,7 +222,7 @@ class Templates:
         stored = self._corpus.units[template.unit]
         first_use = template.first_use
         members = list(first_use)[:: max(1, len(first_use) // MAX_VALUES)]
-        rows = [self.values(template, member) for member in members]
+        rows = [self._values(template, member) for member in members]
         for number, slot in enumerate(slots):
             filled = sorted((row[number] for row in rows if row[number]), key=len)
             slot.constant = filled[len(filled) // 2] if filled else ""
@@ -247,7 +240,7 @@ class Templates:
 
 def _features(text: str) -> list[tuple[str, int]]:
     """The longest lines with numbers masked, and their lengths."""
-    lines = {_mask(line.strip()): len(line) for line in _LINE.findall(text)}
+    lines = {_mask_numbers(line.strip()): len(line) for line in _LINE.findall(text)}
     lines = {line: length for line, length in lines.items() if len(line) >= 4}
     return sorted(lines.items(), key=lambda item: -item[1])[:MAX_FEATURES]
 
@@ -258,7 +251,7 @@ def _words_key(normal: str) -> str:
     return text.replace("\n", " ")
 
 
-def _mask(text: str) -> str:
+def _mask_numbers(text: str) -> str:
     """The text with words that hold digits as 0."""
     return _VOLATILE.sub("0", text)
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import takewhile
+from operator import itemgetter
 
 from ramify.analysis.causes.templates import Templates
 from ramify.analysis.causes.unit_pairs import pair_differences
+from ramify.analysis.corpus import Corpus
 from ramify.analysis.diff.normal_forms import list_orders_differ, parse_json
 from ramify.analysis.diff.prompt_sides import Difference, Side
-from ramify.analysis.diff.quoting import Excerpt
+from ramify.analysis.diff.quoting import NOTHING, Excerpt
 from ramify.analysis.diff.text_diff import common_prefix_len
 from ramify.analysis.verdicts import CauseName, Certainty
 
@@ -28,56 +32,50 @@ class ToolComparison:
 
 def compare_tools(a: Side, b: Side, templates: Templates, *, continues: bool) -> ToolComparison:
     """Compare the tools of two requests."""
-    out = ToolComparison()
     mine, other = b.tools, a.tools
     if mine == other:
-        out.num_shared = b.num_tokens(mine)
-        return out
-    names_a, names_b = _names(a, other), _names(b, mine)
+        return ToolComparison(b.num_tokens(mine))
+    names_a, names_b = tool_places(a.corpus, other), tool_places(b.corpus, mine)
     if set(names_a) != set(names_b) and not continues:
-        out.is_mended = not mine and not other
-        for unit_a, unit_b in zip(other, mine, strict=False):
-            if unit_a != unit_b:
-                break
-            out.num_shared += b.num_tokens([unit_b])
-        return out
-    out.num_shared = b.num_tokens(mine)
-    differences: list[tuple[int, Difference]] = []
-    _find_added_and_removed((a, names_a), (b, names_b), differences)
+        pairs = zip(other, mine, strict=False)
+        equal = [unit for unit, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+        return ToolComparison(b.num_tokens(equal), is_mended=not mine and not other)
+    # With their places, by which they are sorted.
+    differences = [
+        (at, _changed(a.path(at), had=_bare(name)))
+        for name, at in names_a.items()
+        if name not in names_b
+    ] + [
+        (at, _changed(b.path(at), got=_bare(name)))
+        for name, at in names_b.items()
+        if name not in names_a
+    ]
     common_a = [name for name in names_a if name in names_b]
     common_b = [name for name in names_b if name in names_a]
     if common_a != common_b:
-        at = next(i for i, (x, y) in enumerate(zip(common_a, common_b, strict=True)) if x != y)
-        place = names_b[common_b[at]]
-        differences.append(
-            (
-                place,
-                Difference(
-                    CauseName.TOOL_ORDER,
-                    Certainty.PROVED,
-                    b.path(place),
-                    _bare(common_a[at]),
-                    _bare(common_b[at]),
-                ),
-            )
-        )
+        had, got = next(pair for pair in zip(common_a, common_b, strict=True) if len(set(pair)) > 1)
+        path = b.path(names_b[got])
+        order = Difference(CauseName.TOOL_ORDER, Certainty.PROVED, path, _bare(had), _bare(got))
+        differences.append((names_b[got], order))
     for name in common_b:
-        unit_a, unit_b = other[names_a[name]], mine[names_b[name]]
+        unit_a, unit_b, at = other[names_a[name]], mine[names_b[name]], names_b[name]
         if unit_a == unit_b:
             continue
-        path = b.path(names_b[name])
-        pairs = pair_differences(a.corpus, templates, unit_a, unit_b, path, b.api)
+        pair = pair_differences(a.corpus, templates, unit_a, unit_b, b.path(at), b.api)
         text_a, text_b = a.corpus.text(unit_a), b.corpus.text(unit_b)
         has_other_lists = list_orders_differ(parse_json(text_a), parse_json(text_b))
-        if pairs is None or has_other_lists or any(map(_is_definition, pairs.differences)):
-            if not continues:
-                out.is_mended = False
-                return out
-            differences.append((names_b[name], _changed(path, text_a, text_b)))
+        if (
+            pair is not None
+            and not has_other_lists
+            and not any(map(_is_definition, pair.differences))
+        ):
+            differences += [(at, item) for item in pair.differences]
+        elif continues:
+            differences.append((at, _definition_changed(b.path(at), text_a, text_b)))
         else:
-            differences += [(names_b[name], item) for item in pairs.differences]
-    out.differences = [item for _, item in sorted(differences, key=lambda pair: pair[0])]
-    return out
+            return ToolComparison(b.num_tokens(mine), is_mended=False)
+    differences.sort(key=itemgetter(0))
+    return ToolComparison(b.num_tokens(mine), differences=[item for _, item in differences])
 
 
 def _is_definition(difference: Difference) -> bool:
@@ -86,59 +84,32 @@ def _is_definition(difference: Difference) -> bool:
     return difference.cause is CauseName.NEW_CONTENT or (has_keys and difference.cause in _VALUES)
 
 
-def _find_added_and_removed(
-    earlier: tuple[Side, dict[str, int]],
-    later: tuple[Side, dict[str, int]],
-    differences: list[tuple[int, Difference]],
-) -> None:
-    (a, names_a), (b, names_b) = earlier, later
-    for name, at in names_a.items():
-        if name not in names_b:
-            differences.append(
-                (
-                    at,
-                    Difference(CauseName.TOOL_CHANGED, Certainty.PROVED, a.path(at), _bare(name)),
-                )
-            )
-    for name, at in names_b.items():
-        if name not in names_a:
-            differences.append(
-                (
-                    at,
-                    Difference(
-                        CauseName.TOOL_CHANGED, Certainty.PROVED, b.path(at), got=_bare(name)
-                    ),
-                )
-            )
+def _changed(path: str, had: Excerpt = NOTHING, got: Excerpt = NOTHING) -> Difference:
+    return Difference(CauseName.TOOL_CHANGED, Certainty.PROVED, path, had, got)
 
 
-def _changed(path: str, had: str, got: str) -> Difference:
+def _definition_changed(path: str, had: str, got: str) -> Difference:
     at = common_prefix_len(had, got)
-    return Difference(
-        CauseName.TOOL_CHANGED,
-        Certainty.PROVED,
-        path,
-        Excerpt(had, max(0, at - 10), at + 60),
-        Excerpt(got, max(0, at - 10), at + 60),
-    )
+    start, end = max(0, at - 10), at + 60
+    return _changed(path, Excerpt(had, start, end), Excerpt(got, start, end))
 
 
-def _names(side: Side, units: list[int]) -> dict[str, int]:
-    """Place of each tool by name; a name that comes again has a number behind it."""
-    names: dict[str, int] = {}
+def tool_places(corpus: Corpus, units: Iterable[int]) -> dict[str, int]:
+    """Place of each tool by name; behind a name stands how often it came before."""
+    places: dict[str, int] = {}
     counts: Counter[str] = Counter()
     for at, unit in enumerate(units):
-        name = tool_name(side.corpus.text(unit))
-        names[f"{name}\0{counts[name]}"] = at
+        name = _tool_name(corpus.text(unit))
+        places[f"{name}\0{counts[name]}"] = at
         counts[name] += 1
-    return names
+    return places
 
 
 def _bare(name: str) -> Excerpt:
     return Excerpt(name.partition("\0")[0], 0, 80)
 
 
-def tool_name(text: str) -> str:
+def _tool_name(text: str) -> str:
     """Name of a tool definition; the definition itself if it has none."""
     value = parse_json(text)
     if isinstance(value, dict):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from ramify.analysis.causes.evidence import OWN_ENGINES, Evidence
-from ramify.analysis.verdicts import Cause, CauseName, Certainty
+from ramify.analysis.causes.evidence import OWN_ENGINES, Evidence, outside_cause
+from ramify.analysis.records import LoggedRequest
+from ramify.analysis.verdicts import Cause, CauseName
 
 NO_VERDICTS = frozenset(
     {"cache_hit", "hit", "none", "null", "pending", "previous_message_not_found", "unavailable"}
@@ -24,152 +25,105 @@ REASON_PLACES = {
 }
 
 
-class Routing:
+def routing(evidence: Evidence) -> Cause | None:
     """Another replica, deployment or upstream has the entry."""
-
-    def find(self, evidence: Evidence) -> Cause | None:
-        """See `OutsideRule`."""
-        holder = _other_holder(evidence)
-        if holder is None:
-            return None
-        mine, other = evidence.request.info.replica, evidence.log.requests[holder].info.replica
-        if mine is None or other is None or mine == other:
-            return None
-        certainty = Certainty.LIKELY if evidence.is_billed_miss else Certainty.SUSPECTED
-        return Cause(CauseName.ROUTING, certainty, "", had=other, got=mine)
+    holder = _other_holder(evidence)
+    if holder is None:
+        return None
+    mine, other = evidence.request.info.replica, holder.replica
+    if mine is None or other is None or mine == other:
+        return None
+    return outside_cause(CauseName.ROUTING, had=other, got=mine, is_likely=evidence.is_billed_miss)
 
 
-class OtherModelAnswered:
+def other_model_answered(evidence: Evidence) -> Cause | None:
     """The model asked for is the same, the model that answered is another."""
-
-    def find(self, evidence: Evidence) -> Cause | None:
-        """See `OutsideRule`."""
-        holder = _other_holder(evidence)
-        if holder is None:
-            return None
-        info, other = evidence.request.info, evidence.log.requests[holder].info
-        if info.model != other.model or info.response_model is None:
-            return None
-        if other.response_model in {None, info.response_model}:
-            return None
-        return Cause(
-            CauseName.MODEL_CHANGED,
-            Certainty.LIKELY,
-            "settings.model",
-            had=other.response_model or "",
-            got=info.response_model,
-        )
+    holder, info = _other_holder(evidence), evidence.request.info
+    if holder is None or info.model != holder.model or info.response_model is None:
+        return None
+    if holder.response_model in {None, info.response_model}:
+        return None
+    return outside_cause(
+        CauseName.MODEL_CHANGED,
+        segment="settings.model",
+        had=holder.response_model or "",
+        got=info.response_model,
+    )
 
 
-def _other_holder(evidence: Evidence) -> int | None:
+def _other_holder(evidence: Evidence) -> LoggedRequest | None:
     """The request whose entry could be read if all shared one cache, and was not."""
     unsplit = evidence.unsplit
     if unsplit.read_from is None or not evidence.is_lost(unsplit.billed.num_read):
         return None
-    return unsplit.read_from
+    return evidence.log.requests[unsplit.read_from].info
 
 
-class KeyTooBusy:
+def key_too_busy(evidence: Evidence) -> Cause | None:
     """More requests with one key and prefix than one machine takes in a minute."""
-
-    def find(self, evidence: Evidence) -> Cause | None:
-        """See `OutsideRule`."""
-        rate = evidence.log.key_rates.get(evidence.request.number)
-        predicted = evidence.prediction.billed.num_read
-        if rate is None or evidence.request.info.cache_key is None:
-            return None
-        if not evidence.is_lost(predicted, 0):
-            return None
-        return Cause(
-            CauseName.CACHE_KEY_SCATTERED,
-            Certainty.LIKELY if evidence.is_billed_miss else Certainty.SUSPECTED,
-            "",
-            had=f"{rate} requests in a minute with this key and prefix",
-            got=f"limit {evidence.rule.max_requests_per_key_min}",
-        )
+    rate = evidence.log.key_rates.get(evidence.request.number)
+    if rate is None or evidence.request.info.cache_key is None:
+        return None
+    if not evidence.is_lost(evidence.prediction.billed.num_read, 0):
+        return None
+    return outside_cause(
+        CauseName.CACHE_KEY_SCATTERED,
+        had=f"{rate} requests in a minute with this key and prefix",
+        got=f"limit {evidence.rule.max_requests_per_key_min}",
+        is_likely=evidence.is_billed_miss,
+    )
 
 
-class Evicted:
-    """An own engine computed again what it had computed before."""
+def unexplained_miss(evidence: Evidence) -> Cause | None:
+    """Fewer reads are billed than the rule allows, for no reason in the log.
 
-    def find(self, evidence: Evidence) -> Cause | None:
-        """See `OutsideRule`."""
-        if evidence.provider not in OWN_ENGINES:
-            return None
-        missing = _unexplained(evidence)
-        if missing is None:
-            return None
-        return Cause(CauseName.EVICTED, _certainty(evidence), "", *missing)
-
-
-class UnexplainedMiss:
-    """The vendor billed fewer reads than the rule allows, for no reason in the log."""
-
-    def find(self, evidence: Evidence) -> Cause | None:
-        """See `OutsideRule`."""
-        if evidence.provider in OWN_ENGINES:
-            return None
-        missing = _unexplained(evidence)
-        if missing is None:
-            return None
-        return Cause(CauseName.OUTSIDE_PROMPT, _certainty(evidence), "", *missing)
+    An own engine has computed again what it had computed before: it evicted the entry.
+    """
+    predicted, num_read = evidence.prediction.billed.num_read, evidence.request.info.usage.num_read
+    if num_read is None or not evidence.has_clean_text or not evidence.is_lost(predicted, 0):
+        return None
+    return outside_cause(
+        CauseName.EVICTED if evidence.provider in OWN_ENGINES else CauseName.OUTSIDE_PROMPT,
+        had=f"{predicted} tokens by the rule",
+        got=f"{num_read} tokens read by the bill",
+        # Where nothing was ever read, the server has no cache, or does not count its reads.
+        is_likely=evidence.log.has_reads,
+    )
 
 
-class UnexplainedMissInPart:
+def unexplained_miss_in_part(evidence: Evidence) -> Cause | None:
     """A log with parts of the prompt only: the bill shows a miss where the text goes on.
 
     What the prompt has beside is not logged, so that the match's bill says what could be read.
     """
-
-    def find(self, evidence: Evidence) -> Cause | None:
-        """See `OutsideRule`."""
-        info, match = evidence.request.info, evidence.facts.match
-        if info.has_full_text or evidence.provider in OWN_ENGINES or not evidence.log.has_reads:
-            return None
-        goes_on = evidence.facts.divergence is None and not evidence.facts.has_waste
-        if match is None or not goes_on or info.conversation is None:
-            return None
-        before, read = match.info.usage.num_input, info.usage.num_read
-        if match.info.conversation != info.conversation or before is None or read is None:
-            return None
-        if 2 * read > before or before < evidence.rule.min_tokens:
-            return None
-        had = f"{before} tokens in {evidence.log.name(match.number)}"
-        return Cause(
-            CauseName.OUTSIDE_PROMPT, Certainty.LIKELY, "", had, f"{read} tokens read by the bill"
-        )
-
-
-def _certainty(evidence: Evidence) -> Certainty:
-    """A log in which nothing was ever read is of a server without a cache, or one that does not count."""
-    return Certainty.LIKELY if evidence.log.has_reads else Certainty.SUSPECTED
-
-
-def _unexplained(evidence: Evidence) -> tuple[str, str] | None:
-    predicted, usage = evidence.prediction.billed.num_read, evidence.request.info.usage
-    if usage.num_read is None or evidence.facts.has_waste or not evidence.is_lost(predicted, 0):
+    info, facts, bills = evidence.request.info, evidence.facts, evidence.miss_by_bills
+    if info.has_full_text or evidence.provider in OWN_ENGINES or not evidence.log.has_reads:
         return None
-    if not evidence.request.info.has_full_text:
+    goes_on = facts.divergence is None and not facts.has_waste
+    if facts.match is None or bills is None or not goes_on or info.conversation is None:
         return None
-    return f"{predicted} tokens by the rule", f"{usage.num_read} tokens read by the bill"
+    if facts.match.info.conversation != info.conversation:
+        return None
+    before, num_read = bills
+    return outside_cause(
+        CauseName.OUTSIDE_PROMPT,
+        had=f"{before} tokens in {evidence.log.name(facts.match.number)}",
+        got=f"{num_read} tokens read by the bill",
+    )
 
 
-class VendorSaysOtherwise:
+def vendor_says_otherwise(evidence: Evidence) -> Cause | None:
     """The vendor names a difference that the log's text does not show."""
-
-    def find(self, evidence: Evidence) -> Cause | None:
-        """See `OutsideRule`."""
-        verdict = evidence.request.info.verdict
-        if verdict is None or verdict.reason in NO_VERDICTS:
-            return None
-        places = REASON_PLACES.get(verdict.reason)
-        divergence = evidence.facts.divergence
-        if divergence is not None and (places is None or is_at(divergence, places)):
-            return None
-        return Cause(CauseName.OUTSIDE_PROMPT, Certainty.LIKELY, "", got=verdict.reason)
+    verdict, divergence = evidence.request.info.verdict, evidence.facts.divergence
+    if verdict is None or verdict.reason in NO_VERDICTS:
+        return None
+    places = REASON_PLACES.get(verdict.reason)
+    if divergence is not None and (places is None or _is_at(divergence, places)):
+        return None
+    return outside_cause(CauseName.OUTSIDE_PROMPT, got=verdict.reason)
 
 
-def is_at(path: str, places: tuple[str, ...]) -> bool:
+def _is_at(path: str, places: tuple[str, ...]) -> bool:
     """Whether a segment lies in one of these parts of a prompt."""
     return any(
         path == place or path.startswith((f"{place}[", f"{place}.")) for place in places if place

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 from ramify.analysis.providers.positions import BlockRoles
 from ramify.analysis.providers.prompts import PromptLayout, ReplayPrompt
-from ramify.analysis.providers.rules import ModelRule
 from ramify.analysis.records import SegmentKind
 
 Breakpoints = tuple[tuple[int, float], ...]
 
-DEFAULT_TTL_S = 300.0
+DEFAULT_TTL_S = 300.0  # of a new breakpoint, where the rule has no lifetime
 
 
 def add_breakpoint(layout: PromptLayout, place: str) -> Breakpoints:
@@ -25,7 +24,7 @@ def add_breakpoint(layout: PromptLayout, place: str) -> Breakpoints:
     marks = dict(prompt.breakpoints)
     if at is None or at in marks:
         return prompt.breakpoints
-    marks[at] = default_lifetime(rule)
+    marks[at] = rule.lifetime_s or DEFAULT_TTL_S
     others = sorted(marks.keys() - {at})
     while rule.max_breakpoints and len(others) >= rule.max_breakpoints:
         del marks[others.pop(0)]
@@ -96,8 +95,3 @@ def keep_tool_breakpoints(before: ReplayPrompt, after: ReplayPrompt) -> Breakpoi
 
 def _last_tool(paths: Sequence[str]) -> int:
     return max((at for at, path in enumerate(paths) if path.startswith("tools[")), default=-1)
-
-
-def default_lifetime(rule: ModelRule) -> float:
-    """Seconds that a new breakpoint asks for."""
-    return rule.lifetime_s or DEFAULT_TTL_S

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 
-from ramify.analysis.providers.conditions import Conditions
 from ramify.analysis.providers.prompts import ReplayPrompt
 from ramify.analysis.providers.replay import CacheModel
 
 
-def component_key(model: CacheModel, prompt: ReplayPrompt, conditions: Conditions) -> Hashable:
+def component_key(model: CacheModel, prompt: ReplayPrompt) -> Hashable:
     """Equal for any two prompts of which one could read what the other wrote.
 
     Either could read at least the rule's first step, or first segment.
     """
-    layout = model.layout(prompt, conditions)
+    layout = model.layout(prompt)
     rule, info = layout.rule, prompt.request.info
     domain = (rule.models, layout.salts["all"])
     if info.hashed is not None:
@@ -33,13 +32,11 @@ def component_key(model: CacheModel, prompt: ReplayPrompt, conditions: Condition
 class Components:
     """Groups of prompts by key, in the order of starts."""
 
-    def __init__(
-        self, model: CacheModel, prompts: Iterable[ReplayPrompt], conditions: Conditions
-    ) -> None:
+    def __init__(self, model: CacheModel, prompts: Iterable[ReplayPrompt]) -> None:
         self.key_of: dict[int, Hashable] = {}
         self.members: dict[Hashable, list[int]] = {}
         for place, prompt in enumerate(prompts):
-            key = component_key(model, prompt, conditions)
+            key = component_key(model, prompt)
             self.key_of[place] = key
             self.members.setdefault(key, []).append(place)
 

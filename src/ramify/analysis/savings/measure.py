@@ -15,7 +15,6 @@ from ramify.analysis.providers.conversations import single_requests
 from ramify.analysis.providers.positions import BlockRoles
 from ramify.analysis.providers.prompts import Billed, Prediction, ReplayPrompt
 from ramify.analysis.providers.replay import CacheModel, prompts_of
-from ramify.analysis.records import SegmentKind, TextForm
 from ramify.analysis.savings.breakpoint_fixes import (
     add_breakpoint,
     add_steps,
@@ -35,15 +34,12 @@ _IGNORED = {
     CauseName.MODEL_CHANGED: "model",
 }
 _OF_BREAKPOINTS = frozenset({CauseName.BREAKPOINT_MISSING, CauseName.LOOKBACK_EXCEEDED})
-# What stands in the text of prompts, where a mender changes it, is all the rest and the model's name.
-_NOT_IN_TEXT = _OF_BREAKPOINTS | {
-    CauseName.UNREAD_WRITE,
-    CauseName.ROUTING,
-    CauseName.CACHE_KEY_SCATTERED,
-    CauseName.NAMESPACE_SPLIT,
-    CauseName.TTL_EXPIRED,
-    CauseName.PARALLEL_COLD,
-}
+# A mender changes the text of prompts for all other causes; the model's name is in the text.
+_NOT_IN_TEXT = (
+    _OF_BREAKPOINTS
+    | (_IGNORED.keys() - {CauseName.MODEL_CHANGED})
+    | {CauseName.UNREAD_WRITE, CauseName.TTL_EXPIRED, CauseName.PARALLEL_COLD}
+)
 # No change of the prompt or the client mends these; the report has no saving for them.
 _UNMENDED = frozenset(
     {
@@ -163,9 +159,9 @@ class _Replayer:
         self._mender, self._model, self._unseen = mender, model, unseen
         self._roles = BlockRoles(corpus, has_names=False)
         self._before: dict[Conditions, list[Prediction]] = {}
-        self._components = Components(model, prompts, Conditions())
+        self._components = Components(model, prompts)
         self._ranges = list(self._ranges_that_matter())
-        self._error = self._token_error()
+        self._error = 0.0 if corpus.is_exact else ESTIMATE_ERROR
 
     def saving(self, fixes: list[AppliedFix]) -> Saving:
         """What the fixes save together."""
@@ -273,7 +269,7 @@ class _Replayer:
         """Places of the prompts whose reads may change."""
         if conditions.ignored or self._model.capacity_tokens is not None:
             return set(range(len(self._prompts)))
-        keys = {component_key(self._model, prompt, Conditions()) for prompt in mended.values()}
+        keys = {component_key(self._model, prompt) for prompt in mended.values()}
         keys |= {self._components.key_of[place] for place in mended}
         if conditions != usual:
             before = self._predictions(usual)
@@ -303,13 +299,6 @@ class _Replayer:
             yield _RANGES["high"]
         if any(info.start_s is not None and info.first_output_s is None for info in infos):
             yield _RANGES["waits"]
-
-    def _token_error(self) -> float:
-        is_exact = self._corpus.tokenizer.is_exact or all(
-            unit.form is TextForm.TOKENS or unit.kind is SegmentKind.SETTING
-            for unit in self._corpus.units
-        )
-        return 0.0 if is_exact else ESTIMATE_ERROR
 
 
 def _conditions_of(fixes: Iterable[AppliedFix], usual: Conditions) -> Conditions:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from ramify.analysis.causes.tool_lists import tool_name
+from ramify.analysis.causes.tool_lists import tool_places
 from ramify.analysis.corpus import Corpus
 from ramify.analysis.diff.prompt_sides import PlacedUnit
 
@@ -34,11 +34,6 @@ def merge_tools(
     return tuple(kept[name] for name in names)
 
 
-def _by_name(corpus: Corpus, tools: Iterable[PlacedUnit]) -> dict[str, PlacedUnit]:
-    """Tools by name; a name that comes again has a number behind it."""
-    named: dict[str, PlacedUnit] = {}
-    for unit, path in tools:
-        name = tool_name(corpus.text(unit))
-        number = sum(known.partition("\0")[0] == name for known in named)
-        named[f"{name}\0{number}" if number else name] = unit, path
-    return named
+def _by_name(corpus: Corpus, tools: Sequence[PlacedUnit]) -> dict[str, PlacedUnit]:
+    places = tool_places(corpus, (unit for unit, _ in tools))
+    return {name: tools[at] for name, at in places.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from ramify.analysis.causes.spacing import places_in_text
 from ramify.analysis.causes.templates import Templates, replace_places
 from ramify.analysis.corpus import Corpus
 from ramify.analysis.diff.normal_forms import key_orders_differ, parse_json, style_of, write_as
-from ramify.analysis.records import Segment, TextForm
+from ramify.analysis.records import TextForm
 from ramify.analysis.verdicts import CauseName
 
 VALUES = frozenset(
@@ -42,50 +42,27 @@ class MendedUnits:
         if self._corpus.units[unit].form in (TextForm.MEDIA, TextForm.TOKENS):
             return unit
         values, forms = VALUES.intersection(causes), FORMS.intersection(causes)
-        key = unit, values | forms
-        known = self._memo.get(key)
+        known = self._memo.get((unit, values | forms))
         if known is None:
-            is_json = parse_json(self._corpus.text(unit)) is not None
-            if not is_json:
-                forms -= {CauseName.KEY_ORDER}
-            mend = self._mend_json if is_json else self._mend_text
-            known = self._memo[key] = mend(unit, values, forms)
+            known = self._memo[unit, values | forms] = self._mend(unit, values, forms)
         return known
 
-    def _mend_text(
-        self, unit: int, values: frozenset[CauseName], forms: frozenset[CauseName]
-    ) -> int:
+    def _mend(self, unit: int, values: frozenset[CauseName], forms: frozenset[CauseName]) -> int:
+        text, normal = self._corpus.text(unit), self._corpus.text(self._templates.normal(unit))
+        is_json = parse_json(text) is not None
+        if not is_json:
+            forms -= {CauseName.KEY_ORDER}
+        volatile = self._templates.volatile_values(unit, values) if values else []
+        if is_json and forms and not volatile:
+            return self._in_usual_form(unit, forms)
         if forms:
             return self._templates.canonical(unit, values)
-        volatile = self._templates.volatile_values(unit, values) if values else []
         if not volatile:
             return unit
-        text, normal = self._corpus.text(unit), self._corpus.text(self._templates.normal(unit))
-        spans = places_in_text(text, normal, [(start, end) for start, end, _ in volatile])
-        if spans is None:
+        mended = (_with_values_in_json if is_json else _with_values)(text, normal, volatile)
+        if mended is None:
             return self._templates.canonical(unit, values)
-        constants = [constant for _, _, constant in volatile]
-        filled = [(*place, value) for place, value in zip(spans, constants, strict=True)]
-        return self._store(unit, replace_places(text, filled))
-
-    def _mend_json(
-        self, unit: int, values: frozenset[CauseName], forms: frozenset[CauseName]
-    ) -> int:
-        volatile = self._templates.volatile_values(unit, values) if values else []
-        if not volatile:
-            return self._in_usual_form(unit, forms) if forms else unit
-        if forms:
-            return self._templates.canonical(unit, values)
-        text, normal = self._corpus.text(unit), self._corpus.text(self._templates.normal(unit))
-        for start, end, constant in volatile:
-            # Keys stand in another order there: the value is found by what is around it.
-            head = re.split(r'["{}\[\]]', normal[max(0, start - 40) : start])[-1]
-            tail = re.split(r'["{}\[\]]', normal[end : end + 40])[0]
-            sought = head + normal[start:end] + tail
-            if text.count(sought) != 1:
-                return self._templates.canonical(unit, values)
-            text = text.replace(sought, head + constant + tail)
-        return self._store(unit, text)
+        return self._corpus.unit_like(unit, mended)
 
     def _in_usual_form(self, unit: int, forms: frozenset[CauseName]) -> int:
         """JSON with the order of keys, or with the white space and escapes, that most requests have."""
@@ -102,11 +79,7 @@ class MendedUnits:
             return usual
         else:
             written = write_as(parse_json(text), usual_text)
-        return usual if written is None else self._store(unit, written)
-
-    def _store(self, like: int, text: str) -> int:
-        stored = self._corpus.units[like]
-        return self._corpus.unit_of(Segment("", stored.kind, text, stored.form, stored.label))
+        return usual if written is None else self._corpus.unit_like(unit, written)
 
     def splice(
         self, units: tuple[int, int], mended: tuple[int, int], content: tuple[int, int]
@@ -122,7 +95,7 @@ class MendedUnits:
         had, got = (self._tails(unit, at) for unit, at in zip(units, content, strict=True))
         for tail, own_tail in zip(had, got, strict=True):
             if base.endswith(tail) and own.endswith(own_tail):
-                return self._store(mended[1], base[: len(base) - len(tail)] + own_tail)
+                return self._corpus.unit_like(mended[1], base[: len(base) - len(tail)] + own_tail)
         return mended[1]  # a value changes in the content as well
 
     def _tails(self, unit: int, at: int) -> tuple[str, str]:
@@ -158,3 +131,29 @@ class MendedUnits:
             normal: max(units, key=lambda unit: (votes[style[unit]], counts[unit]))
             for normal, units in several.items()
         }
+
+
+_Values = Sequence[tuple[int, int, str]]  # start and end in the normal form, and the constant
+
+
+def _with_values(text: str, normal: str, values: _Values) -> str | None:
+    """A text with constants for values; None if its words are not those of its normal form."""
+    spans = places_in_text(text, normal, [(start, end) for start, end, _ in values])
+    if spans is None:
+        return None
+    constants = (constant for _, _, constant in values)
+    return replace_places(
+        text, [(*span, constant) for span, constant in zip(spans, constants, strict=True)]
+    )
+
+
+def _with_values_in_json(text: str, normal: str, values: _Values) -> str | None:
+    """`_with_values` where keys stand in another order: a value is found by what is around it."""
+    for start, end, constant in values:
+        head = re.split(r'["{}\[\]]', normal[max(0, start - 40) : start])[-1]
+        tail = re.split(r'["{}\[\]]', normal[end : end + 40])[0]
+        sought = head + normal[start:end] + tail
+        if text.count(sought) != 1:
+            return None
+        text = text.replace(sought, head + constant + tail)
+    return text

@@ -6,15 +6,15 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, takewhile
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ramify.analysis.causes.templates import Templates
 from ramify.analysis.corpus import Corpus, StoredRequest
 from ramify.analysis.diff.prompt_sides import Difference, PlacedUnit
 from ramify.analysis.matching.best_match import Match
+from ramify.analysis.providers.prompts import ReplayPrompt
 from ramify.analysis.records import SegmentKind
 from ramify.analysis.savings.measure import AppliedFix
 from ramify.analysis.savings.mended_tools import merge_tools
@@ -30,15 +30,6 @@ class Fix:
 
     cause: CauseName
     segment: str
-
-
-@dataclass(frozen=True, slots=True)
-class MendedPrompt:
-    """A prompt with causes mended."""
-
-    units: NDArray[np.uint32]  # [segments]
-    paths: tuple[str, ...]  # [segments]
-    breakpoints: tuple[tuple[int, float], ...]
 
 
 @lru_cache(1 << 16)
@@ -101,17 +92,18 @@ class _Recipe:
     @classmethod
     def of(cls, match: Match, earlier: StoredRequest) -> _Recipe:
         """From the differences of a match."""
-        places = [(item.segment, _place(item)) for item in match.differences if item.is_waste]
+        waste = [(item.segment, _place(item)) for item in match.differences if item.is_waste]
+        reasons = dict(waste)
         mine, theirs = _Outer.of(match.request), _Outer.of(earlier)
         return cls(
             match=earlier.number,
             settings={
-                path: dict(places).get(path)
+                path: reasons.get(path)
                 for path in mine.settings | theirs.settings
                 if mine.settings.get(path) != theirs.settings.get(path)
             },
             has_other_tools=mine.tools != theirs.tools,
-            tools=frozenset(place for path, place in places if path.startswith("tools[")),
+            tools=frozenset(place for path, place in waste if path.startswith("tools[")),
             steps=tuple(
                 _Step(
                     step.start,
@@ -173,17 +165,17 @@ class Mender:
     def _note_steps(self, earlier: StoredRequest, match: Match) -> None:
         steps = [step for step in match.steps if any(c in _NOTED for c, _ in step.causes)]
         if steps:
-            first = self._rest_start(earlier), self._rest_start(match.request)
+            first = self._starts(earlier)[1], self._starts(match.request)[1]
             for step in steps:
                 self._unseen.note(earlier, match.request, first, step)
                 self._blocks.note(earlier, match.request, first, step)
 
-    def mend(self, request: StoredRequest, fixes: Collection[AppliedFix]) -> MendedPrompt:
+    def mend(self, request: StoredRequest, fixes: Collection[AppliedFix]) -> ReplayPrompt:
         """The request's prompt without these causes."""
         self._start(fixes)
         return self._join(request, self._mend(request.number))
 
-    def mend_longest(self, request: StoredRequest, fixes: Collection[AppliedFix]) -> MendedPrompt:
+    def mend_longest(self, request: StoredRequest, fixes: Collection[AppliedFix]) -> ReplayPrompt:
         """`mend`, and as long as it may be: with stand-ins for what the log never shows."""
         self._start(fixes)
         if self._reasoners is None:
@@ -212,7 +204,7 @@ class Mender:
             self._fixes = pairs | later
             self._reasoners = None
 
-    def _join(self, request: StoredRequest, mended: _Mended) -> MendedPrompt:
+    def _join(self, request: StoredRequest, mended: _Mended) -> ReplayPrompt:
         marks = dict(request.breakpoints)
         segments = list(mended.settings.values())
         breakpoints: dict[int, float] = {}
@@ -222,7 +214,8 @@ class Mender:
             segments += group
             if sent in marks and segments:  # that of a dropped segment is at the one before
                 breakpoints[len(segments) - 1] = marks[sent]
-        return MendedPrompt(
+        return ReplayPrompt(
+            request,
             units=np.array([unit for unit, _ in segments], np.uint32),
             paths=tuple(self._numbered(segments)),
             breakpoints=tuple(breakpoints.items()),
@@ -259,9 +252,7 @@ class Mender:
             (self._mend_unit(unit, path), path)
             for unit, path in zip(request.units.tolist(), request.paths, strict=True)
         ]
-        kinds = [self._corpus.units[unit].kind for unit, _ in segments]
-        num_settings = _leading(kinds, SegmentKind.SETTING)
-        first = num_settings + _leading(kinds[num_settings:], SegmentKind.TOOL)
+        num_settings, first = self._starts(request)
         settings = {path: (unit, path) for unit, path in segments[:num_settings]}
         tools = tuple(segments[num_settings:first])
         own = segments[first:]
@@ -358,11 +349,12 @@ class Mender:
             groups[j] = [(unit, path)]
         return groups
 
-    def _rest_start(self, request: StoredRequest) -> int:
-        """The first segment after settings and tools."""
-        kinds = (self._corpus.units[unit].kind for unit in request.units.tolist())
-        outer = (SegmentKind.SETTING, SegmentKind.TOOL)
-        return next((at for at, kind in enumerate(kinds) if kind not in outer), len(request.units))
+    def _starts(self, request: StoredRequest) -> tuple[int, int]:
+        """Number of settings, and place of the first segment after settings and tools."""
+        kinds = [self._corpus.units[unit].kind for unit in request.units.tolist()]
+        num_settings = sum(1 for _ in takewhile(lambda kind: kind is SegmentKind.SETTING, kinds))
+        tools = takewhile(lambda kind: kind is SegmentKind.TOOL, kinds[num_settings:])
+        return num_settings, num_settings + sum(1 for _ in tools)
 
     def _head(self, mended: _Mended) -> _Head:
         """What all prompts of an app have in common."""
@@ -388,11 +380,6 @@ def _place(difference: Difference) -> tuple[CauseName, str]:
 def _unit_at(request: StoredRequest, groups: Sequence[object], at: int) -> int:
     """Unit of a segment after the tools; there is a group for each, and one at the end."""
     return int(request.units[len(request.units) - len(groups) + 1 + at])
-
-
-def _leading(kinds: Sequence[SegmentKind], kind: SegmentKind) -> int:
-    """Segments of a kind before the first of another."""
-    return next((at for at, item in enumerate(kinds) if item is not kind), len(kinds))
 
 
 def _setting_order(path: str) -> tuple[bool, str]:

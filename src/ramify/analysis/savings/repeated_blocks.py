@@ -8,7 +8,6 @@ from ramify.analysis.corpus import Corpus, StoredRequest
 from ramify.analysis.diff.context_blocks import MIN_BLOCK
 from ramify.analysis.diff.normal_forms import normalise_spaces
 from ramify.analysis.diff.prompt_sides import PlacedUnit, WalkStep
-from ramify.analysis.records import Segment
 from ramify.analysis.verdicts import CauseName
 
 
@@ -69,9 +68,7 @@ class RepeatedBlocks:
             if rest == text:
                 yield unit, path
             elif rest:
-                stored = self._corpus.units[unit]
-                segment = Segment("", stored.kind, rest, stored.form, stored.label)
-                yield self._corpus.unit_of(segment), path
+                yield self._corpus.unit_like(unit, rest), path
 
 
 def _forms(block: str) -> tuple[str, str]:
