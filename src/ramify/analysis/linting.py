@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -16,6 +16,7 @@ from ramify.analysis.diff.comparing import Comparer
 from ramify.analysis.findings import group_causes, order_by_saving
 from ramify.analysis.log_files import read_log
 from ramify.analysis.matching.best_match import Match, Matcher
+from ramify.analysis.progress import Progress
 from ramify.analysis.providers.agreement import report_tables
 from ramify.analysis.providers.prompts import Prediction
 from ramify.analysis.providers.replay import CacheModel, prompts_of
@@ -39,7 +40,6 @@ from ramify.analysis.verdicts import (
 )
 
 Log = str | PathLike[str] | LoggedRequest
-StepProgress = Callable[[str, int, int], None]  # what is done, requests done, requests in all
 
 NO_SAVING = Saving(0, 0, 0, None)
 MAX_SAVINGS = 40  # findings that are replayed one by one; the saving of the others is 0
@@ -54,7 +54,7 @@ def lint(
     tokenizer: Tokenizer | None = None,
     format: str | None = None,  # noqa: A002 - the word of the command line
     strict: bool = False,
-    progress: StepProgress | None = None,
+    progress: Progress | None = None,
     quality: ReadQuality | None = None,
 ) -> LintReport:
     """Compare every request of a log with the earlier one that it could share most with.
@@ -120,7 +120,7 @@ def lint_parts(
     provider: str | None = None,
     rules: Path | None = None,
     capacity: str | int | None = None,
-    progress: StepProgress | None = None,
+    progress: Progress | None = None,
 ) -> Linted:
     """`lint` for stored requests, with the cache model, the mender and the predictions it used.
 
@@ -236,7 +236,7 @@ def _requests(
             yield item
 
 
-def learn_templates(corpus: Corpus, progress: StepProgress | None = None) -> Templates:
+def learn_templates(corpus: Corpus, progress: Progress | None = None) -> Templates:
     """Templates of all prompts, with their slots judged."""
     templates = Templates(corpus)
     for done, request in enumerate(sorted(corpus, key=StoredRequest.start_key)):

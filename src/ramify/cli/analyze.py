@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from ramify.cli.log_commands import (
-    INTERRUPTED,
-    check_outputs,
-    exit_on_interrupt,
-    opened,
-    progress_bar,
-    read_capacity,
-    write_json,
-)
-from ramify.cli.options import (
     CacheProvider,
     CacheRules,
     JsonFile,
@@ -25,11 +16,16 @@ from ramify.cli.options import (
     ReplicaCapacity,
     SizedModel,
     StrictLog,
-    exit_on_error,
+    check_outputs,
+    exit_interrupted,
+    exit_on_interrupt,
+    opened,
+    progress_bar,
+    read_capacity,
+    write_json,
+    write_text,
 )
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from ramify.cli.options import exit_on_error
 
 OVER_BUDGET = 1  # exit code
 
@@ -67,6 +63,8 @@ def analyze(
 ) -> None:
     """Report what a log's requests share, why hits are lost, and what a change would save."""
     with exit_on_error(), exit_on_interrupt():
+        from rich.console import Console
+
         from ramify.analysis.findings import CHANGES
         from ramify.analysis.reading import ReadQuality
         from ramify.analysis.report.analyze import analyze as run_analysis
@@ -81,7 +79,8 @@ def analyze(
         from ramify.analysis.report.page.html import analysis_as_html
         from ramify.analysis.report.privacy import hide_texts
 
-        check_outputs(log, (html, json_file, markdown, sarif, export_trace))
+        outputs = (html, json_file, markdown, sarif, export_trace)
+        check_outputs(log, outputs)
         limits = None if budget is None else read_budget(budget)
         earlier = None if diff is None else read_earlier(diff)
         num_tokens = read_capacity(capacity, model)
@@ -100,18 +99,16 @@ def analyze(
             )
         if private:
             analysis = hide_texts(analysis, {str(cause): text for cause, text in CHANGES.items()})
-        if html is not None:
-            _write(html, analysis_as_html(analysis))
-        if markdown is not None:
-            _write(markdown, analysis_as_markdown(analysis))
-        if json_file is not None:
-            write_json(json_file, analysis_as_json(analysis))
-        if sarif is not None:
-            write_json(sarif, analysis_as_sarif(analysis))
+        for path, as_text in ((html, analysis_as_html), (markdown, analysis_as_markdown)):
+            if path is not None:
+                write_text(path, as_text(analysis))
+        for path, as_json in ((json_file, analysis_as_json), (sarif, analysis_as_sarif)):
+            if path is not None:
+                write_json(path, as_json(analysis))
         if export_trace is not None:
             with opened(export_trace) as out:
                 write_trace(corpus, out)
-        console = _console(json_file, sarif, html, markdown, export_trace)
+        console = Console(stderr=Path("-") in outputs, highlight=False)
         print_summary(analysis, console)
         if earlier is not None:
             print_comparison(compare(earlier, analysis_as_json(analysis)), console)
@@ -119,9 +116,7 @@ def analyze(
     for reason in reasons:
         typer.echo(f"over budget: {reason}", err=True)
     if analysis.is_partial:
-        missing = analysis.lint.interrupted or "requests or parts of the report are missing"
-        typer.echo(f"interrupted: {missing}", err=True)
-        raise typer.Exit(INTERRUPTED)
+        exit_interrupted(analysis.lint.interrupted or "requests or parts of the report are missing")
     if reasons:
         raise typer.Exit(OVER_BUDGET)
 
@@ -129,15 +124,3 @@ def analyze(
 def _title(logs: list[Path]) -> str:
     first = "standard input" if str(logs[0]) == "-" else logs[0].name
     return first if len(logs) == 1 else f"{first} and {len(logs) - 1} more"
-
-
-def _console(*outputs: Path | None) -> Console:
-    """Standard output, or stderr if an output file is `-`."""
-    from rich.console import Console
-
-    return Console(stderr=any(str(path) == "-" for path in outputs), highlight=False)
-
-
-def _write(path: Path, text: str) -> None:
-    with opened(path) as out:
-        out.write(text)

@@ -7,11 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ramify.cli.log_commands import write_json
-from ramify.cli.options import (
-    JsonFile,
-    exit_on_error,
-)
+from ramify.cli.log_commands import JsonFile, write_json
+from ramify.cli.options import exit_on_error
 
 if TYPE_CHECKING:
     from ramify.analysis.explaining import Explanation

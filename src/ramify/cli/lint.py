@@ -9,14 +9,6 @@ from typing import TYPE_CHECKING
 import typer
 
 from ramify.cli.log_commands import (
-    INTERRUPTED,
-    check_outputs,
-    exit_on_interrupt,
-    progress_bar,
-    read_capacity,
-    write_json,
-)
-from ramify.cli.options import (
     CacheProvider,
     CacheRules,
     JsonFile,
@@ -25,8 +17,14 @@ from ramify.cli.options import (
     ReplicaCapacity,
     SizedModel,
     StrictLog,
-    exit_on_error,
+    check_outputs,
+    exit_interrupted,
+    exit_on_interrupt,
+    progress_bar,
+    read_capacity,
+    write_json,
 )
+from ramify.cli.options import exit_on_error
 
 if TYPE_CHECKING:
     from ramify.analysis.reading import ReadQuality
@@ -71,8 +69,7 @@ def lint(
     if str(json_file) != "-":
         _show(report)
     if report.interrupted:
-        typer.echo(f"interrupted: {report.interrupted}", err=True)
-        raise typer.Exit(INTERRUPTED)
+        exit_interrupted(report.interrupted)
 
 
 def _warn_of_empty(quality: ReadQuality, *, strict: bool) -> None:

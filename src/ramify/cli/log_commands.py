@@ -1,4 +1,4 @@
-"""What the commands on logs share: Ctrl-C, places of outputs, capacities, progress, JSON."""
+"""What the commands on logs share: options, Ctrl-C, places of outputs, capacities, progress, JSON."""
 
 from __future__ import annotations
 
@@ -8,11 +8,36 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Annotated, Any, NoReturn, TextIO
 
 import typer
 
 from ramify.errors import ConfigError
+
+LogFiles = Annotated[list[Path], typer.Argument(help="Files of a log; - is standard input.")]
+LogFormat = Annotated[
+    str | None, typer.Option("--format", help="Format of the log, if not recognised.")
+]
+StrictLog = Annotated[bool, typer.Option("--strict", help="A bad line is an error.")]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", help="Write JSON to this file; - is standard output.")
+]
+CacheProvider = Annotated[
+    str | None, typer.Option(help="Cache rule: openai, anthropic, … By default the log's.")
+]
+CacheRules = Annotated[
+    Path | None, typer.Option(help="File of cache rules and prices, before the built-in ones.")
+]
+ReplicaCapacity = Annotated[
+    str | None,
+    typer.Option(
+        help="Tokens that each server's cache holds, for reads and savings: 5M; with --model "
+        "also 24GB. By default nothing is evicted."
+    ),
+]
+SizedModel = Annotated[
+    str | None, typer.Option(help="Checkpoint directory or config.json, for a capacity in bytes.")
+]
 
 INTERRUPTED = 130  # exit code of Ctrl-C
 
@@ -25,6 +50,12 @@ def exit_on_interrupt() -> Iterator[None]:
     except KeyboardInterrupt:
         typer.echo("interrupted before there was a result to keep", err=True)
         raise typer.Exit(INTERRUPTED) from None
+
+
+def exit_interrupted(missing: str) -> NoReturn:
+    """Say on stderr what an interrupted run lacks, and end with exit code 130."""
+    typer.echo(f"interrupted: {missing}", err=True)
+    raise typer.Exit(INTERRUPTED)
 
 
 def check_outputs(logs: list[Path], outputs: tuple[Path | None, ...]) -> None:
@@ -80,8 +111,13 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
     text = json.dumps(document, indent=2, ensure_ascii=is_ascii)
     # A log may hold half of a surrogate pair, which has no UTF-8: written as an escape of JSON.
     text = text.encode("utf-8", "backslashreplace").decode("utf-8")
+    write_text(path, text + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text to a file, or to standard output."""
     with opened(path) as out:
-        out.write(text + "\n")
+        out.write(text)
 
 
 @contextmanager

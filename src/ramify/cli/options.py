@@ -47,31 +47,6 @@ PANELS = {
 }
 CONFIG_HELP = "TOML file with values for these flags; a flag on the command line overrides it."
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
-# Of commands that read a log.
-LogFiles = Annotated[list[Path], typer.Argument(help="Files of a log; - is standard input.")]
-LogFormat = Annotated[
-    str | None, typer.Option("--format", help="Format of the log, if not recognised.")
-]
-StrictLog = Annotated[bool, typer.Option("--strict", help="A bad line is an error.")]
-JsonFile = Annotated[
-    Path | None, typer.Option("--json", help="Write JSON to this file; - is standard output.")
-]
-CacheProvider = Annotated[
-    str | None, typer.Option(help="Cache rule: openai, anthropic, … By default the log's.")
-]
-CacheRules = Annotated[
-    Path | None, typer.Option(help="File of cache rules and prices, before the built-in ones.")
-]
-ReplicaCapacity = Annotated[
-    str | None,
-    typer.Option(
-        help="Tokens that each server's cache holds, for reads and savings: 5M; with --model "
-        "also 24GB. By default nothing is evicted."
-    ),
-]
-SizedModel = Annotated[
-    str | None, typer.Option(help="Checkpoint directory or config.json, for a capacity in bytes.")
-]
 
 
 def engine_options(

@@ -9,18 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ramify.cli.log_commands import (
-    INTERRUPTED,
+    JsonFile,
+    LogFormat,
+    StrictLog,
     check_outputs,
+    exit_interrupted,
     exit_on_interrupt,
     progress_bar,
     write_json,
 )
-from ramify.cli.options import (
-    JsonFile,
-    LogFormat,
-    StrictLog,
-    exit_on_error,
-)
+from ramify.cli.options import exit_on_error
 
 if TYPE_CHECKING:
     from ramify.analysis.simulation.results import Simulation
@@ -98,8 +96,7 @@ def simulate(
     if json_file != Path("-"):
         typer.echo(summary(result))
     if result.is_partial:
-        typer.echo("interrupted: parts are missing", err=True)
-        raise typer.Exit(INTERRUPTED)
+        exit_interrupted("parts are missing")
 
 
 def summary(result: Simulation) -> str:

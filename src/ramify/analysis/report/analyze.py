@@ -12,6 +12,7 @@ import ramify
 from ramify.analysis.corpus import Corpus
 from ramify.analysis.linting import Linted, lint_parts
 from ramify.analysis.log_files import read_log
+from ramify.analysis.progress import Progress, ignore_progress
 from ramify.analysis.reading import ReadQuality
 from ramify.analysis.report.document import Analysis
 from ramify.analysis.report.figures.cache_curves import cache_curves
@@ -24,7 +25,6 @@ from ramify.analysis.report.figures.what_if import replay_sets
 from ramify.errors import LogError
 
 Paths = str | PathLike[str] | Iterable[str | PathLike[str]]
-Progress = Callable[[str, int, int], None]  # part, done, all (0: unknown)
 Part = TypeVar("Part")
 
 INTERRUPTED = "interrupted: the rest of the log is missing"
@@ -107,7 +107,7 @@ class _Parts:
 
     def __init__(self, linted: Linted, progress: Progress | None, *, is_partial: bool) -> None:
         self._corpus, self._linted, self._is_partial = linted.corpus, linted, is_partial
-        self._progress: Progress = progress or (lambda _part, _done, _all: None)
+        self._progress: Progress = progress or ignore_progress
 
     def analysis(self, title: str, policies: tuple[str, ...]) -> Analysis:
         lint, predictions = self._linted.report, self._linted.predictions

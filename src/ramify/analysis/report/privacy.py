@@ -8,25 +8,18 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
-from ramify.analysis.report.document import (
-    Analysis,
-    PrefixLeader,
-    PrefixNode,
-    Session,
-    TimelineRequest,
-)
+from ramify.analysis.report.document import Analysis
 from ramify.analysis.report.figures.provenance import RULE_NOTE
-from ramify.analysis.verdicts import Cause, Divergence, Example, Finding, Verdict
 
-# Names in a path come from the body's keys; a path holds nothing else but indices.
 _OWN_LABEL = re.compile(r"all requests|[\d,]+ small branch(es)?")
 _ROLES = frozenset({"assistant", "developer", "system", "tool", "user"})
 _WORD = re.compile(r"[a-z_]+(0\.1)?|no change|log \d+|\d{4}-\d\d-\d\d|\d{1,2}")
+# Names in a path come from the body's keys; a path holds nothing else but indices.
 _PATH = re.compile(r"[A-Za-z_]{1,40}(\[[\d*]*\])?(\.[A-Za-z_]{1,40}(\[[\d*]*\])?)*")
 
 
@@ -36,6 +29,15 @@ class TextHider:
     def __init__(self) -> None:
         self._key = secrets.token_bytes(16)
         self._file_names: dict[str, str] = {}
+        self._hide_by_field: dict[str, Callable[[Any], Any]] = {
+            "had": self.hide,
+            "got": self.hide,
+            "text": self.hide,
+            "label": self.hide_label,
+            "segment": self.hide_path,
+            "file": self.hide_file,
+            "best_match_file": self.hide_file,
+        }
 
     def hide(self, text: str) -> str:
         """Length and digest of a text; empty stays empty."""
@@ -82,9 +84,32 @@ class TextHider:
     def _hide_text(self, text: str) -> str:
         return text if _WORD.fullmatch(text) else self.hide(text)
 
-    def keep_path(self, path: str) -> str:
-        """A segment path; anything else is hidden."""
+    def hide_path(self, path: str) -> str:
+        """A segment path stays; anything else is hidden."""
         return path if _PATH.fullmatch(path) or not path else self.hide(path)
+
+    def hide_label(self, label: str) -> str:
+        """A label keeps its paths; names of tools and the like behind them are hidden."""
+        if not label or _OWN_LABEL.fullmatch(label):
+            return label
+        path, _, rest = label.partition(" ")
+        if rest.strip("()") in _ROLES or _PATH.fullmatch(rest.removeprefix("… ")):
+            return f"{self.hide_path(path)} {rest}"
+        return f"{self.hide_path(path)} {self.hide(rest)}".rstrip()
+
+    def hide_fields(self, value: Any) -> Any:
+        """A dataclass of the report, or a tuple of them, with texts, paths and names of files hidden."""
+        if isinstance(value, tuple):
+            return tuple(map(self.hide_fields, value))
+        if not is_dataclass(value) or isinstance(value, type):
+            return value
+        items = {field.name: getattr(value, field.name) for field in fields(value)}
+        hidden = {
+            name: self._hide_by_field.get(name, self.hide_fields)(item)
+            for name, item in items.items()
+            if item is not None
+        }
+        return replace(value, **hidden)
 
 
 def hide_texts(analysis: Analysis, changes: dict[str, str]) -> Analysis:
@@ -104,103 +129,20 @@ def hide_texts(analysis: Analysis, changes: dict[str, str]) -> Analysis:
         lint=replace(
             lint,
             findings=tuple(
-                _hide_finding(hider, finding, changes.get(str(finding.cause), ""))
+                replace(hider.hide_fields(finding), change=changes.get(str(finding.cause), ""))
                 for finding in lint.findings
             ),
-            verdicts=tuple(_hide_verdict(hider, verdict) for verdict in lint.verdicts),
+            verdicts=hider.hide_fields(lint.verdicts),
             quality=quality,
             tables=hider.hide_values(lint.tables),
         ),
-        tree=tuple(_hide_node(hider, node) for node in analysis.tree),
-        leaders_by_count=tuple(_hide_leader(hider, row) for row in analysis.leaders_by_count),
-        leaders_by_tokens=tuple(_hide_leader(hider, row) for row in analysis.leaders_by_tokens),
+        tree=hider.hide_fields(analysis.tree),
+        leaders_by_count=hider.hide_fields(analysis.leaders_by_count),
+        leaders_by_tokens=hider.hide_fields(analysis.leaders_by_tokens),
         sessions=tuple(
-            _hide_session(hider, session, number)
+            replace(hider.hide_fields(session), name=f"conversation {number}")
             for number, session in enumerate(analysis.sessions, 1)
         ),
         figures=tuple(each for each in analysis.figures if each.name != RULE_NOTE),
         is_private=True,
-    )
-
-
-def _hide_finding(hider: TextHider, finding: Finding, change: str) -> Finding:
-    example = finding.example
-    return replace(
-        finding,
-        segment=hider.keep_path(finding.segment),
-        change=change,
-        example=Example(
-            line=example.line,
-            had=hider.hide(example.had),
-            got=hider.hide(example.got),
-            file=hider.hide_file(example.file),
-        ),
-    )
-
-
-def _hide_cause(hider: TextHider, cause: Cause) -> Cause:
-    return replace(
-        cause,
-        segment=hider.keep_path(cause.segment),
-        had=hider.hide(cause.had),
-        got=hider.hide(cause.got),
-    )
-
-
-def _hide_verdict(hider: TextHider, verdict: Verdict) -> Verdict:
-    divergence = verdict.divergence
-    return replace(
-        verdict,
-        file=hider.hide_file(verdict.file),
-        best_match_file=hider.hide_file(verdict.best_match_file or "") or None,
-        divergence=None
-        if divergence is None
-        else Divergence(
-            segment=hider.keep_path(divergence.segment),
-            char=divergence.char,
-            token=divergence.token,
-            had=hider.hide(divergence.had),
-            got=hider.hide(divergence.got),
-        ),
-        causes=tuple(_hide_cause(hider, cause) for cause in verdict.causes),
-    )
-
-
-def _hide_label(hider: TextHider, label: str) -> str:
-    """A label keeps its paths; names of tools and the like behind them are hidden."""
-    if not label or _OWN_LABEL.fullmatch(label):
-        return label
-    path, _, rest = label.partition(" ")
-    if rest.strip("()") in _ROLES or _is_path(rest.removeprefix("… ")):
-        return f"{hider.keep_path(path)} {rest}"
-    return f"{hider.keep_path(path)} {hider.hide(rest)}".rstrip()
-
-
-def _is_path(text: str) -> bool:
-    return _PATH.fullmatch(text) is not None
-
-
-def _hide_node(hider: TextHider, node: PrefixNode) -> PrefixNode:
-    return replace(node, label=_hide_label(hider, node.label), text=hider.hide(node.text))
-
-
-def _hide_leader(hider: TextHider, row: PrefixLeader) -> PrefixLeader:
-    return replace(row, label=_hide_label(hider, row.label), text=hider.hide(row.text))
-
-
-def _hide_session(hider: TextHider, session: Session, number: int) -> Session:
-    return replace(
-        session,
-        name=f"conversation {number}",
-        requests=tuple(_hide_timeline(hider, request) for request in session.requests),
-    )
-
-
-def _hide_timeline(hider: TextHider, request: TimelineRequest) -> TimelineRequest:
-    return replace(
-        request,
-        file=hider.hide_file(request.file),
-        segment=hider.keep_path(request.segment),
-        had=hider.hide(request.had),
-        got=hider.hide(request.got),
     )

@@ -10,6 +10,7 @@ from typing import Any
 
 from ramify.analysis.corpus import Corpus
 from ramify.analysis.log_files import read_log
+from ramify.analysis.progress import Progress
 from ramify.analysis.reading import ReadQuality
 from ramify.analysis.records import LoggedRequest
 from ramify.analysis.simulation.capacities import (
@@ -21,7 +22,7 @@ from ramify.analysis.simulation.capacities import (
 from ramify.analysis.simulation.kv_bytes import kv_token_bytes
 from ramify.analysis.simulation.replays.cost_model import CostModel
 from ramify.analysis.simulation.results import Simulation
-from ramify.analysis.simulation.run import Progress, SimulationOptions, simulate_trace
+from ramify.analysis.simulation.run import SimulationOptions, simulate_trace
 from ramify.analysis.simulation.sources import corpus_trace, page_trace
 from ramify.analysis.tokens import Tokenizer
 from ramify.errors import LogError

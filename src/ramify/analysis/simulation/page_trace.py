@@ -109,10 +109,11 @@ class PageTraceBuilder:
         salt = self._scope_salt(scope)
         if salt:
             keys = [_signed(key ^ salt) for key in keys]
+        num_before = len(self._keys)
         try:
             self._keys.extend(keys)
         except OverflowError:
-            del self._keys[len(self._keys) - _num_written(self._keys, keys) :]
+            del self._keys[num_before:]
             self._keys.extend([_signed(key) for key in keys])
         for _ in range(num_fresh_pages):
             self._keys.append(self._fresh)
@@ -159,13 +160,6 @@ class PageTraceBuilder:
             keys = keys.astype(np.int32)
         self._chunks.append(keys)
         self._keys = array("q")
-
-
-def _num_written(written: array[int], keys: list[int] | tuple[int, ...]) -> int:
-    """How many of `keys` an interrupted `extend` has appended."""
-    first_wide = next(i for i, key in enumerate(keys) if not -(2**63) <= key < 2**63)
-    assert len(written) >= first_wide
-    return first_wide
 
 
 def _signed(key: int) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from ramify.analysis.progress import Progress, ignore_progress
 from ramify.analysis.simulation.capacities import (
     DEFAULT_CAPACITIES,
     DEFAULT_LIFETIMES_S,
@@ -30,8 +32,6 @@ from ramify.analysis.simulation.results import Simulation, TraceFacts
 from ramify.analysis.simulation.sources import TraceSource
 from ramify.cache import POLICIES
 from ramify.errors import ConfigError
-
-Progress = Callable[[str, int, int], None]  # part, requests done, requests in all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class SimulationOptions:
             raise ConfigError(f"replicas={self.replicas} but at least 1 serves the requests")
 
 
-@dataclass(slots=True)
+@dataclass
 class _Parts:
     """Results so far; an interrupt leaves those that are complete."""
 
@@ -94,10 +94,10 @@ def simulate_trace(
     """
     trace = source.trace
     options.validate(trace.page_size)
-    first_counted = int(options.warm_up * len(trace))
+    run = _Run(trace, options, progress or ignore_progress)
     facts = TraceFacts(
         num_requests=len(trace),
-        num_tokens=int(trace.num_tokens[first_counted:].sum()),
+        num_tokens=int(trace.num_tokens[run.first_counted :].sum()),
         page_size=trace.page_size,
         num_references=len(trace.page_ids),
         num_distinct_pages=num_distinct(trace),
@@ -108,154 +108,130 @@ def simulate_trace(
         num_without_prompt=source.num_without_prompt,
         num_incomplete=source.num_incomplete,
     )
-    parts, is_partial = _Parts(), source.is_partial
+    is_partial = source.is_partial
     try:
-        _simulate(trace, options, first_counted, parts, progress)
+        run.simulate()
     except KeyboardInterrupt:
         is_partial = True
-    return Simulation(
-        facts=facts,
-        policies=parts.policies,
-        one_pass_lru=parts.one_pass_lru,
-        infinite=parts.infinite,
-        belady=parts.belady,
-        ttl=parts.ttl,
-        lru_points=parts.lru_points,
-        extra=parts.extra,
-        is_partial=is_partial,
-    )
+    return Simulation(facts=facts, is_partial=is_partial, **vars(run.parts))
 
 
-def _simulate(
-    trace: PageTrace,
-    options: SimulationOptions,
-    first_counted: int,
-    parts: _Parts,
-    progress: Progress | None,
-) -> None:
-    capacities = sorted(set(options.capacities))
-    report = progress or (lambda _part, _done, _all: None)
-    report("stack distances", 0, 1)
-    reuse = ReuseRuns.of(trace)
-    curve = lru_curve(reuse, first_counted=first_counted)
-    parts.infinite = curve.infinite
-    parts.one_pass_lru = {capacity: curve.hit_rate(capacity) for capacity in capacities}
-    parts.lru_points = tuple(curve.points())
-    if trace.has_times:
-        parts.ttl = ttl_curve(reuse, options.lifetimes_s, first_counted=first_counted)
-    report("stack distances", 1, 1)
-    for done, capacity in enumerate(capacities):
-        report("Belady", done, len(capacities))
-        parts.belady[capacity] = belady(reuse, capacity, first_counted=first_counted)
-    report("Belady", len(capacities), len(capacities))
-    _simulate_changes(trace, options, first_counted, curve, parts)
-    for policy in dict.fromkeys(options.policies):
-        results = parts.policies.setdefault(policy, {})
-        for done, capacity in enumerate(capacities):
+class _Run:
+    """Computes the parts one after the other."""
+
+    def __init__(self, trace: PageTrace, options: SimulationOptions, report: Progress) -> None:
+        self.trace, self.options, self.report = trace, options, report
+        self.first_counted = int(options.warm_up * len(trace))
+        self.capacities = sorted(set(options.capacities))
+        self.parts = _Parts()
+
+    def simulate(self) -> None:
+        """All parts."""
+        parts, num = self.parts, len(self.capacities)
+        self.report("stack distances", 0, 1)
+        reuse = ReuseRuns.of(self.trace)
+        curve = lru_curve(reuse, first_counted=self.first_counted)
+        parts.infinite = curve.infinite
+        parts.one_pass_lru = {capacity: curve.hit_rate(capacity) for capacity in self.capacities}
+        parts.lru_points = tuple(curve.points())
+        if self.trace.has_times:
+            parts.ttl = ttl_curve(reuse, self.options.lifetimes_s, first_counted=self.first_counted)
+        self.report("stack distances", 1, 1)
+        for done, capacity in enumerate(self.capacities):
+            self.report("Belady", done, num)
+            parts.belady[capacity] = belady(reuse, capacity, first_counted=self.first_counted)
+        self.report("Belady", num, num)
+        self._change_cache(curve)
+        for policy, capacity, progress in self._replays(""):
+            results = parts.policies.setdefault(policy, {})  # of an interrupted one too
             results[capacity] = replay(
-                trace,
-                capacity,
-                policy,
-                first_counted=first_counted,
-                progress=_advance(report, policy, done, len(capacities), len(trace)),
+                self.trace, capacity, policy, first_counted=self.first_counted, progress=progress
             )
-        report(policy, 1, 1)
-    if options.cost is not None:
-        _replay_engine(trace, options, options.cost, parts, report)
+        if self.options.cost is not None:
+            self._replay_engine(self.options.cost)
 
+    def _replays(self, prefix: str) -> Iterator[tuple[str, int, Callable[[int], None]]]:
+        """Each policy at each capacity, with a call that reports the requests replayed."""
+        num = len(self.trace)
+        for policy in dict.fromkeys(self.options.policies):
+            for done, capacity in enumerate(self.capacities):
+                before, total = done * num, len(self.capacities) * num
+                yield policy, capacity, partial(self._advance, prefix + policy, before, total)
+            self.report(prefix + policy, 1, 1)
 
-def _advance(
-    report: Progress, part: str, done: int, num_runs: int, num_requests: int
-) -> Callable[[int], None]:
-    """Progress within one of several runs over the trace."""
-    before, total = done * num_requests, num_runs * num_requests
-    return lambda request: report(part, before + request, total)
+    def _advance(self, part: str, before: int, total: int, request: int) -> None:
+        self.report(part, before + request, total)
 
+    def _change_cache(self, curve: LruCurve) -> None:
+        """LRU in one pass with replicas, sampling, reordering and twice the memory."""
+        options, extra = self.options, self.parts.extra
+        if options.replicas > 1:
+            routed = [
+                random_routing(
+                    self.trace,
+                    options.replicas,
+                    self.capacities,
+                    seed=seed,
+                    first_counted=self.first_counted,
+                )
+                for seed in range(options.num_seeds)
+            ]
+            rates = np.array([[rates[size] for size in self.capacities] for rates in routed])
+            perfect = perfect_routing(curve, options.replicas, self.capacities)
+            extra["replicas"] = {
+                "count": options.replicas,
+                "random": self._by_capacity(rates.mean(axis=0).tolist()),
+                "random_deviation": self._by_capacity(rates.std(axis=0).tolist()),
+                "perfect": self._by_capacity(perfect.values()),
+            }
+        if options.sample is not None:
+            estimates = sampled_lru(
+                self.trace,
+                options.sample,
+                self.capacities,
+                num_seeds=options.num_seeds,
+                first_counted=self.first_counted,
+            ).values()
+            extra["sampled_lru"] = {
+                "share": options.sample,
+                "seeds": options.num_seeds,
+                "mean": self._by_capacity(item.mean for item in estimates),
+                "deviation": self._by_capacity(item.deviation for item in estimates),
+            }
+        if options.reorder_s is not None:
+            reordered = ReuseRuns.of(reorder_by_prefix(self.trace, options.reorder_s))
+            new_curve = lru_curve(reordered, first_counted=self.first_counted)
+            extra["reordered"] = {
+                "window_s": options.reorder_s,
+                "one_pass_lru": self._by_capacity(map(new_curve.hit_rate, self.capacities)),
+            }
+        doubled = (curve.hit_rate(2 * capacity) for capacity in self.capacities)
+        extra["double_capacity"] = self._by_capacity(doubled)
 
-def _simulate_changes(
-    trace: PageTrace,
-    options: SimulationOptions,
-    first_counted: int,
-    curve: LruCurve,
-    parts: _Parts,
-) -> None:
-    """Replicas, sampling and reordering, as far as they are asked for; LRU in one pass."""
-    capacities = sorted(set(options.capacities))
-    if options.replicas > 1:
-        routed = [
-            random_routing(
-                trace, options.replicas, capacities, seed=seed, first_counted=first_counted
-            )
-            for seed in range(options.num_seeds)
-        ]
-        rates = np.array([[rates[capacity] for capacity in capacities] for rates in routed])
-        perfect = perfect_routing(curve, options.replicas, capacities)
-        parts.extra["replicas"] = {
-            "count": options.replicas,
-            "random": _by_capacity(capacities, rates.mean(axis=0).tolist()),
-            "random_deviation": _by_capacity(capacities, rates.std(axis=0).tolist()),
-            "perfect": _by_capacity(capacities, list(perfect.values())),
+    def _by_capacity(self, rates: Iterable[float]) -> dict[str, float]:
+        return {str(size): rate for size, rate in zip(self.capacities, rates, strict=True)}
+
+    def _replay_engine(self, cost: CostModel) -> None:
+        """The engine itself, by policy and capacity."""
+        options = self.options
+        runs: dict[str, dict[str, Any]] = {}
+        self.parts.extra["engine"] = {
+            "cost": cost.to_json(),
+            "max_num_seqs": options.max_num_seqs,
+            "max_batch_tokens": options.max_batch_tokens,
+            "runs": runs,
         }
-    if options.sample is not None:
-        estimates = sampled_lru(
-            trace,
-            options.sample,
-            capacities,
-            num_seeds=options.num_seeds,
-            first_counted=first_counted,
-        ).values()
-        parts.extra["sampled_lru"] = {
-            "share": options.sample,
-            "seeds": options.num_seeds,
-            "mean": _by_capacity(capacities, [item.mean for item in estimates]),
-            "deviation": _by_capacity(capacities, [item.deviation for item in estimates]),
-        }
-    if options.reorder_s is not None:
-        reordered = ReuseRuns.of(reorder_by_prefix(trace, options.reorder_s))
-        new_curve = lru_curve(reordered, first_counted=first_counted)
-        parts.extra["reordered"] = {
-            "window_s": options.reorder_s,
-            "one_pass_lru": _by_capacity(capacities, [*map(new_curve.hit_rate, capacities)]),
-        }
-    parts.extra["double_capacity"] = _by_capacity(
-        capacities, [curve.hit_rate(2 * capacity) for capacity in capacities]
-    )
-
-
-def _by_capacity(capacities: list[int], rates: list[float]) -> dict[str, float]:
-    return {str(capacity): rate for capacity, rate in zip(capacities, rates, strict=True)}
-
-
-def _replay_engine(
-    trace: PageTrace,
-    options: SimulationOptions,
-    cost: CostModel,
-    parts: _Parts,
-    report: Progress,
-) -> None:
-    """The engine itself, by policy and capacity."""
-    capacities = sorted(set(options.capacities))
-    runs: dict[str, dict[str, Any]] = {}
-    parts.extra["engine"] = {
-        "cost": cost.to_json(),
-        "max_num_seqs": options.max_num_seqs,
-        "max_batch_tokens": options.max_batch_tokens,
-        "runs": runs,
-    }
-    for policy in dict.fromkeys(options.policies):
-        part = f"engine, {policy}"
-        for done, capacity in enumerate(capacities):
+        for policy, capacity, progress in self._replays("engine, "):
             run = replay_engine(
-                trace,
+                self.trace,
                 capacity,
                 policy,
                 cost,
                 max_num_seqs=options.max_num_seqs,
                 max_batch_tokens=options.max_batch_tokens,
-                progress=_advance(report, part, done, len(capacities), len(trace)),
+                progress=progress,
             )
             runs.setdefault(policy, {})[str(capacity)] = run.to_json()
-        report(part, 1, 1)
 
 
 def num_distinct(trace: PageTrace) -> int:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ramify.analysis.corpus import Corpus
+from ramify.analysis.progress import Progress
 from ramify.analysis.report.document import Curve, CurvePoint, Curves
 from ramify.analysis.simulation.run import SimulationOptions, simulate_trace
 from ramify.analysis.simulation.sources import corpus_trace
@@ -14,7 +15,6 @@ from ramify.errors import LogError
 LIFETIMES_S = (10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 14_400.0, 86_400.0)
 NUM_CAPACITIES = 6
 KNEE_GAIN = 0.01  # what doubling buys beyond the knee, at most
-Progress = Callable[[str, int, int], None]
 
 
 def cache_curves(

@@ -51,6 +51,8 @@ class PrefixTreeBuilder:
             np.int64,
         )
         self._nodes: list[PrefixNode] = []
+        self._queue: list[tuple[int, int, _Group]] = []  # heap, the widest first
+        self._total = 0
         self._scopes: dict[tuple[object, ...], int] = {}
         rows, sizes = [], []
         for request in corpus:
@@ -68,15 +70,16 @@ class PrefixTreeBuilder:
         everyone = np.flatnonzero(self._lengths)
         if not len(everyone):
             return ()
-        total = int(self._reads.num_tokens[everyone].sum())
-        self._nodes = [PrefixNode(-1, "all requests", "", 0, 0, len(everyone), 0, 0, total, 0)]
-        queue: list[tuple[int, int, _Group]] = []
-        self._split(queue, _Group(everyone, 0, 0, 0, 1), total)
-        while queue and len(self._nodes) < MAX_NODES:
-            _, _, group = heapq.heappop(queue)
-            self._expand(queue, group, total)
-        while queue:
-            self._merge([heapq.heappop(queue)[2]])
+        self._total = int(self._reads.num_tokens[everyone].sum())
+        self._nodes = [
+            PrefixNode(-1, "all requests", "", 0, 0, len(everyone), 0, 0, self._total, 0)
+        ]
+        self._split(_Group(everyone, 0, 0, 0, 1))
+        while self._queue and len(self._nodes) < MAX_NODES:
+            _, _, group = heapq.heappop(self._queue)
+            self._expand(group)
+        while self._queue:
+            self._merge([heapq.heappop(self._queue)[2]])
         return tuple(self._nodes)
 
     def _elements(self, request: StoredRequest) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -100,14 +103,14 @@ class PrefixTreeBuilder:
             row[0] += number << 40  # another scope shares nothing
         return row, size
 
-    def _expand(self, queue: list[tuple[int, int, _Group]], group: _Group, total: int) -> None:
+    def _expand(self, group: _Group) -> None:
         """Draw what all requests of a group share next, then split the group."""
         end = self._shared_end(group)
         if end > group.start:
             node = self._add(group, end)
             width = self._nodes[node].num_tokens
             group = _Group(group.requests, end, group.offset + width, node, group.depth + 1)
-        self._split(queue, group, total)
+        self._split(group)
 
     def _shared_end(self, group: _Group) -> int:
         requests, at = group.requests, group.start
@@ -129,7 +132,7 @@ class PrefixTreeBuilder:
             return _HASHED
         return list(SegmentKind).index(self._corpus.units[int(stored.units[at])].kind)
 
-    def _split(self, queue: list[tuple[int, int, _Group]], group: _Group, total: int) -> None:
+    def _split(self, group: _Group) -> None:
         going_on = group.requests[self._lengths[group.requests] > group.start]
         if not len(going_on):
             return
@@ -141,13 +144,13 @@ class PrefixTreeBuilder:
             _Group(part, group.start, group.offset, group.parent, group.depth) for part in parts
         ]
         widths = [self._width(child) for child in children]
-        least = max(MIN_SHARE * total, MIN_SHARE_OF_PARENT * self._width(group))
+        least = max(MIN_SHARE * self._total, MIN_SHARE_OF_PARENT * self._width(group))
         narrow: list[_Group] = []
         for rank, at in enumerate(np.argsort(widths, kind="stable")[::-1].tolist()):
             child = children[at]
             is_wide = widths[at] >= least and rank < MAX_CHILDREN
             if is_wide or len(children) == 1:
-                heapq.heappush(queue, (-widths[at], int(child.requests[0]), child))
+                heapq.heappush(self._queue, (-widths[at], int(child.requests[0]), child))
             else:
                 narrow.append(child)
         if narrow:

@@ -20,16 +20,15 @@ def session_timelines(
 ) -> tuple[Session, ...]:
     """The conversations of several requests that lose most; without any, the log's first requests."""
     groups: dict[str | int, list[StoredRequest]] = defaultdict(list)
-    for request in sorted(corpus, key=StoredRequest.start_key):
+    ordered = sorted(corpus, key=StoredRequest.start_key)
+    for request in ordered:
         key = _conversation(corpus, request)
         if key is not None:
             groups[key].append(request)
     several = [(key, requests) for key, requests in groups.items() if len(requests) > 1]
     if not several:
-        everything = sorted(corpus, key=StoredRequest.start_key)
-        if not everything:
-            return ()
-        return (_session("all requests", everything, verdicts, predictions, is_inferred=True),)
+        session = _session("all requests", ordered, verdicts, predictions, is_inferred=True)
+        return (session,) if ordered else ()
     several.sort(key=lambda item: (-_lost(item[1], verdicts), -len(item[1])))
     return tuple(
         _session(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ramify.analysis.report.document import Analysis
 from ramify.analysis.report.wording.headline import headline
-from ramify.analysis.report.wording.numbers import count, money, percent, plural
+from ramify.analysis.report.wording.numbers import count, lost_words, percent, plural, range_words
 from ramify.analysis.verdicts import Finding
 
 MAX_FINDINGS = 20
@@ -35,12 +35,9 @@ def analysis_as_markdown(analysis: Analysis) -> str:
 def finding_as_markdown(finding: Finding, number: int) -> str:
     """A finding with its quotes."""
     saving = finding.saving
-    dollars = "" if saving.money is None else f", {money(saving.money)}"
     place = f" in `{finding.segment}`" if finding.segment else ""
     facts = (
-        f"{plural(finding.num_requests, 'request')}, {count(finding.tokens_lost)} tokens lost; "
-        f"mending saves {count(saving.tokens)} tokens ({count(saving.low)} to "
-        f"{count(saving.high)}{dollars})."
+        f"{lost_words(finding)}; mending saves {count(saving.tokens)} tokens {range_words(saving)}."
     )
     lines = [
         f"### {number + 1}. `{finding.cause}`{place} ({finding.certainty})",

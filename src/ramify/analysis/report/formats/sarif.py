@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 from ramify.analysis.report.document import Analysis
 from ramify.analysis.report.wording.causes import CAUSES
-from ramify.analysis.report.wording.numbers import count, plural
+from ramify.analysis.report.wording.numbers import count, lost_words
 from ramify.analysis.verdicts import CauseName, Certainty, Finding
 
 SCHEMA_URI = "https://json.schemastore.org/sarif-2.1.0.json"
@@ -55,8 +55,7 @@ def _result(finding: Finding, rule: int) -> dict[str, Any]:
     quotes = f" Had {example.had!r}, got {example.got!r}." if example.had or example.got else ""
     text = (
         f"{CAUSES[finding.cause].title}{place} ({finding.certainty}): "
-        f"{plural(finding.num_requests, 'request')}, {count(finding.tokens_lost)} tokens lost; "
-        f"mending saves {count(saving.tokens)}.{quotes} {finding.change}"
+        f"{lost_words(finding)}; mending saves {count(saving.tokens)}.{quotes} {finding.change}"
     )
     # The place, not the quotes: they differ in every log.
     identity = blake2b(f"{finding.cause} {finding.segment}".encode(), digest_size=16).hexdigest()

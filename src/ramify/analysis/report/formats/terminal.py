@@ -9,7 +9,14 @@ from rich.text import Text
 
 from ramify.analysis.report.document import Analysis, HitRate
 from ramify.analysis.report.wording.headline import headline
-from ramify.analysis.report.wording.numbers import RATE_NAMES, count, money, percent, plural
+from ramify.analysis.report.wording.numbers import (
+    RATE_NAMES,
+    count,
+    lost_words,
+    percent,
+    plural,
+    range_words,
+)
 from ramify.analysis.report.wording.quotes import Piece, mark_quotes
 from ramify.analysis.verdicts import Finding
 
@@ -38,10 +45,9 @@ def print_summary(analysis: Analysis, console: Console) -> None:
         console.print(f"{rest}: see --html or --json.")
     if findings:
         everything = analysis.lint.saving_all
-        dollars = "" if everything.money is None else f", {money(everything.money)}"
         console.print(
             f"All findings mended together: {count(everything.tokens)} tokens saved "
-            f"({count(everything.low)} to {count(everything.high)}{dollars})."
+            f"{range_words(everything)}."
         )
     else:
         console.print("No cause of lost hits in this log.")
@@ -64,11 +70,9 @@ def _print_finding(console: Console, finding: Finding, number: int) -> None:
     console.print(Text(f"{number}. {finding.cause}{place} ({finding.certainty})", style="bold"))
     saving = finding.saving
     alone = "" if saving.tokens else " alone"  # it may hide behind another finding
-    dollars = "" if saving.money is None else f", {money(saving.money)}"
     console.print(
-        f"   {plural(finding.num_requests, 'request')}, {count(finding.tokens_lost)} tokens lost; "
-        f"mending saves {count(saving.tokens)}{alone} ({count(saving.low)} to "
-        f"{count(saving.high)}{dollars})"
+        f"   {lost_words(finding)}; mending saves {count(saving.tokens)}{alone} "
+        f"{range_words(saving)}"
     )
     example = finding.example
     if example.had or example.got:

@@ -28,7 +28,7 @@ def write_trace(corpus: Corpus, out: TextIO) -> int:
     first_s = min(starts, default=0.0)
     num = 0
     for request in ordered:
-        num_tokens = _num_tokens(corpus, request)
+        num_tokens = corpus.num_tokens(request)
         if not num_tokens:
             continue
         row: dict[str, object] = {}
@@ -48,21 +48,6 @@ def write_trace(corpus: Corpus, out: TextIO) -> int:
     return num
 
 
-def _num_tokens(corpus: Corpus, request: StoredRequest) -> int:
-    if request.info.hashed is not None:
-        return request.info.hashed.num_tokens
-    return sum(corpus.units[unit].num_tokens for unit in _prompt_units(corpus, request))
-
-
-def _prompt_units(corpus: Corpus, request: StoredRequest) -> list[int]:
-    """Units without settings, which split the cache and are no tokens."""
-    return [
-        unit
-        for unit in request.units.tolist()
-        if corpus.units[unit].kind is not SegmentKind.SETTING
-    ]
-
-
 def _block_keys(corpus: Corpus, request: StoredRequest) -> Iterator[Key]:
     """A key for each block: that of the whole prefix up to its end; the last may be partial."""
     info = request.info
@@ -70,11 +55,10 @@ def _block_keys(corpus: Corpus, request: StoredRequest) -> Iterator[Key]:
         for block in info.hashed.block_ids:
             yield (info.cache_scope, info.model, info.hashed.block_size, block)
         return
-    tokens = [corpus.tokens(unit) for unit in _prompt_units(corpus, request)]
-    hashes = corpus.hasher.prefix_hashes(np.concatenate(tokens)) if tokens else np.zeros(1)
-    units = set(_prompt_units(corpus, request))
-    settings = tuple(unit for unit in request.units.tolist() if unit not in units)
-    ends = range(BLOCK_SIZE, len(hashes) - 1 + BLOCK_SIZE, BLOCK_SIZE)
-    for end in ends:
+    units = request.units.tolist()
+    settings = tuple(unit for unit in units if corpus.units[unit].kind is SegmentKind.SETTING)
+    tokens = [corpus.tokens(unit) for unit in units if unit not in settings]
+    hashes = corpus.hasher.prefix_hashes(np.concatenate(tokens))
+    for end in range(BLOCK_SIZE, len(hashes) - 1 + BLOCK_SIZE, BLOCK_SIZE):
         at = min(end, len(hashes) - 1)
         yield (info.cache_scope, settings, at, int(hashes[at]))

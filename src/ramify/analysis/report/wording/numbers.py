@@ -1,6 +1,8 @@
-"""Numbers as people read them."""
+"""Numbers as people read them, and what a finding loses and saves."""
 
 from __future__ import annotations
+
+from ramify.analysis.verdicts import Finding, Saving
 
 RATE_NAMES = {"reported": "reported", "by_rule": "by rule", "possible": "possible"}
 
@@ -51,3 +53,15 @@ def duration(seconds: float) -> str:
 def plural(number: int, noun: str) -> str:
     """`1 request`, `2 requests`."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def lost_words(finding: Finding) -> str:
+    """`2 requests, 1,234 tokens lost`."""
+    requests = plural(finding.num_requests, "request")
+    return f"{requests}, {count(finding.tokens_lost)} tokens lost"
+
+
+def range_words(saving: Saving) -> str:
+    """`(1,000 to 1,400, $1.23)`: the range of the tokens, and the money where prices are known."""
+    dollars = "" if saving.money is None else f", {money(saving.money)}"
+    return f"({count(saving.low)} to {count(saving.high)}{dollars})"

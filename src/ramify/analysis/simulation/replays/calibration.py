@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from ramify.analysis.progress import Progress, ignore_progress
 from ramify.analysis.simulation.replays.cost_model import CostModel, StepSample, fit_cost
 from ramify.engine.step import Executor, StepPlan, StepResult
 from ramify.errors import ConfigError
@@ -58,7 +59,7 @@ def calibrate(
     model: str = "ramify-tiny",
     *,
     max_seconds: float = 60.0,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress | None = None,
     **engine: Any,
 ) -> CostModel:
     """Run prompts of several lengths and batches of several sizes; fit the cost model.
@@ -93,7 +94,7 @@ def measure_steps(
     core: EngineCore,
     *,
     max_seconds: float,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Measured:
     """Time the steps of prefills alone, then of batches that decode. The engine is idle before."""
     watch = Stopwatch(core.executor)
@@ -104,7 +105,7 @@ def measure_steps(
     lengths = sorted({min(length, longest) for length in PREFILL_LENGTHS})
     batches = [size for size in BATCHES if size <= core.config.max_num_seqs]
     jobs = [(1, length) for length in lengths] + [(size, lengths[0]) for size in batches]
-    report = progress or (lambda _part, _done, _all: None)
+    report = progress or ignore_progress
     try:
         _serve(core, watch, rng, 1, lengths[0])  # compiles kernels
         deadline = time.perf_counter() + max_seconds
