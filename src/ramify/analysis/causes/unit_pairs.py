@@ -82,22 +82,21 @@ def _values(
 ) -> list[tuple[tuple[int, int], tuple[int, int], SlotVerdict]] | None:
     """Places of the values that differ, and what they are."""
     text_a, text_b = corpus.text(a), corpus.text(b)
-    template, other = templates.template_of(a), templates.template_of(b)
-    is_same = template is not None and template is other
-    if not is_same and len(text_b) > 400 and not shares_sentences(text_a, text_b):
+    template = templates.template_of(a)
+    if template is not templates.template_of(b):
+        template = None
+    if template is None and len(text_b) > 400 and not shares_sentences(text_a, text_b):
         return None
     hunks = templates.hunks(a, b)
     places: list[tuple[tuple[int, int], SlotVerdict]] = []
-    if template is not None and template is other:
+    if template is not None:
         places = [
             (place, slot.verdict)
             for slot, place in zip(template.slots, templates.slot_places(template, b), strict=True)
             if place is not None and slot.verdict is not None
         ]
-    else:
-        differing = sum(hunk.other_end - hunk.other_start for hunk in hunks)
-        if len(text_b) - differing < 0.5 * len(text_b):
-            return None
+    elif 2 * sum(hunk.other_end - hunk.other_start for hunk in hunks) > len(text_b):
+        return None
     kind, label = corpus.units[b].kind, corpus.units[b].label
     known = _Places(places)
     pairs = []
@@ -149,23 +148,19 @@ def _form_differences(
     """Order of keys and white space, judged apart from values."""
     differences = []
     json_a, json_b = parse_json(had), parse_json(got)
-    if json_a is not None and json_b is not None:
-        if key_orders_differ(json_a, json_b):
-            is_parsed = "anthropic" in api
-            at = common_prefix_len(had, got)
-            differences.append(
-                Difference(
-                    CauseName.KEY_ORDER,
-                    Certainty.LIKELY if is_parsed else Certainty.PROVED,
-                    path,
-                    Excerpt(had, max(0, at - 1), at + 60),
-                    Excerpt(got, max(0, at - 1), at + 60),
-                )
+    if json_a is not None and json_b is not None and key_orders_differ(json_a, json_b):
+        is_parsed = "anthropic" in api
+        at = common_prefix_len(had, got)
+        differences.append(
+            Difference(
+                CauseName.KEY_ORDER,
+                Certainty.LIKELY if is_parsed else Certainty.PROVED,
+                path,
+                Excerpt(had, max(0, at - 1), at + 60),
+                Excerpt(got, max(0, at - 1), at + 60),
             )
-        if is_equal and (not differences or _layout(had) != _layout(got)):
-            differences.append(whitespace_of(had, got, path))
-        return differences
-    if is_equal:
+        )
+    if is_equal and (not differences or _layout(had) != _layout(got)):
         differences.append(whitespace_of(had, got, path))
     return differences
 

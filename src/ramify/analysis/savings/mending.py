@@ -60,25 +60,6 @@ class _Step:
 
 
 @dataclass(frozen=True, slots=True)
-class _Outer:
-    """What stands before system and messages, as sent."""
-
-    settings: dict[str, int]  # unit by path
-    tools: list[int]
-
-    @classmethod
-    def of(cls, request: StoredRequest) -> _Outer:
-        """Of a request."""
-        out = cls({}, [])
-        for path, unit in zip(request.paths, request.units.tolist(), strict=True):
-            if path.startswith("settings."):
-                out.settings[path] = unit
-            elif path.startswith("tools["):
-                out.tools.append(unit)
-        return out
-
-
-@dataclass(frozen=True, slots=True)
 class _Recipe:
     """How a prompt is made equal to that of its match."""
 
@@ -94,15 +75,15 @@ class _Recipe:
         """From the differences of a match."""
         waste = [(item.segment, _place(item)) for item in match.differences if item.is_waste]
         reasons = dict(waste)
-        mine, theirs = _Outer.of(match.request), _Outer.of(earlier)
+        (mine, tools), (theirs, other_tools) = map(_outer, (match.request, earlier))
         return cls(
             match=earlier.number,
             settings={
                 path: reasons.get(path)
-                for path in mine.settings | theirs.settings
-                if mine.settings.get(path) != theirs.settings.get(path)
+                for path in mine | theirs
+                if mine.get(path) != theirs.get(path)
             },
-            has_other_tools=mine.tools != theirs.tools,
+            has_other_tools=tools != other_tools,
             tools=frozenset(place for path, place in waste if path.startswith("tools[")),
             steps=tuple(
                 _Step(
@@ -371,6 +352,13 @@ class Mender:
             here = frozenset(cause for cause, segment in self._fixes if segment in places)
             self._causes_at[path] = here
         return self._units.mend(unit, here) if here else unit
+
+
+def _outer(request: StoredRequest) -> tuple[dict[str, int], list[int]]:
+    """Units of a request's settings by path, and of its tools."""
+    segments = list(zip(request.paths, request.units.tolist(), strict=True))
+    settings = {path: unit for path, unit in segments if path.startswith("settings.")}
+    return settings, [unit for path, unit in segments if path.startswith("tools[")]
 
 
 def _place(difference: Difference) -> tuple[CauseName, str]:

@@ -8,6 +8,8 @@ stands in for each, so that a replay bounds what they would add.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import partial
+from itertools import chain, groupby
 
 from ramify.analysis.corpus import Corpus, StoredRequest
 from ramify.analysis.diff.prompt_sides import PlacedUnit, WalkStep, is_reasoning
@@ -39,9 +41,8 @@ class UnseenParts:
         if CauseName.REASONING_DROPPED in causes:
             for at in had:
                 unit, path = int(earlier.units[at]), earlier.paths[at]
-                if is_reasoning(self._corpus, unit, path) and self._is_longer(
-                    unit, self._reasoning
-                ):
+                known = -1 if self._reasoning is None else self._num_tokens(self._reasoning[0])
+                if is_reasoning(self._corpus, unit, path) and self._num_tokens(unit) > known:
                     self._reasoning = unit, path
         if CauseName.HISTORY_EDITED in causes:
             got = range(first[1] + step.start[1], first[1] + step.stop[1])
@@ -52,13 +53,11 @@ class UnseenParts:
         full, stub = self._corpus.units[had], self._corpus.units[got]
         if full.label == stub.label and " " in full.label and stub.num_chars < full.num_chars:
             self._stubs.add(hash(self._corpus.text(got)))
-            known = None if self._result is None else (self._result, "")
-            if self._is_longer(had, known):
+            if self._result is None or self._num_tokens(had) > self._num_tokens(self._result):
                 self._result = had
 
-    def _is_longer(self, unit: int, known: PlacedUnit | None) -> bool:
-        units = self._corpus.units
-        return known is None or units[unit].num_tokens > units[known[0]].num_tokens
+    def _num_tokens(self, unit: int) -> int:
+        return self._corpus.units[unit].num_tokens
 
     def fill(self, groups: Groups, causes: Collection[CauseName], *, has_reasoning: bool) -> Groups:
         """A mended prompt with stand-ins for the parts that these causes hide.
@@ -69,43 +68,33 @@ class UnseenParts:
             has_reasoning: the app sends reasoning; else its answers have none to drop.
         """
         if CauseName.HISTORY_EDITED in causes and self._result is not None:
-            groups = tuple(tuple(map(self._filled_stub, group)) for group in groups)
+            fill_stub = partial(self._fill_stub, self._result)
+            groups = tuple(tuple(map(fill_stub, group)) for group in groups)
         if CauseName.REASONING_DROPPED in causes and self._reasoning is not None and has_reasoning:
             groups = self._with_reasoning(groups, self._reasoning)
         return groups
 
-    def _filled_stub(self, segment: PlacedUnit) -> PlacedUnit:
+    def _fill_stub(self, result: int, segment: PlacedUnit) -> PlacedUnit:
         unit, path = segment
         stored = self._corpus.units[unit]
         if " " not in stored.label or hash(self._corpus.text(unit)) not in self._stubs:
             return segment
-        assert self._result is not None
-        text = self._corpus.text(self._result)
-        form = self._corpus.units[self._result].form
+        text, form = self._corpus.text(result), self._corpus.units[result].form
         return self._corpus.unit_of(Segment("", stored.kind, text, form, stored.label)), path
 
     def _with_reasoning(self, groups: Groups, reasoning: PlacedUnit) -> Groups:
         """With reasoning before each run of the model's segments that has none."""
-        out: list[tuple[PlacedUnit, ...]] = list(groups)
-        begin: int | None = None
-        has_any = False
-        for at, group in enumerate((*groups, ())):
-            is_end = at == len(groups) or not self._is_of_model(group)
-            if is_end and group == () and at < len(groups):
-                continue  # nothing stands here
-            if is_end:
-                if begin is not None and not has_any:
-                    out[begin] = (reasoning, *out[begin])
-                begin, has_any = None, False
-                continue
-            begin = at if begin is None else begin
-            has_any |= any(is_reasoning(self._corpus, unit, path) for unit, path in group)
+        out = list(groups)
+        filled = (at for at, group in enumerate(groups) if group)
+        for is_of_model, run in groupby(filled, lambda at: self._is_of_model(groups[at])):
+            places = list(run)
+            segments = chain(*(groups[at] for at in places))
+            if is_of_model and not any(is_reasoning(self._corpus, *item) for item in segments):
+                out[places[0]] = (reasoning, *out[places[0]])
         return tuple(out)
 
     def _is_of_model(self, group: Sequence[PlacedUnit]) -> bool:
         """Whether a group ends with a segment that the model has written."""
-        if not group:
-            return False
         stored = self._corpus.units[group[-1][0]]
         role = stored.label.partition(" ")[0]
         return stored.kind is SegmentKind.MESSAGE and role not in _OTHERS

@@ -160,7 +160,6 @@ class _PageReader:
             num_output=num_output,
             start_s=request.start_s,
         )
-        self._kinds["hashed"] += 1
 
     def _add_text(self, request: LoggedRequest, settings: list[int], prompt: list[int]) -> None:
         builder = self._builder_of(None)

@@ -64,13 +64,8 @@ class CostModel:
             )
         facts = values.get("facts")
         step_s, token_s, read_s = constants
-        return cls(
-            step_s=step_s,
-            token_s=token_s,
-            read_s=read_s,
-            model=str(values.get("model", "")),
-            facts=facts if isinstance(facts, dict) else {},
-        )
+        known_facts = facts if isinstance(facts, dict) else {}
+        return cls(step_s, token_s, read_s, str(values.get("model", "")), known_facts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +96,7 @@ def fit_cost(samples: list[StepSample], *, model: str = "") -> CostModel:
         "p90_error": float(np.quantile(errors, 0.9)),
     }
     step_s, token_s, read_s = constants.tolist()
-    return CostModel(step_s=step_s, token_s=token_s, read_s=read_s, model=model, facts=facts)
+    return CostModel(step_s, token_s, read_s, model, facts)
 
 
 def _non_negative(columns: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:
