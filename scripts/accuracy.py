@@ -56,7 +56,7 @@ class Round:
     num_right: int
 
 
-def said(role: str, text: str) -> Message:
+def message(role: str, text: str) -> Message:
     return {"role": role, "content": text}
 
 
@@ -68,11 +68,11 @@ def tiny_questions(count: int) -> list[Question]:
         rng = random.Random(f"held-out-accuracy-{number}")
         document = make_document(rng, num_facts=NUM_FACTS)
         examples, remaining = document.facts[:SHOTS], document.facts[SHOTS:]
-        prefix = [said("system", document.text)]
+        prefix = [message("system", document.text)]
         for fact in examples:
-            prefix += [said("user", fact.question), said("assistant", fact.answer)]
+            prefix += [message("user", fact.question), message("assistant", fact.answer)]
         questions += [
-            Question([*prefix, said("user", fact.question)], fact.answer) for fact in remaining
+            Question([*prefix, message("user", fact.question)], fact.answer) for fact in remaining
         ]
         number += 1
     return questions[:count]

@@ -39,7 +39,7 @@ filter_list:
 
 
 @dataclass(frozen=True)
-class Told:
+class HarnessResult:
     """The results of one run of the harness."""
 
     answers: list[str]
@@ -80,7 +80,7 @@ class Harness:
         (folder / f"{TASK}.yaml").write_text(task, "utf-8")
         self.rounds = 0
 
-    def ask_all(self, url: str) -> Told:
+    def ask_all(self, url: str) -> HarnessResult:
         """Run lm-eval once on all problems; returns answers, score and the counters' growth."""
         self.rounds += 1
         out = Path(self.folder.name) / f"round-{self.rounds}"
@@ -108,7 +108,7 @@ class Harness:
         records = [json.loads(line) for line in samples.read_text("utf-8").splitlines()]
         records.sort(key=lambda record: int(record["doc_id"]))
         score = json.loads(results.read_text("utf-8"))["results"][TASK]
-        return Told(
+        return HarnessResult(
             answers=[str(record["resps"][0][0]) for record in records],
             num_right=round(score["exact_match,flexible-extract"] * len(records)),
             seconds=spent["seconds"] / self.threads,

@@ -39,7 +39,7 @@ SYSTEMS = [f"You answer questions about the town of {name}. " * 4 for name in ("
 
 
 @dataclass
-class Seen:
+class ClientCounts:
     """Counts, errors and token gaps that the clients measured."""
 
     num_done: int = 0
@@ -120,7 +120,9 @@ def request_of(body: bytes) -> bytes:
     return f"{head}Connection: close\r\n\r\n".encode() + body
 
 
-async def one_stream(server: Server, seen: Seen, rng: random.Random, max_tokens: int) -> None:
+async def one_stream(
+    server: Server, counts: ClientCounts, rng: random.Random, max_tokens: int
+) -> None:
     """Stream one request; with probability LEAVES, disconnect after 0 to 3 seconds."""
     leave_s = rng.uniform(0, 3) if rng.random() < LEAVES else None
     reader, writer = await asyncio.open_connection(server.host, server.port)
@@ -128,53 +130,53 @@ async def one_stream(server: Server, seen: Seen, rng: random.Random, max_tokens:
     try:
         async with asyncio.timeout(leave_s):
             writer.write(request_of(body_of(rng, max_tokens)))
-            is_whole = await read_stream(reader, seen)
+            is_whole = await read_stream(reader, counts)
     except TimeoutError:
-        seen.num_left += 1
+        counts.num_left += 1
         return
     finally:
         writer.transport.abort()
     if is_whole:
-        seen.num_done += 1
+        counts.num_done += 1
 
 
-async def read_stream(reader: asyncio.StreamReader, seen: Seen) -> bool:
+async def read_stream(reader: asyncio.StreamReader, counts: ClientCounts) -> bool:
     last = None
     is_done = False
     status = await reader.readline()
     if b" 200 " not in status:
-        seen.errors.append(f"{status!r}: {(await reader.read())[-300:]!r}")
+        counts.errors.append(f"{status!r}: {(await reader.read())[-300:]!r}")
         return False
     while line := await reader.readline():
         if line.startswith(b'data: {"error"'):
-            seen.errors.append(line.decode())
+            counts.errors.append(line.decode())
             return False
         if b'"content":"' in line:
             now = time.monotonic()
             if last is not None:
-                seen.gaps_s.append(now - last)
+                counts.gaps_s.append(now - last)
             last = now
-            seen.num_tokens += 1
+            counts.num_tokens += 1
         is_done = is_done or line.startswith(b"data: [DONE]")
     if not is_done:
-        seen.errors.append("a stream broke off")
+        counts.errors.append("a stream broke off")
     return is_done
 
 
-async def streams(server: Server, count: int, seconds: float, seed: int) -> Seen:
+async def streams(server: Server, count: int, seconds: float, seed: int) -> ClientCounts:
     """Run `count` clients that send requests one after another for `seconds`."""
-    seen, until = Seen(), time.monotonic() + seconds
+    counts, until = ClientCounts(), time.monotonic() + seconds
 
     async def client(number: int) -> None:
         rng = random.Random(f"{seed} {number}")
         while time.monotonic() < until:
             try:
-                await one_stream(server, seen, rng, rng.randrange(2, 60))
+                await one_stream(server, counts, rng, rng.randrange(2, 60))
             except OSError as error:
-                seen.errors.append(repr(error))
+                counts.errors.append(repr(error))
 
     await asyncio.gather(*(client(number) for number in range(count)))
-    return seen
+    return counts
 
 
 async def watch_memory(server: Server, points: list[tuple[float, int]]) -> None:
@@ -188,7 +190,7 @@ async def load(server: Server, count: int, seconds: float) -> dict[str, Any]:
     await streams(server, count, min(10.0, seconds / 4), seed=1)  # buffers, arenas, the cache
     before = server.delays()
     watch = asyncio.create_task(watch_memory(server, points))
-    seen = await streams(server, count, seconds, seed=2)
+    counts = await streams(server, count, seconds, seed=2)
     watch.cancel()
     after = server.delays()
     grown = {bound: after[bound] - before[bound] for bound in after}
@@ -198,12 +200,12 @@ async def load(server: Server, count: int, seconds: float) -> dict[str, Any]:
     return {
         "streams": count,
         "seconds": seconds,
-        "done": seen.num_done,
-        "left_early": seen.num_left,
-        "tokens": seen.num_tokens,
-        "errors": seen.errors[:5],
-        "gap_p50_ms": round(1000 * percentile(seen.gaps_s, 50), 1),
-        "gap_p99_ms": round(1000 * percentile(seen.gaps_s, 99), 1),
+        "done": counts.num_done,
+        "left_early": counts.num_left,
+        "tokens": counts.num_tokens,
+        "errors": counts.errors[:5],
+        "gap_p50_ms": round(1000 * percentile(counts.gaps_s, 50), 1),
+        "gap_p99_ms": round(1000 * percentile(counts.gaps_s, 99), 1),
         "loop_delay_p99_s": next(
             (bound for bound, number in sorted(grown.items()) if number >= 0.99 * total), None
         ),
@@ -238,14 +240,14 @@ async def gaps_beside(server: Server, count: int, seconds: float, *, stalled: bo
             connection.close()
 
     others = [asyncio.create_task(background()) for _ in range(count)]
-    seen, until = Seen(), time.monotonic() + seconds
+    counts, until = ClientCounts(), time.monotonic() + seconds
 
     async def client(number: int) -> None:
         own = random.Random(number)
         while time.monotonic() < until:
             reader, writer = await asyncio.open_connection(server.host, server.port)
             writer.write(request_of(body_of(own, 50)))
-            await read_stream(reader, seen)
+            await read_stream(reader, counts)
             writer.close()
 
     await asyncio.gather(*(client(number) for number in range(FOREGROUND)))
@@ -253,9 +255,9 @@ async def gaps_beside(server: Server, count: int, seconds: float, *, stalled: bo
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
     await until_idle(server)
-    if seen.errors:
-        sys.exit(f"beside stalled={stalled}: {seen.errors[:3]}")
-    return seen.gaps_s
+    if counts.errors:
+        sys.exit(f"beside stalled={stalled}: {counts.errors[:3]}")
+    return counts.gaps_s
 
 
 async def until_idle(server: Server) -> dict[str, int]:

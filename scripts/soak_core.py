@@ -13,8 +13,6 @@ failing program and the seed that reproduces it.
 
 from __future__ import annotations
 
-import argparse
-import sys
 import time
 import traceback
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -22,6 +20,7 @@ from dataclasses import dataclass
 
 from hypothesis import HealthCheck, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
+from soak_cells import end, parse_arguments
 
 from ramify.cache import INDICES, POLICIES
 from tests.pure.cache_life import machine
@@ -63,22 +62,10 @@ def soak(cell: str, operations: int, first_seed: int) -> Outcome:
 
 def main() -> None:
     cells = [f"{index}/{policy}" for index in INDICES for policy in POLICIES]
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--operations", type=int, default=1_000_000, help="over all cells")
-    parser.add_argument("--cells", default=",".join(cells), help="comma-separated, of %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="of the first run; the next add 1")
-    parser.add_argument("--jobs", type=int, help="processes (default: one per core)")
-    args = parser.parse_args()
-    selected = args.cells.split(",")
-    if unknown := set(selected) - set(cells):
-        parser.error(f"no such cells: {sorted(unknown)}; there are {cells}")
-    if args.operations < 1:
-        parser.error(f"--operations {args.operations}, but at least 1 is needed")
-
-    each = -(-args.operations // len(selected))
+    args = parse_arguments(str(__doc__), cells, "operations", 1_000_000)
     outcomes = []
     with ProcessPoolExecutor(args.jobs) as pool:
-        running = [pool.submit(soak, cell, each, args.seed) for cell in selected]
+        running = [pool.submit(soak, cell, args.per_cell, args.seed) for cell in args.cells]
         for done in as_completed(running):
             outcome = done.result()
             outcomes.append(outcome)
@@ -89,10 +76,7 @@ def main() -> None:
             )
     total = sum(outcome.operations for outcome in outcomes)
     failed = [outcome.cell for outcome in outcomes if outcome.failure]
-    print(
-        f"{total:,} operations, {len(failed)} of {len(selected)} cells failed {failed or ''}".rstrip()
-    )
-    sys.exit(bool(failed))
+    end(total, "operations", failed, len(args.cells))
 
 
 if __name__ == "__main__":

@@ -5,16 +5,14 @@
     make soak-engine ARGS="--cells chunks --seed 70 --requests 40"   one life again
 
 A life (`tests/cpu/engine_life.py`) is one engine that serves some dozens of requests: aborts,
-preemptions, several answers by fork, stop texts, penalties, guesses, and steps, copies, decoders and
+preemptions, several answers by fork, stop texts, penalties, drafts, and steps, copies, decoders and
 pages that fail. Each answer must be that of the same request alone on a fresh engine, bit for bit,
 each request ends once, and no page is leaked. A cell that fails prints the seed of that life.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
-import sys
 import tempfile
 import time
 import traceback
@@ -24,6 +22,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from soak_cells import end, parse_arguments
 
 LIFE = 40  # requests of one engine
 COLUMNS = ("requests", "tokens", "read", "aborts", "preemptions", "faults", "out of memory")
@@ -76,19 +76,7 @@ def main() -> None:
     from ramify.testing import write_tiny_checkpoint
     from tests.cpu.engine_life import CELLS, TINY
 
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--requests", type=int, default=20_000, help="over all cells")
-    parser.add_argument("--cells", default=",".join(CELLS), help="comma-separated, of %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="of the first life; the next add 1")
-    parser.add_argument("--jobs", type=int, help="processes (default: one per core)")
-    args = parser.parse_args()
-    cells = args.cells.split(",")
-    if unknown := set(cells) - set(CELLS):
-        parser.error(f"no such cells: {sorted(unknown)}; there are {list(CELLS)}")
-    if args.requests < 1:
-        parser.error(f"--requests {args.requests}, but at least 1 is needed")
-
-    requests_per_cell = -(-args.requests // len(cells))
+    args = parse_arguments(str(__doc__), CELLS, "requests", 20_000)
     heads = (*COLUMNS, *MORE)
     print(
         f"{'cell':13}" + "".join(f"{head:>{max(9, len(head) + 1)}}" for head in heads), flush=True
@@ -96,7 +84,7 @@ def main() -> None:
     outcomes = []
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(args.jobs) as pool:
         write_tiny_checkpoint(folder, "llama", **TINY)
-        running = [pool.submit(soak, cell, requests_per_cell, args.seed, folder) for cell in cells]
+        running = [pool.submit(soak, cell, args.per_cell, args.seed, folder) for cell in args.cells]
         for done in as_completed(running):
             outcome = done.result()
             outcomes.append(outcome)
@@ -106,8 +94,7 @@ def main() -> None:
                 print(f"{outcome.cell} FAILED: {outcome.failure}", flush=True)
     total = sum(outcome.counts["requests"] for outcome in outcomes)
     failed = [outcome.cell for outcome in outcomes if outcome.failure]
-    print(f"{total:,} requests, {len(failed)} of {len(cells)} cells failed {failed or ''}".rstrip())
-    sys.exit(bool(failed))
+    end(total, "requests", failed, len(args.cells))
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ class Batch:
 
     tokens: torch.Tensor  # [rows, length] int64, padded on the right
     positions: torch.Tensor  # [rows, length] int64
-    answers: torch.Tensor  # [rows, length] int64: 1 + number in `asked`; else 0 or `COPIED`
+    answers: torch.Tensor  # [rows, length] int64: 1 + index in `asked_facts`; else 0 or `COPIED`
     asked_facts: list[Fact]
 
 
