@@ -18,9 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +26,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from machine import commit, cpu_model
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -52,7 +51,7 @@ class Work:
     kv_len: int
     q_len: int
     shared: int
-    goal: float  # times as fast as the best of torch's ways, gathering included
+    goal: float  # times as fast as the fastest of torch's, gathering included
 
     @property
     def multiply_adds(self) -> float:
@@ -143,18 +142,18 @@ class Case:
         output = scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=True)
         return output.transpose(1, 2)
 
-    def ways(self) -> dict[str, tuple[Run, bool]]:
+    def implementations(self) -> dict[str, tuple[Run, bool]]:
         """Name → (what to run, exact)."""
-        ways = {
+        runs = {
             "Ramify cpu": (self.ramify("cpu", True), True),
             "Ramify blocked (torch alone)": (self.ramify("blocked", True), True),
         }
         if self.work.q_len == 1:
-            ways["folded sdpa"] = (self.folded_sdpa, False)
-            ways["folded matmul"] = (self.folded_matmul, False)
+            runs["folded sdpa"] = (self.folded_sdpa, False)
+            runs["folded matmul"] = (self.folded_matmul, False)
         else:
-            ways["causal sdpa"] = (self.causal_sdpa, False)
-        return ways
+            runs["causal sdpa"] = (self.causal_sdpa, False)
+        return runs
 
 
 def seconds(run: Callable[[], object]) -> float:
@@ -183,24 +182,24 @@ def machine_limits(dtype: torch.dtype) -> tuple[float, float]:
 def measure(work: Work, dtype: torch.dtype, rounds: int) -> dict[str, object]:
     """Time every implementation in turns; measures the machine's limits before and after."""
     case = Case(work, dtype)
-    ways = case.ways()
+    implementations = case.implementations()
     limits = [machine_limits(dtype)]
     expected = None
-    for run, _ in ways.values():  # also warms up
+    for run, _ in implementations.values():  # also warms up
         output = run().float().reshape(-1, DIM)
         assert expected is None or torch.allclose(output, expected, atol=3e-2)
         expected = output
-    times: dict[str, list[float]] = {name: [] for name in ways}
+    times: dict[str, list[float]] = {name: [] for name in implementations}
     for _ in range(rounds):
-        for name, (run, _) in ways.items():
+        for name, (run, _) in implementations.items():
             times[name].append(seconds(run))
     limits.append(machine_limits(dtype))
-    bandwidth, peak = (max(some) for some in zip(*limits, strict=True))
+    bandwidth, peak = (max(rates) for rates in zip(*limits, strict=True))
     return {
         "work": work.name,
         "dtype": str(dtype).removeprefix("torch."),
         "times": times,
-        "exact": {name: exact for name, (_, exact) in ways.items()},
+        "exact": {name: exact for name, (_, exact) in implementations.items()},
         "goal": work.goal,
         "limit_s": max(work.num_bytes(dtype) / bandwidth, work.multiply_adds / peak),
         "bandwidth_gb_s": bandwidth / 1e9,
@@ -211,7 +210,7 @@ def measure(work: Work, dtype: torch.dtype, rounds: int) -> dict[str, object]:
 def table(results: list[dict[str, object]]) -> str:
     """Markdown: medians, ratios per round with their spread, share of the limit."""
     lines = [
-        "| work | dtype | way | exact | ms, median (min–max) | × Ramify cpu | goal | limit / time |",
+        "| work | dtype | implementation | exact | ms, median (min–max) | × Ramify cpu | goal | limit / time |",
         "|---|---|---|---|---:|---:|---:|---:|",
     ]
     for result in results:
@@ -244,15 +243,9 @@ def main() -> None:
     parser.add_argument("--dtypes", default="float32,bfloat16")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    model = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
-         if line.startswith("model name")), platform.machine(),
-    )  # fmt: skip
     setting = (
-        f"commit {commit}, {model}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+        f"commit {commit()}, {cpu_model()}, {torch.get_num_threads()} threads, "
+        f"torch {torch.__version__}"
     )
     print(setting + "\n", flush=True)
     results = []

@@ -3,9 +3,9 @@
     python benchmarks/decode_bound.py                                 M in bfloat16 after 2,048 tokens
     python benchmarks/decode_bound.py --model S --dtype float32 --rounds 20
 
-The bound is a step's bytes over the rate at which a sum reads memory. Memory that is shared with
-others is fast and slow by turns, so each round measures the rate, decodes, and measures it again;
-the larger of both counts. Told are the medians, with the least and the greatest round.
+The bound is a step's bytes over the rate at which a sum reads memory. That rate changes on a machine
+with neighbours, so each round measures it before and after decoding and takes the larger. Printed are
+the medians, with the smallest and the largest round.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-import subprocess
 import time
 from pathlib import Path
 
 import torch
 from engines.models import DTYPES, MODELS, TITLES, VALUE_BYTES, shape_of, write_model
 from engines.peaks import Peaks
+from machine import commit
 
 from ramify import LLM, SamplingParams
 
-FEW, MANY = 4, 36  # new tokens; what takes long once is in both
+FEW, MANY = 4, 36  # new tokens; their difference in time leaves out prefill and start
 SCRATCH = Path(__file__).parents[1] / "build" / "bench-models"
 
 
@@ -36,9 +36,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
 
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
     torch.set_num_threads(args.threads)
     llm = LLM(write_model(SCRATCH, args.model, args.dtype) / args.dtype, dtype=args.dtype)
     vocab = MODELS[args.model]["vocab_size"]
@@ -71,7 +68,7 @@ def main() -> None:
         )
     print(
         f"{TITLES[args.model]}, {args.dtype}, {args.prompt} tokens before, {args.threads} threads, "
-        f"{commit}: {1e3 * statistics.median(steps):.1f} ms a token, "
+        f"{commit()}: {1e3 * statistics.median(steps):.1f} ms a token, "
         f"{num_bytes / 1e6:.0f} MB at {statistics.median(rates) / 1e9:.1f} GB/s; "
         f"{statistics.median(shares):.0%} of the bound ({min(shares):.0%} to {max(shares):.0%}, "
         f"{args.rounds} rounds)"

@@ -118,8 +118,8 @@ def timed(call: Callable[[], object]) -> list[float]:
     return [start.elapsed_time(stop) for start, stop in zip(begin, end, strict=True)]
 
 
-def batch_of(case: Case, *, tell: bool) -> AttentionBatch:
-    """A batch over scattered pages; `tell` adds the shared prefix to it."""
+def batch_of(case: Case, *, is_shared: bool) -> AttentionBatch:
+    """A batch over scattered pages; `is_shared` adds the shared prefix to it."""
     common = case.shared // PAGE_SIZE
     counts = [-(-(cached + new) // PAGE_SIZE) - common for cached, new in case.shares]
     pages = torch.randperm(
@@ -131,12 +131,12 @@ def batch_of(case: Case, *, tell: bool) -> AttentionBatch:
         rows.append([*first, *pages[at : at + count]])
         at += count
     extends = [Extend(i, i, cached, new) for i, (cached, new) in enumerate(case.shares)]
-    sharing = [(-1, 0), *[(0, case.shared)] * (len(rows) - 1)] if tell and common else ()
+    sharing = [(-1, 0), *[(0, case.shared)] * (len(rows) - 1)] if is_shared and common else ()
     return AttentionBatch.build(extends, PagedBlockTable.of(rows, PAGE_SIZE), sharing)
 
 
 def measure(
-    case: Case, name: str, exact: bool, limits: Limits, device: torch.device, *, tell: bool
+    case: Case, name: str, exact: bool, limits: Limits, device: torch.device, *, is_shared: bool
 ) -> Row | str:
     """A row, or the reason why there is none."""
     spec = AttentionSpec(
@@ -146,7 +146,7 @@ def measure(
     reason = backend_class(name).supports(spec, device)
     if reason is not None:
         return reason
-    backend, batch = backend_class(name)(spec, device), batch_of(case, tell=tell)
+    backend, batch = backend_class(name)(spec, device), batch_of(case, is_shared=is_shared)
     num_pages = int(batch.block_table.max()) + 1
     planes, q = inputs(num_pages, batch.num_tokens, device)
     plan = backend.plan(batch)
@@ -155,7 +155,7 @@ def measure(
     for _ in range(5):
         backend.plan(batch)
     plan_ms = (time.perf_counter() - start) / 5 * 1e3
-    label = f"{name}, told what is shared" if tell else name
+    label = f"{name}, prefixes shared" if is_shared else name
     ms = median(times)
     return Row(
         case.name, label, exact, ms, times[REPEATS // 4], times[3 * REPEATS // 4], plan_ms,
@@ -221,8 +221,8 @@ def main() -> None:
             continue
         for name in BACKENDS:
             for exact in (True, False) if name == "triton" else (False,):
-                for tell in (True, False) if case.shared and name == "triton" else (False,):
-                    outcome = measure(case, name, exact, limits, device, tell=tell)
+                for is_shared in (True, False) if case.shared and name == "triton" else (False,):
+                    outcome = measure(case, name, exact, limits, device, is_shared=is_shared)
                     if isinstance(outcome, Row):
                         rows.append(outcome)
                     elif (line := f"{name}: {outcome}") not in absent:

@@ -106,7 +106,7 @@ def shapes(text: str) -> list[Shape]:
     return [known[name] for name in text.split(",")]
 
 
-Found = dict[str, dict[str, list[float]]]  # cell → figure → values by pair
+Timings = dict[str, dict[str, list[float]]]  # cell → figure → values by pair
 
 
 class Sides:
@@ -130,9 +130,9 @@ class Sides:
             if "absent" in reply:
                 raise SystemExit(f"{OURS} cannot be loaded: {reply['absent']}")
 
-    def measure(self, shapes: Sequence[Shape], pairs: int) -> list[Found]:
+    def measure(self, shapes: Sequence[Shape], pairs: int) -> list[Timings]:
         """Run `pairs` pairs of each shape in alternating order; returns the timings of each side."""
-        timings: list[Found] = [{} for _ in self._workers]
+        timings: list[Timings] = [{} for _ in self._workers]
         for shape in shapes:
             for pair in range(pairs + 1):  # the first one warms up
                 self._pair += 1
@@ -283,7 +283,7 @@ def compare(args: argparse.Namespace) -> int:
     return 1 if slower else 0
 
 
-def _table(now: Found, base: Found, stored: dict[str, Any], verdicts: list[Verdict]) -> str:
+def _table(now: Timings, base: Timings, stored: dict[str, Any], verdicts: list[Verdict]) -> str:
     by_figure = {(verdict.cell, verdict.figure): verdict for verdict in verdicts}
     lines = [
         HEAD,
@@ -323,9 +323,7 @@ def main() -> int:
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--pairs", type=int, default=12)
-    parser.add_argument(
-        "--plant", type=float, default=1.0, help="slow each step down so many times"
-    )
+    parser.add_argument("--plant", type=float, default=1.0, help="factor to slow each step down by")
     parser.add_argument("--cells", type=shapes, default=list(SHAPES), help="such as 1x128x32,...")
     parser.add_argument("--against", metavar="COMMIT", help="instead of the stored baseline's")
     parser.add_argument("--save", action="store_true", help="store a baseline instead")

@@ -5,8 +5,8 @@
 
 Every running request decodes with about 1,000 tokens of context in pages of 16; the waiting ones
 find no free row. The executor answers at once. All cells take turns, a few steps each, so that a
-slow phase of the machine meets all of them; told are the least and the median time per step in ms,
-and the least time inside each part. Parts are timed by wrapping them, which costs about 0.2 us per
+slow phase of the machine meets all of them; printed are the least and the median time per step in
+ms, and the least time inside each part. Parts are timed by wrapping them, which costs about 0.2 us per
 call; `step` is taken from steps without that.
 """
 
@@ -36,7 +36,7 @@ NEW_TOKENS = 900
 LONE = SampledTokens((7,))
 
 
-class AtOnce:
+class InstantExecutor:
     """An executor that answers token 7 to everything."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Cell:
             kv_cache_tokens=2 * tokens, max_num_seqs=num_running, max_batch_tokens=8192
         )
         config = resolve(engine_config, model_max_len=32_768, token_bytes=1, free_memory=0)
-        self.device = AtOnce()
+        self.device = InstantExecutor()
         self.core: EngineCore = EngineCore(config, self.device, vocab_size=32_000)
         rng = random.Random(1)
         head = [rng.randrange(32_000) for _ in range(shared)]

@@ -42,7 +42,7 @@ class Core(Protocol):
         """
 
     def evict(self, num_pages: int) -> None:
-        """Evict at least so many pages."""
+        """Evict at least `num_pages` pages."""
 
     def check(self) -> None:
         """Raise if pages leaked or pins were left behind; no request is open."""
@@ -74,5 +74,5 @@ class AbsentError(Exception):
 
 
 def round_up(num_tokens: int, page_size: int) -> int:
-    """Pages that hold so many tokens."""
+    """Pages that hold `num_tokens` tokens."""
     return -(-num_tokens // page_size)

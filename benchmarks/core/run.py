@@ -84,9 +84,9 @@ class Worker:
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").split("\n")
         said = [line.strip() for line in lines if line.strip()]
-        # A child's message comes before the one in which its parent mourns it.
+        # Below a child's own error stands its parent's message that the child ended.
         worker_lines = [line for line in said if not line.startswith("the child for ")]
-        return (worker_lines or said or ["ended without a word"])[-1]
+        return (worker_lines or said or ["ended without a message"])[-1]
 
 
 @dataclass(slots=True)

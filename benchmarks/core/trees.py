@@ -66,11 +66,6 @@ class PagePool:
         self.free(slots)
 
 
-def pages_of(slots: Any, page_size: int) -> list[int]:
-    """Return the page ids of whole runs of slots."""
-    return [int(slot) // page_size for slot in slots[::page_size]]
-
-
 @dataclass(slots=True)
 class TreeRequest:
     """Token ids in the tree's container, and their slots."""
@@ -79,8 +74,19 @@ class TreeRequest:
     num_prompt: int
     pin: Any = field(init=False)
     hit: int = field(init=False)
-    hit_pages: Any = field(init=False)  # slots of the hit
-    slots: Any = field(init=False)  # of what was allocated
+    hit_slots: Any = field(init=False)
+    slots: Any = field(init=False)  # allocated for the rest
+
+
+def pages_of(slots: Any, page_size: int) -> list[int]:
+    """The page ids of whole runs of slots."""
+    return [int(slot) // page_size for slot in slots[::page_size]]
+
+
+def path_pages_of(request: TreeRequest, page_size: int) -> list[int]:
+    """The whole pages of a request's tokens: its hit, then what was allocated."""
+    pages = pages_of(request.hit_slots, page_size) + pages_of(request.slots, page_size)
+    return pages[: len(request.ids) // page_size]
 
 
 # -- SGLang --------------------------------------------------------------------------------------
@@ -133,7 +139,7 @@ class SGLangCore:
         else:
             request.pin = node
             cache.inc_lock_ref(node)
-        request.hit_pages = cache.path_device_indices(node)
+        request.hit_slots = cache.path_device_indices(node)
         return request.hit
 
     def alloc(self, request: TreeRequest) -> None:
@@ -146,7 +152,7 @@ class SGLangCore:
 
     def insert(self, request: TreeRequest) -> None:
         torch, cache, hit = self._torch, self._cache, request.hit
-        slots = torch.cat((request.hit_pages, request.slots))
+        slots = torch.cat((request.hit_slots, request.slots))
         whole = len(request.ids) // self._page_size * self._page_size
         key = self._key(request.ids)
         if whole != len(request.ids):
@@ -166,11 +172,10 @@ class SGLangCore:
             cache.dec_lock_ref(request.pin)
 
     def read_pages(self, request: TreeRequest) -> list[int]:
-        return pages_of(request.hit_pages, self._page_size)
+        return pages_of(request.hit_slots, self._page_size)
 
     def path_pages(self, request: TreeRequest) -> list[int]:
-        slots = self._torch.cat((request.hit_pages, request.slots))
-        return pages_of(slots, self._page_size)[: len(request.ids) // self._page_size]
+        return path_pages_of(request, self._page_size)
 
     def evict(self, num_pages: int) -> None:
         self._cache.evict(self._base.EvictParams(num_tokens=num_pages * self._page_size))
@@ -237,7 +242,7 @@ class MiniSGLangCore:
         handle = self._cache.match_prefix(request.ids[: request.num_prompt - 1]).cuda_handle
         self._cache.lock_handle(handle)
         request.pin, request.hit = handle, int(handle.cached_len)
-        request.hit_pages = handle.get_matched_indices() if request.hit else self._nothing
+        request.hit_slots = handle.get_matched_indices() if request.hit else self._nothing
         return request.hit
 
     def alloc(self, request: TreeRequest) -> None:
@@ -249,7 +254,7 @@ class MiniSGLangCore:
         request.slots = self._pool.alloc(need)
 
     def insert(self, request: TreeRequest) -> None:
-        slots = self._torch.cat((request.hit_pages, request.slots))
+        slots = self._torch.cat((request.hit_slots, request.slots))
         known = self._cache.insert_prefix(request.ids, slots[: len(request.ids)]).cached_len
         self._cache.lock_handle(request.pin, unlock=True)
         whole = len(request.ids) // self._page_size * self._page_size
@@ -259,11 +264,10 @@ class MiniSGLangCore:
             self._pool.free(slots[whole:])
 
     def read_pages(self, request: TreeRequest) -> list[int]:
-        return pages_of(request.hit_pages, self._page_size)
+        return pages_of(request.hit_slots, self._page_size)
 
     def path_pages(self, request: TreeRequest) -> list[int]:
-        slots = self._torch.cat((request.hit_pages, request.slots))
-        return pages_of(slots, self._page_size)[: len(request.ids) // self._page_size]
+        return path_pages_of(request, self._page_size)
 
     def evict(self, num_pages: int) -> None:
         self._pool.free(self._cache.evict(num_pages * self._page_size))

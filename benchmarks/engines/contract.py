@@ -50,7 +50,7 @@ class Engine(Protocol):
     note: str  # what a reader of its figures must know
 
     def prepare(self, num_requests: int, request_tokens: int) -> None:
-        """Off the clock, before a workload of so many requests at once, each at most so long."""
+        """Off the clock, before a workload: its requests at once, and the tokens of the longest."""
 
     def generate(self, prompts: Prompts, num_new: int) -> Answer:
         """`num_new` tokens for every prompt."""

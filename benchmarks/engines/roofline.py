@@ -54,7 +54,7 @@ class ModelShape:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
     def attention_flops(self, num_pairs: int) -> float:
-        """Of so many pairs of query row and key, all heads and layers."""
+        """FLOPs of `num_pairs` pairs of query row and key, over all heads and layers."""
         return 4.0 * self.num_layers * self.num_heads * self.head_dim * num_pairs
 
 

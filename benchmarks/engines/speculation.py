@@ -15,7 +15,7 @@ from engines.stats import median_interval
 from engines.workloads import Task
 
 PROMPT, NEW = 512, 128
-EDIT_EVERY = 12  # of the code is changed: one token in so many
+EDIT_EVERY = 12  # one token in 12 of the code is changed
 MAX_LEN = 2 * (PROMPT + NEW)
 
 
