@@ -28,12 +28,12 @@ logger = logging.getLogger(__name__)
 # 1..16 because libraries switch kernels there: float32 F.linear differs at 1-3, 5-7 and 9-11 rows
 # with AVX2 and AVX-512. The others are near sizes at which work is split among threads.
 PROBE_ROW_COUNTS = (*range(1, 17), 24, 31, 32, 33, 64, 100, 127, 128, 257, 512)
-PROBE_VERSION = (
-    2  # part of a verdict's key: a stronger probe forgets the verdicts of the one before
-)
+# Part of a verdict's key: a stronger probe ignores the verdicts of the version before.
+PROBE_VERSION = 2
 # Rows of a float32 matmul have the same bits at all multiples of 8 rows (measured: AVX2, AVX-512).
 FP32_ROW_MULTIPLE = 8
-# Small counts are tried on this many rows, fewer of wide results: one output in thousands shows a difference.
+# A small row count is tried at several offsets, which cover `MANY_ROWS` rows: one output in thousands
+# shows a difference. `FEW_ROWS` where a row of the result has `WIDE` elements or more.
 MANY_ROWS, FEW_ROWS, WIDE = 64, 16, 2**15
 EXTRA_ROWS = 9  # beyond the largest count, so that it too is tried at two offsets
 BATCHED, ROW_BY_ROW = "batched", "row_by_row"  # strategies: all rows in one call, a call per row

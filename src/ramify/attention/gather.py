@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ramify.attention.batch import AttentionBatch
@@ -35,6 +37,12 @@ def request_slices(batch: AttentionBatch, device: torch.device) -> list[RequestS
         keys = torch.arange(len(slots), device=device)
         slices.append(RequestSlice(start, stop, slots, positions[start:stop], keys))
     return slices
+
+
+def all_kv_slots(batch: AttentionBatch) -> NDArray[np.int64]:
+    """Slots of the keys of all requests, concatenated: [total_kv]."""
+    slots = [batch.kv_slots(seq) for seq in range(batch.num_seqs)]
+    return np.concatenate(slots) if slots else np.zeros(0, np.int64)
 
 
 def attention_mask(

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from ramify.attention.exactness import Exactness
+from ramify.attention.exactness import BATCHED, Exactness, dtype_name
 from ramify.errors import ConfigError
 
 
@@ -76,19 +76,19 @@ def reason_not_plain_mha(spec: AttentionSpec) -> str | None:
 
 
 def reason_no_sinks(spec: AttentionSpec) -> str | None:
-    """The reason of a backend without attention sinks; None for a model without them."""
+    """The reason of a backend that computes no attention sinks; None for a model without sinks."""
     return "attention sinks: its softmax has only the keys" if spec.sinks else None
 
 
 def reason_not_half(spec: AttentionSpec) -> str | None:
-    """The reason of a backend for bfloat16 and float16, queries and K/V alike; None for these."""
+    """The reason of a backend for half precision; None if queries and K/V are both bfloat16 or float16."""
     if spec.dtype in (torch.bfloat16, torch.float16) and spec.plane_dtype == spec.dtype:
         return None
     return f"dtype={spec.dtype} with K/V in {spec.plane_dtype}: both must be the same half"
 
 
 def reason_no_cuda(device: torch.device) -> str | None:
-    """The reason of any backend for a CUDA device that torch does not find; None for others."""
+    """The reason of any backend if `device` is CUDA and torch finds none; else None."""
     if device.type == "cuda" and not torch.cuda.is_available():
         return "device cuda: this torch finds no CUDA device"
     return None
@@ -97,10 +97,9 @@ def reason_no_cuda(device: torch.device) -> str | None:
 def unprobed_exactness(spec: AttentionSpec, strategy: str, reason: str) -> list[Exactness]:
     """The exactness report of a backend that probes nothing."""
     shape = (spec.num_kv_heads, spec.head_dim)
-    dtype = str(spec.plane_dtype).removeprefix("torch.")
-    return [Exactness("attention", shape, dtype, strategy, reason)]
+    return [Exactness("attention", shape, dtype_name(spec.plane_dtype), strategy, reason)]
 
 
 def not_exact(spec: AttentionSpec) -> list[Exactness]:
     """The exactness report of a backend that is used with `exact=False` only."""
-    return unprobed_exactness(spec, "batched", "exact=False")
+    return unprobed_exactness(spec, BATCHED, "exact=False")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ramify.attention.batch import AttentionBatch
 from ramify.attention.exactness import Exactness
-from ramify.attention.gather import gather_kv_f32
+from ramify.attention.gather import all_kv_slots, gather_kv_f32
 from ramify.attention.spec import AttentionSpec, not_exact, reason_no_cuda, reason_no_sinks
 
 
@@ -73,7 +73,6 @@ class FlexBackend:
                 np.arange(len(begin)) - begin,
             )
         )
-        slots = [batch.kv_slots(seq) for seq in range(batch.num_seqs)]
         masks: dict[int | None, Any] = {}
         for window in set(self.spec.windows) if batch.num_tokens else ():
             masks[window] = create_block_mask(
@@ -84,8 +83,8 @@ class FlexBackend:
                 batch.total_kv,
                 device=str(self.device),
             )
-        flat = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *slots])).to(self.device)
-        return FlexPlan(batch.num_tokens, flat, masks)
+        slots = torch.from_numpy(all_kv_slots(batch)).to(self.device)
+        return FlexPlan(batch.num_tokens, slots, masks)
 
     def run(
         self,

@@ -33,9 +33,9 @@ class SdpaPlan:
 class SdpaBackend:
     """Gathers a request's K/V and passes the query heads of a GQA group as query rows.
 
-    K/V are gathered into reused buffers; contiguous pages are read in place. The mask is explicit: SDPA's own causal mask is aligned
-    top-left, which is wrong after a cached prefix. Bits depend on the key length, so decode
-    differs from prefill.
+    K/V are gathered into reused buffers; contiguous pages are read in place. The mask is explicit:
+    SDPA's own causal mask is aligned top-left, which is wrong after a cached prefix. Bits depend on
+    the key length, so decode differs from prefill.
     """
 
     def __init__(self, spec: AttentionSpec, device: torch.device) -> None:

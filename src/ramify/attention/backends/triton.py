@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ramify.attention.backends.triton_partition import GpuPartition, PartitionConfig, partition_step
 from ramify.attention.batch import AttentionBatch
-from ramify.attention.exactness import Exactness
+from ramify.attention.exactness import Exactness, dtype_name
 from ramify.attention.spec import (
     AttentionSpec,
     not_exact,
@@ -270,7 +270,7 @@ class TritonBackend:
             PAGE=spec.page_size, WINDOW=window, SOFT_CAP=spec.soft_cap or 0.0,
             K_FP8=FLOAT8.get(k.dtype, 0), V_FP8=FLOAT8.get(v.dtype, 0),
             ROPE_FP8=FLOAT8.get(rope.dtype, 0), INTERPRETED=self._interpreted,
-            TYPE=TYPES[str(_compute_dtype(spec)).removeprefix("torch.")],
+            TYPE=TYPES[dtype_name(_compute_dtype(spec))],
             K_SCALED=k_scale is not None, V_SCALED=v_scale is not None,
             ROPE_SCALED=latent and rope_scale is not None,
             LATENT=latent, SPARSE=spec.sparse,

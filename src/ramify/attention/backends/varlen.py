@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ramify.attention.batch import AttentionBatch
 from ramify.attention.exactness import Exactness
-from ramify.attention.gather import gather_rows
+from ramify.attention.gather import all_kv_slots, gather_rows
 from ramify.attention.spec import (
     AttentionSpec,
     not_exact,
@@ -77,9 +77,8 @@ class VarlenBackend:
         if _reads_pages(self.device):
             keys = {"kv_lens": batch.seq_lens_kv, "block_table": batch.block_table.clip(0)}
         else:
-            slots = [batch.kv_slots(seq) for seq in range(batch.num_seqs)]
             cu_k = np.concatenate([[0], np.cumsum(batch.seq_lens_kv)]).astype(np.int32)
-            keys = {"cu_k": cu_k, "slots": np.concatenate([np.zeros(0, np.int64), *slots])}
+            keys = {"cu_k": cu_k, "slots": all_kv_slots(batch)}
         return VarlenPlan(
             batch.num_tokens,
             batch.max_q_len,
