@@ -22,13 +22,13 @@ OP_GEMM, OP_NORM_ROPE, OP_NORM, OP_ROUTE, OP_GROUP, OP_COMBINE = range(6)
 OP_X, OP_X_STRIDE, OP_OUT, OP_OUT_STRIDE, OP_ITEMS, OP_GATHER = 2, 3, 10, 11, 18, 19
 # address of the number of items, also of the op that groups; see `moe`
 OP_NUM_ITEMS = 20
-# of a GEMM that adds: bits of the float32 that its result is multiplied with before
+# of a GEMM with ADD_RESIDUAL: the scale of its result, as the bits of a float32
 OP_SCALE = 21
 OP_NORM_KIND = 17  # of every op with a norm: storage kind of its weights
 # of qk-norm + rope, see `norm_rope.norm_rope`
 OP_ROWS, OP_NUM_TASKS, OP_OUT_OF_RANGE, OP_QK_NORM = 1, 11, 12, 13
 # of a norm of rows, see `norm_rope.norm_rows`, and of the ops of `moe`
-OP_WIDE, OP_ROUTING = 5, 6
+OP_F32_COPY, OP_ROUTING = 5, 6
 # of the combine op: rows of a shared expert and their float32 weights
 OP_SHARED, OP_SHARED_WEIGHTS = 12, 13
 

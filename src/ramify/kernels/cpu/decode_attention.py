@@ -66,7 +66,7 @@ def _row_tile(num_rows: int) -> int:
 
 @jit
 def _prefetch_target(block: InPlaceBlock, pass_index: int, key_range: Any) -> Any:
-    """What a pass reads, as `line_prefetcher` takes it: address, offsets, rows, lines per row.
+    """What a pass reads, as `line_prefetcher` takes it: address, row offsets, rows, lines per row.
 
     Passes go over the keys of `key_range`, then over its values, then over the next block's keys.
     """
@@ -94,11 +94,11 @@ def _prefetch_target(block: InPlaceBlock, pass_index: int, key_range: Any) -> An
 
 
 @jit
-def _prefetch_share(target: Any, index: int, count: int) -> Any:
-    """Share `index` of `count` of a target's rows; if it is empty, any line."""
+def _prefetch_share(target: Any, head: int, num_heads: int, first_row: int) -> Any:
+    """Rows of a target to prefetch beside a row tile: a head's share for its first tile, else any line."""
     source, offsets, num_rows, num_lines = target
-    begin, end = index * num_rows // count, (index + 1) * num_rows // count
-    if begin >= end:
+    begin, end = head * num_rows // num_heads, (head + 1) * num_rows // num_heads
+    if first_row > 0 or begin >= end:
         return source, offsets, 1, 1
     return source, offsets + 8 * begin, end - begin, num_lines
 
@@ -120,11 +120,7 @@ def _qk(
             source = plane.address + (block.head + h) * plane.head_stride
             for r in range(0, block.num_rows, _MAX_ROW_TILE):
                 num_rows = min(_MAX_ROW_TILE, block.num_rows - r)
-                prefetch_rows = (
-                    _prefetch_share(target, h, block.num_heads)
-                    if r == 0
-                    else _prefetch_share(target, 0, BLOCK_KEYS)
-                )
+                prefetch_rows = _prefetch_share(target, h, block.num_heads, r)
                 into = block.scores + 4 * (BLOCK_KEYS * (h * padded_rows + r) + begin - low)
                 qk_in_place(plane, source, block.key_offsets + 8 * begin, scales.ctypes.data,
                     -(-count // KEYS_PER_VECTOR), depth, block.queries + 4 * depth * (h * block.num_rows + r),
@@ -153,11 +149,7 @@ def _pv(
             source = plane.address + (block.head + h) * plane.head_stride
             for r in range(0, block.num_rows, _MAX_ROW_TILE):
                 num_rows = min(_MAX_ROW_TILE, block.num_rows - r)
-                prefetch_rows = (
-                    _prefetch_share(target, h, block.num_heads)
-                    if r == 0
-                    else _prefetch_share(target, 0, BLOCK_KEYS)
-                )
+                prefetch_rows = _prefetch_share(target, h, block.num_heads, r)
                 row = h * padded_rows + r
                 into = block.block_output + 4 * stride * row
                 weights = block.scores + 4 * BLOCK_KEYS * row

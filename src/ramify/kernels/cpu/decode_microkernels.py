@@ -153,7 +153,8 @@ def _qk_scheme(
     """How scores are computed, by storage kind.
 
     Returns `fma` or `bf16_dot`; bytes of a query's element; the transposition of eight elements;
-    groups of KEYS_PER_VECTOR keys whose chains run side by side, to hide latency; groups per vector.
+    groups of KEYS_PER_VECTOR keys per round, whose chains run side by side to hide latency; groups per
+    vector.
     """
     if vnni:
         return bf16_dot, 2, transpose_keys_vnni, 4, 2
@@ -201,7 +202,7 @@ def qk_in_place(
         prefetch_rows: prefetched meanwhile, see `line_prefetcher`.
     """
     stored, vnni = storage_kind(plane), plane.instance_class.vnni
-    add, query_size, transpose, per_pass, per_vector = _qk_scheme(stored, vnni=vnni)
+    add, query_bytes, transpose, groups_per_round, groups_per_vector = _qk_scheme(stored, vnni=vnni)
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         _, source, offsets, scales, groups, width, queries, last, tile, into, stride = args[:11]
@@ -238,11 +239,11 @@ def qk_in_place(
                 with cgutils.for_range(builder, builder.udiv(width, i64(8))) as chunks:
                     element = builder.mul(chunks.index, i64(8))
                     columns = [columns_of(first, element, lanes) for first in firsts]
-                    query_offset = builder.mul(element, i64(query_size))
+                    query_offset = builder.mul(element, i64(query_bytes))
                     for d in range(len(columns[0])):
-                        at = builder.add(query_offset, i64(4 * d))
+                        word_offset = builder.add(query_offset, i64(4 * d))
                         for row, accs in zip(rows, sums, strict=True):
-                            word = load(builder, builder.add(row, at), f32)
+                            word = load(builder, builder.add(row, word_offset), f32)
                             x = broadcast(builder, word, lanes)
                             vectors = [group[d] for group in columns]
                             accumulate_rows(builder, add, x, vectors, accs)
@@ -253,11 +254,11 @@ def qk_in_place(
 
         def emit(num_rows: int) -> None:
             rows = row_addresses(builder, queries, row_bytes, last, num_rows)
-            rounds = builder.udiv(groups, i64(per_pass))
-            count, lanes = per_pass // per_vector, KEYS_PER_VECTOR * per_vector
-            score_groups(rows, i64(0), rounds, count, lanes)
-            done = builder.mul(rounds, i64(per_pass))
-            if per_pass > 1:
+            rounds = builder.udiv(groups, i64(groups_per_round))
+            count = groups_per_round // groups_per_vector
+            score_groups(rows, i64(0), rounds, count, KEYS_PER_VECTOR * groups_per_vector)
+            done = builder.mul(rounds, i64(groups_per_round))
+            if groups_per_round > 1:
                 score_groups(rows, done, builder.sub(groups, done), 1, KEYS_PER_VECTOR)
 
         for_each_row_tile(builder, tile, emit)
@@ -305,35 +306,34 @@ def pv_in_place(
             sums = [
                 [cgutils.alloca_once(builder, vector_type(8)) for _ in range(vectors)] for _ in rows
             ]
-            split = _is_deinterleaved(stored, vectors)
+            deinterleaved = _is_deinterleaved(stored, vectors)
             with cgutils.for_range(builder, steps) as loop:
                 column = builder.add(begin, builder.mul(loop.index, i64(8 * vectors)))
                 start = builder.add(source, builder.mul(column, i64(ITEM_BYTES[stored])))
-                first = offset(builder, into, column, 4)
-                lines = [
-                    builder.add(first, builder.mul(into_stride, i64(r))) for r in range(num_rows)
-                ]
-                addresses = [[builder.add(at, i64(32 * v)) for v in range(vectors)] for at in lines]
-                for accs, at in zip(sums, addresses, strict=True):
-                    load_accumulators(builder, at, accs, is_deinterleaved=split)
+                out = offset(builder, into, column, 4)
+                addresses = []
+                for r in range(num_rows):
+                    out_row = builder.add(out, builder.mul(into_stride, i64(r)))
+                    addresses.append([builder.add(out_row, i64(32 * v)) for v in range(vectors)])
+                for accs, out_addresses in zip(sums, addresses, strict=True):
+                    load_accumulators(builder, out_addresses, accs, is_deinterleaved=deinterleaved)
 
                 with cgutils.for_range(builder, count) as keys:
-                    ahead = load_offset(
-                        builder, offsets, builder.add(keys.index, i64(PREFETCH_KEYS))
-                    )
+                    next_key = builder.add(keys.index, i64(PREFETCH_KEYS))
+                    next_start = builder.add(start, load_offset(builder, offsets, next_key))
                     for line in range(0, 8 * vectors * ITEM_BYTES[stored], CACHE_LINE):
-                        emit_prefetch(builder, builder.add(builder.add(start, ahead), i64(line)), 3)
+                        emit_prefetch(builder, builder.add(next_start, i64(line)), 3)
                         prefetch()
-                    at = builder.add(start, load_offset(builder, offsets, keys.index))
-                    value = _load_values(builder, at, stored, vectors)
+                    value_address = builder.add(start, load_offset(builder, offsets, keys.index))
+                    value = _load_values(builder, value_address, stored, vectors)
                     if stored >= INT8:
                         scale = load_broadcast(builder, scales, keys.index)
                         value = [builder.fmul(x, scale) for x in value]
                     for row, accs in zip(rows, sums, strict=True):
                         weight = load_broadcast(builder, row, keys.index)
                         accumulate_rows(builder, fma, weight, value, accs)
-                for accs, at in zip(sums, addresses, strict=True):
-                    store_accumulators(builder, accs, at, is_deinterleaved=split)
+                for accs, out_addresses in zip(sums, addresses, strict=True):
+                    store_accumulators(builder, accs, out_addresses, is_deinterleaved=deinterleaved)
 
         def emit(num_rows: int) -> None:
             vectors = _VECTORS_PER_TILE[num_rows]

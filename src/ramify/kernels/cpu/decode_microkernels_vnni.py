@@ -70,7 +70,7 @@ def pv_in_place_vnni(
         weights, stride, last, tile, into, into_stride = args[6:12]
         prefetch = line_prefetcher(builder, cgutils.unpack_tuple(builder, args[12], 4))
         num_pairs = builder.lshr(builder.sub(count, first_is_odd), i64(1))
-        single = builder.and_(builder.sub(count, first_is_odd), i64(1))
+        num_unpaired = builder.and_(builder.sub(count, first_is_odd), i64(1))
 
         def add_columns(num_rows: int, at_once: int, begin: Any, steps: Any) -> None:
             """Add to `steps` * `at_once` elements of each row, from element `begin` on."""
@@ -87,10 +87,11 @@ def pv_in_place_vnni(
                 while len(out_rows) < num_rows:
                     out_rows.append(builder.add(out_rows[-1], into_stride))
                 addresses = [
-                    [builder.add(out_row, i64(4 * at)) for at in vectors] for out_row in out_rows
+                    [builder.add(out_row, i64(4 * element)) for element in vectors]
+                    for out_row in out_rows
                 ]
-                for accs, at in zip(sums, addresses, strict=True):
-                    load_accumulators(builder, at, accs, lanes)
+                for accs, out_addresses in zip(sums, addresses, strict=True):
+                    load_accumulators(builder, out_addresses, accs, lanes)
 
                 def add_pair(keys: list[Any], word: Any) -> None:
                     """Add the values of two keys (indices, or None), times word `word` of the weights."""
@@ -107,11 +108,11 @@ def pv_in_place_vnni(
                     add_pair(
                         [key, builder.add(key, i64(1))], builder.add(first_is_odd, pairs.index)
                     )
-                with builder.if_then(builder.icmp_signed("!=", single, i64(0)), likely=False):
+                with builder.if_then(builder.icmp_signed("!=", num_unpaired, i64(0)), likely=False):
                     key = builder.sub(count, i64(1))
                     add_pair([key, None], builder.add(first_is_odd, num_pairs))
-                for accs, at in zip(sums, addresses, strict=True):
-                    store_accumulators(builder, accs, at)
+                for accs, out_addresses in zip(sums, addresses, strict=True):
+                    store_accumulators(builder, accs, out_addresses)
 
         def emit(num_rows: int) -> None:
             done = i64(0)

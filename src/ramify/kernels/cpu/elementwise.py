@@ -10,7 +10,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ramify.kernels.cpu.abi import F32, ITEM_BYTES
+from ramify.kernels.cpu.abi import BF16, F32, ITEM_BYTES
+from ramify.kernels.cpu.jit import jit
 from ramify.kernels.cpu.simd import (
     HAS_BF16_DOT,
     LANES,
@@ -67,6 +68,16 @@ def f32_to_kind(builder: Any, x: Any, kind: int) -> Any:
     return builder.trunc(builder.lshr(nearest, c(16)), vector_type(lanes, ir.IntType(16)))
 
 
+def load_elements(builder: Any, row: Any, index: Any, kind: int, lanes: int) -> Any:
+    """Load `lanes` elements of a row of storage kind `kind`, from `index` on, as float32."""
+    return load_as_f32(builder, offset(builder, row, index, ITEM_BYTES[kind]), kind, lanes)
+
+
+def store_elements(builder: Any, x: Any, row: Any, index: Any, kind: int) -> None:
+    """Store a float32 vector into a row of storage kind `kind`, from `index` on."""
+    store(builder, f32_to_kind(builder, x, kind), offset(builder, row, index, ITEM_BYTES[kind]))
+
+
 def _convert(
     builder: Any,
     row: tuple[Any, int],
@@ -79,18 +90,16 @@ def _convert(
     (source, stored), (target, kind) = row, into
 
     def body(index: Any, lanes: int) -> None:
-        x = load_as_f32(builder, offset(builder, source, index, ITEM_BYTES[stored]), stored, lanes)
+        x = load_elements(builder, source, index, stored, lanes)
         x = transform(x, broadcast(builder, scalar, lanes))
-        store(
-            builder, f32_to_kind(builder, x, kind), offset(builder, target, index, ITEM_BYTES[kind])
-        )
+        store_elements(builder, x, target, index, kind)
 
     for_each_vector(builder, width, body)
 
 
 @intrinsic(prefer_literal=True)
-def scale_to_f32(_: Any, source: Any, into: Any, width: Any, scale: Any, kind: Any) -> Any:
-    """into = source * scale in float32; `kind`, a literal, is the source's storage kind."""
+def _scale_to_f32(_: Any, source: Any, into: Any, width: Any, scale: Any, kind: Any) -> Any:
+    """`scale_to_f32` for a literal `kind`."""
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         source, into, width, scale, _ = args
@@ -101,26 +110,42 @@ def scale_to_f32(_: Any, source: Any, into: Any, width: Any, scale: Any, kind: A
     return types.void(_int, _int, _int, _float, kind), code
 
 
+@jit
+def scale_to_f32(source: int, into: int, width: int, scale: float, kind: int) -> None:
+    """into = source * scale in float32; `kind` is the source's: F32 or BF16."""
+    if kind == F32:
+        _scale_to_f32(source, into, width, scale, F32)
+    else:
+        _scale_to_f32(source, into, width, scale, BF16)
+
+
 @intrinsic(prefer_literal=True)
-def add_scaled_row(_: Any, into: Any, source: Any, width: Any, scale: Any, kind: Any) -> Any:
-    """into += source * scale; the product is rounded to `kind`, a literal, and then the sum."""
+def _add_scaled_row(_: Any, into: Any, source: Any, width: Any, scale: Any, kind: Any) -> Any:
+    """`add_scaled_row` for a literal `kind`."""
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         into, source, width, scale, _ = args
         stored = kind.literal_value
 
         def body(index: Any, lanes: int) -> None:
-            at = offset(builder, into, index, ITEM_BYTES[stored])
-            row = offset(builder, source, index, ITEM_BYTES[stored])
-            x = load_as_f32(builder, row, stored, lanes)
+            x = load_elements(builder, source, index, stored, lanes)
             x = round_to(builder, builder.fmul(x, broadcast(builder, scale, lanes)), stored)
-            x = builder.fadd(load_as_f32(builder, at, stored, lanes), x)
-            store(builder, f32_to_kind(builder, x, stored), at)
+            x = builder.fadd(load_elements(builder, into, index, stored, lanes), x)
+            store_elements(builder, x, into, index, stored)
 
         for_each_vector(builder, width, body)
         return context.get_dummy_value()
 
     return types.void(_int, _int, _int, _float, kind), code
+
+
+@jit
+def add_scaled_row(into: int, source: int, width: int, scale: float, kind: int) -> None:
+    """into += source * scale; rounds the product to `kind` (F32 or BF16), then the sum."""
+    if kind == F32:
+        _add_scaled_row(into, source, width, scale, F32)
+    else:
+        _add_scaled_row(into, source, width, scale, BF16)
 
 
 @intrinsic(prefer_literal=True)

@@ -10,7 +10,7 @@ from numba import prange
 from ramify.kernels.cpu.abi import OP_KIND, OP_NORM_ROPE, OP_NUM_TASKS
 from ramify.kernels.cpu.attention_args import QueryRows, with_address, with_window_and_sinks
 from ramify.kernels.cpu.jit import compile_cached, data_address, jit
-from ramify.kernels.cpu.norm_rope import norm_rope, token_range
+from ramify.kernels.cpu.norm_rope import norm_rope, task_rows
 from ramify.kernels.cpu.op_list import run_op
 from ramify.kernels.cpu.paged_attention import attend_task
 from ramify.kernels.cpu.simd import copy_row
@@ -25,10 +25,11 @@ def _write_kv(buffers: Any, slots: Any, planes: Any, token_bytes: Any, token_spa
         buffers, slots: see `_run_fused_layers`.
         planes, token_bytes: addresses of the K and V planes, and bytes of a token there.
     """
+    rows, row_stride, key_offset, value_offset = buffers[1], buffers[2], buffers[3], buffers[4]
     for t in range(token_span[0], token_span[1]):
-        row, slot = buffers[1] + buffers[2] * t, slots[t]
-        copy_row(planes[0] + slot * token_bytes[0], row + buffers[3], token_bytes[0] // 4)
-        copy_row(planes[1] + slot * token_bytes[1], row + buffers[4], token_bytes[1] // 4)
+        row, slot = rows + row_stride * t, slots[t]
+        copy_row(planes[0] + slot * token_bytes[0], row + key_offset, token_bytes[0] // 4)
+        copy_row(planes[1] + slot * token_bytes[1], row + value_offset, token_bytes[1] // 4)
 
 
 def _run_fused_layers(
@@ -69,7 +70,7 @@ def _run_fused_layers(
             total, done, task = ops[i, OP_NUM_TASKS], 0, next_task(op_counters)
             while task < total:
                 norm_rope(ops[i], eps[i], positions, task)
-                token_span = token_range(ops[i], len(positions), task)
+                token_span = task_rows(ops[i], len(positions), task)
                 kv_addresses = (key_address, value_address)
                 token_bytes = (keys.token_stride, values.token_stride)
                 _write_kv(buffers, slots, kv_addresses, token_bytes, token_span)

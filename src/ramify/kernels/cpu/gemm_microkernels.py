@@ -222,16 +222,16 @@ def pack_a_rows(
 
 
 @intrinsic
-def init_accumulators(_: Any, into: Any, line: Any, num_rows: Any) -> Any:
-    """into[:num_rows, :NR] = the NR floats at address `line`, or zeros if it is 0."""
+def init_accumulators(_: Any, into: Any, bias: Any, num_rows: Any) -> Any:
+    """into[:num_rows, :NR] = the NR floats at address `bias`, or zeros if it is 0."""
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
-        into, line, num_rows = args
+        into, bias, num_rows = args
         vectors = [cgutils.alloca_once_value(builder, constant(0.0, LANES)) for _ in range(2)]
-        with builder.if_then(builder.icmp_signed("!=", line, i64(0))):
+        with builder.if_then(builder.icmp_signed("!=", bias, i64(0))):
             for v, vector in enumerate(vectors):
                 builder.store(
-                    load(builder, builder.add(line, i64(4 * LANES * v)), vector_type(LANES)), vector
+                    load(builder, builder.add(bias, i64(4 * LANES * v)), vector_type(LANES)), vector
                 )
         values = [builder.load(vector) for vector in vectors]
         with cgutils.for_range(builder, num_rows) as loop:

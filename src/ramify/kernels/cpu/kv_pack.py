@@ -18,7 +18,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ramify.kernels.cpu.abi import BF16, BLOCK_KEYS, CACHE_LINE, ITEM_BYTES
+from ramify.kernels.cpu.abi import BF16, BLOCK_KEYS, CACHE_LINE, F32, ITEM_BYTES
 from ramify.kernels.cpu.attention_args import (
     KVBlock,
     is_vnni,
@@ -125,6 +125,14 @@ def prefetch_keys(builder: Any, source: Any, offsets: Any, index: Any, stored: i
         emit_prefetch(builder, builder.add(key_start, byte), 3)
 
 
+def _row_starts(builder: Any, source: Any, offsets: Any, count: int) -> list[Any]:
+    """Addresses of `count` keys or values, whose offsets from `source` are int64 at `offsets`."""
+    return [
+        builder.add(source, load(builder, builder.add(offsets, i64(8 * i)), i64))
+        for i in range(count)
+    ]
+
+
 @intrinsic
 def pack_8_keys_f32(
     _: Any, plane: Any, source: Any, offsets: Any, scales: Any, into: Any, stride: Any, width: Any
@@ -142,10 +150,7 @@ def pack_8_keys_f32(
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         _, source, offsets, scales, into, stride, width = args
-        starts = []
-        for i in range(8):
-            key_offset = load(builder, builder.add(offsets, i64(8 * i)), i64)
-            starts.append(builder.add(source, key_offset))
+        starts = _row_starts(builder, source, offsets, 8)
         key_scales = load(builder, scales, vector_type(8))
         next_offsets = builder.add(offsets, i64(8 * PREFETCH_KEYS))
 
@@ -172,10 +177,7 @@ def pack_8_keys_vnni(
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         _, source, offsets, into, stride, width = args
-        starts = [
-            builder.add(source, load(builder, builder.add(offsets, i64(8 * i)), i64))
-            for i in range(8)
-        ]
+        starts = _row_starts(builder, source, offsets, 8)
         next_offsets = builder.add(offsets, i64(8 * PREFETCH_KEYS))
         with cgutils.for_range(builder, builder.udiv(width, i64(8))) as loop:
             prefetch_keys(builder, source, next_offsets, loop.index, stored)
@@ -213,12 +215,9 @@ def pack_value_tiles_vnni(
 
         with cgutils.for_range(builder, count) as loop:
             first_offset = offset(builder, offsets, loop.index, 16)
-            starts, next_starts = [], []
-            for i in range(2):
-                address = builder.add(first_offset, i64(8 * i))
-                starts.append(builder.add(source, load(builder, address, i64)))
-                next_offset = load(builder, builder.add(address, i64(8 * PREFETCH_KEYS)), i64)
-                next_starts.append(builder.add(source, next_offset))
+            next_offset = builder.add(first_offset, i64(8 * PREFETCH_KEYS))
+            starts = _row_starts(builder, source, first_offset, 2)
+            next_starts = _row_starts(builder, source, next_offset, 2)
             row = offset(builder, into, loop.index, 4 * TILE_N)
 
             def copy_columns(begin: Any, steps: Any, count: int) -> None:
@@ -265,22 +264,24 @@ def pack_value_tiles_f32(
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         _, source, offsets, scales, count, into, stride, tiles = args
         with cgutils.for_range(builder, count) as value:
-            address = offset(builder, offsets, value.index, 8)
-            start = builder.add(source, load(builder, address, i64))
-            next_offset = load(builder, builder.add(address, i64(8 * PREFETCH_KEYS)), i64)
-            next_start = builder.add(source, next_offset)
+            value_offset = offset(builder, offsets, value.index, 8)
+            next_offset = builder.add(value_offset, i64(8 * PREFETCH_KEYS))
+            [start] = _row_starts(builder, source, value_offset, 1)
+            [next_start] = _row_starts(builder, source, next_offset, 1)
             value_scale = load(builder, offset(builder, scales, value.index, 4), f32)
             scale = broadcast(builder, value_scale, 8)
             row = offset(builder, into, value.index, 4 * TILE_N)
             with cgutils.for_range(builder, tiles) as loop:
                 step = builder.mul(loop.index, i64(TILE_N * ITEM_BYTES[stored]))
-                for at in range(0, TILE_N * ITEM_BYTES[stored], CACHE_LINE):
-                    emit_prefetch(builder, builder.add(builder.add(next_start, step), i64(at)), 3)
+                for byte in range(0, TILE_N * ITEM_BYTES[stored], CACHE_LINE):
+                    emit_prefetch(builder, builder.add(builder.add(next_start, step), i64(byte)), 3)
                 target = builder.add(row, builder.mul(loop.index, stride))
-                for at in range(0, TILE_N, 8):
-                    address = builder.add(builder.add(start, step), i64(at * ITEM_BYTES[stored]))
+                for element in range(0, TILE_N, 8):
+                    address = builder.add(
+                        builder.add(start, step), i64(element * ITEM_BYTES[stored])
+                    )
                     x = load_as_f32(builder, address, stored)
-                    store(builder, builder.fmul(x, scale), builder.add(target, i64(4 * at)))
+                    store(builder, builder.fmul(x, scale), builder.add(target, i64(4 * element)))
         return context.get_dummy_value()
 
     return types.void(plane, *[_int] * 7), code
@@ -305,7 +306,7 @@ def pack_keys(keys: KVBlock, into: int, depth: int, count: int) -> None:
     for d in range(whole, plane.width):
         for j in range(count):
             address = base + load_i64(keys.offsets + 8 * j) + d * item_bytes(plane)
-            x = load_plane_element(plane, address) * load_element(keys.scales + 4 * j, 0)
+            x = load_plane_element(plane, address) * load_element(keys.scales + 4 * j, F32)
             row = into + 4 * TILE_N * (j // TILE_N * depth + d)
             store_f32(row + 4 * (j % TILE_N), x)
 
@@ -313,24 +314,24 @@ def pack_keys(keys: KVBlock, into: int, depth: int, count: int) -> None:
 @jit
 def pack_values(values: KVBlock, into: int, stride: int, count: int) -> None:
     """Pack `count` values into [stride / TILE_N, BLOCK_KEYS, TILE_N]; VNNI: BLOCK_KEYS / 2 words."""
-    plane, size = values.plane, item_bytes(values.plane)
+    plane, value_bytes = values.plane, item_bytes(values.plane)
     if is_vnni(plane):
         pack_value_tiles_vnni(plane, values.base, values.offsets, -(-count // 2), into, 2 * TILE_N * BLOCK_KEYS,
             plane.width, stride)  # fmt: skip
         return
-    tiles = plane.width // TILE_N
-    tile = 4 * TILE_N * BLOCK_KEYS
+    num_tiles = plane.width // TILE_N
+    tile_bytes = 4 * TILE_N * BLOCK_KEYS
     pack_value_tiles_f32(
-        plane, values.base, values.offsets, values.scales, count, into, tile, tiles
+        plane, values.base, values.offsets, values.scales, count, into, tile_bytes, num_tiles
     )
-    for d in range(tiles * TILE_N, stride, TILE_N):
+    for d in range(num_tiles * TILE_N, stride, TILE_N):
         for j in range(count):
-            address = values.base + load_i64(values.offsets + 8 * j) + d * size
-            scale = load_element(values.scales + 4 * j, 0)
-            target = into + tile * (d // TILE_N) + 4 * TILE_N * j
+            address = values.base + load_i64(values.offsets + 8 * j) + d * value_bytes
+            scale = load_element(values.scales + 4 * j, F32)
+            target = into + tile_bytes * (d // TILE_N) + 4 * TILE_N * j
             for i in range(TILE_N):
                 x = (
-                    load_plane_element(plane, address + i * size) * scale
+                    load_plane_element(plane, address + i * value_bytes) * scale
                     if d + i < plane.width
                     else np.float32(0.0)
                 )

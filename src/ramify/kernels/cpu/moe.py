@@ -25,7 +25,6 @@ from ramify.kernels.cpu.abi import (
     OP_COMBINE,
     OP_KIND,
     OP_NUM_ITEMS,
-    OP_NUM_TASKS,
     OP_OUT,
     OP_ROUTE,
     OP_ROUTING,
@@ -38,11 +37,13 @@ from ramify.kernels.cpu.abi import (
 from ramify.kernels.cpu.elementwise import add_scaled_row
 from ramify.kernels.cpu.gemm_microkernels import MR_TILES
 from ramify.kernels.cpu.jit import data_address, jit
+from ramify.kernels.cpu.norm_rope import task_rows
 from ramify.kernels.cpu.packed_gemm import MC
 from ramify.kernels.cpu.simd import LANES, load_element, load_i64, store_f32, store_i64
 from ramify.kernels.cpu.vector_math import exp_minus_max, row_max
 
 _LARGEST_TILE = MR_TILES[-1]
+_CHOSEN = np.float32(-2.0)  # in place of the score of an expert that was chosen; scores are >= 0
 
 
 def routing_offsets(num_rows: int, num_experts: int, top_k: int) -> Any:
@@ -65,32 +66,32 @@ def _route_row(row: int, num_experts: int, top_k: int, normalise: int, choice: i
     Args:
         row: padded to a multiple of LANES floats.
         normalise: 1: weights of a token sum up to 1.
-        choice: address of as many floats.
+        choice: address of a buffer of `num_experts` floats.
     """
     padded = -(-num_experts // LANES) * LANES
     for e in range(num_experts, padded):
         store_f32(row + 4 * e, np.float32(-np.inf))
     total = exp_minus_max(row, padded, row_max(row, padded))
     for e in range(num_experts):
-        score = load_element(row + 4 * e, 0) / total
+        score = load_element(row + 4 * e, F32) / total
         store_f32(row + 4 * e, score)
         store_f32(choice + 4 * e, score)
     for n in range(top_k):
         best, best_score = n, np.float32(-1.0)
         for e in range(num_experts):
-            score = load_element(choice + 4 * e, 0)
+            score = load_element(choice + 4 * e, F32)
             if score > best_score:
                 best, best_score = e, score
-        store_f32(choice + 4 * best, np.float32(-2.0))
+        store_f32(choice + 4 * best, _CHOSEN)
     total = np.float32(0.0)
     for e in range(num_experts):
-        if load_element(choice + 4 * e, 0) == np.float32(-2.0):
-            total += load_element(row + 4 * e, 0)
+        if load_element(choice + 4 * e, F32) == _CHOSEN:
+            total += load_element(row + 4 * e, F32)
         else:
             store_f32(row + 4 * e, np.float32(0.0))
     if normalise:
         for e in range(num_experts):
-            weight = load_element(row + 4 * e, 0)
+            weight = load_element(row + 4 * e, F32)
             if weight != np.float32(0.0):
                 store_f32(row + 4 * e, weight / total)
 
@@ -113,20 +114,20 @@ def _group(op: Any) -> None:
     for t in range(num_rows):
         pair, end = t * top_k, (t + 1) * top_k
         for e in range(num_experts):
-            weight = load_element(weights + stride * t + 4 * e, 0)
+            weight = load_element(weights + stride * t + 4 * e, F32)
             if weight != np.float32(0.0) and pair < end:
                 store_i64(places + 8 * pair, e)
                 store_f32(pair_weights + 8 * pair, weight)
                 store_i64(counts + 8 * e, load_i64(counts + 8 * e) + 1)
                 pair += 1
-        for rest in range(pair, end):
-            store_i64(places + 8 * rest, -1)
+        for unused in range(pair, end):
+            store_i64(places + 8 * unused, -1)
     first, num_items = 0, 0
     for e in range(num_experts):
         count = load_i64(counts + 8 * e)
         store_i64(counts + 8 * e, first)  # from here on where the next token goes
         if count:
-            # The partition of `cpu_linear`: equal blocks, the smallest tile that needs no more tiles.
+            # As in `models.ops.cpu_linear`: equal blocks, the smallest tile that needs no more tiles.
             num_blocks = -(-count // MC)
             per_block = -(-count // num_blocks)
             per_tile = -(-per_block // -(-per_block // _LARGEST_TILE))
@@ -166,8 +167,9 @@ def _combine_row(op: Any, token: int, total: int) -> None:
         total: address of a row of scratch.
     """
     kind, mode, num_rows, top_k, routing, width = op[0], op[1], op[4], op[5], op[OP_ROUTING], op[7]
-    _, places, pair_weights, _, _ = _routing_offsets(num_rows, op[9], top_k)
-    out = op[OP_OUT] + op[8] * token
+    out_stride, num_experts = op[8], op[9]
+    _, places, pair_weights, _, _ = _routing_offsets(num_rows, num_experts, top_k)
+    out = op[OP_OUT] + out_stride * token
     into = total if mode == ADD_RESIDUAL else out
     # Scratch has no row behind: whole words. The rows of the sum, to store in, the caller has zeroed.
     num_words = width if kind == F32 else (width + 1) // 2
@@ -177,23 +179,14 @@ def _combine_row(op: Any, token: int, total: int) -> None:
         place = load_i64(routing + 8 * (places + pair))
         if place >= 0:
             result = op[OP_X] + op[OP_X_STRIDE] * place
-            weight = load_element(routing + 8 * (pair_weights + pair), 0)
-            if kind == F32:
-                add_scaled_row(into, result, width, weight, 0)
-            else:
-                add_scaled_row(into, result, width, weight, 1)
+            weight = load_element(routing + 8 * (pair_weights + pair), F32)
+            add_scaled_row(into, result, width, weight, kind)
     if op[OP_SHARED]:
         shared = op[OP_SHARED] + op[OP_X_STRIDE] * token
-        weight = load_element(op[OP_SHARED_WEIGHTS] + 4 * token, 0)
-        if kind == F32:
-            add_scaled_row(into, shared, width, weight, 0)
-        else:
-            add_scaled_row(into, shared, width, weight, 1)
+        weight = load_element(op[OP_SHARED_WEIGHTS] + 4 * token, F32)
+        add_scaled_row(into, shared, width, weight, kind)
     if mode == ADD_RESIDUAL:
-        if kind == F32:
-            add_scaled_row(out, into, width, np.float32(1.0), 0)
-        else:
-            add_scaled_row(out, into, width, np.float32(1.0), 1)
+        add_scaled_row(out, into, width, np.float32(1.0), kind)
 
 
 @jit
@@ -201,16 +194,14 @@ def moe_op(op: Any, scratch: Any, task: int) -> None:
     """Run a task of a route, group or combine op; `scratch` is a row of the worker."""
     kind, buffer = op[OP_KIND], data_address(scratch)
     if kind == OP_ROUTE:
-        num_rows = op[3]
-        for t in range(
-            num_rows * task // op[OP_NUM_TASKS], num_rows * (task + 1) // op[OP_NUM_TASKS]
-        ):
-            _route_row(op[OP_ROWS] + op[2] * t, op[4], op[5], op[6], buffer)
+        stride, num_rows, num_experts, top_k, normalise = op[2], op[3], op[4], op[5], op[6]
+        begin, end = task_rows(op, num_rows, task)
+        for t in range(begin, end):
+            _route_row(op[OP_ROWS] + stride * t, num_experts, top_k, normalise, buffer)
     elif kind == OP_COMBINE:
         num_rows = op[4]
-        for t in range(
-            num_rows * task // op[OP_NUM_TASKS], num_rows * (task + 1) // op[OP_NUM_TASKS]
-        ):
+        begin, end = task_rows(op, num_rows, task)
+        for t in range(begin, end):
             _combine_row(op, t, buffer)
     else:
         _group(op)

@@ -20,12 +20,12 @@ from ramify.kernels.cpu.abi import (
     F32,
     ITEM_BYTES,
     LAYER_NORM,
+    OP_F32_COPY,
     OP_NORM_KIND,
     OP_NUM_TASKS,
     OP_OUT,
     OP_OUT_OF_RANGE,
     OP_QK_NORM,
-    OP_WIDE,
     OP_X,
     OP_X_STRIDE,
     QK_NORM_AFTER_ROPE,
@@ -34,10 +34,11 @@ from ramify.kernels.cpu.abi import (
 )
 from ramify.kernels.cpu.elementwise import (
     add_scaled_row,
-    f32_to_kind,
     for_each_vector,
+    load_elements,
     round_to,
     scale_to_f32,
+    store_elements,
 )
 from ramify.kernels.cpu.jit import data_address, jit
 from ramify.kernels.cpu.simd import (
@@ -46,10 +47,8 @@ from ramify.kernels.cpu.simd import (
     constant,
     i32,
     llvm_intrinsic,
-    load_as_f32,
     offset,
     reduce_lanes,
-    store,
 )
 
 _int, _float = types.int64, types.float32
@@ -62,7 +61,7 @@ def _emit_sum(
     sums = {n: cgutils.alloca_once_value(builder, constant(0.0, n)) for n in (LANES, 1)}
 
     def body(index: Any, n: int) -> None:
-        x = load_as_f32(builder, offset(builder, row, index, ITEM_BYTES[stored]), stored, n)
+        x = load_elements(builder, row, index, stored, n)
         builder.store(add(x, builder.load(sums[n]), n), sums[n])
 
     for_each_vector(builder, width, body)
@@ -127,15 +126,13 @@ def layer_scale_row(
         biases = offset(builder, norm, width, ITEM_BYTES[F32])
 
         def body(index: Any, lanes: int) -> None:
-            x, weight, bias = (
-                load_as_f32(builder, offset(builder, base, index, ITEM_BYTES[of]), of, lanes)
-                for base, of in ((row, stored), (norm, F32), (biases, F32))
-            )
+            x = load_elements(builder, row, index, stored, lanes)
+            weight = load_elements(builder, norm, index, F32, lanes)
+            bias = load_elements(builder, biases, index, F32, lanes)
             y = builder.fsub(x, broadcast(builder, mean, lanes))
             y = builder.fmul(builder.fmul(y, broadcast(builder, scale, lanes)), weight)
             y = round_to(builder, builder.fadd(y, bias), stored)
-            y = f32_to_kind(builder, y, to_kind)
-            store(builder, y, offset(builder, into, index, ITEM_BYTES[to_kind]))
+            store_elements(builder, y, into, index, to_kind)
 
         for_each_vector(builder, width, body)
         return context.get_dummy_value()
@@ -157,19 +154,16 @@ def rms_scale_row(
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         row, weight, into, width, scale, *_ = args
         stored, to_kind = kind.literal_value, target_kind.literal_value
-        of_weight = weight_kind.literal_value
+        weight_stored = weight_kind.literal_value
 
         def body(index: Any, lanes: int) -> None:
-            x, w = (
-                load_as_f32(builder, offset(builder, base, index, ITEM_BYTES[of]), of, lanes)
-                for base, of in ((row, stored), (weight, of_weight))
-            )
+            x = load_elements(builder, row, index, stored, lanes)
+            w = load_elements(builder, weight, index, weight_stored, lanes)
             y = builder.fmul(x, broadcast(builder, scale, lanes))
-            if of_weight == stored:
+            if weight_stored == stored:
                 y = round_to(builder, y, stored)
             y = round_to(builder, builder.fmul(w, y), stored)
-            y = f32_to_kind(builder, y, to_kind)
-            store(builder, y, offset(builder, into, index, ITEM_BYTES[to_kind]))
+            store_elements(builder, y, into, index, to_kind)
 
         for_each_vector(builder, width, body)
         return context.get_dummy_value()
@@ -193,15 +187,14 @@ def rope_row(_: Any, row: Any, cos: Any, sin: Any, half: Any, kind: Any) -> Any:
             return round_to(builder, builder.fmul(x, y), stored)
 
         def body(index: Any, lanes: int) -> None:
-            addresses = [
-                offset(builder, address, index, ITEM_BYTES[stored])
+            a, b, c, s = (
+                load_elements(builder, address, index, stored, lanes)
                 for address in (row, second_half, cos, sin)
-            ]
-            a, b, c, s = (load_as_f32(builder, address, stored, lanes) for address in addresses)
+            )
             rotated_a = builder.fsub(multiply(a, c), multiply(b, s))
             rotated_b = builder.fadd(multiply(b, c), multiply(a, s))
-            store(builder, f32_to_kind(builder, rotated_a, stored), addresses[0])
-            store(builder, f32_to_kind(builder, rotated_b, stored), addresses[1])
+            store_elements(builder, rotated_a, row, index, stored)
+            store_elements(builder, rotated_b, second_half, index, stored)
 
         for_each_vector(builder, half, body)
         return context.get_dummy_value()
@@ -227,19 +220,19 @@ def norm_row(
     if norm_kind == LAYER_NORM:
         _layer_norm_row(kind, row, width, norm, eps, into, target_kind)
     elif kind == F32:
-        scale = inverse_rms(sum_squares(row, width, 0), width, eps)
-        rms_scale_row(row, norm, into, width, scale, 0, 0, 0)
+        scale = inverse_rms(sum_squares(row, width, F32), width, eps)
+        rms_scale_row(row, norm, into, width, scale, F32, F32, F32)
     else:
-        scale = inverse_rms(sum_squares(row, width, 1), width, eps)
+        scale = inverse_rms(sum_squares(row, width, BF16), width, eps)
         if target_kind == BF16:
             if norm_kind == F32:
-                rms_scale_row(row, norm, into, width, scale, 1, 1, 0)
+                rms_scale_row(row, norm, into, width, scale, BF16, BF16, F32)
             else:
-                rms_scale_row(row, norm, into, width, scale, 1, 1, 1)
+                rms_scale_row(row, norm, into, width, scale, BF16, BF16, BF16)
         elif norm_kind == F32:
-            rms_scale_row(row, norm, into, width, scale, 1, 0, 0)
+            rms_scale_row(row, norm, into, width, scale, BF16, F32, F32)
         else:
-            rms_scale_row(row, norm, into, width, scale, 1, 0, 1)
+            rms_scale_row(row, norm, into, width, scale, BF16, F32, BF16)
 
 
 @jit
@@ -247,16 +240,22 @@ def _layer_norm_row(
     kind: int, row: int, width: int, norm: int, eps: float, into: int, target_kind: int
 ) -> None:
     if kind == F32:
-        mean = sum_row(row, width, 0) / np.float32(width)
-        scale = inverse_rms(sum_squared_deviations(row, width, mean, 0), width, eps)
-        layer_scale_row(row, norm, into, width, mean, scale, 0, 0)
+        mean = sum_row(row, width, F32) / np.float32(width)
+        scale = inverse_rms(sum_squared_deviations(row, width, mean, F32), width, eps)
+        layer_scale_row(row, norm, into, width, mean, scale, F32, F32)
     else:
-        mean = sum_row(row, width, 1) / np.float32(width)
-        scale = inverse_rms(sum_squared_deviations(row, width, mean, 1), width, eps)
+        mean = sum_row(row, width, BF16) / np.float32(width)
+        scale = inverse_rms(sum_squared_deviations(row, width, mean, BF16), width, eps)
         if target_kind == BF16:
-            layer_scale_row(row, norm, into, width, mean, scale, 1, 1)
+            layer_scale_row(row, norm, into, width, mean, scale, BF16, BF16)
         else:
-            layer_scale_row(row, norm, into, width, mean, scale, 1, 0)
+            layer_scale_row(row, norm, into, width, mean, scale, BF16, F32)
+
+
+@jit
+def task_rows(op: Any, num_rows: int, task: int) -> Any:
+    """Rows [begin, end) of a task of an op over `num_rows` rows."""
+    return num_rows * task // op[OP_NUM_TASKS], num_rows * (task + 1) // op[OP_NUM_TASKS]
 
 
 @jit
@@ -270,47 +269,36 @@ def norm_rows(op: Any, eps: float, scratch: Any, task: int) -> None:
             to row of the result; `OP_OUT`, `OP_NUM_TASKS`, `OP_NORM_KIND`.
         scratch: at least `width` floats of this worker.
     """
-    kind, mode, num_rows, norm, width = op[0], op[1], op[4], op[6], op[7]
+    kind, mode, num_rows, norm, width, out_stride = op[0], op[1], op[4], op[6], op[7], op[8]
     buffer = data_address(scratch)
-    for r in range(num_rows * task // op[OP_NUM_TASKS], num_rows * (task + 1) // op[OP_NUM_TASKS]):
-        row, out = op[OP_X] + op[OP_X_STRIDE] * r, op[OP_OUT] + op[8] * r
+    begin, end = task_rows(op, num_rows, task)
+    for r in range(begin, end):
+        row, out = op[OP_X] + op[OP_X_STRIDE] * r, op[OP_OUT] + out_stride * r
         into = buffer if mode == ADD_RESIDUAL else out
         norm_row(kind, row, width, norm, op[OP_NORM_KIND], eps, into, kind)
-        wide = op[OP_WIDE] + 4 * width * r
-        if kind == F32:
-            if mode == ADD_RESIDUAL:
-                add_scaled_row(out, into, width, np.float32(1.0), 0)
-            elif op[OP_WIDE]:
-                scale_to_f32(into, wide, width, np.float32(1.0), 0)
-        elif mode == ADD_RESIDUAL:
-            add_scaled_row(out, into, width, np.float32(1.0), 1)
-        elif op[OP_WIDE]:
-            scale_to_f32(into, wide, width, np.float32(1.0), 1)
+        if mode == ADD_RESIDUAL:
+            add_scaled_row(out, into, width, np.float32(1.0), kind)
+        elif op[OP_F32_COPY]:
+            scale_to_f32(into, op[OP_F32_COPY] + 4 * width * r, width, np.float32(1.0), kind)
 
 
 @jit
 def _norm_rope_heads(op: Any, eps: float, row: int, num_heads: int, norm: int, angles: Any) -> None:
     """RMS norm, if `norm` (address of its weights) is not 0, and rope of heads from `row` on, in place."""
-    kind, head_dim, form, norm_kind = op[0], op[5], op[OP_QK_NORM], op[OP_NORM_KIND]
+    kind, head_dim, qk_norm, norm_kind = op[0], op[5], op[OP_QK_NORM], op[OP_NORM_KIND]
     cos, sin = angles
-    if norm and form == QK_NORM_WIDTH:
+    if norm and qk_norm == QK_NORM_WIDTH:
         norm_row(kind, row, num_heads * head_dim, norm, norm_kind, eps, row, kind)
     for index in range(num_heads):
         head = row + (4 if kind == F32 else 2) * head_dim * index
-        if norm and form == QK_NORM_HEAD:
+        if norm and qk_norm == QK_NORM_HEAD:
             norm_row(kind, head, head_dim, norm, norm_kind, eps, head, kind)
         if kind == F32:
-            rope_row(head, cos, sin, head_dim // 2, 0)
+            rope_row(head, cos, sin, head_dim // 2, F32)
         else:
-            rope_row(head, cos, sin, head_dim // 2, 1)
-        if norm and form == QK_NORM_AFTER_ROPE:
+            rope_row(head, cos, sin, head_dim // 2, BF16)
+        if norm and qk_norm == QK_NORM_AFTER_ROPE:
             norm_row(kind, head, head_dim, norm, norm_kind, eps, head, kind)
-
-
-@jit
-def token_range(op: Any, num_rows: int, task: int) -> Any:
-    """Tokens [from, to) of a task."""
-    return num_rows * task // op[OP_NUM_TASKS], num_rows * (task + 1) // op[OP_NUM_TASKS]
 
 
 @jit
@@ -330,7 +318,7 @@ def norm_rope(op: Any, eps: float, positions: Any, task: int) -> None:
     num_q, num_k, head_dim = op[3], op[4], op[5]
     q_norm, k_norm, cos, sin = op[6], op[7], op[8], op[9]
     limit, size = op[10], 4 if op[0] == F32 else 2
-    first, end = token_range(op, len(positions), task)
+    first, end = task_rows(op, len(positions), task)
     for token in range(first, end):
         if positions[token] < 0 or positions[token] >= limit:
             op[OP_OUT_OF_RANGE] = 1

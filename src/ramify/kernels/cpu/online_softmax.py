@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ramify.kernels.cpu.abi import BLOCK_KEYS
+from ramify.kernels.cpu.abi import BLOCK_KEYS, F32
 from ramify.kernels.cpu.attention_args import AttentionParams, KVPlane, is_vnni
 from ramify.kernels.cpu.jit import data_address, jit
 from ramify.kernels.cpu.simd import TILE_N, copy_row, load_element, rescale_add_row, store_f32
@@ -50,7 +50,7 @@ def load_scales(
     """Load the scales of a head's keys or values, if their plane has scales."""
     if plane.scales:
         for j in range(count):
-            scales[j] = load_element(plane.scales + 4 * (slots[j] * num_heads + head), 0)
+            scales[j] = load_element(plane.scales + 4 * (slots[j] * num_heads + head), F32)
 
 
 @jit
@@ -110,22 +110,22 @@ def row_key_range(params: AttentionParams, end: int, high: int) -> Any:
 @jit
 def add_sink(row_sum: float, max_score: float, sink: int) -> Any:
     """A row's sum of weights, relative to its max, plus that of the sink at this address."""
-    return row_sum + exp_scalar(min(load_element(sink, 0) - max_score, _MAX_SINK))
+    return row_sum + exp_scalar(min(load_element(sink, F32) - max_score, _MAX_SINK))
 
 
 @jit
 def merge_state(
-    state: Any, row: int, max_score: float, weight: float, block_output: int, width: int
+    state: Any, row: int, max_score: float, row_sum: float, block_output: int, width: int
 ) -> None:
     """Merge a block's output, row max and sum of weights into a row of `state`."""
-    old_max, old_weight = state[row, width], state[row, width + 1]
+    old_max, old_sum = state[row, width], state[row, width + 1]
     into = data_address(state[row])
-    if old_weight == np.float32(0.0):  # empty state: the same bits, less work
-        state[row, width], state[row, width + 1] = max_score, weight
+    if old_sum == np.float32(0.0):  # empty state: the same bits, less work
+        state[row, width], state[row, width + 1] = max_score, row_sum
         copy_row(into, block_output, width)
         return
     new_max = max(old_max, max_score)
     old_scale, block_scale = exp_scalar(old_max - new_max), exp_scalar(max_score - new_max)
-    new_weight = old_weight * old_scale + weight * block_scale
-    state[row, width], state[row, width + 1] = new_max, new_weight
+    new_sum = old_sum * old_scale + row_sum * block_scale
+    state[row, width], state[row, width + 1] = new_max, new_sum
     rescale_add_row(into, old_scale, block_output, block_scale, width)

@@ -91,7 +91,7 @@ def _pack_a(
 ) -> None:
     """Pack (and gather or normalise) num_rows <= tile rows to into[width, tile]: float32 or VNNI words.
 
-    Columns of missing rows hold anything.
+    Columns beyond `num_rows` are undefined.
     """
     kind, width, stride = gemm.kind, gemm.width, gemm.row_stride
     steps = width // 8
@@ -108,16 +108,16 @@ def _pack_a(
             _norm_rows(gemm, eps, source, count, normed)
             source, source_stride, is_word = normed, 4 * width, True
         if is_word:  # float32 or VNNI words: copied unchanged
-            pack_a_rows(source, source_stride, count, target, tile, steps, 0)
+            pack_a_rows(source, source_stride, count, target, tile, steps, F32)
         else:
-            pack_a_rows(source, source_stride, count, target, tile, steps, 1)
+            pack_a_rows(source, source_stride, count, target, tile, steps, BF16)
         for k in range(8 * steps, width):
             for i in range(min(8, tile - r)):
                 row = source + source_stride * min(i, count - 1)
                 if is_word:
-                    x = load_element(row + 4 * k, 0)
+                    x = load_element(row + 4 * k, F32)
                 else:
-                    x = load_element(row + 2 * k, 1)
+                    x = load_element(row + 2 * k, BF16)
                 store_f32(target + 4 * (k * tile + i), x)
 
 
@@ -126,17 +126,17 @@ def _epilogue(
     gemm: GemmArgs, sums: int, ups: int, num_rows: int, columns: int, out: int, edge_row: int
 ) -> None:
     """Epilogue of a panel of sums: its first `columns` into `out`; `edge_row` is a buffer of NR."""
-    size = 4 if gemm.kind == F32 else 2
+    out_bytes = 4 if gemm.kind == F32 else 2  # per element
     is_whole = columns == NR
     for r in range(num_rows):
         row, up_row = sums + 4 * NR * r, ups + 4 * NR * r
         out_row = out + gemm.out_stride * r
         target = out_row if is_whole else edge_row
         if gemm.mode == ADD_RESIDUAL and not is_whole:
-            copy_bytes(edge_row, out_row, size * columns)
+            copy_bytes(edge_row, out_row, out_bytes * columns)
         run_epilogue(gemm.kind, gemm.mode, gemm.scale, row, up_row, target)
         if not is_whole:
-            copy_bytes(out_row, edge_row, size * columns)
+            copy_bytes(out_row, edge_row, out_bytes * columns)
 
 
 @jit
@@ -153,6 +153,12 @@ def _num_edge_tiles(tile: int, rows: int) -> int:
 
 
 @jit
+def _panels_per_result(mode: int) -> int:
+    """Weight panels per panel of the result: a gated epilogue combines two."""
+    return 2 if mode >= SILU_MUL else 1
+
+
+@jit
 def _gemm_block(
     gemm: GemmArgs,
     tile: int,
@@ -164,20 +170,20 @@ def _gemm_block(
     edge_row: int,
 ) -> None:
     """Multiply a block of packed rows with micro-panels [from, to), and run the epilogue."""
-    size = 2 if gemm.kind == BF16 else 4
-    out_bytes = 4 if gemm.kind == F32 else 2  # per element of the result
+    panel_row_bytes = NR * (2 if gemm.kind == BF16 else 4)
+    out_bytes = 4 if gemm.kind == F32 else 2  # per element
     width, tile_rows, (panel, end) = gemm.width, MR_TILES[tile], panels
     num_edge = _num_edge_tiles(tile, rows)
     edge_rows = MR_TILES[tile - 1] if num_edge else tile_rows
     num_full = -(-(rows - num_edge * edge_rows) // tile_rows)
     full_rows = num_full * tile_rows
     padded = full_rows + num_edge * edge_rows
-    b_stride, c_stride = size * NR * width, 4 * NR * padded
+    b_stride, c_stride = panel_row_bytes * width, 4 * NR * padded
     # Each tile prefetches a share of a later strip between its own arithmetic; all at once would
     # delay its own loads. Panels are contiguous: the strip may be one of the next panel.
-    tile_prefetch = size * NR * KC // (num_full + num_edge)
+    tile_prefetch = panel_row_bytes * KC // (num_full + num_edge)
     prefetch_stride = tile_prefetch * K_UNROLL // KC
-    unit = 2 if gemm.mode >= SILU_MUL else 1  # panels per panel of the result
+    unit = _panels_per_result(gemm.mode)
     while panel < end:
         group = PANELS_PER_TILE[tile]
         if panel + max(group, unit) > end:
@@ -189,8 +195,8 @@ def _gemm_block(
         for p in range(0, num_panels, group):
             weight, into = gemm.weight + b_stride * (panel + p), sums + c_stride * p
             for k in range(0, width, KC):
-                depth, b = min(KC, width - k), weight + size * NR * k
-                prefetch_at = b + PREFETCH_STRIPS * size * NR * KC
+                depth, b = min(KC, width - k), weight + panel_row_bytes * k
+                prefetch_at = b + PREFETCH_STRIPS * panel_row_bytes * KC
                 for t in range(num_full):
                     a = packed + 4 * tile_rows * (t * width + k)
                     c = into + 4 * NR * tile_rows * t
@@ -218,14 +224,16 @@ def gemm_num_tasks(op: Any) -> Any:
     if op[OP_ITEMS]:
         num_items = load_i64(op[OP_NUM_ITEMS])
         return num_items * _splits_per_item(op, num_items)
-    return -(-op[4] // op[13]) * op[15]
+    num_rows, block_rows, num_n_splits = op[4], op[13], op[15]
+    return -(-num_rows // block_rows) * num_n_splits
 
 
 @jit
 def _splits_per_item(op: Any, num_items: int) -> Any:
-    """Ranges of panels of each item of a grouped GEMM: about `op[15]` tasks in all."""
-    unit = 2 if op[1] >= SILU_MUL else 1
-    return max(1, min(op[8] // unit, -(-op[15] // max(1, num_items))))
+    """Ranges of panels of each item of a grouped GEMM, for about `target_tasks` in all."""
+    mode, num_panels, target_tasks = op[1], op[8], op[15]
+    num_panel_groups = num_panels // _panels_per_result(mode)
+    return max(1, min(num_panel_groups, -(-target_tasks // max(1, num_items))))
 
 
 @jit
@@ -251,7 +259,7 @@ def packed_gemm(op: Any, eps: float, scratch: Any, counters: int, worker: int) -
     """
     gemm = GemmArgs(
         op[0], op[1], op[2], op[3], op[4], op[5], op[6], op[7], op[8], op[9], op[10], op[11], op[12],
-        op[OP_NORM_KIND], op[OP_GATHER], load_element(data_address(op) + 8 * OP_SCALE, 0),
+        op[OP_NORM_KIND], op[OP_GATHER], load_element(data_address(op) + 8 * OP_SCALE, F32),
     )  # fmt: skip
     block_rows, tile, num_n_splits, items = op[13], op[14], op[15], op[OP_ITEMS]
     if items:
@@ -261,7 +269,7 @@ def packed_gemm(op: Any, eps: float, scratch: Any, counters: int, worker: int) -
     sums = packed + _round_up_to_cache_line(4 * (block_rows * gemm.width + _PACK_UNIT))
     normed = sums + 4 * NR * PANELS_PER_TILE[0] * block_rows
     edge_row = normed + 4 * _PACK_UNIT * gemm.width
-    unit = 2 if gemm.mode >= SILU_MUL else 1
+    unit = _panels_per_result(gemm.mode)
     num_panel_groups = gemm.num_panels // unit
     matrix_bytes = (2 if gemm.kind == BF16 else 4) * NR * gemm.width * gemm.num_panels
     matrix = gemm
@@ -275,12 +283,12 @@ def packed_gemm(op: Any, eps: float, scratch: Any, counters: int, worker: int) -
         rows = min(block_rows, gemm.num_rows - first)
         if items:
             item = items + 8 * 4 * block
-            number, first = load_i64(item), load_i64(item + 8)
+            matrix_index, first = load_i64(item), load_i64(item + 8)
             rows, tile = load_i64(item + 16), load_i64(item + 24)
-            bias = gemm.bias + 4 * NR * gemm.num_panels * number if gemm.bias else 0
+            bias = gemm.bias + 4 * NR * gemm.num_panels * matrix_index if gemm.bias else 0
             matrix = GemmArgs(
                 gemm.kind, gemm.mode, gemm.rows, gemm.row_stride, gemm.num_rows, gemm.width, gemm.norm,
-                gemm.weight + matrix_bytes * number, gemm.num_panels, bias, gemm.out, gemm.out_stride,
+                gemm.weight + matrix_bytes * matrix_index, gemm.num_panels, bias, gemm.out, gemm.out_stride,
                 gemm.num_columns, gemm.norm_kind, gemm.gather, gemm.scale,
             )  # fmt: skip
         if block != packed_block:

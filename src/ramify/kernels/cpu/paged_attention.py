@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numba import prange
 
-from ramify.kernels.cpu.abi import BLOCK_KEYS, F32
+from ramify.kernels.cpu.abi import BF16, BLOCK_KEYS, F32
 from ramify.kernels.cpu.attention_args import (
     AttentionParams,
     InPlaceBlock,
@@ -134,12 +134,11 @@ def _load_query(
 ) -> None:
     """Load a query row: float32, times `scale`; VNNI: bf16, unchanged."""
     depth, scale = params.key_dim, np.float32(params.scale)
+    row = rows.queries + rows.stride * token + (4 if rows.kind == F32 else 2) * depth * head
     if is_vnni(plane):
-        copy_row(into, rows.queries + rows.stride * token + 2 * depth * head, depth // 2)
-    elif rows.kind == F32:
-        scale_to_f32(rows.queries + rows.stride * token + 4 * depth * head, into, depth, scale, 0)
+        copy_row(into, row, depth // 2)
     else:
-        scale_to_f32(rows.queries + rows.stride * token + 2 * depth * head, into, depth, scale, 1)
+        scale_to_f32(row, into, depth, scale, rows.kind)
 
 
 @jit
@@ -156,9 +155,9 @@ def _store_output(
     if params.sinks:
         row_sum = add_sink(row_sum, state_row[params.value_stride], params.sinks + 4 * head)
     if rows.kind == F32:
-        divide_f32(acc, row_sum, rows.out + 4 * width * row, width, 0)
+        divide_f32(acc, row_sum, rows.out + 4 * width * row, width, F32)
     else:
-        divide_f32(acc, row_sum, rows.out + 2 * width * row, width, 1)
+        divide_f32(acc, row_sum, rows.out + 2 * width * row, width, BF16)
 
 
 @jit
@@ -218,10 +217,10 @@ def attend_task(
     into L1 while it is packed.
     """
     seq, first, count, head0, head1, group0, group1, block0, _, split = tasks[task_index]
-    depth, stride, num_heads = params.key_dim, params.value_stride, params.num_heads
-    heads, group = params.num_kv_heads, group1 - group0
-    whole_group = num_heads // heads
-    num_rows = count * group
+    key_dim, value_stride = params.key_dim, params.value_stride
+    num_heads, num_kv_heads = params.num_heads, params.num_kv_heads
+    gqa_group_size, group_heads = num_heads // num_kv_heads, group1 - group0
+    num_rows = count * group_heads  # per K/V head
     in_place = (
         num_rows <= MAX_IN_PLACE_ROWS
         and readable_in_place(key_plane)
@@ -229,20 +228,20 @@ def attend_task(
         and not rope_plane.width
     )
     num_tiles = -(-num_rows // TILE_M)
-    tile_rows = max(TILE_M, _PADDED_IN_PLACE_ROWS * heads)
+    tile_rows = max(TILE_M, _PADDED_IN_PLACE_ROWS * num_kv_heads)
     packed_keys = data_address(scratch)
-    packed_values = packed_keys + 4 * BLOCK_KEYS * depth
-    scores = packed_values + 4 * BLOCK_KEYS * stride
+    packed_values = packed_keys + 4 * BLOCK_KEYS * key_dim
+    scores = packed_values + 4 * BLOCK_KEYS * value_stride
     block_output = scores + 4 * tile_rows * BLOCK_KEYS
-    at = BLOCK_KEYS * (depth + stride) + tile_rows * (BLOCK_KEYS + stride)
-    row_stats = scratch[at : at + 2 * tile_rows]
-    at += 2 * tile_rows
-    key_scales = scratch[at : at + BLOCK_KEYS]
-    value_scales = scratch[at + BLOCK_KEYS : at + 2 * BLOCK_KEYS]
-    rope_scales = scratch[at + 2 * BLOCK_KEYS : at + 3 * BLOCK_KEYS]
+    float_offset = BLOCK_KEYS * (key_dim + value_stride) + tile_rows * (BLOCK_KEYS + value_stride)
+    row_stats = scratch[float_offset : float_offset + 2 * tile_rows]
+    float_offset += 2 * tile_rows
+    key_scales = scratch[float_offset : float_offset + BLOCK_KEYS]
+    value_scales = scratch[float_offset + BLOCK_KEYS : float_offset + 2 * BLOCK_KEYS]
+    rope_scales = scratch[float_offset + 2 * BLOCK_KEYS : float_offset + 3 * BLOCK_KEYS]
     for j in range(BLOCK_KEYS):
         key_scales[j] = value_scales[j] = rope_scales[j] = 1.0
-    queries = packed_keys + 4 * (at + 3 * BLOCK_KEYS)
+    queries = packed_keys + 4 * (float_offset + 3 * BLOCK_KEYS)
     ints = scratch[len(scratch) - 2 * (7 * BLOCK_KEYS + num_rows * (2 + head1 - head0)) :].view(
         np.int64
     )
@@ -256,25 +255,25 @@ def attend_task(
     value_offsets, next_value_offsets = ints[:BLOCK_KEYS], ints[BLOCK_KEYS : 2 * BLOCK_KEYS]
     ints = ints[2 * BLOCK_KEYS :]
     num_visible, row_positions, state_rows = ints[:num_rows], ints[num_rows:], ints[2 * num_rows :]
-    keys_at, values_at = data_address(key_offsets), data_address(value_offsets)
-    next_keys_at = data_address(next_key_offsets)
-    next_values_at = data_address(next_value_offsets)
+    key_offsets_at, value_offsets_at = data_address(key_offsets), data_address(value_offsets)
+    next_key_offsets_at = data_address(next_key_offsets)
+    next_value_offsets_at = data_address(next_value_offsets)
     for t in range(count):
-        for g in range(group):
-            row_positions[t * group + g] = positions[first + t]
+        for g in range(group_heads):
+            row_positions[t * group_heads + g] = positions[first + t]
         for h in range(head0, head1):
-            for g in range(group):
-                head = h * whole_group + group0 + g
+            for g in range(group_heads):
+                head = h * gqa_group_size + group0 + g
                 row = head * params.state_head_stride + tokens[first + t]
-                query_row = (h - head0) * num_rows + t * group + g
-                query = queries + 4 * depth * query_row
+                query_row = (h - head0) * num_rows + t * group_heads + g
+                query = queries + 4 * key_dim * query_row
                 _load_query(rows, key_plane, tokens[first + t], head, params, query)
                 if split >= 0:  # group0 is 0 here
                     row = splits[split, 2] + (block0 - splits[split, 0]) * count * num_heads
-                    row += (h * count + t) * group + g
+                    row += (h * count + t) * group_heads + g
                 state_rows[query_row] = row
                 if block0 == 0 or split >= 0:
-                    state[row, stride + 1] = 0.0
+                    state[row, value_stride + 1] = 0.0
     block0, block1, last_key = visible_blocks(params, tasks[task_index], positions)
     next_index, next_head0, next_heads = np.int64(-1), head0, head1 - head0
     if block0 < block1:
@@ -314,41 +313,45 @@ def attend_task(
         for r in range(num_rows):
             num_visible[r] = row_positions[r] + 1 - start
         if in_place:
-            kv_block = InPlaceBlock(key_plane, value_plane, head0, head1 - head0, num_rows, keys_at, values_at,
-                queries, scores, block_output, next_keys_at, next_count, next_head0, next_heads)  # fmt: skip
+            kv_block = InPlaceBlock(key_plane, value_plane, head0, head1 - head0, num_rows, key_offsets_at, value_offsets_at,
+                queries, scores, block_output, next_key_offsets_at, next_count, next_head0, next_heads)  # fmt: skip
             attend_block_in_place(params, kv_block, num_visible, slots, key_scales, value_scales, row_stats,
                 state, state_rows)  # fmt: skip
             continue
         for h in range(head0, head1):
             key_base = key_plane.address + h * key_plane.head_stride
             value_base = value_plane.address + h * value_plane.head_stride
-            load_scales(key_plane, slots, padded, heads, h, key_scales)
-            load_scales(value_plane, slots, padded, heads, h, value_scales)
-            key_block = KVBlock(key_plane, key_base, keys_at, key_scales.ctypes.data, packed_keys)
-            value_block = KVBlock(
-                value_plane, value_base, values_at, value_scales.ctypes.data, packed_values
+            load_scales(key_plane, slots, padded, num_kv_heads, h, key_scales)
+            load_scales(value_plane, slots, padded, num_kv_heads, h, value_scales)
+            key_block = KVBlock(
+                key_plane, key_base, key_offsets_at, key_scales.ctypes.data, packed_keys
             )
-            key_words = depth // 2 if is_vnni(key_plane) else depth  # words of a key
+            value_block = KVBlock(
+                value_plane, value_base, value_offsets_at, value_scales.ctypes.data, packed_values
+            )
+            key_words = key_dim // 2 if is_vnni(key_plane) else key_dim  # words of a key
             pack_keys(key_block, packed_keys, key_words, num_keys)
             if rope_plane.width:
-                load_scales(rope_plane, slots, padded, heads, h, rope_scales)
+                load_scales(rope_plane, slots, padded, num_kv_heads, h, rope_scales)
                 rope_block = KVBlock(rope_plane, rope_plane.address + h * rope_plane.head_stride,
                     rope_offsets.ctypes.data, rope_scales.ctypes.data, 0)  # fmt: skip
                 rope_start = key_plane.width // 2 if is_vnni(key_plane) else key_plane.width
                 pack_keys(rope_block, packed_keys + 4 * TILE_N * rope_start, key_words, num_keys)
-            pack_values(value_block, packed_values, stride, num_keys)
-            head_queries = queries + 4 * depth * (h - head0) * num_rows
-            # to be prefetched: the next head, block or task
-            keys_ahead, values_ahead = next_keys_at, next_values_at
-            head, num_ahead = next_head0, next_count
-            if h + 1 < head1:
-                keys_ahead, values_ahead, head, num_ahead = keys_at, values_at, h + 1, num_keys
-            next_key_block = KVBlock(
-                key_plane, key_plane.address + head * key_plane.head_stride, keys_ahead, 0, 0
-            )
-            next_value_block = KVBlock(value_plane, value_plane.address + head * value_plane.head_stride, values_ahead, 0, 0)  # fmt: skip
+            pack_values(value_block, packed_values, value_stride, num_keys)
+            head_queries = queries + 4 * key_dim * (h - head0) * num_rows
+            # Prefetch K/V of the next head; behind the last head, of the next block or task.
+            next_head, num_next_keys = h + 1, num_keys
+            next_keys_at, next_values_at = key_offsets_at, value_offsets_at
+            if next_head == head1:
+                next_head, num_next_keys = next_head0, next_count
+                next_keys_at, next_values_at = next_key_offsets_at, next_value_offsets_at
+            next_key_base = key_plane.address + next_head * key_plane.head_stride
+            next_value_base = value_plane.address + next_head * value_plane.head_stride
+            next_key_block = KVBlock(key_plane, next_key_base, next_keys_at, 0, 0)
+            next_value_block = KVBlock(value_plane, next_value_base, next_values_at, 0, 0)
             for tile in range(num_tiles):
-                begin, end = tile * num_ahead // num_tiles, (tile + 1) * num_ahead // num_tiles
+                begin = tile * num_next_keys // num_tiles
+                end = (tile + 1) * num_next_keys // num_tiles
                 prefetch_range = PrefetchRange(next_key_block, next_value_block, begin, end)
                 r = tile * TILE_M
                 _attend_packed_tile(params, head_queries, min(TILE_M, num_rows - r), r, num_visible, key_block,
@@ -358,9 +361,9 @@ def attend_task(
         for t in range(count):
             if positions[first + t] < tasks[task_index][8] * BLOCK_KEYS:
                 for h in range(head0, head1):
-                    for g in range(group):
-                        row = state_rows[(h - head0) * num_rows + t * group + g]
-                        head = h * whole_group + group0 + g
+                    for g in range(group_heads):
+                        row = state_rows[(h - head0) * num_rows + t * group_heads + g]
+                        head = h * gqa_group_size + group0 + g
                         _store_output(rows, tokens[first + t], head, params, state[row])
     elif next_task(data_address(counters) + 8 * (1 + split)) == splits[split, 3] - 1:
         counters[1 + split] = 0  # for the next launch

@@ -207,18 +207,19 @@ def reduce_lanes(builder: Any, vector: Any, combine: Callable[[Any, Any], Any]) 
 
 
 @intrinsic
-def rescale_add_row(_: Any, into: Any, old: Any, block: Any, new: Any, count: Any) -> Any:
-    """into = into * old + block * new for `count` floats, a multiple of LANES."""
+def rescale_add_row(_: Any, into: Any, scale: Any, block: Any, block_scale: Any, count: Any) -> Any:
+    """into = into * scale + block * block_scale for `count` floats, a multiple of LANES."""
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
-        into, old, block, new, count = args
+        into, scale, block, block_scale, count = args
         vec = vector_type(LANES)
-        old_scale, new_scale = broadcast(builder, old, LANES), broadcast(builder, new, LANES)
+        wide_scale = broadcast(builder, scale, LANES)
+        wide_block_scale = broadcast(builder, block_scale, LANES)
         with cgutils.for_range(builder, builder.udiv(count, i64(LANES))) as loop:
-            at = offset(builder, into, loop.index, 4 * LANES)
-            x = builder.fmul(load(builder, at, vec), old_scale)
+            address = offset(builder, into, loop.index, 4 * LANES)
+            x = builder.fmul(load(builder, address, vec), wide_scale)
             y = load(builder, offset(builder, block, loop.index, 4 * LANES), vec)
-            store(builder, llvm_intrinsic(builder, "fma", y, new_scale, x), at)
+            store(builder, llvm_intrinsic(builder, "fma", y, wide_block_scale, x), address)
         return context.get_dummy_value()
 
     return types.void(_int, _float, _int, _float, _int), code

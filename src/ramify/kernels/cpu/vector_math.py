@@ -74,14 +74,14 @@ def exp_f32(builder: Any, x: Any) -> Any:
     return builder.select(low, c(0.0), builder.fmul(y, builder.bitcast(bits, x.type)))
 
 
-def exp_bf16(builder: Any, x: Any, *, normal: bool = True) -> Any:
+def exp_bf16(builder: Any, x: Any, *, flush_subnormals: bool = True) -> Any:
     """exp(x), x <= 0, accurate enough for bfloat16 (2^-17); `exp_f32` without `HAS_BF16_DOT`.
 
     Exactly 1 at 0 and NaN of NaN.
 
     Args:
-        normal: flush subnormal results to 0. If False, the conversion that follows must flush them:
-            here it depends on the thread's MXCSR.
+        flush_subnormals: make subnormal results 0. If False, the conversion that follows must do
+            that: here it depends on the thread's MXCSR.
     """
     if not HAS_BF16_DOT or x.type.count != LANES:
         return exp_f32(builder, x)
@@ -90,9 +90,9 @@ def exp_bf16(builder: Any, x: Any, *, normal: bool = True) -> Any:
         builder, _avx512_masked(builder, "reduce", t, i32(_ROUND_DOWN)), _EXP2_BF16_TERMS
     )
     # scalef multiplies by 2 ** floor(t)
-    mask = (
-        builder.fcmp_unordered(">=", t, constant(_MIN_NORMAL_EXPONENT, LANES)) if normal else None
-    )
+    mask = None
+    if flush_subnormals:
+        mask = builder.fcmp_unordered(">=", t, constant(_MIN_NORMAL_EXPONENT, LANES))
     return _avx512_masked(builder, "scalef", p, t, mask=mask)
 
 
@@ -141,9 +141,9 @@ def exp_minus_max(_: Any, row: Any, count: Any, row_max: Any) -> Any:
         wide_max = broadcast(builder, row_max, LANES)
         sums = cgutils.alloca_once_value(builder, constant(0.0, LANES))
         with cgutils.for_range(builder, steps) as loop:
-            at = offset(builder, row, loop.index, 4 * LANES)
-            y = exp_f32(builder, builder.fsub(load(builder, at, vector), wide_max))
-            store(builder, y, at)
+            address = offset(builder, row, loop.index, 4 * LANES)
+            y = exp_f32(builder, builder.fsub(load(builder, address, vector), wide_max))
+            store(builder, y, address)
             builder.store(builder.fadd(builder.load(sums), y), sums)
         return reduce_lanes(builder, builder.load(sums), builder.fadd)
 
@@ -165,11 +165,12 @@ def exp_minus_max_vnni(_: Any, row: Any, count: Any, row_max: Any) -> Any:
         ones = constant(0x3F803F80, LANES, i32)
         sums = cgutils.alloca_once_value(builder, constant(0.0, LANES))
         with cgutils.for_range(builder, steps) as loop:
-            at = offset(builder, row, loop.index, 8 * LANES)
+            address = offset(builder, row, loop.index, 8 * LANES)
             halves = []
             for v in range(2):
-                x = load(builder, builder.add(at, i64(4 * LANES * v)), vector)
-                halves.append(exp_bf16(builder, builder.fsub(x, wide_max), normal=False))
+                x = load(builder, builder.add(address, i64(4 * LANES * v)), vector)
+                x = builder.fsub(x, wide_max)
+                halves.append(exp_bf16(builder, x, flush_subnormals=False))
             weights = _pack_two_bf16(builder, halves)
             store(builder, weights, offset(builder, row, loop.index, 4 * LANES))
             builder.store(bf16_dot(builder, ones, weights, builder.load(sums)), sums)
@@ -204,12 +205,14 @@ def tanh_soft_cap(_: Any, row: Any, cap: Any, count: Any) -> Any:
         row, cap, count = args
         wide_cap, ones = broadcast(builder, cap, LANES), constant(1.0, LANES)
         with cgutils.for_range(builder, builder.udiv(count, i64(LANES))) as loop:
-            at = offset(builder, row, loop.index, 4 * LANES)
-            x = builder.fdiv(load(builder, at, vector_type(LANES)), wide_cap)
+            address = offset(builder, row, loop.index, 4 * LANES)
+            x = builder.fdiv(load(builder, address, vector_type(LANES)), wide_cap)
             minus_2_abs = builder.fmul(llvm_intrinsic(builder, "fabs", x), constant(-2.0, LANES))
             e = exp_f32(builder, minus_2_abs)
             t = builder.fdiv(builder.fsub(ones, e), builder.fadd(ones, e))
-            store(builder, builder.fmul(llvm_intrinsic(builder, "copysign", t, x), wide_cap), at)
+            store(
+                builder, builder.fmul(llvm_intrinsic(builder, "copysign", t, x), wide_cap), address
+            )
         return context.get_dummy_value()
 
     return types.void(_int, _float, _int), code

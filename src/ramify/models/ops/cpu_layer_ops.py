@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ramify.kernels.cpu.abi import (
+    OP_F32_COPY,
     OP_FIELDS,
     OP_GATHER,
     OP_ITEMS,
@@ -34,7 +35,6 @@ from ramify.kernels.cpu.abi import (
     OP_ROWS,
     OP_SHARED,
     OP_SHARED_WEIGHTS,
-    OP_WIDE,
     OP_X,
     round_up_to_cache_line,
 )
@@ -166,7 +166,7 @@ def _expert_ops(mlp: FusableExperts, hidden_size: int) -> _Mlp | None:
         combine_buffers += [(OP_SHARED, "shared_out"), (OP_SHARED_WEIGHTS, "shared_weights")]
     norm_buffers = [(OP_X, HIDDEN), (OP_OUT, "normed")]
     if not is_wide:
-        norm_buffers.append((OP_WIDE, router_x))
+        norm_buffers.append((OP_F32_COPY, router_x))
 
     def router_fields(num_rows: int, num_workers: int) -> tuple[int, ...]:
         fields = [*router.op(num_rows, num_workers)]

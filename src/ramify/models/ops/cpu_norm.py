@@ -35,7 +35,7 @@ class RowNorm:
     def op(self, num_rows: int, num_workers: int, *, add: bool = False) -> tuple[int, ...]:
         """The norm op [OP_FIELDS] of `op_list.run_ops` for contiguous rows.
 
-        The caller fills in the addresses `OP_X` and `OP_OUT`, and `OP_WIDE` if it wants a float32 copy.
+        The caller fills in the addresses `OP_X` and `OP_OUT`, and `OP_F32_COPY` if it wants a float32 copy.
         `add`: add the result to what is there.
         """
         row_bytes = self.width * self.dtype.itemsize
