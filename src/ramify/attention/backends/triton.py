@@ -156,20 +156,20 @@ class TritonBackend:
 
     def plan(self, batch: AttentionBatch) -> TritonPlan:
         """Partition a step and upload its metadata. `TritonPlan` says how long it is valid."""
-        part = partition_step(batch, self._partition_config)
+        partition = partition_step(batch, self._partition_config)
         arrays = self._arrays.upload(
             {
-                "prefill_items": part.prefill_items,
-                "decode_items": part.decode_items,
-                "split_tokens": part.split_tokens + 1,  # 0: none
-                "tokens": part.tokens,
+                "prefill_items": partition.prefill_items,
+                "decode_items": partition.decode_items,
+                "split_tokens": partition.split_tokens + 1,  # 0: none
+                "tokens": partition.tokens,
                 "positions": batch.positions,
-                "split_offsets": part.split_offsets,
+                "split_offsets": partition.split_offsets,
                 "block_table": batch.block_table,
             }
         )
-        self._reserve(part)
-        kinds = (part.prefill_items, part.decode_items, part.split_tokens)
+        self._reserve(partition)
+        kinds = (partition.prefill_items, partition.decode_items, partition.split_tokens)
         prefill, decode, merge = (
             next_power_of_two(len(items)) if len(items) else 0 for items in kinds
         )
@@ -179,11 +179,11 @@ class TritonBackend:
             arrays, prefill, decode, merge, self._partial_acc, self._partial_ml, signature
         )
 
-    def _reserve(self, part: GpuPartition) -> None:
+    def _reserve(self, partition: GpuPartition) -> None:
         """Grow the buffers for partial results."""
-        rows = part.num_partials * self.spec.num_heads
+        rows = partition.num_partials * self.spec.num_heads
         if rows > len(self._partial_ml):
-            rows = next_power_of_two(part.num_partials) * self.spec.num_heads
+            rows = next_power_of_two(partition.num_partials) * self.spec.num_heads
             self._partial_acc = torch.empty(rows, self.spec.v_head_dim, device=self.device)
             self._partial_ml = torch.empty(rows, 2, device=self.device)
             self._scratch_generation += 1
