@@ -15,9 +15,7 @@ Read in this order:
 6. `counters`, `statistics`, `events`, `explain`, `inspection`, `invariants`, `maintenance`,
    `draft_lookup`.
 
-hatch_build.py compiles modules of the hot path with mypyc (its `MODULES`). Three modules of the hot
-path stay plain Python: `prefix_cache` for its own errors on wrong types, `types` for copy and pickle,
-and `policies` because users subclass it.
+hatch_build.py compiles the hot path with mypyc: `MODULES` there says which modules, and why not all.
 """
 
 from ramify.cache.content_atoms import Media, Salt

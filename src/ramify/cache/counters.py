@@ -27,7 +27,7 @@ class CacheCounters:
         self._residency = [0] * (_MAX_BITS + 1)  # pages, by bits of the time
         self._idle = [0] * (_MAX_BITS + 1)
         self._reuse_gap = [0] * (NUM_BUCKETS + 1)  # and a bucket for misses
-        # at the start of each window: lookups ever, lookups that count, tokens, hit tokens
+        # at the start of each window: lookups, lookups without the cancelled ones, tokens, hit tokens
         self._window_starts = [(0, 0, 0, 0)] * 3
         self._num_cancelled = 0
         self._next_window = RECENT_LOOKUPS
@@ -54,9 +54,10 @@ class CacheCounters:
         """Subtract the `number`-th lookup, whose request was cancelled."""
         self._num_cancelled += 1
         self._window_starts = [
-            (ever, lookups - 1, all_tokens - tokens, hits - hit_tokens) if number <= ever else start
-            for start in self._window_starts
-            for ever, lookups, all_tokens, hits in (start,)
+            (num_ever, lookups - 1, all_tokens - tokens, hits - hit_tokens)
+            if number <= num_ever
+            else (num_ever, lookups, all_tokens, hits)
+            for num_ever, lookups, all_tokens, hits in self._window_starts
         ]
         self.lookups -= 1
         self.tokens -= tokens

@@ -44,49 +44,49 @@ class HashIndex:
     def find(self, parent: int, atoms: bytes, position: int) -> int:
         """The child of `parent` whose page starts at `position`; 0 if there is none."""
         page = atoms[position : position + self._page_bytes]
-        name = self._chain(self._hash_of(parent), page, self._page_bytes)
-        self._missed = (parent, page, name)  # what `add` will need next
-        node = self._nodes[name[0]].get(name, 0)
+        page_hash = self._chain(self._hash_of(parent), page, self._page_bytes)
+        self._missed = (parent, page, page_hash)  # what `add` will need next
+        node = self._nodes[page_hash[0]].get(page_hash, 0)
         if not node or self._matches(node, parent, page):
             return node
-        others = self._collided.get(name, ())
+        others = self._collided.get(page_hash, ())
         return next((other for other in others if self._matches(other, parent, page)), 0)
 
     def add(self, node: int) -> None:
         """Index a new node by its page."""
         tree = self._tree
         parent, edge = tree.parent[node], tree.edge(node)
-        missed_parent, missed_page, name = self._missed
+        missed_parent, missed_page, page_hash = self._missed
         if parent != missed_parent or edge != missed_page:
-            name = self._chain(self._hash_of(parent), edge, self._page_bytes)
-        self._hashes[node] = name
-        if self._nodes[name[0]].setdefault(name, node) != node:
-            self._collided.setdefault(name, []).append(node)
+            page_hash = self._chain(self._hash_of(parent), edge, self._page_bytes)
+        self._hashes[node] = page_hash
+        if self._nodes[page_hash[0]].setdefault(page_hash, node) != node:
+            self._collided.setdefault(page_hash, []).append(node)
 
     def remove(self, node: int) -> None:
         """Remove a node from the index; its number can be used again."""
         self._missed = (0, b"", b"")  # the number may be reused for another node
-        name, self._hashes[node] = self._hashes[node], b""
-        others = self._collided.get(name, [])
+        page_hash, self._hashes[node] = self._hashes[node], b""
+        others = self._collided.get(page_hash, [])
         if node in others:
             others.remove(node)
         elif others:
-            self._nodes[name[0]][name] = others.pop()
+            self._nodes[page_hash[0]][page_hash] = others.pop()
         else:
-            del self._nodes[name[0]][name]
+            del self._nodes[page_hash[0]][page_hash]
         if not others:
-            self._collided.pop(name, None)
+            self._collided.pop(page_hash, None)
 
     def _hash_of(self, node: int) -> bytes:
         page_hash = self._hashes[node]
         if page_hash:
             return page_hash
         namespace = self._tree.namespaces[node]
-        known, name = self._roots.get(node, (None, b""))
+        known, root_hash = self._roots.get(node, (None, b""))
         if known != namespace:  # a new root, perhaps with a reused number
-            name = namespace_hash(namespace)
-            self._roots[node] = (namespace, name)
-        return name
+            root_hash = namespace_hash(namespace)
+            self._roots[node] = (namespace, root_hash)
+        return root_hash
 
     def _matches(self, node: int, parent: int, page: bytes) -> bool:
         tree = self._tree

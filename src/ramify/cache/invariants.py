@@ -115,10 +115,12 @@ def _check_queue(store: NodeStore, nodes: list[int]) -> None:
 
 def _check_ghosts(store: NodeStore, nodes: list[int]) -> None:
     tree, ghosts = store.tree, store.ghosts
-    expect(tree.num_ghost_pages <= ghosts.max_pages, "more is remembered than may be")
+    expect(tree.num_ghost_pages <= ghosts.max_pages, "more ghost pages than the budget")
     partly = sorted(node for node in nodes if tree.resident[node] < tree.length[node])
     listed = ghosts.oldest_first()
-    expect(sorted(listed) == partly, "the ghosts listed are not those there are")
+    expect(
+        sorted(listed) == partly, "the list of ghosts is not that of the nodes with evicted pages"
+    )
     rank = {node: i for i, node in enumerate(listed)}
     for node in listed:
         below = [rank[child] for child in tree.children(node) if child in rank]

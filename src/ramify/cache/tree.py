@@ -319,7 +319,7 @@ class RadixTree:
         if content := self.content.pop(node, ()):
             cut_token = num_pages * self.page_size
             self._set_node_content(upper, slice_atoms(content, 0, cut_token))
-            self._set_node_content(node, slice_atoms(content, cut_token, len(edge)))
+            self._set_node_content(node, slice_atoms(content, cut_token, len(edge) // ATOM_BYTES))
         self.index.add(upper)
         self.index.add(node)
         self.num_nodes += 1
