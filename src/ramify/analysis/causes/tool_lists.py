@@ -91,7 +91,7 @@ def _changed(path: str, had: Excerpt = NOTHING, got: Excerpt = NOTHING) -> Diffe
 def _definition_changed(path: str, had: str, got: str) -> Difference:
     at = common_prefix_len(had, got)
     start, end = max(0, at - 10), at + 60
-    return _changed(path, Excerpt(had, start, end), Excerpt(got, start, end))
+    return Difference.proved(CauseName.TOOL_CHANGED, path, had, got, start, end)
 
 
 def tool_places(corpus: Corpus, units: Iterable[int]) -> dict[str, int]:

@@ -33,10 +33,7 @@ def pair_differences(
 ) -> PairDifferences | None:
     """How a unit differs from another; None if they have little in common."""
     a, b = corpus.units[unit_a], corpus.units[unit_b]
-    if (a.kind, a.form, a.label) != (b.kind, b.form, b.label) or a.form in (
-        TextForm.MEDIA,
-        TextForm.TOKENS,
-    ):
+    if a.head != b.head or a.form in (TextForm.MEDIA, TextForm.TOKENS):
         return None
     text_a, text_b = corpus.text(unit_a), corpus.text(unit_b)
     normal_a, normal_b = templates.normal(unit_a), templates.normal(unit_b)

@@ -22,7 +22,6 @@ class ReplayResult:
 
     num_tokens: int
     num_hit: int
-    num_evicted_pages: int
     num_uncached: int  # requests longer than the whole cache: their end was not kept
 
     @property
@@ -87,5 +86,4 @@ def replay(
         cache.release(cache.publish(lease, computed, pages))
         if progress is not None and not request % REPORT_EVERY:
             progress(request)
-    stats = cache.stats()
-    return ReplayResult(num_counted, num_hit, stats.evicted_pages, num_uncached)
+    return ReplayResult(num_counted, num_hit, num_uncached)
