@@ -102,9 +102,6 @@ def test_predictions_equal_the_second_implementation(
     provider: str, model: str, seed: int, steps: list[Step]
 ) -> None:
     """Reads and writes agree on conversations with tools, edits, gaps and parallel requests."""
-    if provider == "sglang":
-        # With pages of one token the oracle takes quadratic time.
-        steps = steps[:5]
     corpus, oracle, now = Corpus(), ORACLES[provider, model](), 0.0
     expected: list[Bill] = []
     for number, (prompt, step) in enumerate(

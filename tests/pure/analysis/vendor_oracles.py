@@ -184,14 +184,17 @@ class GridOracle:
     keeps_one: bool = False  # the last token is always computed
     stores_answers: bool = False
     settings: tuple[str, ...] = ()
-    pages: dict[Any, Entry] = field(default_factory=dict)
+    pages: dict[int, Entry] = field(default_factory=dict)
+    numbers: dict[Any, int] = field(
+        default_factory=dict
+    )  # of prefixes, by shorter one and last step
 
     def ask(self, call: Call) -> Bill:
         """See `Oracle`."""
         ids, salt = call.ids, tuple(compact(call.body.get(name)) for name in self.settings)
         read = 0
-        for end in range(self.step, len(ids) + 1, self.step):
-            entry = self.pages.get((salt, ids[:end]))
+        for end, number in self._prefixes(salt, ids):
+            entry = self.pages.get(number)
             if entry is None or not entry.is_alive(call.start_s):
                 break
             read = end
@@ -201,13 +204,21 @@ class GridOracle:
             self._store(call, salt, ids + call.answer, call.done_s, len(ids))
         return Bill(read if read >= self.least else 0)
 
-    def _store(self, call: Call, salt: Any, ids: Ids, ready: float, after: int) -> None:
+    def _prefixes(self, salt: Any, ids: Ids) -> Iterator[tuple[int, int]]:
+        """(end, number) of each prefix of whole steps; equal prefixes have equal numbers."""
+        above: Any = salt
         for end in range(self.step, len(ids) + 1, self.step):
+            key = above, ids[end - self.step : end]
+            above = self.numbers.setdefault(key, len(self.numbers))
+            yield end, above
+
+    def _store(self, call: Call, salt: Any, ids: Ids, ready: float, after: int) -> None:
+        for end, number in self._prefixes(salt, ids):
             if end <= after:
                 continue
-            entry = self.pages.get((salt, ids[:end]))
+            entry = self.pages.get(number)
             if entry is None or entry.expiry_s <= call.start_s:
-                self.pages[salt, ids[:end]] = Entry(
+                self.pages[number] = Entry(
                     None, end, ready, ready + self.lifetime_s, self.lifetime_s
                 )
             else:
