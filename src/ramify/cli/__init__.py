@@ -1,8 +1,8 @@
 """The `ramify` command, one file for each subcommand.
 
-`options.py` makes the engine's flags from the fields of `ramify.config`. The commands import torch
-and the engine when they run, so that `ramify --help` is quick. This is the top layer: nothing imports
-it.
+`options.py` makes the engine's flags from the fields of `ramify.config`. `log_commands.py` has the options
+and exits that the commands on logs share. The commands import torch and the engine when they run, so
+that `ramify --help` is quick. This is the top layer: nothing imports it.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 How `lint` comes to a verdict:
 
 1. `templates` learns which texts are equal but for a few values, and `values` judges each place at
-   which they differ from all values seen there: a clock, an id, a path or state, or content.
+   which they differ from all values seen there: a clock (`clocks`), an id (`random_text`), a path or
+   state (`state_lines`), or content.
 2. `matching.best_match` finds candidates in indexes that grow linearly with the log: radix trees of
    the prompts as sent and as mended, and the newest requests with the same tools, conversation, last
    message or lines. `diff.comparing` compares each candidate exactly.
@@ -11,6 +12,7 @@ How `lint` comes to a verdict:
    (`diff.message_walk`). At a difference the first rule that is met names the cause; waste is stepped
    over as if mended, so that what stands behind it shows too. The walk ends at content that
    legitimately differs.
-4. What text cannot show is judged by `outside` from times, usage and the provider's cache rule.
+4. What text cannot show is judged by `outside` from times, usage and the provider's cache rule: the
+   rules of `timing` and `vendor` read the `evidence` about a request.
 5. `savings.mending` makes the prompts as they would be without the causes; `savings.measure` replays them.
 """

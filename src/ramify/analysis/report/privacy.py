@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
@@ -101,15 +101,13 @@ class TextHider:
         """A dataclass of the report, or a tuple of them, with texts, paths and names of files hidden."""
         if isinstance(value, tuple):
             return tuple(map(self.hide_fields, value))
-        if not is_dataclass(value) or isinstance(value, type):
-            return value
-        items = {field.name: getattr(value, field.name) for field in fields(value)}
-        hidden = {
-            name: self._hide_by_field.get(name, self.hide_fields)(item)
-            for name, item in items.items()
-            if item is not None
-        }
-        return replace(value, **hidden)
+        hidden = {}
+        for name in getattr(value, "__dataclass_fields__", ()):  # without the cost of `fields`
+            item = getattr(value, name)
+            new = None if item is None else self._hide_by_field.get(name, self.hide_fields)(item)
+            if new is not item:
+                hidden[name] = new
+        return replace(value, **hidden) if hidden else value
 
 
 def hide_texts(analysis: Analysis, changes: dict[str, str]) -> Analysis:
