@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ramify.analysis.causes.evidence import Evidence, outside_cause
-from ramify.analysis.providers.breakpoints import HOUR_S
+from ramify.analysis.providers.rules import HOUR_S
 from ramify.analysis.tokens import ESTIMATE_ERROR
 from ramify.analysis.verdicts import Cause, CauseName
 

@@ -1,8 +1,9 @@
 """What providers' caches would read and write, and what it costs.
 
-Three kinds of cache: `grid` (all whole steps up to the first difference), `breakpoints` (entries where
-earlier prompts had a breakpoint), `whole_units` (stored units, whole or not at all). `rules` has the
-figures of each model, from one dated file.
+Of vendors: `rules` has the figures of each model, from one dated file, `detection` says whose rule a
+request falls under, `positions` what a breakpoint looks back over, `money` what tokens cost. Of replays:
+`prompts` has what a rule sees and answers, `caches` the entries, `conditions` which limits are lifted;
+`replay` runs prompts through caches. `agreement` compares the outcome with what was billed.
 """
 
 from ramify.analysis.providers.conditions import AS_LOGGED, Conditions

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,6 +96,11 @@ class Timing:
         return self.lookup_s - before.done_s
 
     @property
+    def of_answer(self) -> Timing:
+        """The times of an entry that ends with the answer."""
+        return replace(self, ready_s=self.done_s)
+
+    @property
     def used_s(self) -> float:
         """When the prompt uses entries; infinite where that is not known."""
         return inf if self.lookup_s is None else self.lookup_s
@@ -156,6 +162,11 @@ class PromptLayout:
         """Tokens of the prompt without settings."""
         hashed = self.prompt.request.info.hashed
         return int(self.ends[-1]) if hashed is None else hashed.num_tokens
+
+    @property
+    def stores_output(self) -> bool:
+        """Whether the answer is logged, and cached by the rule."""
+        return self.rule.stores_output and bool(self.prompt.request.info.output)
 
     @cached_property
     def level_starts(self) -> dict[str, int]:
@@ -245,6 +256,18 @@ class PromptLayout:
         if not num_tokens or not len(self.units):
             return -1
         return self.num_settings + int(np.searchsorted(self.ends, num_tokens)) - 1
+
+
+class RuleCache(Protocol):
+    """The entries of one rule while prompts are replayed, in the order of their starts."""
+
+    def process(self, layout: PromptLayout, timing: Timing) -> Prediction:
+        """Look a prompt up, then write and refresh entries."""
+        ...
+
+    def unread_tokens(self) -> dict[int, int]:
+        """Tokens that requests wrote at a price and no later request read, by the request's number."""
+        return {}
 
 
 def _index(kinds: list[SegmentKind], wanted: Collection[SegmentKind]) -> int:

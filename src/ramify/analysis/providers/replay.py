@@ -5,39 +5,26 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Protocol
 
 import msgspec
 
 from ramify.analysis.corpus import Corpus, StoredRequest
-from ramify.analysis.providers.breakpoints import BreakpointCache
+from ramify.analysis.providers.caches.breakpoints import BreakpointCache
+from ramify.analysis.providers.caches.grid import GridCache, NoCache
+from ramify.analysis.providers.caches.page_pool import MIN_PAGE, ReplicaPools
+from ramify.analysis.providers.caches.whole_units import WholeUnitCache
 from ramify.analysis.providers.conditions import AS_LOGGED, Conditions
 from ramify.analysis.providers.detection import provider_of, provider_of_log
-from ramify.analysis.providers.grid import GridCache, NoCache
-from ramify.analysis.providers.page_pool import MIN_PAGE, ReplicaPools
 from ramify.analysis.providers.prompts import (
     UNTIMED,
     Prediction,
     PromptLayout,
     ReplayPrompt,
-    Timing,
+    RuleCache,
 )
 from ramify.analysis.providers.rules import ModelRule, Rules
-from ramify.analysis.providers.whole_units import WholeUnitCache
 from ramify.analysis.records import LoggedRequest
 from ramify.errors import ConfigError
-
-
-class RuleCache(Protocol):
-    """The entries of one rule while prompts are replayed."""
-
-    def process(self, layout: PromptLayout, timing: Timing) -> Prediction:
-        """Look a prompt up, then write and refresh entries; prompts come in order of start."""
-        ...
-
-    def unread_tokens(self) -> dict[int, int]:
-        """Tokens that requests wrote at a price and no later request read, by number."""
-        ...
 
 
 class CacheModel:

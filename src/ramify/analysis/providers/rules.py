@@ -18,6 +18,7 @@ import msgspec
 from ramify.errors import RulesError
 
 SCHEMA = 1
+HOUR_S = 3600.0  # a lifetime whose writes have a price of their own
 
 Level = Literal["all", "system", "messages", "none"]
 Count = Annotated[int, msgspec.Meta(ge=0)]

@@ -6,20 +6,19 @@ where a prompt parts from an earlier prompt, once the two have been seen.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import inf
 
 import numpy as np
 
+from ramify.analysis.providers.caches.prefix_index import PrefixIndex
+from ramify.analysis.providers.caches.prefix_table import PrefixTable
 from ramify.analysis.providers.money import price_of
-from ramify.analysis.providers.prefix_index import PrefixIndex
-from ramify.analysis.providers.prefix_table import PrefixTable
-from ramify.analysis.providers.prompts import Billed, Prediction, PromptLayout, Timing
+from ramify.analysis.providers.prompts import Billed, Prediction, PromptLayout, RuleCache, Timing
 from ramify.analysis.providers.rules import ModelRule
 from ramify.analysis.tokens import Tokens
 
 
-class WholeUnitCache:
+class WholeUnitCache(RuleCache):
     """Units of one rule; prompts come in the order of their starts."""
 
     def __init__(self, rule: ModelRule) -> None:
@@ -43,10 +42,9 @@ class WholeUnitCache:
         if ready:
             slots = self._units.find(hashes[ready : ready + 1])
             self._units.used_s[slots] = np.maximum(self._units.used_s[slots], timing.used_s)
-        if self._rule.stores_output and request.info.output:
+        if layout.stores_output:
             answered = layout.token_chain_with_output
-            done = replace(timing, ready_s=timing.done_s)
-            self._store(answered, len(answered) - 1, request.number, done)
+            self._store(answered, len(answered) - 1, request.number, timing.of_answer)
         return Prediction(
             price_of(Billed(num_input, read), self._rule, request.info),
             segment=layout.segment_at(read),
@@ -60,10 +58,6 @@ class WholeUnitCache:
             expired=deepest[2][1] if if_kept > read else None,
             read_from=deepest[0][1] if read else None,
         )
-
-    def unread_tokens(self) -> dict[int, int]:
-        """Writes are free: none is wasted."""
-        return {}
 
     def _readable(self, length: int) -> int:
         tokens = length // self._rule.step_tokens * self._rule.step_tokens

@@ -10,15 +10,15 @@ from math import inf
 
 import numpy as np
 
+from ramify.analysis.providers.caches.page_pool import MIN_PAGE, ReplicaPools
+from ramify.analysis.providers.caches.prefix_index import PrefixIndex, Shared
 from ramify.analysis.providers.money import price_of
-from ramify.analysis.providers.page_pool import MIN_PAGE, ReplicaPools
-from ramify.analysis.providers.prefix_index import PrefixIndex, Shared
-from ramify.analysis.providers.prompts import Billed, Prediction, PromptLayout, Timing
+from ramify.analysis.providers.prompts import Billed, Prediction, PromptLayout, RuleCache, Timing
 from ramify.analysis.providers.rules import ModelRule
 from ramify.analysis.tokens import Tokens, spread_ids
 
 
-class GridCache:
+class GridCache(RuleCache):
     """Pages of one rule; prompts come in the order of their starts."""
 
     def __init__(self, rule: ModelRule, pools: ReplicaPools | None = None) -> None:
@@ -62,17 +62,12 @@ class GridCache:
             read_from=shared.writer if num_read else None,
         )
 
-    def unread_tokens(self) -> dict[int, int]:
-        """Writes are free: none is wasted."""
-        return {}
-
     def _share_tokens(self, layout: PromptLayout, timing: Timing) -> Shared:
         number = layout.prompt.request.number
-        goes_on = self._rule.stores_output and bool(layout.prompt.request.info.output)
+        goes_on = layout.stores_output
         shared = self._tokens.share(number, layout.token_chain, timing, will_go_on=goes_on)
         if goes_on:
-            done = replace(timing, ready_s=timing.done_s)
-            self._tokens.share(number, layout.token_chain_with_output, done)
+            self._tokens.share(number, layout.token_chain_with_output, timing.of_answer)
         return shared
 
     def _clip(
@@ -85,7 +80,7 @@ class GridCache:
             page_size = max(step, MIN_PAGE // step * step)
             keys = layout.token_chain[page_size::page_size]
             num_lookup = len(keys)
-            if self._rule.stores_output and info.output:
+            if layout.stores_output:
                 keys = layout.token_chain_with_output[page_size::page_size]
         else:
             page_size, keys = info.hashed.block_size, self._block_chain(layout)[1:]
@@ -102,9 +97,9 @@ class GridCache:
         """Hashes of a prompt with its answer; the times are those of the last part."""
         layout, timing = self._prompts[number]
         layout = layout.copy()
-        if not (self._rule.stores_output and layout.prompt.request.info.output):
-            return layout.token_chain, timing
-        return layout.token_chain_with_output, replace(timing, ready_s=timing.done_s)
+        if layout.stores_output:
+            return layout.token_chain_with_output, timing.of_answer
+        return layout.token_chain, timing
 
     def _share_blocks(self, layout: PromptLayout, timing: Timing) -> Shared:
         hashed = layout.prompt.request.info.hashed
@@ -130,7 +125,7 @@ class GridCache:
         return layout.salted(hashes, {"system": 0, "messages": 0})
 
 
-class NoCache:
+class NoCache(RuleCache):
     """Models without a prompt cache: every token is computed."""
 
     def __init__(self, rule: ModelRule) -> None:
@@ -140,7 +135,3 @@ class NoCache:
         """Nothing is read."""
         counts = Billed(layout.num_tokens, 0)
         return Prediction(price_of(counts, self._rule, layout.prompt.request.info))
-
-    def unread_tokens(self) -> dict[int, int]:
-        """Nothing is written."""
-        return {}

@@ -12,10 +12,8 @@ from math import inf
 from ramify.analysis.corpus import Corpus
 from ramify.analysis.providers.money import price_of
 from ramify.analysis.providers.positions import BlockRoles
-from ramify.analysis.providers.prompts import Billed, Prediction, PromptLayout, Timing
-from ramify.analysis.providers.rules import ModelRule
-
-HOUR_S = 3600.0
+from ramify.analysis.providers.prompts import Billed, Prediction, PromptLayout, RuleCache, Timing
+from ramify.analysis.providers.rules import HOUR_S, ModelRule
 
 
 @dataclass(slots=True)
@@ -52,7 +50,7 @@ class _Search:
     read_from: int | None = None
 
 
-class BreakpointCache:
+class BreakpointCache(RuleCache):
     """Entries of one rule; prompts come in the order of their starts."""
 
     def __init__(self, corpus: Corpus, rule: ModelRule) -> None:
@@ -86,7 +84,7 @@ class BreakpointCache:
         )
 
     def unread_tokens(self) -> dict[int, int]:
-        """Tokens that requests wrote and no later request has read, by the request's number."""
+        """See `RuleCache`."""
         unread = {}
         for writer, num_read, entries in self._writes:
             used = max((end for end, entry in entries if entry.was_read), default=num_read)
