@@ -40,7 +40,6 @@ class Unit:
     label: str
     num_chars: int
     num_tokens: int  # a token for the label included, if there is one
-    token_hash: int  # `PrefixHasher`'s hash of all tokens
     offset: int  # of the text in the file
     num_bytes: int
 
@@ -164,7 +163,6 @@ class Corpus:
                     label=segment.label,
                     num_chars=len(segment.text),
                     num_tokens=len(tokens),
-                    token_hash=int(self.hasher.prefix_hashes(tokens)[-1]),
                     offset=offset,
                     num_bytes=len(text),
                 )

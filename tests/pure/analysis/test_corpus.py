@@ -41,9 +41,9 @@ def test_prompt_hash_is_composed_of_unit_hashes(texts: list[str]) -> None:
 
     composed = length = 0
     for number in request.units:
-        unit = corpus.units[int(number)]
-        composed += pow(multiplier, length, 1 << 64) * unit.token_hash
-        length += unit.num_tokens
+        unit_hash = int(corpus.hasher.prefix_hashes(corpus.tokens(int(number)))[-1])
+        composed += pow(multiplier, length, 1 << 64) * unit_hash
+        length += corpus.units[int(number)].num_tokens
 
     parts = [corpus.tokens(int(unit)) for unit in request.units]
     tokens = np.concatenate([np.zeros(0, np.uint64), *parts])

@@ -94,7 +94,7 @@ class Comparer:
         if mended < PAGE_SIZE + HEADER_TOKENS * bool(headers):
             # Nothing but a few words stands behind what would be mended: another program's prompt.
             # A compaction within a known conversation is named all the same.
-            is_known = _is_known_talk(a, b)
+            is_known = _is_known_conversation(a, b)
             differences = [item for item in differences if is_known and _is_compaction(item)]
             steps, end = (), (0, 0)
         elif not waste:
@@ -225,7 +225,7 @@ def _is_compaction(difference: Difference) -> bool:
     return difference.cause is CauseName.COMPACTION
 
 
-def _is_known_talk(a: Side, b: Side) -> bool:
+def _is_known_conversation(a: Side, b: Side) -> bool:
     """Whether the log names one conversation for both requests, in which the model has answered."""
     name = b.request.info.conversation
     is_named = name is not None and name == a.request.info.conversation

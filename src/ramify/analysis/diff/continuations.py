@@ -28,26 +28,22 @@ def is_continuation(a: Side, b: Side) -> bool:
 def _is_same_thread(a: Side, b: Side) -> bool:
     """Whether a request of the same session may go on with the earlier one, with other texts.
 
-    A session also has requests that are no turns of one talk: those of sub-agents, titles, steps of a
+    A session also has requests that are no turns of one conversation: those of sub-agents, titles, steps of a
     pipeline. A turn is longer and begins alike, or is shorter and has a summary at its start.
     """
-    talk_a, talk_b = (
-        [at for at in range(len(side.rest)) if side.role(at) != "system"] for side in (a, b)
-    )
-    if not talk_a or not talk_b:
+    if not a.conversation or not b.conversation:
         return True
-    num_a, num_b = (
-        len({side.message_of[at] for at in talk}) for side, talk in ((a, talk_a), (b, talk_b))
-    )
+    num_a, num_b = (len({side.message_of[at] for at in side.conversation}) for side in (a, b))
+    first_two = b.conversation[:2]
     if num_b > num_a:
-        return any(_are_alike(a, talk_a[0], b, at) for at in talk_b[:2])
-    texts = (b.corpus.text(b.rest[at]) for at in talk_b[:2])
+        return any(_are_alike(a, a.conversation[0], b, at) for at in first_two)
+    texts = (b.corpus.text(b.rest[at]) for at in first_two)
     return num_b < num_a and any(is_summary(text, is_certain=False) for text in texts)
 
 
 def _goes_on(a: Side, b: Side) -> bool:
     """Whether the texts say that a request goes on with the earlier one's conversation."""
-    if a.last_message & b.older_messages and _is_same_talk(a, b, a.last_at, a.last_message):
+    if a.last_message & b.older_messages and _is_same_conversation(a, b, a.last_at, a.last_message):
         return True
     return _goes_on_after_answer(a, b) or _repeats_last_message(a, b) or _begins_with_all(a, b)
 
@@ -59,25 +55,25 @@ def _begins_with_all(a: Side, b: Side) -> bool:
     """
     if len(a.rest) >= len(b.rest):
         return False
-    (head_a, talk_a), (head_b, talk_b) = a.head_and_talk, b.head_and_talk
-    if not head_a or head_a != head_b or not talk_a:
+    places_a, places_b = a.conversation, b.conversation
+    if not places_a or not a.canonical_system or a.canonical_system != b.canonical_system:
         return False
     # A block that stands in the newest message again has moved.
-    while len(talk_a) > 1 and a.normals[talk_a[-1]] in b.last_message:
-        talk_a = talk_a[:-1]
+    while len(places_a) > 1 and a.normals[places_a[-1]] in b.last_message:
+        places_a = places_a[:-1]
     at = 0
-    for place in talk_a:
+    for place in places_a:
         is_media = a.corpus.units[a.rest[place]].form is TextForm.MEDIA
-        if at == len(talk_b):
+        if at == len(places_b):
             return False
-        other = talk_b[at]
+        other = places_b[at]
         if is_media:
             at += a.message_of[place] == b.message_of[other]
         elif a.normals[place] == b.normals[other] or a.canonical(place) == b.canonical(other):
             at += 1
         else:
             return False
-    return at < len(talk_b) and b.message_of[talk_b[at]] != a.message_of[talk_a[-1]]
+    return at < len(places_b) and b.message_of[places_b[at]] != a.message_of[places_a[-1]]
 
 
 def _goes_on_after_answer(a: Side, b: Side) -> bool:
@@ -88,29 +84,31 @@ def _goes_on_after_answer(a: Side, b: Side) -> bool:
     place = len(b.normals) - 1 - b.normals[::-1].index(a.normals[at])
     if len(set(b.message_of[place:])) <= len(set(a.message_of[at:])):
         return False
-    if not _is_same_talk(a, b, at, frozenset((a.normals[at],))):
+    if not _is_same_conversation(a, b, at, frozenset((a.normals[at],))):
         return False
-    head_a, head_b = (_talk_before(side, end) for side, end in ((a, at), (b, place)))
+    head_a, head_b = (_messages_before(side, end) for side, end in ((a, at), (b, place)))
     return head_a == head_b or _asks_alike(a, b, at, place)
 
 
-def _is_same_talk(a: Side, b: Side, end: int, shared: frozenset[int]) -> bool:
+def _is_same_conversation(a: Side, b: Side, end: int, shared: frozenset[int]) -> bool:
     """Whether more than one shared stock message (button, refusal, example) links the two.
 
     More is another message that both have, or that nothing, or a single message such as a summary,
     stands before the shared message.
     """
-    before = [unit for unit in _talk_before(a, end) if a.corpus.units[unit].num_chars >= MIN_SAID]
+    before = [
+        unit for unit in _messages_before(a, end) if a.corpus.units[unit].num_chars >= MIN_SAID
+    ]
     if not before or not b.older_messages.isdisjoint(before):
         return True
     place = next(at for at, unit in enumerate(b.normals) if unit in shared)
-    heads = {b.message_of[at] for at in range(place) if b.role(at) != "system"}
+    heads = {b.message_of[at] for at in b.conversation if at < place}
     return len(heads - {b.message_of[place]}) <= 1
 
 
-def _talk_before(side: Side, end: int) -> list[int]:
+def _messages_before(side: Side, end: int) -> list[int]:
     """Messages before a place in normal form, system prompts not counted."""
-    return [side.normals[at] for at in range(end) if side.role(at) != "system"]
+    return [side.normals[at] for at in side.conversation if at < end]
 
 
 def _asks_alike(a: Side, b: Side, at: int, place: int) -> bool:
@@ -120,17 +118,15 @@ def _asks_alike(a: Side, b: Side, at: int, place: int) -> bool:
     """
     places = []
     for side, answer in ((a, at), (b, place)):
-        following = [
-            other
-            for other in range(answer + 1, len(side.rest))
-            if side.message_of[other] != side.message_of[answer] and side.role(other) != "system"
-        ]
-        if not following:
+        later = (place for place in side.conversation if place > answer)
+        message = side.message_of[answer]
+        following = next((place for place in later if side.message_of[place] != message), None)
+        if following is None:
             return True
-        unit = side.corpus.units[side.rest[following[0]]]
+        unit = side.corpus.units[side.rest[following]]
         if unit.label != "user" or unit.form is not TextForm.TEXT:
             return True
-        places.append(following[0])
+        places.append(following)
     return _are_alike(a, places[0], b, places[1])
 
 

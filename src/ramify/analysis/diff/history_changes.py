@@ -7,7 +7,7 @@ from functools import cached_property
 
 from ramify.analysis.corpus import Corpus
 from ramify.analysis.diff.prompt_sides import MIN_SAID, Side
-from ramify.analysis.diff.summaries import is_compaction_item, is_summary, says_that_talk_goes_on
+from ramify.analysis.diff.summaries import is_compaction_item, is_summary, says_it_continues
 from ramify.analysis.records import TextForm
 
 MIN_SUMMARY = 60  # code points; a shorter text must name what it summarises
@@ -50,8 +50,8 @@ class HistoryChanges:
         if not is_summary(got, is_certain=is_certain):
             return False
         is_newest = b.message_of[j] == b.message_of[-1]
-        is_talk = self._continues or not is_newest or len(a.rest) - i > 2
-        return is_talk or self.replaces_summary(i, j)
+        is_mid_conversation = self._continues or not is_newest or len(a.rest) - i > 2
+        return is_mid_conversation or self.replaces_summary(i, j)
 
     def replaces_summary(self, i: int, j: int) -> bool:
         """Whether both conversations begin with a summary, each with another."""
@@ -60,7 +60,7 @@ class HistoryChanges:
             return False
         # A task about a summary stands alone as well.
         got = self._corpus.text(b.rest[j])
-        return says_that_talk_goes_on(got) or b.message_of[j] != b.message_of[-1]
+        return says_it_continues(got) or b.message_of[j] != b.message_of[-1]
 
     def takes_in_summary(self, i: int, j: int) -> bool:
         """Whether the system prompt is longer by a summary, and other messages follow it."""
@@ -68,8 +68,8 @@ class HistoryChanges:
         is_longer = self._corpus.text(b.rest[j]).startswith(self._corpus.text(a.rest[i]))
         if not is_longer or a.role(i) != "system" or b.role(j) != "system":
             return False
-        is_same_talk = a.normals[i + 1 : i + 2] == b.normals[j + 1 : j + 2]
-        return not is_same_talk and self.is_compaction(i, j)
+        is_same_conversation = a.normals[i + 1 : i + 2] == b.normals[j + 1 : j + 2]
+        return not is_same_conversation and self.is_compaction(i, j)
 
     def is_edited_result(self, i: int, j: int) -> bool:
         """Whether an older result of a tool call was cut or edited when the conversation went on."""

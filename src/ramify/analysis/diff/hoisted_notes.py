@@ -79,7 +79,7 @@ class HoistedNotes:
     def kept_texts(self) -> frozenset[str]:
         """Notes that stand at the top of the later prompt, whichever request was the first to have them there."""
         b = self._b
-        end = next((at for at in range(len(b.rest)) if b.role(at) != "system"), len(b.rest))
+        end = b.conversation[0] if b.conversation else len(b.rest)
         tops = [self._text(b, at) for at in range(end)]
         kept = (note for note in self._known if any(top.endswith(note) for top in tops))
         return frozenset(self.texts).union(kept)

@@ -136,14 +136,11 @@ class MessageWalk:
     def _step_role(self) -> bool:
         unit_a, unit_b = self._a.rest[self._i], self._b.rest[self._j]
         left, right = self._corpus.units[unit_a], self._corpus.units[unit_b]
-        if left.label == right.label or left.token_hash == right.token_hash:
+        role = self._a.role(self._i)
+        is_call = " " in left.label and role not in {"user", "assistant", "system"}
+        if left.label == right.label or not is_call or role != self._b.role(self._j):
             return False
-        roles = (self._a.role(self._i), self._b.role(self._j))
-        is_call = " " in left.label and roles[0] not in {"user", "assistant", "system"}
-        is_equal = self._a.normals[self._i] == self._b.normals[self._j]
-        if roles[0] != roles[1] or not is_call or is_equal:
-            return False
-        if self._text_a() != self._text_b() or not left.label or not right.label:
+        if self._text_a() != self._text_b():
             return False
         self._step_over_ids(left.label.split()[-1], right.label.split()[-1])
         return True

@@ -112,11 +112,14 @@ class Side:
         )
 
     @cached_property
-    def head_and_talk(self) -> tuple[list[int], list[int]]:
-        """System prompts with their values masked, and the places of the other messages."""
-        places = range(len(self.rest))
-        talk = [at for at in places if self.role(at) != "system"]
-        return [self.canonical(at) for at in places if self.role(at) == "system"], talk
+    def conversation(self) -> list[int]:
+        """Places in `rest` of all segments but system prompts."""
+        return [at for at in range(len(self.rest)) if self.role(at) != "system"]
+
+    @cached_property
+    def canonical_system(self) -> list[int]:
+        """System prompts with their values masked."""
+        return [self.canonical(at) for at in range(len(self.rest)) if self.role(at) == "system"]
 
     def canonical(self, at: int) -> int:
         """A segment after the tools with its values masked."""

@@ -16,7 +16,7 @@ _OF_WHAT = (
     r"previous\w*|above|gespräch\w*|bisher\w*|verlauf\w*|unterhaltung|échange\w*|conversación)"
 )
 _BETWEEN = r"\W+(?:\w+\W+){0,6}?"
-_OF_TALK = re.compile(
+_OF_CONVERSATION = re.compile(
     rf"(?i)continued from a previous|<(?:conversation[_ -]?)?summary>|(?:context|conversation) so far|"
     rf"\b{_WHAT}{_BETWEEN}{_OF_WHAT}\b|\b{_OF_WHAT}{_BETWEEN}{_WHAT}\b|handoff summary"
 )
@@ -49,7 +49,7 @@ def is_summary(text: str, *, is_certain: bool) -> bool:
     head = text[:HEAD]
     if _OF_CLIENT.match(head) or is_compaction_item(text):
         return True
-    pattern = _OF_TALK if is_certain else _SUMMARY
+    pattern = _OF_CONVERSATION if is_certain else _SUMMARY
     return bool(pattern.search(head)) and not _ASKS.match(head)
 
 
@@ -59,7 +59,7 @@ def is_compaction_item(text: str) -> bool:
     return text.startswith("{") and any(map(_ITEM.search, ends))
 
 
-def says_that_talk_goes_on(text: str) -> bool:
+def says_it_continues(text: str) -> bool:
     """Whether a summary says that its own conversation goes on, as one that a task is about does not."""
     return bool(_GOES_ON.search(text[:HEAD]))
 

@@ -61,7 +61,7 @@ class ClaudeCodeReader:
         self._open: dict[tuple[str, str], Response] = {}  # of this file, in order
         self._last_of: dict[str, Response] = {}  # response whose line has this uuid, still open
         self._last_printed: dict[tuple[str | None, str | None], str] = {}
-        self._told: set[tuple[str, str]] = set()  # in all files: a resumed session copies lines
+        self._keys: set[tuple[str, str]] = set()  # in all files: a resumed session copies lines
 
     def feed(self, row: Row) -> Iterator[LoggedRequest]:
         """See `RowReader`."""
@@ -138,10 +138,10 @@ class ClaudeCodeReader:
             if history.parent is not None:
                 yield from self._close(history.parent)
             response.first, response.prompt = line, history
-            if key in self._told:
+            if key in self._keys:
                 self._quality.skipped["response that an earlier file has"] += 1
-                response.is_told = True
-            self._told.add(key)
+                response.is_copy = True
+            self._keys.add(key)
             self._open[key] = response
         self._tree.add(line)
         self._last_of[uuid] = response
@@ -158,7 +158,7 @@ class ClaudeCodeReader:
             return
         for uuid in [uuid for uuid, item in self._last_of.items() if item is response]:
             del self._last_of[uuid]
-        if not response.is_told and self._file is not None:
+        if not response.is_copy and self._file is not None:
             yield self._request(self._file, response)
 
     def _request(self, file: str, response: Response) -> LoggedRequest:

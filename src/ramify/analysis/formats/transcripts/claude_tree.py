@@ -36,7 +36,7 @@ class Response:
     info: dict[str, Any] = field(default_factory=dict)  # the first line without its message
     end_s: float | None = None
     prompt: History | None = None
-    is_told: bool = False
+    is_copy: bool = False  # an earlier file has it
 
 
 @dataclass(frozen=True, slots=True)

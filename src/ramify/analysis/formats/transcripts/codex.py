@@ -82,7 +82,7 @@ class CodexReader(RowReader):
         self._quality = quality
         self._file: str | None = None
         self._thread = _Thread()
-        self._told: set[str] = set()  # ids of responses; a forked thread copies lines
+        self._response_ids: set[str] = set()  # a forked thread copies lines
 
     def feed(self, row: Row) -> Iterator[LoggedRequest]:
         """See `RowReader`."""
@@ -208,12 +208,12 @@ class CodexReader(RowReader):
             and thread.last_usage == _counts(usage)
         )
         thread.has_records = True
-        if is_counted or (response_id is not None and response_id in self._told):
+        if is_counted or (response_id is not None and response_id in self._response_ids):
             self._quality.skipped["response that an earlier line has"] += 1
             thread.num_counted = len(thread.items)
             return
         if response_id is not None:
-            self._told.add(response_id)
+            self._response_ids.add(response_id)
         yield from self._response(row, value, usage, response_id)
 
     def _response(
