@@ -169,7 +169,7 @@ def lint_parts(
         savings = [NO_SAVING] * (len(groups) + 1)
     predictions = log.predictions
     if model is not infinite:
-        prompts = list(prompts_of(corpus))
+        prompts = prompts_of(corpus)
         replayed = zip(prompts, model.replay(prompts), strict=True)
         predictions = {prompt.request.number: prediction for prompt, prediction in replayed}
     saved = {id(item): saving for item, saving in zip(mendable, savings[:-1], strict=False)}

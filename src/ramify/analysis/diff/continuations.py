@@ -148,11 +148,11 @@ def _repeats_last_message(a: Side, b: Side) -> bool:
     last = "\n".join(b.corpus.text(normal) for normal in b.normals[b.last_at :])
     for normal in a.normals[a.last_at :]:
         text = a.corpus.text(normal)
+        lines = set(text.split("\n"))
         for at in range(b.last_at):
             if b.role(at) != "user":
                 continue
             other = b.corpus.text(b.normals[at])
-            lines = set(text.split("\n"))
             mine = other.split("\n")
             equal = sum(len(line) for line in mine if line in lines)
             if len(other) < MIN_SAID or equal * 2 < len(other) or other == text:

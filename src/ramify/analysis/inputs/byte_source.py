@@ -12,11 +12,11 @@ MAX_VALUE_BYTES = 1 << 30
 
 # A string with its escapes, to its end, to the end of the line (which no string may hold) or to the
 # end of the data; or a bracket. Possessive: nothing is tried twice, and nothing stored per escape.
-_STRING = rb'"[^"\\\n]*+(?:\\.[^"\\\n]*+)*+'
-TOKEN = re.compile(_STRING + rb'(?:["\n]|\\?\Z)|[\[\]{}]', re.DOTALL)
+STRING = rb'"[^"\\\n]*+(?:\\.[^"\\\n]*+)*+'
+TOKEN = re.compile(STRING + rb'(?:["\n]|\\?\Z)|[\[\]{}]', re.DOTALL)
 # Everything up to the next bracket that is not in a string, and the bracket.
-_STEP = re.compile(rb'(?:[^"\[\]{}]++|' + _STRING + rb'")*+[\[\]{}]', re.DOTALL)
-_OPEN_STRING = re.compile(rb'(?:[^"\[\]{}]++|' + _STRING + rb'")*+' + _STRING + rb"\n", re.DOTALL)
+_STEP = re.compile(rb'(?:[^"\[\]{}]++|' + STRING + rb'")*+[\[\]{}]', re.DOTALL)
+_OPEN_STRING = re.compile(rb'(?:[^"\[\]{}]++|' + STRING + rb'")*+' + STRING + rb"\n", re.DOTALL)
 _BLANK = re.compile(rb"[ \t\r\n]*")
 
 

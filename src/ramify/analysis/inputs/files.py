@@ -55,14 +55,16 @@ def find_files(paths: Iterable[str | PathLike[str]]) -> Iterator[Path | str]:
             logs = sorted(file for file in entry.rglob("*") if _is_log(file))
             if not logs:
                 known = " ".join(sorted(_SUFFIXES))
-                msg = f"{entry} has no file with a suffix of a log ({known}); name the files"
-                raise LogError(msg)
+                raise LogError(
+                    f"{entry} has no file with a suffix of a log ({known}); name the files"
+                )
             yield from logs
         elif entry.exists():
             yield entry
         else:
-            msg = f"{entry} does not exist; give files, directories or - for standard input"
-            raise LogError(msg)
+            raise LogError(
+                f"{entry} does not exist; give files, directories or - for standard input"
+            )
 
 
 def _is_log(file: Path) -> bool:
@@ -95,8 +97,9 @@ class CountedFile:
             try:
                 self._stream = file.open("rb", buffering=0)
             except OSError as error:
-                msg = f"{file} cannot be opened: {error.strerror}; check its permissions"
-                raise LogError(msg) from None
+                raise LogError(
+                    f"{file} cannot be opened: {error.strerror}; check its permissions"
+                ) from None
         self._head = b""
 
     def peek(self, size: int) -> bytes:
@@ -137,8 +140,7 @@ class LogStream:
         self._stream = self._open(head)
         for magic, kind in _REFUSED:
             if head.startswith(magic):
-                msg = f"{file.name} is {kind}; {_CONVERT}"
-                raise LogError(msg)
+                raise LogError(f"{file.name} is {kind}; {_CONVERT}")
         self.is_parquet = head.startswith(PARQUET)
 
     def _open(self, head: bytes) -> _Stream:
@@ -165,8 +167,7 @@ class LogStream:
         except UnicodeError:
             raise TruncatedFileError from None
         except OSError as error:
-            msg = f"{self._file.name} cannot be read: {error.strerror}"
-            raise LogError(msg) from None
+            raise LogError(f"{self._file.name} cannot be read: {error.strerror}") from None
 
 
 class _Utf16:
@@ -236,8 +237,9 @@ def _zstd_frame(name: str) -> Callable[[], _Frame]:
     try:
         import zstandard
     except ImportError:
-        msg = f'{name} is compressed by zstd; pip install "ramify[analysis]" to read it'
-        raise LogError(msg) from None
+        raise LogError(
+            f'{name} is compressed by zstd; pip install "ramify[analysis]" to read it'
+        ) from None
     decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
     return lambda: _ZstdFrame(decompressor.decompressobj(), zstandard.ZstdError)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ramify.analysis.formats.nested_json import decode_json
-from ramify.analysis.inputs.byte_source import TOKEN, ByteSource, ValueTooLongError, balance
+from ramify.analysis.inputs.byte_source import STRING, TOKEN, ByteSource, ValueTooLongError, balance
 
 # Lists of rows in the documents of exports: HAR, LangSmith, Langfuse and most other APIs.
 CONTAINERS = frozenset(
@@ -187,7 +187,7 @@ def _elements(source: ByteSource) -> Iterator[RawValue]:
             yield _document(source, is_pretty=True) if byte in b"{[" else _scalar(source)
 
 
-_SCALAR = re.compile(rb'"[^"\\\n]*+(?:\\.[^"\\\n]*+)*+"|[^\s,\]\[{}"]+|.', re.DOTALL)
+_SCALAR = re.compile(STRING + rb'"|[^\s,\]\[{}"]+|.', re.DOTALL)
 
 
 def _scalar(source: ByteSource) -> RawValue:

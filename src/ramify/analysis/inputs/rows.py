@@ -55,8 +55,7 @@ def values_of(
             source.position += len(_BOM)
             head = head[len(_BOM) :]
         if head[257:262] == b"ustar":
-            msg = f"{file} is a tar archive; unpack it first"
-            raise LogError(msg)
+            raise LogError(f"{file} is a tar archive; unpack it first")
         bad_line = 0
         for value in _values(source, head, str(file), is_text_row, as_text):
             bad_line = 0 if value.error is None else value.line
@@ -166,14 +165,14 @@ def _text_log(source: ByteSource, is_text_row: Callable[[str], bool]) -> Iterato
 
 def _parquet_values(file: Path | str) -> Iterator[RawValue]:
     if isinstance(file, str):
-        msg = "standard input is a Parquet file, which needs random access; name the file"
-        raise LogError(msg)
+        raise LogError("standard input is a Parquet file, which needs random access; name the file")
     try:
         parquet: Any = import_module("pyarrow.parquet")
         errors: Any = import_module("pyarrow").ArrowException
     except ImportError:
-        msg = f"{file} is a Parquet file; pip install pyarrow to read it, or export JSON Lines"
-        raise LogError(msg) from None
+        raise LogError(
+            f"{file} is a Parquet file; pip install pyarrow to read it, or export JSON Lines"
+        ) from None
     number = 0
     try:
         with parquet.ParquetFile(file) as table:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable
 
 from ramify.analysis.providers.prompts import ReplayPrompt
@@ -15,13 +15,13 @@ def single_requests(model: CacheModel, prompts: Iterable[ReplayPrompt]) -> froze
     Without a conversation's id, a request belongs to a longer conversation if its prompt begins with
     another request's whole prompt, or another's with its own.
     """
-    named: Counter[str] = Counter()
+    named: defaultdict[str, list[int]] = defaultdict(list)
     whole: dict[int, list[int]] = {}  # hash of a whole prompt: requests
     chains: list[tuple[int, list[int]]] = []
     for prompt in prompts:
         info, number = prompt.request.info, prompt.request.number
         if info.conversation is not None:
-            named[info.conversation] += 1
+            named[info.conversation].append(number)
             continue
         if info.hashed is not None:
             continue
@@ -38,11 +38,5 @@ def single_requests(model: CacheModel, prompts: Iterable[ReplayPrompt]) -> froze
                 joined.update(whole[key])
         if len(whole[chain[-1]]) > 1:
             joined.add(number)
-    inferred = {number for number, _ in chains} - joined
-    by_name = {
-        prompt.request.number
-        for prompt in prompts
-        if prompt.request.info.conversation is not None
-        and named[prompt.request.info.conversation] == 1
-    }
-    return frozenset(inferred | by_name)
+    by_name = {numbers[0] for numbers in named.values() if len(numbers) == 1}
+    return frozenset(by_name | ({number for number, _ in chains} - joined))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 
 import msgspec
@@ -231,6 +231,6 @@ def in_start_order(prompts: Iterable[ReplayPrompt]) -> list[ReplayPrompt]:
     return sorted(prompts, key=lambda prompt: prompt.request.start_key())
 
 
-def prompts_of(corpus: Corpus) -> Iterator[ReplayPrompt]:
+def prompts_of(corpus: Corpus) -> list[ReplayPrompt]:
     """The prompts of a corpus as they were sent, in the order of their starts."""
-    yield from in_start_order(ReplayPrompt.of(request) for request in corpus)
+    return in_start_order(map(ReplayPrompt.of, corpus))

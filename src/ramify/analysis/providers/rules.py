@@ -157,10 +157,7 @@ def _merge(layers: list[tuple[str, _RulesFile]]) -> Rules:
             families = {**families, **table.families}
             place = f"{name}: {provider}"
             own = [
-                _convert(
-                    _fields_of(model, defaults, families, f"{place}: models[{number}]"),
-                    f"{place}: models[{number}]",
-                )
+                _rule_of(model, defaults, families, f"{place}: models[{number}]")
                 for number, model in enumerate(table.models)
             ]
             rules = own + rules
@@ -172,21 +169,19 @@ def _merge(layers: list[tuple[str, _RulesFile]]) -> Rules:
     )
 
 
-def _fields_of(
+def _rule_of(
     model: dict[str, Any],
     defaults: dict[str, Any],
     families: dict[str, dict[str, Any]],
     place: str,
-) -> dict[str, Any]:
+) -> ModelRule:
     """A model's own fields over those of its family, over the defaults."""
     own = {name: value for name, value in model.items() if name != "family"}
-    if "family" not in model:
-        return {**defaults, **own}
-    family = families.get(str(model["family"]))
+    family = families.get(str(model["family"])) if "family" in model else {}
     if family is None:
         known = ", ".join(sorted(families)) or "none"
         raise RulesError(f"{place}: no family {model['family']!r}; the families are {known}")
-    return {**defaults, **family, **own}
+    return _convert({**defaults, **family, **own}, place)
 
 
 def _convert(values: dict[str, Any], place: str) -> ModelRule:

@@ -25,6 +25,8 @@ _MEDIA_TYPES = tuple(
     "image image_url input_image audio input_audio video video_url file input_file document "
     "inlineData inline_data fileData file_data".split()
 )
+_SOURCE_KEYS = ("image_url", "file_id", "file_data", "file_url", "data", "url")
+_INNER_SOURCE_KEYS = ("data", "bytes", "url", "file_id", "file_data", "fileUri", "source")
 _MARKERS = ("cache_control", "prompt_cache_breakpoint")
 
 
@@ -166,31 +168,11 @@ def media_of(block: Mapping[str, Any]) -> str | None:
         kind = next((key for key in block if key in _MEDIA_TYPES), None)
     if not isinstance(kind, str) or kind not in _MEDIA_TYPES:
         return None
-    source: object = None
-    for key in (
-        "source",
-        str(kind),
-        "image_url",
-        "file_id",
-        "file_data",
-        "file_url",
-        "data",
-        "url",
-    ):
-        if block.get(key) is not None:
-            source = block[key]
-            break
+    source = _first_of(block, ("source", kind, *_SOURCE_KEYS))
     detail = block.get("detail")
     while isinstance(source, dict):
         detail = source.get("detail", detail)
-        inner = next(
-            (
-                source[key]
-                for key in ("data", "bytes", "url", "file_id", "file_data", "fileUri", "source")
-                if source.get(key) is not None
-            ),
-            None,
-        )
+        inner = _first_of(source, _INNER_SOURCE_KEYS)
         if inner is None:
             break
         source = inner
@@ -200,6 +182,10 @@ def media_of(block: Mapping[str, Any]) -> str | None:
     digest = sha256(data.encode("utf-8", "surrogatepass")).hexdigest()
     suffix = f" detail={detail}" if isinstance(detail, str) and detail != "auto" else ""
     return f"{kind} sha256:{digest}{suffix}"
+
+
+def _first_of(values: Mapping[str, Any], keys: Iterable[str]) -> Any:
+    return next((values[key] for key in keys if values.get(key) is not None), None)
 
 
 def ttl_of(block: object) -> float | None:

@@ -8,7 +8,8 @@ from ramify.analysis.formats.row_values import quoted
 from ramify.analysis.reading import BadRowError
 
 # Possessive: a string without its end is rejected in one pass.
-_STRING = re.compile(r"'[^'\\]*+(?:\\.[^'\\]*+)*+'|\"[^\"\\]*+(?:\\.[^\"\\]*+)*+\"", re.DOTALL)
+STRING = r"'[^'\\]*+(?:\\.[^'\\]*+)*+'|\"[^\"\\]*+(?:\\.[^\"\\]*+)*+\""
+_STRING = re.compile(STRING, re.DOTALL)
 _INTEGERS = re.compile(r"\[[\d,\s-]*+\]")
 _ESCAPE = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8})|(.))", re.DOTALL)
 _PLAIN = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", "'": "'", '"': '"'}

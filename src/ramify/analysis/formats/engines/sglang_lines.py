@@ -8,15 +8,13 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ramify.analysis.formats.engines.python_literals import integers_at, string_at
+from ramify.analysis.formats.engines.python_literals import STRING, integers_at, string_at
 from ramify.analysis.reading import BadRowError
 
 _EVENT = re.compile(r"\b(Receive|Finish): obj=\w+ReqInput\(")
 _TIME = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:[.,]\d+)?)")
 # A string with its escapes, a bracket, a comma, or the name of a field.
-_TOKEN = re.compile(
-    r"'[^'\\]*+(?:\\.[^'\\]*+)*+'|\"[^\"\\]*+(?:\\.[^\"\\]*+)*+\"|[()\[\]{},]|\b\w++=", re.DOTALL
-)
+_TOKEN = re.compile(STRING + r"|[()\[\]{},]|\b\w++=", re.DOTALL)
 _COUNTS = re.compile(r"'(prompt_tokens|cached_tokens|completion_tokens)': (\d{1,15})\b")
 _LATENCY = re.compile(r"'e2e_latency': (\d{1,9}(?:\.\d{1,20})?)")
 _META = "'meta_info': {"
