@@ -202,7 +202,7 @@ class Corpus:
         """Tokens of a request's prompt, without settings."""
         if request.info.hashed is not None:
             return request.info.hashed.num_tokens
-        stored = (self.units[unit] for unit in request.units)
+        stored = (self.units[unit] for unit in request.units.tolist())
         return sum(unit.num_tokens for unit in stored if unit.kind is not SegmentKind.SETTING)
 
     @property

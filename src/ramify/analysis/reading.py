@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 from ramify.analysis.records import LoggedRequest
 
+Place = tuple[str, int, int | None]  # file, line, index of a request, as `LoggedRequest` begins
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -18,6 +20,11 @@ class Row:
     line: int  # on which the value begins, from 1
     value: Any
     index: int | None = None  # among several values that begin on the line
+
+    @property
+    def place(self) -> Place:
+        """Where its request stands."""
+        return self.file, self.line, self.index
 
 
 class BadRowError(Exception):

@@ -90,12 +90,13 @@ class Comparer:
         raw = 0 if outer else text_tokens
         waste = [item for item in differences if item.is_waste]
         mended = max(mended, raw)
-        headers = sum(item.cause is CauseName.BILLING_HEADER for item in waste)
-        if mended < PAGE_SIZE + HEADER_TOKENS * bool(headers):
+        has_header = any(item.cause is CauseName.BILLING_HEADER for item in waste)
+        if mended < PAGE_SIZE + HEADER_TOKENS * has_header:
             # Nothing but a few words stands behind what would be mended: another program's prompt.
             # A compaction within a known conversation is named all the same.
             is_known = _is_known_conversation(a, b)
-            differences = [item for item in differences if is_known and _is_compaction(item)]
+            compactions = (item for item in differences if item.cause is CauseName.COMPACTION)
+            differences = list(compactions) if is_known else []
             steps, end = (), (0, 0)
         elif not waste:
             mended = raw
@@ -219,10 +220,6 @@ def _changed_settings(a: Side, b: Side) -> Iterator[tuple[str, str, str]]:
         if units[0] != units[1]:
             had, got = ("" if unit is None else a.corpus.text(unit) for unit in units)
             yield name, had, got
-
-
-def _is_compaction(difference: Difference) -> bool:
-    return difference.cause is CauseName.COMPACTION
 
 
 def _is_known_conversation(a: Side, b: Side) -> bool:

@@ -15,9 +15,8 @@ from ramify.analysis.verdicts import CauseName
 MIN_TAIL = 60  # code points behind a value in a summary, so that the summary is the same
 MIN_CUT = 4  # words at the end of a text that are more than a value
 MIN_RECOVERED = 16  # tokens behind a value in a user's message, so that the value is waste
-MIN_UNNAMED = (
-    48  # if nothing says that it is a time, an id or a state: users ask for orders and dates
-)
+# The same if nothing says that it is a time, an id or a state: users ask for orders and dates.
+MIN_UNNAMED = 48
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ def read_plain(row: Row, quality: ReadQuality) -> Iterator[LoggedRequest]:
         quality.skipped["empty line"] += 1
         return
     segment = Segment("prompt", SegmentKind.MESSAGE, row.value)
-    yield LoggedRequest(file=row.file, line=row.line, index=row.index, segments=(segment,))
+    yield LoggedRequest(*row.place, segments=(segment,))
 
 
 PLAIN = LogFormat("plain", is_plain, partial(RowByRow, read_plain), is_text=True)

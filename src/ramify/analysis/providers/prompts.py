@@ -141,7 +141,7 @@ class PromptLayout:
     def num_settings(self) -> int:
         """Segments before the first tool, system or message."""
         units = self.corpus.units
-        return sum(units[unit].kind is SegmentKind.SETTING for unit in self.prompt.units)
+        return sum(units[unit].kind is SegmentKind.SETTING for unit in self.prompt.units.tolist())
 
     @cached_property
     def units(self) -> NDArray[np.uint32]:

@@ -64,17 +64,14 @@ class BatchReader:
             if is_other_call(_url(value), None, _body(value)):
                 self._quality.skipped[NO_REQUEST] += 1
                 return iter(())
-            self._check(value)
+            # A body that cannot be read is reported here, while its line is known.
+            parse_bodies(_body(value), url_path=_url(value))
             self._requests.append(self._store(row))
         elif "response" in value or "result" in value or "error" in value:
             self._results.setdefault(value["custom_id"], []).append(self._store(row))
         else:
             raise BadRowError("entry of a batch has neither body, params, response nor result")
         return iter(())
-
-    def _check(self, value: Mapping[str, Any]) -> None:
-        """Parse a request once while its line can still be reported as bad."""
-        parse_bodies(_body(value), url_path=_url(value))
 
     def _store(self, row: Row) -> _Waiting:
         data = _encode(row.value)

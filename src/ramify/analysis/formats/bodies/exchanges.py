@@ -41,9 +41,8 @@ class Exchange:
     response: Any = None  # as received, its JSON text or the text of a stream
     url: str = ""
     betas: str | None = None
-    usage: Usage = field(
-        default_factory=Usage
-    )  # counted by the gateway, where the response has none
+    # Counted by the gateway, where the response has none.
+    usage: Usage = field(default_factory=Usage)
     times: Times = field(default_factory=Times)
     status: Any = None  # of HTTP, or a word
     request_id: str | None = None
@@ -219,9 +218,7 @@ def _without_text(
     named = exchange.body.get("model") if isinstance(exchange.body, dict) else None
     model = exchange.model or text_or_none(named) or answer.model
     return LoggedRequest(
-        file=row.file,
-        line=row.line,
-        index=row.index,
+        *row.place,
         segments=tuple(settings_of({"model": model})) if model else (),
         model=model,
         has_full_text=False,

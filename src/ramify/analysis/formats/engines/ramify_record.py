@@ -50,9 +50,7 @@ def read_record(row: Row, quality: ReadQuality) -> Iterator[LoggedRequest]:
     first = later(start, get_milliseconds(value, "ttft_ms"))
     token_ids = value.get("token_ids")
     yield LoggedRequest(
-        file=row.file,
-        line=row.line,
-        index=row.index,
+        *row.place,
         segments=() if not token_ids else (token_segment(ids_of(token_ids, "token_ids")),),
         hashed=HashedPrompt(page_size, ids[: num_blocks(num_tokens, page_size)], num_tokens),
         request_id=get_name(value, "id"),

@@ -41,9 +41,7 @@ def read_token_ids(row: Row, quality: ReadQuality) -> Iterator[LoggedRequest]:
         quality.skipped["empty prompt"] += 1
         return
     yield LoggedRequest(
-        file=row.file,
-        line=row.line,
-        index=row.index,
+        *row.place,
         segments=(token_segment(ids),),
         request_id=get_name(fields, "id"),
         conversation=get_name(fields, "session_id"),

@@ -126,9 +126,7 @@ class VllmReader:
         if is_cut:
             self._quality.notes[CUT] += 1
         return LoggedRequest(
-            file=row.file,
-            line=row.line,
-            index=row.index,
+            *row.place,
             segments=segments,
             request_id=request_id,
             start_s=self._time_s(row, text),

@@ -40,16 +40,7 @@ _STATUS = ("status_code", "http_status", "response_status", "response_code", "st
 _ID = ("request_id", "requestId", "id", "log_id", "call_id")
 _TENANT = ("tenant", "tenant_id", "team_id", "organization_id", "workspace_id", "account_id")
 _KEY = ("api_key_hash", "api_key_id", "key_id", "virtual_key", "api_key")
-_REPLICA = (
-    "replica",
-    "deployment",
-    "deployment_id",
-    "upstream",
-    "backend",
-    "worker",
-    "pod",
-    "server",
-)
+_REPLICA = tuple("replica deployment deployment_id upstream backend worker pod server".split())
 _PATH = ("path", "endpoint", "request_path", "url", "route", "uri")
 # `cache_hit` may be of the prompt cache, so that it decides nothing.
 _OWN_CACHE = ("cached", "is_cached", "cache_status")

@@ -28,30 +28,15 @@ from ramify.analysis.formats.row_fields import first_text, mapping_or_empty
 from ramify.analysis.formats.times import Times, duration, later, parse_time
 from ramify.analysis.reading import BadRowError, LogFormat, ReadQuality
 
-_ENDPOINTS = (
-    "/chat/completions",
-    "/completions",
-    "/responses",
-    "/messages",
-    "/converse",
-    "/converse-stream",
-    "/invoke",
-    "/invoke-with-response-stream",
-    ":generateContent",
-    ":streamGenerateContent",
-    "/api/chat",
+_ENDPOINTS = tuple(
+    """/chat/completions /completions /responses /messages /converse /converse-stream /invoke
+    /invoke-with-response-stream :generateContent :streamGenerateContent /api/chat""".split()
 )
 # Gemini and Bedrock name the model in the path.
 _MODEL_IN_PATH = re.compile(r"/models?/([^/]+?)(?:/|:(?:stream)?[gG]enerateContent$)")
-_CONVERSATION_HEADERS = (
-    "x-claude-code-session-id",
-    "x-session-id",
-    "session_id",
-    "session-id",
-    "conversation_id",
-    "x-conversation-id",
-    "helicone-session-id",
-    "x-litellm-session-id",
+_CONVERSATION_HEADERS = tuple(
+    """x-claude-code-session-id x-session-id session_id session-id conversation_id
+    x-conversation-id helicone-session-id x-litellm-session-id""".split()
 )
 # Name of the account, which vendors put into responses; a key only where there is no name.
 _ACCOUNT_HEADERS = ("anthropic-organization-id", "openai-organization", "openai-project")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ramify.analysis.formats.bodies.body_fields import CHAT, BodyFields, is_cut
@@ -19,6 +18,7 @@ from ramify.analysis.formats.otel.otel_messages import messages_of, system_of, t
 from ramify.analysis.formats.otel.otlp_values import OtlpItem
 from ramify.analysis.formats.row_fields import first_text, is_redacted, mapping_or_empty
 from ramify.analysis.formats.times import Times, duration, later
+from ramify.analysis.reading import Place
 from ramify.analysis.records import LoggedRequest, Segment, SegmentKind, Usage
 
 DETAILS_EVENT = "gen_ai.client.inference.operation.details"
@@ -43,12 +43,8 @@ _CONVERSATION_KEYS = (
     "gen_ai.conversation.id", "session.id", "langfuse.session.id", "traceloop.association.properties.session_id",
     "traceloop.association.properties.conversation_id", "ai.telemetry.metadata.sessionId", "thread.id",
 )  # fmt: skip
-_PROVIDER_KEYS = (
-    "gen_ai.provider.name",
-    "gen_ai.system",
-    "llm.provider",
-    "llm.system",
-    "ai.model.provider",
+_PROVIDER_KEYS = tuple(
+    "gen_ai.provider.name gen_ai.system llm.provider llm.system ai.model.provider".split()
 )
 _MODEL_KEYS = ("gen_ai.request.model", "llm.model_name", "ai.model.id", "gen_ai.response.model")
 _FIRST_OUTPUT_KEYS = (
@@ -66,15 +62,6 @@ _SETTINGS = (
     ("gen_ai.openai.request.service_tier", "service_tier"),
     ("openai.request.service_tier", "service_tier"),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a request stands in a log."""
-
-    file: str
-    line: int
-    index: int | None
 
 
 def is_inference(item: OtlpItem) -> bool:
@@ -120,9 +107,7 @@ def request_of(item: OtlpItem, events: Iterable[OtlpItem], place: Place) -> Logg
     has_text = any(segment.kind is not SegmentKind.SETTING for segment in segments)
     times = _times_of(item, attributes)
     return LoggedRequest(
-        file=place.file,
-        line=place.line,
-        index=place.index,
+        *place,
         segments=tuple(segments),
         output=_output_of(attributes),
         request_id=first_text(attributes, ("gen_ai.response.id", "ai.response.id"))
@@ -188,15 +173,10 @@ def _prompt_of(
 
 
 def _output_of(attributes: Mapping[str, Any]) -> tuple[Segment, ...]:
-    value = attributes.get("gen_ai.output.messages")
-    if value is None:
-        return ()
-    value = decode_nested(value)
-    return tuple(messages_of(value)) if isinstance(value, list) and _are_objects(value) else ()
-
-
-def _are_objects(values: list[Any]) -> bool:
-    return all(isinstance(value, dict) for value in values)
+    value = decode_nested(attributes.get("gen_ai.output.messages"))
+    if isinstance(value, list) and all(isinstance(message, dict) for message in value):
+        return tuple(messages_of(value))
+    return ()
 
 
 def _times_of(item: OtlpItem, attributes: Mapping[str, Any]) -> Times:

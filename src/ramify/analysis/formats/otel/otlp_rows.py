@@ -11,7 +11,6 @@ from ramify.analysis.formats.bodies.exchanges import CUT, FAILED, NO_PROMPT, NO_
 from ramify.analysis.formats.otel.otel_dialects import is_message_event
 from ramify.analysis.formats.otel.otel_requests import (
     DETAILS_EVENT,
-    Place,
     has_content,
     is_inference,
     request_of,
@@ -23,7 +22,7 @@ from ramify.analysis.formats.otel.otlp_values import (
     item_of,
     items_of,
 )
-from ramify.analysis.reading import BadRowError, LogFormat, ReadQuality, Row
+from ramify.analysis.reading import BadRowError, LogFormat, Place, ReadQuality, Row
 from ramify.analysis.records import LoggedRequest
 
 MAX_PENDING = 20_000  # spans and events that wait for the other; the oldest is given up
@@ -80,7 +79,7 @@ class OtelReader:
         errors: list[BadRowError] = []
         index = 0
         for item in items:
-            place = Place(row.file, row.line, index if may_be_several else row.index)
+            place = (row.file, row.line, index if may_be_several else row.index)
             index += _may_be_request(item)
             try:
                 yield from self._feed_item(item, place)
@@ -98,7 +97,7 @@ class OtelReader:
             try:
                 yield from self._give_up(pending)
             except BadRowError as error:
-                self._quality.add_bad_line(pending.place.file, pending.place.line, str(error))
+                self._quality.add_bad_line(*pending.place[:2], str(error))
 
     def _feed_item(self, item: OtlpItem, place: Place) -> Iterator[LoggedRequest]:
         if item.is_span:

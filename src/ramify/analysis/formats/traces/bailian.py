@@ -41,9 +41,7 @@ class BailianReader(RowReader):
             row.file, block_ids_of(value.get("hash_ids")), num_tokens, value.get("block_size")
         )
         request = LoggedRequest(
-            file=row.file,
-            line=row.line,
-            index=row.index,
+            *row.place,
             hashed=hashed,
             request_id=chat,
             conversation=chat if parent is None else self._roots.get(parent, parent),

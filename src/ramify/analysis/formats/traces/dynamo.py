@@ -114,9 +114,7 @@ def _ended(row: Row, value: Mapping[str, Any]) -> LoggedRequest:
         hashed = HashedPrompt(size, ids[: num_blocks(num_tokens, size)], num_tokens)
         num_input = num_tokens if num_input is None else num_input
     return LoggedRequest(
-        file=row.file,
-        line=row.line,
-        index=row.index,
+        *row.place,
         hashed=hashed,
         request_id=get_name(request, "request_id"),
         conversation=get_name(context, "session_id"),

@@ -67,9 +67,7 @@ def read_lengths(row: Row, quality: ReadQuality) -> Iterator[LoggedRequest]:
         raise BadRowError(f"number of input tokens is {quoted(num_input)}, not a count")
     quality.notes[LENGTHS_ONLY] += 1
     yield LoggedRequest(
-        file=row.file,
-        line=row.line,
-        index=row.index,
+        *row.place,
         conversation=conversation or None,
         start_s=start,
         model=model if isinstance(model, str) else None,

@@ -81,9 +81,7 @@ class MooncakeReader(RowReader):
             raise BadRowError("row has no hash_ids, text_input or messages")
         start = self._start_s(row.file, session, value)
         yield LoggedRequest(
-            file=row.file,
-            line=row.line,
-            index=row.index,
+            *row.place,
             segments=segments,
             hashed=hashed,
             request_id=get_name(value, "request_id"),

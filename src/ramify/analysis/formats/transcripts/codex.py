@@ -26,12 +26,8 @@ OUTPUT_TYPES = tuple(
     """reasoning function_call custom_tool_call local_shell_call web_search_call tool_search_call
     image_generation_call""".split()
 )
-COUNTERS = (
-    "input_tokens",
-    "cached_input_tokens",
-    "cache_write_input_tokens",
-    "output_tokens",
-    "total_tokens",
+COUNTERS = tuple(
+    "input_tokens cached_input_tokens cache_write_input_tokens output_tokens total_tokens".split()
 )
 HISTORY_ONLY = "rollouts have no tool schemas: only usage covers them"
 SUMMARY_ONLY = "history before a compaction unknown: the rollout has the summary only"

@@ -64,7 +64,7 @@ def read_sharegpt(row: Row, quality: ReadQuality) -> Iterator[LoggedRequest]:
         text = get_text(turn, "value" if "value" in turn else "content")
         if text is None:
             raise BadRowError(f"turn {number} has no value")
-        history.append(_message(number, role, text))
+        history.append(Segment(f"messages[{number}]", SegmentKind.MESSAGE, text, label=role))
     asking = [
         number
         for number in range(len(history))
@@ -86,10 +86,6 @@ def read_sharegpt(row: Row, quality: ReadQuality) -> Iterator[LoggedRequest]:
             parent_id=f"{conversation}#{index - 1}" if index else None,
             model=get_text(value, "model"),
         )
-
-
-def _message(number: int, role: str, text: str) -> Segment:
-    return Segment(f"messages[{number}]", SegmentKind.MESSAGE, text, label=role)
 
 
 SHAREGPT = LogFormat("sharegpt", is_sharegpt, partial(RowByRow, read_sharegpt))
