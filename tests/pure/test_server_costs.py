@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ramify.server.errors import ApiError
-from ramify.server.history.conversation_store import ConversationStore
+from ramify.server.history.expiring_store import ExpiringStore
 from ramify.server.http.json_limits import MAX_CONTAINERS
 from ramify.server.http.wire import decode_body
 from ramify.server.openai.protocol import ChatRequest
@@ -147,7 +147,7 @@ def test_a_turn_without_room_in_its_conversation_is_refused() -> None:
 
     async def main() -> None:
         bench = ServerBench()
-        bench.service.conversations = ConversationStore(max_tenant_bytes=200_000)
+        bench.service.conversations = ExpiringStore(max_tenant_bytes=200_000)
         async with bench.running():
             name = (await bench.post("/v1/conversations", {})).json["id"]
             image = {"type": "input_image", "image_url": "x" * 40_000}

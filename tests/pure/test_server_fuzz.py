@@ -4,7 +4,7 @@ import os
 import time
 from collections import Counter
 
-from ramify.server.history.request_history import MAX_ENTRIES
+from ramify.server.history.expiring_store import MAX_ENTRIES
 from tests.pure.server_bench import ServerBench, chat, run
 from tests.pure.server_mutator import VALID, mutant
 

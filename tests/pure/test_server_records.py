@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.engine.text.tenant_lru import TenantLru
+from ramify.server.history.expiring_store import ExpiringStore
 from ramify.server.history.request_history import (
     HistoryEntry,
     PromptDifference,
-    RequestHistory,
     fingerprint,
     first_difference,
 )
@@ -81,28 +81,31 @@ def test_the_order_of_keys_is_no_change_that_of_tools_is() -> None:
 def test_records_are_bounded_and_expire() -> None:
     """In number, in bytes and in age; nobody sees another tenant's."""
     time = [0.0]
-    size = OLD.without_text().num_bytes
-    store = RequestHistory(
+    old = OLD.without_text()
+    size = old.num_bytes
+    store: ExpiringStore[HistoryEntry] = ExpiringStore(
         max_entries=3, max_bytes=5 * size // 2, ttl_s=10.0, clock=lambda: time[0]
     )
-    store.put("a", "1", OLD)
-    store.put("b", "1", OLD)
-    assert store.get("a", "1") == OLD.without_text()
+    store.put("a", "1", old)
+    store.put("b", "1", old)
+    assert store.get("a", "1") == old
     assert store.get("c", "1") is None
 
-    store.put("a", "2", OLD)
+    store.put("a", "2", old)
     assert (store.get("a", "1"), len(store), store.num_bytes) == (None, 2, 2 * size)
 
     time[0] = 10.0
     assert store.get("a", "2") is None
-    store.put("c", "1", OLD)
+    store.put("c", "1", old)
     assert (len(store), store.num_bytes) == (1, size)
     assert not store.forget("a", "2")
 
 
 def test_one_tenant_does_not_flush_anothers_records() -> None:
     """Whoever has most gives way."""
-    store = RequestHistory(max_entries=20, ttl_s=10.0, clock=lambda: 0.0)
+    store: ExpiringStore[HistoryEntry] = ExpiringStore(
+        max_entries=20, ttl_s=10.0, clock=lambda: 0.0
+    )
     store.put("a", "1", OLD)
     for number in range(50):
         store.put("b", str(number), OLD)
@@ -121,7 +124,7 @@ class Kept:
 
 def test_what_is_larger_than_a_tenants_share_is_not_kept() -> None:
     """And nothing else is forgotten for it."""
-    store = RequestHistory(max_tenant_bytes=10_000)
+    store: ExpiringStore[HistoryEntry] = ExpiringStore(max_tenant_bytes=10_000)
     store.put("a", "1", OLD)
     store.put("a", "2", replace(OLD, response=Kept(10_000)))
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from ramify.errors import RequestError
 from ramify.server.errors import ApiError
 from ramify.server.fields.opaque_text import encode_opaque
-from ramify.server.history.conversation_store import Conversation, ConversationStore
+from ramify.server.history.conversation import Conversation, put_conversation
+from ramify.server.history.expiring_store import ExpiringStore
 from ramify.server.openai.chat_request import content_text
 from ramify.server.openai.protocol import ChatMessage, NamedTool
 from ramify.server.openai.responses.input import ItemTranslator, without_late_system
@@ -268,26 +269,28 @@ def test_random_items_and_tools_are_served_or_refused(
 def test_conversations_are_bounded_by_tenant() -> None:
     """One that is too large is refused and its earlier version stays; the oldest is forgotten."""
     now = [0.0]
-    store = ConversationStore(max_bytes=20_000, max_tenant_bytes=10_000, clock=lambda: now[0])
+    store: ExpiringStore[Conversation] = ExpiringStore(
+        max_bytes=20_000, max_tenant_bytes=10_000, clock=lambda: now[0]
+    )
 
     def conversation(name: str, num_chars: int) -> Conversation:
         items = {"i": b"x" * num_chars} if num_chars else {}
         return Conversation(name, 0, {}, items)
 
     small, large = conversation("a", 0), conversation("a", 11_000)
-    assert store.put("ann", small)
-    assert not store.put("ann", large)
+    assert put_conversation(store, "ann", small)
+    assert not put_conversation(store, "ann", large)
     assert store.get("ann", "a") == small
     assert store.get("bob", "a") is None
     for name in ("b", "c"):
-        assert store.put("ann", conversation(name, 4000))
+        assert put_conversation(store, "ann", conversation(name, 4000))
     assert store.get("ann", "a") is None
     assert store.num_bytes <= 10_000
     for tenant, num_chars in (("bob", 8000), ("cyn", 7000)):
-        assert store.put(tenant, conversation("d", num_chars))
+        assert put_conversation(store, tenant, conversation("d", num_chars))
     assert store.num_bytes <= 20_000
     assert store.get("cyn", "d") is not None
     now[0] += 24 * 3600
     assert store.get("cyn", "d") is None
-    assert store.put("ann", small)
+    assert put_conversation(store, "ann", small)
     assert len(store) == 1

@@ -25,10 +25,11 @@ from ramify.server.errors import ApiError, ContextLengthError
 from ramify.server.fields.unserved_fields import UnknownFieldLog
 from ramify.server.generation import Generation, GenerationRequest
 from ramify.server.history.cache_miss import CacheMiss, explain_miss
-from ramify.server.history.conversation_store import ConversationStore
+from ramify.server.history.conversation import Conversation
+from ramify.server.history.expiring_store import ExpiringStore
 from ramify.server.history.request_history import (
+    HistoryEntry,
     PromptComparison,
-    RequestHistory,
     first_difference,
     is_fully_reused,
 )
@@ -100,8 +101,8 @@ class Service:
             max_model_len=self.max_model_len,
             write_calls=partial(calls_text, self.output_format.calls.name, template),
         )
-        self.history = RequestHistory()
-        self.conversations = ConversationStore()
+        self.history: ExpiringStore[HistoryEntry] = ExpiringStore()  # by response id
+        self.conversations: ExpiringStore[Conversation] = ExpiringStore()
         self.quotas = QuotaMeter()
         self.has_several_tenants = False  # set by the server that has the keys
         self.unknown_fields = UnknownFieldLog()
@@ -299,7 +300,8 @@ class Service:
         num_computed += 0 if generation.cache is None else generation.cache.computed
         self.quotas.release(caller, len(request.prompt.ids), num_computed, request.params.n)
         if request.is_remembered:
-            self.history.put(caller.tenant, generation.id, request.history_entry)
+            entry = request.history_entry.without_text()
+            self.history.put(caller.tenant, generation.id, entry)
         for listener in self.listeners:
             listener(generation)
 

@@ -2,9 +2,10 @@
 
 In reading order:
 
-- `request_history`: recent prompts by response id, and the first difference between two of them.
+- `expiring_store`: `ExpiringStore`, which holds the two below: bounded in number, bytes and age.
+- `request_history`: `HistoryEntry`, a recent request; the first difference between two of them.
+- `conversation`: `Conversation`, the items of a conversation of `/v1/conversations`.
 - `cache_miss`: the reason for a miss, as the client gets it.
-- `conversation_store`: the items of `/v1/conversations`.
 
 `generation`, `service` and the APIs import it. It imports `prompts` only.
 """

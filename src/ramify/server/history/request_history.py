@@ -1,23 +1,17 @@
-"""Recent prompts by response id, and the first difference between two of them."""
+"""`HistoryEntry`: a recent request with its prompt; the first difference between two of them."""
 
 from __future__ import annotations
 
 import hashlib
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import msgspec
 
-from ramify.engine.text.tenant_lru import TenantLru
+from ramify.server.history.expiring_store import Sized
 from ramify.server.prompts.renderer import RenderedPrompt, common_prefix
 
-MAX_ENTRIES = 4096
-MAX_BYTES = 256 << 20
-MAX_TENANT_BYTES = 64 << 20
-TTL_S = 24 * 3600.0
 ENTRY_BYTES = 1024  # objects of an entry, whatever it holds
 
 _encode_sorted = msgspec.json.Encoder(order="deterministic").encode
@@ -26,15 +20,6 @@ _encode_sorted = msgspec.json.Encoder(order="deterministic").encode
 def fingerprint(value: object) -> str:
     """A digest that is equal for equal JSON values: objects have no order, lists have."""
     return hashlib.blake2b(_encode_sorted(value), digest_size=16).hexdigest()
-
-
-class StoredAnswer(Protocol):
-    """Data of an API beside an entry, for requests that continue or fetch the response."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of memory."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +35,7 @@ class HistoryEntry:
     system: str = ""  # as `fingerprint`; "" where the API has none
     messages: tuple[str, ...]  # as `fingerprint`
     prompt: RenderedPrompt
-    response: StoredAnswer | None = None  # Responses API: what a next turn continues
+    response: Sized | None = None  # Responses API: what a next turn continues or a client fetches
     paths: tuple[str, ...] = ()  # request fields of the messages, if not `messages[i]`
     max_shared: int | None = None  # tokens that may stay cached for others; None: all
 
@@ -138,59 +123,3 @@ class PromptComparison:
     difference: PromptDifference | None  # None: the prompt extends the earlier one
     is_fully_reused: bool  # it read every whole page that the earlier request left in the cache
     num_reusable_tokens: int  # of the earlier prompt
-
-
-class RequestHistory:
-    """Entries by tenant and response id; bounded in number, bytes and age. Used by one thread.
-
-    Over a limit in all, the oldest entry of the tenant with most is forgotten.
-
-    Args:
-        max_bytes: of all entries.
-        max_tenant_bytes: of one tenant's; an entry above it is not kept.
-        clock: monotonic, in seconds.
-    """
-
-    def __init__(
-        self,
-        *,
-        max_entries: int = MAX_ENTRIES,
-        max_bytes: int = MAX_BYTES,
-        max_tenant_bytes: int = MAX_TENANT_BYTES,
-        ttl_s: float = TTL_S,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.ttl_s, self._clock = ttl_s, clock
-        self._entries: TenantLru[str, tuple[float, HistoryEntry]] = TenantLru(
-            max_cost=max_bytes, max_tenant_cost=max_tenant_bytes, max_entries=max_entries
-        )
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all entries."""
-        return self._entries.cost
-
-    def put(self, tenant: str, response_id: str, entry: HistoryEntry) -> None:
-        """Remember a request, without its text, under the id of its response."""
-        entry = entry.without_text()
-        self._expire()
-        due_s = self._clock() + self.ttl_s
-        self._entries.put(tenant, response_id, (due_s, entry), entry.num_bytes)
-
-    def get(self, tenant: str, response_id: str) -> HistoryEntry | None:
-        """The request that `tenant` sent for this response; None if unknown or expired."""
-        due_s, entry = self._entries.get(tenant, response_id) or (0.0, None)
-        return None if due_s <= self._clock() else entry
-
-    def forget(self, tenant: str, response_id: str) -> bool:
-        """Forget a request; returns whether it was remembered."""
-        return self._entries.pop(tenant, response_id) is not None
-
-    def _expire(self) -> None:
-        now = self._clock()
-        for tenant in self._entries.tenants:
-            while (oldest := self._entries.oldest(tenant)) and oldest[1][0] <= now:
-                self._entries.pop(tenant, oldest[0])

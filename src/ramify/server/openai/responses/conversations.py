@@ -14,7 +14,12 @@ from starlette.responses import Response
 from ramify.server.context import RequestContext
 from ramify.server.errors import ApiError
 from ramify.server.fields.unserved_fields import UnservedFields
-from ramify.server.history.conversation_store import MAX_ITEMS, Conversation
+from ramify.server.history.conversation import (
+    MAX_ITEMS,
+    Conversation,
+    has_room,
+    put_conversation,
+)
 from ramify.server.http.wire import encode_json
 from ramify.server.openai.responses.input import ItemTranslator
 from ramify.server.openai.responses.protocol import (
@@ -115,8 +120,8 @@ def check_room(
         num_items, num_bytes: of the request; the answer has few.
     """
     store = service.conversations
-    if conversation is not None and not store.has_room(
-        conversation, num_items + MAX_ANSWER_ITEMS, num_bytes + service.max_prompt_bytes
+    if conversation is not None and not has_room(
+        store, conversation, num_items + MAX_ANSWER_ITEMS, num_bytes + service.max_prompt_bytes
     ):
         raise ApiError(
             400,
@@ -137,7 +142,8 @@ def append_to_conversation(
     """Append the items of a turn; nothing happens if the conversation is gone. See `check_room`."""
     conversation = service.conversations.get(tenant, name)
     if conversation is not None:
-        service.conversations.put(tenant, conversation.with_items(_packed(items), known))
+        conversation = conversation.with_items(_packed(items), known)
+        put_conversation(service.conversations, tenant, conversation)
 
 
 def _named(context: RequestContext) -> Conversation:
@@ -184,7 +190,7 @@ def _put(context: RequestContext, conversation: Conversation) -> None:
         ApiError: 400, it is too large.
     """
     store = context.service.conversations
-    if not store.put(context.caller.tenant, conversation):
+    if not put_conversation(store, context.caller.tenant, conversation):
         raise ApiError(
             400,
             f"the conversation would have {len(conversation.items)} items of "

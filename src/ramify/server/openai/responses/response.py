@@ -164,7 +164,7 @@ class ResponsesResponseBuilder:
             return
         packed_input = joined_lists([earlier.packed_items(), encode_json(items)])
         stored = StoredResponse(packed_input, encode_json(body), known, delta_lens)
-        entry = self.generation.request.history_entry
+        entry = self.generation.request.history_entry.without_text()
         self.service.history.put(tenant, name, replace(entry, response=stored))
 
     def _known(self, output: RequestOutput) -> tuple[KnownPrefix, ...]:

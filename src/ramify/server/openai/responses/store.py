@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from ramify.server.errors import ApiError
-from ramify.server.history.conversation_store import Conversation
+from ramify.server.history.conversation import Conversation
 from ramify.server.http.json_limits import check_json_limits
 from ramify.server.openai.responses.protocol import PromptFields
 from ramify.server.prompts.renderer import KnownPrefix
