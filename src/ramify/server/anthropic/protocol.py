@@ -8,8 +8,11 @@ from msgspec import Meta, Struct
 
 from ramify.server.openai.protocol import (
     MAX_MESSAGES,
+    CacheSalt,
     Name,
     NonNegativeInt,
+    Priority,
+    Stops,
     ToolName,
     TopK,
     UnitInterval,
@@ -148,13 +151,10 @@ class MessageRequest(CountRequest, kw_only=True):
     temperature: UnitInterval | None = None
     top_p: UnitInterval | None = None
     top_k: TopK | None = None
-    stop_sequences: (
-        Annotated[list[Annotated[str, Meta(min_length=1, max_length=256)]], Meta(max_length=16)]
-        | None
-    ) = None
+    stop_sequences: Stops | None = None
     diagnostics: DiagnosticsParam | None = None
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
     speed: str | None = None
-    cache_salt: Annotated[str, Meta(max_length=1024)] | None = None
-    priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
+    cache_salt: CacheSalt | None = None
+    priority: Priority = 0

@@ -21,16 +21,21 @@ Stops = Annotated[list[StopText], Meta(max_length=16)]
 Name = Annotated[str, Meta(max_length=256)]
 # MCP clients write `server:tool` and `server/tool`.
 ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:/-]{1,256}$")]
+CacheSalt = Annotated[str, Meta(max_length=1024)]
+Priority = Annotated[int, Meta(ge=-1000, le=1000)]
+NumLogprobs = Annotated[int, Meta(ge=0, le=20)]
+BreakpointTtl = Literal["30m", "1h", "12h", "24h"]
+CacheRetention = Literal["in_memory", "24h"]
 Bias = Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)]
 Metadata = Annotated[  # kept with the response, so its size is bounded
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
     Meta(max_length=16),
 ]
 MAX_MESSAGES = 10_000
-Refused = Raw | UnsetType  # a field that is not served: not decoded, only looked at
+RefusedField = Raw | UnsetType  # not decoded, see `is_given`
 
 
-def is_given(value: Refused | bool | None) -> bool:
+def is_given(value: RefusedField | bool | None) -> bool:
     """Whether a field that is refused has a value: not null, false or empty."""
     if not isinstance(value, Raw):
         return value is True
@@ -41,14 +46,14 @@ class PromptCacheBreakpoint(Struct):
     """Pin the prompt up to the end of this block."""
 
     mode: Literal["explicit"] = "explicit"
-    ttl: Literal["30m", "1h", "12h", "24h"] | None = None
+    ttl: BreakpointTtl | None = None
 
 
 class PromptCacheOptions(Struct):
     """Options of a request for the prompt cache."""
 
     mode: Literal["implicit", "explicit"] | None = None  # None: implicit
-    ttl: Literal["30m", "1h", "12h", "24h"] | None = None  # of all breakpoints
+    ttl: BreakpointTtl | None = None  # of all breakpoints
     prewarm: bool | None = None
     comparison_response_id: Name | None = None
 
@@ -208,15 +213,15 @@ class Sampling(Struct, kw_only=True):
     # For routing between servers; it does not separate cached prefixes, as `cache_salt` does.
     prompt_cache_key: Name | None = None
     prompt_cache_options: PromptCacheOptions | None = None
-    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
-    cache_salt: Annotated[str, Meta(max_length=1024)] | None = None
-    priority: Annotated[int, Meta(ge=-1000, le=1000)] | None = None
+    prompt_cache_retention: CacheRetention | None = None
+    cache_salt: CacheSalt | None = None
+    priority: Priority | None = None
     user: str | None = None
     # vLLM's
     allowed_token_ids: Annotated[list[NonNegativeInt], Meta(max_length=4096)] | None = None
     bad_words: Annotated[list[StopText], Meta(max_length=128)] | None = None
     include_stop_str_in_output: bool | None = None
-    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    prompt_logprobs: NumLogprobs | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     skip_special_tokens: bool | None = None
@@ -251,7 +256,7 @@ class ChatRequest(Sampling, kw_only=True):
     messages: Messages
     max_completion_tokens: OutputLimit | None = None
     logprobs: bool | Literal[0, 1] | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    top_logprobs: NumLogprobs | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
@@ -282,7 +287,7 @@ class CompletionRequest(Sampling, kw_only=True):
     prompt: str | list[str | int | list[int]]
     # max_tokens 0 with `echo`: the prompt and its logprobs only
     echo: bool | None = None
-    logprobs: Annotated[int, Meta(ge=0, le=20)] | Literal[False] | None = None
+    logprobs: NumLogprobs | Literal[False] | None = None
     suffix: str | None = None
     best_of: PositiveInt | None = None
     add_special_tokens: bool | None = None

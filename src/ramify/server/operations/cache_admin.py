@@ -13,7 +13,7 @@ from starlette.responses import Response
 from ramify.engine.core import EngineCore
 from ramify.errors import EngineStoppedError, PinError
 from ramify.server.anthropic.messages_request import render_messages
-from ramify.server.anthropic.protocol import CountRequest
+from ramify.server.anthropic.protocol import VERSION_HEADER, CountRequest
 from ramify.server.context import RequestContext
 from ramify.server.errors import ApiError
 from ramify.server.fields.unserved_fields import decode_request
@@ -22,6 +22,7 @@ from ramify.server.openai.chat_request import chat_to_generation
 from ramify.server.openai.completions import completion_to_generations
 from ramify.server.openai.protocol import (
     MAX_MESSAGES,
+    CacheSalt,
     ChatRequest,
     CompletionRequest,
     Name,
@@ -47,7 +48,7 @@ class PinRequest(Struct, kw_only=True):
     token_ids: list[int] | None = None
     ttl_s: Annotated[float, Meta(gt=0)] | None = None
     tenant: Name = ""
-    salt: Annotated[str, Meta(max_length=1024)] = ""
+    salt: CacheSalt = ""
 
 
 async def stats(context: RequestContext) -> Response:
@@ -184,7 +185,7 @@ async def explain(context: RequestContext) -> Response:
     """POST /v1/cache/explain: what a request would hit, without running it."""
     body = await context.read()
     service, tenant = context.service, context.caller.tenant
-    is_anthropic = "anthropic-version" in context.request.headers
+    is_anthropic = VERSION_HEADER in context.request.headers
     request, salt = await context.in_prompt_thread(
         decode_any_request, body, is_anthropic, service.model
     )

@@ -13,7 +13,7 @@ from ramify.server.openai.responses.tools import CallForm, CallKind
 NumberedEvent = Callable[..., dict[str, Any]]  # the next of a stream: `event("completed", …)`
 
 
-class CallItem(Protocol):
+class StreamedCall(Protocol):
     """An output item that is a call, and the events of its stream."""
 
     def as_json(self, status: str) -> dict[str, Any]:
@@ -33,7 +33,7 @@ class CallItem(Protocol):
         ...
 
 
-class FunctionCallItem:
+class StreamedFunctionCall:
     """`function_call`: the arguments are streamed as they are written."""
 
     def __init__(self, part: AnswerPart, form: CallForm, item_id: str) -> None:
@@ -41,20 +41,20 @@ class FunctionCallItem:
         self._place = {"item_id": item_id, "output_index": part.index}
 
     def as_json(self, status: str) -> dict[str, Any]:
-        """See `CallItem`."""
+        """See `StreamedCall`."""
         text = "" if status == "in_progress" else self._part.text
         return _named_call(self._part, self._form, self._id, status, arguments=text)
 
     def begin(self, event: NumberedEvent) -> list[dict[str, Any]]:
-        """See `CallItem`."""
+        """See `StreamedCall`."""
         return [_item_event("added", self._part, self.as_json("in_progress"), event)]
 
     def delta(self, text: str, event: NumberedEvent) -> list[dict[str, Any]]:
-        """See `CallItem`."""
+        """See `StreamedCall`."""
         return [event("function_call_arguments.delta", **self._place, delta=text)]
 
     def end(self, status: str, event: NumberedEvent) -> list[dict[str, Any]]:
-        """See `CallItem`."""
+        """See `StreamedCall`."""
         fields = self._place | {"name": self._form.name, "arguments": self._part.text}
         return [
             event("function_call_arguments.done", **fields),
@@ -62,7 +62,7 @@ class FunctionCallItem:
         ]
 
 
-class CustomCallItem:
+class StreamedCustomCall:
     """`custom_tool_call`: the input is streamed as it is decoded from the arguments."""
 
     def __init__(self, part: AnswerPart, form: CallForm, item_id: str) -> None:
@@ -71,20 +71,20 @@ class CustomCallItem:
         self._decoder = CustomInputDecoder()
 
     def as_json(self, status: str) -> dict[str, Any]:
-        """See `CallItem`."""
+        """See `StreamedCall`."""
         text = "" if status == "in_progress" else custom_input(self._part.text)
         return _named_call(self._part, self._form, self._id, status, input=text)
 
     def begin(self, event: NumberedEvent) -> list[dict[str, Any]]:
-        """See `CallItem`."""
+        """See `StreamedCall`."""
         return [_item_event("added", self._part, self.as_json("in_progress"), event)]
 
     def delta(self, text: str, event: NumberedEvent) -> list[dict[str, Any]]:
-        """See `CallItem`."""
+        """See `StreamedCall`."""
         return self._delta(self._decoder.feed(text), event)
 
     def end(self, status: str, event: NumberedEvent) -> list[dict[str, Any]]:
-        """See `CallItem`."""
+        """See `StreamedCall`."""
         rest = self._decoder.finish(self._part.text)
         item = self.as_json(status)
         return [
@@ -99,14 +99,14 @@ class CustomCallItem:
         return [event("custom_tool_call_input.delta", **self._place, delta=text)]
 
 
-class ActionCallItem:
+class StreamedActionCall:
     """`local_shell_call`, `shell_call` or `apply_patch_call`: sent when its arguments are whole."""
 
     def __init__(self, part: AnswerPart, form: CallForm, item_id: str) -> None:
         self._part, self._kind, self._id = part, form.kind, item_id
 
     def as_json(self, status: str) -> dict[str, Any]:
-        """See `CallItem`."""
+        """See `StreamedCall`."""
         fields = _ACTIONS[self._kind](partial_object(self._part.text))
         item = {"id": self._id, "type": f"{self._kind}_call", "call_id": self._part.id}
         if self._kind == "apply_patch" and status == "incomplete":
@@ -114,15 +114,15 @@ class ActionCallItem:
         return item | fields | {"status": status}
 
     def begin(self, event: NumberedEvent) -> list[dict[str, Any]]:  # noqa: ARG002
-        """See `CallItem`."""
+        """See `StreamedCall`."""
         return []
 
     def delta(self, text: str, event: NumberedEvent) -> list[dict[str, Any]]:  # noqa: ARG002
-        """See `CallItem`."""
+        """See `StreamedCall`."""
         return []
 
     def end(self, status: str, event: NumberedEvent) -> list[dict[str, Any]]:
-        """See `CallItem`."""
+        """See `StreamedCall`."""
         return [
             _item_event("added", self._part, self.as_json("in_progress"), event),
             _item_event("done", self._part, self.as_json(status), event),
@@ -198,12 +198,12 @@ _ACTIONS: dict[CallKind, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "shell": _shell_action,
     "apply_patch": _patch_operation,
 }
-_ITEMS: dict[CallKind, Callable[[AnswerPart, CallForm, str], CallItem]] = {
-    "function": FunctionCallItem,
-    "custom": CustomCallItem,
-    "local_shell": ActionCallItem,
-    "shell": ActionCallItem,
-    "apply_patch": ActionCallItem,
+_STREAMED: dict[CallKind, Callable[[AnswerPart, CallForm, str], StreamedCall]] = {
+    "function": StreamedFunctionCall,
+    "custom": StreamedCustomCall,
+    "local_shell": StreamedActionCall,
+    "shell": StreamedActionCall,
+    "apply_patch": StreamedActionCall,
 }
 ITEM_TYPES: dict[CallKind, str] = {
     "function": "function_call",
@@ -214,6 +214,6 @@ ITEM_TYPES: dict[CallKind, str] = {
 }
 
 
-def call_item(part: AnswerPart, form: CallForm, item_id: str) -> CallItem:
+def streamed_call(part: AnswerPart, form: CallForm, item_id: str) -> StreamedCall:
     """The item of a call, in the form of its tool."""
-    return _ITEMS[form.kind](part, form, item_id)
+    return _STREAMED[form.kind](part, form, item_id)

@@ -17,7 +17,7 @@ from ramify.server.answers.answer import (
 )
 from ramify.server.fields.opaque_text import encode_opaque
 from ramify.server.openai.responses.calls import ITEM_TYPES as CALL_TYPES
-from ramify.server.openai.responses.calls import CallItem, NumberedEvent, call_item
+from ramify.server.openai.responses.calls import NumberedEvent, StreamedCall, streamed_call
 from ramify.server.openai.responses.store import item_id
 from ramify.server.openai.responses.tools import CallForm
 
@@ -49,7 +49,7 @@ class OutputItems:
         self._answer, self._logprobs = answer, logprobs
         self._carries_reasoning = carries_reasoning
         self._response_id, self._forms = response_id, forms
-        self._calls: dict[int, CallItem] = {}  # by index of the part
+        self._calls: dict[int, StreamedCall] = {}  # by index of the part
 
     def as_json(self) -> list[dict[str, Any]]:
         """All items, after the end of the answer; an empty answer is an empty message."""
@@ -106,12 +106,12 @@ class OutputItems:
             was_cut = not part.is_complete
         return "incomplete" if was_cut else "completed"
 
-    def _call(self, part: AnswerPart) -> CallItem:
+    def _call(self, part: AnswerPart) -> StreamedCall:
         """The item of a call, which its events share."""
         if part.index not in self._calls:
             form = self._forms.get(part.name) or CallForm("function", part.name)
             name = self._id(part, CALL_TYPES[form.kind])
-            self._calls[part.index] = call_item(part, form, name)
+            self._calls[part.index] = streamed_call(part, form, name)
         return self._calls[part.index]
 
     def _id(self, part: AnswerPart, item_type: str) -> str:

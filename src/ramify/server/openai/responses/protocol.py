@@ -12,12 +12,15 @@ from msgspec import UNSET, Meta, Struct
 
 from ramify.server.openai.protocol import (
     MAX_MESSAGES,
+    CacheRetention,
+    CacheSalt,
     ContentPart,
     Metadata,
     Name,
+    NumLogprobs,
     PositiveInt,
     PromptCacheOptions,
-    Refused,
+    RefusedField,
     Temperature,
     ToolName,
     UnitInterval,
@@ -118,15 +121,6 @@ class ToolsItem(Struct):
     """Tools that are added in the course of a conversation."""
 
     tools: list[dict[str, Any]]
-
-
-class FunctionTool(Struct):
-    """A function; its fields lie beside `type`."""
-
-    name: ToolName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
 class CustomFormat(Struct):
@@ -232,7 +226,7 @@ class ResponsesRequest(PromptFields, kw_only=True):
     max_output_tokens: PositiveInt | None = None
     temperature: Temperature | None = None
     top_p: UnitInterval | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    top_logprobs: NumLogprobs | None = None
     stream: bool | None = None
     include: list[str] | None = None
     store: bool | None = None
@@ -240,8 +234,8 @@ class ResponsesRequest(PromptFields, kw_only=True):
     metadata: Metadata | None = None
     prompt_cache_key: Name | None = None
     prompt_cache_options: PromptCacheOptions | None = None
-    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
-    cache_salt: Annotated[str, Meta(max_length=1024)] | None = None
+    prompt_cache_retention: CacheRetention | None = None
+    cache_salt: CacheSalt | None = None
     user: Name | None = None
     safety_identifier: Name | None = None
     max_tool_calls: PositiveInt | None = None  # of tools that a server runs: there are none
@@ -249,7 +243,7 @@ class ResponsesRequest(PromptFields, kw_only=True):
     client_metadata: Any = None
     context_management: Any = None
     # These two are refused.
-    prompt: Refused = UNSET
+    prompt: RefusedField = UNSET
     background: bool | None = None
 
 
@@ -266,7 +260,7 @@ class CompactRequest(Struct, kw_only=True):
     previous_response_id: Name | None = None
     prompt_cache_key: Name | None = None
     prompt_cache_options: PromptCacheOptions | None = None
-    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
+    prompt_cache_retention: CacheRetention | None = None
     service_tier: Name | None = None
 
 

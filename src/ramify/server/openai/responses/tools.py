@@ -10,13 +10,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
+import msgspec
+
 from ramify.server.errors import ApiError
 from ramify.server.http.wire import convert_value
 from ramify.server.openai.protocol import FunctionDefinition, NamedFunction, NamedTool, Tool
 from ramify.server.openai.responses.protocol import (
     AllowedTools,
     CustomTool,
-    FunctionTool,
     NamespaceTool,
     ShellTool,
     ToolReference,
@@ -113,13 +114,7 @@ class ServedTools:
             self.warnings.append(f"{where} is skipped: there is a tool {name!r} before it")
             return
         self.forms[name], self.paths[name] = form, where
-        self.functions.append(
-            Tool(
-                FunctionDefinition(
-                    name, definition.description, definition.parameters, definition.strict
-                )
-            )
-        )
+        self.functions.append(Tool(msgspec.structs.replace(definition, name=name)))
 
     def only(self, names: Iterable[str]) -> ServedTools:
         """The functions of these names."""
@@ -208,11 +203,8 @@ def _add_definition(
     if tool.get("type") == "function":
         # The form of chat completions, which some clients send.
         nested = tool.get("function")
-        function = typed(nested if isinstance(nested, dict) else tool, FunctionTool, where)
-        definition = FunctionDefinition(
-            function.name, function.description, function.parameters, function.strict
-        )
-        served.add(CallForm("function", function.name, namespace), definition, where)
+        function = typed(nested if isinstance(nested, dict) else tool, FunctionDefinition, where)
+        served.add(CallForm("function", function.name, namespace), function, where)
         return True
     if tool.get("type") == "custom":
         custom = typed(tool, CustomTool, where)
