@@ -13,6 +13,7 @@ from starlette.responses import Response
 from ramify.server.anthropic.protocol import VERSION_HEADER
 from ramify.server.context import RequestContext
 from ramify.server.errors import ApiError
+from ramify.server.http.wire import whole_number
 from ramify.server.service import Service
 
 MAX_ENTRIES = 1000  # of a page, in Anthropic's form
@@ -86,8 +87,8 @@ def _anthropic_page(context: RequestContext, service: Service) -> dict[str, Any]
 
 
 def _limit(text: str) -> int:
-    limit = int(text) if text.isascii() and text.isdigit() and len(text) < 9 else 0
-    if not 1 <= limit <= MAX_ENTRIES:
+    limit = whole_number(text, max_digits=8)
+    if limit is None or not 1 <= limit <= MAX_ENTRIES:
         raise ApiError(400, f"{text[:50]!r} is not in 1..{MAX_ENTRIES}", param="limit")
     return limit
 

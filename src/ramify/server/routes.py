@@ -129,13 +129,6 @@ _open = partial(Endpoint, is_open=True)
 _admin = partial(Endpoint, admin=True)
 _anthropic = partial(Endpoint, dialect="anthropic")
 _PAGE = (("limit", "integer"), ("order", "string"), ("after", "string"))
-_CLEAR = (
-    ("prefix", "string"),
-    ("tenant", "string"),
-    ("salt", "string"),
-    ("older_than", "number"),
-    ("pins", "boolean"),
-)
 
 # fmt: off
 ENDPOINTS: tuple[Endpoint, ...] = (
@@ -168,7 +161,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint("/pooling", "POST", embeddings.embeddings, "As /v1/embeddings.", EmbeddingsRequest),
     Endpoint("/detokenize", "POST", openai.detokenize, "Token ids to text.", DetokenizeRequest),
     _admin("/v1/cache", "GET", cache_admin.stats, "Statistics of the cache."),
-    _admin("/v1/cache", "DELETE", cache_admin.clear, "Evict everything, or what all parameters match.", parameters=_CLEAR),
+    _admin("/v1/cache", "DELETE", cache_admin.clear, "Evict everything, or what all parameters match.", parameters=cache_admin.CLEAR_PARAMETERS),
     _admin("/v1/cache/tree", "GET", cache_admin.tree, "The radix tree's top nodes.", parameters=(("max_nodes", "integer"),)),
     _admin("/v1/cache/pins", "GET", cache_admin.pins, "Pinned prefixes."),
     _admin("/v1/cache/pins", "POST", cache_admin.pin, "Pin a prefix.", PinRequest),

@@ -34,6 +34,7 @@ _NOT_PRINTABLE = re.compile(r"[^ -~]")
 EVENT_STREAM = "text/event-stream"
 CLIENT_GONE = "the client went away"
 PING = b": ping\n\n"  # a comment, which clients skip
+DONE = b"data: [DONE]\n\n"  # the end of a stream of OpenAI's
 ANTHROPIC_PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 STREAM_HEADERS = {
     "Cache-Control": "no-cache",
@@ -97,6 +98,12 @@ def convert_value(value: object, kind: type[T]) -> T:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         raise validation_error(error, kind) from None
+
+
+def whole_number(text: str, *, max_digits: int = 9) -> int | None:
+    """The number of a path or query; None if it is not digits, or has more than `max_digits`."""
+    is_number = text.isascii() and text.isdigit() and len(text) <= max_digits
+    return int(text) if is_number else None
 
 
 def request_id(request: Request) -> str:
@@ -228,9 +235,6 @@ def sse_event(value: object, event: str | None = None) -> bytes:
     """Encode one server-sent event."""
     name = b"" if event is None else b"event: " + event.encode() + b"\n"
     return name + b"data: " + encode_json(value) + b"\n\n"
-
-
-DONE = b"data: [DONE]\n\n"
 
 
 def log_safe(value: Any) -> str:

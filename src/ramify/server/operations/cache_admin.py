@@ -17,7 +17,7 @@ from ramify.server.anthropic.protocol import VERSION_HEADER, CountRequest
 from ramify.server.context import RequestContext
 from ramify.server.errors import ApiError
 from ramify.server.fields.unserved_fields import decode_request
-from ramify.server.http.wire import convert_value, decode_body, json_response
+from ramify.server.http.wire import convert_value, decode_body, json_response, whole_number
 from ramify.server.openai.chat_request import chat_to_generation
 from ramify.server.openai.completions import completion_to_generations
 from ramify.server.openai.protocol import (
@@ -38,6 +38,13 @@ from ramify.server.service import Service
 MAX_NODES = 2000
 AnyRequest = ChatRequest | CompletionRequest | ResponsesRequest | CountRequest
 READ_S = 2.0  # a scrape does not wait for a long step
+CLEAR_PARAMETERS = (
+    ("prefix", "string"),
+    ("tenant", "string"),
+    ("salt", "string"),
+    ("older_than", "number"),
+    ("pins", "boolean"),
+)
 
 
 class PinRequest(Struct, kw_only=True):
@@ -70,11 +77,12 @@ async def stats(context: RequestContext) -> Response:
 async def tree(context: RequestContext) -> Response:
     """GET /v1/cache/tree?max_nodes=."""
     text = context.request.query_params.get("max_nodes", "200")
-    if not text.isascii() or not text.isdigit() or len(text) > 9:
+    max_nodes = whole_number(text)
+    if max_nodes is None:
         raise ApiError(400, f"{text[:50]!r} is no whole number", param="max_nodes")
-    if not 1 <= int(text) <= MAX_NODES:
+    if not 1 <= max_nodes <= MAX_NODES:
         raise ApiError(400, f"it must be in 1..{MAX_NODES}", param="max_nodes")
-    dump = await context.service.engine.cache.tree(int(text))
+    dump = await context.service.engine.cache.tree(max_nodes)
     return json_response(
         {"num_nodes": dump.num_nodes, "nodes": [asdict(node) for node in dump.nodes]}
     )
@@ -85,11 +93,11 @@ async def clear(context: RequestContext) -> Response:
 
     `pins=true` ends the tenant's pins before; it needs `tenant`.
     """
-    known = {"prefix", "tenant", "salt", "older_than", "pins"}
+    known = sorted(name for name, _ in CLEAR_PARAMETERS)
     query = context.request.query_params
-    unknown = sorted(set(query) - known)
+    unknown = sorted(set(query) - set(known))
     if unknown:
-        raise ApiError(400, f"unknown parameters; known are {sorted(known)}", param=unknown[0])
+        raise ApiError(400, f"unknown parameters; known are {known}", param=unknown[0])
     older_than = query.get("older_than")
     try:
         older_than_s = None if older_than is None else float(older_than)
@@ -100,10 +108,11 @@ async def clear(context: RequestContext) -> Response:
     # An unset shell variable gives an empty prefix; that must not clear everything.
     if query.get("prefix") == "":
         raise ApiError(400, "it is empty; leave it out to clear everything", param="prefix")
-    ends_pins, tenant = query.get("pins", "false"), query.get("tenant")
-    if ends_pins not in ("true", "false"):
-        raise ApiError(400, f"{ends_pins!r} is neither true nor false", param="pins")
-    if ends_pins == "true" and tenant is None:
+    text, tenant = query.get("pins", "false"), query.get("tenant")
+    if text not in ("true", "false"):
+        raise ApiError(400, f"{text!r} is neither true nor false", param="pins")
+    ends_pins = text == "true"
+    if ends_pins and tenant is None:
         raise ApiError(400, "it needs tenant: whose pins to end", param="pins")
 
     def end_pins(core: EngineCore) -> int:
@@ -113,7 +122,7 @@ async def clear(context: RequestContext) -> Response:
                 core.cache.unpin(pin)
         return len(own)
 
-    num_pins = await context.service.engine.run(end_pins) if ends_pins == "true" else 0
+    num_pins = await context.service.engine.run(end_pins) if ends_pins else 0
     cleared = await context.service.engine.cache.clear(
         prefix=query.get("prefix"),
         tenant=tenant,
@@ -121,7 +130,7 @@ async def clear(context: RequestContext) -> Response:
         older_than_s=older_than_s,
     )
     payload = {"pages": cleared.num_pages, "kept_pages": cleared.num_kept}
-    return json_response(payload | ({"pins": num_pins} if ends_pins == "true" else {}))
+    return json_response(payload | ({"pins": num_pins} if ends_pins else {}))
 
 
 async def reset(context: RequestContext) -> Response:
@@ -172,13 +181,14 @@ async def pin(context: RequestContext) -> Response:
 async def unpin(context: RequestContext) -> Response:
     """DELETE /v1/cache/pins/{id}."""
     name = context.request.path_params["name"]
-    if not name.isascii() or not name.isdigit() or len(name) > 18:
+    number = whole_number(name, max_digits=18)
+    if number is None:
         raise ApiError(404, f"there is no pin {name[:100]!r}")
     try:
-        await context.service.engine.cache.unpin(int(name))
+        await context.service.engine.cache.unpin(number)
     except PinError as error:
         raise ApiError(404, str(error)) from error
-    return json_response({"id": int(name), "deleted": True})
+    return json_response({"id": number, "deleted": True})
 
 
 async def explain(context: RequestContext) -> Response:

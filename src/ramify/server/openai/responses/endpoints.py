@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from ramify.server.context import RequestContext
 from ramify.server.errors import ApiError
-from ramify.server.http.wire import sse_event, sse_response
+from ramify.server.http.wire import sse_event, sse_response, whole_number
 from ramify.server.openai.responses.compaction import (
     compacted_response,
     compaction_request,
@@ -66,8 +66,7 @@ async def get_response(context: RequestContext) -> Response:
     if query.get("stream", "false") not in ("true", "1"):
         return context.json(stored.body)
     text = query.get("starting_after", "-1")
-    digits = text.removeprefix("-")
-    if not (digits.isascii() and digits.isdigit() and len(digits) <= MAX_SEQUENCE_DIGITS):
+    if whole_number(text.removeprefix("-"), max_digits=MAX_SEQUENCE_DIGITS) is None:
         raise ApiError(400, f"{text!r} is not a sequence number", param="starting_after")
 
     async def events() -> AsyncGenerator[bytes]:

@@ -15,6 +15,7 @@ import msgspec
 from ramify.server.errors import ApiError
 from ramify.server.history.conversation import Conversation
 from ramify.server.http.json_limits import check_json_limits
+from ramify.server.http.wire import whole_number
 from ramify.server.openai.responses.protocol import PromptFields
 from ramify.server.prompts.renderer import KnownPrefix
 from ramify.server.service import Service
@@ -299,8 +300,8 @@ def page_of_items(items: Mapping[str, Any], query: Mapping[str, str]) -> dict[st
         ApiError: 400, one of them is malformed or names no item.
     """
     text = query.get("limit", str(DEFAULT_PAGE))
-    limit = int(text) if text.isascii() and text.isdigit() and len(text) < 4 else 0
-    if not 1 <= limit <= MAX_PAGE:
+    limit = whole_number(text, max_digits=3)
+    if limit is None or not 1 <= limit <= MAX_PAGE:
         raise ApiError(400, f"{text!r} is not a number from 1 to {MAX_PAGE}", param="limit")
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
