@@ -180,6 +180,11 @@ class Generation:
         """Prompt tokens that this request did not have to compute, as far as is known."""
         return 0 if self.cache is None else self.cache.cached
 
+    @property
+    def end_reason(self) -> str:
+        """The finish reason of the ended request; `disconnected` if its client left before."""
+        return "disconnected" if self.output is None else str(self.output.finish_reason)
+
     def page_hashes(self) -> list[int]:
         """Chained hashes of the prompt's whole pages, the first 64 bits of each.
 
@@ -222,12 +227,9 @@ class Generation:
         return event
 
     def _cache_usage(self, report: CacheReport) -> CacheUsage:
-        num_shareable, max_shared = (
-            len(self.request.prompt.ids),
-            self.request.history_entry.max_shared,
-        )
-        if max_shared is not None:
-            num_shareable = min(num_shareable, max_shared)
+        num_shareable = len(self.request.prompt.ids)
+        if self.request.history_entry.max_shared is not None:
+            num_shareable = min(num_shareable, self.request.history_entry.max_shared)
         num_publishable = num_shareable // self.page_size * self.page_size if self.publishes else 0
         cached = report.read_tokens + report.shared_tokens
         return CacheUsage(
@@ -242,19 +244,18 @@ class Generation:
 
 def _completed(event: StepOutput) -> StepOutput:
     """An event with the finish reason `stop` in place of `abort`."""
-
-    def reason(reason: FinishReason) -> FinishReason:
-        return FinishReason.STOP if reason is FinishReason.ABORT else reason
-
     output = event.output
     if output is not None:
         completions = (
-            replace(completion, finish_reason=reason(completion.finish_reason))
+            replace(completion, finish_reason=FinishReason.STOP)
+            if completion.finish_reason is FinishReason.ABORT
+            else completion
             for completion in output.completions
         )
         output = replace(output, completions=tuple(completions))
-    ended = event.finish_reason
-    return replace(event, output=output, finish_reason=None if ended is None else reason(ended))
+    is_aborted = event.finish_reason is FinishReason.ABORT
+    finish_reason = FinishReason.STOP if is_aborted else event.finish_reason
+    return replace(event, output=output, finish_reason=finish_reason)
 
 
 async def answer_changes(

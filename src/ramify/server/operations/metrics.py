@@ -195,15 +195,16 @@ class Metrics:
         now, key = time.monotonic(), (generation.id, event.index)
         last_s = self._last_token_s.get(key)
         self._last_token_s[key] = now
-        for _ in range(count if last_s is not None else 0):
-            self._gaps.add((now - (last_s or now)) / count)
+        if last_s is not None:
+            for _ in range(count):
+                self._gaps.add((now - last_s) / count)
 
     def observe_request(self, generation: Generation) -> None:
         """Count a request that has ended: reason, tokens by source, latencies."""
         for index in range(generation.request.params.n):
             self._last_token_s.pop((generation.id, index), None)
         output = generation.output
-        reason = "disconnected" if output is None else str(output.finish_reason)
+        reason = generation.end_reason
         self._requests.labels(reason).inc()
         self._success.labels(self._model, "abort" if output is None else reason).inc()
         if output is None:

@@ -47,10 +47,9 @@ def log_request(generation: Generation) -> None:
     if generation.miss is not None and generation.miss.segment is not None:
         fields["at"] = f"{generation.miss.at_token}:{log_safe(generation.miss.segment)}"
     if output is None:
-        fields |= {"end": "disconnected", "status": 499}
+        fields |= {"end": generation.end_reason, "status": 499}
     else:
-        fields["output"] = output.usage.completion_tokens
-        fields["end"] = str(output.finish_reason)
+        fields |= {"output": output.usage.completion_tokens, "end": generation.end_reason}
         if output.metrics.ttft_s is not None:
             fields["ttft_ms"] = round(1000 * output.metrics.ttft_s)
         fields["total_ms"] = round(1000 * output.metrics.total_s)
@@ -120,7 +119,7 @@ def trace_line(generation: Generation, *, with_tokens: bool = False) -> str:
         "page_size": generation.page_size,
         "hash_ids": generation.page_hashes(),
         "hit": generation.num_cached,
-        "end": "disconnected" if output is None else str(output.finish_reason),
+        "end": generation.end_reason,
     }
     if output is not None:
         entry["total_ms"] = round(1000 * output.metrics.total_s, 1)
