@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
-from ramify import __version__
 from ramify.cache.maintenance import evict_suffix
 from ramify.config import MAX_QUEUED_POOLS
 from ramify.engine.async_llm import AsyncLLM
@@ -76,7 +75,7 @@ class Service:
         self.model = model
         self.pooling = PoolingConfig() if pooling is None else pooling
         self.embedding_size = embedding_size
-        self.wrapper = wrapper  # architecture of the whole, if only its text decoder is loaded
+        self.wrapper = wrapper
         self.names = tuple(dict.fromkeys((model, *(n for n in aliases if n != ANY_NAME))))
         self.serves_any_name = ANY_NAME in aliases
         self.max_model_len = engine.config.max_model_len
@@ -114,7 +113,6 @@ class Service:
             self.output_format,
             shows_tools=self.prompt_renderer.conventions.writes_tools,
         )
-        self.fingerprint = f"ramify-{__version__}"
         self.listeners: list[Callable[[Generation], None]] = []  # called when a request has ended
         self.event_listeners: list[Callable[[Generation, StepOutput], None]] = []
 
@@ -323,7 +321,7 @@ class Service:
             return
 
         def find_answers() -> list[Sequence[int]]:
-            if not self.prompt_renderer.template_drops_reasoning():
+            if not self.prompt_renderer.drops_reasoning:
                 return []
             return [
                 completion.token_ids

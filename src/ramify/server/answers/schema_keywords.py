@@ -8,20 +8,7 @@ from typing import Any
 
 TYPES = frozenset({"object", "array", "string", "integer", "number", "boolean", "null"})
 # Formats of strings that llguidance enforces.
-FORMATS = frozenset(
-    {
-        "date-time",
-        "time",
-        "date",
-        "duration",
-        "email",
-        "hostname",
-        "ipv4",
-        "ipv6",
-        "uuid",
-        "uri",
-    }
-)
+FORMATS = frozenset("date-time time date duration email hostname ipv4 ipv6 uuid uri".split())
 NUMBER_FORMATS = frozenset({"int32", "int64", "uint32", "uint64", "float", "double", "decimal"})
 # Keywords that change which values are valid, and that llguidance does not enforce.
 UNENFORCED = (

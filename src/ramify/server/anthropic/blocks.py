@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import TypeVar
 
 from ramify.server.anthropic.protocol import Block, Source
 from ramify.server.errors import ApiError
@@ -20,6 +21,7 @@ HIDDEN_TYPES = frozenset(
 SERVER_CALL_TYPES = frozenset(("server_tool_use", "mcp_tool_use", "toolset_tool_use"))
 RESULT_SUFFIX = "_tool_result"  # web_search_tool_result, mcp_tool_result, …
 
+T = TypeVar("T")
 Unserved = list[tuple[str, str]]  # path and type of the blocks that became placeholders
 
 
@@ -32,7 +34,7 @@ def blocks_of(content: str | list[Block] | Block | None) -> list[Block]:
     return content if isinstance(content, list) else [content]
 
 
-def required(value: str | None, path: str) -> str:
+def required(value: T | None, path: str) -> T:
     """A field that must be there.
 
     Raises:

@@ -17,7 +17,6 @@ from ramify.server.anthropic.blocks import (
     required,
 )
 from ramify.server.anthropic.protocol import Block, InputMessage
-from ramify.server.errors import ApiError
 from ramify.server.fields.opaque_text import decode_opaque
 from ramify.server.prompts.renderer import PromptPart, text_variants
 
@@ -48,8 +47,8 @@ def render_turns(
     turns = []
     for index, message in enumerate(messages):
         path = f"messages[{index}]"
-        if message.content is None and message.role != "system":
-            raise ApiError(400, "it is missing", param=f"{path}.content")
+        if message.role != "system":
+            required(message.content, f"{path}.content")
         is_cleared = message.clear_at == "next_user_message" and index < last_user
         if message.role == "system" and (message.content is None or is_cleared):
             turns.append(Turn())

@@ -117,7 +117,7 @@ def render_messages(
     system = _system_blocks(request)
     system_texts = [block.text or "" for _, block in system]
     unserved: Unserved = []
-    late_system = service.prompt_renderer.takes_late_system()
+    late_system = service.prompt_renderer.takes_late_system
     turns = render_turns(request.messages, unserved, late_system=late_system)
     messages = [{"role": "system", "content": "\n".join(system_texts)}] if system else []
     messages += joined([message for turn in turns for message in turn.messages])

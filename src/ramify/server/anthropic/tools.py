@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ramify.server.anthropic.blocks import required
 from ramify.server.anthropic.protocol import InputTool, ToolChoice
 from ramify.server.errors import ApiError
 from ramify.server.prompts.renderer import PromptPart, tool_parts
@@ -171,11 +172,9 @@ def _definition(tool: InputTool, path: str) -> dict[str, Any] | None:
     """A function as chat templates take it; None if Anthropic's servers run the tool."""
     kind = tool.type or "custom"
     if kind == "custom" or tool.input_schema is not None:
-        if tool.name is None:
-            raise ApiError(400, "it is missing", param=f"{path}.name")
-        if tool.input_schema is None:
-            raise ApiError(400, "it is missing", param=f"{path}.input_schema")
-        return _function(tool.name, tool.description, tool.input_schema, tool.strict)
+        name = required(tool.name, f"{path}.name")
+        schema = required(tool.input_schema, f"{path}.input_schema")
+        return _function(name, tool.description, schema, tool.strict)
     known = next((CLIENT_TOOLS[begin] for begin in CLIENT_TOOLS if kind.startswith(begin)), None)
     if known is None:
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from ramify import __version__
 from ramify.outputs import FinishReason, TokenLogprob
 from ramify.server.answers.answer import Answer, AnswerPart, PartBegin, PartDelta, PartEvent
 from ramify.server.generation import CacheUsage, Generation, answer_changes
@@ -12,6 +13,7 @@ from ramify.server.openai.options import diagnostics, token_name
 from ramify.server.openai.protocol import ChatRequest, NamedTool, StreamOptions
 from ramify.server.service import Service
 
+SYSTEM_FINGERPRINT = f"ramify-{__version__}"
 MIN_LOGPROB = -9999.0  # JSON has no -inf
 FINISH_REASONS = {
     FinishReason.STOP: "stop",
@@ -40,14 +42,14 @@ def usage_json(
     return payload
 
 
-def response_header(generation: Generation, kind: str, service: Service) -> dict[str, Any]:
+def response_header(generation: Generation, kind: str) -> dict[str, Any]:
     """The fields before `choices` of a response or a chunk."""
     return {
         "id": generation.id,
         "object": kind,
         "created": generation.created,
         "model": generation.request.history_entry.model,
-        "system_fingerprint": service.fingerprint,
+        "system_fingerprint": SYSTEM_FINGERPRINT,
     }
 
 
@@ -82,7 +84,7 @@ class ChatResponseBuilder:
         async for _ in answer_changes(self.generation, self.choices):
             pass
         self.generation.raise_error()
-        header = response_header(self.generation, "chat.completion", self.service)
+        header = response_header(self.generation, "chat.completion")
         choices = [
             {
                 "index": index,
@@ -136,7 +138,7 @@ class ChatResponseBuilder:
         options = self.request.stream_options or StreamOptions()
 
         def chunk(choices: list[dict[str, Any]]) -> dict[str, Any]:
-            header = response_header(self.generation, "chat.completion.chunk", self.service)
+            header = response_header(self.generation, "chat.completion.chunk")
             payload = header | {"choices": choices}
             if options.include_usage:
                 payload["usage"] = self.usage() if options.continuous_usage_stats else None

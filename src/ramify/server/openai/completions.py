@@ -85,11 +85,8 @@ def completion_to_generations(
         prompts, prompt_paths(request.prompt, prompts, "prompt"), strict=True
     ):
         stop_if_abandoned()
-        if isinstance(text_or_ids, str):
-            special = request.add_special_tokens is not False
-            ids = encode_text(text_or_ids, service, add_special_tokens=special)
-        else:
-            ids = read_token_ids(text_or_ids, param)
+        special = request.add_special_tokens is not False
+        ids = prompt_ids(text_or_ids, param, service, add_special_tokens=special)
         if request.truncate_prompt_tokens is None and len(ids) > service.max_model_len:
             # the prompts after it need not be tokenised
             raise PromptTooLongError(len(ids), service.max_model_len)
@@ -150,6 +147,19 @@ def read_token_ids(value: Sequence[object], param: str) -> array[int]:
             message = f"{token} is no token id: it must be in 0..{2**31 - 1}"
             raise ApiError(400, message, param=f"{param}[{index}]")
     return array("i", token_ids)
+
+
+def prompt_ids(
+    text_or_ids: str | Sequence[object], param: str, service: Service, *, add_special_tokens: bool
+) -> array[int]:
+    """The token ids of a prompt that is a text or a list of token ids.
+
+    Raises:
+        ApiError, RequestError: as `encode_text` and `read_token_ids`.
+    """
+    if isinstance(text_or_ids, str):
+        return encode_text(text_or_ids, service, add_special_tokens=add_special_tokens)
+    return read_token_ids(text_or_ids, param)
 
 
 def prompt_paths(value: object, prompts: Sequence[object], field: str) -> list[str]:
@@ -220,7 +230,7 @@ class CompletionResponseBuilder:
         self._text_offsets: dict[int, int] = {}  # choice -> characters that have a `text_offset`
 
     def _base(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        header = response_header(self.generations[0], "text_completion", self.service)
+        header = response_header(self.generations[0], "text_completion")
         return header | {"choices": [] if self.is_prewarm else choices}
 
     def _usage(self) -> dict[str, Any]:

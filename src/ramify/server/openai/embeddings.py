@@ -21,12 +21,7 @@ from ramify.server.errors import ApiError
 from ramify.server.generation import GenerationRequest, total_usage
 from ramify.server.history.request_history import HistoryEntry, fingerprint
 from ramify.server.openai.chat_response import usage_json
-from ramify.server.openai.completions import (
-    check_prompts,
-    encode_text,
-    prompt_paths,
-    read_token_ids,
-)
+from ramify.server.openai.completions import check_prompts, prompt_ids, prompt_paths
 from ramify.server.openai.protocol import EmbeddingsRequest, RerankRequest, ScoreRequest
 from ramify.server.prompts.jobs import stop_if_abandoned
 from ramify.server.prompts.renderer import RenderedPrompt
@@ -177,10 +172,7 @@ def _generation_requests(
         stop_if_abandoned()
         if not text_or_ids:
             raise ApiError(400, f"{param} is empty", param=param)
-        if isinstance(text_or_ids, str):
-            ids = encode_text(text_or_ids, service, add_special_tokens=True)
-        else:
-            ids = read_token_ids(text_or_ids, param)
+        ids = prompt_ids(text_or_ids, param, service, add_special_tokens=True)
         if len(ids) >= service.max_model_len:
             raise PromptTooLongError(len(ids), service.max_model_len)
         if not ids:

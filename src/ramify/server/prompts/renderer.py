@@ -8,7 +8,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from ramify.engine.text.incremental_encoder import Encoding, IncrementalEncoder
@@ -27,6 +27,7 @@ from ramify.server.prompts.template_probes import find_conventions
 
 JSON_CALLS: WriteCalls = partial(calls_text, "json", "")
 PLACEHOLDER = "\u2042"  # an asterism, for texts whose place in a rendered prompt is looked up
+_QUESTION: TemplateMessage = {"role": "user", "content": "a"}
 # Limits of the search for the fields of a request in its prompt: characters in all, whole texts.
 MAX_SEARCHED, MAX_SEARCHES = 200_000_000, 64
 MAX_BREAKPOINTS = 4  # of one request, the implicit one included
@@ -168,9 +169,6 @@ class PromptRenderer:
         self.tokenizer, self._max_model_len = tokenizer, max_model_len
         self.conventions, self._write_calls = find_conventions(tokenizer), write_calls
         self._encoder = IncrementalEncoder(tokenizer, max_text_tokens=max_tokens)
-        # What the template does; None: not tried yet.
-        self._template_drops_reasoning: bool | None = None
-        self._takes_late_system: bool | None = None
 
     def chat(
         self,
@@ -284,36 +282,27 @@ class PromptRenderer:
             offsets + array("i", (shift + end for end in suffix.end_offsets)),
         )
 
-    def template_drops_reasoning(self) -> bool:
+    @cached_property
+    def drops_reasoning(self) -> bool:
         """True if the template leaves the reasoning of earlier answers out of the prompt."""
-        if self._template_drops_reasoning is None:
-            conversation = [
-                {"role": "user", "content": "a"},
-                {"role": "assistant", "content": "b", "reasoning_content": PLACEHOLDER},
-                {"role": "user", "content": "c"},
-            ]
-            try:
-                text = self._render(conversation)
-                self._template_drops_reasoning = PLACEHOLDER not in text
-            except ChatTemplateError:  # it takes no such conversation
-                self._template_drops_reasoning = False
-        return self._template_drops_reasoning
+        answer = {"role": "assistant", "content": "b", "reasoning_content": PLACEHOLDER}
+        text = self._try_render([_QUESTION, answer, _QUESTION])
+        return text is not None and PLACEHOLDER not in text
 
+    @cached_property
     def takes_late_system(self) -> bool:
         """True if the template writes system messages that are not the first message."""
-        if self._takes_late_system is None:
-            conversation = [
-                {"role": "user", "content": "a"},
-                {"role": "assistant", "content": "b"},
-                {"role": "system", "content": PLACEHOLDER},
-                {"role": "user", "content": "c"},
-            ]
-            try:
-                text = self._render(conversation)
-                self._takes_late_system = PLACEHOLDER in text
-            except ChatTemplateError:
-                self._takes_late_system = False
-        return self._takes_late_system
+        answer = {"role": "assistant", "content": "b"}
+        late = {"role": "system", "content": PLACEHOLDER}
+        text = self._try_render([_QUESTION, answer, late, _QUESTION])
+        return text is not None and PLACEHOLDER in text
+
+    def _try_render(self, messages: Sequence[TemplateMessage], **options: Any) -> str | None:
+        """The text of a conversation; None if the template refuses it."""
+        try:
+            return self._render(messages, **options)
+        except ChatTemplateError:
+            return None
 
     def _num_stable_chars(
         self,
@@ -327,11 +316,8 @@ class PromptRenderer:
             {"role": "assistant", "content": PLACEHOLDER},
             {"role": "user", "content": PLACEHOLDER},
         )
-        try:
-            later = self._render([*messages, *next_turn], tools=tools, **options)
-        except ChatTemplateError:  # this template allows no further turn after these messages
-            return len(text)
-        return common_prefix(text, later)
+        later = self._try_render([*messages, *next_turn], tools=tools, **options)
+        return len(text) if later is None else common_prefix(text, later)
 
 
 def common_prefix(left: str | array[int], right: str | array[int]) -> int:

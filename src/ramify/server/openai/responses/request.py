@@ -150,7 +150,7 @@ def response_to_generation(
     """
     items = new_items(request, earlier)
     chat, names, tools, warnings = to_chat_request(
-        request, items, earlier, late_system=service.prompt_renderer.takes_late_system()
+        request, items, earlier, late_system=service.prompt_renderer.takes_late_system
     )
 
     def render(part: ChatRequest, part_names: Sequence[str]) -> GenerationRequest:
