@@ -32,9 +32,9 @@ class AnswerBegin:
         """The beginning of an answer after this end of a prompt."""
         if not marks.begin or not marks.end:
             return cls()
-        end = max(map(prompt_end.rfind, marks.end))
-        is_open = max(map(prompt_end.rfind, marks.begin)) > end
-        return cls(marks, is_open, may_begin=not is_open and end < 0)
+        is_open = marks.are_open_after(prompt_end)
+        has_ended = any(mark in prompt_end for mark in marks.end)
+        return cls(marks, is_open, may_begin=not is_open and not has_ended)
 
 
 class AnswerGrammars:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from ramify.server.output_formats.call_syntax import (
     Slot,
     find_syntax,
 )
+from ramify.server.output_formats.json_scanner import json_text
 
 NamedCall = tuple[str, Any]  # name and arguments
 
@@ -37,10 +37,10 @@ def _text(
     name, arguments = call
     texts = {
         Slot.NAME: name,
-        Slot.QUOTED_NAME: _json(name),
-        Slot.ARGUMENTS: _json(arguments),
+        Slot.QUOTED_NAME: json_text(name),
+        Slot.ARGUMENTS: json_text(arguments),
         Slot.INDEX: str(index),
-        Slot.CALL_ID: _json(str(index)),
+        Slot.CALL_ID: json_text(str(index)),
         Slot.PARAMETERS: "",
         Slot.TEXT: "",
     }
@@ -67,9 +67,5 @@ def _parameter(syntax: CallSyntax, key: str, value: Any) -> str:
     assert parameters is not None, "only called for syntaxes with parameters"
     is_text = isinstance(value, str)
     after_name = (parameters.after_name_of_text if is_text else ()) or parameters.after_name
-    text = value if is_text else _json(value)
+    text = value if is_text else json_text(value)
     return f"{parameters.begin}{key}{_text(after_name, syntax)}{text}{parameters.end}\n"
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 NEXT_BRACKET = re.compile(r'["{}\[\]]')
 PLAIN = re.compile(r'[^"\\]*+')
 ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|[^u])", re.DOTALL)
 PARTIAL_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?")
-SHORT_ESCAPES = {'"': '"', "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\r"} | {
-    "t": "\t"
-}
+SHORT_ESCAPES = dict(zip('"\\/bfnrt', '"\\/\b\f\n\r\t', strict=True))
 REPLACEMENT = "\\ufffd"
+
+
+def json_text(value: Any) -> str:
+    """A value as JSON, whose strings have all characters as they are."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 class StringScanner:

@@ -6,24 +6,18 @@ import ast
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 
-from ramify.server.output_formats.json_scanner import ObjectScanner
+from ramify.server.output_formats.json_scanner import ObjectScanner, json_text
 from ramify.server.output_formats.reader import Marks
+from ramify.server.output_formats.tagged_values import PYTHON_CONSTANTS
 
 WORD = re.compile(r"""[^\s\[\](){},:='"<]+|<""")
 BLANK = re.compile(r"\s+")
 ESCAPE = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[^xuU])", re.DOTALL)
 PARTIAL_ESCAPE = re.compile(r"\\(?:x[0-9a-fA-F]?|u[0-9a-fA-F]{0,3}|U[0-9a-fA-F]{0,7})?")
-SHORT_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "a": "\a"} | {
-    "v": "\v",
-    "\n": "",
-    "\\": "\\",
-    "'": "'",
-    '"': '"',
-}
-CONSTANTS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false"} | {
-    "null": "null"
-}
+SHORT_ESCAPES = dict(zip("ntrbf0av\\'\"", "\n\t\r\b\f\0\a\v\\'\"", strict=True)) | {"\n": ""}
+CONSTANTS = PYTHON_CONSTANTS | {name: name for name in PYTHON_CONSTANTS.values()}
 JSON_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?(?:[eE][-+]?[0-9]++)?")
 MAX_NUMBER_CHARS = 64
 CLOSERS = {"{": "}", "[": "]", "(": "]"}
@@ -77,7 +71,7 @@ class LiteralScanner:
     def _scan_string(self, marks: Marks, text: str, position: int, parts: list[str]) -> int:
         end, mark = marks.find(text, position)
         if end > position:
-            parts.append(json.dumps(text[position:end], ensure_ascii=False)[1:-1])
+            parts.append(json_text(text[position:end])[1:-1])
             return end
         if mark == "\\":
             escape = ESCAPE.match(text, position)
@@ -144,7 +138,7 @@ class LiteralScanner:
     def _end_word(self, parts: list[str], *, is_key: bool = False) -> None:
         if self._word:
             word, self._word = "".join(self._word), []
-            parts += (self._take_comma(), _quoted(word) if is_key else _constant(word))
+            parts += (self._take_comma(), json_text(word) if is_key else _constant(word))
 
 
 def _constant(word: str) -> str:
@@ -153,14 +147,12 @@ def _constant(word: str) -> str:
         return CONSTANTS[word]
     if JSON_NUMBER.fullmatch(word):
         return word
-    if len(word) <= MAX_NUMBER_CHARS and word[-1].isdigit() | word[0].isdigit():
-        try:
+    if len(word) <= MAX_NUMBER_CHARS and (word[0].isdigit() or word[-1].isdigit()):
+        with suppress(ValueError, SyntaxError):
             value = ast.literal_eval(word)
             if isinstance(value, int | float):
                 return json.dumps(value, allow_nan=False)
-        except (ValueError, SyntaxError):
-            return _quoted(word)
-    return _quoted(word)
+    return json_text(word)
 
 
 def _json_escape(escape: str) -> str:
@@ -171,9 +163,5 @@ def _json_escape(escape: str) -> str:
         # Halves of surrogate pairs stay escapes until both have been seen.
         if 0xD800 <= code < 0xE000:
             return f"\\u{code:04x}"
-        return _quoted(chr(code))[1:-1] if code < 0x110000 else "\\ufffd"
-    return _quoted(SHORT_ESCAPES.get(escape[1], escape))[1:-1]
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+        return json_text(chr(code))[1:-1] if code < 0x110000 else "\\ufffd"
+    return json_text(SHORT_ESCAPES.get(escape[1], escape))[1:-1]

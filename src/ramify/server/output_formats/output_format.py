@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from ramify.errors import ConfigError
 from ramify.server.output_formats.events import OutputParser
@@ -19,27 +19,7 @@ from ramify.server.output_formats.table import (
 )
 from ramify.server.output_formats.writer import EventWriter
 
-
-class Row(Protocol):
-    """Fields that the rows of both tables have."""
-
-    @property
-    def name(self) -> str:
-        """The name of the format."""
-        ...
-
-    @property
-    def aliases(self) -> tuple[str, ...]:
-        """Names that other servers use."""
-        ...
-
-    @property
-    def templates(self) -> tuple[tuple[str, ...], ...]:
-        """Sets of marks; a template with all of a set is of this format."""
-        ...
-
-
-AnyRow = TypeVar("AnyRow", bound=Row)
+AnyRow = TypeVar("AnyRow", CallFormat, ReasoningFormat)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,19 +16,19 @@ from ramify.server.output_formats.reader import (
 )
 from ramify.server.output_formats.writer import EventWriter
 
-CallSyntax = Callable[[Reader, EventWriter], Steps[None]]
+ReadCalls = Callable[[Reader, EventWriter], Steps[None]]
 
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """A form of a family's calls: a mark, then a syntax.
+    """A form of a family's calls: a mark, then what `read` reads.
 
     Where `mark` is "", a call can only be the first text of an answer, and begins with a character of
     `first`, or with any if that is "".
     """
 
     mark: str
-    syntax: CallSyntax
+    read: ReadCalls
     first: str = ""
 
 
@@ -38,6 +38,10 @@ class ReasoningMarks:
 
     begin: tuple[str, ...] = ()
     end: tuple[str, ...] = ()
+
+    def are_open_after(self, prompt_end: str) -> bool:
+        """Whether the prompt has begun reasoning that the answer continues."""
+        return _last(prompt_end, self.begin) > _last(prompt_end, self.end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +64,10 @@ class Delimiters:
         """The marks with which calls begin."""
         return tuple(form.mark for form in self.forms if form.mark)
 
-    def opens_reasoning(self, prompt_end: str) -> bool:
-        """Whether the prompt has begun reasoning that the answer continues."""
-        begin = _last(prompt_end, self.reasoning.begin)
-        return begin > _last(prompt_end, self.reasoning.end)
-
     def begun_call(self, prompt_end: str) -> str:
         """The end of the prompt from the mark of a call that has not ended; "" if there is none."""
         start = _last(prompt_end, self.call_marks)
-        is_begun = start >= 0 and not self.opens_reasoning(prompt_end[:start])
+        is_begun = start >= 0 and not self.reasoning.are_open_after(prompt_end[:start])
         if not is_begun or (self.call_end and self.call_end in prompt_end[start:]):
             return ""
         return prompt_end[start:]
@@ -117,7 +116,7 @@ def delimited_answer(
         if prefill:
             yield from _prefilled_call(reader, writer, delimiters, prefill)
         else:
-            is_open = delimiters.opens_reasoning(prompt_end)
+            is_open = delimiters.reasoning.are_open_after(prompt_end)
             yield from _reasoning(reader, writer, delimiters, is_open=is_open)
             yield from bare_call(reader, writer, delimiters.forms, delimiters.hidden)
         yield from _text(reader, writer, delimiters)
@@ -162,18 +161,18 @@ def bare_call(
     first = yield from reader.char()
     for form in bare:
         if not form.first or first in form.first:
-            yield from attempt(reader, writer, form.syntax)
+            yield from attempt(reader, writer, form.read)
             return
 
 
 def _text(reader: Reader, writer: EventWriter, delimiters: Delimiters) -> Steps[None]:
     """Read text and calls to the end of the answer, and reasoning that a hidden mark begins."""
-    syntaxes = {form.mark: form.syntax for form in delimiters.forms if form.mark}
-    marks = Marks({*syntaxes, *delimiters.hidden})
+    readers = {form.mark: form.read for form in delimiters.forms if form.mark}
+    marks = Marks({*readers, *delimiters.hidden})
     while True:
         mark = yield from reader.copy_until(marks, writer.text)
-        if mark in syntaxes:
-            yield from attempt(reader, writer, _after(mark, syntaxes[mark]))
+        if mark in readers:
+            yield from attempt(reader, writer, _after(mark, readers[mark]))
         elif mark in delimiters.reasoning.begin:
             yield from _reasoning(reader, writer, delimiters)
         else:
@@ -186,21 +185,21 @@ def _prefilled_call(
     """Read a call of which the prompt has the beginning, `prefill`, which is no text of the answer."""
     form = next(form for form in delimiters.forms if form.mark and prefill.startswith(form.mark))
     reader.prepend(prefill)
-    yield from attempt(reader, writer, _after(form.mark, form.syntax), len(prefill))
+    yield from attempt(reader, writer, _after(form.mark, form.read), len(prefill))
 
 
-def _after(mark: str, syntax: CallSyntax) -> CallSyntax:
-    """A syntax that begins with a mark that has been seen."""
+def _after(mark: str, read: ReadCalls) -> ReadCalls:
+    """Consume a mark that has been seen, then `read`."""
 
     def steps(reader: Reader, writer: EventWriter) -> Steps[None]:
         reader.take(len(mark))
-        return syntax(reader, writer)
+        return read(reader, writer)
 
     return steps
 
 
 def attempt(
-    reader: Reader, writer: EventWriter, syntax: CallSyntax, num_hidden: int = 0
+    reader: Reader, writer: EventWriter, read: ReadCalls, num_hidden: int = 0
 ) -> Steps[None]:
     """Read what may be a call; if it is none, it is text.
 
@@ -216,7 +215,7 @@ def attempt(
 
     reader.hold()
     try:
-        yield from syntax(reader, writer)
+        yield from read(reader, writer)
         reader.release()
     except MismatchError:
         give_up()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from ramify.server.output_formats.json_calls import tail
+from ramify.server.output_formats.json_scanner import json_text
 from ramify.server.output_formats.reader import (
     EndOfAnswerError,
     Marks,
@@ -108,7 +108,7 @@ def _key(reader: Reader, writer: EventWriter, tags: CallTags, separator: str) ->
     try:
         text = (yield from reader.word(Marks(ends))).strip()
     except EndOfAnswerError:
-        writer.arguments(separator + _quoted(reader.rest())[:-1])
+        writer.arguments(separator + json_text(reader.rest())[:-1])
         raise
     end = ends[(yield from reader.next_is(*ends))]
     try:
@@ -117,10 +117,10 @@ def _key(reader: Reader, writer: EventWriter, tags: CallTags, separator: str) ->
             yield from reader.expect(literal)
     except EndOfAnswerError:
         reader.rest()
-        writer.arguments(separator + _quoted(text))
+        writer.arguments(separator + json_text(text))
         raise
     reader.release()
-    writer.arguments(f"{separator}{_quoted(text)}: ")
+    writer.arguments(f"{separator}{json_text(text)}: ")
     return _Key(text, end.is_string)
 
 
@@ -130,14 +130,14 @@ def _value(
     """Read a parameter's value and the tag after it. A string is written as it arrives."""
     if types == STRING:
         writer.arguments('"')
-        yield from _copy_value(reader, tags, lambda text: writer.arguments(_quoted(text)[1:-1]))
+        yield from _copy_value(reader, tags, lambda text: writer.arguments(json_text(text)[1:-1]))
         writer.arguments('"')
         return
     parts = list[str]()
     try:
         yield from _copy_value(reader, tags, parts.append)
     except EndOfAnswerError:
-        writer.arguments(_quoted("".join(parts))[:-1])
+        writer.arguments(json_text("".join(parts))[:-1])
         raise
     writer.arguments(as_json("".join(parts), types))
 
@@ -195,7 +195,3 @@ def _follows(reader: Reader, tags: CallTags) -> Steps[bool]:
         reader.rest()
         reader.drop()
         return False
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 
-from ramify.server.output_formats.json_scanner import ObjectScanner
+from ramify.server.output_formats.json_scanner import ObjectScanner, json_text
 
 PYTHON_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 TYPES = {
@@ -56,11 +56,11 @@ def as_json(text: str, types: frozenset[str]) -> str:
     try:
         value = json.loads(literal, parse_constant=_reject)
     except (ValueError, RecursionError):
-        return json.dumps(text, ensure_ascii=False)
+        return json_text(text)
     value_types = TYPES.get(type(value), STRING)
     is_allowed = value_types != STRING and ("string" not in types or types & value_types)
     if not is_allowed:
-        return json.dumps(text, ensure_ascii=False)
+        return json_text(text)
     return ObjectScanner().scan(literal)[0] if literal[0] in "{[" else literal
 
 

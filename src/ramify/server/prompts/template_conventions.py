@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
+
+from ramify.server.output_formats.json_scanner import json_text
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
@@ -76,7 +77,7 @@ class TemplateConventions:
         """Put tools where this template reads them: returns messages, and variables."""
         if not tools:
             return messages, {"tools": None}
-        value = json.dumps(tools, ensure_ascii=False) if self.has_json_tools else list(tools)
+        value = json_text(tools) if self.has_json_tools else list(tools)
         if not self.tools_field:
             return messages, {"tools": tools, self.tools_variable: value}
         if not messages or messages[0]["role"] != "system":
@@ -108,7 +109,7 @@ class TemplateConventions:
             {
                 "role": message["role"],
                 "metadata": call["name"],
-                "content": _json(call["arguments"]),
+                "content": json_text(call["arguments"]),
             }
             for call in functions
         ]
@@ -116,7 +117,7 @@ class TemplateConventions:
     def _call(self, call: Message) -> dict[str, Any]:
         function = dict(call["function"])
         if self.has_json_arguments:
-            function["arguments"] = _json(function["arguments"])
+            function["arguments"] = json_text(function["arguments"])
         return {**call, "id": self._id(call.get("id", "")), "function": function}
 
     def _id(self, id_: str) -> str:
@@ -147,10 +148,6 @@ def _name_results(messages: list[dict[str, Any]]) -> None:
             names[call.get("id", "")] = call["function"]["name"]
         if message["role"] == "tool" and message.get("tool_call_id", "") in names:
             message.setdefault("name", names[message.get("tool_call_id", "")])
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
 
 
 def _joined_users(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
