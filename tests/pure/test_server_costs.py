@@ -9,7 +9,7 @@ import pytest
 from ramify.server.errors import ApiError
 from ramify.server.history.expiring_store import ExpiringStore
 from ramify.server.http.json_limits import MAX_CONTAINERS
-from ramify.server.http.wire import decode_body
+from ramify.server.http.request_body import decode_body
 from ramify.server.openai.protocol import ChatRequest
 from ramify.server.run import frozen_heap
 from tests.pure.server_bench import TOOL_TEMPLATE, ServerBench, chat, run

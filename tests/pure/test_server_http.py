@@ -7,7 +7,7 @@ import pytest
 
 from ramify.server.errors import ApiError
 from ramify.server.http.json_limits import MAX_DEPTH, json_shape
-from ramify.server.http.wire import decode_body
+from ramify.server.http.request_body import decode_body
 
 
 def depth_of(value: object) -> int:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ramify.server.http.wire import decode_body
+from ramify.server.http.request_body import decode_body
 from ramify.server.openai.protocol import ChatRequest, CompletionRequest, TokenizeRequest
 from tests.pure.server_bench import ask, chat
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from starlette.requests import Request
 
 from ramify.server.context import MAX_WARNING_CHARS, WARNING_HEADER, RequestContext
-from ramify.server.http.wire import DONE, convert_value
+from ramify.server.http.request_body import convert_value
+from ramify.server.http.wire import DONE
 from ramify.server.openai.chat_request import chat_to_generation
 from ramify.server.openai.chat_response import ChatResponseBuilder
 from ramify.server.openai.protocol import ChatRequest

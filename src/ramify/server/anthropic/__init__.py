@@ -1,6 +1,9 @@
 """Anthropic's Messages API.
 
-`protocol` has the request types, `messages_request` (with `history`, `blocks`, `tools`) makes a `GenerationRequest` of a request,
-`messages_response` makes the message or its events of a `Generation`, and `endpoints` are the handlers
-of the routes. Read in this order. Only `routes`, `app`, `model_list` and `operations.cache_admin` import it.
+- `protocol`: request types.
+- `messages_request`, with `history`, `blocks` and `tools`: a request to a `GenerationRequest`.
+- `messages_response`: a `Generation` to a message, or to the events of a stream.
+- `endpoints`: the handlers of the routes.
+
+Read in this order. Only `routes`, `app`, `model_list` and `operations.cache_admin` import it.
 """

@@ -13,8 +13,8 @@ from ramify.server.fields.unserved_fields import UnservedFields
 from ramify.server.http.wire import sse_event
 from ramify.server.openai.unserved import refused_elsewhere
 
-# Those that are ignored do not change the answer. Clients count the tokens of the body that they would
-# send.
+# The fields that are ignored do not change the answer. `count_tokens` gets the body of a whole message
+# request, so its fields are among them.
 FIELDS = UnservedFields(
     refused=refused_elsewhere(
         MessageRequest,

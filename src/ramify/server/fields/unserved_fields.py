@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from ramify.server.errors import ApiError
-from ramify.server.http.request_body import extra_fields
-from ramify.server.http.wire import decode_body, log_safe
+from ramify.server.http.request_body import decode_body, extra_fields
+from ramify.server.http.wire import log_safe
 
 logger = logging.getLogger(__name__)
 

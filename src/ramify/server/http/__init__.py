@@ -2,6 +2,7 @@
 
 - `browser_guard`: Host, Origin and forms of web pages.
 - `json_limits`, `body_budget`: how large bodies may be, each and together.
-- `request_body`: decode bodies to typed values. `wire`: read bodies, encode JSON and server-sent events, error responses, pings.
+- `request_body`: decode bodies to typed values.
+- `wire`: read bodies, encode JSON and server-sent events, error responses, pings.
 - `uvicorn_server`: timeouts for slow clients, draining shutdown. Only `run` needs it.
 """

@@ -22,12 +22,13 @@ _BEFORE_PATH = " - at `"
 T = TypeVar("T")
 
 
-def decode_json(body: bytes | bytearray, kind: type[T]) -> T:
-    """Decode a JSON body, within `json_limits`; a top-level float without fraction is an integer.
+def decode_body(body: bytes | bytearray, kind: type[T]) -> T:
+    """Decode a JSON body to a type; a top-level float without fraction is an integer.
 
     Raises:
-        ApiError: 400, it is not JSON, or does not fit the type.
+        ApiError: 400, it is not JSON, exceeds `json_limits`, or does not fit the type.
     """
+    check_json_limits(body)
     body = without_mark(body)
     try:
         try:
@@ -41,6 +42,21 @@ def decode_json(body: bytes | bytearray, kind: type[T]) -> T:
         raise validation_error(error, kind) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}") from None
+
+
+def convert_value(value: object, kind: type[T], where: str = "") -> T:
+    """Convert decoded JSON to a type.
+
+    Args:
+        where: path of the value in the body.
+
+    Raises:
+        ApiError: 400, it does not fit the type.
+    """
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise validation_error(error, kind, where) from None
 
 
 def decode_json_text(text: str, param: str) -> Any:
@@ -86,8 +102,8 @@ def _with_integers(body: bytes | bytearray) -> bytes | None:
     return msgspec.json.encode(fields | integers) if integers else None
 
 
-def validation_error(error: msgspec.ValidationError, kind: type) -> ApiError:
-    """The error for a value that does not fit a type; of a wrong choice it lists the right ones."""
+def validation_error(error: msgspec.ValidationError, kind: type, where: str = "") -> ApiError:
+    """The error for a value at `where` that does not fit a type; lists the values of an enum."""
     # The message may quote the value, the path has nothing that a client wrote: it is the last.
     message, _, path = str(error).rpartition(_BEFORE_PATH)
     message, path = (message, path.removesuffix("`")) if message else (path, "")
@@ -95,7 +111,7 @@ def validation_error(error: msgspec.ValidationError, kind: type) -> ApiError:
     if message.startswith("Invalid enum value"):
         choices = sorted(map(repr, allowed_values(kind, path)))
         message += f"; the values are {', '.join(choices)}" if choices else ""
-    return ApiError(400, message, param=path.lstrip(".") or None)
+    return ApiError(400, message, param=(where + path).lstrip(".") or None)
 
 
 def allowed_values(kind: type, path: str) -> set[Any]:

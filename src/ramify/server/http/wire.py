@@ -1,7 +1,4 @@
-"""The wire format: bodies to typed values, values to JSON and server-sent events, keep-alive pings.
-
-Size, nesting and time of a body are limited before anything works on it.
-"""
+"""The wire format: read bodies, encode JSON and server-sent events, send errors and keep-alive pings."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -21,8 +18,6 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from ramify.server.errors import ApiError, as_api_error
-from ramify.server.http.json_limits import check_json_limits
-from ramify.server.http.request_body import decode_json, validation_error
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +36,6 @@ STREAM_HEADERS = {
     "X-Accel-Buffering": "no",
 }
 
-T = TypeVar("T")
 encode_json = msgspec.json.Encoder().encode
 
 
@@ -76,28 +70,6 @@ async def read_body(request: Request, *, reserve: Callable[[int], None]) -> byte
     except ClientDisconnect:
         raise ApiError(499, CLIENT_GONE) from None
     return body
-
-
-def decode_body(body: bytes | bytearray, kind: type[T]) -> T:
-    """Decode a JSON body to a type.
-
-    Raises:
-        ApiError: 400, it is not JSON, exceeds `json_limits`, or does not fit the type.
-    """
-    check_json_limits(body)
-    return decode_json(body, kind)
-
-
-def convert_value(value: object, kind: type[T]) -> T:
-    """Convert decoded JSON to a type.
-
-    Raises:
-        ApiError: 400, it does not fit the type.
-    """
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        raise validation_error(error, kind) from None
 
 
 def whole_number(text: str, *, max_digits: int = 9) -> int | None:

@@ -115,9 +115,6 @@ def chat_to_generation(
     prompt = limit_breakpoints(truncate_prompt(prompt, request, service), request)
     if request.top_logprobs and not request.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-    others: dict[str, Any] = {}
-    if request.logprobs:
-        others["logprobs"] = request.top_logprobs or 0
     forces_call = request.tool_choice not in (None, "auto", "none")
     if forces_call and not tools:
         raise ApiError(400, "tool_choice needs tools", param="tool_choice")
@@ -128,7 +125,7 @@ def chat_to_generation(
     single_call = request.parallel_tool_calls is False
     name = chosen_tool(request.tool_choice, request.tools)
     choice = CallChoice(is_forced=forces_call, name=name, is_single=single_call)
-    others["structured"] = service.constraints.of_answer(
+    structured = service.constraints.of_answer(
         OfferedTool.of(tools, tool_paths),
         choice,
         prompt_end=prompt.turn_opening,
@@ -155,7 +152,9 @@ def chat_to_generation(
             request,
             service.tokenizer,
             max_tokens=1 if request.is_prewarm else limit,
-            **others,
+            structured=structured,
+            logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+            prompt_logprobs=request.prompt_logprobs,
         ),
         salt=request.cache_salt or "",
         priority=request.priority or 0,

@@ -12,7 +12,7 @@ from ramify.outputs import RequestOutput, TokenLogprob
 from ramify.server.errors import ApiError
 from ramify.server.generation import Generation, GenerationRequest, total_usage
 from ramify.server.history.request_history import HistoryEntry, fingerprint
-from ramify.server.http.wire import convert_value
+from ramify.server.http.request_body import convert_value
 from ramify.server.openai.answer_formats import answer_format
 from ramify.server.openai.chat_response import (
     FINISH_REASONS,
@@ -138,10 +138,7 @@ def read_token_ids(value: Sequence[object], param: str) -> array[int]:
     Raises:
         ApiError: 400, an item is no 31-bit number; `param` leads to the item.
     """
-    try:
-        token_ids = convert_value(value, list[int])
-    except ApiError as error:
-        raise ApiError(400, error.message, param=f"{param}{error.param or ''}") from None
+    token_ids = convert_value(value, list[int], param)
     for index, token in enumerate(token_ids):
         if not 0 <= token < 2**31:
             message = f"{token} is no token id: it must be in 0..{2**31 - 1}"

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ramify.engine.text.tokenizer import Tokenizer
-from ramify.params import MAX_BANNED_TOKENS, SamplingParams
+from ramify.params import MAX_BANNED_TOKENS, SamplingParams, StructuredOutput
 from ramify.server.errors import ApiError
 from ramify.server.generation import Generation, sampling_filters
 from ramify.server.history.request_history import fingerprint
@@ -28,9 +28,15 @@ REPORTED_KINDS = (
 
 
 def sampling_params(
-    request: Sampling, tokenizer: Tokenizer, *, max_tokens: int | None, **others: Any
+    request: Sampling,
+    tokenizer: Tokenizer,
+    *,
+    max_tokens: int | None,
+    structured: StructuredOutput | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
 ) -> SamplingParams:
-    """The sampling parameters of a request, and `others`.
+    """The sampling parameters of a request; those that its type decides are arguments.
 
     Raises:
         ApiError, InvalidParamsError: a value is out of range, or two exclude each other.
@@ -53,6 +59,9 @@ def sampling_params(
         n=request.n or 1,
         seed=None if request.seed is None else request.seed % 2**63,
         max_tokens=max_tokens,
+        structured=structured,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
         min_tokens=request.min_tokens or 0,
         stop=[request.stop] if isinstance(request.stop, str) else request.stop or (),
         stop_token_ids=request.stop_token_ids or (),
@@ -65,7 +74,6 @@ def sampling_params(
         allowed_token_ids=request.allowed_token_ids or None,
         banned_sequences=banned_sequences(request.bad_words or (), tokenizer),
         keep_special_tokens=request.skip_special_tokens is False,
-        **{"prompt_logprobs": request.prompt_logprobs, **others},
     )
 
 

@@ -13,7 +13,7 @@ from ramify.server.fields.unserved_fields import Refused, UnservedFields
 from ramify.server.openai.protocol import Sampling
 from ramify.server.openai.responses.protocol import ResponsesRequest
 
-# They do not change the answer.
+# Fields that do not change the answer.
 _IGNORED = frozenset(
     (
         "cache_prompt",
@@ -103,7 +103,7 @@ COMPLETION_FIELDS = UnservedFields(
         "tools": _CHAT_ONLY,
     },
 )
-# Values that change nothing, of the fields that both completion endpoints have.
+# Field of both completion endpoints → its values that change nothing.
 _NEUTRAL = {
     "frequency_penalty": (0,),
     "max_tokens": (-1,),
@@ -116,7 +116,8 @@ _NEUTRAL = {
     "skip_special_tokens": (True,),
     "top_k": (0, -1),
 }
-# Of these fields, they leave the answer's text as it is: unknown where they are not served.
+# Fields of both completion endpoints that leave the answer's text as it is: an API without them treats
+# them as unknown.
 _NO_EFFECT = frozenset(
     "model user priority stream_options prompt_cache_key prompt_cache_options "
     "prompt_cache_retention return_token_ids return_tokens_as_token_ids".split()
@@ -128,7 +129,7 @@ def refused_elsewhere(kind: type[msgspec.Struct], hints: Mapping[str, str]) -> d
 
     Args:
         kind: the request type of that API.
-        hints: the ways out, by field; the others are sent to `/v1/chat/completions`.
+        hints: field → what to send in its place; by default, the request to `/v1/chat/completions`.
     """
     chat = "send the request to /v1/chat/completions"
     refused = {name: Refused(field.neutral) for name, field in _REFUSED.items()}
@@ -162,5 +163,5 @@ RESPONSES_FIELDS = UnservedFields(
     ),
 )
 _ALL_OF_RESPONSES = frozenset(field.name for field in msgspec.structs.fields(ResponsesRequest))
-# Clients count, or compact, with the body that they would send.
+# `input_tokens` and `compact` get the body of a whole request: fields that they do not have are ignored.
 INPUT_FIELDS = UnservedFields(ignored=_ALL_OF_RESPONSES, refused=RESPONSES_FIELDS.refused)

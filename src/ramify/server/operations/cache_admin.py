@@ -17,7 +17,8 @@ from ramify.server.anthropic.protocol import VERSION_HEADER, CountRequest
 from ramify.server.context import RequestContext
 from ramify.server.errors import ApiError
 from ramify.server.fields.unserved_fields import decode_request
-from ramify.server.http.wire import convert_value, decode_body, json_response, whole_number
+from ramify.server.http.request_body import convert_value, decode_body
+from ramify.server.http.wire import json_response, whole_number
 from ramify.server.openai.chat_request import chat_to_generation
 from ramify.server.openai.completions import completion_to_generations
 from ramify.server.openai.protocol import (

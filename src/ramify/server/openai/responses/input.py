@@ -12,6 +12,7 @@ import msgspec
 
 from ramify.server.errors import ApiError
 from ramify.server.fields.opaque_text import decode_opaque
+from ramify.server.http.request_body import convert_value
 from ramify.server.http.wire import encode_json
 from ramify.server.openai.chat_request import content_path, content_text
 from ramify.server.openai.protocol import ChatMessage, ContentPart, FunctionCall, ToolCall
@@ -28,7 +29,7 @@ from ramify.server.openai.responses.protocol import (
     ToolsItem,
     WrappedOutput,
 )
-from ramify.server.openai.responses.tools import flat_name, typed
+from ramify.server.openai.responses.tools import flat_name
 
 SUMMARY_TITLE = "Summary of the conversation until here:\n"
 # Items without text for the model: results and bookkeeping of tools that other servers run.
@@ -115,7 +116,7 @@ class ItemTranslator:
         return [f"input items that this server cannot read are skipped: {kinds}"]
 
     def _message(self, item: Mapping[str, Any], where: str) -> None:
-        message = typed(item, MessageItem, where)
+        message = convert_value(item, MessageItem, where)
         if message.role != "assistant":
             self.append_message(ChatMessage(message.role, message.content), where)
             return
@@ -133,7 +134,7 @@ class ItemTranslator:
         self.append_message(message, f"{where}.output")
 
     def _function_call(self, item: Mapping[str, Any], where: str) -> None:
-        call = typed(item, CallItem, where)
+        call = convert_value(item, CallItem, where)
         if call.status == "incomplete":  # its arguments are cut off
             self._skipped["incomplete function_call"] += 1
             return
@@ -142,12 +143,12 @@ class ItemTranslator:
         self._call(flat_name(call.name, call.namespace), text or "{}", call.call_id, where)
 
     def _custom_call(self, item: Mapping[str, Any], where: str) -> None:
-        call = typed(item, CustomCallItem, where)
+        call = convert_value(item, CustomCallItem, where)
         arguments = json.dumps({"input": call.input}, ensure_ascii=False)
         self._call(flat_name(call.name, call.namespace), arguments, call.call_id, where)
 
     def _action_call(self, item: Mapping[str, Any], where: str) -> None:
-        call = typed(item, ActionCallItem, where)
+        call = convert_value(item, ActionCallItem, where)
         name = str(item["type"]).removesuffix("_call")
         fields = dict(call.action or call.operation or {})
         if name == "local_shell":
@@ -156,14 +157,14 @@ class ItemTranslator:
         self._call(name, arguments, call.call_id or call.id, where)
 
     def _call_output(self, item: Mapping[str, Any], where: str) -> None:
-        result = typed(item, CallOutputItem, where)
+        result = convert_value(item, CallOutputItem, where)
         path, call_id = f"{where}.output", result.call_id or result.id
         if isinstance(result.output, dict):
-            content = typed(result.output, WrappedOutput, path).content or ""
+            content = convert_value(result.output, WrappedOutput, path).content or ""
             self._output(content, call_id, where)
         elif isinstance(result.output, list):
             parts = [
-                typed(part, ContentPart, f"{path}[{index}]")
+                convert_value(part, ContentPart, f"{path}[{index}]")
                 for index, part in enumerate(result.output)
             ]
             self._output(parts, call_id, where)
@@ -171,20 +172,20 @@ class ItemTranslator:
             self._output(result.output or "", call_id, where)
 
     def _shell_output(self, item: Mapping[str, Any], where: str) -> None:
-        result = typed(item, CallOutputItem, where)
+        result = convert_value(item, CallOutputItem, where)
         output = result.output
         text = output if isinstance(output, str) else encode_json(output or []).decode()
         self._output(text, result.call_id or result.id, where)
 
     def _patch_output(self, item: Mapping[str, Any], where: str) -> None:
-        result = typed(item, CallOutputItem, where)
+        result = convert_value(item, CallOutputItem, where)
         output = result.output
         text = output if isinstance(output, str | None) else encode_json(output).decode()
         parts = [part for part in (result.status, text) if part]
         self._output("\n".join(parts), result.call_id or result.id, where)
 
     def _reasoning_item(self, item: Mapping[str, Any], where: str) -> None:
-        reasoning = typed(item, ReasoningItem, where)
+        reasoning = convert_value(item, ReasoningItem, where)
         text = "".join(part.text for part in reasoning.content or reasoning.summary or ())
         if reasoning.encrypted_content:
             own = decode_opaque(reasoning.encrypted_content)
@@ -195,27 +196,27 @@ class ItemTranslator:
             self._model_turn(where).reasoning.append(text)
 
     def _compaction(self, item: Mapping[str, Any], where: str) -> None:
-        summary = decode_opaque(typed(item, CompactionItem, where).encrypted_content)
+        summary = decode_opaque(convert_value(item, CompactionItem, where).encrypted_content)
         if summary is None:
             self._skipped["compaction of another server"] += 1
         else:
             self.append_message(ChatMessage("assistant", SUMMARY_TITLE + summary), where)
 
     def _mcp_call(self, item: Mapping[str, Any], where: str) -> None:
-        call = typed(item, McpCallItem, where)
+        call = convert_value(item, McpCallItem, where)
         self._call(flat_name(call.name, call.server_label), call.arguments or "{}", call.id, where)
         if call.output is not None:
             self._output(call.output, call.id, where)
 
     def _code_call(self, item: Mapping[str, Any], where: str) -> None:
-        call = typed(item, CodeCallItem, where)
+        call = convert_value(item, CodeCallItem, where)
         arguments = json.dumps({"code": call.code or ""}, ensure_ascii=False)
         self._call("code_interpreter", arguments, call.id, where)
         logs = [output.get("logs") for output in call.outputs or ()]
         self._output("\n".join(log for log in logs if isinstance(log, str)), call.id, where)
 
     def _more_tools(self, item: Mapping[str, Any], where: str) -> None:
-        self.tools.append((f"{where}.tools", typed(item, ToolsItem, where).tools))
+        self.tools.append((f"{where}.tools", convert_value(item, ToolsItem, where).tools))
 
     def _model_turn(self, where: str) -> _ModelTurn:
         """The turn that an item of the model belongs to."""

@@ -126,10 +126,9 @@ class ResponsesResponseBuilder:
         output = [] if is_prewarm else self._items.as_json()
         is_incomplete = is_truncated and not is_prewarm
         body = self._body("incomplete" if is_incomplete else "completed", output)
-        result = self.generation.output
-        aborted = result is not None and result.completions[0].finish_reason is FinishReason.ABORT
         if is_incomplete:
-            body["incomplete_details"] = {"reason": "abort" if aborted else "max_output_tokens"}
+            is_aborted = self._choice.finish_reason is FinishReason.ABORT
+            body["incomplete_details"] = {"reason": "abort" if is_aborted else "max_output_tokens"}
         body["completed_at"] = int(time.time())
         body["usage"] = self._usage()
         return body | self.inner.diagnostics()

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 
 from ramify.server.errors import ApiError
-from ramify.server.http.wire import convert_value
+from ramify.server.http.request_body import convert_value
 from ramify.server.openai.protocol import FunctionDefinition, NamedFunction, NamedTool, Tool
 from ramify.server.openai.responses.protocol import (
     AllowedTools,
@@ -23,7 +23,6 @@ from ramify.server.openai.responses.protocol import (
     ToolReference,
 )
 
-T = TypeVar("T")
 MAX_TOOLS = 4096  # of one request, those of namespaces included
 NAMESPACE_DELIMITER = "__"
 CallKind = Literal["function", "custom", "local_shell", "shell", "apply_patch"]
@@ -128,19 +127,6 @@ class ServedTools:
         )
 
 
-def typed(value: Mapping[str, Any], kind: type[T], where: str) -> T:
-    """Convert a JSON object to its type.
-
-    Raises:
-        ApiError: 400, it does not fit; names the field below `where`.
-    """
-    try:
-        return convert_value(value, kind)
-    except ApiError as error:
-        path = where if error.param is None else f"{where}.{error.param}"
-        raise ApiError(400, error.message, param=path) from None
-
-
 def served_tools(groups: Iterable[tuple[str, Sequence[Mapping[str, Any]]]]) -> ServedTools:
     """Translate the tools of a request.
 
@@ -174,13 +160,13 @@ def _add_tool(served: ServedTools, tool: Mapping[str, Any], where: str) -> None:
     if not isinstance(kind, str):
         raise ApiError(400, "a tool needs a type", param=f"{where}.type")
     if kind == "namespace":
-        namespace = typed(tool, NamespaceTool, where)
+        namespace = convert_value(tool, NamespaceTool, where)
         for index, member in enumerate(namespace.tools):
             path = f"{where}.tools[{index}]"
             if not _add_definition(served, member, namespace.name, path):
                 raise ApiError(400, "only functions and custom tools", param=f"{path}.type")
     elif kind == "shell":
-        environment = typed(tool, ShellTool, where).environment
+        environment = convert_value(tool, ShellTool, where).environment
         if environment is None or environment.get("type") == "local":
             _add_action(served, "shell", where)
         else:
@@ -203,11 +189,13 @@ def _add_definition(
     if tool.get("type") == "function":
         # The form of chat completions, which some clients send.
         nested = tool.get("function")
-        function = typed(nested if isinstance(nested, dict) else tool, FunctionDefinition, where)
+        function = convert_value(
+            nested if isinstance(nested, dict) else tool, FunctionDefinition, where
+        )
         served.add(CallForm("function", function.name, namespace), function, where)
         return True
     if tool.get("type") == "custom":
-        custom = typed(tool, CustomTool, where)
+        custom = convert_value(tool, CustomTool, where)
         form = CallForm("custom", custom.name, namespace)
         served.add(form, _custom_definition(custom, served.warnings, where), where)
         return True
@@ -249,14 +237,14 @@ def apply_tool_choice(
             raise ApiError(400, message, param="tool_choice")
         mode: str | None = choice
     elif choice.get("type") == "allowed_tools":
-        allowed = typed(choice, AllowedTools, "tool_choice")
+        allowed = convert_value(choice, AllowedTools, "tool_choice")
         missing = dict.fromkeys(_described(each) for each in _not_served(allowed.tools, tools))
         if missing:
             tools.warnings.append(f"tool_choice.tools: not served: {', '.join(missing)}")
         tools = tools.only(_allowed_names(allowed.tools, tools))
         mode = allowed.mode
     else:
-        reference = typed(choice, ToolReference, "tool_choice")
+        reference = convert_value(choice, ToolReference, "tool_choice")
         return NamedTool(NamedFunction(_chosen_name(reference, tools))), tools
     if mode == "required" and not tools.functions:
         skipped = ", ".join(dict.fromkeys(tools.skipped)) or "none"
