@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ramify.server.answers.answer import AnswerPart
@@ -33,17 +34,55 @@ class StreamedCall(Protocol):
         ...
 
 
-class StreamedFunctionCall:
-    """`function_call`: the arguments are streamed as they are written."""
+@dataclass(frozen=True, slots=True)
+class CallText:
+    """The text of a call: its field of the item, and the name of its events."""
+
+    field: str
+    events: str
+
+
+ITEM_TYPES: dict[CallKind, str] = {
+    "function": "function_call",
+    "custom": "custom_tool_call",
+    "local_shell": "local_shell_call",
+    "shell": "shell_call",
+    "apply_patch": "apply_patch_call",
+}
+# By type of the item.
+CALL_TEXTS = {
+    "function_call": CallText("arguments", "function_call_arguments"),
+    "custom_tool_call": CallText("input", "custom_tool_call_input"),
+}
+
+
+class StreamedTextCall:
+    """`function_call` or `custom_tool_call`: the text is streamed as it is written.
+
+    The text of a custom tool is decoded from the arguments, see `custom_input`.
+    """
 
     def __init__(self, part: AnswerPart, form: CallForm, item_id: str) -> None:
         self._part, self._form, self._id = part, form, item_id
+        self._text = CALL_TEXTS[ITEM_TYPES[form.kind]]
         self._place = {"item_id": item_id, "output_index": part.index}
+        self._decoder = CustomInputDecoder() if form.kind == "custom" else None
 
     def as_json(self, status: str) -> dict[str, Any]:
         """See `StreamedCall`."""
-        text = "" if status == "in_progress" else self._part.text
-        return _named_call(self._part, self._form, self._id, status, arguments=text)
+        form, text = self._form, "" if status == "in_progress" else self._part.text
+        if self._decoder is not None:
+            text = custom_input(text)
+        namespace = {} if form.namespace is None else {"namespace": form.namespace}
+        return {
+            "id": self._id,
+            "type": ITEM_TYPES[form.kind],
+            "call_id": self._part.id,
+            "name": form.name,
+            **namespace,
+            self._text.field: text,
+            "status": status,
+        }
 
     def begin(self, event: NumberedEvent) -> list[dict[str, Any]]:
         """See `StreamedCall`."""
@@ -51,52 +90,25 @@ class StreamedFunctionCall:
 
     def delta(self, text: str, event: NumberedEvent) -> list[dict[str, Any]]:
         """See `StreamedCall`."""
-        return [event("function_call_arguments.delta", **self._place, delta=text)]
+        if self._decoder is not None:
+            text = self._decoder.feed(text)
+        return self._delta(text, event)
 
     def end(self, status: str, event: NumberedEvent) -> list[dict[str, Any]]:
         """See `StreamedCall`."""
-        fields = self._place | {"name": self._form.name, "arguments": self._part.text}
-        return [
-            event("function_call_arguments.done", **fields),
-            _item_event("done", self._part, self.as_json(status), event),
-        ]
-
-
-class StreamedCustomCall:
-    """`custom_tool_call`: the input is streamed as it is decoded from the arguments."""
-
-    def __init__(self, part: AnswerPart, form: CallForm, item_id: str) -> None:
-        self._part, self._form, self._id = part, form, item_id
-        self._place = {"item_id": item_id, "output_index": part.index}
-        self._decoder = CustomInputDecoder()
-
-    def as_json(self, status: str) -> dict[str, Any]:
-        """See `StreamedCall`."""
-        text = "" if status == "in_progress" else custom_input(self._part.text)
-        return _named_call(self._part, self._form, self._id, status, input=text)
-
-    def begin(self, event: NumberedEvent) -> list[dict[str, Any]]:
-        """See `StreamedCall`."""
-        return [_item_event("added", self._part, self.as_json("in_progress"), event)]
-
-    def delta(self, text: str, event: NumberedEvent) -> list[dict[str, Any]]:
-        """See `StreamedCall`."""
-        return self._delta(self._decoder.feed(text), event)
-
-    def end(self, status: str, event: NumberedEvent) -> list[dict[str, Any]]:
-        """See `StreamedCall`."""
-        rest = self._decoder.finish(self._part.text)
-        item = self.as_json(status)
+        rest = "" if self._decoder is None else self._decoder.finish(self._part.text)
+        item, field = self.as_json(status), self._text.field
+        name = {"name": self._form.name} if self._form.kind == "function" else {}
         return [
             *self._delta(rest, event),
-            event("custom_tool_call_input.done", **self._place, input=item["input"]),
+            event(f"{self._text.events}.done", **self._place, **name, **{field: item[field]}),
             _item_event("done", self._part, item, event),
         ]
 
     def _delta(self, text: str, event: NumberedEvent) -> list[dict[str, Any]]:
         if not text:
             return []
-        return [event("custom_tool_call_input.delta", **self._place, delta=text)]
+        return [event(f"{self._text.events}.delta", **self._place, delta=text)]
 
 
 class StreamedActionCall:
@@ -127,15 +139,6 @@ class StreamedActionCall:
             _item_event("added", self._part, self.as_json("in_progress"), event),
             _item_event("done", self._part, self.as_json(status), event),
         ]
-
-
-def _named_call(
-    part: AnswerPart, form: CallForm, item_id: str, status: str, **text: str
-) -> dict[str, Any]:
-    """The item of a call that names its tool: of a function or of a custom tool."""
-    namespace = {} if form.namespace is None else {"namespace": form.namespace}
-    head = {"id": item_id, "type": ITEM_TYPES[form.kind], "call_id": part.id, "name": form.name}
-    return head | namespace | text | {"status": status}
 
 
 def _item_event(
@@ -199,18 +202,11 @@ _ACTIONS: dict[CallKind, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "apply_patch": _patch_operation,
 }
 _STREAMED: dict[CallKind, Callable[[AnswerPart, CallForm, str], StreamedCall]] = {
-    "function": StreamedFunctionCall,
-    "custom": StreamedCustomCall,
+    "function": StreamedTextCall,
+    "custom": StreamedTextCall,
     "local_shell": StreamedActionCall,
     "shell": StreamedActionCall,
     "apply_patch": StreamedActionCall,
-}
-ITEM_TYPES: dict[CallKind, str] = {
-    "function": "function_call",
-    "custom": "custom_tool_call",
-    "local_shell": "local_shell_call",
-    "shell": "shell_call",
-    "apply_patch": "apply_patch_call",
 }
 
 

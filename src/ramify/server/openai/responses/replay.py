@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from ramify.server.openai.responses.calls import CALL_TEXTS
 from ramify.server.openai.responses.store import Item, StoredResponse
 
 # Fields of the body that are known at the end only, as they are before it.
@@ -18,20 +18,6 @@ BEFORE_END: dict[str, Any] = {
     "incomplete_details": None,
 }
 ONLY_AT_END = ("completed_at", "prompt_cache_diagnostics")
-
-
-@dataclass(frozen=True, slots=True)
-class CallText:
-    """The field of a call's text, and the names of its events."""
-
-    name: str
-    events: str
-
-
-CALL_TEXTS = {
-    "function_call": CallText("arguments", "function_call_arguments"),
-    "custom_tool_call": CallText("input", "custom_tool_call_input"),
-}
 
 
 def replayed_events(stored: StoredResponse) -> Iterator[dict[str, Any]]:
@@ -100,10 +86,10 @@ def _content_events(item: Item, index: int, pieces: _Pieces) -> Iterator[tuple[s
 def _call_events(item: Item, index: int, pieces: _Pieces) -> Iterator[tuple[str, Item]]:
     """The events of a call with a text, without the last."""
     call = CALL_TEXTS[item["type"]]
-    text = item[call.name]
-    yield "output_item.added", _item(item | {call.name: "", "status": "in_progress"}, index)
+    text = item[call.field]
+    yield "output_item.added", _item(item | {call.field: "", "status": "in_progress"}, index)
     place = {"item_id": item["id"], "output_index": index}
     for piece in pieces.of(text):
         yield f"{call.events}.delta", place | {"delta": piece}
     name = {"name": item["name"]} if item["type"] == "function_call" else {}
-    yield f"{call.events}.done", place | {call.name: text} | name
+    yield f"{call.events}.done", place | {call.field: text} | name
