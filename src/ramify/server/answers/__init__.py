@@ -1,4 +1,4 @@
-"""An answer of the model: its constraint before, its parts after.
+"""Answers: the grammar that constrains one, and the parts that it consists of.
 
 In reading order:
 

@@ -25,8 +25,10 @@ from ramify.server.output_formats.output_format import OutputFormat
 
 MAX_SCHEMA_CHARS = 200_000  # of the rules of all tools in a grammar; further arguments are free
 RULE_CHARS = 300  # of the rules of a tool, its schema not included
-MAX_TOOLS_TRIED = 128  # one by one, to find those whose schemas cannot be compiled
-TRY_S = 2.0  # for all of them; the others' arguments are free
+# If the schemas do not compile together, each is compiled alone, within these limits; tools that are
+# not reached have free arguments.
+MAX_TOOLS_TRIED = 128
+TRY_S = 2.0
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 

@@ -39,7 +39,7 @@ class SchemaTooLargeError(Exception):
 
 @dataclass(slots=True)
 class SchemaWarnings:
-    """Ignored keywords of a request's schemas, and the work that they have been."""
+    """Ignored keywords of a request's schemas, and the steps that rewriting them took so far."""
 
     messages: list[str] = field(default_factory=list)
     num_steps: int = 0
@@ -61,8 +61,8 @@ def enforceable_schema(
 ) -> Schema:
     """A schema with the same meaning for what a grammar can enforce, and closed objects.
 
-    - What `$ref` names lies in `$defs` of the result, which so can be part of a larger grammar: "#"
-      means `schema`, recursion included.
+    - Targets of `$ref` are copied to `$defs` of the result, so that it can be part of a larger grammar.
+      "#" is `schema` itself; recursion is allowed.
     - An object with properties has no others, unless `additionalProperties` says so. What several
       schemas describe together (`allOf`, `anyOf`, `$ref` beside other keywords) is closed as a whole.
     - Keywords that cannot be enforced are left out with a warning, annotations without one. So is a
@@ -106,7 +106,7 @@ class _Rewriter:
     # -- one schema --------------------------------------------------------------------------
 
     def _rewrite(self, schema: Any, path: str, outer: tuple[str, ...] = ()) -> Any:
-        """Rewrite a schema that nothing else describes the same object with, but for `outer`.
+        """Rewrite a schema that alone describes its object, apart from `outer`, and close the object.
 
         Args:
             outer: names of properties that an enclosing schema gives the same object.
@@ -162,7 +162,7 @@ class _Rewriter:
         return new
 
     def _rewrite_open(self, schema: Any, path: str) -> Any:
-        """Rewrite a schema beside which others describe the same object: it is not closed here."""
+        """Rewrite a schema that describes its object together with others: the object stays open."""
         self._warnings.step()
         if isinstance(schema, bool):
             return schema

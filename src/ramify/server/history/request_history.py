@@ -24,9 +24,10 @@ def fingerprint(value: object) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryEntry:
-    """A request as its prompt was made of it. `first_difference` compares the first five fields.
+    """A request with its prompt. `first_difference` compares the first five fields.
 
-    What is only compared is a `fingerprint`, so that an entry has the size of its token ids.
+    Fields that are only compared are a `fingerprint`, so that an entry has the size of its token ids.
+    It is stored by the id of its response, `without_text`.
     """
 
     model: str

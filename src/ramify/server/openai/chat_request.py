@@ -50,7 +50,7 @@ from ramify.server.prompts.renderer import (
 )
 from ramify.server.service import Service
 
-# Content parts that are reasoning, not text of the message.
+# Types of content parts: text of the message, and reasoning.
 TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 REASONING_PARTS = frozenset({"thinking", "redacted_thinking"})
 # Names that `chat_template_kwargs` must not have: the server sets these itself.

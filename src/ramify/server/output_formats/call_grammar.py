@@ -54,7 +54,7 @@ class AnswerGrammars:
     def optional_calls(
         self, tools: Sequence[CallableTool], begin: AnswerBegin, *, single: bool = False
     ) -> StructuredOutput | None:
-        """Free text in which each call of a tool is of its schema, once it has begun.
+        """Free text, and from the mark of a call on the grammar of the tools' calls.
 
         None where nothing marks the begin of a call, so that it cannot be told from text.
         """

@@ -51,8 +51,8 @@ class CallableTool:
 
     Args:
         schema: of its arguments, see `enforceable_schema`.
-        any_order: its arguments may come in any order, not only in the schema's. Those of models do,
-            and an argument whose place has passed would be lost.
+        any_order: its arguments may come in any order, as models write them. In the schema's order
+            only, a model that skips an argument cannot write it any more.
     """
 
     name: str
@@ -102,8 +102,8 @@ class LarkRules:
     def add_head(self, mark: Mark) -> str:
         """Add rules for any text up to a mark and with it; returns what matches it.
 
-        Any text may also stand before the later texts of the mark. The text comes from the token in
-        which the mark begins, so it has none of the mark before.
+        The grammar begins with the token in which the mark begins: the text before the mark is of that
+        token, and contains no earlier mark. Text may also stand before the later texts of the mark.
         """
         heads = []
         for part, following in zip(mark, (*mark[1:], ""), strict=True):
@@ -239,7 +239,7 @@ class LarkRules:
             and schema.get("additionalProperties") is False
             and schema["type"] in ("object", ["object"])
             and False not in names.values()
-            and self._has_any_order(tool, schema)
+            and self._reserve_any_order(tool, schema)
         ):
             members = {}
             for number, (name, value) in enumerate(names.items()):
@@ -251,8 +251,8 @@ class LarkRules:
             return self._add(rule, f'"{{" space {in_any_order} space "}}"')
         return self._add(rule, _json(schema))
 
-    def _has_any_order(self, tool: CallableTool, schema: Mapping[str, Any]) -> bool:
-        """Whether there is room for rules of the arguments in any order, which this takes."""
+    def _reserve_any_order(self, tool: CallableTool, schema: Mapping[str, Any]) -> bool:
+        """Take room for rules of the arguments in any order; returns whether there was enough."""
         names = schema.get("properties", {})
         if not tool.any_order or not 1 < len(names) <= MAX_ANY_ORDER:
             return False
@@ -303,7 +303,7 @@ class LarkRules:
             value_rule = self._value(value, schema, syntax)
             self._add(rule, f"{begin} {value_rule} space")
             members[rule] = name in required
-        if self._has_any_order(tool, schema):
+        if self._reserve_any_order(tool, schema):
             parameters = [self._in_any_order(index, members, "")]
         else:
             parameters = [

@@ -44,7 +44,7 @@ class _Share(Generic[J]):
 class FairQueue(Generic[J]):
     """Jobs by tenant: the next job is of the tenant whose jobs took the least time.
 
-    A tenant that comes back begins where the least served one is: it has saved nothing up.
+    A tenant that comes back starts level with the least served one: idle time earns nothing.
 
     Args:
         max_running: jobs of one tenant at once, so that a thread is left for the others.
@@ -201,7 +201,7 @@ class PromptWorkers:
             self._executor.submit(self._run, tenant, job, asyncio.get_running_loop())
 
     def _run(self, tenant: str, job: _Job, loop: asyncio.AbstractEventLoop) -> None:
-        """In a thread."""
+        """Run a job, in a thread of the executor."""
         begin_s, result, error = time.perf_counter(), None, None
         token = _is_abandoned.set(job.is_abandoned)
         try:

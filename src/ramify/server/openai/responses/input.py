@@ -258,8 +258,8 @@ def without_late_system(
 ) -> tuple[list[ChatMessage], list[str]]:
     """Messages for a template that takes one system message, the first, and roles that alternate.
 
-    System messages at the beginning are joined, later ones are the user's, and so are adjacent
-    messages of the user joined. A joined message has the name of its first part.
+    System messages at the beginning are joined, later ones become the user's, and adjacent messages of
+    the user are joined. A joined message has the name of its first part.
     """
     groups: list[tuple[str, list[ChatMessage], str]] = []  # role, members, name
     for message, name in zip(messages, names, strict=True):

@@ -21,7 +21,10 @@ Render = Callable[[ChatRequest, Sequence[str]], GenerationRequest]
 
 
 def num_prompt_tokens(max_model_len: int, max_output_tokens: int | None) -> int:
-    """The tokens that a prompt may have if the answer is to have room: an eighth, or what it asks."""
+    """Tokens of the context that a prompt may have; the rest is left for the answer.
+
+    By default the answer gets an eighth; with `max_output_tokens` as many, but at most half.
+    """
     return max_model_len - min(max_output_tokens or max_model_len // 8, max_model_len // 2)
 
 
