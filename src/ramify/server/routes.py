@@ -83,7 +83,7 @@ class Endpoint:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Its path and all others that lead to it. Clients with a base URL without /v1 leave that out."""
+        """The path, the path without /v1 (for clients whose base URL lacks it), and the aliases."""
         without_version = self.path.removeprefix("/v1")
         is_api = without_version != self.path and not self.path.startswith("/v1/cache")
         return (self.path, *((without_version,) if is_api else ()), *self.aliases)
@@ -106,7 +106,7 @@ async def readyz(context: RequestContext) -> Response:
 
 
 def _health_response(context: RequestContext, failure: str | None) -> Response:
-    """The status for everybody; what the engine does at the moment for the admin."""
+    """The status; for the admin, the engine's state as well."""
     payload: dict[str, Any] = {"status": failure or "ok"}
     if context.caller.is_admin:
         payload |= context.health.as_json()

@@ -81,7 +81,7 @@ class CallChoice:
 
 
 class AnswerConstraints:
-    """Makes the constraint of each answer of one model. Thread-safe.
+    """Makes the grammars that constrain the answers of one model. Thread-safe.
 
     Every constraint is compiled once here, into the tenant's part of the cache, so that what cannot
     be enforced is known in time.
@@ -204,7 +204,7 @@ class AnswerConstraints:
         tenant: str,
         warnings: list[str],
     ) -> list[CallableTool]:
-        """The tools, with arguments in order, and free ones where a schema cannot be compiled."""
+        """The tools with arguments in the schema's order, free where a schema cannot be compiled."""
         checked = [replace(tool, any_order=False) for tool in tools]
         deadline = time.monotonic() + TRY_S
         for index, tool in enumerate(checked[:MAX_TOOLS_TRIED]):

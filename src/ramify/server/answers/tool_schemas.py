@@ -59,7 +59,7 @@ class SchemaWarnings:
 def enforceable_schema(
     schema: Mapping[str, Any], where: str, warnings: SchemaWarnings, *, strict: bool
 ) -> Schema:
-    """A schema with the same meaning for what a grammar can enforce, and closed objects.
+    """The part of a schema that a grammar can enforce, with closed objects.
 
     - Targets of `$ref` are copied to `$defs` of the result, so that it can be part of a larger grammar.
       "#" is `schema` itself; recursion is allowed.
@@ -80,7 +80,7 @@ def enforceable_schema(
 
 
 class _Rewriter:
-    """Rewrites one schema. Recursion follows its nesting, which the body's limit bounds, never refs."""
+    """Rewrites one schema. Recurses into nested schemas, whose depth `json_limits` bounds, not into refs."""
 
     def __init__(
         self, root: Mapping[str, Any], where: str, warnings: SchemaWarnings, *, strict: bool

@@ -29,14 +29,17 @@ def answer_format(
     Raises:
         ApiError: it has more than one, or one that is malformed or not served.
     """
-    given = list(_given(request, schema_path))
-    if len(given) > 1:
-        names = ", ".join(name for name, _ in given)
+    formats = list(_formats(request, schema_path))
+    if len(formats) > 1:
+        names = ", ".join(name for name, _ in formats)
         raise ApiError(
-            400, f"the answer can have one format, not {len(given)}: {names}", param=given[-1][0]
+            400,
+            f"the answer can have one format, not {len(formats)}: {names}",
+            param=formats[-1][0],
         )
-    if given:
-        return given[0][1](warnings)
+    if formats:
+        _, make = formats[0]
+        return make(warnings)
     if request.structured_outputs is not None:
         raise ApiError(
             400,
@@ -46,10 +49,10 @@ def answer_format(
     return None
 
 
-def _given(
+def _formats(
     request: Sampling, schema_path: str
 ) -> Iterator[tuple[str, Callable[[Warnings], StructuredOutput]]]:
-    """Yield each format that a request asks for: the field's name, and what makes it."""
+    """Yield each format of a request: the name of its field, and a function that makes it."""
     response_format = request.response_format
     if response_format is not None and response_format.type == "json_schema":
         named = response_format.json_schema

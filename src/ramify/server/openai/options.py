@@ -36,7 +36,7 @@ def sampling_params(
     logprobs: int | None,
     prompt_logprobs: int | None,
 ) -> SamplingParams:
-    """The sampling parameters of a request; those that its type decides are arguments.
+    """The sampling parameters of a request; chat and completions have their own forms of the arguments.
 
     Raises:
         ApiError, InvalidParamsError: a value is out of range, or two exclude each other.

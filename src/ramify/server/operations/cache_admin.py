@@ -218,7 +218,7 @@ async def explain(context: RequestContext) -> Response:
 def decode_any_request(
     body: bytes | bytearray, is_anthropic: bool, model: str
 ) -> tuple[AnyRequest, str]:
-    """A request of any API, told apart by its fields, and its `cache_salt`.
+    """Decode a request of any API, recognised by its fields; returns its `cache_salt` as well.
 
     Args:
         model: of a request to Anthropic's API that names none.
@@ -259,7 +259,7 @@ def render_any_request(
 
 
 async def metrics(context: RequestContext) -> Response:
-    """GET /metrics; the engine's values are those of the last scrape while a step is long."""
+    """GET /metrics; during a long step, the engine's values are those of the last scrape."""
     with suppress(TimeoutError, EngineStoppedError):
         async with asyncio.timeout(READ_S):
             await context.service.engine.run(context.metrics.engine.read)

@@ -7,7 +7,7 @@ from enum import Enum, auto
 
 
 class Slot(Enum):
-    """A part of a call that is not the same text in each."""
+    """A part of a call whose text varies."""
 
     SPACE = auto()  # optional white space
     NAME = auto()
@@ -21,7 +21,7 @@ class Slot(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Delimiter:
-    """A text that is one special token where the tokenizer has it as such."""
+    """A text that is one special token, if the tokenizer has such a token."""
 
     text: str
 

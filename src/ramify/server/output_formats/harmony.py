@@ -44,7 +44,7 @@ class Header:
 def harmony_answer(
     reader: Reader, writer: EventWriter, *, delimiters: Delimiters, prompt_end: str
 ) -> Steps[None]:
-    """Read messages: those of the channel `analysis` are reasoning, those to a tool calls, others text."""
+    """Read messages: reasoning on the channel `analysis`, a call if the recipient is a tool, else text."""
     start = prompt_end.rfind(START)
     num_hidden = len(prompt_end) - start if start >= 0 else 0
     try:
@@ -84,7 +84,7 @@ def _message(reader: Reader, writer: EventWriter, *, num_hidden: int = 0) -> Ste
 
 
 def _header(reader: Reader) -> Steps[Header]:
-    """Read a header up to the body; what of it the end of the answer cuts off is dropped."""
+    """Read a header up to the body; drop it if the answer ends before it names a recipient."""
     channel = recipient = literal = ""
     try:
         while literal != MESSAGE:

@@ -99,7 +99,7 @@ def named(
     template: str = "",
     special_tokens: Iterable[str] = (),
 ) -> OutputFormat:
-    """The format of these names, or of names of other servers; what is None is detected.
+    """The format of these names, ours or other servers'; None: the one that the template shows.
 
     Raises:
         ConfigError: there is no format of that name.

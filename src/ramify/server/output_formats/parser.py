@@ -79,7 +79,7 @@ def _last(text: str, marks: Collection[str]) -> int:
 
 
 class AnswerSyntax(Protocol):
-    """The steps of a parser of whole answers."""
+    """Reads a whole answer: reasoning, text and calls."""
 
     def __call__(
         self, reader: Reader, writer: EventWriter, *, delimiters: Delimiters, prompt_end: str
@@ -150,7 +150,7 @@ def _reasoning(
 def bare_call(
     reader: Reader, writer: EventWriter, forms: Collection[CallForm], marks: Collection[str]
 ) -> Steps[None]:
-    """Read a call that has no mark, if the answer begins with one; it does not with one of `marks`."""
+    """Read a call without a mark, if the answer begins with it, and not with one of `marks`."""
     bare = [form for form in forms if not form.mark]
     if not bare:
         return

@@ -55,6 +55,7 @@ def _fenced(*infos: str) -> tuple[CallForm, ...]:
     return tuple(CallForm(f"```{info}", partial(json_calls, end="```")) for info in infos)
 
 
+COHERE_TEXT_MARKS = ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>")
 BARE = CallForm("", json_calls, first="{[")
 BARE_PYTHONIC = CallForm("", pythonic_calls, first="[")
 QWEN_TAGS = CallTags(
@@ -152,14 +153,7 @@ CALL_FORMATS = (
         "cohere",
         (CallForm("<|START_ACTION|>", partial(json_calls, end="<|END_ACTION|>")),),
         templates=(("<|START_ACTION|>",),),
-        hidden=(
-            "<|START_ACTION|>",
-            "<|END_ACTION|>",
-            "<|START_RESPONSE|>",
-            "<|END_RESPONSE|>",
-            "<|START_TEXT|>",
-            "<|END_TEXT|>",
-        ),
+        hidden=("<|START_ACTION|>", "<|END_ACTION|>", *COHERE_TEXT_MARKS),
         aliases=("cohere_command3", "cohere_command4"),
     ),
     CallFormat(
@@ -339,14 +333,7 @@ REASONING_FORMATS = (
         "cohere",
         ReasoningMarks(("<|START_THINKING|>",), ("<|END_THINKING|>",)),
         templates=(("<|START_THINKING|>",),),
-        hidden=(
-            "<|START_THINKING|>",
-            "<|END_THINKING|>",
-            "<|START_RESPONSE|>",
-            "<|END_RESPONSE|>",
-            "<|START_TEXT|>",
-            "<|END_TEXT|>",
-        ),
+        hidden=("<|START_THINKING|>", "<|END_THINKING|>", *COHERE_TEXT_MARKS),
         aliases=("cohere_command3", "cohere_command4"),
     ),
     ReasoningFormat(

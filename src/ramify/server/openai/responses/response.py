@@ -59,8 +59,17 @@ class ResponsesResponseBuilder:
 
     def _body(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
         request = self.request
-        options = request.prompt_cache_options
         reasoning = request.reasoning or Reasoning()
+        text = {"format": {"type": "text"}}
+        if request.text is not None:
+            text = msgspec.to_builtins(request.text)
+        options, cache_options = request.prompt_cache_options, None
+        if options is not None:
+            cache_options = {
+                "mode": options.mode or "implicit",
+                "ttl": options.ttl or "30m",
+                "comparison_response_id": options.comparison_response_id,
+            }
         conversation = self.translated.earlier.conversation
         return {
             "id": self.generation.id,
@@ -83,21 +92,13 @@ class ResponsesResponseBuilder:
             "store": request.store is not False,
             "temperature": 1.0 if request.temperature is None else request.temperature,
             "top_p": 1.0 if request.top_p is None else request.top_p,
-            "text": {"format": {"type": "text"}}
-            if request.text is None
-            else msgspec.to_builtins(request.text),
+            "text": text,
             "tool_choice": request.tool_choice or "auto",
             "tools": request.tools or [],
             "truncation": request.truncation or "disabled",
             "metadata": request.metadata or {},
             "prompt_cache_key": request.prompt_cache_key,
-            "prompt_cache_options": None
-            if options is None
-            else {
-                "mode": options.mode or "implicit",
-                "ttl": options.ttl or "30m",
-                "comparison_response_id": options.comparison_response_id,
-            },
+            "prompt_cache_options": cache_options,
             "prompt_cache_retention": request.prompt_cache_retention,
             "service_tier": "default",
             "top_logprobs": request.top_logprobs,

@@ -202,7 +202,7 @@ def packed_items_of(source: StoredResponse | Conversation) -> bytes:
 
 
 def earlier_turns(request: PromptFields, service: Service, tenant: str) -> EarlierTurns:
-    """Look up what a request goes on from and refers to.
+    """Look up the response or conversation that a request continues, and the items it refers to.
 
     Raises:
         ApiError: 404 if it is not stored; 400 if there are two, or too many references.
