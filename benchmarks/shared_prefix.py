@@ -32,7 +32,7 @@ from transformers.utils import logging as transformers_logging
 
 import ramify
 from ramify import LLM, SamplingParams
-from ramify.models.find_checkpoint import find_checkpoint
+from ramify.models.checkpoint.find import find_checkpoint
 from ramify.testing import write_tiny_checkpoint
 
 Prompts = list[list[int]]

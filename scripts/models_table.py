@@ -2,7 +2,7 @@
 
     python scripts/models_table.py [FILE]
 
-Native families are the rows of `ramify.models.families`, the rest are the cases of the tests in
+Native families are the rows of `ramify.models.configs.families`, the rest are the cases of the tests in
 tests/cpu/models. `make options` runs this; tests/cpu/models/test_models_table.py fails when the file is
 not up to date.
 """
@@ -12,8 +12,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from ramify.models.families import FAMILIES
-from ramify.models.wrappers import WRAPPERS
+from ramify.models.configs.families import FAMILIES
+from ramify.models.configs.wrappers import WRAPPERS
 from tests.cpu.family_templates import FAMILY_TEMPLATES, PUBLISHED, FamilyTemplate
 from tests.cpu.models.family_cases import CASES
 from tests.cpu.models.test_hf_adapter import REFUSED, SERVED, SERVED_INEXACT

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ramify.models.find_checkpoint import find_checkpoint
+from ramify.models.checkpoint.find import find_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 CASES = Path(__file__).parent / "cases"

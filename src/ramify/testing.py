@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from ramify.engine.step import SampledTokens, StepPlan, StepResult
 from ramify.errors import ConfigError
-from ramify.models.config import ModelConfig
-from ramify.models.families import FAMILIES
+from ramify.models.configs.families import FAMILIES
+from ramify.models.configs.model_config import ModelConfig
 from ramify.outputs import TokenLogprob
 
 if TYPE_CHECKING:

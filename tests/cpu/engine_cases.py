@@ -23,7 +23,7 @@ from ramify.engine.speculation.drafter import Drafter
 from ramify.engine.step import StepPlan, StepResult
 from ramify.kv.block_table import PagedBlockTable
 from ramify.kv.pool import KVPool
-from ramify.models.decoder import Decoder
+from ramify.models.decoders.decoder import Decoder
 from ramify.models.kv_cache_spec import (
     attention_spec,
     build_attention,

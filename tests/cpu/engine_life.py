@@ -30,7 +30,7 @@ from ramify.engine.text.detokenizer import Detokenizer
 from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import StepFailedError, StepMemoryError, UnknownRequestError
 from ramify.kv.pool import KVPool
-from ramify.models.decoder import Decoder
+from ramify.models.decoders.decoder import Decoder
 from ramify.models.kv_cache_spec import attention_spec, build_attention, kv_layout, resolve_kv_dtype
 from ramify.models.loader import load_model
 from ramify.outputs import Completion, FinishReason, RequestOutput

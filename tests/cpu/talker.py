@@ -5,7 +5,7 @@ from __future__ import annotations
 import tokenizers
 
 from ramify.engine.text.tokenizer import Tokenizer
-from ramify.models.find_checkpoint import find_checkpoint
+from ramify.models.checkpoint.find import find_checkpoint
 
 # Writes tools, calls and their results, and drops from history what an answer thought.
 TALKER_TEMPLATE = """

@@ -18,7 +18,7 @@ from ramify.models.ops.functional import silu_and_mul
 pytest.importorskip("numba", reason="the kernels need the extra ramify[cpu]")
 
 from ramify.kernels.cpu.abi import OP_COMBINE, OP_KIND, OP_OUT, STORE
-from ramify.models.ops.cpu_experts import GroupedExperts, GroupedLinear, TopKRouter
+from ramify.models.ops.cpu.experts import GroupedExperts, GroupedLinear, TopKRouter
 
 NUM_EXPERTS, TOP_K, HIDDEN, INNER, ROWS = 6, 2, 60, 40, 300
 DTYPES = [torch.float32, torch.bfloat16]
@@ -158,7 +158,7 @@ def test_no_other_code_stores_the_sum() -> None:
         if "combine_op" in (text := file.read_text(encoding="utf-8"))
     }
 
-    assert callers == {"models/ops/cpu_experts.py": 1, "models/ops/cpu_layer_ops.py": 0}
+    assert callers == {"models/ops/cpu/experts.py": 1, "models/ops/cpu/layer_ops.py": 0}
 
 
 def test_wrong_shapes_are_refused() -> None:

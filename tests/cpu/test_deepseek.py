@@ -21,9 +21,9 @@ from ramify.attention.backends.eager import EagerBackend
 from ramify.attention.exactness import ProbeStore
 from ramify.engine.llm import LLM
 from ramify.errors import CheckpointError, UnsupportedModelError
-from ramify.models.checkpoint_tensors import load_weights
+from ramify.models.checkpoint.tensors import load_weights
+from ramify.models.configs.moe import MoeConfig
 from ramify.models.loader import load_model, read_config
-from ramify.models.moe_config import MoeConfig
 from ramify.models.ops.routing import route
 from ramify.outputs import RequestOutput
 from ramify.params import SamplingParams

@@ -22,7 +22,7 @@ from ramify.attention.exactness import (
     row_by_row,
 )
 from ramify.errors import ConfigError
-from ramify.models.decoder import Decoder
+from ramify.models.decoders.decoder import Decoder
 from ramify.models.loader import load_model
 from ramify.models.ops.functional import rms_norm, silu_and_mul
 from ramify.models.ops.probe import probe_row_op, sample_rows

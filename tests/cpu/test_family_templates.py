@@ -7,7 +7,7 @@ from typing import Any
 
 from openai.lib.streaming.chat import ChatCompletionStreamState
 
-from ramify.models.families import FAMILIES
+from ramify.models.configs.families import FAMILIES
 from ramify.server.output_formats import OutputFormat, detect
 from ramify.server.output_formats.events import ArgumentsDelta, CallStart, TextDelta
 from tests.cpu.family_server import (

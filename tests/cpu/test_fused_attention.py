@@ -22,11 +22,11 @@ from ramify.engine.step import StepPlan
 from ramify.kernels.cpu import threads
 from ramify.kv.block_table import PagedBlockTable
 from ramify.kv.pool import KVPool
-from ramify.models.decoder import CausalDecoder, Decoder
+from ramify.models.decoders.decoder import CausalDecoder, Decoder
 from ramify.models.kv_cache_spec import attention_spec, kv_layout
 from ramify.models.loader import load_model
-from ramify.models.ops.cpu_layer_attention import FusedAttention
-from ramify.models.ops.cpu_layers import FusedLayers
+from ramify.models.ops.cpu.layer_attention import FusedAttention
+from ramify.models.ops.cpu.layers import FusedLayers
 from ramify.models.ops.protocol import ForwardStep
 from ramify.testing import TinyFamily, write_tiny_checkpoint
 from tests.cpu.attention_cases import assert_same_bits
@@ -153,7 +153,7 @@ def test_workers_and_threads_need_not_be_as_many(
     try:
         torch.set_num_threads(4)
         runner = runner_of(folder, "llama", "bfloat16")
-        for module in ("ramify.models.ops.cpu_layers", "ramify.attention.backends.cpu"):
+        for module in ("ramify.models.ops.cpu.layers", "ramify.attention.backends.cpu"):
             monkeypatch.setattr(
                 f"{module}.set_num_threads",
                 lambda _: numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS)),
@@ -189,7 +189,7 @@ def test_long_steps_call_attention_by_layer(
     spec, layers = spec_of(runner.model, torch.float32), runner.pool.layout.num_layers
     keys = 2 * layers * spec.num_heads * spec.head_dim * (cached + most)
     work = rows * (num_weights(folder / "llama") + keys)
-    monkeypatch.setattr("ramify.models.ops.cpu_layers.FUSED_MAX_MACS", work)
+    monkeypatch.setattr("ramify.models.ops.cpu.layers.FUSED_MAX_MACS", work)
     calls = list[int]()
     run = runner.backend.run
 

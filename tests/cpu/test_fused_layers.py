@@ -15,10 +15,10 @@ from torch import Tensor
 
 from ramify.errors import ConfigError
 from ramify.kernels.cpu import threads
-from ramify.models.decoder import Decoder
+from ramify.models.decoders.decoder import Decoder
 from ramify.models.loader import load_model
-from ramify.models.ops.cpu_layers import MAX_OP_LISTS, FusedLayers
-from ramify.models.ops.cpu_ops import CpuOps
+from ramify.models.ops.cpu.cpu_ops import CpuOps
+from ramify.models.ops.cpu.layers import MAX_OP_LISTS, FusedLayers
 from ramify.models.ops.protocol import ForwardStep
 from ramify.models.ops.registry import OpsFactory
 from ramify.models.ops.torch_ops import TorchOps
@@ -115,7 +115,7 @@ def test_one_thread_can_play_all_workers(
     expected = model.forward(*args)
     before = torch.get_num_threads()
     monkeypatch.setattr(
-        "ramify.models.ops.cpu_layers.set_num_threads", lambda _: numba.set_num_threads(1)
+        "ramify.models.ops.cpu.layers.set_num_threads", lambda _: numba.set_num_threads(1)
     )
     try:
         torch.set_num_threads(3)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ramify.engine.text.incremental_encoder import IncrementalEncoder
 from ramify.engine.text.tokenizer import Tokenizer
-from ramify.models.find_checkpoint import find_checkpoint
+from ramify.models.checkpoint.find import find_checkpoint
 from ramify.testing import write_tiny_checkpoint
 
 PIECES = st.one_of(

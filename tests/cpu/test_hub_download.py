@@ -61,7 +61,7 @@ class Hub(BaseHTTPRequestHandler):
 
 def download(name: str, cache: Path, port: int, **options: Any) -> subprocess.CompletedProcess[str]:
     code = (
-        "from ramify.models.find_checkpoint import find_checkpoint\n"
+        "from ramify.models.checkpoint.find import find_checkpoint\n"
         f"print(find_checkpoint({name!r}, **{options!r}))"
     )
     env = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}

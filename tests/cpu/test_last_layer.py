@@ -17,7 +17,7 @@ from ramify.engine.execution.local_executor import LocalExecutor
 from ramify.engine.execution.runner import ModelRunner
 from ramify.engine.step import SampleSpec, StepPlan
 from ramify.models.loader import load_model
-from ramify.models.ops.cpu_layers import FusedLayers
+from ramify.models.ops.cpu.layers import FusedLayers
 from ramify.params import SamplingParams
 from tests.cpu.test_fused_attention import call_attention_by_layer, outcome, plan_of, runner_of
 from tests.cpu.test_fused_layers import LoopedOps, decoder, fused_layers_of, inputs

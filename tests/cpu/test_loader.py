@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from ramify.attention.exactness import ProbeStore
 from ramify.errors import CheckpointError, ConfigError, ModelError, UnsupportedModelError
-from ramify.models.checkpoint_tensors import EMBEDDING, load_weights
-from ramify.models.find_checkpoint import find_checkpoint
+from ramify.models.checkpoint.find import find_checkpoint
+from ramify.models.checkpoint.tensors import EMBEDDING, load_weights
 from ramify.models.loader import load_model, read_config
 from ramify.testing import write_tiny_checkpoint
 
@@ -283,7 +283,7 @@ def test_a_cached_hub_model_is_found_by_its_name(tmp_path: Path) -> None:
     snapshot = write_tiny_checkpoint(entry / "snapshots" / ("0" * 40), "llama")
     (entry / "refs").mkdir()
     (entry / "refs" / "main").write_text("0" * 40)
-    code = "from ramify.models.find_checkpoint import find_checkpoint; print(find_checkpoint('some/model'))"
+    code = "from ramify.models.checkpoint.find import find_checkpoint; print(find_checkpoint('some/model'))"
 
     result = subprocess.run(
         [sys.executable, "-c", code],

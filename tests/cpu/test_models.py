@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from ramify.attention.exactness import ProbeStore
 from ramify.errors import CheckpointError, UnsupportedModelError
-from ramify.models.config import ModelConfig
-from ramify.models.dense_variant import LLAMA
+from ramify.models.configs.dense_variant import LLAMA
+from ramify.models.configs.model_config import ModelConfig
 from ramify.models.loader import load_model
 from ramify.models.ops.protocol import ForwardStep
 from ramify.testing import TinyFamily, write_tiny_checkpoint

@@ -16,13 +16,13 @@ from ramify.attention.backend import backend_class
 from ramify.attention.exactness import ProbeStore
 from ramify.engine.execution.runner import ModelRunner
 from ramify.kv.pool import KVPool
-from ramify.models.config import ModelConfig
-from ramify.models.decoder import Decoder, DecoderBinding
+from ramify.models.configs.model_config import ModelConfig
+from ramify.models.configs.rope import RopeConfig
+from ramify.models.decoders.decoder import Decoder, DecoderBinding
 from ramify.models.kv_cache_spec import attention_spec, kv_layout
 from ramify.models.ops.mlp import Mlp
 from ramify.models.ops.protocol import Attended, Embedding, ForwardStep, Heads, LmHead, Norm, Ops
 from ramify.models.ops.registry import OPS
-from ramify.models.rope_config import RopeConfig
 from tests.cpu.test_fused_attention import NUM_PAGES, PAGE, plan_of
 
 transformers = pytest.importorskip("transformers", reason="the oracle of model families")

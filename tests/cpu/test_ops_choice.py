@@ -13,13 +13,13 @@ import torch
 from ramify.attention.exactness import ProbeStore, row_by_row
 from ramify.config import OPS as OPS_NAMES
 from ramify.errors import ConfigError
-from ramify.models.checkpoint_tensors import load_weights
-from ramify.models.decoder import Decoder
-from ramify.models.dense import DENSE
+from ramify.models.checkpoint.tensors import load_weights
+from ramify.models.decoders.decoder import Decoder
+from ramify.models.decoders.dense import DENSE
 from ramify.models.loader import BINDINGS, load_model, read_config
-from ramify.models.ops import cpu_ops
-from ramify.models.ops.cpu_layers import FusedLayers
-from ramify.models.ops.cpu_ops import CpuOps
+from ramify.models.ops.cpu import cpu_ops
+from ramify.models.ops.cpu.cpu_ops import CpuOps
+from ramify.models.ops.cpu.layers import FusedLayers
 from ramify.models.ops.layer_loop import LayerLoop
 from ramify.models.ops.probe import probe_row_op
 from ramify.models.ops.registry import OPS, select_ops

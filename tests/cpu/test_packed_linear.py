@@ -15,9 +15,10 @@ from torch import Tensor
 from ramify.attention.backends.cpu import CpuBackend
 from ramify.attention.exactness import PROBE_ROW_COUNTS, batch_variant_row_counts
 from ramify.errors import ConfigError
-from ramify.models.dense_variant import QkNormForm
-from ramify.models.ops.cpu_linear import PackedLinear, packed_gemm_supports
-from ramify.models.ops.cpu_rope import QKNormRope
+from ramify.models.configs.dense_variant import QkNormForm
+from ramify.models.configs.rope import RopeConfig
+from ramify.models.ops.cpu.linear import PackedLinear, packed_gemm_supports
+from ramify.models.ops.cpu.rope import QKNormRope
 from ramify.models.ops.functional import (
     GATED_ACTIVATIONS,
     PLAIN_ACTIVATIONS,
@@ -26,8 +27,7 @@ from ramify.models.ops.functional import (
     rms_norm,
 )
 from ramify.models.ops.protocol import Activation, Heads
-from ramify.models.rope import RotaryTable
-from ramify.models.rope_config import RopeConfig
+from ramify.models.ops.rotary_table import RotaryTable
 from tests.cpu.attention_cases import spec_of
 
 pytest.importorskip("numba", reason="the kernels need the extra ramify[cpu]")
@@ -172,7 +172,7 @@ def test_the_default_dtype_of_torch_does_not_matter(default: torch.dtype) -> Non
 def test_numba_cpu_name_decides_which_instructions_are_used() -> None:
     """For a CPU without bf16 dot product none is emitted: LLVM would abort the process."""
     program = (
-        "import torch; from ramify.models.ops.cpu_linear import PackedLinear; "
+        "import torch; from ramify.models.ops.cpu.linear import PackedLinear; "
         "w, x = torch.ones(64, 32), torch.ones(3, 32); "
         "assert (PackedLinear(w.bfloat16())(x.bfloat16()) == 32).all()"
     )

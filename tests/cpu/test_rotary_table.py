@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ramify.models import rope as rope_module
+from ramify.models.configs.rope import RopeConfig
 from ramify.models.loader import load_model
+from ramify.models.ops import rotary_table as rope_module
+from ramify.models.ops.rotary_table import BLOCK_POSITIONS, RotaryTable, inverse_frequencies
 from ramify.models.ops.torch_ops import TorchOps
-from ramify.models.rope import BLOCK_POSITIONS, RotaryTable, inverse_frequencies
-from ramify.models.rope_config import RopeConfig
 from ramify.testing import write_tiny_checkpoint
 from tests.cpu.models.test_dense_families import logits_of, runner_of
 

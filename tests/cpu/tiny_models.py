@@ -10,7 +10,7 @@ import torch
 from ramify.attention.backends.blocked import BlockedBackend
 from ramify.attention.backends.cpu import CpuBackend
 from ramify.attention.exactness import ProbeStore
-from ramify.models.decoder import Decoder
+from ramify.models.decoders.decoder import Decoder
 from ramify.models.loader import load_model
 from ramify.models.ops.registry import OpsFactory
 from ramify.models.ops.torch_linear import TORCH_LINEARS, choose_torch_linear, strategy_supports

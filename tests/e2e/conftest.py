@@ -21,7 +21,7 @@ import anthropic
 import openai
 import pytest
 
-from ramify.models.find_checkpoint import find_checkpoint
+from ramify.models.checkpoint.find import find_checkpoint
 from tests.cpu.talker import TALKER_TEMPLATE
 
 START_S = 240  # the first start compiles kernels, perhaps on a busy machine

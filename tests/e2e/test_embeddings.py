@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from ramify import LLM
-from ramify.models.config import ModelConfig
-from ramify.models.find_checkpoint import find_checkpoint
+from ramify.models.checkpoint.find import find_checkpoint
+from ramify.models.configs.model_config import ModelConfig
 from tests.e2e.conftest import Running, Start
 
 QUERY = "Instruct: Given a search query, retrieve passages that answer it\nQuery:"

@@ -20,7 +20,7 @@ from ramify.engine.core import EngineCore
 from ramify.engine.logits.grammar import GrammarCompiler
 from ramify.engine.text.detokenizer import Detokenizer
 from ramify.engine.text.tokenizer import Tokenizer
-from ramify.models.pooling_config import PoolingConfig
+from ramify.models.configs.pooling import PoolingConfig
 from ramify.server.app import Server
 from ramify.server.generation import Generation
 from ramify.server.service import Service

@@ -11,7 +11,7 @@ import pytest
 
 from ramify import SamplingParams
 from ramify.errors import InvalidParamsError
-from ramify.models.pooling_config import PoolingConfig
+from ramify.models.configs.pooling import PoolingConfig
 from ramify.server.openai.embeddings import MAX_INPUTS
 from tests.pure.live_server import Live, live, until
 from tests.pure.server_bench import ServerBench, ask, run

@@ -10,7 +10,7 @@ from ramify.attention.paged import PagedBackend
 from ramify.attention.sparse_index import SparseIndex
 from ramify.attention.spec import AttentionSpec
 from ramify.kv.pool import KVLayout
-from ramify.models.config import ModelConfig
+from ramify.models.configs.model_config import ModelConfig
 
 
 def kv_layout(config: ModelConfig) -> KVLayout:

@@ -15,19 +15,19 @@ from torch import Tensor
 
 from ramify.attention.exactness import ProbeStore
 from ramify.errors import ConfigError, UnsupportedModelError
-from ramify.models.checkpoint_tensors import HEAD, load_weights, tensor_names
-from ramify.models.config import ModelConfig, token_ids
-from ramify.models.config_fields import read_json
-from ramify.models.decoder import CausalDecoder, Decoder, DecoderBinding
-from ramify.models.deepseek import DEEPSEEK
-from ramify.models.dense import DENSE
-from ramify.models.families import FAMILIES
-from ramify.models.hf_config import read_hf_config
+from ramify.models.checkpoint.stacked_experts import StackedExperts
+from ramify.models.checkpoint.tensors import HEAD, load_weights, tensor_names
+from ramify.models.checkpoint.weight_layout import OrderedWeights
+from ramify.models.configs.families import FAMILIES
+from ramify.models.configs.fields import read_json
+from ramify.models.configs.model_config import ModelConfig, token_ids
+from ramify.models.configs.wrappers import find_wrapper, text_fields
+from ramify.models.decoders.decoder import CausalDecoder, Decoder, DecoderBinding
+from ramify.models.decoders.deepseek import DEEPSEEK
+from ramify.models.decoders.dense import DENSE
+from ramify.models.hf.config import read_hf_config
 from ramify.models.ops.quantized import QuantizedWeight, Weight
 from ramify.models.ops.registry import OpsFactory, select_ops
-from ramify.models.stacked_experts import StackedExperts
-from ramify.models.weight_layout import OrderedWeights
-from ramify.models.wrappers import find_wrapper, text_fields
 
 # By architecture; all others are dense.
 BINDINGS: dict[str, DecoderBinding] = {
@@ -148,7 +148,7 @@ def load_decoder(
     config = read_config(path)
     if config.is_native:
         return load_model(path, dtype=dtype, exact=exact, ops=ops, progress=progress)
-    from ramify.models.hf import load_hf_decoder
+    from ramify.models.hf.decoder import load_hf_decoder
 
     compute_dtype = resolve_dtype(dtype, config)
     return load_hf_decoder(

@@ -17,7 +17,7 @@ from ramify.engine.prefix_namespaces import owner_of_namespace
 from ramify.engine.scheduling.validation import validate_token_ids
 from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import EngineStoppedError
-from ramify.models.pooling_config import PoolingConfig
+from ramify.models.configs.pooling import PoolingConfig
 from ramify.outputs import Explanation, StepOutput
 from ramify.server.answers.constraint import AnswerConstraints
 from ramify.server.errors import ApiError, ContextLengthError

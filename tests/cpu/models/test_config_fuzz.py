@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from ramify.errors import ModelError
-from ramify.models.checkpoint_tensors import load_weights
-from ramify.models.config import ModelConfig
-from ramify.models.families import FAMILIES
+from ramify.models.checkpoint.tensors import load_weights
+from ramify.models.configs.families import FAMILIES
+from ramify.models.configs.model_config import ModelConfig
 from ramify.models.loader import read_config
 from tests.cpu import deepseek_cases
 from tests.cpu.models.family_cases import CASES, SIZES, write_checkpoint

@@ -16,7 +16,7 @@ from ramify.engine.execution.runner import ModelRunner
 from ramify.kv.pool import KVPool
 from ramify.models.kv_cache_spec import attention_spec, kv_layout
 from ramify.models.loader import load_model
-from ramify.models.ops.cpu_layers import FusedLayers
+from ramify.models.ops.cpu.layers import FusedLayers
 from ramify.models.ops.registry import OPS
 from tests.cpu.models.family_cases import CASES, VOCAB_SIZE, write_checkpoint
 from tests.cpu.test_fused_attention import NUM_PAGES, PAGE, plan_of

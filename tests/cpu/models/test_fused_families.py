@@ -15,11 +15,11 @@ from ramify.engine.execution.runner import ModelRunner
 from ramify.engine.step import StepPlan
 from ramify.kv.block_table import PagedBlockTable
 from ramify.kv.pool import KVPool
-from ramify.models.decoder import Decoder
+from ramify.models.decoders.decoder import Decoder
 from ramify.models.kv_cache_spec import attention_spec, kv_layout
 from ramify.models.loader import load_model
-from ramify.models.ops.cpu_layers import FusedLayers
-from ramify.models.ops.cpu_ops import CpuOps
+from ramify.models.ops.cpu.cpu_ops import CpuOps
+from ramify.models.ops.cpu.layers import FusedLayers
 from ramify.models.ops.registry import OpsFactory
 from ramify.models.ops.torch_ops import TorchOps
 from tests.cpu.models.family_cases import VOCAB_SIZE, write_checkpoint

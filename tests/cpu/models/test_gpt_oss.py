@@ -13,11 +13,11 @@ from torch import Tensor
 
 from ramify import LLM, SamplingParams
 from ramify.errors import ModelError
-from ramify.models.config import ModelConfig
+from ramify.models.checkpoint.stacked_experts import widen_mxfp4
+from ramify.models.configs.model_config import ModelConfig
 from ramify.models.kv_cache_spec import attention_spec
 from ramify.models.loader import load_model, read_config
 from ramify.models.ops.registry import OPS
-from ramify.models.stacked_experts import widen_mxfp4
 from tests.cpu.models.test_dense_families import NUM_TOKENS, logits_of, runner_of, token_ids_of
 from tests.cpu.test_loading_memory import peak_of_loading
 

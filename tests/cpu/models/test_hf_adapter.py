@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from ramify import LLM, SamplingParams
 from ramify.errors import CheckpointError, ModelError, UnsupportedModelError
-from ramify.models.hf_config import is_foreign
+from ramify.models.hf.config import is_foreign
 from ramify.models.loader import load_decoder, read_config
 from tests.cpu.models.family_cases import MAX_LEN, VOCAB_SIZE
 

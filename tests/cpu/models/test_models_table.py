@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ramify.models.families import FAMILIES
+from ramify.models.configs.families import FAMILIES
 
 pytest.importorskip("transformers", reason="the cases need the extra ramify[hf]")
 

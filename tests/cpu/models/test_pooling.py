@@ -19,7 +19,7 @@ from ramify.errors import (
     PromptPoolingError,
     UnsupportedModelError,
 )
-from ramify.models.pooling_config import read_pooling
+from ramify.models.configs.pooling import read_pooling
 from tests.cpu.models.family_cases import VOCAB_SIZE, write_checkpoint
 
 transformers = pytest.importorskip("transformers", reason="the oracle needs the extra ramify[hf]")

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ramify.errors import CheckpointError, ModelError, UnsupportedModelError
-from ramify.models.config import ModelConfig
+from ramify.models.configs.model_config import ModelConfig
+from ramify.models.configs.wrappers import SAME_AS, WRAPPERS, find_wrapper, text_fields
 from ramify.models.loader import read_config
-from ramify.models.wrappers import SAME_AS, WRAPPERS, find_wrapper, text_fields
 from tests.cpu.models.test_dense_families import NUM_TOKENS, logits_of, runner_of, token_ids_of
 
 transformers = pytest.importorskip("transformers", reason="the oracle needs the extra ramify[hf]")

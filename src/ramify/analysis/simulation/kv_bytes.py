@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ramify.errors import CheckpointError
-from ramify.models.config import ModelConfig
+from ramify.models.configs.model_config import ModelConfig
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "fp8": 1}
 BUILT_IN = Path(__file__).parents[2] / "data"

@@ -27,10 +27,11 @@ from ramify.engine.text.tokenizer import Tokenizer
 from ramify.engine.text.tokenizer_files import has_tokenizer
 from ramify.errors import CheckpointError, ConfigError, ModelError
 from ramify.kv.pool import KVPool
-from ramify.models.checkpoint_tensors import checkpoint_shapes
-from ramify.models.config import ModelConfig
-from ramify.models.decoder import CausalDecoder
-from ramify.models.find_checkpoint import find_checkpoint
+from ramify.models.checkpoint.find import find_checkpoint
+from ramify.models.checkpoint.tensors import checkpoint_shapes
+from ramify.models.configs.model_config import ModelConfig
+from ramify.models.configs.pooling import PoolingConfig, read_pooling
+from ramify.models.decoders.decoder import CausalDecoder
 from ramify.models.kv_cache_spec import (
     attention_spec,
     build_attention,
@@ -44,7 +45,6 @@ from ramify.models.loader import (
     resolve_dtype,
 )
 from ramify.models.ops.registry import OpsChoice, select_ops
-from ramify.models.pooling_config import PoolingConfig, read_pooling
 
 
 class LocalEngine:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ramify.attention.paged import PagedAttention, PagedBackend
 from ramify.engine.step import StepPlan
 from ramify.kv.pool import KVPool
-from ramify.models.decoder import CausalDecoder
+from ramify.models.decoders.decoder import CausalDecoder
 from ramify.models.ops.protocol import ForwardStep
 
 

@@ -1,6 +1,6 @@
 """CPU kernels, compiled by Numba and LLVM: packed GEMM, norm + rope, paged attention, fused layers.
 
-Callers: `attention.backends.cpu` and `models.ops.cpu_*`. Read first: `abi`, `op_list`, `packed_gemm`,
+Callers: `attention.backends.cpu` and `models.ops.cpu`. Read first: `abi`, `op_list`, `packed_gemm`,
 `paged_attention`; then what they call. `simd`, `vector_math`, `elementwise` and the microkernels
 emit LLVM IR, as do parts of `kv_pack`, `norm_rope`, `task_queue` and `attention_args`; the rest is Python
 that Numba compiles. `abi`, `jit` and `threads` are for the host.

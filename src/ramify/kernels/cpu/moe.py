@@ -127,7 +127,7 @@ def _group(op: Any) -> None:
         count = load_i64(counts + 8 * e)
         store_i64(counts + 8 * e, first)  # from here on where the next token goes
         if count:
-            # As in `models.ops.cpu_linear`: equal blocks, the smallest tile that needs no more tiles.
+            # As in `models.ops.cpu.linear`: equal blocks, the smallest tile that needs no more tiles.
             num_blocks = -(-count // MC)
             per_block = -(-count // num_blocks)
             per_tile = -(-per_block // -(-per_block // _LARGEST_TILE))

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ramify.attention.exactness import FP32_ROW_MULTIPLE
-from ramify.models.moe_config import SWIGLU_ALPHA, SWIGLU_LIMIT
+from ramify.models.configs.moe import SWIGLU_ALPHA, SWIGLU_LIMIT
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:

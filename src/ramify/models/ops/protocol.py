@@ -17,9 +17,9 @@ from torch import Tensor
 from ramify.attention.exactness import Exactness
 from ramify.attention.paged import PagedBackend
 from ramify.kv.pool import KVPool
-from ramify.models.dense_variant import ActivationName, NormKind, QkNormForm
-from ramify.models.moe_config import MoeConfig
-from ramify.models.rope_config import RopeConfig
+from ramify.models.configs.dense_variant import ActivationName, NormKind, QkNormForm
+from ramify.models.configs.moe import MoeConfig
+from ramify.models.configs.rope import RopeConfig
 
 # A gated one: of the two halves (gate, up) of a result.
 GatedActivation = Literal["silu_mul", "gelu_tanh_mul", "gelu_mul", "clamped_swiglu_mul"]

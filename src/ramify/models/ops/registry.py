@@ -10,7 +10,7 @@ import torch
 
 from ramify.attention.exactness import ProbeStore, dtype_name
 from ramify.errors import ConfigError
-from ramify.models.ops.cpu_ops import CpuOps
+from ramify.models.ops.cpu.cpu_ops import CpuOps
 from ramify.models.ops.protocol import Ops
 from ramify.models.ops.quantized import Weight
 from ramify.models.ops.torch_ops import TorchOps

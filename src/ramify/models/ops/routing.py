@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ramify.models.moe_config import MoeConfig
+from ramify.models.configs.moe import MoeConfig
 
 
 def route(logits: Tensor, bias: Tensor | None, config: MoeConfig) -> Tensor:

@@ -16,8 +16,9 @@ from ramify.attention.exactness import (
     ProbeStore,
     dtype_name,
 )
-from ramify.models.dense_variant import QkNormForm
-from ramify.models.moe_config import MoeConfig
+from ramify.models.configs.dense_variant import QkNormForm
+from ramify.models.configs.moe import MoeConfig
+from ramify.models.configs.rope import RopeConfig
 from ramify.models.ops import functional
 from ramify.models.ops.functional import (
     GATED_ACTIVATIONS,
@@ -46,6 +47,7 @@ from ramify.models.ops.protocol import (
     Shard,
 )
 from ramify.models.ops.quantized import Weight, as_tensor, concat_weights
+from ramify.models.ops.rotary_table import BLOCK_POSITIONS, RotaryTable
 from ramify.models.ops.routing import route
 from ramify.models.ops.torch_linear import TorchLinear, choose_torch_linear
 from ramify.models.ops.torch_modules import (
@@ -55,8 +57,6 @@ from ramify.models.ops.torch_modules import (
     TorchQKNormRope,
     TorchRope,
 )
-from ramify.models.rope import BLOCK_POSITIONS, RotaryTable
-from ramify.models.rope_config import RopeConfig
 
 CPU = torch.device("cpu")
 

@@ -1,6 +1,6 @@
 """Embeddings, scores and reranking: vectors of texts, and their cosine similarities.
 
-The checkpoint's files say how hidden states become a vector (`ramify.models.pooling_config`).
+The checkpoint's files say how hidden states become a vector (`ramify.models.configs.pooling`).
 """
 
 from __future__ import annotations

@@ -1,0 +1,9 @@
+"""A checkpoint directory and its tensors.
+
+In reading order:
+
+- `find`: the directory of a name: local, built in, or a hub snapshot.
+- `tensors`: safetensors files, checked as a whole, read one tensor at a time.
+- `stacked_experts`: experts that are stacked in one tensor, one by one; widens MXFP4.
+- `weight_layout`: rows in the order that the operations expect.
+"""

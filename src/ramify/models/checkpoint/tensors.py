@@ -1,0 +1,295 @@
+"""A checkpoint's tensors: checked as a whole, read one by one when they are asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ramify.errors import CheckpointError, UnsupportedModelError, shortened
+from ramify.models.checkpoint.find import INDEX, PICKLED_ONLY, pickled_weights
+from ramify.models.configs.families import FAMILIES
+from ramify.models.configs.fields import read_json
+from ramify.models.configs.model_config import ModelConfig
+from ramify.models.configs.wrappers import is_other_part, text_tensor_name
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+# As safetensors names them.
+FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """File, stored name, shape and dtypes of a tensor."""
+
+    file: Path
+    name: str  # in the file
+    shape: tuple[int, ...]
+    stored: torch.dtype
+    dtype: torch.dtype
+
+
+class CheckpointTensors(Mapping[str, Tensor]):
+    """Tensors by name, each read from its file when it is asked for, and not kept.
+
+    So a decoder that packs its weights one by one needs little more memory than the packed ones. The
+    token embedding is a view of the mapped file if that has its dtype: only the rows that are used
+    become resident. The order of names is that of `ModelConfig.stored_shapes`.
+    """
+
+    def __init__(self, entries: dict[str, _Entry]) -> None:
+        self._entries = entries
+        _read_ahead({entry.file for entry in entries.values()})
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __getitem__(self, name: str) -> Tensor:
+        entry = self._entries[name]
+        tensor = self._read(entry, None)
+        if tensor.dtype != entry.dtype:
+            return tensor.to(entry.dtype)
+        return tensor if name == EMBEDDING else tensor.clone()
+
+    def part(self, name: str, index: int) -> Tensor:
+        """`self[name][index]`; reads no more of the file."""
+        entry = self._entries[name]
+        return self._read(entry, index).to(entry.dtype, copy=True)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype that a tensor has once it is read."""
+        return self._entries[name].dtype
+
+    def _read(self, entry: _Entry, index: int | None) -> Tensor:
+        """A tensor as it is in its file, or one of those that are stacked in it."""
+        try:
+            # Opened for one tensor: pages of a mapped file stay resident while it is open.
+            with safe_open(entry.file, framework="pt", device="cpu") as shard:
+                if index is None:
+                    tensor: Tensor = shard.get_tensor(entry.name)
+                else:
+                    tensor = shard.get_slice(entry.name)[index]
+        except (SafetensorError, OSError) as error:
+            raise _corrupt(entry.file, error) from error
+        return tensor
+
+    def num_bytes(self, name: str) -> int:
+        """Bytes of a tensor in its file."""
+        entry = self._entries[name]
+        size = entry.stored.itemsize
+        for length in entry.shape:
+            size *= length
+        return size
+
+
+def _read_ahead(files: set[Path]) -> None:
+    """Ask the system to read all files at once; it does so while layers are prepared."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    for file in files:
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(descriptor)
+
+
+def _corrupt(file: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{file} is corrupt or truncated ({error}); download it again")
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """A safetensors file; raises CheckpointError where it cannot be read."""
+    try:
+        with safe_open(file, framework="pt", device="cpu") as shard:
+            yield shard
+    except (SafetensorError, OSError) as error:
+        raise _corrupt(file, error) from error
+
+
+def load_weights(path: Path, config: ModelConfig, *, dtype: torch.dtype) -> CheckpointTensors:
+    """Find and check every tensor of `config.stored_shapes()`.
+
+    Raises:
+        CheckpointError: files are missing or truncated; tensors are missing, unexpected or have
+            another shape.
+        UnsupportedModelError: a tensor's dtype is neither float32, bfloat16 nor float16.
+    """
+    shapes = config.stored_shapes()
+    entries: dict[str, _Entry] = {}
+    # lm_head beside tied embeddings: older tools wrote both.
+    duplicate_head: _Entry | None = None
+    for file, promised in weight_files(path).items():
+        with _opened(file) as shard:
+            present = set(shard.keys())
+            for name in sorted(promised - present):
+                raise CheckpointError(
+                    f"{file} lacks the tensor {shortened(name)} that {INDEX} promises; download both again"
+                )
+            for stored_name in sorted(present):
+                name = _full_name(stored_name, shapes, config)
+                is_duplicate = name == HEAD and config.tie_word_embeddings
+                if name not in shapes and not is_duplicate:
+                    if _is_ignorable(name, config):
+                        continue
+                    raise CheckpointError(
+                        f"{file} holds the tensor {name}, which {config.architecture} has no "
+                        "use for with this config.json; is it the right config.json?"
+                    )
+                part = shard.get_slice(stored_name)
+                expected = shapes[EMBEDDING if is_duplicate else name]
+                shape = tuple(part.get_shape())
+                if not is_duplicate:
+                    _check_shape(file, name, expected, shape)
+                is_packed = config.is_packed(name)
+                stored = _stored_dtype(str(part.get_dtype()), file, name, is_packed=is_packed)
+                target = torch.float32 if config.is_float32(name) else dtype
+                target = stored if is_packed else target
+                entry = _Entry(file, stored_name, shape, stored, target)
+                if is_duplicate:
+                    duplicate_head = entry
+                else:
+                    entries[name] = entry
+    missing = [name for name in shapes if name not in entries]
+    if missing:
+        raise CheckpointError(
+            f"{path} lacks {len(missing)} of {len(shapes)} tensors, the first is {missing[0]} "
+            f"with shape {list(shapes[missing[0]])}; is config.json of the same model?"
+        )
+    tensors = CheckpointTensors({name: entries[name] for name in shapes})
+    if duplicate_head is not None:
+        head = CheckpointTensors({HEAD: duplicate_head})[HEAD]
+        if not torch.equal(head, tensors[EMBEDDING]):
+            raise CheckpointError(
+                f"{path} has a {HEAD} that is not {EMBEDDING}, but config.json says that they are "
+                "one (tie_word_embeddings); which of the two is wrong?"
+            )
+    return tensors
+
+
+def _full_name(name: str, shapes: Mapping[str, tuple[int, ...]], config: ModelConfig) -> str:
+    """The name of a tensor in a text model: base models, as for embeddings, leave out `model.`."""
+    if config.wrapper is not None:
+        name = text_tensor_name(name)
+    full = f"model.{name}"
+    return full if name not in shapes and full in shapes else name
+
+
+def checkpoint_shapes(path: Path, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of all tensors of a model by name, widened where the checkpoint is quantised.
+
+    Raises:
+        CheckpointError: see `load_weights`.
+    """
+    if config.is_native:
+        return config.tensor_shapes()
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in weight_files(path):
+        with _opened(file) as shard:
+            names = list(shard.keys())
+            shapes |= {name: tuple(shard.get_slice(name).get_shape()) for name in names}
+    return shapes
+
+
+def tensor_names(path: Path) -> set[str]:
+    """Names of all tensors in a checkpoint's files.
+
+    Raises:
+        CheckpointError: see `load_weights`.
+    """
+    names: set[str] = set()
+    for file in weight_files(path):
+        with _opened(file) as shard:
+            names |= set(shard.keys())
+    return names
+
+
+def weight_files(path: Path) -> dict[Path, frozenset[str]]:
+    """Safetensors files of a checkpoint, each with the tensors that the index says it holds.
+
+    A single model.safetensors wins over an index, as in transformers: the index is left over.
+    """
+    single = path / "model.safetensors"
+    if single.is_file():
+        return {single: frozenset()}
+    if (path / INDEX).is_file():
+        shard_of = read_json(path / INDEX).get("weight_map")
+        if not isinstance(shard_of, dict) or not shard_of:
+            raise CheckpointError(f"{path / INDEX} has no weight_map; download it again")
+        shards: dict[str, set[str]] = {}
+        for name, shard in shard_of.items():
+            is_name = isinstance(shard, str) and Path(shard).name == shard and "\0" not in shard
+            if not is_name or shard in ("", ".."):
+                raise CheckpointError(
+                    f"{path / INDEX}: {shortened(name)} is in {shortened(repr(shard))}, not a file name"
+                )
+            shards.setdefault(shard, set()).add(name)
+        present = {file.name for file in path.iterdir() if file.name in shards and file.is_file()}
+        absent = sorted(shards.keys() - present)
+        if absent:
+            raise CheckpointError(
+                f"{path / shortened(absent[0])} is missing ({len(absent)} of {len(shards)} shards that "
+                f"{INDEX} names); download the checkpoint again"
+            )
+        return {path / shard: frozenset(shards[shard]) for shard in sorted(shards)}
+    others = sorted(file.name for file in path.glob("*.safetensors"))
+    if others:
+        raise CheckpointError(
+            f"{path} has {others[0]} but neither model.safetensors nor {INDEX}; download the "
+            "missing files"
+        )
+    pickled = pickled_weights(path)
+    if pickled is not None:
+        raise CheckpointError(f"{path} {PICKLED_ONLY.format(pickled)}")
+    raise CheckpointError(
+        f"{path} has no weights: neither model.safetensors nor {INDEX}; download them, or name "
+        "another directory"
+    )
+
+
+def _check_shape(file: Path, name: str, expected: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    if expected != shape:
+        raise CheckpointError(
+            f"{file}: tensor {name} has shape {list(shape)} but config.json asks for "
+            f"{list(expected)}; is config.json of the same model?"
+        )
+
+
+def _stored_dtype(stored: str, file: Path, name: str, *, is_packed: bool) -> torch.dtype:
+    if is_packed:
+        if stored != "U8":
+            raise CheckpointError(
+                f"{file}: tensor {name} is {stored}, not U8, but config.json says that it is "
+                "quantised; is config.json of the same model?"
+            )
+        return torch.uint8
+    dtype = FLOAT_DTYPES.get(stored)
+    if dtype is None:
+        raise UnsupportedModelError(
+            f"{file}: tensor {name} is {stored}; only float32, bfloat16 and float16 weights are "
+            "supported, so use the original checkpoint"
+        )
+    return dtype
+
+
+def _is_ignorable(name: str, config: ModelConfig) -> bool:
+    """Whether to skip a tensor: a buffer that older tools saved, a draft layer, an encoder of images."""
+    if config.wrapper is not None and is_other_part(name):
+        return True
+    layer = name.removeprefix("model.layers.").split(".")[0]
+    has_mtp = FAMILIES[config.architecture].has_mtp_layers
+    if has_mtp and layer.isdecimal() and int(layer) >= config.num_layers:
+        # Multi-token-prediction layers are numbered after the last decoder layer.
+        return True
+    return name.endswith((".rotary_emb.inv_freq", ".attn.masked_bias"))

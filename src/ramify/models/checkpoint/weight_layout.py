@@ -1,0 +1,106 @@
+"""Reorder rows of a checkpoint's tensors, as they are read, to the layout that the operations expect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from ramify.models.configs.model_config import ModelConfig
+
+
+class OrderedWeights(Mapping[str, Tensor]):
+    """A checkpoint of a dense model with rotary pairs and norms of heads where operations expect them.
+
+    Operations rotate dimension i of a head with i + head_dim / 2, over whole heads. A family that
+    rotates neighbours, or the first dimensions only, gets there by another order of the rows of its
+    q and k projections: first elements of the rotary pairs, half of the other dimensions, second
+    elements, the other half. Scores are dot products of q and k, which a common order leaves alone.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], config: ModelConfig) -> None:
+        self._tensors = tensors
+        self._made: dict[str, Callable[[], Tensor]] = {}
+        for layer in range(config.num_layers):
+            self._order_layer(config, layer)
+
+    def __len__(self) -> int:
+        return len(self._tensors.keys() | self._made.keys())
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._tensors
+        yield from (name for name in self._made if name not in self._tensors)
+
+    def __getitem__(self, name: str) -> Tensor:
+        made = self._made.get(name)
+        return self._tensors[name] if made is None else made()
+
+    def _order_layer(self, config: ModelConfig, layer: int) -> None:
+        variant, prefix = config.variant, f"model.layers.{layer}."
+        norms = [prefix + name for name in (variant.names.q_norm, variant.names.k_norm)]
+        if variant.qk_norm is not None and variant.qk_norm_per_head == "list":
+            counts = config.num_heads, config.num_kv_heads
+            for name, count in zip(norms, counts, strict=True):
+                rows = [f"{name}.norms.{head}.weight" for head in range(count)]
+                self._add(f"{name}.weight", self._stacked(rows))
+        dim = config.rope_of(layer).rotary_dim
+        order = rotary_order(config.head_dim, dim, interleaved=variant.rope_interleaved)
+        if order is None or layer in variant.layers_without_rope:
+            return
+        for name, num_heads in _rotated_rows(config, prefix).items():
+            rotated = (torch.arange(num_heads)[:, None] * config.head_dim + order).flatten()
+            for tensor in (f"{name}.weight", f"{name}.bias"):
+                self._add(tensor, self._with_rows(tensor, rotated))
+        if variant.qk_norm is not None:
+            for name in norms:
+                self._add(f"{name}.weight", self._with_columns(f"{name}.weight", order))
+
+    def _add(self, name: str, make: Callable[[], Tensor] | None) -> None:
+        if make is not None:
+            self._made[name] = make
+
+    def _source(self, name: str) -> Callable[[], Tensor] | None:
+        """What makes a tensor so far; None if there is none of that name."""
+        made = self._made.get(name)
+        if made is None and name in self._tensors:
+            return lambda: self._tensors[name]
+        return made
+
+    def _stacked(self, names: list[str]) -> Callable[[], Tensor]:
+        return lambda: torch.stack([self._tensors[name] for name in names])
+
+    def _with_rows(self, name: str, rows: Tensor) -> Callable[[], Tensor] | None:
+        source = self._source(name)
+        if source is None:
+            return None
+
+        def make() -> Tensor:
+            whole = source()
+            rest = torch.arange(len(rows), len(whole))
+            return whole[torch.cat((rows, rest))]
+
+        return make
+
+    def _with_columns(self, name: str, columns: Tensor) -> Callable[[], Tensor] | None:
+        source = self._source(name)
+        return None if source is None else lambda: source()[..., columns]
+
+
+def rotary_order(head_dim: int, rotary_dim: int | None, *, interleaved: bool) -> Tensor | None:
+    """The dimension of a head that comes to each place [head_dim]; None if all stay."""
+    dim = rotary_dim or head_dim
+    if dim == head_dim and not interleaved:
+        return None
+    rotated, rest = torch.arange(dim), torch.arange(dim, head_dim)
+    first, second = (rotated[0::2], rotated[1::2]) if interleaved else rotated.chunk(2)
+    middle = len(rest) // 2
+    return torch.cat((first, rest[:middle], second, rest[middle:]))
+
+
+def _rotated_rows(config: ModelConfig, prefix: str) -> dict[str, int]:
+    """Names of the linears with rotated heads, which come first, and how many heads are rotated."""
+    names = [prefix + name for name in config.variant.names.qkv]
+    if len(names) == 1:
+        return {names[0]: config.num_heads + config.num_kv_heads}
+    return {names[0]: config.num_heads, names[1]: config.num_kv_heads}
