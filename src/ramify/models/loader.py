@@ -19,7 +19,7 @@ from ramify.models.checkpoint.stacked_experts import StackedExperts
 from ramify.models.checkpoint.tensors import HEAD, load_weights, tensor_names
 from ramify.models.checkpoint.weight_layout import OrderedWeights
 from ramify.models.configs.families import FAMILIES
-from ramify.models.configs.fields import read_json
+from ramify.models.configs.fields import read_json, read_optional_json
 from ramify.models.configs.model_config import ModelConfig, token_ids
 from ramify.models.configs.wrappers import find_wrapper, text_fields
 from ramify.models.decoders.decoder import CausalDecoder, Decoder, DecoderBinding
@@ -51,9 +51,7 @@ def read_config(path: Path) -> ModelConfig:
         fields = text_fields(fields, str(path / "config.json"), wrapper, has_head=has_head)
     config = dataclasses.replace(_model_config(path, fields), wrapper=wrapper)
     generation = path / "generation_config.json"
-    if not generation.is_file():
-        return config
-    ends = token_ids(read_json(generation).get("eos_token_id"), str(generation))
+    ends = token_ids(read_optional_json(generation).get("eos_token_id"), str(generation))
     if not ends:
         return config
     # Drop the family's default: generation_config.json is more specific.

@@ -18,6 +18,7 @@ from ramify.engine.text.template_limits import (
     limited_rendering,
 )
 from ramify.errors import ChatTemplateError, ChatTemplateLimitError, CheckpointError
+from ramify.models.configs.fields import read_json_value
 
 DEFAULT, TOOL_USE, RAG = "default", "tool_use", "rag"
 
@@ -71,7 +72,7 @@ class ChatTemplates:
             try:
                 tree = self._environment.parse(source)
                 names |= {node.name for node in tree.find_all(nodes.Name)}
-            except _TEMPLATE_FAULTS:  # rendering says so
+            except _TEMPLATE_FAULTS:  # rendering reports it
                 continue
         return frozenset(names)
 
@@ -261,10 +262,7 @@ def read_chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]
 
 def _read_processor_template(file: Path) -> str | None:
     """`chat_template` of a processor's `chat_template.json`; None without that field."""
-    try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}; download it again") from error
+    fields = read_json_value(file)
     template = fields.get("chat_template") if isinstance(fields, dict) else None
     if template is not None and not isinstance(template, str):
         raise CheckpointError(f"{file}: chat_template must be a text; download it again")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -23,6 +22,7 @@ from ramify.engine.text.sentencepiece_model import SPACE
 from ramify.engine.text.special_tokens import SpecialTokenEscaper
 from ramify.engine.text.tokenizer_files import read_tokenizer
 from ramify.errors import CheckpointError, InvalidParamsError, PromptTooLongError
+from ramify.models.configs.fields import read_optional_json
 
 
 class Tokenizer:
@@ -56,11 +56,11 @@ class Tokenizer:
             CheckpointError: there is no tokenizer, a file cannot be read or converted, or an entry
                 that should be a token is not one.
         """
-        config = _read_json(path / "tokenizer_config.json")
+        config = read_optional_json(path / "tokenizer_config.json")
         file = read_tokenizer(path, config)
         core = file.core
-        special_tokens_map = _read_json(path / "special_tokens_map.json")
-        added_tokens = _read_json(path / "added_tokens.json")
+        special_tokens_map = read_optional_json(path / "special_tokens_map.json")
+        added_tokens = read_optional_json(path / "added_tokens.json")
         try:
             merged = merge_tokenizer_configs(config, special_tokens_map)
             has_decoder = ADDED_TOKENS_DECODER in config
@@ -235,16 +235,3 @@ def _require_unicode(text: str) -> None:
     except UnicodeEncodeError as error:  # half of a surrogate pair has no bytes, so no tokens
         name = f"prompt[{error.start}]"
         raise InvalidParamsError(name, text[error.start], "a Unicode character") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; {} if there is no file."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; download it again") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds {type(content).__name__}, not an object")
-    return content

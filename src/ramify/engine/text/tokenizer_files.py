@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ import tokenizers
 from ramify.engine.text.ranked_bpe import LLAMA3_PATTERN, tekken_tokenizer, tiktoken_tokenizer
 from ramify.engine.text.sentencepiece_model import SentencePieceModel
 from ramify.errors import CheckpointError
+from ramify.models.configs.fields import read_optional_json
 
 # The first file that a checkpoint has is its tokenizer.
 SENTENCEPIECE, TEKKEN = "tokenizer.model", "tekken.json"
@@ -84,19 +84,12 @@ def _converted(path: Path, file: Path, config: Mapping[str, Any]) -> TokenizerFi
         model = SentencePieceModel.parse(data)
     except ValueError:
         # Llama 3's file of this name has tiktoken's form.
-        if not data[:4].isascii() or _model_type(path) not in ("llama", ""):
+        model_type = str(read_optional_json(path / "config.json").get("model_type", ""))
+        if not data[:4].isascii() or model_type not in ("llama", ""):
             raise
         return TokenizerFile(tiktoken_tokenizer(data, LLAMA3_PATTERN))
     model = model.with_added_tokens(config)
     return TokenizerFile(model.convert(config), model.special_tokens())
-
-
-def _model_type(path: Path) -> str:
-    try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return ""
-    return str(config.get("model_type", ""))
 
 
 def _by_transformers(path: Path, name: str) -> tokenizers.Tokenizer:

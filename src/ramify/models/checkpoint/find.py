@@ -119,13 +119,13 @@ def _hub_snapshot(name: str, revision: str | None, *, offline: bool) -> Path:
             )
         )
         file = _pickled_only(cached)
-        # Without asking the hub, which takes minutes where the network swallows packets.
+        # Raise before asking the hub: that takes minutes where the network drops packets.
         if file is not None:
             raise CheckpointError(
                 f"{cached} {PICKLED_ONLY.format(file)}, or get its safetensors, if the hub has any, "
                 f"with `hf download {name}`"
             )
-        # Of an interrupted download, or what another program asked for: the rest follows.
+        # A snapshot may be partial (interrupted, or of another program): download the rest.
         if is_offline or _has_weights(cached):
             return cached
     except HFValidationError as error:

@@ -88,7 +88,7 @@ class OrderedWeights(Mapping[str, Tensor]):
 
 
 def rotary_order(head_dim: int, rotary_dim: int | None, *, interleaved: bool) -> Tensor | None:
-    """The dimension of a head that comes to each place [head_dim]; None if all stay."""
+    """Permutation [head_dim] of a head's dimensions, for indexing; None if it is the identity."""
     dim = rotary_dim or head_dim
     if dim == head_dim and not interleaved:
         return None

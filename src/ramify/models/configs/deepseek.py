@@ -112,7 +112,7 @@ class MlaConfig:
         return shapes
 
 
-def deepseek_experts(fields: ConfigFields, model_type: str, num_layers: int) -> MoeConfig | None:
+def deepseek_experts(fields: ConfigFields, num_layers: int, model_type: str) -> MoeConfig | None:
     """Read the expert fields of a parsed `config.json`; None if no layer has experts.
 
     Raises:
@@ -164,26 +164,15 @@ def deepseek_experts(fields: ConfigFields, model_type: str, num_layers: int) -> 
 
 
 def _dense_layers(fields: ConfigFields, model_type: str, num_layers: int) -> frozenset[int]:
-    config, source = fields.config, fields.source
-    kinds = config.get("mlp_layer_types") if model_type == "deepseek_v32" else None
-    if kinds is not None:
-        if (
-            not isinstance(kinds, list)
-            or len(kinds) != num_layers
-            or set(map(str, kinds)) - set(_MLP_KINDS)
-        ):
-            raise UnsupportedModelError(
-                f"{source}: mlp_layer_types must name {num_layers} layers, each "
-                f"{' or '.join(_MLP_KINDS)}; it is {shown(kinds)}"
-            )
-        return frozenset(layer for layer, kind in enumerate(kinds) if kind == "dense")
+    config = fields.config
+    if model_type == "deepseek_v32":
+        kinds = fields.layer_kinds("mlp_layer_types", num_layers, ("dense", "sparse"))
+        if kinds is not None:
+            return frozenset(layer for layer, kind in enumerate(kinds) if kind == "dense")
     if "n_routed_experts" in config and config["n_routed_experts"] is None:
         return frozenset(range(num_layers))
     first = num_first_dense_layers(fields, 0 if model_type == "deepseek_v2" else 3)
     return frozenset(range(min(first, num_layers)))
-
-
-_MLP_KINDS = ("dense", "sparse")
 
 
 def _yarn_score_factor(fields: ConfigFields) -> float:

@@ -5,6 +5,8 @@ A family whose arithmetic `DenseVariant` can say is a row here and a case in `te
 
 from __future__ import annotations
 
+from functools import partial
+
 from ramify.models.configs.deepseek import deepseek_experts
 from ramify.models.configs.dense_variant import DenseVariant
 from ramify.models.configs.family import ACTIVATIONS, Family
@@ -335,7 +337,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "DeepseekV2ForCausalLM": Family(
         model_type="deepseek_v2",
-        experts=lambda fields, num_layers: deepseek_experts(fields, "deepseek_v2", num_layers),
+        experts=partial(deepseek_experts, model_type="deepseek_v2"),
         biases=attention_bias,
         eos_token_id=2,
         is_latent=True,
@@ -343,7 +345,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "DeepseekV3ForCausalLM": Family(
         model_type="deepseek_v3",
-        experts=lambda fields, num_layers: deepseek_experts(fields, "deepseek_v3", num_layers),
+        experts=partial(deepseek_experts, model_type="deepseek_v3"),
         biases=attention_bias,
         eos_token_id=1,
         is_latent=True,
@@ -351,7 +353,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "DeepseekV32ForCausalLM": Family(
         model_type="deepseek_v32",
-        experts=lambda fields, num_layers: deepseek_experts(fields, "deepseek_v32", num_layers),
+        experts=partial(deepseek_experts, model_type="deepseek_v32"),
         biases=attention_bias,
         eos_token_id=1,
         is_latent=True,

@@ -61,7 +61,7 @@ class Family:
     original_max_len: int | None = None
     has_rope_alpha: bool = False  # `dynamic` scaling with `alpha` is another base
     intermediate_field: str = "intermediate_size"
-    has_mtp_layers: bool = False  # checkpoints have layers behind the last one, for drafts
+    has_mtp_layers: bool = False  # checkpoints have multi-token-prediction layers, skipped
     tie_word_embeddings: bool = False
     eos_token_id: int | tuple[int, ...] | None = None
     quant_methods: tuple[str, ...] = ()  # of `quantization_config`, widened at load

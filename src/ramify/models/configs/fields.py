@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from ramify.errors import CheckpointError
+from ramify.errors import CheckpointError, UnsupportedModelError
 
 # Above any size of a real model; floats and int64 hold it, and products with another.
 MAX_COUNT = 2**31 - 1
@@ -71,6 +71,24 @@ class ConfigFields:
             raise CheckpointError(f"{self.source}: {name} is {shown(value)}; it must be a list")
         return value
 
+    def layer_kinds(self, name: str, num_layers: int, known: Collection[str]) -> list[Any] | None:
+        """A list with one of `known` for each layer; None for null and where it is absent.
+
+        Raises:
+            UnsupportedModelError: it is anything else.
+        """
+        kinds = self.config.get(name)
+        if kinds is not None and (
+            not isinstance(kinds, list)
+            or len(kinds) != num_layers
+            or set(map(str, kinds)) - set(known)
+        ):
+            raise UnsupportedModelError(
+                f"{self.source}: {name} must name {num_layers} layers, each "
+                f"{' or '.join(known)}; it is {shown(kinds)}"
+            )
+        return kinds
+
 
 def is_token_id(value: object) -> TypeGuard[int]:
     """Whether a JSON value can be a token id of any vocabulary."""
@@ -96,6 +114,11 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds {type(content).__name__}, not an object")
     return content
+
+
+def read_optional_json(path: Path) -> dict[str, Any]:
+    """`read_json`; {} if there is no file."""
+    return read_json(path) if path.exists() else {}
 
 
 def read_json_value(path: Path) -> Any:

@@ -13,7 +13,7 @@ from ramify.errors import (
     PromptPoolingError,
     UnsupportedModelError,
 )
-from ramify.models.configs.fields import read_json, read_json_value
+from ramify.models.configs.fields import read_json, read_json_value, read_optional_json
 from ramify.params import PoolingMode
 
 MODULES, POOLING = "modules.json", "1_Pooling/config.json"
@@ -179,9 +179,7 @@ def _check_bool(file: Path, name: str, value: object) -> None:
 def _prompts(path: Path) -> tuple[dict[str, str], str | None]:
     """Texts by name and the default's name."""
     file = path / PROMPTS
-    if not file.is_file():
-        return {}, None
-    fields = read_json(file)
+    fields = read_optional_json(file)
     prompts, default = fields.get("prompts") or {}, fields.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(isinstance(v, str) for v in prompts.values()):
         raise CheckpointError(f"{file}: prompts is {prompts!r}; it must map names to texts")

@@ -24,29 +24,18 @@ def read_windows(
         family.has_window_switch and not fields.flag("use_sliding_window", False)
     ):
         return None, frozenset()
-    kinds = config.get("layer_types")
-    if (
-        rule != "all"
-        and kinds is not None
-        and (
-            not isinstance(kinds, list)
-            or len(kinds) != num_layers
-            or set(map(str, kinds)) - set(LAYER_TYPES)
-        )
-    ):
-        raise UnsupportedModelError(
-            f"{fields.source}: layer_types must name {num_layers} layers, each "
-            f"{' or '.join(LAYER_TYPES)}; it is {shown(kinds)}"
-        )
+    kinds = None
+    if rule != "all":
+        kinds = fields.layer_kinds("layer_types", num_layers, LAYER_TYPES)
     if config.get("sliding_window", family.sliding_window) is None:
-        if rule != "all" and kinds is not None and "sliding_attention" in kinds:
+        if kinds is not None and "sliding_attention" in kinds:
             raise CheckpointError(
                 f"{fields.source}: layer_types has layers with sliding_attention, but "
                 "sliding_window is null; it must be an integer >= 1"
             )
         return None, frozenset()
     window = fields.count("sliding_window", family.sliding_window)
-    if rule == "all" and kinds:
+    if rule == "all" and config.get("layer_types"):
         raise UnsupportedModelError(
             f"{fields.source}: layer_types is not a setting of {family.model_type} models"
         )

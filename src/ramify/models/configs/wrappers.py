@@ -14,7 +14,7 @@ from ramify.errors import CheckpointError, UnsupportedModelError
 from ramify.models.configs.families import FAMILIES
 from ramify.models.configs.fields import ConfigFields, shown
 
-# What one setting of positions is to text: all its axes count 0, 1, 2, ...
+# Rotary positions with several axes (time, height, width); in text all are 0, 1, 2, ...
 MULTI_AXIS_ROPE = "mrope"
 # Text decoders that are a family under another name, but for rotary positions with several axes.
 SAME_AS = {

@@ -21,22 +21,17 @@ class LayerLoop:
 
     def __call__(self, hidden: Tensor, step: ForwardStep) -> Tensor:
         """See `LayerStack`."""
-        return run_layers(self.layers, hidden, step)
+        whole = step if step.output_rows is None else replace(step, output_rows=None)
+        for layer in self.layers:
+            attended = layer.attend(hidden, step if layer is self.layers[-1] else whole)
+            if len(attended.rows) == len(hidden):
+                hidden = layer.finish(hidden, attended.rows, whole)
+            else:
+                rows = step.output_rows
+                assert rows is not None
+                hidden[rows] = layer.finish(hidden[rows], attended.rows, whole.select(rows))
+                mark_nonfinite_rows(hidden, *attended.kv)
+        return hidden
 
     def warm_up(self, backend: PagedBackend, pool: KVPool) -> None:
         """Nothing to compile."""
-
-
-def run_layers(layers: Sequence[DecoderLayer], hidden: Tensor, step: ForwardStep) -> Tensor:
-    """Run layers over hidden [T, hidden_size], of which the last computes `step.output_rows` only."""
-    whole = step if step.output_rows is None else replace(step, output_rows=None)
-    for layer in layers:
-        attended = layer.attend(hidden, step if layer is layers[-1] else whole)
-        if len(attended.rows) == len(hidden):
-            hidden = layer.finish(hidden, attended.rows, whole)
-        else:
-            rows = step.output_rows
-            assert rows is not None
-            hidden[rows] = layer.finish(hidden[rows], attended.rows, whole.select(rows))
-            mark_nonfinite_rows(hidden, *attended.kv)
-    return hidden

@@ -21,7 +21,7 @@ from ramify.models.configs.dense_variant import ActivationName, NormKind, QkNorm
 from ramify.models.configs.moe import MoeConfig
 from ramify.models.configs.rope import RopeConfig
 
-# A gated one: of the two halves (gate, up) of a result.
+# Gated activations combine the two halves (gate, up) of a result.
 GatedActivation = Literal["silu_mul", "gelu_tanh_mul", "gelu_mul", "clamped_swiglu_mul"]
 Activation = ActivationName | Literal["sigmoid"] | GatedActivation
 
@@ -135,7 +135,7 @@ class Rope(Protocol):
 
 
 class Attended(NamedTuple):
-    """What a layer's attention hands on."""
+    """Output of a layer's attention, and the K/V that it wrote."""
 
     rows: Tensor  # [T or R, num_heads * value_dim]
     kv: tuple[Tensor, ...]  # of all T rows

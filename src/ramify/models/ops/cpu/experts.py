@@ -38,6 +38,7 @@ from ramify.models.ops.cpu.linear import (
     epilogue,
     num_row_tasks,
     pack_matrix,
+    padded_floats,
     weight_kind,
 )
 from ramify.models.ops.mlp import Mlp
@@ -52,10 +53,6 @@ def _op(kind: int, fields: Mapping[int, int]) -> tuple[int, ...]:
     for field, value in fields.items():
         op[field] = value
     return tuple(op)
-
-
-def _round_up(count: int) -> int:
-    return -(-count // 16) * 16
 
 
 class TopKRouter:
@@ -82,7 +79,7 @@ class TopKRouter:
 
     def scratch_floats(self, _num_rows: int, _num_workers: int) -> int:
         """Scratch float32 per worker, as for `thread_scratch`."""
-        return _round_up(self.padded)
+        return padded_floats(self.padded)
 
     def __call__(self, logits: Tensor) -> Tensor:
         """[T, num_experts] float32 -> weights of the same shape, zero but for `top_k` of a row."""
@@ -216,7 +213,7 @@ class GroupedExperts:
 
     def combine_scratch(self, _num_rows: int, _num_workers: int) -> int:
         """Scratch float32 per worker of the combine op."""
-        return _round_up(self.down.out_width)
+        return padded_floats(self.down.out_width)
 
     def __call__(self, x: Tensor, weights: Tensor) -> Tensor:
         """See `Experts`.

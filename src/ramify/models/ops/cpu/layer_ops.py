@@ -299,23 +299,23 @@ class OpList:
             for name, size in layer.buffer_bytes.items():
                 sizes.setdefault(_buffer(name, number), []).append(size)
         self._sizes = [*sizes.values()]
-        names = {name: place for place, name in enumerate([_buffer(HIDDEN, 0), *sizes])}
-        bound, place = list[tuple[int, int]](), 0
+        buffer_index = {buffer: i for i, buffer in enumerate([_buffer(HIDDEN, 0), *sizes])}
+        bound, begin = list[tuple[int, int]](), 0  # (index into the flat op list, buffer)
         for number, layer in enumerate(layers):
             for op in layer.ops:
                 for field, buffer in op.buffers:
-                    index = names.get(_buffer(buffer, number))
+                    index = buffer_index.get(_buffer(buffer, number))
                     if index is not None:
-                        bound.append((place + field, index))
-                place += OP_FIELDS
-        self._places, self._buffers = np.array(bound, np.int64).reshape(-1, 2).T.copy()
+                        bound.append((begin + field, index))
+                begin += OP_FIELDS
+        self._address_fields, self._buffers = np.array(bound, np.int64).reshape(-1, 2).T.copy()
         self.eps = np.array([op.eps for op in self._ops])
         self.row_macs = sum(op.row_macs for op in self._ops)
 
     def readers(self, buffer: str) -> NDArray[np.int64]:
-        """Places of the ops whose rows are this buffer."""
-        places = [place for place, op in enumerate(self._ops) if (OP_X, buffer) in op.buffers]
-        return np.array(places, np.int64)
+        """Indices of the ops that read this buffer as `OP_X`."""
+        indices = [index for index, op in enumerate(self._ops) if (OP_X, buffer) in op.buffers]
+        return np.array(indices, np.int64)
 
     def fields(self, num_rows: int, num_workers: int) -> NDArray[np.int64]:
         """All ops for `num_rows` rows: [ops, OP_FIELDS], without addresses."""
@@ -345,5 +345,5 @@ class OpList:
         addresses[:2] = hidden.data_ptr(), buffers.data_ptr()
         addresses[2:] = ends[:-1] + buffers.data_ptr()
         ops = fields.copy()
-        ops.reshape(-1)[self._places] += addresses[self._buffers]
+        ops.reshape(-1)[self._address_fields] += addresses[self._buffers]
         return ops, buffers

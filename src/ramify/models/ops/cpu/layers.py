@@ -42,9 +42,7 @@ if TYPE_CHECKING:
 FUSED_MAX_ROWS, FUSED_MAX_MACS = 64, 6e10
 # Op lists cached, least recently used dropped: one for each number of rows and of threads.
 MAX_OP_LISTS = 64
-
-
-_ROPE = 1  # the place of QK norm + rope among the ops of a layer, behind the GEMM QKV
+_ROPE = 1  # index of QK norm + rope among the ops of a layer, after the QKV GEMM
 
 
 class FusedLayers:

@@ -25,6 +25,7 @@ from ramify.kernels.cpu.abi import (
     SIGMOID,
     SILU_MUL,
     STORE,
+    round_up_to_cache_line,
 )
 from ramify.kernels.cpu.threads import ROW_KINDS, set_num_threads, thread_scratch
 from ramify.kv import huge_pages
@@ -64,6 +65,11 @@ def packed_gemm_supports(dtype: torch.dtype, device: torch.device) -> str | None
 def num_row_tasks(num_rows: int, max_tasks: int) -> int:
     """Tasks of an op whose rows take about a microsecond each."""
     return min(-(-num_rows // ROWS_PER_TASK), max_tasks)
+
+
+def padded_floats(count: int) -> int:
+    """`count` float32 rounded up to whole cache lines."""
+    return round_up_to_cache_line(4 * count) // 4
 
 
 def pack_weight(weight: Tensor, into: Tensor) -> None:

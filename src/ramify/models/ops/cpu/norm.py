@@ -9,7 +9,7 @@ from torch import Tensor
 from ramify.errors import ConfigError
 from ramify.kernels.cpu.abi import ADD_RESIDUAL, OP_NORM, OP_OUT, OP_X, STORE
 from ramify.kernels.cpu.threads import ROW_KINDS, set_num_threads, thread_scratch
-from ramify.models.ops.cpu.linear import NO_POSITIONS, norm_kind, num_row_tasks
+from ramify.models.ops.cpu.linear import NO_POSITIONS, norm_kind, num_row_tasks, padded_floats
 
 
 class RowNorm:
@@ -47,7 +47,7 @@ class RowNorm:
 
     def scratch_floats(self, _num_rows: int, _num_workers: int) -> int:
         """Scratch float32 per worker, as for `thread_scratch`."""
-        return -(-self.width // 16) * 16
+        return padded_floats(self.width)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., width] -> the same.
