@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from numbers import Integral
+from pathlib import Path
 from typing import Any
 
 from ramify.cache.policies import POLICIES
@@ -237,6 +238,12 @@ class EngineConfig:
 
     def validate(self) -> None:
         """Raise ConfigError for a value outside its range, naming it, the limit, the way out."""
+        for name, text, allowed in (
+            ("model", self.model.model, "a directory or a name"),
+            ("attention_backend", self.attention.attention_backend, "a name"),
+        ):
+            if not isinstance(text, str):
+                raise ConfigError(f"{name}={text!r} but it must be {allowed}")
         for name, value in (
             ("page_size", self.cache.page_size),
             ("max_num_seqs", self.scheduler.max_num_seqs),
@@ -271,31 +278,19 @@ class EngineConfig:
                 f"verify_sample={share} with exact=False: without exactness hits may differ in "
                 "rounding, so a comparison proves nothing; use exact=True, or verify_sample=0"
             )
-        if self.model.dtype not in DTYPES:
-            raise ConfigError(f"dtype={self.model.dtype!r} but it must be one of {DTYPES}")
-        if self.model.ops not in OPS:
-            raise ConfigError(f"ops={self.model.ops!r} but it must be one of {OPS}")
-        if self.cache.kv_dtype not in KV_DTYPES:
-            raise ConfigError(f"kv_dtype={self.cache.kv_dtype!r} but it must be one of {KV_DTYPES}")
-        if not isinstance(self.attention.attention_backend, str):
-            raise ConfigError(
-                f"attention_backend={self.attention.attention_backend!r} but it must be a name"
-            )
-        # A tuple: `in` on a dict raises TypeError for an unhashable value.
-        policies = tuple(POLICIES)
-        if self.cache.policy not in policies:
-            raise ConfigError(f"policy={self.cache.policy!r} but it must be one of {policies}")
-        self._validate_speculation()
-
-    def _validate_speculation(self) -> None:
-        source, rule = self.speculative.speculative, self.speculative.speculative_sampling
-        if source not in SPECULATIVE_METHODS:
-            raise ConfigError(f"speculative={source!r} but it must be one of {SPECULATIVE_METHODS}")
-        if rule not in SPECULATIVE_SAMPLING:
-            raise ConfigError(
-                f"speculative_sampling={rule!r} but it must be one of {SPECULATIVE_SAMPLING}"
-            )
-        if rule == "rejection" and self.attention.exact:
+        speculative = self.speculative
+        for name, choice, choices in (
+            ("dtype", self.model.dtype, DTYPES),
+            ("ops", self.model.ops, OPS),
+            ("kv_dtype", self.cache.kv_dtype, KV_DTYPES),
+            # A tuple: `in` on a dict raises TypeError for an unhashable value.
+            ("policy", self.cache.policy, tuple(POLICIES)),
+            ("speculative", speculative.speculative, SPECULATIVE_METHODS),
+            ("speculative_sampling", speculative.speculative_sampling, SPECULATIVE_SAMPLING),
+        ):
+            if choice not in choices:
+                raise ConfigError(f"{name}={choice!r} but it must be one of {choices}")
+        if speculative.speculative_sampling == "rejection" and self.attention.exact:
             raise ConfigError(
                 "speculative_sampling='rejection' with exact=True: the tokens would depend on what "
                 "was guessed; use exact=False, or leave it at 'exact'"
@@ -308,9 +303,11 @@ def _check_number(name: str, value: object, most: float, allowed: str) -> None:
 
 
 def _plain(value: object) -> object:
-    """Integers of other packages as int, a torch dtype as its name."""
+    """Integers of other packages as int, a path as text, a torch dtype as its name."""
     if not isinstance(value, bool) and isinstance(value, Integral):
         return int(value)
+    if isinstance(value, Path):
+        return str(value)
     if type(value).__module__ == "torch" and str(value).startswith("torch."):
         return str(value).removeprefix("torch.")
     return value

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ramify.engine.step import SampledTokens, StepPlan, StepResult
+from ramify.engine.step import SampledTokens, SampleSpec, StepPlan, StepResult
 from ramify.errors import ConfigError
 from ramify.models.configs.families import FAMILIES
 from ramify.models.configs.model_config import ModelConfig
@@ -62,12 +62,12 @@ FAKE_EMBEDDING_SIZE = 16
 
 
 class FakeExecutor:
-    """An `engine.step.Executor` without a model, which sees every fault of a cache.
+    """An `engine.step.Executor` without a model, which detects every fault of a cache.
 
-    It keeps, for every slot, which token was written there, at which position and after which
-    context. Like attention it first writes the K/V of the step, then reads all that each request
-    sees; a slot that was never written, or was written for another position or context, is an
-    AssertionError. Its next token is `fake_next_token` of the context that it read.
+    For each slot it stores the token written there, its position, and a hash of its context. Like
+    attention it first writes the K/V of the step, then reads what each request attends to. A slot
+    that was never written, or was written for another position or context, raises AssertionError.
+    The next token is `fake_next_token` of the context that was read.
 
     Args:
         num_pages, page_size: of the cache above it.
@@ -119,40 +119,16 @@ class FakeExecutor:
             self.read(batch.kv_slots(seq)[first:], first) for seq, first in enumerate(first_read)
         ]
         self.num_computed_tokens += batch.num_tokens
-        drawn = {}
-        for draw in plan.samples:
-            chosen: list[int] = []
-            known: list[TokenLogprob] = []
-            shaping = draw.logits
-            num_rows = len(draw.draft) + 1 if shaping is None else shaping.num_rows
-            for row in range(draw.row, draw.row + num_rows):
-                position = int(batch.positions[row])
-                place = draw.position + len(chosen)
-                assert place == position + 1, "a drawn token comes after its query row"
-                if self.next_token is None:
-                    key = (draw.seed, place) if draw.params.temperature else None
-                    token = _answer(int(self._chains[slots[row]]), self.vocab_size, key)
-                else:
-                    num_seen = position + 1 - first_read[owners[row]]
-                    token = self.next_token(seen[owners[row]][:num_seen])
-                if shaping is not None and shaping.token_bitmasks is not None:
-                    mask = shaping.token_bitmasks[len(chosen)]
-                    if mask is not None:
-                        allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
-                        if token not in allowed:
-                            token = int(allowed[token % len(allowed)])
-                if draw.num_logprobs is not None:
-                    known.append(self._logprob(int(slots[row]), token, draw.num_logprobs))
-                chosen.append(token)
-                if draw.draft[len(chosen) - 1 : len(chosen)] not in ((), (token,)):
-                    break
-            drawn[draw.request_id] = SampledTokens(tuple(chosen), tuple(known))
-        scored = {
-            score.request_id: tuple(
-                self._logprob(int(slots[score.first_row + place]), target, score.num_logprobs)
-                for place, target in enumerate(score.targets)
+        sampled: dict[int, SampledTokens] = {}
+        for spec in plan.samples:
+            owner = owners[spec.row]
+            sampled[spec.request_id] = self._sample(plan, spec, seen[owner], first_read[owner])
+        prompt_logprobs = {
+            spec.request_id: tuple(
+                self._logprob(int(slots[row]), target, spec.num_logprobs)
+                for row, target in enumerate(spec.targets, spec.first_row)
             )
-            for score in plan.prompt_logprobs
+            for spec in plan.prompt_logprobs
         }
         # The same context has the same vector.
         embeddings = {
@@ -166,7 +142,40 @@ class FakeExecutor:
             )
             for spec in plan.embeddings
         }
-        return StepResult(drawn, scored, embeddings=embeddings)
+        return StepResult(sampled, prompt_logprobs, embeddings=embeddings)
+
+    def _sample(
+        self, plan: StepPlan, spec: SampleSpec, context: Sequence[int], first: int
+    ) -> SampledTokens:
+        """Tokens of one request, until one differs from its draft token.
+
+        Args:
+            context: the tokens that its rows see, from position `first` on.
+        """
+        tokens: list[int] = []
+        logprobs: list[TokenLogprob] = []
+        transform = spec.logits
+        num_rows = len(spec.draft) + 1 if transform is None else transform.num_rows
+        for row in range(spec.row, spec.row + num_rows):
+            slot, position = int(plan.batch.slot_mapping[row]), int(plan.batch.positions[row])
+            assert spec.position + len(tokens) == position + 1, "a token comes after its query row"
+            if self.next_token is None:
+                draw = (spec.seed, position + 1) if spec.params.temperature else None
+                token = _answer(int(self._chains[slot]), self.vocab_size, draw)
+            else:
+                token = self.next_token(context[: position + 1 - first])
+            if transform is not None and transform.token_bitmasks is not None:
+                mask = transform.token_bitmasks[len(tokens)]
+                if mask is not None:
+                    allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
+                    if token not in allowed:
+                        token = int(allowed[token % len(allowed)])
+            if spec.num_logprobs is not None:
+                logprobs.append(self._logprob(slot, token, spec.num_logprobs))
+            tokens.append(token)
+            if spec.draft[len(tokens) - 1 : len(tokens)] not in ((), (token,)):
+                break
+        return SampledTokens(tuple(tokens), tuple(logprobs))
 
     def zero_pages(self, pages: Sequence[int]) -> None:
         """See `Executor.zero_pages`."""
@@ -205,11 +214,11 @@ class FakeExecutor:
         positions, chains, tokens = self._positions[slots], self._chains[slots], self._tokens[slots]
         wrong = np.flatnonzero(positions != np.arange(first, first + len(slots)))
         if len(wrong):
-            place = int(wrong[0])
+            index = int(wrong[0])
             names = {_NEVER: "nothing", _POISONED: "what a failed step left"}
-            content = names.get(int(positions[place]), f"K/V of position {positions[place]}")
+            content = names.get(int(positions[index]), f"K/V of position {positions[index]}")
             raise AssertionError(
-                f"position {first + place} is read from slot {slots[place]}: {content}"
+                f"position {first + index} is read from slot {slots[index]}: {content}"
             )
         before = np.concatenate([np.zeros(1, np.uint64), chains[:-1]])[: len(slots)]
         expected = before * np.uint64(_MULTIPLIER) + (tokens.astype(np.uint64) + np.uint64(1)) * (
@@ -218,9 +227,9 @@ class FakeExecutor:
         wrong = np.flatnonzero(chains != expected)
         wrong = wrong[wrong > 0] if first else wrong  # the context before `first` is not here
         if len(wrong):
-            place = int(wrong[0])
+            index = int(wrong[0])
             raise AssertionError(
-                f"position {first + place} is read from slot {slots[place]}: K/V of another context"
+                f"position {first + index} is read from slot {slots[index]}: K/V of another context"
             )
         token_ids: list[int] = tokens.tolist()
         return token_ids
@@ -233,8 +242,8 @@ class FakeExecutor:
             first = int(batch.num_cached[seq])
             before = batch.kv_slots(seq)[:first]
             chain = int(self._chains[before[-1]]) if first else 0
-            for place in range(start, stop):
-                slot, token = batch.slot_mapping[place], int(plan.token_ids[place])
+            for row in range(start, stop):
+                slot, token = batch.slot_mapping[row], int(plan.token_ids[row])
                 chain = _link(chain, token)
                 self._tokens[slot], self._chains[slot] = token, chain
             self._positions[batch.slot_mapping[start:stop]] = np.arange(first, first + stop - start)
@@ -242,7 +251,7 @@ class FakeExecutor:
     def _logprob(self, slot: int, token: int, num_top: int) -> TokenLogprob:
         """A hash of context and token as log probability: a row too early or too late shows."""
         first = _link(int(self._chains[slot]), token)
-        values = sorted((-_mixed(first + place) / _WORD for place in range(num_top)), reverse=True)
+        values = sorted((-_mixed(first + rank) / _WORD for rank in range(num_top)), reverse=True)
         return TokenLogprob(token, -_mixed(first) / _WORD, dict(enumerate(values)))
 
 
@@ -311,14 +320,14 @@ def write_tiny_checkpoint(
     if shards == 1:
         save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     else:
-        places: dict[str, str] = {}
+        shard_of: dict[str, str] = {}
         for number in range(shards):
             file = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
             part = {name: weights[name] for name in names[number::shards]}
             save_file(part, path / file, metadata={"format": "pt"})
-            places |= dict.fromkeys(part, file)
+            shard_of |= dict.fromkeys(part, file)
         total = sum(weight.numel() * weight.element_size() for weight in weights.values())
-        index = {"metadata": {"total_size": total}, "weight_map": places}
+        index = {"metadata": {"total_size": total}, "weight_map": shard_of}
         _write_json(path / "model.safetensors.index.json", index)
     if tokenizer:
         _write_tiny_tokenizer(path, model.vocab_size)

@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from ramify.config import EngineConfig, ModelSection, ResolvedConfig
@@ -61,9 +60,7 @@ class AsyncLLM:
         max_waiting: int | None = MAX_WAITING,
         **options: Any,
     ) -> None:
-        if not isinstance(model, str | Path):
-            raise ConfigError(f"model={model!r} but it must be a directory or a name")
-        config = EngineConfig.of(model=str(model), max_waiting=max_waiting, **options)
+        config = EngineConfig.of(model=model, max_waiting=max_waiting, **options)
         from ramify.engine.execution.assembly import LocalEngine
 
         self._engine: LocalEngine | None = LocalEngine(config, progress=progress)
@@ -260,17 +257,7 @@ class AsyncLLM:
     ) -> AsyncSession:
         """A prompt that grows turn by turn, branches and goes back: see `AsyncSession`.
 
-        Args:
-            begin: the text or token ids that a plain session begins with.
-            messages, system: for a conversation: its first messages ([] for none), and the text of
-                a system message before them.
-            priority, tenant, salt: of every turn, as in `generate`.
-            pin: keep the newest turn from eviction, if the budget for pins allows.
-            ttl_s: seconds without a hit after which a pin expires; None: until `aclose`.
-            template_options: `tools`, and further variables of the template.
-
-        Raises:
-            RequestError: the beginning cannot be tokenised, or there is no chat template.
+        Arguments and errors are those of `LLM.session`; without `ttl_s` a pin lasts until `aclose`.
         """
         transcript = open_transcript(self.tokenizer, begin, messages, system, template_options)
         return AsyncSession(self, transcript, SessionOptions(priority, tenant, salt, pin, ttl_s))
@@ -366,12 +353,7 @@ class AsyncLLM:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
 

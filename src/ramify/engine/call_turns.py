@@ -20,7 +20,7 @@ class CallTurns:
         guard: of the engine; a call is inside from its first line to its last.
 
     A call from a callback of the running call does not wait for it. A callback that waits for
-    another thread's call waits for ever.
+    another thread's call deadlocks.
     """
 
     def __init__(self, guard: CallGuard) -> None:

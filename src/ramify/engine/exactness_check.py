@@ -49,7 +49,7 @@ class EngineSizes:
 class Difference:
     """The first difference of one prompt: in K/V, by layer then position; else in logits."""
 
-    way: str  # name of the scenario
+    scenario: str
     prompt: int
     position: int  # of the token whose K/V differs, or that was drawn from the logits
     layer: int | None  # None: only the logits differ
@@ -57,7 +57,7 @@ class Difference:
 
     def __str__(self) -> str:
         where = "logits" if self.layer is None else f"layer {self.layer}, plane {self.plane}"
-        return f"{self.way}: prompt {self.prompt}, position {self.position}: {where}"
+        return f"{self.scenario}: prompt {self.prompt}, position {self.position}: {where}"
 
 
 @dataclass(slots=True)

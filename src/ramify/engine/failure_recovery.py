@@ -54,7 +54,7 @@ class FailureRecovery:
         chance: Callable[[float], bool],
     ) -> None:
         self._context, self._lifecycle, self._chance = context, lifecycle, chance
-        self._share = context.config.requested.self_check.check_sample
+        self._audit_share = context.config.requested.self_check.check_sample
         self.counts = context.failures
         # The requests that the engine works on now, to blame if that raises; none in scheduling.
         self.active_requests: Sequence[Request] = ()
@@ -310,7 +310,7 @@ class FailureRecovery:
 
     def maybe_audit(self) -> None:
         """Audit a random share, `check_sample`, of the steps."""
-        if self._share and self._chance(self._share):
+        if self._audit_share and self._chance(self._audit_share):
             self.audit()
         if self._last_step_was_good:
             self._num_repairs = 0

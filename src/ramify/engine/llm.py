@@ -88,10 +88,8 @@ class LLM:
         progress: bool = False,
         **others: Any,
     ) -> None:
-        if not isinstance(model, str | Path):
-            raise ConfigError(f"model={model!r} but it must be a directory or a name")
         config = EngineConfig.of(
-            model=str(model),
+            model=model,
             dtype=dtype,
             max_model_len=max_model_len,
             page_size=page_size,

@@ -15,8 +15,9 @@ from ramify.outputs import FinishReason
 def append_sampled_tokens(request: Request, sampled: SampledTokens) -> None:
     """Append sampled tokens to `request`, up to the token that ends it.
 
-    With `max_tokens=0` nothing is appended. An answer ends with a stop token, a stop string, the end of its grammar, or at `max_len`; then
-    `pending_finish_reason` is set. If the detokenizer raises, `request` is unchanged.
+    An answer ends with a stop token, a stop string, the end of its grammar, or at `max_len`; then
+    `pending_finish_reason` is set. With `max_tokens=0` nothing is appended. If the detokenizer
+    raises, `request` is unchanged.
     """
     if request.params.max_tokens == 0:
         request.pending_finish_reason = FinishReason.LENGTH

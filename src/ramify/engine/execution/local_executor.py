@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ramify.engine.execution.runner import ModelRunner
 from ramify.engine.execution.sampler import SampleFn, sample_batch, sample_from_cdf, token_logprob
-from ramify.engine.step import SampledTokens, StepPlan, StepResult
+from ramify.engine.step import EmbeddingSpec, PromptLogprobSpec, SampledTokens, StepPlan, StepResult
 from ramify.errors import StepMemoryError
 from ramify.outputs import TokenLogprob
 
@@ -66,35 +66,36 @@ class LocalExecutor:
             sampled, unsampled = sample_batch(logits, specs, self._sample_fn)
             if unsampled:  # a hidden row that is not finite is the better reason
                 failed |= unsampled | self._nonfinite_requests(plan, hidden)
-        prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
-        for logprob_spec in plan.prompt_logprobs:
-            if logprob_spec.request_id in failed:
-                continue
-            logprobs: list[TokenLogprob] = []
-            for begin in range(0, len(logprob_spec.targets), SCORED_ROWS):
-                targets = logprob_spec.targets[begin : begin + SCORED_ROWS]
-                first = logprob_spec.first_row + begin
-                logits = self.runner.logits(hidden, range(first, first + len(targets))).numpy()
-                logprobs += [
-                    token_logprob(row, target, logprob_spec.num_logprobs)
-                    for row, target in zip(logits, targets, strict=True)
-                ]
-            prompt_logprobs[logprob_spec.request_id] = tuple(logprobs)
-        wanted = [spec for spec in plan.embeddings if spec.request_id not in failed]
-        embeddings: dict[int, NDArray[np.float32]] = {}
-        if wanted:
-            rows = [
-                row
-                for spec in wanted
-                for row in range(spec.first_row, spec.first_row + spec.num_rows)
-            ]
-            vectors = self.runner.embeddings(hidden, rows).numpy()
-            ends = np.cumsum([spec.num_rows for spec in wanted])
-            embeddings = {
-                spec.request_id: part
-                for spec, part in zip(wanted, np.split(vectors, ends[:-1]), strict=True)
-            }
+        prompt_logprobs = {
+            spec.request_id: self._prompt_logprobs(hidden, spec)
+            for spec in plan.prompt_logprobs
+            if spec.request_id not in failed
+        }
+        pooled = [spec for spec in plan.embeddings if spec.request_id not in failed]
+        embeddings = self._embeddings(hidden, pooled) if pooled else {}
         return StepResult(sampled, prompt_logprobs, failed, embeddings)
+
+    def _prompt_logprobs(self, hidden: Tensor, spec: PromptLogprobSpec) -> tuple[TokenLogprob, ...]:
+        logprobs: list[TokenLogprob] = []
+        for begin in range(0, len(spec.targets), SCORED_ROWS):
+            targets, first = spec.targets[begin : begin + SCORED_ROWS], spec.first_row + begin
+            logits = self.runner.logits(hidden, range(first, first + len(targets))).numpy()
+            logprobs += [
+                token_logprob(row, target, spec.num_logprobs)
+                for row, target in zip(logits, targets, strict=True)
+            ]
+        return tuple(logprobs)
+
+    def _embeddings(
+        self, hidden: Tensor, specs: Sequence[EmbeddingSpec]
+    ) -> dict[int, NDArray[np.float32]]:
+        """Rows [num_rows, hidden_size] of each spec behind the final norm, by request id."""
+        rows = [
+            row for spec in specs for row in range(spec.first_row, spec.first_row + spec.num_rows)
+        ]
+        ends = np.cumsum([spec.num_rows for spec in specs])
+        parts = np.split(self.runner.embeddings(hidden, rows).numpy(), ends[:-1])
+        return {spec.request_id: part for spec, part in zip(specs, parts, strict=True)}
 
     def _nonfinite_requests(self, plan: StepPlan, hidden: Tensor) -> dict[int, Exception]:
         """Errors of the requests that have a hidden row which is not finite, by request id."""

@@ -80,14 +80,14 @@ class MarkFinder:
         """Index of the mark that begins first, and its end in the text; None if there is none."""
         if self._first_chars.isdisjoint(text):
             return None
-        places = [
+        matches = [
             (begin, index)
             for index, mark in enumerate(self._marks)
             if (begin := text.find(mark)) >= 0
         ]
-        if not places:
+        if not matches:
             return None
-        begin, index = min(places)
+        begin, index = min(matches)
         return index, begin + len(self._marks[index])
 
     def partial_len(self, text: str) -> int:
@@ -272,11 +272,11 @@ class _State:
         tokens = (*self._tail_tokens, token)
         while True:
             finder = grammar.ignored_end if self._is_ignored else grammar.finder
-            place = finder.find(text)
-            if place is None:
+            match = finder.find(text)
+            if match is None:
                 self._set_tail(finder, text, tokens)
                 return True
-            index, end = place
+            index, end = match
             if not self._is_ignored and index < len(grammar.free_text.triggers):
                 self._begin(tokens)
                 return True

@@ -29,7 +29,7 @@ from ramify.params import SamplingParams
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 RETRY_AFTER_S = 10.0  # of `DrainingError` and `OverloadedError`
-INTRUDER_S = 0.001  # until the next try, while a thread that bypassed this one is inside the core
+CONCURRENT_CALL_RETRY_S = 0.001  # between tries while another thread is inside the core
 
 
 class EngineState(str, Enum):
@@ -329,7 +329,7 @@ class EngineThread:
         except ConcurrentCallError as error:
             logger.error("%s", error)
             with self._changed:
-                self._changed.wait(INTRUDER_S)
+                self._changed.wait(CONCURRENT_CALL_RETRY_S)
             return
         finally:
             self._step_s, self._is_stepping = time.monotonic(), False

@@ -39,7 +39,9 @@ def merge_tokenizer_configs(config: Mapping[str, Any], older: Mapping[str, Any])
         lists = (_list(older, extra), _list(older, additional), _list(config, additional))
         merged[additional] = next((tokens for tokens in lists if tokens), [])
     else:
-        merged[additional] = [*_listed(config), *_list(older, extra)] or _list(older, additional)
+        merged[additional] = [*_roleless_tokens(config), *_list(older, extra)] or _list(
+            older, additional
+        )
     return merged
 
 
@@ -112,11 +114,11 @@ def _special(config: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
         if entry and entry not in named:
             named.append(entry)
     with_role = {parse_added_token(entry).content for entry in named}
-    named.extend(entry for entry in _listed(config) if entry and entry not in named)
+    named.extend(entry for entry in _roleless_tokens(config) if entry and entry not in named)
     return {parse_added_token(entry).content: entry for entry in named}, with_role
 
 
-def _listed(config: Mapping[str, Any]) -> list[Any]:
+def _roleless_tokens(config: Mapping[str, Any]) -> list[Any]:
     """Special tokens without a role."""
     return next((tokens for name in LISTS if (tokens := _list(config, name))), [])
 

@@ -24,7 +24,7 @@ def tekken_tokenizer(text: str) -> tuple[Tokenizer, dict[str, str]]:
     Special tokens have the first ids, `default_num_special_tokens` of them.
 
     Raises:
-        ValueError: it is none, or an old one that does not name its special tokens.
+        ValueError: it is malformed, or an old file that does not name its special tokens.
     """
     content = json.loads(text)
     config = content["config"]
@@ -53,7 +53,7 @@ def tiktoken_tokenizer(data: bytes, pattern: str) -> Tokenizer:
     """The tokenizer of a file in tiktoken's form: a token in base64 and its rank in each line.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is malformed.
     """
     ranks: dict[bytes, int] = {}
     for line in data.splitlines():

@@ -1,8 +1,8 @@
 """Limits of a chat template: processor time, characters that it writes, sizes that it computes with.
 
-A template is foreign code. The sandbox keeps it from the machine, not from running for ever: every loop
-and macro counts here, and so does every text that is written. What is joined, added, multiplied or
-formatted has a limit of its own each time.
+A template is foreign code. The sandbox keeps it from files and modules, but not from running for ever:
+here each iteration, macro call and written character counts towards a budget, and the result of each
+join, sum, product and format has a limit of its own.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def _limited(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_arguments(name: str, args: Sequence[Any]) -> None:
-    """Raise TemplateLimitError for arguments that make something of any size of something small.
+    """Raise TemplateLimitError for arguments with which a small value gives a huge result.
 
     Args:
         name: of a filter or a method.
