@@ -1,4 +1,4 @@
-"""A text that knows where its end occurred in it before."""
+"""`NgramIndex`: drafts continue the longest earlier occurrence of the last tokens."""
 
 import random
 from array import array
@@ -12,65 +12,63 @@ from ramify.engine.speculation.ngram import MAX_CANDIDATES, MAX_COMPARED, NgramI
 
 
 def of(text: list[int]) -> NgramIndex:
-    repeats = NgramIndex()
-    repeats.extend(text)
-    return repeats
+    index = NgramIndex()
+    index.extend(text)
+    return index
 
 
 def scan(text: list[int]) -> int:
-    """The latest place where the longest end of the text occurred before, or -1; by looking."""
+    """The last index at which the longest suffix of the text ended before, or -1; by brute force."""
     best, longest = -1, 1
-    for place in range(len(text) - 2, 0, -1):
+    for end in range(len(text) - 2, 0, -1):
         length = 0
-        while length <= place and text[place - length] == text[-1 - length]:
+        while length <= end and text[end - length] == text[-1 - length]:
             length += 1
         if length > longest:
-            best, longest = place, length
+            best, longest = end, length
     return best
 
 
 @pytest.mark.parametrize(
-    ("text", "guess"),
+    ("text", "draft"),
     [
         ([], []),
         ([1], []),
         ([1, 1], []),
         ([1, 2, 3, 4], []),
-        ([1, 2, 9, 2], []),  # one token says too little
+        ([1, 2, 9, 2], []),  # one token is no match
         ([1, 2, 3, 4, 1, 2], [3, 4, 1, 2, 3]),
         ([7, 7, 7], [7, 7, 7, 7, 7]),
         ([5, 1, 2, 8, 6, 1, 2, 9, 5, 1, 2], [8, 6, 1, 2, 9]),  # 3 tokens agree, not only 2
-        ([1, 2, 8, 1, 2, 9, 1, 2], [9, 1, 2, 9, 1]),  # the latest of two
+        ([1, 2, 8, 1, 2, 9, 1, 2], [9, 1, 2, 9, 1]),  # the latest of two matches
     ],
 )
-def test_the_longest_end_that_occurred_before_is_continued(
-    text: list[int], guess: list[int]
+def test_the_longest_suffix_that_occurred_before_is_continued(
+    text: list[int], draft: list[int]
 ) -> None:
-    """A text that repeats itself is repeated further than it goes."""
-    assert list(of(text).propose(5)) == guess
-    assert list(of(text).propose(1)) == guess[:1]
+    """A draft longer than what followed the match repeats it."""
+    assert list(of(text).propose(5)) == draft
+    assert list(of(text).propose(1)) == draft[:1]
     assert of(text).propose(0) == ()
 
 
 @settings(max_examples=60, deadline=None)
 @given(text=st.lists(st.integers(0, 3), max_size=30), cuts=st.lists(st.integers(1, 4), max_size=30))
-def test_whatever_way_a_text_grows_the_guess_is_that_of_a_scan(
-    text: list[int], cuts: list[int]
-) -> None:
-    """By one token or several, guessed at in between or not."""
-    repeats, at = NgramIndex(), 0
+def test_however_a_text_grows_the_draft_is_that_of_a_scan(text: list[int], cuts: list[int]) -> None:
+    """By one token or several, with or without a draft in between."""
+    index, at = NgramIndex(), 0
     for cut in [*cuts, *[1] * len(text)]:
-        repeats.extend(text[at : at + cut])
+        index.extend(text[at : at + cut])
         at += cut
 
-        place = scan(text[:at])
-        expected = (text[:at][place + 1 :] * 9)[:9] if place >= 0 else []
+        match = scan(text[:at])
+        expected = (text[:at][match + 1 :] * 9)[:9] if match >= 0 else []
         if cut != 3:
-            assert list(repeats.propose(9)) == expected
+            assert list(index.propose(9)) == expected
 
 
 def test_the_work_for_a_token_is_bounded() -> None:
-    """However long the text and however often its end occurs: it compares so many tokens."""
+    """`propose` compares a bounded number of tokens, however long and repetitive the text is."""
     reads = 0
 
     class Counted(array):
@@ -80,11 +78,11 @@ def test_the_work_for_a_token_is_bounded() -> None:
             return super().__getitem__(key)
 
     rng = random.Random(0)
-    repeats = of([token for _ in range(3000) for token in (rng.randrange(5), 1, 2)])
-    repeats.tokens = Counted("i", repeats.tokens)
-    repeats._match = -1
+    index = of([token for _ in range(3000) for token in (rng.randrange(5), 1, 2)])
+    index.tokens = Counted("i", index.tokens)
+    index._match = -1
 
-    assert repeats.propose(4)
+    assert index.propose(4)
 
     assert 0 < reads <= MAX_CANDIDATES * (2 * MAX_COMPARED + 2) + 3
 
