@@ -2,8 +2,8 @@
 
 The reference of each prompt is computed alone, cold, in one chunk and without a cache. The other
 scenarios compute it warm, as an earlier turn of a longer prompt, in small chunks, in one batch with
-all others, and preempted and resumed. Compared are the logits of every drawn token and all K/V that
-is left in the cache.
+all others, and preempted and resumed. Compared are the logits of every sampled token and all K/V
+that is left in the cache.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Difference:
 
     scenario: str
     prompt: int
-    position: int  # of the token whose K/V differs, or that was drawn from the logits
+    position: int  # of the token whose K/V differs, or that was sampled from the logits
     layer: int | None  # None: only the logits differ
     plane: str | None
 
@@ -96,7 +96,7 @@ class _DigestingRunner(ModelRunner):
 
 
 class _DigestingExecutor(LocalExecutor):
-    """Keeps the digests of the logits of all drawn tokens, by request id and position."""
+    """Keeps the digests of the logits of all sampled tokens, by request id and position."""
 
     def __init__(self, runner: _DigestingRunner) -> None:
         super().__init__(runner)
@@ -174,12 +174,12 @@ class _Instance:
 
 def random_prompts(num: int, vocab_size: int, max_len: int) -> list[TokenIds]:
     """`num` random prompts: stems of three lengths that prompts share, and a tail of their own."""
-    draw = random.Random(0)  # noqa: S311 - not a secret
+    rng = random.Random(0)  # noqa: S311 - not a secret
     longest = min(LONGEST, max_len // 2)
-    stems = [tuple(draw.choices(range(vocab_size), k=longest // n)) for n in (1, 2, 5)]
+    stems = [tuple(rng.choices(range(vocab_size), k=longest // n)) for n in (1, 2, 5)]
     prompts = []
     for i in range(num):
-        tail = draw.choices(range(vocab_size), k=1 + draw.randrange(max(1, longest // 12)))
+        tail = rng.choices(range(vocab_size), k=1 + rng.randrange(max(1, longest // 12)))
         prompts.append((*stems[i % len(stems)], *tail))
     return prompts
 

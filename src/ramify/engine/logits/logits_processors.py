@@ -87,7 +87,7 @@ class LogitsTransform:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows that tokens can be drawn from."""
+        """Number of rows that tokens can be sampled from."""
         return len(self.draft) + 1 if self.token_bitmasks is None else len(self.token_bitmasks)
 
     @property
@@ -202,7 +202,7 @@ class LogitsProcessor:
         return without_tokens(self._allowed, banned) if banned else self._allowed
 
     def for_step(self, output_ids: Sequence[int], draft: tuple[int, ...]) -> LogitsTransform:
-        """The transform of a step that draws after the output, and after each accepted draft token."""
+        """The transform of a step that samples after the output and after each accepted draft token."""
         if self._token_counts is not None:
             self._token_counts = self._token_counts.plus(
                 output_ids[self._token_counts.num_output :]

@@ -240,10 +240,8 @@ class PrefillSelector:
         page_bytes, start = page_size * ATOM_BYTES, cached * ATOM_BYTES
         # The last token is always computed, for its logits.
         matchable = key.atoms[: (len(key) - 1) // page_size * page_bytes]
-        next_page, cached_atoms = (
-            matchable[start : start + page_bytes],
-            memoryview(matchable)[:start],
-        )
+        next_page = matchable[start : start + page_bytes]
+        cached_atoms = memoryview(matchable)[:start]
         if not next_page:
             return None, 0, cached
         num_attachable, num_later, leader = cached, 0, None

@@ -124,8 +124,7 @@ class EngineThread:
             if command in self._when_idle:
                 self._when_idle.remove(command)
                 if not self._when_idle:
-                    deferred, self._deferred = self._deferred, []
-                    self._taken.extendleft(reversed(deferred))
+                    self._take_deferred()
 
         future.add_done_callback(
             lambda done: self._post_if_running(drop) if done.cancelled() else None
@@ -286,10 +285,14 @@ class EngineThread:
         while self._when_idle and not self.core.has_unfinished:
             self._when_idle.popleft().do()
             if not self._when_idle:
-                deferred, self._deferred = self._deferred, []
-                self._taken.extend(deferred)
+                self._take_deferred()
                 while self._taken:
                     self._taken.popleft().do()
+
+    def _take_deferred(self) -> None:
+        """Put the deferred requests before the other taken commands."""
+        self._taken.extendleft(reversed(self._deferred))
+        self._deferred = []
 
     def _defer(self, command: Command, collector: OutputCollector) -> None:
         """Keep a request for after `_when_idle`; it counts towards `max_waiting` like a queued one."""

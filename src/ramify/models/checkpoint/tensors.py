@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -72,24 +73,18 @@ class CheckpointTensors(Mapping[str, Tensor]):
 
     def _read(self, entry: _Entry, index: int | None) -> Tensor:
         """A tensor as it is in its file, or one of those that are stacked in it."""
-        try:
-            # Opened for one tensor: pages of a mapped file stay resident while it is open.
-            with safe_open(entry.file, framework="pt", device="cpu") as shard:
-                if index is None:
-                    tensor: Tensor = shard.get_tensor(entry.name)
-                else:
-                    tensor = shard.get_slice(entry.name)[index]
-        except (SafetensorError, OSError) as error:
-            raise _corrupt(entry.file, error) from error
+        # Opened for one tensor: pages of a mapped file stay resident while it is open.
+        with _opened(entry.file) as shard:
+            name = entry.name
+            tensor: Tensor = (
+                shard.get_tensor(name) if index is None else shard.get_slice(name)[index]
+            )
         return tensor
 
     def num_bytes(self, name: str) -> int:
         """Bytes of a tensor in its file."""
         entry = self._entries[name]
-        size = entry.stored.itemsize
-        for length in entry.shape:
-            size *= length
-        return size
+        return entry.stored.itemsize * prod(entry.shape)
 
 
 def _read_ahead(files: set[Path]) -> None:
@@ -104,10 +99,6 @@ def _read_ahead(files: set[Path]) -> None:
             os.close(descriptor)
 
 
-def _corrupt(file: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(f"{file} is corrupt or truncated ({error}); download it again")
-
-
 @contextmanager
 def _opened(file: Path) -> Iterator[Any]:
     """A safetensors file; raises CheckpointError where it cannot be read."""
@@ -115,7 +106,9 @@ def _opened(file: Path) -> Iterator[Any]:
         with safe_open(file, framework="pt", device="cpu") as shard:
             yield shard
     except (SafetensorError, OSError) as error:
-        raise _corrupt(file, error) from error
+        raise CheckpointError(
+            f"{file} is corrupt or truncated ({error}); download it again"
+        ) from error
 
 
 def load_weights(path: Path, config: ModelConfig, *, dtype: torch.dtype) -> CheckpointTensors:

@@ -163,10 +163,8 @@ def glm4_experts(fields: ConfigFields, num_layers: int) -> MoeConfig | None:
     first = num_first_dense_layers(fields, 1)
     if first >= num_layers:
         return None
-    num_experts, groups = (
-        fields.count("n_routed_experts", 128, limit=MAX_PARTS),
-        fields.count("n_group", 1),
-    )
+    num_experts = fields.count("n_routed_experts", 128, limit=MAX_PARTS)
+    groups = fields.count("n_group", 1)
     topk_groups, top_k = fields.count("topk_group", 1), fields.count("num_experts_per_tok", 8)
     check_expert_groups(fields.source, num_experts, groups, topk_groups, top_k)
     width = fields.count("moe_intermediate_size", 1408)

@@ -145,9 +145,9 @@ def bind_mlp(ops: Ops, config: ModelConfig, layer: int) -> Mlp | NormedExperts:
     """The MLP or the experts of a layer, with the norm before it."""
     variant, prefix = config.variant, f"model.layers.{layer}."
     names = variant.names
-    before = names.before_attention if variant.block == "parallel" else names.before_mlp
-    if variant.block == "parallel" and names.before_mlp is not None:
-        before = names.before_mlp
+    before = names.before_mlp
+    if before is None and variant.block == "parallel":
+        before = names.before_attention
     norm = norm_of(config, layer, before)
     if config.moe is not None and config.has_experts(layer):
         assert norm is not None

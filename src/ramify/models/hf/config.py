@@ -140,8 +140,7 @@ def _causal_class(config: Any) -> Any:
     """The class of a causal language model with this configuration; None if transformers has none."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    kind = type(config)
-    return MODEL_FOR_CAUSAL_LM_MAPPING.get(kind, None)
+    return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
 
 
 def may_be_recurrent(model_class: Any) -> bool:

@@ -86,10 +86,8 @@ class FusedLayers:
         self._ops = OpList(layers)
         self._eps, self._starts = self._ops.eps, np.cumsum([0, *(len(ops.ops) for ops in layers)])
         # Attention comes behind each of the first, and its output is read by each of the second.
-        self._attention_ops, self._o_proj_ops = (
-            self._starts[:-1] + _ROPE,
-            self._ops.readers(ATTN_OUT),
-        )
+        self._attention_ops = self._starts[:-1] + _ROPE
+        self._o_proj_ops = self._ops.readers(ATTN_OUT)
         # Caches of methods of another object: a cycle through self would keep the weights alive.
         cache = functools.lru_cache(MAX_OP_LISTS)
         self._op_list, self._floats = cache(self._ops.fields), cache(self._ops.scratch_floats)
