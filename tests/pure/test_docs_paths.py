@@ -34,6 +34,16 @@ def test_the_architecture_page_names_files_that_exist() -> None:
     assert not missing
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_page_names_tests_that_exist(page: Path) -> None:
+    """Each `tests/….py` in code font is there; the notebook and the changelog tell of former ones."""
+    if page.name in ("log.md", "CHANGELOG.md"):
+        pytest.skip("history")
+    named = re.findall(r"(?:^|[ `\"(])(tests/[\w/.*]+\.py)", page.read_text(encoding="utf-8"))
+
+    assert [name for name in named if not list(ROOT.glob(name))] == []
+
+
 def members(node: ast.ClassDef) -> set[str]:
     """Methods, fields and attributes of a class that its own body defines or assigns."""
     names = set()
