@@ -231,19 +231,17 @@ class EngineConfig:
         for name, value in options.items():
             if name not in section_of:
                 raise UnknownOptionError(name, section_of)
-            values[section_of[name]][name] = _plain(value)
+            is_path = name == "model" and isinstance(value, Path)
+            values[section_of[name]][name] = str(value) if is_path else _plain(value)
         config = cls(**{name: section(**values[name]) for name, section in SECTIONS.items()})
         config.validate()
         return config
 
     def validate(self) -> None:
         """Raise ConfigError for a value outside its range, naming it, the limit, the way out."""
-        for name, text, allowed in (
-            ("model", self.model.model, "a directory or a name"),
-            ("attention_backend", self.attention.attention_backend, "a name"),
-        ):
-            if not isinstance(text, str):
-                raise ConfigError(f"{name}={text!r} but it must be {allowed}")
+        model = self.model.model
+        if not isinstance(model, str | Path):
+            raise ConfigError(f"model={model!r} but it must be a directory or a name")
         for name, value in (
             ("page_size", self.cache.page_size),
             ("max_num_seqs", self.scheduler.max_num_seqs),
@@ -290,6 +288,9 @@ class EngineConfig:
         ):
             if choice not in choices:
                 raise ConfigError(f"{name}={choice!r} but it must be one of {choices}")
+        backend = self.attention.attention_backend
+        if not isinstance(backend, str):
+            raise ConfigError(f"attention_backend={backend!r} but it must be a name")
         if speculative.speculative_sampling == "rejection" and self.attention.exact:
             raise ConfigError(
                 "speculative_sampling='rejection' with exact=True: the tokens would depend on what "
@@ -303,11 +304,9 @@ def _check_number(name: str, value: object, most: float, allowed: str) -> None:
 
 
 def _plain(value: object) -> object:
-    """Integers of other packages as int, a path as text, a torch dtype as its name."""
+    """Integers of other packages as int, a torch dtype as its name."""
     if not isinstance(value, bool) and isinstance(value, Integral):
         return int(value)
-    if isinstance(value, Path):
-        return str(value)
     if type(value).__module__ == "torch" and str(value).startswith("torch."):
         return str(value).removeprefix("torch.")
     return value

@@ -39,9 +39,8 @@ def merge_tokenizer_configs(config: Mapping[str, Any], older: Mapping[str, Any])
         lists = (_list(older, extra), _list(older, additional), _list(config, additional))
         merged[additional] = next((tokens for tokens in lists if tokens), [])
     else:
-        merged[additional] = [*_roleless_tokens(config), *_list(older, extra)] or _list(
-            older, additional
-        )
+        roleless = [*_roleless_tokens(config), *_list(older, extra)]
+        merged[additional] = roleless or _list(older, additional)
     return merged
 
 

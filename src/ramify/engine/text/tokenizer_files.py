@@ -83,9 +83,10 @@ def _converted(path: Path, file: Path, config: Mapping[str, Any]) -> TokenizerFi
     try:
         model = SentencePieceModel.parse(data)
     except ValueError:
+        if not data[:4].isascii():
+            raise
         # Llama 3's file of this name has tiktoken's form.
-        model_type = str(read_optional_json(path / "config.json").get("model_type", ""))
-        if not data[:4].isascii() or model_type not in ("llama", ""):
+        if str(read_optional_json(path / "config.json").get("model_type", "")) not in ("llama", ""):
             raise
         return TokenizerFile(tiktoken_tokenizer(data, LLAMA3_PATTERN))
     model = model.with_added_tokens(config)

@@ -214,10 +214,10 @@ def pack_value_tiles_vnni(
             return builder.add(offset(builder, row, inner, 4), builder.mul(tile, stride))
 
         with cgutils.for_range(builder, count) as loop:
-            first_offset = offset(builder, offsets, loop.index, 16)
-            next_offset = builder.add(first_offset, i64(8 * PREFETCH_KEYS))
-            starts = _row_starts(builder, source, first_offset, 2)
-            next_starts = _row_starts(builder, source, next_offset, 2)
+            first_offset_at = offset(builder, offsets, loop.index, 16)
+            next_offset_at = builder.add(first_offset_at, i64(8 * PREFETCH_KEYS))
+            starts = _row_starts(builder, source, first_offset_at, 2)
+            next_starts = _row_starts(builder, source, next_offset_at, 2)
             row = offset(builder, into, loop.index, 4 * TILE_N)
 
             def copy_columns(begin: Any, steps: Any, count: int) -> None:
@@ -264,10 +264,10 @@ def pack_value_tiles_f32(
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         _, source, offsets, scales, count, into, stride, tiles = args
         with cgutils.for_range(builder, count) as value:
-            value_offset = offset(builder, offsets, value.index, 8)
-            next_offset = builder.add(value_offset, i64(8 * PREFETCH_KEYS))
-            [start] = _row_starts(builder, source, value_offset, 1)
-            [next_start] = _row_starts(builder, source, next_offset, 1)
+            value_offset_at = offset(builder, offsets, value.index, 8)
+            next_offset_at = builder.add(value_offset_at, i64(8 * PREFETCH_KEYS))
+            [start] = _row_starts(builder, source, value_offset_at, 1)
+            [next_start] = _row_starts(builder, source, next_offset_at, 1)
             value_scale = load(builder, offset(builder, scales, value.index, 4), f32)
             scale = broadcast(builder, value_scale, 8)
             row = offset(builder, into, value.index, 4 * TILE_N)

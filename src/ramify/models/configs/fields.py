@@ -118,7 +118,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_optional_json(path: Path) -> dict[str, Any]:
     """`read_json`; {} if there is no file."""
-    return read_json(path) if path.exists() else {}
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return {}
+    except OSError:
+        pass  # `read_json` says why
+    return read_json(path)
 
 
 def read_json_value(path: Path) -> Any:
