@@ -336,3 +336,14 @@ def test_no_tokenizer_at_all_names_the_formats(tmp_path: Path) -> None:
     """The error lists what was looked for."""
     with pytest.raises(CheckpointError, match=r"tokenizer\.model.*tekken\.json"):
         Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_an_optional_file_that_cannot_be_read_is_one_line(file: str, tmp_path: Path) -> None:
+    """A link to itself is not a missing file."""
+    write_tiny_checkpoint(tmp_path, "llama")
+    (tmp_path / file).unlink(missing_ok=True)
+    (tmp_path / file).symlink_to(file)
+
+    with pytest.raises(CheckpointError, match=rf"{file} cannot be read"):
+        Tokenizer.load(tmp_path)
