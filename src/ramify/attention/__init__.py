@@ -1,7 +1,7 @@
 """Attention over paged K/V whose prefixes are shared.
 
 Public names resolve on first use: importing this package loads no torch. `models`, `engine` and
-`server` may import it; it imports `kernels`, `kv` and `cache`. Read in this order:
+`cli` import it; it imports `kernels`, `kv` and `cache`. Read in this order:
 
 1. `sequence`, `planner`, `page_demand`, `window_release`: requests → pages, through the prefix cache
    (no torch).

@@ -1,7 +1,7 @@
 """The prefix cache: a radix tree over token pages, with leases, eviction and page ownership.
 
-It imports the standard library and `ramify.errors` only; every other package may import it. Other
-engines use it alone, by the names below (docs/cache-reference.md).
+It imports the standard library, `ramify.errors` and `ramify.outputs` only; every package above but
+`kernels` may import it. Other engines use it alone, by the names below (docs/cache-reference.md).
 
 Read in this order:
 1. `prefix_cache`: the public calls. `key` (with `content_atoms` for media and salts), `types` and

@@ -1,6 +1,7 @@
 """Failure recovery: what happens to engine and requests when a step or the bookkeeping fails.
 
-- A forward pass raises → roll back: zero the pages of the step, requeue its requests.
+- A forward pass raises → roll back: zero the pages of the step, requeue its requests. Out of memory:
+  also halve the token budget for a while, and count no failure.
 - A request's logits are not finite → roll it back and isolate its namespace, since a page that it
   read may be damaged. If it then succeeds, evict the prefix that it had read.
 - Anything else raises, or an audit does → rebuild: empty cache, table and queues. Every live

@@ -1,8 +1,9 @@
 """Attention backends, one file each; `attention.backend` has the table and imports them by name.
 
-A backend implements `AttentionBackend`: `plan` once per step, `run` once per layer. It imports
+A backend implements `AttentionBackend`: `plan` once per step (and again for a pruned last layer),
+`run` once per layer. It imports
 `attention.{spec, batch, exactness, gather, staging_buffers}` and kernels, never `attention.backend`
-nor another backend. Only the helper modules belong to one: `*_partition` (no torch) and `*_matmul`.
+nor another backend. A helper, `*_partition` (no torch) or `*_matmul`, is of the backend it is named after.
 
 - `eager`: float32 reference and oracle of the tests. Supports everything; read it first.
 - `cpu`, `cpu_partition`: compiled CPU kernels, exact. What `auto` takes on CPU with Numba.

@@ -139,7 +139,8 @@ class Scheduler:
 
         Raises:
             OutOfPagesError: a single request does not fit, since leases outside the engine hold the
-                pages. Nothing changed; it fits once they are released.
+                pages. No page is planned, but requests may have been preempted; it fits once they are
+                released.
         """
         self._step += 1
         self.waiting.step, self._blocked = self._step, None

@@ -4,6 +4,6 @@ Read `drafter` (the `Drafter` protocol that the core calls, proposers, draft len
 (the index behind prompt-lookup decoding).
 
 To add a proposer, write a class with `propose(request, limit)` in a file of its own and add it to
-`create_drafter`. For `engine.core` and `engine.result_processor`. The sampler accepts or rejects the
+`create_drafter`. `engine.core` and `engine.result_processor` import it. The sampler accepts or rejects the
 drafts (`engine.execution.sampler`).
 """

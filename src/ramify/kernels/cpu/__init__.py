@@ -1,12 +1,13 @@
 """CPU kernels, compiled by Numba and LLVM: packed GEMM, norm + rope, paged attention, fused layers.
 
 Callers: `attention.backends.cpu` and `models.ops.cpu`. Read first: `abi`, `op_list`, `packed_gemm`,
-`paged_attention`; then what they call. `simd`, `vector_math`, `elementwise` and the microkernels
+`paged_attention`, `fused_layers`; then what they call. `simd`, `vector_math`, `elementwise` and the microkernels
 emit LLVM IR, as do parts of `kv_pack`, `norm_rope`, `task_queue` and `attention_args`; the rest is Python
-that Numba compiles. `abi`, `jit` and `threads` are for the host.
+that Numba compiles. `abi` has the constants that kernels and callers
+share, `jit` compiles, `threads` is for the host.
 
 A step
-    engine.runner -> FusedLayers -> run_fused_layers, one parallel region for all layers. Per layer:
+    engine.execution.runner -> FusedLayers -> run_fused_layers, one parallel region for all layers. Per layer:
         packed_gemm       RMS norm -> q, k, v
         norm_rope         qk-norm, rotary embedding; K/V write
         paged_attention   its phases: shared prefixes, then the rest of each request

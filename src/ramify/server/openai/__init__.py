@@ -7,6 +7,6 @@
 - `responses`: the Responses API, which is translated to chat completions, and conversations.
 - `endpoints`: the handlers of the routes.
 
-Read in this order. `routes` and `operations.cache_admin` import it. Of `anthropic`, `protocol` takes
-scalar types from `protocol`, and `endpoints` checks fields with `unserved`.
+Read in this order. `routes` and `operations.cache_admin` import it. `anthropic.protocol`
+takes scalar types from `openai.protocol`, `anthropic.endpoints` checks fields with `openai.unserved`.
 """

@@ -1,8 +1,9 @@
 """Output formats of model families: parse text, reasoning and tool calls; constrain calls by grammars.
 
 Read `events` (what a parser yields) first, then `output_format`, `table`, `parser` (reasoning, text and
-calls), `reader` and `writer` (what parsers use), the syntaxes of calls (`*_calls`, `harmony`), then
-`call_syntax`, `lark_rules` and `call_grammar`. Imported by the rest of `server`; imports nothing of it.
+calls), `reader` and `writer` (what parsers use), the syntaxes of calls (`*_calls`, `harmony`) over their
+scanners (`*_scanner`, `tagged_values`), then `call_syntax`, `call_text`, `lark_rules` and `call_grammar`.
+Imported by the rest of `server`; imports nothing of it.
 """
 
 from ramify.server.output_formats.output_format import OutputFormat, detect, named

@@ -9,6 +9,6 @@ In reading order:
 - `content_placeholders`: texts in place of images, audio and files.
 - `jobs`: threads that render and tokenise, shared fairly among tenants.
 
-`history`, `generation`, `service`, `context`, `app` and the APIs import it. It imports `errors` and
+`history`, `generation`, `service`, `context`, `app`, `operations.cache_admin` and the APIs import it. It imports `errors` and
 `output_formats` only.
 """
