@@ -44,9 +44,9 @@ class Fuse:
             raise self.error
 
     def before(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def broken(*arguments: Any) -> Any:
+        def broken(*arguments: Any, **options: Any) -> Any:
             self.burn()
-            return call(*arguments)
+            return call(*arguments, **options)
 
         return broken
 
@@ -102,6 +102,7 @@ class MixedBatch:
                     sequence.num_read,
                     sequence.num_shared,
                 ),
+                sequence.has_looked_up,
                 self.bench.cache.match(sequence.key(len(sequence.tokens))),
             )
             for sequence in [self.apart, *self.batch]

@@ -123,6 +123,8 @@ class RadixAttentionPlanner:
             while replaced:
                 self.cache.cancel(replaced[-1])
                 replaced.pop()
+            for sequence in fresh:
+                sequence.has_looked_up = True
         except BaseException:
             self._rollback_plan(undo, fresh, replaced, decodes)
             raise
@@ -151,12 +153,13 @@ class RadixAttentionPlanner:
     def _attach(self, sequence: RadixSequence, key: CacheKey | None) -> None:
         """Lease the cached prefix; an empty one if the sequence must not reuse the cache."""
         reused = key if key is not None and sequence.reuse else CacheKey(b"", sequence.namespace)
-        sequence.lease = self.cache.attach(reused)
+        sequence.lease = self.cache.attach(reused, again=sequence.has_looked_up)
         sequence.num_computed = sequence.lease.num_tokens
 
     def _detach(self, sequence: RadixSequence) -> None:
         """Undo `_attach`, and give the row back."""
         assert sequence.lease is not None
+        sequence.has_looked_up = sequence.lease.is_again
         self.cache.cancel(sequence.lease)
         self._forget_pages(sequence)
 
@@ -399,6 +402,7 @@ class RadixAttentionPlanner:
         pages = self.cache.reserve(len(copied))
         clone = sequence.clone_unplanned()
         clone.num_computed = clone.num_read = sequence.num_computed
+        clone.has_looked_up = True
         clone.lease = self.cache.fork(sequence.lease)
         clone.private = [*computed[: num_held - len(copied)], *pages]
         clone.order, clone.row = next(self._order), self.table.allocate()

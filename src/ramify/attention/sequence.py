@@ -16,8 +16,8 @@ from ramify.outputs import Explanation
 class RadixSequence:
     """A request in the planner: its tokens, pages, and how far its K/V is computed.
 
-    The caller writes `tokens`, by appending between steps, and `num_draft` until `commit`.
-    `namespace`, `reuse`, `media`, `salts`, `max_shared` and `may_tell` are fixed. Only the planner
+    The caller writes `tokens`, by appending between steps, and `num_draft` until `commit`; it sets
+    `has_looked_up` of a sequence that goes on where another ended. `namespace`, `reuse`, `media`, `salts`, `max_shared` and `may_tell` are fixed. Only the planner
     writes the other fields; everyone may read them.
 
     `reuse=False` reads nothing from the cache but publishes its own pages. Tokens of a `media`
@@ -40,6 +40,7 @@ class RadixSequence:
     released: bool = False
     # Number of its last plan that was not a plain decode; a leader's is below its followers'.
     order: int = 0
+    has_looked_up: bool = False  # its lookup is counted: a request counts one
     media: Sequence[Media] = field(default=(), kw_only=True)
     salts: Sequence[Salt] = field(default=(), kw_only=True)
     num_draft: int = 0  # drafts at the end of `tokens`, never shared

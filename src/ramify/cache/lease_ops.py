@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from ramify.cache.ghosts import WINDOW
 from ramify.cache.key import CacheKey, atoms_of
-from ramify.cache.leases import Lease, LeaseRegistry
+from ramify.cache.leases import UNCOUNTED, Lease, LeaseRegistry
 from ramify.cache.node_store import NodeStore
 from ramify.cache.packed import ATOM_BYTES
 from ramify.cache.pages import ID_BYTES, Pages, pack_pages
@@ -35,19 +35,25 @@ class LeaseOps:
         num_bytes, page_bytes = len(atoms_of(key)), self._tree.page_bytes
         return (num_bytes - 1) // page_bytes * page_bytes if num_bytes else 0
 
-    def acquire(self, key: Any, pending: bool) -> Lease:
+    def acquire(self, key: Any, pending: bool, again: bool = False) -> Lease:
         """Pin the longest cached proper prefix of a key, and count the lookup.
 
         Args:
             pending: match announced pages too.
+            again: the request's lookup is counted already.
         """
-        lease = self.pin_prefix(key, self.matchable_bytes(key), pending, True)
+        lease = self.pin_prefix(key, self.matchable_bytes(key), pending, True, again)
         if self.pins.next_expiry_s < NEVER_S:
             self.pins.refresh(self._tree.path(lease.node))
         return lease
 
     def pin_prefix(
-        self, key: Any, end: int, pending: bool = False, count_lookup: bool = False
+        self,
+        key: Any,
+        end: int,
+        pending: bool = False,
+        is_lookup: bool = False,
+        again: bool = False,
     ) -> Lease:
         """Pin the longest cached prefix of a key, up to byte `end` of its atoms."""
         tree, store = self._tree, self._store
@@ -66,9 +72,13 @@ class LeaseOps:
             if tree.leader[node]:
                 num_pending = sum([tree.resident[at] for at in path if tree.leader[at]])
         num_tokens = len(packed) // ID_BYTES * self._page_size
-        if not count_lookup:
+        if not is_lookup:
             return self._registry.open(key, num_tokens, packed, node, num_pending)
-        counts = store.count_lookup(path, node, atoms, num_tokens, end)
+        counts = (
+            (0, num_tokens, 0, 0, UNCOUNTED)
+            if again
+            else store.count_lookup(path, node, atoms, num_tokens, end)
+        )
         return self._registry.open(key, num_tokens, packed, node, num_pending, counts)
 
     def fork(self, lease: Any, num_tokens: Any) -> Lease:
@@ -180,7 +190,9 @@ class LeaseOps:
             self._store.ledger.give_back(packed)
         self._registry.close(lease)
         _, hit_tokens, _, _, lookup_number = lease.lookup_counts
-        self._store.release_used(lease.node, hit_tokens // self._page_size, lookup_number)
+        # The first lookup of the request has informed the policy of the pages that it hit.
+        num_known = hit_tokens // self._page_size if lookup_number else 0
+        self._store.release_used(lease.node, num_known, lookup_number)
 
     def reserve(self, num_pages: Any) -> Pages:
         """See `PrefixCache.reserve`."""
@@ -204,7 +216,8 @@ class LeaseOps:
                 f"lease {lease.id} grew to {lease.num_tokens} tokens after its lookup, or comes "
                 "from no lookup; release it instead"
             )
-        self._store.cancel_lookup(lease.node, lease.lookup_counts)
+        if lease.lookup_counts[4]:
+            self._store.cancel_lookup(lease.node, lease.lookup_counts)
         self.cancel_pin(lease)
 
     # -- outside the window ----------------------------------------------------------------

@@ -13,6 +13,8 @@ from ramify.cache.pages import ID_BYTES, Pages, pack_pages
 from ramify.cache.tree import RadixTree
 from ramify.errors import LeaseError, PageOwnershipError
 
+# In place of the number of a lookup: of a request whose lookup was counted before.
+UNCOUNTED: Final = 0
 # Of a lease that no lookup made. No lease has -1 tokens, so `PrefixCache.cancel` refuses it.
 NO_LOOKUP_COUNTS = (0, -1, 0, 0, 0)
 
@@ -69,6 +71,11 @@ class Lease:
     def pages(self) -> Pages:
         """The prefix's pages, in order."""
         return Pages(self.packed_pages)
+
+    @property
+    def is_again(self) -> bool:
+        """Whether the lookup of its request was counted before; see `PrefixCache.attach`."""
+        return self.lookup_counts[4] == UNCOUNTED and self.lookup_counts[1] >= 0
 
     @property
     def source(self) -> CacheKey:

@@ -210,12 +210,12 @@ class PrefixCache:
             guard.thread = 0
 
     @guarded
-    def attach(self, key: CacheKey) -> Lease:
+    def attach(self, key: CacheKey, *, again: bool = False) -> Lease:
         """Like `acquire`, but it also hits pages that a live leader announced and still computes.
 
-        For planners only: the caller must run in the leader's step or after it.
+        For planners: the caller must run in the leader's step or after it. `again` counts no lookup.
         """
-        return self._lease_ops.acquire(key, True)
+        return self._lease_ops.acquire(key, True, again)
 
     @guarded
     def fork(self, lease: Lease, num_tokens: int | None = None) -> Lease:

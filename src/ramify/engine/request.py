@@ -157,11 +157,12 @@ class Request:
         tokens = array("i", self.prompt_ids)
         tokens.extend(self.output_ids)
         self.draft = ()
-        may_tell = self.sequence.may_tell if self.cache_counts is None else None
+        old = self.sequence
         self.sequence = self.new_sequence(
-            tokens, self.namespace, self.salts, self.params, self.sequence.max_shared
+            tokens, self.namespace, self.salts, self.params, old.max_shared
         )
-        self.sequence.may_tell = may_tell
+        self.sequence.may_tell = old.may_tell if self.cache_counts is None else None
+        self.sequence.has_looked_up = old.has_looked_up
         if self.params.needs_all_prompt_rows:
             # They forbid reading the cache until all are known.
             has_logprobs = len(self.prompt_logprobs) == len(self.prompt_ids) - 1

@@ -112,6 +112,7 @@ class ResultProcessor:
         child.first_step_s = parent.first_step_s
         child.max_computed = parent.max_computed
         child.cache_counts = parent.cache_counts
+        child.sequence.has_looked_up = True
         try:
             twin, pairs = self._context.planner.fork(parent.sequence)
         except CacheError:  # no row or page; the scheduler admits it later, with a cached prompt
