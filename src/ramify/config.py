@@ -364,6 +364,13 @@ class ResolvedConfig:
         """Pages that a request of `num_tokens` tokens holds at once, at least; see `live_pages`."""
         return live_pages(num_tokens, self.page_size, self.window, self.max_batch_tokens)
 
+    @property
+    def max_window_step(self) -> int:
+        """Largest `max_batch_tokens` with which a request of any length fits; 0: there is none."""
+        if self.window is None:
+            return 0
+        return max(0, (self.num_pages - 1) * self.page_size - self.window)
+
 
 def live_pages(num_tokens: int, page_size: int, window: int | None, step_tokens: int) -> int:
     """Pages that a request of `num_tokens` tokens holds at once, at least.

@@ -139,19 +139,36 @@ class PromptTooLongError(RequestError):
 
 
 class RequestTooLargeError(RequestError):
-    """The request alone needs more pages than the whole pool has."""
+    """The request alone needs more pages at a time than the whole pool has.
 
-    def __init__(self, num_prompt: int, max_tokens: int, max_pages: int, page_size: int) -> None:
+    Args:
+        num_pages: pages that it holds at a time, at least.
+        max_step: `max_batch_tokens` with which the pool could serve it, since every layer has a
+            window; 0: there is none.
+    """
+
+    def __init__(
+        self,
+        num_prompt: int,
+        max_tokens: int,
+        num_pages: int,
+        max_pages: int,
+        page_size: int,
+        *,
+        max_step: int = 0,
+    ) -> None:
         self.num_prompt, self.max_tokens = num_prompt, max_tokens
-        self.num_pages = -(-(num_prompt + max_tokens - 1) // page_size)  # no K/V for the last token
-        self.max_pages = max_pages
+        self.num_pages, self.max_pages, self.max_step = num_pages, max_pages, max_step
         # Output tokens that would fit; 0 or less: the prompt itself is too long.
         self.room = max_pages * page_size + 1 - num_prompt
         way_out = f"lower max_tokens to {self.room}" if self.room > 0 else "shorten the prompt"
+        options = f"kv_cache_tokens >= {num_pages * page_size}"
+        if max_step > 0:
+            options += f" or max_batch_tokens <= {max_step}"
         super().__init__(
-            f"the request needs {self.num_pages} pages for a prompt of {num_prompt} tokens and "
+            f"the request needs {num_pages} pages at a time for a prompt of {num_prompt} tokens and "
             f"max_tokens={max_tokens}, but the pool has {max_pages} pages of {page_size}; "
-            f"{way_out}, or start with kv_cache_tokens >= {self.num_pages * page_size}"
+            f"{way_out}, or start with {options}"
         )
 
 

@@ -85,3 +85,30 @@ def test_a_request_that_never_fits_is_refused_at_once() -> None:
     bench = Bench(pool_tokens=64, window=60, max_batch_tokens=16)
     with pytest.raises(RequestTooLargeError, match="the pool has 16 pages"):
         bench.add([1] * 100, max_tokens=5)
+
+
+@pytest.mark.parametrize(("window", "step", "pool"), [(20, 16, 32), (7, 5, 12), (40, 8, 48)])
+def test_a_refused_request_is_served_by_the_pool_that_the_error_asks_for(
+    window: int, step: int, pool: int
+) -> None:
+    """It asks for the pages of window and step, not for those of the prompt; one page less fails.
+
+    The step that it offers instead serves the request in the pool that there is.
+    """
+    prompt = [1 + at % 7 for at in range(400)]
+    with pytest.raises(RequestTooLargeError) as refused:
+        Bench(pool, max_batch_tokens=step, window=window).add(prompt, max_tokens=5)
+    error = refused.value
+    assert error.num_pages == -(-(window + step) // 4) + 1
+    assert f"kv_cache_tokens >= {4 * error.num_pages}" in str(error)
+    with pytest.raises(RequestTooLargeError):
+        Bench(4 * error.num_pages - 4, max_batch_tokens=step, window=window).add(prompt)
+
+    benches = [Bench(4 * error.num_pages, max_batch_tokens=step, window=window)]
+    if error.max_step:
+        assert f"max_batch_tokens <= {error.max_step}" in str(error)
+        benches.append(Bench(pool, max_batch_tokens=error.max_step, window=window))
+
+    for bench in benches:
+        request_id = bench.add(prompt, max_tokens=5, ignore_eos=True)
+        assert list(bench.run()[request_id].token_ids) == expected(prompt, 5, ends=())

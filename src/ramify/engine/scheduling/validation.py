@@ -56,8 +56,16 @@ def resolve_max_len(num_prompt: int, params: SamplingParams, config: ResolvedCon
         # With `max_tokens=0` the last token of the prompt still needs K/V.
         max_len = min(limit, num_prompt + max(params.max_tokens, 1))
     # the last token's K/V is never needed
-    if config.num_live_pages(max_len - 1) > num_pages:
-        raise RequestTooLargeError(num_prompt, max_len - num_prompt, num_pages, page_size)
+    needed = config.num_live_pages(max_len - 1)
+    if needed > num_pages:
+        raise RequestTooLargeError(
+            num_prompt,
+            max_len - num_prompt,
+            needed,
+            num_pages,
+            page_size,
+            max_step=config.max_window_step,
+        )
     return max_len
 
 
