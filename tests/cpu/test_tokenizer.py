@@ -131,7 +131,7 @@ def test_texts_are_parts_where_a_template_takes_only_those(path: Path, name: str
     assert ours.render_chat([*TALK[:3], {"role": "user", "content": "Du?"}]) == expected
 
 
-def test_a_chat_has_one_beginning(path: Path) -> None:
+def test_eb17_a_chat_has_one_beginning(path: Path) -> None:
     """`encode_chat` adds no second bos token to the one the template writes."""
     ours, theirs = Tokenizer.load(path), AutoTokenizer.from_pretrained(path)
 

@@ -34,7 +34,9 @@ def least_pages(model: Model, sizes: Sizes) -> int:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_released_pages_change_no_bit(variant: str, model_of: Callable[[str, str], Model]) -> None:
+def test_ab21_released_pages_change_no_bit(
+    variant: str, model_of: Callable[[str, str], Model]
+) -> None:
     """Any turns over a pool of little more than a window and a step: all bits are those alone."""
     model, num_released = model_of("mistral", variant), 0
 

@@ -18,7 +18,7 @@ def hits(cache: PrefixCache) -> list[int]:
     return [node.hits for node in top_nodes(cache, 10).nodes]
 
 
-def test_preempted_requests_are_one_lookup_each() -> None:
+def test_ab23_preempted_requests_are_one_lookup_each() -> None:
     """12 cold prompts that share nothing and preempt one another: 12 lookups, hit rate 0."""
     bench = Bench(128, 4, max_batch_tokens=64)
     prompts = [[1 + at, *range(2, 13)] for at in range(12)]

@@ -79,8 +79,8 @@ def test_the_recent_rate_forgets() -> None:
 
 @pytest.mark.parametrize("call", ["acquire", "attach"])
 @INDICES
-def test_ab23_a_cancelled_lookup_was_never_counted(call: str, index: str) -> None:
-    """AB23: a cancelled lookup leaves every statistic unchanged, node count excepted."""
+def test_a_cancelled_lookup_was_never_counted(call: str, index: str) -> None:
+    """A cancelled lookup leaves every statistic unchanged, node count excepted."""
     clock = Clock()
     cache = PrefixCache(8, 2, index=index, clock=clock)
     serve(cache, "abcdef")

@@ -27,14 +27,11 @@ FAULTS = [
 ]
 
 TIERS = "a cached page has one place: there are no other tiers yet, and no copies in flight"
-WINDOWS = "a window is a mask: K/V is kept for all positions of a sequence"
 STATES = "there are no recurrent layers yet: what is cached is K/V by position, and nothing else"
 ROWS = "block tables know rows, which they hand out themselves; no request names one"
 DEVICE = "decisions import no tensor library, so that nothing in them can wait for a device"
 
 REPOSITORY = "of a repository and its files: make check and the tests of the house look at those"
-SERVER = "of a server, which is not built yet"
-GROUPS = "the radix tree is the only record of what is shared; nothing lists groups or ids"
 
 EXEMPT = {
     "YB3": "ruff finds every print in the library",
@@ -48,12 +45,7 @@ EXEMPT = {
     "YB19": REPOSITORY,
     "YB20": REPOSITORY,
     "YB21": "nothing is reset between calls, which test_ab17 and test_ab16 would show",
-    "YB22": SERVER,
     "YB25": "make perf compares medians with their spread",
-    "EB10": GROUPS,
-    "EB11": GROUPS,
-    "EB13": "hits are counted in tokens that were read; no formula is made of groups",
-    "EB17": SERVER,
     "EB18": "a checkpoint is a directory or a name, and find_checkpoint says where it looked",
     "EB19": REPOSITORY,
     "EB20": REPOSITORY,
@@ -63,7 +55,6 @@ EXEMPT = {
     "PB6": TIERS,
     "PB7": TIERS,
     "PB9": TIERS,
-    "PB14": WINDOWS,
     "PB15": STATES,
     "PB16": STATES,
     "PB17": TIERS,
@@ -73,7 +64,6 @@ EXEMPT = {
     "AB8": STATES,
     "AB15": "tests import nothing at their top that the development extra does not install",
     "AB20": STATES,
-    "AB21": WINDOWS,
     "AB25": "ruff finds unused and duplicate imports in make check",
     "YB1": DEVICE,
     "YB6": ROWS,

@@ -51,6 +51,22 @@ def test_pages_before_the_window_are_freed_and_the_lease_keeps_its_length() -> N
     cache.check()
 
 
+def test_pb14_the_oldest_positions_of_a_sequence_are_freed_not_all() -> None:
+    """200 tokens and a window of 100: the query at position 200 reads the last 99 of them."""
+    cache = PrefixCache(200, 1, window=100)
+    lease = published(cache, list(range(200)))
+    pages = list(lease.pages)
+
+    num_released = release_outside_window(cache, [lease], [200])
+
+    assert num_released == 101
+    assert all(cache.is_free(page) for page in pages[:101])
+    assert not any(cache.is_free(page) for page in pages[101:])
+    assert list(lease.pages) == [cache.num_pages] * 101 + pages[101:]
+    cache.release(lease)
+    cache.check()
+
+
 def test_a_prefix_hits_only_where_its_window_is_there() -> None:
     """The whole prefix still hits; a shorter one would read released pages, and hits nothing."""
     cache = PrefixCache(32, 4, window=9)

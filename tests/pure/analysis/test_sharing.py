@@ -119,7 +119,7 @@ TestTree = TreeMachine.TestCase
 TestTree.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
 
 
-def test_ids_share_the_longest_length() -> None:
+def test_eb10_ids_share_the_longest_length() -> None:
     """A request that shares one token is not among those that share three; lengths are per id."""
     tree = RequestTree()
     tree.insert_request("a", [1, 2, 3, 4, 5])
@@ -131,7 +131,7 @@ def test_ids_share_the_longest_length() -> None:
     assert tree.find_shared_prefixes([7]) == ([], 0)
 
 
-def test_of_two_equal_prompts_one_can_leave() -> None:
+def test_eb11_of_two_equal_prompts_one_can_leave() -> None:
     """Removing one of two identical prompts leaves the other as it was."""
     tree = RequestTree()
     tree.insert_request("a", [1, 2, 3])
@@ -143,7 +143,7 @@ def test_of_two_equal_prompts_one_can_leave() -> None:
     assert (tree.total_tokens, tree.unique_tokens) == (3, 3)
 
 
-def test_a_request_under_new_tokens_leaves_no_orphans() -> None:
+def test_eb11_a_request_under_new_tokens_leaves_no_orphans() -> None:
     """Inserting an id again replaces its tokens; nothing of the old ones is left."""
     tree = RequestTree()
     tree.insert_request("a", [1, 2, 3])
@@ -154,7 +154,7 @@ def test_a_request_under_new_tokens_leaves_no_orphans() -> None:
     assert (tree.num_nodes, tree.unique_tokens, len(tree)) == (1, 2, 1)
 
 
-def test_the_callers_list_is_copied() -> None:
+def test_eb11_the_callers_list_is_copied() -> None:
     """Changing a list after it was inserted changes nothing in the tree."""
     tokens = [1, 2, 3]
     tree = RequestTree()
@@ -184,7 +184,7 @@ def test_long_and_deep_prompts_need_no_recursion() -> None:
     assert matcher.tree.num_nodes == matcher.tree.unique_tokens == 0
 
 
-def test_one_shared_token_is_no_speedup() -> None:
+def test_eb13_one_shared_token_is_no_speedup() -> None:
     """Four requests that share 1 of 201 tokens gain 1.004, and the token is saved three times."""
     matcher = RequestPrefixMatcher()
     for request in range(4):
