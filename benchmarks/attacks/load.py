@@ -6,16 +6,19 @@ import itertools
 import json
 import multiprocessing
 import random
+import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.synchronize import Event
 from typing import Any
 
-from attacks.server import OPERATOR, AttackedServer, Target, chat
+from attacks.server import OPERATOR, TIMEOUT_S, AttackedServer, Target, chat
+from ramify.server.http.connection_limit import raise_descriptor_limit
 from ramify.server.http.json_limits import MAX_CONTAINERS
 
 CHAT, COMPLETIONS, EXPLAIN = "/v1/chat/completions", "/v1/completions", "/v1/cache/explain"
@@ -23,6 +26,7 @@ CONVERSATIONS, RESPONSES = "/v1/conversations", "/v1/responses"
 MIB = 1 << 20
 PROBE_S, LIVEZ_S = 0.05, 0.02  # between two requests of the other tenant, and two of /livez
 LEAVE_S = 0.08  # between two disconnects of an attacker
+NUM_IDLE, IDLE_S = 325, 2.0  # connections of an attacker that holds them, and for how long
 WORDS = "lamp violin attic Rome Paris river stone bread Mara Otto green seven".split()
 Statuses = Counter[str]
 
@@ -124,6 +128,17 @@ def leave_streams(target: Target, number: int) -> object:
     return "-"
 
 
+def hold_connections(target: Target, number: int) -> object:
+    """More idle connections than the server has descriptors, opened again where it closed them."""
+    with ExitStack() as connections:
+        for _ in range(NUM_IDLE):
+            connections.enter_context(
+                socket.create_connection(("127.0.0.1", target.port), timeout=TIMEOUT_S)
+            )
+        time.sleep(IDLE_S)
+    return "-"
+
+
 @dataclass(frozen=True, slots=True)
 class LoadAttack:
     """An attack, and how many do it at once.
@@ -152,6 +167,7 @@ LOAD_ATTACKS = (
     LoadAttack("all rows held", hold_rows, 100),
     LoadAttack("n=128 x 10", many_answers, 10),
     LoadAttack("disconnects in streams", leave_streams, 8),
+    LoadAttack("idle connections", hold_connections, 4),
     LoadAttack("none, long prompts", None, is_large=True),
     LoadAttack("half of the pool pinned", pin_the_pool, 4, is_large=True, max_rounds=15),
 )
@@ -244,6 +260,7 @@ def _attack(name: str, target: Target, stop: Event, counts: Any) -> None:
     """The process of the attackers: threads that send until `stop`."""
     attack = next(attack for attack in LOAD_ATTACKS if attack.name == name)
     send, statuses, lock = attack.send, Statuses(), threading.Lock()
+    raise_descriptor_limit()
     assert send is not None
 
     def work(place: int) -> None:

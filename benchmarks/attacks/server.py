@@ -22,6 +22,7 @@ START_S = 300.0
 TIMEOUT_S = 60.0  # of a request
 ATTACKER, OTHER, OPERATOR = "key-of-the-attacker", "key-of-another-tenant", "key-of-the-operator"
 POOL_TOKENS = 131_072
+NUM_DESCRIPTORS = 1024  # that the server may open
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,8 @@ class AttackedServer:
     def __init__(self, folder: Path, *, with_keys: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._log = folder / "log"
-        command = [sys.executable, "-m", "ramify", "serve", "ramify-tiny", "--port", "0"]
+        command = ["sh", "-c", f'ulimit -n {NUM_DESCRIPTORS}; exec "$@"', "sh"]
+        command += [sys.executable, "-m", "ramify", "serve", "ramify-tiny", "--port", "0"]
         command += ["--kv-cache-tokens", str(POOL_TOKENS), "--drain-seconds", "1"]
         if with_keys:
             keys = [

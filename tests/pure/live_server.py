@@ -24,6 +24,7 @@ from ramify.engine.core import EngineCore
 from ramify.engine.text.detokenizer import Detokenizer
 from ramify.engine.text.tokenizer import Tokenizer
 from ramify.server.app import Server
+from ramify.server.http.connection_limit import ConnectionLimit
 from ramify.server.http.uvicorn_server import DrainingServer, TimeoutProtocol
 from ramify.server.service import Service
 from ramify.server.tenants import ApiKeys
@@ -131,6 +132,7 @@ def live(
     local_admin: bool = True,
     model: str = "fake",
     protocol: type[TimeoutProtocol] = TimeoutProtocol,
+    connections: ConnectionLimit | None = None,
     **options: Any,
 ) -> Iterator[Live]:
     """Start a server; it listens until the end of the block."""
@@ -157,6 +159,7 @@ def live(
         on_listening=on_listening,
         abort=llm.aclose,
         drain_s=drain_s,
+        connections=connections or ConnectionLimit(1000, 1000),
     )
     thread = threading.Thread(target=listener.run, name="server")
     thread.start()

@@ -92,6 +92,22 @@ def serve(
     drain_seconds: Annotated[
         float, OperationsOption(min=0, help="Time for live requests to end at shutdown.")
     ] = 30.0,
+    max_connections: Annotated[
+        int | None,
+        OperationsOption(
+            min=1,
+            help="Open connections; idle ones are closed for new ones, and new ones wait if none is "
+            "idle. Default: the descriptors of the process (`ulimit -n`) less 128.",
+        ),
+    ] = None,
+    max_connections_per_address: Annotated[
+        int | None,
+        OperationsOption(
+            min=1,
+            help="Open connections of one client address (IPv6: one /64); with a proxy in front, "
+            "give it all. Default: three quarters of --max-connections.",
+        ),
+    ] = None,
 ) -> None:
     """Serve OpenAI's and Anthropic's APIs, prompt caching included.
 
@@ -123,6 +139,8 @@ def serve(
         record_tokens=record_tokens,
         log_json=log_format is LogFormat.json,
         drain_s=drain_seconds,
+        max_connections=max_connections,
+        max_connections_per_address=max_connections_per_address,
     )
     with exit_on_error():
         code = serve(options)

@@ -20,6 +20,7 @@ from ramify.errors import ConfigError
 from ramify.params import SamplingParams
 from ramify.server.app import Server
 from ramify.server.http.browser_guard import LOOPBACK_HOSTS
+from ramify.server.http.connection_limit import ConnectionLimit, raise_descriptor_limit
 from ramify.server.http.uvicorn_server import DrainingServer, TimeoutProtocol
 from ramify.server.operations.request_log import JsonFormatter, LineFile, log_request, trace_line
 from ramify.server.service import ANY_NAME, Service
@@ -62,6 +63,20 @@ class ServeOptions:
     record_tokens: bool = False
     log_json: bool = False
     drain_s: float = 30.0
+    max_connections: int | None = None
+    max_connections_per_address: int | None = None
+
+    def connections(self) -> ConnectionLimit:
+        """The limit of connections; raises this process's limit of descriptors if it can.
+
+        Raises:
+            ConfigError: more connections than descriptors allow, or more per address than in all.
+        """
+        return ConnectionLimit.of(
+            self.max_connections,
+            self.max_connections_per_address,
+            num_descriptors=raise_descriptor_limit(),
+        )
 
     def keys(self) -> ApiKeys | None:
         """The keys that may call; None: no key is needed.
@@ -110,17 +125,19 @@ def serve(options: ServeOptions) -> int:
     Raises:
         ConfigError, ModelError: wrong options, or a model that cannot be loaded.
     """
-    keys = options.keys()
+    keys, connections = options.keys(), options.connections()
     _log_to_stderr(options.log_json)
     sys.setswitchinterval(SWITCH_S)
     llm = AsyncLLM(options.model, progress=sys.stderr.isatty(), **options.engine)
     try:
-        return asyncio.run(_serve(options, llm, keys))
+        return asyncio.run(_serve(options, llm, keys, connections))
     except KeyboardInterrupt:
         return 130
 
 
-async def _serve(options: ServeOptions, llm: AsyncLLM, keys: ApiKeys | None) -> int:
+async def _serve(
+    options: ServeOptions, llm: AsyncLLM, keys: ApiKeys | None, connections: ConnectionLimit
+) -> int:
     if llm.tokenizer is None:
         raise ConfigError(f"{options.model} has no tokenizer.json, which a server needs")
     default_name = Path(options.model).name or options.model
@@ -173,6 +190,7 @@ async def _serve(options: ServeOptions, llm: AsyncLLM, keys: ApiKeys | None) -> 
         on_listening=lambda url: startup_banner(url, service, llm, keys),
         abort=llm.aclose,
         drain_s=options.drain_s,
+        connections=connections,
     )
     try:
         await _compile_kernels(llm)

@@ -4,5 +4,6 @@
 - `json_limits`, `body_budget`: how large bodies may be, each and together.
 - `request_body`: decode bodies to typed values.
 - `wire`: read bodies, encode JSON and server-sent events, error responses, pings.
+- `connection_limit`, `acceptor`: how many clients may be connected; accept them.
 - `uvicorn_server`: timeouts for slow clients, draining shutdown. Only `run` needs it.
 """

@@ -1,4 +1,4 @@
-"""uvicorn with timeouts for slow clients (`TimeoutProtocol`) and a draining shutdown (`DrainingServer`)."""
+"""uvicorn with limits for clients (`TimeoutProtocol`) and a draining shutdown (`DrainingServer`)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import h11
 import uvicorn
+from uvicorn.config import STARTUP_FAILURE
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ramify.server.health import Readiness
+from ramify.server.http.acceptor import Acceptor
+from ramify.server.http.connection_limit import ConnectionLimit
 
 logger = logging.getLogger(__name__)
 
@@ -29,12 +33,18 @@ class TimeoutProtocol(H11Protocol):
     """uvicorn's HTTP/1.1 protocol; drops clients that do not send headers, or do not read, in time.
 
     uvicorn itself waits for them for ever.
+
+    Args:
+        connections: gets to know when the connection is idle and when it ends.
     """
 
     header_s, stall_s = HEADER_S, STALL_S
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(
+        self, *args: Any, connections: ConnectionLimit | None = None, **options: Any
+    ) -> None:
         super().__init__(*args, **options)
+        self._connections = connections
         self._header_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
 
@@ -42,6 +52,7 @@ class TimeoutProtocol(H11Protocol):
         """See `asyncio.Protocol`."""
         super().connection_made(transport)
         self._header_timer = self.loop.call_later(self.header_s, self._drop_client)
+        self._report_state()
 
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""
@@ -51,6 +62,12 @@ class TimeoutProtocol(H11Protocol):
             self._stop_header_timer()
         elif self._header_timer is None and self.conn.trailing_data[0]:
             self._header_timer = self.loop.call_later(self.header_s, self._drop_client)
+        self._report_state()
+
+    def on_response_complete(self) -> None:
+        """See `H11Protocol`."""
+        super().on_response_complete()
+        self._report_state()
 
     def pause_writing(self) -> None:
         """See `asyncio.Protocol`."""
@@ -67,6 +84,20 @@ class TimeoutProtocol(H11Protocol):
         self._stop_header_timer()
         self._stop_stall_timer()
         super().connection_lost(exc)
+        if self._connections is not None:
+            self._connections.remove(self)
+
+    def close_idle(self) -> None:
+        """Close the connection once its output is flushed."""
+        self.transport.close()
+
+    def _report_state(self) -> None:
+        if self._connections is None or self.transport.is_closing():
+            return
+        if self.cycle is None or self.cycle.response_complete:
+            self._connections.set_idle(self, is_silent=self.cycle is None)
+        else:
+            self._connections.set_busy(self)
 
     def _start_stall_timer(self, unsent_bytes: int) -> None:
         self._stop_stall_timer()
@@ -105,6 +136,7 @@ class DrainingServer(uvicorn.Server):
 
     Args:
         health: `is_draining` is set at the first signal.
+        connections: how many clients may be connected.
         on_listening: returns the banner for a URL; written to stderr.
         abort: ends live requests, with their output so far.
     """
@@ -117,21 +149,63 @@ class DrainingServer(uvicorn.Server):
         on_listening: Callable[[str], str],
         abort: Callable[[], Awaitable[None]],
         drain_s: float,
+        connections: ConnectionLimit,
     ) -> None:
         super().__init__(config)
+        self._connections = connections
+        self._acceptors: list[Acceptor] = []
         self._health, self._on_listening, self._abort = health, on_listening, abort
         self._drain_s = drain_s
         self._deadline_s: float | None = None
         self.is_forced = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and write banner and URL to stderr."""
-        await super().startup(sockets)
+        """Listen, and write banner and URL to stderr.
+
+        Accepting is `Acceptor`'s: asyncio's server only binds the sockets.
+        """
+        await self.lifespan.startup()
+        if self.lifespan.should_exit:
+            sys.exit(STARTUP_FAILURE)
+        try:
+            self.servers = await self._bind(sockets)
+        except OSError as error:
+            logger.error("%s", error)
+            await self.lifespan.shutdown()
+            sys.exit(STARTUP_FAILURE)
         for listening in (sock for server in self.servers for sock in server.sockets):
+            accepted = listening.dup()
+            accepted.listen(self.config.backlog)
+            self._acceptors.append(Acceptor(accepted, self._create_protocol, self._connections))
             host, port = listening.getsockname()[:2]
             url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
             sys.stderr.write(f"{self._on_listening(url)}\n\nlistening on {url}\n")
             sys.stderr.flush()
+        self.started = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """See `uvicorn.Server`."""
+        for acceptor in self._acceptors:
+            acceptor.close()
+        await super().shutdown(sockets)
+
+    async def _bind(self, sockets: list[socket.socket] | None) -> list[asyncio.base_events.Server]:
+        """asyncio's servers on `sockets`, or on the configured address, none of which accepts."""
+        create_server = partial(
+            asyncio.get_running_loop().create_server, self._create_protocol, start_serving=False
+        )
+        if sockets is not None:
+            return [await create_server(sock=sock) for sock in sockets]
+        return [await create_server(host=self.config.host, port=self.config.port)]
+
+    def _create_protocol(self) -> asyncio.Protocol:
+        protocol: Any = self.config.http_protocol_class
+        return protocol(  # type: ignore[no-any-return]
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+            connections=self._connections,
+        )
 
     def handle_exit(self, sig: int, frame: Any) -> None:  # noqa: ARG002 - signature of signal handlers
         """Start the drain at the first signal, stop at the second.
