@@ -20,6 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from ramify.server.health import Readiness
 from ramify.server.http.acceptor import Acceptor
 from ramify.server.http.connection_limit import ConnectionLimit
+from ramify.server.http.strict_connection import StrictConnection
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class TimeoutProtocol(H11Protocol):
         self, *args: Any, connections: ConnectionLimit | None = None, **options: Any
     ) -> None:
         super().__init__(*args, **options)
+        self.conn = StrictConnection(h11.SERVER, self.config.h11_max_incomplete_event_size or 16384)
         self._connections = connections
         self._header_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
@@ -67,7 +69,16 @@ class TimeoutProtocol(H11Protocol):
     def on_response_complete(self) -> None:
         """See `H11Protocol`."""
         super().on_response_complete()
+        if self.conn.their_state is h11.SEND_BODY:
+            self.loop.call_later(self.header_s, self._drop_unread, self.cycle)
         self._report_state()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer 400 and close; only close if the request that is malformed has an answer already."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
 
     def pause_writing(self) -> None:
         """See `asyncio.Protocol`."""
@@ -90,6 +101,11 @@ class TimeoutProtocol(H11Protocol):
     def close_idle(self) -> None:
         """Close the connection once its output is flushed."""
         self.transport.close()
+
+    def _drop_unread(self, cycle: object) -> None:
+        """Drop a client that still sends the body of a request that was answered long ago."""
+        if self.cycle is cycle and self.conn.their_state is h11.SEND_BODY:
+            self._drop_client()
 
     def _report_state(self) -> None:
         if self._connections is None or self.transport.is_closing():
