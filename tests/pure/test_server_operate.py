@@ -312,8 +312,8 @@ def test_the_record_has_hashes_and_whole_lines(empty: Live, tmp_path: Path) -> N
     first, second = (json.loads(line) for line in path.read_text().splitlines())
     assert path.stat().st_mode & 0o077 == 0
     assert set(first) == {
-        "timestamp", "id", "tenant", "input_length", "output_length", "page_size", "hash_ids", "hit",
-        "end", "total_ms", "ttft_ms", "read", "shared", "written", "miss",
+        "timestamp", "id", "tenant", "input_length", "output_length", "page_size", "hash_ids", "segments",
+        "hit", "end", "total_ms", "ttft_ms", "read", "shared", "written", "miss",
     }  # fmt: skip
     assert first["hit"] == first["read"] + first["shared"]
     assert 0 < first["ttft_ms"] <= first["total_ms"]

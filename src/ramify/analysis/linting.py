@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from ramify.analysis.causes.evidence import LogFacts, MatchFacts
+from ramify.analysis.causes.evidence import OWN_ENGINES, LogFacts, MatchFacts
 from ramify.analysis.causes.outside import outside_causes, unread_writes
 from ramify.analysis.causes.templates import Templates
 from ramify.analysis.corpus import Corpus, StoredRequest
@@ -180,7 +180,7 @@ def lint_parts(
             [item.finding(saved.get(id(item), NO_SAVING)) for item in grouped]
         ),
         saving_all=savings[-1],
-        quality=_quality(corpus, ReadQuality() if quality is None else quality),
+        quality=_quality(corpus, model, ReadQuality() if quality is None else quality),
         provider=model.provider,
         tables=report_tables(model, corpus.requests, predictions, verdicts),
         capacity_tokens=model.capacity_tokens,
@@ -339,7 +339,7 @@ def _merge_causes(match: Match) -> list[Cause]:
     return list(seen.values())
 
 
-def _quality(corpus: Corpus, quality: ReadQuality) -> dict[str, Any]:
+def _quality(corpus: Corpus, model: CacheModel, quality: ReadQuality) -> dict[str, Any]:
     out = quality.as_json()
     out["tokenizer"] = "of the log" if corpus.has_token_ids else corpus.tokenizer.name
     out["is_exact"] = corpus.is_exact
@@ -348,5 +348,10 @@ def _quality(corpus: Corpus, quality: ReadQuality) -> dict[str, Any]:
     out["num_with_conversation"] = sum(r.info.conversation is not None for r in corpus)
     out["num_with_full_text"] = sum(r.info.has_full_text for r in corpus)
     out["num_with_text"] = sum(r.info.hashed is None for r in corpus)
+    out["num_of_unknown_order"] = sum(
+        model.provider_of(r.info) in OWN_ENGINES
+        and any(path.startswith("tools[") for path in r.paths)
+        for r in corpus
+    )
     out["num_with_reads"] = sum(r.info.usage.num_read is not None for r in corpus)
     return out

@@ -8,8 +8,11 @@ messages.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import takewhile
+from operator import itemgetter
 
 
 class SegmentKind(StrEnum):
@@ -44,11 +47,45 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class HashedPrompt:
-    """A prompt of which only the ids of its blocks are known; equal ids mean equal prefixes."""
+    """A prompt of which only the ids of its blocks are known; equal ids mean equal prefixes.
+
+    Ids may be any integers; they are stored as signed 64-bit ones, so that arrays can hold them.
+    """
 
     block_size: int  # tokens in a block; the last block may have fewer
     block_ids: tuple[int, ...]
     num_tokens: int
+    # First token and path of the fields that the tokens came from, in the order of the prompt.
+    segments: tuple[tuple[int, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        ids = self.block_ids
+        if ids and not (min(ids) >= -(1 << 63) and max(ids) < 1 << 63):
+            object.__setattr__(self, "block_ids", tuple(map(_as_int64, ids)))
+
+    @property
+    def full_blocks(self) -> tuple[int, ...]:
+        """Ids of the blocks that are full; what a partial block holds is not known of two prompts."""
+        return self.block_ids[: self.num_tokens // self.block_size]
+
+    def num_shared(self, other: HashedPrompt) -> int:
+        """Tokens of the full blocks that both prompts begin with."""
+        if self.block_size != other.block_size:
+            return 0
+        pairs = zip(self.full_blocks, other.full_blocks, strict=False)
+        return self.block_size * sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    def path_at(self, token: int) -> str:
+        """Path of the field that a token came from; empty where the log does not say it."""
+        at = bisect_right(self.segments, token, key=itemgetter(0))
+        return self.segments[at - 1][1] if at else ""
+
+
+def _as_int64(number: int) -> int:
+    """The signed integer with the same 64 bits; of a longer one, a hash of 61 bits."""
+    if -(1 << 63) <= number < 1 << 64:
+        return number - (1 << 64) if number >= 1 << 63 else number
+    return hash(number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +105,7 @@ class VendorVerdict:
 
     reason: str
     num_missed: int | None = None
+    segment: str = ""  # path of the first field that was missed
 
 
 @dataclass(frozen=True, slots=True)

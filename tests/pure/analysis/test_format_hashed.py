@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
+from ramify.analysis.corpus import Corpus
 from ramify.analysis.formats.engines.ramify_record import NO_DURATION, RAMIFY_RECORD
 from ramify.analysis.formats.traces.bailian import BAILIAN
 from ramify.analysis.formats.traces.dynamo import DYNAMO
@@ -10,6 +15,7 @@ from ramify.analysis.formats.traces.mooncake import MOONCAKE
 from ramify.analysis.formats.traces.weka import WEKA
 from ramify.analysis.reading import ReadQuality, Row
 from ramify.analysis.records import HashedPrompt, VendorVerdict
+from ramify.analysis.report.analyze import analyze
 from tests.pure.analysis.log_rows import jsonl, read_rows
 
 PUBLISHED = """
@@ -97,13 +103,13 @@ def test_messages_are_read_as_a_body() -> None:
 
 
 def test_bad_rows_are_told_with_line_and_reason() -> None:
-    """Wrong types and ids of more than 64 bits; the other rows are read."""
+    """Wrong types; the other rows are read."""
     rows = [
         {"timestamp": 0, "input_length": 5, "hash_ids": [1]},
         {"timestamp": "soon", "input_length": 5, "hash_ids": [1]},
         {"timestamp": 0, "input_length": -5, "hash_ids": [1]},
         {"timestamp": 0, "input_length": 5, "hash_ids": [1, "x"]},
-        {"timestamp": 0, "input_length": 5, "hash_ids": [1 << 64]},
+        {"timestamp": 0, "input_length": 5, "hash_ids": [1.5]},
         {"timestamp": 0, "input_length": 5, "hash_ids": [1], "block_size": 0},
         {"timestamp": float("nan"), "input_length": 5, "hash_ids": [1]},
         7,
@@ -114,6 +120,59 @@ def test_bad_rows_are_told_with_line_and_reason() -> None:
     assert len(requests) == 1
     assert quality.bad_lines == [("log.jsonl", line) for line in range(2, 9)]
     assert "timestamp is 'soon', not a finite number" in quality.bad_reasons
+
+
+ODD_IDS = (
+    0,
+    -1,
+    (1 << 63) - 1,
+    1 << 63,
+    (1 << 64) - 2,
+    1 << 64,
+    -(1 << 63) - 1,
+    10**40,
+    "a",
+    "9" * 30,
+)
+
+
+@pytest.mark.parametrize("text", [False, True])
+def test_ids_may_be_any_integer_or_text(text: bool) -> None:
+    """Equal ids stay equal and different ones different; every command can count with them."""
+    kinds = (str,) if text else (int,)
+    ids = [item for item in ODD_IDS if isinstance(item, kinds)]
+    row = {"input_length": 512 * len(ids), "output_length": 1, "hash_ids": ids}
+    dynamo = {"trace_block_size": 512, "input_length": 512 * len(ids), "input_sequence_hashes": ids}
+    rows = {
+        MOONCAKE: row | {"timestamp": 0},
+        BAILIAN: row | {"timestamp": 0, "chat_id": 1, "block_size": 512},
+        RAMIFY_RECORD: row | {"timestamp": 0, "page_size": 512, "hit": 0},
+        DYNAMO: {
+            "schema": "dynamo.request.trace.v1", "event_type": "request_end",
+            "request": {"request_id": "r", "model": "m", "replay": dynamo},
+        },
+        WEKA: {
+            "id": "t", "block_size": 512, "hash_id_scope": "local",
+            "requests": [{"t": 0.0, "type": "n", "in": 512 * len(ids), "out": 1, "hash_ids": ids}],
+        },
+    }  # fmt: skip
+
+    for log_format, value in rows.items():
+        requests, quality = read_rows(log_format, [value, value])
+
+        assert not quality.bad_lines, log_format.name
+        for request in requests:
+            assert request.hashed is not None
+            assert len(set(request.hashed.block_ids)) == len(ids)
+            assert all(-(1 << 63) <= number < 1 << 63 for number in request.hashed.block_ids)
+        corpus = Corpus()
+        for request in requests:
+            corpus.add(replace(request, conversation="c"))
+        analysis = analyze(corpus, title="odd ids", provider="vllm")
+        by_rule = analysis.rate("by_rule")
+        assert analysis.lint.verdicts[-1].tokens.total == 512 * len(ids)
+        if log_format in (MOONCAKE, BAILIAN, RAMIFY_RECORD):
+            assert by_rule is not None and by_rule.num_read > 0
 
 
 def test_agentic_rows_follow_their_header() -> None:
@@ -318,7 +377,7 @@ def test_our_own_records_have_times_hits_and_the_reason_of_the_miss() -> None:
         1_790_000_002.0,
     )
     assert (request.usage.num_input, request.usage.num_read) == (9, 4)
-    assert request.verdict == VendorVerdict("evicted", 5)
+    assert request.verdict == VendorVerdict("evicted", 5, "messages[0]")
     assert (request.cache_scope, request.provider, request.request_id) == (
         "t1",
         "ramify",

@@ -70,6 +70,12 @@ class Evidence:
         return billed is None or possible - billed >= max(MIN_LOSS, ESTIMATE_ERROR * possible)
 
     @property
+    def has_own_reason(self) -> bool:
+        """Whether our own server has recorded why it missed, so that no rule needs to guess."""
+        info = self.request.info
+        return info.provider == "ramify" and info.verdict is not None
+
+    @property
     def is_billed_miss(self) -> bool:
         """Whether the bill is known; with `is_lost`, that it shows the loss."""
         return self.read_of_usage is not None

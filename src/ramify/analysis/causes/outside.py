@@ -37,6 +37,8 @@ def outside_causes(log: LogFacts, request: StoredRequest, facts: MatchFacts) -> 
     With waste already found in the text, no cause comes from breakpoints, look-back or minimums.
     """
     evidence = log.evidence(request, facts)
+    if evidence.has_own_reason:
+        return _ask((vendor.own_server_says,), evidence)
     causes = _ask(RULES, evidence)
     if facts.has_waste or any(cause.certainty is Certainty.LIKELY for cause in causes):
         return causes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ramify.analysis.causes.evidence import OWN_ENGINES, Evidence, outside_cause
+from ramify.analysis.causes.evidence import MIN_LOSS, OWN_ENGINES, Evidence, outside_cause
 from ramify.analysis.records import LoggedRequest
 from ramify.analysis.verdicts import Cause, CauseName
 
@@ -23,6 +23,24 @@ REASON_PLACES = {
     "service_tier_changed": ("settings.service_tier",),
     "prompt_cache_key_changed": ("",),
 }
+
+
+# Reasons of our own server's records that name a cause; the others say that the prompt is new.
+_OWN_REASONS = {
+    "evicted": CauseName.EVICTED,
+    "in_flight": CauseName.PARALLEL_COLD,
+    "other_namespace": CauseName.NAMESPACE_SPLIT,
+}
+
+
+def own_server_says(evidence: Evidence) -> Cause | None:
+    """The reason for the miss that the record of our own server gives."""
+    verdict = evidence.request.info.verdict
+    cause = None if verdict is None else _OWN_REASONS.get(verdict.reason)
+    if verdict is None or cause is None or (verdict.num_missed or 0) < MIN_LOSS:
+        return None
+    got = f"{verdict.num_missed} tokens missed: {verdict.reason}"
+    return outside_cause(cause, segment=verdict.segment, got=got)
 
 
 def routing(evidence: Evidence) -> Cause | None:

@@ -61,6 +61,10 @@ class Comparer:
 
     def compare(self, earlier: StoredRequest, request: StoredRequest) -> Comparison:
         """What `request` shares with `earlier`."""
+        mine, other = request.info.hashed, earlier.info.hashed
+        if mine is not None and other is not None:
+            num_shared = mine.num_shared(other)
+            return Comparison(num_shared, num_shared, ())
         a, b = self.side(earlier), self.side(request)
         continues = is_continuation(a, b) or goes_on_from_summary(a, b)
         outer = self._split_caches(a, b, continues=continues)
@@ -126,7 +130,19 @@ class Comparer:
         return total
 
     def divergence(self, earlier: StoredRequest, request: StoredRequest) -> Divergence | None:
-        """The first difference; None if one prompt is a prefix of the other."""
+        """The first difference; None if one prompt is a prefix of the other.
+
+        Of prompts known by their blocks, the field in which the first block begins that differs, if the
+        log says which field that is.
+        """
+        mine, other = request.info.hashed, earlier.info.hashed
+        if mine is not None and other is not None:
+            token = mine.num_shared(other)
+            has_ended = token >= mine.block_size * min(
+                len(mine.full_blocks), len(other.full_blocks)
+            )
+            path = "" if has_ended else mine.path_at(token)
+            return Divergence(path, 0, token, "", "") if path else None
         a, b = self.side(earlier), self.side(request)
         if change := next(_changed_settings(a, b), None):
             name, had, got = change

@@ -24,7 +24,7 @@ class HashedIndex:
         """
         newest = self._newest.get(_scope(info, prompt), {})
         deepest, depth = -1, 0
-        for block in _full_blocks(prompt):
+        for block in prompt.full_blocks:
             holder = newest.get(block)
             if holder is None:
                 break
@@ -34,13 +34,9 @@ class HashedIndex:
     def insert(self, number: int, info: LoggedRequest, prompt: HashedPrompt) -> None:
         """Add a request, which becomes the newest with its blocks."""
         newest = self._newest.setdefault(_scope(info, prompt), {})
-        for block in _full_blocks(prompt):
+        for block in prompt.full_blocks:
             newest[block] = number
 
 
 def _scope(info: LoggedRequest, prompt: HashedPrompt) -> _Scope:
     return info.cache_scope, info.model, prompt.block_size
-
-
-def _full_blocks(prompt: HashedPrompt) -> tuple[int, ...]:
-    return prompt.block_ids[: prompt.num_tokens // prompt.block_size]

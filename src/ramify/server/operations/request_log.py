@@ -16,6 +16,8 @@ from ramify.server.http.wire import log_safe
 
 logger = logging.getLogger("ramify.requests")
 
+MAX_SEGMENTS = 1024  # of a line of the record
+
 
 class JsonFormatter(logging.Formatter):
     """Formats a log record as a line of JSON; `extra={"fields": …}` become keys of the object."""
@@ -103,7 +105,8 @@ class LineFile:
 def trace_line(generation: Generation, *, with_tokens: bool = False) -> str:
     """A JSON line about an ended request, for the analyser: counts, times and page hashes, no text.
 
-    Times are milliseconds, `timestamp` since the epoch at the end of the request. `hit` is
+    Times are milliseconds, `timestamp` since the epoch at the end of the request. `segments` are the
+    first tokens and the paths of the request's fields, in the order of the prompt. `hit` is
     `read + shared`; `miss` says why the cache lookup ended where it did.
 
     Args:
@@ -118,6 +121,9 @@ def trace_line(generation: Generation, *, with_tokens: bool = False) -> str:
         "output_length": 0 if output is None else output.usage.completion_tokens,
         "page_size": generation.page_size,
         "hash_ids": generation.page_hashes(),
+        "segments": [
+            (segment.start, log_safe(segment.path)) for segment in prompt.segments[:MAX_SEGMENTS]
+        ],
         "hit": generation.num_cached,
         "end": generation.end_reason,
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 from ramify.analysis.formats.bodies.segments import token_segment
@@ -14,7 +15,9 @@ from ramify.analysis.formats.row_values import (
     get_name,
     get_text,
     ids_of,
+    list_of,
     mapping_of,
+    quoted,
 )
 from ramify.analysis.formats.times import later
 from ramify.analysis.formats.traces.hashed_prompts import block_ids_of, check_block_size, num_blocks
@@ -52,7 +55,9 @@ def read_record(row: Row, quality: ReadQuality) -> Iterator[LoggedRequest]:
     yield LoggedRequest(
         *row.place,
         segments=() if not token_ids else (token_segment(ids_of(token_ids, "token_ids")),),
-        hashed=HashedPrompt(page_size, ids[: num_blocks(num_tokens, page_size)], num_tokens),
+        hashed=HashedPrompt(
+            page_size, ids[: num_blocks(num_tokens, page_size)], num_tokens, _segments(value)
+        ),
         request_id=get_name(value, "id"),
         conversation=get_name(value, "conversation"),
         start_s=end if start is None else start,
@@ -79,7 +84,18 @@ def _verdict(value: Mapping[str, Any]) -> VendorVerdict | None:
     total, hit = get_count(value, "input_length"), get_count(value, "hit")
     if reason is None or total is None:
         return None
-    return VendorVerdict(reason, None if hit is None else max(0, total - hit))
+    missed = None if hit is None else max(0, total - hit)
+    return VendorVerdict(reason, missed, get_text(miss, "segment") or "")
+
+
+def _segments(value: Mapping[str, Any]) -> tuple[tuple[int, str], ...]:
+    """First token and path of the request's fields; () in records that do not have them."""
+    segments = []
+    for item in list_of(value.get("segments") or [], "segments"):
+        if not isinstance(item, list) or list(map(type, item)) != [int, str]:
+            raise BadRowError(f"segments has {quoted(item)}, not a token and a path")
+        segments.append((item[0], item[1]))
+    return tuple(sorted(segments, key=itemgetter(0)))
 
 
 RAMIFY_RECORD = LogFormat("ramify-record", is_ramify_record, partial(RowByRow, read_record))

@@ -14,14 +14,17 @@ SIZES = (512, *(1 << power for power in range(13) if power != 9))  # the first t
 
 
 def block_ids_of(value: object, name: str = "hash_ids") -> tuple[int, ...]:
-    """Integers as they are, strings as 63-bit hashes.
+    """Integers as they are, of any size; strings as 63-bit hashes.
 
     Raises:
         BadRowError: neither all integers nor all strings.
     """
     ids = list_of(value, name)
-    if ids and all(isinstance(item, str) for item in ids):
-        return tuple(_hash_of(item) for item in ids)
+    kinds = set(map(type, ids))
+    if kinds == {str}:
+        return tuple(map(_hash_of, ids))
+    if kinds <= {int}:
+        return tuple(ids)
     return ids_of(value, name)
 
 

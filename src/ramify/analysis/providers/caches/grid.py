@@ -120,7 +120,7 @@ class GridCache(RuleCache):
         """[full blocks + 1] hashes of the prefixes of a hashed prompt."""
         hashed = layout.prompt.request.info.hashed
         assert hashed is not None
-        blocks = np.array(hashed.block_ids[: hashed.num_tokens // hashed.block_size], np.int64)
+        blocks = np.array(hashed.full_blocks, np.int64)
         hashes = np.concatenate([np.zeros(1, np.uint64), spread_ids(blocks)])
         return layout.salted(hashes, {"system": 0, "messages": 0})
 

@@ -100,7 +100,7 @@ class PrefixTreeBuilder:
                 np.int64,
             )
         if len(row):
-            row[0] += number << 40  # another scope shares nothing
+            row[0] ^= number << 40  # another scope shares nothing
         return row, size
 
     def _expand(self, group: _Group) -> None:

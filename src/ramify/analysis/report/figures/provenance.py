@@ -7,7 +7,7 @@ from typing import Any
 
 from ramify.analysis.inputs.rows import TRUNCATED
 from ramify.analysis.report.document import Curves, Figure, HitRate
-from ramify.analysis.report.wording.numbers import count, percent
+from ramify.analysis.report.wording.numbers import count, percent, plural
 from ramify.analysis.verdicts import LintReport
 
 POOR_SHARE = 0.9  # of requests that should have text
@@ -42,6 +42,12 @@ def warnings_of(
         yield (
             f"Only {percent(num_text / num)} of the requests have their whole prompt in the log: the "
             "hit rates are over these."
+        )
+    if num_unknown := quality.get("num_of_unknown_order", 0):
+        yield (
+            f"Unknown order in {plural(num_unknown, 'request')}: the model's chat template decides whether "
+            "tools or system prompt come first, and how calls and headers are written. They are compared as "
+            "tools, system, messages; a record of the server (ramify serve --record) has its own order."
         )
     if not quality.get("num_with_times", 0):
         yield "No times are logged: lifetimes and parallel requests cannot be judged."
