@@ -24,6 +24,7 @@ from ramify.server.prompts.renderer import PromptRenderer
 from ramify.server.service import Service
 from ramify.testing import FakeExecutor
 from tests.cpu.talker import HASTY_TEMPLATE, TALKER_TEMPLATE, tokenizer_with
+from tests.cpu.thinker import THINKING_TEMPLATE
 
 PAGE = 4
 TALKER, HASTY = tokenizer_with(TALKER_TEMPLATE), tokenizer_with(HASTY_TEMPLATE)
@@ -168,9 +169,10 @@ def test_thoughts_that_the_template_drops_are_not_kept(
         assert use.read == cached
 
 
-def test_thoughts_before_a_call_are_kept_for_its_result() -> None:
-    """An answer with a tool call keeps its thoughts in the cache for the turn with the result."""
-    talk = Talk(TALKER)
+@pytest.mark.parametrize("keeps", [True, False])
+def test_thoughts_before_a_call_are_kept_if_its_result_reads_them(keeps: bool) -> None:
+    """An answer with a call keeps its thoughts in the cache if the template writes them next time."""
+    talk = Talk(tokenizer_with(THINKING_TEMPLATE) if keeps else TALKER)
     tool = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
     call = '<tool_call>{"name": "find", "arguments": {}}</tool_call>'
     with talk.client() as client:
@@ -184,8 +186,9 @@ def test_thoughts_before_a_call_are_kept_for_its_result() -> None:
         )
         cached = talk.cached_tokens(client)
 
+    num_prompt = len(talk.generations[-1].request.prompt.ids)
     assert answer["choices"][0]["finish_reason"] == "tool_calls"
-    assert cached > len(talk.generations[-1].request.prompt.ids) + len(talk.answer) - 2 * PAGE
+    assert cached == (num_prompt + len(talk.answer) if keeps else num_prompt) // PAGE * PAGE
 
 
 def test_a_volatile_end_of_the_prompt_is_not_stored() -> None:

@@ -16,7 +16,7 @@ from ramify.params import SamplingParams
 from ramify.server.answers.answer import Answer, PartEvent, PlainTextParser
 from ramify.server.history.cache_miss import CacheMiss
 from ramify.server.history.request_history import HistoryEntry
-from ramify.server.output_formats.events import CallStart, OutputParser, ReasoningDelta
+from ramify.server.output_formats.events import OutputParser
 from ramify.server.output_formats.output_format import OutputFormat
 from ramify.server.prompts.renderer import RenderedPrompt
 from ramify.server.tenants import Caller
@@ -42,10 +42,9 @@ class GenerationRequest:
         """Token ids of the prompt, and the request fields that they came from."""
         return self.history_entry.prompt
 
-    def has_reasoning_without_call(self, answer: str) -> bool:
-        """True if the text of an answer has reasoning and calls no tool."""
-        kinds = {type(event) for event in self.new_parser().feed(answer, is_last=True)}
-        return ReasoningDelta in kinds and CallStart not in kinds
+    def event_types(self, answer: str) -> set[type]:
+        """Types of the parser's events in the text of an answer."""
+        return {type(event) for event in self.new_parser().feed(answer, is_last=True)}
 
 
 def with_output_parser(

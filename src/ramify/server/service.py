@@ -33,6 +33,7 @@ from ramify.server.history.request_history import (
     is_fully_reused,
 )
 from ramify.server.output_formats.call_text import calls_text
+from ramify.server.output_formats.events import CallStart, ReasoningDelta
 from ramify.server.output_formats.output_format import named
 from ramify.server.prompts.renderer import PromptRenderer, RenderedPrompt
 from ramify.server.tenants import TENANT_PIN_SHARE, Caller, QuotaMeter
@@ -306,8 +307,8 @@ class Service:
     async def _evict_reasoning(self, generation: Generation) -> None:
         """Evict an answer's K/V if it contains reasoning that the next prompt will not repeat.
 
-        Chat templates drop the reasoning of earlier turns, so the next prompt cannot match it. They
-        keep it before tool results, so an answer with a tool call stays cached.
+        Chat templates drop the reasoning of earlier turns, so the next prompt cannot match it. Many
+        keep it before tool results, where an answer with a tool call stays cached.
         """
         output, request = generation.output, generation.request
         if output is None or not self.prefix_cache:
@@ -320,13 +321,17 @@ class Service:
         if not any(mark in text for text in texts for mark in marks):
             return
 
+        def is_dropped(text: str) -> bool:
+            renderer, kinds = self.prompt_renderer, request.event_types(text)
+            if ReasoningDelta not in kinds:
+                return False
+            return renderer.drops_call_reasoning if CallStart in kinds else renderer.drops_reasoning
+
         def find_answers() -> list[Sequence[int]]:
-            if not self.prompt_renderer.drops_reasoning:
-                return []
             return [
                 completion.token_ids
                 for completion in output.completions
-                if request.has_reasoning_without_call(completion.text)
+                if is_dropped(completion.text)
             ]
 
         answers = await asyncio.to_thread(find_answers)

@@ -146,12 +146,8 @@ def render_messages(
             service.tokenizer.chat_template_names
         ),
     )
-    prompt = prompt.with_answers(
-        [
-            f"messages[{index}]"
-            for index, message in enumerate(request.messages[:-1])
-            if message.role == "assistant"
-        ]
+    prompt = prompt.with_turns(
+        [(f"messages[{index}]", message.role) for index, message in enumerate(request.messages)]
     )
     if request.cache_control is not None:  # of the request: a breakpoint after its last block
         prompt = prompt.with_breakpoint(request.cache_control.ttl_s)

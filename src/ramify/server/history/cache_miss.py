@@ -41,9 +41,9 @@ class CacheMiss:
 
 
 def _continues(prompt: RenderedPrompt, num_hit: int, page_size: int) -> bool:
-    """Whether a hit has the earlier turns of a conversation, up to the last page of their answer."""
-    num_answered = prompt.num_answered_tokens
-    return num_hit > 0 and 0 < num_answered < num_hit + page_size
+    """Whether a hit has all of a conversation that came before its last answer, up to a page."""
+    num_earlier = prompt.num_earlier_tokens
+    return num_hit > 0 and 0 < num_earlier < num_hit + page_size
 
 
 def explain_miss(

@@ -104,10 +104,20 @@ def first_difference(old: HistoryEntry, new: HistoryEntry) -> PromptDifference |
 
 
 def is_fully_reused(old: HistoryEntry, new: HistoryEntry, num_cached: int, page_size: int) -> bool:
-    """True if the new request read every whole page that the old one left in the cache."""
-    if common_prefix(old.prompt.ids, new.prompt.ids) < old.num_reusable_tokens:
-        return False
-    usable = min(old.num_reusable_tokens, len(new.prompt.ids) - 1) // page_size * page_size
+    """True if the new request read every whole page that the old one left in the cache.
+
+    Of a prompt that extends the old one, those that the template still writes as before: it may drop
+    reasoning before a new question.
+    """
+    num_common, num_reusable = (
+        common_prefix(old.prompt.ids, new.prompt.ids),
+        old.num_reusable_tokens,
+    )
+    if num_common < num_reusable:
+        if first_difference(old, new) is not None:
+            return False
+        num_reusable = num_common
+    usable = min(num_reusable, len(new.prompt.ids) - 1) // page_size * page_size
     return 0 < usable <= num_cached
 
 

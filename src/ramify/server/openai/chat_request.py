@@ -105,12 +105,8 @@ def chat_to_generation(
         tenant=tenant,
         template_options=_template_options(request, service),
     )
-    prompt = prompt.with_answers(
-        [
-            name
-            for name, message in zip(names[:-1], request.messages, strict=False)
-            if message.role == "assistant"
-        ]
+    prompt = prompt.with_turns(
+        [(name, message.role) for name, message in zip(names, request.messages, strict=True)]
     )
     prompt = limit_breakpoints(truncate_prompt(prompt, request, service), request)
     if request.top_logprobs and not request.logprobs:

@@ -23,11 +23,36 @@ from ramify.server.prompts.answer_opening import (
 )
 from ramify.server.prompts.jobs import stop_if_abandoned
 from ramify.server.prompts.template_conventions import WriteCalls
-from ramify.server.prompts.template_probes import find_conventions
+from ramify.server.prompts.template_probes import NEEDLE, find_conventions
 
 JSON_CALLS: WriteCalls = partial(calls_text, "json", "")
 PLACEHOLDER = "\u2042"  # an asterism, for texts whose place in a rendered prompt is looked up
 _QUESTION: TemplateMessage = {"role": "user", "content": "a"}
+_REASONING = {"reasoning_content": PLACEHOLDER}
+_ANSWER = {"role": "assistant", "content": PLACEHOLDER}
+_USER = {"role": "user", "content": PLACEHOLDER}
+_CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {
+            "id": PLACEHOLDER,
+            "type": "function",
+            "function": {"name": PLACEHOLDER, "arguments": {PLACEHOLDER: PLACEHOLDER}},
+        }
+    ],
+}
+_RESULT = {"role": "tool", "tool_call_id": PLACEHOLDER, "content": PLACEHOLDER}
+# What may follow a prompt: an answer and a question, or calls and their results; with reasoning or
+# without.
+CONTINUATIONS: tuple[tuple[TemplateMessage, ...], ...] = (
+    (_ANSWER, _USER),
+    (_ANSWER | _REASONING, _USER),
+)
+CALL_CONTINUATIONS: tuple[tuple[TemplateMessage, ...], ...] = (
+    (_CALL | _REASONING, _RESULT),
+    (_CALL, _RESULT),
+)
 # Limits of the search for the fields of a request in its prompt: characters in all, whole texts.
 MAX_SEARCHED, MAX_SEARCHES = 200_000_000, 64
 MAX_BREAKPOINTS = 4  # of one request, the implicit one included
@@ -73,7 +98,7 @@ class RenderedPrompt:
     segments: tuple[PromptSegment, ...] = ()  # ascending; the template's own text lies between them
     breakpoints: tuple[CacheBreakpoint, ...] = ()
     num_stable_tokens: int = 0  # length of the prefix that the next turn's prompt shares
-    num_answered_tokens: int = 0  # up to the end of the last answer before this turn; 0: none
+    num_earlier_tokens: int = 0  # up to the end of the message before the last answer; 0: no answer
     # The end of `text` after the messages: the header of the answer's turn, and what the template
     # or a prefill has begun of the answer.
     turn_opening: str = ""
@@ -99,7 +124,7 @@ class RenderedPrompt:
             if point.num_tokens > cut
         )
         num_stable = max(0, self.num_stable_tokens - cut)
-        num_answered = max(0, self.num_answered_tokens - cut)
+        num_earlier = max(0, self.num_earlier_tokens - cut)
         return replace(
             self,
             ids=self.ids[cut:],
@@ -107,15 +132,20 @@ class RenderedPrompt:
             segments=segments,
             breakpoints=breakpoints,
             num_stable_tokens=num_stable,
-            num_answered_tokens=num_answered,
+            num_earlier_tokens=num_earlier,
         )
 
-    def with_answers(self, paths: Sequence[str]) -> RenderedPrompt:
-        """The prompt with `num_answered_tokens`, given the request fields of earlier answers."""
-        if not paths:
+    def with_turns(self, turns: Sequence[tuple[str, str]]) -> RenderedPrompt:
+        """The prompt with `num_earlier_tokens`, given request field and role of each message."""
+        roles = [role for _, role in turns[:-1]]
+        if "assistant" not in roles:
             return self
-        ends = [segment.end for segment in self.segments if segment.path.startswith(paths[-1])]
-        return replace(self, num_answered_tokens=max(ends, default=0))
+        last = len(roles) - roles[::-1].index("assistant") - 1
+        while last and roles[last - 1] == "assistant":
+            last -= 1
+        paths = tuple(path for path, _ in turns[:last])
+        ends = [segment.end for segment in self.segments if segment.path.startswith(paths)]
+        return replace(self, num_earlier_tokens=max(ends, default=0))
 
     def path_at(self, token: int) -> str:
         """The request field that a token came from; template text counts to the field after it."""
@@ -290,6 +320,13 @@ class PromptRenderer:
         return text is not None and PLACEHOLDER not in text
 
     @cached_property
+    def drops_call_reasoning(self) -> bool:
+        """True if it leaves out the reasoning before a call whose result comes next."""
+        call = {**_CALL, "reasoning_content": NEEDLE}
+        text = self._try_render([_QUESTION, call, _RESULT])
+        return text is not None and NEEDLE not in text
+
+    @cached_property
     def takes_late_system(self) -> bool:
         """True if the template writes system messages that are not the first message."""
         answer = {"role": "assistant", "content": "b"}
@@ -311,13 +348,20 @@ class PromptRenderer:
         tools: Sequence[Mapping[str, Any]] | None,
         options: Mapping[str, Any],
     ) -> int:
-        """Characters that the next turn's prompt begins with as well, whatever the answer is."""
-        next_turn = (
-            {"role": "assistant", "content": PLACEHOLDER},
-            {"role": "user", "content": PLACEHOLDER},
-        )
-        later = self._try_render([*messages, *next_turn], tools=tools, **options)
-        return len(text) if later is None else common_prefix(text, later)
+        """Characters that the next turn's prompt begins with as well, whatever the answer is.
+
+        The most of what any continuation shares: templates that keep reasoning within a loop of
+        tools drop it before the next question of the user.
+        """
+        has_calls = bool(tools) or any(message["role"] == "tool" for message in messages)
+        num_stable, is_refused = 0, True
+        for continuation in CALL_CONTINUATIONS + CONTINUATIONS if has_calls else CONTINUATIONS:
+            later = self._try_render([*messages, *continuation], tools=tools, **options)
+            if later is not None:
+                num_stable, is_refused = max(num_stable, common_prefix(text, later)), False
+            if num_stable == len(text):
+                break
+        return len(text) if is_refused else num_stable
 
 
 def common_prefix(left: str | array[int], right: str | array[int]) -> int:
