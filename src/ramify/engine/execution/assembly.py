@@ -23,6 +23,7 @@ from ramify.engine.execution.sampler import rejection_sample, sample_from_cdf
 from ramify.engine.logits.grammar import GrammarCompiler
 from ramify.engine.request import DetokenizerFactory
 from ramify.engine.text.detokenizer import Detokenizer
+from ramify.engine.text.end_tokens import end_token_ids
 from ramify.engine.text.tokenizer import Tokenizer
 from ramify.engine.text.tokenizer_files import has_tokenizer
 from ramify.errors import CheckpointError, ConfigError, ModelError
@@ -100,7 +101,9 @@ class LocalEngine:
         )
         self.runner = ModelRunner(self.decoder, pool, self.attention)
         tokenizer = self.tokenizer
-        eos_token_ids = config.eos_token_ids or (tokenizer.eos_token_ids if tokenizer else ())
+        eos_token_ids = config.eos_token_ids
+        if tokenizer is not None:
+            eos_token_ids = tuple(dict.fromkeys((*eos_token_ids, *end_token_ids(tokenizer))))
         detokenizer_factory: DetokenizerFactory | None = None
         self.grammar_compiler: GrammarCompiler | None = None
         if tokenizer is not None:

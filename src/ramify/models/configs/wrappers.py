@@ -13,6 +13,7 @@ from typing import Any
 from ramify.errors import CheckpointError, UnsupportedModelError
 from ramify.models.configs.families import FAMILIES
 from ramify.models.configs.fields import ConfigFields, shown
+from ramify.models.configs.model_config import token_ids
 
 # Rotary positions with several axes (time, height, width); in text all are 0, 1, 2, ...
 MULTI_AXIS_ROPE = "mrope"
@@ -113,7 +114,8 @@ OTHER_PARTS = (
     "visual.",
 )
 # Settings of the whole model that count for its text decoder too.
-SHARED_FIELDS = ("dtype", "torch_dtype", "eos_token_id", "quantization_config")
+SHARED_FIELDS = ("dtype", "torch_dtype", "quantization_config")
+EOS = "eos_token_id"  # of the whole and of its text decoder: both count
 
 
 def find_wrapper(fields: Mapping[str, Any]) -> str | None:
@@ -159,6 +161,8 @@ def text_fields(
         )
     text = {**TEXT_DEFAULTS.get(kind, {}), **wrapper.text_defaults, **inner}
     text |= {name: fields[name] for name in SHARED_FIELDS if fields.get(name) is not None}
+    ends = (*token_ids(inner.get(EOS), source), *token_ids(fields.get(EOS), source))
+    text |= {EOS: list(dict.fromkeys(ends))} if ends else {}
     text |= {"architectures": names, "model_type": family}
     for name in ("rope_scaling", "rope_parameters"):
         text[name] = _single_axis(text.get(name))

@@ -250,9 +250,16 @@ def _model_config(
         ),
         sliding_window=window if isinstance(window, int) and window > 0 else None,
         full_attention_layers=full,
-        eos_token_ids=token_ids(
-            fields.get("eos_token_id", getattr(config, "eos_token_id", None)), source
-        ),
+        eos_token_ids=_end_tokens(fields, config, source),
         torch_dtype=dtype if dtype in DTYPES else "float32",
         is_native=False,
     )
+
+
+def _end_tokens(fields: Mapping[str, Any], config: Any, source: str) -> tuple[int, ...]:
+    """End tokens of the whole and of its text decoder; where neither names any, transformers' own."""
+    text = fields.get("text_config")
+    parts = [part for part in (fields, text) if isinstance(part, Mapping)]
+    named = [part["eos_token_id"] for part in parts if "eos_token_id" in part]
+    given = named or [getattr(config, "eos_token_id", None)]
+    return tuple(dict.fromkeys(token for value in given for token in token_ids(value, source)))
