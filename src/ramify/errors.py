@@ -17,6 +17,7 @@ RamifyError
 │  ├─ InvalidParamsError          a sampling parameter outside its range
 │  ├─ PromptPoolingError          vectors leave out the tokens of the checkpoint's prompt
 │  ├─ DeadEndError                no token is allowed next
+│  ├─ LibraryPanicError           compiled code of another project panicked on this request
 │  ├─ ChatTemplateError           no chat template, or it cannot render these messages
 │  ├─ ChatTemplateLimitError      the chat template runs too long, or writes too much
 │  ├─ UnknownRequestError         no live request has this id
@@ -42,7 +43,8 @@ RamifyError
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 def shortened(value: object, limit: int = 200) -> str:
@@ -204,6 +206,37 @@ class DeadEndError(RequestError):
             f"after {num_tokens} output tokens no token can follow: {reason}; loosen the "
             "structured output or allowed_token_ids"
         )
+
+
+class LibraryPanicError(RequestError):
+    """Compiled code of another project panicked on this request."""
+
+    def __init__(self, library: str, reason: str) -> None:
+        self.library, self.reason = library, reason
+        super().__init__(
+            f"{library} gave up on this request: {reason}; change its text, or use a checkpoint "
+            "whose tokenizer is intact"
+        )
+
+
+@contextmanager
+def panics_as_errors(library: str) -> Iterator[None]:
+    """Raise LibraryPanicError for a panic in the block, or in the function that this decorates.
+
+    Rust's panics arrive as a PanicException, which no `except Exception` catches. Everything else,
+    KeyboardInterrupt and SystemExit too, passes.
+
+    Args:
+        library: whose code may panic, for the message.
+    """
+    try:
+        yield
+    except BaseException as error:
+        # The class is made anew in each compiled library: it has no common base to name.
+        if type(error).__name__ != "PanicException" or isinstance(error, Exception):
+            raise
+        reason = str(error).strip().partition("\n")[0]
+        raise LibraryPanicError(library, shortened(reason)) from error
 
 
 class ChatTemplateError(RequestError):

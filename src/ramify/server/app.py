@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
+from ramify.errors import panics_as_errors
 from ramify.server.anthropic.protocol import VERSION_HEADER
 from ramify.server.context import RequestContext
 from ramify.server.errors import ApiError, ContextLengthError, as_api_error
@@ -138,7 +139,8 @@ class Server:
                     self.health.reject_if_draining()
                 if endpoint.admin and not context.caller.is_admin:
                     raise ApiError(403, "this needs the admin key", code="admin_key_needed")
-                response = await endpoint.handler(context)
+                with panics_as_errors("a library"):
+                    response = await endpoint.handler(context)
             except Exception as error:  # noqa: BLE001 - every failure has a response
                 await context.close()
                 response = _rejection(error, endpoint, headers, is_anthropic=is_anthropic)

@@ -21,7 +21,13 @@ from ramify.engine.logits.triggered_matcher import (
     TriggeredGrammar,
     TriggeredMatcher,
 )
-from ramify.errors import CompileBusyError, InvalidParamsError, shortened
+from ramify.errors import (
+    CompileBusyError,
+    InvalidParamsError,
+    LibraryPanicError,
+    panics_as_errors,
+    shortened,
+)
 from ramify.params import StructuredOutput
 
 if TYPE_CHECKING:
@@ -132,7 +138,10 @@ class GrammarCompiler:
             with self._loading:
                 tokenizer = self._load_tokenizer()
                 if spec.free_text is not None and self._token_texts is None:
-                    self._token_texts = TokenTexts(tokenizer, self._vocab_size, self._eos_token_ids)
+                    with panics_as_errors("llguidance"):
+                        self._token_texts = TokenTexts(
+                            tokenizer, self._vocab_size, self._eos_token_ids
+                        )
             compiled = self._compile(spec, tenant, tokenizer)
         return compiled.matcher()
 
@@ -141,20 +150,19 @@ class GrammarCompiler:
             try:
                 from llguidance import LLTokenizer
 
-                self._tokenizer = LLTokenizer(
-                    self._tokenizer_json(), eos_token=self._eos_token_ids or None
-                )
+                with panics_as_errors("llguidance"):
+                    self._tokenizer = LLTokenizer(
+                        self._tokenizer_json(), eos_token=self._eos_token_ids or None
+                    )
             except ImportError:
                 self._tokenizer_fault = (
                     "None, because llguidance is not installed: pip install 'ramify[structured]'"
                 )
-            except BaseException as error:
-                # It panics at a vocabulary with tokens that are too long. A PanicException is not an
-                # Exception.
-                if not isinstance(error, ValueError) and type(error).__name__ != "PanicException":
-                    raise
+            # It panics at a vocabulary with tokens that are too long.
+            except (ValueError, LibraryPanicError) as error:
+                reason = getattr(error, "reason", error)
                 self._tokenizer_fault = (
-                    f"None: llguidance cannot use this model's tokenizer ({shortened(error)})"
+                    f"None: llguidance cannot use this model's tokenizer ({shortened(reason)})"
                 )
         if self._tokenizer is None:
             raise InvalidParamsError("structured", "given", str(self._tokenizer_fault))
@@ -171,7 +179,10 @@ class GrammarCompiler:
 
         def work() -> None:
             try:
-                compiled.run(tokenizer)
+                with panics_as_errors("llguidance"):
+                    compiled.run(tokenizer)
+            except LibraryPanicError as error:
+                compiled.refuse(f"another one: its parser gave up ({error.reason})")
             finally:
                 with self._lock:
                     self._cache.put(tenant, spec, compiled)
@@ -246,6 +257,10 @@ class _CompiledGrammar:
                     start, self.mask, self._token_texts, self.spec.free_text
                 )
             self.start = start
+
+    def refuse(self, fault: str) -> None:
+        """Make `matcher` raise an error with this reason."""
+        self.start, self.fault = None, fault
 
     def matcher(self) -> GrammarMatcher:
         """A new matcher. Raises InvalidParamsError if the grammar was refused."""

@@ -2,16 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
 from ramify.engine.logits.logits_processors import TokenBitmask
-from ramify.errors import DeadEndError, shortened
+from ramify.errors import DeadEndError, LibraryPanicError, panics_as_errors, shortened
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
+
+Matcher = TypeVar("Matcher")
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+Method = Callable[Concatenate[Matcher, Sequence[int], Arguments], Result]
+
+
+def panic_is_dead_end(
+    method: Method[Matcher, Arguments, Result],
+) -> Method[Matcher, Arguments, Result]:
+    """Make a matcher's method, whose first argument is the output, end that answer at a panic."""
+
+    @wraps(method)
+    def guarded(
+        self: Matcher,
+        output_ids: Sequence[int],
+        /,
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> Result:
+        try:
+            with panics_as_errors("llguidance"):
+                return method(self, output_ids, *args, **kwargs)
+        except LibraryPanicError as error:
+            reason = f"the format's parser gave up ({error.reason})"
+            raise DeadEndError(len(output_ids), reason) from error
+
+    return guarded
 
 
 class LlguidanceMatcher:
@@ -27,6 +56,7 @@ class LlguidanceMatcher:
         self._num_known: int | None = 0  # output tokens consumed; None while that changes
         self._start_mask = self._mask = start_mask
 
+    @panic_is_dead_end
     def advance(self, output_ids: Sequence[int]) -> bool:
         """See `ramify.engine.logits.logits_processors.GrammarMatcher`."""
         if self._num_known == len(output_ids):
@@ -45,6 +75,7 @@ class LlguidanceMatcher:
         self._num_known = len(output_ids)
         return bool(new) and self._is_complete
 
+    @panic_is_dead_end
     def token_bitmasks(self, output_ids: Sequence[int], draft: Sequence[int]) -> list[TokenBitmask]:
         """See `ramify.engine.logits.logits_processors.GrammarMatcher`."""
         masks = [self._next_mask() if self.advance(output_ids) else self._mask]

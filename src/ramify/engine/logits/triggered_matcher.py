@@ -13,6 +13,7 @@ from ramify.engine.logits.grammar_matcher import (
     has_token,
     is_complete,
     next_mask,
+    panic_is_dead_end,
 )
 from ramify.engine.logits.logits_processors import TokenBitmask
 from ramify.errors import DeadEndError
@@ -167,6 +168,7 @@ class TriggeredMatcher:
         self._grammar, self._state = grammar, _State(grammar)
         self._num_known: int | None = 0  # output tokens consumed; None while that changes
 
+    @panic_is_dead_end
     def advance(self, output_ids: Sequence[int]) -> bool:
         """See `ramify.engine.logits.logits_processors.GrammarMatcher`."""
         num_known, self._num_known = self._num_known, None
@@ -181,6 +183,7 @@ class TriggeredMatcher:
         self._num_known = len(output_ids)
         return self._state.is_complete
 
+    @panic_is_dead_end
     def token_bitmasks(
         self, output_ids: Sequence[int], draft: Sequence[int]
     ) -> list[TokenBitmask | None]:

@@ -21,8 +21,15 @@ from ramify.engine.text.chat_template import ChatTemplates, Messages, read_chat_
 from ramify.engine.text.sentencepiece_model import SPACE
 from ramify.engine.text.special_tokens import SpecialTokenEscaper
 from ramify.engine.text.tokenizer_files import read_tokenizer
-from ramify.errors import CheckpointError, InvalidParamsError, PromptTooLongError
+from ramify.errors import (
+    CheckpointError,
+    InvalidParamsError,
+    PromptTooLongError,
+    panics_as_errors,
+)
 from ramify.models.configs.fields import read_optional_json
+
+_guarded = panics_as_errors("the package tokenizers")
 
 
 class Tokenizer:
@@ -82,6 +89,7 @@ class Tokenizer:
         """Number of ids that have a text, added tokens included."""
         return self._core.get_vocab_size(with_added_tokens=True)
 
+    @_guarded
     def to_json(self) -> str:
         """The tokenizer as the text of a `tokenizer.json`."""
         return self._core.to_str()
@@ -130,6 +138,7 @@ class Tokenizer:
         """Jinja sources of the templates that are rendered: plain, with tools, with documents."""
         return self._chat_templates.sources
 
+    @_guarded
     def encode(self, text: str, add_special_tokens: bool = True) -> array[int]:
         """Token ids [T] int32; `add_special_tokens` adds what the model expects around a text (BOS)."""
         _require_unicode(text)
@@ -140,6 +149,7 @@ class Tokenizer:
         """Bytes of the longest token: a text of n bytes has at least n / this many tokens."""
         return max((len(piece.encode()) for piece in self._core.get_vocab(True)), default=1)
 
+    @_guarded
     def encode_with_offsets(
         self, text: str, max_tokens: int | None = None
     ) -> tuple[array[int], array[int]]:
@@ -175,10 +185,12 @@ class Tokenizer:
         texts = {token.content for token in plain if not token.single_word and token.content}
         return tuple(sorted(texts, key=lambda text: (-len(text), text)))
 
+    @_guarded
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids; ids without a text (padding of the vocabulary) are skipped."""
         return self._core.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
+    @_guarded
     def token_text(self, token_id: int) -> str:
         """The text of one token, leading space included; special tokens are not skipped.
 

@@ -14,7 +14,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ramify.errors import CheckpointError, UnsupportedModelError, shortened
+from ramify.errors import (
+    CheckpointError,
+    LibraryPanicError,
+    UnsupportedModelError,
+    panics_as_errors,
+    shortened,
+)
 from ramify.models.checkpoint.find import INDEX, PICKLED_ONLY, pickled_weights
 from ramify.models.configs.families import FAMILIES
 from ramify.models.configs.fields import read_json
@@ -103,9 +109,12 @@ def _read_ahead(files: set[Path]) -> None:
 def _opened(file: Path) -> Iterator[Any]:
     """A safetensors file; raises CheckpointError where it cannot be read."""
     try:
-        with safe_open(file, framework="pt", device="cpu") as shard:
+        with (
+            panics_as_errors("safetensors"),
+            safe_open(file, framework="pt", device="cpu") as shard,
+        ):
             yield shard
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, LibraryPanicError) as error:
         raise CheckpointError(
             f"{file} is corrupt or truncated ({error}); download it again"
         ) from error
