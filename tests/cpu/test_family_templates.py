@@ -10,6 +10,7 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 from ramify.models.configs.families import FAMILIES
 from ramify.server.output_formats import OutputFormat, detect
 from ramify.server.output_formats.events import ArgumentsDelta, CallStart, TextDelta
+from ramify.server.prompts.renderer import PromptRenderer
 from tests.cpu.family_server import (
     QUESTION,
     SYSTEM,
@@ -28,6 +29,7 @@ from tests.cpu.family_templates import (
     Messages,
 )
 from tests.cpu.thinker import run
+from tests.pure.test_role_order import CONVERSATIONS, chat_messages, words
 
 
 def conversations(family: FamilyTemplate) -> list[Messages]:
@@ -52,6 +54,18 @@ def test_formats_are_detected(family: FamilyTemplate) -> None:
     form = detect("\n".join(family.templates.values()))
 
     assert (form.calls.name, form.reasoning.name) == (family.calls, family.reasoning)
+
+
+@of_family
+def test_no_order_of_roles_is_lost_or_refused(family: FamilyTemplate) -> None:
+    """A late system message, an answer first, messages of one role in a row: each text is there."""
+    renderer = PromptRenderer(tokenizer_of(family.name))
+    for name, roles in CONVERSATIONS.items():
+        if "call" in roles:
+            continue
+        text = renderer.chat(chat_messages(roles), []).text
+
+        assert [text.count(word) for word in words(roles)] == [1] * len(roles), name
 
 
 def format_of(family: FamilyTemplate) -> OutputFormat:

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.server.anthropic.blocks import HIDDEN_TYPES, SERVER_CALL_TYPES
-from ramify.server.anthropic.history import joined, render_turns
+from ramify.server.anthropic.history import render_turns
 from ramify.server.anthropic.protocol import InputMessage
 from ramify.server.prompts.content_placeholders import PLACEHOLDER_NOUNS
+from ramify.server.prompts.role_order import joined
 from tests.pure.server_bench import TOOL_TEMPLATE, ServerBench
 
 pytest.importorskip("starlette")
@@ -23,12 +24,12 @@ DOCUMENT_TEXT = "[document: not served by this model]"
 
 
 def rendered(
-    *messages: dict[str, Any], late_system: bool = True
+    *messages: dict[str, Any],
 ) -> tuple[list[dict[str, Any]], list[tuple[str, str]]]:
     """Template messages of a conversation, and its blocks that became placeholders."""
     unserved: list[tuple[str, str]] = []
     talk = msgspec.convert(list(messages), list[InputMessage])
-    turns = render_turns(talk, unserved, late_system=late_system)
+    turns = render_turns(talk, unserved)
     return joined([message for turn in turns for message in turn.messages]), unserved
 
 
@@ -220,9 +221,8 @@ def test_consecutive_messages_of_one_role_are_joined() -> None:
     assert messages[4]["content"] == "d"
 
 
-@pytest.mark.parametrize("late_system", [False, True])
-def test_a_late_system_message_is_in_the_prompt(late_system: bool) -> None:
-    """As the user's where the template takes none; a cleared one only until the user's next turn."""
+def test_a_cleared_system_message_is_shown_until_the_next_turn_of_the_user() -> None:
+    """Others stay where they are."""
     talk = (
         {"role": "system", "content": "first"},
         {"role": "user", "content": "a"},
@@ -233,19 +233,16 @@ def test_a_late_system_message_is_in_the_prompt(late_system: bool) -> None:
         {"role": "system", "content": "shown", "clear_at": "next_user_message"},
     )
 
-    messages, _ = rendered(*talk, late_system=late_system)
+    messages, _ = rendered(*talk)
 
     shown = [(message["role"], message["content"]) for message in messages]
-    if late_system:
-        assert shown == [
-            ("system", "first"),
-            ("user", "a"),
-            ("system", "kept"),
-            ("user", "b"),
-            ("system", "shown"),
-        ]
-    else:
-        assert shown == [("system", "first"), ("user", "a\nkept\nb\nshown")]
+    assert shown == [
+        ("system", "first"),
+        ("user", "a"),
+        ("system", "kept"),
+        ("user", "b"),
+        ("system", "shown"),
+    ]
 
 
 def refusing_late_system(template: str) -> str:

@@ -12,9 +12,8 @@ from ramify.server.errors import ApiError
 from ramify.server.fields.opaque_text import encode_opaque
 from ramify.server.history.conversation import Conversation, put_conversation
 from ramify.server.history.expiring_store import ExpiringStore
-from ramify.server.openai.chat_request import content_text
-from ramify.server.openai.protocol import ChatMessage, NamedTool
-from ramify.server.openai.responses.input import ItemTranslator, without_late_system
+from ramify.server.openai.protocol import NamedTool
+from ramify.server.openai.responses.input import ItemTranslator
 from ramify.server.openai.responses.protocol import ResponsesRequest
 from ramify.server.openai.responses.request import response_to_generation
 from ramify.server.openai.responses.store import EarlierTurns
@@ -160,23 +159,6 @@ def test_items_of_a_turn_of_the_model_are_one_message() -> None:
         for place, item in enumerate((0, 1, 6, 7, 8, 9, 10, 10, 11, 11))
     ]
     assert "incomplete function_call (1)" in translator.warnings[0]
-
-
-def test_system_messages_stay_where_the_template_takes_them() -> None:
-    """Else those at the beginning are one, later ones the user's, and adjacent ones of it are joined."""
-    roles = "system developer user developer user assistant tool system assistant".split()
-    messages = [ChatMessage(role, str(number)) for number, role in enumerate(roles)]  # type: ignore[arg-type]
-    names = [f"input[{number}]" for number in range(len(roles))]
-
-    joined, kept = without_late_system(messages, names)
-
-    contents = [content_text(message.content, "") for message in joined]
-    assert [
-        message.role for message in joined
-    ] == "system user assistant tool user assistant".split()
-    assert contents == ["0\n1", "2\n3\n4", "5", "6", "7", "8"]
-    assert kept == [names[index] for index in (0, 2, 5, 6, 7, 8)]
-    assert [message.content for message in messages] == [str(i) for i in range(len(roles))]
 
 
 def test_too_many_tools_are_refused() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any
 
 from ramify.server.anthropic.blocks import (
@@ -29,21 +28,16 @@ class Turn:
     parts: list[PromptPart] = field(default_factory=list)
 
 
-def render_turns(
-    messages: Sequence[InputMessage], unserved: Unserved, *, late_system: bool
-) -> list[Turn]:
+def render_turns(messages: Sequence[InputMessage], unserved: Unserved) -> list[Turn]:
     """Translate the messages of a request, one turn for each.
 
     Args:
         unserved: is extended by path and type of blocks that became placeholders.
-        late_system: the template takes system messages anywhere; else those after the first message
-            of another role become the user's.
 
     Raises:
         ApiError: 400, a block cannot be served.
     """
     last_user = max((i for i, message in enumerate(messages) if message.role == "user"), default=-1)
-    first = next((i for i, message in enumerate(messages) if message.role != "system"), 0)
     turns = []
     for index, message in enumerate(messages):
         path = f"messages[{index}]"
@@ -53,33 +47,8 @@ def render_turns(
         if message.role == "system" and (message.content is None or is_cleared):
             turns.append(Turn())
             continue
-        is_late = message.role == "system" and index > first
-        role = "user" if is_late and not late_system else message.role
-        turns.append(_turn(role, message.content, f"{path}.content", unserved))
+        turns.append(_turn(message.role, message.content, f"{path}.content", unserved))
     return turns
-
-
-def joined(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Join consecutive messages of one role, as templates want user and assistant to alternate."""
-    merged: list[dict[str, Any]] = []
-    for role, group in groupby(messages, key=lambda message: message["role"]):
-        run = list(group)
-        if role == "tool" or len(run) == 1:
-            merged += run
-            continue
-        message: dict[str, Any] = {"role": role, "content": _joined_texts(run, "content")}
-        thoughts = _joined_texts(run, "reasoning_content")
-        calls = [call for each in run for call in each.get("tool_calls", ())]
-        if thoughts:
-            message["reasoning_content"] = thoughts
-        if calls:
-            message["tool_calls"] = calls
-        merged.append(message)
-    return merged
-
-
-def _joined_texts(messages: Sequence[dict[str, Any]], name: str) -> str:
-    return "\n".join(message[name] for message in messages if message.get(name))
 
 
 def _turn(role: str, content: str | list[Block] | None, path: str, unserved: Unserved) -> Turn:

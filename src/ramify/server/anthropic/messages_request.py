@@ -7,7 +7,7 @@ from dataclasses import replace
 from ramify.params import SamplingParams
 from ramify.server.answers.constraint import CallChoice, OfferedTool, schema_format
 from ramify.server.anthropic.blocks import Unserved, blocks_of
-from ramify.server.anthropic.history import joined, render_turns
+from ramify.server.anthropic.history import render_turns
 from ramify.server.anthropic.protocol import (
     Block,
     CountRequest,
@@ -27,6 +27,7 @@ from ramify.server.history.request_history import HistoryEntry, fingerprint
 from ramify.server.http.wire import encode_json
 from ramify.server.prompts.content_placeholders import placeholder_warnings
 from ramify.server.prompts.renderer import MAX_BREAKPOINTS, PromptPart, text_variants
+from ramify.server.prompts.role_order import joined
 from ramify.server.service import Service
 
 # Some agents begin their system prompt with this line. It ends in a number that differs in every
@@ -117,8 +118,7 @@ def render_messages(
     system = _system_blocks(request)
     system_texts = [block.text or "" for _, block in system]
     unserved: Unserved = []
-    late_system = service.prompt_renderer.takes_late_system
-    turns = render_turns(request.messages, unserved, late_system=late_system)
+    turns = render_turns(request.messages, unserved)
     messages = [{"role": "system", "content": "\n".join(system_texts)}] if system else []
     messages += joined([message for turn in turns for message in turn.messages])
     if not messages:

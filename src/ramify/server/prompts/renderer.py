@@ -326,14 +326,6 @@ class PromptRenderer:
         text = self._try_render([_QUESTION, call, _RESULT])
         return text is not None and NEEDLE not in text
 
-    @cached_property
-    def takes_late_system(self) -> bool:
-        """True if the template writes system messages that are not the first message."""
-        answer = {"role": "assistant", "content": "b"}
-        late = {"role": "system", "content": PLACEHOLDER}
-        text = self._try_render([_QUESTION, answer, late, _QUESTION])
-        return text is not None and PLACEHOLDER in text
-
     def _try_render(self, messages: Sequence[TemplateMessage], **options: Any) -> str | None:
         """The text of a conversation; None if the template refuses it."""
         try:

@@ -10,6 +10,7 @@ from itertools import groupby
 from typing import Any
 
 from ramify.server.output_formats.json_scanner import json_text
+from ramify.server.prompts.role_order import ANY_ORDER, RoleOrder
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
@@ -25,6 +26,7 @@ class TemplateConventions:
 
     Args:
         has_system: False: the system prompt belongs to the first message of the user.
+        role_order: the order of roles that the template demands.
         tools_variable: the variable that holds the tools.
         tools_field: the field of the system message that holds the tools; "": they are a variable.
         has_json_tools: tools are JSON text, and no list.
@@ -42,6 +44,7 @@ class TemplateConventions:
     """
 
     has_system: bool = True
+    role_order: RoleOrder = ANY_ORDER
     tools_variable: str = "tools"
     tools_field: str = ""
     has_json_tools: bool = False
@@ -59,7 +62,7 @@ class TemplateConventions:
 
     def adapt(self, messages: Sequence[Message], write_calls: WriteCalls) -> list[dict[str, Any]]:
         """Messages in OpenAI's form, with arguments as objects, as this template reads them."""
-        adapted = [dict(message) for message in messages]
+        adapted = self.role_order.apply([dict(message) for message in messages])
         if self.has_result_names:
             _name_results(adapted)
         if self.has_single_calls:

@@ -10,6 +10,7 @@ from typing import Any
 
 from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import ChatTemplateError
+from ramify.server.prompts.role_order import RoleOrder
 from ramify.server.prompts.template_conventions import TemplateConventions
 
 # Words that no template contains.
@@ -27,6 +28,17 @@ SCHEMA = {
     "required": ["x"],
 }
 USER = {"role": "user", "content": "a"}
+ANSWER = {"role": "assistant", "content": "b"}
+# The least change of messages first.
+ROLE_ORDERS: tuple[dict[str, bool], ...] = (
+    {},
+    {"begins_with_user": True},
+    {"has_repeated_roles": False},
+    {"has_repeated_roles": False, "begins_with_user": True},
+    {"has_repeated_roles": False, "fills_after_results": True},
+    {"has_repeated_roles": False, "begins_with_user": True, "fills_after_results": True},
+)
+FILLERS = ("", "OK")  # some templates refuse a message without text
 
 
 def find_conventions(tokenizer: Tokenizer) -> TemplateConventions:
@@ -51,6 +63,9 @@ class _Probes:
         self._find_calls()
         self._find_results()
         self._find_reasoning()
+        if self._writes([{"role": "user", "content": NEEDLE}]):
+            self._find_late_system()
+            self._find_role_order()
         return self._conventions
 
     def _render(
@@ -158,6 +173,47 @@ class _Probes:
             if calling and not self._render(with_both, tools=tools):
                 self._conventions = replace(candidate, joins_reasoning=True)
             return
+
+    def _find_late_system(self) -> None:
+        """Probe whether two system messages are written, and one behind other messages."""
+        first = {"role": "system", "content": "s"}
+        late = {"role": "system", "content": NEEDLE}
+        conversations = [first, late, USER], [first, USER, ANSWER, late, USER], [USER, late]
+        if not all(self._writes(conversation) for conversation in conversations):
+            order = RoleOrder(has_late_system=False)
+            self._conventions = replace(self._conventions, role_order=order)
+
+    def _find_role_order(self) -> None:
+        """Probe whether messages are lost, or refused, whose roles do not alternate."""
+        system, question = ({"role": role, "content": NEEDLE} for role in ("system", "user"))
+        answer = {"role": "assistant", "content": NEEDLE}
+        conversations = (
+            [USER, question],
+            [USER, ANSWER, answer, USER],
+            [answer, USER],
+            [system, ANSWER, USER],
+            [system],
+        )
+        after_result = [*_called(), question]
+        for changes, filler in product(ROLE_ORDERS, FILLERS):
+            order = replace(self._conventions.role_order, filler=filler, **changes)
+            candidate = replace(self._conventions, role_order=order)
+            if all(self._writes(each, candidate) for each in conversations) and (
+                NEEDLE in self._render(after_result, candidate, tools=[_tool("f")])
+            ):
+                self._conventions = candidate
+                return
+
+    def _writes(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        conventions: TemplateConventions | None = None,
+    ) -> bool:
+        """Whether `NEEDLE` is in the prompt, without tools and with a tool."""
+        return all(
+            NEEDLE in self._render(messages, conventions, tools=tools)
+            for tools in (None, [_tool("f")])
+        )
 
 
 def _is_written(text: str) -> bool:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
-
-import msgspec
 
 from ramify.server.errors import ApiError
 from ramify.server.fields.opaque_text import decode_opaque
@@ -251,38 +249,3 @@ class ItemTranslator:
         "additional_tools": _more_tools,
         "tool_search_output": _more_tools,
     }
-
-
-def without_late_system(
-    messages: Sequence[ChatMessage], names: Sequence[str]
-) -> tuple[list[ChatMessage], list[str]]:
-    """Messages for a template that takes one system message, the first, and roles that alternate.
-
-    System messages at the beginning are joined, later ones become the user's, and adjacent messages of
-    the user are joined. A joined message has the name of its first part.
-    """
-    groups: list[tuple[str, list[ChatMessage], str]] = []  # role, members, name
-    for message, name in zip(messages, names, strict=True):
-        role = "system" if message.role == "developer" else message.role
-        if role == "system" and groups and groups[-1][0] != "system":
-            role = "user"
-        if groups and role in ("system", "user") and groups[-1][0] == role:
-            groups[-1][1].append(message)
-        else:
-            groups.append((role, [message], name))
-    return [_joined(role, members) for role, members, _ in groups], [name for *_, name in groups]
-
-
-def _joined(role: str, messages: Sequence[ChatMessage]) -> ChatMessage:
-    """A message of a role with the contents of several."""
-    content = messages[0].content
-    if len(messages) > 1:
-        content = [part for message in messages for part in _parts(message.content)]
-    joined: ChatMessage = msgspec.structs.replace(messages[0], role=role, content=content)
-    return joined
-
-
-def _parts(content: str | list[ContentPart] | None) -> list[ContentPart]:
-    if isinstance(content, list):
-        return content
-    return [ContentPart("input_text", content)] if content else []

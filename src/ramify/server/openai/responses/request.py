@@ -15,7 +15,7 @@ from ramify.server.openai.protocol import (
     ResponseFormat,
     is_given,
 )
-from ramify.server.openai.responses.input import ItemTranslator, without_late_system
+from ramify.server.openai.responses.input import ItemTranslator
 from ramify.server.openai.responses.protocol import (
     PromptFields,
     ResponsesRequest,
@@ -68,12 +68,9 @@ def new_items(request: PromptFields, earlier: EarlierTurns) -> list[Item]:
 
 
 def to_chat_request(
-    request: ResponsesRequest, items: Sequence[Item], earlier: EarlierTurns, *, late_system: bool
+    request: ResponsesRequest, items: Sequence[Item], earlier: EarlierTurns
 ) -> tuple[ChatRequest, list[str], ServedTools, list[str]]:
     """Translate to a chat completion request.
-
-    Args:
-        late_system: the template takes system messages anywhere.
 
     Returns:
         the chat request, the request fields of its messages, its tools, and warnings.
@@ -95,8 +92,6 @@ def to_chat_request(
     messages, names = translator.finish()
     if not messages:
         raise ApiError(400, "there is nothing to answer", param="input")
-    if not late_system:
-        messages, names = without_late_system(messages, names)
     tools = served_tools([("tools", request.tools or []), *translator.tools])
     tool_choice, tools = apply_tool_choice(request.tool_choice, tools)
     warnings = translator.warnings + tools.warnings
@@ -149,9 +144,7 @@ def response_to_generation(
         ApiError, RequestError: it cannot be served.
     """
     items = new_items(request, earlier)
-    chat, names, tools, warnings = to_chat_request(
-        request, items, earlier, late_system=service.prompt_renderer.takes_late_system
-    )
+    chat, names, tools, warnings = to_chat_request(request, items, earlier)
 
     def render(part: ChatRequest, part_names: Sequence[str]) -> GenerationRequest:
         return chat_to_generation(
