@@ -63,18 +63,6 @@ def test_a_byte_order_mark_is_skipped() -> None:
     assert "frobnicate" in answer.headers["x-ramify-warning"]
 
 
-def test_arguments_of_a_call_may_be_an_object() -> None:
-    """In history, as the JSON text that OpenAI writes, or null for none."""
-    prompts = []
-    for arguments in ('{"place":"Rome"}', {"place": "Rome"}):
-        call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
-        body = {"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}]}
-        prompts.append(decode_body(json.dumps(body).encode(), ChatRequest))
-
-    texts = [request.messages[0].tool_calls[0].function.arguments_json for request in prompts]  # type: ignore[index]
-    assert texts[0] == texts[1]
-
-
 def test_an_unknown_role_is_refused_with_the_list() -> None:
     """The message has every role that is served."""
     answer = ask(CHAT, {"messages": [{"role": "bot", "content": "x"}]})

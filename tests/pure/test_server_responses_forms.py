@@ -257,4 +257,4 @@ def test_a_call_comes_back_in_the_form_of_its_tool(name: str) -> None:
         "apply_patch" if name == "edit" else name,
         "call_1",
     )
-    assert json.loads(call.function.arguments_json).items() >= arguments.items()
+    assert call.function.arguments.items() >= arguments.items()

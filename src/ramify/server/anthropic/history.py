@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ramify.server.answers.call_arguments import call_arguments
 from ramify.server.anthropic.blocks import (
     HIDDEN_TYPES,
     Unserved,
@@ -68,7 +69,8 @@ def _turn(role: str, content: str | list[Block] | None, path: str, unserved: Uns
             variants: tuple[str, ...] = ()
             thoughts.append(block.thinking or decode_opaque(block.signature or "") or "")
         elif block.type == "tool_use":
-            name, arguments = required(block.name, f"{where}.name"), block.input or {}
+            name = required(block.name, f"{where}.name")
+            arguments = call_arguments(block.input, f"{where}.input")
             variants = (json.dumps(arguments, ensure_ascii=False), name)
             function = {"name": name, "arguments": arguments}
             calls.append({"id": block.id or "", "type": "function", "function": function})

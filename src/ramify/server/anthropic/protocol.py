@@ -51,7 +51,7 @@ class Block(Struct):
     signature: str | None = None  # of thinking; holds it if the client asked for none
     id: Name | None = None
     name: Name | None = None
-    input: dict[str, Any] | None = None
+    input: Any = None  # an object; the text of one from clients that send an answer back as it came
     tool_use_id: Name | None = None
     content: str | list[Block] | Block | None = None
     is_error: bool | None = None

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from ramify.server.answers.call_arguments import call_arguments
 from ramify.server.answers.constraint import CallChoice, OfferedTool
 from ramify.server.errors import ApiError
 from ramify.server.fields.reasoning_options import (
@@ -18,7 +19,6 @@ from ramify.server.fields.reasoning_options import (
 )
 from ramify.server.generation import GenerationRequest, with_output_parser
 from ramify.server.history.request_history import HistoryEntry, fingerprint
-from ramify.server.http.request_body import decode_json_text
 from ramify.server.http.wire import encode_json
 from ramify.server.openai.answer_formats import SCHEMA_PATH, answer_format
 from ramify.server.openai.options import (
@@ -258,8 +258,8 @@ def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
                 "type": "function",
                 "function": {
                     "name": call.function.name,
-                    "arguments": _arguments(
-                        call.function.arguments_json, f"{where}.tool_calls[{index}].arguments"
+                    "arguments": call_arguments(
+                        call.function.arguments, f"{where}.tool_calls[{index}].function.arguments"
                     ),
                 },
             }
@@ -285,11 +285,6 @@ def _reasoning_text(message: ChatMessage) -> str | None:
         inner = part.thinking
         texts += [inner] if isinstance(inner, str) else [piece.text or "" for piece in inner or ()]
     return "".join(texts) or None
-
-
-def _arguments(text: str, where: str) -> object:
-    """The arguments of a call as an object, which templates take, from their JSON."""
-    return decode_json_text(text, where) if text.strip() else {}
 
 
 def content_path(message: str) -> str:

@@ -6,8 +6,6 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Raw, Struct, UnsetType, field
 
-from ramify.server.http.wire import encode_json
-
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 UnitInterval = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -72,14 +70,7 @@ class FunctionCall(Struct):
     """The function and the arguments of a tool call."""
 
     name: Name
-    arguments: str | dict[str, Any] | None = "{}"
-
-    @property
-    def arguments_json(self) -> str:
-        """The arguments as JSON text; some clients send the object itself."""
-        if isinstance(self.arguments, str):
-            return self.arguments
-        return encode_json(self.arguments or {}).decode()
+    arguments: Any = None  # the text of a JSON object; some clients send the object itself
 
 
 class ToolCall(Struct):

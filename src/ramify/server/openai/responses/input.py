@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from ramify.server.answers.call_arguments import call_arguments
 from ramify.server.errors import ApiError
 from ramify.server.fields.opaque_text import decode_opaque
 from ramify.server.http.request_body import convert_value
@@ -123,7 +123,7 @@ class ItemTranslator:
             self._end_turn()
         self._model_turn(where).contents.append(message.content)
 
-    def _call(self, name: str, arguments: str, call_id: str | None, where: str) -> None:
+    def _call(self, name: str, arguments: dict[str, Any], call_id: str | None, where: str) -> None:
         call = ToolCall(FunctionCall(name, arguments), call_id or "")
         self._model_turn(where).calls.append(call)
 
@@ -133,17 +133,13 @@ class ItemTranslator:
 
     def _function_call(self, item: Mapping[str, Any], where: str) -> None:
         call = convert_value(item, CallItem, where)
-        if call.status == "incomplete":  # its arguments are cut off
-            self._skipped["incomplete function_call"] += 1
-            return
-        arguments = call.arguments
-        text = encode_json(arguments).decode() if isinstance(arguments, dict) else arguments
-        self._call(flat_name(call.name, call.namespace), text or "{}", call.call_id, where)
+        arguments = call_arguments(call.arguments, f"{where}.arguments")
+        self._call(flat_name(call.name, call.namespace), arguments, call.call_id, where)
 
     def _custom_call(self, item: Mapping[str, Any], where: str) -> None:
         call = convert_value(item, CustomCallItem, where)
-        arguments = json.dumps({"input": call.input}, ensure_ascii=False)
-        self._call(flat_name(call.name, call.namespace), arguments, call.call_id, where)
+        name = flat_name(call.name, call.namespace)
+        self._call(name, {"input": call.input}, call.call_id, where)
 
     def _action_call(self, item: Mapping[str, Any], where: str) -> None:
         call = convert_value(item, ActionCallItem, where)
@@ -151,8 +147,7 @@ class ItemTranslator:
         fields = dict(call.action or call.operation or {})
         if name == "local_shell":
             fields.pop("type", None)  # always "exec"
-        arguments = encode_json(fields).decode()
-        self._call(name, arguments, call.call_id or call.id, where)
+        self._call(name, fields, call.call_id or call.id, where)
 
     def _call_output(self, item: Mapping[str, Any], where: str) -> None:
         result = convert_value(item, CallOutputItem, where)
@@ -202,14 +197,14 @@ class ItemTranslator:
 
     def _mcp_call(self, item: Mapping[str, Any], where: str) -> None:
         call = convert_value(item, McpCallItem, where)
-        self._call(flat_name(call.name, call.server_label), call.arguments or "{}", call.id, where)
+        arguments = call_arguments(call.arguments, f"{where}.arguments")
+        self._call(flat_name(call.name, call.server_label), arguments, call.id, where)
         if call.output is not None:
             self._output(call.output, call.id, where)
 
     def _code_call(self, item: Mapping[str, Any], where: str) -> None:
         call = convert_value(item, CodeCallItem, where)
-        arguments = json.dumps({"code": call.code or ""}, ensure_ascii=False)
-        self._call("code_interpreter", arguments, call.id, where)
+        self._call("code_interpreter", {"code": call.code or ""}, call.id, where)
         logs = [output.get("logs") for output in call.outputs or ()]
         self._output("\n".join(log for log in logs if isinstance(log, str)), call.id, where)
 
