@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -252,7 +253,7 @@ class SamplingParams:
     pooling: PoolingMode = "last"
 
     def __post_init__(self) -> None:
-        if not _is_number(self.temperature) or not 0.0 <= self.temperature < float("inf"):
+        if not _is_number(self.temperature) or not 0.0 <= self.temperature <= sys.float_info.max:
             raise InvalidParamsError("temperature", self.temperature, "a finite number >= 0")
         if not _is_number(self.top_p) or not 0.0 < self.top_p <= 1.0:
             raise InvalidParamsError("top_p", self.top_p, "a number in (0, 1]; 1 keeps all")

@@ -21,6 +21,7 @@ from ramify.engine.logits.grammar import GrammarCompiler
 from ramify.engine.text.detokenizer import Detokenizer
 from ramify.engine.text.tokenizer import Tokenizer
 from ramify.models.configs.pooling import PoolingConfig
+from ramify.models.configs.sampling_defaults import SamplingDefaults
 from ramify.server.app import Server
 from ramify.server.generation import Generation
 from ramify.server.service import Service
@@ -105,6 +106,7 @@ class ServerBench:
         tokenizer: Tokenizer | None = None,
         aliases: Sequence[str] = (),
         pooling: PoolingConfig | None = None,
+        sampling_defaults: SamplingDefaults | None = None,
         wrapper: str | None = None,
         **server_options: Any,
     ) -> None:
@@ -138,6 +140,7 @@ class ServerBench:
             model="tiny",
             aliases=aliases,
             pooling=pooling,
+            sampling_defaults=sampling_defaults,
             wrapper=wrapper,
             embedding_size=FAKE_EMBEDDING_SIZE,
         )

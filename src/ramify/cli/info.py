@@ -51,6 +51,7 @@ def _collect_info(llm: LLM) -> dict[str, dict[str, Any]]:
     import ramify
     from ramify.attention.backend import BACKENDS
     from ramify.engine.execution.host_memory import free_memory
+    from ramify.models.configs.sampling_defaults import AUTO, read_sampling_defaults
     from ramify.models.ops.registry import OPS
 
     config, plan = llm.engine.model_config, llm.config
@@ -72,6 +73,7 @@ def _collect_info(llm: LLM) -> dict[str, dict[str, Any]]:
             "dtype": str(llm.engine.decoder.dtype).removeprefix("torch."),
             "layers": config.num_layers,
             "context": f"{plan.max_model_len} tokens",
+            "sampling of `serve`": read_sampling_defaults(AUTO, llm.engine.path).summary(),
         },
         "operations": _explain(llm.engine.ops_choice, OPS),
         "attention backends": _explain(llm.engine.backend_choice, BACKENDS),

@@ -54,6 +54,14 @@ def serve(
             help="Format of reasoning; default: the chat template's.", rich_help_panel=MODEL
         ),
     ] = None,
+    generation_config: Annotated[
+        str,
+        typer.Option(
+            help="Sampling parameters of requests that omit them: `auto` (the checkpoint's "
+            "generation_config.json), `none`, or a directory that has the file.",
+            rich_help_panel=MODEL,
+        ),
+    ] = "auto",
     warm: Annotated[
         Path | None, CacheOption(help="Prompts to compute before the server is ready.")
     ] = None,
@@ -127,6 +135,7 @@ def serve(
         served_names=(*(served_model_name or ()), *(more_names or ())),
         tool_call_parser=tool_call_parser,
         reasoning_parser=reasoning_parser,
+        generation_config=generation_config,
         api_keys=tuple(api_key or ()),
         admin_key=admin_key,
         key_file=api_key_file,

@@ -76,17 +76,6 @@ def with_output_parser(
     return replace(request, params=params, new_parser=new_parser, ends_after_call=single)
 
 
-def sampling_filters(
-    temperature: float | None, top_k: int | None, top_p: float | None
-) -> dict[str, Any]:
-    """Keyword arguments of `SamplingParams`. Clients may send `top_p=0` (greedy), `top_k<=0` (off)."""
-    return {
-        "temperature": 1.0 if temperature is None else temperature,
-        "top_k": top_k if top_k is not None and top_k > 0 else None,
-        "top_p": 1.0 if top_p is None else max(top_p, 1e-9),
-    }
-
-
 @dataclass(frozen=True, slots=True)
 class CacheUsage:
     """`usage.ramify_cache`: `read + shared + computed` is the length of the prompt in tokens."""

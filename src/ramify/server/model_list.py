@@ -46,6 +46,7 @@ def _openai_entry(service: Service, name: str) -> dict[str, Any]:
         "root": service.model,
         "display_name": name,
         "max_model_len": service.max_model_len,
+        **_sampling_defaults(service),
     }
 
 
@@ -58,6 +59,16 @@ def _anthropic_entry(service: Service, name: str) -> dict[str, Any]:
         "lifecycle": "active",
         "max_input_tokens": service.max_model_len,
         "max_tokens": service.max_model_len,
+        **_sampling_defaults(service),
+    }
+
+
+def _sampling_defaults(service: Service) -> dict[str, Any]:
+    """The sampling parameters of a request that omits them, and the name of the file that sets them."""
+    defaults = service.sampling_defaults
+    return {
+        "generation_config": None if defaults.file is None else defaults.file.name,
+        "default_sampling_params": defaults.values(),
     }
 
 

@@ -17,6 +17,7 @@ import uvicorn
 
 from ramify.engine.async_llm import AsyncLLM
 from ramify.errors import ConfigError
+from ramify.models.configs.sampling_defaults import AUTO, read_sampling_defaults
 from ramify.params import SamplingParams
 from ramify.server.app import Server
 from ramify.server.http.browser_guard import LOOPBACK_HOSTS
@@ -51,6 +52,7 @@ class ServeOptions:
     served_names: tuple[str, ...] = ()  # the first is the model's name; "*" serves any name
     tool_call_parser: str | None = None  # a name of an output format; None: the template's
     reasoning_parser: str | None = None
+    generation_config: str = AUTO  # "auto", "none", or a directory that has the file
     api_keys: tuple[str, ...] = ()
     admin_key: str | None = None
     key_file: Path | None = None
@@ -126,6 +128,8 @@ def serve(options: ServeOptions) -> int:
         ConfigError, ModelError: wrong options, or a model that cannot be loaded.
     """
     keys, connections = options.keys(), options.connections()
+    # Finds a bad value before the model loads; a model of the hub has its directory only then.
+    read_sampling_defaults(options.generation_config, Path(options.model))
     _log_to_stderr(options.log_json)
     sys.setswitchinterval(SWITCH_S)
     llm = AsyncLLM(options.model, progress=sys.stderr.isatty(), **options.engine)
@@ -149,6 +153,7 @@ async def _serve(
         tool_call_parser=options.tool_call_parser,
         reasoning_parser=options.reasoning_parser,
         pooling=llm.engine.pooling,
+        sampling_defaults=read_sampling_defaults(options.generation_config, llm.engine.path),
         embedding_size=llm.engine.model_config.hidden_size,
         wrapper=llm.engine.model_config.wrapper,
     )
@@ -246,6 +251,7 @@ def startup_banner(url: str, service: Service, llm: AsyncLLM, keys: ApiKeys | No
         "at once": f"{config.max_num_seqs} requests; {config.kv_cache_tokens / max_len:.1f} of "
         f"{max_len:,} tokens",
         "prefix cache": config.requested.cache.policy if service.prefix_cache else "off",
+        "sampling": f"{service.sampling_defaults.summary()} where a request does not say",
         "keys": "none" if keys is None else "needed",
         "URL": url,
     }

@@ -18,6 +18,7 @@ from ramify.engine.scheduling.validation import validate_token_ids
 from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import EngineStoppedError
 from ramify.models.configs.pooling import PoolingConfig
+from ramify.models.configs.sampling_defaults import SamplingDefaults
 from ramify.outputs import Explanation, StepOutput
 from ramify.server.answers.constraint import AnswerConstraints
 from ramify.server.errors import ApiError, ContextLengthError
@@ -54,6 +55,7 @@ class Service:
         aliases: further names that requests may send; with `ANY_NAME` among them, any name.
         tool_call_parser, reasoning_parser: names of output formats; by default the template's.
         pooling: of embeddings; None: the last token's unit vector.
+        sampling_defaults: values of sampling parameters that a request omits; None: those of the APIs.
         embedding_size: elements of an embedding; None: not known, no request may cut them.
         wrapper: architecture of a model that reads images or audio, of which only the text decoder is
             loaded; None: a text model.
@@ -69,12 +71,14 @@ class Service:
         tool_call_parser: str | None = None,
         reasoning_parser: str | None = None,
         pooling: PoolingConfig | None = None,
+        sampling_defaults: SamplingDefaults | None = None,
         embedding_size: int | None = None,
         wrapper: str | None = None,
     ) -> None:
         self.engine, self.tokenizer = engine, tokenizer
         self.model = model
         self.pooling = PoolingConfig() if pooling is None else pooling
+        self.sampling_defaults = sampling_defaults or SamplingDefaults()
         self.embedding_size = embedding_size
         self.wrapper = wrapper
         self.names = tuple(dict.fromkeys((model, *(n for n in aliases if n != ANY_NAME))))

@@ -22,7 +22,7 @@ from ramify.server.fields.reasoning_options import (
     ReasoningOptions,
     unknown_thinking,
 )
-from ramify.server.generation import GenerationRequest, sampling_filters, with_output_parser
+from ramify.server.generation import GenerationRequest, with_output_parser
 from ramify.server.history.request_history import HistoryEntry, fingerprint
 from ramify.server.http.wire import encode_json
 from ramify.server.prompts.content_placeholders import placeholder_warnings
@@ -65,7 +65,9 @@ def messages_to_generation(
         warnings=warnings,
     )
     params = SamplingParams(
-        **sampling_filters(request.temperature, request.top_k, request.top_p),
+        **service.sampling_defaults.filled(
+            temperature=request.temperature, top_k=request.top_k, top_p=request.top_p
+        ),
         max_tokens=_output_limit(request, history_entry, service),
         stop=request.stop_sequences or (),
         structured=structured,

@@ -147,6 +147,7 @@ def chat_to_generation(
         sampling_params(
             request,
             service.tokenizer,
+            service.sampling_defaults,
             max_tokens=1 if request.is_prewarm else limit,
             structured=structured,
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,

@@ -63,6 +63,7 @@ def completion_to_generations(
     params = sampling_params(
         request,
         service.tokenizer,
+        service.sampling_defaults,
         structured=answer_format(request, warnings),
         max_tokens=output_limit("max_tokens", limit),
         logprobs=num_logprobs,

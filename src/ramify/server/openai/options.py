@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from ramify.engine.text.tokenizer import Tokenizer
+from ramify.models.configs.sampling_defaults import SamplingDefaults
 from ramify.params import MAX_BANNED_TOKENS, SamplingParams, StructuredOutput
 from ramify.server.errors import ApiError
-from ramify.server.generation import Generation, sampling_filters
+from ramify.server.generation import Generation
 from ramify.server.history.request_history import fingerprint
 from ramify.server.openai.protocol import ChatRequest, PromptCacheOptions, Sampling
 from ramify.server.prompts.renderer import BREAKPOINT_TTL_S, MAX_BREAKPOINTS, RenderedPrompt
@@ -30,6 +31,7 @@ REPORTED_KINDS = (
 def sampling_params(
     request: Sampling,
     tokenizer: Tokenizer,
+    defaults: SamplingDefaults,
     *,
     max_tokens: int | None,
     structured: StructuredOutput | None,
@@ -37,6 +39,9 @@ def sampling_params(
     prompt_logprobs: int | None,
 ) -> SamplingParams:
     """The sampling parameters of a request; chat and completions have their own forms of the arguments.
+
+    Args:
+        defaults: values of the parameters that the request omits.
 
     Raises:
         ApiError, InvalidParamsError: a value is out of range, or two exclude each other.
@@ -54,8 +59,13 @@ def sampling_params(
         except ValueError as error:
             raise ApiError(400, "the keys must be token ids", param="logit_bias") from error
     return SamplingParams(
-        **sampling_filters(request.temperature, request.top_k, request.top_p),
-        min_p=request.min_p or 0.0,
+        **defaults.filled(
+            temperature=request.temperature,
+            top_k=request.top_k,
+            top_p=request.top_p,
+            min_p=request.min_p,
+            repetition_penalty=request.repetition_penalty,
+        ),
         n=request.n or 1,
         seed=None if request.seed is None else request.seed % 2**63,
         max_tokens=max_tokens,
@@ -69,7 +79,6 @@ def sampling_params(
         ignore_eos=bool(request.ignore_eos),
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
-        repetition_penalty=request.repetition_penalty or 1.0,
         logit_bias=bias,
         allowed_token_ids=request.allowed_token_ids or None,
         banned_sequences=banned_sequences(request.bad_words or (), tokenizer),

@@ -58,7 +58,7 @@ class ResponsesResponseBuilder:
         return payload["content"] if payload else []
 
     def _body(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
-        request = self.request
+        request, params = self.request, self.generation.request.params
         reasoning = request.reasoning or Reasoning()
         text = {"format": {"type": "text"}}
         if request.text is not None:
@@ -90,8 +90,10 @@ class ResponsesResponseBuilder:
             "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
             "safety_identifier": request.safety_identifier,
             "store": request.store is not False,
-            "temperature": 1.0 if request.temperature is None else request.temperature,
-            "top_p": 1.0 if request.top_p is None else request.top_p,
+            "temperature": params.temperature
+            if request.temperature is None
+            else request.temperature,
+            "top_p": params.top_p if request.top_p is None else request.top_p,
             "text": text,
             "tool_choice": request.tool_choice or "auto",
             "tools": request.tools or [],
