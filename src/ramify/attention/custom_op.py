@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ramify.attention.backend import AttentionBackend
 from ramify.attention.batch import AttentionBatch
+from ramify.errors import ConfigError
 
 _next_id = count()
 _instances: WeakValueDictionary[int, AttentionCustomOp] = WeakValueDictionary()
@@ -36,9 +37,18 @@ class AttentionCustomOp:
         self.step = self.backend.plan(batch)
 
     def __call__(
-        self, layer: int, q: Tensor, planes: Mapping[str, Tensor], selected: Tensor | None = None
+        self,
+        layer: int,
+        q: Tensor,
+        planes: Mapping[str, Tensor],
+        selected: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """See `AttentionBackend.run`."""
+        """See `AttentionBackend.run`.
+
+        Raises:
+            ConfigError: `plan` was not called, or as `run`.
+        """
         names = list(planes)
         out: Tensor = torch.ops.ramify.attend(
             q,
@@ -48,6 +58,7 @@ class AttentionCustomOp:
             layer,
             self.instance_id,
             self.value_dim,
+            sinks,
         )
         return out
 
@@ -61,15 +72,31 @@ def attend(
     layer: int,
     instance_id: int,
     value_dim: int,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention output [tokens, num_heads, value_dim]; `names` are the planes', comma-separated."""
     instance = _instances[instance_id]
+    if instance.step is None:
+        raise ConfigError("the step is not planned; call AttentionCustomOp.plan(batch) first")
     by_name = dict(zip(names.split(","), planes, strict=True))
-    out = instance.backend.run(instance.step, layer, q, by_name, selected=selected)
-    assert out.shape[-1] == value_dim
+    out = instance.backend.run(instance.step, layer, q, by_name, selected=selected, sinks=sinks)
+    if out.shape[-1] != value_dim:
+        raise ConfigError(
+            f"value_dim={value_dim} but the backend's values are {out.shape[-1]} wide; make the "
+            "AttentionCustomOp with that"
+        )
     return out
 
 
 @attend.register_fake
-def _(q: Tensor, *args: Any) -> Tensor:
-    return q.new_empty(*q.shape[:-1], args[-1])
+def _(
+    q: Tensor,
+    planes: list[Tensor],  # noqa: ARG001 - the operator's signature
+    names: str,  # noqa: ARG001
+    selected: Tensor | None,  # noqa: ARG001
+    layer: int,  # noqa: ARG001
+    instance_id: int,  # noqa: ARG001
+    value_dim: int,
+    sinks: Tensor | None = None,  # noqa: ARG001
+) -> Tensor:
+    return q.new_empty(*q.shape[:-1], value_dim)

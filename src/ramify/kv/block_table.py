@@ -175,7 +175,7 @@ class PagedBlockTable(BlockTable):
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]], page_size: int) -> PagedBlockTable:
         """A table with these pages in rows 0, 1, ..."""
-        table = cls(max(1, len(rows)), max((len(pages) for pages in rows), default=1), page_size)
+        table = cls(max(1, len(rows)), max([1, *map(len, rows)]), page_size)
         for pages in rows:
             table.append(table.allocate(), pages)
         return table

@@ -71,7 +71,13 @@ class KVPool:
         return self.num_pages
 
     def planes(self, layer: int) -> dict[str, Tensor]:
-        """The planes and scales of one layer by name; for shapes see `KVLayout`."""
+        """The planes and scales of one layer by name; for shapes see `KVLayout`.
+
+        Raises:
+            ConfigError: there is no such layer.
+        """
+        if not 0 <= layer < len(self._planes):
+            raise ConfigError(f"layer={layer} but layers are 0..{len(self._planes) - 1}")
         return self._planes[layer]
 
     def write_kv(self, layer: int, slots: Tensor, **values: Tensor) -> None:
@@ -86,13 +92,14 @@ class KVPool:
                 any float dtype for a plane with scales.
 
         Raises:
-            ConfigError: names, shapes, dtypes or devices disagree; nothing was written.
+            ConfigError: there is no such layer, or names, shapes, dtypes or devices disagree;
+                nothing was written.
             IndexError: a slot is outside the planes (checked on CPU only: on GPU it would need a host
                 sync). Other slots may have been written.
 
         Two equal slots make the result undefined, except in the padding page, whose keys no query sees.
         """
-        planes = self._planes[layer]
+        planes = self.planes(layer)
         if values.keys() != self._shapes.keys():
             raise ConfigError(
                 f"values for {sorted(values)} given, planes are {sorted(self._shapes)}"
@@ -133,15 +140,17 @@ class KVPool:
             [tokens, *shape] by name: the tensors of `out`, if given.
 
         Raises:
-            ConfigError: shapes or dtypes of `slots` or `out` are wrong; nothing was written.
+            ConfigError: there is no such layer, or shapes or dtypes of `slots` or `out` are wrong;
+                nothing was written.
             IndexError: a slot is outside the planes (on CPU).
         """
+        planes = self.planes(layer)
         self._check_slots(slots)
         if out is not None:
             self._check_out(len(slots), out)
         gathered = {}
         for name in self._shapes:
-            dense = read_plane(self._planes[layer], name, slots)
+            dense = read_plane(planes, name, slots)
             gathered[name] = dense if out is None else out[name].copy_(dense)
         return gathered
 

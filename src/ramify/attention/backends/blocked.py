@@ -25,6 +25,7 @@ from ramify.attention.backends.blocked_matmul import choose_matmul
 from ramify.attention.batch import AttentionBatch
 from ramify.attention.exactness import FP32_ROW_MULTIPLE, Exactness, ProbeStore
 from ramify.attention.gather import MASKED_MAX, gather_rows
+from ramify.attention.inputs import RunInputs
 from ramify.attention.spec import AttentionSpec, reason_not_plain_mha
 
 BLOCK_KEYS = 256  # large enough that a block's matmul hides the calls around it
@@ -54,6 +55,7 @@ class BlockedBackend:
 
     def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
         self.spec, self.device = spec, device
+        self._inputs = RunInputs(spec)
         self._matmul, self._verdict = choose_matmul(
             spec.num_kv_heads, spec.head_dim, BLOCK_KEYS, ProbeStore.default()
         )
@@ -77,7 +79,8 @@ class BlockedBackend:
         groups: dict[int, list[int]] = defaultdict(list)
         lens = np.diff(batch.cu_seqlens_q)
         for seq, q_len in enumerate(lens.tolist()):
-            groups[q_len].append(seq)
+            if q_len:
+                groups[q_len].append(seq)
         return [self._query_len_group(batch, q_len, seqs) for q_len, seqs in sorted(groups.items())]
 
     def _query_len_group(self, batch: AttentionBatch, q_len: int, seqs: list[int]) -> QueryLenGroup:
@@ -120,8 +123,8 @@ class BlockedBackend:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """See `AttentionBackend.run`."""
-        assert selected is None
-        assert self.spec.sinks == (sinks is not None)
+        num_tokens = sum(group.query_index.numel() for group in plan)
+        self._inputs.validate(num_tokens, layer, q, planes, selected, sinks)
         out = torch.zeros_like(q)
         keys, values = planes["k"].flatten(0, 1), planes["v"].flatten(0, 1)
         for group in plan:

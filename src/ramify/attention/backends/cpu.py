@@ -24,6 +24,7 @@ from ramify.attention.backends.cpu_partition import (
 )
 from ramify.attention.batch import AttentionBatch
 from ramify.attention.exactness import Exactness
+from ramify.attention.inputs import validate_planes, validate_rows, validate_sinks
 from ramify.attention.spec import AttentionSpec, unprobed_exactness
 from ramify.errors import ConfigError
 from ramify.kernels.cpu.abi import BLOCK_KEYS, round_up_to_cache_line
@@ -124,12 +125,8 @@ class CpuBackend:
     ) -> Tensor:
         """See `AttentionBackend.run`."""
         spec = self.spec
-        heads = spec.num_heads, spec.head_dim
-        if q.shape[0] < plan.num_tokens or q.shape[1:] != heads:
-            raise ConfigError(
-                f"q has shape {tuple(q.shape)}; it must be {(plan.num_tokens, *heads)}, with or "
-                "without more rows of padding"
-            )
+        validate_rows(plan.num_tokens, layer, q, selected, spec)
+        validate_sinks(sinks, spec)
         if q.dtype not in ROW_KINDS:
             wide = self.run(plan, layer, q.float(), planes, selected=selected, sinks=sinks)
             return wide.to(q.dtype)
@@ -141,7 +138,6 @@ class CpuBackend:
             out.fill_(torch.nan)  # the kernel writes no row that has no key
         if plan.num_tokens < q.shape[0]:
             out[plan.num_tokens :] = 0
-        self.check_sinks(sinks)
         window = spec.windows[layer] if selected is None else None
         kernel_planes = self._cached_kernel_planes(layer, planes, q.dtype)
         self._launch(plan, q, kernel_planes, out, window or 0, sinks)
@@ -168,25 +164,10 @@ class CpuBackend:
         tensors = tuple(planes.values())
         cached, views = self._plane_cache.get((layer, dtype), (None, []))
         if cached is None or len(cached) != len(tensors) or any(map(is_not, cached, tensors)):
-            validate_planes(planes, self.spec)
+            validate_compiled_planes(planes, self.spec)
             views = self._kernel_planes(plane_views(planes), dtype)
             self._plane_cache[layer, dtype] = tensors, views
         return views
-
-    def check_sinks(self, sinks: Tensor | None) -> None:
-        """Raise ConfigError unless they are what the kernel reads by address."""
-        spec = self.spec
-        if sinks is None and not spec.sinks:
-            return
-        expected = f"float32 [{spec.num_heads}] on cpu, contiguous" if spec.sinks else "None"
-        if sinks is None:
-            raise ConfigError(f"sinks are None; they must be {expected}")
-        is_row = sinks.shape == (spec.num_heads,) and sinks.is_contiguous()
-        if not spec.sinks or not is_row or sinks.dtype != torch.float32 or not sinks.is_cpu:
-            raise ConfigError(
-                f"sinks are {sinks.dtype} {tuple(sinks.shape)} with strides {sinks.stride()} on "
-                f"{sinks.device}; they must be {expected}"
-            )
 
     def _launch(
         self,
@@ -276,36 +257,19 @@ class CpuBackend:
         return [self._args.KV_PLANES[kind](*fields) for kind, *fields in views]
 
 
-def validate_planes(planes: Mapping[str, Tensor], spec: AttentionSpec) -> None:
-    """Check the planes, since the kernels read them by address and check nothing.
+def validate_compiled_planes(planes: Mapping[str, Tensor], spec: AttentionSpec) -> None:
+    """`validate_planes`, and that the kernels have their dtypes and can reach them.
 
     Raises:
-        ConfigError: a plane is missing, or has a wrong shape, dtype or memory order.
+        ConfigError: a plane is missing, or has a wrong shape, dtype, memory order or device.
     """
-    heads = spec.num_kv_heads
-    shapes: dict[str, tuple[int, ...]] = {
-        "k": (heads, spec.head_dim),
-        "v": (heads, spec.v_head_dim),
-    }
-    if spec.kind == "mla":
-        shapes = {"latent": (spec.v_head_dim,), "rope": (spec.head_dim - spec.v_head_dim,)}
-    for name, shape in shapes.items():
-        for plane_name, row_shape in ((name, shape), (f"{name}_scale", shape[:-1])):
-            plane, is_scale = planes.get(plane_name), plane_name != name
-            if plane is None and is_scale:
-                continue
-            if plane is None:
-                raise ConfigError(f"plane {name} is missing; there are {', '.join(planes)}")
-            if (
-                tuple(plane.shape[1:]) != (spec.page_size, *row_shape)
-                or not plane.is_contiguous()
-                or (plane.dtype != torch.float32 if is_scale else plane.dtype not in KV_KINDS)
-            ):
-                raise ConfigError(
-                    f"plane {plane_name} is {plane.dtype} {tuple(plane.shape)} with strides "
-                    f"{plane.stride()}; it must be contiguous, [pages, "
-                    f"{', '.join(map(str, (spec.page_size, *row_shape)))}]"
-                )
+    validate_planes(planes, spec)
+    for name, plane in planes.items():
+        if not plane.is_cpu or plane.dtype not in KV_KINDS:
+            raise ConfigError(
+                f"plane {name} is {plane.dtype} on {plane.device}; it must be one of "
+                f"{', '.join(map(str, KV_KINDS))} on cpu"
+            )
 
 
 def plane_views(planes: Mapping[str, Tensor]) -> list[tuple[int, ...]]:

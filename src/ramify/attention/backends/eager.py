@@ -10,6 +10,7 @@ from torch import Tensor
 from ramify.attention.batch import AttentionBatch
 from ramify.attention.exactness import FP32_ROW_MULTIPLE, Exactness
 from ramify.attention.gather import RequestSlice, attention_mask, gather_kv_f32, request_slices
+from ramify.attention.inputs import RunInputs
 from ramify.attention.spec import AttentionSpec, unprobed_exactness
 
 KEY_STEP = 256  # keys of a query row are padded to a multiple of it
@@ -25,6 +26,7 @@ class EagerBackend:
 
     def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
         self.spec, self.device = spec, device
+        self._inputs = RunInputs(spec)
 
     @classmethod
     def supports(cls, spec: AttentionSpec, device: torch.device) -> str | None:
@@ -57,7 +59,8 @@ class EagerBackend:
     ) -> Tensor:
         """See `AttentionBackend.run`."""
         spec = self.spec
-        assert spec.sinks == (sinks is not None)
+        num_tokens = plan[-1].stop if plan else 0
+        self._inputs.validate(num_tokens, layer, q, planes, selected, sinks)
         out = q.new_zeros(*q.shape[:-1], spec.v_head_dim)
         for request in plan:
             num_rows = request.stop - request.start

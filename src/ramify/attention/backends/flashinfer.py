@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ramify.attention.batch import AttentionBatch
 from ramify.attention.exactness import Exactness
+from ramify.attention.inputs import RunInputs
 from ramify.attention.spec import (
     AttentionSpec,
     not_exact,
@@ -32,6 +33,7 @@ class FlashInferBackend:
     def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
         wrapper = import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
         self.spec, self.device = spec, device
+        self._inputs = RunInputs(spec)
         workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._wrappers: dict[int | None, Any] = {
             window: wrapper(workspace, kv_layout="NHD") for window in dict.fromkeys(spec.windows)
@@ -102,8 +104,7 @@ class FlashInferBackend:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """See `AttentionBackend.run`."""
-        assert selected is None
-        assert sinks is None
+        self._inputs.validate(plan, layer, q, planes, selected, sinks)
         out = torch.zeros_like(q)
         if plan:
             wrapper = self._wrappers[self.spec.windows[layer]]

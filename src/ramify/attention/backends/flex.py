@@ -14,6 +14,7 @@ from torch import Tensor
 from ramify.attention.batch import AttentionBatch
 from ramify.attention.exactness import Exactness
 from ramify.attention.gather import all_kv_slots, gather_kv_f32
+from ramify.attention.inputs import RunInputs
 from ramify.attention.spec import AttentionSpec, not_exact, reason_no_cuda, reason_no_sinks
 
 
@@ -33,6 +34,7 @@ class FlexBackend:
         from torch.nn.attention import flex_attention
 
         self.spec, self.device = spec, device
+        self._inputs = RunInputs(spec)
         self._attention: Callable[..., Any] = flex_attention.flex_attention
         if device.type == "cuda":
             self._attention = torch.compile(flex_attention.flex_attention, dynamic=True)
@@ -97,9 +99,8 @@ class FlexBackend:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """See `AttentionBackend.run`."""
-        assert selected is None
-        assert sinks is None
         spec = self.spec
+        self._inputs.validate(plan.num_tokens, layer, q, planes, selected, sinks)
         out = q.new_zeros(*q.shape[:-1], spec.v_head_dim)
         if plan.num_tokens == 0:
             return out

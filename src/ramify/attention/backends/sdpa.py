@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from ramify.attention.batch import AttentionBatch
 from ramify.attention.exactness import Exactness
 from ramify.attention.gather import RequestSlice, attention_mask, gather_rows, request_slices
+from ramify.attention.inputs import RunInputs
 from ramify.attention.spec import (
     AttentionSpec,
     not_exact,
@@ -40,6 +41,7 @@ class SdpaBackend:
 
     def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
         self.spec, self.device = spec, device
+        self._inputs = RunInputs(spec)
         self._scratch: dict[str, Tensor] = {}
 
     @classmethod
@@ -85,9 +87,9 @@ class SdpaBackend:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """See `AttentionBackend.run`."""
-        assert selected is None
-        assert sinks is None
         spec = self.spec
+        num_tokens = plan.requests[-1].stop if plan.requests else 0
+        self._inputs.validate(num_tokens, layer, q, planes, selected, sinks)
         out = torch.zeros_like(q)
         masks = plan.masks[spec.windows[layer]]
         for request, mask, start in zip(plan.requests, masks, plan.contiguous_start, strict=True):

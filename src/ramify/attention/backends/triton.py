@@ -19,6 +19,7 @@ from torch import Tensor
 from ramify.attention.backends.triton_partition import GpuPartition, PartitionConfig, partition_step
 from ramify.attention.batch import AttentionBatch
 from ramify.attention.exactness import Exactness, dtype_name
+from ramify.attention.inputs import RunInputs
 from ramify.attention.spec import (
     AttentionSpec,
     not_exact,
@@ -27,6 +28,7 @@ from ramify.attention.spec import (
     unprobed_exactness,
 )
 from ramify.attention.staging_buffers import StagingBuffers, next_power_of_two
+from ramify.errors import ConfigError
 
 MAX_HEAD_DIM = 256
 MAX_LATENT = 512
@@ -77,6 +79,7 @@ class TritonPlan:
     partial_acc: Tensor
     partial_ml: Tensor
     signature: tuple[int, ...]
+    num_tokens: int
 
 
 class TritonBackend:
@@ -97,6 +100,7 @@ class TritonBackend:
         saturating_programs: int | None = None,
     ) -> None:
         self.spec, self.device = spec, device
+        self._inputs = RunInputs(spec)
         self._interpreted = device.type == "cpu"
         self.tiles = tiles or TileShapes.of(spec)
         decode_rows, prefill_rows = self.tiles.decode_rows, self.tiles.prefill_rows
@@ -176,7 +180,14 @@ class TritonBackend:
         generations = self._arrays.generation, self._scratch_generation
         signature = (prefill, decode, merge, *generations)
         return TritonPlan(
-            arrays, prefill, decode, merge, self._partial_acc, self._partial_ml, signature
+            arrays,
+            prefill,
+            decode,
+            merge,
+            self._partial_acc,
+            self._partial_ml,
+            signature,
+            batch.num_tokens,
         )
 
     def _reserve(self, partition: GpuPartition) -> None:
@@ -198,12 +209,15 @@ class TritonBackend:
         planes: Mapping[str, Tensor],
         *,
         selected: Tensor | None = None,
-        sinks: Tensor | None = None,  # noqa: ARG002 - refused by `supports`
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See `AttentionBackend.run`. Call it on the stream that `plan` was called on."""
         from ramify.kernels.triton.paged_attention import merge_split_kv
 
+        self._inputs.validate(plan.num_tokens, layer, q, planes, selected, sinks)
         spec, window = self.spec, self.spec.windows[layer] or 0
+        if spec.sparse and selected is None:
+            raise ConfigError("the spec has sparse=True but selected is None; give the positions")
         out = q.new_zeros(*q.shape[:-1], spec.v_head_dim)
         # FMA contraction may differ between kernels, and with it the bits
         options: dict[str, Any] = {"enable_fp_fusion": not spec.exact}
@@ -249,8 +263,6 @@ class TritonBackend:
         (k, k_scale), (v, v_scale), (rope, rope_scale) = (
             (planes[name], planes.get(f"{name}_scale")) for name in names
         )
-        assert all(plane.is_contiguous() for plane in (k, v, rope))
-        assert spec.sparse == (selected is not None)
         keys = arrays["tokens"] if selected is None else selected.contiguous()
         dim_k = spec.v_head_dim if latent else spec.head_dim
         dim_rope = spec.head_dim - spec.v_head_dim if latent else 0

@@ -13,6 +13,7 @@ from torch import Tensor
 from ramify.attention.batch import AttentionBatch
 from ramify.attention.exactness import Exactness
 from ramify.attention.gather import all_kv_slots, gather_rows
+from ramify.attention.inputs import RunInputs
 from ramify.attention.spec import (
     AttentionSpec,
     not_exact,
@@ -47,6 +48,7 @@ class VarlenBackend:
 
     def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
         self.spec, self.device = spec, device
+        self._inputs = RunInputs(spec)
         self._scratch: dict[str, Tensor] = {}
 
     @classmethod
@@ -104,8 +106,7 @@ class VarlenBackend:
         """See `AttentionBackend.run`."""
         from torch.nn.attention.varlen import varlen_attn
 
-        assert selected is None
-        assert sinks is None
+        self._inputs.validate(plan.num_tokens, layer, q, planes, selected, sinks)
         out = torch.zeros_like(q)
         if plan.num_tokens == 0:
             return out

@@ -81,7 +81,7 @@ class RadixAttentionBlock(nn.Module):
             attention_mask: combined with the causal mask. [batch, kv_tokens], zero or False at
                 padding keys; or [batch or 1, heads or 1, tokens, kv_tokens], added to the scores if
                 float, else zero or False at masked keys. `kv_tokens` includes the past.
-            position_ids: [batch or 1, tokens]; None: the positions after the past.
+            position_ids: [batch or 1, tokens] int64 or int32; None: the positions after the past.
             past_key_value: keys and values of earlier tokens, [batch, num_kv_heads, past,
                 head_dim] each, the keys rotated: the third result of an earlier call.
             output_attentions: return the softmax weights.
@@ -92,7 +92,7 @@ class RadixAttentionBlock(nn.Module):
             None; (keys, values) or None. A query without a visible key attends to nothing: zeros.
 
         Raises:
-            ConfigError: shapes disagree, or a position is not below `max_position_embeddings`.
+            ConfigError: shapes or dtypes disagree, or a position is not below `max_position_embeddings`.
         """
         batch, tokens = self._sizes(hidden_states)
         past = self._past(past_key_value, batch)

@@ -45,11 +45,11 @@ def apply_rotary_pos_emb(
     Args:
         q, k: [batch, heads, tokens, head_dim]; they may differ in heads.
         cos, sin: [positions, head_dim].
-        position_ids: [batch or 1, tokens] integers; None: token i has position i. Required if
+        position_ids: [batch or 1, tokens] int64 or int32; None: token i has position i. Required if
             there is past K/V.
 
     Raises:
-        ConfigError: shapes disagree, or a position is outside the tables (on a GPU, the check
+        ConfigError: shapes or dtypes disagree, or a position is outside the tables (on a GPU, the check
             waits for the device).
     """
     if q.dim() != 4 or k.dim() != 4 or q.shape[0] != k.shape[0] or q.shape[2:] != k.shape[2:]:
@@ -68,6 +68,8 @@ def apply_rotary_pos_emb(
         raise ConfigError(
             f"position_ids {list(position_ids.shape)} must be [{batch} or 1, {tokens}]"
         )
+    if position_ids.dtype not in (torch.int64, torch.int32):
+        raise ConfigError(f"position_ids are {position_ids.dtype}; they must be int64 or int32")
     if position_ids.numel():
         least, most = (int(bound) for bound in torch.aminmax(position_ids))
         if least < 0 or most >= cos.shape[0]:

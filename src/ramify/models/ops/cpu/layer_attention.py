@@ -10,8 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ramify.attention.backends.cpu import CpuBackend, validate_planes
+from ramify.attention.backends.cpu import CpuBackend, validate_compiled_planes
 from ramify.attention.backends.cpu_partition import CpuAttentionPlan
+from ramify.attention.inputs import validate_sinks
 from ramify.errors import ConfigError
 from ramify.kernels.cpu.threads import ROW_KINDS
 from ramify.kv.pool import KVPool
@@ -83,8 +84,8 @@ class FusedAttention:
             return f"K/V in {first['k'].dtype} of a model in {dtype}"
         try:
             for layer in range(pool.layout.num_layers):
-                validate_planes(pool.planes(layer), spec)
-                backend.check_sinks(sinks[layer])
+                validate_compiled_planes(pool.planes(layer), spec)
+                validate_sinks(sinks[layer], spec)
         except ConfigError as error:
             return str(error)
         return None
