@@ -17,7 +17,7 @@ from ramify.errors import PromptTooLongError
 from ramify.server.errors import ApiError
 from ramify.server.http.body_budget import BodyBudget, BodyReservation
 from ramify.server.prompts.jobs import AbandonedError, FairQueue, PromptWorkers, stop_if_abandoned
-from ramify.server.prompts.renderer import PromptPart, _locate_parts
+from ramify.server.prompts.prompt_parts import PromptPart, locate_parts
 from ramify.server.tenants import ApiKeys, Caller, Quota, hash_key
 from tests.pure.server_bench import TINY, Answer, ServerBench, chat, run
 
@@ -371,14 +371,14 @@ class SearchedText(str):  # noqa: SLOT000 - it counts
 def test_fields_that_the_template_left_out_are_not_searched_for_without_end() -> None:
     """All are located while that takes no more than some passes over the text; then none."""
     text = SearchedText("x" * 10_000_000 + "end")
-    parts = [PromptPart(f"messages[{at}]", ("missing", "absent")) for at in range(1000)]
+    parts = [PromptPart(f"messages[{at}]", (f"missing{at}", "absent")) for at in range(1000)]
 
-    spans = list(_locate_parts(text, [*parts, PromptPart("end", ("end",))]))
+    spans = list(locate_parts(text, [*parts, PromptPart("end", ("end",))]))
 
     assert len(spans) == 1001
     assert all(start == end for _, start, end in spans)
     assert text.num_searched <= 650_000_000
-    short = list(_locate_parts("x" * 1000 + "end", [*parts, PromptPart("end", ("end",))]))
+    short = list(locate_parts("x" * 1000 + "end", [*parts, PromptPart("end", ("end",))]))
     assert short[-1][1:] == (1000, 1003)
 
 

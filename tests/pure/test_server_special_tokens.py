@@ -9,7 +9,8 @@ import pytest
 
 from ramify.engine.text.special_tokens import ESCAPE_CHAR
 from ramify.engine.text.tokenizer import Tokenizer
-from ramify.server.prompts.renderer import PromptPart, PromptRenderer, text_variants
+from ramify.server.prompts.prompt_parts import PromptPart, text_variants
+from ramify.server.prompts.renderer import PromptRenderer
 from tests.pure.server_bench import TINY
 
 TOKENIZER = Tokenizer.load(TINY)

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from ramify.server.prompts.renderer import common_prefix
+from ramify.server.prompts.next_turns import common_prefix
 from tests.cpu.family_templates import FamilyTemplate
 from tests.pure.tool_loop import (
     PAGE_SIZE,

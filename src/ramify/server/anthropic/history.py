@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +17,12 @@ from ramify.server.anthropic.blocks import (
 )
 from ramify.server.anthropic.protocol import Block, InputMessage
 from ramify.server.fields.opaque_text import decode_opaque
-from ramify.server.prompts.renderer import PromptPart, text_variants
+from ramify.server.prompts.prompt_parts import (
+    PromptPart,
+    call_variants,
+    result_variants,
+    text_variants,
+)
 
 
 @dataclass(slots=True)
@@ -55,7 +59,7 @@ def render_turns(messages: Sequence[InputMessage], unserved: Unserved) -> list[T
 def _turn(role: str, content: str | list[Block] | None, path: str, unserved: Unserved) -> Turn:
     """A message; each tool result becomes a message by itself."""
     if isinstance(content, str):
-        part = PromptPart(path, text_variants(content))
+        part = PromptPart(path, text_variants(content), role=role)
         return Turn([{"role": role, "content": content}], [part])
     turn = Turn()
     texts: list[str] = []
@@ -63,15 +67,15 @@ def _turn(role: str, content: str | list[Block] | None, path: str, unserved: Uns
     thoughts: list[str] = []
     is_shown = not content
     for index, block in enumerate(blocks_of(content)):
-        where = f"{path}[{index}]"
+        where, part_role = f"{path}[{index}]", role
         if block.type == "thinking":
-            # Most templates drop it, and a short text may occur elsewhere.
-            variants: tuple[str, ...] = ()
-            thoughts.append(block.thinking or decode_opaque(block.signature or "") or "")
+            thought = block.thinking or decode_opaque(block.signature or "") or ""
+            variants = text_variants(thought)
+            thoughts.append(thought)
         elif block.type == "tool_use":
             name = required(block.name, f"{where}.name")
             arguments = call_arguments(block.input, f"{where}.input")
-            variants = (json.dumps(arguments, ensure_ascii=False), name)
+            variants = call_variants(name, arguments)
             function = {"name": name, "arguments": arguments}
             calls.append({"id": block.id or "", "type": "function", "function": function})
         elif block.type == "tool_result":
@@ -79,7 +83,7 @@ def _turn(role: str, content: str | list[Block] | None, path: str, unserved: Uns
                 turn.messages.append({"role": role, "content": "\n".join(texts)})
                 texts = []
             result = content_text(block.content, f"{where}.content", unserved)
-            variants = text_variants(result)
+            variants, part_role = result_variants(result), "tool"
             turn.messages.append(
                 {"role": "tool", "tool_call_id": block.tool_use_id or "", "content": result}
             )
@@ -90,7 +94,8 @@ def _turn(role: str, content: str | list[Block] | None, path: str, unserved: Uns
             if text:
                 texts.append(text)
         ttl_s = None if block.cache_control is None else block.cache_control.ttl_s
-        turn.parts.append(PromptPart(where, variants, ttl_s))
+        may_be_dropped = block.type in ("thinking", "tool_use")
+        turn.parts.append(PromptPart(where, variants, ttl_s, part_role, may_be_dropped))
     is_shown &= not turn.messages
     if texts or calls or thoughts or is_shown:
         message: dict[str, Any] = {"role": role, "content": "\n".join(texts)}

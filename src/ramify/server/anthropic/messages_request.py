@@ -26,7 +26,8 @@ from ramify.server.generation import GenerationRequest, with_output_parser
 from ramify.server.history.request_history import HistoryEntry, fingerprint
 from ramify.server.http.wire import encode_json
 from ramify.server.prompts.content_placeholders import placeholder_warnings
-from ramify.server.prompts.renderer import MAX_BREAKPOINTS, PromptPart, text_variants
+from ramify.server.prompts.prompt_parts import PromptPart, text_variants
+from ramify.server.prompts.renderer import MAX_BREAKPOINTS
 from ramify.server.prompts.role_order import joined
 from ramify.server.service import Service
 
@@ -129,7 +130,7 @@ def render_messages(
     parts = list(tools.parts)
     for path, block in system:
         ttl_s = None if block.cache_control is None else block.cache_control.ttl_s
-        parts.append(PromptPart(path, text_variants(block.text or ""), ttl_s))
+        parts.append(PromptPart(path, text_variants(block.text or ""), ttl_s, "system"))
     parts += (part for turn in turns for part in turn.parts)
     warnings += placeholder_warnings(unserved, wrapper=service.wrapper) + tools.warnings()
     if request.context_management:

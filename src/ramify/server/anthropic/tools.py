@@ -13,7 +13,7 @@ from typing import Any
 from ramify.server.anthropic.blocks import required
 from ramify.server.anthropic.protocol import InputTool, ToolChoice
 from ramify.server.errors import ApiError
-from ramify.server.prompts.renderer import PromptPart, tool_parts
+from ramify.server.prompts.prompt_parts import PromptPart, tool_parts
 
 _TEXT = {"type": "string"}
 _POINT = {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2}

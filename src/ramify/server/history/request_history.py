@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from ramify.server.history.expiring_store import Sized
-from ramify.server.prompts.renderer import RenderedPrompt, common_prefix
+from ramify.server.prompts.next_turns import common_prefix
+from ramify.server.prompts.renderer import RenderedPrompt
 
 ENTRY_BYTES = 1024  # objects of an entry, whatever it holds
 

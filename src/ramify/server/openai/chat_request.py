@@ -41,13 +41,14 @@ from ramify.server.openai.protocol import (
     ToolCall,
 )
 from ramify.server.prompts.content_placeholders import content_placeholder, placeholder_warnings
-from ramify.server.prompts.renderer import (
-    BREAKPOINT_TTL_S,
-    KnownPrefix,
+from ramify.server.prompts.prompt_parts import (
     PromptPart,
+    call_variants,
+    result_variants,
     text_variants,
     tool_parts,
 )
+from ramify.server.prompts.renderer import BREAKPOINT_TTL_S, KnownPrefix
 from ramify.server.service import Service
 
 # Types of content parts: text of the message, and reasoning.
@@ -238,11 +239,15 @@ def unserved_content(
     return placeholder_warnings(blocks, wrapper=wrapper)
 
 
+def _template_role(message: ChatMessage) -> str:
+    """The role of a message as chat templates take it."""
+    return {"developer": "system", "function": "tool"}.get(message.role, message.role)
+
+
 def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
     """A message as chat templates take it."""
-    role = "system" if message.role == "developer" else message.role
     fields: dict[str, Any] = {
-        "role": "tool" if role == "function" else role,
+        "role": _template_role(message),
         "content": message_text(message, where),
     }
     named = {
@@ -303,21 +308,34 @@ def message_parts(
     """
     parts = []
     for message, name in zip(messages, names, strict=True):
-        where = content_path(name)
+        where, role = content_path(name), _template_role(message)
+        variants_of = result_variants if role == "tool" else text_variants
+        if thoughts := _reasoning_text(message):
+            # Items of the Responses API have no such field.
+            path = f"{name}.reasoning_content" if name.startswith("messages[") else name
+            parts.append(PromptPart(path, text_variants(thoughts), role=role, may_be_dropped=True))
         if isinstance(message.content, list):
             for index, block in enumerate(message.content):
                 point, path = block.prompt_cache_breakpoint, f"{where}[{index}]"
                 own_ttl_s = None if point is None else BREAKPOINT_TTL_S.get(point.ttl or "", ttl_s)
                 variants = (
-                    () if block.type in REASONING_PARTS else text_variants(_part_text(block, path))
+                    () if block.type in REASONING_PARTS else variants_of(_part_text(block, path))
                 )
-                parts.append(PromptPart(path, variants, own_ttl_s))
+                parts.append(PromptPart(path, variants, own_ttl_s, role))
         elif message.content:
-            parts.append(PromptPart(where, text_variants(message.content)))
+            parts.append(PromptPart(where, variants_of(message.content), role=role))
         if refusal := _refusal(message):
-            parts.append(PromptPart(f"{name}.refusal", text_variants(refusal)))
+            parts.append(PromptPart(f"{name}.refusal", text_variants(refusal), role=role))
         parts += [
-            PromptPart(f"{name}.tool_calls[{index}]", (call.function.name,))
+            PromptPart(
+                f"{name}.tool_calls[{index}]",
+                call_variants(
+                    call.function.name,
+                    call_arguments(call.function.arguments, f"{name}.tool_calls[{index}]"),
+                ),
+                role=role,
+                may_be_dropped=True,
+            )
             for index, call in enumerate(message_calls(message))
         ]
     return parts

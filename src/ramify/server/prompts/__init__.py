@@ -5,6 +5,9 @@ In reading order:
 - `renderer`: `PromptRenderer`, which renders and tokenises; `RenderedPrompt`, its result.
 - `template_conventions`: adapts messages in OpenAI's form to the form that a template reads;
   `template_probes` finds that form by renderings.
+- `prompt_parts`: request fields and where they stand in the text, found by `text_spans`;
+  `tool_forms`: how templates write a tool.
+- `next_turns`: how much of a prompt the next one begins with.
 - `answer_opening`: where the answer begins in a rendered prompt; prefills.
 - `content_placeholders`: texts in place of images, audio and files.
 - `jobs`: threads that render and tokenise, shared fairly among tenants.

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -22,39 +21,13 @@ from ramify.server.prompts.answer_opening import (
     render_prefill,
 )
 from ramify.server.prompts.jobs import stop_if_abandoned
+from ramify.server.prompts.next_turns import CALL, PLACEHOLDER, RESULT, num_stable_chars
+from ramify.server.prompts.prompt_parts import PromptPart, locate_parts
 from ramify.server.prompts.template_conventions import WriteCalls
 from ramify.server.prompts.template_probes import NEEDLE, find_conventions
 
 JSON_CALLS: WriteCalls = partial(calls_text, "json", "")
-PLACEHOLDER = "\u2042"  # an asterism, for texts whose place in a rendered prompt is looked up
 _QUESTION: TemplateMessage = {"role": "user", "content": "a"}
-_REASONING = {"reasoning_content": PLACEHOLDER}
-_ANSWER = {"role": "assistant", "content": PLACEHOLDER}
-_USER = {"role": "user", "content": PLACEHOLDER}
-_CALL = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [
-        {
-            "id": PLACEHOLDER,
-            "type": "function",
-            "function": {"name": PLACEHOLDER, "arguments": {PLACEHOLDER: PLACEHOLDER}},
-        }
-    ],
-}
-_RESULT = {"role": "tool", "tool_call_id": PLACEHOLDER, "content": PLACEHOLDER}
-# What may follow a prompt: an answer and a question, or calls and their results; with reasoning or
-# without.
-CONTINUATIONS: tuple[tuple[TemplateMessage, ...], ...] = (
-    (_ANSWER, _USER),
-    (_ANSWER | _REASONING, _USER),
-)
-CALL_CONTINUATIONS: tuple[tuple[TemplateMessage, ...], ...] = (
-    (_CALL | _REASONING, _RESULT),
-    (_CALL, _RESULT),
-)
-# Limits of the search for the fields of a request in its prompt: characters in all, whole texts.
-MAX_SEARCHED, MAX_SEARCHES = 200_000_000, 64
 MAX_BREAKPOINTS = 4  # of one request, the implicit one included
 BREAKPOINT_TTL_S = {"5m": 300.0, "30m": 1800.0, "1h": 3600.0, "12h": 43_200.0, "24h": 86_400.0}
 
@@ -167,15 +140,6 @@ class RenderedPrompt:
         return self.num_stable_tokens if self.num_stable_tokens < len(self.ids) else None
 
 
-@dataclass(frozen=True, slots=True)
-class PromptPart:
-    """A request field to locate in the rendered text."""
-
-    path: str
-    texts: tuple[str, ...]  # forms in which a template may write it, the likeliest first
-    ttl_s: float | None = None  # of the breakpoint at its end; None: there is none
-
-
 class PromptRenderer:
     """Renders conversations with the checkpoint's chat template.
 
@@ -216,7 +180,8 @@ class PromptRenderer:
 
         Args:
             messages: as the template takes them: role and text content.
-            parts: in the order in which they appear in the text.
+            parts: fields to locate, in the order of the request: of each of `tools`, system prompt,
+                messages.
             continue_final_message: the last message is the beginning of the answer.
             add_generation_prompt: end with the header of the assistant's turn.
             known: texts with their token ids, longest first. A prompt that begins with one of them
@@ -238,7 +203,12 @@ class PromptRenderer:
             render_prompt = partial(render, add_generation_prompt=add_generation_prompt)
         text = render_prompt(messages)
         stop_if_abandoned()
-        num_stable_chars = self._num_stable_chars(text, messages, tools, options)
+        num_stable = num_stable_chars(
+            text,
+            partial(self._try_render, tools=tools, **options),
+            messages,
+            has_tools=bool(tools) or any(message["role"] == "tool" for message in messages),
+        )
         stop_if_abandoned()
         num_earlier = len(messages) - 1 if continue_final_message else len(messages)
         turn_opening = find_turn_opening(render_prompt, messages, num_earlier, text)
@@ -251,12 +221,11 @@ class PromptRenderer:
             if prefix is None
             else self._extend_known(prefix, text, tenant)
         )
-        spans = list(_locate_parts(text, parts))
+        spans = locate_parts(text, parts, tools or (), self.conventions)
         offsets = {offset for _, start, end in spans for offset in (start, end)}
         # the number of whole tokens before each offset
         num_tokens = {
-            offset: bisect_right(encoding.end_offsets, offset)
-            for offset in offsets | {num_stable_chars}
+            offset: bisect_right(encoding.end_offsets, offset) for offset in offsets | {num_stable}
         }
         segments = tuple(
             PromptSegment(part.path, num_tokens[start], num_tokens[end])
@@ -272,7 +241,7 @@ class PromptRenderer:
             text,
             segments,
             breakpoints,
-            num_stable_tokens=num_tokens[num_stable_chars],
+            num_stable_tokens=num_tokens[num_stable],
             turn_opening=turn_opening,
         )
 
@@ -322,8 +291,8 @@ class PromptRenderer:
     @cached_property
     def drops_call_reasoning(self) -> bool:
         """True if it leaves out the reasoning before a call whose result comes next."""
-        call = {**_CALL, "reasoning_content": NEEDLE}
-        text = self._try_render([_QUESTION, call, _RESULT])
+        call = {**CALL, "reasoning_content": NEEDLE}
+        text = self._try_render([_QUESTION, call, RESULT])
         return text is not None and NEEDLE not in text
 
     def _try_render(self, messages: Sequence[TemplateMessage], **options: Any) -> str | None:
@@ -332,80 +301,3 @@ class PromptRenderer:
             return self._render(messages, **options)
         except ChatTemplateError:
             return None
-
-    def _num_stable_chars(
-        self,
-        text: str,
-        messages: Sequence[TemplateMessage],
-        tools: Sequence[Mapping[str, Any]] | None,
-        options: Mapping[str, Any],
-    ) -> int:
-        """Characters that the next turn's prompt begins with as well, whatever the answer is.
-
-        The most of what any continuation shares: templates that keep reasoning within a loop of
-        tools drop it before the next question of the user.
-        """
-        has_calls = bool(tools) or any(message["role"] == "tool" for message in messages)
-        num_stable, is_refused = 0, True
-        for continuation in CALL_CONTINUATIONS + CONTINUATIONS if has_calls else CONTINUATIONS:
-            later = self._try_render([*messages, *continuation], tools=tools, **options)
-            if later is not None:
-                num_stable, is_refused = max(num_stable, common_prefix(text, later)), False
-            if num_stable == len(text):
-                break
-        return len(text) if is_refused else num_stable
-
-
-def common_prefix(left: str | array[int], right: str | array[int]) -> int:
-    """Length of the common prefix of two texts or token sequences. O(log n) comparisons."""
-    low, high = 0, min(len(left), len(right))
-    if left[:high] == right[:high]:
-        return high
-    while high - low > 1:
-        middle = (low + high) // 2
-        if left[low:middle] == right[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-def _locate_parts(text: str, parts: Sequence[PromptPart]) -> Iterator[tuple[PromptPart, int, int]]:
-    """Yield each part with its span in `text`; the span is empty if the template rewrote the part.
-
-    Also if earlier parts that are not in the text took more than `MAX_SEARCHED`.
-    """
-    cursor, num_left = 0, max(MAX_SEARCHED, MAX_SEARCHES * len(text))
-    for part in parts:
-        for variant in part.texts:
-            start = text.find(variant, cursor) if variant and num_left > 0 else -1
-            num_left -= (start if start >= 0 else len(text)) - cursor
-            if start >= 0:
-                yield part, start, start + len(variant)
-                cursor = start + len(variant)
-                break
-        else:
-            yield part, cursor, cursor
-
-
-def text_variants(content: str) -> tuple[str, ...]:
-    """The forms in which templates write a message's text: as it is, or stripped."""
-    return (content, content.strip())
-
-
-def json_variants(value: object) -> tuple[str, ...]:
-    """The forms in which templates write a value as JSON: by indent and separators."""
-    return (
-        json.dumps(value, ensure_ascii=False),
-        json.dumps(value, ensure_ascii=False, indent=4),
-        json.dumps(value, ensure_ascii=False, indent=2),
-        json.dumps(value, ensure_ascii=False, separators=(",", ":")),
-    )
-
-
-def tool_parts(tools: Sequence[Mapping[str, Any]]) -> list[PromptPart]:
-    """A part for each tool definition, whole or without its `type`."""
-    return [
-        PromptPart(f"tools[{index}]", (*json_variants(tool), *json_variants(tool["function"])))
-        for index, tool in enumerate(tools)
-    ]

@@ -11,12 +11,15 @@ from typing import Any
 
 from ramify.server.output_formats.json_scanner import json_text
 from ramify.server.prompts.role_order import ANY_ORDER, RoleOrder
+from ramify.server.prompts.tool_forms import TOOL_FORMS
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 # Writes calls, name and arguments of each, as the text of an answer.
 WriteCalls = Callable[[Sequence[tuple[str, Any]]], str]
 
+# What a prompt consists of: tools, system prompt, messages before the user's last and from it on.
+PART_ORDER = ("tools", "system", "earlier", "last")
 SHORT_ID_CHARS = 9  # Mistral's templates refuse ids of another length
 
 
@@ -41,6 +44,8 @@ class TemplateConventions:
         has_result_names: results name their tool, also where the client does not.
         reasoning_field: of an assistant's message; "content" is a part of its content.
         joins_reasoning: a message with calls has reasoning or content, never both.
+        part_order: the names of `PART_ORDER`, as the template orders them.
+        tool_form: how it writes a tool's definition, of `TOOL_FORMS`.
     """
 
     has_system: bool = True
@@ -59,6 +64,8 @@ class TemplateConventions:
     has_result_names: bool = False
     reasoning_field: str = "reasoning_content"
     joins_reasoning: bool = False
+    part_order: tuple[str, ...] = PART_ORDER
+    tool_form: tuple[str, str] = TOOL_FORMS[0]
 
     def adapt(self, messages: Sequence[Message], write_calls: WriteCalls) -> list[dict[str, Any]]:
         """Messages in OpenAI's form, with arguments as objects, as this template reads them."""

@@ -11,7 +11,8 @@ from typing import Any
 from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import ChatTemplateError
 from ramify.server.prompts.role_order import RoleOrder
-from ramify.server.prompts.template_conventions import TemplateConventions
+from ramify.server.prompts.template_conventions import PART_ORDER, TemplateConventions
+from ramify.server.prompts.tool_forms import NAME_ONLY, TOOL_FORMS, tool_text
 
 # Words that no template contains.
 NEEDLE, OTHER_NEEDLE = "qzneedlea", "qzneedleb"
@@ -66,6 +67,7 @@ class _Probes:
         if self._writes([{"role": "user", "content": NEEDLE}]):
             self._find_late_system()
             self._find_role_order()
+        self._find_order()
         return self._conventions
 
     def _render(
@@ -214,6 +216,26 @@ class _Probes:
             NEEDLE in self._render(messages, conventions, tools=tools)
             for tools in (None, [_tool("f")])
         )
+
+    def _find_order(self) -> None:
+        """Find where tools and system prompt stand in a conversation of two turns, and their form."""
+        words = {name: f"{NEEDLE}{name}" for name in PART_ORDER}
+        conversation = [
+            {"role": "system", "content": words["system"]},
+            {"role": "user", "content": words["earlier"]},
+            {"role": "assistant", "content": "b"},
+            {"role": "user", "content": words["last"]},
+        ]
+        tool = _tool(words["tools"])
+        text = self._render(conversation, tools=[tool])
+        form = next((form for form in TOOL_FORMS if tool_text(tool, form) in text), NAME_ONLY)
+        self._conventions = replace(self._conventions, tool_form=form)
+        starts = {name: text.find(word) for name, word in words.items()}
+        if starts["tools"] < 0:
+            starts["tools"] = starts["system"] - 1
+        if min(starts[name] for name in PART_ORDER if name != "tools") >= 0:
+            order = tuple(sorted(PART_ORDER, key=lambda name: starts[name]))
+            self._conventions = replace(self._conventions, part_order=order)
 
 
 def _is_written(text: str) -> bool:

@@ -1,0 +1,69 @@
+"""How much of a prompt the next turn's prompt begins with as well."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+
+from ramify.server.prompts.answer_opening import TemplateMessage
+
+PLACEHOLDER = "\u2042"  # an asterism, for texts whose place in a rendered prompt is looked up
+REASONING = {"reasoning_content": PLACEHOLDER}
+ANSWER = {"role": "assistant", "content": PLACEHOLDER}
+QUESTION = {"role": "user", "content": PLACEHOLDER}
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {
+            "id": PLACEHOLDER,
+            "type": "function",
+            "function": {"name": PLACEHOLDER, "arguments": {PLACEHOLDER: PLACEHOLDER}},
+        }
+    ],
+}
+RESULT = {"role": "tool", "tool_call_id": PLACEHOLDER, "content": PLACEHOLDER}
+# What may follow a prompt, with reasoning and without.
+CALL_TURNS = ((CALL | REASONING, RESULT), (CALL, RESULT))
+TEXT_TURNS = ((ANSWER, QUESTION), (ANSWER | REASONING, QUESTION))
+
+
+def num_stable_chars(
+    text: str,
+    render: Callable[[Sequence[TemplateMessage]], str | None],
+    messages: Sequence[TemplateMessage],
+    *,
+    has_tools: bool,
+) -> int:
+    """Characters that a next turn's prompt begins with as well, whatever the answer is.
+
+    The most of what any next turn shares: templates that keep reasoning within a loop of tools drop it
+    before the next question of the user. All if the template refuses every next turn.
+
+    Args:
+        text: the prompt of `messages`.
+        render: returns the prompt of a conversation; None if the template refuses it.
+        has_tools: the answer may call a tool.
+    """
+    num_stable, is_refused = 0, True
+    for turn in (*CALL_TURNS, *TEXT_TURNS) if has_tools else TEXT_TURNS:
+        later = render([*messages, *turn])
+        if later is not None:
+            num_stable, is_refused = max(num_stable, common_prefix(text, later)), False
+        if num_stable == len(text):
+            break
+    return len(text) if is_refused else num_stable
+
+
+def common_prefix(left: str | array[int], right: str | array[int]) -> int:
+    """Length of the common prefix of two texts or token sequences. O(log n) comparisons."""
+    low, high = 0, min(len(left), len(right))
+    if left[:high] == right[:high]:
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
