@@ -76,19 +76,19 @@ class MessageResponseBuilder:
     def usage(self) -> dict[str, Any]:
         """`usage`: the prompt has `input + cache_read_input + cache_creation_input` tokens.
 
-        Tokens up to a breakpoint count as cache creation of its lifetime; whole pages only.
+        Tokens up to a breakpoint count as cache creation of its lifetime, as far as they were written:
+        whole pages that stay cached.
         """
         generation, prompt = self.generation, self.generation.request.prompt
         num_read, page_size = generation.num_cached, self.service.page_size
         num_written = {"5m": 0, "1h": 0}
-        if generation.cache is not None and self.service.prefix_cache:
-            counted = num_read
+        if generation.cache is not None:
+            counted, num_cached = num_read, num_read + generation.cache.written
             for point in prompt.breakpoints:
-                if point.num_tokens > num_read:
-                    ttl = "1h" if point.ttl_s == BREAKPOINT_TTL_S["1h"] else "5m"
-                    end = point.num_tokens // page_size * page_size
-                    num_written[ttl] += max(0, end - counted)
-                    counted = max(counted, end)
+                ttl = "1h" if point.ttl_s == BREAKPOINT_TTL_S["1h"] else "5m"
+                end = min(point.num_tokens // page_size * page_size, num_cached)
+                num_written[ttl] += max(0, end - counted)
+                counted = max(counted, end)
         total_written = sum(num_written.values())
         payload: dict[str, Any] = {
             "input_tokens": len(prompt.ids) - num_read - total_written,

@@ -1,9 +1,10 @@
-"""How much of a prompt the next turn's prompt begins with as well."""
+"""How much of a prompt later prompts begin with as well: of a next turn, or a new conversation."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 
 from ramify.server.prompts.answer_opening import TemplateMessage
 
@@ -37,17 +38,22 @@ def num_stable_chars(
 ) -> int:
     """Characters that a next turn's prompt begins with as well, whatever the answer is.
 
-    The most of what any next turn shares: templates that keep reasoning within a loop of tools drop it
-    before the next question of the user. All if the template refuses every next turn.
+    The most of what any next turn shares, or a new conversation with the same system prompt: templates
+    that keep reasoning within a loop of tools drop it before the next question of the user. All if the
+    template refuses them all.
 
     Args:
         text: the prompt of `messages`.
         render: returns the prompt of a conversation; None if the template refuses it.
         has_tools: the answer may call a tool.
     """
+    turns = (*CALL_TURNS, *TEXT_TURNS) if has_tools else TEXT_TURNS
+    system = [*takewhile(lambda message: message["role"] == "system", messages)]
+    # Some templates move the system prompt to the last question.
+    conversations = [*((*messages, *turn) for turn in turns), (*system, QUESTION)]
     num_stable, is_refused = 0, True
-    for turn in (*CALL_TURNS, *TEXT_TURNS) if has_tools else TEXT_TURNS:
-        later = render([*messages, *turn])
+    for conversation in conversations:
+        later = render(conversation)
         if later is not None:
             num_stable, is_refused = max(num_stable, common_prefix(text, later)), False
         if num_stable == len(text):

@@ -130,14 +130,17 @@ class RenderedPrompt:
     def max_shared_tokens(self, *, breakpoints_only: bool = False) -> int | None:
         """Number of prompt tokens that may stay cached for other requests; None: all.
 
-        The next turn does not begin with the tokens after `num_stable_tokens`.
+        The next turn does not begin with the tokens after `num_stable_tokens`; what the caller asks
+        to pin stays nevertheless.
 
         Args:
             breakpoints_only: nothing after the last breakpoint may stay.
         """
+        num_pinned = max((point.num_tokens for point in self.breakpoints), default=0)
         if breakpoints_only:
-            return max((point.num_tokens for point in self.breakpoints), default=0)
-        return self.num_stable_tokens if self.num_stable_tokens < len(self.ids) else None
+            return num_pinned
+        num_shared = max(num_pinned, self.num_stable_tokens)
+        return num_shared if num_shared < len(self.ids) else None
 
 
 class PromptRenderer:
