@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ramify.server.anthropic.protocol import CacheControl, InputTool, ToolChoice
+from ramify.server.anthropic.protocol import CacheControl, InputTool
 from ramify.server.anthropic.tools import CLIENT_TOOLS, tool_set
 from ramify.server.errors import ApiError
 from tests.pure.server_bench import TOOL_TEMPLATE, ServerBench, run
@@ -267,7 +267,7 @@ def test_three_hundred_tools_are_served() -> None:
 )
 def test_tools_that_the_client_runs_are_functions(kind: str, name: str, words: set[str]) -> None:
     """With the schema that the client expects, under the name that it gave."""
-    tools = tool_set([InputTool(type=kind, name=name)], None)
+    tools = tool_set([InputTool(type=kind, name=name)])
 
     [definition] = tools.definitions
     function = definition["function"]
@@ -276,7 +276,7 @@ def test_tools_that_the_client_runs_are_functions(kind: str, name: str, words: s
     assert set(function["parameters"]["required"]) <= function["parameters"]["properties"].keys()
     assert tools.skipped == ()
     [begin] = [begin for begin in CLIENT_TOOLS if kind.startswith(begin)]
-    [unnamed] = tool_set([InputTool(type=kind)], None).names
+    [unnamed] = tool_set([InputTool(type=kind)]).names
     assert unnamed == CLIENT_TOOLS[begin].name
 
 
@@ -312,13 +312,12 @@ def test_a_breakpoint_moves_to_the_tool_before() -> None:
     marked = InputTool(type="web_search_20250305", name="web_search", cache_control=MARK)
     functions = [InputTool(name=name, input_schema=SCHEMA) for name in ("a", "b")]
 
-    tools = tool_set([functions[0], marked, functions[1]], None)
+    tools = tool_set([functions[0], marked, functions[1]])
 
     assert [(part.path, part.ttl_s) for part in tools.parts] == [
         ("tools[0]", 3600.0),
         ("tools[2]", None),
     ]
-    assert tool_set(functions, ToolChoice("none")).definitions == []
 
 
 @pytest.mark.parametrize(
@@ -332,7 +331,7 @@ def test_a_breakpoint_moves_to_the_tool_before() -> None:
 def test_a_tool_of_the_client_needs_name_and_schema(tool: InputTool, param: str) -> None:
     """The error names the field."""
     with pytest.raises(ApiError) as caught:
-        tool_set([tool], None)
+        tool_set([tool])
 
     assert caught.value.param == param
 

@@ -62,6 +62,13 @@ def serve(
             rich_help_panel=MODEL,
         ),
     ] = "auto",
+    drop_forbidden_tools: Annotated[
+        bool,
+        typer.Option(
+            help="Leave tools out of the prompt if tool_choice is none; else calls are forbidden.",
+            rich_help_panel=MODEL,
+        ),
+    ] = False,
     warm: Annotated[
         Path | None, CacheOption(help="Prompts to compute before the server is ready.")
     ] = None,
@@ -136,6 +143,7 @@ def serve(
         tool_call_parser=tool_call_parser,
         reasoning_parser=reasoning_parser,
         generation_config=generation_config,
+        drops_forbidden_tools=drop_forbidden_tools,
         api_keys=tuple(api_key or ()),
         admin_key=admin_key,
         key_file=api_key_file,

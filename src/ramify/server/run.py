@@ -53,6 +53,7 @@ class ServeOptions:
     tool_call_parser: str | None = None  # a name of an output format; None: the template's
     reasoning_parser: str | None = None
     generation_config: str = AUTO  # "auto", "none", or a directory that has the file
+    drops_forbidden_tools: bool = False  # if `tool_choice` is none
     api_keys: tuple[str, ...] = ()
     admin_key: str | None = None
     key_file: Path | None = None
@@ -156,6 +157,7 @@ async def _serve(
         sampling_defaults=read_sampling_defaults(options.generation_config, llm.engine.path),
         embedding_size=llm.engine.model_config.hidden_size,
         wrapper=llm.engine.model_config.wrapper,
+        drops_forbidden_tools=options.drops_forbidden_tools,
     )
     service.listeners.append(log_request)
     if options.record is not None:

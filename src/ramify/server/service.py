@@ -59,6 +59,8 @@ class Service:
         embedding_size: elements of an embedding; None: not known, no request may cut them.
         wrapper: architecture of a model that reads images or audio, of which only the text decoder is
             loaded; None: a text model.
+        drops_forbidden_tools: requests that forbid calls have no tools in their prompts. Else they
+            share the prompts of requests that allow them.
     """
 
     def __init__(
@@ -74,13 +76,14 @@ class Service:
         sampling_defaults: SamplingDefaults | None = None,
         embedding_size: int | None = None,
         wrapper: str | None = None,
+        drops_forbidden_tools: bool = False,
     ) -> None:
         self.engine, self.tokenizer = engine, tokenizer
         self.model = model
         self.pooling = PoolingConfig() if pooling is None else pooling
         self.sampling_defaults = sampling_defaults or SamplingDefaults()
         self.embedding_size = embedding_size
-        self.wrapper = wrapper
+        self.wrapper, self.drops_forbidden_tools = wrapper, drops_forbidden_tools
         self.names = tuple(dict.fromkeys((model, *(n for n in aliases if n != ANY_NAME))))
         self.serves_any_name = ANY_NAME in aliases
         self.max_model_len = engine.config.max_model_len

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ramify.params import SamplingParams
@@ -22,7 +23,11 @@ from ramify.server.fields.reasoning_options import (
     ReasoningOptions,
     unknown_thinking,
 )
-from ramify.server.generation import GenerationRequest, with_output_parser
+from ramify.server.generation import (
+    GenerationRequest,
+    with_output_parser,
+    without_calls,
+)
 from ramify.server.history.request_history import HistoryEntry, fingerprint
 from ramify.server.http.wire import encode_json
 from ramify.server.prompts.content_placeholders import placeholder_warnings
@@ -53,12 +58,14 @@ def messages_to_generation(
     if output_format is not None:
         answer_format = schema_format(output_format.schema, where, warnings, strict=False)
     choice = request.tool_choice or ToolChoice("auto")
-    tools = tool_set(request.tools or (), choice)
+    tools = tool_set(_shown_tools(request, service))
+    forbids_calls = choice.type == "none"
+    callable_tools = [] if forbids_calls else tools.definitions
     forces_call = choice.type in ("any", "tool")
     name = tools.chosen(choice) if forces_call else None
     single_call = bool(choice.disable_parallel_tool_use)
     structured = service.constraints.of_answer(
-        OfferedTool.of(tools.definitions, [part.path for part in tools.parts]),
+        OfferedTool.of(callable_tools, [part.path for part in tools.parts]),
         CallChoice(is_forced=forces_call, name=name, is_single=single_call),
         prompt_end=history_entry.prompt.turn_opening,
         tenant=tenant,
@@ -73,6 +80,8 @@ def messages_to_generation(
         stop=request.stop_sequences or (),
         structured=structured,
     )
+    if forbids_calls and tools.definitions:
+        params = without_calls(params, service.output_format, service.tokenizer)
     generation_request = GenerationRequest(
         history_entry,
         params,
@@ -85,7 +94,7 @@ def messages_to_generation(
     return with_output_parser(
         generation_request,
         service.output_format,
-        tools.definitions,
+        callable_tools,
         forced=forces_call,
         single=single_call,
     )
@@ -126,7 +135,7 @@ def render_messages(
     messages += joined([message for turn in turns for message in turn.messages])
     if not messages:
         raise ApiError(400, "there is nothing to answer in them", param="messages")
-    tools = tool_set(request.tools or (), request.tool_choice)
+    tools = tool_set(_shown_tools(request, service))
     parts = list(tools.parts)
     for path, block in system:
         ttl_s = None if block.cache_control is None else block.cache_control.ttl_s
@@ -167,6 +176,13 @@ def render_messages(
         prompt=prompt,
         max_shared=prompt.max_shared_tokens(),
     )
+
+
+def _shown_tools(request: CountRequest, service: Service) -> Sequence[InputTool]:
+    """The tools that the prompt has."""
+    choice = request.tool_choice
+    is_none = choice is not None and choice.type == "none"
+    return () if is_none and service.drops_forbidden_tools else request.tools or ()
 
 
 def _reasoning_options(request: CountRequest) -> ReasoningOptions:

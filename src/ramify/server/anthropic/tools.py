@@ -135,16 +135,14 @@ class ToolSet:
         return choice.name
 
 
-def tool_set(tools: Sequence[InputTool], choice: ToolChoice | None) -> ToolSet:
-    """The functions that the model may call; none if the choice is `none`.
+def tool_set(tools: Sequence[InputTool]) -> ToolSet:
+    """The functions in the prompt.
 
     A breakpoint at a tool that is left out moves to the tool before it.
 
     Raises:
         ApiError: 400, a tool has neither a schema nor a type.
     """
-    if choice is not None and choice.type == "none":
-        return ToolSet([], [])
     definitions: list[dict[str, Any]] = []
     paths: list[str] = []
     ttls_s: list[float | None] = []

@@ -17,7 +17,7 @@ from ramify.server.fields.reasoning_options import (
     implied_switch,
     unknown_thinking,
 )
-from ramify.server.generation import GenerationRequest, with_output_parser
+from ramify.server.generation import GenerationRequest, with_output_parser, without_calls
 from ramify.server.history.request_history import HistoryEntry, fingerprint
 from ramify.server.http.wire import encode_json
 from ramify.server.openai.answer_formats import SCHEMA_PATH, answer_format
@@ -92,7 +92,9 @@ def chat_to_generation(
         _template_message(message, name)
         for message, name in zip(request.messages, names, strict=True)
     ]
-    tools = _template_tools(request)
+    forbids_calls = request.tool_choice == "none"
+    tools = [] if forbids_calls and service.drops_forbidden_tools else _template_tools(request)
+    callable_tools = [] if forbids_calls else tools
     prompt = service.prompt_renderer.chat(
         messages,
         [
@@ -123,7 +125,7 @@ def chat_to_generation(
     name = chosen_tool(request.tool_choice, request.tools)
     choice = CallChoice(is_forced=forces_call, name=name, is_single=single_call)
     structured = service.constraints.of_answer(
-        OfferedTool.of(tools, tool_paths),
+        OfferedTool.of(callable_tools, tool_paths),
         choice,
         prompt_end=prompt.turn_opening,
         tenant=tenant,
@@ -143,17 +145,20 @@ def chat_to_generation(
         paths=paths,
         max_shared=max_shared_tokens(prompt, request),
     )
+    params = sampling_params(
+        request,
+        service.tokenizer,
+        service.sampling_defaults,
+        max_tokens=1 if request.is_prewarm else limit,
+        structured=structured,
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        prompt_logprobs=request.prompt_logprobs,
+    )
+    if forbids_calls and tools:
+        params = without_calls(params, service.output_format, service.tokenizer)
     generation_request = GenerationRequest(
         history_entry,
-        sampling_params(
-            request,
-            service.tokenizer,
-            service.sampling_defaults,
-            max_tokens=1 if request.is_prewarm else limit,
-            structured=structured,
-            logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-            prompt_logprobs=request.prompt_logprobs,
-        ),
+        params,
         salt=request.cache_salt or "",
         priority=request.priority or 0,
         is_prewarm=request.is_prewarm,
@@ -162,7 +167,11 @@ def chat_to_generation(
         warnings=tuple(warnings),
     )
     return with_output_parser(
-        generation_request, service.output_format, tools, forced=forces_call, single=single_call
+        generation_request,
+        service.output_format,
+        callable_tools,
+        forced=forces_call,
+        single=single_call,
     )
 
 
@@ -378,12 +387,10 @@ def _template_options(request: ChatRequest, service: Service) -> dict[str, Any]:
 
 
 def _template_tools(request: ChatRequest) -> list[dict[str, Any]]:
-    """Tool definitions as chat templates take them; none if the model must not call any.
+    """Tool definitions as chat templates take them.
 
     Templates write them as they are, and models were trained with the type first.
     """
-    if request.tool_choice == "none":
-        return []
     return [
         {"type": tool.type, "function": _without_none(msgspec.to_builtins(tool.function))}
         for tool in request.tools or ()

@@ -19,6 +19,8 @@ from ramify.server.output_formats.table import (
 )
 from ramify.server.output_formats.writer import EventWriter
 
+# Marks of calls that other text has too.
+TEXT_MARKS = frozenset({"", "```json", "Action:"})
 AnyRow = TypeVar("AnyRow", CallFormat, ReasoningFormat)
 
 
@@ -41,6 +43,12 @@ class OutputFormat:
         delimiters = (*begins, *self.calls.inner, *marks.begin, *marks.end)
         special = (mark for mark in delimiters if mark in self.special_tokens)
         return tuple(dict.fromkeys((*self.calls.hidden, *self.reasoning.hidden, *special)))
+
+    @property
+    def call_openings(self) -> tuple[str, ...]:
+        """Texts that begin a call and nothing else; none where calls are bare or fenced JSON."""
+        marks = (form.mark for form in self.calls.forms if form.mark not in TEXT_MARKS)
+        return tuple(dict.fromkeys((*marks, *self.calls.openings)))
 
     def new_parser(
         self,

@@ -32,6 +32,8 @@ class CallFormat:
     hidden: tuple[str, ...] = ()
     # Further marks, which are text where they delimit nothing.
     inner: tuple[str, ...] = ()
+    # Texts that only calls begin with, beside the marks of `forms`.
+    openings: tuple[str, ...] = ()
     # The mark after a call; "" if there is none, or others may follow it.
     end: str = ""
     aliases: tuple[str, ...] = ()  # names of other servers
@@ -105,6 +107,7 @@ CALL_FORMATS = (
         "harmony",
         templates=(("<|channel|>", "<|start|>"),),
         hidden=HARMONY_MARKS,
+        openings=("to=functions.",),
         aliases=("openai", "gpt-oss"),
         answer=harmony_answer,
     ),
@@ -135,6 +138,7 @@ CALL_FORMATS = (
             "<｜tool▁call▁end｜>",
             "<｜tool▁sep｜>",
         ),
+        openings=("<｜tool▁calls▁begin｜>",),
         aliases=("deepseek_v31", "deepseek_r1", "deepseekv3", "deepseekv31"),
     ),
     CallFormat(
@@ -148,6 +152,7 @@ CALL_FORMATS = (
             "<|tool_call_argument_begin|>",
             "<|tool_call_end|>",
         ),
+        openings=("<|tool_calls_section_begin|>",),
     ),
     CallFormat(
         "cohere",
