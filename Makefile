@@ -19,7 +19,7 @@ export PYTHON TORCH_ARGS
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-pure check format options bench bench-attention bench-core bench-engine \
-  bench-decode bench-step bench-first-token bench-busy-cores bench-families bench-analysis perf attack clients soak-core soak-engine accuracy cover-core gpu-check native \
+  bench-decode bench-step bench-tool-loop bench-first-token bench-busy-cores bench-families bench-analysis perf attack clients soak-core soak-engine accuracy cover-core gpu-check native \
   test-native clean FORCE
 
 help:  ## this list
@@ -72,6 +72,9 @@ bench-decode: $(DEV)  ## decode of one request beside the time that reading its 
 
 bench-step: $(DEV)  ## Python time of a step, by running and waiting requests
 	@PYTHONPATH=src:. $(BIN)/python benchmarks/step_overhead.py $(ARGS)
+
+bench-tool-loop: $(DEV)  ## tokens computed in a loop of calls, with reasoning and without, by family and API
+	@PYTHONPATH=src:. $(BIN)/python benchmarks/tool_loop.py $(ARGS)
 
 bench-first-token: $(DEV)  ## time to first token of a server under load, beside another checkout
 	@$(BIN)/python benchmarks/first_token.py $(ARGS)

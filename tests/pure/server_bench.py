@@ -108,6 +108,7 @@ class ServerBench:
         pooling: PoolingConfig | None = None,
         sampling_defaults: SamplingDefaults | None = None,
         wrapper: str | None = None,
+        tools_first: bool = False,
         **server_options: Any,
     ) -> None:
         requested = EngineConfig.of(
@@ -143,6 +144,7 @@ class ServerBench:
             sampling_defaults=sampling_defaults,
             wrapper=wrapper,
             embedding_size=FAKE_EMBEDDING_SIZE,
+            tools_first=tools_first,
         )
         self.ended: list[Generation] = []
         self.service.listeners.append(self.ended.append)

@@ -56,7 +56,7 @@ def test_a_loop_that_returns_the_answers_computes_its_new_messages(family: Famil
         assert_only_new_is_computed(run_loop(family, api, num_steps=4))
 
 
-@pytest.mark.parametrize("name", ["qwen3", "glm4_moe", "deepseek_v32"])
+@pytest.mark.parametrize("name", ["qwen3", "glm4_moe", "deepseek_v32", "kimi_k2_thinking"])
 @pytest.mark.parametrize("api", PATHS)
 def test_an_answer_that_comes_back_is_read(name: str, api: str) -> None:
     """Where the template writes an answer as the model does, its tokens are read, thoughts too.

@@ -14,11 +14,21 @@ from pathlib import Path
 from typing import Any
 
 from ramify.engine.text.tokenizer import Tokenizer
-from tests.cpu.family_templates import END, FAMILY_TEMPLATES, FamilyTemplate
+from tests.cpu.family_templates import END, FAMILY_TEMPLATES, TEXT, THOUGHT, FamilyTemplate
 from tests.pure.server_bench import TINY, ServerBench
 
 PAGE_SIZE = 16
-REASONING_FAMILIES = [family for family in FAMILY_TEMPLATES if family.thought]
+# Keeps thoughts behind the last answer without a call, also before a question.
+KIMI = FamilyTemplate(
+    "kimi_k2_thinking",
+    (),
+    "kimi_k2",
+    "think",
+    f"<think>{THOUGHT}</think>{TEXT}<|tool_calls_section_begin|><|tool_call_begin|>functions.find:0"
+    '<|tool_call_argument_begin|>{"city": "Rome"}<|tool_call_end|><|tool_calls_section_end|>',
+    THOUGHT,
+)
+REASONING_FAMILIES = [*(family for family in FAMILY_TEMPLATES if family.thought), KIMI]
 SYSTEM = "You are an agent. " + "Follow the rules. " * 20
 QUESTION = "Who lives in Rome, and who in Paris?"
 PATHS = {
@@ -37,7 +47,7 @@ SCHEMA = {
 @cache
 def tokenizer_of(family: str) -> Tokenizer:
     """The built-in model's tokenizer with a family's special tokens and templates."""
-    template = next(row for row in FAMILY_TEMPLATES if row.name == family)
+    template = next(row for row in (*FAMILY_TEMPLATES, KIMI) if row.name == family)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         shutil.copyfile(TINY / "tokenizer.json", path / "tokenizer.json")

@@ -69,6 +69,14 @@ def serve(
             rich_help_panel=MODEL,
         ),
     ] = False,
+    tools_first: Annotated[
+        bool,
+        typer.Option(
+            help="Write tools before the system prompt where the chat template can, so that they "
+            "stay cached when it changes.",
+            rich_help_panel=MODEL,
+        ),
+    ] = False,
     warm: Annotated[
         Path | None, CacheOption(help="Prompts to compute before the server is ready.")
     ] = None,
@@ -144,6 +152,7 @@ def serve(
         reasoning_parser=reasoning_parser,
         generation_config=generation_config,
         drops_forbidden_tools=drop_forbidden_tools,
+        tools_first=tools_first,
         api_keys=tuple(api_key or ()),
         admin_key=admin_key,
         key_file=api_key_file,

@@ -54,6 +54,7 @@ class ServeOptions:
     reasoning_parser: str | None = None
     generation_config: str = AUTO  # "auto", "none", or a directory that has the file
     drops_forbidden_tools: bool = False  # if `tool_choice` is none
+    tools_first: bool = False  # before the system prompt, if the chat template can
     api_keys: tuple[str, ...] = ()
     admin_key: str | None = None
     key_file: Path | None = None
@@ -158,7 +159,13 @@ async def _serve(
         embedding_size=llm.engine.model_config.hidden_size,
         wrapper=llm.engine.model_config.wrapper,
         drops_forbidden_tools=options.drops_forbidden_tools,
+        tools_first=options.tools_first,
     )
+    if options.tools_first and not service.prompt_renderer.conventions.has_tools_first:
+        logger.warning(
+            "--tools-first: the chat template of %s cannot write tools before the system prompt",
+            options.model,
+        )
     service.listeners.append(log_request)
     if options.record is not None:
         record = LineFile(options.record)

@@ -61,6 +61,7 @@ class Service:
             loaded; None: a text model.
         drops_forbidden_tools: requests that forbid calls have no tools in their prompts. Else they
             share the prompts of requests that allow them.
+        tools_first: prompts have tools before the system prompt, if the chat template can.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Service:
         embedding_size: int | None = None,
         wrapper: str | None = None,
         drops_forbidden_tools: bool = False,
+        tools_first: bool = False,
     ) -> None:
         self.engine, self.tokenizer = engine, tokenizer
         self.model = model
@@ -107,6 +109,7 @@ class Service:
             max_tokens=MAX_RENDERED_CONTEXTS * self.max_model_len,
             max_model_len=self.max_model_len,
             write_calls=partial(calls_text, self.output_format.calls.name, template),
+            tools_first=tools_first,
         )
         self.history: ExpiringStore[HistoryEntry] = ExpiringStore()  # by response id
         self.conversations: ExpiringStore[Conversation] = ExpiringStore()

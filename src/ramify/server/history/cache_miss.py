@@ -34,6 +34,7 @@ class CacheMiss:
     got: str | None = None  # this prompt's text from `at_token` on
     evicted_ago_s: float | None = None
     evicted_by: str | None = None
+    warning: str | None = None  # what makes the miss dearer than it had to be
 
     def as_json(self) -> dict[str, object]:
         """The fields that are not None."""
@@ -82,4 +83,17 @@ def explain_miss(
         decode(prompt.ids[at_token : at_token + SHOWN_TOKENS]) if is_shown else None,
         explanation.evicted_ago_s if reason == "evicted" else None,
         explanation.evicted_by if reason == "evicted" else None,
+        _tools_warning(prompt, at_token) if reason == "diverged" else None,
+    )
+
+
+def _tools_warning(prompt: RenderedPrompt, at_token: int) -> str | None:
+    """Warning about tools that are computed again because the system prompt changed."""
+    tools = prompt.tools_behind_system
+    if tools is None or at_token >= tools.system_end:
+        return None
+    option = ", or start the server with --tools-first" if tools.can_be_first else ""
+    return (
+        f"tools stand behind the system prompt in this template: {tools.tools_end - tools.system_end} "
+        f"tokens of them are computed again; move what changes to a later message{option}"
     )

@@ -63,6 +63,20 @@ class CacheBreakpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolsBehindSystem:
+    """Tools that stand behind the system prompt, and are computed again when it changes.
+
+    Args:
+        system_end, tools_end: in tokens of the prompt.
+        can_be_first: the server can write them before it.
+    """
+
+    system_end: int
+    tools_end: int
+    can_be_first: bool
+
+
+@dataclass(frozen=True, slots=True)
 class RenderedPrompt:
     """Token ids of a prompt, and which request field each token came from."""
 
@@ -75,6 +89,7 @@ class RenderedPrompt:
     # The end of `text` after the messages: the header of the answer's turn, and what the template
     # or a prefill has begun of the answer.
     turn_opening: str = ""
+    tools_behind_system: ToolsBehindSystem | None = None
 
     def with_breakpoint(self, ttl_s: float) -> RenderedPrompt:
         """Append a breakpoint at the end of the prefix that the next turn shares."""
@@ -106,6 +121,7 @@ class RenderedPrompt:
             breakpoints=breakpoints,
             num_stable_tokens=num_stable,
             num_earlier_tokens=num_earlier,
+            tools_behind_system=None,
         )
 
     def with_turns(self, turns: Sequence[tuple[str, str]]) -> RenderedPrompt:
@@ -153,6 +169,7 @@ class PromptRenderer:
         max_tokens: PromptTooLongError for a text with more; None: no limit.
         max_model_len: the limit that the error names; by default `max_tokens`.
         write_calls: for templates that have no place for calls.
+        tools_first: write tools before the system prompt, if the template can.
     """
 
     def __init__(
@@ -162,9 +179,11 @@ class PromptRenderer:
         max_tokens: int | None = None,
         max_model_len: int | None = None,
         write_calls: WriteCalls = JSON_CALLS,
+        tools_first: bool = False,
     ) -> None:
         self.tokenizer, self._max_model_len = tokenizer, max_model_len
-        self.conventions, self._write_calls = find_conventions(tokenizer), write_calls
+        self.conventions = find_conventions(tokenizer, tools_first=tools_first)
+        self._write_calls = write_calls
         self._encoder = IncrementalEncoder(tokenizer, max_text_tokens=max_tokens)
 
     def chat(
@@ -246,7 +265,18 @@ class PromptRenderer:
             breakpoints,
             num_stable_tokens=num_tokens[num_stable],
             turn_opening=turn_opening,
+            tools_behind_system=self._tools_behind_system(
+                [(part.role, num_tokens[end]) for part, start, end in spans if start < end]
+            ),
         )
+
+    def _tools_behind_system(self, ends: Sequence[tuple[str, int]]) -> ToolsBehindSystem | None:
+        """Tools behind the system prompt, given roles and ends of the fields that were located."""
+        system_end = max((end for role, end in ends if role == "system"), default=0)
+        tools_end = max((end for role, end in ends if role == "tools"), default=0)
+        if not system_end or self.conventions.has_tools_first or tools_end <= system_end:
+            return None
+        return ToolsBehindSystem(system_end, tools_end, self.conventions.can_write_tools_first)
 
     def _render(
         self,

@@ -46,6 +46,9 @@ class TemplateConventions:
         joins_reasoning: a message with calls has reasoning or content, never both.
         part_order: the names of `PART_ORDER`, as the template orders them.
         tool_form: how it writes a tool's definition, of `TOOL_FORMS`.
+        can_write_tools_first: it writes tools and system prompt together, the tools behind, and takes the
+            system prompt as a further system message too, which it writes behind them.
+        writes_tools_first: the system prompt is given so.
     """
 
     has_system: bool = True
@@ -66,6 +69,13 @@ class TemplateConventions:
     joins_reasoning: bool = False
     part_order: tuple[str, ...] = PART_ORDER
     tool_form: tuple[str, str] = TOOL_FORMS[0]
+    can_write_tools_first: bool = False
+    writes_tools_first: bool = False
+
+    @property
+    def has_tools_first(self) -> bool:
+        """Tools stand before the system prompt, so that they stay cached when it changes."""
+        return self.part_order.index("tools") < self.part_order.index("system")
 
     def adapt(self, messages: Sequence[Message], write_calls: WriteCalls) -> list[dict[str, Any]]:
         """Messages in OpenAI's form, with arguments as objects, as this template reads them."""
@@ -87,6 +97,8 @@ class TemplateConventions:
         """Put tools where this template reads them: returns messages, and variables."""
         if not tools:
             return messages, {"tools": None}
+        if self.writes_tools_first and messages and messages[0]["role"] == "system":
+            messages = [{"role": "system", "content": ""}, *messages]
         value = json_text(tools) if self.has_json_tools else list(tools)
         if not self.tools_field:
             return messages, {"tools": tools, self.tools_variable: value}

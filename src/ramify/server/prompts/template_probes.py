@@ -42,11 +42,15 @@ ROLE_ORDERS: tuple[dict[str, bool], ...] = (
 FILLERS = ("", "OK")  # some templates refuse a message without text
 
 
-def find_conventions(tokenizer: Tokenizer) -> TemplateConventions:
-    """Probe the conventions of the tokenizer's chat templates. Without a template, the defaults."""
+def find_conventions(tokenizer: Tokenizer, *, tools_first: bool = False) -> TemplateConventions:
+    """Probe the conventions of the tokenizer's chat templates. Without a template, the defaults.
+
+    Args:
+        tools_first: write tools before the system prompt, if the template can.
+    """
     if not tokenizer.has_chat_template:
         return TemplateConventions()
-    return _Probes(tokenizer).find()
+    return _Probes(tokenizer).find(tools_first=tools_first)
 
 
 class _Probes:
@@ -57,7 +61,7 @@ class _Probes:
         self._source = "\n".join(tokenizer.chat_template_sources)
         self._conventions = TemplateConventions()
 
-    def find(self) -> TemplateConventions:
+    def find(self, *, tools_first: bool) -> TemplateConventions:
         """Try one property after the other; later probes are rendered with the earlier ones."""
         self._find_system()
         self._find_tools()
@@ -68,6 +72,10 @@ class _Probes:
             self._find_late_system()
             self._find_role_order()
         self._find_order()
+        self._find_tools_first()
+        if tools_first and self._conventions.can_write_tools_first:
+            self._conventions = replace(self._conventions, writes_tools_first=True)
+            self._find_order()
         return self._conventions
 
     def _render(
@@ -236,6 +244,18 @@ class _Probes:
         if min(starts[name] for name in PART_ORDER if name != "tools") >= 0:
             order = tuple(sorted(PART_ORDER, key=lambda name: starts[name]))
             self._conventions = replace(self._conventions, part_order=order)
+
+    def _find_tools_first(self) -> None:
+        """Find whether tools can be written before the system prompt."""
+        conventions = self._conventions
+        if conventions.has_tools_first or not conventions.writes_tools:
+            return
+        system = {"role": "system", "content": NEEDLE}
+        candidate = replace(conventions, writes_tools_first=True)
+        text = self._render([system, USER], candidate, tools=[_tool(OTHER_NEEDLE)])
+        _, tool, behind = text.partition(OTHER_NEEDLE)
+        if tool and behind.count(NEEDLE) == text.count(NEEDLE) == 1:
+            self._conventions = replace(conventions, can_write_tools_first=True)
 
 
 def _is_written(text: str) -> bool:
