@@ -324,11 +324,10 @@ def test_a_breakpoint_moves_to_the_tool_before() -> None:
     ("tool", "param"),
     [
         (InputTool(input_schema=SCHEMA), "tools[0].name"),
-        (InputTool(name="f"), "tools[0].input_schema"),
-        (InputTool(name="f", type="custom"), "tools[0].input_schema"),
+        (InputTool(type="custom"), "tools[0].name"),
     ],
 )
-def test_a_tool_of_the_client_needs_name_and_schema(tool: InputTool, param: str) -> None:
+def test_a_tool_of_the_client_needs_a_name(tool: InputTool, param: str) -> None:
     """The error names the field."""
     with pytest.raises(ApiError) as caught:
         tool_set([tool])

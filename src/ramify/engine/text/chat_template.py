@@ -37,6 +37,12 @@ _TEMPLATE_FAULTS = (
 
 Messages = Sequence[Mapping[str, Any]]
 NEEDLE = "qzneedlec"  # a word that no template contains
+# Of a tool that has none. Templates read them, and some fail where they are missing.
+NO_PARAMETERS: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {},
+    "additionalProperties": False,
+}
 
 
 class ChatTemplates:
@@ -133,7 +139,7 @@ class ChatTemplates:
             )
         variables = {
             **self._variables,
-            "tools": tools,
+            "tools": _tools_with_parameters(tools),
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
             **options,
@@ -167,6 +173,22 @@ class ChatTemplates:
             raise ChatTemplateError(
                 f"the chat template cannot render these {len(messages)} messages: {error}"
             ) from error
+
+
+def with_parameters(function: Mapping[str, Any]) -> dict[str, Any]:
+    """The definition of a function; one without parameters, or with null, has `NO_PARAMETERS`."""
+    if function.get("parameters") is not None:
+        return dict(function)
+    return {**function, "parameters": dict(NO_PARAMETERS)}
+
+
+def _tools_with_parameters(tools: Sequence[Any] | None) -> Sequence[Any] | None:
+    return tools and [
+        {**tool, "function": with_parameters(tool["function"])}
+        if isinstance(tool, Mapping) and isinstance(tool.get("function"), Mapping)
+        else tool
+        for tool in tools
+    ]
 
 
 def _parts(text: str) -> list[dict[str, str]]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ramify.engine.text.chat_template import with_parameters
 from ramify.server.anthropic.blocks import required
 from ramify.server.anthropic.protocol import InputTool, ToolChoice
 from ramify.server.errors import ApiError
@@ -141,7 +142,7 @@ def tool_set(tools: Sequence[InputTool]) -> ToolSet:
     A breakpoint at a tool that is left out moves to the tool before it.
 
     Raises:
-        ApiError: 400, a tool has neither a schema nor a type.
+        ApiError: 400, a tool has no name.
     """
     definitions: list[dict[str, Any]] = []
     paths: list[str] = []
@@ -171,8 +172,7 @@ def _definition(tool: InputTool, path: str) -> dict[str, Any] | None:
     kind = tool.type or "custom"
     if kind == "custom" or tool.input_schema is not None:
         name = required(tool.name, f"{path}.name")
-        schema = required(tool.input_schema, f"{path}.input_schema")
-        return _function(name, tool.description, schema, tool.strict)
+        return _function(name, tool.description, tool.input_schema, tool.strict)
     known = next((CLIENT_TOOLS[begin] for begin in CLIENT_TOOLS if kind.startswith(begin)), None)
     if known is None:
         return None
@@ -183,12 +183,12 @@ def _definition(tool: InputTool, path: str) -> dict[str, Any] | None:
 
 
 def _function(
-    name: str, description: str | None, parameters: dict[str, Any], strict: bool | None
+    name: str, description: str | None, parameters: dict[str, Any] | None, strict: bool | None
 ) -> dict[str, Any]:
     function: dict[str, Any] = {"name": name}
     if description is not None:
         function["description"] = description
-    function["parameters"] = parameters
+    function = with_parameters({**function, "parameters": parameters})
     if strict is not None:
         function["strict"] = strict
     return {"type": "function", "function": function}

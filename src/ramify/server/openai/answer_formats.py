@@ -8,28 +8,35 @@ from typing import Any
 from ramify.params import StructuredOutput
 from ramify.server.answers.constraint import schema_format
 from ramify.server.errors import ApiError
-from ramify.server.http.request_body import decode_json_text
-from ramify.server.openai.protocol import Sampling, StructuredOutputs
+from ramify.server.http.request_body import convert_value, decode_json_text
+from ramify.server.openai.protocol import (
+    JsonSchema,
+    ResponseFormat,
+    Sampling,
+    StructuredOutputs,
+)
 
 Warnings = list[str]
 
 
-SCHEMA_PATH = "response_format.json_schema.schema"
+FORMAT_PATH = "response_format"
+# A schema has at least one of these, unless it allows everything.
+SCHEMA_WORDS = frozenset("type properties $ref anyOf oneOf allOf enum const items".split())
 
 
 def answer_format(
-    request: Sampling, warnings: Warnings, schema_path: str = SCHEMA_PATH
+    request: Sampling, warnings: Warnings, format_path: str = FORMAT_PATH
 ) -> StructuredOutput | None:
     """The format that the answer must match; None if the request has none.
 
     Args:
         warnings: what of a schema is not enforced is appended.
-        schema_path: of the schema of `response_format` in the client's request.
+        format_path: of `response_format` in the client's request.
 
     Raises:
         ApiError: it has more than one, or one that is malformed or not served.
     """
-    formats = list(_formats(request, schema_path))
+    formats = list(_formats(request, format_path))
     if len(formats) > 1:
         names = ", ".join(name for name, _ in formats)
         raise ApiError(
@@ -50,24 +57,21 @@ def answer_format(
 
 
 def _formats(
-    request: Sampling, schema_path: str
+    request: Sampling, format_path: str
 ) -> Iterator[tuple[str, Callable[[Warnings], StructuredOutput]]]:
     """Yield each format of a request: the name of its field, and a function that makes it."""
     response_format = request.response_format
     if response_format is not None and response_format.type == "json_schema":
-        named = response_format.json_schema
-        if named is None:
-            raise ApiError(400, "json_schema is missing", param="response_format.json_schema")
-        strict = named.strict is True
+        schema, strict, path = named_schema(response_format, format_path)
         yield (
-            "response_format",
-            lambda warnings: schema_format(named.schema, schema_path, warnings, strict=strict),
+            format_path,
+            lambda warnings: schema_format(schema, path, warnings, strict=strict),
         )
     elif response_format is not None and response_format.type == "json_object":
-        schema = response_format.schema
+        of_object = response_format.schema
         yield (
-            "response_format",
-            _json_object if schema is None else _schema(schema, "response_format.schema"),
+            format_path,
+            _json_object if of_object is None else _schema(of_object, f"{format_path}.schema"),
         )
     nested = request.structured_outputs or StructuredOutputs()
     if nested.structural_tag is not None:
@@ -104,6 +108,28 @@ def _formats(
     ):
         if choice is not None:
             yield name, _text("choice", tuple(choice))
+
+
+def named_schema(
+    response_format: ResponseFormat, format_path: str
+) -> tuple[dict[str, Any], bool, str]:
+    """The schema of a `json_schema` format, whether it is strict, and its path in the request.
+
+    It stands beside the type, in `json_schema` with its name, or is `json_schema` itself.
+
+    Raises:
+        ApiError: 400, it is missing or malformed.
+    """
+    strict, nested = response_format.strict is True, response_format.json_schema
+    if nested is None and response_format.schema is None:
+        raise ApiError(400, "the schema is missing", param=f"{format_path}.json_schema")
+    if nested is None:
+        return response_format.schema or {}, strict, f"{format_path}.schema"
+    path = f"{format_path}.json_schema"
+    if nested.get("schema") is None and SCHEMA_WORDS & nested.keys():
+        return nested, strict, path
+    named = convert_value(nested, JsonSchema, path)
+    return named.schema or {}, strict or named.strict is True, f"{path}.schema"
 
 
 def _json_object(_: Warnings) -> StructuredOutput:

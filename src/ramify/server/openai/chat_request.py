@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from ramify.engine.text.chat_template import with_parameters
 from ramify.server.answers.call_arguments import call_arguments
 from ramify.server.answers.constraint import CallChoice, OfferedTool
 from ramify.server.errors import ApiError
@@ -20,7 +21,7 @@ from ramify.server.fields.reasoning_options import (
 from ramify.server.generation import GenerationRequest, with_output_parser, without_calls
 from ramify.server.history.request_history import HistoryEntry, fingerprint
 from ramify.server.http.wire import encode_json
-from ramify.server.openai.answer_formats import SCHEMA_PATH, answer_format
+from ramify.server.openai.answer_formats import FORMAT_PATH, answer_format
 from ramify.server.openai.options import (
     breakpoint_ttl_s,
     compared_options,
@@ -68,7 +69,7 @@ def chat_to_generation(
     known: Sequence[KnownPrefix] = (),
     names: Sequence[str] = (),
     tool_paths: Sequence[str] = (),
-    schema_path: str = SCHEMA_PATH,
+    format_path: str = FORMAT_PATH,
 ) -> GenerationRequest:
     """Translate a chat completion request for the engine.
 
@@ -77,7 +78,7 @@ def chat_to_generation(
     Args:
         names: of the messages, for errors and segments; by default `messages[i]`.
         tool_paths: of the tools, for errors and warnings; by default `tools[i]`.
-        schema_path: of the answer's schema, likewise.
+        format_path: of the answer's format, likewise.
 
     Raises:
         ApiError, RequestError: it cannot be served.
@@ -129,7 +130,7 @@ def chat_to_generation(
         choice,
         prompt_end=prompt.turn_opening,
         tenant=tenant,
-        answer_format=answer_format(request, warnings, schema_path),
+        answer_format=answer_format(request, warnings, format_path),
         warnings=warnings,
     )
     if request.max_completion_tokens is None:
@@ -392,7 +393,10 @@ def _template_tools(request: ChatRequest) -> list[dict[str, Any]]:
     Templates write them as they are, and models were trained with the type first.
     """
     return [
-        {"type": tool.type, "function": _without_none(msgspec.to_builtins(tool.function))}
+        {
+            "type": tool.type,
+            "function": with_parameters(_without_none(msgspec.to_builtins(tool.function))),
+        }
         for tool in request.tools or ()
     ]
 

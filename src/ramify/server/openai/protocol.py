@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Raw, Struct, UnsetType, field
+from msgspec import Meta, Raw, Struct, UnsetType
 
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 UnitInterval = Annotated[float, Meta(ge=0, le=1)]
@@ -130,18 +130,24 @@ class NamedTool(Struct):
 class JsonSchema(Struct):
     """The JSON schema that an answer must match."""
 
-    name: Name = ""
-    schema: dict[str, Any] = field(default_factory=dict)
+    name: Name | None = None
+    schema: dict[str, Any] | None = None
     description: str | None = None
     strict: bool | None = None
 
 
 class ResponseFormat(Struct):
-    """Whether an answer is text, a JSON object, or JSON of a schema."""
+    """Whether an answer is text, a JSON object, or JSON of a schema.
 
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-    schema: dict[str, Any] | None = None  # of `json_object`
+    Clients write the schema, its name and `strict` beside the type, or inside of `json_schema`.
+    """
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: dict[str, Any] | None = None
+    schema: dict[str, Any] | None = None
+    name: Name | None = None
+    description: str | None = None
+    strict: bool | None = None
 
 
 Schema = dict[str, Any] | str  # a JSON schema, or its text

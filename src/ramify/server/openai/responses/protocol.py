@@ -21,6 +21,7 @@ from ramify.server.openai.protocol import (
     PositiveInt,
     PromptCacheOptions,
     RefusedField,
+    ResponseFormat,
     Temperature,
     ToolName,
     UnitInterval,
@@ -168,20 +169,10 @@ class AllowedTools(Struct):
     mode: Literal["auto", "required"] = "auto"
 
 
-class TextFormat(Struct):
-    """Whether the text is free, a JSON object, or JSON of a schema."""
-
-    type: Literal["text", "json_object", "json_schema"] = "text"
-    name: Name = ""
-    schema: dict[str, Any] | None = None
-    strict: bool | None = None
-    description: str | None = None
-
-
 class TextOptions(Struct):
     """Options of the answer's text."""
 
-    format: TextFormat | None = None
+    format: ResponseFormat | None = None
     verbosity: Name | None = None
 
 

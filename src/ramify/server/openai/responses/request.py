@@ -11,15 +11,12 @@ from ramify.server.openai.chat_request import chat_to_generation
 from ramify.server.openai.protocol import (
     ChatMessage,
     ChatRequest,
-    JsonSchema,
-    ResponseFormat,
     is_given,
 )
 from ramify.server.openai.responses.input import ItemTranslator
 from ramify.server.openai.responses.protocol import (
     PromptFields,
     ResponsesRequest,
-    TextFormat,
     TextOptions,
 )
 from ramify.server.openai.responses.store import EarlierTurns, Item, reference_id
@@ -110,7 +107,7 @@ def to_chat_request(
         stream=request.stream,
         tools=tools.functions or None,
         tool_choice=tool_choice,
-        response_format=_response_format(text_options.format),
+        response_format=text_options.format,
         verbosity=text_options.verbosity,
         reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
         service_tier=request.service_tier,
@@ -122,15 +119,6 @@ def to_chat_request(
         cache_salt=request.cache_salt,
     )
     return chat, names, tools, warnings
-
-
-def _response_format(text_format: TextFormat | None) -> ResponseFormat | None:
-    if text_format is None or text_format.type == "text":
-        return None
-    if text_format.type == "json_object":
-        return ResponseFormat("json_object")
-    schema = JsonSchema(text_format.name, text_format.schema or {}, strict=text_format.strict)
-    return ResponseFormat("json_schema", schema)
 
 
 def response_to_generation(
@@ -154,7 +142,7 @@ def response_to_generation(
             known=earlier.known,
             names=part_names,
             tool_paths=[tools.paths[tool.function.name] for tool in tools.functions],
-            schema_path="text.format.schema",
+            format_path="text.format",
         )
 
     if request.truncation == "auto":

@@ -16,7 +16,9 @@ from ramify.server.answers.answer import TRUNCATED, Answer
 from ramify.server.errors import as_api_error
 from ramify.server.generation import Generation, answer_changes
 from ramify.server.http.wire import encode_json
+from ramify.server.openai.answer_formats import named_schema
 from ramify.server.openai.chat_response import ChatResponseBuilder
+from ramify.server.openai.protocol import ResponseFormat
 from ramify.server.openai.responses.conversations import append_to_conversation
 from ramify.server.openai.responses.items import OutputItems
 from ramify.server.openai.responses.protocol import Reasoning, ResponsesRequest
@@ -62,7 +64,9 @@ class ResponsesResponseBuilder:
         reasoning = request.reasoning or Reasoning()
         text = {"format": {"type": "text"}}
         if request.text is not None:
-            text = msgspec.to_builtins(request.text)
+            text = msgspec.to_builtins(request.text) | {
+                "format": _shown_format(request.text.format)
+            }
         options, cache_options = request.prompt_cache_options, None
         if options is not None:
             cache_options = {
@@ -214,3 +218,19 @@ class ResponsesResponseBuilder:
         end = self._end()
         self._store(end, delta_lens)
         yield event(end["status"], response=end)
+
+
+def _shown_format(text_format: ResponseFormat | None) -> dict[str, Any]:
+    """The format of the answer's text as OpenAI's clients read it, however the client wrote it."""
+    kind = "text" if text_format is None else text_format.type
+    if text_format is None or kind != "json_schema":
+        return {"type": kind}
+    schema, strict, _ = named_schema(text_format, "text.format")
+    nested = text_format.json_schema or {}
+    return {
+        "type": kind,
+        "name": text_format.name or nested.get("name") or "",
+        "description": text_format.description or nested.get("description"),
+        "schema": schema,
+        "strict": strict,
+    }
