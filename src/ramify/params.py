@@ -332,19 +332,7 @@ class SamplingParams:
             if not _is_number(value) or not -MAX_PENALTY <= value <= MAX_PENALTY:
                 allowed = f"a number in [-{MAX_PENALTY:g}, {MAX_PENALTY:g}]; 0 changes nothing"
                 raise InvalidParamsError(name, value, allowed)
-        bias = self.logit_bias
-        pairs = tuple(bias.items()) if isinstance(bias, Mapping) else bias
-        if not isinstance(pairs, tuple) or not all(
-            isinstance(pair, tuple) and len(pair) == 2 and _is_int(pair[0]) and pair[0] >= 0
-            for pair in pairs
-        ):
-            raise InvalidParamsError("logit_bias", bias, "a mapping of token ids >= 0 to numbers")
-        for token, value in pairs:
-            if not _is_number(value) or not -MAX_BIAS <= value <= MAX_BIAS:
-                allowed = f"a number in [-{MAX_BIAS:g}, {MAX_BIAS:g}]"
-                raise InvalidParamsError(f"logit_bias[{token}]", value, allowed)
-        plain = dict(sorted((int(token), float(value)) for token, value in pairs))
-        object.__setattr__(self, "logit_bias", tuple(plain.items()))
+        object.__setattr__(self, "logit_bias", _plain_bias(self.logit_bias))
         ids = self.allowed_token_ids
         if ids is not None:
             if (
@@ -391,7 +379,7 @@ class SamplingParams:
 
 MAX_ANSWERS = 128  # the OpenAI API's limit
 MAX_LOGPROBS = 1024  # bounds the output of one token; the OpenAI API allows 20
-MAX_BANNED_TOKENS = 4096  # each is compared with the output in each step
+MAX_BANNED_TOKENS = 262_144  # bounds the memory of a request
 MAX_BIAS = 100.0  # the OpenAI API's limit
 MAX_PENALTY = 2.0  # the OpenAI API's limit
 REPETITION_PENALTIES = (0.01, 100.0)  # float32 may overflow outside; usual are 1 to 1.5
@@ -400,14 +388,36 @@ MAX_GRAMMAR_BYTES = 262_144  # calls of 128 tools take about 100 kB
 MAX_FORMAT_DEPTH = 64  # of objects and lists in a JSON schema
 
 
+def _plain_bias(bias: object) -> tuple[tuple[int, float], ...]:
+    """`logit_bias` as pairs of int and float by ascending token id. It may name a whole vocabulary."""
+    pairs = tuple(bias.items()) if isinstance(bias, Mapping) else bias
+    if not isinstance(pairs, tuple) or not all(
+        isinstance(pair, tuple) and len(pair) == 2 for pair in pairs
+    ):
+        raise InvalidParamsError("logit_bias", bias, "a mapping of token ids >= 0 to numbers")
+    tokens = [token for token, _ in pairs]
+    if (
+        not (set(map(type, tokens)) <= {int} or all(map(_is_int, tokens)))
+        or min(tokens, default=0) < 0
+    ):
+        raise InvalidParamsError("logit_bias", bias, "a mapping of token ids >= 0 to numbers")
+    has_plain_values = {type(value) for _, value in pairs} <= {int, float}
+    for token, value in pairs:
+        if not (has_plain_values or _is_number(value)) or not -MAX_BIAS <= value <= MAX_BIAS:
+            allowed = f"a number in [-{MAX_BIAS:g}, {MAX_BIAS:g}]"
+            raise InvalidParamsError(f"logit_bias[{token}]", value, allowed)
+    return tuple(sorted({int(token): float(value) for token, value in pairs}.items()))
+
+
 def _is_list(value: object) -> bool:
     # no generator: it could be read only once
     return isinstance(value, tuple | list | set | frozenset)
 
 
 def _is_int(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    # The first is ten times as fast: options may name every token of a vocabulary.
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
+    return type(value) in (int, float) or (isinstance(value, Real) and not isinstance(value, bool))

@@ -277,7 +277,7 @@ def test_arguments_in_the_history_are_nested_within_the_limit(path: str, depth: 
         ("guided_grammar", "root ::= " + '"a" ' * 9000 + "(", "grammar", "Expected ')'"),
         ("guided_regex", "(" * 200 + "a" * 9000, "regex", "unclosed group"),
         ("guided_json", {"type": "string", "pattern": "(a"}, "json_schema", "unclosed group"),
-        ("bad_words", ["x" * 256] * 128, "bad_words", "4096"),
+        ("bad_words", ["xy " * 1000] * 100, "bad_words", "262144"),
     ],
 )
 def test_a_long_value_does_not_hide_the_reason(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ramify.engine.logits.logits_processors import LogitsProcessor
-from ramify.engine.logits.triggered_matcher import partial_len
 from ramify.engine.request import Request
 from ramify.engine.step import SampledTokens
 from ramify.errors import DeadEndError
@@ -79,9 +78,9 @@ def flush_held_text(request: Request, reason: FinishReason) -> FinishReason:
 def take_stable_text(request: Request) -> str:
     """New text since the last call, up to where a stop string may begin; to the end if finished."""
     end = len(request.text)
-    if request.finish_reason is None and request.params.stop:
-        end -= max(partial_len(request.text, stop) for stop in request.params.stop)
     begin = request.num_chars_emitted
+    if request.finish_reason is None and request.stop_strings is not None:
+        end -= request.stop_strings.held_len(request.text, begin)
     request.num_chars_emitted = max(begin, end)
     return request.text[begin:end]
 
@@ -93,15 +92,11 @@ def _truncate_at_stop_string(
 
     With `include_stop`, the text has the string at its end.
     """
-    if num_tokens < request.params.min_tokens:
+    if request.stop_strings is None or num_tokens < request.params.min_tokens:
         return text, None
-    matches = [
-        (begin, stop)
-        for stop in request.params.stop
-        if (begin := text.find(stop, max(0, num_chars - len(stop) + 1))) >= 0
-    ]
-    if not matches:
+    match = request.stop_strings.find(text, num_chars)
+    if match is None:
         return text, None
-    begin, stop = min(matches)
+    begin, stop = match
     end = begin + len(stop) if request.params.include_stop else begin
     return text[:end], stop

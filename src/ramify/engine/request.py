@@ -12,6 +12,7 @@ from ramify.cache import CacheKey, Salt
 from ramify.engine.cache_options import CacheOptions
 from ramify.engine.embedding import PromptPooling
 from ramify.engine.logits.logits_processors import LogitsProcessor
+from ramify.engine.stop_strings import StopStrings
 from ramify.outputs import (
     CacheReport,
     Completion,
@@ -84,6 +85,7 @@ class Request:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     pooling: PromptPooling = field(init=False)  # of `params.prompt_embedding`
+    stop_strings: StopStrings | None = field(init=False)  # None if there are none
     # Both in tokens, see `engine.scheduling.waiting_queue`: arrival less the priority's worth, and
     # that plus the uncached tokens. The smallest rank is scheduled first.
     virtual_arrival: int = 0
@@ -114,6 +116,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.pooling = PromptPooling(self.params.pooling, len(self.prompt_ids))
+        self.stop_strings = StopStrings(self.params.stop) if self.params.stop else None
 
     @classmethod
     def new_sequence(
@@ -172,6 +175,7 @@ class Request:
             if not self.sequence.reuse:
                 self.prompt_logprobs.clear()
                 self.pooling = PromptPooling(self.params.pooling, len(self.prompt_ids))
+        self.stop_strings = StopStrings(self.params.stop) if self.params.stop else None
 
     def count_computed(self, start: int) -> None:
         """Update the counters after a step that computed the sequence from token `start` on."""

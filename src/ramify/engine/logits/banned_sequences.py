@@ -9,41 +9,37 @@ from numpy.typing import NDArray
 
 
 class BannedSequences:
-    """The sequences of `SamplingParams.banned_sequences`, by the token before their last.
+    """The sequences of `SamplingParams.banned_sequences`, by the tokens before their last.
 
     The last token of a sequence is banned where the output ends with the tokens before it. The
-    prompt does not count.
+    prompt does not count. A look-up for each length of these beginnings, however many there are.
     """
 
     def __init__(self, sequences: Iterable[Sequence[int]]) -> None:
-        self._always: list[int] = []  # sequences of one token
-        self._by_previous: dict[int, list[tuple[list[int], int]]] = {}
-        self._max_start = 0  # tokens of an output that can matter
+        by_start: dict[tuple[int, ...], list[int]] = {}
         for sequence in sequences:
             *start, last = sequence
-            if start:
-                self._by_previous.setdefault(start[-1], []).append((start, last))
-                self._max_start = max(self._max_start, len(start))
-            else:
-                self._always.append(last)
+            by_start.setdefault(tuple(start), []).append(last)
+        self.always = by_start.pop((), [])  # banned after any output: sequences of one token
+        self._by_start = by_start
+        self._start_lens = sorted({len(start) for start in by_start})
 
     def tail(self, output_ids: Sequence[int]) -> Sequence[int]:
         """The end of an output, as much of it as decides what `after` returns."""
-        return output_ids[-self._max_start :] if self._max_start else ()
+        return output_ids[-self._start_lens[-1] :] if self._start_lens else ()
 
     def after(self, output_ids: Sequence[int]) -> list[int]:
-        """The tokens that may not follow an output."""
-        if not output_ids:
-            return self._always
-        starts = self._by_previous.get(output_ids[-1], ())
-        return self._always + [
-            last for start, last in starts if list(output_ids[-len(start) :]) == start
-        ]
+        """The tokens that may not follow an output, beside `always`."""
+        banned: list[int] = []
+        for start_len in self._start_lens:
+            if start_len > len(output_ids):
+                break
+            banned += self._by_start.get(tuple(output_ids[-start_len:]), ())
+        return banned
 
 
 def without_tokens(mask: NDArray[np.uint8], tokens: Sequence[int]) -> NDArray[np.uint8]:
     """A copy of a token bitmask in which these tokens are forbidden."""
-    mask = mask.copy()
-    for token in tokens:
-        mask[token >> 3] &= ~np.uint8(1 << (token & 7))
+    mask, places = mask.copy(), np.asarray(tokens, np.int64)
+    np.bitwise_and.at(mask, places >> 3, ~(1 << (places & 7)).astype(np.uint8))
     return mask

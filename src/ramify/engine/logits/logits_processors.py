@@ -148,18 +148,20 @@ class LogitsProcessor:
             self._token_counts = TokenCounts.of(prompt_ids)
         elif params.presence_penalty or params.frequency_penalty:
             self._token_counts = TokenCounts.of(())  # these penalties ignore the prompt
-        self._bias_ids = np.array([*params.biases], np.int64)
-        self._bias = np.array([*params.biases.values()], np.float32)
+        biases = params.biases
+        self._bias_ids = np.fromiter(biases.keys(), np.int64, len(biases))
+        self._bias = np.fromiter(biases.values(), np.float32, len(biases))
         self._stop_token_ids = np.array(
             [token for token in sorted(stop_token_ids) if token < vocab_size], np.int64
         )
         self._num_bitmask_bytes = -(-vocab_size // 8)
+        self._banned = BannedSequences(params.banned_sequences)
         self._allowed: TokenBitmask | None = None  # None: all tokens, after any output
         if params.allowed_token_ids is not None or params.banned_sequences:
             flags = np.full(vocab_size, params.allowed_token_ids is None)
             flags[list(params.allowed_token_ids or ())] = True
+            flags[self._banned.always] = False
             self._allowed = np.packbits(flags, bitorder="little")
-        self._banned = BannedSequences(params.banned_sequences)
         self.advance(())
 
     @staticmethod

@@ -73,8 +73,9 @@ def validate_token_options(params: SamplingParams, vocab_size: int) -> None:
     """Raise InvalidParamsError if an option names a token id that is not below `vocab_size`."""
     allowed = f"of token ids in 0..{vocab_size - 1}, those of this model"
     for name, ids in (
-        ("logit_bias", params.biases),
-        ("allowed_token_ids", params.allowed_token_ids or ()),
+        # The first two are sorted.
+        ("logit_bias", [token for token, _ in (*params.logit_bias,)[-1:]]),
+        ("allowed_token_ids", (params.allowed_token_ids or ())[-1:]),
         ("banned_sequences", [*chain(*params.banned_sequences)]),
     ):
         if ids and max(ids) >= vocab_size:

@@ -15,7 +15,7 @@ from ramify.server.errors import ApiError
 
 MAX_DEPTH = 64  # of nested brackets
 MAX_CONTAINERS = 50_000  # lists and objects
-MAX_STRINGS = 100_000  # keys too
+MAX_STRINGS = 300_000  # keys too: `logit_bias` may have an entry for each token of a vocabulary
 MAX_VALUES = 1_000_000  # as many token ids may be in a body
 SLICE = 1 << 18  # bytes that are looked at together
 

@@ -14,8 +14,9 @@ NonNegativeInt = Annotated[int, Meta(ge=0)]
 OutputLimit = Annotated[int, Meta(ge=-1)]  # -1: none; 0 is refused where it has no meaning
 TopK = Annotated[int, Meta(ge=-1)]  # 0 and -1: off
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-StopText = Annotated[str, Meta(min_length=1, max_length=256)]
-Stops = Annotated[list[StopText], Meta(max_length=16)]
+# Lists of token ids, and `logit_bias`, may be as long as a vocabulary: a body's limits bound them.
+StopText = Annotated[str, Meta(min_length=1, max_length=4096)]
+Stops = Annotated[list[StopText], Meta(max_length=4096)]
 Name = Annotated[str, Meta(max_length=256)]
 # MCP clients write `server:tool` and `server/tool`.
 ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:/-]{1,256}$")]
@@ -24,7 +25,7 @@ Priority = Annotated[int, Meta(ge=-1000, le=1000)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=20)]
 BreakpointTtl = Literal["30m", "1h", "12h", "24h"]
 CacheRetention = Literal["in_memory", "24h"]
-Bias = Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)]
+Bias = dict[str, Annotated[float, Meta(ge=-100, le=100)]]
 Metadata = Annotated[  # kept with the response, so its size is bounded
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
     Meta(max_length=16),
@@ -187,7 +188,7 @@ class Sampling(Struct, kw_only=True):
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     seed: Seed | None = None
     stop: StopText | Stops | None = None
-    stop_token_ids: Annotated[list[NonNegativeInt], Meta(max_length=128)] | None = None
+    stop_token_ids: list[NonNegativeInt] | None = None
     max_tokens: OutputLimit | None = None
     min_tokens: NonNegativeInt | None = None
     ignore_eos: bool | None = None
@@ -215,8 +216,8 @@ class Sampling(Struct, kw_only=True):
     priority: Priority | None = None
     user: str | None = None
     # vLLM's
-    allowed_token_ids: Annotated[list[NonNegativeInt], Meta(max_length=4096)] | None = None
-    bad_words: Annotated[list[StopText], Meta(max_length=128)] | None = None
+    allowed_token_ids: list[NonNegativeInt] | None = None
+    bad_words: Annotated[list[StopText], Meta(max_length=16_384)] | None = None
     include_stop_str_in_output: bool | None = None
     prompt_logprobs: NumLogprobs | None = None
     return_token_ids: bool | None = None
