@@ -74,7 +74,7 @@ def _tokenizer(ranks: Mapping[bytes, int], pattern: str, special: Sequence[str])
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:
         raise ValueError(f"it has no token for the byte {missing[0]:#04x}")
-    letters = _letters()
+    letters = byte_letters()
     vocabulary: dict[str, int] = {text: id_ for id_, text in enumerate(special)}
     merges: list[tuple[str, str]] = []
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
@@ -94,7 +94,7 @@ def _tokenizer(ranks: Mapping[bytes, int], pattern: str, special: Sequence[str])
     return tokenizer
 
 
-def _letters() -> dict[int, str]:
+def byte_letters() -> dict[int, str]:
     """The character for each byte in texts of byte-level vocabularies, as GPT-2's has them."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     letters: dict[int, Any] = {byte: chr(byte) for byte in printable}

@@ -20,6 +20,7 @@ from ramify.engine.text.added_tokens import (
 from ramify.engine.text.chat_template import ChatTemplates, Messages, read_chat_templates
 from ramify.engine.text.sentencepiece_model import SPACE
 from ramify.engine.text.special_tokens import SpecialTokenEscaper
+from ramify.engine.text.token_bytes import TokenBytes
 from ramify.engine.text.tokenizer_files import read_tokenizer
 from ramify.errors import (
     CheckpointError,
@@ -202,6 +203,15 @@ class Tokenizer:
         text = self._core.decode([token_id], skip_special_tokens=False)
         starts_word = piece.startswith(SPACE) and not text.startswith(" ")
         return f" {text}" if starts_word else text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token, as `token_text`; those of a part of a character are its own."""
+        own = self._token_bytes.of(token_id)
+        return self.token_text(token_id).encode() if own is None else own
+
+    @cached_property
+    def _token_bytes(self) -> TokenBytes:
+        return TokenBytes(self._core)
 
     def apply_chat_template(
         self,

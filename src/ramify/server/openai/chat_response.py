@@ -127,8 +127,12 @@ class ChatResponseBuilder:
 
     def _logprob(self, logprob: TokenLogprob) -> dict[str, Any]:
         def entry(token: int, value: float) -> dict[str, Any]:
-            text = token_name(token, self.request, self.service.tokenizer)
-            return {"token": text, "logprob": max(value, MIN_LOGPROB), "bytes": list(text.encode())}
+            tokenizer = self.service.tokenizer
+            return {
+                "token": token_name(token, self.request, tokenizer),
+                "logprob": max(value, MIN_LOGPROB),
+                "bytes": list(tokenizer.token_bytes(token)),
+            }
 
         top = [entry(token, value) for token, value in logprob.top.items()]
         return entry(logprob.token_id, logprob.logprob) | {"top_logprobs": top}

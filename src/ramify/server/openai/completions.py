@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import AsyncIterator, Sequence
-from itertools import islice
 from typing import Any
 
 from ramify.errors import PromptTooLongError
-from ramify.outputs import RequestOutput, TokenLogprob
+from ramify.outputs import RequestOutput
 from ramify.server.errors import ApiError
 from ramify.server.generation import Generation, GenerationRequest, total_usage
 from ramify.server.history.request_history import HistoryEntry, fingerprint
@@ -16,17 +15,16 @@ from ramify.server.http.request_body import convert_value
 from ramify.server.openai.answer_formats import answer_format
 from ramify.server.openai.chat_response import (
     FINISH_REASONS,
-    MIN_LOGPROB,
     response_header,
     usage_json,
 )
+from ramify.server.openai.completion_logprobs import CompletionLogprobs
 from ramify.server.openai.options import (
     compared_options,
     limit_breakpoints,
     max_shared_tokens,
     output_limit,
     sampling_params,
-    token_name,
     truncate_prompt,
     truncated_len,
 )
@@ -225,7 +223,7 @@ class CompletionResponseBuilder:
         self.is_prewarm = generations[0].request.is_prewarm
         self.num_tokens = 0
         self.num_logprobs = num_top_logprobs(request)
-        self._text_offsets: dict[int, int] = {}  # choice -> characters that have a `text_offset`
+        self._logprobs: dict[int, CompletionLogprobs] = {}  # of each choice
 
     def _base(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         header = response_header(self.generations[0], "text_completion")
@@ -260,6 +258,11 @@ class CompletionResponseBuilder:
                 choice["logprobs"] = {
                     name: earlier[name] + values for name, values in piece["logprobs"].items()
                 }
+        for choice in choices.values():
+            if choice["logprobs"] is not None:
+                # Tokens behind a stop string, which is cut off.
+                offsets, end = choice["logprobs"]["text_offset"], len(choice["text"])
+                choice["logprobs"]["text_offset"] = [min(offset, end) for offset in offsets]
         return self._base([choices[index] for index in sorted(choices)]) | {"usage": self._usage()}
 
     async def _choices(self) -> AsyncIterator[tuple[int, dict[str, Any]]]:
@@ -288,53 +291,35 @@ class CompletionResponseBuilder:
                     generation.raise_error(event.index)
                     finish = FINISH_REASONS[event.finish_reason]
                 self.num_tokens += len(event.new_token_ids) * shows_answer
-                logprobs = self._logprobs(index, event.logprobs)
+                of_choice = self._logprobs_of(index)
+                logprobs = None if of_choice is None else of_choice.add(event.logprobs)
                 yield index, {"text": text, "logprobs": logprobs, "finish_reason": finish}
 
     def _echoed(self, output: RequestOutput, number: int, index: int) -> dict[str, Any]:
         """A prompt with its whole answer of this number, and the logprobs of both."""
         answer = output.completions[number]
         text = self.service.tokenizer.decode(output.prompt_token_ids)
-        logprobs: list[TokenLogprob | None] = list(output.prompt_logprobs or ())
+        of_choice = self._logprobs_of(index)
+        assert of_choice is not None, "only called with logprobs"
+        first_token = output.prompt_token_ids[0]
+        logprobs = of_choice.add_prompt(first_token, output.prompt_logprobs or (), text)
         if self.request.max_tokens != 0:
             text += answer.text
-            logprobs += answer.logprobs or ()
+            of_answer = of_choice.add(answer.logprobs or ())
+            logprobs = {name: values + of_answer[name] for name, values in logprobs.items()}
             self.num_tokens += len(answer.token_ids)
-        first_token = output.prompt_token_ids[0]
         return {
             "text": text,
-            "logprobs": self._logprobs(index, logprobs, first_token=first_token),
+            "logprobs": logprobs,
             "finish_reason": FINISH_REASONS[answer.finish_reason],
         }
 
-    def _logprobs(
-        self, index: int, logprobs: Sequence[TokenLogprob | None], *, first_token: int = 0
-    ) -> dict[str, Any] | None:
-        """`logprobs` of tokens. None stands for the first token of a prompt, which has none."""
+    def _logprobs_of(self, index: int) -> CompletionLogprobs | None:
+        """Those of a choice; None unless the request asks for them."""
         if self.num_logprobs is None:
             return None
-        tokenizer = self.service.tokenizer
-        payload: dict[str, Any] = {
-            "tokens": [],
-            "token_logprobs": [],
-            "top_logprobs": [],
-            "text_offset": [],
-        }
-        for logprob in logprobs:
-            token = first_token if logprob is None else logprob.token_id
-            text = tokenizer.token_text(token)
-            offset = self._text_offsets.get(index, 0)
-            self._text_offsets[index] = offset + len(text)
-            payload["tokens"].append(token_name(token, self.request, tokenizer))
-            payload["text_offset"].append(offset)
-            if logprob is None:
-                payload["token_logprobs"].append(None)
-                payload["top_logprobs"].append(None)
-            else:
-                payload["token_logprobs"].append(max(logprob.logprob, MIN_LOGPROB))
-                top = {
-                    token_name(token, self.request, tokenizer): max(value, MIN_LOGPROB)
-                    for token, value in islice(logprob.top.items(), self.num_logprobs)
-                }
-                payload["top_logprobs"].append(top)
-        return payload
+        if index not in self._logprobs:
+            self._logprobs[index] = CompletionLogprobs(
+                self.request, self.service.tokenizer, self.num_logprobs
+            )
+        return self._logprobs[index]
