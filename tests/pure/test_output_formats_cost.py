@@ -42,6 +42,7 @@ HOSTILE = {
     "quotes": (named("pythonic"), "[add(a=", "'"),
     "commas": (named("pythonic"), "[add(a=[", ","),
     "thoughts": (named("deepseek_v3", "think"), "<think>", "</think"),
+    "calls in thoughts": (HERMES, "<think>", '<tool_call>{"name": "add", "arguments": {}}'),
 }  # fmt: skip
 
 

@@ -55,6 +55,7 @@ def with_output_parser(
     *,
     forced: bool,
     single: bool,
+    is_streamed: bool,
 ) -> GenerationRequest:
     """A request whose answers are parsed for reasoning, and for calls of these tools.
 
@@ -62,6 +63,7 @@ def with_output_parser(
         tools: definitions of functions; empty if the model must not call any.
         forced: `params.structured` allows nothing but a call.
         single: at most one call; the answer ends after it.
+        is_streamed: the client sees the answer while it is written.
     """
     functions = [tool["function"] for tool in tools]
     params = request.params
@@ -72,6 +74,7 @@ def with_output_parser(
         [function["name"] for function in functions],
         prompt_end=request.prompt.turn_opening,
         forced=forced,
+        is_streamed=is_streamed,
         schemas={function["name"]: function.get("parameters") or {} for function in functions},
     )
     return replace(request, params=params, new_parser=new_parser, ends_after_call=single)

@@ -97,6 +97,7 @@ def messages_to_generation(
         callable_tools,
         forced=forces_call,
         single=single_call,
+        is_streamed=bool(request.stream),
     )
 
 

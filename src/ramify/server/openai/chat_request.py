@@ -173,6 +173,7 @@ def chat_to_generation(
         callable_tools,
         forced=forces_call,
         single=single_call,
+        is_streamed=bool(request.stream),
     )
 
 

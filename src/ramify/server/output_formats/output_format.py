@@ -57,6 +57,7 @@ class OutputFormat:
         prompt_end: str,
         forced: bool = False,
         schemas: Mapping[str, Mapping[str, Any]] | None = None,
+        is_streamed: bool = True,
     ) -> OutputParser:
         """A parser for one answer.
 
@@ -66,6 +67,8 @@ class OutputFormat:
                 have begun the reasoning or, with a prefill, a call.
             forced: the answer may also be a call as bare JSON, whatever the format.
             schemas: JSON schemas of the tools' arguments; for formats whose arguments have no types.
+            is_streamed: the client sees text as it is written; else it may be held until the end of
+                the answer, which tells whether it is reasoning that no mark has opened.
         """
         schemas = schemas or {}
         tools = {name: schemas.get(name, {}) for name in tool_names}
@@ -75,6 +78,7 @@ class OutputFormat:
             forms=self._forms(forced=forced) if tools else (),
             call_end=self.calls.end,
             hidden=hidden,
+            is_streamed=is_streamed,
         )
         answer = self.calls.answer or self.reasoning.answer or delimited_answer
         reader = Reader()

@@ -39,6 +39,11 @@ class ReasoningMarks:
     begin: tuple[str, ...] = ()
     end: tuple[str, ...] = ()
 
+    @property
+    def are_tags(self) -> bool:
+        """Whether no sentence contains the delimiters."""
+        return bool(self.end) and all(mark.endswith((">", "]")) for mark in self.end)
+
     def are_open_after(self, prompt_end: str) -> bool:
         """Whether the prompt has begun reasoning that the answer continues."""
         return _last(prompt_end, self.begin) > _last(prompt_end, self.end)
@@ -52,17 +57,24 @@ class Delimiters:
         forms: of calls; empty if the request has no tools.
         call_end: the mark after a call, "" if there is none.
         hidden: marks that are dropped where they delimit nothing.
+        is_streamed: what is certain is written at once; else all that decides what it is may come first.
     """
 
     reasoning: ReasoningMarks
     forms: tuple[CallForm, ...]
     call_end: str
     hidden: tuple[str, ...]
+    is_streamed: bool = True
 
     @property
     def call_marks(self) -> tuple[str, ...]:
         """The marks with which calls begin."""
         return tuple(form.mark for form in self.forms if form.mark)
+
+    @property
+    def readers(self) -> dict[str, ReadCalls]:
+        """What reads a call behind its mark, by mark."""
+        return {form.mark: form.read for form in self.forms if form.mark}
 
     def begun_call(self, prompt_end: str) -> str:
         """The end of the prompt from the mark of a call that has not ended; "" if there is none."""
@@ -117,34 +129,98 @@ def delimited_answer(
             yield from _prefilled_call(reader, writer, delimiters, prefill)
         else:
             is_open = delimiters.reasoning.are_open_after(prompt_end)
-            yield from _reasoning(reader, writer, delimiters, is_open=is_open)
+            has_begun = yield from _reasoning(reader, writer, delimiters, is_open=is_open)
+            may_end = not has_begun and delimiters.reasoning.are_tags
+            if may_end and not delimiters.is_streamed:
+                may_end = not (yield from _unopened_reasoning(reader, writer, delimiters))
             yield from bare_call(reader, writer, delimiters.forms, delimiters.hidden)
-        yield from _text(reader, writer, delimiters)
+        yield from _text(reader, writer, delimiters, may_end=not prefill and may_end)
     except EndOfAnswerError:
         writer.plain(reader.rest())
 
 
 def _reasoning(
     reader: Reader, writer: EventWriter, delimiters: Delimiters, *, is_open: bool = False
-) -> Steps[None]:
-    """Read reasoning, if the answer begins with it."""
+) -> Steps[bool]:
+    """Read reasoning, if the answer begins with it; returns whether it does."""
     marks = delimiters.reasoning
     if not marks.begin:
-        return
+        return False
     write = writer.reasoning if is_open else writer.text
     write("")
     yield from reader.skip_blank(write)
     # A model may repeat the mark with which its prompt ends.
     begin = yield from reader.accept(*marks.begin)
     if not (is_open or begin):
-        return
+        return False
     writer.reasoning("")
     writer.delimiter()
-    end_marks = Marks({*marks.end, *delimiters.hidden})
+    # Fences stand in thoughts too often to be held.
+    call_marks = {mark for mark in delimiters.call_marks if not mark.startswith("`")}
+    end_marks = Marks({*marks.end, *delimiters.hidden, *call_marks})
     while (mark := (yield from reader.copy_until(end_marks, writer.reasoning))) not in marks.end:
-        reader.take(len(mark))
+        if mark in call_marks:
+            yield from _call_in_reasoning(reader, writer, delimiters)
+        else:
+            reader.take(len(mark))
     reader.take(len(mark))
     writer.text("")
+    return True
+
+
+def _call_in_reasoning(reader: Reader, writer: EventWriter, delimiters: Delimiters) -> Steps[None]:
+    """Read from the mark of a call in reasoning to the end of the reasoning, which tells what it is.
+
+    Reasoning that ends has quoted it; the mark of the end is not consumed. Where the answer ends first,
+    the model has called without ending its reasoning.
+    """
+    readers, hidden = delimiters.readers, delimiters.hidden
+    try:
+        quoted = yield from _held_text(reader, (*delimiters.reasoning.end, *hidden), hidden)
+    except EndOfAnswerError:
+        reader.prepend(reader.release())
+        marks = Marks({*readers, *hidden})
+        while True:
+            mark = yield from reader.copy_until(marks, writer.reasoning)
+            if mark in readers:
+                yield from attempt(reader, writer, _after(mark, readers[mark]))
+            else:
+                reader.take(len(mark))
+    reader.release()
+    writer.reasoning(quoted)
+
+
+def _unopened_reasoning(reader: Reader, writer: EventWriter, delimiters: Delimiters) -> Steps[bool]:
+    """Read reasoning that nothing opens and a mark ends; returns whether there is any.
+
+    So write models that were told not to think, and those whose template has lost the opening mark.
+    """
+    marks, hidden = delimiters.reasoning, delimiters.hidden
+    ends = (*marks.begin, *marks.end, *delimiters.call_marks, *hidden)
+    try:
+        thought = yield from _held_text(
+            reader, ends, set(hidden).difference(marks.begin, marks.end, delimiters.call_marks)
+        )
+        mark = yield from reader.next_is(*ends)
+    except EndOfAnswerError:
+        mark = ""
+    held = reader.release()
+    if mark not in marks.end:
+        reader.prepend(held)
+        return False
+    writer.reasoning(thought)
+    reader.take(len(mark))
+    writer.text("")
+    return True
+
+
+def _held_text(reader: Reader, marks: Collection[str], dropped: Collection[str]) -> Steps[str]:
+    """Consume and hold the text up to a mark that is not `dropped`; returns it without those."""
+    parts, finder = list[str](), Marks(set(marks))
+    reader.hold()
+    while (mark := (yield from reader.copy_until(finder, parts.append))) in dropped:
+        reader.take(len(mark))
+    return "".join(parts)
 
 
 def bare_call(
@@ -165,18 +241,29 @@ def bare_call(
             return
 
 
-def _text(reader: Reader, writer: EventWriter, delimiters: Delimiters) -> Steps[None]:
-    """Read text and calls to the end of the answer, and reasoning that a hidden mark begins."""
-    readers = {form.mark: form.read for form in delimiters.forms if form.mark}
-    marks = Marks({*readers, *delimiters.hidden})
+def _text(
+    reader: Reader, writer: EventWriter, delimiters: Delimiters, *, may_end: bool
+) -> Steps[None]:
+    """Read text and calls to the end of the answer, and reasoning that a hidden mark begins.
+
+    Args:
+        may_end: the first mark of reasoning may be its end: it is dropped, the text before it is out.
+    """
+    readers, hidden, reasoning = delimiters.readers, delimiters.hidden, delimiters.reasoning
+    plain_marks = Marks({*readers, *hidden})
+    marks = Marks({*readers, *hidden, *reasoning.begin, *reasoning.end}) if may_end else plain_marks
     while True:
         mark = yield from reader.copy_until(marks, writer.text)
+        if mark not in hidden:
+            marks = plain_marks
         if mark in readers:
             yield from attempt(reader, writer, _after(mark, readers[mark]))
-        elif mark in delimiters.reasoning.begin:
+        elif mark in hidden and mark in reasoning.begin:
             yield from _reasoning(reader, writer, delimiters)
-        else:
+        elif mark in hidden or mark in reasoning.end:
             reader.take(len(mark))
+        else:
+            writer.text(reader.take(len(mark)))
 
 
 def _prefilled_call(
