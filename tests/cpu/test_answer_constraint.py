@@ -262,3 +262,19 @@ def test_without_a_compiler_tools_work_unconstrained() -> None:
     assert "x-ramify-warning" not in free.headers
     assert forced.status == 400
     assert "no tokenizer" in forced.json["error"]["message"]
+
+
+def test_a_refused_format_is_named_in_the_words_of_the_request() -> None:
+    """A regular expression that cannot be read behind reasoning: a 400 that quotes it, not our grammar."""
+    bodies = [
+        (CHAT, chat("go", structured_outputs={"regex": r"\bcat"})),
+        (CHAT, chat("go", guided_regex=r"cat\Z")),
+    ]
+
+    for answer in ask(*bodies, template=TOOL_TEMPLATE)[0]:
+        error = answer.json["error"]
+        assert answer.status == 400
+        assert error["param"] == "regex"
+        assert "cat" in error["message"]
+        assert "start:" not in error["message"]
+        assert "%llguidance" not in error["message"]

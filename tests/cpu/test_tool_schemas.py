@@ -159,6 +159,65 @@ def test_what_cannot_be_enforced_is_told_or_refused(keyword: str, accepts: Accep
     assert keyword.removeprefix("$") in str(caught.value.message)
 
 
+UNREADABLE: list[tuple[str, Any]] = [
+    *(
+        ("pattern", pattern)
+        for pattern in (
+            *(r"\bcat\b", r"\Bcat", "a{,3}", r"cat\Z", "[^]", "(?>a)", r"\cA", r"\0", "(", "a^b"),
+            *("(?m)^a$", "(?#note)a", r"\1", "(?=a)", "a{3,1}", "(" * 2000 + ")" * 2000),
+        )
+    ),
+    *(("minimum", bound) for bound in (2**63, 2**64 - 1, -(2**70), 1e300, 10**400, 1e-300)),
+    *(("exclusiveMaximum", bound) for bound in (2**64, float("inf"))),
+    *(("multipleOf", divisor) for divisor in (1e-300, 2**53, 1e22)),
+]
+
+
+@pytest.mark.parametrize(("keyword", "value"), UNREADABLE)
+def test_a_value_that_the_engine_cannot_read_costs_one_keyword(
+    keyword: str, value: Any, accepts: Accepts
+) -> None:
+    """Only that keyword is ignored, with a warning that names it; `strict` names its path."""
+    item = {keyword: value, "maxLength": 3} if keyword == "pattern" else {keyword: value}
+    schema = OBJECT | {"properties": {"a": item, "b": {"type": "integer"}}, "required": ["a"]}
+    warnings = SchemaWarnings()
+
+    rewritten = enforceable_schema(schema, "tools[0].parameters", warnings, strict=False)
+
+    [message] = warnings.messages
+    assert message.startswith(f"tools[0].parameters.properties.a: {keyword}")
+    assert len(message) < 200
+    assert rewritten["properties"]["a"] == {key: item[key] for key in item if key != keyword}
+    assert accepts(schema, '{"a": 1, "b": 2}')
+    assert not accepts(schema, '{"a": 1, "b": "x"}')
+    with pytest.raises(ApiError, match=r"^tools\[0\].parameters.properties.a: ") as caught:
+        enforceable_schema(schema, "tools[0].parameters", SchemaWarnings(), strict=True)
+    assert caught.value.param == f"tools[0].parameters.properties.a.{keyword}"
+
+
+def test_a_pattern_of_names_that_cannot_be_read_leaves_the_others(accepts: Accepts) -> None:
+    """Of `patternProperties`, only the unreadable pattern is dropped."""
+    schema = OBJECT | {"patternProperties": {r"\bx": {}, "^y": {"type": "integer"}}}
+    warnings = SchemaWarnings()
+
+    rewritten = enforceable_schema(schema, "p", warnings, strict=False)
+
+    assert list(rewritten["patternProperties"]) == ["^y"]
+    assert warnings.messages == [r"p: patternProperties: '\\bx' is not enforced"]
+    assert accepts(schema, '{"y1": 2}')
+    assert not accepts(schema, '{"y1": "a"}')
+
+
+@pytest.mark.parametrize("pattern", ["(?i)cat", r"^\d{3}\.$", "[[:alpha:]]", r"\p{L}+", "(?<n>a)"])
+def test_patterns_that_can_be_read_are_kept(pattern: str) -> None:
+    """No warning, and the keyword stays."""
+    warnings = SchemaWarnings()
+
+    rewritten = enforceable_schema({"pattern": pattern}, "p", warnings, strict=True)
+
+    assert (rewritten, warnings.messages) == ({"pattern": pattern}, [])
+
+
 def test_every_unenforced_keyword_is_tried() -> None:
     """The table above has all keywords that are ignored as a whole."""
     assert set(UNENFORCED) <= UNENFORCED_VALUES.keys()

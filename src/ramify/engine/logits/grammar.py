@@ -272,6 +272,25 @@ class _CompiledGrammar:
         return LlguidanceMatcher(self.start, self.mask, self.vocab_size)
 
 
+def can_enforce(keyword: str, value: str | float) -> bool:
+    """Whether llguidance reads a JSON schema with this `pattern`, bound or `multipleOf`.
+
+    True where it is not installed: nothing is enforced there.
+    """
+    try:
+        from llguidance import LLMatcher
+    except ImportError:
+        return True
+    schema = {"type": "string" if keyword == "pattern" else "number", keyword: value}
+    try:
+        with panics_as_errors("llguidance"):
+            grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
+            return not LLMatcher.validate_grammar(grammar)
+    # Not all that Python reads as JSON is JSON.
+    except (ValueError, LibraryPanicError):
+        return False
+
+
 def _grammar(spec: StructuredOutput) -> Any:
     """The grammar in llguidance's own form."""
     from llguidance import LLMatcher

@@ -130,7 +130,7 @@ class AnswerConstraints:
         """
         begin = AnswerBegin.after(prompt_end, self._reasoning)
         if not offered:
-            return None if answer_format is None else self._grammars.format(answer_format, begin)
+            return None if answer_format is None else self._format(answer_format, begin, tenant)
         if not self._shows_tools:
             warnings.append("tools: the model does not see them, its chat template leaves them out")
         if choice.name is not None:
@@ -144,6 +144,10 @@ class AnswerConstraints:
             spec = None
             warnings.append(f"tools: arguments are not constrained: {error}")
         except InvalidParamsError as error:
+            if choice.is_forced and error.name == "grammar":
+                raise ApiError(
+                    400, f"these calls cannot be forced: {error.allowed}", param="tools"
+                ) from error
             if choice.is_forced:
                 raise
             spec = None
@@ -152,7 +156,23 @@ class AnswerConstraints:
         if spec is not None or answer_format is None or choice.is_forced:
             return spec
         warnings.append("tools: none can be called, because the answer has a format")
-        return self._grammars.format(answer_format, begin)
+        return self._format(answer_format, begin, tenant)
+
+    def _format(
+        self, answer_format: StructuredOutput, begin: AnswerBegin, tenant: str
+    ) -> StructuredOutput:
+        """The constraint of an answer in a format; errors are in the words of the request."""
+        spec = self._grammars.format(answer_format, begin)
+        try:
+            self._compile(spec, tenant)
+        except InvalidParamsError as error:
+            if spec is answer_format or error.name == "structured":
+                raise
+            self._compile(answer_format, tenant)
+            raise ApiError(
+                400, f"the format cannot be enforced behind reasoning: {error.allowed}"
+            ) from error
+        return spec
 
     def _enforceable(
         self,

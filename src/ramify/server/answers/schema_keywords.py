@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from ramify.engine.logits.grammar import can_enforce
 
 TYPES = frozenset({"object", "array", "string", "integer", "number", "boolean", "null"})
 # Formats of strings that llguidance enforces.
@@ -24,9 +25,9 @@ UNENFORCED = (
     "$dynamicRef",
     "$recursiveRef",
 )
-# Regular expressions that llguidance's syntax does not have: look-around, back references.
-_UNSUPPORTED_REGEX = re.compile(r"\(\?<?[=!]|(?<!\\)(?:\\\\)*\\[1-9k]")
 MAX_COUNT = 2**31  # of items, characters or properties
+# Bounds between these, without a sign, need not be tried.
+_SMALL, _LARGE = 1e-6, 2.0**53
 
 
 def restricts(keyword: str, value: Any) -> bool:
@@ -67,8 +68,18 @@ def _is_type(value: Any) -> bool:
     return bool(types) and all(isinstance(name, str) and name in TYPES for name in types)
 
 
-def _is_pattern(value: Any) -> bool:
-    return isinstance(value, str) and not _UNSUPPORTED_REGEX.search(value)
+def is_pattern(value: Any) -> bool:
+    """Whether a regular expression can be enforced: no look-around, no word boundaries."""
+    return isinstance(value, str) and can_enforce("pattern", value)
+
+
+def _is_bound(value: Any) -> bool:
+    is_usual = _is_number(value) and (value == 0 or _SMALL < abs(value) < _LARGE)
+    return is_usual or (_is_number(value) and can_enforce("minimum", value))
+
+
+def _is_divisor(value: Any) -> bool:
+    return _is_number(value) and value > 0 and can_enforce("multipleOf", value)
 
 
 # Keyword → whether a value of it can be enforced.
@@ -77,7 +88,7 @@ SHAPES: dict[str, Callable[[Any], bool]] = {
     "enum": lambda value: isinstance(value, list) and bool(value),
     "const": lambda value: True,
     "properties": _is_schema_map,
-    "patternProperties": lambda value: _is_schema_map(value) and all(map(_is_pattern, value)),
+    "patternProperties": _is_schema_map,  # its patterns are checked one by one
     "additionalProperties": _is_schema,
     "unevaluatedProperties": _is_schema,
     "required": _is_name_list,
@@ -89,13 +100,13 @@ SHAPES: dict[str, Callable[[Any], bool]] = {
     "maxItems": _is_count,
     "minLength": _is_count,
     "maxLength": _is_count,
-    "pattern": _is_pattern,
+    "pattern": is_pattern,
     "format": lambda value: value in FORMATS,
-    "minimum": _is_number,
-    "maximum": _is_number,
-    "exclusiveMinimum": _is_number,
-    "exclusiveMaximum": _is_number,
-    "multipleOf": lambda value: _is_number(value) and value > 0,
+    "minimum": _is_bound,
+    "maximum": _is_bound,
+    "exclusiveMinimum": _is_bound,
+    "exclusiveMaximum": _is_bound,
+    "multipleOf": _is_divisor,
     "allOf": _is_schema_list,
     "anyOf": _is_schema_list,
     "oneOf": _is_schema_list,

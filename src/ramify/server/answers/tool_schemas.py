@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
 
-from ramify.server.answers.schema_keywords import SHAPES, UNENFORCED, modern, restricts
+from ramify.server.answers.schema_keywords import SHAPES, UNENFORCED, is_pattern, modern, restricts
 from ramify.server.errors import ApiError
 
 MAX_SCHEMA_STEPS = 50_000  # schemas visited and names repeated, of all schemas of a request
+PROBE_STEPS = 20  # that asking the grammar engine whether it reads a value counts as
 MAX_WARNINGS = 16  # of a request
 MAX_NAME_CHARS = 64  # of a property, in a path
 _HAS_PROPERTIES = frozenset({"properties", "patternProperties"})
@@ -201,6 +202,7 @@ class _Rewriter:
                 if restricts(keyword, value):
                     self._ignore(keyword, path)
             elif (fits := SHAPES.get(keyword)) is not None:
+                self._warnings.step(PROBE_STEPS if keyword in ("pattern", "multipleOf") else 0)
                 if fits(value):
                     new[keyword] = value
                 else:
@@ -211,9 +213,22 @@ class _Rewriter:
             if unevaluated not in (True, {}):
                 self._ignore("unevaluatedProperties", path)
             new.setdefault("additionalProperties", True)
+        self._check_name_patterns(new, path)
         self._check_num_properties(new, path)
         self._known[id(schema)], self._known[id(new)] = (schema, new), (new, new)
         return new
+
+    def _check_name_patterns(self, schema: Schema, path: str) -> None:
+        """Drop patterns of property names that cannot be enforced."""
+        patterns = schema.get("patternProperties", {})
+        self._warnings.step(PROBE_STEPS * len(patterns))
+        unread = [pattern for pattern in patterns if not is_pattern(pattern)]
+        for pattern in unread:
+            self._ignore("patternProperties", path, pattern)
+        if unread:
+            schema["patternProperties"] = {
+                pattern: item for pattern, item in patterns.items() if pattern not in unread
+            }
 
     def _check_num_properties(self, schema: Schema, path: str) -> None:
         """Drop bounds on the number of properties, where some of these are optional."""
@@ -228,7 +243,7 @@ class _Rewriter:
         if self._strict:
             raise ApiError(
                 400,
-                f"{shown} cannot be enforced; leave it out, or leave out strict",
+                f"{path}: {shown} cannot be enforced; leave it out, or leave out strict",
                 param=f"{path}.{keyword}",
             )
         self._warnings.add(f"{path}: {shown} is not enforced")
