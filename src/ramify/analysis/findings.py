@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ramify.analysis.savings.mending import Fix, generalise
@@ -12,6 +13,7 @@ from ramify.analysis.verdicts import (
     Certainty,
     Example,
     Finding,
+    Partner,
     Saving,
     Verdict,
 )
@@ -30,6 +32,7 @@ CHANGES: dict[CauseName, str] = {
     CauseName.HISTORY_EDITED: "Append to the history; cut it rarely and far, not a little at every turn.",
     CauseName.REASONING_DROPPED: "Send the reasoning of earlier turns back as received.",
     CauseName.CONTEXT_MOVED: "Leave the block where it was sent first; append what is new.",
+    CauseName.CONTEXT_ORDER: "Put what all requests have first, then documents in a fixed order (by name or id), and the question last.",
     CauseName.SYSTEM_HOISTED: "Leave later system messages at their place in the history.",
     CauseName.COMPACTION: "Nothing to mend: each compaction rewrites the prompt once; compact rarely.",
     CauseName.BREAKPOINT_MISSING: "Place a cache breakpoint at the end of the part that stays.",
@@ -45,6 +48,8 @@ CHANGES: dict[CauseName, str] = {
     CauseName.UNREAD_WRITE: "Leave out the breakpoint: nobody reads this entry.",
     CauseName.OUTSIDE_PROMPT: "Nothing to mend in the prompt.",
 }
+MAX_HIDDEN, MAX_PARTNERS = 4, 3  # causes that save nothing alone, and partners tried of each
+MAX_SECONDS = 6.0
 _ORDER = list(Certainty)
 
 
@@ -62,21 +67,22 @@ class FoundCause:
 
     fix: Fix
     certainty: Certainty
-    num_requests: int
+    requests: frozenset[int]  # numbers of verdicts
     tokens_lost: int
     example: Example
 
-    def finding(self, saving: Saving) -> Finding:
-        """With the saving that a replay has shown."""
+    def finding(self, saving: Saving, partner: Partner | None = None) -> Finding:
+        """With the savings that replays have shown."""
         return Finding(
             cause=self.fix.cause,
             certainty=self.certainty,
             segment=self.fix.segment,
-            num_requests=self.num_requests,
+            num_requests=len(self.requests),
             tokens_lost=self.tokens_lost,
             example=self.example,
             change=CHANGES[self.fix.cause],
             saving=saving,
+            partner=partner,
         )
 
 
@@ -92,11 +98,48 @@ def group_causes(verdicts: Iterable[Verdict]) -> list[FoundCause]:
             fix = Fix(cause.cause, generalise(cause.segment))
             _add(groups.setdefault(fix, _Group()), number, verdict, cause, is_first=at == 0)
     found_causes = [
-        FoundCause(fix, group.certainty, len(group.requests), group.tokens_lost, group.example)
+        FoundCause(
+            fix, group.certainty, frozenset(group.requests), group.tokens_lost, group.example
+        )
         for fix, group in groups.items()
         if group.example is not None
     ]
-    return sorted(found_causes, key=lambda item: (-item.tokens_lost, -item.num_requests))
+    return sorted(found_causes, key=lambda item: (-item.tokens_lost, -len(item.requests)))
+
+
+def find_partners(
+    found_causes: Sequence[FoundCause],
+    savings: Sequence[Saving],
+    measure: Callable[[Sequence[Fix]], Saving],
+    *,
+    max_seconds: float = MAX_SECONDS,
+    clock: Callable[[], float] = time.monotonic,
+) -> dict[Fix, Partner]:
+    """For causes that save nothing alone, the one of the same requests with which they save most.
+
+    Args:
+        found_causes: those with a saving.
+        savings: of each alone, in the same order.
+        measure: replays a set of fixes.
+    """
+    partners: dict[Fix, Partner] = {}
+    alone = dict(zip((item.fix for item in found_causes), savings, strict=False))
+    hidden = [item for item in found_causes if item.fix in alone and alone[item.fix].tokens <= 0]
+    end = clock() + max_seconds
+    for item in hidden[:MAX_HIDDEN]:
+        others = [other for other in found_causes if other is not item and other.fix in alone]
+        others = [other for other in others if other.requests & item.requests]
+        others.sort(key=lambda other: -len(other.requests & item.requests))
+        best = 0
+        for other in others[:MAX_PARTNERS]:
+            if clock() > end:
+                break
+            together = measure([item.fix, other.fix])
+            gain = together.tokens - max(0, alone[other.fix].tokens)
+            if gain > best:
+                best = gain
+                partners[item.fix] = Partner(other.fix.cause, other.fix.segment, together)
+    return partners
 
 
 def _add(group: _Group, number: int, verdict: Verdict, cause: Cause, *, is_first: bool) -> None:

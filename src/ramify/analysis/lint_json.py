@@ -17,6 +17,7 @@ def report_as_json(report: LintReport) -> dict[str, Any]:
         "capacity": report.capacity_tokens,
         "verdicts": [verdict_as_json(verdict) for verdict in report.verdicts],
         "findings": [finding_as_json(finding) for finding in report.findings],
+        "observations": [finding_as_json(item) for item in report.observations],
         "saving_all": asdict(report.saving_all),
         "quality": report.quality,
         "tables": report.tables,
@@ -50,4 +51,5 @@ def finding_as_json(finding: Finding) -> dict[str, Any]:
         **asdict(finding),
         "cause": str(finding.cause),
         "certainty": str(finding.certainty),
+        "note": finding.note,
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from ramify.analysis.causes.outside import outside_causes, unread_writes
 from ramify.analysis.causes.templates import Templates
 from ramify.analysis.corpus import Corpus, StoredRequest
 from ramify.analysis.diff.comparing import Comparer
-from ramify.analysis.findings import group_causes, order_by_saving
+from ramify.analysis.diff.context_blocks import message_of
+from ramify.analysis.findings import find_partners, group_causes, order_by_saving
 from ramify.analysis.log_files import read_log
 from ramify.analysis.matching.best_match import Match, Matcher
 from ramify.analysis.progress import Progress
@@ -25,15 +27,16 @@ from ramify.analysis.reading import ReadQuality
 from ramify.analysis.records import LoggedRequest, SegmentKind
 from ramify.analysis.savings import measure_savings
 from ramify.analysis.savings.mended_units import VALUES
-from ramify.analysis.savings.mending import Mender
+from ramify.analysis.savings.mending import Fix, Mender
 from ramify.analysis.simulation.capacities import parse_capacity
 from ramify.analysis.tokens import Tokenizer
 from ramify.analysis.verdicts import (
-    LEGITIMATE,
+    OBSERVED,
     Cause,
     CauseName,
     Certainty,
     LintReport,
+    Partner,
     Saving,
     TokenCounts,
     Verdict,
@@ -152,8 +155,9 @@ def lint_parts(
     verdicts = judge.verdicts(matches)
     grouped = group_causes(verdicts)
     mender = Mender(corpus, templates, matches)
-    mendable = [item for item in grouped if item.fix.cause not in LEGITIMATE]
+    mendable = [item for item in grouped if item.fix.cause not in OBSERVED]
     groups = [[item.fix] for item in mendable[:MAX_SAVINGS]]
+    partners: dict[Fix, Partner] = {}
     try:
         if progress is not None:
             progress("replaying", 0, len(groups) + 1)
@@ -164,6 +168,11 @@ def lint_parts(
             model,
             unseen=mender,
         )
+        partners = find_partners(
+            mendable,
+            savings[:-1],
+            lambda fixes: measure_savings(corpus, mender, [fixes], model, unseen=mender)[0],
+        )
     except KeyboardInterrupt:
         missing.append("savings were not measured and are 0")
         savings = [NO_SAVING] * (len(groups) + 1)
@@ -172,13 +181,15 @@ def lint_parts(
         prompts = prompts_of(corpus)
         replayed = zip(prompts, model.replay(prompts), strict=True)
         predictions = {prompt.request.number: prediction for prompt, prediction in replayed}
-    saved = {id(item): saving for item, saving in zip(mendable, savings[:-1], strict=False)}
+    saved = {item.fix: saving for item, saving in zip(mendable, savings[:-1], strict=False)}
+    findings = order_by_saving(
+        [item.finding(saved.get(item.fix, NO_SAVING), partners.get(item.fix)) for item in grouped]
+    )
     report = LintReport(
         num_requests=len(corpus),
         verdicts=verdicts,
-        findings=order_by_saving(
-            [item.finding(saved.get(id(item), NO_SAVING)) for item in grouped]
-        ),
+        findings=tuple(item for item in findings if item.cause not in OBSERVED),
+        observations=tuple(item for item in findings if item.cause in OBSERVED),
         saving_all=savings[-1],
         quality=_quality(corpus, model, ReadQuality() if quality is None else quality),
         provider=model.provider,
@@ -243,6 +254,10 @@ def learn_templates(corpus: Corpus, progress: Progress | None = None) -> Templat
         for unit in request.units.tolist():
             if corpus.units[unit].kind is not SegmentKind.SETTING:
                 templates.add_use(unit, request.info.start_s)
+        for _, parts in groupby(
+            zip(request.units.tolist(), request.paths, strict=True), message_of
+        ):
+            templates.order.learn([unit for unit, _ in parts])
         if progress is not None and not done % 256:
             progress("learning", done, len(corpus))
     templates.judge_slots()

@@ -37,6 +37,7 @@ class CauseName(StrEnum):
     COMPACTION = "compaction"
     REASONING_DROPPED = "reasoning_dropped"
     CONTEXT_MOVED = "context_moved"
+    CONTEXT_ORDER = "context_order"
     SYSTEM_HOISTED = "system_hoisted"
     BREAKPOINT_MISSING = "breakpoint_missing"
     LOOKBACK_EXCEEDED = "lookback_exceeded"
@@ -53,6 +54,8 @@ class CauseName(StrEnum):
     OUTSIDE_PROMPT = "outside_prompt"
 
 
+# No change of the prompt or the client mends these: a report lists them beside its findings.
+OBSERVED = frozenset({CauseName.COMPACTION, CauseName.BELOW_MINIMUM, CauseName.OUTSIDE_PROMPT})
 LEGITIMATE = frozenset({CauseName.NEW_CONTENT, CauseName.COMPACTION, CauseName.OUTSIDE_PROMPT})
 
 
@@ -123,6 +126,15 @@ class Saving:
 
 
 @dataclass(frozen=True, slots=True)
+class Partner:
+    """Another finding, without which the first saves nothing, and what both save together."""
+
+    cause: CauseName
+    segment: str
+    saving: Saving
+
+
+@dataclass(frozen=True, slots=True)
 class Finding:
     """A cause at a place, over all requests."""
 
@@ -134,6 +146,21 @@ class Finding:
     example: Example
     change: str  # what to do, as an imperative sentence
     saving: Saving
+    partner: Partner | None = None
+
+    @property
+    def note(self) -> str:
+        """Why the saving is what it is, where the tokens lost do not say it; else empty."""
+        if self.partner is not None:
+            place = f" in {self.partner.segment}" if self.partner.segment else ""
+            together = f"{self.partner.saving.tokens:,} tokens"
+            return f"Saves nothing alone; mended together with {self.partner.cause}{place} it saves {together}."
+        if self.saving.tokens > self.tokens_lost:
+            return (
+                "Saves more than is lost: lost tokens count once, as billed, for the first cause of a "
+                "request; the replay counts all that later requests read once this is mended."
+            )
+        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,10 +169,11 @@ class LintReport:
 
     num_requests: int
     verdicts: tuple[Verdict, ...]
-    findings: tuple[Finding, ...]  # by saving, greatest first
+    findings: tuple[Finding, ...]  # with a change that mends them; by saving, greatest first
     saving_all: Saving  # all findings mended together
     quality: dict[str, Any]
     provider: str
     tables: dict[str, Any] = field(default_factory=dict)  # see `report_tables`
     capacity_tokens: int | None = None  # of the replays; None: nothing is evicted
+    observations: tuple[Finding, ...] = ()  # of causes that no change mends
     interrupted: str = ""  # what is missing since Ctrl-C

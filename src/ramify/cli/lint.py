@@ -84,6 +84,7 @@ def _warn_of_empty(quality: ReadQuality, *, strict: bool) -> None:
 
 
 def _show(report: LintReport) -> None:
+    from ramify.analysis.report.wording.numbers import observed_words
     from ramify.analysis.simulation.capacities import capacity_label
 
     verdicts = report.verdicts
@@ -114,7 +115,12 @@ def _show(report: LintReport) -> None:
         )
         example = finding.example
         typer.echo(f"  line {example.line}: {_one_line(example.had)} → {_one_line(example.got)}")
+        if finding.note:
+            typer.echo(f"  {finding.note}")
         typer.echo(f"  {finding.change}")
+    for item in report.observations:
+        typer.echo("")
+        typer.echo(f"no finding, {item.cause} ({item.certainty}): {observed_words(item)}")
     _show_bad_lines(report.quality.get("bad_lines", []))
 
 

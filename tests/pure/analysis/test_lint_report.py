@@ -87,5 +87,6 @@ def test_json_has_the_keys_of_the_contract() -> None:
     finding = report["findings"][0]
     assert finding.keys() == {
         "cause", "certainty", "segment", "num_requests", "tokens_lost", "example", "change", "saving",
+        "partner", "note",
     }  # fmt: skip
     assert finding["saving"].keys() == {"tokens", "low", "high", "money"}

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from ramify.analysis.causes.values import MAX_CONTEXT, SlotEvidence, SlotVerdict, judge_slot
 from ramify.analysis.corpus import Corpus
+from ramify.analysis.diff.context_blocks import BlockOrder
 from ramify.analysis.diff.normal_forms import normalise
 from ramify.analysis.diff.text_diff import Hunk, find_hunks
 from ramify.analysis.records import SegmentKind, TextForm
@@ -63,6 +64,7 @@ class Templates:
         self._template_of: dict[int, int] = {}  # by normal unit
         self._by_feature: dict[int, int] = {}
         self._canonical: dict[tuple[int, frozenset[str] | None], int] = {}
+        self.order = BlockOrder(corpus)
         self._aligned: OrderedDict[tuple[int, int], tuple[Hunk, ...]] = OrderedDict()
 
     def normal(self, unit: int) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
+
 from ramify.analysis.causes.templates import Templates
 from ramify.analysis.causes.unit_pairs import PairDifferences, pair_differences, whitespace_of
 from ramify.analysis.corpus import Corpus
@@ -18,6 +20,7 @@ from ramify.analysis.records import TextForm
 from ramify.analysis.tokens import common_len
 from ramify.analysis.verdicts import CauseName
 
+MIN_REORDERED = 64  # tokens that another order of blocks shares more
 _THINK = re.compile(r"<think(?:ing)?>.*?</think(?:ing)?>\s*", re.DOTALL)
 
 
@@ -98,6 +101,7 @@ class MessageWalk:
             self._step_pair,
             self._step_media,
             self._step_history,
+            self._step_order,
         ):
             before, i, j = len(self.differences), self._i, self._j
             if step():
@@ -263,6 +267,8 @@ class MessageWalk:
                 return True
         outcome = judge_pair(pair, a, self._i, b, self._j, continues=self._continues)
         self.differences += outcome.waste
+        if outcome.stops and self._reorder(outcome.num_shared):
+            return True
         self.num_shared += outcome.num_shared
         self._content = outcome.content
         if outcome.stops:
@@ -354,15 +360,61 @@ class MessageWalk:
         self._advance()
         return True
 
+    def _step_order(self) -> bool:
+        return self._reorder(self._num_shared_here())
+
+    def _reorder(self, num_shared: int) -> bool:
+        """Blocks of a message behind others, by which the messages share more if they stand first.
+
+        Args:
+            num_shared: tokens that the segments here share as they stand.
+        """
+        had, had_end = self._in_order(self._a, self._i)
+        got, got_end = self._in_order(self._b, self._j)
+        num_equal = common_len(np.array(had), np.array(got))
+        num_mended = sum(self._corpus.units[unit].num_tokens for unit in got[:num_equal])
+        if num_equal < min(len(had), len(got)):
+            num_mended += self._corpus.shared_tokens(had[num_equal], got[num_equal])
+        begin = got_end - len(got)
+        num_before = sum(
+            self._corpus.units[unit].num_tokens for unit in self._b.rest[begin : self._j]
+        )
+        if num_mended < num_before + num_shared + MIN_REORDERED:
+            return False
+        at = max(0, common_prefix_len(self._text_a(), self._text_b()) - 16)
+        cause, path = CauseName.CONTEXT_ORDER, self._b.message_of[self._j]
+        quotes = self._text_a(), self._text_b()
+        self.differences.append(Difference.proved(cause, path, *quotes, at, at + 100))
+        self.num_shared += num_mended - num_before
+        if had == got:
+            self._i, self._j = had_end, got_end
+        else:
+            self._is_done = True
+        return True
+
+    def _in_order(self, side: Side, at: int) -> tuple[list[int], int]:
+        """Units of a message with its blocks in the order that shares most, and where the message ends."""
+        order, message = self._templates.order, side.message_of[at]
+        begin = end = at
+        while begin and side.message_of[begin - 1] == message:
+            begin -= 1
+        while end < len(side.rest) and side.message_of[end] == message:
+            end += 1
+        parts = [(order.mend(side.rest[place]), "") for place in range(begin, end)]
+        return [unit for unit, _ in order.sorted_parts(parts)], end
+
     def _stop(self) -> None:
         """Content that differs: count what the two segments share at their start."""
-        a, b = self._a, self._b
-        unit_a, unit_b = a.normals[self._i], b.normals[self._j]
-        left, right = self._corpus.units[unit_a], self._corpus.units[unit_b]
-        if left.head == right.head:
-            tokens_a, tokens_b = self._corpus.tokens(unit_a), self._corpus.tokens(unit_b)
-            self.num_shared += common_len(tokens_a, tokens_b)
+        self.num_shared += self._num_shared_here()
         self._is_done = True
+
+    def _num_shared_here(self) -> int:
+        """Tokens that the two segments have in common at their start."""
+        unit_a, unit_b = self._a.normals[self._i], self._b.normals[self._j]
+        left, right = self._corpus.units[unit_a], self._corpus.units[unit_b]
+        if left.head != right.head:
+            return 0
+        return common_len(self._corpus.tokens(unit_a), self._corpus.tokens(unit_b))
 
 
 def _without_thoughts(text: str) -> str:

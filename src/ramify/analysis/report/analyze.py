@@ -18,7 +18,7 @@ from ramify.analysis.report.document import Analysis
 from ramify.analysis.report.figures.cache_curves import cache_curves
 from ramify.analysis.report.figures.prefix_tree import PrefixTreeBuilder, leaders
 from ramify.analysis.report.figures.provenance import figures_of, warnings_of
-from ramify.analysis.report.figures.rates import hit_rates, waterfall
+from ramify.analysis.report.figures.rates import hit_rates, possible_reads, waterfall
 from ramify.analysis.report.figures.reads import measure_reads
 from ramify.analysis.report.figures.sessions import session_timelines
 from ramify.analysis.report.figures.what_if import replay_sets
@@ -114,15 +114,16 @@ class _Parts:
         shared = self._linted.model.shared_as_sent()
         reads = measure_reads(self._corpus, lint.verdicts, predictions, shared)
         num_input = sum(verdict.tokens.total for verdict in lint.verdicts)
-        rates = hit_rates(lint, reads)
-        self._progress("sharing tree", 0, 1)
-        counted = reads.as_counted(self._corpus)
-        tree = PrefixTreeBuilder(self._corpus, counted, lint.verdicts).build()
-        by_count, by_tokens = leaders(tree, int(counted.num_tokens.sum()))
         self._progress("sets of fixes", 0, 1)
         what_if = None
         if not lint.interrupted:
             what_if = self._unless_interrupted(lambda: replay_sets(self._corpus, self._linted))
+        num_possible = possible_reads(lint, reads, what_if)
+        rates = hit_rates(lint, reads, num_possible)
+        self._progress("sharing tree", 0, 1)
+        counted = reads.as_counted(self._corpus)
+        tree = PrefixTreeBuilder(self._corpus, counted, lint.verdicts).build()
+        by_count, by_tokens = leaders(tree, int(counted.num_tokens.sum()))
         curves = self._unless_interrupted(
             lambda: cache_curves(
                 self._corpus,
@@ -146,7 +147,9 @@ class _Parts:
             leaders_by_tokens=by_tokens,
             sessions=session_timelines(self._corpus, lint.verdicts, predictions),
             curves=curves,
-            waterfall=waterfall(reads, lint.verdicts, predictions, self._linted.unsplit),
+            waterfall=waterfall(
+                reads, lint.verdicts, predictions, self._linted.unsplit, num_possible
+            ),
             what_if=what_if,
             figures=tuple(figures_of(lint, rates, curves, num_input)),
             warnings=tuple(warnings_of(lint.quality, lint, is_partial=self._is_partial)),

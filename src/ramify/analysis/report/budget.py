@@ -9,7 +9,7 @@ from typing import Any
 
 from ramify.analysis.report.document import Analysis
 from ramify.analysis.report.wording.numbers import money, percent
-from ramify.analysis.verdicts import CauseName, Certainty
+from ramify.analysis.verdicts import OBSERVED, CauseName, Certainty
 from ramify.errors import ConfigError
 
 
@@ -88,7 +88,7 @@ def check_budget(budget: Budget, analysis: Analysis) -> tuple[str, ...]:
     order = list(Certainty)
     findings = [
         finding
-        for finding in analysis.lint.findings
+        for finding in (*analysis.lint.findings, *analysis.lint.observations)
         if order.index(finding.certainty) <= order.index(budget.certainty)
     ]
     base = analysis.rate("reported") or analysis.rate("by_rule")
@@ -109,8 +109,9 @@ def check_budget(budget: Budget, analysis: Analysis) -> tuple[str, ...]:
     num_bad = len(analysis.lint.quality.get("bad_lines", ()))
     if budget.max_bad_lines is not None and num_bad > budget.max_bad_lines:
         reasons.append(f"{num_bad:,} bad lines; the budget is {budget.max_bad_lines:,}")
-    if budget.max_findings is not None and len(findings) > budget.max_findings:
-        reasons.append(f"{len(findings):,} findings; the budget is {budget.max_findings:,}")
+    num_findings = sum(finding.cause not in OBSERVED for finding in findings)
+    if budget.max_findings is not None and num_findings > budget.max_findings:
+        reasons.append(f"{num_findings:,} findings; the budget is {budget.max_findings:,}")
     reasons += [
         f"{finding.cause} in {finding.segment or 'the log'} is forbidden: "
         f"{finding.num_requests:,} requests, e.g. line {finding.example.line}"

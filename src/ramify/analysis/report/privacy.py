@@ -15,6 +15,7 @@ from typing import Any
 
 from ramify.analysis.report.document import Analysis
 from ramify.analysis.report.figures.provenance import RULE_NOTE
+from ramify.analysis.verdicts import Finding
 
 _OWN_LABEL = re.compile(r"all requests|[\d,]+ small branch(es)?")
 _ROLES = frozenset({"assistant", "developer", "system", "tool", "user"})
@@ -119,6 +120,13 @@ def hide_texts(analysis: Analysis, changes: dict[str, str]) -> Analysis:
     """
     hider = TextHider()
     lint = analysis.lint
+
+    def hidden(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
+        return tuple(
+            replace(hider.hide_fields(item), change=changes.get(str(item.cause), ""))
+            for item in findings
+        )
+
     quality = hider.hide_values({**lint.quality, "bad_lines": hider.hide_lines(lint.quality)})
     quality.pop("bad_reasons", None)  # an error message may quote the line
     return replace(
@@ -126,10 +134,8 @@ def hide_texts(analysis: Analysis, changes: dict[str, str]) -> Analysis:
         title="private",
         lint=replace(
             lint,
-            findings=tuple(
-                replace(hider.hide_fields(finding), change=changes.get(str(finding.cause), ""))
-                for finding in lint.findings
-            ),
+            findings=hidden(lint.findings),
+            observations=hidden(lint.observations),
             verdicts=hider.hide_fields(lint.verdicts),
             quality=quality,
             tables=hider.hide_values(lint.tables),

@@ -45,6 +45,8 @@ class MendedUnits:
         known = self._memo.get((unit, values | forms))
         if known is None:
             known = self._memo[unit, values | forms] = self._mend(unit, values, forms)
+        if CauseName.CONTEXT_ORDER in causes:
+            return self._templates.order.mend(known)
         return known
 
     def _mend(self, unit: int, values: frozenset[CauseName], forms: frozenset[CauseName]) -> int:

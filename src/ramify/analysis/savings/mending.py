@@ -6,12 +6,13 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain, takewhile
+from itertools import chain, groupby, takewhile
 
 import numpy as np
 
 from ramify.analysis.causes.templates import Templates
 from ramify.analysis.corpus import Corpus, StoredRequest
+from ramify.analysis.diff.context_blocks import message_of
 from ramify.analysis.diff.prompt_sides import Difference, PlacedUnit
 from ramify.analysis.matching.best_match import Match
 from ramify.analysis.providers.prompts import ReplayPrompt
@@ -195,12 +196,23 @@ class Mender:
             segments += group
             if sent in marks and segments:  # that of a dropped segment is at the one before
                 breakpoints[len(segments) - 1] = marks[sent]
+        segments = list(self._in_order(segments))
         return ReplayPrompt(
             request,
             units=np.array([unit for unit, _ in segments], np.uint32),
             paths=tuple(self._numbered(segments)),
             breakpoints=tuple(breakpoints.items()),
         )
+
+    def _in_order(self, segments: Sequence[PlacedUnit]) -> Iterator[PlacedUnit]:
+        """The segments, with the parts of messages in order where that is mended."""
+        mended = [place for cause, place in self._fixes if cause is CauseName.CONTEXT_ORDER]
+        heads = {place.partition(".")[0] for place in mended}
+        for head, parts in groupby(segments, message_of):
+            if generalise(head) in heads:
+                yield from self._templates.order.sorted_parts(list(parts))
+            else:
+                yield from parts
 
     def _numbered(self, segments: Iterable[PlacedUnit]) -> Iterator[str]:
         """Paths with the messages numbered as they stand: those of the match have its numbers."""

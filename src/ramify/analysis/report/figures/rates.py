@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from math import ceil
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ramify.analysis.providers.prompts import Prediction
-from ramify.analysis.report.document import HitRate, WaterfallStep
+from ramify.analysis.report.document import HitRate, WaterfallStep, WhatIf
 from ramify.analysis.report.figures.reads import Counts, RequestReads
 from ramify.analysis.report.wording.headline import rule_words
 from ramify.analysis.verdicts import CauseName, LintReport, Verdict
@@ -30,7 +31,24 @@ _OUTSIDE = (
 )
 
 
-def hit_rates(lint: LintReport, reads: RequestReads) -> tuple[HitRate, ...]:
+def possible_reads(lint: LintReport, reads: RequestReads, what_if: WhatIf | None) -> int:
+    """Tokens that `counted_requests` could read if all causes were mended.
+
+    What each shares with its best match or has read, and not less than any set of fixes reads in its
+    replay.
+    """
+    chosen = counted_requests(reads)
+    savings = [lint.saving_all, *(finding.saving for finding in lint.findings)]
+    savings += [] if what_if is None else what_if.savings.values()
+    num_input = int(reads.num_tokens[chosen].sum())
+    rate: float = num_input / max(1, lint.tables["predicted"]["num_input"])
+    replayed = int(reads.by_rule[chosen].sum()) + ceil(rate * max(item.tokens for item in savings))
+    shared = np.maximum(reads.reusable + reads.lost, reads.reported)
+    num_shared = int(shared[chosen].sum())
+    return max(num_shared, min(num_input, replayed))
+
+
+def hit_rates(lint: LintReport, reads: RequestReads, num_possible: int) -> tuple[HitRate, ...]:
     """Reported (where usage is logged), by rule, and possible: over the same requests and tokens.
 
     They are over the requests with whole prompts whose usage has cached tokens; without usage, over
@@ -42,17 +60,21 @@ def hit_rates(lint: LintReport, reads: RequestReads) -> tuple[HitRate, ...]:
     if reads.has_usage.any():
         unit = "input tokens as billed, of the requests whose cached tokens are logged"
 
-    def rate(name: str, num_read: Counts, formula: str) -> HitRate:
-        return HitRate(name, int(num_read[chosen].sum()), num_input, num_requests, formula)
+    def rate(name: str, num_read: int, formula: str) -> HitRate:
+        return HitRate(name, num_read, num_input, num_requests, formula)
 
     rates = []
     if reads.has_usage[chosen].any():
-        rates.append(rate("reported", reads.reported, f"cached tokens of usage / {unit}"))
+        num_reported = int(reads.reported[chosen].sum())
+        rates.append(rate("reported", num_reported, f"cached tokens of usage / {unit}"))
     if reads.is_whole[chosen].any():
         words = f"reads by {rule_words(lint)}, from a cold cache / {unit}"
-        rates.append(rate("by_rule", reads.by_rule, words))
-        words = "tokens shared with an earlier request if all causes were mended, infinite cache"
-        rates.append(rate("possible", reads.reusable + reads.lost, f"{words} / {unit}"))
+        rates.append(rate("by_rule", int(reads.by_rule[chosen].sum()), words))
+        words = (
+            "tokens shared with an earlier request if all causes were mended, infinite cache, or reported "
+            "as read, or read in the best replay of the mended log"
+        )
+        rates.append(rate("possible", num_possible, f"{words} / {unit}"))
     return tuple(rates)
 
 
@@ -67,6 +89,7 @@ def waterfall(
     verdicts: Sequence[Verdict],
     predictions: Mapping[int, Prediction],
     unsplit: Mapping[int, Prediction],
+    num_possible: int,
 ) -> tuple[WaterfallStep, ...]:
     """Levels and the steps between them, as shares of the input tokens of the same requests.
 
@@ -78,6 +101,7 @@ def waterfall(
         verdicts: of each request.
         predictions: by the request's number.
         unsplit: the same if all replicas, keys and answering models shared a cache.
+        num_possible: see `possible_reads`.
     """
     chosen = counted_requests(reads)
     has_reported = bool(reads.has_usage[chosen].any())
@@ -85,13 +109,12 @@ def waterfall(
     if not total or not reads.is_whole[chosen].any():
         return ()
     steps = _Steps(total)
-    possible = reads.reusable + reads.lost
-    steps.level(
-        "possible, mended", int(possible[chosen].sum()), "all causes mended, infinite cache"
-    )
+    steps.level("possible, mended", num_possible, "all causes mended, infinite cache")
     for name, lost in _prompt_causes(reads, verdicts, chosen):
         steps.down(name, lost, "changes of the prompt")
-    steps.level("as sent", int(reads.reusable[chosen].sum()), "infinite cache, no rule")
+    as_sent = int(reads.reusable[chosen].sum())
+    steps.remainder(as_sent, "other requests", "read from others than the best match, once mended")
+    steps.level("as sent", as_sent, "infinite cache, no rule")
     for name, lost, detail in _restrictions(reads, predictions, unsplit, chosen):
         steps.down(name, lost, detail)
     by_rule = int(reads.by_rule[chosen].sum())

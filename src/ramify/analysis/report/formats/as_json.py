@@ -24,6 +24,7 @@ def analysis_as_json(analysis: Analysis) -> dict[str, Any]:
         "provider": lint.provider,
         "capacity": lint.capacity_tokens,
         "findings": [finding_as_json(finding) for finding in lint.findings],
+        "observations": [finding_as_json(item) for item in lint.observations],
         "saving_all": asdict(lint.saving_all),
         "quality": lint.quality,
         "tables": lint.tables,

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import re
+
 from ramify.analysis.report.document import Analysis
+from ramify.analysis.report.formats.terminal import printable
 from ramify.analysis.report.wording.headline import headline
-from ramify.analysis.report.wording.numbers import count, lost_words, percent, plural, range_words
+from ramify.analysis.report.wording.numbers import (
+    count,
+    lost_words,
+    observed_words,
+    percent,
+    plural,
+    range_words,
+)
 from ramify.analysis.verdicts import Finding
 
 MAX_FINDINGS = 20
+_MARKUP = re.compile(r"[\\`*_\[\]<>#|~&@]|:(?=//)|(?<=www)\.")
 
 
 def analysis_as_markdown(analysis: Analysis) -> str:
     """Headline, hit rates and findings."""
-    lines = [f"## Cache analysis of {_inline(analysis.title)}", "", headline(analysis), ""]
+    lines = [f"## Cache analysis of {_code(analysis.title)}", "", headline(analysis), ""]
     for warning in analysis.warnings:
-        lines += [f"> {warning}", ""]
+        lines += [f"> {_escaped(warning)}", ""]
     if analysis.rates:
         lines += ["| hit rate | share | of input tokens | of requests |", "|---|---|---|---|"]
         lines += [
@@ -28,6 +39,8 @@ def analysis_as_markdown(analysis: Analysis) -> str:
     more = len(analysis.lint.findings) - MAX_FINDINGS
     if more > 0:
         lines += [f"{plural(more, 'more finding')} left out.", ""]
+    for item in analysis.lint.observations:
+        lines += [f"No finding, `{item.cause}` ({item.certainty}): {observed_words(item)}", ""]
     lines.append(f"Made with `ramify analyze`, Ramify {analysis.version}.")
     return "\n".join(lines) + "\n"
 
@@ -35,7 +48,7 @@ def analysis_as_markdown(analysis: Analysis) -> str:
 def finding_as_markdown(finding: Finding, number: int) -> str:
     """A finding with its quotes."""
     saving = finding.saving
-    place = f" in `{finding.segment}`" if finding.segment else ""
+    place = f" in {_code(finding.segment)}" if finding.segment else ""
     facts = (
         f"{lost_words(finding)}; mending saves {count(saving.tokens)} tokens {range_words(saving)}."
     )
@@ -44,17 +57,18 @@ def finding_as_markdown(finding: Finding, number: int) -> str:
         "",
         facts,
         "",
+        *([_escaped(finding.note), ""] if finding.note else ()),
         f"**Change:** {finding.change}",
     ]
     example = finding.example
     if example.had or example.got:
-        fence = "`" * (3 + max(_longest_run(example.had), _longest_run(example.got)))
+        fence = "`" * max(3, 1 + _longest_run(example.had + "\n" + example.got))
         lines += ["", fence + "diff", *_diff("-", example.had), *_diff("+", example.got), fence]
     return "\n".join(lines)
 
 
 def _diff(sign: str, text: str) -> list[str]:
-    return [f"{sign} {line}" for line in text.splitlines() or [""]]
+    return [f"{sign} {printable(line)}" for line in text.splitlines() or [""]]
 
 
 def _longest_run(text: str) -> int:
@@ -65,5 +79,13 @@ def _longest_run(text: str) -> int:
     return longest
 
 
-def _inline(text: str) -> str:
-    return text.replace("\n", " ").replace("`", "'")
+def _code(text: str) -> str:
+    """A text of the log as a code span: no character of it is markup."""
+    fence = "`" * (1 + _longest_run(text))
+    pad = " " if "`" in text[:1] + text[-1:] else ""
+    return f"{fence}{pad}{printable(text)}{pad}{fence}"
+
+
+def _escaped(text: str) -> str:
+    """A sentence that may name parts of the log, without links, HTML and other markup."""
+    return _MARKUP.sub(r"\\\g<0>", printable(text))

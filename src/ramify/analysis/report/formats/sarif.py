@@ -51,11 +51,12 @@ def _rule(cause: CauseName) -> dict[str, Any]:
 
 def _result(finding: Finding, rule: int) -> dict[str, Any]:
     place = f" in {finding.segment}" if finding.segment else ""
-    example, saving = finding.example, finding.saving
+    example, saving, partner = finding.example, finding.saving, finding.partner
     quotes = f" Had {example.had!r}, got {example.got!r}." if example.had or example.got else ""
     text = (
         f"{CAUSES[finding.cause].title}{place} ({finding.certainty}): "
-        f"{lost_words(finding)}; mending saves {count(saving.tokens)}.{quotes} {finding.change}"
+        f"{lost_words(finding)}; mending saves {count(saving.tokens)}.{quotes} "
+        f"{finding.note}{' ' if finding.note else ''}{finding.change}"
     )
     # The place, not the quotes: they differ in every log.
     identity = blake2b(f"{finding.cause} {finding.segment}".encode(), digest_size=16).hexdigest()
@@ -70,6 +71,7 @@ def _result(finding: Finding, rule: int) -> dict[str, Any]:
             "segment": finding.segment,
             "tokensLost": finding.tokens_lost,
             "savingTokens": saving.tokens,
+            "savingTokensWithPartner": None if partner is None else partner.saving.tokens,
         },
     }
     if example.file:

@@ -13,6 +13,7 @@ from ramify.analysis.report.wording.numbers import (
     RATE_NAMES,
     count,
     lost_words,
+    observed_words,
     percent,
     plural,
     range_words,
@@ -39,6 +40,9 @@ def print_summary(analysis: Analysis, console: Console) -> None:
     for number, finding in enumerate(findings[:MAX_FINDINGS], 1):
         console.print()
         _print_finding(console, finding, number)
+    for item in analysis.lint.observations:
+        console.print()
+        console.print(Text(f"No finding, {item.cause} ({item.certainty}): {observed_words(item)}"))
     console.print()
     if len(findings) > MAX_FINDINGS:
         rest = plural(len(findings) - MAX_FINDINGS, "more finding")
@@ -83,6 +87,8 @@ def _print_finding(console: Console, finding: Finding, number: int) -> None:
         grid.add_row("   - had", _quote(before, "red"))
         grid.add_row("   + got", _quote(after, "green"))
         console.print(grid)
+    if finding.note:
+        console.print(Padding(Text(finding.note), (0, 0, 0, 3)))
     console.print(Padding(Text(f"→ {finding.change}", style="italic"), (0, 0, 0, 3)))
 
 

@@ -27,6 +27,7 @@ from ramify.analysis.report.wording.numbers import (
     count,
     duration,
     money,
+    observed_words,
     percent,
     plural,
 )
@@ -69,7 +70,7 @@ def analysis_as_html(analysis: Analysis) -> str:
         rate_names=RATE_NAMES,
         findings=rows.finding_rows(findings),
         num_left_out=max(0, len(findings) - rows.MAX_FINDINGS),
-        passed=passed_checks(findings, analysis.lint.quality),
+        passed=passed_checks((*findings, *analysis.lint.observations), analysis.lint.quality),
         unchecked=missing_checks(analysis.lint.quality),
         what_if=rows.what_if_rows(analysis),
         sessions=rows.session_rows(analysis.sessions),
@@ -82,6 +83,7 @@ def analysis_as_html(analysis: Analysis) -> str:
         if curves
         else "",
         plural=plural,
+        observed_words=observed_words,
         style=Markup(style),  # noqa: S704 - our own file
         script=Markup(script),  # noqa: S704 - our own file
         style_digest=_digest(style),

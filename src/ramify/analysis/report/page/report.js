@@ -63,6 +63,7 @@
     const size = Math.abs(value);
     const digits = size >= 1000 ? size.toLocaleString("en-US", { maximumFractionDigits: 0 })
       : size >= 0.01 || size === 0 ? size.toFixed(2) : size.toPrecision(2);
+    if (size > 0 && size < 0.0001) return value < 0 ? "> -$0.0001" : "< $0.0001";
     return (value < 0 ? "-$" : "$") + digits;
   }
   const percent = (share) => (100 * share).toFixed(1) + " %";

@@ -110,6 +110,13 @@ _TEXTS = (
         "Context blocks stay in place",
     ),
     CauseText(
+        CauseName.CONTEXT_ORDER,
+        "Fixed text behind changing text",
+        "Within a message, blocks that other requests have too (documents, instructions) stand behind "
+        "text that changes, or in another order.",
+        "Messages begin with what they share",
+    ),
+    CauseText(
         CauseName.SYSTEM_HOISTED,
         "A system message is hoisted",
         "A system message from mid-history is moved to the head of the prompt.",

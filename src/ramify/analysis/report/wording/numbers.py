@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ramify.analysis.report.wording.causes import CAUSES
 from ramify.analysis.verdicts import Finding, Saving
 
 RATE_NAMES = {"reported": "reported", "by_rule": "by rule", "possible": "possible"}
@@ -32,14 +33,14 @@ def percent(share: float) -> str:
 
 
 def money(dollars: float) -> str:
-    """`$1.23`; fractions of a cent with two digits."""
+    """`$1.23`; fractions of a cent with two digits, down to a hundredth."""
     sign = "-" if dollars < 0 else ""
     size = abs(dollars)
     if size >= 1000:
         return f"{sign}${size:,.0f}"
     if size >= 0.01 or size == 0:
         return f"{sign}${size:.2f}"
-    return f"{sign}${size:.2g}"
+    return f"{sign}${size:.2g}" if size >= 0.0001 else f"{'>' if sign else '<'} {sign}$0.0001"
 
 
 def duration(seconds: float) -> str:
@@ -59,6 +60,11 @@ def lost_words(finding: Finding) -> str:
     """`2 requests, 1,234 tokens lost`."""
     requests = plural(finding.num_requests, "request")
     return f"{requests}, {count(finding.tokens_lost)} tokens lost"
+
+
+def observed_words(finding: Finding) -> str:
+    """`37 requests: The texts are equal and …`, of a cause that no change mends."""
+    return f"{plural(finding.num_requests, 'request')}: {CAUSES[finding.cause].what}"
 
 
 def range_words(saving: Saving) -> str:
