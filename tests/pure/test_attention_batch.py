@@ -55,6 +55,32 @@ def test_an_empty_batch_is_legal() -> None:
     assert not batch.num_cached.any()
 
 
+def test_flashinfer_gets_one_list_of_pages() -> None:
+    """Pages of all requests in order, where each begins, and the tokens in each last page."""
+    table = PagedBlockTable.of([[6, 5, 4], [3], [9, 8], []], page_size=4)
+    extends = [Extend(0, 0, 4, 3), Extend(1, 1, 0, 1), Extend(2, 2, 7, 1), Extend(3, 3, 0, 0)]
+
+    arrays = AttentionBatch.build(extends, table).paged_kv_arrays()
+
+    assert arrays.paged_kv_indptr.tolist() == [0, 2, 3, 5, 5]
+    assert arrays.paged_kv_indices.tolist() == [6, 5, 3, 9, 8]
+    assert arrays.paged_kv_last_page_len.tolist() == [3, 1, 4, 0]
+    for values in (
+        arrays.paged_kv_indptr,
+        arrays.paged_kv_indices,
+        arrays.paged_kv_last_page_len,
+    ):
+        assert values.dtype == np.int32
+
+
+def test_flashinfers_arrays_of_an_empty_batch() -> None:
+    """One offset, no page."""
+    arrays = AttentionBatch.build([], PagedBlockTable(1, 4, page_size=2)).paged_kv_arrays()
+
+    assert arrays.paged_kv_indptr.tolist() == [0]
+    assert not len(arrays.paged_kv_indices) and not len(arrays.paged_kv_last_page_len)
+
+
 def test_a_batch_is_frozen() -> None:
     """Its fields and arrays are read-only, and it is no view of the table."""
     table = PagedBlockTable.of([[1, 0]], page_size=1)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ramify.attention.backend import AttentionBackend as AttentionBackend
     from ramify.attention.backend import select_backend as select_backend
-    from ramify.attention.batch import AttentionBatch, Extend
+    from ramify.attention.batch import AttentionBatch, Extend, PagedKVArrays
     from ramify.attention.blocks.attention_block import RadixAttentionBlock as RadixAttentionBlock
     from ramify.attention.blocks.paged_kv_cache import (
         RadixAttentionWithPagedKVCache as RadixAttentionWithPagedKVCache,
@@ -38,6 +38,7 @@ _HOMES = {
     "AttentionBatch": "batch",
     "AttentionSpec": "spec",
     "Extend": "batch",
+    "PagedKVArrays": "batch",
     "RadixAttentionBlock": "blocks.attention_block",
     "RadixAttentionPlanner": "planner",
     "RadixAttentionWithPagedKVCache": "blocks.paged_kv_cache",
@@ -48,7 +49,7 @@ _HOMES = {
 }
 
 # A star import takes only the names that need no torch.
-__all__ = ["AttentionBatch", "Extend", "RadixAttentionPlanner", "RadixSequence"]
+__all__ = ["AttentionBatch", "Extend", "PagedKVArrays", "RadixAttentionPlanner", "RadixSequence"]
 
 
 def __getattr__(name: str) -> Any:

@@ -30,6 +30,18 @@ class Extend:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PagedKVArrays:
+    """The pages of a batch as FlashInfer's wrappers take them: one list, and where each request begins.
+
+    `qo_indptr`, which they take as well, is `AttentionBatch.cu_seqlens_q`.
+    """
+
+    paged_kv_indptr: NDArray[np.int32]  # [B + 1] offsets into `paged_kv_indices`
+    paged_kv_indices: NDArray[np.int32]  # pages of all requests, in order
+    paged_kv_last_page_len: NDArray[np.int32]  # [B] tokens in the last page; 0 without a page
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class AttentionBatch:
     """Attention metadata of one step over B requests with T new tokens in all.
 
@@ -259,6 +271,16 @@ class AttentionBatch:
         slots: NDArray[np.int64] = pages[position // self.page_size] * self.page_size
         slots += position % self.page_size
         return slots
+
+    def paged_kv_arrays(self) -> PagedKVArrays:
+        """The pages of every request in FlashInfer's form, on the host."""
+        num_pages = -(-self.seq_lens_kv // self.page_size)
+        indptr = np.zeros(self.num_seqs + 1, np.int32)
+        np.cumsum(num_pages, out=indptr[1:])
+        used = np.arange(self.block_table.shape[1]) < num_pages[:, None]
+        before_last = np.maximum(num_pages - 1, 0) * self.page_size
+        last_page_len = (self.seq_lens_kv - before_last).astype(np.int32)
+        return PagedKVArrays(indptr, self.block_table[used], last_page_len)
 
 
 def sharing_arrays(

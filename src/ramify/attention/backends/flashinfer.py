@@ -7,7 +7,6 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -68,18 +67,15 @@ class FlashInferBackend:
         if batch.num_tokens == 0:
             return 0
         spec, page_size = self.spec, batch.page_size
-        num_pages = -(-batch.seq_lens_kv // page_size)
-        indptr = np.concatenate([[0], np.cumsum(num_pages)]).astype(np.int32)
-        used = np.arange(batch.block_table.shape[1]) < num_pages[:, None]
-        pages = torch.from_numpy(batch.block_table[used]).pin_memory()
-        last = (batch.seq_lens_kv - (num_pages - 1) * page_size).astype(np.int32)
+        arrays = batch.paged_kv_arrays()
+        pages = torch.from_numpy(arrays.paged_kv_indices).pin_memory()
         indices = pages.to(self.device, non_blocking=True)
         for window, wrapper in self._wrappers.items():
             wrapper.plan(
                 torch.from_numpy(batch.cu_seqlens_q.copy()),
-                torch.from_numpy(indptr),
+                torch.from_numpy(arrays.paged_kv_indptr),
                 indices,
-                torch.from_numpy(last),
+                torch.from_numpy(arrays.paged_kv_last_page_len),
                 spec.num_heads,
                 spec.num_kv_heads,
                 spec.head_dim,
