@@ -27,7 +27,8 @@ INTRO = """\
 <!-- Written by scripts/options_table.py (make options). Edit the help in src/ramify/config.py instead. -->
 
 Engine options are keyword arguments of `LLM` and `AsyncLLM`, and flags of `ramify serve`, `chat` and
-`generate`. An option that does not exist is an error that lists those that do.
+`generate`. An option that does not exist is an error that lists those that do; for an option of vLLM,
+SGLang, transformers or llama.cpp it says what is used here in its place.
 
 ```python
 llm = LLM("path/to/checkpoint", kv_cache_tokens=65_536, policy="lru")

@@ -13,6 +13,8 @@ from typing import Any
 
 from ramify.cache.policies import POLICIES
 from ramify.errors import ConfigError, PoolTooSmallError, UnknownOptionError
+from ramify.foreign_names import ENGINE_NAMES, PARAM_NAMES, python_advice
+from ramify.params import SAMPLING_FIELDS
 
 DTYPES = ("auto", "float32", "bfloat16")
 KV_DTYPES = ("auto", "int8", "fp8")
@@ -230,7 +232,7 @@ class EngineConfig:
         values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
         for name, value in options.items():
             if name not in section_of:
-                raise UnknownOptionError(name, section_of)
+                raise UnknownOptionError(name, section_of, option_advice(name))
             is_path = name == "model" and isinstance(value, Path)
             values[section_of[name]][name] = str(value) if is_path else _plain(value)
         config = cls(**{name: section(**values[name]) for name, section in SECTIONS.items()})
@@ -296,6 +298,15 @@ class EngineConfig:
                 "speculative_sampling='rejection' with exact=True: the tokens would depend on what "
                 "was guessed; use exact=False, or leave it at 'exact'"
             )
+
+
+def option_advice(name: str) -> str:
+    """What to use in place of an option that does not exist; "" if that is not known."""
+    if name in ENGINE_NAMES:
+        return python_advice(ENGINE_NAMES[name])
+    if name in SAMPLING_FIELDS:
+        return "give it to SamplingParams"
+    return f"of SamplingParams; {python_advice(PARAM_NAMES[name])}" if name in PARAM_NAMES else ""
 
 
 def _check_number(name: str, value: object, most: float, allowed: str) -> None:

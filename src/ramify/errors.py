@@ -15,6 +15,7 @@ RamifyError
 │  ├─ RequestTooLargeError        the request alone needs more pages than the pool has
 │  ├─ TokenOutOfRangeError
 │  ├─ InvalidParamsError          a sampling parameter outside its range
+│  ├─ UnknownParamError           there is no such sampling parameter
 │  ├─ PromptPoolingError          vectors leave out the tokens of the checkpoint's prompt
 │  ├─ DeadEndError                no token is allowed next
 │  ├─ LibraryPanicError           compiled code of another project panicked on this request
@@ -43,8 +44,12 @@ RamifyError
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+
+# Of the pins that an error names.
+MAX_NAMED_PINS, MAX_OWNER_CHARS = 4, 40
 
 
 def shortened(value: object, limit: int = 200) -> str:
@@ -74,11 +79,16 @@ class ConfigError(RamifyError, ValueError):
 
 
 class UnknownOptionError(ConfigError):
-    """There is no option of this name."""
+    """There is no option of this name.
 
-    def __init__(self, name: str, known: Iterable[str]) -> None:
-        self.name, self.known = name, tuple(sorted(known))
-        super().__init__(f"unknown option {name!r}; the options are {', '.join(self.known)}")
+    Args:
+        advice: what to use in its place; empty: the message lists the options.
+    """
+
+    def __init__(self, name: str, known: Iterable[str], advice: str = "") -> None:
+        self.name, self.known, self.advice = name, tuple(sorted(known)), advice
+        reason = f": {advice}" if advice else f"; the options are {', '.join(self.known)}"
+        super().__init__(f"unknown option {name!r}{reason}")
 
 
 class PoolTooSmallError(ConfigError):
@@ -193,6 +203,20 @@ class InvalidParamsError(RequestError):
         super().__init__(f"{name}={value!r} is not possible: {name} must be {allowed}")
 
 
+class UnknownParamError(RequestError, TypeError):
+    """There is no sampling parameter, or argument of a call, of this name.
+
+    Args:
+        owner: the class or the call that it was given to.
+        advice: what to use in its place; empty: the message lists the parameters.
+    """
+
+    def __init__(self, owner: str, name: str, known: Iterable[str], advice: str = "") -> None:
+        self.owner, self.name, self.known, self.advice = owner, name, tuple(known), advice
+        reason = f": {advice}" if advice else f"; the parameters are {', '.join(self.known)}"
+        super().__init__(f"{owner} has no {name!r}{reason}")
+
+
 class PromptPoolingError(RequestError):
     """The checkpoint puts a prompt before texts, and its vectors leave that prompt's tokens out."""
 
@@ -295,13 +319,35 @@ class CacheError(RamifyError):
 
 
 class OutOfPagesError(CacheError):
-    """Fewer pages are free or evictable than requested; nothing was evicted or changed."""
+    """Fewer pages are free or evictable than requested; nothing was evicted or changed.
 
-    def __init__(self, asked: int, free: int, evictable: int, total: int) -> None:
+    Args:
+        pins: (id, owner, pages) of each pin, which keep pages from eviction; the message names the
+            largest.
+    """
+
+    def __init__(
+        self,
+        asked: int,
+        free: int,
+        evictable: int,
+        total: int,
+        pins: tuple[tuple[int, str, int], ...] = (),
+    ) -> None:
         self.asked, self.free, self.evictable, self.total = asked, free, evictable, total
+        self.pins = pins
+        largest = heapq.nlargest(MAX_NAMED_PINS, pins, key=lambda pin: pin[2])
+        named = [
+            f"{number}{f' of {owner[:MAX_OWNER_CHARS]!r}' if owner else ''} ({pages} pages)"
+            for number, owner, pages in largest
+        ]
+        if len(pins) > len(named):
+            named.append(f"and {len(pins) - len(named)} more")
+        cause = f"; pins hold pages: {', '.join(named)}" if pins else ""
+        way_out = "unpin some, release a lease" if pins else "release a lease"
         super().__init__(
             f"{asked} pages asked for, but of {total} only {free} are free and {evictable} can "
-            "be evicted; release a lease, ask for fewer pages, or use a larger pool"
+            f"be evicted{cause}; {way_out}, ask for fewer pages, or use a larger pool"
         )
 
 

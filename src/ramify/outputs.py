@@ -153,6 +153,9 @@ class Usage:
         return self.prompt_tokens + self.completion_tokens
 
 
+REFUSED_ID = -1  # of a request that was never queued
+
+
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
     """The result of a finished request.
@@ -170,6 +173,16 @@ class RequestOutput:
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # the first token has none
     prompt_embedding: array[float] | None = None  # [hidden_size] float32
     error: Exception | None = field(default=None, compare=False)
+
+    @property
+    def was_refused(self) -> bool:
+        """Whether the prompt was never queued; `error` says why."""
+        return self.request_id == REFUSED_ID
+
+    @property
+    def outputs(self) -> tuple[Completion, ...]:
+        """`completions`, by vLLM's name."""
+        return self.completions
 
     @property
     def text(self) -> str:

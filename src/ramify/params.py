@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Integral, Real
-from typing import Literal, get_args
+from typing import Literal, Self, get_args
 
-from ramify.errors import InvalidParamsError
+from ramify.errors import InvalidParamsError, UnknownParamError
+from ramify.foreign_names import PARAM_NAMES, python_advice
 from ramify.outputs import (
     CacheReport,
     Completion,
@@ -225,6 +226,7 @@ class SamplingParams:
 
     Raises:
         InvalidParamsError: a value is outside its range.
+        UnknownParamError: there is no parameter of this name.
     """
 
     temperature: float = 0.0
@@ -251,6 +253,15 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     prompt_embedding: bool = False
     pooling: PoolingMode = "last"
+
+    def __new__(cls, *_: object, **params: object) -> Self:
+        """Refuse a name that is no parameter, with ours if it is that of another engine."""
+        if not params.keys() <= SAMPLING_FIELDS:
+            names = [field.name for field in fields(cls)]
+            name = next(name for name in params if name not in SAMPLING_FIELDS)
+            advice = python_advice(PARAM_NAMES.get(name, ""))
+            raise UnknownParamError(cls.__name__, name, names, advice)
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         if not _is_number(self.temperature) or not 0.0 <= self.temperature <= sys.float_info.max:
@@ -377,6 +388,7 @@ class SamplingParams:
             object.__setattr__(self, name, float(getattr(self, name)))
 
 
+SAMPLING_FIELDS = frozenset(field.name for field in fields(SamplingParams))
 MAX_ANSWERS = 128  # the OpenAI API's limit
 MAX_LOGPROBS = 1024  # bounds the output of one token; the OpenAI API allows 20
 MAX_BANNED_TOKENS = 262_144  # bounds the memory of a request

@@ -175,10 +175,14 @@ def test_stop_texts_do_not_end_before_min_tokens(llm: LLM) -> None:
 def test_what_cannot_be_served_is_refused_at_once(
     options: dict[str, Any], name: str, llm: LLM
 ) -> None:
-    """An option that cannot be served raises InvalidParamsError and queues nothing."""
-    with pytest.raises(InvalidParamsError) as caught:
-        llm.generate(PROMPT, SamplingParams(n=2, **options))
+    """An option that cannot be served is an InvalidParamsError and queues nothing."""
+    params = SamplingParams(n=2, **options)
 
+    [refused] = llm.generate(PROMPT, params)
+    with pytest.raises(InvalidParamsError) as caught:
+        llm.add_request(PROMPT, params)
+
+    assert str(refused.error) == str(caught.value)
     assert caught.value.name == name
     assert_idle(llm)
 
@@ -190,5 +194,7 @@ def test_a_format_needs_a_tokenizer(tmp_path: Path) -> None:
         kv_cache_tokens=256,
     )
 
-    with pytest.raises(InvalidParamsError, match="the model has no tokenizer"):
-        bare.generate([1, 2], SamplingParams(structured=StructuredOutput(json_object=True)))
+    [refused] = bare.generate([1, 2], SamplingParams(structured=StructuredOutput(json_object=True)))
+
+    assert isinstance(refused.error, InvalidParamsError)
+    assert "the model has no tokenizer" in str(refused.error)

@@ -16,6 +16,8 @@ from ramify.errors import (
     OutOfPagesError,
     RamifyError,
     TokensWaitError,
+    UnknownOptionError,
+    UnknownParamError,
     UnknownRequestError,
 )
 from tests.pure.test_prefix_cache import begin, key, serve, state
@@ -215,7 +217,9 @@ def test_a_number_too_long_to_write_is_no_part_of_a_namespace() -> None:
 @pytest.mark.parametrize(
     "error",
     [
-        OutOfPagesError(5, 1, 2, 8),
+        OutOfPagesError(5, 1, 2, 8, ((3, "ann", 2),)),
+        UnknownOptionError("n_ctx", ["page_size"], "use max_model_len"),
+        UnknownParamError("SamplingParams", "best_of", ["n"], "use n"),
         InvalidParamsError("top_p", 2, "a number in (0, 1]"),
         UnknownRequestError(7),
         TokensWaitError(10, 5, 12, 2.5),

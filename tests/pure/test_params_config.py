@@ -53,7 +53,7 @@ def test_an_option_finds_its_section() -> None:
     assert config.scheduler.max_num_seqs == EngineConfig().scheduler.max_num_seqs
 
 
-@pytest.mark.parametrize("name", ["page_sise", "", "model_section", "cache", "device"])
+@pytest.mark.parametrize("name", ["page_sise", "", "model_section", "cache"])
 def test_an_unknown_option_is_an_error_that_lists_the_known_ones(name: str) -> None:
     """An unknown option raises UnknownOptionError, which names it and lists the known options."""
     with pytest.raises(UnknownOptionError) as caught:

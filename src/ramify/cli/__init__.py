@@ -7,10 +7,13 @@ that `ramify --help` is quick. This is the top layer: nothing imports it.
 
 from __future__ import annotations
 
+import logging
 import sys
+from typing import Annotated
 
 import typer
 
+from ramify import __version__
 from ramify.cli.analyze import analyze
 from ramify.cli.calibrate import calibrate
 from ramify.cli.chat import chat
@@ -21,6 +24,7 @@ from ramify.cli.info import info
 from ramify.cli.lint import lint
 from ramify.cli.serve import keys, serve
 from ramify.cli.simulate import simulate
+from ramify.cli.unknown_options import Command
 from ramify.cli.verify import verify
 from ramify.errors import MissingPackageError
 
@@ -45,11 +49,29 @@ for command in (
     simulate,
     calibrate,
 ):
-    app.command()(command)
+    app.command(cls=Command)(command)
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(f"ramify {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_print_version, help="Show the version."),
+    ] = False,
+) -> None:
+    """Options before the command."""
 
 
 def main() -> None:
     """Entry point of the `ramify` command."""
+    # `generate` prints the error of each output.
+    logging.getLogger("ramify.engine.offline").disabled = True
     try:
         app()
     except ModuleNotFoundError as error:

@@ -23,6 +23,7 @@ from ramify.config import (
     SPECULATIVE_METHODS,
     SPECULATIVE_SAMPLING,
     ModelSection,
+    option_advice,
 )
 from ramify.errors import ConfigError, RamifyError, UnknownOptionError
 
@@ -156,7 +157,7 @@ def read_config_file(path: Path, known: set[str]) -> dict[str, Any]:
     for name, value in entries:
         option = name.replace("-", "_")
         if option not in known or isinstance(value, dict):
-            raise UnknownOptionError(name, known)
+            raise UnknownOptionError(name, known, option_advice(option))
         if option in values:
             raise ConfigError(f"the config file {path} has {option} twice")
         values[option] = value

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,18 +28,9 @@ from ramify.engine.embedding import embedding_of, embedding_params
 from ramify.engine.hit_verifier import HitVerifier
 from ramify.engine.offline import BatchOptions, OfflineDriver
 from ramify.engine.sessions.session import Session, SessionOptions, open_transcript
-from ramify.engine.text.prompt_inputs import (
-    Message,
-    Prompt,
-    as_prompt_list,
-    encode_chat,
-)
+from ramify.engine.text.prompt_inputs import Message, Prompt, as_prompt_list, chat_prompts
 from ramify.engine.weight_reload import swap_weights, validate_running_mode
-from ramify.errors import (
-    ConfigError,
-    InvalidParamsError,
-    RequestError,
-)
+from ramify.errors import ConfigError, EngineStoppedError
 from ramify.outputs import RequestOutput, StepOutput
 from ramify.params import SamplingParams
 
@@ -49,6 +40,7 @@ if TYPE_CHECKING:  # what needs tensors is loaded with the model
 
 _MODEL, _CACHE = ModelSection(), CacheSection()
 _SCHEDULER, _ATTENTION = SchedulerSection(), AttentionSection()
+CLOSED = "this LLM was closed; make another one"
 T = TypeVar("T")
 
 
@@ -122,12 +114,49 @@ class LLM:
         return cls.from_core(core, tokenizer)
 
     def _attach_core(self, core: EngineCore, tokenizer: Tokenizer | None) -> None:
-        self.core, self.tokenizer = core, tokenizer
+        self.tokenizer = tokenizer
         self.turns = core.turns
         self.config: ResolvedConfig = core.config
-        self._driver = OfflineDriver(core)
+        self._open_driver: OfflineDriver | None = OfflineDriver(core)
+
+    @whole_call
+    def close(self) -> None:
+        """Abort live requests, free weights and K/V; later calls raise EngineStoppedError.
+
+        May be called twice. `with LLM(...) as llm` closes at the end of the block.
+        """
+        if self._open_driver is not None:
+            self._open_driver.close()
+            self._open_driver = self._engine = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     # -- engine and cache --------------------------------------------------------------------
+
+    @property
+    def _driver(self) -> OfflineDriver:
+        if self._open_driver is None:
+            raise EngineStoppedError(CLOSED)
+        return self._open_driver
+
+    @property
+    def core(self) -> EngineCore:
+        """The engine, for what `LLM` has no call for; see `run`."""
+        return self._driver.core
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer: `encode`, `decode`, `apply_chat_template`, `encode_chat`.
+
+        Raises:
+            ConfigError: the checkpoint has none; prompts are token ids.
+        """
+        if self.tokenizer is None:
+            raise ConfigError("the checkpoint has no tokenizer; give prompts as token ids")
+        return self.tokenizer
 
     @property
     def engine(self) -> LocalEngine:
@@ -136,6 +165,8 @@ class LLM:
         Raises:
             ConfigError: this `LLM` was made by `from_core`.
         """
+        if self._open_driver is None:
+            raise EngineStoppedError(CLOSED)
         if self._engine is None:
             raise ConfigError("this LLM was made by from_core, over an engine without a model")
         return self._engine
@@ -148,12 +179,9 @@ class LLM:
     def _warm(self, prompts: Sequence[WarmPrompt]) -> Sequence[RequestOutput | Exception]:
         tenants, salts = [prompt.tenant for prompt in prompts], [prompt.salt for prompt in prompts]
         options = BatchOptions(WARM_PARAMS, 0, tenants, salts, None, None)
-        try:
-            return self._driver.run(
-                [partial(prompt.ids, self.tokenizer) for prompt in prompts], options, None
-            )
-        except RequestError as error:  # all were refused
-            return [error] * len(prompts)
+        return self._driver.run(
+            [partial(prompt.ids, self.tokenizer) for prompt in prompts], options, None
+        )
 
     def reload_weights(
         self,
@@ -251,12 +279,12 @@ class LLM:
             progress: a bar on stderr; None: for two prompts or more, if stderr is a terminal.
             on_finished: called with each output as it ends.
 
-        A prompt that cannot be served gets an output whose `error` says why; the others go on. An
-        interrupt, or an error in `on_finished`, aborts the requests of this call; the `LLM` stays
-        usable.
+        A prompt that cannot be served, alone or in a list, gets an output whose `error` says why; the
+        others go on, and a warning is logged. An interrupt, or an error in `on_finished`, aborts the
+        requests of this call; the `LLM` stays usable.
 
         Raises:
-            RequestError: no prompt of the call could be served; the error of the first.
+            InvalidParamsError: a list of options is not as long as the list of prompts.
         """
         options = BatchOptions(params, priority, tenant, salt, progress, on_finished)
         return self._driver.run(as_prompt_list(prompts), options, self.tokenizer)
@@ -282,16 +310,11 @@ class LLM:
                 are those of `generate`.
 
         Raises:
-            RequestError: as `generate`; also when there is no chat template, or it refuses the
-                messages.
+            InvalidParamsError: as `generate`; also for what is no list of messages, or has no tokenizer.
+
+        Messages that the chat template refuses are a prompt that cannot be served.
         """
-        if not isinstance(messages, list | tuple) or not messages:
-            raise InvalidParamsError("messages", messages, "a conversation of at least 1 message")
-        if self.tokenizer is None:
-            raise InvalidParamsError("messages", "given", "token ids: the model has no tokenizer")
-        chats: list[Any] = [messages] if isinstance(messages[0], Mapping) else list(messages)
-        # Rendered one by one: a conversation that the template refuses does not stop the others.
-        prompts = [partial(encode_chat, chat, self.tokenizer, **template_options) for chat in chats]
+        prompts = chat_prompts(messages, self.tokenizer, template_options)
         options = BatchOptions(params, priority, tenant, salt, progress, on_finished)
         return self._driver.run(prompts, options, None)
 
@@ -368,6 +391,27 @@ class LLM:
         return Session(self, transcript, SessionOptions(priority, tenant, salt, pin, ttl_s))
 
     # -- step by step ------------------------------------------------------------------------
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        salt: str = "",
+    ) -> Iterator[StepOutput]:
+        """Yield the increments of an answer as they are generated; the last one has `output`.
+
+        Each increment is one step, between which other calls may run. Leaving the iterator aborts the
+        request before the next step of any call.
+
+        Raises, at the first increment:
+            RequestError: the prompt can never be served.
+        """
+        options = {"priority": priority, "tenant": tenant, "salt": salt}
+        chosen = params or SamplingParams()
+        return self._driver.stream(prompt, chosen, self.tokenizer, **options)
 
     @loop_call
     def add_request(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ramify.engine.core import EngineCore
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ramify.engine.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 MAX_KEPT_OUTPUTS = 4096  # outputs under `step` that `take_output` has not fetched
 
@@ -56,6 +60,7 @@ class OfflineDriver:
         self.core = core
         self._outputs: OrderedDict[int, RequestOutput] = OrderedDict()  # for `take_output`
         self._unread: list[StepOutput] = []  # for the next call that reads them
+        self._abandoned: list[int] = []  # requests of streams that were left
 
     def add(
         self, prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer | None, **options: Any
@@ -75,8 +80,7 @@ class OfflineDriver:
         Args:
             prompts: a callable returns token ids, or raises RequestError, when it is its turn.
 
-        Raises:
-            RequestError: all prompts were refused; the error of the first.
+        A prompt that is refused has an output with the error; the log names the first.
         """
         per_prompt = batch_options.per_prompt(len(prompts))
         outputs: dict[int, RequestOutput] = {}  # by index of the prompt
@@ -100,8 +104,11 @@ class OfflineDriver:
                     except RequestError as error:
                         refused.append(error)
                         outputs[index] = refused_output(prompt, error)
-                if prompts and len(refused) == len(prompts):
-                    raise refused[0]
+                if refused:
+                    logger.warning(
+                        "%d of %d prompts are refused, see `error` of their outputs; the first: %s",
+                        len(refused), len(prompts), refused[0],
+                    )  # fmt: skip
                 for index in list(outputs):
                     on_finished(outputs[index])
                 self._finish(index_of, outputs, on_finished)
@@ -146,7 +153,8 @@ class OfflineDriver:
                 live.discard(request_id)
 
     def _events(self, request_ids: Container[int]) -> list[StepOutput]:
-        """Unread outputs of these requests, left by a call that `on_finished` made; else a step."""
+        """Unread outputs of these requests, left by another call; else a step."""
+        self._drop_abandoned()
         mine = [event for event in self._unread if event.request_id in request_ids]
         if mine:
             self._unread = [event for event in self._unread if event.request_id not in request_ids]
@@ -155,6 +163,7 @@ class OfflineDriver:
 
     def step(self) -> list[StepOutput]:
         """See `LLM.step`."""
+        self._drop_abandoned()
         events = self._unread or self.core.step()
         self._unread = []
         for event in events:
@@ -162,8 +171,54 @@ class OfflineDriver:
                 self._keep(event.output)
         return events
 
+    def stream(
+        self, prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer | None, **options: Any
+    ) -> Iterator[StepOutput]:
+        """Yield the increments of one prompt; see `LLM.stream`. Each step is a call of its own."""
+        turns = self.core.turns
+        add = partial(self.add, prompt, params, tokenizer, **options)
+        request_id = turns.run("LLM.stream", add)
+        is_over = False
+        try:
+            while not is_over:
+                for event in turns.run("LLM.stream", partial(self._own_events, request_id)):
+                    is_over = event.output is not None
+                    yield event
+        finally:
+            # Not aborted here: the garbage collector may close this generator in the middle of a step.
+            if not is_over:
+                self._abandoned.append(request_id)
+
+    def _own_events(self, request_id: int) -> list[StepOutput]:
+        """The next events of a request; those of others go to the next call that reads them."""
+        if request_id in self._outputs:  # ended by `abort`
+            output = self._outputs.pop(request_id)
+            return [StepOutput(request_id, (), output, finish_reason=output.finish_reason)]
+        events = self._events((request_id,))
+        self._unread += [event for event in events if event.request_id != request_id]
+        return [event for event in events if event.request_id == request_id]
+
+    def _drop_abandoned(self) -> None:
+        """Abort the requests of streams that were left; nothing of them stays."""
+        while self._abandoned:
+            request_id = self._abandoned.pop()
+            # A request that has ended since is not live.
+            with suppress(UnknownRequestError):
+                self.core.abort(request_id)
+            self.core.discard_outputs({request_id})
+            self._outputs.pop(request_id, None)
+            self._unread = [event for event in self._unread if event.request_id != request_id]
+
+    def close(self) -> None:
+        """Abort every live request; streams end with their outputs."""
+        self._drop_abandoned()
+        for request in self.core.live:
+            if request.parent is None:
+                self._keep(self.core.abort(request.id))
+
     def step_unread(self) -> None:
         """Run one step; its outputs go to the next call that reads them."""
+        self._drop_abandoned()
         self._unread += self.core.step()
 
     @property

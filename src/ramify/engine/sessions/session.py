@@ -16,7 +16,7 @@ from ramify.engine.cache_admin.view import AsyncCacheView, CacheView
 from ramify.engine.call_turns import CallTurns, whole_call
 from ramify.engine.serving.streams import Stream
 from ramify.engine.sessions.transcript import Savepoint, Transcript
-from ramify.engine.text.prompt_inputs import Message, Prompt
+from ramify.engine.text.prompt_inputs import Message, Prompt, check_template_options
 from ramify.errors import EngineStoppedError, InvalidParamsError, PinError
 from ramify.outputs import FinishReason, RequestOutput, StepOutput
 from ramify.params import SamplingParams
@@ -210,6 +210,8 @@ class Session(_BaseSession[AnswersPrompts]):
             salt=options.salt,
             progress=False,
         )
+        if output.error is not None and output.was_refused:
+            raise output.error
         before = self._transcript.mark()
         if self._end_turn(output):
             try:
@@ -397,6 +399,7 @@ def open_transcript(
     """The transcript that a new session begins with; arguments and errors as `LLM.session`."""
     if system is not None:
         messages = [{"role": "system", "content": system}, *(messages or ())]
+    check_template_options(template_options)
     for name, value in template_options.items():
         if messages is None:
             raise InvalidParamsError(name, value, "left out without messages")

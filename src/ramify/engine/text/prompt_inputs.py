@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ramify.errors import EmptyPromptError, InvalidParamsError, RequestError
-from ramify.outputs import CacheReport, Completion, FinishReason, RequestMetrics, RequestOutput
-from ramify.params import SamplingParams
+from ramify.errors import (
+    EmptyPromptError,
+    InvalidParamsError,
+    RequestError,
+    UnknownParamError,
+)
+from ramify.foreign_names import CALL_NAMES, PARAM_NAMES, python_advice
+from ramify.outputs import (
+    REFUSED_ID,
+    CacheReport,
+    Completion,
+    FinishReason,
+    RequestMetrics,
+    RequestOutput,
+)
+from ramify.params import SAMPLING_FIELDS, SamplingParams
 
 if TYPE_CHECKING:
     from ramify.engine.text.tokenizer import Tokenizer
@@ -37,10 +51,12 @@ def params_for(
     """`count` SamplingParams, from one for all or a list; None is the default."""
     if params is None:
         return [SamplingParams()] * count
-    if not isinstance(params, SamplingParams | list | tuple):
-        raise InvalidParamsError(
-            "params", params, "SamplingParams, or a list with one for each prompt"
-        )
+    items = params if isinstance(params, list | tuple) else [params]
+    for item in items:
+        if not isinstance(item, SamplingParams):
+            raise InvalidParamsError(
+                "params", item, "SamplingParams, or a list with one for each prompt"
+            )
     return broadcast_option("params", params, count)
 
 
@@ -77,6 +93,24 @@ def encode(prompt: Prompt, tokenizer: Tokenizer | None) -> Sequence[int]:
     return tokenizer.encode(prompt)
 
 
+def check_template_options(options: Mapping[str, Any]) -> None:
+    """Refuse arguments of `chat` that templates do not read: sampling parameters, other engines' names.
+
+    Raises:
+        UnknownParamError: it names the argument, and what to use in its place.
+    """
+    for name in options:
+        if name in CALL_NAMES:
+            advice = python_advice(CALL_NAMES[name])
+        elif name in SAMPLING_FIELDS:
+            advice = "give it to SamplingParams"
+        elif name in PARAM_NAMES and name != "tools":
+            advice = f"of SamplingParams; {python_advice(PARAM_NAMES[name])}"
+        else:
+            continue
+        raise UnknownParamError("chat", name, (), advice)
+
+
 def encode_chat(
     messages: Sequence[Message], tokenizer: Tokenizer | None, **template_options: Any
 ) -> Sequence[int]:
@@ -85,11 +119,34 @@ def encode_chat(
     Raises:
         RequestError: no tokenizer, no template, or it refuses the messages.
     """
+    check_template_options(template_options)
     if not isinstance(messages, list | tuple) or not messages:
         raise InvalidParamsError("messages", messages, "a conversation of at least 1 message")
     if tokenizer is None:
         raise InvalidParamsError("messages", "given", "token ids: the model has no tokenizer")
     return tokenizer.encode_chat(messages, **template_options)
+
+
+def chat_prompts(
+    messages: Sequence[Message] | Sequence[Sequence[Message]],
+    tokenizer: Tokenizer | None,
+    template_options: Mapping[str, Any],
+) -> list[Callable[[], Sequence[int]]]:
+    """Calls that return the token ids of one conversation, or of each of several.
+
+    Each renders its own: a conversation that the template refuses does not stop the others.
+
+    Raises:
+        InvalidParamsError: what is no list of messages, or a model without tokenizer.
+        UnknownParamError: see `check_template_options`.
+    """
+    if not isinstance(messages, list | tuple) or not messages:
+        raise InvalidParamsError("messages", messages, "a conversation of at least 1 message")
+    if tokenizer is None:
+        raise InvalidParamsError("messages", "given", "token ids: the model has no tokenizer")
+    check_template_options(template_options)
+    chats: list[Any] = [messages] if isinstance(messages[0], Mapping) else list(messages)
+    return [partial(encode_chat, chat, tokenizer, **template_options) for chat in chats]
 
 
 def prefix_token_ids(
@@ -126,7 +183,7 @@ def refused_output(prompt: object, error: RequestError) -> RequestOutput:
     """The output, with `error`, of a prompt that was never queued."""
     text = prompt if isinstance(prompt, str) else None
     return RequestOutput(
-        request_id=-1,
+        request_id=REFUSED_ID,
         prompt=text,
         prompt_token_ids=(),
         completions=(Completion("", (), FinishReason.ERROR),),

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from ramify.foreign_names import PARAM_NAMES, field_advice
 from ramify.server.fields.unserved_fields import Refused, UnservedFields
 from ramify.server.openai.protocol import Sampling
 from ramify.server.openai.responses.protocol import ResponsesRequest
@@ -30,38 +31,43 @@ _IGNORED = frozenset(
     )
 )
 _LENGTH = Refused(hint="send max_tokens")
-_STOPS = Refused(hint="send stop")
 _SYSTEM = Refused(hint="send a message of the role system")
 _FORMAT = Refused(({"format": {"type": "text"}},), hint="send response_format")
 _FROM_STORE = Refused(hint="send the request to /v1/responses")
+# Sampling parameters of other engines → their values that change nothing.
+_FOREIGN_PARAMS = {
+    "custom_logit_processor": (),
+    "dry_multiplier": (0,),
+    "early_stopping": (),
+    "guidance_scale": (1,),
+    "length_penalty": (0, 1),
+    "logit_processors": (),
+    "logits_processors": (),
+    "max_length": (),
+    "max_new_tokens": (),
+    "mirostat": (0,),
+    "n_predict": (),
+    "no_repeat_ngram_size": (0,),
+    "num_beams": (1,),
+    "num_predict": (),
+    "repeat_penalty": (1,),
+    "stop_regex": (),
+    "stop_sequences": (),
+    "tfs_z": (1,),
+    "typical_p": (1,),
+    "use_beam_search": (),
+    "xtc_probability": (0,),
+}
 _REFUSED = {
-    "custom_logit_processor": Refused(hint="send logit_bias or allowed_token_ids"),
-    "dry_multiplier": Refused((0,), hint="send frequency_penalty"),
-    "early_stopping": Refused(hint="there is no beam search here"),
-    "guidance_scale": Refused((1,)),
-    "length_penalty": Refused((0, 1), hint="there is no beam search here"),
-    "logit_processors": Refused(hint="send logit_bias or allowed_token_ids"),
-    "logits_processors": Refused(hint="send logit_bias or allowed_token_ids"),
+    name: Refused(neutral, hint=field_advice(PARAM_NAMES[name]))
+    for name, neutral in _FOREIGN_PARAMS.items()
+} | {
     "lora_path": Refused(hint="start a server with that model"),
-    "max_length": _LENGTH,
-    "max_new_tokens": _LENGTH,
-    "mirostat": Refused((0,)),
     "mm_processor_kwargs": Refused(hint="only text is served"),
-    "n_predict": _LENGTH,
-    "no_repeat_ngram_size": Refused((0,), hint="send frequency_penalty"),
-    "num_beams": Refused((1,), hint="there is no beam search here"),
-    "num_predict": _LENGTH,
     "prompt_embeds": Refused(hint="send text or token ids"),
-    "repeat_penalty": Refused((1,), hint="send repetition_penalty"),
     "return_hidden_states": Refused(),
     "session_params": Refused(),
-    "stop_regex": Refused(hint="send stop"),
-    "stop_sequences": _STOPS,
-    "tfs_z": Refused((1,)),
-    "typical_p": Refused((1,)),
-    "use_beam_search": Refused(hint="there is no beam search here"),
     "watermark": Refused(),
-    "xtc_probability": Refused((0,)),
 }
 CHAT_FIELDS = UnservedFields(
     ignored=_IGNORED,
@@ -69,7 +75,7 @@ CHAT_FIELDS = UnservedFields(
     | {
         "add_special_tokens": Refused(hint="the chat template writes them"),
         "audio": Refused(hint="only text is served"),
-        "best_of": Refused((1,), hint="send n"),
+        "best_of": Refused((1,), hint=field_advice(PARAM_NAMES["best_of"])),
         "chat_template": Refused(hint="the model's own is used"),
         "conversation": _FROM_STORE,
         "function_call": Refused(("none", "auto"), hint="send tools and tool_choice"),
