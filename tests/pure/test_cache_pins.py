@@ -431,3 +431,54 @@ def test_pins_are_listed_by_owner() -> None:
     assert cache.pins() == pins
     assert cache.pins("me") == [pins[0], pins[2]]
     assert cache.pins("nobody") == []
+
+
+# -- too few pages -------------------------------------------------------------------------
+
+
+def test_an_error_for_too_few_pages_names_the_pins_that_hold_them() -> None:
+    """The largest first, with owner and pages; `pins` has all of them."""
+    cache = PrefixCache(8, 2)
+    serve(cache, "abcdef")
+    serve(cache, "uvwx")
+    small, large = cache.pin(key("uv"), ""), cache.pin(key("abcdef"), "ann")
+
+    with pytest.raises(OutOfPagesError) as caught:
+        cache.reserve(5)
+
+    assert set(caught.value.pins) == {(small.id, "", 1), (large.id, "ann", 3)}
+    assert (
+        f"; pins hold pages: {large.id} of 'ann' (3 pages), {small.id} (1 pages); unpin some"
+        in str(caught.value)
+    )
+    cache.check()
+
+
+def test_an_error_for_too_few_pages_is_bounded() -> None:
+    """However many pins there are, and however long their owners are."""
+    cache = PrefixCache(64, 2)
+    for first in "abcdefghij":
+        serve(cache, f"{first}xyz")
+        cache.pin(key(f"{first}x"), first * 1000)
+
+    with pytest.raises(OutOfPagesError, match="pages\\), and 6 more; unpin") as caught:
+        cache.reserve(64)
+
+    assert len(caught.value.pins) == 10
+    assert len(str(caught.value)) < 500
+
+
+def test_without_pins_the_error_speaks_of_leases() -> None:
+    """An expired pin is none."""
+    clock = Clock()
+    cache = PrefixCache(4, 2, clock=clock)
+    serve(cache, "abcd")
+    cache.pin(key("ab"), "ann", 1.0)
+    clock.now_s += 2.0
+
+    with pytest.raises(OutOfPagesError) as caught:
+        cache.reserve(5)
+
+    assert caught.value.pins == ()
+    assert "pin" not in str(caught.value)
+    assert "release a lease" in str(caught.value)

@@ -49,7 +49,8 @@ class WindowRelease:
         if num_pages > num_available:
             stats = self._cache.stats()
             num_evictable = num_available - stats.free_pages  # and those before the windows
-            raise OutOfPagesError(num_pages, stats.free_pages, num_evictable, stats.num_pages)
+            pins = tuple((pin.id, pin.owner, pin.num_pages) for pin in self._cache.pins())
+            raise OutOfPagesError(num_pages, stats.free_pages, num_evictable, stats.num_pages, pins)
         window.release_outside_window(self._cache, *_progress(sequences))
         for sequence in sequences:
             if unread := self._unread_private(sequence):

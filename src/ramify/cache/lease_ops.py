@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from ramify.cache.ghosts import WINDOW
+from ramify.cache.ghosts import CAPACITY, WINDOW
 from ramify.cache.key import CacheKey, atoms_of
 from ramify.cache.leases import UNCOUNTED, Lease, LeaseRegistry
 from ramify.cache.node_store import NodeStore
@@ -13,7 +13,7 @@ from ramify.cache.packed import ATOM_BYTES
 from ramify.cache.pages import ID_BYTES, Pages, pack_pages
 from ramify.cache.pins import PinTable
 from ramify.cache.types import validate_int
-from ramify.errors import LeaseError
+from ramify.errors import LeaseError, OutOfPagesError
 
 NEVER_S: Final = float("inf")
 
@@ -204,7 +204,12 @@ class LeaseOps:
         if missing > 0:
             if self.pins.next_expiry_s < NEVER_S:
                 self.pins.expire()
-            store.evict_for(count, missing)
+            if missing > store.num_evictable:
+                free, evictable = store.ledger.num_free, store.num_evictable
+                raise OutOfPagesError(
+                    count, free, evictable, store.ledger.num_pages, self.pins.holdings()
+                )
+            store.evict(missing, CAPACITY)
         return Pages(store.ledger.take(count))
 
     def cancel(self, lease: Any) -> None:

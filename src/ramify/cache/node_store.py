@@ -12,13 +12,12 @@ from typing import Final
 from ramify.cache.counters import MISS, CacheCounters, log2_bucket
 from ramify.cache.events import EventLog
 from ramify.cache.eviction_queue import EvictionQueue, Policy
-from ramify.cache.ghosts import CAPACITY, CLEARED, PREDICATE, WITHDRAWN, Ghosts
+from ramify.cache.ghosts import CLEARED, PREDICATE, WITHDRAWN, Ghosts
 from ramify.cache.key import CacheKey
 from ramify.cache.packed import ATOM_BYTES, piece, shared_pages
 from ramify.cache.pages import ID_BYTES, PageLedger
 from ramify.cache.tree import RadixTree
 from ramify.cache.types import Node
-from ramify.errors import OutOfPagesError
 
 # A leaf that would exceed this gets a child instead: growing copies the whole leaf.
 MAX_GROWN_BYTES: Final = 1 << 16
@@ -373,17 +372,6 @@ class NodeStore:
         return node, num_released
 
     # -- evicting pages -------------------------------------------------------------------------
-
-    def evict_for(self, num_pages: int, missing: int) -> None:
-        """Evict `missing` pages: `num_pages` to reserve, less the free pages.
-
-        Raises:
-            OutOfPagesError: fewer than `missing` pages are evictable; nothing changed.
-        """
-        if missing > self.num_evictable:
-            ledger = self.ledger
-            raise OutOfPagesError(num_pages, ledger.num_free, self.num_evictable, ledger.num_pages)
-        self.evict(missing, CAPACITY)
 
     def evict(self, num_pages: int, reason: int) -> int:
         """Evict up to `num_pages` pages in the order of the policy; returns how many."""

@@ -202,6 +202,10 @@ class PinTable:
         """The live pins, oldest first; with `owner`, only that owner's."""
         return [pin for _, pin in self._pins.values() if owner in (None, pin.owner)]
 
+    def holdings(self) -> tuple[tuple[int, str, int], ...]:
+        """(id, owner, pages) of each live pin, for errors."""
+        return tuple((pin.id, pin.owner, pin.num_pages) for _, pin in self._pins.values())
+
     def _nodes(self, is_selected: Callable[[Pin], bool] = lambda pin: True) -> set[int]:
         """All nodes under the selected pins."""
         tree, nodes = self._tree, set[int]()
