@@ -8,30 +8,33 @@ import torch
 
 pytest.importorskip("numba", reason="the kernels need the extra ramify[cpu]")
 
-from ramify.kernels.cpu.jit import data_address, jit
+import numba
+
 from ramify.kernels.cpu.simd import HAS_BF16_DOT, TILE_N
 from ramify.kernels.cpu.threads import aligned_zeros
 from ramify.kernels.cpu.vector_math import exp_minus_max, exp_minus_max_vnni, exp_scalar, row_max
 
+# Callable from Python, unlike functions inside kernels.
+callable_jit = numba.njit(error_model="numpy")
 KINDS = [
     "float32",
     pytest.param("pairs", marks=pytest.mark.skipif(not HAS_BF16_DOT, reason="no pairs")),
 ]
 
 
-@jit
+@callable_jit
 def of_floats(row, count):
     top = row_max(row, count)
     return top, exp_minus_max(row, count, top)
 
 
-@jit
+@callable_jit
 def of_pairs(row, count):
     top = row_max(row, count)
     return top, exp_minus_max_vnni(row, count, top)
 
 
-@jit
+@callable_jit
 def of_one(x):
     return exp_scalar(x)
 
@@ -41,8 +44,8 @@ def softmax(scores: np.ndarray, kind: str) -> tuple[np.ndarray, float, float]:
     row = aligned_zeros(1, len(scores))[0]
     row[:] = scores
     if kind == "float32":
-        return row, *of_floats(data_address(row), len(row))
-    peak, total = of_pairs(data_address(row), len(row))
+        return row, *of_floats(row.ctypes.data, len(row))
+    peak, total = of_pairs(row.ctypes.data, len(row))
     stored = torch.from_numpy(row[: len(row) // 2].view(np.int16)).view(torch.bfloat16)
     return stored.float().numpy(), peak, total
 

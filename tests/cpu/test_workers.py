@@ -11,16 +11,21 @@ from hypothesis import strategies as st
 
 pytest.importorskip("numba", reason="the kernels need the extra ramify[cpu]")
 
-from ramify.kernels.cpu.jit import data_address, jit
+import numba
+
+from ramify.kernels.cpu.jit import data_address
 from ramify.kernels.cpu.task_queue import next_task_from_either_end
 
+# Callable from Python, unlike functions inside kernels.
+callable_jit = numba.njit(nogil=True)
 
-@jit
+
+@callable_jit
 def take(counters, total, last):
     return next_task_from_either_end(data_address(counters), total, last)
 
 
-@jit
+@callable_jit
 def take_all(counters, total, last, times):
     """Count in `times` how often each task was taken."""
     task = next_task_from_either_end(data_address(counters), total, last)

@@ -4,7 +4,7 @@ Callers: `attention.backends.cpu` and `models.ops.cpu`. Read first: `abi`, `op_l
 `paged_attention`, `fused_layers`; then what they call. `simd`, `vector_math`, `elementwise` and the microkernels
 emit LLVM IR, as do parts of `kv_pack`, `norm_rope`, `task_queue` and `attention_args`; the rest is Python
 that Numba compiles. `abi` has the constants that kernels and callers
-share, `jit` compiles, `threads` is for the host.
+share, `jit` compiles, `workers` runs a function on all threads, `threads` is for the host.
 
 A step
     engine.execution.runner -> FusedLayers -> run_fused_layers, one parallel region for all layers. Per layer:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-from numba import prange
-
 from ramify.kernels.cpu.abi import OP_KIND, OP_NORM_ROPE, OP_NUM_TASKS
 from ramify.kernels.cpu.attention_args import QueryRows, with_address, with_window_and_sinks
 from ramify.kernels.cpu.jit import compile_cached, data_address, jit
@@ -15,6 +12,7 @@ from ramify.kernels.cpu.op_list import run_op
 from ramify.kernels.cpu.paged_attention import attend_task
 from ramify.kernels.cpu.simd import copy_row
 from ramify.kernels.cpu.task_queue import COUNTER_BYTES, finish_and_wait, next_task
+from ramify.kernels.cpu.workers import run_workers
 
 
 @jit
@@ -30,6 +28,49 @@ def _write_kv(buffers: Any, slots: Any, planes: Any, token_bytes: Any, token_spa
         row, slot = rows + row_stride * t, slots[t]
         copy_row(planes[0] + slot * token_bytes[0], row + key_offset, token_bytes[0] // 4)
         copy_row(planes[1] + slot * token_bytes[1], row + value_offset, token_bytes[1] // 4)
+
+
+@jit
+def _run_fused_layers_as_worker(
+    ops: Any, eps: Any, positions: Any, scratch: Any, counters: Any, buffers: Any,
+    planes: Any, slots: Any, params: Any, keys: Any, rope: Any, values: Any, tasks: Any, starts: Any,
+    splits: Any, tokens: Any, token_positions: Any, table: Any, state: Any, task_scratch: Any,
+    split_counters: Any, worker: int,
+) -> None:  # fmt: skip
+    op_counters, layer = data_address(counters), 0
+    for i in range(len(ops)):
+        if ops[i, OP_KIND] != OP_NORM_ROPE:
+            run_op(ops[i], eps[i], positions, scratch[worker], op_counters, worker)
+            op_counters += COUNTER_BYTES
+            continue
+        rows = QueryRows(buffers[0], buffers[1], buffers[2], buffers[5])
+        key_address, value_address = planes[layer, 0], planes[layer, 1]
+        layer_params = with_window_and_sinks(params, planes[layer, 2], planes[layer, 3])
+        layer += 1
+        total, done, task = ops[i, OP_NUM_TASKS], 0, next_task(op_counters)
+        while task < total:
+            norm_rope(ops[i], eps[i], positions, task)
+            token_span = task_rows(ops[i], len(positions), task)
+            kv_addresses = (key_address, value_address)
+            token_bytes = (keys.token_stride, values.token_stride)
+            _write_kv(buffers, slots, kv_addresses, token_bytes, token_span)
+            done += 1
+            task = next_task(op_counters)
+        finish_and_wait(op_counters, done, total)
+        op_counters += COUNTER_BYTES
+        for phase in range(len(starts) - 1):
+            phase_tasks = tasks[starts[phase] : starts[phase + 1]]
+            done, task = 0, next_task(op_counters)
+            while task < len(phase_tasks):
+                task = attend_task(
+                    layer_params, with_address(keys, key_address), rope,
+                    with_address(values, value_address),
+                    phase_tasks, splits, task, op_counters, split_counters, tokens, token_positions,
+                    table, rows, state, task_scratch[worker],
+                )  # fmt: skip
+                done += 1
+            finish_and_wait(op_counters, done, len(phase_tasks))
+            op_counters += COUNTER_BYTES
 
 
 def _run_fused_layers(
@@ -56,41 +97,11 @@ def _run_fused_layers(
     """
     for i in range(len(counters)):
         counters[i, 0] = counters[i, 1] = 0
-    for worker in prange(num_workers):
-        op_counters, layer = data_address(counters), 0
-        for i in range(len(ops)):
-            if ops[i, OP_KIND] != OP_NORM_ROPE:
-                run_op(ops[i], eps[i], positions, scratch[worker], op_counters, np.int64(worker))
-                op_counters += COUNTER_BYTES
-                continue
-            rows = QueryRows(buffers[0], buffers[1], buffers[2], buffers[5])
-            key_address, value_address = planes[layer, 0], planes[layer, 1]
-            layer_params = with_window_and_sinks(params, planes[layer, 2], planes[layer, 3])
-            layer += 1
-            total, done, task = ops[i, OP_NUM_TASKS], 0, next_task(op_counters)
-            while task < total:
-                norm_rope(ops[i], eps[i], positions, task)
-                token_span = task_rows(ops[i], len(positions), task)
-                kv_addresses = (key_address, value_address)
-                token_bytes = (keys.token_stride, values.token_stride)
-                _write_kv(buffers, slots, kv_addresses, token_bytes, token_span)
-                done += 1
-                task = next_task(op_counters)
-            finish_and_wait(op_counters, done, total)
-            op_counters += COUNTER_BYTES
-            for phase in range(len(starts) - 1):
-                phase_tasks = tasks[starts[phase] : starts[phase + 1]]
-                done, task = 0, next_task(op_counters)
-                while task < len(phase_tasks):
-                    task = attend_task(
-                        layer_params, with_address(keys, key_address), rope,
-                        with_address(values, value_address),
-                        phase_tasks, splits, task, op_counters, split_counters, tokens, token_positions,
-                        table, rows, state, task_scratch[worker],
-                    )  # fmt: skip
-                    done += 1
-                finish_and_wait(op_counters, done, len(phase_tasks))
-                op_counters += COUNTER_BYTES
+    args = (
+        ops, eps, positions, scratch, counters, buffers, planes, slots, params, keys, rope, values, tasks, starts,
+        splits, tokens, token_positions, table, state, task_scratch, split_counters,
+    )  # fmt: skip
+    run_workers(_run_fused_layers_as_worker, args, num_workers)
 
 
 run_fused_layers = compile_cached(_run_fused_layers)

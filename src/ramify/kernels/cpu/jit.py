@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 from numba import njit
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import Compiler
 
 from ramify.kernels.cpu import simd
 
@@ -26,7 +28,51 @@ _IMPORT = re.compile(
 )
 
 
-jit = njit(nogil=True, error_model="numpy")
+class _NoEnvironments:
+    """In place of the code generator of a `_LinkedLibrary`, which has no address to set one at."""
+
+    def set_env(self, name: str, environment: object) -> None:
+        """Do nothing: no function inside kernels uses objects of Python."""
+
+
+class _LinkedLibrary(JITCodeLibrary):
+    """Code of a function inside kernels: LLVM IR that is linked into entry points.
+
+    Numba would optimise every function together with all that it calls, and compile it to machine
+    code, at each level of calls anew. Here only the entry point is, as a whole.
+    """
+
+    def _optimize_final_module(self) -> None:
+        pass
+
+    def _finalize_final_module(self) -> None:
+        self._finalize_dynamic_globals()
+        self._finalized = True
+
+    def get_pointer_to_function(self, name: str) -> int:  # noqa: ARG002 - the interface of Numba
+        """Return a null pointer: there is no machine code."""
+        self._ensure_finalized()
+        return 0
+
+    @property
+    def codegen(self) -> Any:
+        return _NoEnvironments()
+
+
+class _LinkingCompiler(Compiler):
+    """Compiles a function inside kernels into a `_LinkedLibrary`."""
+
+    def define_pipelines(self) -> Any:
+        codegen, name = self.state.targetctx.codegen(), self.state.func_id.func_qualname
+        self.state.library = _LinkedLibrary(codegen, name)
+        return super().define_pipelines()
+
+
+_OPTIONS = {"nogil": True, "error_model": "numpy"}
+_INNER = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "pipeline_class": _LinkingCompiler}
+# For functions that kernels call; Python cannot call them.
+jit = njit(**_OPTIONS, **_INNER)
+parallel_jit = njit(**_OPTIONS, **_INNER, parallel=True)
 
 
 @jit
@@ -75,9 +121,8 @@ def compile_cached(function: Callable[..., None]) -> Any:
     function.__qualname__ = (
         f"{function.__name__.strip('_')}_{digest}_{simd.LANES}{'p' * simd.HAS_BF16_DOT}"
     )
-    options = {"nogil": True, "parallel": True, "error_model": "numpy"}
     try:
-        return njit(cache=True, **options)(function)
+        return njit(cache=True, **_OPTIONS)(function)
     except RuntimeError as error:  # no writable cache directory
         logger.info("kernels are compiled anew in every process: %s", error)
-        return njit(**options)(function)
+        return njit(**_OPTIONS)(function)

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-from numba import prange
-
 from ramify.kernels.cpu.abi import OP_GEMM, OP_KIND, OP_NORM, OP_NORM_ROPE, OP_NUM_TASKS
 from ramify.kernels.cpu.jit import compile_cached, data_address, jit
 from ramify.kernels.cpu.moe import moe_op
 from ramify.kernels.cpu.norm_rope import norm_rope, norm_rows
 from ramify.kernels.cpu.packed_gemm import gemm_num_tasks, packed_gemm
 from ramify.kernels.cpu.task_queue import COUNTER_BYTES, finish_and_wait, next_task
+from ramify.kernels.cpu.workers import run_workers
 
 
 @jit
@@ -45,6 +43,15 @@ def run_op(op: Any, eps: float, positions: Any, scratch: Any, counters: int, wor
     finish_and_wait(counters, done, total)
 
 
+@jit
+def _run_ops_as_worker(
+    ops: Any, eps: Any, positions: Any, scratch: Any, counters: Any, worker: int
+) -> None:
+    for i in range(len(ops)):
+        op_counters = data_address(counters) + COUNTER_BYTES * i
+        run_op(ops[i], eps[i], positions, scratch[worker], op_counters, worker)
+
+
 def _run_ops(
     ops: Any, eps: Any, positions: Any, num_workers: int, scratch: Any, counters: Any
 ) -> None:
@@ -60,11 +67,7 @@ def _run_ops(
     """
     for i in range(len(ops)):
         counters[i, 0] = counters[i, 1] = 0
-    # Numba may make `worker` unsigned; `run_op` would be compiled twice.
-    for worker in prange(num_workers):
-        for i in range(len(ops)):
-            op_counters = data_address(counters) + COUNTER_BYTES * i
-            run_op(ops[i], eps[i], positions, scratch[worker], op_counters, np.int64(worker))
+    run_workers(_run_ops_as_worker, (ops, eps, positions, scratch, counters), num_workers)
 
 
 run_ops = compile_cached(_run_ops)

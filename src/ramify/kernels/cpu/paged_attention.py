@@ -16,7 +16,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import prange
 
 from ramify.kernels.cpu.abi import BF16, BLOCK_KEYS, F32
 from ramify.kernels.cpu.attention_args import (
@@ -52,6 +51,7 @@ from ramify.kernels.cpu.online_softmax import (
 )
 from ramify.kernels.cpu.simd import TILE_M, TILE_N, copy_row, row_is_finite
 from ramify.kernels.cpu.task_queue import next_task
+from ramify.kernels.cpu.workers import run_workers
 
 _PADDED_IN_PLACE_ROWS = padded_row_count(MAX_IN_PLACE_ROWS)
 
@@ -371,6 +371,18 @@ def attend_task(
     return next_index if next_index >= 0 else next_task(task_counter)
 
 
+@jit
+def _attend_as_worker(
+    params: AttentionParams, keys: KVPlane, rope: KVPlane, values: KVPlane, tasks: Any, splits: Any, tokens: Any, positions: Any,
+    table: Any, rows: QueryRows, state: Any, scratch: Any, counters: Any, worker: int,
+) -> None:  # fmt: skip
+    task_index = worker
+    while task_index < len(tasks):
+        task_index = attend_task(params, keys, rope, values, tasks, splits, task_index,
+            data_address(counters), counters, tokens, positions, table, rows, state,
+            scratch[worker])  # fmt: skip
+
+
 def _paged_attention(
     params: AttentionParams, keys: KVPlane, rope: KVPlane, values: KVPlane, tasks: Any, splits: Any, tokens: Any, positions: Any,
     table: Any, rows: QueryRows, state: Any, scratch: Any, counters: Any,
@@ -397,12 +409,8 @@ def _paged_attention(
         counters: [1 + m] int64: the next task; finished tasks per split, 0 before and after.
     """
     counters[0] = params.num_workers  # each worker begins with the task of its index
-    for worker in prange(params.num_workers):
-        task_index = np.int64(worker)
-        while task_index < len(tasks):
-            task_index = attend_task(params, keys, rope, values, tasks, splits, task_index,
-                data_address(counters), counters, tokens, positions, table, rows, state,
-                scratch[worker])  # fmt: skip
+    args = (params, keys, rope, values, tasks, splits, tokens, positions, table, rows, state, scratch, counters)  # fmt: skip
+    run_workers(_attend_as_worker, args, params.num_workers)
 
 
 paged_attention = compile_cached(_paged_attention)
