@@ -84,7 +84,8 @@ class RadixAttentionPlanner:
             InvalidKeyError: a token is negative, or media segments overlap or leave the prompt.
             OutOfPagesError: the batch does not fit; nothing was evicted or changed.
 
-        Any other exception, KeyboardInterrupt included, also leaves all sequences unchanged.
+        Any other exception of a call on cache or table leaves all sequences unchanged too. After an
+        interrupt, which may come within such a call: `ramify.attention.repair.repair_planner`.
         """
         limits = [s.num_uncomputed for s in sequences] if num_new is None else list(num_new)
         if len(set(map(id, sequences))) != len(sequences):
@@ -125,8 +126,11 @@ class RadixAttentionPlanner:
                 replaced.pop()
             for sequence in fresh:
                 sequence.has_looked_up = True
-        except BaseException:
-            self._rollback_plan(undo, fresh, replaced, decodes)
+        except BaseException as error:
+            try:
+                self._rollback_plan(undo, fresh, replaced, decodes)
+            except Exception as broken:  # noqa: BLE001 - the first error is the caller's
+                error.add_note(f"the plan was not undone: {broken!r}; call repair_planner")
             raise
         return batch
 

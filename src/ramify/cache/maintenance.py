@@ -1,4 +1,4 @@
-"""Rare changes to a whole cache: evict a suffix, evict a suspect prefix, start empty again."""
+"""Rare changes to a whole cache: evict a suffix or a suspect prefix, repair, start empty again."""
 
 # ruff: noqa: SLF001 - these functions are methods of PrefixCache in a file of their own
 
@@ -73,6 +73,36 @@ def evict_suspect_prefix(cache: PrefixCache, key: CacheKey) -> list[int]:
     finally:
         stop()
     return pages
+
+
+@guarded
+def repair(cache: PrefixCache) -> int:
+    """Make a cache consistent again after one of its calls was interrupted.
+
+    KeyboardInterrupt, or what another signal handler raises, may end a call anywhere. Afterwards
+    there are no leases but those of pins, and no private pages. Published pages stay cached, unless
+    the call had begun to change the tree: then the cache is empty, see `reset`.
+
+    Returns how many pins were lost. May be interrupted, and called again. O(nodes + pages).
+    """
+    try:
+        cache.check()
+        _end_leases(cache)
+        cache.check()
+    except Exception:  # noqa: BLE001 - a damaged structure may raise anything
+        return reset(cache)
+    return 0
+
+
+def _end_leases(cache: PrefixCache) -> None:
+    """Withdraw and release every lease that no pin holds; free all private pages."""
+    pins = {pin.id for pin in cache._pin_table.list()}
+    for lease in [*cache._registry.live()]:
+        if lease.id not in pins:
+            if not lease.withdrawn:
+                cache.withdraw(lease)
+            cache.release(lease)
+    cache._store.ledger.give_back_all()
 
 
 @guarded

@@ -173,6 +173,11 @@ class PageLedger:
         self.adopt(packed)
         self.reclaim(packed)
 
+    def give_back_all(self) -> None:
+        """Free every private page."""
+        for run in [*self._runs.values()]:
+            self.give_back(run)
+
     def adopt(self, packed: bytes) -> None:
         """Move private pages to the tree.
 

@@ -217,6 +217,15 @@ class PagedBlockTable(BlockTable):
         self.array[row, : self._num_pages[row]] = -1
         self._num_pages[row] = self._lengths[row] = 0
 
+    def reset(self) -> None:
+        """Release every row, in whatever state an interrupted call has left the table."""
+        for row in self._rows.rows if self._source is not None else ():
+            self.truncate(row, 0)
+        num_rows = self._rows.capacity
+        self.array.fill(-1)
+        self._num_pages, self._lengths = [0] * num_rows, [0] * num_rows
+        self._rows = RowAllocator(num_rows)
+
     def view(self, rows: Sequence[int]) -> NDArray[np.int32]:
         """See `BlockTable.view`."""
         return self.array[_index(self._rows, rows)]

@@ -1,0 +1,215 @@
+"""KeyboardInterrupt at any call of planner and cache: one call makes everything consistent again."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import ramify
+from ramify.attention.repair import repair_planner
+from ramify.cache import PrefixCache
+from ramify.cache.maintenance import repair
+from tests.pure.test_planner_rollback import MixedBatch
+from tests.pure.test_prefix_cache import begin, drained, key, publish, serve
+
+ROOT = str(Path(ramify.__file__).parent)
+# Of the points that are tried: of calls of our functions; of built-in calls and of returns.
+STRIDES = {("call",): 5, ("c_call", "return", "c_return"): 61}
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt once, at the n-th call, or return, of code of the package.
+
+    Not in generator expressions: Python drops what is raised while one is closed.
+    """
+
+    def __init__(self, at: int, events: tuple[str, ...]) -> None:
+        self.left, self.events = at, events
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        if code.co_name == "<genexpr>" or not code.co_filename.startswith(ROOT):
+            return
+        if event in self.events:
+            self.left -= 1
+            if self.left == 0:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    def during(self, call: Callable[[], object]) -> bool:
+        """Call it; returns whether it was interrupted."""
+        sys.setprofile(self)
+        try:
+            call()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.setprofile(None)
+        return False
+
+
+def each_point(state_of: Callable[[], Any], call: Callable[[Any], object]) -> Any:
+    """Yield the state after each interrupt of `call(state)`, at one point after the other."""
+    for events, stride in STRIDES.items():
+        at = 1
+        while True:
+            state, interrupt = state_of(), Interrupt(at, events)
+            interrupt.during(lambda state=state: call(state))  # type: ignore[misc]
+            if interrupt.left > 0:
+                break
+            yield state
+            at += stride
+
+
+# -- the planner ---------------------------------------------------------------------------
+
+
+def planned() -> MixedBatch:
+    """A batch that is planned and computed, but not committed."""
+    mixed = MixedBatch()
+    mixed.bench.execute(mixed.plan(), *mixed.batch)
+    return mixed
+
+
+def committed() -> MixedBatch:
+    mixed = planned()
+    mixed.bench.planner.commit([*mixed.batch, mixed.apart])
+    return mixed
+
+
+def commit(mixed: MixedBatch) -> None:
+    mixed.bench.planner.commit([*mixed.batch, mixed.apart])
+
+
+CALLS: dict[str, tuple[Callable[[], MixedBatch], Callable[[MixedBatch], object]]] = {
+    "plan": (MixedBatch, MixedBatch.plan),
+    "commit": (planned, commit),
+    "abandon": (planned, lambda mixed: mixed.bench.planner.abandon(mixed.batch)),
+    "release": (committed, lambda mixed: mixed.bench.planner.release(mixed.batch[:5])),
+    "fork": (committed, lambda mixed: mixed.bench.planner.fork(mixed.batch[1])),
+    "rollback": (committed, lambda mixed: mixed.bench.planner.rollback(mixed.batch[1], 3)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_one_call_repairs_a_planner(name: str) -> None:
+    """After it all pages are free or cached, and the batch gets the right answers from the start."""
+    state_of, call = CALLS[name]
+    num_cached = []
+    for mixed in each_point(state_of, call):
+        bench, sequences = mixed.bench, [mixed.apart, *mixed.batch]
+
+        repair_planner(bench.planner, sequences)
+
+        bench.cache.check()
+        stats = bench.cache.stats()
+        assert (stats.private_pages, stats.num_leases) == (0, 0)
+        assert bench.table.num_free_rows == 12
+        num_cached.append(stats.cached_pages)
+        left = [sequence for sequence in sequences if not sequence.released]
+        bench.run(*left)
+        bench.planner.release(sequences)
+        bench.assert_nothing_leaked()
+    assert len(num_cached) > 8
+    assert max(num_cached) > 0
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_an_interrupted_plan_raises_the_interrupt(share: bool) -> None:
+    """Whatever undoing it meets: no error of the bookkeeping hides the KeyboardInterrupt."""
+    at = 1
+    while True:
+        mixed, interrupt = MixedBatch(share), Interrupt(at, ("call", "return"))
+        if not interrupt.during(mixed.plan):
+            break
+        at += 11
+    assert interrupt.left > 0
+    assert at > 500
+
+
+@pytest.mark.parametrize("at", [300, 700])
+def test_a_repair_can_be_interrupted_and_called_again(at: int) -> None:
+    """At any of its calls, after a plan that was interrupted somewhere."""
+
+    def broken() -> MixedBatch:
+        mixed = MixedBatch()
+        assert Interrupt(at, ("call",)).during(mixed.plan)
+        return mixed
+
+    def repair_all(mixed: MixedBatch) -> None:
+        repair_planner(mixed.bench.planner, [mixed.apart, *mixed.batch])
+
+    for number, mixed in enumerate(each_point(broken, repair_all)):
+        if number % 3:
+            continue
+        repair_all(mixed)
+        mixed.bench.assert_nothing_leaked()
+
+
+# -- the cache ------------------------------------------------------------------------------
+
+
+def full_cache() -> PrefixCache:
+    """Three prompts, one of them evicted in part, a pin, and a leader with a follower."""
+    cache = PrefixCache(16, 2)
+    serve(cache, "abcdefgh")
+    serve(cache, "abcdxyzw")
+    serve(cache, "mnopqr")
+    cache.evict(1)
+    cache.pin(key("abcd"), "operator")
+    return cache
+
+
+def announce_and_withdraw(cache: PrefixCache) -> None:
+    lease, private = begin(cache, "abcdefXYZW")
+    leader = cache.announce(lease, key("abcdefXYZW"), private)
+    cache.attach(key("abcdefXYZWa"))
+    cache.retract(cache.fork(cache.acquire(key("abcdx"))), 2)
+    cache.withdraw(leader)
+
+
+CACHE_CALLS: dict[str, Callable[[PrefixCache], object]] = {
+    "serve": lambda cache: serve(cache, "abcdefXYZW"),
+    "evict": lambda cache: cache.evict(5),
+    "reserve": lambda cache: cache.reserve(12),
+    "publish": lambda cache: publish(cache, "abXYZWab", *begin(cache, "abXYZWab")),
+    "announce": announce_and_withdraw,
+    "pin": lambda cache: cache.unpin(cache.pin(key("mn"), "other")),
+    "clear": lambda cache: cache.clear(),
+}
+
+
+@pytest.mark.parametrize("name", CACHE_CALLS)
+def test_one_call_repairs_a_cache(name: str) -> None:
+    """No lease but the pin's, no private page; a cache that is whole keeps what was published."""
+    kept = 0
+    for cache in each_point(full_cache, CACHE_CALLS[name]):
+        num_lost = repair(cache)
+
+        cache.check()
+        stats = cache.stats()
+        assert (stats.num_leases, stats.private_pages) == (0, 0)
+        assert len(cache.pins("operator")) == 1 - num_lost
+        kept += cache.match(key("abcde")).num_tokens == 4
+        serve(cache, "abcdefgh")
+        assert cache.match(key("abcdefghi")).num_tokens == 8
+        for pin in cache.pins():
+            cache.unpin(pin)
+        assert drained(cache)
+    assert kept > 0
+
+
+def test_a_repair_of_a_whole_cache_changes_nothing_that_is_cached() -> None:
+    """It ends a lease that was lost, its private pages and what it announced."""
+    cache = full_cache()
+    num_cached, pins = cache.stats().cached_pages, cache.pins()
+    lease, private = begin(cache, "abcdefXYZW")
+    cache.announce(lease, key("abcdefXYZW"), private)
+
+    assert repair(cache) == 0
+
+    assert (cache.stats().cached_pages, cache.pins()) == (num_cached, pins)
+    assert cache.stats().private_pages == 0
