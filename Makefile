@@ -19,7 +19,7 @@ export PYTHON TORCH_ARGS
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-pure check format options bench bench-attention bench-core bench-engine \
-  bench-decode bench-step bench-tool-loop bench-first-token bench-busy-cores bench-families bench-analysis perf attack clients soak-core soak-engine accuracy cover-core gpu-check native \
+  bench-decode bench-step bench-tool-loop bench-first-token bench-busy-cores bench-memory bench-families bench-analysis perf attack clients soak-core soak-engine accuracy cover-core gpu-check native \
   test-native clean FORCE
 
 help:  ## this list
@@ -84,6 +84,9 @@ bench-families: $(DEV)  ## model families beside transformers, a peer and a dens
 
 bench-busy-cores: $(DEV)  ## small requests on idle cores and beside a busy loop
 	@$(BIN)/python benchmarks/busy_cores.py $(ARGS)
+
+bench-memory: $(DEV)  ## resident memory of an engine, from Python's start to the first answer
+	@$(BIN)/python benchmarks/memory.py $(ARGS)
 
 bench-analysis: $(DEV)  ## the analyser on 10^5 prompts and 10^6 hashed requests: time and memory
 	@PYTHONPATH=src $(BIN)/python benchmarks/analysis_scale.py $(ARGS)

@@ -187,7 +187,8 @@ def test_info_tells_ops_backend_exactness_and_memory(checkpoint: Path) -> None:
     assert "exact" in report["attention backends"]["sdpa"]
     assert report["exactness"]["exact"] is True
     assert any(name.startswith("attention ") for name in report["exactness"])
-    assert {"weights", "K/V per token", "K/V pool"} <= set(report["memory"])
+    assert {"weights", "K/V per token", "K/V pool", "resident"} <= set(report["memory"])
+    assert "at most" in report["memory"]["K/V pool"]
 
 
 def test_ops_torch_uses_nothing_compiled(checkpoint: Path) -> None:

@@ -7,14 +7,17 @@ import itertools
 import mmap
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ramify.engine.execution.host_memory import resident_memory
 from ramify.kv import huge_pages
-from ramify.kv.huge_pages import MIN_BYTES, SLAB_BYTES, zeros
+from ramify.kv.huge_pages import MIN_BYTES, SLAB_BYTES, small_page_zeros, zeros
+from ramify.kv.pool import KVLayout, KVPool
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn]
 
@@ -109,3 +112,29 @@ def test_a_failed_mapping_is_a_memory_error_that_names_the_size() -> None:
         zeros((10**18,), torch.int8)
     with pytest.raises(MemoryError, match="kv_cache_tokens"):
         zeros((10**20,), torch.int8)
+
+
+@pytest.mark.parametrize("num_bytes", [4, MIN_BYTES, 3 << 20])
+def test_small_pages_hold_zeros_too(num_bytes: int) -> None:
+    """Of any size, contiguous, and aligned to a cache line."""
+    tensor = small_page_zeros((num_bytes // 4, 4), torch.int8)
+
+    assert tensor.shape == (num_bytes // 4, 4)
+    assert tensor.is_contiguous()
+    assert tensor.data_ptr() % 64 == 0
+    assert not tensor.any()
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's memory counters")
+def test_a_pool_takes_the_memory_of_what_is_written() -> None:
+    """60 planes of 64 MiB with one token each take less than 2 MiB, not a huge page each."""
+    pool = KVPool(KVLayout.mha(30, 4, 64), 2**16, 16, dtype=torch.int8)
+    values = torch.ones(1, 4, 64)
+    pool.write_kv(29, torch.tensor([0]), k=values, v=values)
+    gc.collect()
+    before = resident_memory()
+
+    for layer in range(29):
+        pool.write_kv(layer, torch.tensor([77]), k=values, v=values)
+
+    assert resident_memory() - before < 2 << 20

@@ -1,6 +1,7 @@
 """A real server process: start, options, signals, and load."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,10 @@ def test_the_start_tells_what_is_served(server: Running) -> None:
     """The banner has sizes, a curl command and the URL; uvicorn prints nothing."""
     for word in ("model", "K/V cache", "at once", "prefix cache", "keys", "curl "):
         assert f"\n  {word}" in "\n" + server.log
+    assert re.search(r"K/V cache .* tokens, at most [\d,]+ MiB\n", server.log)
+    assert re.search(
+        r"memory +[1-9][\d,]* MiB resident; K/V adds to it as it is written", server.log
+    )
     assert f"listening on {server.url}" in server.log
     assert "Uvicorn" not in server.log
 

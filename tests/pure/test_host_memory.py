@@ -1,10 +1,10 @@
-"""Free memory is what the machine and the container leave."""
+"""Free memory is what the machine and the container leave; resident memory is the process's own."""
 
 from pathlib import Path
 
 import pytest
 
-from ramify.engine.execution.host_memory import free_memory
+from ramify.engine.execution.host_memory import free_memory, resident_memory
 
 GIB = 2**30
 
@@ -26,3 +26,12 @@ def test_the_smaller_of_machine_and_container_counts(
         (groups / "memory.current").write_text(used + "\n")
 
     assert free_memory(tmp_path) == expected
+
+
+def test_resident_memory_is_the_systems_count(tmp_path: Path) -> None:
+    """0 where the system does not say."""
+    assert resident_memory(tmp_path) == 0
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/status").write_text("Name:\tx\nVmRSS:\t  2048 kB\nRssAnon:\t 1 kB\n")
+
+    assert resident_memory(tmp_path) == 2 * 2**20

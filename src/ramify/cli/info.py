@@ -50,7 +50,7 @@ def _collect_info(llm: LLM) -> dict[str, dict[str, Any]]:
 
     import ramify
     from ramify.attention.backend import BACKENDS
-    from ramify.engine.execution.host_memory import free_memory
+    from ramify.engine.execution.host_memory import free_memory, resident_memory
     from ramify.models.configs.sampling_defaults import AUTO, read_sampling_defaults
     from ramify.models.ops.registry import OPS
 
@@ -90,8 +90,10 @@ def _collect_info(llm: LLM) -> dict[str, dict[str, Any]]:
             "weights": _mib(weights),
             "K/V per token": f"{plan.token_bytes:,} bytes",
             "K/V pages": f"{plan.num_pages:,} of {plan.page_size} tokens",
-            "K/V pool": f"{plan.kv_cache_tokens:,} tokens, {_mib(plan.kv_cache_bytes)}",
+            "K/V pool": f"{plan.kv_cache_tokens:,} tokens, at most {_mib(plan.kv_cache_bytes)}, "
+            "resident as it is written",
             "K/V window": _window(plan),
+            "resident": _mib(resident_memory()),
             "free": _mib(free_memory()),
         },
     }

@@ -215,5 +215,5 @@ def _as_indexable(plane: Tensor) -> Tensor:
 def _zeros(shape: Sequence[int], dtype: torch.dtype | None, device: torch.device) -> Tensor:
     """Zeros; on CPU a page of memory becomes resident when a step first writes to it."""
     if device.type == "cpu" and dtype is not None:
-        return huge_pages.zeros(shape, dtype)
+        return huge_pages.small_page_zeros(shape, dtype)
     return torch.zeros(*shape, dtype=dtype, device=device)

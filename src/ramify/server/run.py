@@ -16,6 +16,7 @@ from typing import Any
 import uvicorn
 
 from ramify.engine.async_llm import AsyncLLM
+from ramify.engine.execution.host_memory import resident_memory
 from ramify.errors import ConfigError
 from ramify.models.configs.sampling_defaults import AUTO, read_sampling_defaults
 from ramify.params import SamplingParams
@@ -256,7 +257,8 @@ def startup_banner(url: str, service: Service, llm: AsyncLLM, keys: ApiKeys | No
         "attention": f"{llm.engine.backend_choice.name}, "
         + ("exact" if config.requested.attention.exact else "not exact"),
         "K/V cache": f"{config.num_pages:,} pages x {config.page_size} = "
-        f"{config.kv_cache_tokens:,} tokens, {config.kv_cache_bytes / 2**20:,.0f} MiB",
+        f"{config.kv_cache_tokens:,} tokens, at most {config.kv_cache_bytes / 2**20:,.0f} MiB",
+        "memory": f"{resident_memory() / 2**20:,.0f} MiB resident; K/V adds to it as it is written",
         "at once": f"{config.max_num_seqs} requests; {config.kv_cache_tokens / max_len:.1f} of "
         f"{max_len:,} tokens",
         "prefix cache": config.requested.cache.policy if service.prefix_cache else "off",

@@ -1,4 +1,4 @@
-"""`free_memory`: bytes that this process may still allocate."""
+"""`free_memory`: bytes that this process may still allocate; `resident_memory`: bytes that it has."""
 
 from __future__ import annotations
 
@@ -25,6 +25,14 @@ def free_memory(root: Path = Path("/")) -> int:
         if limit_bytes.isdigit() and used_bytes.isdigit():
             free = min(free, max(0, int(limit_bytes) - int(used_bytes)))
     return free
+
+
+def resident_memory(root: Path = Path("/")) -> int:
+    """Bytes of this process in memory, mapped files included; 0 if the system does not say."""
+    for line in _text(root / "proc/self/status").splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    return 0
 
 
 def _text(path: Path) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from ramify.attention.exactness import PROBE_ROW_COUNTS, ProbeStore
 from ramify.models.configs.dense_variant import QkNormForm
 from ramify.models.configs.moe import MoeConfig
 from ramify.models.configs.rope import RopeConfig
+from ramify.models.ops.cpu.embedding import TokenRows
 from ramify.models.ops.cpu.experts import GroupedExperts, GroupedLinear, TopKRouter
 from ramify.models.ops.cpu.layers import FusedLayers
 from ramify.models.ops.cpu.linear import ACTIVATION_MODES, PackedLinear, packed_gemm_supports
@@ -32,7 +34,7 @@ from ramify.models.ops.protocol import (
     RowOp,
     Shard,
 )
-from ramify.models.ops.quantized import as_tensor
+from ramify.models.ops.quantized import Weight, as_tensor
 from ramify.models.ops.torch_linear import is_constant, probe_counts
 from ramify.models.ops.torch_modules import SplitAttention
 from ramify.models.ops.torch_ops import TorchOps
@@ -51,6 +53,10 @@ class CpuOps(TorchOps):
     Anything without a kernel (quantised weights, layer norms of heads, MLA) is `TorchOps`.
     """
 
+    def __init__(self, weights: Mapping[str, Weight], **options: Any) -> None:
+        super().__init__(weights, **options)
+        self._token_rows: dict[str, TokenRows] = {}
+
     @classmethod
     def supports(cls, dtype: torch.dtype, device: torch.device) -> str | None:
         """None, or why the kernels cannot compute this dtype on this device."""
@@ -60,6 +66,17 @@ class CpuOps(TorchOps):
     def row_multiple(self) -> int:
         """1: rows of the kernels are independent by construction, those of other operations by the probe."""
         return 1
+
+    def embedding(self, name: str, *, scale: float = 1.0) -> TokenRows:
+        """See `Ops`. Where the LM head is the same table, the packed head serves for both."""
+        factor = None if scale == 1.0 else torch.tensor(scale, dtype=self.dtype)
+        rows = self._token_rows[name] = TokenRows(self.weight(f"{name}.weight"), factor)
+        return rows
+
+    def finish(self) -> None:
+        """See `Ops`."""
+        super().finish()
+        self._token_rows = {}
 
     def linear(
         self,
@@ -79,6 +96,8 @@ class CpuOps(TorchOps):
             return super().linear(
                 *names, norm=norm, activation=activation, shard=shard, dtype=dtype
             )
+        if activation is None and bias is None and len(names) == 1 and names[0] in self._token_rows:
+            self._token_rows[names[0]].share(packed)
         if activation is inner_activation:
             return packed
         return self._compose(None, packed, activation, len(weight), dtype or self.dtype)

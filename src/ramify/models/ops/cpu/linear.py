@@ -251,6 +251,25 @@ class PackedLinear:
         block_rows = _gemm_partition(num_rows, self._num_panel_groups, num_workers)[0]
         return self._kernels.gemm_scratch_floats(block_rows, self._width)
 
+    def weight_rows(self, rows: Tensor) -> Tensor:
+        """Rows [n, in_width] of the weight as they were before it was packed.
+
+        Args:
+            rows: [n] int64, each below `out_width`; not of a gated activation.
+        """
+        from ramify.kernels.cpu.gemm_microkernels import BF16_VNNI, NR
+        from ramify.kernels.cpu.simd import LANES
+
+        assert self._num_parts == 1
+        panel, column, panels = rows // NR, rows % NR, self._weight
+        if self._kind == BF16_VNNI:
+            words = panels.view(-1, self._width, NR, 2)
+            return words[panel, :, column].flatten(1)
+        if self.dtype == torch.bfloat16:
+            words = panels.view(-1, self._width, LANES, 2)
+            return words[panel, :, column % LANES, column // LANES]
+        return panels[panel, :, column]
+
     def check(self, x: Tensor) -> None:
         """Raise ConfigError unless x is [rows, in_width] in the dtype of the weight, on CPU."""
         fits = x.dim() == 2 and x.shape[1] == self._in_width
