@@ -96,3 +96,32 @@ def test_a_format_forbids_calls_by_itself() -> None:
 
     assert bound["choices"][0]["message"]["content"] in ("yes", "no")
     assert server.ended[1].request.params.banned_sequences == ()
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_tools_that_are_not_allowed_stay_in_the_prompt(drops: bool) -> None:
+    """`allowed_tools` keeps the prompt, and no other tool is called. Or they are left out."""
+    seek = {"type": "function", "strict": False, **FUNCTION, "name": "seek"}
+    body = request(PATHS[2], forbids=False)
+    body["tools"] = [{"type": "web_search"}, *body["tools"], seek]
+    choice = {
+        "type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "seek"}],
+    }  # fmt: skip
+
+    async def main() -> tuple[LoopServer, dict[str, Any]]:
+        server = LoopServer(TEXT)
+        server.service.drops_forbidden_tools = drops
+        async with server.running():
+            assert (await server.post(PATHS[2], body)).status == 200
+            response = await server.post(PATHS[2], body | {"tool_choice": choice})
+            assert response.status == 200, response.body
+        return server, response.json
+
+    server, payload = asyncio.run(main())
+
+    before, after = (generation.request.prompt for generation in server.ended)
+    calls = [item for item in payload["output"] if item["type"] == "function_call"]
+    assert all(call["name"] == "seek" for call in calls)
+    assert (before.ids == after.ids) != drops
+    tools = [segment.path for segment in after.segments if segment.path.startswith("tools")]
+    assert tools == (["tools[2]"] if drops else ["tools[1]", "tools[2]"])

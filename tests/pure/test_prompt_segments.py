@@ -29,7 +29,7 @@ def spans(family: FamilyTemplate, messages: list[dict[str, Any]]) -> dict[str, t
         for at, message in enumerate(messages)
         if message["content"]
     ]
-    prompt = renderer.chat(messages, [*tool_parts(TOOLS), *parts], tools=TOOLS)
+    prompt = renderer.chat(messages, [*tool_parts(["tools[0]", "tools[1]"]), *parts], tools=TOOLS)
     return {
         segment.path: (
             segment.start,

@@ -161,8 +161,7 @@ def tool_set(tools: Sequence[InputTool]) -> ToolSet:
             if ttls_s and ttl_s is not None:
                 ttls_s[-1] = ttl_s
     parts = [
-        replace(part, path=path, ttl_s=ttl_s)
-        for part, path, ttl_s in zip(tool_parts(definitions), paths, ttls_s, strict=True)
+        replace(part, ttl_s=ttl_s) for part, ttl_s in zip(tool_parts(paths), ttls_s, strict=True)
     ]
     return ToolSet(definitions, parts, tuple(skipped))
 

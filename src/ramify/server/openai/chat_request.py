@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -69,6 +69,7 @@ def chat_to_generation(
     known: Sequence[KnownPrefix] = (),
     names: Sequence[str] = (),
     tool_paths: Sequence[str] = (),
+    allowed: Collection[str] | None = None,
     format_path: str = FORMAT_PATH,
 ) -> GenerationRequest:
     """Translate a chat completion request for the engine.
@@ -77,7 +78,8 @@ def chat_to_generation(
 
     Args:
         names: of the messages, for errors and segments; by default `messages[i]`.
-        tool_paths: of the tools, for errors and warnings; by default `tools[i]`.
+        tool_paths: of the tools, for errors, warnings and segments; by default `tools[i]`.
+        allowed: names of the tools that may be called, if `tool_choice` allows calls; None: all.
         format_path: of the answer's format, likewise.
 
     Raises:
@@ -93,13 +95,22 @@ def chat_to_generation(
         _template_message(message, name)
         for message, name in zip(request.messages, names, strict=True)
     ]
-    forbids_calls = request.tool_choice == "none"
-    tools = [] if forbids_calls and service.drops_forbidden_tools else _template_tools(request)
-    callable_tools = [] if forbids_calls else tools
+    tools = _template_tools(request)
+    tool_paths = tool_paths or [f"tools[{index}]" for index in range(len(tools))]
+    if request.tool_choice == "none":
+        allowed = ()
+    offered = [
+        (tool, path)
+        for tool, path in zip(tools, tool_paths, strict=True)
+        if allowed is None or tool["function"]["name"] in allowed
+    ]
+    callable_tools, callable_paths = [tool for tool, _ in offered], [path for _, path in offered]
+    if service.drops_forbidden_tools:
+        tools, tool_paths = callable_tools, callable_paths
     prompt = service.prompt_renderer.chat(
         messages,
         [
-            *tool_parts(tools),
+            *tool_parts(tool_paths),
             *message_parts(request.messages, names, breakpoint_ttl_s(request)),
         ],
         tools=tools or None,
@@ -126,7 +137,7 @@ def chat_to_generation(
     name = chosen_tool(request.tool_choice, request.tools)
     choice = CallChoice(is_forced=forces_call, name=name, is_single=single_call)
     structured = service.constraints.of_answer(
-        OfferedTool.of(callable_tools, tool_paths),
+        OfferedTool.of(callable_tools, callable_paths),
         choice,
         prompt_end=prompt.turn_opening,
         tenant=tenant,
@@ -155,7 +166,7 @@ def chat_to_generation(
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         prompt_logprobs=request.prompt_logprobs,
     )
-    if forbids_calls and tools:
+    if tools and not callable_tools:
         params = without_calls(params, service.output_format, service.tokenizer)
     generation_request = GenerationRequest(
         history_entry,

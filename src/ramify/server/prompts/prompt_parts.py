@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,12 +47,9 @@ def json_variants(value: object) -> tuple[str, ...]:
     )
 
 
-def tool_parts(tools: Sequence[Mapping[str, Any]]) -> list[PromptPart]:
+def tool_parts(paths: Iterable[str]) -> list[PromptPart]:
     """A part for each tool definition. The renderer knows how the template writes it."""
-    return [
-        PromptPart(f"tools[{index}]", (), role="tools", may_be_dropped=True)
-        for index in range(len(tools))
-    ]
+    return [PromptPart(path, (), role="tools", may_be_dropped=True) for path in paths]
 
 
 def result_variants(content: str) -> tuple[str, ...]:

@@ -142,6 +142,7 @@ def response_to_generation(
             known=earlier.known,
             names=part_names,
             tool_paths=[tools.paths[tool.function.name] for tool in tools.functions],
+            allowed=tools.allowed,
             format_path="text.format",
         )
 

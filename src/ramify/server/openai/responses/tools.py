@@ -7,7 +7,7 @@ client runs, become functions. Tools that a server would run are skipped with a 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import msgspec
@@ -94,10 +94,10 @@ class CallForm:
 
 @dataclass(frozen=True, slots=True)
 class ServedTools:
-    """The functions that the model may call.
+    """The functions of a request.
 
     `forms` has the form of each by its name, `paths` its place in the request; `skipped` the types of
-    the tools that are not served.
+    the tools that are not served; `allowed` the names of those that may be called, None: all.
     """
 
     functions: list[Tool] = field(default_factory=list)
@@ -105,6 +105,7 @@ class ServedTools:
     paths: dict[str, str] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    allowed: frozenset[str] | None = None
 
     def add(self, form: CallForm, definition: FunctionDefinition, where: str) -> None:
         """Add a function; one whose name is taken is skipped with a warning."""
@@ -115,16 +116,9 @@ class ServedTools:
         self.forms[name], self.paths[name] = form, where
         self.functions.append(Tool(msgspec.structs.replace(definition, name=name)))
 
-    def only(self, names: Iterable[str]) -> ServedTools:
-        """The functions of these names."""
-        kept = set(names)
-        return ServedTools(
-            [tool for tool in self.functions if tool.function.name in kept],
-            {name: form for name, form in self.forms.items() if name in kept},
-            self.paths,
-            self.skipped,
-            self.warnings,
-        )
+    def allowing(self, names: Iterable[str]) -> ServedTools:
+        """The functions, of which those of these names may be called."""
+        return replace(self, allowed=frozenset(names))
 
 
 def served_tools(groups: Iterable[tuple[str, Sequence[Mapping[str, Any]]]]) -> ServedTools:
@@ -226,7 +220,7 @@ def _custom_definition(tool: CustomTool, warnings: list[str], where: str) -> Fun
 def apply_tool_choice(
     choice: str | Mapping[str, Any] | None, tools: ServedTools
 ) -> tuple[Any, ServedTools]:
-    """The `tool_choice` of a chat completion request, and the tools that it leaves.
+    """The `tool_choice` of a chat completion request, and the tools with those that it allows.
 
     Raises:
         ApiError: 400, it is malformed, or forces a tool that is not served.
@@ -241,12 +235,12 @@ def apply_tool_choice(
         missing = dict.fromkeys(_described(each) for each in _not_served(allowed.tools, tools))
         if missing:
             tools.warnings.append(f"tool_choice.tools: not served: {', '.join(missing)}")
-        tools = tools.only(_allowed_names(allowed.tools, tools))
+        tools = tools.allowing(_allowed_names(allowed.tools, tools))
         mode = allowed.mode
     else:
         reference = convert_value(choice, ToolReference, "tool_choice")
         return NamedTool(NamedFunction(_chosen_name(reference, tools))), tools
-    if mode == "required" and not tools.functions:
+    if mode == "required" and (not tools.functions or tools.allowed == frozenset()):
         skipped = ", ".join(dict.fromkeys(tools.skipped)) or "none"
         raise ApiError(
             400,
