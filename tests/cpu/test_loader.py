@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from ramify.attention.exactness import ProbeStore
 from ramify.errors import CheckpointError, ConfigError, ModelError, UnsupportedModelError
 from ramify.models.checkpoint.find import find_checkpoint
 from ramify.models.checkpoint.tensors import EMBEDDING, load_weights
+from ramify.models.configs.model_config import ModelConfig
 from ramify.models.loader import load_model, read_config
 from ramify.testing import write_tiny_checkpoint
 
@@ -25,8 +27,8 @@ INDEX = "model.safetensors.index.json"
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
 
-def load(path: Path) -> dict[str, torch.Tensor]:
-    return dict(load_weights(path, read_config(path), dtype=torch.float32))
+def load(path: Path, config: ModelConfig | None = None) -> dict[str, torch.Tensor]:
+    return dict(load_weights(path, config or read_config(path), dtype=torch.float32))
 
 
 def rewrite(path: Path, **changes: Any) -> None:
@@ -104,13 +106,45 @@ def test_redundant_tensors_are_ignored(tmp_path: Path) -> None:
     assert "lm_head.weight" not in load(path)
 
 
-def test_a_head_that_is_not_the_embedding_it_is_tied_to_is_refused(tmp_path: Path) -> None:
-    """Either the weights or the configuration are wrong; loading either would give plausible answers."""
+def test_a_head_that_is_not_the_embedding_it_is_tied_to_is_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in transformers: both as they are stored, with a line in the log."""
     path = write_tiny_checkpoint(tmp_path, "llama", tie_word_embeddings=True)
-    rewrite(path, lm_head__weight=torch.zeros(300, 64))
+    plain = load_model(path, exact=False).config
+    rewrite(path, lm_head__weight=torch.ones(300, 64))
 
-    with pytest.raises(CheckpointError, match="tie_word_embeddings"):
-        load(path)
+    decoder = load_model(path, exact=False)
+
+    assert plain.tie_word_embeddings
+    assert not decoder.config.tie_word_embeddings
+    assert "lm_head.weight that is not model.embed_tokens.weight" in caplog.text
+    theirs = AutoModelForCausalLM.from_pretrained(path).lm_head.weight
+    assert torch.equal(theirs, torch.ones(300, 64))
+    assert torch.equal(load(path, decoder.config)["lm_head.weight"], torch.ones(300, 64))
+
+
+def test_a_missing_head_is_the_embedding(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With a line in the log; transformers draws one at random."""
+    path = write_tiny_checkpoint(tmp_path, "llama", tie_word_embeddings=False)
+    rewrite(path, lm_head__weight=None)
+
+    decoder = load_model(path, exact=False)
+
+    assert decoder.config.tie_word_embeddings
+    assert "has no lm_head.weight" in caplog.text
+
+
+def test_a_missing_embedding_is_the_head_that_it_is_tied_to(tmp_path: Path) -> None:
+    """As in transformers, which ties whichever of the two there is."""
+    path = write_tiny_checkpoint(tmp_path, "llama", tie_word_embeddings=False)
+    head = load(path)["lm_head.weight"]
+    rewrite(path, model__embed_tokens__weight=None)
+    edit_json(path / "config.json", tie_word_embeddings=True)
+
+    assert torch.equal(load(path)["model.embed_tokens.weight"], head)
+    theirs = AutoModelForCausalLM.from_pretrained(path)
+    assert torch.equal(theirs.model.embed_tokens.weight, head)
 
 
 def test_a_single_file_wins_over_an_index(tmp_path: Path) -> None:

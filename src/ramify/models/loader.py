@@ -16,7 +16,12 @@ from torch import Tensor
 from ramify.attention.exactness import ProbeStore
 from ramify.errors import ConfigError, UnsupportedModelError
 from ramify.models.checkpoint.stacked_experts import StackedExperts
-from ramify.models.checkpoint.tensors import HEAD, load_weights, tensor_names
+from ramify.models.checkpoint.tensors import (
+    HEAD,
+    load_weights,
+    tensor_names,
+    with_stored_head,
+)
 from ramify.models.checkpoint.weight_layout import OrderedWeights
 from ramify.models.configs.families import FAMILIES
 from ramify.models.configs.fields import read_json, read_optional_json
@@ -101,6 +106,7 @@ def load_model(
         raise UnsupportedModelError(
             f"{path}: {config.architecture} runs through transformers only; use load_decoder"
         )
+    config = with_stored_head(path, config)
     compute_dtype = resolve_dtype(dtype, config)
     tensors = load_weights(path, config, dtype=compute_dtype)
     weights: Mapping[str, Weight] = tensors

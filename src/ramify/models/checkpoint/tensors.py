@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from ramify.models.configs.families import FAMILIES
 from ramify.models.configs.fields import read_json
 from ramify.models.configs.model_config import ModelConfig
 from ramify.models.configs.wrappers import is_other_part, text_tensor_name
+
+logger = logging.getLogger(__name__)
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # As safetensors names them.
@@ -128,8 +131,8 @@ def load_weights(path: Path, config: ModelConfig, *, dtype: torch.dtype) -> Chec
             another shape.
         UnsupportedModelError: a tensor's dtype is neither float32, bfloat16 nor float16.
     """
-    shapes = config.stored_shapes()
     entries: dict[str, _Entry] = {}
+    shapes = config.stored_shapes()
     # lm_head beside tied embeddings: older tools wrote both.
     duplicate_head: _Entry | None = None
     for file, promised in weight_files(path).items():
@@ -163,21 +166,62 @@ def load_weights(path: Path, config: ModelConfig, *, dtype: torch.dtype) -> Chec
                     duplicate_head = entry
                 else:
                     entries[name] = entry
+    if duplicate_head is not None:
+        entries.setdefault(EMBEDDING, duplicate_head)
     missing = [name for name in shapes if name not in entries]
     if missing:
         raise CheckpointError(
             f"{path} lacks {len(missing)} of {len(shapes)} tensors, the first is {missing[0]} "
             f"with shape {list(shapes[missing[0]])}; is config.json of the same model?"
         )
-    tensors = CheckpointTensors({name: entries[name] for name in shapes})
-    if duplicate_head is not None:
-        head = CheckpointTensors({HEAD: duplicate_head})[HEAD]
-        if not torch.equal(head, tensors[EMBEDDING]):
-            raise CheckpointError(
-                f"{path} has a {HEAD} that is not {EMBEDDING}, but config.json says that they are "
-                "one (tie_word_embeddings); which of the two is wrong?"
-            )
-    return tensors
+    return CheckpointTensors({name: entries[name] for name in shapes})
+
+
+def with_stored_head(path: Path, config: ModelConfig) -> ModelConfig:
+    """The configuration with the LM head that the files have, whatever it says.
+
+    As transformers: a head beside the embedding that it should be tied to counts where they differ.
+    Where transformers would draw a missing head at random, it is the embedding.
+
+    Raises:
+        CheckpointError: see `load_weights`.
+    """
+    shapes = config.stored_shapes()
+    places: dict[str, tuple[Path, str]] = {}
+    for file in weight_files(path):
+        with _opened(file) as shard:
+            for stored_name in shard.keys():  # noqa: SIM118 - it is no mapping
+                places[_full_name(stored_name, shapes, config)] = file, stored_name
+    if not config.tie_word_embeddings:
+        if HEAD in places or EMBEDDING not in places:
+            return config
+        logger.warning(
+            "%s has no %s, though config.json says that it is not tied: %s is used, and answers are "
+            "wrong if the head was lost",
+            path,
+            HEAD,
+            EMBEDDING,
+        )
+        return replace(config, tie_word_embeddings=True)
+    if not {HEAD, EMBEDDING} <= places.keys() or _are_equal(places[HEAD], places[EMBEDDING]):
+        return config
+    logger.warning(
+        "%s has a %s that is not %s, though config.json says that they are one "
+        "(tie_word_embeddings): both are used as they are stored",
+        path,
+        HEAD,
+        EMBEDDING,
+    )
+    return replace(config, tie_word_embeddings=False)
+
+
+def _are_equal(left: tuple[Path, str], right: tuple[Path, str]) -> bool:
+    """Whether two stored tensors have the same values."""
+    tensors = []
+    for file, name in (left, right):
+        with _opened(file) as shard:
+            tensors.append(shard.get_tensor(name))
+    return tensors[0].shape == tensors[1].shape and torch.equal(*tensors)
 
 
 def _full_name(name: str, shapes: Mapping[str, tuple[int, ...]], config: ModelConfig) -> str:
