@@ -30,6 +30,25 @@ has it as a causal decoder. Weights are float32, bfloat16 or float16 safetensors
 gpt-oss, which are widened at load; `scripts/gguf_to_checkpoint.py` widens a GGUF file to such a
 directory. Of models that read images or audio too, the text decoder runs.
 
+## Context, head and end tokens
+
+| `rope_type` | longest context (`max_model_len`) | frequencies |
+|---|---|---|
+| `yarn`, `linear` | `original_max_position_embeddings`, else `max_position_embeddings`, times `factor` | one set |
+| `dynamic` | by default that length; with `--max-model-len` up to `factor` times as much | up to that length as without scaling; an engine for more computes all prompts with the base of its `max_model_len` |
+| `longrope` | `max_position_embeddings` | one list for all prompts: `long_factor` if that is more than the length of pre-training, else `short_factor` |
+| `llama3`, none | `max_position_embeddings` | one set |
+
+transformers takes frequencies by the length of a request for `dynamic` and `longrope`: there, a short
+prompt of a long-context Phi-3 is computed with `short_factor`. Here requests share the keys of a
+prefix, whatever their lengths, so an engine has one set.
+
+A stored `lm_head` that differs from the embedding that it should be tied to is used, as in transformers. Where
+the head is missing, it is the embedding. Both are told in a line of the log.
+
+An answer ends with any end token of `config.json`, `generation_config.json` or the tokenizer, and with
+the token that ends a turn in the chat template.
+
 ## Our own implementation
 
 Everything in compiled kernels where the shape allows, bits independent of the cache in float32 and

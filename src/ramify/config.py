@@ -406,6 +406,7 @@ def resolve(
     token_bytes: int,
     free_memory: int,
     window: int | None = None,
+    default_max_len: int | None = None,
 ) -> ResolvedConfig:
     """Fit the requested options to a model and a machine.
 
@@ -414,13 +415,14 @@ def resolve(
         token_bytes: K/V bytes of one token over all layers.
         free_memory: bytes that could be allocated now; 0 if unknown.
         window: the longest sliding window of the model; None if a layer has none.
+        default_max_len: where the user does not say; by default `model_max_len`.
 
     Raises:
         ConfigError: max_model_len is beyond the model's, or the pool or the block table is larger
             than the free memory.
         PoolTooSmallError: the pool has no whole page.
     """
-    max_len = requested.model.max_model_len or model_max_len
+    max_len = requested.model.max_model_len or default_max_len or model_max_len
     if max_len > model_max_len:
         raise ConfigError(
             f"max_model_len={max_len} but the model's positions end at {model_max_len}; "

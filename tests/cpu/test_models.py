@@ -119,6 +119,23 @@ def random_tokens(seed: int, num_tokens: int, low: int = 6, high: int = 290) -> 
     return [rng.randrange(low, high) for _ in range(num_tokens)]
 
 
+def test_a_longer_context_has_the_base_of_its_length(tmp_path: Path) -> None:
+    """`dynamic` rope: the logits of transformers for a prompt as long as the engine's context."""
+    scaling = {"type": "dynamic", "factor": 2.0}
+    path = write_tiny_checkpoint(
+        tmp_path, "llama", seed=7, rope_scaling=scaling, max_position_embeddings=64
+    )
+    tokens = torch.tensor(random_tokens(1, 100))
+    model = load_model(path, max_model_len=100, store=ProbeStore(None))
+
+    with torch.inference_mode():
+        step = ForwardStep(torch.arange(100), dense_causal(model.config))
+        ours = model.logits(model.forward(tokens, step))
+        theirs = reference(path)(tokens[None]).logits[0]
+
+    assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()
+
+
 @pytest.mark.parametrize("ops", ["auto", "torch"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_are_those_of_transformers(tmp_path: Path, variant: str, ops: str) -> None:

@@ -84,6 +84,7 @@ def load_model(
     quantize: str | None = None,
     progress: bool = False,
     store: ProbeStore | None = None,
+    max_model_len: int | None = None,
 ) -> Decoder:
     """Load a checkpoint of one of our own families into a decoder that is ready to run.
 
@@ -94,6 +95,7 @@ def load_model(
         quantize: "int8" rounds the projections to int8 with a scale for each output channel; they are
             dequantised in each call, which takes less memory and more time. None: `dtype`.
         progress: show progress bars if stderr is a terminal.
+        max_model_len: of the engine, by default `ModelConfig.default_model_len`.
 
     Raises:
         CheckpointError, UnsupportedModelError: see `read_config` and `load_weights`.
@@ -106,6 +108,7 @@ def load_model(
         raise UnsupportedModelError(
             f"{path}: {config.architecture} runs through transformers only; use load_decoder"
         )
+    config = config.at_context(max_model_len or config.default_model_len)
     config = with_stored_head(path, config)
     compute_dtype = resolve_dtype(dtype, config)
     tensors = load_weights(path, config, dtype=compute_dtype)
@@ -144,6 +147,7 @@ def load_decoder(
     exact: bool = True,
     ops: str | OpsFactory = "auto",
     progress: bool = False,
+    max_model_len: int | None = None,
 ) -> CausalDecoder:
     """Load any checkpoint directory: with `load_model`, or through transformers.
 
@@ -151,7 +155,9 @@ def load_decoder(
     """
     config = read_config(path)
     if config.is_native:
-        return load_model(path, dtype=dtype, exact=exact, ops=ops, progress=progress)
+        return load_model(
+            path, dtype=dtype, exact=exact, ops=ops, progress=progress, max_model_len=max_model_len
+        )
     from ramify.models.hf.decoder import load_hf_decoder
 
     compute_dtype = resolve_dtype(dtype, config)

@@ -74,6 +74,7 @@ class LocalEngine:
         self.config: ResolvedConfig = resolve(
             requested,
             model_max_len=config.max_model_len,
+            default_max_len=config.default_model_len,
             token_bytes=layout.token_bytes(kv_dtype),
             free_memory=free_memory(),
             window=longest_window(config),
@@ -183,6 +184,7 @@ class LocalEngine:
             exact=requested.attention.exact,
             ops=self.ops_choice.factory,
             progress=progress,
+            max_model_len=self.config.max_model_len,
         )
 
     def _namespace(self, path: Path, epoch: int) -> bytes:

@@ -23,6 +23,7 @@ from ramify.models.configs.moe import MoeConfig
 from ramify.models.configs.rope import (
     NO_ROPE,
     RopeConfig,
+    context_len,
     layer_type_settings,
     read_rope,
     rope_settings,
@@ -48,7 +49,7 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     intermediate_size: int
-    max_model_len: int  # positions the model supports
+    max_model_len: int  # tokens that the model can read, with its scaled positions
     rms_norm_eps: float  # of layer norms too
     rope: RopeConfig
     variant: DenseVariant = LLAMA
@@ -64,6 +65,16 @@ class ModelConfig:
     moe: MoeConfig | None = None
     wrapper: str | None = None  # architecture of the whole, of which this is the text decoder
     is_native: bool = True  # False: transformers' own modules compute it (`models/hf/decoder.py`)
+
+    @property
+    def default_model_len(self) -> int:
+        """`max_model_len`; without the part that changes the answers to short prompts too."""
+        is_dynamic = self.rope.scaling == "dynamic"
+        return self.rope.original_max_len if is_dynamic else self.max_model_len
+
+    def at_context(self, num_tokens: int) -> ModelConfig:
+        """The model of an engine for contexts of `num_tokens`; see `RopeConfig.at_context`."""
+        return replace(self, rope=self.rope.at_context(num_tokens, self.head_dim))
 
     def window_of(self, layer: int) -> int | None:
         """Sliding window of this layer in tokens, the query's own included; None: full attention."""
@@ -252,7 +263,7 @@ class ModelConfig:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             intermediate_size=fields.count(family.intermediate_field),
-            max_model_len=max_model_len,
+            max_model_len=context_len(fields, max_model_len),
             rms_norm_eps=fields.number(family.eps_field, family.eps),
             rope=rope,
             variant=replace(variant, local_rope=local_rope),

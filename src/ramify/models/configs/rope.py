@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from ramify.errors import CheckpointError, UnsupportedModelError
-from ramify.models.configs.fields import ConfigFields, shown
+from ramify.models.configs.fields import MAX_POSITIONS, ConfigFields, shown
 
 # "none": a layer without rotary embedding (NoPE).
 RopeScaling = Literal["default", "linear", "llama3", "dynamic", "yarn", "longrope", "none"]
 KNOWN_SCALINGS = tuple(kind for kind in get_args(RopeScaling) if kind != "none")
+# They stretch the context of pre-training by `factor`. `llama3` and `longrope` do too, but their files
+# give the stretched context as `max_position_embeddings`.
+STRETCHING = ("linear", "dynamic", "yarn")
+# A field of Gemma 3, whose `max_position_embeddings` are stretched already.
+STRETCHED_FIELD = "rope_local_base_freq"
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
     """Rotary embedding: base and scaling of its frequencies.
 
-    `dynamic` is computed like `default`: it changes nothing below `original_max_len` tokens, and no
-    request gets longer. Frequencies that follow a request's length would also make the keys of a
-    shared prefix depend on the request; so `longrope` has one set of factors for all requests.
+    One set of frequencies serves all requests of an engine: frequencies that follow a request's length
+    would make the keys of a shared prefix depend on the request. So `dynamic` is computed like
+    `default` up to `original_max_len` tokens, and by `at_context` in an engine for more; `longrope`
+    has one list of factors.
     """
 
     theta: float
@@ -36,6 +42,18 @@ class RopeConfig:
     attention_factor: float = 1.0  # yarn, longrope: multiplies cos and sin
     pair_factors: tuple[float, ...] = ()  # longrope: divide the frequency of each pair
     rotary_dim: int | None = None  # first dimensions of a head that are rotated; None: all
+
+    def at_context(self, num_tokens: int, head_dim: int) -> RopeConfig:
+        """The rotary embedding of an engine for contexts of `num_tokens`.
+
+        `dynamic` (NTK-aware) gets the base that transformers computes for a prompt of that length.
+        """
+        if self.scaling != "dynamic" or num_tokens <= self.original_max_len:
+            return self
+        dim = self.rotary_dim or head_dim
+        stretch = self.factor * num_tokens / self.original_max_len - (self.factor - 1)
+        theta = self.theta * stretch ** (dim / (dim - 2))
+        return replace(self, theta=theta, scaling="default")
 
 
 NO_ROPE = RopeConfig(1.0, "none")
@@ -62,6 +80,31 @@ def rope_settings(fields: ConfigFields) -> dict[str, Any]:
             )
         settings |= value
     return settings
+
+
+def context_len(fields: ConfigFields, num_positions: int) -> int:
+    """Tokens that a model can read: the context of pre-training times the factor of its scaling.
+
+    Args:
+        num_positions: `max_position_embeddings`, which may be either of the two. At least as many.
+
+    Raises:
+        CheckpointError: see `rope_settings`; a factor or a length is no number.
+    """
+    settings = rope_settings(fields)
+    rope = ConfigFields(settings, f"{fields.source} (rope)")
+    if settings.get("rope_type") not in STRETCHING or settings.get("factor") is None:
+        return num_positions
+    name = "original_max_position_embeddings"
+    original = fields.config.get(name, settings.get(name))
+    if original is None and STRETCHED_FIELD in fields.config:
+        return num_positions
+    before = (
+        num_positions
+        if original is None
+        else ConfigFields({name: original}, rope.source).count(name)
+    )
+    return max(num_positions, int(min(before * rope.number("factor"), MAX_POSITIONS)))
 
 
 def layer_type_settings(

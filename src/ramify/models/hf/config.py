@@ -14,7 +14,7 @@ from ramify.models.configs.dense_variant import DenseVariant
 from ramify.models.configs.families import FAMILIES
 from ramify.models.configs.fields import MAX_LAYERS, MAX_POSITIONS, ConfigFields
 from ramify.models.configs.model_config import DTYPES, ModelConfig, check_quantization, token_ids
-from ramify.models.configs.rope import NO_ROPE
+from ramify.models.configs.rope import NO_ROPE, context_len
 from ramify.models.configs.wrappers import WRAPPERS
 
 # Rotary frequencies that follow the length of a request: its keys would differ from those of another
@@ -242,7 +242,9 @@ def _model_config(
         num_kv_heads=size("num_key_value_heads", default=num_heads),
         head_dim=size("head_dim", default=hidden_size // num_heads),
         intermediate_size=size("intermediate_size", "ffn_dim", default=4 * hidden_size),
-        max_model_len=size(CONTEXT_FIELDS[0], default=max_model_len),
+        max_model_len=context_len(
+            ConfigFields(fields, source), size(CONTEXT_FIELDS[0], default=max_model_len)
+        ),
         rms_norm_eps=1e-6,
         rope=NO_ROPE,
         variant=DenseVariant(
