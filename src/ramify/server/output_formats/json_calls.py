@@ -7,20 +7,30 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ramify.server.output_formats.json_scanner import (
+    PYTHON_CONSTANTS,
     EncodedObjectScanner,
     ObjectScanner,
     unescape,
 )
+from ramify.server.output_formats.literal_scanner import LiteralScanner
 from ramify.server.output_formats.reader import EndOfAnswerError, MismatchError, Reader, Steps
 from ramify.server.output_formats.writer import EventWriter
 
 NAME_KEYS = frozenset({"name", "tool_name", "function"})
 ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
 IGNORED_KEYS = frozenset({"id", "tool_call_id", "type", "index"})
-STRING = re.compile(r'"((?:[^"\\]|\\(?:u[0-9a-fA-F]{4}|[^u]))*+)"', re.DOTALL)
-PARTIAL_STRING = re.compile(
-    r'(?:"(?:[^"\\]|\\(?:u[0-9a-fA-F]{4}|[^u]))*+(?:\\(?:u[0-9a-fA-F]{0,3})?)?)?', re.DOTALL
+# In quotes of JSON, or of Python.
+STRING = re.compile(
+    r"""(?P<quote>["'])(?P<text>(?:(?!(?P=quote)|\\).|\\(?:u[0-9a-fA-F]{4}|[^u]))*+)(?P=quote)""",
+    re.DOTALL,
 )
+PARTIAL_STRING = re.compile(
+    r"""(?:(?P<quote>["'])(?:(?!(?P=quote)|\\).|\\(?:u[0-9a-fA-F]{4}|[^u]))*+"""
+    r"""(?:\\(?:u[0-9a-fA-F]{0,3})?)?)?""",
+    re.DOTALL,
+)
+# How a dict of Python may begin, and no object of JSON.
+DICT_BEGINS = tuple(f"{{{blank}'" for blank in ("", " ", "\n", "\n  ", "\n    "))
 PARTIAL_ID = re.compile(r'"?[-.:\w]*+', re.ASCII)
 CUT_MEMBER = re.compile(r'[-.:\w\s,"]*+', re.ASCII)
 LIST_BEGIN = re.compile(r"\[\s*+(?=\{)")
@@ -111,7 +121,7 @@ def _members(reader: Reader, writer: EventWriter) -> Steps[None]:
                 yield from read_arguments(reader, writer, name)
                 is_written = True
             elif (yield from reader.next_is("{")):
-                yield from scan(reader, ObjectScanner(), captured.append)
+                yield from scan(reader, (yield from _object_scanner(reader)), captured.append)
             else:
                 raise MismatchError
         elif key in IGNORED_KEYS:
@@ -129,7 +139,7 @@ def _members(reader: Reader, writer: EventWriter) -> Steps[None]:
 
 def read_string(reader: Reader) -> Steps[str]:
     """Consume a short JSON string, and decode it."""
-    return unescape((yield from reader.match(STRING, PARTIAL_STRING)).group(1))
+    return unescape((yield from reader.match(STRING, PARTIAL_STRING)).group("text"))
 
 
 def read_arguments(
@@ -151,7 +161,7 @@ def read_arguments(
         writer.whole_call(name, "{}", call_id)
     elif literal == "{":
         writer.start_call(name, call_id)
-        yield from scan(reader, ObjectScanner(), writer.arguments)
+        yield from scan(reader, (yield from _object_scanner(reader)), writer.arguments)
         writer.end_call()
     elif literal:
         yield from reader.expect('"')
@@ -163,6 +173,12 @@ def read_arguments(
         writer.end_call()
     else:
         raise MismatchError
+
+
+def _object_scanner(reader: Reader) -> Steps[Scanner]:
+    """The scanner of the object that follows: of JSON, or of a dict in Python's syntax."""
+    is_dict = yield from reader.next_is(*DICT_BEGINS)
+    return LiteralScanner() if is_dict else ObjectScanner(PYTHON_CONSTANTS)
 
 
 class Scanner(Protocol):

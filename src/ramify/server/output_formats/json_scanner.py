@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 NEXT_BRACKET = re.compile(r'["{}\[\]]')
+PYTHON_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
+NO_CONSTANTS: Mapping[str, str] = {}
+_WORD = re.compile(r"[A-Za-z]++")
+_LAST_WORD = re.compile(r"[A-Za-z]{1,5}\Z")
 PLAIN = re.compile(r'[^"\\]*+')
 ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|[^u])", re.DOTALL)
 PARTIAL_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?")
@@ -99,10 +104,14 @@ class ObjectScanner:
     """Reads a JSON object, by its brackets and strings, up to the bracket that closes it.
 
     Counts brackets of both kinds together, so that depth costs nothing.
+
+    Args:
+        constants: words outside of strings → what replaces them; `PYTHON_CONSTANTS`, or none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, constants: Mapping[str, str] = NO_CONSTANTS) -> None:
         self.is_done = False
+        self._constants = constants
         self._depth = 0
         self._string: StringScanner | None = None  # while inside one
 
@@ -123,7 +132,13 @@ class ObjectScanner:
                 continue
             bracket = NEXT_BRACKET.search(text, position)
             end = len(text) if bracket is None else bracket.end()
-            parts.append(text[position:end])
+            if self._constants:
+                # A word at the end of the text may go on.
+                word = _LAST_WORD.search(text, position) if bracket is None else None
+                end = end if word is None else word.start()
+                parts.append(_WORD.sub(self._replaced, text[position:end]))
+            else:
+                parts.append(text[position:end])
             position = end
             if bracket is None:
                 break
@@ -137,6 +152,9 @@ class ObjectScanner:
     def finish(self) -> str:
         """The text that was held back, when the answer ends inside the object."""
         return "" if self._string is None else self._string.finish()
+
+    def _replaced(self, word: re.Match[str]) -> str:
+        return self._constants.get(word[0], word[0])
 
 
 class EncodedObjectScanner:

@@ -19,6 +19,7 @@ from ramify.server.output_formats.call_syntax import (
     Piece,
     Slot,
 )
+from ramify.server.output_formats.value_types import plain_schema, value_types
 
 TEXT = r"/(.|\n)*/"
 MAX_CALLS = 16  # in a row: some models would go on for ever
@@ -319,14 +320,15 @@ class LarkRules:
     def _value(self, value: Any, schema: Mapping[str, Any], syntax: ParameterSyntax) -> str:
         """A text as it is, up to the end mark; any other value as JSON."""
         end = self.mark(syntax.end)
-        fields = value if isinstance(value, Mapping) else {}
-        choices, types = fields.get("enum"), fields.get("type")
+        fields = plain_schema(value, schema)
+        choices = [fields["const"]] if "const" in fields else fields.get("enum")
+        types = value_types(fields, schema)
         after_name = self._after_name(syntax, is_text=True)
         if choices and all(isinstance(choice, str) for choice in choices):
             ways = " | ".join(map(quoted, choices))
             newline = r'"\n"?' if syntax.strips_newlines else ""
             return self._share("value", f"{after_name} {newline} ({ways}) {newline} {end}")
-        if types in ("object", "array", "integer", "number", "boolean", "null"):
+        if types and "string" not in types:
             after_name = self._after_name(syntax, is_text=False)
             value_rule = self._json_value(fields, schema)
             return self._share("value", f"{after_name} space {value_rule} space {end}")

@@ -8,9 +8,8 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 
-from ramify.server.output_formats.json_scanner import ObjectScanner, json_text
+from ramify.server.output_formats.json_scanner import PYTHON_CONSTANTS, ObjectScanner, json_text
 from ramify.server.output_formats.reader import Marks
-from ramify.server.output_formats.tagged_values import PYTHON_CONSTANTS
 
 WORD = re.compile(r"""[^\s\[\](){},:='"<]+|<""")
 BLANK = re.compile(r"\s+")

@@ -8,7 +8,6 @@ from ramify.server.output_formats.json_calls import json_calls, read_arguments, 
 from ramify.server.output_formats.reader import (
     EndOfAnswerError,
     Marks,
-    MismatchError,
     Reader,
     Steps,
 )
@@ -23,7 +22,8 @@ DEEPSEEK_NAME_END = Marks({DEEPSEEK_SEPARATOR})
 DEEPSEEK_LINE_END = Marks({"\n", "{"})
 LINE_END = re.compile(r"[ \t]*+\n\s*+(?=\S)")
 PARTIAL_LINE_END = re.compile(r"[ \t]*+(?:\n\s*+)?")
-KIMI_ID = re.compile(r"(?:functions\.)?(.*):[0-9]++", re.DOTALL)
+KIMI_PREFIX = "functions."
+KIMI_INDEX = re.compile(r"[:_.-][0-9]++$")
 KIMI_SEPARATOR = "<|tool_call_argument_begin|>"
 KIMI_NAME_END = Marks({KIMI_SEPARATOR})
 
@@ -62,16 +62,17 @@ def deepseek_calls(reader: Reader, writer: EventWriter) -> Steps[None]:
 
 
 def kimi_calls(reader: Reader, writer: EventWriter) -> Steps[None]:
-    """Read `functions.name:index<begin of arguments>{…}`; the template writes the same id."""
-    match = KIMI_ID.fullmatch(
-        (yield from reader.word(KIMI_NAME_END, writer.max_name_chars)).strip()
-    )
-    if match is None:
-        raise MismatchError
-    name = writer.check_name(match[1])
+    """Read `functions.name:index<begin of arguments>{…}`; the template writes the same id.
+
+    Prefix and index may be missing, and the index may follow another character.
+    """
+    call_id = (yield from reader.word(KIMI_NAME_END, writer.max_name_chars)).strip()
+    full_name = call_id.removeprefix(KIMI_PREFIX)
+    names = (full_name, KIMI_INDEX.sub("", full_name), call_id, KIMI_INDEX.sub("", call_id))
+    name = writer.check_name(next((name for name in names if name in writer.tools), ""))
     yield from reader.expect(KIMI_SEPARATOR)
     yield from reader.skip_blank()
-    yield from read_arguments(reader, writer, name, match[0])
+    yield from read_arguments(reader, writer, name, call_id)
     yield from tail(reader, writer, "<|tool_call_end|>")
 
 

@@ -25,11 +25,21 @@ class CallForm:
 
     Where `mark` is "", a call can only be the first text of an answer, and begins with a character of
     `first`, or with any if that is "".
+
+    Args:
+        is_part: the mark is of the call itself, and `read` reads it too.
     """
 
     mark: str
     read: ReadCalls
     first: str = ""
+    is_part: bool = False
+
+    def from_mark(self, reader: Reader, writer: EventWriter) -> Steps[None]:
+        """Read a call whose mark has been seen and is not consumed."""
+        if not self.is_part:
+            reader.take(len(self.mark))
+        yield from self.read(reader, writer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +78,13 @@ class Delimiters:
 
     @property
     def call_marks(self) -> tuple[str, ...]:
-        """The marks with which calls begin."""
-        return tuple(form.mark for form in self.forms if form.mark)
+        """The marks before calls, which are no part of them."""
+        return tuple(form.mark for form in self.forms if form.mark and not form.is_part)
 
     @property
     def readers(self) -> dict[str, ReadCalls]:
         """What reads a call behind its mark, by mark."""
-        return {form.mark: form.read for form in self.forms if form.mark}
+        return {form.mark: form.from_mark for form in self.forms if form.mark}
 
     def begun_call(self, prompt_end: str) -> str:
         """The end of the prompt from the mark of a call that has not ended; "" if there is none."""
@@ -123,6 +133,7 @@ def delimited_answer(
     reader: Reader, writer: EventWriter, *, delimiters: Delimiters, prompt_end: str
 ) -> Steps[None]:
     """Read reasoning, then text and calls."""
+    may_end = False
     try:
         prefill = delimiters.begun_call(prompt_end)
         if prefill:
@@ -134,7 +145,7 @@ def delimited_answer(
             if may_end and not delimiters.is_streamed:
                 may_end = not (yield from _unopened_reasoning(reader, writer, delimiters))
             yield from bare_call(reader, writer, delimiters.forms, delimiters.hidden)
-        yield from _text(reader, writer, delimiters, may_end=not prefill and may_end)
+        yield from _text(reader, writer, delimiters, may_end=may_end)
     except EndOfAnswerError:
         writer.plain(reader.rest())
 
@@ -174,7 +185,7 @@ def _call_in_reasoning(reader: Reader, writer: EventWriter, delimiters: Delimite
     Reasoning that ends has quoted it; the mark of the end is not consumed. Where the answer ends first,
     the model has called without ending its reasoning.
     """
-    readers, hidden = delimiters.readers, delimiters.hidden
+    readers, hidden, quoted = delimiters.readers, delimiters.hidden, ""
     try:
         quoted = yield from _held_text(reader, (*delimiters.reasoning.end, *hidden), hidden)
     except EndOfAnswerError:
@@ -183,7 +194,7 @@ def _call_in_reasoning(reader: Reader, writer: EventWriter, delimiters: Delimite
         while True:
             mark = yield from reader.copy_until(marks, writer.reasoning)
             if mark in readers:
-                yield from attempt(reader, writer, _after(mark, readers[mark]))
+                yield from attempt(reader, writer, readers[mark])
             else:
                 reader.take(len(mark))
     reader.release()
@@ -197,13 +208,14 @@ def _unopened_reasoning(reader: Reader, writer: EventWriter, delimiters: Delimit
     """
     marks, hidden = delimiters.reasoning, delimiters.hidden
     ends = (*marks.begin, *marks.end, *delimiters.call_marks, *hidden)
+    thought = mark = ""
     try:
         thought = yield from _held_text(
             reader, ends, set(hidden).difference(marks.begin, marks.end, delimiters.call_marks)
         )
         mark = yield from reader.next_is(*ends)
     except EndOfAnswerError:
-        mark = ""
+        pass  # there is no mark
     held = reader.release()
     if mark not in marks.end:
         reader.prepend(held)
@@ -257,7 +269,7 @@ def _text(
         if mark not in hidden:
             marks = plain_marks
         if mark in readers:
-            yield from attempt(reader, writer, _after(mark, readers[mark]))
+            yield from attempt(reader, writer, readers[mark])
         elif mark in hidden and mark in reasoning.begin:
             yield from _reasoning(reader, writer, delimiters)
         elif mark in hidden or mark in reasoning.end:
@@ -272,17 +284,7 @@ def _prefilled_call(
     """Read a call of which the prompt has the beginning, `prefill`, which is no text of the answer."""
     form = next(form for form in delimiters.forms if form.mark and prefill.startswith(form.mark))
     reader.prepend(prefill)
-    yield from attempt(reader, writer, _after(form.mark, form.read), len(prefill))
-
-
-def _after(mark: str, read: ReadCalls) -> ReadCalls:
-    """Consume a mark that has been seen, then `read`."""
-
-    def steps(reader: Reader, writer: EventWriter) -> Steps[None]:
-        reader.take(len(mark))
-        return read(reader, writer)
-
-    return steps
+    yield from attempt(reader, writer, form.from_mark, len(prefill))
 
 
 def attempt(

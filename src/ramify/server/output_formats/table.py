@@ -59,6 +59,12 @@ def _fenced(*infos: str) -> tuple[CallForm, ...]:
 
 COHERE_TEXT_MARKS = ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>")
 BARE = CallForm("", json_calls, first="{[")
+# Bare JSON behind other text.
+UNMARKED = tuple(
+    CallForm(f'{{{blank}"{key}"', json_calls, is_part=True)
+    for key in ("name", 'type": "function')
+    for blank in ("", " ", "\n", "\n  ", "\n    ")
+)
 BARE_PYTHONIC = CallForm("", pythonic_calls, first="[")
 QWEN_TAGS = CallTags(
     call="<function=",
@@ -275,7 +281,14 @@ CALL_FORMATS = (
     ),
     CallFormat(
         "hermes",
-        (CallForm("<tool_call>", partial(json_calls, end="</tool_call>")),),
+        (
+            CallForm("<tool_call>", partial(json_calls, end="</tool_call>")),
+            # As Qwen2.5-Coder writes, whose template asks for the mark above.
+            CallForm("<tools>", partial(json_calls, end="</tools>")),
+            BARE,
+            *_fenced("json", "xml"),
+            *UNMARKED,
+        ),
         templates=(("<tool_call>",),),
         inner=("</tool_call>",),
         end="</tool_call>",
@@ -293,7 +306,7 @@ CALL_FORMATS = (
     ),
     CallFormat(
         "llama3_json",
-        (CallForm("<|python_tag|>", json_calls), BARE, *_fenced("json")),
+        (CallForm("<|python_tag|>", json_calls), BARE, *_fenced("json"), *UNMARKED),
         templates=(("<|python_tag|>",), ("<|start_header_id|>", '"parameters"')),
         hidden=("<|python_tag|>",),
         aliases=("llama3", "llama4_json"),
@@ -309,7 +322,7 @@ CALL_FORMATS = (
         ),
         templates=(("<start_of_turn>",),),
     ),
-    CallFormat("json", (BARE, *_fenced("json", "tool_call"))),
+    CallFormat("json", (BARE, *_fenced("json", "tool_call"), *UNMARKED)),
 )
 
 THINK = ReasoningMarks(("<think>",), ("</think>",))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from ramify.server.output_formats.json_calls import tail
@@ -15,6 +15,7 @@ from ramify.server.output_formats.reader import (
     Steps,
 )
 from ramify.server.output_formats.tagged_values import STRING, allowed_types, as_json
+from ramify.server.output_formats.value_types import Types, argument_names
 from ramify.server.output_formats.writer import EventWriter
 
 
@@ -24,6 +25,10 @@ class KeyEnd:
 
     literals: tuple[str, ...]
     is_string: bool | None = None  # what it says of the value; None: nothing
+
+
+# No text has it: what it ends is followed by nothing, or by no match.
+_END_OF_ANSWER = "\0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,23 @@ class CallTags:
     call: str = ""  # before the name; "" if the mark of the call is
     end: str = ""  # after the last call
     strips_newlines: bool = False  # the line feeds around a value are not of the value
+
+    def after_forgotten_end(self, names: Collection[str]) -> tuple[str, ...]:
+        """Texts that end a value whose end tag is forgotten: not what a value may well contain.
+
+        Args:
+            names: of parameters that may follow.
+        """
+        keys = (
+            f"{self.parameter}{name}{end.literals[0]}" for name in names for end in self.key_ends
+        )
+        ends = (
+            f"{self.call_end}{blank}{tag}"
+            for blank in ("", "\n", "\n\n")
+            for tag in (self.end, self.call, _END_OF_ANSWER)
+            if tag
+        )
+        return (*keys, *ends)
 
     @property
     def after_value(self) -> tuple[str, ...]:
@@ -69,7 +91,7 @@ def tagged_calls(reader: Reader, writer: EventWriter, *, tags: CallTags) -> Step
 
 def _parameters(reader: Reader, writer: EventWriter, tags: CallTags, name: str) -> Steps[None]:
     """Read the parameters of an open call, and end it."""
-    separator = "{"
+    separator, names = "{", set(argument_names(writer.tools[name]))
     while True:
         try:
             key = yield from _key(reader, writer, tags, separator)
@@ -81,7 +103,8 @@ def _parameters(reader: Reader, writer: EventWriter, tags: CallTags, name: str) 
         if key is None:
             break
         types = allowed_types(writer.tools[name], key.text, is_string=key.is_string)
-        yield from _value(reader, writer, tags, types)
+        names.discard(key.text)
+        yield from _value(reader, writer, tags, types, names)
         separator = ", "
     writer.arguments("{}" if separator == "{" else "}")
     writer.end_call()
@@ -125,26 +148,39 @@ def _key(reader: Reader, writer: EventWriter, tags: CallTags, separator: str) ->
 
 
 def _value(
-    reader: Reader, writer: EventWriter, tags: CallTags, types: frozenset[str]
+    reader: Reader, writer: EventWriter, tags: CallTags, types: Types, names: Collection[str]
 ) -> Steps[None]:
-    """Read a parameter's value and the tag after it. A string is written as it arrives."""
+    """Read a parameter's value and the tag after it. A string is written as it arrives.
+
+    Args:
+        names: of the tool's other parameters that have not come yet.
+    """
     if types == STRING:
         writer.arguments('"')
-        yield from _copy_value(reader, tags, lambda text: writer.arguments(json_text(text)[1:-1]))
+        yield from _copy_value(
+            reader, tags, names, lambda text: writer.arguments(json_text(text)[1:-1])
+        )
         writer.arguments('"')
         return
     parts = list[str]()
     try:
-        yield from _copy_value(reader, tags, parts.append)
+        yield from _copy_value(reader, tags, names, parts.append)
     except EndOfAnswerError:
         writer.arguments(json_text("".join(parts))[:-1])
         raise
     writer.arguments(as_json("".join(parts), types))
 
 
-def _copy_value(reader: Reader, tags: CallTags, write: Callable[[str], None]) -> Steps[None]:
-    """Write the value up to an end tag after which another tag follows, or nothing."""
-    marks, held = Marks({tags.value_end}), list[str]()
+def _copy_value(
+    reader: Reader, tags: CallTags, names: Collection[str], write: Callable[[str], None]
+) -> Steps[None]:
+    """Write the value up to an end tag after which another tag follows, or nothing.
+
+    Where the model forgets that tag, the value ends before the tag of another of the tool's parameters,
+    and before the end of the whole call.
+    """
+    marks, held = Marks({tags.value_end, tags.parameter, tags.call_end}), list[str]()
+    followers = tags.after_forgotten_end(names)
 
     def write_but_last_newline(text: str) -> None:
         text = "".join((*held, text))
@@ -156,10 +192,21 @@ def _copy_value(reader: Reader, tags: CallTags, write: Callable[[str], None]) ->
         yield from reader.accept("\n")
     while True:
         try:
-            yield from reader.copy_until(marks, copy)
+            mark = yield from reader.copy_until(marks, copy)
         except EndOfAnswerError:
             write("".join(held))
             raise
+        if mark != tags.value_end:
+            try:
+                if (yield from reader.next_is(*followers)):
+                    return
+            except EndOfAnswerError:
+                if mark == tags.call_end:
+                    return
+                write("".join((*held, reader.rest())))
+                raise
+            copy(reader.take(len(mark)))
+            continue
         reader.take(len(tags.value_end))
         blanks = list[str]()
         try:
