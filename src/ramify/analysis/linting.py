@@ -45,6 +45,7 @@ from ramify.analysis.verdicts import (
 Log = str | PathLike[str] | LoggedRequest
 
 NO_SAVING = Saving(0, 0, 0, None)
+MAX_NAMED = 5  # lines of requests without tokens
 MAX_SAVINGS = 40  # findings that are replayed one by one; the saving of the others is 0
 
 
@@ -368,5 +369,8 @@ def _quality(corpus: Corpus, model: CacheModel, quality: ReadQuality) -> dict[st
         and any(path.startswith("tools[") for path in r.paths)
         for r in corpus
     )
+    empty = [r for r in corpus if not r.info.usage.num_input and not corpus.num_tokens(r)]
+    out["num_without_tokens"] = len(empty)
+    out["lines_without_tokens"] = [[r.info.file, r.info.line] for r in empty[:MAX_NAMED]]
     out["num_with_reads"] = sum(r.info.usage.num_read is not None for r in corpus)
     return out

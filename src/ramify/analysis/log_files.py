@@ -94,7 +94,7 @@ class _Reading:
     def _requests_of(self, file: Path | str) -> Iterator[LoggedRequest]:
         name = str(file)
         as_text = self._chosen is not None and self._chosen.is_text
-        values = values_of(file, advance=self._advance, is_text_row=_is_text_row, as_text=as_text)
+        values = values_of(file, advance=self._advance, is_row=_is_row, as_text=as_text)
         is_empty = True
         for value in values:
             is_empty = False
@@ -176,8 +176,14 @@ def _format_of(value: Any) -> LogFormat | None:
     return next((known for known in FORMATS if known.is_row(value)), None)
 
 
-def _is_text_row(text: str) -> bool:
-    return any(known.is_row(text) for known in FORMATS if known.is_text and known.name != "plain")
+def _is_row(value: Any) -> bool:
+    """Whether a format takes a value; of a text, one of server logs."""
+    is_text = isinstance(value, str)
+    return any(
+        known.is_row(value)
+        for known in FORMATS
+        if known.is_text >= is_text and known.name != "plain"
+    )
 
 
 def _rows_inside(value: Any) -> list[Any] | None:

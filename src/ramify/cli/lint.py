@@ -121,6 +121,11 @@ def _show(report: LintReport) -> None:
     for item in report.observations:
         typer.echo("")
         typer.echo(f"no finding, {item.cause} ({item.certainty}): {observed_words(item)}")
+    if num_empty := report.quality.get("num_without_tokens", 0):
+        file, line = report.quality["lines_without_tokens"][0]
+        typer.echo(
+            f"\n{num_empty:,} requests without prompt and counts, e.g. {file}:{line}", err=True
+        )
     _show_bad_lines(report.quality.get("bad_lines", []))
 
 

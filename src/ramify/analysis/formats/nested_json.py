@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 
+from ramify.analysis.formats.engines.python_literals import json_of_literal
+
 MAX_LEVELS = 3
 
 
@@ -30,20 +32,38 @@ def decode_json(data: bytes | str) -> Any:
 
 def is_cut_json(value: Any) -> bool:
     """Whether a text begins as an object or a list of objects and is no JSON: it was cut."""
-    if not isinstance(value, str) or value.lstrip()[:2] not in {'{"', "[{", '["', '"{', '"['}:
+    if not isinstance(value, str) or value.lstrip()[:2] not in {
+        '{"',
+        "[{",
+        '["',
+        '"{',
+        '"[',
+        "{'",
+        "['",
+    }:
         return False
     return isinstance(decode_nested(value), str)
 
 
+def _decode_literal(text: str) -> Any:
+    """The object or list that Python's `repr` has written; None if the text is none."""
+    quotes = text.find("'"), text.find('"')
+    written = json_of_literal(text) if 0 <= quotes[0] < quotes[1] or quotes[1] < 0 else None
+    try:
+        return None if written is None else decode_json(written)
+    except ValueError:
+        return None
+
+
 def decode_nested(value: Any) -> Any:
-    """The object or list inside a string, at most MAX_LEVELS deep; other values as they are."""
+    """The object or list that a string holds, as JSON or as Python writes it, at most MAX_LEVELS deep; other values as they are."""
     for _ in range(MAX_LEVELS):
         if not isinstance(value, str) or value.lstrip()[:1] not in {"{", "[", '"'}:
             break
         try:
             inner = decode_json(value)
         except ValueError:
-            break
+            inner = _decode_literal(value)
         if not isinstance(inner, dict | list | str):
             break
         value = inner

@@ -10,6 +10,7 @@ from typing import Any
 
 from ramify.analysis.formats.nested_json import decode_json
 from ramify.analysis.inputs.byte_source import ByteSource, ValueTooLongError
+from ramify.analysis.inputs.containers import is_cri, unwrapped
 from ramify.analysis.inputs.csv_rows import csv_values, delimiter_of
 from ramify.analysis.inputs.files import CountedFile, LogStream
 from ramify.analysis.inputs.json_values import RawValue, json_values
@@ -26,7 +27,7 @@ def values_of(
     file: Path | str,
     *,
     advance: Callable[[int], None],
-    is_text_row: Callable[[str], bool],
+    is_row: Callable[[Any], bool],
     as_text: bool = False,
 ) -> Iterator[RawValue]:
     """The values of a file in order; what cannot be decoded has an error.
@@ -37,7 +38,7 @@ def values_of(
     Args:
         file: "-" is standard input.
         advance: called with the number of bytes read from disk.
-        is_text_row: whether a format of text takes a line.
+        is_row: whether a format takes a value, or a format of text a line.
         as_text: every line is a row of text.
 
     Raises:
@@ -57,7 +58,7 @@ def values_of(
         if head[257:262] == b"ustar":
             raise LogError(f"{file} is a tar archive; unpack it first")
         bad_line = 0
-        for value in _values(source, head, str(file), is_text_row, as_text):
+        for value in unwrapped(_values(source, head, str(file), is_row, as_text), is_row):
             bad_line = 0 if value.error is None else value.line
             if source.is_truncated and bad_line == source.line:
                 value = RawValue(bad_line, error=TRUNCATED)  # noqa: PLW2901 - the better reason
@@ -89,6 +90,8 @@ def _values(
         suffix in _CSV_SUFFIXES or _is_table([line for line in lines if line.strip()], delimiter)
     ):
         return csv_values(source, delimiter)
+    if is_cri(first.decode("utf-8", "replace")):
+        return _text_values(source)
     if any(is_text_row(line.decode("utf-8", "replace")) for line in lines):
         return _text_log(source, is_text_row)
     if b"\x00" in head:

@@ -14,7 +14,7 @@ from hashlib import blake2b
 from typing import Any
 
 from ramify.analysis.report.document import Analysis
-from ramify.analysis.report.figures.provenance import RULE_NOTE
+from ramify.analysis.report.figures.provenance import RULE_NOTE, warnings_of
 from ramify.analysis.verdicts import Finding
 
 _OWN_LABEL = re.compile(r"all requests|[\d,]+ small branch(es)?")
@@ -53,10 +53,6 @@ class TextHider:
         if not name:
             return ""
         return self._file_names.setdefault(name, f"log {len(self._file_names) + 1}")
-
-    def hide_lines(self, quality: Mapping[str, Any]) -> list[list[Any]]:
-        """Bad lines with the names of their files replaced."""
-        return [[self.hide_file(file), line] for file, line in quality.get("bad_lines", [])]
 
     def hide_values(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Tables of figures: texts and keys that are no plain lower-case words are replaced."""
@@ -127,7 +123,11 @@ def hide_texts(analysis: Analysis, changes: dict[str, str]) -> Analysis:
             for item in findings
         )
 
-    quality = hider.hide_values({**lint.quality, "bad_lines": hider.hide_lines(lint.quality)})
+    lines = {
+        name: [[hider.hide_file(file), line] for file, line in lint.quality.get(name, ())]
+        for name in ("bad_lines", "lines_without_tokens")
+    }
+    quality = hider.hide_values({**lint.quality, **lines})
     quality.pop("bad_reasons", None)  # an error message may quote the line
     return replace(
         analysis,
@@ -148,5 +148,6 @@ def hide_texts(analysis: Analysis, changes: dict[str, str]) -> Analysis:
             for number, session in enumerate(analysis.sessions, 1)
         ),
         figures=tuple(each for each in analysis.figures if each.name != RULE_NOTE),
+        warnings=tuple(warnings_of(quality, lint, is_partial=analysis.is_partial)),
         is_private=True,
     )

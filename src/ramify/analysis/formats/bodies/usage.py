@@ -115,10 +115,14 @@ def _otel(usage: Mapping[str, Any]) -> Usage:
     def get(*names: str) -> int | None:
         return first_count(usage, *(_OTEL + name for name in names))
 
-    read = get("cache_read.input_tokens", "cache_read_input_tokens")
+    read = get(
+        "cache_read.input_tokens", "cache_read_input_tokens", "details.cache_read_tokens",
+        "details.cache_read_input_tokens", "details.cached_tokens",
+    )  # fmt: skip
     written = get(
-        "cache_write.input_tokens", "cache_creation.input_tokens", "cache_creation_input_tokens"
-    )
+        "cache_write.input_tokens", "cache_creation.input_tokens", "cache_creation_input_tokens",
+        "details.cache_write_tokens", "details.cache_creation_input_tokens",
+    )  # fmt: skip
     return Usage(
         num_input=_inside(get("input_tokens", "prompt_tokens"), read, written),
         num_read=read,

@@ -58,7 +58,12 @@ TENANT_KEYS = tuple(
 REPLICA_KEYS = tuple(
     "replica deployment deployment_id server backend worker upstream api_base".split()
 )
-_INNER_KEYS = ("body", "json", "data", "content")
+_INNER_KEYS = ("body", "json", "data", "content", "inputBodyJson", "outputBodyJson")
+_ENVELOPE_KEYS = ("status_code", "statusCode", "headers", "outputBodyJson", "outputBodyS3Path")
+_INVOCATION_COUNTS = (
+    ("inputTokenCount", "inputTokens"), ("cacheReadInputTokenCount", "cacheReadInputTokens"),
+    ("cacheWriteInputTokenCount", "cacheWriteInputTokens"), ("outputTokenCount", "outputTokens"),
+)  # fmt: skip
 _OPENINGS = ('"messages"', '"prompt"', '"input"', '"contents"')
 _ANTHROPIC_PATH, _CHAT_PATH = "/v1/messages", "/v1/chat/completions"
 _SESSION_HEADER = "x-claude-code-session-id"
@@ -89,7 +94,12 @@ def _is_body_text(value: object) -> bool:
 
 def is_row(value: Any) -> bool:
     """Whether a row is a body, or has one under a key."""
-    return is_wrapped(value) or is_body(value)
+    return is_wrapped(value) or is_body(value) or _is_invocation(value)
+
+
+def _is_invocation(value: Any) -> bool:
+    """Whether a row is of Bedrock's log of invocations, whose large bodies are stored elsewhere."""
+    return isinstance(value, dict) and value.get("schemaType") == "ModelInvocationLog"
 
 
 def read_bodies(row: Row, quality: ReadQuality) -> Iterator[LoggedRequest]:
@@ -107,6 +117,8 @@ def read_bodies(row: Row, quality: ReadQuality) -> Iterator[LoggedRequest]:
             if not is_body(inner):
                 raise BadRowError(f"{key} holds no body of a known API")
             return _requests(row, quality, inner, value, http)
+    if _is_invocation(value):
+        return _requests(row, quality, {}, value, {})
     if not is_body(value):
         raise BadRowError(
             f"row is no body of a known API, and has none under {', '.join(REQUEST_KEYS)}"
@@ -123,15 +135,18 @@ def _requests(
 ) -> Iterator[LoggedRequest]:
     is_bare = body is beside
     response, status = response_of(beside, is_bare)
-    if response is None and beside.get("error") and not is_bare:
+    if not response and first_value(beside, ("error", "errorCode")) and not is_bare:
         quality.skipped[FAILED] += 1
         return
     headers = headers_of(http.get("headers"), beside.get("headers"), beside.get("request_headers"))
     url = first_text(http, ("url", "path")) or first_text(
         beside, ("url", "path", "endpoint", "request_path", "uri")
     )
-    usage = beside.get("usage")
-    model = None if isinstance(body.get("model"), str) else first_text(beside, ("model",))
+    usage, provider = beside.get("usage"), first_text(beside, ("provider", "vendor"))
+    if _is_invocation(beside):
+        counts = {**mapping_in(beside.get("input")), **mapping_in(beside.get("output"))}
+        usage, provider = {name: counts.get(key) for key, name in _INVOCATION_COUNTS}, "bedrock"
+    model = None if isinstance(body.get("model"), str) else first_text(beside, ("model", "modelId"))
     exchange = Exchange(
         body=body,
         response=response,
@@ -143,7 +158,7 @@ def _requests(
         request_id=first_text(beside, ID_KEYS if not is_bare else ID_KEYS[:2]),
         conversation=conversation_of_row(beside, is_bare) or headers.get(_SESSION_HEADER),
         parent_id=first_text(beside, PARENT_KEYS),
-        provider=provider_of_name(first_text(beside, ("provider", "vendor"))),
+        provider=provider_of_name(provider),
         model=model,
         response_model=first_text(beside, ("response_model",)),
         cache_scope=_scope(beside),
@@ -162,7 +177,7 @@ def response_of(beside: dict[str, Any], is_bare: bool) -> tuple[Any, Any]:
         response = decode_nested(response)
     if isinstance(response, dict):
         inner = first_value(response, _INNER_KEYS)
-        is_envelope = not response.keys().isdisjoint(("status_code", "statusCode", "headers"))
+        is_envelope = not response.keys().isdisjoint(_ENVELOPE_KEYS)
         if is_envelope or (isinstance(response.get("status"), int) and inner is not None):
             status = first_value(response, ("status_code", "statusCode", "status")) or status
             response = inner

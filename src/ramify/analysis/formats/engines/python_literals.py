@@ -1,7 +1,8 @@
-"""Strings and lists of integers as Python's `repr` writes them, without evaluating anything."""
+"""Strings, lists and dicts as Python's `repr` writes them, without evaluating anything."""
 
 from __future__ import annotations
 
+import json
 import re
 
 from ramify.analysis.formats.row_values import quoted
@@ -13,6 +14,8 @@ _STRING = re.compile(STRING, re.DOTALL)
 _INTEGERS = re.compile(r"\[[\d,\s-]*+\]")
 _ESCAPE = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8})|(.))", re.DOTALL)
 _PLAIN = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", "'": "'", '"': '"'}
+_WORDS = {"None": "null", "True": "true", "False": "false", "(": "[", ")": "]", "nan": "null"}
+_LITERAL = re.compile(STRING + r"|\b(?:None|True|False|nan)\b|[()]", re.DOTALL)
 MAX_DIGITS = 20
 
 
@@ -45,6 +48,21 @@ def integers_at(text: str, position: int) -> tuple[tuple[int, ...], int]:
         if not item.lstrip("-").isdecimal() or len(item) > MAX_DIGITS or "-" in item[1:]:
             raise BadRowError(f"{quoted(item)} in a list of integers")
     return tuple(map(int, items)), match.end()
+
+
+def json_of_literal(text: str) -> str | None:
+    """Dicts, lists and tuples of plain values as JSON; None where a string has an unknown escape.
+
+    What is no literal, as a call, stays and is no JSON.
+    """
+    try:
+        return _LITERAL.sub(lambda match: _WORDS.get(match[0]) or _json_string(match[0]), text)
+    except BadRowError:
+        return None
+
+
+def _json_string(literal: str) -> str:
+    return json.dumps(string_at(literal, 0)[0])
 
 
 def _unescape(match: re.Match[str]) -> str:

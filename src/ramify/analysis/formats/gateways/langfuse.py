@@ -180,8 +180,8 @@ def _response_of(output: Any) -> Any:
 def _usage_of(usage: Mapping[str, Any]) -> Usage:
     """Counts of `usage_details`, whose keys do not overlap.
 
-    Langfuse takes cached tokens out of `input`; where `input` and `output` alone give `total`, the
-    client had sent an input that contains them.
+    Langfuse takes cached tokens out of `input`, LiteLLM only those that were read, other clients none:
+    `total` tells, if it is the sum of all tokens.
     """
     if "input" not in usage:
         return parse_usage(usage)
@@ -193,13 +193,15 @@ def _usage_of(usage: Mapping[str, Any]) -> Usage:
     cached = (read or 0) + (written or 0)
     num_input = rest
     if rest is not None:
-        is_inside = total is not None and output is not None and total == rest + output
         others = sum(
             count(value) or 0
             for key, value in usage.items()
             if key.startswith("input_") and "cache" not in key
         )
-        num_input = rest if is_inside and cached <= rest else rest + cached + others
+        num_input = rest + cached + others
+        if total is not None and output is not None and rest >= (written or 0):
+            inside = [rest + (read or 0)] + ([rest] if rest >= cached else [])
+            num_input = next((item for item in inside if item == total - output), num_input)
     return Usage(
         num_input=num_input,
         num_read=read,

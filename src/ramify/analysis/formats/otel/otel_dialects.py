@@ -120,9 +120,17 @@ def vercel_body(attributes: Mapping[str, Any]) -> dict[str, Any] | None:
     return body
 
 
-def event_body(events: Iterable[OtlpItem]) -> dict[str, Any] | None:
-    """Chat body of one event for each message, in order."""
+def event_body(events: Iterable[OtlpItem], listed: Any = None) -> dict[str, Any] | None:
+    """Chat body of one event for each message, in order.
+
+    Args:
+        listed: the events as a list in an attribute, as pydantic-ai writes them.
+    """
     messages = [message for event in events if (message := _event_message(event)) is not None]
+    for event in decode_nested(listed) or () if not messages else ():
+        role = _EVENT_ROLES.get(str(mapping_in(event).get("event.name")))
+        if role is not None:
+            messages.append(_message(role, mapping_in(event)))
     return {"messages": messages} if messages else None
 
 
@@ -136,6 +144,10 @@ def _event_message(event: OtlpItem) -> dict[str, Any] | None:
     if not body:
         body = {key: event.attributes[key] for key in ("content", "role", "id", "tool_calls")
                 if key in event.attributes}  # fmt: skip
+    return _message(role, body)
+
+
+def _message(role: str, body: Mapping[str, Any]) -> dict[str, Any]:
     message: dict[str, Any] = {"role": body.get("role") or role, "content": body.get("content")}
     if role == "tool" and body.get("id"):
         message["tool_call_id"] = body["id"]

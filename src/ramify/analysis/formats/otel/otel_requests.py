@@ -16,7 +16,13 @@ from ramify.analysis.formats.otel.openinference import openinference_body, openi
 from ramify.analysis.formats.otel.otel_dialects import event_body, openllmetry_body, vercel_body
 from ramify.analysis.formats.otel.otel_messages import messages_of, system_of, tools_of_definitions
 from ramify.analysis.formats.otel.otlp_values import OtlpItem
-from ramify.analysis.formats.row_fields import first_text, is_redacted, mapping_or_empty
+from ramify.analysis.formats.row_fields import (
+    first_text,
+    first_value,
+    is_redacted,
+    mapping_or_empty,
+    merge_usage,
+)
 from ramify.analysis.formats.times import Times, duration, later
 from ramify.analysis.reading import Place
 from ramify.analysis.records import LoggedRequest, Segment, SegmentKind, Usage
@@ -42,11 +48,14 @@ _CONTENT_KEYS = (
 _CONVERSATION_KEYS = (
     "gen_ai.conversation.id", "session.id", "langfuse.session.id", "traceloop.association.properties.session_id",
     "traceloop.association.properties.conversation_id", "ai.telemetry.metadata.sessionId", "thread.id",
+    "conversation.id",
 )  # fmt: skip
 _PROVIDER_KEYS = tuple(
     "gen_ai.provider.name gen_ai.system llm.provider llm.system ai.model.provider".split()
 )
-_MODEL_KEYS = ("gen_ai.request.model", "llm.model_name", "ai.model.id", "gen_ai.response.model")
+_MODEL_KEYS = (
+    "gen_ai.request.model", "llm.model_name", "ai.model.id", "gen_ai.response.model", "model",
+)  # fmt: skip
 _FIRST_OUTPUT_KEYS = (
     "gen_ai.response.time_to_first_chunk", "gen_ai.server.time_to_first_token",
     "gen_ai.latency.time_to_first_token",
@@ -62,6 +71,49 @@ _SETTINGS = (
     ("gen_ai.openai.request.service_tier", "service_tier"),
     ("openai.request.service_tier", "service_tier"),
 )
+
+# Key of a count and its name in a usage object, and how that is read.
+_USAGE_SPELLINGS = (
+    (
+        (
+            ("ai.usage.promptTokens", "input_tokens"),
+            ("ai.usage.inputTokens", "input_tokens"),
+            ("ai.usage.completionTokens", "output_tokens"),
+            ("ai.usage.outputTokens", "output_tokens"),
+            ("ai.usage.cachedInputTokens", "cached_input_tokens"),
+            ("ai.usage.inputTokenDetails.cacheReadTokens", "cached_input_tokens"),
+            ("ai.usage.inputTokenDetails.cacheWriteTokens", "cache_write_input_tokens"),
+            ("llm.usage.prompt_tokens", "input_tokens"),
+            ("llm.usage.completion_tokens", "output_tokens"),
+        ),
+        None,
+    ),
+    (  # Codex, Gemini CLI and its kin
+        (
+            ("input_token_count", "input_tokens"),
+            ("cached_token_count", "cached_input_tokens"),
+            ("cached_content_token_count", "cached_input_tokens"),
+            ("output_token_count", "output_tokens"),
+        ),
+        None,
+    ),
+    (  # Claude Code
+        (
+            ("input_tokens", "input_tokens"),
+            ("cache_read_tokens", "cache_read_input_tokens"),
+            ("cache_creation_tokens", "cache_creation_input_tokens"),
+            ("output_tokens", "output_tokens"),
+        ),
+        "anthropic",
+    ),
+)
+_AGENT_COUNTS = ("input_tokens", "input_token_count")
+
+
+def is_agent_call(item: OtlpItem) -> bool:
+    """Whether an event of a coding agent's telemetry has the model and the counts of a request."""
+    attributes = item.attributes
+    return "model" in attributes and any(key in attributes for key in _AGENT_COUNTS)
 
 
 def is_inference(item: OtlpItem) -> bool:
@@ -158,7 +210,7 @@ def _prompt_of(
     )
     bodies = (make(attributes) for make in makers)
     body = next((candidate for candidate in bodies if candidate is not None), None) or event_body(
-        events
+        events, attributes.get("events")
     )
     if body is None:
         return settings_of(settings), None
@@ -186,8 +238,9 @@ def _times_of(item: OtlpItem, attributes: Mapping[str, Any]) -> Times:
         waited = next(
             (duration(attributes[key]) for key in _FIRST_OUTPUT_KEYS if key in attributes), None
         )
-        if waited is None and "ai.response.msToFirstChunk" in attributes:
-            waited = duration(attributes["ai.response.msToFirstChunk"], unit_s=1e-3)
+        if waited is None:
+            milliseconds = first_value(attributes, ("ai.response.msToFirstChunk", "ttft_ms"))
+            waited = duration(milliseconds, unit_s=1e-3)
         first_output_s = later(start_s, waited)
         if first_output_s is None:
             first_output_s = next(
@@ -196,6 +249,9 @@ def _times_of(item: OtlpItem, attributes: Mapping[str, Any]) -> Times:
     # A details event is written when the response is there, the event of a message before.
     elif item.name == DETAILS_EVENT:
         start_s, end_s = None, item.start_s
+    elif is_agent_call(item) and item.start_s is not None:
+        seconds = duration(attributes.get("duration_ms"), unit_s=1e-3)
+        start_s, end_s = item.start_s - (seconds or 0.0), item.start_s
     return Times.in_order(start_s, first_output_s, end_s)
 
 
@@ -208,21 +264,14 @@ def _server_of(attributes: Mapping[str, Any]) -> str | None:
 
 
 def _usage_of(attributes: Mapping[str, Any]) -> Usage:
+    """Counts in all spellings: a span may have the same ones twice, and the cached ones in one only."""
+    usage = Usage()
     if any(key.startswith("gen_ai.usage.") for key in attributes):
-        return parse_usage(attributes)
+        usage = parse_usage(attributes)
     if any(key.startswith("llm.token_count.") for key in attributes):
-        return parse_usage(openinference_usage(attributes))
-    usage = {
-        name: attributes[key]
-        for key, name in (
-            ("ai.usage.promptTokens", "input_tokens"),
-            ("ai.usage.inputTokens", "input_tokens"),
-            ("ai.usage.completionTokens", "output_tokens"),
-            ("ai.usage.outputTokens", "output_tokens"),
-            ("ai.usage.cachedInputTokens", "cached_input_tokens"),
-            ("llm.usage.prompt_tokens", "input_tokens"),
-            ("llm.usage.completion_tokens", "output_tokens"),
-        )
-        if key in attributes
-    }
-    return parse_usage(usage)
+        usage = merge_usage(usage, parse_usage(openinference_usage(attributes)))
+    for spelling, dialect in _USAGE_SPELLINGS:
+        counts = {name: attributes[key] for key, name in spelling if key in attributes}
+        if counts:
+            usage = merge_usage(usage, parse_usage(counts, dialect=dialect))
+    return usage

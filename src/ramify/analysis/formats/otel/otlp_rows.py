@@ -12,6 +12,7 @@ from ramify.analysis.formats.otel.otel_dialects import is_message_event
 from ramify.analysis.formats.otel.otel_requests import (
     DETAILS_EVENT,
     has_content,
+    is_agent_call,
     is_inference,
     request_of,
 )
@@ -111,6 +112,9 @@ class OtelReader:
                 yield from self._feed_span(item, place)
         elif item.name == DETAILS_EVENT or is_message_event(item.name):
             yield from self._feed_event(item, place)
+        elif is_agent_call(item):
+            if not item.span_id or hash((item.trace_id, item.span_id)) not in self._done:
+                yield from self._emit(item, [], place)
         elif is_inference(item) and has_content(item):
             yield from self._emit(item, [], place)
         elif item.name != "gen_ai.choice":
@@ -118,10 +122,13 @@ class OtelReader:
 
     def _feed_span(self, span: OtlpItem, place: Place) -> Iterator[LoggedRequest]:
         key = (span.trace_id, span.span_id)
+        if is_agent_call(span) and hash(key) in self._done:
+            self._quality.skipped["logged twice"] += 1
+            return
         waiting = self._pending.pop(key, None)
         if waiting is not None:
             yield from self._emit(span, waiting.events, waiting.place)
-        elif has_content(span) or not all(key):
+        elif has_content(span) or is_agent_call(span) or not all(key):
             yield from self._emit(span, [], place)
         else:
             yield from self._wait(key, _Pending(place, span))
@@ -171,7 +178,9 @@ class OtelReader:
 
 
 def _may_be_request(item: OtlpItem) -> bool:
-    return is_inference(item) if item.is_span else item.name == DETAILS_EVENT
+    if item.is_span:
+        return is_inference(item)
+    return item.name == DETAILS_EVENT or is_agent_call(item)
 
 
 def _flat_item(value: Mapping[str, Any]) -> OtlpItem:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ramify.analysis.inputs.rows import TRUNCATED
+from ramify.analysis.linting import MAX_NAMED
 from ramify.analysis.report.document import Curves, Figure, HitRate
 from ramify.analysis.report.wording.numbers import count, percent, plural
 from ramify.analysis.verdicts import LintReport
@@ -51,6 +52,14 @@ def warnings_of(
         )
     if not quality.get("num_with_times", 0):
         yield "No times are logged: lifetimes and parallel requests cannot be judged."
+    if num_empty := quality.get("num_without_tokens", 0):
+        lines = ", ".join(
+            f"{file}:{line}" for file, line in quality.get("lines_without_tokens", ())
+        )
+        yield (
+            f"{plural(num_empty, 'request')} without tokens: neither a prompt nor counts are logged "
+            f"({lines}{' …' if num_empty > MAX_NAMED else ''})."
+        )
     if not lint.tables.get("billed"):
         yield "No cached tokens are logged: nothing says what was read; see the bars by rule."
 
