@@ -21,8 +21,9 @@ from ramify.cache import INDICES, POLICIES, CacheEvent, CacheKey, PrefixCache, R
 from ramify.cache.ghosts import REASONS
 
 ROOT = Path(__file__).resolve().parents[2]
-GUIDE = (ROOT / "docs" / "own-engine.md").read_text(encoding="utf-8")
-REFERENCE = (ROOT / "docs" / "cache-reference.md").read_text(encoding="utf-8")
+DOCS = ROOT / "docs"
+GUIDE = (DOCS / "own-engine.md").read_text(encoding="utf-8")
+REFERENCE = (DOCS / "cache-reference.md").read_text(encoding="utf-8")
 PAGES = {"own-engine": GUIDE, "cache-reference": REFERENCE}
 MAX_PROGRAM_LINES = 60  # fewer
 
@@ -166,7 +167,7 @@ def test_links_lead_somewhere(page: str) -> None:
 
     for link in re.findall(r"\]\(([^)\s]+)\)", PAGES[page]):
         target, _, anchor = link.partition("#")
-        text = PAGES[target.removesuffix(".md")] if target else PAGES[page]
+        text = (DOCS / target).read_text("utf-8") if target else PAGES[page]
         headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
         anchors = {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}
         if anchor and anchor not in anchors:
