@@ -26,7 +26,8 @@ CONVERSATIONS, RESPONSES = "/v1/conversations", "/v1/responses"
 MIB = 1 << 20
 PROBE_S, LIVEZ_S = 0.05, 0.02  # between two requests of the other tenant, and two of /livez
 LEAVE_S = 0.08  # between two disconnects of an attacker
-NUM_IDLE, IDLE_S = 325, 2.0  # connections of an attacker that holds them, and for how long
+# Connections of an attacker that holds them, the time between two of them, and how long all are held.
+NUM_IDLE, OPEN_S, IDLE_S = 325, 0.01, 2.0
 WORDS = "lamp violin attic Rome Paris river stone bread Mara Otto green seven".split()
 Statuses = Counter[str]
 
@@ -129,12 +130,13 @@ def leave_streams(target: Target, number: int) -> object:
 
 
 def hold_connections(target: Target, number: int) -> object:
-    """More idle connections than the server has descriptors, opened again where it closed them."""
+    """More idle connections than the server has descriptors; they take a few seconds to open."""
     with ExitStack() as connections:
         for _ in range(NUM_IDLE):
             connections.enter_context(
                 socket.create_connection(("127.0.0.1", target.port), timeout=TIMEOUT_S)
             )
+            time.sleep(OPEN_S)
         time.sleep(IDLE_S)
     return "-"
 
