@@ -9,12 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 # The built-in model; its text means little, so its cases look at forms, counts and errors.
-URL = os.environ["RAMIFY_URL"]
+URL = os.environ.get("RAMIFY_URL", "")
 # A server whose answers are scripted: it calls tools, follows schemas and repeats results.
-SCRIPTED_URL = os.environ["RAMIFY_SCRIPTED_URL"]
+SCRIPTED_URL = os.environ.get("RAMIFY_SCRIPTED_URL", "")
 MODEL = "ramify-tiny"
-TOKENIZER = os.environ["RAMIFY_TOKENIZER"]  # a directory with `tokenizer.json`
-SCRATCH = os.environ["RAMIFY_SCRATCH"]
+TOKENIZER = os.environ.get("RAMIFY_TOKENIZER", "")  # a directory with `tokenizer.json`
+SCRATCH = os.environ.get("RAMIFY_SCRATCH", "")
 KEY = "none"
 
 

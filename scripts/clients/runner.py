@@ -1,12 +1,13 @@
 """`make clients`: other people's clients against two running servers, and a table of what each did.
 
     make clients                                  installs what is missing: minutes, some gigabytes
-    make clients ARGS="--only sdks,litellm"       some clients
+    make clients ARGS="--only sdks,codex"         some clients, by name
     make clients ARGS="--json clients.json"       the results as JSON as well
 
-Each client has an environment of its own below `.venv-clients`; it knows Ramify by HTTP only. Both
-servers listen on loopback. Telemetry is off and hubs are offline. A client that cannot be installed is
-reported as absent. The exit code is 1 if a case failed.
+Each client has an environment of its own below `.venv-clients`; it knows Ramify by HTTP only. Coding
+agents come from npm or pip and run in print mode (`clients.agents`). All servers listen on loopback.
+Telemetry is off and hubs are offline. A client that cannot be installed is reported as absent, with the
+reason. The exit code is 1 if a case failed.
 """
 
 from __future__ import annotations
@@ -15,20 +16,19 @@ import argparse
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from clients.agents import AGENTS, install_commands, isolation, version
+from clients.processes import ROOT, environment_of_server, running_server
 from ramify.models.checkpoint.find import find_checkpoint
 
-ROOT = Path(__file__).resolve().parents[2]
 CASES = Path(__file__).parent / "cases"
 ENVIRONMENTS = ROOT / ".venv-clients"
 PIP = ("-m", "pip", "--disable-pip-version-check", "--no-input", "-q", "install")
@@ -37,7 +37,7 @@ TORCH = next(
     for line in (ROOT / "constraints.txt").read_text().splitlines()
     if line.startswith("torch==")
 )
-START_S, CASE_S = 240, 600
+CASE_S = 600
 OFFLINE = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -56,7 +56,8 @@ OFFLINE = {
     "NO_PROXY": "127.0.0.1,localhost",
 }
 # Client → what pip installs for it. `agents_raw` needs nothing: bodies of coding agents, as they are sent.
-CLIENTS: Mapping[str, Sequence[str]] = {
+# The agents themselves are in `clients.agents`.
+CLIENTS: dict[str, Sequence[str]] = {
     "sdks": ["openai", "anthropic"],
     "agents_raw": [],
     "litellm": ["litellm"],
@@ -69,7 +70,7 @@ CLIENTS: Mapping[str, Sequence[str]] = {
     "llm": ["llm"],
     "lm_eval": [TORCH, "lm-eval[api]", "transformers"],
     "guidellm": [TORCH, "guidellm"],
-}
+} | dict.fromkeys(AGENTS, ())
 
 
 @dataclass
@@ -113,16 +114,24 @@ def install(name: str, environments: Path) -> tuple[Path, str]:
     """The interpreter of a client's environment, and why it is absent, if it is."""
     folder = environments / name
     python, stamp = folder / "bin" / "python", folder / ".stamp"
-    wanted = "\n".join(CLIENTS[name])
+    agent = AGENTS.get(name)
+    wanted = "\n".join(agent.packages if agent else CLIENTS[name])
     if stamp.exists() and stamp.read_text() == wanted:
         return python, ""
     print(f"installing {name}", flush=True)
-    steps = [[sys.executable, "-m", "venv", str(folder)]]
+    new_venv = [sys.executable, "-m", "venv"]
+    steps = [[*new_venv, str(folder)]]
     steps += [[str(python), *PIP, *CLIENTS[name]]] if CLIENTS[name] else []
+    if agent:
+        folder.mkdir(parents=True, exist_ok=True)
+        steps = install_commands(agent, folder, new_venv)
     for step in steps:
-        result = subprocess.run(step, capture_output=True, text=True, check=False)
+        try:
+            result = subprocess.run(step, capture_output=True, text=True, check=False)
+        except OSError as error:
+            return python, f"{step[0]}: {error.strerror}"
         if result.returncode:
-            lines = [line for line in result.stderr.splitlines() if line.strip()]
+            lines = [line for line in (result.stdout + result.stderr).splitlines() if line.strip()]
             return python, (lines or ["the installation failed"])[-1][:200]
     stamp.write_text(wanted)
     return python, ""
@@ -131,61 +140,33 @@ def install(name: str, environments: Path) -> tuple[Path, str]:
 @contextlib.contextmanager
 def servers(scratch: Path) -> Iterator[dict[str, str]]:
     """Start both servers; yields the variables that name them, and stops them at the end."""
-    ports = [free_port(), free_port()]
-    commands = [
-        [sys.executable, "-m", "ramify", "serve", "ramify-tiny", "--port", str(ports[0])],
-        [sys.executable, "-m", "clients.scripted_server", str(ports[1])],
-    ]
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}/src:{ROOT}:{ROOT}/scripts"}
-    logs = [scratch / f"server-{port}.log" for port in ports]
-    processes = []
-    try:
-        for command, log in zip(commands, logs, strict=True):
-            with log.open("wb") as out:
-                processes.append(
-                    subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out)
-                )
-        urls = [f"http://127.0.0.1:{port}" for port in ports]
-        for url, process, log in zip(urls, processes, logs, strict=True):
-            wait_until_ready(url, process, log)
+    with (
+        running_server(("ramify", "serve", "ramify-tiny", "--port"), scratch) as url,
+        running_server(("clients.scripted_server",), scratch) as scripted_url,
+    ):
         yield {
-            "RAMIFY_URL": urls[0],
-            "RAMIFY_SCRIPTED_URL": urls[1],
+            "RAMIFY_URL": url,
+            "RAMIFY_SCRIPTED_URL": scripted_url,
             "RAMIFY_TOKENIZER": str(find_checkpoint("ramify-tiny")),
         }
-    finally:
-        for process in processes:
-            process.terminate()
-        for process in processes:
-            process.wait(60)
-
-
-def free_port() -> int:
-    """A port of 127.0.0.1 that nothing listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
-def wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Wait for /readyz. Raises RuntimeError with the log's end if the server does not come up."""
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline and process.poll() is None:
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/readyz", timeout=5):
-            return
-        time.sleep(0.3)
-    raise RuntimeError(f"a server did not start:\n{log.read_text()[-2000:]}")
 
 
 def run_cases(result: ClientResult, python: Path, urls: Mapping[str, str], scratch: Path) -> None:
     """Run the client's file of cases in its environment; fills `result`."""
     scratch.mkdir()
-    environment = os.environ | OFFLINE | dict(urls)
-    environment |= {"PYTHONPATH": str(Path(__file__).parent), "RAMIFY_SCRATCH": str(scratch)}
+    agent, folder = AGENTS.get(result.name), python.parents[1]
+    if agent:
+        module = [sys.executable, "-m", "clients.agents", result.name]
+        command = [*isolation(), *module, str(folder), str(scratch)]
+        environment = environment_of_server()
+    else:
+        command = [str(python), str(CASES / f"{result.name}_cases.py")]
+        environment = os.environ | OFFLINE | dict(urls)
+        environment |= {"PYTHONPATH": str(Path(__file__).parent), "RAMIFY_SCRATCH": str(scratch)}
     begin = time.monotonic()
     with contextlib.suppress(subprocess.TimeoutExpired):
         output = subprocess.run(
-            [str(python), str(CASES / f"{result.name}_cases.py")],
+            command,
             capture_output=True, text=True, check=False, env=environment, cwd=scratch,
             timeout=CASE_S,
         )  # fmt: skip
@@ -197,7 +178,7 @@ def run_cases(result: ClientResult, python: Path, urls: Mapping[str, str], scrat
     if not result.cases:
         result.cases = [{"case": "all", "status": "FAILED", "note": f"no result in {CASE_S} s"}]
     result.seconds = round(time.monotonic() - begin, 1)
-    result.version = versions(python, CLIENTS[result.name])
+    result.version = version(agent, folder) if agent else versions(python, CLIENTS[result.name])
 
 
 def versions(python: Path, requirements: Sequence[str]) -> str:

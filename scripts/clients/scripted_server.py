@@ -2,7 +2,9 @@
 
 The engine, the tokenizer and the HTTP server are the real ones; only the forward pass is scripted.
 
-    python -m clients.scripted_server PORT
+    python -m clients.scripted_server PORT [RECORD]
+
+With RECORD the script is `AgentScript`, and the file gets a line of JSON for each ended request.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -27,6 +30,7 @@ from ramify.engine.text.tokenizer import Tokenizer
 from ramify.params import StructuredOutput
 from ramify.server.app import Server
 from ramify.server.generation import Generation, GenerationRequest
+from ramify.server.operations.request_log import LineFile
 from ramify.server.service import Service
 from ramify.server.tenants import Caller
 from ramify.testing import FakeExecutor
@@ -35,6 +39,14 @@ from tests.cpu.talker import TALKER_TEMPLATE, tokenizer_with
 MAX_LEN = 16_384
 TOOL_LINE = re.compile(r'^\{.*"name": "[^"]+".*\}$', re.MULTILINE)
 RESULT = "Result: "
+# Of a coding agent: the names of its shell tool and of the argument with the command.
+AGENT_MAX_LEN = 262_144
+NUM_CALLS = 3
+STEPS_FILE = "steps.txt"
+SHELL_TOOL = re.compile(
+    r"(?i)bash|shell|(run_|local_)?shell(_command)?|exec_command|(execute|run)_commands?"
+)
+COMMAND_FIELDS = ("command", "cmd", "commands")
 
 
 class ScriptedModel:
@@ -91,6 +103,83 @@ class ScriptedModel:
         return "It is sunny in Rome."
 
 
+class AgentScript(ScriptedModel):
+    """What a coding agent's model answers: `NUM_CALLS` calls of its shell tool, then a sentence.
+
+    Each call prints a product that no prompt contains before the call has run. An agent without tools
+    is told of `STEPS_FILE`: its model writes the number of the step there, and its test prints the product.
+    """
+
+    def _answer(self, prompt: str, schema: Mapping[str, Any] | None) -> str:
+        shell, step = shell_tool(prompt), num_calls(prompt)
+        if schema is not None:
+            return super()._answer(prompt, schema)
+        if step == NUM_CALLS:
+            return f"Done: {step_result(step)}."
+        if STEPS_FILE in prompt:
+            return f"{STEPS_FILE}\n```\n{step + 1}\n```\n"
+        if shell is None:
+            return "A short title."
+        call = {"name": shell["name"], "arguments": shell_arguments(shell, step + 1)}
+        return f"<tool_call>{json.dumps(call)}</tool_call>"
+
+
+def shell_tool(prompt: str) -> dict[str, Any] | None:
+    """The definition of an agent's shell tool in a prompt."""
+    header = prompt.partition("<|user|>")[0].replace("<|end|>", "\n")
+    tools = [json.loads(line) for line in TOOL_LINE.findall(header)]
+    functions = [tool.get("function", tool) for tool in tools]
+    return next((tool for tool in functions if SHELL_TOOL.fullmatch(tool["name"])), None)
+
+
+def num_calls(prompt: str) -> int:
+    """How many of the script's calls stand in a prompt with their results, in order."""
+    step = 0
+    while step < NUM_CALLS and step_result(step + 1) in prompt:
+        step += 1
+    return step
+
+
+def step_result(step: int) -> str:
+    """What the call of a step prints."""
+    return f"step {step} gives {step * 1001}"
+
+
+def shell_arguments(function: Mapping[str, Any], step: int) -> dict[str, Any]:
+    """The required arguments of a shell tool, whatever they are called, to print a step's result."""
+    command = f"echo step {step} gives $(({step} * 1001))"
+    schema = function["parameters"]
+    properties = schema.get("properties", {})
+    name = next(name for name in COMMAND_FIELDS if name in properties)
+    required = {*schema.get("required", ()), name}
+    arguments = {
+        field: schema_instance(value, schema)
+        for field, value in properties.items()
+        if field in required
+    }
+    kind = properties[name].get("type")
+    is_list = kind == "array" or "array" in json.dumps(properties[name].get("anyOf", ""))
+    arguments[name] = [command] if name == "commands" and is_list else command
+    if name == "command" and is_list:
+        arguments[name] = ["bash", "-c", command]
+    return arguments
+
+
+def record_line(generation: Generation) -> str:
+    """A line about an ended request: its step, its prompt's tokens, those read from the cache."""
+    prompt = generation.request.prompt
+    miss = generation.miss
+    entry = {
+        "step": num_calls(prompt.text),
+        "is_loop": STEPS_FILE in prompt.text or shell_tool(prompt.text) is not None,
+        "prompt": len(prompt.ids),
+        "read": generation.num_cached,
+        "end": generation.end_reason,
+        "miss": None if miss is None else [miss.segment, miss.had, miss.got],
+    }
+    return json.dumps(entry) + "\n"
+
+
 def schema_in_prompt(prompt: str) -> dict[str, Any]:
     """The first JSON schema with properties that stands in a prompt; any object's if there is none."""
     decoder = json.JSONDecoder()
@@ -126,13 +215,15 @@ class ScriptedService(Service):
         return await super().start(request, caller, prefix=prefix)
 
 
-def scripted_service() -> ScriptedService:
+def scripted_service(
+    new_script: type[ScriptedModel] = ScriptedModel, max_len: int = MAX_LEN
+) -> ScriptedService:
     """A service over a scripted model with the tokenizer of ramify-tiny and a template with tools."""
     tokenizer = tokenizer_with(TALKER_TEMPLATE)
-    options = EngineConfig.of(kv_cache_tokens=8 * MAX_LEN, page_size=16)
-    config = resolve(options, model_max_len=MAX_LEN, token_bytes=1, free_memory=0)
+    options = EngineConfig.of(kv_cache_tokens=8 * max_len, page_size=16)
+    config = resolve(options, model_max_len=max_len, token_bytes=1, free_memory=0)
     vocab_size = tokenizer.vocab_size
-    script = ScriptedModel(tokenizer)
+    script = new_script(tokenizer)
     executor = FakeExecutor(
         config.num_pages, 16, vocab_size=vocab_size, next_token=script.next_token
     )
@@ -147,7 +238,9 @@ def scripted_service() -> ScriptedService:
         detokenizer_factory=partial(Detokenizer, tokenizer),
         grammar_compiler=compiler.compile,
     )
-    service = ScriptedService(AsyncLLM.from_core(core, tokenizer), tokenizer, model="ramify-tiny")
+    service = ScriptedService(
+        AsyncLLM.from_core(core, tokenizer), tokenizer, model="ramify-tiny", aliases=("*",)
+    )
     service.script = script
     service.watch_formats()
     return service
@@ -155,7 +248,13 @@ def scripted_service() -> ScriptedService:
 
 async def main() -> None:
     """Serve on 127.0.0.1 at the port of the command line."""
-    app = Server(scripted_service()).app()
+    if len(sys.argv) > 2:
+        service = scripted_service(AgentScript, AGENT_MAX_LEN)
+        record = LineFile(Path(sys.argv[2]))
+        service.listeners.append(lambda generation: record.write(record_line(generation)))
+    else:
+        service = scripted_service()
+    app = Server(service).app()
     config = uvicorn.Config(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")
     await uvicorn.Server(config).serve()
 
