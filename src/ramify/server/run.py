@@ -6,16 +6,19 @@ import asyncio
 import gc
 import ipaddress
 import logging
+import socket
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 
+from ramify.config import ResolvedConfig
 from ramify.engine.async_llm import AsyncLLM
+from ramify.engine.cache_admin.warmup import WarmPrompt, read_prompts
 from ramify.engine.execution.host_memory import resident_memory
 from ramify.errors import ConfigError
 from ramify.models.configs.sampling_defaults import AUTO, read_sampling_defaults
@@ -23,8 +26,10 @@ from ramify.params import SamplingParams
 from ramify.server.app import Server
 from ramify.server.http.browser_guard import LOOPBACK_HOSTS
 from ramify.server.http.connection_limit import ConnectionLimit, raise_descriptor_limit
+from ramify.server.http.listen_address import bind_address
 from ramify.server.http.uvicorn_server import DrainingServer, TimeoutProtocol
 from ramify.server.operations.request_log import JsonFormatter, LineFile, log_request, trace_line
+from ramify.server.operations.stderr_writer import stderr_in_background
 from ramify.server.service import ANY_NAME, Service
 from ramify.server.tenants import ApiKeys
 
@@ -91,8 +96,10 @@ class ServeOptions:
         """
         if self.key_file is not None:
             if self.api_keys or self.admin_key:
+                flag = "--api-key" if self.api_keys else "--admin-key"
                 raise ConfigError(
-                    "both --api-key-file and --api-key are given; put all in the file"
+                    f"both --api-key-file and {flag} are given; put all keys in the file: `ramify keys` "
+                    "adds one, with --admin that of an operator"
                 )
             return ApiKeys.load(self.key_file)
         if self.api_keys or self.admin_key:
@@ -130,21 +137,52 @@ def serve(options: ServeOptions) -> int:
     Raises:
         ConfigError, ModelError: wrong options, or a model that cannot be loaded.
     """
-    keys, connections = options.keys(), options.connections()
-    # Finds a bad value before the model loads; a model of the hub has its directory only then.
-    read_sampling_defaults(options.generation_config, Path(options.model))
-    _log_to_stderr(options.log_json)
-    sys.setswitchinterval(SWITCH_S)
-    llm = AsyncLLM(options.model, progress=sys.stderr.isatty(), **options.engine)
-    try:
-        return asyncio.run(_serve(options, llm, keys, connections))
-    except KeyboardInterrupt:
-        return 130
+    with stderr_in_background(), ExitStack() as sockets:
+        inputs = ServeInputs.of(options)
+        _log_to_stderr(options.log_json)
+        sys.setswitchinterval(SWITCH_S)
+        for sock in inputs.sockets:
+            sockets.enter_context(sock)
+        llm = AsyncLLM(options.model, progress=sys.stderr.isatty(), **options.engine)
+        try:
+            return asyncio.run(_serve(options, llm, inputs))
+        except KeyboardInterrupt:
+            return 130
 
 
-async def _serve(
-    options: ServeOptions, llm: AsyncLLM, keys: ApiKeys | None, connections: ConnectionLimit
-) -> int:
+@dataclass(frozen=True, slots=True)
+class ServeInputs:
+    """What `serve` needs beside the model, made before the model loads: errors come at once."""
+
+    keys: ApiKeys | None
+    connections: ConnectionLimit
+    sockets: list[socket.socket]  # bound, not listening
+    record: LineFile | None
+    public: list[WarmPrompt] | None
+    warm: list[WarmPrompt] | None
+
+    @classmethod
+    def of(cls, options: ServeOptions) -> ServeInputs:
+        """Read and open everything that the options name.
+
+        Raises:
+            ConfigError, CheckpointError: it cannot be read, opened or bound.
+        """
+        keys, connections = options.keys(), options.connections()
+        # A model of the hub has its directory only once it is loaded.
+        read_sampling_defaults(options.generation_config, Path(options.model))
+        return cls(
+            keys,
+            connections,
+            public=None if options.public is None else read_prompts(options.public),
+            warm=None if options.warm is None else read_prompts(options.warm),
+            record=None if options.record is None else LineFile(options.record),
+            sockets=bind_address(options.host, options.port),
+        )
+
+
+async def _serve(options: ServeOptions, llm: AsyncLLM, inputs: ServeInputs) -> int:
+    keys, record = inputs.keys, inputs.record
     if llm.tokenizer is None:
         raise ConfigError(f"{options.model} has no tokenizer.json, which a server needs")
     default_name = Path(options.model).name or options.model
@@ -168,8 +206,7 @@ async def _serve(
             options.model,
         )
     service.listeners.append(log_request)
-    if options.record is not None:
-        record = LineFile(options.record)
+    if record is not None:
         service.listeners.append(
             lambda generation: record.write(
                 trace_line(generation, with_tokens=options.record_tokens)
@@ -205,18 +242,18 @@ async def _serve(
         on_listening=lambda url: startup_banner(url, service, llm, keys),
         abort=llm.aclose,
         drain_s=options.drain_s,
-        connections=connections,
+        connections=inputs.connections,
     )
     try:
         await _compile_kernels(llm)
-        if options.public is not None:
-            public = await llm.cache.share(options.public)
+        if inputs.public is not None:
+            public = await llm.cache.share(inputs.public)
             logger.info("public: %s", public)
-        if options.warm is not None:
-            warmed = await llm.cache.warm(options.warm)
+        if inputs.warm is not None:
+            warmed = await llm.cache.warm(inputs.warm)
             logger.info("warmed: %s", warmed)
         with frozen_heap():
-            await listener.serve()
+            await listener.serve(inputs.sockets)
     finally:
         await llm.aclose()
     if listener.is_forced:
@@ -251,7 +288,6 @@ async def _compile_kernels(llm: AsyncLLM) -> None:
 def startup_banner(url: str, service: Service, llm: AsyncLLM, keys: ApiKeys | None) -> str:
     """Model, sizes, URL and a `curl` command, as shown when the server listens."""
     config = llm.config
-    max_len = config.max_model_len
     rows = {
         "model": f"{service.model} ({str(llm.engine.decoder.dtype).removeprefix('torch.')})",
         "attention": f"{llm.engine.backend_choice.name}, "
@@ -259,8 +295,7 @@ def startup_banner(url: str, service: Service, llm: AsyncLLM, keys: ApiKeys | No
         "K/V cache": f"{config.num_pages:,} pages x {config.page_size} = "
         f"{config.kv_cache_tokens:,} tokens, at most {config.kv_cache_bytes / 2**20:,.0f} MiB",
         "memory": f"{resident_memory() / 2**20:,.0f} MiB resident; K/V adds to it as it is written",
-        "at once": f"{config.max_num_seqs} requests; {config.kv_cache_tokens / max_len:.1f} of "
-        f"{max_len:,} tokens",
+        "requests": concurrency(config),
         "prefix cache": config.requested.cache.policy if service.prefix_cache else "off",
         "sampling": f"{service.sampling_defaults.summary()} where a request does not say",
         "keys": "none" if keys is None else "needed",
@@ -271,6 +306,18 @@ def startup_banner(url: str, service: Service, llm: AsyncLLM, keys: ApiKeys | No
     body = '{"messages":[{"role":"user","content":"Hello"}]}'
     curl = f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
     return "\n".join([*lines, "", curl])
+
+
+def concurrency(config: ResolvedConfig) -> str:
+    """How many requests run at once, and how many of the longest, in words."""
+    text = f"up to {config.max_num_seqs:,} at once"
+    longest = f"{config.max_model_len:,} tokens"
+    num_longest = config.num_pages // config.num_live_pages(config.max_model_len)
+    if num_longest >= config.max_num_seqs:
+        return f"{text}, each of up to {longest}"
+    if num_longest:
+        return f"{text}, or {num_longest:,} of the longest ({longest})"
+    return f"{text}, each of up to {config.kv_cache_tokens:,} tokens (the model allows {longest})"
 
 
 def _log_to_stderr(as_json: bool) -> None:

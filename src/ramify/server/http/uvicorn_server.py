@@ -17,6 +17,7 @@ import uvicorn
 from uvicorn.config import STARTUP_FAILURE
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from ramify.errors import ConfigError
 from ramify.server.health import Readiness
 from ramify.server.http.acceptor import Acceptor
 from ramify.server.http.connection_limit import ConnectionLimit
@@ -179,20 +180,21 @@ class DrainingServer(uvicorn.Server):
         """Listen, and write banner and URL to stderr.
 
         Accepting is `Acceptor`'s: asyncio's server only binds the sockets.
+
+        Raises:
+            ConfigError: another program listens on the address.
         """
         await self.lifespan.startup()
         if self.lifespan.should_exit:
             sys.exit(STARTUP_FAILURE)
         try:
-            self.servers = await self._bind(sockets)
+            await self._listen(sockets)
         except OSError as error:
-            logger.error("%s", error)
             await self.lifespan.shutdown()
-            sys.exit(STARTUP_FAILURE)
+            raise ConfigError(
+                f"the server cannot listen: {error}; choose another --port"
+            ) from error
         for listening in (sock for server in self.servers for sock in server.sockets):
-            accepted = listening.dup()
-            accepted.listen(self.config.backlog)
-            self._acceptors.append(Acceptor(accepted, self._create_protocol, self._connections))
             host, port = listening.getsockname()[:2]
             url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
             sys.stderr.write(f"{self._on_listening(url)}\n\nlistening on {url}\n")
@@ -205,14 +207,19 @@ class DrainingServer(uvicorn.Server):
             acceptor.close()
         await super().shutdown(sockets)
 
-    async def _bind(self, sockets: list[socket.socket] | None) -> list[asyncio.base_events.Server]:
-        """asyncio's servers on `sockets`, or on the configured address, none of which accepts."""
+    async def _listen(self, sockets: list[socket.socket] | None) -> None:
+        """Listen on `sockets`, or on the configured address, and accept from there."""
         create_server = partial(
             asyncio.get_running_loop().create_server, self._create_protocol, start_serving=False
         )
-        if sockets is not None:
-            return [await create_server(sock=sock) for sock in sockets]
-        return [await create_server(host=self.config.host, port=self.config.port)]
+        if sockets is None:
+            self.servers = [await create_server(host=self.config.host, port=self.config.port)]
+        else:
+            self.servers = [await create_server(sock=sock) for sock in sockets]
+        for listening in (sock for server in self.servers for sock in server.sockets):
+            accepted = listening.dup()
+            accepted.listen(self.config.backlog)
+            self._acceptors.append(Acceptor(accepted, self._create_protocol, self._connections))
 
     def _create_protocol(self) -> asyncio.Protocol:
         protocol: Any = self.config.http_protocol_class

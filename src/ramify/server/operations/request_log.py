@@ -76,6 +76,9 @@ def _key_values(fields: Mapping[str, object]) -> str:
 class LineFile:
     """An append-only file of lines; each is written whole, so that others can read along.
 
+    A file that was renamed or removed is made anew with the next line; one that was emptied goes on
+    from its beginning. A pipe that nobody reads loses lines, and blocks nothing.
+
     Raises:
         ConfigError: the file cannot be opened.
     """
@@ -83,14 +86,47 @@ class LineFile:
     def __init__(self, path: Path) -> None:
         self._path, self._has_failed = path, False
         try:
-            self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            self._handle = self._open()
         except OSError as error:
             raise ConfigError(f"{path} cannot be written: {error}") from error
+
+    def _open(self) -> int:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK
+        return os.open(self._path, flags, 0o600)
+
+    def _follow_path(self) -> None:
+        """Open the path again if it names another file by now, or none.
+
+        Raises:
+            OSError: the file was removed, and no other can be made.
+
+        Until that succeeds, lines go to the file that it named: a program that rotates logs may make
+        the new one itself, with the rights of this process.
+        """
+        current = os.fstat(self._handle)
+        try:
+            named = self._path.stat()
+            if (named.st_dev, named.st_ino) == (current.st_dev, current.st_ino):
+                return
+        except FileNotFoundError:
+            pass
+        except OSError:
+            return
+        try:
+            handle = self._open()
+        except OSError:
+            # What is written to a file without a name is lost.
+            if not current.st_nlink:
+                raise
+            return
+        os.close(self._handle)
+        self._handle = handle
 
     def write(self, line: str) -> None:
         """Append a line. On failure the file keeps no part of it, and the first failure is logged."""
         data = line.encode()
         try:
+            self._follow_path()
             written = os.write(self._handle, data)
             if written < len(data):
                 os.ftruncate(self._handle, os.fstat(self._handle).st_size - written)

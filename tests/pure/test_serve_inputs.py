@@ -1,0 +1,105 @@
+"""`ramify serve` finds wrong options before it loads a model."""
+
+import socket
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ramify.config import EngineConfig, resolve
+from ramify.errors import ConfigError, RamifyError
+from ramify.server.http.listen_address import bind_address
+
+pytest.importorskip("starlette")
+
+from ramify.server.run import ServeInputs, ServeOptions, concurrency, serve
+
+LOCAL = "127.0.0.1"
+
+
+@pytest.fixture
+def used_port() -> object:
+    with closing(socket.create_server((LOCAL, 0))) as listening:
+        yield listening.getsockname()[1]
+
+
+def test_a_port_in_use_is_found_before_the_model_loads(used_port: int) -> None:
+    """The model does not exist, which would be the error otherwise."""
+    with pytest.raises(ConfigError, match=f"port {used_port} of {LOCAL} is in use.*--port"):
+        serve(ServeOptions(model="/nowhere/model", port=used_port))
+
+
+def test_a_bound_port_does_not_answer_and_can_listen() -> None:
+    """Clients are refused while the model loads; a free port is chosen at once."""
+    [sock] = bind_address(LOCAL, 0)
+    port = sock.getsockname()[1]
+
+    with sock:
+        assert port > 0
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((LOCAL, port), timeout=1)
+        sock.listen()
+        socket.create_connection((LOCAL, port), timeout=5).close()
+
+
+def test_all_addresses_of_a_name_get_one_port() -> None:
+    """`localhost` may be 127.0.0.1 and ::1."""
+    sockets = bind_address("localhost", 0)
+
+    assert len({sock.getsockname()[1] for sock in sockets}) == 1
+    for sock in sockets:
+        sock.close()
+
+
+def test_an_address_of_another_machine_is_named() -> None:
+    """In one line, with the flag."""
+    with pytest.raises(ConfigError, match=r"--host 192.0.2.1"):
+        bind_address("192.0.2.1", 0)
+    with pytest.raises(ConfigError, match=r"--host nowhere.invalid is no address"):
+        bind_address("nowhere.invalid", 0)
+
+
+@pytest.mark.parametrize("name", ["warm", "public", "record", "key_file", "generation_config"])
+def test_a_file_that_cannot_be_used_is_found_before_the_model_loads(
+    name: str, tmp_path: Path
+) -> None:
+    """Of every option that names a file; the port is not taken."""
+    missing = tmp_path / "missing" / "file"
+    files: dict[str, Any] = {name: missing}
+    options = ServeOptions(model="/nowhere/model", port=0, **files)
+
+    with pytest.raises(RamifyError, match="missing"):
+        ServeInputs.of(options)
+
+
+@pytest.mark.parametrize(
+    ("keys", "flag"),
+    [({"api_keys": ("k",)}, "--api-key"), ({"admin_key": "k"}, "--admin-key")],
+)
+def test_a_key_file_beside_a_key_names_the_flag_that_was_given(
+    keys: dict[str, Any], flag: str, tmp_path: Path
+) -> None:
+    """Not one that was not."""
+    options = ServeOptions(key_file=tmp_path / "keys.json", **keys)
+
+    with pytest.raises(ConfigError) as caught:
+        options.keys()
+
+    assert f"both --api-key-file and {flag} are given" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        (64 * 8192, "up to 64 at once, each of up to 8,192 tokens"),
+        (34 * 8192 + 4096, "up to 64 at once, or 34 of the longest (8,192 tokens)"),
+        (4096, "up to 64 at once, each of up to 4,096 tokens (the model allows 8,192 tokens)"),
+    ],
+)
+def test_the_banner_says_in_words_how_many_requests_run(tokens: int, expected: str) -> None:
+    """By `max_num_seqs`, and by the pool for the longest."""
+    requested = EngineConfig.of(kv_cache_tokens=tokens)
+    config = resolve(requested, model_max_len=8192, token_bytes=1, free_memory=0)
+
+    assert concurrency(config) == expected
