@@ -27,8 +27,11 @@ if TYPE_CHECKING:
 def simulate(
     trace: Annotated[list[Path], typer.Argument(help="Files of a log, as `ramify analyze` reads.")],
     capacity: Annotated[
-        str, typer.Option(help="Capacities in tokens: 1M,2M; with --model also 24GB.")
-    ] = "1M,2M,5M,10M",
+        str | None,
+        typer.Option(
+            help="Capacities in tokens: 1M,2M; with --model also 24GB. Unset: four that fit the log."
+        ),
+    ] = None,
     policy: Annotated[str, typer.Option(help="Eviction policies to replay.")] = "lru,auto",
     ttl: Annotated[str, typer.Option(help="Lifetimes: 300, 5m or 1h.")] = "1m,5m,10m,30m,1h",
     page_size: Annotated[

@@ -11,7 +11,11 @@ from hypothesis import strategies as st
 
 from ramify.analysis.records import HashedPrompt, LoggedRequest, Segment, SegmentKind, Usage
 from ramify.analysis.simulation.calls import simulate
-from ramify.analysis.simulation.capacities import parse_capacity, parse_lifetime
+from ramify.analysis.simulation.capacities import (
+    fitted_capacities,
+    parse_capacity,
+    parse_lifetime,
+)
 from ramify.analysis.simulation.curves.bounds import belady, ttl_curve
 from ramify.analysis.simulation.curves.reuse import ReuseRuns
 from ramify.analysis.simulation.curves.stack_distances import lru_curve
@@ -329,6 +333,42 @@ def test_other_texts_are_no_capacities(text: str) -> None:
     """What is no capacity is refused with examples."""
     with pytest.raises(ConfigError, match="1M"):
         parse_capacity(text)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "page_size", "expected"),
+    [
+        (14_000, 16, (2_000, 5_000, 10_000, 20_000)),
+        (20_000, 16, (2_000, 5_000, 10_000, 20_000)),
+        (90_000_000, 512, (10_000_000, 20_000_000, 50_000_000, 100_000_000)),
+        (40, 16, (20, 50)),
+        (0, 16, (20,)),
+        (1, 1, (1,)),
+    ],
+)
+def test_capacities_that_fit_end_where_the_hit_rate_stops_rising(
+    tokens: int, page_size: int, expected: tuple[int, ...]
+) -> None:
+    """Round numbers, none of them below a page."""
+    assert fitted_capacities(tokens, page_size) == expected
+
+
+def test_without_capacities_those_are_taken_in_which_the_hit_rate_rises() -> None:
+    """LRU at the largest is the infinite cache, at the next smaller one it is less."""
+    paths = [tuple(range(start, start + 8)) for _ in range(3) for start in range(0, 96, 8)]
+    requests = [hashed_request(path, at) for at, path in enumerate(paths)]
+
+    result = simulate(requests, policy="lru")
+    unshared = simulate(requests[:12], policy="lru")
+
+    sizes = list(result.one_pass_lru)
+    rates = [result.one_pass_lru[size] for size in sizes]
+    saturation = lru_curve(ReuseRuns.of(page_trace(requests).trace)).saturation_tokens
+    assert sizes[-2] < saturation <= sizes[-1]
+    assert rates[-1] == result.infinite > rates[-2]
+    assert result.curve["lru"].keys() == result.belady.keys() == set(sizes)
+    assert unshared.infinite == 0
+    assert list(unshared.one_pass_lru)[-1] >= 96 * BLOCK
 
 
 def test_lifetimes_have_units() -> None:

@@ -14,7 +14,6 @@ from ramify.analysis.progress import Progress
 from ramify.analysis.reading import ReadQuality
 from ramify.analysis.records import LoggedRequest
 from ramify.analysis.simulation.capacities import (
-    DEFAULT_CAPACITIES,
     DEFAULT_LIFETIMES_S,
     parse_capacity,
     parse_lifetime,
@@ -34,7 +33,7 @@ Log = Corpus | Files | Iterable[LoggedRequest]
 def simulate(
     log: Log,
     *,
-    capacity: str | int | Iterable[str | int] = DEFAULT_CAPACITIES,
+    capacity: str | int | Iterable[str | int] | None = None,
     policy: str | Iterable[str] = ("lru", "auto"),
     ttl: str | float | Iterable[str | float] = DEFAULT_LIFETIMES_S,
     page_size: int | None = None,
@@ -57,7 +56,8 @@ def simulate(
 
     Args:
         log: files, a corpus, or requests that were read before.
-        capacity: tokens, or `5M`, or with `model` `24GB`; a list, or text with commas.
+        capacity: tokens, or `5M`, or with `model` `24GB`; a list, or text with commas. None: four, up to
+            that at which the hit rate of LRU stops rising.
         policy: names of eviction policies; see `ramify.cache.POLICIES`.
         ttl: seconds, or `5m`; needs a log with times.
         page_size: tokens; None: the blocks of a hashed trace, 16 for texts.
@@ -80,9 +80,9 @@ def simulate(
     """
     token_bytes = None if model is None else kv_token_bytes(model)
     options = SimulationOptions(
-        capacities=tuple(
-            parse_capacity(item, token_bytes=token_bytes) for item in _items(capacity)
-        ),
+        capacities=None
+        if capacity is None
+        else tuple(parse_capacity(item, token_bytes=token_bytes) for item in _items(capacity)),
         policies=tuple(_items(policy)),
         lifetimes_s=tuple(parse_lifetime(item) for item in _items(ttl)),
         warm_up=warm_up,

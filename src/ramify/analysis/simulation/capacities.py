@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from itertools import count
 
 from ramify.errors import ConfigError
 
-DEFAULT_CAPACITIES = (1_000_000, 2_000_000, 5_000_000, 10_000_000)
+NUM_FITTED = 4  # capacities of a simulation that names none
 DEFAULT_LIFETIMES_S = (60.0, 300.0, 600.0, 1800.0, 3600.0)
 
 _TOKENS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
@@ -80,6 +81,20 @@ def validate_capacities(capacities: Iterable[int], page_size: int) -> tuple[int,
             f"{page_size}, or a smaller page size if the log has texts"
         )
     return ordered
+
+
+def fitted_capacities(num_tokens: int, page_size: int) -> tuple[int, ...]:
+    """The first of 1, 2, 5, 10, 20, … that is at least `num_tokens`, and the three below it.
+
+    Args:
+        num_tokens: capacity at which the hit rate stops rising.
+        page_size: none of them is smaller; a page, if `num_tokens` is.
+    """
+    ladder = (factor * 10**exponent for exponent in count() for factor in (1, 2, 5))
+    sizes = [next(ladder)]
+    while sizes[-1] < max(num_tokens, page_size):
+        sizes.append(next(ladder))
+    return tuple(size for size in sizes[-NUM_FITTED:] if size >= page_size)
 
 
 def capacity_label(num_tokens: int) -> str:

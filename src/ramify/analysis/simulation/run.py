@@ -11,8 +11,8 @@ import numpy as np
 
 from ramify.analysis.progress import Progress, ignore_progress
 from ramify.analysis.simulation.capacities import (
-    DEFAULT_CAPACITIES,
     DEFAULT_LIFETIMES_S,
+    fitted_capacities,
     validate_capacities,
 )
 from ramify.analysis.simulation.curves.bounds import belady, ttl_curve
@@ -38,7 +38,9 @@ from ramify.errors import ConfigError
 class SimulationOptions:
     """What to simulate."""
 
-    capacities: tuple[int, ...] = DEFAULT_CAPACITIES  # tokens
+    capacities: tuple[int, ...] | None = (
+        None  # tokens; None: those in which this log's hit rate rises
+    )
     policies: tuple[str, ...] = ("lru", "auto")
     lifetimes_s: tuple[float, ...] = DEFAULT_LIFETIMES_S
     warm_up: float = 0.0  # share of the requests that fill the cache and are not counted
@@ -52,7 +54,8 @@ class SimulationOptions:
 
     def validate(self, page_size: int) -> None:
         """Raise ConfigError for what cannot be simulated."""
-        validate_capacities(self.capacities, page_size)
+        if self.capacities is not None:
+            validate_capacities(self.capacities, page_size)
         for policy in self.policies:
             if policy not in POLICIES:
                 raise ConfigError(
@@ -122,15 +125,20 @@ class _Run:
     def __init__(self, trace: PageTrace, options: SimulationOptions, report: Progress) -> None:
         self.trace, self.options, self.report = trace, options, report
         self.first_counted = int(options.warm_up * len(trace))
-        self.capacities = sorted(set(options.capacities))
+        self.capacities = sorted(set(options.capacities or ()))
         self.parts = _Parts()
 
     def simulate(self) -> None:
         """All parts."""
-        parts, num = self.parts, len(self.capacities)
+        parts = self.parts
         self.report("stack distances", 0, 1)
         reuse = ReuseRuns.of(self.trace)
         curve = lru_curve(reuse, first_counted=self.first_counted)
+        if self.options.capacities is None:
+            page_size = self.trace.page_size
+            num_tokens = curve.saturation_tokens or num_distinct(self.trace) * page_size
+            self.capacities = list(fitted_capacities(num_tokens, page_size))
+        num = len(self.capacities)
         parts.infinite = curve.infinite
         parts.one_pass_lru = {capacity: curve.hit_rate(capacity) for capacity in self.capacities}
         parts.lru_points = tuple(curve.points())

@@ -35,6 +35,11 @@ class LruCurve:
         """Hit rate of a cache that evicts nothing."""
         return _share(int(self.hit_pages[-1]) * self.page_size, self.total_tokens)
 
+    @property
+    def saturation_tokens(self) -> int:
+        """The smallest capacity whose hit rate is `infinite`; 0 if nothing is hit."""
+        return (len(self.hit_pages) - 1) * self.page_size
+
     def points(self, num_points: int = 64) -> list[tuple[int, float]]:
         """(capacity in tokens, hit rate) at capacities spaced by equal factors, for a chart."""
         most = len(self.hit_pages) - 1
