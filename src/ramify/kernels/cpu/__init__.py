@@ -4,7 +4,8 @@ Callers: `attention.backends.cpu` and `models.ops.cpu`. Read first: `abi`, `op_l
 `paged_attention`, `fused_layers`; then what they call. `simd`, `vector_math`, `elementwise` and the microkernels
 emit LLVM IR, as do parts of `kv_pack`, `norm_rope`, `task_queue` and `attention_args`; the rest is Python
 that Numba compiles. `abi` has the constants that kernels and callers
-share, `jit` compiles, `workers` runs a function on all threads, `threads` is for the host.
+share, `jit` compiles, `workers` runs a function on all threads, `threads` is for the host. Wheels carry
+object code of the table `entry_points` for each of `targets`: `build_objects`, `object_code`.
 
 A step
     engine.execution.runner -> FusedLayers -> run_fused_layers, one parallel region for all layers. Per layer:
@@ -50,8 +51,10 @@ Rules that keep the bits (the same for a row in whatever batch)
 Rules of Numba
     - Constants are module-level ints and floats, imported by name; `abi.NAME` is not one in a kernel.
       `prefer_literal` intrinsics take a literal or such a constant, never a local or an IntEnum.
-    - Compile time grows with entry points (`compile_cached`) times kinds of K/V planes: add none.
-    - Array types (dtype, order, read-only) are part of a signature: a new one compiles for minutes.
+    - Compile time and wheels grow with entry points (`compile_cached`) times kinds of K/V planes: add none.
+    - Array types (dtype, order, read-only) are part of a signature. All signatures are in the table of
+      `entry_points`; another one compiles in the user's first call.
+    - A function inside kernels is no machine code of its own: Python cannot call it.
     - No helper with array arguments in an inner loop: reference counts are atomic. Pass addresses.
 
 Debugging: NUMBA_NUM_THREADS=1 runs all workers on one thread, one after the other; the `eager` backend

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import inspect
-import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +16,7 @@ from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 
 from ramify.kernels.cpu import simd
-
-logger = logging.getLogger(__name__)
+from ramify.kernels.cpu.object_code import KernelCache
 
 _DIRECTORY = Path(__file__).parent
 # `from ramify.kernels.cpu.m import ...` and `from ramify.kernels.cpu import m, n as o`, the latter
@@ -107,7 +106,7 @@ def kernel_sources(path: Path) -> list[Path]:
 
 
 def compile_cached(function: Callable[..., None]) -> Any:
-    """An entry point, compiled at its first call or loaded from the cache on disk.
+    """An entry point: loaded at its first call from what is shipped or kept on disk, else compiled.
 
     Args:
         function: its name must be unique among all entry points.
@@ -121,8 +120,13 @@ def compile_cached(function: Callable[..., None]) -> Any:
     function.__qualname__ = (
         f"{function.__name__.strip('_')}_{digest}_{simd.LANES}{'p' * simd.HAS_BF16_DOT}"
     )
-    try:
-        return njit(cache=True, **_OPTIONS)(function)
-    except RuntimeError as error:  # no writable cache directory
-        logger.info("kernels are compiled anew in every process: %s", error)
-        return njit(**_OPTIONS)(function)
+    dispatcher = njit(**_OPTIONS)(function)
+    dispatcher._cache = KernelCache(dispatcher, _num_missing)  # noqa: SLF001 - as `cache=True` does
+    return dispatcher
+
+
+def _num_missing(signature: Any) -> int:
+    # By name: the table is no source of a kernel.
+    table = importlib.import_module("ramify.kernels.cpu.entry_points")
+    count: int = table.num_missing(signature)
+    return count

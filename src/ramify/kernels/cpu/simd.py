@@ -12,34 +12,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import llvmlite.binding
 from llvmlite import ir
-from numba import config, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from ramify.kernels.cpu import targets
 from ramify.kernels.cpu.abi import BF16, F16, F32, INT8
 
-_CPU_FEATURES = llvmlite.binding.get_host_cpu_features()
-LANES = 16 if _CPU_FEATURES.get("avx512f") else 8
-
-
-def _detect_bf16_dot() -> bool:
-    """Whether kernels may use bf16 dot products on this CPU, as Numba is configured to compile for it."""
-    required, overrides = ("avx512f", "avx512vl", "avx512dq", "avx512bf16"), config.CPU_FEATURES
-    if config.CPU_NAME not in (None, "", llvmlite.binding.get_host_cpu_name()):
-        return False
-    if overrides is not None:
-        # the last mention of a feature counts
-        flags = {feature[1:]: feature[:1] for feature in overrides.split(",")}
-        if not all(flags.get(feature) == "+" for feature in required):
-            return False
-    return all(_CPU_FEATURES.get(feature) for feature in required)
-
+LANES = 16 if targets.has_avx512() else 8
 
 # Whether the CPU has AVX-512 BF16: `vdpbf16ps` adds the two products of 32-bit words of two bf16 to
 # a float32, in a fixed order. "VNNI" in this package: data in such words.
-HAS_BF16_DOT = _detect_bf16_dot()
+HAS_BF16_DOT = targets.has_bf16_dot()
 TILE_N_VECTORS = 2
 TILE_N = LANES * TILE_N_VECTORS
 # 6 x 2 accumulators hide the latency of FMA and fit into 16 registers; AVX-512 has 32.
