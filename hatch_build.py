@@ -39,7 +39,13 @@ MODULES = [
 # No configuration of the user's. Skip imports: mypy needs stubs of packages that the build has not.
 MYPY = ("--config-file=", "--python-version=3.11", "--follow-imports=skip")
 NEEDS = ["mypy>=1.15", "setuptools"]
-IS_X86 = platform.machine() in ("x86_64", "AMD64")
+# What object code is for, and Numba has wheels for. RAMIFY_WHEEL_KERNELS=0 builds without: it takes minutes.
+SHIPS_KERNELS = (
+    platform.machine() in ("x86_64", "AMD64")
+    and platform.python_implementation() == "CPython"
+    and (platform.system() != "Linux" or platform.libc_ver()[0] == "glibc")
+    and os.environ.get("RAMIFY_WHEEL_KERNELS") != "0"
+)
 
 
 # What compiles the kernels, in the versions of constraints.txt: object code is used with these only.
@@ -53,7 +59,7 @@ class CompiledWheel(BuildHookInterface[Any]):
         """Packages that the build needs; hatch calls this for editable builds too."""
         has_compiler = any(shutil.which(name) for name in ("cc", "gcc", "clang"))
         # pip and build name what they ask for in their arguments.
-        needs_kernels = IS_X86 and "get_requires_for_build_editable" not in sys.argv
+        needs_kernels = SHIPS_KERNELS and "get_requires_for_build_editable" not in sys.argv
         return [
             *(NEEDS if has_compiler else ()),
             *(self._kernel_needs() if needs_kernels else ()),
@@ -73,7 +79,8 @@ class CompiledWheel(BuildHookInterface[Any]):
         ignored = shutil.ignore_patterns("*.so", "__pycache__", "objects")
         shutil.copytree(Path(self.root) / "src", source, ignore=ignored)
         # The kernels first: they import the sources.
-        files = self._compile_kernels(source, folder / "objects") | self._compile_core(source)
+        kernels = self._compile_kernels(source, folder / "objects") if SHIPS_KERNELS else {}
+        files = kernels | self._compile_core(source)
         if files:
             build_data["force_include"].update(files)
             build_data["infer_tag"] = True

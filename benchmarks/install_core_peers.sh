@@ -35,7 +35,7 @@ native=$(state_of hatch_build.py src/ramify/cache/*.py)
 if [ "$(cat "$folder/.stamp-native" 2>/dev/null)" != "$native" ]; then
     echo "compiling the cache core: a minute or so"
     rm -rf build/bench-core "$folder/peers/ramify-native"
-    if $pip -q wheel --no-deps -w build/bench-core . &&
+    if RAMIFY_WHEEL_KERNELS=0 $pip -q wheel --no-deps -w build/bench-core . &&
         "$python" -m zipfile -e build/bench-core/*.whl "$folder/peers/ramify-native"; then
         echo "$native" >"$folder/.stamp-native"
     else
