@@ -22,9 +22,9 @@ NO_LOOKUP_COUNTS = (0, -1, 0, 0, 0)
 class Lease:
     """A reference to a prefix's pages; valid until it is released or replaced by a newer lease.
 
-    `id`, `num_tokens`, `num_pending`, `key`, `full_key`, `pages` and `packed_pages` are public; the
-    other fields are the cache's own. Not a frozen dataclass: making one would take longer than the
-    lookup.
+    `id`, `num_tokens`, `num_pending`, `is_again`, `key`, `full_key`, `pages` and `packed_pages` are
+    public; the other fields are the cache's own. Not a frozen dataclass: making one would take longer
+    than the lookup.
     """
 
     __slots__ = (
