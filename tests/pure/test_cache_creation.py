@@ -105,3 +105,24 @@ def test_a_moving_system_prompt_is_shared_by_conversations() -> None:
 
     assert first["ramify_cache"]["written"] > 2 * PAGE_SIZE
     assert other["cache_read_input_tokens"] == first["ramify_cache"]["written"]
+
+
+def test_a_template_without_a_next_turn_caches_the_whole_prompt() -> None:
+    """It takes one question, so that what is read again is the same question."""
+    template = (
+        "{%- if messages | length > 1 -%}{{ raise_exception('one question') }}{%- endif -%}"
+        "{{- '<|user|>' + messages[0].content + '<|end|><|assistant|>' -}}"
+    )
+    body = {"messages": [{"role": "user", "content": "Who lives in Rome? " * 20}], "max_tokens": 2}
+
+    async def main() -> list[dict[str, Any]]:
+        server = ServerBench(chat_template=template, page_size=PAGE_SIZE)
+        async with server.running():
+            responses = [await server.post("/v1/chat/completions", body) for _ in range(2)]
+        return [response.json["usage"] for response in responses]
+
+    first, again = asyncio.run(main())
+
+    num_pages = first["prompt_tokens"] // PAGE_SIZE
+    assert first["ramify_cache"]["written"] == num_pages * PAGE_SIZE
+    assert again["ramify_cache"]["read"] == num_pages * PAGE_SIZE

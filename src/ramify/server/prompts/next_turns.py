@@ -40,25 +40,30 @@ def num_stable_chars(
 
     The most of what any next turn shares, or a new conversation with the same system prompt: templates
     that keep reasoning within a loop of tools drop it before the next question of the user. All if the
-    template refuses them all.
+    template refuses every next turn.
 
     Args:
         text: the prompt of `messages`.
         render: returns the prompt of a conversation; None if the template refuses it.
         has_tools: the answer may call a tool.
     """
-    turns = (*CALL_TURNS, *TEXT_TURNS) if has_tools else TEXT_TURNS
-    system = [*takewhile(lambda message: message["role"] == "system", messages)]
-    # Some templates move the system prompt to the last question.
-    conversations = [*((*messages, *turn) for turn in turns), (*system, QUESTION)]
-    num_stable, is_refused = 0, True
-    for conversation in conversations:
+
+    def num_shared(conversation: Sequence[TemplateMessage]) -> int | None:
         later = render(conversation)
-        if later is not None:
-            num_stable, is_refused = max(num_stable, common_prefix(text, later)), False
-        if num_stable == len(text):
-            break
-    return len(text) if is_refused else num_stable
+        return None if later is None else common_prefix(text, later)
+
+    num_stable: int | None = None
+    for turn in (*CALL_TURNS, *TEXT_TURNS) if has_tools else TEXT_TURNS:
+        shared = num_shared([*messages, *turn])
+        if shared == len(text):
+            return shared
+        if shared is not None:
+            num_stable = max(num_stable or 0, shared)
+    if num_stable is None:
+        return len(text)
+    # Some templates move the system prompt to the last question.
+    system = takewhile(lambda message: message["role"] == "system", messages)
+    return max(num_stable, num_shared([*system, QUESTION]) or 0)
 
 
 def common_prefix(left: str | array[int], right: str | array[int]) -> int:
