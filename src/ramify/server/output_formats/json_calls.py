@@ -29,7 +29,7 @@ PARTIAL_STRING = re.compile(
     r"""(?:\\(?:u[0-9a-fA-F]{0,3})?)?)?""",
     re.DOTALL,
 )
-# How a dict of Python may begin, and no object of JSON.
+OBJECT_BEGIN = re.compile(r"\{?\s*+")
 DICT_BEGINS = tuple(f"{{{blank}'" for blank in ("", " ", "\n", "\n  ", "\n    "))
 PARTIAL_ID = re.compile(r'"?[-.:\w]*+', re.ASCII)
 CUT_MEMBER = re.compile(r'[-.:\w\s,"]*+', re.ASCII)
@@ -121,7 +121,7 @@ def _members(reader: Reader, writer: EventWriter) -> Steps[None]:
                 yield from read_arguments(reader, writer, name)
                 is_written = True
             elif (yield from reader.next_is("{")):
-                yield from scan(reader, (yield from _object_scanner(reader)), captured.append)
+                yield from scan(reader, AnyObjectScanner(), captured.append)
             else:
                 raise MismatchError
         elif key in IGNORED_KEYS:
@@ -161,7 +161,7 @@ def read_arguments(
         writer.whole_call(name, "{}", call_id)
     elif literal == "{":
         writer.start_call(name, call_id)
-        yield from scan(reader, (yield from _object_scanner(reader)), writer.arguments)
+        yield from scan(reader, AnyObjectScanner(), writer.arguments)
         writer.end_call()
     elif literal:
         yield from reader.expect('"')
@@ -173,12 +173,6 @@ def read_arguments(
         writer.end_call()
     else:
         raise MismatchError
-
-
-def _object_scanner(reader: Reader) -> Steps[Scanner]:
-    """The scanner of the object that follows: of JSON, or of a dict in Python's syntax."""
-    is_dict = yield from reader.next_is(*DICT_BEGINS)
-    return LiteralScanner() if is_dict else ObjectScanner(PYTHON_CONSTANTS)
 
 
 class Scanner(Protocol):
@@ -196,6 +190,40 @@ class Scanner(Protocol):
     def finish(self) -> str:
         """The text that was held back, when the answer ends inside the value."""
         ...
+
+
+class AnyObjectScanner:
+    """Reads an object of JSON, with constants of Python or not, or a dict in Python's quotes."""
+
+    def __init__(self) -> None:
+        self._scanner: Scanner = ObjectScanner(PYTHON_CONSTANTS)
+        self._begin: str | None = ""  # the bracket and white space so far; None: text follows them
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the object has been read to its end."""
+        return self._scanner.is_done
+
+    def scan(self, text: str, start: int = 0) -> tuple[str, int]:
+        """The object's JSON from `start`, and where it stops: after the object, or for more text."""
+        written = ""
+        if self._begin is not None:
+            match = OBJECT_BEGIN.match(text, start)
+            assert match is not None, "an empty text matches"
+            written, start = self._scanner.scan(match[0])[0], match.end()
+            self._begin += match[0]
+            if start == len(text):
+                return written, start
+            if text[start] == "'":
+                self._scanner = LiteralScanner()
+                self._scanner.scan(self._begin)
+            self._begin = None
+        more, end = self._scanner.scan(text, start)
+        return written + more, end
+
+    def finish(self) -> str:
+        """The text that was held back, when the answer ends inside the object."""
+        return self._scanner.finish()
 
 
 def scan(reader: Reader, scanner: Scanner, write: Callable[[str], None]) -> Steps[None]:
