@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
 
 import pytest
 
@@ -67,6 +68,43 @@ COMPUTES_MUCH = {
 }  # fmt: skip
 
 
+DOUBLED = (
+    "{% set n = namespace(x=['a']) %}{% for i in range(40) %}{% set n.x = [n.x, n.x] %}{% endfor %}"
+)
+CUBED = (  # a list that is doubled and batched needs no brackets
+    "{% set n = namespace(x=['a']) %}{% for i in range(40) %}"
+    "{% set n.x = (n.x * 2) | batch(2) | list %}{% endfor %}"
+)
+LONG = "{% set x = ('ab ' * 1000000) %}"
+WORD = "{% set x = ('ab' * 1000000) %}"
+MANY = "{% set x = (range(99999) | list) * 40 %}"
+IN_ONE_CALL = {
+    "doubled": DOUBLED,
+    "doubled and written": DOUBLED + "{{ n.x }}",
+    "doubled in batches": CUBED + "{{ n.x }}",
+    "doubled in batches and joined": CUBED + "{{ n.x ~ '' }}",
+    "doubled in dicts": "{% set n = namespace(x=1) %}{% for i in range(40) %}{% set n.x = {'a': n.x, 'b': n.x} %}{% endfor %}",
+    "doubled in dict()": "{% set n = namespace(x=1) %}{% for i in range(40) %}{% set n.x = dict(a=n.x, b=n.x) %}{% endfor %}",
+    "doubled namespaces": "{% set n = namespace(x=1) %}{% for i in range(40) %}{% set n.x = namespace(a=n.x, b=n.x) %}{% endfor %}{{ n.x }}",
+    "doubled in tuples": "{% set n = namespace(x=1) %}{% for i in range(40) %}{% set n.x = (n.x, n.x) %}{% endfor %}{{ n.x in {} }}",
+    "compared": CUBED + "{% set a = n.x %}{{ a == (n.x | list) }}",
+    "sorted": MANY + "{{ x | sort | length }}",
+    "unique": MANY + "{{ x | unique | list | length }}",
+    "grouped": MANY + "{{ x | groupby('real') | length }}",
+    "wrapped": WORD + "{{ x | wordwrap(1) }}",
+    "wrapped words": LONG + "{{ x | wordwrap(1) }}",
+    "pretty": MANY + "{{ x | pprint }}",
+    "linked": LONG + "{{ x | urlize }}",
+    "formatted often": LONG + "{{ '{0}' * 1000 }}{{ ('{0}' * 1000).format(x) }}",
+    "formatted often by %": LONG + "{{ ('%(a)s' * 1000) % {'a': x} }}",
+    "indented lines": "{{ ('\n' * 1000000) | indent(1000) }}",
+    "indented JSON": "{{ (range(9999) | list) | tojson(indent=100000) }}",
+    "tabs": "{{ ('\t' * 1000000).expandtabs(1000) }}",
+    "split": "{{ ('a ' * 30000000).split() | length }}",
+    "a long list": "{{ ([1] * 10000000) | length }}",
+}  # fmt: skip
+
+
 def render(source: str, *messages: dict[str, object]) -> str:
     templates = ChatTemplates({"default": source}, {})
     return templates.render(list(messages), add_generation_prompt=True, tools=None)
@@ -95,6 +133,23 @@ def test_templates_cannot_fill_the_memory(name: str, monkeypatch: pytest.MonkeyP
 
     assert "\n" not in str(caught.value)
     assert time.thread_time() - begin < 2
+
+
+@pytest.mark.parametrize("name", IN_ONE_CALL)
+def test_one_call_takes_bounded_time(name: str) -> None:
+    """With the limits as they are, one call of a filter neither runs for ever nor fills the memory."""
+    begin = time.thread_time()
+    tracemalloc.start()
+    try:
+        with pytest.raises(ChatTemplateLimitError) as caught:
+            render(IN_ONE_CALL[name], {"role": "user", "content": "a"})
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert "\n" not in str(caught.value)
+    assert time.thread_time() - begin < 12
+    assert peak_bytes < 500e6
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,15 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
+from ramify.engine.text.template_sizes import TreeSize, tree_size
+
 MAX_RENDER_S = 5.0  # of the thread's processor time
 MAX_CHARS = 1 << 26  # written in all, those of captured blocks and macros too
 MAX_NUMBER = 1 << 20  # as an argument: widths, counts, indents
+MAX_ITEMS = 1 << 22  # of one list
+# Of values in one another, see `tree_size`: of all, and of those that a costly filter takes.
+MAX_NODES, MAX_COSTLY_NODES = 1 << 20, 1 << 17
+MAX_COSTLY_CHARS = 1 << 16  # of a text that a filter takes whose time is not linear
 MAX_EXPONENT = 256
 MAX_NUMBER_BITS = 4096
 TICKS_PER_CHECK = 64
@@ -34,6 +40,12 @@ _LONG_SPEC = re.compile(r"\d{7,}|\{")
 WIDENING = frozenset(
     "batch center expandtabs indent ljust rjust slice tojson truncate wordwrap zfill".split()
 )
+# Filters that sort or compare what they take, and those whose time on a text is not linear.
+COMPARING = frozenset("groupby max min pprint sort sum unique dictsort".split())
+NONLINEAR = frozenset("pprint striptags title urlize wordcount wordwrap xmlattr".split())
+# Those that write values in full, or nest them.
+NESTING = frozenset("batch dict format format_map join namespace slice string tojson zip".split())
+_SIZED = "ramify_sized"
 _TICK, _CONCAT = "ramify_tick", "ramify_concat"
 N = TypeVar("N", nodes.For, nodes.Macro, nodes.CallBlock)
 
@@ -93,7 +105,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     def limit_filters(self) -> None:
         """Check arguments and results of all filters; call it once they are complete."""
         self.filters = {name: _limited(name, call) for name, call in self.filters.items()}
-        self.filters |= {_TICK: _tick, _CONCAT: _concat}
+        self.filters |= {_TICK: _tick, _CONCAT: _concat, _SIZED: _sized}
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree: nodes.Template = _Ticks().visit(super()._parse(source, name, filename))
@@ -103,7 +115,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
         # The sandbox wraps `format`.
         owner = getattr(getattr(obj, "__wrapped__", obj), "__self__", None)
-        name = getattr(obj, "__name__", "")
+        name = getattr(obj, "__name__", "").lower()
         _check_arguments(name, (owner, *args, *kwargs.values()))
         return _checked(super().call(context, obj, *args, **kwargs))
 
@@ -113,14 +125,41 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         if operator == "*":
             for text, count in ((left, right), (right, left)):
                 if isinstance(text, Sized) and _is_number(count):
-                    _check_num_items(len(text) * int(count))
+                    check = _check_num_items if isinstance(text, str) else _check_list
+                    check(len(text) * int(count))
         if operator == "%" and isinstance(left, str):
-            _check_arguments("format", (left,))
+            _check_arguments("format", (left, right))
         return _checked(super().call_binop(context, operator, left, right))
 
 
 class _Ticks(NodeTransformer):
-    """Makes loops and macros count, and `~` too."""
+    """Makes loops and macros count, and `~` too; measures lists that are written out or compared."""
+
+    def visit_List(self, node: nodes.List) -> nodes.Filter:  # noqa: N802
+        return self._sized(node)
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Filter | nodes.Tuple:  # noqa: N802
+        # Else it is a target of an assignment.
+        return self._sized(node) if node.ctx == "load" else node
+
+    def visit_Dict(self, node: nodes.Dict) -> nodes.Filter:  # noqa: N802
+        return self._sized(node)
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Compare:  # noqa: N802
+        self.generic_visit(node)
+        node.expr = self._measured(node.expr)
+        for operand in node.ops:
+            operand.expr = self._measured(operand.expr)
+        return node
+
+    @staticmethod
+    def _measured(node: nodes.Expr) -> nodes.Expr:
+        is_small = isinstance(node, nodes.Const | nodes.Filter)
+        return node if is_small else _filter(_SIZED, node, node.lineno)
+
+    def _sized(self, node: nodes.Expr) -> nodes.Filter:
+        self.generic_visit(node)
+        return _filter(_SIZED, node, node.lineno)
 
     def visit_For(self, node: nodes.For) -> nodes.For:  # noqa: N802 - named by Jinja
         return self._ticking(node)
@@ -156,17 +195,45 @@ def _tick(_context: Context, num_chars: int) -> None:
 
 
 @pass_context
+def _sized(_context: Context, value: Any) -> Any:
+    """A value of bounded size as a tree."""
+    _check_tree(value, MAX_NODES)
+    return value
+
+
+@pass_context
 def _concat(_context: Context, values: Iterable[Any]) -> str:
     # As after `+`: joined text is counted when it is written, not when it is joined.
-    return str(_checked("".join(map(str, values))))
+    return str(_checked("".join(map(_as_text, values))))
 
 
 @pass_context
 def _written(_context: Context, value: Any) -> Any:
     """What `{{ value }}` writes."""
-    text = value if isinstance(value, str) else str(value)
+    text = _as_text(value)
     _BUDGET.get().write(len(text))
     return text
+
+
+def _as_text(value: Any) -> str:
+    if not isinstance(value, str):
+        _check_tree(value, MAX_NODES)
+    return str(value)
+
+
+def _check_tree(value: Any, max_nodes: int, max_chars: int | None = None) -> None:
+    """Raise TemplateLimitError for a value that is too large once all in it is written out."""
+    if value is None or (isinstance(value, int | float | str) and max_chars is None):
+        return
+    max_chars = MAX_CHARS if max_chars is None else max_chars
+    size = TreeSize(len(value) if isinstance(value, list | tuple) else 0, 0)
+    if size.num_nodes <= max_nodes:
+        size = tree_size(value, _BUDGET.get().tick)
+    if size.num_nodes > max_nodes or size.num_chars > max_chars:
+        raise TemplateLimitError(
+            f"it makes or compares values of more than {max_nodes:,} elements or {max_chars:,} "
+            "characters"
+        )
 
 
 def _limited(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -189,6 +256,8 @@ def _check_arguments(name: str, args: Sequence[Any]) -> None:
         args: the value that it is applied to, then its arguments.
     """
     value, *others = args or (None,)
+    _BUDGET.get().tick()
+    _check_cost(name, args)
     if name in WIDENING:
         for other in others:
             if _is_number(other) and abs(other) > MAX_NUMBER:
@@ -208,6 +277,51 @@ def _check_arguments(name: str, args: Sequence[Any]) -> None:
         _check_num_items(len(value) * max(lengths, default=0))
     if name in ("format", "format_map") and isinstance(value, str):
         _check_format(value)
+    if name in _RESULT_CHARS:
+        _check_num_items(_RESULT_CHARS[name](value, others))
+    if name in ("split", "rsplit", "list", "splitlines") and isinstance(value, str):
+        separator = next(iter(texts), "")
+        _check_list(value.count(separator) if separator else len(value) // 2)
+
+
+def _check_cost(name: str, args: Sequence[Any]) -> None:
+    """Raise TemplateLimitError for arguments with which a filter runs long, or nests them out of bounds."""
+    if args and (name in COMPARING or name in NONLINEAR):
+        max_chars = MAX_COSTLY_CHARS if name in NONLINEAR else None
+        _check_tree(args[0], MAX_COSTLY_NODES, max_chars)
+    elif name in NESTING:
+        for arg in args:
+            _check_tree(arg, MAX_NODES)
+
+
+def _formatted_chars(value: Any, others: Sequence[Any]) -> int:
+    text = str(value) if isinstance(value, str) else ""
+    num_chars = sum(tree_size(other, _BUDGET.get().tick).num_chars for other in others)
+    return len(text) + max(text.count("{"), text.count("%")) * num_chars
+
+
+def _expanded_chars(value: Any, others: Sequence[Any]) -> int:
+    return value.count("\t") * _largest(others, default=8) if isinstance(value, str) else 0
+
+
+def _indented_chars(value: Any, others: Sequence[Any]) -> int:
+    lines = value.count("\n") + 1 if isinstance(value, str) else 0
+    return lines * _largest(others, default=4)
+
+
+def _json_chars(value: Any, others: Sequence[Any]) -> int:
+    return tree_size(value, _BUDGET.get().tick).num_nodes * _largest(others, default=1)
+
+
+# Name of a filter or a method → at most as many characters as it writes, from what it is applied to and
+# its arguments.
+_RESULT_CHARS: dict[str, Callable[[Any, Sequence[Any]], int]] = {
+    "format": _formatted_chars,
+    "format_map": _formatted_chars,
+    "expandtabs": _expanded_chars,
+    "indent": _indented_chars,
+    "tojson": _json_chars,
+}
 
 
 def _check_format(text: str) -> None:
@@ -226,9 +340,22 @@ def _check_format(text: str) -> None:
 def _checked(value: Any) -> Any:
     if isinstance(value, int) and value.bit_length() > MAX_NUMBER_BITS:
         raise TemplateLimitError(f"it computes a number above 2**{MAX_NUMBER_BITS}")
-    if isinstance(value, str | list | tuple):
+    if isinstance(value, str):
         _check_num_items(len(value))
+    elif isinstance(value, list | tuple):
+        _check_list(len(value))
     return value
+
+
+def _largest(values: Iterable[Any], *, default: int) -> int:
+    """The largest of the numbers, and of the lengths of the texts."""
+    sizes = (len(value) if isinstance(value, str) else value for value in values)
+    return max((int(size) for size in sizes if _is_number(size)), default=default)
+
+
+def _check_list(num_items: int) -> None:
+    if num_items > MAX_ITEMS:
+        raise TemplateLimitError(f"it makes a list of more than {MAX_ITEMS:,} elements")
 
 
 def _check_num_items(num_items: int) -> None:
