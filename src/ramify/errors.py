@@ -50,12 +50,20 @@ from contextlib import contextmanager
 
 # Of the pins that an error names.
 MAX_NAMED_PINS, MAX_OWNER_CHARS = 4, 40
+MAX_MESSAGE_CHARS = 2000
 
 
 def shortened(value: object, limit: int = 200) -> str:
     """A value as text of at most `limit` characters, to be quoted in a message."""
     text = str(value)
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def printable(text: str) -> str:
+    """A text in one line, with what would change a terminal escaped: controls, halves of surrogates."""
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    )
 
 
 class RamifyError(Exception):
@@ -116,7 +124,14 @@ class UnsupportedBackendError(ConfigError):
 
 
 class ModelError(RamifyError):
-    """A checkpoint cannot be used."""
+    """A checkpoint cannot be used.
+
+    The message may quote names of a damaged file: it has a bounded length, and control characters are
+    escaped in it.
+    """
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(printable(shortened(message, MAX_MESSAGE_CHARS)))
 
 
 class CheckpointError(ModelError):

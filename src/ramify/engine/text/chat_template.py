@@ -18,6 +18,7 @@ from ramify.engine.text.template_limits import (
     limited_rendering,
 )
 from ramify.errors import ChatTemplateError, ChatTemplateLimitError, CheckpointError
+from ramify.models.configs.checkpoint_files import MAX_TEMPLATE_BYTES, read_checkpoint_file
 from ramify.models.configs.fields import read_json_value
 
 DEFAULT, TOOL_USE, RAG = "default", "tool_use", "rag"
@@ -267,16 +268,16 @@ def read_chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]
             if isinstance(entry, Mapping) and {"name", "template"} <= entry.keys():
                 templates[str(entry["name"])] = str(entry["template"])
     processor = path / "chat_template.json"
-    if DEFAULT not in templates and processor.is_file():
+    if DEFAULT not in templates and processor.exists():
         # Models that read images too have their template beside the processor.
         configured = _read_processor_template(processor)
         templates |= {} if configured is None else {DEFAULT: configured}
     files = {DEFAULT: path / "chat_template.jinja"}
     files |= {file.stem: file for file in (path / "additional_chat_templates").glob("*.jinja")}
     for name, file in files.items():
-        if file.is_file():
+        if file.exists():
             try:
-                templates[name] = file.read_text(encoding="utf-8")
+                templates[name] = read_checkpoint_file(file, MAX_TEMPLATE_BYTES).decode("utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise CheckpointError(f"{file} cannot be read: {error}") from error
     return templates

@@ -14,6 +14,7 @@ from ramify.engine.text.tenant_lru import TenantLru
 from ramify.engine.text.tokenizer import Tokenizer
 
 MAX_TOKENS = 4_000_000  # of all remembered texts: 32 MB
+MAX_BOUNDARIES = 2000  # each is tried on the tokenizer, for 2 ms
 ENTRY_TOKENS = 32  # memory of an entry besides its tokens, in tokens
 
 
@@ -54,7 +55,8 @@ class IncrementalEncoder:
         )
         self._lock = threading.Lock()  # of the two below: several threads encode
         self._lengths: Counter[tuple[str, int]] = Counter()  # (tenant, characters) of those texts
-        boundaries = tokenizer.boundary_tokens
+        # Any of them may be left out: others are cut at.
+        boundaries = tokenizer.boundary_tokens[:MAX_BOUNDARIES]
         self._boundary = re.compile("|".join(map(re.escape, boundaries))) if boundaries else None
         if self._boundary is not None and not self._cuts_change_nothing(boundaries):
             self._boundary = None

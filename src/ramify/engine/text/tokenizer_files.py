@@ -12,7 +12,13 @@ import tokenizers
 
 from ramify.engine.text.ranked_bpe import LLAMA3_PATTERN, tekken_tokenizer, tiktoken_tokenizer
 from ramify.engine.text.sentencepiece_model import SentencePieceModel
-from ramify.errors import CheckpointError
+from ramify.engine.text.tokenizer_limits import check_tokenizer_json
+from ramify.errors import CheckpointError, panics_as_errors
+from ramify.models.configs.checkpoint_files import (
+    MAX_TOKENIZER_BYTES,
+    check_checkpoint_file,
+    read_checkpoint_file,
+)
 from ramify.models.configs.fields import read_optional_json
 
 # The first file that a checkpoint has is its tokenizer.
@@ -33,7 +39,7 @@ class TokenizerFile:
 
 def has_tokenizer(path: Path) -> bool:
     """Whether a checkpoint directory has a tokenizer in any format."""
-    return (path / "tokenizer.json").is_file() or _other_format(path) is not None
+    return (path / "tokenizer.json").exists() or _other_format(path) is not None
 
 
 def read_tokenizer(path: Path, config: Mapping[str, Any]) -> TokenizerFile:
@@ -46,9 +52,12 @@ def read_tokenizer(path: Path, config: Mapping[str, Any]) -> TokenizerFile:
         CheckpointError: there is none, it cannot be read, or a package for its conversion is missing.
     """
     file = path / "tokenizer.json"
-    if file.is_file():
+    if file.exists():
+        data = read_checkpoint_file(file, MAX_TOKENIZER_BYTES)
         try:
-            return TokenizerFile(tokenizers.Tokenizer.from_file(str(file)))
+            check_tokenizer_json(data)
+            with panics_as_errors("the package tokenizers"):
+                return TokenizerFile(tokenizers.Tokenizer.from_buffer(data))
         except Exception as error:  # tokenizers raises nothing narrower
             raise CheckpointError(f"{file} cannot be read: {error}; download it again") from error
     other = _other_format(path)
@@ -59,8 +68,10 @@ def read_tokenizer(path: Path, config: Mapping[str, Any]) -> TokenizerFile:
         )
     if other.name in VOCABULARIES:
         return TokenizerFile(_by_transformers(path, other.name))
+    check_checkpoint_file(other, MAX_TOKENIZER_BYTES)
     try:
-        return _converted(path, other, config)
+        with panics_as_errors("the package tokenizers"):
+            return _converted(path, other, config)
     except Exception as error:  # tokenizers raises nothing narrower
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
@@ -76,10 +87,12 @@ def _other_format(path: Path) -> Path | None:
 
 def _converted(path: Path, file: Path, config: Mapping[str, Any]) -> TokenizerFile:
     if file.name == TEKKEN:
-        return TokenizerFile(*tekken_tokenizer(file.read_text(encoding="utf-8")))
+        return TokenizerFile(
+            *tekken_tokenizer(read_checkpoint_file(file, MAX_TOKENIZER_BYTES).decode("utf-8"))
+        )
     if file.name != SENTENCEPIECE:
         raise ValueError("it does not say how texts are split into words")
-    data = file.read_bytes()
+    data = read_checkpoint_file(file, MAX_TOKENIZER_BYTES)
     try:
         model = SentencePieceModel.parse(data)
     except ValueError:

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from ramify.errors import CheckpointError
+from ramify.models.configs.checkpoint_files import MAX_JSON_BYTES, read_checkpoint_file
 
 BUILT_IN = "ramify-tiny"
 INDEX = "model.safetensors.index.json"
@@ -172,7 +173,7 @@ def _has_weights(path: Path) -> bool:
     if (path / "model.safetensors").is_file():
         return True
     try:
-        index = json.loads((path / INDEX).read_text(encoding="utf-8"))
+        index = json.loads(read_checkpoint_file(path / INDEX, MAX_JSON_BYTES))
         return all((path / shard).is_file() for shard in index["weight_map"].values())
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    except (CheckpointError, OSError, ValueError, LookupError, TypeError, AttributeError):
         return False

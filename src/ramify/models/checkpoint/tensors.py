@@ -23,6 +23,7 @@ from ramify.errors import (
     shortened,
 )
 from ramify.models.checkpoint.find import INDEX, PICKLED_ONLY, pickled_weights
+from ramify.models.configs.checkpoint_files import check_checkpoint_file
 from ramify.models.configs.families import FAMILIES
 from ramify.models.configs.fields import read_json
 from ramify.models.configs.model_config import ModelConfig
@@ -112,6 +113,7 @@ def _read_ahead(files: set[Path]) -> None:
 def _opened(file: Path) -> Iterator[Any]:
     """A safetensors file; raises CheckpointError where it cannot be read."""
     try:
+        check_checkpoint_file(file)
         with (
             panics_as_errors("safetensors"),
             safe_open(file, framework="pt", device="cpu") as shard,

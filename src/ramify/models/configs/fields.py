@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from ramify.errors import CheckpointError, UnsupportedModelError
+from ramify.models.configs.checkpoint_files import MAX_JSON_BYTES, read_checkpoint_file
 
 # Above any size of a real model; floats and int64 hold it, and products with another.
 MAX_COUNT = 2**31 - 1
@@ -134,7 +135,7 @@ def read_json_value(path: Path) -> Any:
         CheckpointError: it is missing, or no JSON.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_checkpoint_file(path, MAX_JSON_BYTES).decode("utf-8"))
     except FileNotFoundError:
         raise CheckpointError(
             f"{path} is missing; a checkpoint directory holds config.json, safetensors weights "
