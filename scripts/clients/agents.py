@@ -151,8 +151,8 @@ AGENTS: Mapping[str, Agent] = {
         prepare=("auth", "-p", "openai", "-m", "local", "-k", "none", "-b", "{url}/v1"),
         environment={"CLINE_TELEMETRY_DISABLED": "1"},
     ),
-    # It has no tools: its loop is an edit, a test that fails, and the next edit. It moves the file's text
-    # behind the messages, so that a request reads the prompt before up to that text.
+    # It has no tools: its loop is an edit, a test that fails, and the next edit. The file's text stands before
+    # the messages of the task, so that the request after an edit reads the prompt before up to that text.
     "aider": Agent(
         "pip",
         ("aider-chat",),
