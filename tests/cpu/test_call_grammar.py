@@ -429,3 +429,35 @@ def test_an_answer_is_a_call_or_of_its_format(
         assert matcher.advance(ids) or is_allowed(matcher, ids, END)
     ids = encoded(before + "Hello!", has_marks=True)
     assert num_accepted(start(spec, has_marks=True), ids) < len(ids)
+
+
+@pytest.mark.parametrize(
+    ("schema", "allowed", "refused"),
+    [
+        ({"$ref": "#/$defs/count"}, "12", "x"),
+        ({"allOf": [{"$ref": "#/$defs/count"}]}, "12", "x"),
+        ({"enum": [1, 2]}, "2", "3"),
+        ({"const": True}, "true", "x"),
+        ({"anyOf": [{"anyOf": [{"type": "integer"}]}, {"type": "null"}]}, "null", "x"),
+        ({"const": "red"}, "red", "12"),
+        ({"$ref": "#/$defs/color"}, "red", "green"),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "x", None),
+    ],
+)
+def test_a_tagged_value_follows_its_schema_behind_references(
+    schema: dict[str, Any], allowed: str, refused: str | None
+) -> None:
+    """Whether a value is text is decided as the parser decides it."""
+    defs = {"count": {"type": "integer"}, "color": {"enum": ["red", "blue"]}}
+    root = {"properties": {"a": schema}, "required": ["a"], "$defs": defs}
+    spec = grammars("qwen3_coder", "<function=", has_marks=True).forced_calls(
+        tools_of([root, {}]), AnswerBegin(), single=True
+    )
+
+    def is_accepted(value: str) -> bool:
+        text = f"<tool_call>\n<function=first>\n<parameter=a>\n{value}\n</parameter>"
+        ids = encoded(text, has_marks=True)
+        return num_accepted(start(spec, has_marks=True), ids) == len(ids)
+
+    assert is_accepted(allowed)
+    assert refused is None or not is_accepted(refused)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from ramify.errors import CheckpointError
+from ramify.models.configs.fields import read_json_value
 from ramify.models.configs.model_config import ModelConfig
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "fp8": 1}
@@ -42,10 +42,7 @@ def kv_token_bytes(model: str) -> int:
 def _read_config(model: str) -> dict[str, Any]:
     for path in (Path(model), Path(model) / "config.json", BUILT_IN / model / "config.json"):
         if path.is_file():
-            try:
-                values = json.loads(path.read_text("utf-8"))
-            except (OSError, ValueError) as error:
-                raise CheckpointError(f"{path} cannot be read: {error}") from error
+            values = read_json_value(path)
             if isinstance(values, dict):
                 return values
             raise CheckpointError(f"{path} is no configuration of a model")

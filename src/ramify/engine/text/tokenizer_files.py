@@ -66,9 +66,9 @@ def read_tokenizer(path: Path, config: Mapping[str, Any]) -> TokenizerFile:
             f"{file} is missing, and so is a tokenizer of another format "
             f"({', '.join(OTHER_FORMATS)}); add one, {IDS}"
         )
+    check_checkpoint_file(other, MAX_TOKENIZER_BYTES)
     if other.name in VOCABULARIES:
         return TokenizerFile(_by_transformers(path, other.name))
-    check_checkpoint_file(other, MAX_TOKENIZER_BYTES)
     try:
         with panics_as_errors("the package tokenizers"):
             return _converted(path, other, config)
