@@ -49,7 +49,7 @@ def test_arguments_nested_too_deep_are_the_clients_fault(arguments: str) -> None
         async with bench.running():
             answer = await bench.post("/v1/chat/completions", {"messages": messages})
         assert answer.status == 400
-        assert answer.json["error"]["param"] == "messages[1].tool_calls[0].arguments"
+        assert answer.json["error"]["param"] == "messages[1].tool_calls[0].function.arguments"
         assert "more than 64 levels deep" in answer.json["error"]["message"]
 
     run(main())
