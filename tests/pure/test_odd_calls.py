@@ -42,7 +42,9 @@ SCHEMA: dict[str, Any] = {
 }
 
 
-def parsed(family: str, text: str, cuts: list[int], schema: object = None) -> list[tuple[str, ...]]:
+def parsed(
+    family: str, text: str, cuts: list[int], schema: dict[str, Any] | None = None
+) -> list[tuple[str, ...]]:
     parser = named(family, "none").new_parser(["add"], prompt_end="", schemas={"add": schema or {}})
     places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
     events = [event for start, end in pairwise(places) for event in parser.feed(text[start:end])]

@@ -2,6 +2,7 @@
 
 In reading order:
 
+- `checkpoint_files`: opens a checkpoint's files, within limits.
 - `fields`: typed reads of a parsed JSON file.
 - `dense_variant`, `rope`, `moe`: values that describe a layer; `rope` and `moe` also read their fields.
 - `deepseek`: MLA, sparse index and experts of DeepSeek.
