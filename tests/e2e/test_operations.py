@@ -19,7 +19,7 @@ LONG = {"model": "ramify-tiny", "messages": MESSAGES, "max_tokens": 1500}
 
 def test_the_start_tells_what_is_served(server: Running) -> None:
     """The banner has sizes, a curl command and the URL; uvicorn prints nothing."""
-    for word in ("model", "K/V cache", "at once", "prefix cache", "keys", "curl "):
+    for word in ("model", "K/V cache", "requests", "prefix cache", "sampling", "keys", "curl "):
         assert f"\n  {word}" in "\n" + server.log
     assert re.search(r"K/V cache .* tokens, at most [\d,]+ MiB\n", server.log)
     assert re.search(
