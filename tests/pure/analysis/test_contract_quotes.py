@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ramify.analysis.diff.quoting import mask_secrets
+from ramify.analysis.diff.quoting import mask_secrets, quote
 from tests.pure.analysis.contract_log import (
     MORE,
     RULES,
@@ -94,6 +94,40 @@ def test_a_secret_is_known_by_the_words_of_its_name(tmp_path: Path, name: str) -
     assert "tnFe91" not in text
     assert "CYk05z" not in text
     assert "***" in verdict["divergence"]["got"]
+
+
+ISSUED = (  # split, so that no scanner takes them for real ones
+    "https://hooks.slack." + "com/services/T0123ABCD/B0123ABCD/abcdefghijklmnopqrstuvwx",
+    "https://discord." + "com/api/webhooks/123456789012345678/abcdefghijklmnop",
+    "npm" + "_abcdefghijklmnopqrstuvwxyz0123456789",
+    "SG" + ".abcdefghijklmnopqrstuv.abcdefghijklmnopqrstuvwxyz0123456789",
+    "SK" + "0123456789abcdef0123456789abcdef",
+    "110201543" + ":AAHdqTcvCH1vGWJxfSeofSAs0K5PALDsaw1",
+    "4111 1111 1111 1111",
+    "5555-5555-5555-4444",
+    "378282246310005",
+)
+
+
+@pytest.mark.parametrize("secret", ISSUED)
+def test_secrets_are_known_by_their_issuer(secret: str) -> None:
+    """Webhooks, tokens and card numbers: masked, and no part of one quoted wherever a quote ends."""
+    text = f"{RULES}\nUse {secret} for it.\n{MORE}"
+    start = text.index(secret)
+
+    masked = mask_secrets(text)
+
+    assert secret not in masked and "***" in masked
+    for end in range(start + 1, start + len(secret) + 1):
+        assert secret.removeprefix("https://")[:8] not in quote(text, start - 4, end)
+
+
+@pytest.mark.parametrize(
+    "text", ["1764000000250", "order 4111111111111112", "2026-11-27 10 00 00", "v 1234567890123456"]
+)
+def test_numbers_that_are_no_cards_are_quoted(text: str) -> None:
+    """Times, ids and orders: the check digit or the issuer is wrong."""
+    assert mask_secrets(text) == text
 
 
 @pytest.mark.parametrize("text", ["The secretary: John", "max_tokens: 512", "token: 42"])

@@ -198,3 +198,16 @@ def test_a_line_of_many_megabytes_is_a_row(tmp_path: Path) -> None:
 
     assert request.segments[-1].text == text
     assert [line for _, line in quality.bad_lines] == [2]
+
+
+def test_a_string_longer_than_the_limit_is_too_long_before_it_ends() -> None:
+    """A prompt of any size on one line: memory holds the limit, and the next line is read."""
+    data = b'{"prompt": "' + b"word " * 4000 + b'"}\n{"b": 1}\n'
+    limited = ByteSource(Dripping(data, 500), max_value_bytes=2000)
+
+    with pytest.raises(ValueTooLongError):
+        limited.value_end()
+
+    assert len(limited.buffer) <= 4 * 2000
+    limited.skip_line()
+    assert limited.take_line() == b'{"b": 1}'

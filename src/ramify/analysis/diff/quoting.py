@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import repeat
 
 MAX_QUOTE = 120
 
@@ -12,7 +13,22 @@ _SECRETS = (
         r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|$)", re.DOTALL
     ),
     re.compile(r"\b(?:sk|pk|rk|xai|gsk|hf|pplx|r8|ghp|gho|ghu|ghs|glpat|xox[abprs])[-_][\w-]{8,}"),
-    re.compile(r"\bgithub_pat_\w{8,}|\bAKIA[0-9A-Z]{12,}|\bAIza[\w-]{20,}|\bya29\.[\w.-]{10,}"),
+    # By issuer: npm, PyPI, SendGrid, Twilio, Telegram, Slack, Stripe, Shopify, Docker, DigitalOcean,
+    # Databricks, Vault, Google, Grafana, Atlassian, Mailgun, Mailchimp, age.
+    re.compile(
+        r"\bnpm_[A-Za-z0-9]{30,}|\bpypi-[\w-]{40,}|\bSG\.[\w-]{16,}\.[\w-]{16,}|\b(?:SK|AC)[0-9a-f]{32}\b"
+        r"|(?<!\d)\d{8,10}:[\w-]{35}(?![\w-])|\bxapp-[\w-]{8,}|\bxox[a-z]-[\w-]{8,}|\bwhsec_\w{8,}"
+        r"|\bshp(?:at|ca|pa|ss)_[0-9a-f]{16,}|\bdckr_pat_[\w-]{8,}|\bdo[opr]_v1_[0-9a-f]{32,}"
+        r"|\bdapi[0-9a-f]{32}|\bhv[bs]\.[\w-]{20,}|\bGOCSPX-[\w-]{20,}|\bglsa_\w{20,}"
+        r"|\bATATT3[\w=-]{20,}|\bkey-[0-9a-f]{32}\b|\b[0-9a-f]{32}-us\d{1,2}\b"
+        r"|\bAGE-SECRET-KEY-1[0-9A-Z]{20,}"
+    ),
+    # Webhooks: whoever knows the address may post.
+    re.compile(
+        r"\bhooks\.slack\.com/[\w/+-]{8,}|\bdiscord(?:app)?\.com/api/webhooks/[\w/-]{8,}"
+        r"|\.webhook\.office\.com/[\w@/-]{8,}"
+    ),
+    re.compile(r"\bgithub_pat_\w{8,}|\bA[KS]IA[0-9A-Z]{12,}|\bAIza[\w-]{20,}|\bya29\.[\w.-]{10,}"),
     re.compile(r"\beyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)?"),
 )
 # A name with a word for secrets in it, then the secret; the name stays.
@@ -23,6 +39,12 @@ _NAMED = re.compile(
     r"|password|passwd|passphrase)(?:[_-][\w-]{1,40})?"
     r"[\"']?\s*(?:[:=]|\bis\b)\s*[\"']?(?:bearer |basic )?)([^\s\"',;}]{3,})"
 )
+_DIGITS = re.compile(r"(?<![\w.])\d(?:[ -]?\d){12,18}(?![\w-])")
+# Visa, Mastercard (two ranges), American Express, Diners, Discover, JCB, UnionPay.
+_CARD = re.compile(
+    r"4(?:\d{12}|\d{15}|\d{18})|5[1-5]\d{14}|2[2-7]\d{14}|3[47]\d{13}|3[068]\d{12}|6(?:011|5\d\d)\d{12}"
+    r"|35\d{14}|62\d{14,17}"
+)
 _BEARER = re.compile(r"(?i)(\b(?:bearer|basic)\s+)([\w+/.~=-]{8,})")
 _URL_PASSWORD = re.compile(r"(://[^/\s:@]+:)[^/\s@]+(@)")
 
@@ -32,7 +54,16 @@ def mask_secrets(text: str) -> str:
     text = _URL_PASSWORD.sub(r"\1***\2", _BEARER.sub(r"\1***", _NAMED.sub(r"\1***", text)))
     for pattern in _SECRETS:
         text = pattern.sub("***", text)
-    return text
+    return _DIGITS.sub(lambda match: "***" if _is_card(match[0]) else match[0], text)
+
+
+def _is_card(digits: str) -> bool:
+    """Whether digits in groups are the number of a payment card: its issuer, length and check digit."""
+    number = digits.replace(" ", "").replace("-", "")
+    if _CARD.fullmatch(number) is None:
+        return False
+    doubled = (int(digit) * 2 for digit in number[-2::-2])
+    return (sum(map(int, number[::-2])) + sum(map(sum, map(divmod, doubled, repeat(10))))) % 10 == 0
 
 
 def quote(text: str, start: int, end: int, *, limit: int = MAX_QUOTE) -> str:
@@ -83,5 +114,5 @@ def shorten(text: str, *, limit: int = MAX_QUOTE) -> str:
 
 
 def _rest_of_word(text: str, at: int) -> str:
-    match = re.match(r"[\w-]{0,80}", text[at : at + 80])
+    match = re.match(r"(?:[\w.:/+=~-]|[ ](?=\d)){0,200}", text[at : at + 200])
     return match.group() if match else ""

@@ -8,7 +8,8 @@ from typing import Protocol
 from ramify.analysis.inputs.files import TruncatedFileError
 
 CHUNK_BYTES = 1 << 20
-MAX_VALUE_BYTES = 1 << 30
+MAX_VALUE_BYTES = 1 << 27  # of a line or value: no API takes a request of this size
+TOO_LONG = f"longer than {MAX_VALUE_BYTES >> 20} MiB"
 
 # A string with its escapes, to its end, to the end of the line (which no string may hold) or to the
 # end of the data; or a bracket. Possessive: nothing is tried twice, and nothing stored per escape.
@@ -146,7 +147,8 @@ class ByteSource:
             offset = place - self.position
             if _goes_over_line_end(buffer, place):
                 return None
-            if offset > self._max_value_bytes:
+            # A string that does not end moves no offset.
+            if len(buffer) - self.position > self._max_value_bytes:
                 raise ValueTooLongError
             if not self.fill():
                 return None

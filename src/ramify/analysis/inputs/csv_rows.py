@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Iterator
 
-from ramify.analysis.inputs.byte_source import ByteSource, ValueTooLongError
+from ramify.analysis.inputs.byte_source import TOO_LONG, ByteSource, ValueTooLongError
 from ramify.analysis.inputs.json_values import RawValue
 
 _NAME = re.compile(r'\s*"?[A-Za-z_@$][\w .:@/()\-\[\]]{0,80}"?\s*')
@@ -107,7 +107,7 @@ class _Lines:
         try:
             line = self._source.take_line()
         except ValueTooLongError:
-            return number, "\n", "longer than 1 GiB"
+            return number, "\n", TOO_LONG
         if line is None:
             return None
         try:

@@ -8,7 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ramify.analysis.formats.nested_json import decode_json
-from ramify.analysis.inputs.byte_source import STRING, TOKEN, ByteSource, ValueTooLongError, balance
+from ramify.analysis.inputs.byte_source import (
+    STRING,
+    TOKEN,
+    TOO_LONG,
+    ByteSource,
+    ValueTooLongError,
+    balance,
+)
 
 # Lists of rows in the documents of exports: HAR, LangSmith, Langfuse and most other APIs.
 CONTAINERS = frozenset(
@@ -139,7 +146,7 @@ def _line(source: ByteSource) -> RawValue:
     try:
         line = source.take_line() or b""
     except ValueTooLongError:
-        return RawValue(number, error="longer than 1 GiB")
+        return RawValue(number, error=TOO_LONG)
     try:
         return RawValue(number, decode_json(line))
     except ValueError as error:
@@ -158,7 +165,7 @@ def _document(source: ByteSource, *, is_pretty: bool) -> RawValue:
     try:
         end = source.value_end()
     except ValueTooLongError:
-        end = None
+        end, error = None, TOO_LONG
     if end is not None:
         try:
             value = decode_json(source.buffer[source.position : end])

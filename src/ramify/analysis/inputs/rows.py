@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ramify.analysis.formats.nested_json import decode_json
-from ramify.analysis.inputs.byte_source import ByteSource, ValueTooLongError
+from ramify.analysis.inputs.byte_source import TOO_LONG, ByteSource, ValueTooLongError
 from ramify.analysis.inputs.containers import is_cri, unwrapped
 from ramify.analysis.inputs.csv_rows import csv_values, delimiter_of
 from ramify.analysis.inputs.files import CountedFile, LogStream
@@ -140,7 +140,7 @@ def _text_values(source: ByteSource) -> Iterator[RawValue]:
         try:
             line = source.take_line()
         except ValueTooLongError:
-            yield RawValue(number, error="longer than 1 GiB")
+            yield RawValue(number, error=TOO_LONG)
             continue
         if line is None:
             return
