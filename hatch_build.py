@@ -89,8 +89,7 @@ class CompiledWheel(BuildHookInterface[Any]):
     def _compile_core(self, source: Path) -> dict[str, str]:
         """Compile the modules of the cache core; returns extension modules and their places in the wheel."""
         files = [f"ramify/cache/{name}.py" for name in MODULES]
-        environment = {"MYPYC_OPT_LEVEL": "3"}
-        output = _run(["mypyc", *MYPY, *files], source, environment)
+        output = _run(["mypyc", *MYPY, *files], source, MYPYC_OPT_LEVEL="3")
         extensions = [path.relative_to(source) for path in source.glob("**/*.so")]
         extensions = [path for path in extensions if path.parts[0] != "build"]
         # One extension for each module, and one that they share.
@@ -104,7 +103,7 @@ class CompiledWheel(BuildHookInterface[Any]):
     def _compile_kernels(self, source: Path, into: Path) -> dict[str, str]:
         """Compile the CPU kernels for all targets; returns their object code and its places in the wheel."""
         module = "ramify.kernels.cpu.build_objects"
-        output = _run([module, str(into)], source, {"PYTHONPATH": str(source)})
+        output = _run([module, str(into)], source)
         if output is not None:
             self.app.display_warning(
                 f"no object code of the CPU kernels, they are compiled at their first call:\n{output}"
@@ -120,8 +119,11 @@ class CompiledWheel(BuildHookInterface[Any]):
             self._copy.cleanup()
 
 
-def _run(module: list[str], folder: Path, environment: dict[str, str]) -> str | None:
-    """Run a Python module; returns None, or the end of what it said if it failed."""
+def _run(module: list[str], folder: Path, **environment: str) -> str | None:
+    """Run a Python module, from `folder` if it is there; returns None, or the end of its output if it failed.
+
+    PYTHONPATH stays as it is: isolated builds find their packages by it.
+    """
     done = subprocess.run(  # noqa: S603 - our own files
         [sys.executable, "-m", *module],
         cwd=folder,
