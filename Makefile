@@ -20,7 +20,7 @@ export PYTHON TORCH_ARGS
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-pure check format options bench bench-attention bench-core bench-engine \
   bench-decode bench-step bench-tool-loop bench-first-token bench-busy-cores bench-memory bench-families bench-analysis perf attack clients soak-core soak-engine accuracy cover-core gpu-check native \
-  test-native clean FORCE
+  test-native test-wheel clean FORCE
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r name text; do \
@@ -122,6 +122,9 @@ native: $(RUN)  ## a wheel in dist/, the cache core compiled with mypyc (C compi
 
 test-native: $(DEV)  ## the tests of the cache, with its core compiled
 	@sh scripts/test_native.sh $(BIN)/python $(ARGS)
+
+test-wheel: $(DEV)  ## a wheel in an empty environment: time of first answers, nothing compiled
+	@$(BIN)/python scripts/test_wheel.py $(ARGS)
 
 clean:  ## remove .venv, caches and builds
 	rm -rf $(VENV) .venv-clients $(CORE_PEERS) $(ENGINE_PEERS) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
