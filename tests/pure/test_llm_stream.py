@@ -7,10 +7,17 @@ from typing import Any
 import pytest
 
 from ramify.engine.llm import LLM
-from ramify.errors import ConfigError, EmptyPromptError, EngineStoppedError, RequestError
+from ramify.errors import (
+    ConfigError,
+    EmptyPromptError,
+    EngineStoppedError,
+    RequestError,
+    UnknownRequestError,
+)
 from ramify.outputs import FinishReason
 from ramify.params import SamplingParams
 from tests.pure.engine_bench import Bench, expected
+from tests.pure.test_interrupts import Interrupt
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 REFUSED: list[list[int]] = [[], [10**6], [5] * 10_000]
@@ -122,6 +129,36 @@ def test_an_aborted_stream_ends() -> None:
 
     assert last.output is not None
     assert last.finish_reason is last.output.finish_reason is FinishReason.ABORT
+
+
+def test_a_stream_whose_output_was_taken_ends() -> None:
+    """It does not step for ever, waiting for an output that another call has returned."""
+    llm, _ = made()
+    stream = llm.stream(PROMPT, sampling(5))
+    request_id = next(stream).request_id
+    while llm.has_unfinished():
+        llm.step()
+    llm.take_output(request_id)
+
+    with pytest.raises(UnknownRequestError):
+        next(stream)
+
+    assert list(stream) == []
+
+
+def test_an_interrupted_stream_leaves_no_request() -> None:
+    """Wherever Ctrl-C comes, before its id is known too: the next step computes nothing of it."""
+    at = 1
+    while True:
+        llm, bench = made()
+        interrupt = Interrupt(at, ("call", "return"))
+        if not interrupt.during(lambda llm=llm: list(llm.stream(PROMPT, sampling(3)))):  # type: ignore[misc]
+            break
+        gc.collect()
+        llm.step()
+        assert not bench.core.live, at
+        at += 23
+    assert at > 100
 
 
 @pytest.mark.parametrize("prompt", REFUSED)

@@ -177,17 +177,27 @@ class OfflineDriver:
         """Yield the increments of one prompt; see `LLM.stream`. Each step is a call of its own."""
         turns = self.core.turns
         add = partial(self.add, prompt, params, tokenizer, **options)
-        request_id = turns.run("LLM.stream", add)
+        queued: list[int] = []  # the id; an interrupt may come before `run` returns
         is_over = False
         try:
+            turns.run("LLM.stream", partial(self._add_into, queued, add))
             while not is_over:
-                for event in turns.run("LLM.stream", partial(self._own_events, request_id)):
+                for event in turns.run("LLM.stream", partial(self._own_events, queued[0])):
                     is_over = event.output is not None
                     yield event
         finally:
             # Not aborted here: the garbage collector may close this generator in the middle of a step.
             if not is_over:
-                self._abandoned.append(request_id)
+                self._abandoned += queued
+
+    def _add_into(self, queued: list[int], add: Callable[[], int]) -> None:
+        """Append the id of the request that `add` queues; also where that is interrupted."""
+        earlier = {request.id for request in self.core.live}
+        try:
+            queued.append(add())
+        except BaseException:
+            queued[:] = (request.id for request in self.core.live if request.id not in earlier)
+            raise
 
     def _own_events(self, request_id: int) -> list[StepOutput]:
         """The next events of a request; those of others go to the next call that reads them."""
@@ -196,7 +206,10 @@ class OfflineDriver:
             return [StepOutput(request_id, (), output, finish_reason=output.finish_reason)]
         events = self._events((request_id,))
         self._unread += [event for event in events if event.request_id != request_id]
-        return [event for event in events if event.request_id == request_id]
+        mine = [event for event in events if event.request_id == request_id]
+        if not mine and not self.core.has_unfinished:  # `take_output` has taken the output
+            raise UnknownRequestError(request_id)
+        return mine
 
     def _drop_abandoned(self) -> None:
         """Abort the requests of streams that were left; nothing of them stays."""
