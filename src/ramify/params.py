@@ -257,8 +257,10 @@ class SamplingParams:
     def __new__(cls, *_: object, **params: object) -> Self:
         """Refuse a name that is no parameter, with ours if it is that of another engine."""
         if not params.keys() <= SAMPLING_FIELDS:
-            names = [field.name for field in fields(cls)]
-            name = next(name for name in params if name not in SAMPLING_FIELDS)
+            names = [field.name for field in fields(cls)]  # a subclass may have more
+            name = next((name for name in params if name not in names), None)
+            if name is None:
+                return object.__new__(cls)
             advice = python_advice(PARAM_NAMES.get(name, ""))
             raise UnknownParamError(cls.__name__, name, names, advice)
         return object.__new__(cls)

@@ -116,6 +116,18 @@ def test_parameters_are_still_copied_and_pickled() -> None:
     assert dataclasses.replace(params, temperature=0.5) == params
 
 
+def test_a_subclass_may_have_parameters_of_its_own() -> None:
+    """Its names are known too, and only its own."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Mine(SamplingParams):
+        label: str = ""
+
+    assert Mine(temperature=0.5, label="a").label == "a"
+    with pytest.raises(UnknownParamError, match=r"Mine has no 'lable'; .*, label$"):
+        Mine(lable="a")  # type: ignore[call-arg]
+
+
 @pytest.mark.parametrize(
     ("name", "ours"),
     [
