@@ -115,3 +115,15 @@ def test_the_default_is_all_of_it_where_short_prompts_do_not_change() -> None:
         resolved(dynamic, max_model_len=129)
     assert dynamic.at_context(64) == dynamic
     assert dynamic.at_context(128).rope.theta == pytest.approx(10_000 * 3 ** (16 / 14))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "factor"), [(2, 2.0), (4, 1e300), (16, 1e300)], ids=["narrow", "power", "product"]
+)
+def test_a_dynamic_base_that_is_no_number_is_refused(head_dim: int, factor: float) -> None:
+    """As a fault of the file, where the context is longer than that of pre-training."""
+    scaling = {"type": "dynamic", "factor": factor}
+    model = config(64, rope_scaling=scaling, head_dim=head_dim)
+
+    with pytest.raises(CheckpointError, match="no finite base for 128 tokens"):
+        model.at_context(128)

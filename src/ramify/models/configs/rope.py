@@ -47,12 +47,23 @@ class RopeConfig:
         """The rotary embedding of an engine for contexts of `num_tokens`.
 
         `dynamic` (NTK-aware) gets the base that transformers computes for a prompt of that length.
+
+        Raises:
+            CheckpointError: that is no finite number.
         """
         if self.scaling != "dynamic" or num_tokens <= self.original_max_len:
             return self
         dim = self.rotary_dim or head_dim
         stretch = self.factor * num_tokens / self.original_max_len - (self.factor - 1)
-        theta = self.theta * stretch ** (dim / (dim - 2))
+        try:
+            theta = self.theta * stretch ** (dim / (dim - 2))
+        except (OverflowError, ZeroDivisionError):
+            theta = math.inf
+        if not math.isfinite(theta):
+            raise CheckpointError(
+                f"dynamic rotary settings with a factor of {self.factor:g} and {dim} rotated dimensions "
+                f"have no finite base for {num_tokens:,} tokens; is config.json of this model?"
+            )
         return replace(self, theta=theta, scaling="default")
 
 
