@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from ramify import LLM
+from ramify.engine.text import template_limits
 from ramify.engine.text.end_tokens import end_token_ids
+from ramify.errors import ChatTemplateLimitError
 from ramify.models.configs.wrappers import text_fields
 from ramify.models.loader import read_config
 from ramify.testing import write_tiny_checkpoint
@@ -96,3 +98,20 @@ def test_no_end_token_in_the_files_is_possible(tmp_path: Path, named: Any) -> No
     edit(path / "generation_config.json", eos_token_id=named)
 
     assert read_config(path).eos_token_ids == ()
+
+
+def test_a_template_that_never_ends_does_not_keep_a_model_from_loading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts without a template are answered; a chat gets the error."""
+    monkeypatch.setattr(template_limits, "MAX_RENDER_S", 0.2)
+    path = write_tiny_checkpoint(tmp_path, "llama")
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    edit(path / "tokenizer_config.json", chat_template=endless)
+
+    llm = LLM(path)
+
+    [text] = llm.generate("abc")
+    [chat] = llm.chat([{"role": "user", "content": "abc"}])
+    assert text.error is None
+    assert isinstance(chat.error, ChatTemplateLimitError)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ramify.engine.text.tokenizer import Tokenizer
-from ramify.errors import ChatTemplateError
+from ramify.errors import ChatTemplateError, ChatTemplateLimitError
 
 # Words that no template contains.
 QUESTION, ANSWER = "qzneedled", "qzneedlee"
@@ -32,7 +32,7 @@ def _turn_ends(tokenizer: Tokenizer) -> tuple[int, ...]:
     ]
     try:
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=False)
-    except ChatTemplateError:
+    except (ChatTemplateError, ChatTemplateLimitError):  # requests get them
         return ()
     _, _, behind_question = text.partition(QUESTION)
     between, _, behind_answer = behind_question.partition(ANSWER)
