@@ -40,6 +40,7 @@ WRONG: dict[str, tuple[Callable[[Step], Step], str]] = {
     "wider q": (lambda step: replace(step, q=step.q.repeat(1, 1, 2)), "q has shape"),
     "fewer heads": (lambda step: replace(step, q=step.q[:, :2]), "q has shape"),
     "flat q": (lambda step: replace(step, q=step.q.flatten(1)), "q has shape"),
+    "q elsewhere": (lambda step: replace(step, q=step.q.to("meta")), "q is on meta"),
     "integer q": (lambda step: replace(step, q=step.q.int()), "q is torch.int32"),
     "no planes": (lambda step: replace(step, planes={}), "plane k is missing; there are none"),
     "no values": (lambda step: replace(step, planes={"k": step.planes["k"]}), "plane v is missing"),
@@ -68,6 +69,30 @@ def test_wrong_arguments_are_refused_by_name(name: str, fault: str) -> None:
 
     with pytest.raises(ConfigError, match=message):
         run(backend, change(step))
+
+
+@NAMES
+@pytest.mark.parametrize("fault", WRONG)
+def test_the_first_call_is_no_exception(name: str, fault: str) -> None:
+    """Also where a layer has never had planes that were right."""
+    change, message = WRONG[fault]
+    step, backend = step_of(SPEC, [(3, 2), (0, 2)]), backend_of(name, SPEC)
+
+    with pytest.raises(ConfigError, match=message):
+        run(backend, change(step))
+
+
+def test_compiled_kernels_read_no_other_device() -> None:
+    """They read sinks and planes by address, which is none on another device."""
+    spec = replace(SPEC, sinks=True)
+    step, backend = step_of(spec, [(3, 2)]), backend_of("cpu", spec)
+    plan, sinks = backend.plan(step.batch), torch.zeros(4)
+    elsewhere = {**step.planes, "v": step.planes["v"].to("meta")}
+
+    with pytest.raises(ConfigError, match="sinks is on meta; it must be on cpu"):
+        backend.run(plan, 0, step.q, step.planes, sinks=sinks.to("meta"))
+    with pytest.raises(ConfigError, match="plane v is on meta; it must be on cpu"):
+        backend.run(plan, 0, step.q, elsewhere, sinks=sinks)
 
 
 @NAMES

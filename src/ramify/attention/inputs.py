@@ -37,8 +37,8 @@ class RunInputs:
         validate_rows(num_tokens, layer, q, selected, self._spec)
         validate_sinks(sinks, self._spec)
         tensors = tuple(planes.values())
-        valid = self._valid_planes.get(layer, ())
-        if len(valid) != len(tensors) or any(map(is_not, valid, tensors)):
+        valid = self._valid_planes.get(layer)
+        if valid is None or len(valid) != len(tensors) or any(map(is_not, valid, tensors)):
             validate_planes(planes, self._spec)
             self._valid_planes[layer] = tensors
         if tensors[0].device != q.device:

@@ -127,6 +127,7 @@ class CpuBackend:
         spec = self.spec
         validate_rows(plan.num_tokens, layer, q, selected, spec)
         validate_sinks(sinks, spec)
+        _require_reachable(("q", q), ("sinks", sinks))
         if q.dtype not in ROW_KINDS:
             wide = self.run(plan, layer, q.float(), planes, selected=selected, sinks=sinks)
             return wide.to(q.dtype)
@@ -264,12 +265,19 @@ def validate_compiled_planes(planes: Mapping[str, Tensor], spec: AttentionSpec) 
         ConfigError: a plane is missing, or has a wrong shape, dtype, memory order or device.
     """
     validate_planes(planes, spec)
+    _require_reachable(*((f"plane {name}", plane) for name, plane in planes.items()))
     for name, plane in planes.items():
-        if not plane.is_cpu or plane.dtype not in KV_KINDS:
+        if plane.dtype not in KV_KINDS:
             raise ConfigError(
-                f"plane {name} is {plane.dtype} on {plane.device}; it must be one of "
-                f"{', '.join(map(str, KV_KINDS))} on cpu"
+                f"plane {name} is {plane.dtype}; it must be one of {', '.join(map(str, KV_KINDS))}"
             )
+
+
+def _require_reachable(*tensors: tuple[str, Tensor | None]) -> None:
+    """Raise ConfigError for a tensor on another device: kernels read by address."""
+    for name, tensor in tensors:
+        if tensor is not None and not tensor.is_cpu:
+            raise ConfigError(f"{name} is on {tensor.device}; it must be on cpu")
 
 
 def plane_views(planes: Mapping[str, Tensor]) -> list[tuple[int, ...]]:
