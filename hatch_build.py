@@ -14,6 +14,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -43,7 +44,8 @@ NEEDS = ["mypy>=1.15", "setuptools"]
 SHIPS_KERNELS = (
     platform.machine() in ("x86_64", "AMD64")
     and platform.python_implementation() == "CPython"
-    and (platform.system() != "Linux" or platform.libc_ver()[0] == "glibc")
+    and not sysconfig.get_config_var("Py_GIL_DISABLED")
+    and (platform.system() == "Windows" or platform.libc_ver()[0] == "glibc")
     and os.environ.get("RAMIFY_WHEEL_KERNELS") != "0"
 )
 
