@@ -79,6 +79,7 @@ LONG = "{% set x = ('ab ' * 1000000) %}"
 WORD = "{% set x = ('ab' * 1000000) %}"
 MANY = "{% set x = (range(99999) | list) * 40 %}"
 IN_ONE_CALL = {
+    "a date": "{{ strftime_now('%c' * 20000000) | length }}",
     "doubled": DOUBLED,
     "doubled and written": DOUBLED + "{{ n.x }}",
     "doubled in batches": CUBED + "{{ n.x }}",

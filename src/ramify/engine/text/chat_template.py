@@ -225,7 +225,7 @@ def _environment() -> LimitedEnvironment:
     environment.filters["tojson"] = _to_json
     environment.limit_filters()
     environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["strftime_now"] = strftime_now
     return environment
 
 
@@ -246,7 +246,8 @@ def _refuse(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def _strftime_now(form: str) -> str:
+def strftime_now(form: str) -> str:
+    """The time of now in a format of `strftime`; `template_limits` bounds it by this name."""
     return datetime.now().strftime(form)  # noqa: DTZ005 - templates expect local time
 
 

@@ -30,6 +30,7 @@ MAX_ITEMS = 1 << 22  # of one list
 # Of values in one another, see `tree_size`: of all, and of those that a costly filter takes.
 MAX_NODES, MAX_COSTLY_NODES = 1 << 20, 1 << 17
 MAX_COSTLY_CHARS = 1 << 16  # of a text that a filter takes whose time is not linear
+MAX_DATE_CHARS = 64  # that `strftime` writes for a `%`
 MAX_EXPONENT = 256
 MAX_NUMBER_BITS = 4096
 TICKS_PER_CHECK = 64
@@ -313,6 +314,11 @@ def _json_chars(value: Any, others: Sequence[Any]) -> int:
     return tree_size(value, _BUDGET.get().tick).num_nodes * _largest(others, default=1)
 
 
+def _dated_chars(_: Any, forms: Sequence[Any]) -> int:
+    num_fields = sum(form.count("%") for form in forms if isinstance(form, str))
+    return num_fields * MAX_DATE_CHARS
+
+
 # Name of a filter or a method → at most as many characters as it writes, from what it is applied to and
 # its arguments.
 _RESULT_CHARS: dict[str, Callable[[Any, Sequence[Any]], int]] = {
@@ -320,6 +326,7 @@ _RESULT_CHARS: dict[str, Callable[[Any, Sequence[Any]], int]] = {
     "format_map": _formatted_chars,
     "expandtabs": _expanded_chars,
     "indent": _indented_chars,
+    "strftime_now": _dated_chars,
     "tojson": _json_chars,
 }
 
