@@ -1,6 +1,6 @@
 """Object code of entry points: shipped with the wheel, else kept by Numba on disk, else compiled, and said.
 
-Shipped code is used if all that it depends on is equal: sources, versions of Numba and llvmlite,
+Shipped code is used if all that it depends on is equal: sources, versions of Numba, llvmlite and LLVM,
 Python, operating system; and if the machine has the instructions of its target. It holds no address:
 Numba links it as it links what it has cached.
 """
@@ -17,7 +17,7 @@ import sys
 import sysconfig
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ from ramify.kernels.cpu.targets import shipped_target
 logger = logging.getLogger(__name__)
 
 SHIPPED = Path(__file__).parent / "objects"  # only in wheels
+# For another process that compiles. Then it hangs, or the lock cannot be made where the cache is.
+MAX_WAIT_S = 600.0
 MANIFEST = "manifest.json"
 
 
@@ -43,6 +45,7 @@ def build_facts() -> dict[str, str]:
     return {
         "numba": numba.__version__,
         "llvmlite": llvmlite.__version__,
+        "llvm": ".".join(map(str, llvmlite.binding.llvm_version_info)),
         "python": str(sys.implementation.cache_tag),
         "platform": sysconfig.get_platform(),
     }
@@ -67,12 +70,16 @@ def write_object(folder: Path, entry_name: str, signature: Any, compiled: Any) -
 
 
 def load_object(folder: Path, entry_name: str, signature: Any, target_context: Any) -> Any:
-    """Load the code of an entry point; None if the folder has none for this signature."""
+    """Load the code of an entry point; None if the folder has none, or a damaged one, for this signature."""
     path = folder / object_name(entry_name, signature)
     if not path.exists():
         return None
-    # As trusted as the modules beside it.
-    reduced = pickle.loads(zlib.decompress(path.read_bytes()))  # noqa: S301
+    try:
+        # As trusted as the modules beside it.
+        reduced = pickle.loads(zlib.decompress(path.read_bytes()))  # noqa: S301
+    except (OSError, EOFError, zlib.error, pickle.UnpicklingError) as error:
+        logger.warning("a CPU kernel of this wheel cannot be read: %s: %s", path, error)
+        return None
     return CompileResult._rebuild(target_context, *reduced)  # noqa: SLF001
 
 
@@ -86,7 +93,7 @@ def shipped_folder() -> Path | None:
     if target is None:
         reason = "none of it is for this instruction set"
     else:
-        built = json.loads(manifest.read_text(encoding="utf-8"))
+        built = _read_facts(manifest)
         different = [name for name, value in facts.items() if built.get(name) != value]
         if not different:
             return SHIPPED / target.name
@@ -94,6 +101,15 @@ def shipped_folder() -> Path | None:
         reason = f"it was built with {name} {built.get(name)}, this is {facts[name]}"
     logger.warning("the CPU kernels of this wheel cannot be used: %s", reason)
     return None
+
+
+def _read_facts(manifest: Path) -> dict[str, str]:
+    """The facts that were written; none where the file is damaged."""
+    try:
+        facts = json.loads(manifest.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return facts if isinstance(facts, dict) else {}
 
 
 class Progress:
@@ -136,7 +152,7 @@ class KernelCache(NullCache):
         self._name = dispatcher.py_func.__qualname__
         self._disk: Any = NullCache()
         # Two processes that need a kernel at the same time compile it once.
-        self._lock: Any = contextlib.nullcontext()
+        self._lock: FileLock | None = None
         try:
             self._disk = FunctionCache(dispatcher.py_func)
         except RuntimeError as error:  # no writable cache directory
@@ -155,9 +171,7 @@ class KernelCache(NullCache):
         code = self._load(sig, target_context)
         if code is not None:
             return code
-        if isinstance(self._lock, FileLock):
-            self._say_if_waiting(self._lock)
-        with self._lock:
+        with self._alone():
             return self._load(sig, target_context) or self._compile(sig)
 
     def has(self, sig: Any, target_context: Any) -> bool:
@@ -176,20 +190,45 @@ class KernelCache(NullCache):
         return self._disk.load_overload(sig, target_context) if code is None else code
 
     def _compile(self, sig: Any) -> Any:
-        kept = isinstance(self._lock, FileLock)
-        progress.start(self._num_missing(sig), "this machine" if kept else "this process")
+        where = "this process" if self._lock is None else "this machine"
+        progress.start(self._num_missing(sig), where)
         details = {"dispatcher": self._dispatcher, "args": sig, "return_type": None}
         with event.trigger_event("numba:compile", data=details):
             code = self._dispatcher._compiler.compile(sig, None)  # noqa: SLF001
-        self._disk.save_overload(sig, code)
+        try:
+            self._disk.save_overload(sig, code)
+        except OSError as error:
+            logger.warning("the compiled CPU kernel is not kept for other processes: %s", error)
         progress.end()
         return code
 
-    @staticmethod
-    def _say_if_waiting(lock: FileLock) -> None:
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Hold the lock, where there is one and it can be had: code that is compiled twice is right too."""
+        lock = self._lock
+        if lock is None or not _acquire(lock):
+            yield
+            return
         try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            logger.warning("waiting for CPU kernels that another process compiles")
-        else:
+            yield
+        finally:
             lock.release()
+
+
+def _acquire(lock: FileLock) -> bool:
+    """Wait for a lock, and say so; returns whether it is held."""
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        logger.warning("waiting for CPU kernels that another process compiles")
+    except OSError as error:  # of another user, or on a file system without locks
+        logger.info("another process may compile the same CPU kernels: %s", error)
+        return False
+    else:
+        return True
+    try:
+        lock.acquire(timeout=MAX_WAIT_S)
+    except OSError:
+        logger.warning("waited for %.0f s: %s is not released", MAX_WAIT_S, lock.lock_file)
+        return False
+    return True
