@@ -239,6 +239,18 @@ def test_a_closed_llm_has_ended_its_requests_and_says_so() -> None:
             call()
 
 
+def test_a_stream_that_begins_after_the_end_says_so() -> None:
+    """Though it was made before, when nothing was queued."""
+    llm, bench = made()
+    stream = llm.stream(PROMPT, sampling(5))
+    llm.close()
+
+    with pytest.raises(EngineStoppedError, match="was closed; make another one"):
+        next(stream)
+
+    assert not bench.core.live
+
+
 def test_a_block_closes_the_llm_at_its_end() -> None:
     """Also when it ends by an error."""
     llm, bench = made()

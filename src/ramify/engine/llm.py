@@ -26,7 +26,7 @@ from ramify.engine.context import EngineStats
 from ramify.engine.core import EngineCore
 from ramify.engine.embedding import embedding_of, embedding_params
 from ramify.engine.hit_verifier import HitVerifier
-from ramify.engine.offline import BatchOptions, OfflineDriver
+from ramify.engine.offline import CLOSED, BatchOptions, OfflineDriver
 from ramify.engine.sessions.session import Session, SessionOptions, open_transcript
 from ramify.engine.text.prompt_inputs import Message, Prompt, as_prompt_list, chat_prompts
 from ramify.engine.weight_reload import swap_weights, validate_running_mode
@@ -40,7 +40,6 @@ if TYPE_CHECKING:  # what needs tensors is loaded with the model
 
 _MODEL, _CACHE = ModelSection(), CacheSection()
 _SCHEDULER, _ATTENTION = SchedulerSection(), AttentionSection()
-CLOSED = "this LLM was closed; make another one"
 T = TypeVar("T")
 
 

@@ -18,7 +18,7 @@ from ramify.engine.text.prompt_inputs import (
     params_for,
     refused_output,
 )
-from ramify.errors import RequestError, UnknownRequestError
+from ramify.errors import EngineStoppedError, RequestError, UnknownRequestError
 from ramify.outputs import RequestOutput, StepOutput
 from ramify.params import SamplingParams
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+CLOSED = "this LLM was closed; make another one"
 MAX_KEPT_OUTPUTS = 4096  # outputs under `step` that `take_output` has not fetched
 
 
@@ -61,11 +62,14 @@ class OfflineDriver:
         self._outputs: OrderedDict[int, RequestOutput] = OrderedDict()  # for `take_output`
         self._unread: list[StepOutput] = []  # for the next call that reads them
         self._abandoned: list[int] = []  # requests of streams that were left
+        self._is_closed = False
 
     def add(
         self, prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer | None, **options: Any
     ) -> int:
         """Queue one prompt; see `LLM.add_request`."""
+        if self._is_closed:  # a stream that was made before and begins after it
+            raise EngineStoppedError(CLOSED)
         text = prompt if isinstance(prompt, str) else None
         return self.core.add_request(encode(prompt, tokenizer), params, prompt=text, **options)
 
@@ -223,7 +227,8 @@ class OfflineDriver:
             self._unread = [event for event in self._unread if event.request_id != request_id]
 
     def close(self) -> None:
-        """Abort every live request; streams end with their outputs."""
+        """Abort every live request; streams end with their outputs, and none begins."""
+        self._is_closed = True
         self._drop_abandoned()
         for request in self.core.live:
             if request.parent is None:
