@@ -31,6 +31,11 @@ def test_a_cut_object_has_what_is_complete(
     assert_part_of(cut, value)
 
 
+def test_half_a_surrogate_pair_becomes_a_replacement_character() -> None:
+    """Models write it, and no response can hold it."""
+    assert partial_object(r'{"a": "x\ud800y", "b": "\ud83d\ude00"}') == {"a": "x\ufffdy", "b": "😀"}
+
+
 def assert_part_of(cut: Any, value: Any) -> None:
     """`cut` is the beginning of `value`: equal but for the last entry, which is its beginning."""
     if isinstance(cut, dict):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-from ramify.server.answers.partial_json import completed_object
+from ramify.server.answers.partial_json import completed_object, decoded
 from ramify.server.http.json_limits import check_json_limits
 
 OTHER_VALUE = "arguments"  # the name under which a value that is no object is shown to the model
@@ -39,7 +38,7 @@ def call_arguments(value: object, path: str) -> dict[str, Any]:
 def _decoded(text: str) -> Any:
     """The value of a JSON text; an object that is cut off is completed, other text stays text."""
     try:
-        return json.loads(text)
+        return decoded(text)
     except (ValueError, RecursionError):
         completed = completed_object(text)
         return text if completed is None else completed

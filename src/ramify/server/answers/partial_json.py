@@ -14,6 +14,11 @@ WHOLE_ESCAPES = re.compile(
     r'"(?:[^"\\]|\\[^u]|\\u(?![dD][89abAB])[0-9a-fA-F]{4}'
     r"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})*+"
 )
+# Half of a surrogate pair whose other half cannot follow; or, as `whole`, an escape beside it.
+HALF_PAIR = re.compile(
+    r"(?P<whole>\\[^u]|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})"
+    r"|\\u[dD][89a-fA-F][0-9a-fA-F]{2}(?!\\?\Z|\\u[0-9a-fA-F]{0,3}\Z)"
+)
 
 
 def partial_object(text: str) -> dict[str, Any]:
@@ -35,6 +40,7 @@ def completed_object(text: str) -> dict[str, Any] | None:
     A string that is cut off keeps what it has: `{"a": [1, "b` gives `{"a": [1, "b"]}`. A number or
     word at the end is left out, since it may go on.
     """
+    text = _without_halves(text)
     for candidate in (_closed(text, keeps_string=True), _closed(text)):
         value = _loaded(candidate)
         if isinstance(value, dict):
@@ -42,10 +48,23 @@ def completed_object(text: str) -> dict[str, Any] | None:
     return {} if text.strip() == "{" else None
 
 
+def decoded(text: str) -> Any:
+    """The value of a JSON text. Half of a surrogate pair, which no prompt can hold, is U+FFFD.
+
+    Raises:
+        ValueError, RecursionError: it is not JSON.
+    """
+    return json.loads(_without_halves(text))
+
+
+def _without_halves(text: str) -> str:
+    return HALF_PAIR.sub(lambda match: match["whole"] or r"\ufffd", text)
+
+
 def _loaded(text: str) -> Any:
     """The value of a JSON text; None if it is not JSON."""
     try:
-        return json.loads(text)
+        return decoded(text)
     except (ValueError, RecursionError):
         return None
 
