@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import socket
 import subprocess
@@ -16,11 +17,13 @@ import pytest
 from ramify.errors import ConfigError
 from ramify.server.http.acceptor import client_address
 from ramify.server.http.connection_limit import ConnectionLimit
+from ramify.server.http.uvicorn_server import TimeoutProtocol
 from tests.pure.live_server import live, until
 
 SERVER = """
 import logging, resource, sys
 from ramify.server.http.connection_limit import ConnectionLimit, raise_descriptor_limit
+from ramify.server.http.uvicorn_server import TimeoutProtocol
 from tests.pure.live_server import live
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
@@ -157,6 +160,39 @@ def test_an_address_with_too_many_busy_connections_gets_503() -> None:
         assert answer.startswith(b"HTTP/1.1 503") and b'"too_many_connections"' in answer
         assert elsewhere.getresponse().status == 200
         server.gate.open()
+
+
+class SmallBuffers(TimeoutProtocol):
+    """Of two answers that nobody reads, some thousand bytes stay unsent: too few to pause writing."""
+
+    stall_s = 1.0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        sock = transport.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_client_that_never_reads_does_not_keep_its_connection(closes: bool) -> None:
+    """A connection that is to close, idle or at its request, is dropped though output is unsent."""
+    head = b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n"
+    last = head + b"connection: close\r\n" * closes + b"\r\n"
+    limit = ConnectionLimit(2, 2)
+    with live(connections=limit, protocol=SmallBuffers) as server, ExitStack() as clients:
+        port = int(server.url.rpartition(":")[2])
+        for _ in range(2):
+            client = clients.enter_context(socket.socket())
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+            client.connect(("127.0.0.1", port))
+            client.sendall(head + b"\r\n" + last)
+        until(lambda: server.listener.server_state.total_requests == 4)
+
+        newcomer = http.client.HTTPConnection("127.0.0.1", port, 30)
+        clients.callback(newcomer.close)
+        newcomer.request("GET", "/livez")
+
+        assert newcomer.getresponse().status == 200
 
 
 def test_silent_connections_are_closed_before_those_kept_alive() -> None:

@@ -72,7 +72,13 @@ class TimeoutProtocol(H11Protocol):
         super().on_response_complete()
         if self.conn.their_state is h11.SEND_BODY:
             self.loop.call_later(self.header_s, self._drop_unread, self.cycle)
+        self._limit_flush()
         self._report_state()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """See `H11Protocol`."""
+        super().timeout_keep_alive_handler()
+        self._limit_flush()
 
     def send_400_response(self, msg: str) -> None:
         """Answer 400 and close; only close if the request that is malformed has an answer already."""
@@ -90,6 +96,7 @@ class TimeoutProtocol(H11Protocol):
         """See `asyncio.Protocol`."""
         self._stop_stall_timer()
         super().resume_writing()
+        self._limit_flush()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See `asyncio.Protocol`."""
@@ -102,6 +109,7 @@ class TimeoutProtocol(H11Protocol):
     def close_idle(self) -> None:
         """Close the connection once its output is flushed."""
         self.transport.close()
+        self._limit_flush()
 
     def _drop_unread(self, cycle: object) -> None:
         """Drop a client that still sends the body of a request that was answered long ago."""
@@ -115,6 +123,12 @@ class TimeoutProtocol(H11Protocol):
             self._connections.set_idle(self, is_silent=self.cycle is None)
         else:
             self._connections.set_busy(self)
+
+    def _limit_flush(self) -> None:
+        """Drop a client that does not take the last output of a connection that is closing."""
+        unsent_bytes = self.transport.get_write_buffer_size()
+        if self.transport.is_closing() and unsent_bytes:
+            self._start_stall_timer(unsent_bytes)
 
     def _start_stall_timer(self, unsent_bytes: int) -> None:
         self._stop_stall_timer()
