@@ -310,7 +310,10 @@ def test_the_pieces_of_a_line_are_bounded() -> None:
         RawValue(number, json.loads(line)) for number, line in enumerate(_docker().splitlines(), 1)
     ]
 
-    values = list(unwrapped(rows, lambda value: isinstance(value, dict), max_chars=3 * PIECE))
+    def is_row(value: Any) -> bool:
+        return isinstance(value, dict) and "message" in value
+
+    values = list(unwrapped(rows, is_row, max_chars=3 * PIECE))
 
     assert [value.line for value in values] == [1, 2, 3, 4, 8]
     assert [value.error is None for value in values] == [True, True, True, False, True]

@@ -79,12 +79,15 @@ class BlockOrder:
             long = (
                 unit for unit in texts if self._corpus.units[unit].num_chars >= MIN_SHARED_BLOCK
             )
-            self._num_messages.update({_key_of_part(unit) for unit in long})
+            self._num_messages.update(dict.fromkeys(map(_key_of_part, long), 1))
         for unit in texts:
             if len(texts) == 1 or unit not in self._learned:
                 self._learned.add(unit)
                 blocks = _BETWEEN_BLOCKS.split(self._corpus.text(unit))
-                self._num_messages.update(set(map(_key_of_text, blocks)) - {0})
+                # Not a set: the order in which blocks are first seen is that of the text.
+                keys = dict.fromkeys(map(_key_of_text, blocks), 1)
+                keys.pop(0, None)
+                self._num_messages.update(keys)
 
     def mend(self, unit: int) -> int:
         """The unit with its blocks in the order that shares most."""

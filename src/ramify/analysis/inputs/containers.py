@@ -15,6 +15,8 @@ from ramify.analysis.formats.nested_json import decode_json
 from ramify.analysis.inputs.json_values import RawValue
 
 MAX_LINE_CHARS = 1 << 26  # of the joined pieces of a line
+# Docker cuts at 16 KiB; a shorter line without its end is whole, and its collector has taken the end off.
+MIN_PIECE_BYTES = 1 << 14
 _CRI = re.compile(
     r"(\d{4}-\d\d-\d\dT[\d:.]{8,20}(?:Z|[+-]\d\d:\d\d)) (stdout|stderr) ([FP])(?::\S{0,40})? (.*)",
     re.DOTALL,
@@ -30,6 +32,8 @@ _LINES = (
     ("message", ("ingestionTime",)),
     ("@message", ("@timestamp",)),
 )
+_POD_KEYS = ("namespace_name", "pod_name", "container_name")
+_LINE_KEYS = frozenset(key for key, _ in _LINES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,7 @@ class _Line:
 
     content: Any  # a text, or a decoded row
     time: Any = None
-    stream: str = ""
+    source: str = ""  # lines of different ones may stand between the pieces of a line
     is_piece: bool = False
 
 
@@ -81,33 +85,43 @@ def unwrapped(
     waiting: dict[str, _Pieces] = {}
     for value in values:
         lines = None if value.error is not None else _lines_of(value.value)
-        if lines is None:
+        if lines is None or (isinstance(value.value, dict) and _is_own_row(value.value, is_row)):
             yield value
             continue
         for number, line in enumerate(lines):
             place = value if len(lines) == 1 else replace(value, index=number)
             content = line.content
-            pieces = waiting.get(line.stream)
+            pieces = waiting.get(line.source)
             if isinstance(content, str) and (line.is_piece or pieces is not None):
-                pieces = waiting.setdefault(line.stream, _Pieces(place))
+                pieces = waiting.setdefault(line.source, _Pieces(place))
                 pieces.add(content, max_chars)
                 if line.is_piece:
                     continue
-                place, content = waiting.pop(line.stream).first, "".join(pieces.texts)
-                if pieces.num_chars > max_chars:
-                    error = f"longer than {max_chars:,} characters in pieces"
-                    yield replace(place, value=None, error=error, is_text=False)
-                    continue
-            yield _value_of(place, content, line.time, is_row)
+                yield _joined(waiting.pop(line.source), line.time, is_row, max_chars)
+            else:
+                yield _value_of(place, content, line.time, is_row)
     for pieces in waiting.values():
-        yield _value_of(pieces.first, "".join(pieces.texts), None, is_row)
+        yield _joined(pieces, None, is_row, max_chars)
+
+
+def _is_own_row(value: dict[str, Any], is_row: Callable[[Any], bool]) -> bool:
+    """Whether a format takes the row itself, not for a line that it holds."""
+    rest = {key: item for key, item in value.items() if key not in _LINE_KEYS}
+    return is_row(rest)
+
+
+def _joined(pieces: _Pieces, time: Any, is_row: Callable[[Any], bool], max_chars: int) -> RawValue:
+    if pieces.num_chars > max_chars:
+        error = f"longer than {max_chars:,} characters in pieces"
+        return replace(pieces.first, value=None, error=error, is_text=False)
+    return _value_of(pieces.first, "".join(pieces.texts), time, is_row)
 
 
 def _value_of(place: RawValue, content: Any, time: Any, is_row: Callable[[Any], bool]) -> RawValue:
     """A line as a row, with the collector's time where it has none of its own."""
     if isinstance(content, str):
         content = content.rstrip("\n")
-        if content.lstrip()[:1] == "{":
+        if content.lstrip()[:2] in {'{"', "{}"}:
             try:
                 content = decode_json(content)
             except ValueError:
@@ -131,10 +145,15 @@ def _lines_of(value: Any) -> list[_Line] | None:
     if not isinstance(value, dict):
         return None
     if isinstance(value.get("events"), list) and "searchedLogStreams" in value:
-        return [line for event in value["events"] for line in _lines_of(event) or ()]
+        rows = (event for event in value["events"] if isinstance(event, dict))
+        return [line for event in rows for line in _lines_of_row(event) or ()]
     data = value.get("data")
     if isinstance(data, Mapping) and data.get("resultType") == "streams":
-        return _lines_of_loki(data.get("result"))
+        return _lines_of_loki(_list(data.get("result")))
+    return _lines_of_row(value)
+
+
+def _lines_of_row(value: Mapping[str, Any]) -> list[_Line] | None:
     for key, beside in _LINES:
         content = value.get(key)
         if isinstance(content, str | dict) and all(name in value for name in beside):
@@ -147,20 +166,26 @@ def _line(value: Mapping[str, Any], content: Any, *, is_docker: bool) -> _Line:
     tag = value.get("logtag")
     is_piece = tag == "P"
     if is_docker and tag is None and "kubernetes" not in value and isinstance(content, str):
-        is_piece = not content.endswith("\n")
+        is_piece = not content.endswith("\n") and len(content.encode()) >= MIN_PIECE_BYTES
     if isinstance(content, dict) and isinstance(content.get("message"), str):
         content = content["message"]
-    return _Line(content, time, str(value.get("stream", "")), is_piece)
+    pod = value.get("kubernetes")
+    source = (value.get("stream"), *(map(pod.get, _POD_KEYS) if isinstance(pod, dict) else ()))
+    return _Line(content, time, repr(source), is_piece)
 
 
-def _lines_of_loki(streams: Any) -> list[_Line]:
+def _lines_of_loki(streams: Iterable[Any]) -> list[_Line]:
     """The lines of all streams in the order of their times, which are nanoseconds in a text."""
     pairs = [
         (pair[0], pair[1])
-        for stream in streams or ()
+        for stream in streams
         if isinstance(stream, dict)
-        for pair in stream.get("values") or ()
+        for pair in _list(stream.get("values"))
         if isinstance(pair, list) and len(pair) >= 2 and isinstance(pair[0], str)
     ]
     pairs.sort(key=lambda pair: (len(pair[0]), pair[0]))
     return [_Line(line, time) for time, line in pairs]
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []

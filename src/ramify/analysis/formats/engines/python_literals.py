@@ -15,7 +15,8 @@ _INTEGERS = re.compile(r"\[[\d,\s-]*+\]")
 _ESCAPE = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8})|(.))", re.DOTALL)
 _PLAIN = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", "'": "'", '"': '"'}
 _WORDS = {"None": "null", "True": "true", "False": "false", "(": "[", ")": "]", "nan": "null"}
-_LITERAL = re.compile(STRING + r"|\b(?:None|True|False|nan)\b|[()]", re.DOTALL)
+# A quote by which no string begins ends the search: the text behind it is not scanned for each quote.
+_LITERAL = re.compile(STRING + r"|\b(?:None|True|False|nan)\b|[()'\"]", re.DOTALL)
 MAX_DIGITS = 20
 
 
@@ -51,7 +52,7 @@ def integers_at(text: str, position: int) -> tuple[tuple[int, ...], int]:
 
 
 def json_of_literal(text: str) -> str | None:
-    """Dicts, lists and tuples of plain values as JSON; None where a string has an unknown escape.
+    """Dicts, lists and tuples of plain values as JSON; None where a string has no end or an unknown escape.
 
     What is no literal, as a call, stays and is no JSON.
     """

@@ -127,7 +127,8 @@ def event_body(events: Iterable[OtlpItem], listed: Any = None) -> dict[str, Any]
         listed: the events as a list in an attribute, as pydantic-ai writes them.
     """
     messages = [message for event in events if (message := _event_message(event)) is not None]
-    for event in decode_nested(listed) or () if not messages else ():
+    items = decode_nested(listed) if not messages else None
+    for event in items if isinstance(items, list) else ():
         role = _EVENT_ROLES.get(str(mapping_in(event).get("event.name")))
         if role is not None:
             messages.append(_message(role, mapping_in(event)))

@@ -69,6 +69,7 @@ class OtelReader:
         self._quality = quality
         self._pending: OrderedDict[tuple[str, str], _Pending] = OrderedDict()
         self._done: set[int] = set()
+        self._of_agents: set[int] = set()  # those done by events of an agent's telemetry
 
     def feed(self, row: Row) -> Iterator[LoggedRequest]:
         """See `RowReader`; a span that cannot be read does not spoil the others of its row."""
@@ -113,12 +114,21 @@ class OtelReader:
         elif item.name == DETAILS_EVENT or is_message_event(item.name):
             yield from self._feed_event(item, place)
         elif is_agent_call(item):
-            if not item.span_id or hash((item.trace_id, item.span_id)) not in self._done:
-                yield from self._emit(item, [], place)
+            yield from self._feed_agent_event(item, place)
         elif is_inference(item) and has_content(item):
             yield from self._emit(item, [], place)
         elif item.name != "gen_ai.choice":
             self._quality.skipped[NO_REQUEST] += 1
+
+    def _feed_agent_event(self, event: OtlpItem, place: Place) -> Iterator[LoggedRequest]:
+        """A request, unless its own span is logged; the span of a task has one event for each request."""
+        key = hash((event.trace_id, event.span_id))
+        if event.span_id and key in self._done and key not in self._of_agents:
+            self._quality.skipped["logged twice"] += 1
+            return
+        if event.span_id:
+            self._of_agents.add(key)
+        yield from self._emit(event, [], place)
 
     def _feed_span(self, span: OtlpItem, place: Place) -> Iterator[LoggedRequest]:
         key = (span.trace_id, span.span_id)
