@@ -126,20 +126,28 @@ def find_partners(
     alone = dict(zip((item.fix for item in found_causes), savings, strict=False))
     hidden = [item for item in found_causes if item.fix in alone and alone[item.fix].tokens <= 0]
     end = clock() + max_seconds
-    for item in hidden[:MAX_HIDDEN]:
-        others = [other for other in found_causes if other is not item and other.fix in alone]
-        others = [other for other in others if other.requests & item.requests]
-        others.sort(key=lambda other: -len(other.requests & item.requests))
-        best = 0
-        for other in others[:MAX_PARTNERS]:
-            if clock() > end:
-                break
-            together = measure([item.fix, other.fix])
-            gain = together.tokens - max(0, alone[other.fix].tokens)
-            if gain > best:
-                best = gain
-                partners[item.fix] = Partner(other.fix.cause, other.fix.segment, together)
+    pairs = [
+        (item.fix, other.fix)
+        for item in hidden[:MAX_HIDDEN]
+        for other in _neighbours(item, [each for each in found_causes if each.fix in alone])
+    ]
+    best: dict[Fix, int] = {}
+    for fix, other_fix in pairs:
+        if clock() > end:
+            break
+        together = measure([fix, other_fix])
+        gain = together.tokens - max(0, alone[other_fix].tokens)
+        if gain > best.get(fix, 0):
+            best[fix] = gain
+            partners[fix] = Partner(other_fix.cause, other_fix.segment, together)
     return partners
+
+
+def _neighbours(item: FoundCause, candidates: Iterable[FoundCause]) -> list[FoundCause]:
+    """The causes that most requests of `item` have too, at most MAX_PARTNERS."""
+    others = [other for other in candidates if other is not item and other.requests & item.requests]
+    others.sort(key=lambda other: -len(other.requests & item.requests))
+    return others[:MAX_PARTNERS]
 
 
 def _add(group: _Group, number: int, verdict: Verdict, cause: Cause, *, is_first: bool) -> None:

@@ -169,14 +169,17 @@ def lint_parts(
             model,
             unseen=mender,
         )
-        partners = find_partners(
-            mendable,
-            savings[:-1],
-            lambda fixes: measure_savings(corpus, mender, [fixes], model, unseen=mender)[0],
-        )
     except KeyboardInterrupt:
         missing.append("savings were not measured and are 0")
         savings = [NO_SAVING] * (len(groups) + 1)
+    try:
+        partners = find_partners(
+            mendable,
+            [] if missing else savings[:-1],
+            lambda fixes: measure_savings(corpus, mender, [fixes], model, unseen=mender)[0],
+        )
+    except KeyboardInterrupt:
+        missing.append("causes that save nothing alone were not tried together with others")
     predictions = log.predictions
     if model is not infinite:
         prompts = prompts_of(corpus)

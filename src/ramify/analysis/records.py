@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, field
 from enum import StrEnum
+from hashlib import blake2b
 from itertools import takewhile
 from operator import itemgetter
 
@@ -82,10 +83,12 @@ class HashedPrompt:
 
 
 def _as_int64(number: int) -> int:
-    """The signed integer with the same 64 bits; of a longer one, a hash of 61 bits."""
+    """The signed integer with the same 64 bits; of a longer one, a hash of 64 bits."""
     if -(1 << 63) <= number < 1 << 64:
         return number - (1 << 64) if number >= 1 << 63 else number
-    return hash(number)
+    # Not `hash(number)`, which is its remainder: 1 << 64 would be equal to 8.
+    data = number.to_bytes(number.bit_length() // 8 + 1, "big", signed=True)
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "big", signed=True)
 
 
 @dataclass(frozen=True, slots=True)

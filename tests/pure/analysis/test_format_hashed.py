@@ -124,6 +124,7 @@ def test_bad_rows_are_told_with_line_and_reason() -> None:
 
 ODD_IDS = (
     0,
+    8,
     -1,
     (1 << 63) - 1,
     1 << 63,

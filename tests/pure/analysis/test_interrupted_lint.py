@@ -209,3 +209,15 @@ def test_requests_out_of_order_are_kept_by_their_start(
     assert code == 130
     lines = [(verdict["line"], verdict["best_match_line"]) for verdict in report["verdicts"]]
     assert lines == [(4, 5), (5, 6), (6, None)]
+
+
+def test_interrupted_pairs_leave_the_savings(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was measured before stays; nothing says which causes save together."""
+    stop_at(monkeypatch, "find_partners")
+    code, output, report = run(log)
+
+    missing = "causes that save nothing alone were not tried together with others"
+    assert code == 130 and f"interrupted: {missing}" in output
+    [finding] = report["findings"]
+    assert finding["saving"]["tokens"] == report["saving_all"]["tokens"] > 0
+    assert finding["partner"] is None

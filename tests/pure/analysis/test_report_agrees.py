@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -12,7 +13,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from ramify.analysis import lint
+from ramify.analysis import lint, linting
+from ramify.analysis.findings import FoundCause
 from ramify.analysis.lint_json import report_as_json
 from ramify.analysis.reading import ReadQuality
 from ramify.analysis.report.analyze import analyze, read_corpus
@@ -23,7 +25,8 @@ from ramify.analysis.report.formats.sarif import analysis_as_sarif
 from ramify.analysis.report.formats.terminal import print_summary
 from ramify.analysis.report.page.html import analysis_as_html
 from ramify.analysis.report.wording.numbers import money
-from ramify.analysis.verdicts import OBSERVED, Example
+from ramify.analysis.savings.mending import Fix
+from ramify.analysis.verdicts import OBSERVED, CauseName, Example, Partner
 
 PROSE = "The harbour of Genoa is deep and its masters know every ship that came from the south. "
 TOGETHER = "Saves nothing alone; mended together with clock in messages[0] it saves"
@@ -142,6 +145,25 @@ def test_what_was_read_is_possible(tmp_path: Path) -> None:
     reported, possible = analysis.rate("reported"), analysis.rate("possible")
     assert reported is not None and possible is not None
     assert possible.share >= reported.share > 0
+
+
+def test_what_a_cause_saves_with_its_partner_is_possible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pair may save more than all causes together, and more than any set of the page."""
+    rows = [_row(n, [], f"Now: 2026-11-27 10:{n:02d}:00.\n{PROSE * 60}") for n in range(12)]
+    plain = _analysis(tmp_path / "log.jsonl", rows)
+    before = plain.rate("possible")
+    assert before is not None and before.num_read < before.num_input
+    saving = replace(plain.lint.saving_all, tokens=plain.num_counted)
+
+    def all_is_saved(causes: Sequence[FoundCause], *_: Any) -> dict[Fix, Partner]:
+        return {item.fix: Partner(CauseName.CLOCK, "messages[0]", saving) for item in causes}
+
+    monkeypatch.setattr(linting, "find_partners", all_is_saved)
+    possible = _analysis(tmp_path / "log.jsonl", rows).rate("possible")
+
+    assert possible is not None and possible.num_read == possible.num_input
 
 
 HOSTILE = (

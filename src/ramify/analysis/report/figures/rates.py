@@ -39,10 +39,13 @@ def possible_reads(lint: LintReport, reads: RequestReads, what_if: WhatIf | None
     """
     chosen = counted_requests(reads)
     savings = [lint.saving_all, *(finding.saving for finding in lint.findings)]
+    savings += [finding.partner.saving for finding in lint.findings if finding.partner]
     savings += [] if what_if is None else what_if.savings.values()
     num_input = int(reads.num_tokens[chosen].sum())
     rate: float = num_input / max(1, lint.tables["predicted"]["num_input"])
-    replayed = int(reads.by_rule[chosen].sum()) + ceil(rate * max(item.tokens for item in savings))
+    replayed = int(reads.by_rule[chosen].sum()) + ceil(
+        rate * max(0, *(item.tokens for item in savings))
+    )
     shared = np.maximum(reads.reusable + reads.lost, reads.reported)
     num_shared = int(shared[chosen].sum())
     return max(num_shared, min(num_input, replayed))
