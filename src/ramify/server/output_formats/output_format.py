@@ -20,7 +20,7 @@ from ramify.server.output_formats.table import (
 from ramify.server.output_formats.writer import EventWriter
 
 # Marks of calls that other text has too.
-TEXT_MARKS = frozenset({"", "```json", "Action:"})
+TEXT_MARKS = frozenset({"", "```json", "```xml", "Action:", "functools"})
 AnyRow = TypeVar("AnyRow", CallFormat, ReasoningFormat)
 
 
@@ -47,7 +47,8 @@ class OutputFormat:
     @property
     def call_openings(self) -> tuple[str, ...]:
         """Texts that begin a call and nothing else; none where calls are bare or fenced JSON."""
-        marks = (form.mark for form in self.calls.forms if form.mark not in TEXT_MARKS)
+        forms = (form for form in self.calls.forms if not form.is_part)
+        marks = (form.mark for form in forms if form.mark not in TEXT_MARKS)
         return tuple(dict.fromkeys((*marks, *self.calls.openings)))
 
     def new_parser(

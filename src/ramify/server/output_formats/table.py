@@ -246,6 +246,7 @@ CALL_FORMATS = (
         ),
         templates=(("<|/tool_call|>",), ("<|tool|>",), ("functools[",)),
         hidden=("<|tool_call|>", "<|/tool_call|>"),
+        openings=("functools[",),
         aliases=("phi4_mini_json",),
     ),
     CallFormat(
