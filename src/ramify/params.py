@@ -55,9 +55,12 @@ class FreeText:
         must_trigger: the answer must not end before a trigger.
         ignored: begins and ends of parts in which triggers do not count, as of reasoning.
         starts_ignored: the output begins inside of such a part.
+        forbids_triggers: no trigger can be written, in whatever tokens: all of the output is free,
+            and the format counts for nothing.
 
     Raises:
-        InvalidParamsError: there is no trigger, or one is empty.
+        InvalidParamsError: there is no trigger, or one is empty; `forbids_triggers` is combined with
+            another option.
     """
 
     triggers: tuple[Mark, ...]
@@ -66,6 +69,7 @@ class FreeText:
     must_trigger: bool = False
     ignored: tuple[tuple[Mark, ...], tuple[Mark, ...]] = ((), ())
     starts_ignored: bool = False
+    forbids_triggers: bool = False
 
     def __post_init__(self) -> None:
         begins, ends = self.ignored
@@ -76,6 +80,10 @@ class FreeText:
             raise InvalidParamsError("triggers", marks, "at least one, none of them empty")
         if (begins or self.starts_ignored) and not ends:
             raise InvalidParamsError("ignored", self.ignored, "without begins, or with an end")
+        if self.forbids_triggers and (
+            self.resumes or self.begins_after or self.must_trigger or ends
+        ):
+            raise InvalidParamsError("forbids_triggers", True, "False beside other options")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -93,12 +93,12 @@ class LoopServer(ServerBench):
         self.family = family
         tokenizer = self.service.tokenizer
         [end] = tokenizer.encode(END, False)
-        self._script = [*tokenizer.encode(family.answer, False), end]
+        self.script = [*tokenizer.encode(family.answer, False), end]
         self.device.next_token = self._next
 
     def _next(self, context: Sequence[int]) -> int:
         [live] = self.core.live
-        return int(self._script[min(len(context) - len(live.prompt_ids), len(self._script) - 1)])
+        return int(self.script[min(len(context) - len(live.prompt_ids), len(self.script) - 1)])
 
 
 class ToolLoop:

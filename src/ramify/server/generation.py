@@ -10,7 +10,6 @@ from typing import Any
 
 from ramify.cache.key import CacheKey
 from ramify.engine.serving.streams import Stream
-from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import EngineStoppedError, UnknownRequestError
 from ramify.outputs import CacheReport, FinishReason, RequestOutput, StepOutput
 from ramify.params import SamplingParams
@@ -78,27 +77,6 @@ def with_output_parser(
         schemas={function["name"]: function.get("parameters") or {} for function in functions},
     )
     return replace(request, params=params, new_parser=new_parser, ends_after_call=single)
-
-
-def without_calls(
-    params: SamplingParams, output_format: OutputFormat, tokenizer: Tokenizer
-) -> SamplingParams:
-    """Parameters of an answer that must not begin a call, though the prompt has tools.
-
-    What begins a call cannot be drawn: a token that was added to the vocabulary for it, or the tokens
-    of its text. Nothing is needed where the answer has a grammar.
-    """
-    if params.structured is not None:
-        return params
-    added = {text: token for token, text in tokenizer.added_token_texts.items()}
-    banned = [tuple(ids) for ids in params.banned_sequences]
-    for opening in output_format.call_openings:
-        if opening in added:
-            banned.append((added[opening],))
-        else:
-            texts = (before + opening for before in ("", " ", "\n"))
-            banned += (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
-    return replace(params, banned_sequences=tuple(banned))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ramify.engine.logits.banned_sequences import without_tokens
 from ramify.engine.logits.grammar_matcher import (
     dead_end_reason,
     has_token,
@@ -35,7 +36,6 @@ class TokenTexts:
     ) -> None:
         from llguidance import LLMatcher
 
-        self._tokenizer, self._texts = tokenizer, dict[int, str]()
         self.vocab_size = vocab_size
         num_texts = min(vocab_size, tokenizer.vocab_size)
         is_special = np.ones(vocab_size, bool)  # ids beyond the tokenizer's have no text
@@ -50,17 +50,27 @@ class TokenTexts:
         self.all: TokenBitmask = np.packbits(np.ones(vocab_size, bool), bitorder="little")
         self.end: TokenBitmask = np.packbits(is_end, bitorder="little")
         self.not_text &= self.all
+        self._texts = [
+            chr(_FIRST_SPECIAL + token)
+            if is_special[token]
+            else tokenizer.decode_bytes([token]).decode("latin-1")
+            for token in range(num_texts)
+        ]
 
     def of(self, token: int) -> str:
         """The text of one token."""
-        text = self._texts.get(token)
-        if text is None:
-            if has_token(self.special, token):
-                text = chr(_FIRST_SPECIAL + token)
-            else:
-                text = self._tokenizer.decode_bytes([token]).decode("latin-1")
-            self._texts[token] = text
-        return text
+        return self._texts[token] if token < len(self._texts) else chr(_FIRST_SPECIAL + token)
+
+    def completing(self, marks: Sequence[str]) -> dict[int, str]:
+        """The texts of the tokens that one of these marks may end in, by token."""
+        last_chars = frozenset(mark[-1] for mark in marks)
+        ends = tuple(mark[begin:] for mark in marks for begin in range(len(mark)))
+        return {
+            token: text
+            for token, text in enumerate(self._texts)
+            if not last_chars.isdisjoint(text)
+            and (text.startswith(ends) or any(mark in text for mark in marks))
+        }
 
     def of_mark(self, mark: Mark) -> str:
         """The text of a mark, in the same form."""
@@ -114,6 +124,8 @@ class TriggeredGrammar:
     finder: MarkFinder  # of the triggers, then the begins of what is ignored
     ignored_end: MarkFinder
     first_mask: TokenBitmask | None  # before any text; None: every token is allowed
+    # The tokens that a forbidden trigger may end in, with their texts.
+    trigger_ends: Mapping[int, str]
     # Tail of the text → mask. Computing one takes milliseconds.
     tail_masks: dict[str, TokenBitmask | None] = field(default_factory=dict)
 
@@ -123,9 +135,13 @@ class TriggeredGrammar:
     ) -> TriggeredGrammar:
         """A grammar whose matcher `start` allows `start_mask` first."""
         begins, ends = free_text.ignored
-        finder = MarkFinder([texts.of_mark(mark) for mark in (*free_text.triggers, *begins)])
+        triggers = [texts.of_mark(mark) for mark in free_text.triggers]
+        finder = MarkFinder([*triggers, *map(texts.of_mark, begins)])
         ignored_end = MarkFinder([texts.of_mark(mark) for mark in ends])
-        grammar = cls(start, texts, free_text, finder, ignored_end, None)
+        grammar = cls(start, texts, free_text, finder, ignored_end, None, {})
+        if free_text.forbids_triggers:
+            grammar = replace(grammar, trigger_ends=texts.completing(triggers))
+            return replace(grammar, first_mask=grammar.mask_without_triggers(""))
         # Only a token that contains a text trigger and more could be wrong as the first.
         is_free = all(isinstance(mark[0], int) for mark in free_text.triggers)
         if is_free or free_text.begins_after:
@@ -146,15 +162,27 @@ class TriggeredGrammar:
             tokens: in which the tail lies; text before it changes nothing.
         """
         if tail not in self.tail_masks:
-            matcher = self.start.deep_copy()
-            mask = self.texts.all
-            # The tail may begin the mark of what is ignored instead, which is no part of the grammar.
-            if matcher.consume_tokens(list(tokens)):
-                mask = next_mask(matcher, self.texts.vocab_size)
+            if self.free_text.forbids_triggers:
+                mask = self.mask_without_triggers(tail)
+            else:
+                mask = self.free_mask(self._grammar_mask(tokens))
             if len(self.tail_masks) >= MAX_TAIL_MASKS:
                 self.tail_masks.clear()
-            self.tail_masks[tail] = self.free_mask(mask)
+            self.tail_masks[tail] = mask
         return self.tail_masks[tail]
+
+    def mask_without_triggers(self, tail: str) -> TokenBitmask | None:
+        """The mask of tokens that complete no trigger after `tail`; None if that is all tokens."""
+        find = self.finder.find
+        completing = [token for token, text in self.trigger_ends.items() if find(tail + text)]
+        return without_tokens(self.texts.all, completing) if completing else None
+
+    def _grammar_mask(self, tokens: Sequence[int]) -> TokenBitmask:
+        matcher = self.start.deep_copy()
+        # The tokens may begin the mark of what is ignored instead, which is no part of the grammar.
+        if not matcher.consume_tokens(list(tokens)):
+            return self.texts.all
+        return next_mask(matcher, self.texts.vocab_size)
 
 
 class TriggeredMatcher:
@@ -280,6 +308,8 @@ class _State:
                 self._set_tail(finder, text, tokens)
                 return True
             index, end = match
+            if grammar.free_text.forbids_triggers:
+                return False
             if not self._is_ignored and index < len(grammar.free_text.triggers):
                 self._begin(tokens)
                 return True

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from ramify.engine.async_llm import AsyncLLM
 from ramify.engine.text.tokenizer import Tokenizer
-from ramify.errors import CompileBusyError, InvalidParamsError
+from ramify.errors import CompileBusyError, InvalidParamsError, LibraryPanicError
 from ramify.params import SamplingParams, StructuredOutput
 from ramify.server.answers.tool_schemas import (
     SchemaTooLargeError,
@@ -98,7 +98,8 @@ class AnswerConstraints:
         *,
         shows_tools: bool = True,
     ) -> None:
-        self._engine, self._reasoning = engine, output_format.reasoning.marks
+        self._engine, self._tokenizer = engine, tokenizer
+        self._reasoning, self._openings = output_format.reasoning.marks, output_format.call_openings
         self._shows_tools = shows_tools
         self._grammars = AnswerGrammars(
             output_format.calls.name,
@@ -157,6 +158,34 @@ class AnswerConstraints:
             return spec
         warnings.append("tools: none can be called, because the answer has a format")
         return self._format(answer_format, begin, tenant)
+
+    def without_calls(self, params: SamplingParams, tenant: str) -> SamplingParams:
+        """Parameters of an answer that must not begin a call, though the prompt has tools.
+
+        What begins a call cannot be written, in whatever tokens. Where no grammar can be compiled, it
+        cannot be drawn as the token that was added to the vocabulary for it, or as the tokens of its
+        text. Nothing is needed where the answer has a format.
+        """
+        if params.structured is not None or not self._openings:
+            return params
+        spec = self._grammars.without_calls(self._openings)
+        try:
+            self._compile(spec, tenant)
+        except (CompileBusyError, InvalidParamsError, LibraryPanicError):
+            banned = (*params.banned_sequences, *self._opening_tokens())
+            return replace(params, banned_sequences=banned)
+        return replace(params, structured=spec)
+
+    def _opening_tokens(self) -> Iterator[tuple[int, ...]]:
+        """The tokens in which a model writes what begins a call."""
+        added = {text: token for token, text in self._tokenizer.added_token_texts.items()}
+        for opening in self._openings:
+            if opening in added:
+                yield (added[opening],)
+            else:
+                for before in ("", " ", "\n"):
+                    ids = self._tokenizer.encode(before + opening, add_special_tokens=False)
+                    yield tuple(ids)
 
     def _format(
         self, answer_format: StructuredOutput, begin: AnswerBegin, tenant: str

@@ -23,11 +23,7 @@ from ramify.server.fields.reasoning_options import (
     ReasoningOptions,
     unknown_thinking,
 )
-from ramify.server.generation import (
-    GenerationRequest,
-    with_output_parser,
-    without_calls,
-)
+from ramify.server.generation import GenerationRequest, with_output_parser
 from ramify.server.history.request_history import HistoryEntry, fingerprint
 from ramify.server.http.wire import encode_json
 from ramify.server.prompts.content_placeholders import placeholder_warnings
@@ -81,7 +77,7 @@ def messages_to_generation(
         structured=structured,
     )
     if forbids_calls and tools.definitions:
-        params = without_calls(params, service.output_format, service.tokenizer)
+        params = service.constraints.without_calls(params, tenant)
     generation_request = GenerationRequest(
         history_entry,
         params,

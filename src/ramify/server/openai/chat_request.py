@@ -18,7 +18,7 @@ from ramify.server.fields.reasoning_options import (
     implied_switch,
     unknown_thinking,
 )
-from ramify.server.generation import GenerationRequest, with_output_parser, without_calls
+from ramify.server.generation import GenerationRequest, with_output_parser
 from ramify.server.history.request_history import HistoryEntry, fingerprint
 from ramify.server.http.wire import encode_json
 from ramify.server.openai.answer_formats import FORMAT_PATH, answer_format
@@ -167,7 +167,7 @@ def chat_to_generation(
         prompt_logprobs=request.prompt_logprobs,
     )
     if tools and not callable_tools:
-        params = without_calls(params, service.output_format, service.tokenizer)
+        params = service.constraints.without_calls(params, tenant)
     generation_request = GenerationRequest(
         history_entry,
         params,

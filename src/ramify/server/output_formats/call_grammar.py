@@ -82,6 +82,15 @@ class AnswerGrammars:
         start = f"{start} {TEXT}" if syntax.resumes else start
         return StructuredOutput(grammar=rules.text(start), free_text=free_text)
 
+    def without_calls(self, openings: Sequence[str]) -> StructuredOutput:
+        """Any text that contains none of these openings of calls.
+
+        An added token may also be spelled in the tokens of its text.
+        """
+        marks = {mark: None for text in openings for mark in (self._added.split(text), (text,))}
+        free_text = FreeText(triggers=tuple(marks), forbids_triggers=True)
+        return StructuredOutput(regex=r"(.|\n)*", free_text=free_text)
+
     def forced_calls(
         self,
         tools: Sequence[CallableTool],
