@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -24,18 +25,26 @@ FIXED = "granite4 smollm3 exaone4 command_r hunyuan deepseek_v31 deepseek_v32 gp
 
 
 def misses(
-    family: FamilyTemplate, path: str, *, tools_first: bool = False
+    family: FamilyTemplate,
+    path: str,
+    *,
+    tools_first: bool = False,
+    page_size: int = 4,
+    systems: Sequence[str] = tuple(
+        f"You are an agent. cwd: /home/{name}" for name in ("anna", "bert")
+    ),
+    earlier_tools: Sequence[dict[str, Any]] = FUNCTIONS,
 ) -> tuple[ServerBench, dict[str, Any], dict[str, Any]]:
     """Usage of the second of two requests whose system prompts differ, and its explanation."""
 
     async def main() -> tuple[ServerBench, dict[str, Any], dict[str, Any]]:
         server = ServerBench(
-            tokenizer=tokenizer_of(family.name), page_size=4, tools_first=tools_first
+            tokenizer=tokenizer_of(family.name), page_size=page_size, tools_first=tools_first
         )
         async with server.running():
             first, second = (
-                body_of(path, f"You are an agent. cwd: /home/{name}", FUNCTIONS)
-                for name in ("anna", "bert")
+                body_of(path, system, tools)
+                for system, tools in zip(systems, (earlier_tools, FUNCTIONS), strict=True)
             )
             assert (await server.post(path, first)).status == 200
             explained = await server.post("/v1/cache/explain", second)
@@ -62,6 +71,37 @@ def test_a_miss_warns_of_tools_behind_the_system_prompt(path: str) -> None:
     assert warning.endswith("or start the server with --tools-first")
     assert usage["computed"] > num_warned
     assert server.service.prompt_renderer.conventions.can_write_tools_first
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_v31", "phi4_mini"])
+def test_a_system_prompt_may_differ_within_its_first_page(name: str, path: str) -> None:
+    """Nothing is read from the cache then, and all tools are computed again."""
+    server, usage, _ = misses(
+        FAMILIES[name], path, page_size=64, systems=("Anna is here.", "Bert was there, and left.")
+    )
+
+    tools = server.ended[-1].request.prompt.tools_behind_system
+    assert tools is not None
+    assert (usage["read"], usage["miss"]["reason"]) == (0, "diverged")
+    assert f": {tools.tools_end - tools.system_end} tokens of" in usage["miss"]["warning"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_only_tools_that_the_earlier_request_had_are_computed_again(path: str) -> None:
+    """It had none, or the first alone."""
+    _, usage, _ = misses(FAMILIES["qwen3"], path, earlier_tools=[])
+    assert usage["miss"]["reason"] == "diverged"
+    assert "warning" not in usage["miss"]
+
+    server, usage, explained = misses(FAMILIES["qwen3"], path, earlier_tools=FUNCTIONS[:1])
+    tools = server.ended[-1].request.prompt.tools_behind_system
+    assert tools is not None
+    [first_end] = [
+        segment["end"] for segment in explained["segments"] if segment["path"] == "tools[0]"
+    ]
+    num_warned = int(usage["miss"]["warning"].split(": ")[1].split()[0])
+    assert first_end <= tools.system_end + num_warned < first_end + 4
 
 
 @pytest.mark.parametrize("name", FIXED)

@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from ramify.outputs import Explanation
+from ramify.server.prompts.next_turns import common_prefix
 from ramify.server.prompts.renderer import RenderedPrompt
 
 SHOWN_TOKENS = 24  # of each prompt, from where they diverge
+SEAM_TOKENS = 4  # behind a system prompt, where its end may change how the text is split
 REASONS = {  # of `Explanation` -> in responses
     "hit": "hit",
     "page_tail": "page_tail",
@@ -68,12 +70,13 @@ def explain_miss(
         reason = "new_turn"
     if reason == "diverged" and explanation.diverged_at is not None:
         at_token = explanation.diverged_at
-    had = None
+    had = warning = None
     if reason == "diverged" and explanation.sibling:
         sibling = array("i")
         sibling.frombytes(explanation.sibling)
         begin = at_token - explanation.hit_tokens
         had = decode(sibling[begin : begin + SHOWN_TOKENS])
+        warning = _tools_warning(prompt, at_token, sibling[begin:])
     is_shown = reason in ("diverged", "evicted", "other_namespace")
     return CacheMiss(
         reason,
@@ -83,17 +86,31 @@ def explain_miss(
         decode(prompt.ids[at_token : at_token + SHOWN_TOKENS]) if is_shown else None,
         explanation.evicted_ago_s if reason == "evicted" else None,
         explanation.evicted_by if reason == "evicted" else None,
-        _tools_warning(prompt, at_token) if reason == "diverged" else None,
+        warning,
     )
 
 
-def _tools_warning(prompt: RenderedPrompt, at_token: int) -> str | None:
-    """Warning about tools that are computed again because the system prompt changed."""
+def _tools_warning(prompt: RenderedPrompt, at_token: int, cached: array[int]) -> str | None:
+    """Warning about tools that are computed again because the system prompt changed.
+
+    Args:
+        cached: tokens of the cached prompt from `at_token` on.
+    """
     tools = prompt.tools_behind_system
     if tools is None or at_token >= tools.system_end:
         return None
+    begin = tools.system_end + SEAM_TOKENS
+    ids = array("i", prompt.ids[begin : tools.tools_end])
+    # Bytes can match between two tokens too.
+    position, remainder = divmod(cached.tobytes().find(ids[:SHOWN_TOKENS].tobytes()), ids.itemsize)
+    num_common = 0 if remainder else common_prefix(cached[position:], ids)
+    if not num_common:
+        return None
+    # Only whole pages are cached: what is missing at the end counts as equal.
+    if position + num_common == len(cached):
+        num_common = len(ids)
     option = ", or start the server with --tools-first" if tools.can_be_first else ""
     return (
-        f"tools stand behind the system prompt in this template: {tools.tools_end - tools.system_end} "
+        f"tools stand behind the system prompt in this template: {SEAM_TOKENS + num_common} "
         f"tokens of them are computed again; move what changes to a later message{option}"
     )
