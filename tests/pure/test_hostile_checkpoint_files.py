@@ -88,6 +88,7 @@ PIECE = {
             "its normalizer may",
         ),
         ({"normalizer": BETWEEN}, "its normalizer may"),
+        ({"normalizer": {"type": "Prepend", "prepend": "x" * 10**7}}, "its normalizer may"),
         ({"decoder": {"type": "Sequence", "decoders": [DOUBLING] * 40}}, "its decoder may"),
         ({"post_processor": TEMPLATE}, "token id 4000000000"),
         (
@@ -109,7 +110,7 @@ PIECE = {
             "200,000 added tokens",
         ),
     ],
-    ids=["doubling", "between", "decoder", "template", "bert", "added"],
+    ids=["doubling", "between", "prepend", "decoder", "template", "bert", "added"],
 )
 def test_a_tokenizer_without_bounds_is_refused(
     folder: Path, fields: dict[str, Any], words: str

@@ -19,7 +19,6 @@ class _Parts(msgspec.Struct):
 
     added_tokens: list[msgspec.Raw] | None = None
     normalizer: Any = None
-    pre_tokenizer: Any = None
     post_processor: Any = None
     decoder: Any = None
 
@@ -60,6 +59,8 @@ def _growth(part: Any) -> float:
         text = pattern.get("String") if isinstance(pattern, Mapping) else None
         # A regular expression may match each character, or between any two.
         growth *= max(1.0, len(content) / len(text) if text else len(content) + 1)
+    if part.get("type") == "Prepend":
+        growth *= 1 + len(str(part.get("prepend", "")))
     return growth
 
 
