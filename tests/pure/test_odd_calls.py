@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.server.output_formats import named
+from ramify.server.output_formats.events import CallStart
 from ramify.server.output_formats.value_types import argument_names, argument_types
 from tests.pure.test_output_formats import summary
 
@@ -224,3 +225,35 @@ def test_calls_in_other_forms(
 ) -> None:
     """Bare and fenced JSON, prose before it, odd ids and literals of Python, wherever the text is cut."""
     assert parsed(family, text, cuts) == expected
+
+
+@pytest.mark.parametrize("family", ["hermes", "llama3_json", "json"])
+def test_json_within_a_format_is_no_call(family: str) -> None:
+    """Of an answer that must match a format: an object in it may look like a call."""
+    text = f'{{"next": {JSON_CALL}}}'
+
+    def read(*, has_format: bool) -> Any:
+        parser = named(family).new_parser(["add"], prompt_end="", has_format=has_format)
+        return summary(parser.feed(text, is_last=True))
+
+    assert read(has_format=True) == [("text", text)]
+    assert CALL in read(has_format=False)
+
+
+def test_no_two_calls_of_an_answer_have_one_id() -> None:
+    """Kimi's ids hold the name; results name their call by its id."""
+    ids = ("add", "add", "functions.add:0", "functions.add:0", "functions.add:4")
+    text = "".join(
+        f'<|tool_call_begin|>{call_id}<|tool_call_argument_begin|>{{"a": 1}}<|tool_call_end|>'
+        for call_id in ids
+    )
+
+    events = named("kimi_k2").new_parser(["add"], prompt_end="").feed(text, is_last=True)
+
+    assert [event.id for event in events if isinstance(event, CallStart)] == [
+        "add",
+        "functions.add:1",
+        "functions.add:0",
+        "functions.add:3",
+        "functions.add:4",
+    ]

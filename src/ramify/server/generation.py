@@ -55,6 +55,7 @@ def with_output_parser(
     forced: bool,
     single: bool,
     is_streamed: bool,
+    has_format: bool,
 ) -> GenerationRequest:
     """A request whose answers are parsed for reasoning, and for calls of these tools.
 
@@ -63,6 +64,7 @@ def with_output_parser(
         forced: `params.structured` allows nothing but a call.
         single: at most one call; the answer ends after it.
         is_streamed: the client sees the answer while it is written.
+        has_format: an answer without calls must match a format.
     """
     functions = [tool["function"] for tool in tools]
     params = request.params
@@ -74,6 +76,7 @@ def with_output_parser(
         prompt_end=request.prompt.turn_opening,
         forced=forced,
         is_streamed=is_streamed,
+        has_format=has_format,
         schemas={function["name"]: function.get("parameters") or {} for function in functions},
     )
     return replace(request, params=params, new_parser=new_parser, ends_after_call=single)

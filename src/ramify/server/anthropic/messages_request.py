@@ -94,6 +94,7 @@ def messages_to_generation(
         forced=forces_call,
         single=single_call,
         is_streamed=bool(request.stream),
+        has_format=answer_format is not None,
     )
 
 

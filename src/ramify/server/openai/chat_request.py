@@ -136,12 +136,13 @@ def chat_to_generation(
     single_call = request.parallel_tool_calls is False
     name = chosen_tool(request.tool_choice, request.tools)
     choice = CallChoice(is_forced=forces_call, name=name, is_single=single_call)
+    format_ = answer_format(request, warnings, format_path)
     structured = service.constraints.of_answer(
         OfferedTool.of(callable_tools, callable_paths),
         choice,
         prompt_end=prompt.turn_opening,
         tenant=tenant,
-        answer_format=answer_format(request, warnings, format_path),
+        answer_format=format_,
         warnings=warnings,
     )
     if request.max_completion_tokens is None:
@@ -185,6 +186,7 @@ def chat_to_generation(
         forced=forces_call,
         single=single_call,
         is_streamed=bool(request.stream),
+        has_format=format_ is not None,
     )
 
 

@@ -64,12 +64,15 @@ def deepseek_calls(reader: Reader, writer: EventWriter) -> Steps[None]:
 def kimi_calls(reader: Reader, writer: EventWriter) -> Steps[None]:
     """Read `functions.name:index<begin of arguments>{…}`; the template writes the same id.
 
-    Prefix and index may be missing, and the index may follow another character.
+    Prefix and index may be missing, and the index may follow another character. An id that another call
+    of the answer has is written anew, as results name their call by it.
     """
     call_id = (yield from reader.word(KIMI_NAME_END, writer.max_name_chars)).strip()
     full_name = call_id.removeprefix(KIMI_PREFIX)
     names = (full_name, KIMI_INDEX.sub("", full_name), call_id, KIMI_INDEX.sub("", call_id))
     name = writer.check_name(next((name for name in names if name in writer.tools), ""))
+    if call_id in writer.call_ids:
+        call_id = f"{KIMI_PREFIX}{name}:{writer.num_calls}"
     yield from reader.expect(KIMI_SEPARATOR)
     yield from reader.skip_blank()
     yield from read_arguments(reader, writer, name, call_id)

@@ -59,6 +59,7 @@ class OutputFormat:
         forced: bool = False,
         schemas: Mapping[str, Mapping[str, Any]] | None = None,
         is_streamed: bool = True,
+        has_format: bool = False,
     ) -> OutputParser:
         """A parser for one answer.
 
@@ -70,13 +71,14 @@ class OutputFormat:
             schemas: JSON schemas of the tools' arguments; for formats whose arguments have no types.
             is_streamed: the client sees text as it is written; else it may be held until the end of
                 the answer, which tells whether it is reasoning that no mark has opened.
+            has_format: text of the answer must match a format, so that JSON within it is no call.
         """
         schemas = schemas or {}
         tools = {name: schemas.get(name, {}) for name in tool_names}
         hidden = self.kept_special_tokens
         delimiters = Delimiters(
             reasoning=self.reasoning.marks,
-            forms=self._forms(forced=forced) if tools else (),
+            forms=self._forms(forced=forced, has_format=has_format) if tools else (),
             call_end=self.calls.end,
             hidden=hidden,
             is_streamed=is_streamed,
@@ -87,8 +89,8 @@ class OutputFormat:
         steps = answer(reader, writer, delimiters=delimiters, prompt_end=prompt_end)
         return AnswerParser(reader, writer, steps)
 
-    def _forms(self, *, forced: bool) -> tuple[CallForm, ...]:
-        forms = self.calls.forms
+    def _forms(self, *, forced: bool, has_format: bool) -> tuple[CallForm, ...]:
+        forms = tuple(form for form in self.calls.forms if not (has_format and form.is_part))
         return (BARE, *(form for form in forms if form is not BARE)) if forced else forms
 
 

@@ -59,6 +59,7 @@ class EventWriter:
         self._blanks: list[str] = []  # after the last text; kept if more text follows
         self._is_after_delimiter = False
         self._num_calls, self._is_open = 0, False
+        self.call_ids: set[str] = set()  # of the calls that have begun
 
     @property
     def is_open(self) -> bool:
@@ -134,7 +135,9 @@ class EventWriter:
         self._reader.release()
         self.delimiter()
         self._is_open = True
-        self._events.append(CallStart(name, call_id or self._new_id()))
+        call_id = call_id or self._new_id()
+        self.call_ids.add(call_id)
+        self._events.append(CallStart(name, call_id))
 
     def whole_call(self, name: str, arguments: str, call_id: str = "") -> None:
         """Write a call whose arguments are known as a whole."""
