@@ -19,6 +19,7 @@ FUNCTIONS = [
     {"name": name, "description": "Who lives there. " * 10, "parameters": SCHEMA}
     for name in ("find", "seek")
 ]
+SYSTEMS = ("You are an agent. cwd: /home/anna", "You are an agent. cwd: /home/bert")
 # Templates that write tools behind the system prompt; of these, those that can write them before it.
 BEHIND = "llama qwen2 qwen3 qwen3_coder olmo3 granite32 granite33 seed_oss phi4_mini".split()
 FIXED = "granite4 smollm3 exaone4 command_r hunyuan deepseek_v31 deepseek_v32 gpt_oss".split()
@@ -30,10 +31,8 @@ def misses(
     *,
     tools_first: bool = False,
     page_size: int = 4,
-    systems: Sequence[str] = tuple(
-        f"You are an agent. cwd: /home/{name}" for name in ("anna", "bert")
-    ),
-    earlier_tools: Sequence[dict[str, Any]] = FUNCTIONS,
+    systems: Sequence[str] = SYSTEMS,
+    earlier_tools: list[dict[str, Any]] = FUNCTIONS,
 ) -> tuple[ServerBench, dict[str, Any], dict[str, Any]]:
     """Usage of the second of two requests whose system prompts differ, and its explanation."""
 
