@@ -21,6 +21,7 @@ from ramify.outputs import (
     RequestOutput,
     StepOutput,
 )
+from ramify.params import SamplingParams
 from ramify.server.answers.partial_json import partial_object
 from ramify.server.anthropic.messages_response import MessageResponseBuilder
 from ramify.server.anthropic.protocol import MessageRequest
@@ -80,6 +81,7 @@ class Played:
     num_cached: int = 0
     ends_after_call: bool = False
     is_completed: bool = False
+    params: SamplingParams = field(default_factory=SamplingParams)
 
     @property
     def request(self) -> Any:

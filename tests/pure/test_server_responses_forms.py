@@ -196,7 +196,7 @@ def builder(
 
         is_prewarm = ends_after_call = False
         new_parser = staticmethod(played.new_parser)
-        prompt = real.generation_request.prompt
+        prompt, params = real.generation_request.prompt, real.generation_request.params
         history_entry = real.generation_request.history_entry
 
     Owned.request = property(lambda _: Request)  # type: ignore[assignment]
