@@ -110,6 +110,7 @@ SPELLINGS: dict[str, dict[str, Any]] = {
     "beside the type": {"name": "n", "schema": SCHEMA, "strict": True},
     "only the schema": {"schema": SCHEMA},
     "the schema itself": {"json_schema": SCHEMA},
+    "beside its name": {"schema": SCHEMA, "json_schema": {"name": "n", "strict": True}},
 }
 
 

@@ -123,13 +123,15 @@ def named_schema(
     strict, nested = response_format.strict is True, response_format.json_schema
     if nested is None and response_format.schema is None:
         raise ApiError(400, "the schema is missing", param=f"{format_path}.json_schema")
-    if nested is None:
-        return response_format.schema or {}, strict, f"{format_path}.schema"
+    nested = nested or {}
     path = f"{format_path}.json_schema"
     if nested.get("schema") is None and SCHEMA_WORDS & nested.keys():
         return nested, strict, path
     named = convert_value(nested, JsonSchema, path)
-    return named.schema or {}, strict or named.strict is True, f"{path}.schema"
+    strict = strict or named.strict is True
+    if named.schema is None and response_format.schema is not None:
+        return response_format.schema, strict, f"{format_path}.schema"
+    return named.schema or {}, strict, f"{path}.schema"
 
 
 def _json_object(_: Warnings) -> StructuredOutput:
