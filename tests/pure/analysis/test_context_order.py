@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 
+from ramify.analysis.corpus import Corpus
+from ramify.analysis.linting import learn_templates
 from ramify.analysis.reading import ReadQuality
+from ramify.analysis.records import LoggedRequest, Segment, SegmentKind
 from ramify.analysis.report.analyze import analyze, read_corpus
 from ramify.analysis.report.document import Analysis
 from tests.pure.analysis.mended_logs import MIXED, linted_log
@@ -174,3 +177,18 @@ def test_possible_is_not_below_what_any_listed_change_gives(
     assert levels["possible, mended"] == pytest.approx(possible)
     for saving in savings:
         assert possible >= min(1.0, by_rule + saving.tokens / analysis.num_counted) - 1e-9
+
+
+def test_blocks_of_equally_many_messages_keep_the_order_in_which_they_were_sent() -> None:
+    """The same report of the same log in every process: hashes of texts differ between processes."""
+    blocks = [f"Paragraph {number}: " + "harbour stone measure " * 4 for number in range(30)]
+    corpus = Corpus()
+    for number, texts in enumerate((blocks, blocks[::-1])):
+        segment = Segment("messages[0]", SegmentKind.MESSAGE, "\n\n".join(texts), label="user")
+        corpus.add(LoggedRequest("log", number, segments=(segment,)))
+
+    order = learn_templates(corpus).order
+
+    [first], [second] = (request.units.tolist() for request in corpus)
+    assert order.mend(first) == first
+    assert order.mend(second) == first
