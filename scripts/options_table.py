@@ -55,13 +55,13 @@ Threads: as many as torch takes, so `OMP_NUM_THREADS` sets them.
 CPU kernels come from the first of these that has them:
 
 1. Object code in the wheel, for x86-64 with AVX2, AVX-512, or AVX-512 and bfloat16 dot products. It is used with
-   the versions of Numba and llvmlite, the Python and the operating system that it was built with; with
+   the versions of Numba, llvmlite and LLVM, the Python and the operating system that it was built with; with
    others, a line says so. `pip install -c constraints.txt` takes those versions. `NUMBA_CPU_NAME` and
    `NUMBA_CPU_FEATURES` turn it off.
 2. Numba's cache on disk (`NUMBA_CACHE_DIR`).
 3. The compiler: half a minute of processor time for the first dtype, less for each other. It says "compiling CPU
    kernels, once for this machine: 1 of 3" on stderr, as warnings of the logger `ramify`; processes that
-   need the same kernel wait for the first. Where the cache is not writable, every process compiles anew.
+   need the same kernel wait for the first, at most ten minutes. Where the cache is not writable, every process compiles anew.
 
 ## Names in other engines
 

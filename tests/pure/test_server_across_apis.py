@@ -276,7 +276,19 @@ def test_arguments_in_the_history_are_nested_within_the_limit(path: str, depth: 
     [
         ("guided_grammar", "root ::= " + '"a" ' * 9000 + "(", "grammar", "Expected ')'"),
         ("guided_regex", "(" * 200 + "a" * 9000, "regex", "unclosed group"),
-        ("guided_json", {"type": "string", "pattern": "(a"}, "json_schema", "unclosed group"),
+        (
+            "response_format",
+            {
+                "type": "json_schema",
+                "json_schema": {
+                    "name": "n",
+                    "strict": True,
+                    "schema": {"type": "string", "pattern": "(a" * 9000},
+                },
+            },
+            "response_format.json_schema.schema.pattern",
+            "cannot be enforced; leave it out",
+        ),
         ("bad_words", ["xy " * 1000] * 100, "bad_words", "262144"),
     ],
 )
