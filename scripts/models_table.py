@@ -59,8 +59,8 @@ from the cache and in a second turn, across windows and the length of pre-traini
 (`tests/cpu/models/test_dense_families.py`, `tests/cpu/models/test_gpt_oss.py`,
 `tests/cpu/test_deepseek.py`).
 
-On CPU all layers of a step are one compiled call. Called one by one are the layers of DeepSeek, of
-GLM-4-MoE, and of Cohere and StableLM where heads of q and k have a layer norm.
+On CPU one compiled call runs all layers of a step. Three kinds of model call each layer separately: DeepSeek,
+GLM-4-MoE, and Cohere and StableLM checkpoints with a layer norm on the heads of q and k.
 
 | architecture | `model_type` | compared with these settings |
 |---|---|---|
@@ -79,7 +79,7 @@ these two wrappers transformers 5 leaves it out.
 ADAPTER = """
 ## Through transformers
 
-Any other causal decoder runs with its own modules from transformers, `pip install "ramify[cpu,hf]"`. Its
+Any other causal decoder runs with its own modules from transformers (in a checkout: `pip install ".[cpu,hf]"`). Its
 attention is ours, over the same paged K/V, and so are its `torch.nn.Linear` layers. At load the model
 computes 256 tokens whole, in pieces and with a cached prefix; it is refused where the results differ,
 with `exact=True` (`--exact`, the default) also where a bit does. The error gives the reason: an
