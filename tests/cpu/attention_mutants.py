@@ -1,6 +1,7 @@
 """Mutants whose bits depend on the cache, as subclasses: the bit comparison must detect each."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from ramify.attention.backends.blocked import BLOCK_KEYS, BlockedBackend, QueryL
 from ramify.attention.backends.cpu import CpuBackend
 from ramify.attention.backends.cpu_partition import CpuAttentionPlan
 from ramify.attention.batch import AttentionBatch
+from ramify.attention.spec import AttentionSpec
 from ramify.kv.pool import KVPool
 from ramify.kv.quantize import dequantize
 
@@ -65,6 +67,9 @@ def merge(first: Partial, second: Partial) -> Partial:
 
 class CutTree(CpuBackend):
     """Cached and new keys are attended to separately and merged by their log-sum-exp."""
+
+    def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
+        super().__init__(replace(spec, sparse=True), device)  # each part is of selected keys
 
     def plan(self, batch: AttentionBatch) -> CpuAttentionPlan:
         cuts = np.repeat(batch.num_cached, np.diff(batch.cu_seqlens_q))

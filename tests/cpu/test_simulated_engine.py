@@ -184,7 +184,10 @@ def test_a_cost_file_goes_from_calibrate_to_simulate(tmp_path: Path) -> None:
     run = CliRunner().invoke
 
     measured = run(app, ["calibrate", "--max-seconds", "1", "--json", str(cost)])
-    done = run(app, ["simulate", str(trace), "--cost", str(cost), "--json", str(report)])
+    done = run(
+        app,
+        ["simulate", str(trace), "--cost", str(cost), "--capacity", "1M", "--json", str(report)],
+    )
 
     assert measured.exit_code == done.exit_code == 0, measured.output + done.output
     assert "us a token" in measured.stdout

@@ -200,7 +200,7 @@ def test_what_would_be_ignored_is_refused(server: Running) -> None:
         ({"regex": "a(", "max_tokens": 5}, "regex"),
         ({"regex": "a", "choice": ["b"]}, "choice"),
         ({"prompt_cache_options": {"mode": "sometimes"}}, "prompt_cache_options.mode"),
-        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": ["x"] * 4097}, "stop"),
     ):
         with pytest.raises(openai.BadRequestError) as caught:
             server.openai().chat.completions.create(**body("no"), extra_body=change)
