@@ -43,8 +43,7 @@ def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 def small_page_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """`zeros` in pages of the system's usual size, for tensors of which a part is ever written.
 
-    K/V of a few tokens in each of 60 planes would fill 120 MB of huge pages, and attention is no
-    faster in them.
+    K/V of a few tokens in each of 60 planes would fill 120 MB of huge pages.
 
     Raises:
         MemoryError: the mapping failed.
