@@ -12,9 +12,9 @@ from ramify.engine.logits.logits_processors import GrammarMatcher
 from ramify.engine.text.tokenizer import Tokenizer
 from ramify.params import StructuredOutput
 from ramify.server.answers.tool_schemas import SchemaWarnings, enforceable_schema
-from ramify.server.output_formats.call_grammar import AnswerGrammars
-from ramify.server.output_formats.call_syntax import CALL_SYNTAXES
-from ramify.server.output_formats.lark_rules import AddedTokens, CallableTool
+from ramify.server.model_dialects.call_grammar import AnswerGrammars
+from ramify.server.model_dialects.call_syntax import CALL_SYNTAXES
+from ramify.server.model_dialects.lark_rules import AddedTokens, CallableTool
 from ramify.testing import write_tiny_checkpoint
 
 END = 0  # not <|end|>, which is a mark of gpt-oss

@@ -17,12 +17,12 @@ from ramify.engine.logits.logits_processors import GrammarMatcher
 from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import DeadEndError, InvalidParamsError
 from ramify.params import StructuredOutput
-from ramify.server.output_formats.call_grammar import AnswerBegin, AnswerGrammars
-from ramify.server.output_formats.call_syntax import CALL_SYNTAXES
-from ramify.server.output_formats.events import ArgumentsDelta, CallStart, TextDelta
-from ramify.server.output_formats.lark_rules import MAX_CALLS, AddedTokens, CallableTool
-from ramify.server.output_formats.output_format import named
-from ramify.server.output_formats.parser import ReasoningMarks
+from ramify.server.model_dialects.call_grammar import AnswerBegin, AnswerGrammars
+from ramify.server.model_dialects.call_syntax import CALL_SYNTAXES
+from ramify.server.model_dialects.events import ArgumentsDelta, CallStart, TextDelta
+from ramify.server.model_dialects.lark_rules import MAX_CALLS, AddedTokens, CallableTool
+from ramify.server.model_dialects.output_format import named
+from ramify.server.model_dialects.parser import ReasoningMarks
 from tests.cpu.family_calls import (
     END,
     MARKED,

@@ -8,8 +8,8 @@ from typing import Any
 from openai.lib.streaming.chat import ChatCompletionStreamState
 
 from ramify.models.configs.families import FAMILIES
-from ramify.server.output_formats import OutputFormat, detect
-from ramify.server.output_formats.events import ArgumentsDelta, CallStart, TextDelta
+from ramify.server.model_dialects import OutputFormat, detect
+from ramify.server.model_dialects.events import ArgumentsDelta, CallStart, TextDelta
 from ramify.server.prompts.renderer import PromptRenderer
 from tests.cpu.family_server import (
     QUESTION,

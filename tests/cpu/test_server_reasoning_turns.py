@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from ramify.server.fields.opaque_text import encode_opaque
-from ramify.server.output_formats.parser import ReasoningMarks
-from ramify.server.output_formats.table import ReasoningFormat
+from ramify.server.model_dialects.parser import ReasoningMarks
+from ramify.server.model_dialects.table import ReasoningFormat
+from ramify.server.request_fields.opaque_text import encode_opaque
 from tests.cpu.thinker import (
     ANSWER,
     ARGUMENTS,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from ramify.server.output_formats import OutputFormat, named
+from ramify.server.model_dialects import OutputFormat, named
 
 SCHEMA = {
     "type": "object",

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ramify.server.output_formats import named
-from ramify.server.output_formats.events import CallStart
-from ramify.server.output_formats.value_types import argument_names, argument_types
-from tests.pure.test_output_formats import summary
+from ramify.server.model_dialects import named
+from ramify.server.model_dialects.events import CallStart
+from ramify.server.model_dialects.value_types import argument_names, argument_types
+from tests.pure.test_model_dialects import summary
 
 CALL = ("call", "add", '{"a": 1}', "complete")
 JSON_CALL = '{"name": "add", "arguments": {"a": 1}}'

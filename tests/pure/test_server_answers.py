@@ -25,6 +25,14 @@ from ramify.params import SamplingParams
 from ramify.server.answers.partial_json import partial_object
 from ramify.server.anthropic.messages_response import MessageResponseBuilder
 from ramify.server.anthropic.protocol import MessageRequest
+from ramify.server.model_dialects.events import (
+    ArgumentsDelta,
+    CallEnd,
+    CallStart,
+    OutputEvent,
+    ReasoningDelta,
+    TextDelta,
+)
 from ramify.server.openai.chat_response import ChatResponseBuilder
 from ramify.server.openai.protocol import (
     ChatMessage,
@@ -38,14 +46,6 @@ from ramify.server.openai.responses.request import TranslatedRequest
 from ramify.server.openai.responses.response import ResponsesResponseBuilder
 from ramify.server.openai.responses.store import EarlierTurns
 from ramify.server.openai.responses.tools import ServedTools
-from ramify.server.output_formats.events import (
-    ArgumentsDelta,
-    CallEnd,
-    CallStart,
-    OutputEvent,
-    ReasoningDelta,
-    TextDelta,
-)
 from ramify.server.prompts.renderer import RenderedPrompt
 from tests.pure.server_bench import ServerBench
 

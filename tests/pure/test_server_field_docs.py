@@ -8,11 +8,11 @@ import pytest
 
 from ramify.server.anthropic.endpoints import FIELDS as MESSAGE_FIELDS
 from ramify.server.anthropic.protocol import MessageRequest
-from ramify.server.fields.unserved_fields import UnservedFields
+from ramify.server.model_dialects.table import CALL_FORMATS
 from ramify.server.openai.protocol import ChatRequest, CompletionRequest
 from ramify.server.openai.responses.protocol import ResponsesRequest
 from ramify.server.openai.unserved import CHAT_FIELDS, COMPLETION_FIELDS, RESPONSES_FIELDS
-from ramify.server.output_formats.table import CALL_FORMATS
+from ramify.server.request_fields.unserved_fields import UnservedFields
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
 ROW = re.compile(r"^\| ((?:`\w+`(?:, )?)+) \| (\w+) \|", re.MULTILINE)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from ramify.server.fields.opaque_text import encode_opaque
+from ramify.server.request_fields.opaque_text import encode_opaque
 from tests.pure.server_bench import TOOL_TEMPLATE, Answer, ServerBench, run
 
 PATH = "/v1/responses"

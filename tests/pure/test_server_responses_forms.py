@@ -13,7 +13,14 @@ from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from ramify.outputs import FinishReason
-from ramify.server.fields.opaque_text import decode_opaque, encode_opaque
+from ramify.server.model_dialects.events import (
+    ArgumentsDelta,
+    CallEnd,
+    CallStart,
+    OutputEvent,
+    ReasoningDelta,
+    TextDelta,
+)
 from ramify.server.openai.protocol import ChatMessage, ChatRequest
 from ramify.server.openai.responses.custom_input import CustomInputDecoder, custom_input
 from ramify.server.openai.responses.input import ItemTranslator
@@ -26,14 +33,7 @@ from ramify.server.openai.responses.tools import (
     CallForm,
     ServedTools,
 )
-from ramify.server.output_formats.events import (
-    ArgumentsDelta,
-    CallEnd,
-    CallStart,
-    OutputEvent,
-    ReasoningDelta,
-    TextDelta,
-)
+from ramify.server.request_fields.opaque_text import decode_opaque, encode_opaque
 from ramify.server.tenants import Caller
 from tests.pure.server_bench import TOOL_TEMPLATE, ServerBench
 from tests.pure.test_server_answers import Played

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from ramify.errors import RequestError
 from ramify.server.errors import ApiError
-from ramify.server.fields.opaque_text import encode_opaque
 from ramify.server.history.conversation import Conversation, put_conversation
 from ramify.server.history.expiring_store import ExpiringStore
 from ramify.server.openai.protocol import NamedTool
@@ -23,6 +22,7 @@ from ramify.server.openai.responses.tools import (
     apply_tool_choice,
     served_tools,
 )
+from ramify.server.request_fields.opaque_text import encode_opaque
 from tests.pure.server_bench import TOOL_TEMPLATE, ServerBench
 
 SERVICE = ServerBench(chat_template=TOOL_TEMPLATE).service

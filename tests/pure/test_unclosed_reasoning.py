@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ramify.server.output_formats import OutputFormat, named
-from ramify.server.output_formats.events import OutputEvent, ReasoningDelta
-from tests.pure.test_output_formats import summary
+from ramify.server.model_dialects import OutputFormat, named
+from ramify.server.model_dialects.events import OutputEvent, ReasoningDelta
+from tests.pure.test_model_dialects import summary
 
 Summary = list[tuple[str, ...]]
 CALL = ("call", "add", '{"a": 1}', "complete")

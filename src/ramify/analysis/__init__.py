@@ -1,10 +1,10 @@
 """The analyser: what requests in a log share, why hits are lost, and what a change would save.
 
-`inputs` opens files and `formats` turn their rows into `records` (`reading`: what a format implements;
+`files` opens logs and `readers` turn their rows into `records` (`reader`: what a reader implements;
 `log_files`: files to requests); `corpus` stores each text once, `tokens` counts.
 `verdicts` and `findings` are the results, `explaining` compares two requests.
 `linting` is the way from there to a report: `matching` finds the earlier request that shares most,
-`diff` compares the two, `causes` say why the later one could not read what the earlier one wrote,
+`compare` says why the later one could not read what the earlier one wrote,
 `providers` have the cache rules of vendors and engines, `savings` mends the log and replays it.
 `sharing` has the tree of prefixes, `simulation` a cache of finite capacity, `report` draws all of it.
 No torch.

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ramify.analysis.compare.comparing import Comparer
 from ramify.analysis.corpus import Corpus
-from ramify.analysis.diff.comparing import Comparer
 from ramify.analysis.linting import learn_templates
 from ramify.analysis.log_files import read_log
 from ramify.analysis.records import LoggedRequest

@@ -9,12 +9,12 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from ramify.analysis.causes.evidence import OWN_ENGINES, LogFacts, MatchFacts
-from ramify.analysis.causes.outside import outside_causes, unread_writes
-from ramify.analysis.causes.templates import Templates
+from ramify.analysis.compare.comparing import Comparer
+from ramify.analysis.compare.context_blocks import message_of
+from ramify.analysis.compare.evidence import OWN_ENGINES, LogFacts, MatchFacts
+from ramify.analysis.compare.outside import outside_causes, unread_writes
+from ramify.analysis.compare.templates import Templates
 from ramify.analysis.corpus import Corpus, StoredRequest
-from ramify.analysis.diff.comparing import Comparer
-from ramify.analysis.diff.context_blocks import message_of
 from ramify.analysis.findings import find_partners, group_causes, order_by_saving
 from ramify.analysis.log_files import read_log
 from ramify.analysis.matching.best_match import Match, Matcher
@@ -23,7 +23,7 @@ from ramify.analysis.providers.agreement import report_tables
 from ramify.analysis.providers.prompts import Prediction
 from ramify.analysis.providers.replay import CacheModel, prompts_of
 from ramify.analysis.providers.rules import Rules, load_rules
-from ramify.analysis.reading import ReadQuality
+from ramify.analysis.reader import ReadQuality
 from ramify.analysis.records import LoggedRequest, SegmentKind
 from ramify.analysis.savings import measure_savings
 from ramify.analysis.savings.mended_units import VALUES

@@ -8,12 +8,12 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from ramify.analysis.formats import FORMATS
-from ramify.analysis.inputs.files import Progress, find_files, total_bytes
-from ramify.analysis.inputs.json_values import CONTAINERS, RawValue
-from ramify.analysis.inputs.response_history import ResponseHistory
-from ramify.analysis.inputs.rows import values_of
-from ramify.analysis.reading import BadRowError, LogFormat, ReadQuality, Row, RowReader
+from ramify.analysis.files.json_values import CONTAINERS, RawValue
+from ramify.analysis.files.log_paths import Progress, find_files, total_bytes
+from ramify.analysis.files.response_history import ResponseHistory
+from ramify.analysis.files.rows import values_of
+from ramify.analysis.reader import BadRowError, LogFormat, ReadQuality, Row, RowReader
+from ramify.analysis.readers import FORMATS
 from ramify.analysis.records import LoggedRequest
 from ramify.errors import LogError
 

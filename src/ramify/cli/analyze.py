@@ -66,18 +66,18 @@ def analyze(
         from rich.console import Console
 
         from ramify.analysis.findings import CHANGES
-        from ramify.analysis.reading import ReadQuality
+        from ramify.analysis.reader import ReadQuality
         from ramify.analysis.report.analyze import analyze as run_analysis
         from ramify.analysis.report.analyze import read_corpus
         from ramify.analysis.report.budget import check_budget, read_budget
         from ramify.analysis.report.comparison import compare, print_comparison, read_earlier
-        from ramify.analysis.report.formats.as_json import analysis_as_json
-        from ramify.analysis.report.formats.markdown import analysis_as_markdown
-        from ramify.analysis.report.formats.sarif import analysis_as_sarif
-        from ramify.analysis.report.formats.terminal import print_summary
-        from ramify.analysis.report.formats.trace_export import write_trace
         from ramify.analysis.report.page.html import analysis_as_html
         from ramify.analysis.report.privacy import hide_texts
+        from ramify.analysis.report.writers.as_json import analysis_as_json
+        from ramify.analysis.report.writers.markdown import analysis_as_markdown
+        from ramify.analysis.report.writers.sarif import analysis_as_sarif
+        from ramify.analysis.report.writers.terminal import print_summary
+        from ramify.analysis.report.writers.trace_export import write_trace
 
         outputs = (html, json_file, markdown, sarif, export_trace)
         check_outputs(log, outputs)

@@ -27,7 +27,7 @@ from ramify.cli.log_commands import (
 from ramify.cli.options import exit_on_error
 
 if TYPE_CHECKING:
-    from ramify.analysis.reading import ReadQuality
+    from ramify.analysis.reader import ReadQuality
     from ramify.analysis.verdicts import LintReport
 
 
@@ -45,7 +45,7 @@ def lint(
     with exit_on_error(), exit_on_interrupt():
         from ramify.analysis.lint_json import report_as_json
         from ramify.analysis.linting import lint as run_lint
-        from ramify.analysis.reading import ReadQuality
+        from ramify.analysis.reader import ReadQuality
 
         check_outputs(log, (json_file,))
         num_tokens = read_capacity(capacity, model)

@@ -7,8 +7,8 @@ events, answers and cache usage) → `*_response` (JSON or server-sent events). 
 
 - `context`: `RequestContext`, which every endpoint gets. `model_list`: the endpoints of `/v1/models`.
 - `prompts`: chat templates, token ids, threads for both. `answers`: grammars of answers, and their parts.
-- `history`: earlier requests, conversations, reasons for misses. `fields`: request fields of several APIs.
-- `output_formats`: reasoning and tool calls in the text of each model family.
+- `history`: earlier requests, conversations, reasons for misses. `request_fields`: request fields of several APIs.
+- `model_dialects`: reasoning and tool calls in the text of each model family.
 - `tenants`, `errors`, `health`: keys and quotas; error responses; liveness and readiness.
 - `http`: wire format and uvicorn. `operations`: cache administration, metrics, logs.
 - `run`: all of it put together for `ramify serve`.

@@ -13,7 +13,6 @@ from starlette.responses import Response
 
 from ramify.errors import shortened
 from ramify.server.errors import ApiError
-from ramify.server.fields.unserved_fields import UnservedFields, decode_request, unknown_warning
 from ramify.server.generation import Generation, GenerationRequest, total_usage
 from ramify.server.health import Readiness
 from ramify.server.http.body_budget import BodyBudget, BodyReservation
@@ -27,6 +26,11 @@ from ramify.server.http.wire import (
 )
 from ramify.server.operations.metrics import Metrics
 from ramify.server.prompts.jobs import PromptWorkers
+from ramify.server.request_fields.unserved_fields import (
+    UnservedFields,
+    decode_request,
+    unknown_warning,
+)
 from ramify.server.service import MAX_BYTES_PER_TOKEN, Service
 from ramify.server.tenants import Caller
 

@@ -16,8 +16,8 @@ from ramify.params import SamplingParams
 from ramify.server.answers.answer import Answer, PartEvent, PlainTextParser
 from ramify.server.history.cache_miss import CacheMiss
 from ramify.server.history.request_history import HistoryEntry
-from ramify.server.output_formats.events import OutputParser
-from ramify.server.output_formats.output_format import OutputFormat
+from ramify.server.model_dialects.events import OutputParser
+from ramify.server.model_dialects.output_format import OutputFormat
 from ramify.server.prompts.renderer import RenderedPrompt
 from ramify.server.tenants import Caller
 

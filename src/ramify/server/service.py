@@ -22,7 +22,6 @@ from ramify.models.configs.sampling_defaults import SamplingDefaults
 from ramify.outputs import Explanation, StepOutput
 from ramify.server.answers.constraint import AnswerConstraints
 from ramify.server.errors import ApiError, ContextLengthError
-from ramify.server.fields.unserved_fields import UnknownFieldLog
 from ramify.server.generation import Generation, GenerationRequest
 from ramify.server.history.cache_miss import CacheMiss, explain_miss
 from ramify.server.history.conversation import Conversation
@@ -33,10 +32,11 @@ from ramify.server.history.request_history import (
     first_difference,
     is_fully_reused,
 )
-from ramify.server.output_formats.call_text import calls_text
-from ramify.server.output_formats.events import CallStart, ReasoningDelta
-from ramify.server.output_formats.output_format import named
+from ramify.server.model_dialects.call_text import calls_text
+from ramify.server.model_dialects.events import CallStart, ReasoningDelta
+from ramify.server.model_dialects.output_format import named
 from ramify.server.prompts.renderer import PromptRenderer, RenderedPrompt
+from ramify.server.request_fields.unserved_fields import UnknownFieldLog
 from ramify.server.tenants import TENANT_PIN_SHARE, Caller, QuotaMeter
 
 ANY_NAME = "*"  # among the model names: requests may send any name

@@ -10,7 +10,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from ramify.analysis.reading import BadRowError, LogFormat, ReadQuality, Row
+from ramify.analysis.reader import BadRowError, LogFormat, ReadQuality, Row
 from ramify.analysis.records import LoggedRequest
 
 START_S, FIRST_S, END_S = 1764000000.25, 1764000001.0, 1764000002.5

@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from ramify.analysis.reading import BadRowError, LogFormat, ReadQuality, Row
+from ramify.analysis.reader import BadRowError, LogFormat, ReadQuality, Row
 from ramify.analysis.records import LoggedRequest
 
 

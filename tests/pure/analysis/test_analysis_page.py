@@ -8,10 +8,10 @@ from pathlib import Path
 
 from ramify.analysis.lint_json import report_as_json
 from ramify.analysis.linting import lint
-from ramify.analysis.reading import ReadQuality
+from ramify.analysis.reader import ReadQuality
 from ramify.analysis.report.analyze import analyze, read_corpus
 from ramify.analysis.report.budget import Budget, read_budget
-from ramify.analysis.report.formats.as_json import analysis_as_json
+from ramify.analysis.report.writers.as_json import analysis_as_json
 from ramify.analysis.verdicts import CauseName
 from tests.pure.analysis.report_logs import write_clock_log
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ramify.analysis.log_files import read_log
-from ramify.analysis.reading import ReadQuality
+from ramify.analysis.reader import ReadQuality
 
 
 def write(path: Path, *rows: Any) -> Path:

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ramify.analysis.formats.bodies.batches import BATCHES
-from ramify.analysis.formats.bodies.body_fields import BodyFields
-from ramify.analysis.formats.bodies.request_bodies import parse_bodies
-from ramify.analysis.formats.bodies.wrapped_bodies import BODIES
+from ramify.analysis.readers.bodies.batches import BATCHES
+from ramify.analysis.readers.bodies.body_fields import BodyFields
+from ramify.analysis.readers.bodies.request_bodies import parse_bodies
+from ramify.analysis.readers.bodies.wrapped_bodies import BODIES
 from ramify.analysis.records import TextForm
 from tests.pure.analysis.log_rows import mutate, read_rows
 

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from ramify.analysis.formats.bodies import wrapped_bodies
+from ramify.analysis.readers.bodies import wrapped_bodies
 
 PAGE = Path(__file__).parents[3] / "docs" / "logs.md"
 

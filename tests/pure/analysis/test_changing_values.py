@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ramify.analysis.causes.state_lines import are_listed_files, are_state_lines
+from ramify.analysis.compare.state_lines import are_listed_files, are_state_lines
 from tests.pure.analysis.contract_log import MORE, RULES, causes, system_verdicts
 
 POLITELY = "Answer briefly and politely. "

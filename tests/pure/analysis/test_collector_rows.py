@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from ramify.analysis.formats.engines.python_literals import json_of_literal
-from ramify.analysis.inputs.containers import MIN_PIECE_BYTES, unwrapped
-from ramify.analysis.inputs.json_values import RawValue
+from ramify.analysis.files.containers import MIN_PIECE_BYTES, unwrapped
+from ramify.analysis.files.json_values import RawValue
 from ramify.analysis.log_files import read_log
-from ramify.analysis.reading import ReadQuality
+from ramify.analysis.reader import ReadQuality
+from ramify.analysis.readers.engines.python_literals import json_of_literal
 from ramify.analysis.records import LoggedRequest
 
 LINE = (

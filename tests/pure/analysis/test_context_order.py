@@ -13,7 +13,7 @@ import pytest
 
 from ramify.analysis.corpus import Corpus
 from ramify.analysis.linting import learn_templates
-from ramify.analysis.reading import ReadQuality
+from ramify.analysis.reader import ReadQuality
 from ramify.analysis.records import LoggedRequest, Segment, SegmentKind
 from ramify.analysis.report.analyze import analyze, read_corpus
 from ramify.analysis.report.document import Analysis

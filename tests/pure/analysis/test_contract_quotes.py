@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ramify.analysis.diff.quoting import mask_secrets, quote
+from ramify.analysis.compare.quoting import mask_secrets, quote
 from tests.pure.analysis.contract_log import (
     MORE,
     RULES,

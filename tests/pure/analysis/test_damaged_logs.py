@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ramify.analysis.log_files import read_log
-from ramify.analysis.reading import ReadQuality
+from ramify.analysis.reader import ReadQuality
 from tests.pure.analysis.planted_formats import FORMATS as PLANTED
 from tests.pure.analysis.test_format_fuzz import BY_HAND, rows_of
 

@@ -7,8 +7,8 @@ import copy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ramify.analysis.formats.transcripts.claude_code import CLAUDE_CODE
-from ramify.analysis.reading import ReadQuality, Row
+from ramify.analysis.reader import ReadQuality, Row
+from ramify.analysis.readers.transcripts.claude_code import CLAUDE_CODE
 from ramify.analysis.records import LoggedRequest, Usage, VendorVerdict
 from tests.pure.analysis.log_rows import mutate, read_rows
 from tests.pure.analysis.transcripts import SESSION, Transcript, call, text

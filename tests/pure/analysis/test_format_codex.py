@@ -9,8 +9,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ramify.analysis.formats.transcripts.codex import CODEX
-from ramify.analysis.reading import ReadQuality, Row
+from ramify.analysis.reader import ReadQuality, Row
+from ramify.analysis.readers.transcripts.codex import CODEX
 from ramify.analysis.records import LoggedRequest, Usage
 from tests.pure.analysis.log_rows import mutate, read_rows
 

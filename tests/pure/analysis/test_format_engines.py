@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ramify.analysis.formats.engines.python_literals import integers_at, string_at
-from ramify.analysis.formats.engines.sglang import SGLANG
-from ramify.analysis.formats.engines.vllm import VLLM
-from ramify.analysis.reading import BadRowError
+from ramify.analysis.reader import BadRowError
+from ramify.analysis.readers.engines.python_literals import integers_at, string_at
+from ramify.analysis.readers.engines.sglang import SGLANG
+from ramify.analysis.readers.engines.vllm import VLLM
 from ramify.analysis.records import TextForm
 from tests.pure.analysis.log_rows import read_rows
 

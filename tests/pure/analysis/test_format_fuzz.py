@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from ramify.analysis.formats import FORMATS
 from ramify.analysis.log_files import read_log
-from ramify.analysis.reading import LogFormat, ReadQuality
+from ramify.analysis.reader import LogFormat, ReadQuality
+from ramify.analysis.readers import FORMATS
 from tests.pure.analysis.log_rows import mutate
 from tests.pure.analysis.planted_formats import FORMATS as PLANTED
 from tests.pure.analysis.planted_formats import planted_log, write_log

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from ramify.analysis.corpus import Corpus
-from ramify.analysis.formats.engines.ramify_record import NO_DURATION, RAMIFY_RECORD
-from ramify.analysis.formats.traces.bailian import BAILIAN
-from ramify.analysis.formats.traces.dynamo import DYNAMO
-from ramify.analysis.formats.traces.lengths import LENGTHS, LENGTHS_ONLY
-from ramify.analysis.formats.traces.mooncake import MOONCAKE
-from ramify.analysis.formats.traces.weka import WEKA
-from ramify.analysis.reading import ReadQuality, Row
+from ramify.analysis.reader import ReadQuality, Row
+from ramify.analysis.readers.engines.ramify_record import NO_DURATION, RAMIFY_RECORD
+from ramify.analysis.readers.traces.bailian import BAILIAN
+from ramify.analysis.readers.traces.dynamo import DYNAMO
+from ramify.analysis.readers.traces.lengths import LENGTHS, LENGTHS_ONLY
+from ramify.analysis.readers.traces.mooncake import MOONCAKE
+from ramify.analysis.readers.traces.weka import WEKA
 from ramify.analysis.records import HashedPrompt, VendorVerdict
 from ramify.analysis.report.analyze import analyze
 from tests.pure.analysis.log_rows import jsonl, read_rows

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ramify.analysis.formats.engines.token_ids import TOKEN_IDS
-from ramify.analysis.formats.plain import PLAIN
+from ramify.analysis.readers.engines.token_ids import TOKEN_IDS
+from ramify.analysis.readers.plain import PLAIN
 from ramify.analysis.records import TextForm
 from tests.pure.analysis.log_rows import read_rows
 

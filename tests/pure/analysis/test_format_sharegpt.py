@@ -7,8 +7,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ramify.analysis.formats.transcripts.sharegpt import SHAREGPT
-from ramify.analysis.reading import ReadQuality, Row
+from ramify.analysis.reader import ReadQuality, Row
+from ramify.analysis.readers.transcripts.sharegpt import SHAREGPT
 from tests.pure.analysis.log_rows import read_rows
 
 ROW = {

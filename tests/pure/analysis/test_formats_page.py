@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from ramify.analysis.formats import FORMATS
 from ramify.analysis.log_files import read_log
-from ramify.analysis.reading import ReadQuality
+from ramify.analysis.reader import ReadQuality
+from ramify.analysis.readers import FORMATS
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "logs.md"
 TEXT = PAGE.read_text(encoding="utf-8")

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from ramify.analysis.formats.bodies.request_bodies import parse_bodies
-from ramify.analysis.formats.gateways.har import HAR
-from ramify.analysis.formats.gateways.helicone import HELICONE
-from ramify.analysis.formats.gateways.hosts import provider_of_name
-from ramify.analysis.formats.gateways.langfuse import LANGFUSE
-from ramify.analysis.formats.gateways.langsmith import LANGSMITH
-from ramify.analysis.formats.gateways.litellm import LITELLM
-from ramify.analysis.formats.otel.otlp_rows import OTEL
-from ramify.analysis.reading import LogFormat
+from ramify.analysis.reader import LogFormat
+from ramify.analysis.readers.bodies.request_bodies import parse_bodies
+from ramify.analysis.readers.gateways.har import HAR
+from ramify.analysis.readers.gateways.helicone import HELICONE
+from ramify.analysis.readers.gateways.hosts import provider_of_name
+from ramify.analysis.readers.gateways.langfuse import LANGFUSE
+from ramify.analysis.readers.gateways.langsmith import LANGSMITH
+from ramify.analysis.readers.gateways.litellm import LITELLM
+from ramify.analysis.readers.otel.otlp_rows import OTEL
 from ramify.analysis.records import LoggedRequest, VendorVerdict
 from tests.pure.analysis.gateway_rows import (
     END_S,

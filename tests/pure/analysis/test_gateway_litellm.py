@@ -3,9 +3,9 @@
 import json
 from typing import Any
 
-from ramify.analysis.formats.bodies.request_bodies import parse_bodies
-from ramify.analysis.formats.gateways.litellm import LiteLlmReader, is_litellm_row
-from ramify.analysis.reading import ReadQuality, Row
+from ramify.analysis.reader import ReadQuality, Row
+from ramify.analysis.readers.bodies.request_bodies import parse_bodies
+from ramify.analysis.readers.gateways.litellm import LiteLlmReader, is_litellm_row
 from ramify.analysis.records import LoggedRequest
 
 BODY = {

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ramify.analysis.formats.gateways.gateway_csv import GATEWAY
-from ramify.analysis.formats.gateways.har import HAR
-from ramify.analysis.formats.gateways.helicone import HELICONE
-from ramify.analysis.formats.gateways.langfuse import LANGFUSE
-from ramify.analysis.formats.gateways.langsmith import LANGSMITH
-from ramify.analysis.formats.gateways.litellm import LITELLM
-from ramify.analysis.formats.otel.otlp_rows import OTEL
-from ramify.analysis.reading import LogFormat
+from ramify.analysis.reader import LogFormat
+from ramify.analysis.readers.gateways.gateway_csv import GATEWAY
+from ramify.analysis.readers.gateways.har import HAR
+from ramify.analysis.readers.gateways.helicone import HELICONE
+from ramify.analysis.readers.gateways.langfuse import LANGFUSE
+from ramify.analysis.readers.gateways.langsmith import LANGSMITH
+from ramify.analysis.readers.gateways.litellm import LITELLM
+from ramify.analysis.readers.otel.otlp_rows import OTEL
 from tests.pure.analysis.gateway_rows import (
     anthropic_response,
     chat_response,

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from ramify.analysis.formats.bodies.request_bodies import parse_bodies
-from ramify.analysis.formats.otel.otlp_rows import OTEL
+from ramify.analysis.readers.bodies.request_bodies import parse_bodies
+from ramify.analysis.readers.otel.otlp_rows import OTEL
 from ramify.analysis.records import LoggedRequest, Segment, TextForm
 from tests.pure.analysis.gateway_rows import (
     END_S,

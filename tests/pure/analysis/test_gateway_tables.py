@@ -5,8 +5,8 @@ from typing import Any
 
 from hypothesis import given, settings
 
-from ramify.analysis.formats.bodies.request_bodies import parse_bodies
-from ramify.analysis.formats.gateways.gateway_csv import GATEWAY
+from ramify.analysis.readers.bodies.request_bodies import parse_bodies
+from ramify.analysis.readers.gateways.gateway_csv import GATEWAY
 from tests.pure.analysis.gateway_rows import (
     END_S,
     FIRST_S,

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from ramify.analysis.formats.nested_json import decode_json
-from ramify.analysis.inputs.byte_source import ByteSource, ValueTooLongError
-from ramify.analysis.inputs.json_values import json_values
+from ramify.analysis.files.byte_source import ByteSource, ValueTooLongError
+from ramify.analysis.files.json_values import json_values
 from ramify.analysis.log_files import read_log
-from ramify.analysis.reading import ReadQuality
+from ramify.analysis.reader import ReadQuality
+from ramify.analysis.readers.nested_json import decode_json
 
 OBJECTS = st.dictionaries(
     st.text(max_size=4),

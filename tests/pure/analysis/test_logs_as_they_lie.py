@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from ramify.analysis.formats.bodies.usage import parse_usage
-from ramify.analysis.formats.bodies.wrapped_bodies import BODIES
-from ramify.analysis.formats.gateways.langfuse import LANGFUSE
-from ramify.analysis.formats.nested_json import decode_nested, is_cut_json
-from ramify.analysis.formats.otel.otlp_rows import OTEL
-from ramify.analysis.inputs.containers import unwrapped
-from ramify.analysis.inputs.json_values import RawValue
+from ramify.analysis.files.containers import unwrapped
+from ramify.analysis.files.json_values import RawValue
 from ramify.analysis.linting import lint
 from ramify.analysis.log_files import read_log
-from ramify.analysis.reading import ReadQuality
+from ramify.analysis.reader import ReadQuality
+from ramify.analysis.readers.bodies.usage import parse_usage
+from ramify.analysis.readers.bodies.wrapped_bodies import BODIES
+from ramify.analysis.readers.gateways.langfuse import LANGFUSE
+from ramify.analysis.readers.nested_json import decode_nested, is_cut_json
+from ramify.analysis.readers.otel.otlp_rows import OTEL
 from ramify.analysis.records import LoggedRequest, Usage
 from ramify.analysis.report.analyze import analyze, read_corpus
 from tests.pure.analysis.log_rows import read_rows

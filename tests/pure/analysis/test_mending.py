@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from ramify.analysis.causes.spacing import places_in_text
+from ramify.analysis.compare.normal_forms import write_as
+from ramify.analysis.compare.spacing import places_in_text
 from ramify.analysis.corpus import Corpus
-from ramify.analysis.diff.normal_forms import write_as
 from ramify.analysis.linting import Linted, learn_templates, lint_parts
 from ramify.analysis.records import LoggedRequest, Segment, SegmentKind, TextForm
 from ramify.analysis.savings.mended_tools import merge_tools

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ramify.analysis.causes.evidence import LogFacts, MatchFacts
-from ramify.analysis.causes.outside import outside_causes, unread_writes
+from ramify.analysis.compare.evidence import LogFacts, MatchFacts
+from ramify.analysis.compare.outside import outside_causes, unread_writes
 from ramify.analysis.providers import CacheModel, load_rules
 from ramify.analysis.records import LoggedRequest, VendorVerdict
 from ramify.analysis.verdicts import Certainty

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ramify.analysis.log_files import read_log
-from ramify.analysis.reading import ReadQuality
+from ramify.analysis.reader import ReadQuality
 from tests.pure.analysis.planted_bodies import pieces_of
 from tests.pure.analysis.planted_formats import FORMATS, planted_log, write_log
 

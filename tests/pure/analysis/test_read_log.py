@@ -12,7 +12,7 @@ import pytest
 import zstandard
 
 from ramify.analysis.log_files import read_log
-from ramify.analysis.reading import ReadQuality
+from ramify.analysis.reader import ReadQuality
 from ramify.analysis.records import LoggedRequest
 from ramify.errors import LogError
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ramify.analysis.formats.transcripts.claude_code import HISTORY_ONLY
 from ramify.analysis.linting import lint
-from ramify.analysis.reading import ReadQuality
+from ramify.analysis.reader import ReadQuality
+from ramify.analysis.readers.transcripts.claude_code import HISTORY_ONLY
 from ramify.analysis.simulation.calls import simulate
 from ramify.errors import LogError
 from tests.pure.analysis.test_format_claude_code import session

@@ -16,15 +16,15 @@ from rich.console import Console
 from ramify.analysis import lint, linting
 from ramify.analysis.findings import FoundCause
 from ramify.analysis.lint_json import report_as_json
-from ramify.analysis.reading import ReadQuality
+from ramify.analysis.reader import ReadQuality
 from ramify.analysis.report.analyze import analyze, read_corpus
 from ramify.analysis.report.document import Analysis
-from ramify.analysis.report.formats.as_json import analysis_as_json
-from ramify.analysis.report.formats.markdown import analysis_as_markdown
-from ramify.analysis.report.formats.sarif import analysis_as_sarif
-from ramify.analysis.report.formats.terminal import print_summary
 from ramify.analysis.report.page.html import analysis_as_html
 from ramify.analysis.report.wording.numbers import money
+from ramify.analysis.report.writers.as_json import analysis_as_json
+from ramify.analysis.report.writers.markdown import analysis_as_markdown
+from ramify.analysis.report.writers.sarif import analysis_as_sarif
+from ramify.analysis.report.writers.terminal import print_summary
 from ramify.analysis.savings.mending import Fix
 from ramify.analysis.verdicts import OBSERVED, CauseName, Example, Partner
 

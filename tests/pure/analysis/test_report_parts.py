@@ -10,16 +10,16 @@ import pytest
 from ramify.analysis.corpus import Corpus
 from ramify.analysis.findings import CHANGES
 from ramify.analysis.linting import lint_parts
-from ramify.analysis.reading import ReadQuality
+from ramify.analysis.reader import ReadQuality
 from ramify.analysis.report.analyze import analyze, read_corpus
 from ramify.analysis.report.document import Analysis
 from ramify.analysis.report.figures.what_if import replay_sets
-from ramify.analysis.report.formats.as_json import analysis_as_json
-from ramify.analysis.report.formats.markdown import analysis_as_markdown
-from ramify.analysis.report.formats.sarif import analysis_as_sarif
 from ramify.analysis.report.page.html import analysis_as_html, embed_json
 from ramify.analysis.report.privacy import hide_texts
 from ramify.analysis.report.wording.headline import headline
+from ramify.analysis.report.writers.as_json import analysis_as_json
+from ramify.analysis.report.writers.markdown import analysis_as_markdown
+from ramify.analysis.report.writers.sarif import analysis_as_sarif
 from tests.pure.analysis.planted_formats import planted_log, write_log
 from tests.pure.analysis.report_logs import chat_row, write_clock_log, write_rows
 from tests.pure.analysis.transcripts import Transcript

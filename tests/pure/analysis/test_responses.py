@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from ramify.analysis.formats.bodies.responses import parse_response
-from ramify.analysis.reading import BadRowError
+from ramify.analysis.reader import BadRowError
+from ramify.analysis.readers.bodies.responses import parse_response
 from ramify.analysis.records import Usage, VendorVerdict
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ramify.analysis.formats.bodies.request_bodies import parse_bodies
+from ramify.analysis.readers.bodies.request_bodies import parse_bodies
 from ramify.analysis.records import TextForm
 from tests.pure.analysis.planted_logs import make_log
 

@@ -3,9 +3,9 @@
 import random
 import re
 
-from ramify.analysis.causes.spacing import Respaced, SpacedText, find_respaced
-from ramify.analysis.diff.normal_forms import normalise_spaces
-from ramify.analysis.diff.text_diff import find_hunks
+from ramify.analysis.compare.normal_forms import normalise_spaces
+from ramify.analysis.compare.spacing import Respaced, SpacedText, find_respaced
+from ramify.analysis.compare.text_diff import find_hunks
 
 WORDS = [
     "a",

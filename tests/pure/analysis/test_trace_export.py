@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from ramify.analysis.corpus import Corpus
-from ramify.analysis.reading import ReadQuality
+from ramify.analysis.reader import ReadQuality
 from ramify.analysis.records import HashedPrompt, LoggedRequest, Segment, SegmentKind
 from ramify.analysis.report.analyze import read_corpus
-from ramify.analysis.report.formats.trace_export import BLOCK_SIZE, write_trace
+from ramify.analysis.report.writers.trace_export import BLOCK_SIZE, write_trace
 from ramify.analysis.simulation.calls import simulate
 from tests.pure.analysis.planted_formats import planted_log, write_log
 from tests.pure.analysis.simulated_traces import MOONCAKE

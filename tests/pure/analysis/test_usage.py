@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ramify.analysis.formats.bodies.usage import parse_usage
+from ramify.analysis.readers.bodies.usage import parse_usage
 from ramify.analysis.records import Usage
 
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.analysis.corpus import Corpus
-from ramify.analysis.formats.bodies.request_bodies import logged_request, parse_bodies
 from ramify.analysis.providers import CacheModel, load_rules, prompts_of
-from ramify.analysis.reading import Row
+from ramify.analysis.reader import Row
+from ramify.analysis.readers.bodies.request_bodies import logged_request, parse_bodies
 from ramify.analysis.records import SegmentKind
 from tests.pure.analysis import planted_prompts as prompts
 from tests.pure.analysis.planted_bodies import Body, anthropic_body, chat_body

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ramify.analysis.causes.templates import Templates
+from ramify.analysis.compare.comparing import PAGE_SIZE, Comparer, Comparison
+from ramify.analysis.compare.prompt_sides import Difference, Side, WalkStep
+from ramify.analysis.compare.templates import Templates
 from ramify.analysis.corpus import Corpus, StoredRequest
-from ramify.analysis.diff.comparing import PAGE_SIZE, Comparer, Comparison
-from ramify.analysis.diff.prompt_sides import Difference, Side, WalkStep
 from ramify.analysis.matching.hashed_matching import HashedIndex
 from ramify.analysis.matching.unit_tree import Units, UnitTree
 from ramify.analysis.records import SegmentKind

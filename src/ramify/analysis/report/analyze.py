@@ -13,7 +13,7 @@ from ramify.analysis.corpus import Corpus
 from ramify.analysis.linting import Linted, lint_parts
 from ramify.analysis.log_files import read_log
 from ramify.analysis.progress import Progress, ignore_progress
-from ramify.analysis.reading import ReadQuality
+from ramify.analysis.reader import ReadQuality
 from ramify.analysis.report.document import Analysis
 from ramify.analysis.report.figures.cache_curves import cache_curves
 from ramify.analysis.report.figures.prefix_tree import PrefixTreeBuilder, leaders

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ramify.analysis.causes.tool_lists import tool_places
+from ramify.analysis.compare.prompt_sides import PlacedUnit
+from ramify.analysis.compare.tool_lists import tool_places
 from ramify.analysis.corpus import Corpus
-from ramify.analysis.diff.prompt_sides import PlacedUnit
 
 
 def merge_tools(

@@ -8,10 +8,10 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from ramify.analysis.causes.spacing import places_in_text
-from ramify.analysis.causes.templates import Templates, replace_places
+from ramify.analysis.compare.normal_forms import key_orders_differ, parse_json, style_of, write_as
+from ramify.analysis.compare.spacing import places_in_text
+from ramify.analysis.compare.templates import Templates, replace_places
 from ramify.analysis.corpus import Corpus
-from ramify.analysis.diff.normal_forms import key_orders_differ, parse_json, style_of, write_as
 from ramify.analysis.records import TextForm
 from ramify.analysis.verdicts import CauseName
 

@@ -10,10 +10,10 @@ from itertools import chain, groupby, takewhile
 
 import numpy as np
 
-from ramify.analysis.causes.templates import Templates
+from ramify.analysis.compare.context_blocks import message_of
+from ramify.analysis.compare.prompt_sides import Difference, PlacedUnit
+from ramify.analysis.compare.templates import Templates
 from ramify.analysis.corpus import Corpus, StoredRequest
-from ramify.analysis.diff.context_blocks import message_of
-from ramify.analysis.diff.prompt_sides import Difference, PlacedUnit
 from ramify.analysis.matching.best_match import Match
 from ramify.analysis.providers.prompts import ReplayPrompt
 from ramify.analysis.records import SegmentKind

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 
+from ramify.analysis.compare.context_blocks import MIN_BLOCK
+from ramify.analysis.compare.normal_forms import normalise_spaces
+from ramify.analysis.compare.prompt_sides import PlacedUnit, WalkStep
 from ramify.analysis.corpus import Corpus, StoredRequest
-from ramify.analysis.diff.context_blocks import MIN_BLOCK
-from ramify.analysis.diff.normal_forms import normalise_spaces
-from ramify.analysis.diff.prompt_sides import PlacedUnit, WalkStep
 from ramify.analysis.verdicts import CauseName
 
 

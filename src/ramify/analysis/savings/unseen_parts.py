@@ -11,8 +11,8 @@ from collections.abc import Collection, Sequence
 from functools import partial
 from itertools import chain, groupby
 
+from ramify.analysis.compare.prompt_sides import PlacedUnit, WalkStep, is_reasoning
 from ramify.analysis.corpus import Corpus, StoredRequest
-from ramify.analysis.diff.prompt_sides import PlacedUnit, WalkStep, is_reasoning
 from ramify.analysis.records import Segment, SegmentKind
 from ramify.analysis.verdicts import CauseName
 

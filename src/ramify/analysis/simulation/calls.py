@@ -11,7 +11,7 @@ from typing import Any
 from ramify.analysis.corpus import Corpus
 from ramify.analysis.log_files import read_log
 from ramify.analysis.progress import Progress
-from ramify.analysis.reading import ReadQuality
+from ramify.analysis.reader import ReadQuality
 from ramify.analysis.records import LoggedRequest
 from ramify.analysis.simulation.capacities import (
     DEFAULT_LIFETIMES_S,

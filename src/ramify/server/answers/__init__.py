@@ -8,5 +8,5 @@ In reading order:
 - `answer`: the text, reasoning and tool calls of an answer, as parts that grow.
 - `partial_json`: the complete members of a truncated JSON object.
 
-`generation`, `service` and the APIs import it. It imports `errors` and `output_formats` only.
+`generation`, `service` and the APIs import it. It imports `errors` and `model_dialects` only.
 """

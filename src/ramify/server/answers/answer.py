@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ramify.outputs import FinishReason, StepOutput, TokenLogprob
-from ramify.server.output_formats.events import (
+from ramify.server.model_dialects.events import (
     ArgumentsDelta,
     CallEnd,
     CallStart,

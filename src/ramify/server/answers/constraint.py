@@ -19,9 +19,9 @@ from ramify.server.answers.tool_schemas import (
     enforceable_schema,
 )
 from ramify.server.errors import ApiError
-from ramify.server.output_formats.call_grammar import AnswerBegin, AnswerGrammars
-from ramify.server.output_formats.lark_rules import AddedTokens, CallableTool
-from ramify.server.output_formats.output_format import OutputFormat
+from ramify.server.model_dialects.call_grammar import AnswerBegin, AnswerGrammars
+from ramify.server.model_dialects.lark_rules import AddedTokens, CallableTool
+from ramify.server.model_dialects.output_format import OutputFormat
 
 MAX_SCHEMA_CHARS = 200_000  # of the rules of all tools in a grammar; further arguments are free
 RULE_CHARS = 300  # of the rules of a tool, its schema not included

@@ -9,9 +9,9 @@ from ramify.server.anthropic.messages_request import messages_to_generation, ren
 from ramify.server.anthropic.messages_response import MessageResponseBuilder
 from ramify.server.anthropic.protocol import CountRequest, MessageRequest
 from ramify.server.context import RequestContext
-from ramify.server.fields.unserved_fields import UnservedFields
 from ramify.server.http.wire import sse_event
 from ramify.server.openai.unserved import refused_elsewhere
+from ramify.server.request_fields.unserved_fields import UnservedFields
 
 # The fields that are ignored do not change the answer. `count_tokens` gets the body of a whole message
 # request, so its fields are among them.

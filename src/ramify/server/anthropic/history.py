@@ -16,13 +16,13 @@ from ramify.server.anthropic.blocks import (
     required,
 )
 from ramify.server.anthropic.protocol import Block, InputMessage
-from ramify.server.fields.opaque_text import decode_opaque
 from ramify.server.prompts.prompt_parts import (
     PromptPart,
     call_variants,
     result_variants,
     text_variants,
 )
+from ramify.server.request_fields.opaque_text import decode_opaque
 
 
 @dataclass(slots=True)

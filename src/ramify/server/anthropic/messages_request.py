@@ -18,11 +18,6 @@ from ramify.server.anthropic.protocol import (
 )
 from ramify.server.anthropic.tools import tool_set
 from ramify.server.errors import ApiError
-from ramify.server.fields.reasoning_options import (
-    THINKING_TYPES,
-    ReasoningOptions,
-    unknown_thinking,
-)
 from ramify.server.generation import GenerationRequest, with_output_parser
 from ramify.server.history.request_history import HistoryEntry, fingerprint
 from ramify.server.http.wire import encode_json
@@ -30,6 +25,11 @@ from ramify.server.prompts.content_placeholders import placeholder_warnings
 from ramify.server.prompts.prompt_parts import PromptPart, text_variants
 from ramify.server.prompts.renderer import MAX_BREAKPOINTS
 from ramify.server.prompts.role_order import joined
+from ramify.server.request_fields.reasoning_options import (
+    THINKING_TYPES,
+    ReasoningOptions,
+    unknown_thinking,
+)
 from ramify.server.service import Service
 
 # Some agents begin their system prompt with this line. It ends in a number that differs in every

@@ -20,9 +20,9 @@ from ramify.server.answers.answer import (
 )
 from ramify.server.answers.partial_json import partial_object
 from ramify.server.anthropic.protocol import MessageRequest
-from ramify.server.fields.opaque_text import encode_opaque
 from ramify.server.generation import Generation, answer_changes
 from ramify.server.prompts.renderer import BREAKPOINT_TTL_S
+from ramify.server.request_fields.opaque_text import encode_opaque
 from ramify.server.service import Service
 
 # Of thinking blocks: they are accepted back from anyone, with any signature.

@@ -11,13 +11,6 @@ from ramify.engine.text.chat_template import with_parameters
 from ramify.server.answers.call_arguments import call_arguments
 from ramify.server.answers.constraint import CallChoice, OfferedTool
 from ramify.server.errors import ApiError
-from ramify.server.fields.reasoning_options import (
-    THINKING_TYPES,
-    ReasoningOptions,
-    first_set,
-    implied_switch,
-    unknown_thinking,
-)
 from ramify.server.generation import GenerationRequest, with_output_parser
 from ramify.server.history.request_history import HistoryEntry, fingerprint
 from ramify.server.http.wire import encode_json
@@ -50,6 +43,13 @@ from ramify.server.prompts.prompt_parts import (
     tool_parts,
 )
 from ramify.server.prompts.renderer import BREAKPOINT_TTL_S, KnownPrefix
+from ramify.server.request_fields.reasoning_options import (
+    THINKING_TYPES,
+    ReasoningOptions,
+    first_set,
+    implied_switch,
+    unknown_thinking,
+)
 from ramify.server.service import Service
 
 # Types of content parts: text of the message, and reasoning.

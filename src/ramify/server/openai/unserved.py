@@ -10,9 +10,9 @@ from collections.abc import Mapping
 import msgspec
 
 from ramify.foreign_names import PARAM_NAMES, field_advice
-from ramify.server.fields.unserved_fields import Refused, UnservedFields
 from ramify.server.openai.protocol import Sampling
 from ramify.server.openai.responses.protocol import ResponsesRequest
+from ramify.server.request_fields.unserved_fields import Refused, UnservedFields
 
 # Fields that do not change the answer.
 _IGNORED = frozenset(

@@ -16,7 +16,6 @@ from ramify.server.anthropic.messages_request import render_messages
 from ramify.server.anthropic.protocol import VERSION_HEADER, CountRequest
 from ramify.server.context import RequestContext
 from ramify.server.errors import ApiError
-from ramify.server.fields.unserved_fields import decode_request
 from ramify.server.http.request_body import convert_value, decode_body
 from ramify.server.http.wire import json_response, whole_number
 from ramify.server.openai.chat_request import chat_to_generation
@@ -34,6 +33,7 @@ from ramify.server.openai.responses.store import EarlierTurns, earlier_turns
 from ramify.server.openai.unserved import CHAT_FIELDS, COMPLETION_FIELDS, RESPONSES_FIELDS
 from ramify.server.operations.metrics import CONTENT_TYPE
 from ramify.server.prompts.renderer import RenderedPrompt
+from ramify.server.request_fields.unserved_fields import decode_request
 from ramify.server.service import Service
 
 MAX_NODES = 2000

@@ -13,5 +13,5 @@ In reading order:
 - `jobs`: threads that render and tokenise, shared fairly among tenants.
 
 `history`, `generation`, `service`, `context`, `app`, `operations.cache_admin` and the APIs import it. It imports `errors` and
-`output_formats` only.
+`model_dialects` only.
 """

@@ -13,7 +13,7 @@ from typing import Any
 from ramify.engine.text.incremental_encoder import Encoding, IncrementalEncoder
 from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import ChatTemplateError, PromptTooLongError
-from ramify.server.output_formats.call_text import calls_text
+from ramify.server.model_dialects.call_text import calls_text
 from ramify.server.prompts.answer_opening import (
     RenderMessages,
     TemplateMessage,

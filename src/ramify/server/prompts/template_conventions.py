@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from ramify.server.output_formats.json_scanner import json_text
+from ramify.server.model_dialects.json_scanner import json_text
 from ramify.server.prompts.role_order import ANY_ORDER, RoleOrder
 from ramify.server.prompts.tool_forms import TOOL_FORMS
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ramify.analysis.compare.quoting import mask_secrets, shorten
 from ramify.analysis.corpus import Corpus, StoredRequest
-from ramify.analysis.diff.quoting import mask_secrets, shorten
 from ramify.analysis.records import SegmentKind
 from ramify.analysis.report.document import PrefixLeader, PrefixNode
 from ramify.analysis.report.figures.reads import Counts, RequestReads

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ramify.analysis.inputs.rows import TRUNCATED
+from ramify.analysis.files.rows import TRUNCATED
 from ramify.analysis.linting import MAX_NAMED
 from ramify.analysis.report.document import Curves, Figure, HitRate
 from ramify.analysis.report.wording.numbers import count, percent, plural

@@ -18,7 +18,6 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
 from ramify.analysis.report.document import Analysis, Curves
-from ramify.analysis.report.formats.markdown import analysis_as_markdown, finding_as_markdown
 from ramify.analysis.report.page import charts, rows
 from ramify.analysis.report.wording.causes import missing_checks, passed_checks
 from ramify.analysis.report.wording.headline import counted_words, headline
@@ -31,6 +30,7 @@ from ramify.analysis.report.wording.numbers import (
     percent,
     plural,
 )
+from ramify.analysis.report.writers.markdown import analysis_as_markdown, finding_as_markdown
 
 # Characters that a browser hides, or that reorder what stands around them.
 _HIDDEN = re.compile(

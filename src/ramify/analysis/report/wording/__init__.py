@@ -1,1 +1,1 @@
-"""Words that all formats share: `numbers`, `quotes` with marked changes, `causes`, the `headline`."""
+"""Words that all writers share: `numbers`, `quotes` with marked changes, `causes`, the `headline`."""

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from ramify.server.errors import ApiError
-from ramify.server.fields.opaque_text import encode_opaque
 from ramify.server.generation import Generation
 from ramify.server.openai.responses.protocol import CompactRequest, ResponsesRequest
 from ramify.server.openai.responses.request import TranslatedRequest, response_to_generation
 from ramify.server.openai.responses.response import ResponsesResponseBuilder
 from ramify.server.openai.responses.store import EarlierTurns, Item, item_id, numbered_items
+from ramify.server.request_fields.opaque_text import encode_opaque
 from ramify.server.service import Service
 
 TASK = (

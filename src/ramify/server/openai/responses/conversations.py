@@ -13,7 +13,6 @@ from starlette.responses import Response
 
 from ramify.server.context import RequestContext
 from ramify.server.errors import ApiError
-from ramify.server.fields.unserved_fields import UnservedFields
 from ramify.server.history.conversation import (
     MAX_ITEMS,
     Conversation,
@@ -34,6 +33,7 @@ from ramify.server.openai.responses.store import (
     stored_conversation,
 )
 from ramify.server.prompts.renderer import KnownPrefix
+from ramify.server.request_fields.unserved_fields import UnservedFields
 from ramify.server.service import Service
 
 NO_FIELDS = UnservedFields()  # beside those of the request types

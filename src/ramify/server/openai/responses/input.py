@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 from ramify.server.answers.call_arguments import call_arguments
 from ramify.server.errors import ApiError
-from ramify.server.fields.opaque_text import decode_opaque
 from ramify.server.http.request_body import convert_value
 from ramify.server.http.wire import encode_json
 from ramify.server.openai.chat_request import content_path, content_text
@@ -28,6 +27,7 @@ from ramify.server.openai.responses.protocol import (
     WrappedOutput,
 )
 from ramify.server.openai.responses.tools import flat_name
+from ramify.server.request_fields.opaque_text import decode_opaque
 
 SUMMARY_TITLE = "Summary of the conversation until here:\n"
 # Items without text for the model: results and bookkeeping of tools that other servers run.

@@ -15,11 +15,11 @@ from ramify.server.answers.answer import (
     PartEnd,
     PartEvent,
 )
-from ramify.server.fields.opaque_text import encode_opaque
 from ramify.server.openai.responses.calls import ITEM_TYPES as CALL_TYPES
 from ramify.server.openai.responses.calls import NumberedEvent, StreamedCall, streamed_call
 from ramify.server.openai.responses.store import item_id
 from ramify.server.openai.responses.tools import CallForm
+from ramify.server.request_fields.opaque_text import encode_opaque
 
 # Types of an item and of its only content part, by kind of answer part.
 ITEM_TYPES = {"text": "message", "reasoning": "reasoning"}
