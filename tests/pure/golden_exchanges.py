@@ -14,7 +14,13 @@ from pathlib import Path
 
 from ramify import __version__
 from ramify.server.routes import ENDPOINTS, openapi_document
-from tests.pure import golden_chat, golden_families, golden_messages, golden_responses
+from tests.pure import (
+    golden_chat,
+    golden_families,
+    golden_messages,
+    golden_responses,
+    golden_servers,
+)
 from tests.pure.golden_recorder import DialogueGroup, Recorder, as_json, split_recording
 
 FOLDER = Path(__file__).parent / "golden"
@@ -23,6 +29,7 @@ GROUPS: Mapping[str, Sequence[DialogueGroup]] = {
     "chat": [golden_chat.GROUP],
     "messages": [golden_messages.GROUP],
     "responses": [golden_responses.GROUP],
+    "servers": golden_servers.GROUPS,
     "families": golden_families.GROUPS,
 }
 MAX_SHOWN_DIALOGUES, MAX_SHOWN_LINES = 5, 40  # of a difference

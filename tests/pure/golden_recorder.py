@@ -303,13 +303,18 @@ class Recorder:
         headers = {k: v for k, v in answer.headers.items() if k not in UNRECORDED_HEADERS}
         response: dict[str, Any] = {"status": answer.status, "headers": headers}
         if self.bench.ended:
-            response["prompts"] = [
-                self._prompt(end.request.prompt.text) for end in self.bench.ended
-            ]
+            prompts = [ended.request.prompt for ended in self.bench.ended]
+            response["prompts"] = [self._prompt(each.text or each.ids.tolist()) for each in prompts]
         return [as_json(request), as_json(response), *body_lines(answer.body.decode())]
 
-    def _prompt(self, text: str) -> Any:
-        """A prompt as it is recorded: what it shares with the one before it is a number."""
+    def _prompt(self, text: str | list[int]) -> Any:
+        """A prompt as it is recorded: what it shares with the one before it is a number.
+
+        Args:
+            text: or the token ids of a completion's prompt, which has no text.
+        """
+        if not isinstance(text, str):
+            return abridged(text)
         num_shared = num_common(self._last_prompt, text)
         self._last_prompt = text
         if num_shared < MIN_SHARED_CHARS:
@@ -324,7 +329,7 @@ class Recorder:
                 core.cache.unpin(pin)
 
         await self.bench.llm.run(unpin)
-        assert (await self.bench.call("POST", "/reset_prefix_cache")).status == 200
+        await self.bench.llm.cache.clear()
 
 
 def split_recording(text: str) -> Iterator[tuple[str, list[str]]]:
