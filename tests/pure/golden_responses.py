@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ramify.server.fields.opaque_text import encode_opaque
+from ramify.server.request_fields.opaque_text import encode_opaque
 from tests.pure.golden_chat import CALL_TEXT, LONG, SCHEMA, THOUGHT_TEXT, TWO_CALLS
 from tests.pure.golden_recorder import Dialogue, DialogueGroup, Exchange, earlier, spread
 from tests.pure.server_bench import TOOL_TEMPLATE
