@@ -21,10 +21,10 @@ from typing import Any
 from ramify.analysis import lint, read_log, simulate
 from ramify.analysis.explaining import explain, explanation_as_json
 from ramify.analysis.lint_json import report_as_json
-from ramify.analysis.reading import ReadQuality
+from ramify.analysis.reader import ReadQuality
 from ramify.analysis.records import LoggedRequest
 from ramify.analysis.report.analyze import analyze, read_corpus
-from ramify.analysis.report.formats.as_json import analysis_as_json
+from ramify.analysis.report.writers.as_json import analysis_as_json
 from ramify.analysis.simulation.replays.cost_model import CostModel
 from ramify.errors import RamifyError
 

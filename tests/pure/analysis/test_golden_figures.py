@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ramify.analysis.formats import FORMATS
 from ramify.analysis.providers import load_rules
+from ramify.analysis.readers import FORMATS
 from ramify.analysis.verdicts import CauseName
 from tests.pure.analysis.golden_cases import SUFFIX, GoldenCase, Json, measure, record
 from tests.pure.analysis.golden_rules import Comparison, differences, names_of
