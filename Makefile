@@ -18,7 +18,7 @@ TORCH_ARGS ?=
 export PYTHON TORCH_ARGS
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-pure check format options bench bench-attention bench-core bench-engine \
+.PHONY: help venv demo test test-full test-pure check format options bench bench-attention bench-core bench-engine \
   bench-decode bench-step bench-tool-loop bench-first-token bench-busy-cores bench-memory bench-families bench-analysis perf attack clients soak-core soak-engine accuracy cover-core gpu-check native \
   test-native test-wheel clean FORCE
 
@@ -32,8 +32,12 @@ venv: $(DEV)  ## .venv with everything for working on Ramify
 demo: $(RUN)  ## 32 questions about one document: cache off, cold, warm
 	@$(BIN)/ramify demo $(ARGS)
 
-test: $(DEV)  ## the test suite, one process for each core
+test: $(DEV)  ## the tests that every change runs, one process for each core
 	@$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
+
+test-full: $(DEV)  ## every test and every random example; without ARGS, records the commit that passed
+	@RAMIFY_TESTS=full $(BIN)/python -m pytest -n auto --dist loadfile -m "" --durations=25 $(ARGS)
+	@$(if $(ARGS),,$(BIN)/python scripts/full_run.py record)
 
 test-pure: $(DEV)  ## the tests that need no torch
 	@$(BIN)/python -m pytest tests/pure $(ARGS)
@@ -43,6 +47,7 @@ check: $(DEV)  ## lint, format, types, import contracts
 	@echo "ruff format --check" && $(BIN)/ruff format --check
 	@echo "mypy" && $(BIN)/mypy
 	@echo "lint-imports" && $(BIN)/lint-imports --no-logo
+	@$(BIN)/python scripts/full_run.py
 
 format: $(DEV)  ## rewrite what ruff can
 	@$(BIN)/ruff check --fix --exit-zero

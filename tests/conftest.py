@@ -3,7 +3,10 @@
 import gc
 import os
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.full_run import TABLE, read_parts
 
 # Before anything imports a library that would look for a hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -24,6 +27,15 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("ramify")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow what only a full run has, before the marks choose what runs."""
+    _, parts = read_parts(TABLE.read_text(encoding="utf-8"))
+    for item in items:
+        if any(part.has(item.nodeid) for part in parts.values()):
+            item.add_marker("slow")
 
 
 def pytest_collection_finish() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from ramify.attention.backend import BACKENDS, backend_class, select_backend
 from ramify.attention.spec import AttentionSpec
 from ramify.errors import ConfigError
+from tests.budget import examples
 from tests.cpu.attention_cases import CPU, Step, batch_of, pages_of, planes_of, spec_of
 
 WITH_SINKS = ("eager", "blocked", "cpu")
@@ -91,7 +92,7 @@ def test_a_sink_without_weight_is_none(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WITH_SINKS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     length=st.integers(1, 700),
     cut=st.integers(0, 699),

@@ -20,6 +20,7 @@ from ramify.attention.batch import AttentionBatch, Extend
 from ramify.attention.spec import AttentionSpec
 from ramify.errors import ConfigError
 from ramify.kv.block_table import PagedBlockTable
+from tests.budget import examples
 from tests.pure.planner_bench import most_in_common
 
 CPU = torch.device("cpu")
@@ -347,7 +348,7 @@ def test_a_backend_leaves_the_number_of_threads_as_it_was() -> None:
     window=st.sampled_from([None, None, 5, 300]),
     seed=st.integers(0, 2**16),
 )
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_shared_reads_change_no_bit(
     page_size: int,
     trunks: list[int],

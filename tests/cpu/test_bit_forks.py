@@ -23,6 +23,7 @@ from ramify.cache.prefix_cache import PrefixCache
 from ramify.engine.step import StepPlan
 from ramify.errors import OutOfPagesError
 from ramify.kv.block_table import PagedBlockTable
+from tests.budget import examples
 from tests.cpu.attention_mutants import ForgottenCopies
 from tests.cpu.bit_scenarios import LONG, SHORT, tokens
 from tests.cpu.engine_cases import (
@@ -35,7 +36,7 @@ from tests.cpu.engine_cases import (
     spoil_free_pages,
 )
 
-EXAMPLES = 16
+EXAMPLES = examples(16)
 MAX_BRANCHES, MAX_DRAFTS, TAIL = 4, 6, 9
 MODELS = [
     ("llama", "float32"),

@@ -16,6 +16,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
+from tests.budget import examples
 from tests.cpu.bit_scenarios import (
     AGAIN,
     FIRST,
@@ -53,8 +54,8 @@ MODELS = [
     ("v2", "bfloat16-fp8"),
     ("v32", "bfloat16-int8"),
 ]
-NUM_CASES = 600  # random scenarios in all, at least
-EXAMPLES = -(-NUM_CASES // len(MODELS))
+NUM_CASES = 600  # random scenarios of a full run, at least
+EXAMPLES = examples(-(-NUM_CASES // len(MODELS)))
 
 
 @pytest.mark.parametrize(("family", "variant"), MODELS)

@@ -23,6 +23,7 @@ from ramify.server.model_dialects.events import ArgumentsDelta, CallStart, TextD
 from ramify.server.model_dialects.lark_rules import MAX_CALLS, AddedTokens, CallableTool
 from ramify.server.model_dialects.output_format import named
 from ramify.server.model_dialects.parser import ReasoningMarks
+from tests.budget import examples
 from tests.cpu.family_calls import (
     END,
     MARKED,
@@ -292,7 +293,7 @@ def test_whatever_is_allowed_parses_as_a_valid_call(
 
 
 @pytest.mark.parametrize("has_marks", [True, False])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(text=st.text("ab<tool_ca>l/ \n{[", max_size=30), seed=st.integers(0, 1000))
 def test_free_text_is_free(text: str, seed: int, has_marks: bool) -> None:
     """Text without a whole mark is allowed, whatever it looks like, and may end at any place."""
@@ -309,7 +310,7 @@ def test_free_text_is_free(text: str, seed: int, has_marks: bool) -> None:
     assert is_allowed(matcher, ids, END)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(seed=st.integers(0, 10_000), has_marks=st.booleans())
 def test_drafts_and_shorter_outputs_change_no_mask(seed: int, has_marks: bool) -> None:
     """The masks of a matcher are those of a fresh one, after drafts, roll-backs and restarts."""

@@ -19,6 +19,7 @@ from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import ChatTemplateError, InvalidParamsError, PromptTooLongError
 from ramify.params import SamplingParams
 from ramify.testing import TINY_CHAT_TEMPLATE, write_tiny_checkpoint
+from tests.budget import examples
 from tests.pure.engine_bench import Bench
 
 END = 2
@@ -245,7 +246,7 @@ def test_special_tokens_in_options_are_text(folder: Path) -> None:
 TEXTS = st.text("the on in wé<|>end\n", max_size=12)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     story=st.lists(st.tuples(st.sampled_from("ugcr"), TEXTS, st.booleans()), max_size=12),
     template=st.sampled_from([TINY_CHAT_TEMPLATE, FORGETFUL]),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ramify.testing import write_tiny_checkpoint
+from tests.forked_command import run_command
 
 
 @pytest.fixture(scope="module")
@@ -29,15 +29,7 @@ def quiz(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ramify(*args: str | Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "ramify.cli", *map(str, args)],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**os.environ, "COLUMNS": "200"},
-    )
+    return run_command(*args, stdin=stdin, COLUMNS="200")
 
 
 def test_help_is_quick_and_lists_the_commands() -> None:

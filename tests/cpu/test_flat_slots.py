@@ -12,6 +12,7 @@ from ramify.errors import ConfigError
 from ramify.kv.block_table import BlockTable, ContiguousBlockTable, PagedBlockTable
 from ramify.kv.flat_slots import flat_slots
 from ramify.kv.pool import KVLayout, KVPool
+from tests.budget import examples
 
 
 def by_loop(
@@ -78,7 +79,7 @@ def test_slots_are_those_of_a_plain_loop(
     assert slots.tolist() == loop
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data(), page_size=st.integers(1, 5), num_rows=st.integers(1, 4))
 def test_any_ranges_of_any_rows(data: st.DataObject, page_size: int, num_rows: int) -> None:
     """Random tables, rows, start positions and lengths."""

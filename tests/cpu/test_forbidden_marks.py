@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ramify.errors import DeadEndError, InvalidParamsError
 from ramify.params import FreeText, StructuredOutput
+from tests.budget import examples
 from tests.cpu.family_calls import (
     END,
     encoded,
@@ -53,7 +54,7 @@ def num_without_opening(ids: list[int], *, has_marks: bool) -> int:
 
 
 @pytest.mark.parametrize("has_marks", [True, False])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     before=st.text(ALPHABET, max_size=12),
     opening=st.sampled_from(OPENINGS),
@@ -77,7 +78,7 @@ def test_an_opening_cannot_be_completed_in_any_tokens(
 
 
 @pytest.mark.parametrize("has_marks", [True, False])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(text=st.text(ALPHABET, max_size=30), seed=st.integers(0, 10_000))
 def test_other_text_is_free(text: str, seed: int, has_marks: bool) -> None:
     """Where no token would complete an opening, all tokens are allowed: also bytes, and special ones."""
@@ -95,7 +96,7 @@ def test_other_text_is_free(text: str, seed: int, has_marks: bool) -> None:
         assert is_allowed(matcher, ids, token) == is_free
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(seed=st.integers(0, 10_000))
 def test_drafts_change_no_mask(seed: int) -> None:
     """The masks after draft tokens are those of a fresh matcher."""

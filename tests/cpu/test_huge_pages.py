@@ -18,6 +18,7 @@ from ramify.engine.execution.host_memory import resident_memory
 from ramify.kv import huge_pages
 from ramify.kv.huge_pages import MIN_BYTES, SLAB_BYTES, small_page_zeros, zeros
 from ramify.kv.pool import KVLayout, KVPool
+from tests.budget import examples
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn]
 
@@ -37,7 +38,7 @@ def test_zeros_of_any_size(num_bytes: int, dtype: torch.dtype) -> None:
     assert not tensor.view(torch.uint8).any()
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(sizes=st.lists(st.integers(MIN_BYTES, SLAB_BYTES), min_size=1, max_size=8))
 def test_no_two_tensors_share_a_byte(sizes: list[int]) -> None:
     """The address ranges of live tensors are disjoint."""

@@ -11,6 +11,7 @@ from ramify.engine.text.incremental_encoder import IncrementalEncoder
 from ramify.engine.text.tokenizer import Tokenizer
 from ramify.models.checkpoint.find import find_checkpoint
 from ramify.testing import write_tiny_checkpoint
+from tests.budget import examples
 
 PIECES = st.one_of(
     st.sampled_from(
@@ -31,7 +32,7 @@ def tokenizer(
     return Tokenizer.load(path)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     turns=st.lists(st.lists(PIECES, max_size=6), max_size=8), limit=st.sampled_from([0, 200, 10**6])
 )

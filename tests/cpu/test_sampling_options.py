@@ -28,6 +28,7 @@ from ramify.engine.logits.logits_processors import LogitsProcessor
 from ramify.engine.step import SampledTokens, SampleSpec
 from ramify.errors import DeadEndError
 from ramify.params import SamplingParams
+from tests.budget import examples
 
 VOCAB, END = 90, 4
 SEEDS = st.integers(0, 10_000)
@@ -80,7 +81,7 @@ def kept(row: Row, params: SamplingParams) -> tuple[NDArray[np.int64], NDArray[n
 # -- candidates ------------------------------------------------------------------------------
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     seed=SEEDS,
     size=st.sampled_from([2, 17, 90, 3000]),
@@ -187,7 +188,7 @@ def test_eb14_no_temperature_and_no_top_p_crashes_or_switches_off(temperature: f
 # -- scores ----------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(seed=SEEDS, penalty=st.sampled_from([0.5, 1.1, 1.7]), num_prompt=st.integers(1, 30))
 def test_the_repetition_penalty_is_that_of_transformers(
     seed: int, penalty: float, num_prompt: int
@@ -208,7 +209,7 @@ def test_the_repetition_penalty_is_that_of_transformers(
         assert actual.tobytes() == expected[0].numpy().tobytes()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(seed=SEEDS, presence=st.floats(-2, 2), frequency=st.floats(-2, 2))
 def test_presence_and_frequency_count_the_output_only(
     seed: int, presence: float, frequency: float
@@ -299,7 +300,7 @@ def test_a_mask_that_leaves_the_end_only_allows_it() -> None:
 # -- batches ---------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(seed=SEEDS)
 def test_batch_mates_change_nothing(seed: int) -> None:
     """A request draws the same tokens alone and in a batch; a NaN fails only its own request."""

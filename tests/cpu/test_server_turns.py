@@ -23,6 +23,7 @@ from ramify.server.generation import Generation
 from ramify.server.prompts.renderer import PromptRenderer
 from ramify.server.service import Service
 from ramify.testing import FakeExecutor
+from tests.budget import examples
 from tests.cpu.talker import HASTY_TEMPLATE, TALKER_TEMPLATE, tokenizer_with
 from tests.cpu.thinker import THINKING_TEMPLATE
 
@@ -216,7 +217,7 @@ def test_a_volatile_end_of_the_prompt_is_not_stored() -> None:
 TEXTS = st.text(alphabet="abé \n<>|/think", max_size=12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     tokenizer=st.sampled_from([TALKER, HASTY]),
     texts=st.lists(TEXTS, min_size=1, max_size=5),

@@ -30,6 +30,7 @@ from ramify.errors import DeadEndError, InvalidParamsError
 from ramify.outputs import FinishReason, RequestOutput
 from ramify.params import SamplingParams, StructuredOutput
 from ramify.testing import FakeExecutor, write_tiny_checkpoint
+from tests.budget import examples
 
 VOCAB, END = 300, 2
 PROMPT = [60 + number for number in range(23)]
@@ -238,7 +239,7 @@ def test_the_tokens_are_those_of_a_quiet_engine(
         assert output.metrics.preemptions > 0
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(seed=st.integers(0, 10_000), interrupt=st.integers(1, 60))
 def test_a_matcher_follows_any_history(seed: int, interrupt: int, formats: GrammarCompiler) -> None:
     """The bitmasks of a matcher match those of a fresh matcher after drafts and rollbacks."""

@@ -17,6 +17,7 @@ from ramify.engine.text.ranked_bpe import LLAMA3_PATTERN
 from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import CheckpointError
 from ramify.testing import write_tiny_checkpoint
+from tests.budget import examples
 
 TEXTS = [
     "Hello there, world 123", "  two  spaces\n\nand lines", "naïve café – ünïcode 漢字 🙂", "", " ",
@@ -93,7 +94,7 @@ def load(path: Path, name: str, data: bytes, **files: Any) -> Tokenizer:
 
 
 @of_each_kind
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(texts=st.lists(st.text("helo wrd \nt1é漢🙂\t", max_size=40), max_size=4))
 def test_a_sentencepiece_model_has_its_ids(
     kind: str, tmp_path_factory: pytest.TempPathFactory, texts: list[str]
@@ -214,7 +215,7 @@ def test_a_tekken_file_has_tiktokens_ids_after_its_special_tokens(tmp_path: Path
     assert ours.decode([8 + 0xC3]) == "\ufffd"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(text=st.text("helo wrd \nt1é漢🙂\t'", max_size=60))
 def test_a_model_in_tiktokens_form_has_its_ids(
     tmp_path_factory: pytest.TempPathFactory, text: str
@@ -299,7 +300,7 @@ def test_a_damaged_file_is_one_line(file: str, content: bytes, tmp_path: Path) -
     assert "\n" not in str(caught.value)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data())
 def test_a_model_that_is_cut_or_changed_is_no_crash(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory

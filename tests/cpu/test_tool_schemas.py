@@ -23,6 +23,7 @@ from ramify.server.answers.tool_schemas import (
 )
 from ramify.server.errors import ApiError
 from ramify.testing import write_tiny_checkpoint
+from tests.budget import examples
 
 pytest.importorskip("llguidance", reason="llguidance is missing: the extra 'structured'")
 
@@ -301,7 +302,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(schema=st.dictionaries(KEYWORDS | st.just("$defs"), VALUES, max_size=5))
 def test_any_schema_can_be_compiled_or_says_why_not(
     schema: dict[str, Any], tmp_path_factory: pytest.TempPathFactory

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -23,6 +20,7 @@ import pytest
 
 from ramify.models.checkpoint.find import find_checkpoint
 from tests.cpu.talker import TALKER_TEMPLATE
+from tests.forked_command import ForkedCommand
 
 START_S = 240  # the first start compiles kernels, perhaps on a busy machine
 
@@ -32,7 +30,7 @@ class Running:
     """A server process that is ready, and its clients."""
 
     url: str
-    process: subprocess.Popen[bytes]
+    process: ForkedCommand
     log_file: Path
     clients: dict[tuple[type, str], Any] = field(default_factory=dict)
 
@@ -69,15 +67,13 @@ def start_server(log_file: Path, *options: str, model: str = "ramify-tiny") -> R
     Raises:
         AssertionError: the process has ended, or is not ready within `START_S`.
     """
-    command = [sys.executable, "-m", "ramify", "serve", model, "--port", "0", *options]
-    with log_file.open("wb") as out:
-        process = subprocess.Popen(
-            command, stdout=out, stderr=out, env=os.environ | {"NO_COLOR": "1"}
-        )
+    command = ["serve", model, "--port", "0", *options]
+    process = ForkedCommand(command, None, log_file, log_file, {"NO_COLOR": "1"})
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
         assert process.poll() is None, log_file.read_text()
-        match = re.search(r"listening on (http://\S+)", log_file.read_text())
+        log = log_file.read_text() if log_file.exists() else ""
+        match = re.search(r"listening on (http://\S+)", log)
         if match and is_ready(match[1]):
             return Running(match[1], process, log_file)
         time.sleep(0.05)

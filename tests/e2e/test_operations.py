@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import Running, start_server
+from tests.forked_command import run_command
 
 ROOT = Path(__file__).resolve().parents[2]
 MESSAGES = [{"role": "user", "content": "Where is the violin that Mara has lost in the garden?"}]
@@ -124,8 +125,7 @@ def until_logged(running: Running, words: str) -> None:
 )
 def test_a_wrong_option_is_one_line(options: tuple[str, ...]) -> None:
     """Exit code 2 and a line `error: …`, no traceback."""
-    command = [sys.executable, "-m", "ramify", "serve", "ramify-tiny", "--port", "0", *options]
-    completed = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    completed = run_command("serve", "ramify-tiny", "--port", "0", *options)
 
     assert completed.returncode == 2, completed.stderr
     assert completed.stderr.splitlines()[-1].startswith("error: ")

@@ -13,6 +13,7 @@ from hypothesis.stateful import (
 from ramify.cache import PrefixCache
 from ramify.errors import CacheError
 from ramify.kv.block_table import BlockTable, ContiguousBlockTable, PagedBlockTable
+from tests.budget import examples
 
 
 class TableMachine(RuleBasedStateMachine):
@@ -122,5 +123,6 @@ class TableMachine(RuleBasedStateMachine):
 def test_both_tables_match_a_dict() -> None:
     """Any order of allocation, growth and release, with too few rows and pages."""
     run_state_machine_as_test(
-        TableMachine, settings=settings(max_examples=60, stateful_step_count=30, deadline=None)
+        TableMachine,
+        settings=settings(max_examples=examples(60), stateful_step_count=30, deadline=None),
     )

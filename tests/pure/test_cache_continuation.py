@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from ramify.cache import CacheKey, Lease, Media, PrefixCache, Salt
 from ramify.cache.draft_lookup import MAX_SIBLINGS
 from ramify.errors import InvalidKeyError, LeaseError
+from tests.budget import examples
 
 TEXT = list(range(10, 31))  # 5 pages of 4 and a token
 
@@ -160,7 +161,7 @@ def test_a_lease_that_has_ended_is_refused() -> None:
         cache.continuation(lease, [], 4)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     texts=st.lists(st.lists(st.integers(0, 2), max_size=24), max_size=8),
     context=st.lists(st.integers(0, 2), max_size=12),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from ramify.cache import CacheEvent, PrefixCache
 from ramify.cache.key import namespace_hash
 from ramify.errors import ConfigError
+from tests.budget import examples
 from tests.pure.cache_mirror import Mirror, content
 from tests.pure.cache_traffic import Traffic
 from tests.pure.test_prefix_cache import begin, key, publish, serve
@@ -272,7 +273,7 @@ def test_what_happened_while_nobody_listened_is_a_gap(index: str, once: str) -> 
 # -- the mirror ----------------------------------------------------------------------------
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     seed=SEEDS,
     index=st.sampled_from(["radix", "hash"]),

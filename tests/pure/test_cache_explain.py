@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from ramify.cache import CacheKey, Explanation, PrefixCache
 from ramify.cache.explain import MAX_NAMESPACES, MAX_SIBLINGS
 from ramify.errors import PinError
+from tests.budget import examples
 from tests.pure.cache_traffic import Clock, Traffic
 from tests.pure.test_prefix_cache import begin, key, serve
 
@@ -340,7 +341,7 @@ def pages(prompt_key: CacheKey, page_size: int) -> list[tuple[bytes, bytes]]:
     return [(prompt_key.namespace, prompt_key.prefix(end).atoms) for end in ends]
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     seed=st.integers(0, 2**32),
     index=st.sampled_from(["radix", "hash"]),
@@ -402,7 +403,7 @@ def test_an_explanation_is_true(seed: int, index: str, page_size: int, ghost_pag
             assert ghost_pages < 1000 or next_page.page_hashes(page_size)[-1] not in stored
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(seed=st.integers(0, 2**32), index=st.sampled_from(["radix", "hash"]))
 def test_an_explanation_changes_nothing(seed: int, index: str) -> None:
     """`explain` changes no node, no eviction order, no statistic and no ghost."""

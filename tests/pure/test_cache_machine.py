@@ -20,6 +20,7 @@ from ramify.cache import CacheKey, Lease, PrefixCache
 from ramify.cache.policies import POLICIES
 from ramify.cache.prefix_cache import GHOST_POOLS
 from ramify.errors import LeaseError, OutOfPagesError, PageOwnershipError
+from tests.budget import examples
 from tests.pure.cache_model import CacheModel, Request
 
 Prompt = tuple[str, str, int]  # namespace, the contents of whole pages, tokens beyond them
@@ -329,4 +330,6 @@ def test_random_requests_break_no_invariant(page_sizes: Sequence[int]) -> None:
     """1,200 random histories over page sizes 1 to 64 agree with the model after every rule."""
     machine = type("SizedCacheMachine", (CacheMachine,), {"page_sizes": page_sizes})
 
-    run_state_machine_as_test(machine, settings=settings(max_examples=300, stateful_step_count=40))
+    run_state_machine_as_test(
+        machine, settings=settings(max_examples=examples(300), stateful_step_count=40)
+    )

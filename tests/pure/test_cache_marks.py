@@ -22,6 +22,7 @@ import ramify
 from ramify.cache import CacheKey, Media, PrefixCache, Salt, content_atoms
 from ramify.cache.content_atoms import _interned
 from ramify.errors import InvalidKeyError
+from tests.budget import examples
 from tests.pure.test_cache_media import (
     CAT,
     DOG,
@@ -214,7 +215,7 @@ def test_a_mark_dies_with_the_last_memory_of_its_page(index: str) -> None:
 @pytest.mark.usefixtures("clean")
 @INDICES
 @pytest.mark.parametrize("ghost_pages", [0, 3, 100])
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     steps=st.lists(st.tuples(prompts(), st.integers(0, 6), st.booleans()), max_size=12),
     page_size=st.integers(1, 3),

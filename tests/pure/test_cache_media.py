@@ -15,6 +15,7 @@ from ramify.cache import CacheKey, Lease, Media, PrefixCache, Salt
 from ramify.cache.content_atoms import CONTINUED
 from ramify.cache.packed import common_pages
 from ramify.errors import InvalidKeyError
+from tests.budget import examples
 
 PLACEHOLDER = 9
 CAT, DOG = Media.digest_of(b"cat"), Media.digest_of(b"dog")
@@ -113,7 +114,7 @@ def test_p45_pb24_keys_share_just_what_means_the_same(
 
 
 @INDICES
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(left=prompts(), right=prompts(), page_size=st.integers(1, 3))
 def test_ab28_a_lookup_finds_just_what_means_the_same(
     index: str, left: tuple[CacheKey, list], right: tuple[CacheKey, list], page_size: int

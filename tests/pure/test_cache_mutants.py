@@ -6,13 +6,14 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from ramify.cache import PrefixCache
 from ramify.errors import CacheError
+from tests.budget import examples
 from tests.pure.cache_mutants import MUTANTS
 from tests.pure.test_cache_machine import CacheMachine
 
 # Shrinking is for people; the same examples on every run, or a fault that is found one time in a
 # thousand would pass unseen the other times.
 QUICK = settings(
-    max_examples=300,
+    max_examples=examples(300),
     stateful_step_count=40,
     phases=[Phase.generate],
     derandomize=True,

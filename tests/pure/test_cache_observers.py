@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.cache import Evicted, Pages, PrefixCache
+from tests.budget import examples
 from tests.pure.cache_mirror import Mirror, content
 from tests.pure.cache_traffic import Traffic
 from tests.pure.test_prefix_cache import drained, key, serve
@@ -37,7 +38,7 @@ def test_an_observer_is_told_what_is_free_and_why() -> None:
     ]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(seed=st.integers(0, 2**32), index=st.sampled_from(["radix", "hash"]))
 def test_observers_are_told_exactly_what_was_evicted(seed: int, index: str) -> None:
     """Over random traffic, observers see as many pages as `stats` counts, free at that moment."""

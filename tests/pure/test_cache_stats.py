@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from ramify.cache import CacheKey, CacheStats, Histogram, PrefixCache
 from ramify.cache.counters import RECENT_LOOKUPS, log2_bucket
 from ramify.cache.types import NUM_BUCKETS
+from tests.budget import examples
 from tests.pure.cache_traffic import Clock, Traffic
 from tests.pure.test_prefix_cache import begin, key, publish, serve
 
@@ -101,7 +102,7 @@ def vars_of(stats: CacheStats) -> dict[str, object]:
     return {name: getattr(stats, name) for name in CacheStats.__slots__}
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     seed=st.integers(0, 2**32),
     index=st.sampled_from(["radix", "hash"]),
@@ -142,7 +143,7 @@ def test_the_ideal_rate_is_that_of_an_infinite_cache(
 # -- pages ---------------------------------------------------------------------------------
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(seed=st.integers(0, 2**32), index=st.sampled_from(["radix", "hash"]))
 def test_every_page_is_counted_once(seed: int, index: str) -> None:
     """Free, private and cached pages add up to the pool; evictions and histograms agree."""

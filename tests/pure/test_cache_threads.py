@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ramify.cache import CacheKey, PrefixCache
 from ramify.cache.inspection import count_pages
 from ramify.errors import ConcurrentCallError
+from tests.budget import examples
 from tests.pure.threads import Pause, joined
 
 KEY = CacheKey([1, 2, 3, 4, 5])
@@ -56,7 +57,7 @@ OTHERS: dict[str, Callable[[PrefixCache], object]] = {
 }
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     line=st.integers(1, 260),
     other=st.sampled_from(sorted(OTHERS)),

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from ramify.cache import CacheKey, PrefixCache, RadixTree
 from ramify.cache.packed import MIN_VIEW_BYTES, piece
+from tests.budget import examples
 from tests.pure.cache_traffic import Traffic
 
 LONG = 1024  # tokens in a page: a single one is long enough for a view
@@ -52,7 +53,7 @@ def test_a_view_is_most_of_what_it_keeps_alive(length: int, left: int, right: in
             assert cut is atoms or 4 * len(cut) < max(3 * length * unit, 4 * MIN_VIEW_BYTES)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.integers(0, 2**32), st.sampled_from([None, 6, 0]))
 def test_prompts_of_long_pages_break_no_invariant(seed: int, ghost_pages: int | None) -> None:
     """Random traffic on long pages keeps the invariants when any edge may be a view."""

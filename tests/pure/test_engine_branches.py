@@ -12,6 +12,7 @@ from ramify.engine.request import Request
 from ramify.engine.speculation.drafter import accepts_drafts, max_drafts
 from ramify.outputs import FinishReason
 from ramify.testing import fake_next_token
+from tests.budget import examples
 from tests.pure.engine_bench import VOCAB, Bench, expected
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
@@ -112,7 +113,7 @@ def test_all_answers_fail_with_a_prompt_that_does() -> None:
     bench.assert_nothing_leaked()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     page_size=st.sampled_from([1, 2, 4, 16]),
     share=st.sampled_from([0.0, 0.6, 1.0]),

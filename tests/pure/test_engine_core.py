@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from ramify.engine.request import RECOMPUTED_FOR_LOGPROBS
 from ramify.errors import StepFailedError
 from ramify.outputs import FinishReason
+from tests.budget import examples
 from tests.pure.engine_bench import Bench, expected
 
 # -- random workloads ------------------------------------------------------------------------
@@ -30,7 +31,7 @@ JOBS = st.tuples(
 )
 
 
-@settings(max_examples=250)
+@settings(max_examples=examples(250))
 @given(
     jobs=st.lists(JOBS, min_size=1, max_size=9),
     page_size=st.sampled_from([1, 2, 3, 4, 8]),
@@ -100,7 +101,7 @@ def test_answers_are_those_of_an_engine_without_cache(
     bench.assert_nothing_leaked()
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     heads=st.lists(st.sampled_from(PREFIXES), min_size=2, max_size=8),
     budget=st.integers(1, 40),

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from ramify.cache import RadixTree
 from ramify.cache.eviction_queue import EvictionQueue
 from ramify.cache.policies import Ordered
+from tests.budget import examples
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6), st.integers(0, 2)), max_size=200))
 def test_the_queue_is_a_sorted_list(steps: list[tuple[int, int, int]]) -> None:
     """Offers at both ends and in between, removals anywhere: the first is always a least one."""

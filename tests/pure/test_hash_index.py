@@ -14,6 +14,7 @@ from ramify.cache import CacheKey, Lease, PrefixCache
 from ramify.cache.hash_index import HashIndex
 from ramify.cache.key import chain_hashes
 from ramify.errors import OutOfPagesError
+from tests.budget import examples
 
 Chain = Callable[[bytes, bytes, int], bytes]
 
@@ -104,7 +105,7 @@ def test_colliding_pages_are_removed_in_every_order(order: tuple[str, ...]) -> N
 
 
 @pytest.mark.parametrize("chain", [one_byte, constant, chain_hashes])
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     steps=st.lists(
         st.tuples(st.text("ab", max_size=10), st.integers(0, 5)), min_size=1, max_size=25
@@ -277,7 +278,7 @@ def test_a11_the_tail_of_a_prompt_is_freed_before_its_head() -> None:
 # -- beside the radix tree -----------------------------------------------------------------
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     steps=st.lists(
         st.tuples(st.text("ab", max_size=12), st.integers(0, 4)), min_size=1, max_size=30

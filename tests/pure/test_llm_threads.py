@@ -18,6 +18,7 @@ from ramify.errors import ConcurrentCallError, RamifyError, UnknownRequestError
 from ramify.outputs import RequestOutput
 from ramify.params import SamplingParams
 from ramify.testing import FakeExecutor
+from tests.budget import examples
 from tests.pure.engine_bench import Bench, expected
 from tests.pure.threads import Pause, joined
 
@@ -350,7 +351,7 @@ OPERATIONS = {
 PROGRAMS = st.lists(st.sampled_from(sorted(OPERATIONS)), min_size=1, max_size=6)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(programs=st.lists(PROGRAMS, min_size=2, max_size=3))
 def test_whatever_threads_do_together_is_right_or_refused(programs: list[list[str]]) -> None:
     """Calls of several threads give right answers or are refused; the engine is never repaired."""

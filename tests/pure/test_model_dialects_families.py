@@ -18,6 +18,7 @@ from ramify.server.model_dialects.events import (
     ReasoningDelta,
     TextDelta,
 )
+from tests.budget import examples
 from tests.pure.drawn_answers import answers
 from tests.pure.model_answers import FAMILIES, SCHEMAS, Family, ModelAnswer
 
@@ -57,7 +58,7 @@ def meaning(answer: ModelAnswer) -> list[Part]:
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(data=st.data(), cuts=st.lists(st.integers(0, 2000), max_size=30))
 def test_an_answer_is_parsed_as_meant(family: Family, data: st.DataObject, cuts: list[int]) -> None:
     """Reasoning, text, names and arguments are those that the answer was written from."""

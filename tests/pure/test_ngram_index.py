@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.engine.speculation.ngram import MAX_CANDIDATES, MAX_COMPARED, NgramIndex
+from tests.budget import examples
 
 
 def of(text: list[int]) -> NgramIndex:
@@ -52,7 +53,7 @@ def test_the_longest_suffix_that_occurred_before_is_continued(
     assert of(text).propose(0) == ()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(text=st.lists(st.integers(0, 3), max_size=30), cuts=st.lists(st.integers(1, 4), max_size=30))
 def test_however_a_text_grows_the_draft_is_that_of_a_scan(text: list[int], cuts: list[int]) -> None:
     """By one token or several, with or without a draft in between."""

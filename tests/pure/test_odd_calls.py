@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from ramify.server.model_dialects import named
 from ramify.server.model_dialects.events import CallStart
 from ramify.server.model_dialects.value_types import argument_names, argument_types
+from tests.budget import examples
 from tests.pure.test_model_dialects import summary
 
 CALL = ("call", "add", '{"a": 1}', "complete")
@@ -161,7 +162,7 @@ TWO = {"properties": {"a": {"type": "string"}, "b": {"type": "string"}}}
         ),
     ],
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(cuts=st.lists(st.integers(0, 200), max_size=6))
 def test_a_forgotten_end_of_a_value(
     family: str, text: str, arguments: str, cuts: list[int]
@@ -218,7 +219,7 @@ def test_a_forgotten_end_of_a_value(
         ),
     ],
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(cuts=st.lists(st.integers(0, 200), max_size=6))
 def test_calls_in_other_forms(
     family: str, text: str, expected: list[tuple[str, ...]], cuts: list[int]

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ramify.cache import PageLedger
 from ramify.errors import InvariantError, OutOfPagesError, PageOwnershipError
+from tests.budget import examples
 
 Call = Callable[[PageLedger, bytes], None]
 
@@ -398,5 +399,5 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.check([page for page, owner in self.owner.items() if owner == "tree"])
 
 
-LedgerMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=30)
+LedgerMachine.TestCase.settings = settings(max_examples=examples(300), stateful_step_count=30)
 TestLedgerMachine = LedgerMachine.TestCase

@@ -17,6 +17,7 @@ from hypothesis.stateful import (
 
 from ramify.cache import Pin, PrefixCache
 from ramify.errors import PinError
+from tests.budget import examples
 from tests.pure.cache_traffic import Clock
 from tests.pure.test_prefix_cache import key, publish, state
 
@@ -154,5 +155,5 @@ class PinMachine(RuleBasedStateMachine):
 def test_pins_are_what_the_model_says() -> None:
     """Prompts, pins, refreshes, expiry and evictions in any order agree with the model."""
     run_state_machine_as_test(
-        PinMachine, settings=settings(max_examples=60, stateful_step_count=30)
+        PinMachine, settings=settings(max_examples=examples(60), stateful_step_count=30)
     )

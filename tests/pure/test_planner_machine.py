@@ -24,6 +24,7 @@ from ramify.errors import OutOfPagesError
 from ramify.kv.block_table import PagedBlockTable
 from ramify.params import SamplingParams
 from ramify.testing import FakeExecutor, fake_next_token
+from tests.budget import examples
 
 VOCAB, MAX_LIVE, MAX_TOKENS = 40, 6, 60
 STEMS = ("", "a", "aaa", "aaa", "aaaaa", "ab", "b")
@@ -340,5 +341,5 @@ class PlannerMachine(RuleBasedStateMachine):
 def test_no_order_of_calls_gives_a_wrong_answer_or_loses_a_page() -> None:
     """Plan, commit, abandon, append, release and evict in random order; see the invariants."""
     run_state_machine_as_test(
-        PlannerMachine, settings=settings(max_examples=400, stateful_step_count=50)
+        PlannerMachine, settings=settings(max_examples=examples(400), stateful_step_count=50)
     )

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.cache import POLICIES, CacheKey, Node, PrefixCache
+from tests.budget import examples
 from tests.pure.cache_traffic import Clock, Traffic
 from tests.pure.test_prefix_cache import begin, drained, key, publish, serve
 
@@ -73,7 +74,7 @@ def test_output_goes_before_the_prompt_it_belongs_to(policy: str, index: str) ->
 
 @EVERY
 @INDICES
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(seed=st.integers(0, 2**32))
 def test_no_policy_breaks_the_cache(policy: str, index: str, seed: int) -> None:
     """Random traffic keeps the invariants after every step, and all pages return in the end."""

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from ramify.cache import CacheKey, PrefixCache
 from ramify.cache.adaptive_policy import NUM_CLASSES, HitDensityPolicy
 from ramify.errors import OutOfPagesError
+from tests.budget import examples
 from tests.pure.cache_traffic import Traffic
 
 Trace = list[CacheKey]
@@ -94,7 +95,7 @@ def test_auto_is_nowhere_worse_than_lru(num_pages: int) -> None:
     assert max(lost) < 0.005, lost
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     seed=st.integers(0, 2**32),
     index=st.sampled_from(["radix", "hash"]),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from ramify.errors import OverloadedError, TokensWaitError
 from ramify.params import SamplingParams
+from tests.budget import examples
 from tests.pure.engine_bench import Bench, expected
 
 WAIT_STEPS = 4
@@ -210,7 +211,7 @@ def check_counts(bench: Bench) -> None:
     assert lifecycle.num_live == Counter(request.tenant for request in live)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     jobs=JOBS,
     wait_steps=st.sampled_from([0, 1, 3]),

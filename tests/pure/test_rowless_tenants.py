@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from ramify.engine.request import Request
 from ramify.engine.scheduling.waiting_queue import WaitingQueue
+from tests.budget import examples
 from tests.pure.engine_bench import Bench
 
 ACTIONS = st.sampled_from(["add", "admit", "admit and undo", "remove", "free", "tick", "ask"])
@@ -27,7 +28,7 @@ class Model:
         return min(rowless)[1] if rowless else None
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     st.lists(
         st.tuples(ACTIONS, st.sampled_from("abc"), st.integers(0, 7), st.integers(0, 5)),

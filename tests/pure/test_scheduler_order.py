@@ -19,6 +19,7 @@ from ramify.engine.scheduling.waiting_queue import (
 )
 from ramify.errors import ConfigError, OverloadedError, PromptTooLongError
 from ramify.params import SamplingParams
+from tests.budget import examples
 from tests.pure.engine_bench import Bench, expected
 
 
@@ -340,7 +341,7 @@ def test_tenants_are_served_the_same_number_of_tokens() -> None:
     bench.run()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.lists(
         st.tuples(st.sampled_from("abcd"), st.integers(0, 50), st.sampled_from(["add", "take"])),

@@ -6,6 +6,7 @@ from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 
 from ramify.attention.planner import RadixSequence
 from ramify.errors import OutOfPagesError
+from tests.budget import examples
 from tests.pure.test_planner_machine import MAX_LIVE, MAX_TOKENS, PlannerMachine
 from tests.pure.test_sequence_life import copy_pages
 
@@ -93,5 +94,5 @@ class LifeMachine(PlannerMachine):
 def test_forks_and_rollbacks_give_no_wrong_answer_and_lose_no_page() -> None:
     """Between plans, commits, evictions and failures, in random order."""
     run_state_machine_as_test(
-        LifeMachine, settings=settings(max_examples=80, stateful_step_count=40)
+        LifeMachine, settings=settings(max_examples=examples(80), stateful_step_count=40)
     )

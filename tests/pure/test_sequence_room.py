@@ -8,6 +8,7 @@ from ramify.attention.planner import RadixAttentionPlanner, RadixSequence
 from ramify.cache import PrefixCache
 from ramify.errors import CacheError, OutOfPagesError
 from ramify.kv.block_table import PagedBlockTable
+from tests.budget import examples
 from tests.pure.cache_traffic import Clock
 from tests.pure.planner_bench import Bench, sequence_of
 from tests.pure.test_prefix_cache import key, serve, state
@@ -25,7 +26,7 @@ def can_run(bench: Bench, *batch: RadixSequence) -> bool:
 # -- planner -------------------------------------------------------------------------------
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     page_size=st.integers(1, 4),
     num_pages=st.integers(2, 14),
@@ -64,7 +65,7 @@ def prompt(page_size: int, stem: str, tail: int) -> list[int]:
     return [ord(letter) for letter in stem for _ in range(page_size)] + list(range(1, 1 + tail))
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     page_size=st.integers(1, 3),
     num_pages=st.integers(1, 12),
@@ -192,7 +193,7 @@ def test_can_reserve_is_what_reserve_does(num_pinned: int) -> None:
     cache.release(lease)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     num_pages=st.integers(1, 10),
     served=st.lists(st.sampled_from(["ab", "abcd", "abcdef", "abxy", "uv"]), max_size=4),

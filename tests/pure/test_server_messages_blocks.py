@@ -14,6 +14,7 @@ from ramify.server.anthropic.history import render_turns
 from ramify.server.anthropic.protocol import InputMessage
 from ramify.server.prompts.content_placeholders import PLACEHOLDER_NOUNS
 from ramify.server.prompts.role_order import joined
+from tests.budget import examples
 from tests.pure.server_bench import TOOL_TEMPLATE, ServerBench
 
 pytest.importorskip("starlette")
@@ -355,7 +356,7 @@ def runner(request: Any) -> Iterator[tuple[asyncio.Runner, ServerBench]]:
         loop.run(running.__aexit__(None, None, None))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(messages=MESSAGES)
 def test_no_list_of_blocks_is_a_server_error(
     runner: tuple[asyncio.Runner, ServerBench], messages: list[dict[str, Any]]

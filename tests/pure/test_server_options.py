@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.engine.text.tokenizer import Tokenizer
+from tests.budget import examples
 from tests.pure.server_bench import TINY, Answer, ServerBench, ask, chat, run
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -159,7 +160,7 @@ def test_an_overlong_prompt_is_truncated_to_leave_room() -> None:
     assert answer["usage"]["prompt_tokens"] == 2048 - 8
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     st.lists(st.sampled_from(["Hi", " x ", "", "<|end|>", "é\n"]), min_size=1, max_size=4),
     st.sampled_from([{}, {"add_generation_prompt": False}, {"continue_final_message": True}]),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from ramify.server.http.request_body import decode_body
 from ramify.server.openai.protocol import ChatRequest, CompletionRequest, TokenizeRequest
+from tests.budget import examples
 from tests.pure.server_bench import ask, chat
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -89,7 +90,7 @@ def test_every_option_may_be_null(kind: type, name: str) -> None:
     decode_body(json.dumps(required | {name: None}).encode(), kind)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.dictionaries(
         st.sampled_from(

@@ -12,6 +12,7 @@ from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import ChatTemplateError
 from ramify.server.prompts.answer_opening import PREFILL_END
 from ramify.server.prompts.renderer import PromptRenderer
+from tests.budget import examples
 from tests.pure.server_bench import TINY
 
 LOOP = "{% for message in messages %}"
@@ -47,7 +48,7 @@ def renderers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PromptRende
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(prefill=PREFILLS)
 def test_the_prompt_ends_with_exactly_the_prefill(
     renderers: dict[str, PromptRenderer], template: str, prefill: str

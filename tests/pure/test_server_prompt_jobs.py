@@ -19,6 +19,7 @@ from ramify.server.http.body_budget import BodyBudget, BodyReservation
 from ramify.server.prompts.jobs import AbandonedError, FairQueue, PromptWorkers, stop_if_abandoned
 from ramify.server.prompts.prompt_parts import PromptPart, locate_parts
 from ramify.server.tenants import ApiKeys, Caller, Quota, hash_key
+from tests.budget import examples
 from tests.pure.server_bench import TINY, Answer, ServerBench, chat, run
 
 TENANTS = ("ann", "bob", "cat")
@@ -100,7 +101,9 @@ class QueueMachine(RuleBasedStateMachine):
 
 
 TestQueueMachine = QueueMachine.TestCase
-TestQueueMachine.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestQueueMachine.settings = settings(
+    max_examples=examples(60), stateful_step_count=60, deadline=None
+)
 
 
 def test_a_tenant_that_was_away_does_not_hold_up_the_others() -> None:

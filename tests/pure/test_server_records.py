@@ -16,6 +16,7 @@ from ramify.server.history.request_history import (
     first_difference,
 )
 from ramify.server.prompts.renderer import PromptSegment, RenderedPrompt
+from tests.budget import examples
 
 IDS = array("i", range(100))
 SEGMENTS = (
@@ -152,7 +153,7 @@ def test_a_record_has_no_text() -> None:
 PUT = st.tuples(st.sampled_from("abc"), st.integers(0, 6), st.integers(0, 60))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(PUT, max_size=60), st.integers(20, 100), st.integers(10, 60), st.integers(1, 12))
 def test_the_largest_tenant_gives_way(
     puts: list[tuple[str, int, int]], max_cost: int, max_tenant_cost: int, max_entries: int

@@ -8,6 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ramify.outputs import FinishReason
+from tests.budget import examples
 from tests.pure.engine_bench import Bench, expected
 from tests.pure.test_engine_branches import Guesser
 
@@ -116,7 +117,7 @@ def test_namespaces_do_not_follow_one_another() -> None:
     assert 2 * 200 <= bench.device.num_computed_tokens <= 2 * 200 + 2 * 4
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.data())
 def test_under_any_arrivals_and_aborts_a_document_costs_itself_once(data: st.DataObject) -> None:
     """Questions about two documents in a pool that holds all: each page is computed once.
@@ -176,7 +177,7 @@ JOBS = st.tuples(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     jobs=st.lists(JOBS, min_size=1, max_size=10),
     page_size=st.sampled_from([1, 3, 4]),

@@ -11,6 +11,7 @@ from ramify.engine.request import Request
 from ramify.engine.speculation.drafter import AdaptiveDrafter
 from ramify.outputs import FinishReason
 from ramify.testing import fake_next_token
+from tests.budget import examples
 from tests.pure.engine_bench import Bench
 
 STEMS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7], [2, 7, 1, 8, 2, 8], [1]]
@@ -125,7 +126,9 @@ class Guessing(RuleBasedStateMachine):
         self.bench.assert_nothing_leaked()
 
 
-Guessing.TestCase.settings = settings(max_examples=20, stateful_step_count=15, deadline=None)
+Guessing.TestCase.settings = settings(
+    max_examples=examples(20), stateful_step_count=15, deadline=None
+)
 TestGuessing = Guessing.TestCase
 
 

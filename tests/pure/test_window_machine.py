@@ -4,6 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 
+from tests.budget import examples
 from tests.pure.test_planner_machine import MASKS, TURNS
 from tests.pure.test_sequence_machine import LifeMachine
 
@@ -45,5 +46,5 @@ class WindowMachine(LifeMachine):
 def test_released_pages_are_never_read_and_never_lost() -> None:
     """Chunks, decodes, forks, rollbacks and failures while pages before the windows are freed."""
     run_state_machine_as_test(
-        WindowMachine, settings=settings(max_examples=200, stateful_step_count=40)
+        WindowMachine, settings=settings(max_examples=examples(200), stateful_step_count=40)
     )

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from ramify.analysis.providers import CacheModel, load_rules, prompts_of
 from ramify.analysis.records import HashedPrompt, LoggedRequest
+from tests.budget import examples
 from tests.pure.analysis.replay_prompts import Block, corpus_of, predict, request_of, tokens
 
 MINUTE = 60.0
@@ -104,7 +105,7 @@ def direct_grid(
 
 
 @given(token_logs(), st.sampled_from([("sglang", 1, 1), ("vllm", 16, 1)]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_grid_equals_a_dictionary_of_all_prefixes(
     log: list[tuple[tuple[int, ...], float, float]], engine: tuple[str, int, int]
 ) -> None:
@@ -121,7 +122,7 @@ def test_grid_equals_a_dictionary_of_all_prefixes(
 
 
 @given(token_logs(), st.sampled_from([1, 16]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_grid_with_a_lifetime_equals_a_dictionary(
     tmp_path_factory: pytest.TempPathFactory,
     log: list[tuple[tuple[int, ...], float, float]],

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from ramify.analysis.log_files import read_log
 from ramify.analysis.reader import LogFormat, ReadQuality
 from ramify.analysis.readers import FORMATS
+from tests.budget import examples
 from tests.pure.analysis.log_rows import mutate
 from tests.pure.analysis.planted_formats import FORMATS as PLANTED
 from tests.pure.analysis.planted_formats import planted_log, write_log
@@ -57,7 +58,7 @@ def format_of(value: Any) -> LogFormat | None:
 
 
 @pytest.mark.parametrize("name", [*BY_HAND, *PLANTED])
-@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(50), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_mutated_rows_are_read_or_bad(
     name: str, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
@@ -83,7 +84,7 @@ def test_mutated_rows_are_read_or_bad(
         assert all(1 <= request.line <= len(rows) for request in requests)
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.sampled_from([*BY_HAND]), data=st.data())
 @example(name="mooncake", data=None)
 def test_a_file_that_is_cut_anywhere_is_read_up_to_the_cut(

@@ -18,6 +18,7 @@ from ramify.analysis.readers.gateways.langsmith import LANGSMITH
 from ramify.analysis.readers.gateways.litellm import LITELLM
 from ramify.analysis.readers.otel.otlp_rows import OTEL
 from ramify.analysis.records import LoggedRequest, VendorVerdict
+from tests.budget import examples
 from tests.pure.analysis.gateway_rows import (
     END_S,
     FIRST_S,
@@ -108,7 +109,7 @@ def run_of(body: dict[str, Any], inputs: dict[str, Any], **changes: Any) -> dict
     return fields | changes
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(chat_bodies())
 def test_every_format_gives_the_segments_of_the_chat_body(body: dict[str, Any]) -> None:
     """Paths, texts, forms and labels are those of the body, whatever is wrapped around it."""
@@ -138,7 +139,7 @@ def test_every_format_gives_the_segments_of_the_chat_body(body: dict[str, Any]) 
         assert request.has_full_text, form.name
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(anthropic_bodies())
 def test_formats_with_bodies_give_the_segments_of_a_messages_body(body: dict[str, Any]) -> None:
     """Blocks, thinking, tool use and system prompts keep their places."""

@@ -17,6 +17,7 @@ from ramify.analysis.readers.gateways.langfuse import LANGFUSE
 from ramify.analysis.readers.gateways.langsmith import LANGSMITH
 from ramify.analysis.readers.gateways.litellm import LITELLM
 from ramify.analysis.readers.otel.otlp_rows import OTEL
+from tests.budget import examples
 from tests.pure.analysis.gateway_rows import (
     anthropic_response,
     chat_response,
@@ -117,7 +118,7 @@ def damage(row: Any, rng: random.Random) -> Any:
 
 
 @pytest.mark.parametrize("number", range(len(ROWS)))
-@settings(max_examples=120)
+@settings(max_examples=examples(120))
 @given(st.integers(0, 2**32))
 def test_damaged_rows_are_read_or_bad(number: int, seed: int) -> None:
     """Whatever is in the place of a value, a row gives requests, is skipped, or is a bad line."""

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from ramify.analysis.readers.bodies.request_bodies import parse_bodies
 from ramify.analysis.readers.otel.otlp_rows import OTEL
 from ramify.analysis.records import LoggedRequest, Segment, TextForm
+from tests.budget import examples
 from tests.pure.analysis.gateway_rows import (
     END_S,
     START_S,
@@ -47,7 +48,7 @@ def without_calls(segments: tuple[Segment, ...]) -> list[Segment]:
     return [item for item in segments if '"type":"tool_' not in item.text]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(anthropic_bodies())
 def test_structured_and_text_messages_are_the_messages_that_were_sent(body: dict[str, Any]) -> None:
     """Text, thinking, images, results, system and tools are the segments of the body itself."""
@@ -62,7 +63,7 @@ def test_structured_and_text_messages_are_the_messages_that_were_sent(body: dict
     assert [item.path for item in text.segments] == [item.path for item in expected]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(chat_bodies())
 def test_openllmetry_keys_are_a_chat_body(body: dict[str, Any]) -> None:
     """`gen_ai.prompt.N.*` and `llm.request.functions.N.*` give the body's messages and tools."""
@@ -90,7 +91,7 @@ def test_openllmetry_keys_are_a_chat_body(body: dict[str, Any]) -> None:
     assert request.segments == parse_bodies(body)[0].segments
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(chat_bodies())
 def test_openinference_keys_are_a_chat_body(body: dict[str, Any]) -> None:
     """`llm.input_messages.N.*` and `llm.tools.N.*` give the body's messages, tools and settings."""
@@ -132,7 +133,7 @@ def test_openinference_keys_are_a_chat_body(body: dict[str, Any]) -> None:
     assert request.conversation == "session-1"
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(chat_bodies())
 def test_events_of_single_messages_are_a_chat_body(body: dict[str, Any]) -> None:
     """A log record for each message is joined with its span by trace and span id."""

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 
 from ramify.analysis.readers.bodies.request_bodies import parse_bodies
 from ramify.analysis.readers.gateways.gateway_csv import GATEWAY
+from tests.budget import examples
 from tests.pure.analysis.gateway_rows import (
     END_S,
     FIRST_S,
@@ -37,7 +38,7 @@ def table_row(body: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return fields | changes
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(chat_bodies())
 def test_bodies_in_columns_keep_their_segments(body: dict[str, Any]) -> None:
     """The body's segments come through one, two and three levels of text."""

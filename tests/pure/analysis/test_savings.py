@@ -16,6 +16,7 @@ from ramify.analysis.providers import CacheModel, ReplayPrompt, in_start_order, 
 from ramify.analysis.records import LoggedRequest
 from ramify.analysis.savings import AppliedFix, measure_savings
 from ramify.analysis.verdicts import CauseName, Saving
+from tests.budget import examples
 from tests.pure.analysis.replay_prompts import Block, corpus_of, request_of, segment_of, tokens
 
 
@@ -303,7 +304,7 @@ def varied_logs(draw: st.DrawFn) -> list[LoggedRequest]:
 
 
 @given(varied_logs(), st.sampled_from(["anthropic", "vllm", "sglang", "deepseek"]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_a_partial_replay_equals_a_replay_of_all(log: list[LoggedRequest], provider: str) -> None:
     """Parts that share no prefix with a change are left out, and the saving is the same."""
     clean = {"system[0]": Block((77,) * 24, kind="system")}

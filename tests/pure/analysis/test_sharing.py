@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from ramify.analysis import RequestPrefixMatcher, RequestTree
 from ramify.analysis.sharing.finite_cache import PrefillCost
 from ramify.errors import ConfigError, InvalidKeyError
+from tests.budget import examples
 
 TOKENS = st.lists(st.integers(0, 2), max_size=8).map(tuple)
 IDS = st.integers(0, 6)
@@ -116,7 +117,7 @@ class TreeMachine(RuleBasedStateMachine):
 
 
 TestTree = TreeMachine.TestCase
-TestTree.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestTree.settings = settings(max_examples=examples(60), stateful_step_count=25, deadline=None)
 
 
 def test_eb10_ids_share_the_longest_length() -> None:

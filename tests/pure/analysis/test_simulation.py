@@ -24,6 +24,7 @@ from ramify.analysis.simulation.run import SimulationOptions, simulate_trace
 from ramify.analysis.simulation.sources import TraceSource, page_trace
 from ramify.cache import POLICIES
 from ramify.errors import ConfigError, LogError
+from tests.budget import examples
 from tests.pure.analysis.simulated_traces import (
     BLOCK,
     MOONCAKE,
@@ -89,7 +90,7 @@ def _starts(path: Path_, blocks_per_page: int) -> range:
     return range(0, len(path) // blocks_per_page * blocks_per_page, blocks_per_page)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.lists(st.lists(st.integers(0, 1), max_size=3).map(tuple), min_size=1, max_size=6),
     st.integers(1, 4),

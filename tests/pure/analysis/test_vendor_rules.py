@@ -14,6 +14,7 @@ from ramify.analysis.providers import CacheModel, load_rules, prompts_of
 from ramify.analysis.reader import Row
 from ramify.analysis.readers.bodies.request_bodies import logged_request, parse_bodies
 from ramify.analysis.records import SegmentKind
+from tests.budget import examples
 from tests.pure.analysis import planted_prompts as prompts
 from tests.pure.analysis.planted_bodies import Body, anthropic_body, chat_body
 from tests.pure.analysis.planted_prompts import Message, Part, Prompt
@@ -97,7 +98,7 @@ def body_of(provider: str, prompt: Prompt, step: Step) -> Body:
 
 @pytest.mark.parametrize(("provider", "model"), list(ORACLES))
 @given(seed=st.integers(0, 10**6), steps=st.lists(STEPS, min_size=2, max_size=16))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_predictions_equal_the_second_implementation(
     provider: str, model: str, seed: int, steps: list[Step]
 ) -> None:
