@@ -16,6 +16,7 @@ from ramify.engine.cache_admin.view import AsyncCacheView
 from ramify.engine.cache_admin.warmup import WARM_PARAMS, WarmPrompt
 from ramify.engine.context import EngineStats
 from ramify.engine.core import EngineCore
+from ramify.engine.request_options import RequestOptions
 from ramify.engine.serving.engine_thread import EngineThread, Health
 from ramify.engine.serving.streams import LoopDispatcher, OutputCollector, Stream
 from ramify.engine.sessions.session import AsyncSession, SessionOptions, open_transcript
@@ -140,20 +141,17 @@ class AsyncLLM:
                 leave no room for a request of `max_model_len`. None: only the budget of all pins
                 counts.
         """
-        encode_prompt = partial(encode, prompt, self.tokenizer)
-        is_long = isinstance(prompt, str) and len(prompt) > LONG_TEXT
-        options = {
-            "prompt": prompt if isinstance(prompt, str) else None,
-            "priority": priority,
-            "tenant": tenant,
-            "salt": salt,
-            "max_shared": max_shared,
-            "explain": explain,
-            "retention": retention,
-            "cache_share": cache_share,
-            "pin_share": pin_share,
-        }
-        return self._stream(encode_prompt, params, options, in_thread=is_long)
+        options = RequestOptions(
+            priority=priority,
+            tenant=tenant,
+            salt=salt,
+            max_shared=max_shared,
+            explain=explain,
+            retention=retention,
+            cache_share=cache_share,
+            pin_share=pin_share,
+        )
+        return self._stream_prompt(prompt, params, options)
 
     def stream_chat(
         self,
@@ -167,7 +165,7 @@ class AsyncLLM:
     ) -> Stream:
         """`stream` of a conversation, rendered by the model's chat template."""
         encode_prompt = partial(encode_chat, messages, self.tokenizer, **template_options)
-        options = {"priority": priority, "tenant": tenant, "salt": salt}
+        options = RequestOptions(priority=priority, tenant=tenant, salt=salt)
         return self._stream(encode_prompt, params, options, in_thread=True)
 
     async def generate(
@@ -203,12 +201,26 @@ class AsyncLLM:
         )
         return await stream.whole()
 
+    def _stream_prompt(
+        self, prompt: Prompt, params: SamplingParams | None, options: RequestOptions
+    ) -> Stream:
+        """A stream of a text or token ids; for an `AsyncSession` too."""
+        text = prompt if isinstance(prompt, str) else None
+        return self._stream(
+            partial(encode, prompt, self.tokenizer),
+            params,
+            options,
+            text=text,
+            in_thread=text is not None and len(text) > LONG_TEXT,
+        )
+
     def _stream(
         self,
         encode_prompt: Callable[[], Sequence[int]],
         params: SamplingParams | None,
-        options: dict[str, Any],
+        options: RequestOptions,
         *,
+        text: str | None = None,
         in_thread: bool,
     ) -> Stream:
         """A stream that encodes its prompt, in another thread if `in_thread`, and submits it."""
@@ -217,10 +229,10 @@ class AsyncLLM:
         async def submit(final_only: bool) -> OutputCollector:
             ids = await asyncio.to_thread(encode_prompt) if in_thread else encode_prompt()
             if isinstance(chosen, SamplingParams) and chosen.structured is not None:
-                tenant = str(options["tenant"])
+                tenant = str(options.tenant)
                 await asyncio.to_thread(self.compile_grammar, chosen, tenant)  # may take a second
             collector = OutputCollector(self._dispatcher(), final_only=final_only)
-            self._engine_thread.submit(collector, ids, chosen, **options)
+            self._engine_thread.submit(collector, ids, chosen, options, prompt=text)
             return collector
 
         return Stream(submit, self._engine_thread.abort)
@@ -260,7 +272,8 @@ class AsyncLLM:
         Arguments and errors are those of `LLM.session`; without `ttl_s` a pin lasts until `aclose`.
         """
         transcript = open_transcript(self.tokenizer, begin, messages, system, template_options)
-        return AsyncSession(self, transcript, SessionOptions(priority, tenant, salt, pin, ttl_s))
+        options = RequestOptions(priority=priority, tenant=tenant, salt=salt)
+        return AsyncSession(self, transcript, SessionOptions(options, pin, ttl_s))
 
     async def _warm(self, prompts: Sequence[WarmPrompt]) -> list[RequestOutput | Exception]:
         num_permits, max_tokens = self.config.max_num_seqs, self.config.max_waiting_tokens
@@ -270,7 +283,7 @@ class AsyncLLM:
 
         async def compute(prompt: WarmPrompt) -> RequestOutput | Exception:
             ids = partial(prompt.ids, self.tokenizer)
-            options = {"priority": -1, "tenant": prompt.tenant, "salt": prompt.salt}
+            options = RequestOptions(priority=-1, tenant=prompt.tenant, salt=prompt.salt)
             async with permits:
                 try:
                     return await self._stream(ids, WARM_PARAMS, options, in_thread=True).whole()

@@ -1,68 +1,20 @@
-"""Cache options of a request: explanation of a miss, pins, the tenant's share of the pages."""
+"""Serve cache options of a request: pins, and the tenant's share of the pages."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from itertools import accumulate
 
 from ramify.cache import CacheKey, Node, PrefixCache
 from ramify.cache.inspection import count_pages
 from ramify.cache.packed import ATOM_BYTES
-from ramify.cache.pins import validate_ttl
 from ramify.engine.prefix_namespaces import owner_of_node
-from ramify.errors import ConfigError, InvalidParamsError, PinError
+from ramify.engine.request_options import RequestOptions
+from ramify.errors import PinError
 
-MAX_RETENTION = 64  # prefixes that one request may ask to pin
 # A pin keeps its key, 4 bytes a token, also where all of its pages are under a longer pin.
 MAX_TENANT_PINS = 512
 MAX_NESTED_PINS = 8  # of a tenant inside the prefix of another of its pins
-
-
-@dataclass(frozen=True, slots=True)
-class CacheOptions:
-    """Options of a request that the cache serves; `AsyncLLM.stream` describes them."""
-
-    explain: bool = False
-    retention: tuple[tuple[int, float | None], ...] = ()  # (tokens of a prefix, seconds)
-    cache_share: float | None = None
-    pin_share: float | None = None
-
-    @classmethod
-    def of(
-        cls,
-        *,
-        explain: bool,
-        retention: Sequence[tuple[int, float | None]],
-        cache_share: float | None,
-        pin_share: float | None,
-    ) -> CacheOptions | None:
-        """The options, checked; None without `explain`, `retention` and `cache_share`.
-
-        Raises:
-            InvalidParamsError: a value of the wrong type or outside its range.
-        """
-        for name, share in (("cache_share", cache_share), ("pin_share", pin_share)):
-            if share is not None and not (isinstance(share, int | float) and 0 <= share <= 1):
-                raise InvalidParamsError(name, share, "None or a share of the pages from 0 to 1")
-        if not explain and not retention and cache_share is None:
-            return None
-        if len(retention) > MAX_RETENTION:
-            allowed = f"at most {MAX_RETENTION} prefixes"
-            raise InvalidParamsError("retention", f"{len(retention)} prefixes", allowed)
-        prefixes = tuple(_checked_prefix(prefix) for prefix in retention)
-        return cls(explain, prefixes, cache_share, pin_share)
-
-
-def _checked_prefix(prefix: object) -> tuple[int, float | None]:
-    match prefix:
-        case (int() as num_tokens, ttl_s) if not isinstance(num_tokens, bool) and num_tokens >= 0:
-            with suppress(ConfigError):
-                return num_tokens, validate_ttl(ttl_s)
-    allowed = "pairs of a number of tokens and of seconds > 0 or None"
-    raise InvalidParamsError("retention", prefix, allowed)
 
 
 def enforce_cache_share(
@@ -110,7 +62,7 @@ def enforce_cache_share(
 
 
 def pin_prefixes(
-    cache: PrefixCache, key: CacheKey, tenant: str, options: CacheOptions, *, room_pages: int
+    cache: PrefixCache, key: CacheKey, tenant: str, options: RequestOptions, *, room_pages: int
 ) -> int:
     """Pin the prefixes of `options.retention`, as whole pages; returns how many were refused.
 

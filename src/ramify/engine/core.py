@@ -11,12 +11,14 @@ import random
 import time
 from array import array
 from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
 
 from ramify.attention.planner import RadixAttentionPlanner
 from ramify.cache.call_guard import guarded
 from ramify.cache.prefix_cache import PrefixCache
 from ramify.config import ResolvedConfig
-from ramify.engine.cache_options import CacheOptions, enforce_cache_share
+from ramify.engine.cache_options import enforce_cache_share
 from ramify.engine.call_turns import CallTurns
 from ramify.engine.context import EngineContext, EngineStats
 from ramify.engine.failure_recovery import FailureRecovery
@@ -24,13 +26,13 @@ from ramify.engine.lifecycle import RequestLifecycle
 from ramify.engine.logits.logits_processors import GrammarMatcher
 from ramify.engine.prefix_namespaces import PrefixNamespaces
 from ramify.engine.request import DetokenizerFactory, Request
+from ramify.engine.request_options import RequestOptions
 from ramify.engine.result_processor import ResultProcessor
 from ramify.engine.scheduling.queue_limits import QueueLimits
 from ramify.engine.scheduling.scheduler import ScheduledStep, Scheduler
 from ramify.engine.scheduling.step_plan import build_step_plan
 from ramify.engine.scheduling.validation import (
     resolve_max_len,
-    validate_request_options,
     validate_token_ids,
     validate_token_options,
 )
@@ -45,6 +47,8 @@ from ramify.errors import (
 from ramify.kv.block_table import PagedBlockTable
 from ramify.outputs import FinishReason, RequestOutput, StepOutput
 from ramify.params import SamplingParams, StructuredOutput
+
+_DEFAULTS = RequestOptions()
 
 
 class EngineCore:
@@ -164,31 +168,21 @@ class EngineCore:
     @guarded
     def add_request(
         self,
+        /,
         token_ids: Sequence[int],
         params: SamplingParams,
+        options: RequestOptions = _DEFAULTS,
         *,
         prompt: str | None = None,
-        priority: int = 0,
-        tenant: str = "",
-        salt: str = "",
-        max_shared: int | None = None,
-        explain: bool = False,
-        retention: Sequence[tuple[int, float | None]] = (),
-        cache_share: float | None = None,
-        pin_share: float | None = None,
+        **named: Any,
     ) -> int:
         """Queue a request; returns its id.
 
         Args:
+            options: see `AsyncLLM.stream`. Steps are shared fairly between tenants; `explain` and
+                `retention` are answered in `StepOutput.prefix`.
             prompt: the prompt's text, for `RequestOutput.prompt`.
-            priority: larger values are scheduled earlier.
-            tenant: steps are shared fairly between tenants. Their prefixes are not shared, except
-                public ones (`namespaces`).
-            salt: only requests with an equal salt share prefixes, except public ones.
-            max_shared: publish only this many leading tokens to the cache. None: all, those of the
-                answer included.
-            explain, retention, cache_share, pin_share: see `AsyncLLM.stream`; the first two are
-                answered in `StepOutput.prefix`.
+            named: fields of `RequestOptions` by name, in place of those of `options`.
 
         Raises:
             OverloadedError: `max_waiting` requests or `max_waiting_tokens` tokens wait.
@@ -196,37 +190,34 @@ class EngineCore:
         """
         if not isinstance(params, SamplingParams):
             raise InvalidParamsError("params", params, "SamplingParams")
-        validate_request_options(priority, tenant, salt, max_shared)
-        cache_options = CacheOptions.of(
-            explain=explain, retention=retention, cache_share=cache_share, pin_share=pin_share
-        )
+        options = (replace(options, **named) if named else options).checked()
         ids = validate_token_ids(token_ids, self.vocab_size)
         max_len = resolve_max_len(len(ids), params, self.config)
         validate_token_options(params, self.vocab_size)
         if params.stop and self.lifecycle.detokenizer_factory is None:
             raise InvalidParamsError("stop", params.stop, "empty: the model has no tokenizer")
-        self._check_queue(tenant, len(ids))
+        self._check_queue(options.tenant, len(ids))
         request = self.lifecycle.create_group(
             ids,
             params,
-            self.namespaces.scope_of(ids, tenant, salt),
+            self.namespaces.scope_of(ids, options.tenant, options.salt),
             max_len,
+            options,
             prompt=prompt,
-            priority=priority,
-            tenant=tenant,
-            max_shared=max_shared,
-            cache_options=cache_options,
         )
         request.verify_cold = self._chance(self.hit_verifier.share)
         try:
             self.lifecycle.register(request)
             self.scheduler.add(request)
-            if cache_share is not None and self.planner.share:
+            if options.cache_share is not None and self.planner.share:
                 num_uncached = request.rank - request.virtual_arrival
                 num_cached = len(ids) - num_uncached if request.sequence.reuse else 0
-                key = request.sequence.key(len(ids))
                 enforce_cache_share(
-                    self.cache, key, tenant, share=cache_share, num_cached=num_cached
+                    self.cache,
+                    request.sequence.key(len(ids)),
+                    options.tenant,
+                    share=options.cache_share,
+                    num_cached=num_cached,
                 )
         except BaseException:  # Ctrl-C: leave no half-queued request behind
             self.scheduler.waiting.undo_add(request)

@@ -10,13 +10,14 @@ from dataclasses import replace
 from itertools import count
 
 from ramify.cache import Salt
-from ramify.engine.cache_options import CacheOptions, pin_prefixes
+from ramify.engine.cache_options import pin_prefixes
 from ramify.engine.context import EngineContext
 from ramify.engine.hit_verifier import HitVerifier
 from ramify.engine.logits.logits_processors import GrammarMatcher, LogitsProcessor
 from ramify.engine.output_processor import flush_held_text, take_stable_text
 from ramify.engine.prefix_namespaces import owner_of_namespace
 from ramify.engine.request import DetokenizerFactory, Request
+from ramify.engine.request_options import RequestOptions
 from ramify.errors import InvalidParamsError, StepFailedError
 from ramify.outputs import FinishReason, PrefixReport, RequestOutput, StepOutput
 from ramify.params import SamplingParams, StructuredOutput
@@ -79,12 +80,9 @@ class RequestLifecycle:
         params: SamplingParams,
         scope: tuple[bytes, tuple[Salt, ...]],
         max_len: int,
+        options: RequestOptions,
         *,
         prompt: str | None,
-        priority: int,
-        tenant: str,
-        max_shared: int | None,
-        cache_options: CacheOptions | None = None,
     ) -> Request:
         """A parent with its n - 1 children, complete but neither registered nor queued.
 
@@ -96,8 +94,8 @@ class RequestLifecycle:
             RequestError: the grammar of the structured output is invalid.
         """
         parent = self.create(ids, params, scope, max_len)
-        parent.prompt, parent.cache_options = prompt, cache_options
-        if cache_options is not None and cache_options.explain:
+        parent.prompt, tenant = prompt, options.tenant
+        if options.explain:
             parent.sequence.may_tell = lambda namespace: owner_of_namespace(namespace)[0] == tenant
         for index in range(1, params.n):
             child = self.create(ids, replace(params, prompt_logprobs=None), scope, max_len)
@@ -105,8 +103,8 @@ class RequestLifecycle:
             child.index, child.parent = index, parent
             parent.children.append(child)
         for request in (parent, *parent.children):
-            request.priority, request.tenant = priority, tenant
-            request.sequence.max_shared = max_shared
+            request.options, request.priority, request.tenant = options, options.priority, tenant
+            request.sequence.max_shared = options.max_shared
             self.rebuild_text_state(request)
         return parent
 
@@ -205,7 +203,9 @@ class RequestLifecycle:
                     tuple(request.logprobs[start:]) if with_logprobs else (),
                     request.finish_reason,
                     parent.cache_report(cache_on=self._context.planner.share) if is_first else None,
-                    self._prefix_report(parent) if is_first and parent.cache_options else None,
+                    self._prefix_report(parent)
+                    if is_first and parent.options.wants_report
+                    else None,
                 )
             )
         elif output is not None:
@@ -213,8 +213,8 @@ class RequestLifecycle:
 
     def _prefix_report(self, parent: Request) -> PrefixReport:
         """Pin the prefixes of `retention`, which are computed now, and report."""
-        options, num_refused, config = parent.cache_options, 0, self._context.config
-        if options is not None and options.retention and self._context.planner.share:
+        options, num_refused, config = parent.options, 0, self._context.config
+        if options.retention and self._context.planner.share:
             key = parent.sequence.key(len(parent.prompt_ids))
             num_refused = pin_prefixes(
                 self._context.cache,

@@ -27,6 +27,7 @@ from ramify.engine.core import EngineCore
 from ramify.engine.embedding import embedding_of, embedding_params
 from ramify.engine.hit_verifier import HitVerifier
 from ramify.engine.offline import CLOSED, BatchOptions, OfflineDriver
+from ramify.engine.request_options import RequestOptions
 from ramify.engine.sessions.session import Session, SessionOptions, open_transcript
 from ramify.engine.text.prompt_inputs import Message, Prompt, as_prompt_list, chat_prompts
 from ramify.engine.weight_reload import swap_weights, validate_running_mode
@@ -176,10 +177,11 @@ class LLM:
         return CacheView(self.core, self.tokenizer, self._warm)
 
     def _warm(self, prompts: Sequence[WarmPrompt]) -> Sequence[RequestOutput | Exception]:
-        tenants, salts = [prompt.tenant for prompt in prompts], [prompt.salt for prompt in prompts]
-        options = BatchOptions(WARM_PARAMS, 0, tenants, salts, None, None)
+        requests = [RequestOptions(tenant=prompt.tenant, salt=prompt.salt) for prompt in prompts]
         return self._driver.run(
-            [partial(prompt.ids, self.tokenizer) for prompt in prompts], options, None
+            [partial(prompt.ids, self.tokenizer) for prompt in prompts],
+            BatchOptions([WARM_PARAMS] * len(prompts), requests),
+            None,
         )
 
     def reload_weights(
@@ -285,8 +287,17 @@ class LLM:
         Raises:
             InvalidParamsError: a list of options is not as long as the list of prompts.
         """
-        options = BatchOptions(params, priority, tenant, salt, progress, on_finished)
-        return self._driver.run(as_prompt_list(prompts), options, self.tokenizer)
+        driver, batch = self._driver, as_prompt_list(prompts)
+        options = BatchOptions.of(
+            len(batch),
+            params,
+            progress=progress,
+            on_finished=on_finished,
+            priority=priority,
+            tenant=tenant,
+            salt=salt,
+        )
+        return driver.run(batch, options, self.tokenizer)
 
     @whole_call
     def chat(
@@ -313,9 +324,17 @@ class LLM:
 
         Messages that the chat template refuses are a prompt that cannot be served.
         """
-        prompts = chat_prompts(messages, self.tokenizer, template_options)
-        options = BatchOptions(params, priority, tenant, salt, progress, on_finished)
-        return self._driver.run(prompts, options, None)
+        batch, driver = chat_prompts(messages, self.tokenizer, template_options), self._driver
+        options = BatchOptions.of(
+            len(batch),
+            params,
+            progress=progress,
+            on_finished=on_finished,
+            priority=priority,
+            tenant=tenant,
+            salt=salt,
+        )
+        return driver.run(batch, options, None)
 
     def embed(
         self,
@@ -387,7 +406,17 @@ class LLM:
             RequestError: the beginning cannot be tokenised, or there is no chat template.
         """
         transcript = open_transcript(self.tokenizer, begin, messages, system, template_options)
-        return Session(self, transcript, SessionOptions(priority, tenant, salt, pin, ttl_s))
+        options = RequestOptions(priority=priority, tenant=tenant, salt=salt)
+        return Session(self, transcript, SessionOptions(options, pin, ttl_s))
+
+    def _answer(
+        self, prompt: Prompt, params: SamplingParams, options: RequestOptions
+    ) -> RequestOutput:
+        """The answer to one prompt, for a `Session`, whose call this is a part of."""
+        [output] = self._driver.run(
+            [prompt], BatchOptions([params], [options], progress=False), self.tokenizer
+        )
+        return output
 
     # -- step by step ------------------------------------------------------------------------
 
@@ -408,9 +437,8 @@ class LLM:
         Raises, at the first increment:
             RequestError: the prompt can never be served.
         """
-        options = {"priority": priority, "tenant": tenant, "salt": salt}
-        chosen = params or SamplingParams()
-        return self._driver.stream(prompt, chosen, self.tokenizer, **options)
+        options = RequestOptions(priority=priority, tenant=tenant, salt=salt)
+        return self._driver.stream(prompt, params or SamplingParams(), self.tokenizer, options)
 
     @loop_call
     def add_request(
@@ -431,16 +459,8 @@ class LLM:
         Raises:
             RequestError: the prompt can never be served; nothing is queued.
         """
-        chosen = params or SamplingParams()
-        return self._driver.add(
-            prompt,
-            chosen,
-            self.tokenizer,
-            priority=priority,
-            tenant=tenant,
-            salt=salt,
-            max_shared=max_shared,
-        )
+        options = RequestOptions(priority=priority, tenant=tenant, salt=salt, max_shared=max_shared)
+        return self._driver.add(prompt, params or SamplingParams(), self.tokenizer, options)
 
     @loop_call
     def step(self) -> list[StepOutput]:

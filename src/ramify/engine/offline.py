@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ramify.engine.core import EngineCore
+from ramify.engine.request_options import RequestOptions
 from ramify.engine.text.prompt_inputs import (
     Prompt,
     broadcast_option,
@@ -35,23 +36,38 @@ MAX_KEPT_OUTPUTS = 4096  # outputs under `step` that `take_output` has not fetch
 
 @dataclass(frozen=True, slots=True)
 class BatchOptions:
-    """Options of one call of `generate`: a value for all prompts, or a list with one for each."""
+    """Options of one call of `generate`; the first two have an entry for each prompt."""
 
-    params: SamplingParams | Sequence[SamplingParams] | None
-    priority: int | Sequence[int]
-    tenant: str | Sequence[str]
-    salt: str | Sequence[str]
-    progress: bool | None
-    on_finished: Callable[[RequestOutput], None] | None
+    params: Sequence[SamplingParams]
+    requests: Sequence[RequestOptions]
+    progress: bool | None = None
+    on_finished: Callable[[RequestOutput], None] | None = None
 
-    def per_prompt(self, count: int) -> list[tuple[SamplingParams, dict[str, Any]]]:
-        """(parameters, keyword options of `add`) of each of `count` prompts."""
-        named = {
-            name: broadcast_option(name, getattr(self, name), count)
-            for name in ("priority", "tenant", "salt")
-        }
-        options = [{name: values[i] for name, values in named.items()} for i in range(count)]
-        return list(zip(params_for(count, self.params), options, strict=True))
+    @classmethod
+    def of(
+        cls,
+        count: int,
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        progress: bool | None,
+        on_finished: Callable[[RequestOutput], None] | None,
+        **named: Any,
+    ) -> BatchOptions:
+        """Options of `count` prompts.
+
+        Args:
+            params: one for all prompts, or a list with one for each; None is `SamplingParams()`.
+            named: fields of `RequestOptions`, in the same way: a value, or a list of values.
+
+        Raises:
+            InvalidParamsError: a list is not as long as the list of prompts.
+        """
+        columns = {name: broadcast_option(name, value, count) for name, value in named.items()}
+        requests = [
+            RequestOptions(**{name: values[at] for name, values in columns.items()})
+            for at in range(count)
+        ]
+        return cls(params_for(count, params), requests, progress, on_finished)
 
 
 class OfflineDriver:
@@ -65,13 +81,17 @@ class OfflineDriver:
         self._is_closed = False
 
     def add(
-        self, prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer | None, **options: Any
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        tokenizer: Tokenizer | None,
+        options: RequestOptions,
     ) -> int:
         """Queue one prompt; see `LLM.add_request`."""
         if self._is_closed:  # a stream that was made before and begins after it
             raise EngineStoppedError(CLOSED)
         text = prompt if isinstance(prompt, str) else None
-        return self.core.add_request(encode(prompt, tokenizer), params, prompt=text, **options)
+        return self.core.add_request(encode(prompt, tokenizer), params, options, prompt=text)
 
     def run(
         self,
@@ -86,7 +106,6 @@ class OfflineDriver:
 
         A prompt that is refused has an output with the error; the log names the first.
         """
-        per_prompt = batch_options.per_prompt(len(prompts))
         outputs: dict[int, RequestOutput] = {}  # by index of the prompt
         index_of: dict[int, int] = {}  # request id → index of the prompt
         refused: list[RequestError] = []
@@ -99,12 +118,12 @@ class OfflineDriver:
                     batch_options.on_finished(output)
 
             try:
-                for index, (prompt, (params, options)) in enumerate(
-                    zip(prompts, per_prompt, strict=True)
+                for index, (prompt, params, options) in enumerate(
+                    zip(prompts, batch_options.params, batch_options.requests, strict=True)
                 ):
                     try:
                         ids = prompt() if callable(prompt) else prompt
-                        index_of[self.add(ids, params, tokenizer, **options)] = index
+                        index_of[self.add(ids, params, tokenizer, options)] = index
                     except RequestError as error:
                         refused.append(error)
                         outputs[index] = refused_output(prompt, error)
@@ -176,11 +195,15 @@ class OfflineDriver:
         return events
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer | None, **options: Any
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        tokenizer: Tokenizer | None,
+        options: RequestOptions,
     ) -> Iterator[StepOutput]:
         """Yield the increments of one prompt; see `LLM.stream`. Each step is a call of its own."""
         turns = self.core.turns
-        add = partial(self.add, prompt, params, tokenizer, **options)
+        add = partial(self.add, prompt, params, tokenizer, options)
         queued: list[int] = []  # the id; an interrupt may come before `run` returns
         is_over = False
         try:

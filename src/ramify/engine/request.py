@@ -9,9 +9,9 @@ from typing import Protocol
 
 from ramify.attention.planner import RadixSequence
 from ramify.cache import CacheKey, Salt
-from ramify.engine.cache_options import CacheOptions
 from ramify.engine.embedding import PromptPooling
 from ramify.engine.logits.logits_processors import LogitsProcessor
+from ramify.engine.request_options import RequestOptions
 from ramify.engine.stop_strings import StopStrings
 from ramify.outputs import (
     CacheReport,
@@ -70,7 +70,7 @@ class Request:
     logits_processor: LogitsProcessor | None = None  # None if it leaves the logits as they are
     priority: int = 0  # larger values first
     tenant: str = ""  # tenants share the steps fairly
-    cache_options: CacheOptions | None = None  # of a parent; None if it asks for nothing
+    options: RequestOptions = field(default_factory=RequestOptions)  # of its group
     index: int = 0  # of the answer, 0 for the parent
     parent: Request | None = None  # of a child
     children: list[Request] = field(default_factory=list)  # of a parent, live or ended

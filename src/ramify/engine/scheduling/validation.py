@@ -1,4 +1,4 @@
-"""Request validation: token ids, lengths and options, before anything is queued."""
+"""Request validation: token ids and lengths, before anything is queued."""
 
 from __future__ import annotations
 
@@ -80,18 +80,3 @@ def validate_token_options(params: SamplingParams, vocab_size: int) -> None:
     ):
         if ids and max(ids) >= vocab_size:
             raise InvalidParamsError(name, max(ids), allowed)
-
-
-def validate_request_options(
-    priority: object, tenant: object, salt: object, max_shared: object
-) -> None:
-    """Raise InvalidParamsError if a request option has the wrong type or range."""
-    if isinstance(priority, bool) or not isinstance(priority, int):
-        raise InvalidParamsError("priority", priority, "an integer")
-    if max_shared is not None and (
-        isinstance(max_shared, bool) or not isinstance(max_shared, int) or max_shared < 0
-    ):
-        raise InvalidParamsError("max_shared", max_shared, "None or a number of tokens >= 0")
-    for name, value in (("tenant", tenant), ("salt", salt)):
-        if not isinstance(value, str):
-            raise InvalidParamsError(name, value, "a text")

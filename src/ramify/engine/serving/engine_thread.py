@@ -10,10 +10,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, TypeVar
+from functools import partial
+from typing import TypeVar
 
 from ramify.engine.core import EngineCore
 from ramify.engine.output_processor import take_stable_text
+from ramify.engine.request_options import RequestOptions
 from ramify.engine.serving.streams import Delivery, LoopDispatcher, OutputCollector
 from ramify.errors import (
     ConcurrentCallError,
@@ -132,7 +134,13 @@ class EngineThread:
         return future
 
     def submit(
-        self, collector: OutputCollector, ids: Sequence[int], params: SamplingParams, **options: Any
+        self,
+        collector: OutputCollector,
+        ids: Sequence[int],
+        params: SamplingParams,
+        options: RequestOptions,
+        *,
+        prompt: str | None,
     ) -> None:
         """Queue a request; its id and outputs, or the error that refuses it, go to `collector`.
 
@@ -142,11 +150,13 @@ class EngineThread:
         if self._state is EngineState.DRAINING:
             raise DrainingError(RETRY_AFTER_S)
 
+        add_request = partial(self.core.add_request, ids, params, options, prompt=prompt)
+
         def add() -> None:
             if self._when_idle:
                 self._defer(command, collector)
             else:
-                self._add(collector, ids, params, options)
+                self._add(collector, add_request)
 
         command = Command(
             add, lambda error: self._deliver(collector, error), lambda: collector.is_abandoned
@@ -305,17 +315,11 @@ class EngineThread:
         else:
             self._deferred.append(command)
 
-    def _add(
-        self,
-        collector: OutputCollector,
-        ids: Sequence[int],
-        params: SamplingParams,
-        options: dict[str, Any],
-    ) -> None:
+    def _add(self, collector: OutputCollector, add_request: Callable[[], int]) -> None:
         if collector.is_abandoned:
             return
         try:
-            request_id = self.core.add_request(ids, params, **options)
+            request_id = add_request()
         except Exception as error:
             if not isinstance(error, RamifyError):
                 logger.exception("a request could not be queued")

@@ -1,6 +1,7 @@
 """Sessions: prompts that grow turn by turn, branch and go back; each token is computed once."""
 
-# ruff: noqa: SLF001 - `SessionStream` is the part of `AsyncSession` that lives as long as an answer
+# ruff: noqa: SLF001 - `SessionStream` is the part of `AsyncSession` that lives as long as an answer,
+# and the private calls of `LLM` and `AsyncLLM` are for sessions
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from ramify.cache.call_guard import CallGuard
 from ramify.cache.pins import Pin
 from ramify.engine.cache_admin.view import AsyncCacheView, CacheView
 from ramify.engine.call_turns import CallTurns, whole_call
+from ramify.engine.request_options import RequestOptions
 from ramify.engine.serving.streams import Stream
 from ramify.engine.sessions.transcript import Savepoint, Transcript
 from ramify.engine.text.prompt_inputs import Message, Prompt, check_template_options
@@ -36,17 +38,10 @@ class AnswersPrompts(Protocol):
     def cache(self) -> CacheView:
         """Has `pin` and `unpin`."""
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        *,
-        priority: int,
-        tenant: str,
-        salt: str,
-        progress: bool,
-    ) -> list[RequestOutput]:
-        """See `LLM.generate`."""
+    def _answer(
+        self, prompt: Prompt, params: SamplingParams, options: RequestOptions
+    ) -> RequestOutput:
+        """Answer one prompt, as `LLM.generate` does."""
 
 
 class StreamsAnswers(Protocol):
@@ -56,10 +51,10 @@ class StreamsAnswers(Protocol):
     def cache(self) -> AsyncCacheView:
         """Has `pin` and `unpin`."""
 
-    def stream(
-        self, prompt: Prompt, params: SamplingParams, *, priority: int, tenant: str, salt: str
+    def _stream_prompt(
+        self, prompt: Prompt, params: SamplingParams, options: RequestOptions
     ) -> Stream:
-        """See `AsyncLLM.stream`."""
+        """Stream the answer to one prompt, as `AsyncLLM.stream` does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +65,7 @@ class SessionOptions:
         InvalidParamsError: `ttl_s` is not None and not a number of seconds > 0.
     """
 
-    priority: int = 0
-    tenant: str = ""
-    salt: str = ""
+    request: RequestOptions
     pin: bool = False
     ttl_s: float | None = None
 
@@ -200,16 +193,8 @@ class Session(_BaseSession[AnswersPrompts]):
         Raises:
             RequestError: the turn can never be served; the session is unchanged.
         """
-        options = self._options
         ids, chosen = self._begin_turn(params)
-        [output] = self._llm.generate(
-            [ids],
-            chosen,
-            priority=options.priority,
-            tenant=options.tenant,
-            salt=options.salt,
-            progress=False,
-        )
+        output = self._llm._answer(ids, chosen, self._options.request)
         if output.error is not None and output.was_refused:
             raise output.error
         before = self._transcript.mark()
@@ -241,8 +226,8 @@ class Session(_BaseSession[AnswersPrompts]):
                 self._transcript.token_ids,
                 owner="session",
                 ttl_s=options.ttl_s,
-                tenant=options.tenant,
-                salt=options.salt,
+                tenant=options.request.tenant,
+                salt=options.request.salt,
             )
         except PinError as error:
             self._pin_refused = str(error)
@@ -296,8 +281,8 @@ class AsyncSession(_BaseSession[StreamsAnswers]):
                 self._transcript.token_ids,
                 owner="session",
                 ttl_s=options.ttl_s,
-                tenant=options.tenant,
-                salt=options.salt,
+                tenant=options.request.tenant,
+                salt=options.request.salt,
             )
         except (PinError, EngineStoppedError) as error:  # the answer itself is not lost
             self._pin_refused = str(error)
@@ -361,11 +346,9 @@ class SessionStream:
         self._leave()
 
     def _begin(self) -> Stream:
-        session, options = self._session, self._session._options
+        session = self._session
         ids, chosen = session._begin_turn(self._params)
-        stream = session._llm.stream(
-            ids, chosen, priority=options.priority, tenant=options.tenant, salt=options.salt
-        )
+        stream = session._llm._stream_prompt(ids, chosen, session._options.request)
         session._is_busy, self._num_closed = True, session._num_closed
         return stream
 
