@@ -39,6 +39,12 @@ class WeightNames:
 FUSED_QKV = ("self_attn.qkv_proj",)
 FUSED_GATE_UP = ("mlp.gate_up_proj",)
 LLAMA_NAMES = WeightNames()
+POST_NORM_NAMES = WeightNames(
+    before_attention=None,
+    after_attention="post_attention_layernorm",
+    before_mlp=None,
+    after_mlp="post_feedforward_layernorm",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ramify.errors import CheckpointError, UnsupportedModelError
-from ramify.models.configs.deepseek import MlaConfig
 from ramify.models.configs.dense_variant import LLAMA, DenseVariant
 from ramify.models.configs.families import FAMILIES
-from ramify.models.configs.family import Family
+from ramify.models.configs.families.deepseek import MlaConfig
+from ramify.models.configs.family import Family, read_windows
 from ramify.models.configs.fields import (
     MAX_LAYERS,
     MAX_PARTS,
@@ -28,7 +28,6 @@ from ramify.models.configs.rope import (
     read_rope,
     rope_settings,
 )
-from ramify.models.configs.windows import read_windows
 
 DTYPES = ("float32", "bfloat16", "float16")
 

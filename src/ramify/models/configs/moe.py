@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ramify.errors import CheckpointError, UnsupportedModelError
-from ramify.models.configs.fields import MAX_PARTS, ConfigFields, shown
+from ramify.errors import CheckpointError
+from ramify.models.configs.fields import ConfigFields, shown
 
 Shapes = dict[str, tuple[int, ...]]
 # As a checkpoint has them: tensors of their own, stacked [num_experts, in, out] with gate and up
@@ -96,47 +96,6 @@ class MoeConfig:
         return shapes
 
 
-def mixtral_experts(fields: ConfigFields, _num_layers: int) -> MoeConfig:
-    """Mixtral: softmax over all experts, weights of the chosen ones normalised."""
-    return _softmax_experts(
-        fields,
-        num_experts=fields.count("num_local_experts", 8, limit=MAX_PARTS),
-        expert_intermediate_size=fields.count("intermediate_size"),
-        normalise=True,
-        prefix="block_sparse_moe.",
-        expert_names=("w1", "w3", "w2"),
-    )
-
-
-def olmoe_experts(fields: ConfigFields, _num_layers: int) -> MoeConfig:
-    """OLMoE: softmax over all experts."""
-    if fields.config.get("clip_qkv") is not None:
-        raise UnsupportedModelError(
-            f"{fields.source}: clip_qkv is {shown(fields.config['clip_qkv'])}, which is not supported"
-        )
-    return _softmax_experts(
-        fields,
-        num_experts=fields.count("num_experts", 64, limit=MAX_PARTS),
-        top_k_default=8,
-        expert_intermediate_size=fields.count("intermediate_size"),
-        normalise=fields.flag("norm_topk_prob", False),
-    )
-
-
-def qwen2_experts(fields: ConfigFields, num_layers: int) -> MoeConfig | None:
-    """Qwen2-MoE: softmax, and a shared expert with a gate of its own."""
-    return _qwen_experts(
-        fields, num_layers, defaults=(60, 4, 1408), shared_default=5632, has_shared=True
-    )
-
-
-def qwen3_experts(fields: ConfigFields, num_layers: int) -> MoeConfig | None:
-    """Qwen3-MoE: softmax, no shared expert."""
-    return _qwen_experts(
-        fields, num_layers, defaults=(128, 8, 768), shared_default=0, has_shared=False
-    )
-
-
 def num_first_dense_layers(fields: ConfigFields, default: int) -> int:
     """`first_k_dense_replace`: how many layers come before those with experts."""
     first = fields.config.get("first_k_dense_replace", default)
@@ -158,99 +117,7 @@ def check_expert_groups(
         )
 
 
-def glm4_experts(fields: ConfigFields, num_layers: int) -> MoeConfig | None:
-    """GLM-4-MoE: sigmoid scores with a bias for the choice, as in DeepSeek-V3."""
-    first = num_first_dense_layers(fields, 1)
-    if first >= num_layers:
-        return None
-    num_experts = fields.count("n_routed_experts", 128, limit=MAX_PARTS)
-    groups = fields.count("n_group", 1)
-    topk_groups, top_k = fields.count("topk_group", 1), fields.count("num_experts_per_tok", 8)
-    check_expert_groups(fields.source, num_experts, groups, topk_groups, top_k)
-    width = fields.count("moe_intermediate_size", 1408)
-    return MoeConfig(
-        num_experts=num_experts,
-        top_k=top_k,
-        expert_intermediate_size=width,
-        shared_intermediate_size=width * fields.count("n_shared_experts", 1),
-        scoring="sigmoid",
-        num_groups=groups,
-        topk_groups=topk_groups,
-        normalise=fields.flag("norm_topk_prob", True),
-        scale=fields.number("routed_scaling_factor", 1.0),
-        dense_layers=frozenset(range(first)),
-    )
-
-
-def gpt_oss_experts(fields: ConfigFields, _num_layers: int) -> MoeConfig:
-    """gpt-oss: softmax over the chosen experts, which have biases and a clamped activation."""
-    for name, value in (("swiglu_alpha", SWIGLU_ALPHA), ("swiglu_limit", SWIGLU_LIMIT)):
-        if fields.number(name, value) != value:
-            raise UnsupportedModelError(
-                f"{fields.source}: {name} is {shown(fields.config[name])}; experts have only {value}"
-            )
-    width, hidden_size = fields.count("intermediate_size"), fields.count("hidden_size")
-    is_quantized = bool(fields.config.get("quantization_config"))
-    if is_quantized and (width % MXFP4_GROUP or hidden_size % MXFP4_GROUP):
-        raise CheckpointError(
-            f"{fields.source}: intermediate_size {width} and hidden_size {hidden_size} must be "
-            f"multiples of {MXFP4_GROUP}, the weights of an MXFP4 block"
-        )
-    return _softmax_experts(
-        fields,
-        num_experts=fields.count("num_local_experts", 128, limit=MAX_PARTS),
-        top_k_default=4,
-        expert_intermediate_size=width,
-        # The softmax over all, divided by the sum of the chosen, is the softmax over the chosen.
-        normalise=True,
-        router="router",
-        expert_names=("gate_up_proj", "down_proj"),
-        expert_format="mxfp4" if is_quantized else "stacked",
-        activation="clamped_swiglu_mul",
-        has_bias=True,
-    )
-
-
-def _qwen_experts(
-    fields: ConfigFields,
-    num_layers: int,
-    *,
-    defaults: tuple[int, int, int],
-    shared_default: int,
-    has_shared: bool,
-) -> MoeConfig | None:
-    only_mlp = fields.items("mlp_only_layers") or []
-    if not all(isinstance(layer, int) and not isinstance(layer, bool) for layer in only_mlp):
-        raise CheckpointError(
-            f"{fields.source}: mlp_only_layers is {shown(only_mlp)}; it must list numbers of layers"
-        )
-    step = fields.count("decoder_sparse_step", 1)
-    dense = frozenset(
-        layer for layer in range(num_layers) if layer in only_mlp or (layer + 1) % step
-    )
-    if len(dense) == num_layers:
-        return None
-    num_experts, top_k, width = defaults
-    return _softmax_experts(
-        fields,
-        # transformers 5 writes it under either name.
-        num_experts=fields.count(
-            "num_experts",
-            fields.count("num_local_experts", num_experts, limit=MAX_PARTS),
-            limit=MAX_PARTS,
-        ),
-        top_k_default=top_k,
-        expert_intermediate_size=fields.count("moe_intermediate_size", width),
-        shared_intermediate_size=fields.count("shared_expert_intermediate_size", shared_default)
-        if has_shared
-        else 0,
-        normalise=fields.flag("norm_topk_prob", False),
-        dense_layers=dense,
-        has_shared_gate=has_shared,
-    )
-
-
-def _softmax_experts(
+def softmax_experts(
     fields: ConfigFields,
     *,
     num_experts: int,

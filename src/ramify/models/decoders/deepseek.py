@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ramify.attention.mla import MlaQuery, UpProjection
 from ramify.attention.sparse_index import IndexQuery
-from ramify.models.configs.deepseek import IndexConfig, MlaConfig
+from ramify.models.configs.families.deepseek import IndexConfig, MlaConfig
 from ramify.models.configs.model_config import ModelConfig
 from ramify.models.decoders.decoder import DecoderBinding
 from ramify.models.decoders.moe import MoeMlp

@@ -1,4 +1,4 @@
-"""Dense decoders of the Llama family; variants are configuration (`models/configs/families.py`)."""
+"""Dense decoders of the Llama family; variants are configuration (`models/configs/families`)."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 transformers lets a library register an attention function and a mask function. Ours hand queries, keys
 and values to the step's attention, so that planner, prefix cache and backends are the same as for the
-families of `models/configs/families.py`. What a model does besides attention is its own code; every
+families of `models/configs/families`. What a model does besides attention is its own code; every
 `torch.nn.Linear` in it becomes a linear of `models.ops`.
 
 `load_hf_decoder` checks what a configuration claims about attention: it runs the model on a few tokens

@@ -1,11 +1,13 @@
-"""DeepSeek's settings in `config.json`: latent attention (MLA), sparse index, experts, YaRN. No torch."""
+"""DeepSeek V2 to V3.2: latent attention (MLA), sparse index, experts, YaRN. No torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from ramify.errors import CheckpointError, UnsupportedModelError
+from ramify.models.configs.family import Family, attention_bias
 from ramify.models.configs.fields import MAX_PARTS, ConfigFields, shown
 from ramify.models.configs.moe import (
     MoeConfig,
@@ -189,3 +191,31 @@ def _given(fields: ConfigFields, name: str, default: str) -> object:
     """A field, or its default where it is null or absent."""
     value = fields.config.get(name)
     return default if value is None else value
+
+
+DEEPSEEK_V2 = Family(
+    model_type="deepseek_v2",
+    experts=partial(deepseek_experts, model_type="deepseek_v2"),
+    biases=attention_bias,
+    eos_token_id=2,
+    is_latent=True,
+    has_mtp_layers=True,
+)
+
+DEEPSEEK_V3 = Family(
+    model_type="deepseek_v3",
+    experts=partial(deepseek_experts, model_type="deepseek_v3"),
+    biases=attention_bias,
+    eos_token_id=1,
+    is_latent=True,
+    has_mtp_layers=True,
+)
+
+DEEPSEEK_V32 = Family(
+    model_type="deepseek_v32",
+    experts=partial(deepseek_experts, model_type="deepseek_v32"),
+    biases=attention_bias,
+    eos_token_id=1,
+    is_latent=True,
+    has_mtp_layers=True,
+)
