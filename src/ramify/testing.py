@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -182,15 +181,6 @@ class FakeExecutor:
         self.num_erased_pages += len(pages)
         for page in pages:
             self._positions[page * self.page_size : (page + 1) * self.page_size] = _NEVER
-
-    def erase_pages(self, pages: Sequence[int]) -> None:
-        """Deprecated: `zero_pages`."""
-        warnings.warn(
-            "FakeExecutor.erase_pages is deprecated; use FakeExecutor.zero_pages",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        self.zero_pages(pages)
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         """See `Executor.copy_pages`."""

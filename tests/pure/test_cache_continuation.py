@@ -137,17 +137,6 @@ def test_at_most_so_many_siblings_are_looked_at() -> None:
     assert after(cache, [*TEXT[:4], 1, 102]) == [3, 4]
 
 
-def test_draft_tokens_is_the_same_by_another_name() -> None:
-    """`draft_tokens` equals `continuation`."""
-    cache = PrefixCache(16, 4)
-    keep(cache, CacheKey(TEXT))
-    lease = cache.acquire(CacheKey(TEXT[:10]))
-    tail = TEXT[lease.num_tokens : 10]
-
-    assert cache.draft_tokens(lease, tail, 4) == cache.continuation(lease, tail, 4)
-    assert len(cache.draft_tokens(lease, tail, 4)) == 4
-
-
 def test_a_lease_that_has_ended_is_refused() -> None:
     """`continuation` refuses a released lease and negative token ids."""
     cache = PrefixCache(16, 4)

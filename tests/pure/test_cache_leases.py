@@ -402,20 +402,6 @@ def test_what_a_lease_and_a_node_say_of_themselves() -> None:
     assert repr(lease) == f"Lease(id={lease.id}, num_tokens=2, num_pending=0)"
 
 
-@pytest.mark.parametrize(("old", "new"), [("packed", "packed_pages"), ("source", "full_key")])
-def test_former_names_of_a_lease_still_work(old: str, new: str) -> None:
-    """The old attribute names work and warn with the new name."""
-    cache = PrefixCache(4, 2)
-    serve(cache, "abcd")
-    lease = cache.acquire(key("abcd"))
-
-    with pytest.warns(DeprecationWarning, match=new) as warned:
-        value = getattr(lease, old)
-
-    assert value is getattr(lease, new)
-    assert warned[0].filename == __file__
-
-
 @pytest.mark.parametrize(("text", "reason"), [("abcdef", "evicted"), ("abcdefgh", "hit")])
 def test_a_publish_brings_back_an_evicted_tail(text: str, reason: str) -> None:
     """Publishing refills a node whose tail was evicted, as far as the text goes."""

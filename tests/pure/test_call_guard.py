@@ -74,7 +74,6 @@ CALLS: dict[str, Callable[[State], object]] = {
     "match": lambda s: s.cache.match(KEY),
     "explain": lambda s: s.cache.explain(KEY),
     "continuation": lambda s: s.cache.continuation(s.lease, [], 1),
-    "draft_tokens": lambda s: s.cache.draft_tokens(s.lease, [], 1),
     "can_reserve": lambda s: s.cache.can_reserve(1),
     "can_allocate": lambda s: s.cache.can_allocate(KEY),
     "stats": lambda s: s.cache.stats(),

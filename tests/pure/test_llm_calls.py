@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from ramify.engine.async_llm import AsyncLLM
 from ramify.engine.llm import LLM
 from ramify.engine.offline import progress_bar
 from ramify.errors import (
@@ -274,26 +273,3 @@ def test_what_is_warmed_is_a_list_of_prompts() -> None:
         llm.cache.warm(["a text"])  # type: ignore[list-item]
     with pytest.raises(ConfigError, match="whole number"):
         llm.cache.unpin(None)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "call"),
-    [
-        ("LLM.over", "LLM.from_core", lambda bench: LLM.over(bench.core)),
-        ("AsyncLLM.over", "AsyncLLM.from_core", lambda bench: AsyncLLM.over(bench.core)),
-        ("LLM.recheck", "LLM.verify_hits", lambda bench: LLM.from_core(bench.core).recheck()),
-        ("LLM.rechecks", "LLM.hit_verifier", lambda bench: LLM.from_core(bench.core).rechecks),
-        (
-            "FakeExecutor.erase_pages",
-            "FakeExecutor.zero_pages",
-            lambda bench: bench.device.erase_pages([0]),
-        ),
-    ],
-)
-def test_old_names_work_and_say_the_new_one(old: str, new: str, call: Any) -> None:
-    """A deprecated name still works; its warning names the new one and the caller's file."""
-    with pytest.warns(DeprecationWarning, match=new) as warned:
-        call(Bench())
-
-    assert [str(warning.message) for warning in warned] == [f"{old} is deprecated; use {new}"]
-    assert warned[0].filename == __file__

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence, ValuesView
 from itertools import count
 from typing import Any, Final
@@ -77,28 +76,8 @@ class Lease:
         """Whether the lookup of its request was counted before; see `PrefixCache.attach`."""
         return self.lookup_counts[4] == UNCOUNTED and self.lookup_counts[1] >= 0
 
-    @property
-    def source(self) -> CacheKey:
-        """Deprecated: `full_key`."""
-        _warn_renamed("source", "full_key")
-        return self.full_key
-
-    @property
-    def packed(self) -> bytes:
-        """Deprecated: `packed_pages`."""
-        _warn_renamed("packed", "packed_pages")
-        return self.packed_pages
-
     def __repr__(self) -> str:
         return f"Lease(id={self.id}, num_tokens={self.num_tokens}, num_pending={self.num_pending})"
-
-
-def _warn_renamed(old: str, new: str) -> None:
-    warnings.warn(
-        f"Lease.{old} is deprecated; use Lease.{new}",
-        DeprecationWarning,
-        stacklevel=3 if __file__.endswith(".py") else 1,  # compiled functions have no frames
-    )
 
 
 class LeaseRegistry:

@@ -172,8 +172,6 @@ class PrefixCache:
         self._registry.require(lease)
         return draft_tokens(self._tree, lease.node, pack(tail), limit)
 
-    draft_tokens = continuation  # the same call by another name
-
     @guarded
     def can_reserve(self, num_pages: int) -> bool:
         """Whether `reserve` would succeed now."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -74,14 +73,6 @@ class AsyncLLM:
         llm._engine = None  # noqa: SLF001 - its own class
         llm._attach_core(core, tokenizer)  # noqa: SLF001
         return llm
-
-    @classmethod
-    def over(cls, core: EngineCore, tokenizer: Tokenizer | None = None) -> AsyncLLM:
-        """Deprecated: `from_core`."""
-        warnings.warn(
-            "AsyncLLM.over is deprecated; use AsyncLLM.from_core", DeprecationWarning, stacklevel=2
-        )
-        return cls.from_core(core, tokenizer)
 
     def _attach_core(self, core: EngineCore, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -106,12 +105,6 @@ class LLM:
         llm._engine = None  # noqa: SLF001 - its own class
         llm._attach_core(core, tokenizer)  # noqa: SLF001
         return llm
-
-    @classmethod
-    def over(cls, core: EngineCore, tokenizer: Tokenizer | None = None) -> LLM:
-        """Deprecated: `from_core`."""
-        warnings.warn("LLM.over is deprecated; use LLM.from_core", DeprecationWarning, stacklevel=2)
-        return cls.from_core(core, tokenizer)
 
     def _attach_core(self, core: EngineCore, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer
@@ -238,21 +231,6 @@ class LLM:
             while self.core.has_unfinished:
                 self.core.step()
         return self.core.hit_verifier
-
-    @property
-    def rechecks(self) -> HitVerifier:
-        """Deprecated: `hit_verifier`."""
-        warnings.warn(
-            "LLM.rechecks is deprecated; use LLM.hit_verifier", DeprecationWarning, stacklevel=2
-        )
-        return self.hit_verifier
-
-    def recheck(self) -> HitVerifier:
-        """Deprecated: `verify_hits`."""
-        warnings.warn(
-            "LLM.recheck is deprecated; use LLM.verify_hits", DeprecationWarning, stacklevel=2
-        )
-        return self.verify_hits()
 
     # -- whole answers -----------------------------------------------------------------------
 
