@@ -26,7 +26,9 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 # whose classes users inherit from.
 MODULES = [
     "adaptive_policy",
+    "child_index",
     "counters",
+    "eviction",
     "eviction_queue",
     "ghosts",
     "hash_index",

@@ -3,8 +3,8 @@
 Public names resolve on first use: importing this package loads no torch. `models`, `engine` and
 `cli` import it; it imports `kernels`, `kv` and `cache`. Read in this order:
 
-1. `sequence`, `planner`, `page_demand`, `window_release`: requests → pages, through the prefix cache
-   (no torch).
+1. `sequence`, `planner` with `branching` and `repair`, `page_demand`, `window_release`: requests →
+   pages, through the prefix cache (no torch).
 2. `batch`, `batch_reuse`: the metadata of a step, `AttentionBatch` (no torch).
 3. `spec`, `backend`: a model's attention shape; the backend protocol, table and selection.
 4. `backends/`: an implementation per file; `gather` is what several of them share.

@@ -7,11 +7,11 @@ prefixes too: a later one attaches to the pages that an earlier one is about to 
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from itertools import count, filterfalse
 from operator import attrgetter
 
+from ramify.attention import branching
 from ramify.attention.batch import AttentionBatch
 from ramify.attention.batch_reuse import BatchReuse
 from ramify.attention.page_demand import PlanEntry, pages_needed, split_decodes, validate_plannable
@@ -351,27 +351,7 @@ class RadixAttentionPlanner:
 
         Changes nothing. Cached pages they would reuse do not count as free; more tokens match none.
         """
-        if any(sequence.released or sequence.lease is not None for sequence in sequences):
-            return False
-        longer: list[tuple[RadixSequence, int]] = []
-        for i, sequence in enumerate(sequences):
-            clone = sequence.clone_unplanned()
-            # a token id that no text and no other clone has
-            clone.tokens.extend(array("i", [2**31 - 1 - i]) * num_tokens)
-            longer.append((clone, len(clone.tokens)))
-        try:
-            validate_plannable(longer, self.table)
-            entries = [PlanEntry(s, limit, self._key(s, limit)) for s, limit in longer]
-            for sequence, _, key in entries:
-                self._attach(sequence, key)
-            live = [*self._by_lease.values(), *(sequence for sequence, _ in longer)]
-            return self._pages_needed(entries) <= self._window.num_available(live)
-        except CacheError:
-            return False
-        finally:
-            for sequence, _ in longer:
-                if sequence.lease is not None:
-                    self._detach(sequence)
+        return branching.can_allocate(self, sequences, num_tokens)
 
     @guarded
     def fork(self, sequence: RadixSequence) -> tuple[RadixSequence, list[tuple[int, int]]]:
@@ -389,30 +369,7 @@ class RadixAttentionPlanner:
                 there is no free row.
             OutOfPagesError: no page for the copy; nothing changed.
         """
-        if sequence.lease is None or self._is_in_flight(sequence):
-            raise CacheError(
-                "only a sequence whose last step is committed, and that waits for no other, can "
-                "be forked; call commit first"
-            )
-        if not self.table.num_free_rows:
-            raise CacheError("no free row in the block table; release a sequence first")
-        num_held = max(0, -(-sequence.num_computed // self.page_size) - len(sequence.lease.pages))
-        num_copied = len(self._window.owned(sequence.private[:num_held]))
-        if num_copied > self.cache.num_available:
-            self._batches.forget()
-            self._window.make_room(num_copied, self._by_lease.values())
-        computed = sequence.private[:num_held]
-        copied = self._window.owned(computed)  # perhaps fewer now
-        pages = self.cache.reserve(len(copied))
-        clone = sequence.clone_unplanned()
-        clone.num_computed = clone.num_read = sequence.num_computed
-        clone.has_looked_up = True
-        clone.lease = self.cache.fork(sequence.lease)
-        clone.private = [*computed[: num_held - len(copied)], *pages]
-        clone.order, clone.row = next(self._order), self.table.allocate()
-        self.table.append(clone.row, [*clone.lease.pages, *clone.private])
-        self._by_lease[clone.lease.id] = clone
-        return clone, list(zip(copied, pages, strict=True))
+        return branching.fork(self, sequence)
 
     @guarded
     def rollback(self, sequence: RadixSequence, num_tokens: int) -> None:
@@ -425,24 +382,7 @@ class RadixAttentionPlanner:
         Raises:
             CacheError: the sequence is in a plan, waits for a leader, or has fewer tokens computed.
         """
-        if sequence.lease is None or self._is_in_flight(sequence):
-            raise CacheError("only a sequence whose last step is committed can be rolled back")
-        if not 0 <= num_tokens <= sequence.num_computed:
-            raise CacheError(f"{num_tokens} tokens to keep of {sequence.num_computed} computed")
-        if num_tokens < sequence.lease.num_tokens:
-            num_tokens = num_tokens // self.page_size * self.page_size
-        is_readable = self._window.is_readable(sequence, num_tokens)
-        num_tokens = num_tokens if is_readable else 0
-        if num_tokens < sequence.lease.num_tokens or not is_readable:
-            self._batches.forget()
-            old, sequence.lease = sequence.lease, self.cache.fork(sequence.lease, num_tokens)
-            self._by_lease[sequence.lease.id] = self._by_lease.pop(old.id)
-            self.cache.release(old, self._window.owned(sequence.private))
-            sequence.private = []
-            assert sequence.row is not None
-            self.table.truncate(sequence.row, len(sequence.lease.pages))
-            num_tokens = sequence.lease.num_tokens
-        sequence.num_computed = num_tokens
+        branching.rollback(self, sequence, num_tokens)
 
     @guarded
     def abandon(self, sequences: Sequence[RadixSequence]) -> list[RadixSequence]:

@@ -6,11 +6,11 @@ It imports the standard library, `ramify.errors` and `ramify.outputs` only; ever
 Read in this order:
 1. `prefix_cache`: the public calls. `key` (with `content_atoms` for media and salts), `types` and
    `pages`: what they take and return.
-2. `tree`, over `packed` and `gc_untracked`: the nodes; `hash_index`: pages by hash, in place of the
-   tree's child lookup; `node_store`: the nodes together with their pages.
+2. `tree`, over `packed` and `gc_untracked`: the nodes; `child_index`: the child that begins with a
+   page; `hash_index`: pages by hash, in its place; `node_store`: the nodes together with their pages.
 3. `leases` and `lease_ops`: what requests hold; `pins`: what operators keep; `window`: release of
    pages outside a sliding window.
-4. `eviction_queue`, `policies`, `adaptive_policy`, `ghosts`: what is evicted, what is remembered.
+4. `eviction`, `eviction_queue`, `policies`, `adaptive_policy`, `ghosts`: what is evicted, what is remembered.
 5. `call_guard`: one thread at a time.
 6. `counters`, `statistics`, `events`, `explain`, `inspection`, `invariants`, `maintenance`,
    `draft_lookup`.

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ramify.cache.child_index import SHARDS, ChildIndex, PageIndex
 from ramify.cache.gc_untracked import untracked
 from ramify.cache.key import chain_hashes, namespace_hash
-from ramify.cache.tree import SHARDS, ChildIndex, PageIndex, RadixTree
+from ramify.cache.tree import RadixTree
 
 
 class HashIndex:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
+from ramify.cache.eviction import evict
 from ramify.cache.ghosts import CAPACITY, WINDOW
 from ramify.cache.key import CacheKey, atoms_of
 from ramify.cache.leases import UNCOUNTED, Lease, LeaseRegistry
@@ -209,7 +210,7 @@ class LeaseOps:
                 raise OutOfPagesError(
                     count, free, evictable, store.ledger.num_pages, self.pins.holdings()
                 )
-            store.evict(missing, CAPACITY)
+            evict(store, missing, CAPACITY)
         return Pages(store.ledger.take(count))
 
     def cancel(self, lease: Any) -> None:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from ramify.cache.call_guard import guarded
+from ramify.cache.eviction import evict_from
 from ramify.cache.ghosts import ASKED
 from ramify.cache.key import CacheKey
 from ramify.cache.packed import ATOM_BYTES
@@ -33,13 +34,13 @@ def evict_suffix(cache: PrefixCache, key: CacheKey, num_tokens: int) -> int:
     for node in reversed(path):
         beyond = tree.start[node] + tree.resident[node] - num_tokens // size
         cut = min(tree.resident[node], beyond)
-        if cut <= 0 or not store._is_evictable(node):
+        if cut <= 0 or not store.is_evictable(node):
             break
-        evicted += store._evict_from(node, cut, ASKED, now_s)
+        evicted += evict_from(store, node, cut, ASKED, now_s)
         above = tree.parent[node]
         if tree.resident[node]:
             break
-        if store._is_evictable(above) and not store.queue.ticket[above]:
+        if store.is_evictable(above) and not store.queue.ticket[above]:
             store.queue.push(above)
     store.ghosts.trim()
     store.log.notify_observers()

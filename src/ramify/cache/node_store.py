@@ -1,7 +1,7 @@
-"""`NodeStore`: reference, insert, split and evict nodes together with their pages.
+"""`NodeStore`: reference, insert and split nodes together with their pages; `eviction` evicts them.
 
 Tree, page ledger, eviction queue and ghosts do not know each other. Every operation that changes
-more than one of them is here.
+more than one of them is here or in `eviction`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from typing import Final
 from ramify.cache.counters import MISS, CacheCounters, log2_bucket
 from ramify.cache.events import EventLog
 from ramify.cache.eviction_queue import EvictionQueue, Policy
-from ramify.cache.ghosts import CLEARED, PREDICATE, WITHDRAWN, Ghosts
+from ramify.cache.ghosts import WITHDRAWN, Ghosts
 from ramify.cache.key import CacheKey
 from ramify.cache.packed import ATOM_BYTES, piece, shared_pages
 from ramify.cache.pages import ID_BYTES, PageLedger
 from ramify.cache.tree import RadixTree
-from ramify.cache.types import Node
 
 # A leaf that would exceed this gets a child instead: growing copies the whole leaf.
 MAX_GROWN_BYTES: Final = 1 << 16
@@ -123,7 +122,7 @@ class NodeStore:
         tree = self.tree
         tree.ref_count[root] -= 1
         self.num_evictable += num_pages
-        if not self.queue.ticket[node] and self._is_evictable(node):
+        if not self.queue.ticket[node] and self.is_evictable(node):
             self.queue.push(node)
         if not tree.first_child[root]:
             tree.drop_empty_root(root)
@@ -183,20 +182,13 @@ class NodeStore:
             self.log.split(upper, node)
         return upper
 
-    def _is_evictable(self, node: int) -> bool:
+    def is_evictable(self, node: int) -> bool:
         """Whether a node is a leaf with resident pages and without references; never a root."""
         tree = self.tree
         return (
             not tree.ref_count[node]
             and not tree.resident_children[node]
             and tree.resident[node] > 0
-        )
-
-    def _same_rank(self, node: int, other: int) -> bool:
-        """Whether two nodes have the same place in the eviction order."""
-        policy = self.policy
-        return policy.segment(node) == policy.segment(other) and policy.rank(node) == policy.rank(
-            other
         )
 
     def set_priority(self, node: int, priority: int) -> None:
@@ -371,77 +363,6 @@ class NodeStore:
             self.log.restored(node, num_released)
         return node, num_released
 
-    # -- evicting pages -------------------------------------------------------------------------
-
-    def evict(self, num_pages: int, reason: int) -> int:
-        """Evict up to `num_pages` pages in the order of the policy; returns how many."""
-        tree, queue, evicted, now_s = self.tree, self.queue, 0, self.clock()
-        resident, ticket = tree.resident, queue.ticket
-        while evicted < num_pages and (node := queue.first()):
-            while True:
-                evicted += self._evict_from(node, num_pages - evicted, reason, now_s)
-                if resident[node]:
-                    if not ticket[node]:
-                        queue.push(node)
-                    break
-                above = tree.parent[node]
-                if not self._is_evictable(above):
-                    break
-                if evicted >= num_pages or not self._same_rank(node, above):
-                    queue.push(above)
-                    break
-                node = above  # it would come next: skip the queue
-        self.ghosts.trim()
-        if self.log.observers:
-            self.log.notify_observers()
-        return evicted
-
-    def evict_if(self, predicate: Callable[[Node], bool], num_pages: int) -> int:
-        """Evict leaves for which the predicate is true, and parents that become such leaves.
-
-        Returns how many pages. Cost: one call of the predicate for each evictable leaf.
-        """
-        tree, now_s, evicted = self.tree, self.clock(), 0
-        doomed = [node for node in sorted(self.queue.nodes()) if predicate(tree.node(node))]
-        try:
-            while doomed and evicted < num_pages:
-                node = doomed.pop()
-                parent = tree.parent[node]
-                evicted += self._evict_from(node, num_pages - evicted, PREDICATE, now_s)
-                if not tree.resident[node] and self._is_evictable(parent):
-                    self.queue.push(parent)
-                    if predicate(tree.node(parent)):
-                        doomed.append(parent)
-        finally:  # the predicate is the caller's code and may raise
-            self.ghosts.trim()
-            self.log.notify_observers()
-        return evicted
-
-    def _evict_from(self, node: int, num_pages: int, reason: int, now_s: float) -> int:
-        """Evict up to `num_pages` pages from the tail of an evictable leaf; returns how many.
-
-        A leaf that keeps none leaves the queue; the caller queues its parent.
-        """
-        tree, log = self.tree, self.log
-        self.policy.on_evict(node)
-        owned, cut, begin = tree.owned[node], num_pages, tree.resident[node] - num_pages
-        if owned <= num_pages:  # what was released of it goes too
-            cut, begin = owned, tree.resident[node] - owned
-            if self.queue.ticket[node]:
-                self.queue.remove(node)
-            packed = tree.evict_tail(node, tree.resident[node])
-        else:
-            packed = tree.evict_tail(node, cut)
-        self.ledger.reclaim(packed)
-        self.num_evictable -= cut
-        self.counters.evicted(
-            reason, cut, now_s - tree.created_s[node], now_s - tree.last_access_s[node]
-        )
-        if log.subscribers or log.observers:
-            log.removed(node, packed, reason, begin)
-        self.ghosts.add(node, reason, now_s)
-        return cut
-
     def drop_pending(self, nodes: Iterable[int]) -> None:
         """Free the pages of nodes that will not be computed, and drop their references."""
         tree = self.tree
@@ -471,16 +392,3 @@ class NodeStore:
         self.ledger.disown(packed)
         self.ghosts.trim()
         return last, packed
-
-    def clear(self) -> int:
-        """Evict all evictable pages; returns how many.
-
-        If nothing is left, subscribers get one event "cleared" instead of one for each run.
-        """
-        if self.num_evictable != self.ledger.num_tree:
-            return self.evict(self.num_evictable + 1, CLEARED)
-        self.log.pause()
-        try:
-            return self.evict(self.num_evictable + 1, CLEARED)  # and nodes that own no page
-        finally:
-            self.log.cleared()

@@ -11,6 +11,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 
+from ramify.cache import eviction
 from ramify.cache.call_guard import UNNAMED, CallGuard, guarded
 from ramify.cache.draft_lookup import draft_tokens
 from ramify.cache.events import Evicted, Snapshot, Subscription
@@ -339,7 +340,7 @@ class PrefixCache:
         Cost: O(log leaves) for each leaf that loses pages.
         """
         self._pin_table.expire()
-        return self._store.evict(validate_int("num_pages", num_pages), ASKED)
+        return eviction.evict(self._store, validate_int("num_pages", num_pages), ASKED)
 
     @guarded
     def evict_if(self, predicate: Callable[[Node], bool], num_pages: int | None = None) -> int:
@@ -353,7 +354,7 @@ class PrefixCache:
         """
         self._pin_table.expire()
         limit = self.num_pages if num_pages is None else validate_int("num_pages", num_pages)
-        return self._store.evict_if(lambda node: bool(predicate(node)), limit)
+        return eviction.evict_if(self._store, lambda node: bool(predicate(node)), limit)
 
     @guarded
     def set_priority(self, key: CacheKey, priority: int) -> int:
@@ -371,7 +372,7 @@ class PrefixCache:
     def clear(self) -> int:
         """Evict every cached page that no lease and no pin holds; returns how many."""
         self._pin_table.expire()
-        return self._store.clear()
+        return eviction.clear(self._store)
 
     # -- publishing: from private pages to shared ones ------------------------------------------------------
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
+from ramify.cache.child_index import ChildIndex, PageIndex
 from ramify.cache.content_atoms import ContentAtoms, slice_atoms
 from ramify.cache.gc_untracked import untracked
 from ramify.cache.packed import ATOM_BYTES, piece, shared_pages
@@ -18,60 +19,9 @@ from ramify.cache.pages import ID_BYTES, Pages
 from ramify.cache.types import Node
 from ramify.errors import ConfigError
 
-# Dicts of a PageIndex or HashIndex, chosen by a byte of their keys: each stays quick to resize.
-SHARDS: Final = 256
 MAX_NEW_IDS: Final = 1024  # columns double up to here, then grow by this many entries
 
 Value = TypeVar("Value")
-
-
-class ChildIndex(Protocol):
-    """Finds the child of a node by the atoms of the child's first page."""
-
-    max_pages: int | None  # limit of the pages in a node; None: no limit
-
-    def find(self, parent: int, atoms: bytes, position: int) -> int:
-        """The child of `parent` that begins with the page at byte `position`; 0 if none does."""
-
-    def add(self, node: int) -> None:
-        """Enter a node, which is linked below its parent already."""
-
-    def remove(self, node: int) -> None:
-        """Remove a node, before its parent or its edge changes."""
-
-
-class PageIndex:
-    """Hash table from (first page of a node, its parent) to the node: the index "radix"."""
-
-    max_pages: int | None = None
-
-    def __init__(self, tree: RadixTree) -> None:
-        self._tree = tree
-        self._page_bytes = tree.page_bytes
-        self._shards: list[dict[bytes, int]] = [untracked({}) for _ in range(SHARDS)]
-
-    def find(self, parent: int, atoms: bytes, position: int) -> int:
-        """See `ChildIndex.find`. One dict lookup for any number of children."""
-        end = position + self._page_bytes
-        shard = self._shards[atoms[end - ATOM_BYTES]]
-        return shard.get(atoms[position:end] + parent.to_bytes(4, "little"), 0)
-
-    def add(self, node: int) -> None:
-        """Enter a node under its first page and its parent."""
-        tree, end = self._tree, self._page_bytes
-        edge = tree.edges[node]
-        shard = self._shards[edge[end - ATOM_BYTES]]
-        name = bytes(edge[:end]) + tree.parent[node].to_bytes(4, "little")
-        assert name not in shard, "siblings share their first page"
-        shard[name] = node
-
-    def remove(self, node: int) -> None:
-        """Remove a node's entry."""
-        tree, end = self._tree, self._page_bytes
-        edge = tree.edges[node]
-        del self._shards[edge[end - ATOM_BYTES]][
-            bytes(edge[:end]) + tree.parent[node].to_bytes(4, "little")
-        ]
 
 
 class RadixTree:
