@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ramify.analysis.savings.mending import Fix, generalise
+from ramify.analysis.savings.fixing import Fix, generalise
 from ramify.analysis.verdicts import (
     Cause,
     CauseName,

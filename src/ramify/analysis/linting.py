@@ -17,7 +17,7 @@ from ramify.analysis.compare.templates import Templates
 from ramify.analysis.corpus import Corpus, StoredRequest
 from ramify.analysis.findings import find_partners, group_causes, order_by_saving
 from ramify.analysis.log_files import read_log
-from ramify.analysis.matching.best_match import Match, Matcher
+from ramify.analysis.predecessor import Match, PredecessorFinder
 from ramify.analysis.progress import Progress
 from ramify.analysis.providers.agreement import report_tables
 from ramify.analysis.providers.prompts import Prediction
@@ -26,8 +26,8 @@ from ramify.analysis.providers.rules import Rules, load_rules
 from ramify.analysis.reader import ReadQuality
 from ramify.analysis.records import LoggedRequest, SegmentKind
 from ramify.analysis.savings import measure_savings
+from ramify.analysis.savings.fixing import Fix, PromptFixer
 from ramify.analysis.savings.mended_units import VALUES
-from ramify.analysis.savings.mending import Fix, Mender
 from ramify.analysis.simulation.capacities import parse_capacity
 from ramify.analysis.tokens import Tokenizer
 from ramify.analysis.verdicts import (
@@ -112,7 +112,7 @@ class Linted:
     corpus: Corpus  # the requests that were compared
     report: LintReport
     model: CacheModel
-    mender: Mender
+    fixer: PromptFixer
     predictions: Mapping[int, Prediction]  # by the request's number
     unsplit: Mapping[int, Prediction]  # if all replicas, keys and answering models shared a cache
 
@@ -126,7 +126,7 @@ def lint_parts(
     capacity: str | int | None = None,
     progress: Progress | None = None,
 ) -> Linted:
-    """`lint` for stored requests, with the cache model, the mender and the predictions it used.
+    """`lint` for stored requests, with the cache model, the fixer and the predictions it used.
 
     Ctrl-C while savings are measured leaves them 0; while requests are compared it leaves those
     compared so far: `Linted.corpus` has no others. `interrupted` says so. Causes are judged under an
@@ -135,7 +135,7 @@ def lint_parts(
     table = load_rules(rules)
     infinite, model = _cache_models(corpus, provider, table, capacity)
     templates = learn_templates(corpus, progress)
-    matcher = Matcher(corpus, templates)
+    matcher = PredecessorFinder(corpus, templates)
     comparer = matcher.comparer
     matches: list[Match] = []
     missing = []
@@ -155,7 +155,7 @@ def lint_parts(
     judge = _Judge(corpus, comparer, log)
     verdicts = judge.verdicts(matches)
     grouped = group_causes(verdicts)
-    mender = Mender(corpus, templates, matches)
+    fixer = PromptFixer(corpus, templates, matches)
     mendable = [item for item in grouped if item.fix.cause not in OBSERVED]
     groups = [[item.fix] for item in mendable[:MAX_SAVINGS]]
     partners: dict[Fix, Partner] = {}
@@ -164,10 +164,10 @@ def lint_parts(
             progress("replaying", 0, len(groups) + 1)
         savings = measure_savings(
             corpus,
-            mender,
+            fixer,
             [*groups, [item.fix for item in mendable]],
             model,
-            unseen=mender,
+            unseen=fixer,
         )
     except KeyboardInterrupt:
         missing.append("savings were not measured and are 0")
@@ -176,7 +176,7 @@ def lint_parts(
         partners = find_partners(
             mendable,
             [] if missing else savings[:-1],
-            lambda fixes: measure_savings(corpus, mender, [fixes], model, unseen=mender)[0],
+            lambda fixes: measure_savings(corpus, fixer, [fixes], model, unseen=fixer)[0],
         )
     except KeyboardInterrupt:
         missing.append("causes that save nothing alone were not tried together with others")
@@ -201,7 +201,7 @@ def lint_parts(
         capacity_tokens=model.capacity_tokens,
         interrupted="; ".join(missing),
     )
-    return Linted(corpus, report, model, mender, predictions, log.unsplit)
+    return Linted(corpus, report, model, fixer, predictions, log.unsplit)
 
 
 def _cache_models(

@@ -16,7 +16,7 @@ from ramify.analysis.log_files import read_log
 from ramify.analysis.providers.replay import CacheModel, prompts_of
 from ramify.analysis.providers.rules import load_rules
 from ramify.analysis.savings import measure_savings
-from ramify.analysis.savings.mending import Fix
+from ramify.analysis.savings.fixing import Fix
 from ramify.analysis.verdicts import Saving
 from tests.pure.analysis.planted_formats import FORMATS, planted_log, write_log
 from tests.pure.analysis.planted_logs import KINDS, LEGITIMATE, UNSEEN, Mended, PlantedLog
@@ -77,8 +77,8 @@ class LintedLog:
             for finding in self.linted.report.findings
             if finding.cause in causes
         ]
-        mender = self.linted.mender
-        (saving,) = measure_savings(self.corpus, mender, [fixes], self.linted.model, unseen=mender)
+        fixer = self.linted.fixer
+        (saving,) = measure_savings(self.corpus, fixer, [fixes], self.linted.model, unseen=fixer)
         return saving
 
 

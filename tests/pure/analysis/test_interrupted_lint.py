@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from ramify.analysis import linting
 from ramify.analysis.log_files import read_log
-from ramify.analysis.matching.best_match import Matcher
+from ramify.analysis.predecessor import PredecessorFinder
 from ramify.cli import app
 
 NUM_REQUESTS = 90
@@ -42,14 +42,14 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
 def stop_comparing(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """Let the comparison of a request be interrupted."""
-    match = Matcher._match
+    match = PredecessorFinder._match
 
     def cut(matcher: Any, request: Any) -> Any:
         if request.number == number:
             raise KeyboardInterrupt
         return match(matcher, request)
 
-    monkeypatch.setattr(Matcher, "_match", cut)
+    monkeypatch.setattr(PredecessorFinder, "_match", cut)
 
 
 def run(log: Path) -> tuple[int, str, dict[str, Any]]:
@@ -157,7 +157,7 @@ def test_interrupted_analysis_without_savings_keeps_its_other_parts(
     assert any("savings were not measured" in warning for warning in report["warnings"])
 
 
-@pytest.mark.parametrize("step", ["learn_templates", "Matcher", "report_tables"])
+@pytest.mark.parametrize("step", ["learn_templates", "PredecessorFinder", "report_tables"])
 def test_an_interrupted_analysis_without_a_result_ends_with_one_line(
     log: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:

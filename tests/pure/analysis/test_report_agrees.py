@@ -25,7 +25,7 @@ from ramify.analysis.report.writers.as_json import analysis_as_json
 from ramify.analysis.report.writers.markdown import analysis_as_markdown
 from ramify.analysis.report.writers.sarif import analysis_as_sarif
 from ramify.analysis.report.writers.terminal import print_summary
-from ramify.analysis.savings.mending import Fix
+from ramify.analysis.savings.fixing import Fix
 from ramify.analysis.verdicts import OBSERVED, CauseName, Example, Partner
 
 PROSE = "The harbour of Genoa is deep and its masters know every ship that came from the south. "

@@ -58,8 +58,8 @@ def savings_of(
 ) -> list[Saving]:
     corpus = corpus_of([replace(request, line=at) for at, request in enumerate(log, 1)])
     model = CacheModel(corpus, provider, load_rules())
-    mender = FakeMender(corpus, clean or {})
-    return measure_savings(corpus, mender, groups, model)
+    fixer = FakeMender(corpus, clean or {})
+    return measure_savings(corpus, fixer, groups, model)
 
 
 CLOCK = Fix(CauseName.CLOCK, "system[0]")
@@ -212,7 +212,7 @@ def test_warming_first_and_one_replica() -> None:
 
 
 def test_sorted_tools_keep_the_breakpoint_at_the_last_tool() -> None:
-    """The mender moves a tool with its breakpoint to the front; the client still marks the last."""
+    """The fixer moves a tool with its breakpoint to the front; the client still marks the last."""
     first, second = Block(tokens(0, 600), kind="tool"), Block(tokens(5000, 600), kind="tool")
     log = [
         request_of([a, replace(b, ttl=300.0), Block(tokens(9000 * at, 50))], model="claude-opus-5")
@@ -310,12 +310,12 @@ def test_a_partial_replay_equals_a_replay_of_all(log: list[LoggedRequest], provi
     clean = {"system[0]": Block((77,) * 24, kind="system")}
     corpus = corpus_of(log)
     model = CacheModel(corpus, provider, load_rules())
-    mender = FakeMender(corpus, clean)
+    fixer = FakeMender(corpus, clean)
     first = int(corpus.requests[0].units[1])
 
     class OneApp:
         def mend(self, request: StoredRequest, fixes: Collection[AppliedFix]) -> Mended:
-            return mender.mend(request, fixes if request.units[1] == first else [])
+            return fixer.mend(request, fixes if request.units[1] == first else [])
 
     (saving,) = measure_savings(corpus, OneApp(), [[CLOCK]], model)
 

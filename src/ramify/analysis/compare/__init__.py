@@ -5,7 +5,7 @@ How `lint` comes to a verdict:
 1. `templates` learns which texts are equal but for a few values, and `values` judges each place at
    which they differ from all values seen there: a clock (`clocks`), an id (`random_text`), a path or
    state (`state_lines`), or content.
-2. `matching.best_match` finds candidates in indexes that grow linearly with the log: radix trees of
+2. `predecessor` finds candidates in indexes that grow linearly with the log: radix trees of
    the prompts as sent and as mended, and the newest requests with the same tools, conversation, last
    message or lines. `comparing` compares each candidate exactly.
 3. A comparison walks both prompts side by side: settings, `tool_lists`, then system and messages
@@ -18,5 +18,5 @@ How `lint` comes to a verdict:
    the same place; `history_changes`, `hoisted_notes`, `summaries` and `context_blocks` know what clients
    do to a history, `continuations` which requests are of the same conversation. `text_diff` aligns two
    texts, `normal_forms` makes equal what differs in layout only, `quoting` cuts a quote.
-6. `savings.mending` makes the prompts as they would be without the causes; `savings.measure` replays them.
+6. `savings.fixing` makes the prompts as they would be without the causes; `savings.measure` replays them.
 """

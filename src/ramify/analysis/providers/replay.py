@@ -10,9 +10,9 @@ import msgspec
 
 from ramify.analysis.corpus import Corpus, StoredRequest
 from ramify.analysis.providers.caches.breakpoints import BreakpointCache
-from ramify.analysis.providers.caches.grid import GridCache, NoCache
+from ramify.analysis.providers.caches.page_cache import NoCache, PageCache
 from ramify.analysis.providers.caches.page_pool import MIN_PAGE, ReplicaPools
-from ramify.analysis.providers.caches.whole_units import WholeUnitCache
+from ramify.analysis.providers.caches.segment_cache import SegmentCache
 from ramify.analysis.providers.conditions import AS_LOGGED, Conditions
 from ramify.analysis.providers.detection import provider_of, provider_of_log
 from ramify.analysis.providers.prompts import (
@@ -161,13 +161,13 @@ class CacheModel:
         An infinite cache of steps of `MIN_PAGE` tokens without times or replicas: only settings, keys
         and scopes that lose the cache part prompts. Answers are read where the rule stores them.
         """
-        bare: dict[int, GridCache] = {}
+        bare: dict[int, PageCache] = {}
         shared = {}
         for prompt in prompts_of(self.corpus):
             rule = self.rule_of(prompt)
             cache = bare.get(id(rule))
             if cache is None:
-                cache = bare[id(rule)] = GridCache(without_limits(rule))
+                cache = bare[id(rule)] = PageCache(without_limits(rule))
             layout = PromptLayout(
                 self.corpus, prompt, rule, ignored=frozenset({"replica", "model"})
             )
@@ -177,10 +177,10 @@ class CacheModel:
     def _cache(self, kind: str, rule: ModelRule, pools: ReplicaPools | None) -> RuleCache:
         """An empty cache of a kind: grid, breakpoints, units or none."""
         if kind == "grid":
-            return GridCache(rule, pools)
+            return PageCache(rule, pools)
         if kind == "breakpoints":
             return BreakpointCache(self.corpus, rule)
-        return WholeUnitCache(rule) if kind == "units" else NoCache(rule)
+        return SegmentCache(rule) if kind == "units" else NoCache(rule)
 
     def _pools(self, conditions: Conditions) -> ReplicaPools | None:
         if self.capacity_tokens is None:

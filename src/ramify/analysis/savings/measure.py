@@ -34,7 +34,7 @@ _IGNORED = {
     CauseName.MODEL_CHANGED: "model",
 }
 _OF_BREAKPOINTS = frozenset({CauseName.BREAKPOINT_MISSING, CauseName.LOOKBACK_EXCEEDED})
-# A mender changes the text of prompts for all other causes; the model's name is in the text.
+# A fixer changes the text of prompts for all other causes; the model's name is in the text.
 _NOT_IN_TEXT = (
     _OF_BREAKPOINTS
     | (_IGNORED.keys() - {CauseName.MODEL_CHANGED})
@@ -121,7 +121,7 @@ class _Change:
 
 def measure_savings(
     corpus: Corpus,
-    mender: MenderLike,
+    fixer: MenderLike,
     groups: Sequence[Collection[AppliedFix]],
     model: CacheModel,
     *,
@@ -140,7 +140,7 @@ def measure_savings(
     Only the parts of the log that share a prefix with a changed prompt are replayed: the others read
     what they read before. Under a finite capacity all prompts compete, and all are replayed.
     """
-    replayer = _Replayer(corpus, list(prompts_of(corpus)), mender, model, unseen)
+    replayer = _Replayer(corpus, list(prompts_of(corpus)), fixer, model, unseen)
     return [replayer.saving(list(group)) for group in groups]
 
 
@@ -151,12 +151,12 @@ class _Replayer:
         self,
         corpus: Corpus,
         prompts: Sequence[ReplayPrompt],
-        mender: MenderLike,
+        fixer: MenderLike,
         model: CacheModel,
         unseen: UnseenLike | None,
     ) -> None:
         self._corpus, self._prompts = corpus, prompts
-        self._mender, self._model, self._unseen = mender, model, unseen
+        self._fixer, self._model, self._unseen = fixer, model, unseen
         self._roles = BlockRoles(corpus, has_names=False)
         self._before: dict[Conditions, list[Prediction]] = {}
         self._components = Components(model, prompts)
@@ -168,7 +168,7 @@ class _Replayer:
         fixes = [fix for fix in fixes if fix.cause not in _UNMENDED]
         if not fixes:
             return Saving(0, 0, 0, 0.0)
-        mended = self._mend_all(fixes, self._mender.mend)
+        mended = self._mend_all(fixes, self._fixer.mend)
         if any(fix.cause is CauseName.UNREAD_WRITE for fix in fixes):
             mended = self._without_unread(mended, fixes)
         usual = self._replay(mended, fixes, Conditions())

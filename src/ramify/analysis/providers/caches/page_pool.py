@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from ramify.analysis.providers.caches.prefix_table import PrefixTable, Slots
+from ramify.analysis.prefix_table import PrefixTable, Slots
 from ramify.analysis.providers.prompts import Timing
 from ramify.analysis.records import LoggedRequest
 from ramify.analysis.tokens import Tokens

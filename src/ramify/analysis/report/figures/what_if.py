@@ -9,7 +9,7 @@ from ramify.analysis.corpus import Corpus
 from ramify.analysis.linting import Linted
 from ramify.analysis.report.document import WhatIf
 from ramify.analysis.savings import measure_savings
-from ramify.analysis.savings.mending import Fix
+from ramify.analysis.savings.fixing import Fix
 
 MAX_FINDINGS = 4  # 16 sets, of which 5 are known
 MAX_SECONDS = 6.0
@@ -45,6 +45,6 @@ def replay_sets(
             for bit, at in enumerate(chosen)
             if mask >> bit & 1
         ]
-        mender = linted.mender
-        [savings[mask]] = measure_savings(corpus, mender, [group], linted.model, unseen=mender)
+        fixer = linted.fixer
+        [savings[mask]] = measure_savings(corpus, fixer, [group], linted.model, unseen=fixer)
     return WhatIf(tuple(chosen), savings, num_replays=len(savings) - len(chosen))

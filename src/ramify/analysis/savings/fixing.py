@@ -14,7 +14,7 @@ from ramify.analysis.compare.context_blocks import message_of
 from ramify.analysis.compare.prompt_sides import Difference, PlacedUnit
 from ramify.analysis.compare.templates import Templates
 from ramify.analysis.corpus import Corpus, StoredRequest
-from ramify.analysis.matching.best_match import Match
+from ramify.analysis.predecessor import Match
 from ramify.analysis.providers.prompts import ReplayPrompt
 from ramify.analysis.records import SegmentKind
 from ramify.analysis.savings.measure import AppliedFix
@@ -109,7 +109,7 @@ class _Mended:
     blocks: frozenset[str] = frozenset()  # of context that stay where they were sent first
 
 
-class Mender:
+class PromptFixer:
     """Applies fixes to the prompts of a log that was matched.
 
     Values become constants and forms become equal in each prompt by itself. Whatever

@@ -8,7 +8,7 @@ import pytest
 from ramify.analysis import lint
 from ramify.analysis.corpus import Corpus
 from ramify.analysis.linting import learn_templates
-from ramify.analysis.matching.best_match import Matcher
+from ramify.analysis.predecessor import PredecessorFinder
 from ramify.analysis.records import LoggedRequest, Segment, SegmentKind
 from tests.pure.analysis import contract_log
 
@@ -50,7 +50,7 @@ def test_no_earlier_request_would_share_more(seed: int) -> None:
     corpus = Corpus()
     for request in random_log(seed):
         corpus.add(request)
-    matcher = Matcher(corpus, learn_templates(corpus))
+    matcher = PredecessorFinder(corpus, learn_templates(corpus))
 
     for match in matcher.matches(corpus):
         earlier = corpus.requests[: match.request.number]

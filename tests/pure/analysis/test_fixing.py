@@ -11,8 +11,8 @@ from ramify.analysis.compare.spacing import places_in_text
 from ramify.analysis.corpus import Corpus
 from ramify.analysis.linting import Linted, learn_templates, lint_parts
 from ramify.analysis.records import LoggedRequest, Segment, SegmentKind, TextForm
+from ramify.analysis.savings.fixing import Fix
 from ramify.analysis.savings.mended_tools import merge_tools
-from ramify.analysis.savings.mending import Fix
 from ramify.analysis.verdicts import CauseName
 
 RULES = "".join(f"Rule {n}: answer politely about topic {n}, and never guess. " for n in range(60))
@@ -49,7 +49,7 @@ def mended_texts(
     findings = log.report.findings
     fixes = [Fix(item.cause, item.segment) for item in findings if item.cause in causes]
     assert {fix.cause for fix in fixes} == set(causes)
-    mend = log.mender.mend_longest if longest else log.mender.mend
+    mend = log.fixer.mend_longest if longest else log.fixer.mend
     return [corpus.text(unit) for unit in mend(corpus.requests[number], fixes).units.tolist()]
 
 
@@ -119,7 +119,7 @@ def test_the_breakpoint_of_a_dropped_block_ends_at_the_segment_before() -> None:
     corpus, log = linted(*prompts)
     fixes = [Fix(item.cause, item.segment) for item in log.report.findings]
 
-    mended = log.mender.mend(corpus.requests[1], fixes)
+    mended = log.fixer.mend(corpus.requests[1], fixes)
 
     assert [corpus.text(unit) for unit in mended.units.tolist()] == [
         RULES,
@@ -234,7 +234,7 @@ def test_a_mended_prompt_numbers_its_messages_as_they_stand() -> None:
     (finding,) = log.report.findings
     assert finding.cause is CauseName.SYSTEM_HOISTED
 
-    mended = log.mender.mend(corpus.requests[1], [Fix(finding.cause, finding.segment)])
+    mended = log.fixer.mend(corpus.requests[1], [Fix(finding.cause, finding.segment)])
 
     assert [corpus.text(unit) for unit in mended.units.tolist()][3:5] == [note.text, MORE]
     assert mended.paths == ("system", *(f"messages[{at}]" for at in range(6)))
@@ -251,7 +251,7 @@ def test_a_fix_of_a_message_holds_for_its_first_block() -> None:
 
     for segment in ("messages[0]", "messages[0].content[0]"):
         fixes = [Fix(CauseName.WHITESPACE, segment)]
-        mended = [log.mender.mend(request, fixes).units.tolist()[0] for request in corpus]
+        mended = [log.fixer.mend(request, fixes).units.tolist()[0] for request in corpus]
         assert [corpus.text(unit)[:12] for unit in mended] == ["Bremen Rule ", "Lisbon Rule "]
 
 

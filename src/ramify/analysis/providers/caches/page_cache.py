@@ -10,15 +10,15 @@ from math import inf
 
 import numpy as np
 
+from ramify.analysis.prefix_index import PrefixIndex, Shared
 from ramify.analysis.providers.caches.page_pool import MIN_PAGE, ReplicaPools
-from ramify.analysis.providers.caches.prefix_index import PrefixIndex, Shared
 from ramify.analysis.providers.money import price_of
 from ramify.analysis.providers.prompts import Billed, Prediction, PromptLayout, RuleCache, Timing
 from ramify.analysis.providers.rules import ModelRule
 from ramify.analysis.tokens import Tokens, spread_ids
 
 
-class GridCache(RuleCache):
+class PageCache(RuleCache):
     """Pages of one rule; prompts come in the order of their starts."""
 
     def __init__(self, rule: ModelRule, pools: ReplicaPools | None = None) -> None:

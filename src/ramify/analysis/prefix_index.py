@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ramify.analysis.providers.caches.prefix_table import PrefixTable, Slots
+from ramify.analysis.prefix_table import PrefixTable, Slots
 from ramify.analysis.providers.prompts import Timing
 from ramify.analysis.tokens import Tokens
 

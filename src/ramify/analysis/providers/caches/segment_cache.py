@@ -10,15 +10,15 @@ from math import inf
 
 import numpy as np
 
-from ramify.analysis.providers.caches.prefix_index import PrefixIndex
-from ramify.analysis.providers.caches.prefix_table import PrefixTable
+from ramify.analysis.prefix_index import PrefixIndex
+from ramify.analysis.prefix_table import PrefixTable
 from ramify.analysis.providers.money import price_of
 from ramify.analysis.providers.prompts import Billed, Prediction, PromptLayout, RuleCache, Timing
 from ramify.analysis.providers.rules import ModelRule
 from ramify.analysis.tokens import Tokens
 
 
-class WholeUnitCache(RuleCache):
+class SegmentCache(RuleCache):
     """Units of one rule; prompts come in the order of their starts."""
 
     def __init__(self, rule: ModelRule) -> None:

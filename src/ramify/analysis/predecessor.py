@@ -21,9 +21,9 @@ from ramify.analysis.compare.comparing import PAGE_SIZE, Comparer, Comparison
 from ramify.analysis.compare.prompt_sides import Difference, Side, WalkStep
 from ramify.analysis.compare.templates import Templates
 from ramify.analysis.corpus import Corpus, StoredRequest
-from ramify.analysis.matching.hashed_matching import HashedIndex
-from ramify.analysis.matching.unit_tree import Units, UnitTree
+from ramify.analysis.hashed_matching import HashedIndex
 from ramify.analysis.records import SegmentKind
+from ramify.analysis.unit_tree import Units, UnitTree
 
 NUM_NEWEST = 3  # requests that an index remembers for a key
 MAX_CANDIDATES = 14
@@ -44,7 +44,7 @@ class Match:
     end: tuple[int, int] = (0, 0)
 
 
-class Matcher:
+class PredecessorFinder:
     """Matches the requests of a log in the order of their starts."""
 
     def __init__(self, corpus: Corpus, templates: Templates) -> None:
