@@ -25,8 +25,8 @@ from ramify.analysis.providers.replay import CacheModel, prompts_of
 from ramify.analysis.providers.rules import Rules, load_rules
 from ramify.analysis.reader import ReadQuality
 from ramify.analysis.records import LoggedRequest, SegmentKind
-from ramify.analysis.savings import measure_savings
 from ramify.analysis.savings.fixing import Fix, PromptFixer
+from ramify.analysis.savings.measure import FixReplay
 from ramify.analysis.savings.mended_units import VALUES
 from ramify.analysis.simulation.capacities import parse_capacity
 from ramify.analysis.tokens import Tokenizer
@@ -113,6 +113,7 @@ class Linted:
     report: LintReport
     model: CacheModel
     fixer: PromptFixer
+    replay: FixReplay
     predictions: Mapping[int, Prediction]  # by the request's number
     unsplit: Mapping[int, Prediction]  # if all replicas, keys and answering models shared a cache
 
@@ -155,36 +156,27 @@ def lint_parts(
     judge = _Judge(corpus, comparer, log)
     verdicts = judge.verdicts(matches)
     grouped = group_causes(verdicts)
+    predictions = log.predictions
+    if model is not infinite:
+        prompts = prompts_of(corpus)
+        replayed = zip(prompts, model.replay(prompts), strict=True)
+        predictions = {prompt.request.number: prediction for prompt, prediction in replayed}
     fixer = PromptFixer(corpus, templates, matches)
+    replay = FixReplay(model, fixer.mend, predictions)
     mendable = [item for item in grouped if item.fix.cause not in OBSERVED]
     groups = [[item.fix] for item in mendable[:MAX_SAVINGS]]
     partners: dict[Fix, Partner] = {}
     try:
         if progress is not None:
             progress("replaying", 0, len(groups) + 1)
-        savings = measure_savings(
-            corpus,
-            fixer,
-            [*groups, [item.fix for item in mendable]],
-            model,
-            unseen=fixer,
-        )
+        savings = [*map(replay.saving, groups), replay.saving(item.fix for item in mendable)]
     except KeyboardInterrupt:
         missing.append("savings were not measured and are 0")
         savings = [NO_SAVING] * (len(groups) + 1)
     try:
-        partners = find_partners(
-            mendable,
-            [] if missing else savings[:-1],
-            lambda fixes: measure_savings(corpus, fixer, [fixes], model, unseen=fixer)[0],
-        )
+        partners = find_partners(mendable, [] if missing else savings[:-1], replay.saving)
     except KeyboardInterrupt:
         missing.append("causes that save nothing alone were not tried together with others")
-    predictions = log.predictions
-    if model is not infinite:
-        prompts = prompts_of(corpus)
-        replayed = zip(prompts, model.replay(prompts), strict=True)
-        predictions = {prompt.request.number: prediction for prompt, prediction in replayed}
     saved = {item.fix: saving for item, saving in zip(mendable, savings[:-1], strict=False)}
     findings = order_by_saving(
         [item.finding(saved.get(item.fix, NO_SAVING), partners.get(item.fix)) for item in grouped]
@@ -201,7 +193,7 @@ def lint_parts(
         capacity_tokens=model.capacity_tokens,
         interrupted="; ".join(missing),
     )
-    return Linted(corpus, report, model, fixer, predictions, log.unsplit)
+    return Linted(corpus, report, model, fixer, replay, predictions, log.unsplit)
 
 
 def _cache_models(

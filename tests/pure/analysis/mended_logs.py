@@ -15,7 +15,6 @@ from ramify.analysis.linting import Linted, lint_parts
 from ramify.analysis.log_files import read_log
 from ramify.analysis.providers.replay import CacheModel, prompts_of
 from ramify.analysis.providers.rules import load_rules
-from ramify.analysis.savings import measure_savings
 from ramify.analysis.savings.fixing import Fix
 from ramify.analysis.verdicts import Saving
 from tests.pure.analysis.planted_formats import FORMATS, planted_log, write_log
@@ -77,9 +76,7 @@ class LintedLog:
             for finding in self.linted.report.findings
             if finding.cause in causes
         ]
-        fixer = self.linted.fixer
-        (saving,) = measure_savings(self.corpus, fixer, [fixes], self.linted.model, unseen=fixer)
-        return saving
+        return self.linted.replay.saving(fixes)
 
 
 def linted_log(

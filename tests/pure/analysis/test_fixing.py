@@ -42,15 +42,13 @@ def linted(*prompts: Sequence[Segment]) -> tuple[Corpus, Linted]:
     return corpus, lint_parts(corpus)
 
 
-def mended_texts(
-    corpus: Corpus, log: Linted, number: int, *causes: CauseName, longest: bool = False
-) -> list[str]:
+def mended_texts(corpus: Corpus, log: Linted, number: int, *causes: CauseName) -> list[str]:
     """Texts of a request's segments with all findings of these causes mended."""
     findings = log.report.findings
     fixes = [Fix(item.cause, item.segment) for item in findings if item.cause in causes]
     assert {fix.cause for fix in fixes} == set(causes)
-    mend = log.fixer.mend_longest if longest else log.fixer.mend
-    return [corpus.text(unit) for unit in mend(corpus.requests[number], fixes).units.tolist()]
+    mended = log.fixer.mend(corpus.requests[number], fixes)
+    return [corpus.text(unit) for unit in mended.units.tolist()]
 
 
 QUESTION, ANSWER = "Where is the parcel that I sent to Lisbon?", "It has left the depot in Bremen."
@@ -147,7 +145,7 @@ def test_json_takes_the_form_that_most_requests_have() -> None:
     assert mended_texts(corpus, log, 0, CauseName.KEY_ORDER)[3] == usual
 
 
-def test_reasoning_that_is_never_shown_has_a_stand_in() -> None:
+def test_reasoning_that_was_shown_once_comes_back() -> None:
     """Of two answers with reasoning, one shows it in a tool loop and the other never does."""
 
     def thought(at: int, text: str) -> Segment:
@@ -161,10 +159,8 @@ def test_reasoning_that_is_never_shown_has_a_stand_in() -> None:
     corpus, log = linted(loop, later)
 
     shown = mended_texts(corpus, log, 1, CauseName.REASONING_DROPPED)
-    longest = mended_texts(corpus, log, 1, CauseName.REASONING_DROPPED, longest=True)
 
     assert shown == [RULES, QUESTION, why, "I ask the carrier.", call, *shown[-2:]]
-    assert longest == [*shown[:-2], why, *shown[-2:]]
 
 
 def tools_of(corpus: Corpus, *names: str, version: int = 1) -> list[tuple[int, str]]:

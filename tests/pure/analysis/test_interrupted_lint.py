@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from ramify.analysis import linting
 from ramify.analysis.log_files import read_log
 from ramify.analysis.predecessor import PredecessorFinder
+from ramify.analysis.savings.measure import FixReplay
 from ramify.cli import app
 
 NUM_REQUESTS = 90
@@ -38,6 +39,15 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(linting, name, stopped)
+
+
+def stop_replaying(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the first replay of a fix be interrupted."""
+
+    def stopped(*_args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(FixReplay, "saving", stopped)
 
 
 def stop_comparing(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
@@ -101,7 +111,7 @@ def test_interrupted_replays_leave_findings_without_savings(
 ) -> None:
     """The verdicts are whole, and the line says that savings are missing."""
     whole = run(log)[2]
-    stop_at(monkeypatch, "measure_savings")
+    stop_replaying(monkeypatch)
     code, output, report = run(log)
 
     assert code == 130
@@ -146,7 +156,7 @@ def test_interrupted_analysis_without_savings_keeps_its_other_parts(
     log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Findings without savings, no sets of fixes, the curves; one warning says what is missing."""
-    stop_at(monkeypatch, "measure_savings")
+    stop_replaying(monkeypatch)
 
     code, output, report = analyze(log)
 

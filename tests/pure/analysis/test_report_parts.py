@@ -107,7 +107,7 @@ def test_sets_of_fixes_are_replayed_and_not_added(tmp_path: Path) -> None:
     corpus = read_corpus([write_rows(tmp_path / "log.jsonl", rows)], ReadQuality())
     linted = lint_parts(corpus)
 
-    what_if = replay_sets(corpus, linted)
+    what_if = replay_sets(linted)
 
     assert what_if is not None and len(what_if.findings) == 2
     alone = [what_if.savings[1].tokens, what_if.savings[2].tokens]
@@ -119,7 +119,7 @@ def test_replays_end_when_their_time_is_over(tmp_path: Path, planted: Path) -> N
     """With no time, only the savings that lint has measured are there."""
     corpus = read_corpus([planted], ReadQuality())
 
-    what_if = replay_sets(corpus, lint_parts(corpus), max_seconds=0, clock=iter(range(99)).__next__)
+    what_if = replay_sets(lint_parts(corpus), max_seconds=0, clock=iter(range(99)).__next__)
 
     assert what_if is not None and what_if.num_replays == 0
     assert set(what_if.savings) == {1 << bit for bit in range(len(what_if.findings))}

@@ -3,37 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from ramify.analysis.corpus import Corpus, StoredRequest
 from ramify.analysis.providers import CacheModel, ReplayPrompt, in_start_order, load_rules
 from ramify.analysis.records import LoggedRequest
-from ramify.analysis.savings import AppliedFix, measure_savings
+from ramify.analysis.savings.fixing import Fix
+from ramify.analysis.savings.measure import FixReplay
 from ramify.analysis.verdicts import CauseName, Saving
 from tests.budget import examples
 from tests.pure.analysis.replay_prompts import Block, corpus_of, request_of, segment_of, tokens
 
 
-@dataclass(frozen=True)
-class Fix:
-    cause: CauseName
-    segment: str = ""
-
-
-@dataclass(frozen=True)
-class Mended:
-    units: NDArray[np.uint32]
-    paths: tuple[str, ...]
-    breakpoints: tuple[tuple[int, float], ...]
-
-
-class FakeMender:
+class FakeFixer:
     """Replaces the unit at a place by a clean one."""
 
     def __init__(self, corpus: Corpus, clean: dict[str, Block]) -> None:
@@ -41,13 +27,13 @@ class FakeMender:
             path: corpus.unit_of(segment_of(block, path)) for path, block in clean.items()
         }
 
-    def mend(self, request: StoredRequest, fixes: Collection[AppliedFix]) -> Mended:
+    def mend(self, request: StoredRequest, fixes: Collection[Fix]) -> ReplayPrompt:
         units = request.units.copy()
         for fix in fixes:
             for at, path in enumerate(request.paths):
                 if path == fix.segment:
                     units[at] = self.clean[path]
-        return Mended(units, request.paths, request.breakpoints)
+        return replace(ReplayPrompt.of(request), units=units)
 
 
 def savings_of(
@@ -58,8 +44,8 @@ def savings_of(
 ) -> list[Saving]:
     corpus = corpus_of([replace(request, line=at) for at, request in enumerate(log, 1)])
     model = CacheModel(corpus, provider, load_rules())
-    fixer = FakeMender(corpus, clean or {})
-    return measure_savings(corpus, fixer, groups, model)
+    replay = FixReplay(model, FakeFixer(corpus, clean or {}).mend)
+    return [replay.saving(group) for group in groups]
 
 
 CLOCK = Fix(CauseName.CLOCK, "system[0]")
@@ -221,18 +207,18 @@ def test_sorted_tools_keep_the_breakpoint_at_the_last_tool() -> None:
     corpus = corpus_of(log)
 
     class Sorter:
-        def mend(self, request: StoredRequest, fixes: Collection[AppliedFix]) -> Mended:
+        def mend(self, request: StoredRequest, fixes: Collection[Fix]) -> ReplayPrompt:
             order = [0, *sorted((1, 2), key=lambda at: request.units[at]), 3]
             marks = dict(request.breakpoints)
-            return Mended(
+            return ReplayPrompt(
+                request,
                 request.units[order],
                 request.paths,
                 tuple((at, marks[old]) for at, old in enumerate(order) if old in marks),
             )
 
     model = CacheModel(corpus, "anthropic", load_rules())
-    fixes = [[Fix(CauseName.TOOL_ORDER, "tools[*]")]]
-    (saving,) = measure_savings(corpus, Sorter(), fixes, model)
+    saving = FixReplay(model, Sorter().mend).saving([Fix(CauseName.TOOL_ORDER, "tools[*]")])
 
     assert saving.tokens == 1200
 
@@ -247,14 +233,15 @@ def test_a_mended_model_has_its_own_rule() -> None:
     corpus = corpus_of(log)
 
     class OneModel:
-        def mend(self, request: StoredRequest, fixes: Collection[AppliedFix]) -> Mended:
+        def mend(self, request: StoredRequest, fixes: Collection[Fix]) -> ReplayPrompt:
             units = request.units.copy()
             units[0] = corpus.requests[0].units[0]
-            return Mended(units, request.paths, request.breakpoints)
+            return replace(ReplayPrompt.of(request), units=units)
 
     model = CacheModel(corpus, "anthropic", load_rules())
-    fixes = [[Fix(CauseName.MODEL_CHANGED, "settings.model")]]
-    (saving,) = measure_savings(corpus, OneModel(), fixes, model)
+    saving = FixReplay(model, OneModel().mend).saving(
+        [Fix(CauseName.MODEL_CHANGED, "settings.model")]
+    )
 
     assert saving.tokens == 2000
 
@@ -310,23 +297,17 @@ def test_a_partial_replay_equals_a_replay_of_all(log: list[LoggedRequest], provi
     clean = {"system[0]": Block((77,) * 24, kind="system")}
     corpus = corpus_of(log)
     model = CacheModel(corpus, provider, load_rules())
-    fixer = FakeMender(corpus, clean)
+    fixer = FakeFixer(corpus, clean)
     first = int(corpus.requests[0].units[1])
 
     class OneApp:
-        def mend(self, request: StoredRequest, fixes: Collection[AppliedFix]) -> Mended:
+        def mend(self, request: StoredRequest, fixes: Collection[Fix]) -> ReplayPrompt:
             return fixer.mend(request, fixes if request.units[1] == first else [])
 
-    (saving,) = measure_savings(corpus, OneApp(), [[CLOCK]], model)
+    saving = FixReplay(model, OneApp().mend).saving([CLOCK])
 
     prompts = in_start_order(map(ReplayPrompt.of, corpus))
-    mended = [OneApp().mend(prompt.request, [CLOCK]) for prompt in prompts]
-    after = model.replay(
-        [
-            ReplayPrompt(prompt.request, new.units, new.paths, new.breakpoints)
-            for prompt, new in zip(prompts, mended, strict=True)
-        ]
-    )
+    after = model.replay([OneApp().mend(prompt.request, [CLOCK]) for prompt in prompts])
     before = model.replay(prompts)
     assert saving.tokens == sum(item.billed.num_read for item in after) - sum(
         item.billed.num_read for item in before

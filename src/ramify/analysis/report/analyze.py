@@ -117,7 +117,7 @@ class _Parts:
         self._progress("sets of fixes", 0, 1)
         what_if = None
         if not lint.interrupted:
-            what_if = self._unless_interrupted(lambda: replay_sets(self._corpus, self._linted))
+            what_if = self._unless_interrupted(lambda: replay_sets(self._linted))
         num_possible = possible_reads(lint, reads, what_if)
         rates = hit_rates(lint, reads, num_possible)
         self._progress("sharing tree", 0, 1)

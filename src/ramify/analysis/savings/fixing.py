@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, groupby, takewhile
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,20 +18,17 @@ from ramify.analysis.corpus import Corpus, StoredRequest
 from ramify.analysis.predecessor import Match
 from ramify.analysis.providers.prompts import ReplayPrompt
 from ramify.analysis.records import SegmentKind
-from ramify.analysis.savings.measure import AppliedFix
 from ramify.analysis.savings.mended_tools import merge_tools
 from ramify.analysis.savings.mended_units import VALUES, MendedUnits
 from ramify.analysis.savings.repeated_blocks import RepeatedBlocks
-from ramify.analysis.savings.unseen_parts import HIDING, Groups, UnseenParts
 from ramify.analysis.verdicts import CauseName
 
 
-@dataclass(frozen=True, slots=True)
-class Fix:
+class Fix(NamedTuple):
     """A cause that is mended at a place; numbers of tools and of later messages are `*`."""
 
     cause: CauseName
-    segment: str
+    segment: str = ""  # empty: a cause that has no place in the text
 
 
 @lru_cache(1 << 16)
@@ -45,9 +43,8 @@ def generalise(segment: str) -> str:
     return segment
 
 
-_NOTED = HIDING | {CauseName.CONTEXT_MOVED}
-_Head = tuple[tuple[int, ...], int | None]  # tools, first segment after them
-_Fixes = frozenset[tuple[CauseName, str]]
+Groups = tuple[tuple[PlacedUnit, ...], ...]  # what stands for each segment after the tools
+_Fixes = frozenset[Fix]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +62,7 @@ class _Recipe:
     """How a prompt is made equal to that of its match."""
 
     match: int
-    settings: dict[str, tuple[CauseName, str] | None]  # those that differ as sent, and why
+    settings: dict[str, Fix | None]  # those that differ as sent, and why
     has_other_tools: bool  # as sent
     tools: _Fixes  # causes in the tools
     steps: tuple[_Step, ...]
@@ -74,7 +71,7 @@ class _Recipe:
     @classmethod
     def of(cls, match: Match, earlier: StoredRequest) -> _Recipe:
         """From the differences of a match."""
-        waste = [(item.segment, _place(item)) for item in match.differences if item.is_waste]
+        waste = [(item.segment, _fix_of(item)) for item in match.differences if item.is_waste]
         reasons = dict(waste)
         (mine, tools), (theirs, other_tools) = map(_outer, (match.request, earlier))
         return cls(
@@ -90,7 +87,7 @@ class _Recipe:
                 _Step(
                     step.start,
                     step.stop,
-                    frozenset((cause, generalise(path)) for cause, path in step.causes),
+                    frozenset(Fix(cause, generalise(path)) for cause, path in step.causes),
                     step.content,
                 )
                 for step in match.steps
@@ -121,70 +118,50 @@ class PromptFixer:
     def __init__(self, corpus: Corpus, templates: Templates, matches: Iterable[Match] = ()) -> None:
         self._corpus, self._templates = corpus, templates
         self._units = MendedUnits(corpus, templates)
-        self._unseen = UnseenParts(corpus)
         self._blocks = RepeatedBlocks(corpus)
         self._recipes: dict[int, _Recipe] = {}
-        self._later_places: dict[tuple[CauseName, str], set[str]] = {}
+        self._later_places: dict[Fix, set[Fix]] = {}
         for match in matches:
             if match.match is not None:
                 self._recipes[match.request.number] = _Recipe.of(match, match.match)
                 self._note_places(match.differences)
                 self._note_steps(match.match, match)
-        self._pairs: frozenset[tuple[CauseName, str]] = frozenset()
-        self._fixes: _Fixes = frozenset()
+        self._given: _Fixes = frozenset()
+        self._fixes: _Fixes = frozenset()  # those given, and their later places
         self._memo: dict[int, _Mended] = {}
         self._causes_at: dict[str, frozenset[CauseName]] = {}  # by path, of the present fixes
-        self._reasoners: set[_Head] | None = None  # apps that send reasoning
 
     def _note_places(self, differences: Sequence[Difference]) -> None:
-        first: dict[CauseName, str] = {}
+        first: dict[CauseName, Fix] = {}
         for item in differences:
             if item.is_waste and item.cause not in VALUES:
-                cause, place = _place(item)
-                named = first.setdefault(cause, place)
-                self._later_places.setdefault((cause, named), set()).add(place)
+                fix = _fix_of(item)
+                named = first.setdefault(fix.cause, fix)
+                self._later_places.setdefault(named, set()).add(fix)
 
     def _note_steps(self, earlier: StoredRequest, match: Match) -> None:
-        steps = [step for step in match.steps if any(c in _NOTED for c, _ in step.causes)]
-        if steps:
+        moved = [
+            step
+            for step in match.steps
+            if any(cause is CauseName.CONTEXT_MOVED for cause, _ in step.causes)
+        ]
+        if moved:
             first = self._starts(earlier)[1], self._starts(match.request)[1]
-            for step in steps:
-                self._unseen.note(earlier, match.request, first, step)
+            for step in moved:
                 self._blocks.note(earlier, match.request, first, step)
 
-    def mend(self, request: StoredRequest, fixes: Collection[AppliedFix]) -> ReplayPrompt:
+    def mend(self, request: StoredRequest, fixes: Collection[Fix]) -> ReplayPrompt:
         """The request's prompt without these causes."""
         self._start(fixes)
         return self._join(request, self._mend(request.number))
 
-    def mend_longest(self, request: StoredRequest, fixes: Collection[AppliedFix]) -> ReplayPrompt:
-        """`mend`, and as long as it may be: with stand-ins for what the log never shows."""
-        self._start(fixes)
-        if self._reasoners is None:
-            self._reasoners = {
-                self._head(self._mend(number))
-                for number, recipe in self._recipes.items()
-                for step in recipe.steps
-                if any(cause is CauseName.REASONING_DROPPED for cause, _ in step.causes)
-            }
-        mended = self._mend(request.number)
-        causes = {cause for cause, _ in self._fixes}
-        has_reasoning = self._head(mended) in self._reasoners
-        groups = self._unseen.fill(mended.groups, causes, has_reasoning=has_reasoning)
-        return self._join(request, replace(mended, groups=groups))
-
-    def _start(self, fixes: Collection[AppliedFix]) -> None:
+    def _start(self, fixes: Collection[Fix]) -> None:
         """Forget what was mended if these are other fixes."""
-        pairs = frozenset((fix.cause, fix.segment) for fix in fixes)
-        if pairs != self._pairs:
-            self._pairs, self._memo, self._causes_at = pairs, {}, {}
-            later = {
-                (cause, place)
-                for cause, segment in pairs
-                for place in self._later_places.get((cause, segment), ())
-            }
-            self._fixes = pairs | later
-            self._reasoners = None
+        given = frozenset(fixes)
+        if given != self._given:
+            later = (self._later_places.get(fix, ()) for fix in given)
+            self._given, self._fixes = given, given.union(*later)
+            self._memo, self._causes_at = {}, {}
 
     def _join(self, request: StoredRequest, mended: _Mended) -> ReplayPrompt:
         marks = dict(request.breakpoints)
@@ -272,7 +249,7 @@ class PromptFixer:
         """Drop from new messages the blocks that older ones keep; returns these blocks."""
         cause = CauseName.CONTEXT_MOVED
         moved = self._blocks.moved(request)
-        known |= {block for path, block in moved if (cause, generalise(path)) in self._fixes}
+        known |= {block for path, block in moved if Fix(cause, generalise(path)) in self._fixes}
         new = recipe.end[1]
         older = chain(*groups[:new], groups[new][:-1])  # what the match has stands before the new
         standing_blocks = self._blocks.standing(known, older)
@@ -349,11 +326,6 @@ class PromptFixer:
         tools = takewhile(lambda kind: kind is SegmentKind.TOOL, kinds[num_settings:])
         return num_settings, num_settings + sum(1 for _ in tools)
 
-    def _head(self, mended: _Mended) -> _Head:
-        """What all prompts of an app have in common."""
-        tools = tuple(unit for unit, _ in mended.tools)
-        return tools, mended.groups[0][0][0] if mended.groups[0] else None
-
     def _mend_unit(self, unit: int, path: str) -> int:
         here = self._causes_at.get(path)
         if here is None:
@@ -373,8 +345,8 @@ def _outer(request: StoredRequest) -> tuple[dict[str, int], list[int]]:
     return settings, [unit for path, unit in segments if path.startswith("tools[")]
 
 
-def _place(difference: Difference) -> tuple[CauseName, str]:
-    return difference.cause, generalise(difference.segment)
+def _fix_of(difference: Difference) -> Fix:
+    return Fix(difference.cause, generalise(difference.segment))
 
 
 def _unit_at(request: StoredRequest, groups: Sequence[object], at: int) -> int:

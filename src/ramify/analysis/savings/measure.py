@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ramify.analysis.corpus import Corpus, StoredRequest
-from ramify.analysis.providers.conditions import Conditions
+from ramify.analysis.corpus import StoredRequest
+from ramify.analysis.providers.conditions import AS_LOGGED, Conditions
 from ramify.analysis.providers.conversations import single_requests
 from ramify.analysis.providers.positions import BlockRoles
 from ramify.analysis.providers.prompts import Billed, Prediction, ReplayPrompt
@@ -22,7 +21,7 @@ from ramify.analysis.savings.breakpoint_fixes import (
     keep_tool_breakpoints,
 )
 from ramify.analysis.savings.components import Components, component_key
-from ramify.analysis.savings.unseen_parts import HIDING
+from ramify.analysis.savings.fixing import Fix
 from ramify.analysis.tokens import ESTIMATE_ERROR
 from ramify.analysis.verdicts import CauseName, Saving
 
@@ -34,7 +33,7 @@ _IGNORED = {
     CauseName.MODEL_CHANGED: "model",
 }
 _OF_BREAKPOINTS = frozenset({CauseName.BREAKPOINT_MISSING, CauseName.LOOKBACK_EXCEEDED})
-# A fixer changes the text of prompts for all other causes; the model's name is in the text.
+# All other causes are mended in the text of prompts; the model's name is in the text.
 _NOT_IN_TEXT = (
     _OF_BREAKPOINTS
     | (_IGNORED.keys() - {CauseName.MODEL_CHANGED})
@@ -50,63 +49,9 @@ _UNMENDED = frozenset(
         CauseName.COMPACTION,
     }
 )
-_RANGES = {
-    "low": Conditions(lifetime="low"),
-    "high": Conditions(lifetime="high"),
-    "waits": Conditions(waits=True),
-}
 
-
-class AppliedFix(Protocol):
-    """A cause that is removed at a place."""
-
-    @property
-    def cause(self) -> CauseName:
-        """What is removed."""
-        ...
-
-    @property
-    def segment(self) -> str:
-        """Where; numbers of messages may be `*`."""
-        ...
-
-
-class MendedLike(Protocol):
-    """A prompt with fixes applied."""
-
-    @property
-    def units(self) -> NDArray[np.uint32]:
-        """[segments] numbers of units."""
-        ...
-
-    @property
-    def paths(self) -> tuple[str, ...]:
-        """[segments]."""
-        ...
-
-    @property
-    def breakpoints(self) -> tuple[tuple[int, float], ...]:
-        """Segment and lifetime of each breakpoint."""
-        ...
-
-
-class MenderLike(Protocol):
-    """Applies fixes to the text of prompts."""
-
-    def mend(self, request: StoredRequest, fixes: Collection[AppliedFix]) -> MendedLike:
-        """The request's prompt without these causes."""
-        ...
-
-
-class UnseenLike(Protocol):
-    """Mends prompts with stand-ins for what the log never shows."""
-
-    def mend_longest(self, request: StoredRequest, fixes: Collection[AppliedFix]) -> MendedLike:
-        """The request's prompt without these causes, as long as it may be."""
-        ...
-
-
-_Mend = Callable[[StoredRequest, Collection[AppliedFix]], MendedLike]
+FixPrompt = Callable[[StoredRequest, Collection[Fix]], ReplayPrompt]
+"""Makes a request's prompt without these causes, in so far as they are in its text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,96 +60,78 @@ class _Change:
 
     tokens: int
     money: float | None
-    has_waits: bool  # an entry in flight, before or after
     has_expiries: bool
 
 
-def measure_savings(
-    corpus: Corpus,
-    fixer: MenderLike,
-    groups: Sequence[Collection[AppliedFix]],
-    model: CacheModel,
-    *,
-    unseen: UnseenLike | None = None,
-) -> list[Saving]:
-    """What each group of fixes saves if all of its fixes are applied together.
-
-    `tokens` are those read in the replay of the mended log less those read in the log as it is, under
-    the rule of `model`. `low` and `high` are the least and the greatest of the replays with both ends
-    of the vendor's lifetime and with entries readable from the start of their request (if first outputs
-    are not logged), widened by the error of estimated token counts. If causes are mended that hide parts
-    from the log for ever, `high` is at least what `unseen` gives with stand-ins for them. Money is what the input costs less,
-    with the price of writes; it is negative if a fix writes more than its reads save, and None where a
-    price is not known.
-
-    Only the parts of the log that share a prefix with a changed prompt are replayed: the others read
-    what they read before. Under a finite capacity all prompts compete, and all are replayed.
-    """
-    replayer = _Replayer(corpus, list(prompts_of(corpus)), fixer, model, unseen)
-    return [replayer.saving(list(group)) for group in groups]
-
-
-class _Replayer:
-    """The log as it is, and what its parts read under each condition."""
+class FixReplay:
+    """A log as it is, and what its parts read once fixes are applied."""
 
     def __init__(
         self,
-        corpus: Corpus,
-        prompts: Sequence[ReplayPrompt],
-        fixer: MenderLike,
         model: CacheModel,
-        unseen: UnseenLike | None,
+        fix_prompt: FixPrompt,
+        predictions: Mapping[int, Prediction] | None = None,
     ) -> None:
-        self._corpus, self._prompts = corpus, prompts
-        self._fixer, self._model, self._unseen = fixer, model, unseen
-        self._roles = BlockRoles(corpus, has_names=False)
+        """Replays nothing yet.
+
+        Args:
+            model: the cache rules, and the corpus.
+            fix_prompt: makes a mended prompt.
+            predictions: of the log as it is by the same model, by the request's number, if known.
+        """
+        self._model, self._fix_prompt = model, fix_prompt
+        self._prompts = prompts_of(model.corpus)
+        self._roles = BlockRoles(model.corpus, has_names=False)
+        self._savings: dict[frozenset[Fix], Saving] = {}
         self._before: dict[Conditions, list[Prediction]] = {}
-        self._components = Components(model, prompts)
-        self._ranges = list(self._ranges_that_matter())
-        self._error = 0.0 if corpus.is_exact else ESTIMATE_ERROR
+        if predictions is not None:
+            self._before[AS_LOGGED] = [predictions[item.request.number] for item in self._prompts]
 
-    def saving(self, fixes: list[AppliedFix]) -> Saving:
-        """What the fixes save together."""
-        fixes = [fix for fix in fixes if fix.cause not in _UNMENDED]
-        if not fixes:
+    def saving(self, fixes: Iterable[Fix]) -> Saving:
+        """What fixes save if all of them are applied together.
+
+        `tokens` are those read in the replay of the mended log less those read in the log as it is.
+        `low` and `high` are the least and the greatest of that replay and of those with both ends of the
+        vendor's lifetime, widened by the error of estimated token counts. Money is what the input costs
+        less, with the price of writes; it is negative if a fix writes more than its reads save, and None
+        where a price is not known.
+
+        Only the parts of the log that share a prefix with a changed prompt are replayed: the others read
+        what they read before. Under a finite capacity all prompts compete, and all are replayed.
+        """
+        applied = [fix for fix in fixes if fix.cause not in _UNMENDED]
+        if not applied:
             return Saving(0, 0, 0, 0.0)
-        mended = self._mend_all(fixes, self._fixer.mend)
-        if any(fix.cause is CauseName.UNREAD_WRITE for fix in fixes):
-            mended = self._without_unread(mended, fixes)
-        usual = self._replay(mended, fixes, Conditions())
-        tokens = [usual.tokens]
-        for conditions in self._ranges:
-            # Where nothing was in flight, or nothing expired, more of it changes nothing.
-            if conditions.waits and not usual.has_waits:
-                continue
-            if conditions.lifetime == "high" and not usual.has_expiries:
-                continue
-            tokens.append(self._replay(mended, fixes, conditions).tokens)
-        if self._unseen is not None and any(fix.cause in HIDING for fix in fixes):
-            longest = self._mend_all(fixes, self._unseen.mend_longest)
-            tokens.append(self._replay(longest, fixes, Conditions()).tokens)
-        bounds = [count * (1 + sign * self._error) for count in tokens for sign in (-1, 1)]
-        return Saving(usual.tokens, round(min(bounds)), round(max(bounds)), usual.money)
+        key = frozenset(applied)
+        saving = self._savings.get(key)
+        if saving is None:
+            saving = self._savings[key] = self._measure(applied)
+        return saving
 
-    def _mend_all(self, fixes: list[AppliedFix], mend: _Mend) -> dict[int, ReplayPrompt]:
-        """By place, the prompts that change."""
-        return {
+    def _measure(self, fixes: Sequence[Fix]) -> Saving:
+        mended = {
             place: prompt
             for place, before in enumerate(self._prompts)
-            if (prompt := self._mend_prompt(before, fixes, mend)) is not before
+            if (prompt := self._mend(before, fixes)) is not before
         }
+        if any(fix.cause is CauseName.UNREAD_WRITE for fix in fixes):
+            mended |= self._without_unread(mended, fixes)
+        usual = self._replay(mended, fixes, AS_LOGGED)
+        tokens = [usual.tokens]
+        for conditions in self._lifetimes:
+            # Where nothing expired, a longer lifetime changes nothing.
+            if conditions.lifetime == "low" or usual.has_expiries:
+                tokens.append(self._replay(mended, fixes, conditions).tokens)
+        error = 0.0 if self._model.corpus.is_exact else ESTIMATE_ERROR
+        bounds = [count * (1 + sign * error) for count in tokens for sign in (-1, 1)]
+        return Saving(usual.tokens, round(min(bounds)), round(max(bounds)), usual.money)
 
-    def _mend_prompt(
-        self, before: ReplayPrompt, fixes: Collection[AppliedFix], mend: _Mend
-    ) -> ReplayPrompt:
+    def _mend(self, before: ReplayPrompt, fixes: Sequence[Fix]) -> ReplayPrompt:
         """A prompt with fixes applied; the same object if nothing changes."""
         in_text = [fix for fix in fixes if fix.cause not in _NOT_IN_TEXT]
         prompt = before
         if in_text:
-            mended = mend(before.request, in_text)
-            prompt = ReplayPrompt(
-                before.request, mended.units, tuple(mended.paths), tuple(mended.breakpoints)
-            )
+            prompt = self._fix_prompt(before.request, in_text)
             prompt = replace(prompt, breakpoints=keep_tool_breakpoints(before, prompt))
         for fix in fixes:
             if fix.cause in _OF_BREAKPOINTS:
@@ -216,7 +143,7 @@ class _Replayer:
         )
         return before if same else prompt
 
-    def _mark(self, prompt: ReplayPrompt, fix: AppliedFix) -> ReplayPrompt:
+    def _mark(self, prompt: ReplayPrompt, fix: Fix) -> ReplayPrompt:
         layout = self._model.layout(prompt)
         if layout.rule.cache != "breakpoints":
             return prompt
@@ -225,46 +152,51 @@ class _Replayer:
         return replace(prompt, breakpoints=add_steps(layout, self._roles))
 
     def _without_unread(
-        self, mended: dict[int, ReplayPrompt], fixes: list[AppliedFix]
+        self, mended: Mapping[int, ReplayPrompt], fixes: Sequence[Fix]
     ) -> dict[int, ReplayPrompt]:
-        """Drops breakpoints whose entries are still not read once all else is mended."""
-        prompts = [mended.get(place, prompt) for place, prompt in enumerate(self._prompts)]
-        single = single_requests(self._model, prompts)
-        predictions = self._model.replay(prompts, _conditions_of(fixes, Conditions()))
-        out = dict(mended)
-        for place, (prompt, prediction) in enumerate(zip(prompts, predictions, strict=True)):
-            if prediction.num_unread and prompt.request.number in single:
-                marks = drop_last(prompt.breakpoints, prediction.segment)
-                out[place] = replace(prompt, breakpoints=marks)
-        return out
+        """By place, prompts without the breakpoint whose entry is not read once all else is mended."""
+        conditions = _conditions_of(fixes, AS_LOGGED)
+        prompts, single = self._prompts, self._single
+        if mended:
+            prompts = [mended.get(place, prompt) for place, prompt in enumerate(prompts)]
+            single = single_requests(self._model, prompts)
+            predictions = self._model.replay(prompts, conditions)
+        else:
+            predictions = self._predictions(conditions)
+        return {
+            place: replace(prompt, breakpoints=drop_last(prompt.breakpoints, prediction.segment))
+            for place, (prompt, prediction) in enumerate(zip(prompts, predictions, strict=True))
+            if prediction.num_unread and prompt.request.number in single
+        }
+
+    @cached_property
+    def _single(self) -> frozenset[int]:
+        return single_requests(self._model, self._prompts)
 
     def _replay(
-        self, mended: dict[int, ReplayPrompt], fixes: list[AppliedFix], usual: Conditions
+        self, mended: Mapping[int, ReplayPrompt], fixes: Sequence[Fix], usual: Conditions
     ) -> _Change:
         """What the changed parts of the log read more, under conditions."""
         conditions = _conditions_of(fixes, usual)
         before = self._predictions(usual)
-        places = self._affected(mended, conditions, usual)
-        order = sorted(places)
+        order = sorted(self._affected(mended, conditions, usual))
         after = self._model.replay(
             [mended.get(place, self._prompts[place]) for place in order], conditions
         )
         tokens, money = 0, 0.0
-        is_priced, has_waits, has_expiries = True, False, False
+        is_priced, has_expiries = True, False
         for place, prediction in zip(order, after, strict=True):
             old, new = before[place].billed, prediction.billed
             tokens += new.num_read - old.num_read
-            for item in (before[place], prediction):
-                has_waits |= item.in_flight is not None
-                has_expiries |= item.expired is not None
+            has_expiries |= before[place].expired is not None or prediction.expired is not None
             if (saved := _money_saved(old, new)) is None:
                 is_priced = False
             else:
                 money += saved
-        return _Change(tokens, money if is_priced else None, has_waits, has_expiries)
+        return _Change(tokens, money if is_priced else None, has_expiries)
 
     def _affected(
-        self, mended: dict[int, ReplayPrompt], conditions: Conditions, usual: Conditions
+        self, mended: Mapping[int, ReplayPrompt], conditions: Conditions, usual: Conditions
     ) -> set[int]:
         """Places of the prompts whose reads may change."""
         if conditions.ignored or self._model.capacity_tokens is not None:
@@ -281,33 +213,34 @@ class _Replayer:
             }
         return self._components.places(keys)
 
+    @cached_property
+    def _components(self) -> Components:
+        return Components(self._model, self._prompts)
+
     def _predictions(self, conditions: Conditions) -> list[Prediction]:
         predictions = self._before.get(conditions)
         if predictions is None:
             predictions = self._before[conditions] = self._model.replay(self._prompts, conditions)
         return predictions
 
-    def _ranges_that_matter(self) -> Iterator[Conditions]:
-        infos = [prompt.request.info for prompt in self._prompts]
-        has_times = any(info.start_s is not None and not info.is_batch for info in infos)
-        if not has_times:
-            return
+    @cached_property
+    def _lifetimes(self) -> tuple[Conditions, ...]:
+        """The ends of the vendors' lifetimes, where the log has times and a rule has a range."""
+        infos = (prompt.request.info for prompt in self._prompts)
+        if not any(info.start_s is not None and not info.is_batch for info in infos):
+            return ()
         rules = [self._model.rule_of(prompt) for prompt in self._prompts]
-        if any(rule.lifetime_low_s is not None for rule in rules):
-            yield _RANGES["low"]
-        if any(rule.lifetime_high_s is not None for rule in rules):
-            yield _RANGES["high"]
-        if any(info.start_s is not None and info.first_output_s is None for info in infos):
-            yield _RANGES["waits"]
+        has_low = any(rule.lifetime_low_s is not None for rule in rules)
+        has_high = any(rule.lifetime_high_s is not None for rule in rules)
+        return (Conditions(lifetime="low"),) * has_low + (Conditions(lifetime="high"),) * has_high
 
 
-def _conditions_of(fixes: Iterable[AppliedFix], usual: Conditions) -> Conditions:
+def _conditions_of(fixes: Iterable[Fix], usual: Conditions) -> Conditions:
     causes = {fix.cause for fix in fixes}
-    ignored = usual.ignored | {name for cause, name in _IGNORED.items() if cause in causes}
     return Conditions(
-        ignored=frozenset(ignored),
+        ignored=frozenset(name for cause, name in _IGNORED.items() if cause in causes),
         lifetime="longest" if CauseName.TTL_EXPIRED in causes else usual.lifetime,
-        waits=usual.waits or CauseName.PARALLEL_COLD in causes,
+        waits=CauseName.PARALLEL_COLD in causes,
     )
 
 

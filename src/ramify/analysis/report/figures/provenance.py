@@ -98,7 +98,7 @@ def figures_of(
         "savings",
         count(lint.saving_all.tokens),
         "tokens read in a replay of the mended log less those read in a replay of the log as it is; "
-        "range: both ends of the lifetime, entries readable at once or not, error of the token count",
+        "range: both ends of the lifetime, error of the token count",
     )
     if curves is not None:
         yield Figure(

@@ -5,10 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from ramify.analysis.corpus import Corpus
 from ramify.analysis.linting import Linted
 from ramify.analysis.report.document import WhatIf
-from ramify.analysis.savings import measure_savings
 from ramify.analysis.savings.fixing import Fix
 
 MAX_FINDINGS = 4  # 16 sets, of which 5 are known
@@ -17,7 +15,6 @@ Clock = Callable[[], float]
 
 
 def replay_sets(
-    corpus: Corpus,
     linted: Linted,
     *,
     max_seconds: float = MAX_SECONDS,
@@ -45,6 +42,5 @@ def replay_sets(
             for bit, at in enumerate(chosen)
             if mask >> bit & 1
         ]
-        fixer = linted.fixer
-        [savings[mask]] = measure_savings(corpus, fixer, [group], linted.model, unseen=fixer)
+        savings[mask] = linted.replay.saving(group)
     return WhatIf(tuple(chosen), savings, num_replays=len(savings) - len(chosen))
