@@ -6,6 +6,7 @@ import copy
 import os
 import tempfile
 import weakref
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -82,6 +83,8 @@ class Corpus:
         self.units: list[Unit] = []
         self._unit_of: dict[bytes, int] = {}
         self._path_of: dict[str, str] = {}
+        self._lengths = array("q")  # tokens of each unit
+        self._keys = np.zeros(0, np.uint64)  # hash of each unit's number
         self._file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the corpus
         weakref.finalize(self, self._file.close)
         # The corpus a subset came from: its finaliser closes the file.
@@ -156,6 +159,8 @@ class Corpus:
             tokens = self._encode(segment.text, segment.form, segment.label)
             offset = self._file.seek(0, os.SEEK_END)
             self._file.write(text)
+            # Ctrl-C may have left the length of a unit that was not added.
+            self._lengths[number:] = array("q", [len(tokens)])
             self.units.append(
                 Unit(
                     kind=segment.kind,
@@ -190,6 +195,16 @@ class Corpus:
             tokens = self._encode(self.text(unit), stored.form, stored.label)
             self._tokens.put(unit, tokens, tokens.nbytes)
         return tokens
+
+    def lengths_of(self, units: NDArray[np.uint32]) -> NDArray[np.int64]:
+        """[units] tokens of each."""
+        return np.frombuffer(self._lengths, np.int64)[units]
+
+    def keys_of(self, units: NDArray[np.uint32]) -> Tokens:
+        """[units] a well distributed hash of each."""
+        if len(self._keys) < len(self.units):
+            self._keys = spread_ids(np.arange(2 * len(self.units)))
+        return self._keys[units]
 
     def shared_tokens(self, a: int, b: int) -> int:
         """Tokens that two units begin with; 0 for other kinds, forms or labels, and for other media."""

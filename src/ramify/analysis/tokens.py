@@ -42,8 +42,11 @@ class EstimatingTokenizer:
 def common_len(a: NDArray[np.unsignedinteger], b: NDArray[np.unsignedinteger]) -> int:
     """Length of the common prefix of two arrays."""
     length = min(len(a), len(b))
-    different = np.flatnonzero(a[:length] != b[:length])
-    return int(different[0]) if len(different) else length
+    if not length:
+        return 0
+    differs = a[:length] != b[:length]
+    first = int(differs.argmax())
+    return first if differs[first] else length
 
 
 def spread_ids(ids: NDArray[np.integer]) -> Tokens:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import takewhile
 from math import inf
 from typing import Protocol
 
@@ -141,7 +142,8 @@ class PromptLayout:
     def num_settings(self) -> int:
         """Segments before the first tool, system or message."""
         units = self.corpus.units
-        return sum(units[unit].kind is SegmentKind.SETTING for unit in self.prompt.units.tolist())
+        kinds = (units[unit].kind for unit in self.prompt.units.tolist())
+        return sum(1 for _ in takewhile(lambda kind: kind is SegmentKind.SETTING, kinds))
 
     @cached_property
     def units(self) -> NDArray[np.uint32]:
@@ -151,10 +153,8 @@ class PromptLayout:
     @cached_property
     def ends(self) -> NDArray[np.int64]:
         """[content + 1] tokens before each content segment, and after the last."""
-        units = self.corpus.units
-        lengths = (units[unit].num_tokens for unit in self.units.tolist())
         ends = np.zeros(len(self.units) + 1, np.int64)
-        np.cumsum(np.fromiter(lengths, np.int64, len(self.units)), out=ends[1:])
+        np.cumsum(self.corpus.lengths_of(self.units), out=ends[1:])
         return ends
 
     @property
@@ -208,19 +208,24 @@ class PromptLayout:
             for unit in self.units.tolist()
         )
 
-    def salted(self, hashes: Tokens, starts: dict[str, int]) -> Tokens:
-        """Hashes of prefixes of 0, 1, … items, each with the salts of the levels that it reaches."""
-        salted = hashes ^ np.uint64(self.salts["all"])
+    def _salt(self, hashes: Tokens, place: Callable[[int], int]) -> Tokens:
+        """Salt hashes of prefixes of 0, 1, … items, in place, from the first item of each level on.
+
+        Args:
+            hashes: of the prefixes.
+            place: items before a content segment.
+        """
+        hashes ^= np.uint64(self.salts["all"])
         for level in ("system", "messages"):
             if salt := self.salts[level]:
-                salted[starts[level] + 1 :] ^= np.uint64(salt)
-        return salted
+                hashes[place(self.level_starts[level]) + 1 :] ^= np.uint64(salt)
+        return hashes
 
     @cached_property
     def chain(self) -> Tokens:
         """[content + 1] hashes of the prefixes that end with a segment, the empty one first."""
-        hashes = self.corpus.hasher.prefix_hashes(spread_ids(self.units))
-        return self.salted(hashes, self.level_starts)
+        keys = self.corpus.keys_of(self.units)
+        return self._salt(self.corpus.hasher.prefix_hashes(keys), lambda segment: segment)
 
     @cached_property
     def token_chain(self) -> Tokens:
@@ -236,8 +241,16 @@ class PromptLayout:
     def _hash_tokens(self, units: list[int]) -> Tokens:
         arrays = [self.corpus.tokens(unit) for unit in units]
         tokens = np.concatenate(arrays) if arrays else np.zeros(0, np.uint64)
-        starts = {level: int(self.ends[at]) for level, at in self.level_starts.items()}
-        return self.salted(self.corpus.hasher.prefix_hashes(tokens), starts)
+        hashes = self.corpus.hasher.prefix_hashes(tokens)
+        return self._salt(hashes, lambda segment: int(self.ends[segment]))
+
+    @cached_property
+    def block_chain(self) -> Tokens:
+        """[full blocks + 1] hashes of the prefixes of a hashed prompt."""
+        hashed = self.prompt.request.info.hashed
+        assert hashed is not None
+        ids = spread_ids(np.array(hashed.full_blocks, np.int64))
+        return self._salt(np.concatenate([np.zeros(1, np.uint64), ids]), lambda _: 0)
 
     def copy(self) -> PromptLayout:
         """The same without what was computed, which may be large."""

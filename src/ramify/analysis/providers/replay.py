@@ -45,6 +45,7 @@ class CacheModel:
         self._rules: dict[tuple[str, str | None, float | None], ModelRule] = {}
         self._changed_rules: dict[tuple[int, str], ModelRule] = {}
         self._names: dict[int, str] = {}  # of models, by unit
+        self._providers: dict[tuple[object, ...], str] = {}  # by what names them in a request
         self._usual_answerer = _usual_answerers(corpus)
         rules.rule_of(provider, None)  # an unknown provider is an error here
 
@@ -89,7 +90,13 @@ class CacheModel:
         """The provider whose rule a request falls under."""
         if self._is_given:
             return self.provider
-        return provider_of(info, self.rules.providers) or self.provider
+        key = info.provider, info.response_model or info.model, info.api, info.hashed is None
+        provider = self._providers.get(key)
+        if provider is None:
+            provider = self._providers[key] = (
+                provider_of(info, self.rules.providers) or self.provider
+            )
+        return provider
 
     def rule_of(self, prompt: ReplayPrompt) -> ModelRule:
         """The rule of the model that a prompt asks for."""

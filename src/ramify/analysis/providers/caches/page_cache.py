@@ -8,14 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 from math import inf
 
-import numpy as np
-
 from ramify.analysis.prefix_index import PrefixIndex, Shared
 from ramify.analysis.providers.caches.page_pool import MIN_PAGE, ReplicaPools
 from ramify.analysis.providers.money import price_of
 from ramify.analysis.providers.prompts import Billed, Prediction, PromptLayout, RuleCache, Timing
 from ramify.analysis.providers.rules import ModelRule
-from ramify.analysis.tokens import Tokens, spread_ids
+from ramify.analysis.tokens import Tokens
 
 
 class PageCache(RuleCache):
@@ -83,7 +81,7 @@ class PageCache(RuleCache):
             if layout.stores_output:
                 keys = layout.token_chain_with_output[page_size::page_size]
         else:
-            page_size, keys = info.hashed.block_size, self._block_chain(layout)[1:]
+            page_size, keys = info.hashed.block_size, layout.block_chain[1:]
             num_lookup = len(keys)
         resident = pools.pool_of(info).use(keys, page_size, num_lookup, timing)
         return replace(
@@ -108,21 +106,13 @@ class PageCache(RuleCache):
         index = self._blocks.get(size)
         if index is None:
             index = self._blocks[size] = PrefixIndex(1, self._lifetime_s, stride=1)
-        shared = index.share(layout.prompt.request.number, self._block_chain(layout), timing)
+        shared = index.share(layout.prompt.request.number, layout.block_chain, timing)
         return replace(
             shared,
             read=shared.read * size,
             if_ready=shared.if_ready * size,
             if_kept=shared.if_kept * size,
         )
-
-    def _block_chain(self, layout: PromptLayout) -> Tokens:
-        """[full blocks + 1] hashes of the prefixes of a hashed prompt."""
-        hashed = layout.prompt.request.info.hashed
-        assert hashed is not None
-        blocks = np.array(hashed.full_blocks, np.int64)
-        hashes = np.concatenate([np.zeros(1, np.uint64), spread_ids(blocks)])
-        return layout.salted(hashes, {"system": 0, "messages": 0})
 
 
 class NoCache(RuleCache):
