@@ -14,6 +14,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 
@@ -21,8 +22,7 @@ from ramify.analysis.compare.comparing import PAGE_SIZE, Comparer, Comparison
 from ramify.analysis.compare.prompt_sides import Difference, Side, WalkStep
 from ramify.analysis.compare.templates import Templates
 from ramify.analysis.corpus import Corpus, StoredRequest
-from ramify.analysis.hashed_matching import HashedIndex
-from ramify.analysis.records import SegmentKind
+from ramify.analysis.records import HashedPrompt, LoggedRequest, SegmentKind
 from ramify.analysis.unit_tree import Units, UnitTree
 
 NUM_NEWEST = 3  # requests that an index remembers for a key
@@ -52,7 +52,8 @@ class PredecessorFinder:
         self._comparer = Comparer(corpus, templates)
         self._raw: dict[tuple[object, ...], UnitTree] = {}
         self._mended = UnitTree(corpus)
-        self._hashed = HashedIndex()
+        # Of hashed prompts: the newest request that has each block, by what parts caches.
+        self._newest_with_block: dict[tuple[object, ...], dict[int, int]] = {}
         self._newest: dict[tuple[object, ...], list[int]] = {}
         self._rank: dict[int, int] = {}
         self._pending: list[tuple[float, int]] = []
@@ -61,7 +62,7 @@ class PredecessorFinder:
 
     @property
     def comparer(self) -> Comparer:
-        """Compares any two requests in the way of the matcher."""
+        """Compares any two requests in the way of the finder."""
         return self._comparer
 
     def matches(self, requests: Iterable[StoredRequest]) -> Iterator[Match]:
@@ -83,11 +84,7 @@ class PredecessorFinder:
     def _match(self, request: StoredRequest) -> Match:
         hashed = request.info.hashed
         if hashed is not None:
-            longest_prefix = self._hashed.find(request.info, hashed)
-            if longest_prefix is None:
-                return Match(request, None)
-            number, shared = longest_prefix
-            return Match(request, self._corpus.requests[number], shared, shared)
+            return self._match_hashed(request, hashed)
         best: tuple[StoredRequest, Comparison] | None = None
         candidates = [self._corpus.requests[number] for number in self._candidates(request)]
         compared = [(earlier, self._comparer.compare(earlier, request)) for earlier in candidates]
@@ -130,6 +127,19 @@ class PredecessorFinder:
             comparison.end,
         )
 
+    def _match_hashed(self, request: StoredRequest, prompt: HashedPrompt) -> Match:
+        """The newest of the requests with the longest prefix of whole blocks: equal ids, equal prefixes.
+
+        Nothing can be mended without texts. What the last block has of its tokens is not known of both
+        prompts.
+        """
+        newest = self._newest_with_block.get(_cache_of(request.info, prompt), {})
+        holders = [newest[block] for block in takewhile(newest.__contains__, prompt.full_blocks)]
+        if not holders:
+            return Match(request, None)
+        shared = len(holders) * prompt.block_size
+        return Match(request, self._corpus.requests[holders[-1]], shared, shared)
+
     def _longest(
         self, compared: Sequence[tuple[StoredRequest, Comparison]]
     ) -> tuple[StoredRequest, Comparison]:
@@ -160,7 +170,10 @@ class PredecessorFinder:
 
     def _insert(self, request: StoredRequest) -> None:
         if request.info.hashed is not None:
-            self._hashed.insert(request.number, request.info, request.info.hashed)
+            hashed = request.info.hashed
+            self._newest_with_block.setdefault(_cache_of(request.info, hashed), {}).update(
+                dict.fromkeys(hashed.full_blocks, request.number)
+            )
             return
         side = self._comparer.side(request)
         self._drop_pending(request)
@@ -266,6 +279,11 @@ def _models_with_versions(corpus: Corpus) -> frozenset[str | None]:
         if request.info.response_model is not None:
             answered.setdefault(request.info.model, set()).add(request.info.response_model)
     return frozenset(model for model, versions in answered.items() if len(versions) > 1)
+
+
+def _cache_of(info: LoggedRequest, prompt: HashedPrompt) -> tuple[object, ...]:
+    """Equal for hashed prompts that may share blocks."""
+    return info.cache_scope, info.model, prompt.block_size
 
 
 def _ready_s(request: StoredRequest) -> float | None:

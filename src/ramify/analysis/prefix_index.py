@@ -1,27 +1,138 @@
 """The longest prefix that a prompt shares with earlier prompts, at a step of tokens.
 
-Hashes of prefixes at a coarse stride find the stride in which prompts part; hashes at each step are
-stored only there. A prompt of n tokens costs n / stride entries and up to two strides of steps, so
-that page size 1 needs no entry for each token.
+Prefixes are known by their hashes, which a `PrefixTable` holds with the times of their entries. Hashes at
+a coarse stride find the stride in which prompts part; hashes at each step are stored only there. A prompt
+of n tokens costs n / stride entries and up to two strides of steps, so that page size 1 needs no entry
+for each token.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ramify.analysis.prefix_table import PrefixTable, Slots
 from ramify.analysis.providers.prompts import Timing
 from ramify.analysis.tokens import Tokens
+
+Slots = NDArray[np.int64]
+Flags = NDArray[np.bool_]
 
 MIN_STEP = 16  # tokens; smaller steps have coarse hashes
 STRIDE = 32  # of the coarse hashes, tokens
 _FINE = np.uint64(0xD6E8FEB86659FD93)  # fine hashes are other keys than the coarse of equal length
 _MAX_RECENT = 4
+_SPREAD = np.uint64(0x9E3779B97F4A7C15)
+_MIN_BITS = 10
+
+
+class PrefixTable:
+    """A hash table of prefixes with the times of their entries; calls take whole arrays.
+
+    Open addressing with linear probing, at most half full; 32 bytes for each slot. The columns are
+    indexed by slot; a slot is valid until the next `insert` or `touch`. `owner` is the first prompt with
+    the prefix, `writer` the prompt whose entry it is since it last expired.
+    """
+
+    def __init__(self, lifetime_s: float) -> None:
+        self._lifetime_s, self._num_keys = lifetime_s, 0
+        self._allocate(_MIN_BITS)
+
+    def _allocate(self, bits: int) -> None:
+        size = 1 << bits
+        self._shift, self._mask = np.uint64(64 - bits), size - 1
+        self._keys = np.zeros(size, np.uint64)  # 0: the slot is free
+        self.ready_s = np.zeros(size)
+        self.used_s = np.zeros(size)
+        self.owner = np.zeros(size, np.int32)
+        self.writer = np.zeros(size, np.int32)
+
+    def find(self, keys: Tokens) -> Slots:
+        """[keys] slot of each key, -1 where it is absent."""
+        keys = np.maximum(keys, np.uint64(1))
+        slots = ((keys * _SPREAD) >> self._shift).astype(np.int64)
+        hits = np.full(len(keys), -1, np.int64)
+        todo = np.arange(len(keys))
+        while len(todo):
+            stored = self._keys[slots[todo]]
+            is_hit = stored == keys[todo]
+            hits[todo[is_hit]] = slots[todo[is_hit]]
+            todo = todo[~is_hit & (stored != 0)]
+            slots[todo] = (slots[todo] + 1) & self._mask
+        return hits
+
+    def insert(self, keys: Tokens) -> Slots:
+        """[keys] slots of keys that are absent and different."""
+        if 2 * (self._num_keys + len(keys)) > len(self._keys):
+            self._grow(self._num_keys + len(keys))
+        self._num_keys += len(keys)
+        return self._place(np.maximum(keys, np.uint64(1)))
+
+    def is_ready(self, slots: Slots, timing: Timing) -> Flags:
+        """[slots] whether each entry's writer has begun to answer at a look-up."""
+        if timing.lookup_s is None:
+            return np.ones(len(slots), np.bool_)
+        return self.ready_s[slots] <= timing.lookup_s
+
+    def is_kept(self, slots: Slots, timing: Timing) -> Flags:
+        """[slots] whether each entry has not expired at a look-up."""
+        if timing.lookup_s is None:
+            return np.ones(len(slots), np.bool_)
+        return timing.lookup_s < self.used_s[slots] + self._lifetime_s
+
+    def touch(self, keys: Tokens, slots: Slots, timing: Timing, number: int) -> None:
+        """Refresh the entries that are stored, write those that are not or have expired.
+
+        Args:
+            keys: of the prefixes.
+            slots: of the keys, as `find` gave them.
+            timing: of the prompt that uses and writes them.
+            number: of that prompt.
+        """
+        is_new = slots < 0
+        old = slots[~is_new]
+        if len(old):
+            dead = old[~self.is_kept(old, timing)]
+            self.ready_s[dead], self.used_s[dead] = timing.ready_s, timing.written_s
+            self.writer[dead] = number
+            self.ready_s[old] = np.minimum(self.ready_s[old], timing.ready_s)
+            self.used_s[old] = np.maximum(self.used_s[old], timing.used_s)
+        if is_new.any():
+            new = self.insert(keys[is_new])
+            self.ready_s[new], self.used_s[new] = timing.ready_s, timing.written_s
+            self.owner[new] = self.writer[new] = number
+
+    def _place(self, keys: Tokens) -> Slots:
+        slots = ((keys * _SPREAD) >> self._shift).astype(np.int64)
+        todo = np.arange(len(keys))
+        while len(todo):
+            free = todo[self._keys[slots[todo]] == 0]
+            # Of several keys for one slot the last write stays; the others go on to the next slot.
+            self._keys[slots[free]] = keys[free]
+            todo = todo[self._keys[slots[todo]] != keys[todo]]
+            slots[todo] = (slots[todo] + 1) & self._mask
+        return slots
+
+    def _grow(self, num_keys: int) -> None:
+        old = self._keys, self.ready_s, self.used_s, self.owner, self.writer
+        is_used = old[0] != 0
+        self._allocate((4 * num_keys - 1).bit_length())
+        slots = self._place(old[0][is_used])
+        self.ready_s[slots] = old[1][is_used]
+        self.used_s[slots] = old[2][is_used]
+        self.owner[slots] = old[3][is_used]
+        self.writer[slots] = old[4][is_used]
+
+
+class Depth(NamedTuple):
+    """A stored prefix: its tokens, and the number of the prompt that wrote it; (0, -1): none."""
+
+    num_tokens: int = 0
+    writer: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,19 +146,17 @@ class Shared:
     in_flight: int | None
     expired: int | None
 
-
-@dataclass(slots=True)
-class _Lengths:
-    """Deepest stored lengths so far, with the writer of each."""
-
-    read: tuple[int, int] = (0, -1)
-    if_ready: tuple[int, int] = (0, -1)
-    if_kept: tuple[int, int] = (0, -1)
-
-    def add(self, other: _Lengths) -> None:
-        self.read = max(self.read, other.read)
-        self.if_ready = max(self.if_ready, other.if_ready)
-        self.if_kept = max(self.if_kept, other.if_kept)
+    @classmethod
+    def of(cls, read: Depth, if_ready: Depth, if_kept: Depth) -> Shared:
+        """From the deepest prefix that can be read, that has not expired, and that is ready."""
+        return cls(
+            read.num_tokens,
+            if_ready.num_tokens,
+            if_kept.num_tokens,
+            writer=read.writer if read.num_tokens else None,
+            in_flight=if_ready.writer if if_ready.num_tokens > read.num_tokens else None,
+            expired=if_kept.writer if if_kept.num_tokens > read.num_tokens else None,
+        )
 
 
 class PrefixIndex:
@@ -70,9 +179,9 @@ class PrefixIndex:
         *,
         stride: int | None = None,
     ) -> None:
-        self._step, self._lifetime_s, self._hashes_of = step, lifetime_s, hashes_of
+        self._step, self._hashes_of = step, hashes_of
         self._stride = stride or (step if step >= MIN_STEP else STRIDE // step * step)
-        self._coarse, self._fine = PrefixTable(), PrefixTable()
+        self._coarse, self._fine = PrefixTable(lifetime_s), PrefixTable(lifetime_s)
         self._first: dict[int, int] = {}  # hash of an empty prefix: the first prompt that has it
         self._expanded: set[int] = set()  # coarse prefixes whose continuations are stored by step
         self._recent: OrderedDict[int, tuple[Tokens, Timing]] = OrderedDict()
@@ -95,42 +204,18 @@ class PrefixIndex:
         stride = self._stride
         keys = hashes[stride::stride]
         slots = self._coarse.find(keys)
-        lengths = self._lengths(self._coarse, slots, timing, 0, stride)
+        deepest = _deepest(self._coarse, slots, timing, 0, stride)
         if stride > self._step:
-            self._share_fine(number, hashes, timing, slots, lengths)
-        self._touch(self._coarse, keys, slots, timing, number)
+            for finer in self._share_fine(number, hashes, timing, slots):
+                deepest = tuple(map(max, deepest, finer))
+        self._coarse.touch(keys, slots, timing, number)
         if will_go_on and stride > self._step:
             self._expand_end(number, hashes, timing)
-        return Shared(
-            read=lengths.read[0],
-            if_ready=lengths.if_ready[0],
-            if_kept=lengths.if_kept[0],
-            writer=lengths.read[1] if lengths.read[0] else None,
-            in_flight=lengths.if_ready[1] if lengths.if_ready[0] > lengths.read[0] else None,
-            expired=lengths.if_kept[1] if lengths.if_kept[0] > lengths.read[0] else None,
-        )
-
-    def _lengths(
-        self, table: PrefixTable, slots: Slots, timing: Timing, base: int, step: int
-    ) -> _Lengths:
-        """Lengths of leading keys that are stored; an ancestor is at least as alive as its child."""
-        num_stored = _leading(slots >= 0)
-        slots = slots[:num_stored]
-        if timing.lookup_s is None:
-            is_ready = is_kept = np.ones(num_stored, np.bool_)
-        else:
-            is_ready = table.ready_s[slots] <= timing.lookup_s
-            is_kept = timing.lookup_s < table.used_s[slots] + self._lifetime_s
-
-        def deepest(is_alive: NDArray[np.bool_]) -> tuple[int, int]:
-            count = _leading(is_alive)
-            return (base + count * step, int(table.writer[slots[count - 1]])) if count else (0, -1)
-
-        return _Lengths(deepest(is_ready & is_kept), deepest(is_kept), deepest(is_ready))
+        return Shared.of(*deepest)
 
     def _share_fine(
-        self, number: int, hashes: Tokens, timing: Timing, slots: Slots, lengths: _Lengths
-    ) -> None:
+        self, number: int, hashes: Tokens, timing: Timing, slots: Slots
+    ) -> Iterator[tuple[Depth, ...]]:
         """Look up and store steps after each coarse prefix that has several continuations."""
         stride = self._stride
         num_stored = _leading(slots >= 0)
@@ -149,8 +234,8 @@ class PrefixIndex:
                 self._expand(key, owner, start)
             fine = hashes[start + self._step : end : self._step] * _FINE
             fine_slots = self._fine.find(fine)
-            lengths.add(self._lengths(self._fine, fine_slots, timing, start, self._step))
-            self._touch(self._fine, fine, fine_slots, timing, number)
+            yield _deepest(self._fine, fine_slots, timing, start, self._step)
+            self._fine.touch(fine, fine_slots, timing, number)
 
     def _expand_end(self, number: int, hashes: Tokens, timing: Timing) -> None:
         """Store the steps after the last coarse prefix, so that an answer's steps are apart."""
@@ -168,7 +253,7 @@ class PrefixIndex:
             self._expand(key, owner, start)
         self._expanded.add(key)
         fine = hashes[start + self._step :: self._step] * _FINE
-        self._touch(self._fine, fine, self._fine.find(fine), timing, number)
+        self._fine.touch(fine, self._fine.find(fine), timing, number)
 
     def _expand(self, key: int, owner: int, start: int) -> None:
         """Store the steps of the only continuation of a coarse prefix so far."""
@@ -192,26 +277,23 @@ class PrefixIndex:
         else:
             self._fine.ready_s[slots], self._fine.used_s[slots] = timing.ready_s, timing.written_s
 
-    def _touch(
-        self, table: PrefixTable, keys: Tokens, slots: Slots, timing: Timing, number: int
-    ) -> None:
-        """Refresh what is stored, store what is not."""
-        is_new = slots < 0
-        old = slots[~is_new]
-        if len(old):
-            if timing.lookup_s is not None:
-                is_dead = table.used_s[old] + self._lifetime_s <= timing.lookup_s
-                dead = old[is_dead]
-                table.ready_s[dead], table.used_s[dead] = timing.ready_s, timing.written_s
-                table.writer[dead] = number
-            table.ready_s[old] = np.minimum(table.ready_s[old], timing.ready_s)
-            table.used_s[old] = np.maximum(table.used_s[old], timing.used_s)
-        if is_new.any():
-            new = table.insert(keys[is_new])
-            table.ready_s[new], table.used_s[new] = timing.ready_s, timing.written_s
-            table.owner[new] = table.writer[new] = number
+
+def _deepest(
+    table: PrefixTable, slots: Slots, timing: Timing, base: int, step: int
+) -> tuple[Depth, ...]:
+    """Lengths of leading keys that can be read, that have not expired, and that are ready.
+
+    An ancestor is at least as alive as its child.
+    """
+    slots = slots[: _leading(slots >= 0)]
+    is_ready, is_kept = table.is_ready(slots, timing), table.is_kept(slots, timing)
+    counts = _leading(is_ready & is_kept), _leading(is_kept), _leading(is_ready)
+    return tuple(
+        Depth(base + count * step, int(table.writer[slots[count - 1]])) if count else Depth()
+        for count in counts
+    )
 
 
-def _leading(flags: NDArray[np.bool_]) -> int:
+def _leading(flags: Flags) -> int:
     """Number of true values before the first false."""
     return len(flags) if flags.all() else int(flags.argmin())
