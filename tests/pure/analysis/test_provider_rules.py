@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from datetime import UTC, datetime
+from decimal import Decimal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +20,7 @@ from ramify.analysis.providers.agreement import (
     predicted_table,
     rules_table,
 )
+from ramify.analysis.providers.library_prices import LibraryPrices
 from ramify.analysis.providers.prompts import Billed, Prediction
 from ramify.analysis.records import LoggedRequest, Usage, VendorVerdict
 from ramify.errors import RulesError
@@ -96,6 +101,64 @@ def test_prices_are_those_that_vendors_publish(
         assert rule.input_price * rule.write_1h_multiplier == pytest.approx(write_1h)
 
 
+class FakeLibrary:
+    """`genai-prices` with two models, at a price for each token."""
+
+    __version__ = "7.0"
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str, datetime]] = []
+
+    @staticmethod
+    def Usage(*, input_tokens: int) -> int:  # noqa: N802 - the library's name
+        return input_tokens
+
+    def calc_price(
+        self, usage: int, model: str, *, provider_id: str, genai_request_timestamp: datetime
+    ) -> SimpleNamespace:
+        self.calls.append((provider_id, model, genai_request_timestamp))
+        known = {("google", "gemini-9"): "0.003", ("anthropic", "claude-opus-5"): "0.001"}
+        return SimpleNamespace(input_price=Decimal(known[provider_id, model]) * usage / 1000)
+
+
+def test_a_model_without_a_price_has_that_of_the_library() -> None:
+    """The file's price wins, factors stay the file's, and the table names the source."""
+    library = FakeLibrary()
+    rules = replace(load_rules(), prices=LibraryPrices("2026-11-25", lambda: library))
+
+    gemini = rules.priced_rule_of("gemini", "google/gemini-9")
+    opus = rules.priced_rule_of("anthropic", "claude-opus-5")
+    table = rules_table(rules, [("gemini", "gemini-9"), ("anthropic", "claude-opus-5")])
+
+    assert (gemini.input_price, gemini.read_multiplier) == (3.0, 0.1)
+    assert opus is rules.rule_of("anthropic", "claude-opus-5")
+    assert library.calls[0] == ("google", "gemini-9", datetime(2026, 11, 25, 12, tzinfo=UTC))
+    assert {provider for provider, _, _ in library.calls} == {"google"}
+    assert table["sources"] == [*rules.sources, "genai-prices 7.0, prices of 2026-11-25"]
+    assert "gemini: gemini-9: no price in the file of rules, that of a library is taken" in table["notes"]  # fmt: skip
+    assert table["models"][1]["rule"]["input_price"] == 3.0
+
+
+@pytest.mark.parametrize("library", [None, FakeLibrary()])
+def test_a_price_that_nobody_knows_is_none(library: FakeLibrary | None) -> None:
+    """Without the library, without the model in it, and for a server that sells no tokens."""
+    rules = replace(load_rules(), prices=LibraryPrices("2026-11-25", lambda: library))
+
+    for provider, model in (("gemini", "gemini-0"), ("vllm", "gemini-9"), ("gemini", None)):
+        assert rules.priced_rule_of(provider, model) is rules.rule_of(provider, model)
+
+
+def test_the_installed_library_has_the_prices_of_the_file() -> None:
+    """The file's prices were copied from it: where both have a model of today, they agree."""
+    pytest.importorskip("genai_prices", reason="the extra `prices` is not installed")
+    prices = load_rules().prices
+    assert prices is not None
+
+    for provider, model in (("anthropic", "claude-opus-5"), ("openai", "gpt-4o")):
+        price = load_rules().rule_of(provider, model).input_price
+        assert prices.input_price(provider, model) == pytest.approx(price)
+
+
 def test_a_file_goes_in_front_of_the_built_in_rules(tmp_path: Path) -> None:
     """A new price of one model, with all else as it was."""
     path = rules_file(
@@ -121,6 +184,7 @@ def test_a_file_can_replace_the_built_in_rules(tmp_path: Path) -> None:
     rules = load_rules(path)
 
     assert list(rules.providers) == ["mine"]
+    assert rules.prices is None
 
 
 @pytest.mark.parametrize(

@@ -187,13 +187,13 @@ def rules_table(rules: Rules, used: Iterable[tuple[str, str | None]]) -> dict[st
         rules: of all providers.
         used: provider and model of each request.
     """
-    models, notes = [], []
+    models, notes, sources = [], [], list(rules.sources)
     requests = Counter(used)
     providers: Counter[str] = Counter()
     for (provider, _), number in requests.items():
         providers[provider] += number
     for provider, model in sorted(requests, key=str):
-        rule = rules.rule_of(provider, model)
+        rule = rules.priced_rule_of(provider, model)
         name = f"{provider}: {model or 'no model'}"
         models.append(
             {"provider": provider, "model": model, "rule": msgspec.to_builtins(rule)},
@@ -202,9 +202,13 @@ def rules_table(rules: Rules, used: Iterable[tuple[str, str | None]]) -> dict[st
             notes.append(f"{name}: no rule of its own, the provider's default is taken")
         if rule.note:
             notes.append(f"{name}: {rule.note}")
+        if rules.prices is not None and rule is not rules.rule_of(provider, model):
+            notes.append(f"{name}: no price in the file of rules, that of a library is taken")
+            if rules.prices.source not in sources:
+                sources.append(rules.prices.source)
     return {
         "date": rules.date,
-        "sources": list(rules.sources),
+        "sources": sources,
         "providers": dict(providers.most_common()),  # requests under the rules of each
         "models": models,
         "notes": notes,

@@ -104,7 +104,7 @@ class CacheModel:
         key = self.provider_of(info), self.model_of(prompt), info.retention_s
         rule = self._rules.get(key)
         if rule is None:
-            rule = _with_retention(self.rules.rule_of(*key[:2]), info.retention_s)
+            rule = _with_retention(self.rules.priced_rule_of(*key[:2]), info.retention_s)
             self._rules[key] = rule
         return rule
 

@@ -1,7 +1,8 @@
 """Cache rules and prices of providers by model, from one dated file.
 
 `data/provider_rules.json` is the built-in file. A file of the user's puts its models in front and
-overrides defaults key by key; with `"replace": true` nothing of the built-in file remains.
+overrides defaults key by key; with `"replace": true` nothing of the built-in file remains. A model that
+has no price in these files has that of a library, if it is installed (`library_prices`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from ramify.analysis.providers.library_prices import LibraryPrices
 from ramify.errors import RulesError
 
 SCHEMA = 1
@@ -81,6 +83,7 @@ class Rules:
     date: str
     sources: tuple[str, ...]
     providers: dict[str, tuple[ModelRule, ...]]  # the last one of each matches every model
+    prices: LibraryPrices | None = None  # of models whose rule has none
 
     def rule_of(self, provider: str, model: str | None) -> ModelRule:
         """The first rule whose patterns match.
@@ -101,6 +104,17 @@ class Rules:
                 return rule
         return rules[-1]
 
+    def priced_rule_of(self, provider: str, model: str | None) -> ModelRule:
+        """`rule_of`, with the input price of the library where the rule has none.
+
+        Factors of the price, as all else, are those of the rule.
+        """
+        rule = self.rule_of(provider, model)
+        if rule.input_price is not None or self.prices is None:
+            return rule
+        price = self.prices.input_price(provider, plain_model_name(model or ""))
+        return rule if price is None else msgspec.structs.replace(rule, input_price=price)
+
     def is_default(self, provider: str, model: str | None) -> bool:
         """Whether no pattern of the provider's matches this model."""
         return self.rule_of(provider, model) is self.providers[provider][-1]
@@ -120,14 +134,16 @@ def load_rules(path: Path | None = None) -> Rules:
     """
     built_in = _read(files("ramify").joinpath("data/provider_rules.json").read_bytes(), "built-in")
     if path is None:
-        return _merge([("built-in rules", built_in)])
+        return _merge([("built-in rules", built_in)], LibraryPrices(built_in.date))
     try:
         data = path.read_bytes()
     except OSError as error:
         raise RulesError(f"cannot read rules from {path}: {error.strerror or error}") from error
     own = _read(data, str(path))
     layers = [(str(path), own)]
-    return _merge(layers if own.replace else [("built-in rules", built_in), *layers])
+    if own.replace:
+        return _merge(layers)
+    return _merge([("built-in rules", built_in), *layers], LibraryPrices(built_in.date))
 
 
 def _read(data: bytes, name: str) -> _RulesFile:
@@ -140,7 +156,7 @@ def _read(data: bytes, name: str) -> _RulesFile:
     return table
 
 
-def _merge(layers: list[tuple[str, _RulesFile]]) -> Rules:
+def _merge(layers: list[tuple[str, _RulesFile]], prices: LibraryPrices | None = None) -> Rules:
     """Rules of several files; later files go first."""
     providers = dict.fromkeys(name for _, layer in layers for name in layer.providers)
     merged = {}
@@ -166,6 +182,7 @@ def _merge(layers: list[tuple[str, _RulesFile]]) -> Rules:
         date=layers[-1][1].date,
         sources=tuple(source for _, layer in layers for source in layer.sources),
         providers=merged,
+        prices=prices,
     )
 
 
