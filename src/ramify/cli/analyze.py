@@ -35,9 +35,6 @@ def analyze(
     html: Annotated[Path | None, typer.Option(help="Write the report as one HTML file.")] = None,
     json_file: JsonFile = None,
     markdown: Annotated[Path | None, typer.Option(help="Write a summary as Markdown.")] = None,
-    sarif: Annotated[
-        Path | None, typer.Option(help="Write findings as SARIF 2.1.0, for code scanning.")
-    ] = None,
     budget: Annotated[
         Path | None, typer.Option(help="TOML file of limits; over them the exit code is 1.")
     ] = None,
@@ -75,11 +72,10 @@ def analyze(
         from ramify.analysis.report.privacy import hide_texts
         from ramify.analysis.report.writers.as_json import analysis_as_json
         from ramify.analysis.report.writers.markdown import analysis_as_markdown
-        from ramify.analysis.report.writers.sarif import analysis_as_sarif
         from ramify.analysis.report.writers.terminal import print_summary
         from ramify.analysis.report.writers.trace_export import write_trace
 
-        outputs = (html, json_file, markdown, sarif, export_trace)
+        outputs = (html, json_file, markdown, export_trace)
         check_outputs(log, outputs)
         limits = None if budget is None else read_budget(budget)
         earlier = None if diff is None else read_earlier(diff)
@@ -102,9 +98,8 @@ def analyze(
         for path, as_text in ((html, analysis_as_html), (markdown, analysis_as_markdown)):
             if path is not None:
                 write_text(path, as_text(analysis))
-        for path, as_json in ((json_file, analysis_as_json), (sarif, analysis_as_sarif)):
-            if path is not None:
-                write_json(path, as_json(analysis))
+        if json_file is not None:
+            write_json(json_file, analysis_as_json(analysis))
         if export_trace is not None:
             with opened(export_trace) as out:
                 write_trace(corpus, out)

@@ -16,9 +16,9 @@ def run(*arguments: object) -> Any:
 
 
 def test_all_outputs_are_written(tmp_path: Path) -> None:
-    """A run writes summary, HTML, JSON, Markdown, SARIF and trace, and they name the clock."""
+    """A run writes summary, HTML, JSON, Markdown and trace, and they name the clock."""
     log = write_clock_log(tmp_path / "log.jsonl")
-    names = {name: tmp_path / f"out.{name}" for name in ("html", "json", "markdown", "sarif")}
+    names = {name: tmp_path / f"out.{name}" for name in ("html", "json", "markdown")}
 
     result = run(
         log, *(item for name, path in names.items() for item in (f"--{name}", path)),
@@ -119,7 +119,7 @@ def test_no_output_overwrites_the_log_or_another(tmp_path: Path) -> None:
     before = log.read_bytes()
     over_log = run(log, "--export-trace", tmp_path / "." / "log.jsonl")
     twice = run(log, "--html", tmp_path / "out", "--json", tmp_path / "out")
-    both = run(log, "--json", "-", "--sarif", "-")
+    both = run(log, "--json", "-", "--markdown", "-")
 
     for result in (over_log, twice, both):
         assert result.exit_code == 2

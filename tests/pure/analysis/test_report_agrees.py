@@ -23,7 +23,6 @@ from ramify.analysis.report.page.html import analysis_as_html
 from ramify.analysis.report.wording.numbers import money
 from ramify.analysis.report.writers.as_json import analysis_as_json
 from ramify.analysis.report.writers.markdown import analysis_as_markdown
-from ramify.analysis.report.writers.sarif import analysis_as_sarif
 from ramify.analysis.report.writers.terminal import print_summary
 from ramify.analysis.savings.fixing import Fix
 from ramify.analysis.verdicts import OBSERVED, CauseName, Example, Partner
@@ -45,7 +44,6 @@ def _forms(analysis: Analysis) -> dict[str, str]:
         "html": analysis_as_html(analysis).partition('<script type="application/json"')[0],
         "json": json.dumps(analysis_as_json(analysis)),
         "markdown": analysis_as_markdown(analysis).replace("\\", ""),
-        "sarif": json.dumps(analysis_as_sarif(analysis)),
     }
 
 
@@ -114,7 +112,6 @@ def test_a_cause_without_a_change_is_no_finding(tmp_path: Path) -> None:
     assert "All findings mended together" not in forms["terminal"]
     assert json.loads(forms["json"])["findings"] == []
     assert len(json.loads(forms["json"])["observations"]) == 1
-    assert json.loads(forms["sarif"])["runs"][0]["results"] == []
 
 
 def test_lint_has_the_same_findings_as_analyze(tmp_path: Path, hidden: Analysis) -> None:

@@ -19,7 +19,6 @@ from ramify.analysis.report.privacy import hide_texts
 from ramify.analysis.report.wording.headline import headline
 from ramify.analysis.report.writers.as_json import analysis_as_json
 from ramify.analysis.report.writers.markdown import analysis_as_markdown
-from ramify.analysis.report.writers.sarif import analysis_as_sarif
 from tests.pure.analysis.planted_formats import planted_log, write_log
 from tests.pure.analysis.report_logs import chat_row, write_clock_log, write_rows
 from tests.pure.analysis.transcripts import Transcript
@@ -195,32 +194,12 @@ def test_a_private_report_has_no_text_of_the_log(tmp_path: Path) -> None:
     outputs = [
         analysis_as_html(private),
         json.dumps(analysis_as_json(private)),
-        json.dumps(analysis_as_sarif(private)),
         analysis_as_markdown(private),
     ]
     for output in outputs:
         for word in ("SECRETWORD", "QUESTIONER", "SESSIONNAME", "FILENAME", "BROKENLINE", "10:03"):
             assert word not in output
     assert any("SECRETWORD" in text for text in _texts(analysis_as_json(analysis)))
-
-
-def test_sarif_has_what_the_standard_requires(analysis: Analysis) -> None:
-    """Version, driver, rules that results point to, and regions that begin at line 1 or later."""
-    document = analysis_as_sarif(analysis)
-
-    [run] = document["runs"]
-    rules = run["tool"]["driver"]["rules"]
-    assert document["version"] == "2.1.0" and run["tool"]["driver"]["name"]
-    assert len({rule["id"] for rule in rules}) == len(rules)
-    assert len(run["results"]) == len(analysis.lint.findings) > 0
-    for result in run["results"]:
-        assert rules[result["ruleIndex"]]["id"] == result["ruleId"]
-        assert result["message"]["text"] and result["level"] in {"note", "warning", "error"}
-        [location] = result["locations"]
-        assert location["physicalLocation"]["region"]["startLine"] >= 1
-        assert re.fullmatch(
-            r"[\w.~!$&'()*+,;=:@%/-]+", location["physicalLocation"]["artifactLocation"]["uri"]
-        )
 
 
 def test_every_figure_says_where_it_comes_from(analysis: Analysis) -> None:
