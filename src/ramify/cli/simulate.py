@@ -47,14 +47,6 @@ def simulate(
     replicas: Annotated[
         int, typer.Option(help="Servers with a cache each, behind random or perfect routing.")
     ] = 1,
-    sample: Annotated[
-        float | None, typer.Option(help="Share of the pages to estimate LRU's curve from, too.")
-    ] = None,
-    seeds: Annotated[int, typer.Option(help="Samples and random routings.")] = 8,
-    reorder: Annotated[
-        str | None,
-        typer.Option(help="Serve requests of such a window by prefix: 10s for instance."),
-    ] = None,
     cost: Annotated[
         Path | None,
         typer.Option(help="File of `ramify calibrate`: replay the engine, with TTFT."),
@@ -83,9 +75,6 @@ def simulate(
                 insert_outputs=insert_outputs,
                 warm_up=warm_up,
                 replicas=replicas,
-                sample=sample,
-                num_seeds=seeds,
-                reorder=reorder,
                 cost=cost,
                 max_num_seqs=max_num_seqs,
                 max_batch_tokens=max_batch_tokens,
@@ -148,17 +137,12 @@ def _quality_lines(result: Simulation) -> list[str]:
 
 
 def _changes(extra: Mapping[str, Any]) -> dict[str, dict[int, float]]:
-    """Columns of what LRU would be with another capacity, order or routing."""
+    """Columns of what LRU would be with another capacity or routing."""
     columns = {"2x memory": extra.get("double_capacity", {})}
-    if "reordered" in extra:
-        columns["reordered"] = extra["reordered"]["one_pass_lru"]
     if "replicas" in extra:
         count = extra["replicas"]["count"]
         columns[f"{count}x, random"] = extra["replicas"]["random"]
         columns[f"{count}x, perfect"] = extra["replicas"]["perfect"]
-    if "sampled_lru" in extra:
-        columns["sampled"] = extra["sampled_lru"]["mean"]
-        columns["+-"] = extra["sampled_lru"]["deviation"]
     return {
         name: {int(capacity): rate for capacity, rate in rates.items()}
         for name, rates in columns.items()

@@ -21,8 +21,6 @@ def test_every_key_of_the_report_is_documented() -> None:
         capacity=40,
         policy="lru",
         replicas=2,
-        sample=0.5,
-        reorder=10,
         cost=CostModel(step_s=0.1, token_s=0.0, read_s=0.0),
         model="ramify-tiny",
     ).to_json()

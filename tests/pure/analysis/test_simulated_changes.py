@@ -1,4 +1,4 @@
-"""What-if simulations: replicas, reordering, samples, the engine with a cost model, sizes in bytes."""
+"""What-if simulations: replicas, the engine with a cost model, sizes in bytes."""
 
 import json
 from collections.abc import Sequence
@@ -7,18 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from ramify.analysis.corpus import Corpus
 from ramify.analysis.records import LoggedRequest, Segment, SegmentKind, Usage
 from ramify.analysis.simulation.calls import simulate
 from ramify.analysis.simulation.curves.reuse import ReuseRuns
-from ramify.analysis.simulation.curves.routing import (
-    perfect_routing,
-    random_routing,
-    reorder_by_prefix,
-)
-from ramify.analysis.simulation.curves.sampling import sampled_lru
+from ramify.analysis.simulation.curves.routing import random_routing
 from ramify.analysis.simulation.curves.stack_distances import lru_curve
 from ramify.analysis.simulation.kv_bytes import kv_token_bytes
 from ramify.analysis.simulation.replays.cache_replay import replay
@@ -28,7 +22,6 @@ from ramify.analysis.simulation.sources import page_trace
 from ramify.errors import CheckpointError, ConfigError
 from tests.pure.analysis.simulated_traces import (
     BLOCK,
-    MOONCAKE,
     PATHS,
     Path_,
     hashed_request,
@@ -40,74 +33,32 @@ COST = CostModel(step_s=0.01, token_s=0.001, read_s=0.0)
 
 @given(PATHS)
 def test_one_replica_is_the_same_cache(paths: list[Path_]) -> None:
-    """Routing to a single replica changes nothing; perfect routing adds the capacities up."""
+    """Routing to a single replica changes nothing."""
     trace = trace_of(paths)
     curve = lru_curve(ReuseRuns.of(trace))
 
-    assert random_routing(trace, 1, [8, 40]) == pytest.approx(
-        {8: curve.hit_rate(8), 40: curve.hit_rate(40)}
-    )
-    assert perfect_routing(curve, 3, [8]) == {8: curve.hit_rate(24)}
+    rates = random_routing(trace, 1, [8, 40])
+
+    assert rates == pytest.approx(np.tile([curve.hit_rate(8), curve.hit_rate(40)], (8, 1)))
+
+
+def test_perfect_routing_adds_the_capacities_up() -> None:
+    """Three replicas behind routing by prefix hit what a cache three times as large hits."""
+    requests = [hashed_request((number % 3, 1), number) for number in range(12)]
+
+    replicas = simulate(requests, capacity=[16, 48], policy=[], replicas=3).to_json()["replicas"]
+
+    rates = simulate(requests, capacity=[48, 144], policy=[]).to_json()["one_pass_lru"]
+    assert list(replicas["perfect"].values()) == list(rates.values())
 
 
 def test_random_routing_costs_a_miss_on_every_replica() -> None:
     """A prompt that all requests share is computed once by each replica."""
     trace = trace_of([(0, 1)] * 400)
 
-    rate = random_routing(trace, 4, [1000])[1000]
+    rates = random_routing(trace, 4, [1000])
 
-    assert rate == pytest.approx((400 - 4) * 2 * BLOCK / trace.total_tokens)
-
-
-def test_reordering_brings_equal_prefixes_together() -> None:
-    """Two kinds of prompts in turn thrash a small cache; in windows they hit."""
-    trace = trace_of([(number % 2, 1) for number in range(12)])
-
-    reordered = reorder_by_prefix(trace, 6.0)
-
-    before, after = (lru_curve(ReuseRuns.of(order)) for order in (trace, reordered))
-    assert before.hit_rate(2 * BLOCK) == 0
-    assert after.hit_rate(2 * BLOCK) == pytest.approx(8 * 2 * BLOCK / trace.total_tokens)
-    assert sorted(reordered.start_s) == sorted(trace.start_s)
-    with pytest.raises(ConfigError, match="more than 0 seconds"):
-        reorder_by_prefix(trace, 0)
-
-
-@given(PATHS, st.integers(1, 12), st.integers(2, 30))
-def test_a_sample_of_all_pages_is_exact(paths: list[Path_], capacity: int, hot: int) -> None:
-    """With the whole trace sampled the estimate is the curve, with no deviation."""
-    trace = trace_of(paths)
-    exact = lru_curve(ReuseRuns.of(trace)).hit_rate(capacity * BLOCK)
-
-    curve = sampled_lru(trace, 1.0, [capacity * BLOCK], num_seeds=2, hot_uses=hot)
-
-    assert curve[capacity * BLOCK].mean == pytest.approx(exact)
-    assert curve[capacity * BLOCK].deviation == pytest.approx(0, abs=1e-12)
-
-
-@pytest.mark.skipif(not MOONCAKE.exists(), reason=f"the Mooncake trace is not at {MOONCAKE}")
-def test_a_tenth_of_the_pages_estimates_the_published_trace() -> None:
-    """At a tenth of the pages each estimate is within three of its error bars of the exact rate."""
-    capacities = [1_000_000, 2_000_000, 5_000_000, 10_000_000]
-
-    report = simulate(MOONCAKE, capacity=capacities, policy=[], sample=0.1).to_json()
-
-    sampled = report["sampled_lru"]
-    for capacity, exact in report["one_pass_lru"].items():
-        assert 0 < sampled["deviation"][capacity] < 0.008
-        assert sampled["mean"][capacity] == pytest.approx(
-            exact, abs=3 * sampled["deviation"][capacity]
-        )
-
-
-def test_samples_need_a_share_and_seeds() -> None:
-    """A share of pages outside 0 to 1, or a single seed, is refused."""
-    trace = trace_of([(0,)])
-
-    with pytest.raises(ConfigError, match="share above 0"):
-        sampled_lru(trace, 0.0, [8])
-    with pytest.raises(ConfigError, match="at least 2"):
-        sampled_lru(trace, 0.5, [8], num_seeds=1)
+    assert rates == pytest.approx(np.full((8, 1), (400 - 4) * 2 * BLOCK / trace.total_tokens))
 
 
 def timed(paths: Sequence[Path_], gap_s: float) -> list[LoggedRequest]:
@@ -243,7 +194,7 @@ def test_a_corpus_is_simulated_like_its_requests() -> None:
 
 
 def test_all_changes_are_in_the_report(tmp_path: Path) -> None:
-    """Replicas, samples, reordering and the engine are parts of the JSON, by capacity."""
+    """Replicas and the engine are parts of the JSON, by capacity."""
     path = tmp_path / "cost.json"
     path.write_text(json.dumps(COST.to_json()), encoding="utf-8")
 
@@ -252,15 +203,11 @@ def test_all_changes_are_in_the_report(tmp_path: Path) -> None:
         capacity=[16, 64],
         policy="lru",
         replicas=2,
-        sample=0.5,
-        reorder="5s",
         cost=path,
     ).to_json()
 
     capacities = {"16", "64"}
     assert set(report["replicas"]["random"]) == set(report["replicas"]["perfect"]) == capacities
-    assert set(report["sampled_lru"]["mean"]) == capacities
-    assert set(report["reordered"]["one_pass_lru"]) == capacities
     assert set(report["double_capacity"]) == capacities
     assert set(report["engine"]["runs"]["lru"]) == capacities
     assert report["engine"]["runs"]["lru"]["64"]["ttft_p90_s"] > 0

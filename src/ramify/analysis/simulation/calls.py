@@ -40,9 +40,6 @@ def simulate(
     insert_outputs: bool = False,
     warm_up: float = 0.0,
     replicas: int = 1,
-    sample: float | None = None,
-    num_seeds: int = 8,
-    reorder: str | float | None = None,
     cost: CostModel | str | PathLike[str] | None = None,
     max_num_seqs: int = 64,
     max_batch_tokens: int = 512,
@@ -64,8 +61,6 @@ def simulate(
         insert_outputs: cache answers too, as soon as a request arrives.
         warm_up: share of the requests that fill the cache and are not counted.
         replicas: servers with a cache each, behind random or perfect routing.
-        sample: share of the pages; estimates LRU's curve from `num_seeds` samples too.
-        reorder: window in seconds in which requests are served in the order of their prefixes.
         cost: of steps, or the file that `ramify calibrate` wrote; replays the real engine, whose
             size is `max_num_seqs` and `max_batch_tokens`.
         model: checkpoint directory, config.json or built-in model, for capacities in bytes.
@@ -87,9 +82,6 @@ def simulate(
         lifetimes_s=tuple(parse_lifetime(item) for item in _items(ttl)),
         warm_up=warm_up,
         replicas=replicas,
-        sample=sample,
-        num_seeds=num_seeds,
-        reorder_s=None if reorder is None else parse_lifetime(reorder),
         cost=cost if cost is None or isinstance(cost, CostModel) else CostModel.load(Path(cost)),
         max_num_seqs=max_num_seqs,
         max_batch_tokens=max_batch_tokens,

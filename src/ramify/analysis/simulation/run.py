@@ -17,12 +17,7 @@ from ramify.analysis.simulation.capacities import (
 )
 from ramify.analysis.simulation.curves.bounds import belady, ttl_curve
 from ramify.analysis.simulation.curves.reuse import ReuseRuns
-from ramify.analysis.simulation.curves.routing import (
-    perfect_routing,
-    random_routing,
-    reorder_by_prefix,
-)
-from ramify.analysis.simulation.curves.sampling import sampled_lru
+from ramify.analysis.simulation.curves.routing import random_routing
 from ramify.analysis.simulation.curves.stack_distances import LruCurve, lru_curve
 from ramify.analysis.simulation.page_trace import PageTrace
 from ramify.analysis.simulation.replays.cache_replay import ReplayResult, replay
@@ -38,16 +33,12 @@ from ramify.errors import ConfigError
 class SimulationOptions:
     """What to simulate."""
 
-    capacities: tuple[int, ...] | None = (
-        None  # tokens; None: those in which this log's hit rate rises
-    )
+    # In tokens; None: those in which this log's hit rate rises.
+    capacities: tuple[int, ...] | None = None
     policies: tuple[str, ...] = ("lru", "auto")
     lifetimes_s: tuple[float, ...] = DEFAULT_LIFETIMES_S
     warm_up: float = 0.0  # share of the requests that fill the cache and are not counted
     replicas: int = 1  # each with a cache of each capacity
-    sample: float | None = None  # share of the pages; estimate LRU's curve from it too
-    num_seeds: int = 8  # samples, and random routings
-    reorder_s: float | None = None  # window in which requests are served in order of prefixes
     cost: CostModel | None = None  # replay the real engine with it
     max_num_seqs: int = 64  # of the engine
     max_batch_tokens: int = 512
@@ -171,47 +162,19 @@ class _Run:
         self.report(part, before + request, total)
 
     def _change_cache(self, curve: LruCurve) -> None:
-        """LRU in one pass with replicas, sampling, reordering and twice the memory."""
-        options, extra = self.options, self.parts.extra
-        if options.replicas > 1:
-            routed = [
-                random_routing(
-                    self.trace,
-                    options.replicas,
-                    self.capacities,
-                    seed=seed,
-                    first_counted=self.first_counted,
-                )
-                for seed in range(options.num_seeds)
-            ]
-            rates = np.array([[rates[size] for size in self.capacities] for rates in routed])
-            perfect = perfect_routing(curve, options.replicas, self.capacities)
+        """LRU in one pass with replicas, and with twice the memory."""
+        num_replicas, extra = self.options.replicas, self.parts.extra
+        if num_replicas > 1:
+            random = random_routing(
+                self.trace, num_replicas, self.capacities, first_counted=self.first_counted
+            )
+            # Routing by prefix makes the replicas a single cache.
+            perfect = (curve.hit_rate(capacity * num_replicas) for capacity in self.capacities)
             extra["replicas"] = {
-                "count": options.replicas,
-                "random": self._by_capacity(rates.mean(axis=0).tolist()),
-                "random_deviation": self._by_capacity(rates.std(axis=0).tolist()),
-                "perfect": self._by_capacity(perfect.values()),
-            }
-        if options.sample is not None:
-            estimates = sampled_lru(
-                self.trace,
-                options.sample,
-                self.capacities,
-                num_seeds=options.num_seeds,
-                first_counted=self.first_counted,
-            ).values()
-            extra["sampled_lru"] = {
-                "share": options.sample,
-                "seeds": options.num_seeds,
-                "mean": self._by_capacity(item.mean for item in estimates),
-                "deviation": self._by_capacity(item.deviation for item in estimates),
-            }
-        if options.reorder_s is not None:
-            reordered = ReuseRuns.of(reorder_by_prefix(self.trace, options.reorder_s))
-            new_curve = lru_curve(reordered, first_counted=self.first_counted)
-            extra["reordered"] = {
-                "window_s": options.reorder_s,
-                "one_pass_lru": self._by_capacity(map(new_curve.hit_rate, self.capacities)),
+                "count": num_replicas,
+                "random": self._by_capacity(random.mean(axis=0).tolist()),
+                "random_deviation": self._by_capacity(random.std(axis=0).tolist()),
+                "perfect": self._by_capacity(perfect),
             }
         doubled = (curve.hit_rate(2 * capacity) for capacity in self.capacities)
         extra["double_capacity"] = self._by_capacity(doubled)

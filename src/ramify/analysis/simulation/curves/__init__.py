@@ -1,6 +1,5 @@
 """Hit rates computed from reuse alone, without a cache.
 
 `reuse` finds which request used each page last. From it, `stack_distances` has LRU at every capacity,
-`bounds` Belady's MIN and the hit rate by lifetime. `sampling` estimates LRU from a share of the pages,
-`routing` splits or reorders a trace.
+`bounds` Belady's MIN and the hit rate by lifetime. `routing` splits a trace between replicas.
 """

@@ -76,26 +76,22 @@ def newer_pages(reuse: ReuseRuns) -> NDArray[np.int64]:
 
     Page i of the run has the stack distance `newer + 1 + i`.
     """
-    return newer_weights(reuse, reuse.num_pages.tolist()).astype(np.int64)
-
-
-def newer_weights(reuse: ReuseRuns, lengths: list[int] | list[float]) -> NDArray[np.float64]:
-    """[runs]: `newer_pages` where run i counts as `lengths[i]` pages, for sampled traces."""
     num_requests = len(reuse.trace)
-    tree: list[float] = [0] * (num_requests + 1)  # Fenwick tree of live pages by last user
-    total: float = 0
-    newer = np.full(len(reuse.request), -1, np.float64)
+    tree = [0] * (num_requests + 1)  # Fenwick tree of live pages by last user
+    total = 0
+    newer = np.full(len(reuse.request), -1, np.int64)
     begin = 0
     requests, users = reuse.request.tolist(), reuse.last_user.tolist()
+    lengths = reuse.num_pages.tolist()
     num_runs = len(requests)
     while begin < num_runs:
         request = requests[begin]
-        end, num_pages = begin, 0.0
+        end, num_pages = begin, 0
         # The lookup comes first: distances are those before this request refreshes anything.
         while end < num_runs and requests[end] == request:
             user = users[end]
             if user >= 0:
-                older, at = 0.0, user + 1
+                older, at = 0, user + 1
                 while at:
                     older += tree[at]
                     at &= at - 1
