@@ -17,9 +17,9 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
-from ramify.analysis.report.document import Analysis, Curves
+from ramify.analysis.report.document import Analysis, Curves, finding_anchor
 from ramify.analysis.report.page import charts, rows
-from ramify.analysis.report.wording.causes import missing_checks, passed_checks
+from ramify.analysis.report.wording.causes import CAUSES, missing_checks, passed_checks
 from ramify.analysis.report.wording.headline import counted_words, headline
 from ramify.analysis.report.wording.numbers import (
     RATE_NAMES,
@@ -30,6 +30,7 @@ from ramify.analysis.report.wording.numbers import (
     percent,
     plural,
 )
+from ramify.analysis.report.wording.quotes import mark_changes, mark_quotes
 from ramify.analysis.report.writers.markdown import analysis_as_markdown, finding_as_markdown
 
 # Characters that a browser hides, or that reorder what stands around them.
@@ -57,6 +58,7 @@ def analysis_as_html(analysis: Analysis) -> str:
         "money": money,
         "duration": duration,
         "cut": rows.cut,
+        "width": rows.width,
         "visible": visible,
         "shown": shown,
     }
@@ -68,13 +70,12 @@ def analysis_as_html(analysis: Analysis) -> str:
         headline=headline(analysis),
         counted=counted_words(analysis),
         rate_names=RATE_NAMES,
-        findings=rows.finding_rows(findings),
-        num_left_out=max(0, len(findings) - rows.MAX_FINDINGS),
+        findings=findings[: rows.MAX_FINDINGS],
+        most_saved=max((max(finding.saving.high, 1) for finding in findings), default=1),
         passed=passed_checks((*findings, *analysis.lint.observations), analysis.lint.quality),
         unchecked=missing_checks(analysis.lint.quality),
-        what_if=rows.what_if_rows(analysis),
-        sessions=rows.session_rows(analysis.sessions),
-        waterfall=rows.waterfall_rows(analysis.waterfall),
+        sessions=analysis.sessions[: rows.MAX_SESSIONS],
+        waterfall=rows.waterfall_bars(analysis.waterfall),
         agreement=rows.agreement_rows(analysis.lint.tables),
         quality=rows.quality_rows(analysis.lint.quality),
         capacity_chart=charts.capacity_chart(curves) if curves else None,
@@ -82,6 +83,12 @@ def analysis_as_html(analysis: Analysis) -> str:
         knee=knee_sentence(curves, is_reported=analysis.rate("reported") is not None)
         if curves
         else "",
+        causes=CAUSES,
+        max_rows=rows.MAX_ROWS,
+        max_text=rows.MAX_TEXT,
+        finding_anchor=finding_anchor,
+        mark_changes=mark_changes,
+        mark_quotes=mark_quotes,
         plural=plural,
         observed_words=observed_words,
         style=Markup(style),  # noqa: S704 - our own file

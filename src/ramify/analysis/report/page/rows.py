@@ -1,4 +1,4 @@
-"""Rows of the HTML report: an analysis cut and scaled for its template.
+"""Rows of the HTML report: what its templates draw and a filter cannot say.
 
 The page is bounded: at most MAX_FINDINGS findings, MAX_SESSIONS sessions of MAX_ROWS requests,
 MAX_NODES boxes, and texts of MAX_TEXT characters, whatever the size of the log.
@@ -10,18 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ramify.analysis.report.document import (
-    Analysis,
-    PrefixNode,
-    Session,
-    TimelineRequest,
-    WaterfallStep,
-    finding_anchor,
-)
-from ramify.analysis.report.wording.causes import CAUSES, CauseText
-from ramify.analysis.report.wording.numbers import count, duration, percent
-from ramify.analysis.report.wording.quotes import Marks, mark_changes, mark_quotes
-from ramify.analysis.verdicts import Finding
+from ramify.analysis.report.document import PrefixNode, WaterfallStep
 
 MAX_FINDINGS = 100
 MAX_SESSIONS = 20
@@ -29,146 +18,31 @@ MAX_ROWS = 60
 MAX_NODES = 5000
 MAX_TEXT = 2000
 MAX_OUTLIERS = 50
-MIN_GAP_S = 60.0  # a shorter gap is not drawn
 
 
 @dataclass(frozen=True, slots=True)
-class FindingRow:
-    """A finding with its explanation; widths in percent of the greatest saving."""
-
-    finding: Finding
-    anchor: str
-    about: CauseText
-    marks: Marks
-    width: float
-    high_width: float
-
-
-@dataclass(frozen=True, slots=True)
-class RequestRow:
-    """A bar of a timeline; widths in percent of the session's longest prompt."""
-
-    request: TimelineRequest
-    width: float
-    read: float
-    written: float
-    label: str
-    gap: str  # empty where none is drawn
-    gap_s: float
-    marks: Marks | None
-
-
-@dataclass(frozen=True, slots=True)
-class SessionRow:
-    """A session with its first requests."""
-
-    name: str
-    is_inferred: bool
-    num_requests: int
-    tokens_lost: int
-    rows: tuple[RequestRow, ...]
-    num_left_out: int
-
-
-@dataclass(frozen=True, slots=True)
-class WaterfallRow:
+class WaterfallBar:
     """A bar from a level to the next, in percent of the chart."""
 
-    name: str
+    step: WaterfallStep
     kind: str  # level, gain, loss or unexplained
     x: float
     width: float
-    text: str
-    detail: str
-
-    @property
-    def is_unexplained(self) -> bool:
-        """Whether the step is what no other step accounts for."""
-        return self.kind == "unexplained"
 
 
-def finding_rows(findings: Sequence[Finding]) -> list[FindingRow]:
-    """The findings that the page shows."""
-    most = max((max(finding.saving.high, 1) for finding in findings), default=1)
-    return [
-        FindingRow(
-            finding=finding,
-            anchor=finding_anchor(finding, number),
-            about=CAUSES[finding.cause],
-            marks=mark_quotes(
-                cut(finding.example.had, MAX_TEXT),
-                cut(finding.example.got, MAX_TEXT),
-                finding.segment,
-            ),
-            width=_width(finding.saving.tokens, most),
-            high_width=_width(finding.saving.high, most),
-        )
-        for number, finding in enumerate(findings[:MAX_FINDINGS])
-    ]
-
-
-def session_rows(sessions: Sequence[Session]) -> list[SessionRow]:
-    """The sessions that the page shows."""
-    out = []
-    for session in sessions[:MAX_SESSIONS]:
-        requests = session.requests[:MAX_ROWS]
-        longest = max((request.num_input for request in requests), default=0)
-        out.append(
-            SessionRow(
-                name=session.name,
-                is_inferred=session.is_inferred,
-                num_requests=session.num_requests,
-                tokens_lost=session.tokens_lost,
-                rows=tuple(_request_row(request, longest) for request in requests),
-                num_left_out=session.num_requests - len(requests),
-            )
-        )
-    return out
-
-
-def _request_row(request: TimelineRequest, longest: int) -> RequestRow:
-    share = request.num_read / request.num_input if request.num_input else 0.0
-    label = f"{count(request.num_input)} tokens, {percent(share)} read"
-    if request.source != "usage":
-        label += f" ({request.source})"
-    has_gap = request.gap_s is not None and request.gap_s >= MIN_GAP_S
-    return RequestRow(
-        request=request,
-        width=_width(request.num_input, longest),
-        read=_width(request.num_read, longest),
-        written=_width(request.num_written or 0, longest),
-        label=label,
-        gap=duration(request.gap_s or 0.0) if has_gap else "",
-        gap_s=request.gap_s or 0.0,
-        marks=mark_changes(cut(request.had, MAX_TEXT), cut(request.got, MAX_TEXT))
-        if request.had or request.got
-        else None,
-    )
-
-
-def waterfall_rows(steps: Sequence[WaterfallStep]) -> list[WaterfallRow]:
+def waterfall_bars(steps: Sequence[WaterfallStep]) -> list[WaterfallBar]:
     """Bars on a scale that ends at the highest level."""
-    levels = [step.level for step in steps] + [step.level - step.change for step in steps]
-    most = max([*levels, 1e-9])
-    out = []
-    for step in steps:
-        before = 0.0 if step.is_level else step.level - step.change
-        low, high = sorted((max(0.0, before), max(0.0, step.level)))
+    starts = [0.0 if step.is_level else step.level - step.change for step in steps]
+    levels = [step.level for step in steps]
+    most = max([*levels, *(step.level - step.change for step in steps), 1e-9])
+    bars = []
+    for step, start in zip(steps, starts, strict=True):
+        low, high = sorted((max(0.0, start), max(0.0, step.level)))
         kind = "level" if step.is_level else "gain" if step.change > 0 else "loss"
         if step.name.startswith("unexplained"):
             kind = "unexplained"
-        points = f"{100 * step.change:+.1f} points"
-        out.append(
-            WaterfallRow(
-                name=step.name,
-                kind=kind,
-                x=_width(low, most),
-                width=max(0.3, _width(high - low, most)),
-                text=percent(step.level) if step.is_level else points,
-                detail=step.detail,
-            )
-        )
-    return out
+        bars.append(WaterfallBar(step, kind, width(low, most), max(0.3, width(high - low, most))))
+    return bars
 
 
 def node_rows(tree: Sequence[PrefixNode]) -> list[list[Any]]:
@@ -195,18 +69,6 @@ def _node_row(node: PrefixNode) -> list[Any]:
     ]
 
 
-def what_if_rows(analysis: Analysis) -> list[dict[str, Any]]:
-    """Fixes to tick: the bit in the mask, and how the finding is called."""
-    if analysis.what_if is None:
-        return []
-    out = []
-    for bit, number in enumerate(analysis.what_if.findings):
-        finding = analysis.lint.findings[number]
-        title = CAUSES[finding.cause].title
-        out.append({"bit": bit, "title": title, "segment": finding.segment})
-    return out
-
-
 def agreement_rows(tables: Mapping[str, Any]) -> dict[str, Any] | None:
     """Predicted against billed tokens, verdicts of both, and outliers."""
     agreement = tables.get("agreement") or {}
@@ -231,26 +93,27 @@ def agreement_rows(tables: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def quality_rows(quality: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What was read and what was not, as text; the counts of requests are figures already."""
-    out = []
-    for name, value in quality.items():
-        if name == "num_requests" or name.startswith("num_with_"):
-            continue
-        shown = name.removeprefix("num_").removeprefix("is_").replace("_", " ")
-        if isinstance(value, Mapping):
-            parts = [f"{key}: {_plain(item)}" for key, item in list(value.items())[:20]]
-            out.append((shown, ", ".join(parts) or "none"))
-        elif isinstance(value, list | tuple):
-            parts = [
-                " line ".join(str(part) for part in item)
-                if isinstance(item, list | tuple)
-                else str(item)
-                for item in value[:20]
-            ]
-            more = f", … {len(value) - 20} more" if len(value) > 20 else ""
-            out.append((shown, (", ".join(parts) + more) or "none"))
-        else:
-            out.append((shown, _plain(value)))
-    return out
+    return [
+        (name.removeprefix("num_").removeprefix("is_").replace("_", " "), _listed(value))
+        for name, value in quality.items()
+        if name != "num_requests" and not name.startswith("num_with_")
+    ]
+
+
+def _listed(value: object) -> str:
+    if isinstance(value, Mapping):
+        return (
+            ", ".join(f"{key}: {_plain(item)}" for key, item in list(value.items())[:20]) or "none"
+        )
+    if isinstance(value, list | tuple):
+        more = f", … {len(value) - 20} more" if len(value) > 20 else ""
+        return (", ".join(map(_place, value[:20])) + more) or "none"
+    return _plain(value)
+
+
+def _place(value: object) -> str:
+    """A file and its line, or a word."""
+    return " line ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def _plain(value: object) -> str:
@@ -268,5 +131,6 @@ def cut(text: str, length: int) -> str:
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
-def _width(value: float, most: float) -> float:
+def width(value: float, most: float) -> float:
+    """A bar in percent of the longest."""
     return round(100 * max(0.0, min(1.0, value / most)), 2) if most else 0.0
