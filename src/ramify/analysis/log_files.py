@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from ramify.analysis.files.json_values import CONTAINERS, RawValue
+from ramify.analysis.files.json_documents import CONTAINERS, RawValue
 from ramify.analysis.files.log_paths import Progress, find_files, total_bytes
 from ramify.analysis.files.response_history import ResponseHistory
 from ramify.analysis.files.rows import values_of

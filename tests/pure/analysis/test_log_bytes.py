@@ -13,8 +13,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from ramify.analysis.files.byte_source import ByteSource, ValueTooLongError
+from ramify.analysis.files.json_documents import RawValue, document_values
 from ramify.analysis.files.json_values import json_values
+from ramify.analysis.files.log_stream import numbered_lines
 from ramify.analysis.log_files import read_log
 from ramify.analysis.reader import ReadQuality
 from ramify.analysis.readers.nested_json import decode_json
@@ -47,14 +48,20 @@ BYTES = [
 ]
 
 
-class Dripping:
+class Dripping(io.BytesIO):
     """Bytes that come few at a time, as from a slow pipe."""
 
     def __init__(self, data: bytes, size: int) -> None:
-        self._stream, self._size = io.BytesIO(data), size
+        super().__init__(data)
+        self._size = size
 
-    def read(self, size: int, /) -> bytes:
-        return self._stream.read(min(size, self._size))
+    def readinto(self, buffer: Any, /) -> int:
+        return super().readinto(memoryview(buffer)[: self._size])
+
+
+def documents(data: bytes, size: int, **options: int) -> list[RawValue]:
+    """The values of documents whose bytes come few at a time."""
+    return list(document_values(io.BufferedReader(Dripping(data, size), 1), **options))  # type: ignore[arg-type]
 
 
 @given(
@@ -68,10 +75,13 @@ def test_values_are_split_wherever_the_data_breaks(
 ) -> None:
     """Brackets and quotes inside strings split nothing; lines count from the start of a value."""
     text = json.dumps(rows, indent=indent, ensure_ascii=is_ascii)
+    data = text.encode("utf-8", "surrogatepass")
 
-    values = list(json_values(ByteSource(Dripping(text.encode("utf-8", "surrogatepass"), size))))
+    values = documents(data, size)
+    recognised = list(json_values(io.BufferedReader(io.BytesIO(data)), lambda _: False))
 
-    assert [item.value for item in values] == rows
+    assert [item.value for item in values] == [item.value for item in recognised] == rows
+    assert [item.line for item in values] == [item.line for item in recognised]
     assert all(item.error is None for item in values)
     if indent == 2:
         lines = text.split("\n")
@@ -130,15 +140,48 @@ def test_every_broken_line_between_whole_ones_is_reported(
     assert quality.num_rows == len(rows) - len(quality.bad_lines)
 
 
-def test_values_over_the_limit_are_skipped() -> None:
-    """A line or an element that is longer than the limit is bad, and the next is read."""
-    text = json.dumps({"a": "x" * 300}).encode()
-    limited = ByteSource(Dripping(text + b'\n{"b": 1}\n', 50), max_value_bytes=100)
+def test_lines_over_the_limit_are_skipped() -> None:
+    """A line that is longer than the limit is bad, and the next is read."""
+    data = json.dumps({"a": "x" * 300}).encode() + b'\n{"b": 1}\n'
 
-    with pytest.raises(ValueTooLongError):
-        limited.take_line()
+    lines = numbered_lines(io.BufferedReader(io.BytesIO(data)), max_bytes=100)
 
-    assert (limited.line, limited.take_line()) == (2, b'{"b": 1}')
+    assert list(lines) == [(1, None), (2, b'{"b": 1}')]
+
+
+@pytest.mark.parametrize("size", [70, 500])
+def test_a_value_over_the_limit_ends_its_document(size: int) -> None:
+    """Whether it is a list, an object or a string that does not end: memory holds the limit."""
+    data = b'[{"a": 1},\n{"b": "' + b"word " * 20_000 + b'"}, {"c": 1}]'
+
+    values = documents(data, size, max_chars=10_000)
+
+    assert [(item.line, item.value) for item in values] == [(1, {"a": 1}), (2, None)]
+    assert str(values[1].error).startswith("longer than")
+
+
+@pytest.mark.parametrize("size", [1, 7, 500])
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ('{"a": {\n"b": 1,\n"c": }}\n', 3),
+        ('{"a": [1,\n"b\n"]}', 2),
+        ('{"a": 1\n', 1),
+        ('{"a": 1}\n{"a" 1}\n\n', 2),
+        ('{"data": [{"a": 1}\n{"a": 1}]}', 2),
+        ('{"data": [],\n "a": 1,\n}', 3),
+        ('[{"a": 1},\n' + "[" * 100_000, 2),
+        ('[{"a": 1},\n{"b": "\n\n"}]', 2),
+    ],
+)
+def test_a_broken_document_is_told_with_the_line_where_it_breaks(
+    text: str, line: int, size: int
+) -> None:
+    """What comes before the break is read, nothing after it."""
+    *_, last = documents(text.encode(), size)
+
+    assert last.line == line
+    assert str(last.error).endswith("the rest of the document is not read")
 
 
 def test_deep_nesting_is_an_error_of_values() -> None:
@@ -198,16 +241,3 @@ def test_a_line_of_many_megabytes_is_a_row(tmp_path: Path) -> None:
 
     assert request.segments[-1].text == text
     assert [line for _, line in quality.bad_lines] == [2]
-
-
-def test_a_string_longer_than_the_limit_is_too_long_before_it_ends() -> None:
-    """A prompt of any size on one line: memory holds the limit, and the next line is read."""
-    data = b'{"prompt": "' + b"word " * 4000 + b'"}\n{"b": 1}\n'
-    limited = ByteSource(Dripping(data, 500), max_value_bytes=2000)
-
-    with pytest.raises(ValueTooLongError):
-        limited.value_end()
-
-    assert len(limited.buffer) <= 4 * 2000
-    limited.skip_line()
-    assert limited.take_line() == b'{"b": 1}'

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ramify.analysis.files.containers import unwrapped
-from ramify.analysis.files.json_values import RawValue
+from ramify.analysis.files.json_documents import RawValue
 from ramify.analysis.linting import lint
 from ramify.analysis.log_files import read_log
 from ramify.analysis.reader import ReadQuality

@@ -128,8 +128,8 @@ def test_values_that_share_a_line_are_numbered(tmp_path: Path) -> None:
     assert quality.skipped["row of no known format"] == 1
 
 
-def test_a_broken_element_loses_only_itself(tmp_path: Path) -> None:
-    """After an element that is cut or malformed, reading goes on at the next."""
+def test_a_broken_document_is_one_bad_file(tmp_path: Path) -> None:
+    """Elements before the one that is malformed are read; its line is told, once."""
     path = tmp_path / "log.json"
     rows = [json.dumps(chat(text), indent=1) for text in "abcd"]
     rows[1] = rows[1].replace('"gpt-4o"', '"gpt-4o')
@@ -138,10 +138,34 @@ def test_a_broken_element_loses_only_itself(tmp_path: Path) -> None:
 
     requests, quality = read(path)
 
-    assert [request.segments[-1].text for request in requests] == ["a", "d"]
+    assert [request.segments[-1].text for request in requests] == ["a"]
     height = rows[0].count("\n") + 1
-    assert [line for _, line in quality.bad_lines] == [2 + height, 2 + 2 * height]
-    assert requests[1].line == 2 + 3 * height
+    assert [line for _, line in quality.bad_lines] == [2 + height + 1]
+    assert quality.bad_reasons == {"no JSON; the rest of the document is not read": 1}
+
+
+@pytest.mark.parametrize("end", ['{"model": "m",', '{"model":', '{"messages": [', "{", '{"a": [1,'])
+def test_json_lines_may_begin_with_a_broken_line(tmp_path: Path, end: str) -> None:
+    """A document could go on after it, but the next lines are values of their own."""
+    path = tmp_path / "log.jsonl"
+    path.write_text(lines_of(end + "\n", chat("b"), chat("c")))
+
+    requests, quality = read(path)
+
+    assert places(requests) == [(2, None), (3, None)]
+    assert [line for _, line in quality.bad_lines] == [1]
+
+
+def test_documents_may_follow_one_another(tmp_path: Path) -> None:
+    """As `jq` prints JSON Lines: each value has the line on which it begins."""
+    path = tmp_path / "log.json"
+    rows = [json.dumps(chat(text), indent=2) for text in "ab"]
+    path.write_text("\n".join(rows))
+
+    requests, quality = read(path)
+
+    assert places(requests) == [(1, None), (1 + rows[0].count("\n") + 1, None)]
+    assert not quality.bad_lines
 
 
 @pytest.mark.parametrize(

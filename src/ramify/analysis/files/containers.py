@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ramify.analysis.files.json_values import RawValue
+from ramify.analysis.files.json_documents import RawValue
 from ramify.analysis.readers.nested_json import decode_json
 
 MAX_LINE_CHARS = 1 << 26  # of the joined pieces of a line

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import csv
+import io
 import re
 import sys
 from collections.abc import Iterator
 
-from ramify.analysis.files.byte_source import TOO_LONG, ByteSource, ValueTooLongError
-from ramify.analysis.files.json_values import RawValue
+from ramify.analysis.files.json_documents import RawValue
+from ramify.analysis.files.log_stream import TOO_LONG, numbered_lines
 
 _NAME = re.compile(r'\s*"?[A-Za-z_@$][\w .:@/()\-\[\]]{0,80}"?\s*')
 MAX_ROW_BYTES = 1 << 26  # a row that is longer lacks a quote
@@ -25,7 +26,7 @@ def delimiter_of(header: str) -> str | None:
 
 
 def csv_values(
-    source: ByteSource, delimiter: str, *, max_row_bytes: int = MAX_ROW_BYTES
+    source: io.BufferedReader, delimiter: str, *, max_row_bytes: int = MAX_ROW_BYTES
 ) -> Iterator[RawValue]:
     """An object for each row after the header, its cells by the names of the header.
 
@@ -65,8 +66,8 @@ def csv_values(
 class _Lines:
     """Lines of a source for the parser; those of the current row can be given back."""
 
-    def __init__(self, source: ByteSource, max_row_bytes: int) -> None:
-        self._source, self._max_row_bytes = source, max_row_bytes
+    def __init__(self, source: io.BufferedReader, max_row_bytes: int) -> None:
+        self._source, self._max_row_bytes = numbered_lines(source), max_row_bytes
         self._waiting: list[tuple[int, str, str | None]] = []  # given back, the next one last
         self.taken: list[tuple[int, str, str | None]] = []  # by the current row
         self._num_bytes = 0
@@ -103,13 +104,11 @@ class _Lines:
         return line[1]
 
     def _read(self) -> tuple[int, str, str | None] | None:
-        number = self._source.line
-        try:
-            line = self._source.take_line()
-        except ValueTooLongError:
-            return number, "\n", TOO_LONG
-        if line is None:
+        number, line = next(self._source, (0, b""))
+        if not number:
             return None
+        if line is None:
+            return number, "\n", TOO_LONG
         try:
             return number, line.decode("utf-8") + "\n", None
         except UnicodeDecodeError:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ramify.analysis.files.byte_source import TOO_LONG, ByteSource, ValueTooLongError
 from ramify.analysis.files.containers import is_cri, unwrapped
 from ramify.analysis.files.csv_rows import csv_values, delimiter_of
-from ramify.analysis.files.json_values import RawValue, json_values
-from ramify.analysis.files.log_paths import CountedFile, LogStream
+from ramify.analysis.files.json_documents import RawValue
+from ramify.analysis.files.json_values import is_json_object, json_values
+from ramify.analysis.files.log_stream import (
+    CHUNK_BYTES,
+    TOO_LONG,
+    LogStream,
+    numbered_lines,
+    open_file,
+)
 from ramify.analysis.readers.nested_json import decode_json
 from ramify.errors import LogError
 
@@ -44,38 +50,31 @@ def values_of(
     Raises:
         LogError: the file is of a kind that is refused.
     """
-    counted = CountedFile(file, advance)
-    try:
-        stream = LogStream(counted)
+    with open_file(file) as disk:
+        stream = LogStream(disk, str(file), advance)
         if stream.is_parquet:
             yield from _parquet_values(file)
             return
-        source = ByteSource(stream)
-        head = source.head(HEAD_BYTES)
-        if head.startswith(_BOM):
-            source.position += len(_BOM)
-            head = head[len(_BOM) :]
-        if head[257:262] == b"ustar":
-            raise LogError(f"{file} is a tar archive; unpack it first")
-        bad_line = 0
-        for value in unwrapped(_values(source, head, str(file), is_row, as_text), is_row):
-            bad_line = 0 if value.error is None else value.line
-            if source.is_truncated and bad_line == source.line:
-                value = RawValue(bad_line, error=TRUNCATED)  # noqa: PLW2901 - the better reason
-            yield value
-        if source.is_truncated and bad_line != source.line:
-            yield RawValue(source.line, error=TRUNCATED)
-    finally:
-        counted.close()
+        source: io.BufferedReader[Any] = io.BufferedReader(stream, CHUNK_BYTES)
+        previous: RawValue | None = None
+        for value in unwrapped(_values(source, str(file), is_row, as_text), is_row):
+            if previous is not None:
+                yield previous
+            previous = value
+        if previous is not None and not (stream.is_truncated and previous.error):
+            yield previous
+        if stream.is_truncated:
+            yield RawValue(stream.num_line_ends + 1, error=TRUNCATED)
 
 
 def _values(
-    source: ByteSource,
-    head: bytes,
-    name: str,
-    is_text_row: Callable[[str], bool],
-    as_text: bool,
+    source: io.BufferedReader, name: str, is_text_row: Callable[[str], bool], as_text: bool
 ) -> Iterator[RawValue]:
+    if source.peek().startswith(_BOM):
+        source.read(len(_BOM))
+    head = source.peek()[:HEAD_BYTES]
+    if head[257:262] == b"ustar":
+        raise LogError(f"{name} is a tar archive; unpack it first")
     if as_text:
         return _text_values(source)
     suffix = _suffix(name)
@@ -83,8 +82,9 @@ def _values(
     if len(head) >= HEAD_BYTES and len(lines) > 1:
         lines.pop()
     first = next((line.strip() for line in lines if line.strip()), b"")
-    if suffix in _JSON_SUFFIXES or first[:1] in {b"{", b"["} or any(map(_is_json, lines[:100])):
-        return _json_or_text(source, is_text_row)
+    is_json = suffix in _JSON_SUFFIXES or first[:1] in {b"{", b"["}
+    if is_json or any(map(is_json_object, lines[:100])):
+        return json_values(source, is_text_row)
     delimiter = delimiter_of(first.decode("utf-8", "replace"))
     if delimiter is not None and (
         suffix in _CSV_SUFFIXES or _is_table([line for line in lines if line.strip()], delimiter)
@@ -95,7 +95,7 @@ def _values(
     if any(is_text_row(line.decode("utf-8", "replace")) for line in lines):
         return _text_log(source, is_text_row)
     if b"\x00" in head:
-        return _json_or_text(source, is_text_row)
+        return json_values(source, is_text_row)
     return _text_values(source)
 
 
@@ -106,15 +106,6 @@ def _suffix(name: str) -> str:
     return suffixes[-1] if suffixes else ""
 
 
-def _is_json(line: bytes) -> bool:
-    if line.lstrip()[:1] != b"{":
-        return False
-    try:
-        return isinstance(decode_json(line), dict)
-    except ValueError:
-        return False
-
-
 def _is_table(lines: list[bytes], delimiter: str) -> bool:
     """Whether the second line has at least the cells of the header, or a cell with a line end."""
     if len(lines) < 2:
@@ -123,36 +114,19 @@ def _is_table(lines: list[bytes], delimiter: str) -> bool:
     return cells >= lines[0].count(delimiter.encode()) or b'"' in lines[1]
 
 
-def _json_or_text(source: ByteSource, is_text_row: Callable[[str], bool]) -> Iterator[RawValue]:
-    for value in json_values(source):
-        if value.text is not None:
-            text = value.text.decode("utf-8", "replace")
-            if is_text_row(text):
-                yield RawValue(value.line, text, is_text=True)
-                continue
-        yield replace(value, text=None) if value.text is not None else value
-
-
-def _text_values(source: ByteSource) -> Iterator[RawValue]:
+def _text_values(source: io.BufferedReader) -> Iterator[RawValue]:
     """Each line that is not blank."""
-    while True:
-        number = source.line
-        try:
-            line = source.take_line()
-        except ValueTooLongError:
-            yield RawValue(number, error=TOO_LONG)
-            continue
+    for number, line in numbered_lines(source):
         if line is None:
-            return
-        if not line.strip():
-            continue
-        try:
-            yield RawValue(number, line.decode("utf-8"), is_text=True)
-        except UnicodeDecodeError:
-            yield RawValue(number, error="no UTF-8")
+            yield RawValue(number, error=TOO_LONG)
+        elif line.strip():
+            try:
+                yield RawValue(number, line.decode("utf-8"), is_text=True)
+            except UnicodeDecodeError:
+                yield RawValue(number, error="no UTF-8")
 
 
-def _text_log(source: ByteSource, is_text_row: Callable[[str], bool]) -> Iterator[RawValue]:
+def _text_log(source: io.BufferedReader, is_text_row: Callable[[str], bool]) -> Iterator[RawValue]:
     """Lines of a server's log: rows of text, JSON, and other lines, which have the value None."""
     for value in _text_values(source):
         if value.error is not None or is_text_row(value.value):
