@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ramify.analysis.readers.row_fields import mapping_or_empty
 from ramify.analysis.records import Usage
 
 _OTEL = "gen_ai.usage."
-_BEDROCK_KEYS = ("inputTokens", "cacheReadInputTokens", "cacheWriteInputTokens")
 _ANTHROPIC_KEYS = ("cache_read_input_tokens", "cache_creation_input_tokens", "cache_creation")
 
 
@@ -27,17 +27,17 @@ def parse_usage(usage: Mapping[str, Any], *, dialect: str | None = None) -> Usag
     """
     keys = usage.keys()
     if "promptTokenCount" in keys or "cachedContentTokenCount" in keys:
-        return _gemini(usage)
-    if not keys.isdisjoint(_BEDROCK_KEYS):
-        return _bedrock(usage)
+        return _counts(usage, _GEMINI)
+    if not keys.isdisjoint((*_BEDROCK.num_input, *_BEDROCK.num_read, *_BEDROCK.num_written)):
+        return _counts(usage, _BEDROCK)
     if any(key.startswith(_OTEL) for key in keys if isinstance(key, str)):
-        return _otel(usage)
+        return _counts(usage, _GENAI)
     if "prompt_tokens" in keys or "prompt_cache_hit_tokens" in keys:
-        return _openai(usage, "prompt_tokens", "completion_tokens")
+        return _openai(usage, _CHAT)
     is_inside = "cached_input_tokens" in keys or "input_tokens_details" in keys
     if not is_inside and (dialect == "anthropic" or not keys.isdisjoint(_ANTHROPIC_KEYS)):
         return _anthropic(usage)
-    return _openai(usage, "input_tokens", "output_tokens")
+    return _openai(usage, _RESPONSES)
 
 
 def count(value: object) -> int | None:
@@ -72,95 +72,36 @@ def provider_of_usage(usage: Mapping[str, Any]) -> str | None:
     return None
 
 
+def _counts(usage: Mapping[str, Any], names: _Names) -> Usage:
+    read, written = first_count(usage, *names.num_read), first_count(usage, *names.num_written)
+    return Usage(
+        num_input=names.total(first_count(usage, *names.num_input), read, written),
+        num_read=read,
+        num_written=written,
+        num_output=first_count(usage, *names.num_output),
+    )
+
+
 def _anthropic(usage: Mapping[str, Any]) -> Usage:
-    rest = count(usage.get("input_tokens"))
-    read = count(usage.get("cache_read_input_tokens"))
-    written = count(usage.get("cache_creation_input_tokens"))
     split = mapping_or_empty(usage.get("cache_creation"))
     written_5m = count(split.get("ephemeral_5m_input_tokens"))
     written_1h = count(split.get("ephemeral_1h_input_tokens"))
-    if written is None and written_5m is not None and written_1h is not None:
-        written = written_5m + written_1h
-    if written == 0 and written_1h is None:
+    counts = _counts({**usage, "5m and 1h": _sum(written_5m, written_1h)}, _ANTHROPIC)
+    if counts.num_written == 0 and written_1h is None:
         written_1h = 0
-    return Usage(
-        num_input=_sum(rest, read, written),
-        num_read=read,
-        num_written=written,
-        num_written_1h=written_1h,
-        num_output=count(usage.get("output_tokens")),
-    )
+    return replace(counts, num_written_1h=written_1h)
 
 
-def _bedrock(usage: Mapping[str, Any]) -> Usage:
-    read = count(usage.get("cacheReadInputTokens"))
-    written = count(usage.get("cacheWriteInputTokens"))
-    return Usage(
-        num_input=_sum(count(usage.get("inputTokens")), read, written),
-        num_read=read,
-        num_written=written,
-        num_output=count(usage.get("outputTokens")),
-    )
-
-
-def _gemini(usage: Mapping[str, Any]) -> Usage:
-    return Usage(
-        num_input=count(usage.get("promptTokenCount")),
-        num_read=count(usage.get("cachedContentTokenCount")),
-        num_output=count(usage.get("candidatesTokenCount")),
-    )
-
-
-def _otel(usage: Mapping[str, Any]) -> Usage:
-    def get(*names: str) -> int | None:
-        return first_count(usage, *(_OTEL + name for name in names))
-
-    read = get(
-        "cache_read.input_tokens", "cache_read_input_tokens", "details.cache_read_tokens",
-        "details.cache_read_input_tokens", "details.cached_tokens",
-    )  # fmt: skip
-    written = get(
-        "cache_write.input_tokens", "cache_creation.input_tokens", "cache_creation_input_tokens",
-        "details.cache_write_tokens", "details.cache_creation_input_tokens",
-    )  # fmt: skip
-    return Usage(
-        num_input=_inside(get("input_tokens", "prompt_tokens"), read, written),
-        num_read=read,
-        num_written=written,
-        num_output=get("output_tokens", "completion_tokens"),
-    )
-
-
-def _openai(usage: Mapping[str, Any], input_key: str, output_key: str) -> Usage:
+def _openai(usage: Mapping[str, Any], names: _Names) -> Usage:
     details: dict[str, Any] = {}
     for key in ("prompt_tokens_details", "input_tokens_details", "input_token_details"):
         details.update(mapping_or_empty(usage.get(key)))
-    read = first_count(details, "cached_tokens", "cache_read")
-    if read is None:
-        read = first_count(
-            usage,
-            "prompt_cache_hit_tokens",
-            "cached_input_tokens",
-            "cache_read_input_tokens",
-            "cached_tokens",
-        )
-    written = first_count(details, "cache_write_tokens", "cache_creation_tokens", "cache_creation")
-    if written is None:
-        written = first_count(usage, "cache_write_input_tokens", "cache_creation_input_tokens")
-    total = count(usage.get(input_key))
-    if total is None:
-        missed = count(usage.get("prompt_cache_miss_tokens"))
-        total = _sum(read, missed) if missed is not None else None
-    return Usage(
-        num_input=_inside(total, read, written),
-        num_read=read,
-        num_written=written,
-        num_written_1h=first_count(
-            mapping_or_empty(details.get("cache_creation_token_details")),
-            "ephemeral_1h_input_tokens",
-        ),
-        num_output=count(usage.get(output_key)),
-    )
+    named = {**usage, **{f"details.{name}": item for name, item in details.items()}}
+    missed = count(usage.get("prompt_cache_miss_tokens"))
+    named["read and missed"] = _sum(first_count(named, *names.num_read), missed)
+    lifetimes = mapping_or_empty(details.get("cache_creation_token_details"))
+    written_1h = count(lifetimes.get("ephemeral_1h_input_tokens"))
+    return replace(_counts(named, names), num_written_1h=written_1h)
 
 
 def _inside(total: int | None, read: int | None, written: int | None) -> int | None:
@@ -170,9 +111,57 @@ def _inside(total: int | None, read: int | None, written: int | None) -> int | N
 
 
 def _sum(*counts: int | None) -> int | None:
-    total = 0
-    for number in counts:
-        if number is None:
-            return None
-        total += number
+    known = [number for number in counts if number is not None]
+    return sum(known) if len(known) == len(counts) else None
+
+
+def _as_it_is(total: int | None, _read: int | None, _written: int | None) -> int | None:
     return total
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """Names of the counts in a usage object; the first that holds a count is taken."""
+
+    total: Callable[[int | None, int | None, int | None], int | None]  # of input, read, written
+    num_input: Sequence[str]
+    num_output: Sequence[str]
+    num_read: Sequence[str]
+    num_written: Sequence[str] = ()
+
+
+def _genai(names: str) -> list[str]:
+    return [_OTEL + name for name in names.split()]
+
+
+_GEMINI = _Names(
+    _as_it_is, ["promptTokenCount"], ["candidatesTokenCount"], ["cachedContentTokenCount"]
+)
+_BEDROCK = _Names(
+    _sum, ["inputTokens"], ["outputTokens"], ["cacheReadInputTokens"], ["cacheWriteInputTokens"]
+)
+_ANTHROPIC = _Names(
+    _sum, ["input_tokens"], ["output_tokens"],
+    ["cache_read_input_tokens"], ["cache_creation_input_tokens", "5m and 1h"],
+)  # fmt: skip
+_GENAI = _Names(
+    _inside,
+    _genai("input_tokens prompt_tokens"),
+    _genai("output_tokens completion_tokens"),
+    _genai("""cache_read.input_tokens cache_read_input_tokens details.cache_read_tokens
+        details.cache_read_input_tokens details.cached_tokens"""),
+    _genai("""cache_write.input_tokens cache_creation.input_tokens cache_creation_input_tokens
+        details.cache_write_tokens details.cache_creation_input_tokens"""),
+)  # fmt: skip
+_CHAT = _Names(
+    _inside,
+    ["prompt_tokens", "read and missed"],
+    ["completion_tokens"],
+    """details.cached_tokens details.cache_read prompt_cache_hit_tokens cached_input_tokens
+        cache_read_input_tokens cached_tokens""".split(),
+    """details.cache_write_tokens details.cache_creation_tokens details.cache_creation
+        cache_write_input_tokens cache_creation_input_tokens""".split(),
+)
+_RESPONSES = replace(
+    _CHAT, num_input=["input_tokens", "read and missed"], num_output=["output_tokens"]
+)
