@@ -59,18 +59,29 @@ def join_events(events: Iterable[Any]) -> dict[str, Any]:
     raise BadRowError("stream has no event of a known API")
 
 
+def _append(fields: dict[str, Any], delta: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Append the texts of a delta to the fields of the same names."""
+    for name in names:
+        if isinstance(delta.get(name), str):
+            text = fields.get(name)
+            text = text if isinstance(text, str) else ""
+            # A text with one owner grows in place; with two, every delta would copy it.
+            fields[name] = None
+            text += delta[name]
+            fields[name] = text
+
+
 def _join_anthropic(events: list[Mapping[str, Any]]) -> dict[str, Any]:
     message: dict[str, Any] = {}
     blocks: dict[int, dict[str, Any]] = {}
-    arguments: dict[int, list[str]] = {}
     for event in events:
-        kind = event.get("type")
-        index = event.get("index")
+        kind, index = event.get("type"), event.get("index")
+        delta = mapping_or_empty(event.get("delta"))
         if kind == "message_start" and isinstance(event.get("message"), Mapping):
             message = dict(event["message"])
             message["usage"] = dict(mapping_or_empty(message.get("usage")))
         elif kind == "message_delta":
-            message.update(mapping_or_empty(event.get("delta")))
+            message.update(delta)
             counted = mapping_or_empty(event.get("usage"))
             usage = message.setdefault("usage", {})
             usage.update({key: item for key, item in counted.items() if item is not None})
@@ -79,27 +90,14 @@ def _join_anthropic(events: list[Mapping[str, Any]]) -> dict[str, Any]:
         elif kind == "content_block_start" and isinstance(index, int):
             blocks[index] = dict(mapping_or_empty(event.get("content_block")))
         elif kind == "content_block_delta" and isinstance(index, int) and index in blocks:
-            _add_anthropic_delta(
-                blocks[index], arguments.setdefault(index, []), mapping_or_empty(event.get("delta"))
-            )
+            _append(blocks[index], delta, ("text", "thinking", "signature", "partial_json"))
         elif kind == "error" and not blocks:
             message.setdefault("error", event.get("error"))
-    for index, parts in arguments.items():
-        if parts:
-            blocks[index]["input"] = _decoded("".join(parts))
+    for block in blocks.values():
+        if "partial_json" in block:
+            block["input"] = _decoded(block.pop("partial_json"))
     message["content"] = [blocks[index] for index in sorted(blocks)]
     return message
-
-
-def _add_anthropic_delta(
-    block: dict[str, Any], arguments: list[str], delta: Mapping[str, Any]
-) -> None:
-    for key in ("text", "thinking", "signature"):
-        if isinstance(delta.get(key), str):
-            before = block.get(key)
-            block[key] = (before if isinstance(before, str) else "") + delta[key]
-    if isinstance(delta.get("partial_json"), str):
-        arguments.append(delta["partial_json"])
 
 
 def _join_responses(events: list[Mapping[str, Any]]) -> dict[str, Any]:
@@ -155,37 +153,30 @@ def _join_chat(events: list[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _first_choice(events: list[Mapping[str, Any]]) -> dict[str, Any] | None:
-    texts: dict[str, list[str]] = {}
+    message: dict[str, Any] = {"role": "assistant", "content": None}
+    completion: dict[str, Any] = {}
     calls: dict[int, dict[str, Any]] = {}
-    role: object = "assistant"
     for event in events:
         choices = event.get("choices")
         for choice in choices if isinstance(choices, list) else ():
             if not isinstance(choice, Mapping) or choice.get("index", 0) != 0:
                 continue
             delta = mapping_or_empty(choice.get("delta"))
-            role = delta.get("role") or role
-            for key in ("text", "content", "reasoning_content", "reasoning", "refusal"):
-                part = choice.get(key) if key == "text" else delta.get(key)
-                if isinstance(part, str):
-                    texts.setdefault(key, []).append(part)
+            message["role"] = delta.get("role") or message["role"]
+            _append(completion, choice, ("text",))
+            _append(message, delta, ("content", "reasoning_content", "reasoning", "refusal"))
             _add_tool_calls(calls, delta.get("tool_calls"))
-    if "text" in texts:
-        return {"index": 0, "text": "".join(texts["text"])}
-    if not texts and not calls:
-        return None
-    message: dict[str, Any] = {"role": role, "content": None}
-    message.update({key: "".join(parts) for key, parts in texts.items()})
+    if completion:
+        return {"index": 0, **completion}
     if calls:
         message["tool_calls"] = [calls[index] for index in sorted(calls)]
-    return {"index": 0, "message": message}
+    has_answer = any(item is not None for key, item in message.items() if key != "role")
+    return {"index": 0, "message": message} if has_answer else None
 
 
 def _add_tool_calls(calls: dict[int, dict[str, Any]], deltas: object) -> None:
     for position, delta in enumerate(deltas if isinstance(deltas, list) else ()):
-        if not isinstance(delta, Mapping):
-            continue
-        index = delta.get("index", position)
+        index = delta.get("index", position) if isinstance(delta, Mapping) else None
         if not isinstance(index, int):
             continue
         call = calls.setdefault(index, {"id": None, "type": "function", "function": {}})
@@ -194,9 +185,7 @@ def _add_tool_calls(calls: dict[int, dict[str, Any]], deltas: object) -> None:
         function = mapping_or_empty(delta.get("function"))
         if isinstance(function.get("name"), str):
             call["function"].setdefault("name", function["name"])
-        if isinstance(function.get("arguments"), str):
-            before = call["function"].get("arguments", "")
-            call["function"]["arguments"] = before + function["arguments"]
+        _append(call["function"], function, ("arguments",))
 
 
 def _decoded(text: str) -> Any:
