@@ -10,8 +10,6 @@ from ramify.analysis.readers.nested_json import decode_nested
 from ramify.analysis.readers.otel.otel_dialects import flat_tree
 from ramify.analysis.readers.row_fields import mapping_in, mapping_or_empty
 
-_COUNT = "llm.token_count."
-
 
 def openinference_body(attributes: Mapping[str, Any]) -> dict[str, Any] | None:
     """Chat body of a span of kind LLM; None if it has no prompt."""
@@ -34,23 +32,6 @@ def openinference_body(attributes: Mapping[str, Any]) -> dict[str, Any] | None:
     if isinstance(whole.get("messages"), list):
         return {**body, **whole}
     return None
-
-
-def openinference_usage(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Counters in the spelling of chat completions; those that are absent stay so."""
-    usage: dict[str, Any] = {}
-    for name, key in (("prompt", "prompt_tokens"), ("completion", "completion_tokens")):
-        if _COUNT + name in attributes:
-            usage[key] = attributes[_COUNT + name]
-    details = {}
-    for name, key in (("cache_read", "cached_tokens"), ("cache_write", "cache_write_tokens")):
-        if f"{_COUNT}prompt_details.{name}" in attributes:
-            details[key] = attributes[f"{_COUNT}prompt_details.{name}"]
-    if "cached_tokens" not in details and f"{_COUNT}prompt_details.cache_input" in attributes:
-        details["cached_tokens"] = attributes[f"{_COUNT}prompt_details.cache_input"]
-    if details:
-        usage["prompt_tokens_details"] = details
-    return usage
 
 
 def _message(item: Any) -> Any:

@@ -13,7 +13,7 @@ from ramify.analysis.readers.bodies.segments import settings_of
 from ramify.analysis.readers.bodies.usage import parse_usage
 from ramify.analysis.readers.gateways.hosts import provider_of_name, server_of
 from ramify.analysis.readers.nested_json import decode_nested, is_cut_json
-from ramify.analysis.readers.otel.openinference import openinference_body, openinference_usage
+from ramify.analysis.readers.otel.openinference import openinference_body
 from ramify.analysis.readers.otel.otel_dialects import event_body, openllmetry_body, vercel_body
 from ramify.analysis.readers.otel.otel_messages import messages_of, system_of, tools_of_definitions
 from ramify.analysis.readers.otel.otlp_values import OtlpItem
@@ -74,7 +74,17 @@ _SETTINGS = (
 
 # Key of a count and its name in a usage object, and how that is read.
 _USAGE_SPELLINGS = (
-    (
+    (  # OpenInference
+        (
+            ("llm.token_count.prompt", "prompt_tokens"),
+            ("llm.token_count.completion", "completion_tokens"),
+            ("llm.token_count.prompt_details.cache_input", "cached_tokens"),
+            ("llm.token_count.prompt_details.cache_read", "cached_tokens"),
+            ("llm.token_count.prompt_details.cache_write", "cache_write_input_tokens"),
+        ),
+        None,
+    ),
+    (  # Vercel's SDK, OpenLLMetry
         (
             ("ai.usage.promptTokens", "input_tokens"),
             ("ai.usage.inputTokens", "input_tokens"),
@@ -209,9 +219,8 @@ def _prompt_of(
         vercel_body,
     )
     bodies = (make(attributes) for make in makers)
-    body = next((candidate for candidate in bodies if candidate is not None), None) or event_body(
-        events, attributes.get("events")
-    )
+    body = next((candidate for candidate in bodies if candidate is not None), None)
+    body = body or event_body(events, attributes.get("events"))
     if body is None:
         return settings_of(settings), None
     tools = decode_nested(attributes.get("gen_ai.tool.definitions"))
@@ -268,8 +277,6 @@ def _usage_of(attributes: Mapping[str, Any]) -> Usage:
     usage = Usage()
     if any(key.startswith("gen_ai.usage.") for key in attributes):
         usage = parse_usage(attributes)
-    if any(key.startswith("llm.token_count.") for key in attributes):
-        usage = merge_usage(usage, parse_usage(openinference_usage(attributes)))
     for spelling, dialect in _USAGE_SPELLINGS:
         counts = {name: attributes[key] for key, name in spelling if key in attributes}
         if counts:
