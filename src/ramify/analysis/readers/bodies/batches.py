@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-import json
+import os
+import pickle
 import tempfile
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import IO, Any
-
-import msgspec
 
 from ramify.analysis.reader import BadRowError, LogFormat, ReadQuality, Row
 from ramify.analysis.readers.bodies.exchanges import NO_REQUEST, is_other_call
 from ramify.analysis.readers.bodies.request_bodies import parse_bodies, requests_of
 from ramify.analysis.readers.bodies.responses import ResponseFields, parse_response
-from ramify.analysis.readers.nested_json import decode_json
 from ramify.analysis.records import LoggedRequest
 
 MEMORY_BYTES = 64 << 20  # of requests and results that wait in memory; more of them wait on disk
-
-
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    """A row in the spool."""
-
-    custom_id: str
-    file: str
-    line: int
-    index: int | None
-    offset: int
-    num_bytes: int
 
 
 def is_batch(value: Any) -> bool:
@@ -51,9 +37,9 @@ class BatchReader:
         self._quality = quality
         self._spool: IO[bytes] = tempfile.SpooledTemporaryFile(MEMORY_BYTES)  # noqa: SIM115
         weakref.finalize(self, self._spool.close)
-        self._num_bytes = 0
-        self._requests: list[_Waiting] = []
-        self._results: dict[str, list[_Waiting]] = {}
+        # Offsets in the spool.
+        self._requests: list[tuple[str, int]] = []  # with their ids
+        self._results: dict[str, list[int]] = {}
 
     def feed(self, row: Row) -> Iterator[LoggedRequest]:
         """See `RowReader`."""
@@ -66,51 +52,42 @@ class BatchReader:
                 return iter(())
             # A body that cannot be read is reported here, while its line is known.
             parse_bodies(_body(value), url_path=_url(value))
-            self._requests.append(self._store(row))
+            self._requests.append((value["custom_id"], self._store(row)))
         elif "response" in value or "result" in value or "error" in value:
             self._results.setdefault(value["custom_id"], []).append(self._store(row))
         else:
             raise BadRowError("entry of a batch has neither body, params, response nor result")
         return iter(())
 
-    def _store(self, row: Row) -> _Waiting:
-        data = _encode(row.value)
-        self._spool.seek(self._num_bytes)
-        self._spool.write(data)
-        waiting = _Waiting(
-            row.value["custom_id"], row.file, row.line, row.index, self._num_bytes, len(data)
-        )
-        self._num_bytes += len(data)
-        return waiting
+    def _store(self, row: Row) -> int:
+        offset = self._spool.seek(0, os.SEEK_END)
+        pickle.dump(row, self._spool)
+        return offset
 
-    def _load(self, waiting: _Waiting) -> Mapping[str, Any]:
-        self._spool.seek(waiting.offset)
-        value: Mapping[str, Any] = decode_json(self._spool.read(waiting.num_bytes))
-        return value
+    def _load(self, offset: int) -> Row:
+        self._spool.seek(offset)
+        row: Row = pickle.load(self._spool)  # noqa: S301 - this reader has written it
+        return row
 
     def close(self) -> Iterator[LoggedRequest]:
         """See `RowReader`."""
         for results in self._results.values():
             results.reverse()
-        for waiting in self._requests:
-            results = self._results.get(waiting.custom_id, [])
-            result = self._load(results.pop()) if results else None
-            yield from self._requests_of(waiting, result)
+        for custom_id, offset in self._requests:
+            results = self._results.get(custom_id, [])
+            result = self._load(results.pop()).value if results else None
+            yield from self._requests_of(self._load(offset), result)
         left = sum(len(results) for results in self._results.values())
         if left:
             self._quality.skipped["batch result without its request"] += left
 
-    def _requests_of(
-        self, waiting: _Waiting, result: Mapping[str, Any] | None
-    ) -> Iterator[LoggedRequest]:
-        value = self._load(waiting)
-        row = Row(waiting.file, waiting.line, value, waiting.index)
+    def _requests_of(self, row: Row, result: Mapping[str, Any] | None) -> Iterator[LoggedRequest]:
+        answer, status = None, None
         if result is None:
             self._quality.notes["batch request without its result"] += 1
-            answer, status = None, None
         else:
             answer, status = self._answer(result)
-        bodies = parse_bodies(_body(value), url_path=_url(value))
+        bodies = parse_bodies(_body(row.value), url_path=_url(row.value))
         for request in requests_of(
             row, self._quality, bodies, answer, status=status, is_batch=True
         ):
@@ -150,13 +127,6 @@ def _url(value: Mapping[str, Any]) -> str:
     if isinstance(value.get("params"), Mapping):
         return "/v1/messages"
     return url if isinstance(url, str) else ""
-
-
-def _encode(value: Any) -> bytes:
-    try:
-        return msgspec.json.encode(value)
-    except (ValueError, TypeError, RecursionError):  # lone surrogates, long integers
-        return json.dumps(value).encode("ascii")
 
 
 BATCHES = LogFormat("batches", is_batch, BatchReader)
