@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from ramify.errors import RequestError
 from ramify.server.errors import ApiError
-from ramify.server.history.conversation import Conversation, put_conversation
 from ramify.server.history.expiring_store import ExpiringStore
+from ramify.server.history.stored_conversation import StoredConversation, put_conversation
 from ramify.server.openai.protocol import NamedTool
 from ramify.server.openai.responses.input import ItemTranslator
 from ramify.server.openai.responses.protocol import ResponsesRequest
@@ -252,13 +252,13 @@ def test_random_items_and_tools_are_served_or_refused(
 def test_conversations_are_bounded_by_tenant() -> None:
     """One that is too large is refused and its earlier version stays; the oldest is forgotten."""
     now = [0.0]
-    store: ExpiringStore[Conversation] = ExpiringStore(
+    store: ExpiringStore[StoredConversation] = ExpiringStore(
         max_bytes=20_000, max_tenant_bytes=10_000, clock=lambda: now[0]
     )
 
-    def conversation(name: str, num_chars: int) -> Conversation:
+    def conversation(name: str, num_chars: int) -> StoredConversation:
         items = {"i": b"x" * num_chars} if num_chars else {}
-        return Conversation(name, 0, {}, items)
+        return StoredConversation(name, 0, {}, items)
 
     small, large = conversation("a", 0), conversation("a", 11_000)
     assert put_conversation(store, "ann", small)

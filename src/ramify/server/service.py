@@ -24,7 +24,6 @@ from ramify.server.answers.constraint import AnswerConstraints
 from ramify.server.errors import ApiError, ContextLengthError
 from ramify.server.generation import Generation, GenerationRequest
 from ramify.server.history.cache_miss import CacheMiss, explain_miss
-from ramify.server.history.conversation import Conversation
 from ramify.server.history.expiring_store import ExpiringStore
 from ramify.server.history.request_history import (
     HistoryEntry,
@@ -32,6 +31,7 @@ from ramify.server.history.request_history import (
     first_difference,
     is_fully_reused,
 )
+from ramify.server.history.stored_conversation import StoredConversation
 from ramify.server.model_dialects.call_text import calls_text
 from ramify.server.model_dialects.events import CallStart, ReasoningDelta
 from ramify.server.model_dialects.output_format import named
@@ -112,7 +112,7 @@ class Service:
             tools_first=tools_first,
         )
         self.history: ExpiringStore[HistoryEntry] = ExpiringStore()  # by response id
-        self.conversations: ExpiringStore[Conversation] = ExpiringStore()
+        self.conversations: ExpiringStore[StoredConversation] = ExpiringStore()
         self.quotas = QuotaMeter()
         self.has_several_tenants = False  # set by the server that has the keys
         self.unknown_fields = UnknownFieldLog()

@@ -4,7 +4,7 @@ In reading order:
 
 - `expiring_store`: `ExpiringStore`, which holds the two below: bounded in number, bytes and age.
 - `request_history`: `HistoryEntry`, a recent request; the first difference between two of them.
-- `conversation`: `Conversation`, the items of a conversation of `/v1/conversations`.
+- `stored_conversation`: `StoredConversation`, the items of a conversation of `/v1/conversations`.
 - `cache_miss`: the reason for a miss, as the client gets it.
 
 `generation`, `service` and the APIs import it. It imports `prompts` only.

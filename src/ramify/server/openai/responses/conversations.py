@@ -13,9 +13,9 @@ from starlette.responses import Response
 
 from ramify.server.context import RequestContext
 from ramify.server.errors import ApiError
-from ramify.server.history.conversation import (
+from ramify.server.history.stored_conversation import (
     MAX_ITEMS,
-    Conversation,
+    StoredConversation,
     has_room,
     put_conversation,
 )
@@ -45,7 +45,7 @@ async def create_conversation(context: RequestContext) -> Response:
     """POST /v1/conversations."""
     request = await context.body(ConversationRequest, NO_FIELDS)
     await _check_items(context, request.items or [])
-    conversation = Conversation(
+    conversation = StoredConversation(
         f"conv_{secrets.token_hex(16)}", int(time.time()), request.metadata or {}
     )
     items = _numbered(request.items or [], conversation)
@@ -112,7 +112,7 @@ async def delete_item(context: RequestContext) -> Response:
 
 
 def check_room(
-    service: Service, conversation: Conversation | None, num_items: int, num_bytes: int
+    service: Service, conversation: StoredConversation | None, num_items: int, num_bytes: int
 ) -> None:
     """Raise ApiError 400 if a turn would not fit into its conversation, so that none is lost.
 
@@ -146,13 +146,13 @@ def append_to_conversation(
         put_conversation(service.conversations, tenant, conversation)
 
 
-def _named(context: RequestContext) -> Conversation:
+def _named(context: RequestContext) -> StoredConversation:
     """The conversation that the path names."""
     name = context.request.path_params["name"]
     return stored_conversation(context.service, context.caller.tenant, name)
 
 
-def _item_name(context: RequestContext, conversation: Conversation) -> str:
+def _item_name(context: RequestContext, conversation: StoredConversation) -> str:
     """The item that the path names."""
     name: str = context.request.path_params["item"]
     if name not in conversation.items:
@@ -173,7 +173,7 @@ async def _check_items(context: RequestContext, items: Sequence[Item]) -> None:
         context.warn(message)
 
 
-def _numbered(items: Sequence[Item], conversation: Conversation) -> list[Item]:
+def _numbered(items: Sequence[Item], conversation: StoredConversation) -> list[Item]:
     """The items as the conversation will have them."""
     return numbered_items(items, conversation.id, conversation.num_added, taken=conversation.items)
 
@@ -183,7 +183,7 @@ def _packed(items: Sequence[Item]) -> list[tuple[str, bytes]]:
     return [(item["id"], encode_json(item)) for item in items]
 
 
-def _put(context: RequestContext, conversation: Conversation) -> None:
+def _put(context: RequestContext, conversation: StoredConversation) -> None:
     """Store a conversation.
 
     Raises:
@@ -200,7 +200,7 @@ def _put(context: RequestContext, conversation: Conversation) -> None:
         )
 
 
-def _as_json(conversation: Conversation) -> dict[str, Any]:
+def _as_json(conversation: StoredConversation) -> dict[str, Any]:
     return {
         "id": conversation.id,
         "object": "conversation",

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from ramify.server.errors import ApiError
-from ramify.server.history.conversation import Conversation
+from ramify.server.history.stored_conversation import StoredConversation
 from ramify.server.http.json_limits import check_json_limits
 from ramify.server.http.wire import whole_number
 from ramify.server.openai.responses.protocol import PromptFields
@@ -130,7 +130,7 @@ def stored_response(service: Service, tenant: str, name: str, param: str) -> Sto
 
 def stored_conversation(
     service: Service, tenant: str, name: str, param: str = "conversation_id"
-) -> Conversation:
+) -> StoredConversation:
     """Look up a conversation of this tenant.
 
     Raises:
@@ -155,9 +155,9 @@ class EarlierTurns:
 
     name: str = ""  # how errors and segments call the items
     response: StoredResponse | None = None
-    conversation: Conversation | None = None
+    conversation: StoredConversation | None = None
     references: frozenset[str] = frozenset()  # ids of stored items
-    owners: tuple[StoredResponse | Conversation, ...] = ()  # of the items that it refers to
+    owners: tuple[StoredResponse | StoredConversation, ...] = ()  # of the items that it refers to
 
     @property
     def known(self) -> tuple[KnownPrefix, ...]:
@@ -194,9 +194,9 @@ class EarlierTurns:
         return dict(zip(items, decode_items(packed, "input"), strict=True))
 
 
-def packed_items_of(source: StoredResponse | Conversation) -> bytes:
+def packed_items_of(source: StoredResponse | StoredConversation) -> bytes:
     """The items of a response, its answer included, or of a conversation, as a JSON list."""
-    if isinstance(source, Conversation):
+    if isinstance(source, StoredConversation):
         return b"[" + b",".join(source.items.values()) + b"]"
     return joined_lists([source.packed_input, source.packed_output])
 
@@ -242,7 +242,7 @@ def earlier_turns(request: PromptFields, service: Service, tenant: str) -> Earli
     )
 
 
-def _owner(service: Service, tenant: str, owner: str) -> StoredResponse | Conversation | None:
+def _owner(service: Service, tenant: str, owner: str) -> StoredResponse | StoredConversation | None:
     """What holds the items with this part of an id."""
     entry = service.history.get(tenant, f"resp_{owner}")
     if entry is not None and isinstance(entry.response, StoredResponse):

@@ -1,4 +1,4 @@
-"""`Conversation`: the items of a conversation of `/v1/conversations`, as they are stored."""
+"""`StoredConversation`: the items of a conversation of `/v1/conversations`, as they are stored."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ITEM_BYTES = 256  # objects of an item, whatever it holds
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class StoredConversation:
     """Items by their ids, in order, as JSON."""
 
     id: str
@@ -33,7 +33,7 @@ class Conversation:
 
     def with_items(
         self, items: Sequence[tuple[str, bytes]], known: Sequence[KnownPrefix] = ()
-    ) -> Conversation:
+    ) -> StoredConversation:
         """The conversation with further items; one whose id it has already is replaced."""
         return replace(
             self,
@@ -42,14 +42,17 @@ class Conversation:
             known=tuple(known),
         )
 
-    def without_item(self, item_id: str) -> Conversation:
+    def without_item(self, item_id: str) -> StoredConversation:
         """The conversation without an item."""
         items = {name: item for name, item in self.items.items() if name != item_id}
         return replace(self, items=items, known=())
 
 
 def has_room(
-    store: ExpiringStore[Conversation], conversation: Conversation, num_items: int, num_bytes: int
+    store: ExpiringStore[StoredConversation],
+    conversation: StoredConversation,
+    num_items: int,
+    num_bytes: int,
 ) -> bool:
     """Whether a conversation can be kept with further items; its `known` can be left out."""
     num_bytes += replace(conversation, known=()).num_bytes + num_items * ITEM_BYTES
@@ -57,7 +60,7 @@ def has_room(
 
 
 def put_conversation(
-    store: ExpiringStore[Conversation], tenant: str, conversation: Conversation
+    store: ExpiringStore[StoredConversation], tenant: str, conversation: StoredConversation
 ) -> bool:
     """Add or replace a conversation; returns False if it is too large to be kept.
 
