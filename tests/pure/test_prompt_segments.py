@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ramify.server.prompts.prompt_parts import PromptPart, text_variants, tool_parts
+from ramify.server.prompts.prompt_parts import PromptPart, text_variants, tool_part
 from ramify.server.prompts.renderer import PromptRenderer
 from tests.cpu.family_templates import FAMILY_TEMPLATES, FamilyTemplate
 from tests.pure.server_bench import ServerBench
@@ -29,7 +29,7 @@ def spans(family: FamilyTemplate, messages: list[dict[str, Any]]) -> dict[str, t
         for at, message in enumerate(messages)
         if message["content"]
     ]
-    prompt = renderer.chat(messages, [*tool_parts(["tools[0]", "tools[1]"]), *parts], tools=TOOLS)
+    prompt = renderer.chat(messages, [tool_part("tools[0]"), tool_part("tools[1]"), *parts], tools=TOOLS)
     return {
         segment.path: (
             segment.start,

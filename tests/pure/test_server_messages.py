@@ -270,7 +270,7 @@ def test_tools_that_the_client_runs_are_functions(kind: str, name: str, words: s
     tools = tool_set([InputTool(type=kind, name=name)])
 
     [definition] = tools.definitions
-    function = definition["function"]
+    function = definition.function
     assert function["name"] == name
     assert words <= function["parameters"]["properties"].keys()
     assert set(function["parameters"]["required"]) <= function["parameters"]["properties"].keys()
@@ -314,7 +314,7 @@ def test_a_breakpoint_moves_to_the_tool_before() -> None:
 
     tools = tool_set([functions[0], marked, functions[1]])
 
-    assert [(part.path, part.ttl_s) for part in tools.parts] == [
+    assert [(tool.path, tool.ttl_s) for tool in tools.definitions] == [
         ("tools[0]", 3600.0),
         ("tools[2]", None),
     ]

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.server.anthropic.blocks import HIDDEN_TYPES, SERVER_CALL_TYPES
-from ramify.server.anthropic.history import render_turns
 from ramify.server.anthropic.protocol import InputMessage
+from ramify.server.anthropic.turns import read_messages
+from ramify.server.conversation.parts import media_of
 from ramify.server.prompts.content_placeholders import PLACEHOLDER_NOUNS
 from ramify.server.prompts.role_order import joined
 from tests.budget import examples
@@ -28,10 +29,9 @@ def rendered(
     *messages: dict[str, Any],
 ) -> tuple[list[dict[str, Any]], list[tuple[str, str]]]:
     """Template messages of a conversation, and its blocks that became placeholders."""
-    unserved: list[tuple[str, str]] = []
-    talk = msgspec.convert(list(messages), list[InputMessage])
-    turns = render_turns(talk, unserved)
-    return joined([message for turn in turns for message in turn.messages]), unserved
+    talk = read_messages(msgspec.convert(list(messages), list[InputMessage]))
+    unserved = [(media.path, media.kind) for media in media_of(talk)]
+    return joined([each for message in talk for each in message.as_template()]), unserved
 
 
 def user(*blocks: dict[str, Any]) -> dict[str, Any]:

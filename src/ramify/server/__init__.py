@@ -1,7 +1,8 @@
 """The HTTP server: OpenAI's and Anthropic's APIs over one engine. Only `cli` imports it.
 
 A request goes through `app` (keys, errors, disconnects) → `routes` (the table of endpoints) →
-`openai.endpoints` or `anthropic.endpoints` → `*_request` (typed body to `GenerationRequest`) →
+`openai.endpoints` or `anthropic.endpoints` → `*_request` (typed body to `Conversation`) →
+`conversation` (from there to `GenerationRequest`, the same for all APIs) →
 `service` (quotas, pins, history; starts it in the engine) → `generation` (one request in flight: its
 events, answers and cache usage) → `*_response` (JSON or server-sent events). Read in this order.
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from ramify.cache.key import CacheKey
@@ -17,7 +16,6 @@ from ramify.server.answers.answer import Answer, PartEvent, PlainTextParser
 from ramify.server.history.cache_miss import CacheMiss
 from ramify.server.history.request_history import HistoryEntry
 from ramify.server.model_dialects.events import OutputParser
-from ramify.server.model_dialects.output_format import OutputFormat
 from ramify.server.prompts.renderer import RenderedPrompt
 from ramify.server.tenants import Caller
 
@@ -45,41 +43,6 @@ class GenerationRequest:
     def event_types(self, answer: str) -> set[type]:
         """Types of the parser's events in the text of an answer."""
         return {type(event) for event in self.new_parser().feed(answer, is_last=True)}
-
-
-def with_output_parser(
-    request: GenerationRequest,
-    output_format: OutputFormat,
-    tools: Sequence[Mapping[str, Any]],
-    *,
-    forced: bool,
-    single: bool,
-    is_streamed: bool,
-    has_format: bool,
-) -> GenerationRequest:
-    """A request whose answers are parsed for reasoning, and for calls of these tools.
-
-    Args:
-        tools: definitions of functions; empty if the model must not call any.
-        forced: `params.structured` allows nothing but a call.
-        single: at most one call; the answer ends after it.
-        is_streamed: the client sees the answer while it is written.
-        has_format: an answer without calls must match a format.
-    """
-    functions = [tool["function"] for tool in tools]
-    params = request.params
-    if params.keep_special_tokens is not True:  # the client wants all of them
-        params = replace(params, keep_special_tokens=output_format.kept_special_tokens)
-    new_parser = partial(
-        output_format.new_parser,
-        [function["name"] for function in functions],
-        prompt_end=request.prompt.turn_opening,
-        forced=forced,
-        is_streamed=is_streamed,
-        has_format=has_format,
-        schemas={function["name"]: function.get("parameters") or {} for function in functions},
-    )
-    return replace(request, params=params, new_parser=new_parser, ends_after_call=single)
 
 
 @dataclass(frozen=True, slots=True)

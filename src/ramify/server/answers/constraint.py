@@ -47,22 +47,10 @@ class OfferedTool:
     strict: bool = False
 
     @classmethod
-    def of(cls, tools: Sequence[Mapping[str, Any]], paths: Sequence[str] = ()) -> list[OfferedTool]:
-        """The tools of a request, as chat templates take them.
-
-        Args:
-            paths: of the tools in the request; by default `tools[i]`.
-        """
-        functions = [tool["function"] for tool in tools]
-        return [
-            cls(
-                function["name"],
-                function.get("parameters") or ANY_OBJECT,
-                paths[index] if paths else f"tools[{index}]",
-                strict=function.get("strict") is True,
-            )
-            for index, function in enumerate(functions)
-        ]
+    def of(cls, function: Mapping[str, Any], where: str) -> OfferedTool:
+        """A function as chat templates take it."""
+        schema = function.get("parameters") or ANY_OBJECT
+        return cls(function["name"], schema, where, strict=function.get("strict") is True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Anthropic's Messages API.
 
 - `protocol`: request types.
-- `messages_request`, with `history`, `blocks` and `tools`: a request to a `GenerationRequest`.
+- `messages_request`, with `turns`, `blocks` and `tools`: a request to a `Conversation`.
 - `messages_response`: a `Generation` to a message, or to the events of a stream.
 - `endpoints`: the handlers of the routes.
 

@@ -1,4 +1,4 @@
-"""Content blocks of the Messages API as text of the prompt.
+"""Content blocks of the Messages API as lines of text, with media among them.
 
 Documents and search results have text. So has what tools on Anthropic's servers returned earlier, and
 what was compacted: a conversation that began there goes on here.
@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from typing import TypeVar
 
 from ramify.server.anthropic.protocol import Block, Source
+from ramify.server.conversation.parts import Line, MediaPart
 from ramify.server.errors import ApiError
-from ramify.server.prompts.content_placeholders import content_placeholder
+from ramify.server.prompts.content_placeholders import PLACEHOLDER_NOUNS
 
 # Types of blocks that say nothing to the model.
 HIDDEN_TYPES = frozenset(
@@ -22,7 +23,6 @@ SERVER_CALL_TYPES = frozenset(("server_tool_use", "mcp_tool_use", "toolset_tool_
 RESULT_SUFFIX = "_tool_result"  # web_search_tool_result, mcp_tool_result, …
 
 T = TypeVar("T")
-Unserved = list[tuple[str, str]]  # path and type of the blocks that became placeholders
 
 
 def blocks_of(content: str | list[Block] | Block | None) -> list[Block]:
@@ -41,73 +41,78 @@ def required(value: T | None, path: str) -> T:
         ApiError: 400, it is not.
     """
     if value is None:
-        raise ApiError(400, "it is missing", param=path)
+        raise missing(path)
     return value
 
 
-def block_text(block: Block, path: str, unserved: Unserved) -> str:
-    """The text of a block in the prompt; "" for one that says nothing to the model.
+def missing(path: str) -> ApiError:
+    """The error of a field that must be there, and is not."""
+    return ApiError(400, "it is missing", param=path)
+
+
+def block_lines(block: Block, path: str) -> Iterator[Line]:
+    """Yield the lines that a block has in the prompt; none of them is empty.
 
     Args:
         path: of the block in the request.
-        unserved: is extended by the blocks that became placeholders.
 
     Raises:
         ApiError: 400, its type is unknown.
     """
+    if block.type == "document":
+        yield from _document_lines(block, path)
+    elif block.type == "compaction":
+        yield from content_lines(block.content, f"{path}.content")
+    elif block.type == "search_result" or block.type.endswith(RESULT_SUFFIX):
+        yield from _result_lines(block, path)
+    elif block.type in PLACEHOLDER_NOUNS:
+        yield MediaPart(path, block.type)
+    elif text := _block_text(block, path):
+        yield text
+
+
+def _block_text(block: Block, path: str) -> str:
     if block.type == "text":
         return required(block.text, f"{path}.text")
     if block.type in HIDDEN_TYPES:
         return ""
-    if block.type == "document":
-        return _document_text(block, path, unserved)
     if block.type in SERVER_CALL_TYPES:
         arguments = json.dumps(block.input or {}, ensure_ascii=False)
         return f"[called {block.name or 'a tool'}: {arguments}]"
     if block.type == "tool_reference":
         return f"[tool: {block.tool_name or ''}]"
-    if block.type == "compaction":
-        return content_text(block.content, f"{path}.content", unserved)
-    if block.type == "search_result" or block.type.endswith(RESULT_SUFFIX):
-        return "\n".join(_result_texts(block, path, unserved))
-    placeholder = content_placeholder(block.type)
-    if placeholder is None:
-        raise ApiError(
-            400,
-            f"blocks of type {block.type!r} are not served by this model; send text",
-            param=f"{path}.type",
-        )
-    unserved.append((path, block.type))
-    return placeholder
+    raise ApiError(
+        400,
+        f"blocks of type {block.type!r} are not served by this model; send text",
+        param=f"{path}.type",
+    )
 
 
-def content_text(content: str | list[Block] | Block | None, path: str, unserved: Unserved) -> str:
-    """The texts of blocks, joined by newlines; see `block_text`."""
+def content_lines(content: str | list[Block] | Block | None, path: str) -> Iterator[Line]:
+    """Yield the lines of blocks; see `block_lines`."""
     if isinstance(content, str):
-        return content
-    texts = [
-        block_text(block, f"{path}[{index}]", unserved)
-        for index, block in enumerate(blocks_of(content))
-    ]
-    return "\n".join(text for text in texts if text)
+        if content:
+            yield content
+        return
+    for index, block in enumerate(blocks_of(content)):
+        yield from block_lines(block, f"{path}[{index}]")
 
 
-def _document_text(block: Block, path: str, unserved: Unserved) -> str:
-    """Title, context and text of a document; a placeholder for a file or a link."""
-    lines = [text for text in (block.title, block.context) if text]
+def _document_lines(block: Block, path: str) -> Iterator[Line]:
+    """Yield title, context and text of a document; media in place of a file or a link."""
+    yield from (text for text in (block.title, block.context) if text)
     source = block.source
     if isinstance(source, Source) and source.type == "text":
-        lines.append(required(source.data, f"{path}.source.data"))
+        if data := required(source.data, f"{path}.source.data"):
+            yield data
     elif isinstance(source, Source) and source.type == "content":
-        lines.append(content_text(source.content, f"{path}.source.content", unserved))
+        yield from content_lines(source.content, f"{path}.source.content")
     else:
-        unserved.append((path, block.type))
-        lines.append(content_placeholder(block.type) or "")
-    return "\n".join(lines)
+        yield MediaPart(path, block.type)
 
 
-def _result_texts(block: Block, path: str, unserved: Unserved) -> Iterator[str]:
-    """Yield the texts of a result: its own, then those of its content.
+def _result_lines(block: Block, path: str) -> Iterator[Line]:
+    """Yield the lines of a result: its own, then those of its content.
 
     The parts of a server's result have types of their own, as `code_execution_result`. They are as
     deep as JSON may be nested.
@@ -121,7 +126,7 @@ def _result_texts(block: Block, path: str, unserved: Unserved) -> Iterator[str]:
     parts = [*blocks_of(block.content), *(block.tool_references or ())]
     for index, part in enumerate(parts):
         where = f"{path}.content[{index}]"
-        if part.type in ("document", "tool_reference") or content_placeholder(part.type):
-            yield block_text(part, where, unserved)
+        if part.type == "tool_reference" or part.type in PLACEHOLDER_NOUNS:
+            yield from block_lines(part, where)
         else:
-            yield from _result_texts(part, where, unserved)
+            yield from _result_lines(part, where)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import msgspec
 from starlette.responses import Response
 
-from ramify.server.anthropic.messages_request import messages_to_generation, render_messages
+from ramify.server.anthropic.messages_request import messages_to_generation, read_count_request
 from ramify.server.anthropic.messages_response import MessageResponseBuilder
 from ramify.server.anthropic.protocol import CountRequest, MessageRequest
 from ramify.server.context import RequestContext
+from ramify.server.conversation.to_generation import rendered
 from ramify.server.http.wire import sse_event
 from ramify.server.openai.unserved import refused_elsewhere
 from ramify.server.request_fields.unserved_fields import UnservedFields
@@ -68,10 +69,13 @@ async def messages(context: RequestContext) -> Response:
 async def count_tokens(context: RequestContext) -> Response:
     """POST /v1/messages/count_tokens."""
     request = await context.body(CountRequest, FIELDS)
-    warnings: list[str] = []
-    history_entry = await context.in_prompt_thread(
-        render_messages, request, context.service, context.caller.tenant, warnings
-    )
+
+    def count() -> tuple[int, list[str]]:
+        conversation = read_count_request(request, context.service)
+        entry, warnings = rendered(conversation, context.service, context.caller.tenant)
+        return len(entry.prompt.ids), warnings
+
+    num_tokens, warnings = await context.in_prompt_thread(count)
     for message in warnings:
         context.warn(message)
-    return context.json({"input_tokens": len(history_entry.prompt.ids)})
+    return context.json({"input_tokens": num_tokens})

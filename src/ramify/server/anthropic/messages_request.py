@@ -1,14 +1,13 @@
-"""Translate requests of the Messages API to generation requests."""
+"""Read requests of the Messages API: a `Conversation` of each, and the generation request of that."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ramify.params import SamplingParams
-from ramify.server.answers.constraint import CallChoice, OfferedTool, schema_format
-from ramify.server.anthropic.blocks import Unserved, blocks_of
-from ramify.server.anthropic.history import render_turns
+from ramify.params import SamplingParams, StructuredOutput
+from ramify.server.answers.constraint import CallChoice, schema_format
+from ramify.server.anthropic.blocks import blocks_of
 from ramify.server.anthropic.protocol import (
     Block,
     CountRequest,
@@ -17,14 +16,15 @@ from ramify.server.anthropic.protocol import (
     ToolChoice,
 )
 from ramify.server.anthropic.tools import tool_set
+from ramify.server.anthropic.turns import read_messages
+from ramify.server.conversation.conversation import CacheOptions, Conversation
+from ramify.server.conversation.parts import Message, TextPart
+from ramify.server.conversation.to_generation import to_generation
 from ramify.server.errors import ApiError
-from ramify.server.generation import GenerationRequest, with_output_parser
-from ramify.server.history.request_history import HistoryEntry, fingerprint
+from ramify.server.generation import GenerationRequest
+from ramify.server.history.request_history import fingerprint
 from ramify.server.http.wire import encode_json
-from ramify.server.prompts.content_placeholders import placeholder_warnings
-from ramify.server.prompts.prompt_parts import PromptPart, text_variants
 from ramify.server.prompts.renderer import MAX_BREAKPOINTS
-from ramify.server.prompts.role_order import joined
 from ramify.server.request_fields.reasoning_options import (
     THINKING_TYPES,
     ReasoningOptions,
@@ -45,78 +45,58 @@ def messages_to_generation(
     Raises:
         ApiError, RequestError: it cannot be served.
     """
-    warnings: list[str] = []
-    history_entry = render_messages(request, service, tenant, warnings)
+    conversation, warnings = read_count_request(request, service), list[str]()
+    choice = request.tool_choice or ToolChoice("auto")
+    forces_call = choice.type in ("any", "tool")
+    tools = tool_set(_shown_tools(request, service))
+    conversation = replace(
+        conversation,
+        allowed_tools=frozenset() if choice.type == "none" else None,
+        choice=CallChoice(
+            is_forced=forces_call,
+            name=tools.chosen(choice) if forces_call else None,
+            is_single=bool(choice.disable_parallel_tool_use),
+        ),
+        answer_format=_answer_format(request, warnings),
+        sampling=SamplingParams(
+            **service.sampling_defaults.filled(
+                temperature=request.temperature, top_k=request.top_k, top_p=request.top_p
+            ),
+            max_tokens=max(1, request.max_tokens),
+            stop=request.stop_sequences or (),
+        ),
+        cache=replace(conversation.cache, salt=request.cache_salt or ""),
+        priority=request.priority,
+        is_prewarm=request.max_tokens == 0,
+        is_streamed=bool(request.stream),
+        warnings=(*conversation.warnings, *warnings),
+    )
+    return _within_context(to_generation(conversation, service, tenant), service)
+
+
+def _answer_format(request: MessageRequest, warnings: list[str]) -> StructuredOutput | None:
     output_format, where = request.output_format, "output_format.schema"
     if request.output_config is not None and request.output_config.format is not None:
         output_format, where = request.output_config.format, "output_config.format.schema"
-    answer_format = None
-    if output_format is not None:
-        answer_format = schema_format(output_format.schema, where, warnings, strict=False)
-    choice = request.tool_choice or ToolChoice("auto")
-    tools = tool_set(_shown_tools(request, service))
-    forbids_calls = choice.type == "none"
-    callable_tools = [] if forbids_calls else tools.definitions
-    forces_call = choice.type in ("any", "tool")
-    name = tools.chosen(choice) if forces_call else None
-    single_call = bool(choice.disable_parallel_tool_use)
-    structured = service.constraints.of_answer(
-        OfferedTool.of(callable_tools, [part.path for part in tools.parts]),
-        CallChoice(is_forced=forces_call, name=name, is_single=single_call),
-        prompt_end=history_entry.prompt.turn_opening,
-        tenant=tenant,
-        answer_format=answer_format,
-        warnings=warnings,
-    )
-    params = SamplingParams(
-        **service.sampling_defaults.filled(
-            temperature=request.temperature, top_k=request.top_k, top_p=request.top_p
-        ),
-        max_tokens=_output_limit(request, history_entry, service),
-        stop=request.stop_sequences or (),
-        structured=structured,
-    )
-    if forbids_calls and tools.definitions:
-        params = service.constraints.without_calls(params, tenant)
-    generation_request = GenerationRequest(
-        history_entry,
-        params,
-        salt=request.cache_salt or "",
-        priority=request.priority,
-        is_prewarm=request.max_tokens == 0,
-        is_chat=True,
-        warnings=tuple(warnings),
-    )
-    return with_output_parser(
-        generation_request,
-        service.output_format,
-        callable_tools,
-        forced=forces_call,
-        single=single_call,
-        is_streamed=bool(request.stream),
-        has_format=answer_format is not None,
-    )
+    if output_format is None:
+        return None
+    return schema_format(output_format.schema, where, warnings, strict=False)
 
 
-def _output_limit(
-    request: MessageRequest, history_entry: HistoryEntry, service: Service
-) -> int | None:
-    """`max_tokens` for the engine; None (all the room) if the client asks for more than there is.
+def _within_context(request: GenerationRequest, service: Service) -> GenerationRequest:
+    """The request without a limit of output tokens that exceeds the room that the prompt leaves.
 
     Agents send the same large limit with every request, whatever the context of the model is.
     """
-    config = service.engine.config
-    room = min(config.max_model_len, config.kv_cache_tokens) - len(history_entry.prompt.ids)
-    return max(1, request.max_tokens) if request.max_tokens <= room else None
+    config, params = service.engine.config, request.params
+    room = min(config.max_model_len, config.kv_cache_tokens) - len(request.prompt.ids)
+    if params.max_tokens is None or params.max_tokens <= room:
+        return request
+    return replace(request, params=replace(params, max_tokens=None))
 
 
-def render_messages(
-    request: CountRequest, service: Service, tenant: str, warnings: list[str]
-) -> HistoryEntry:
-    """Render the prompt of a request; returns it as an entry of the request history.
-
-    Args:
-        warnings: is extended by warnings for the client.
+def read_count_request(request: CountRequest, service: Service) -> Conversation:
+    """What a request says of its prompt.
 
     Raises:
         ApiError, RequestError: it cannot be served.
@@ -125,54 +105,34 @@ def render_messages(
     texts = (request.messages, request.system, request.tools)
     service.check_prompt_bytes(len(encode_json(texts)), "messages")
     _check_num_breakpoints(request)
-    system = _system_blocks(request)
-    system_texts = [block.text or "" for _, block in system]
-    unserved: Unserved = []
-    turns = render_turns(request.messages, unserved)
-    messages = [{"role": "system", "content": "\n".join(system_texts)}] if system else []
-    messages += joined([message for turn in turns for message in turn.messages])
-    if not messages:
-        raise ApiError(400, "there is nothing to answer in them", param="messages")
+    system, messages = _system_texts(request), read_messages(request.messages)
     tools = tool_set(_shown_tools(request, service))
-    parts = list(tools.parts)
-    for path, block in system:
-        ttl_s = None if block.cache_control is None else block.cache_control.ttl_s
-        parts.append(PromptPart(path, text_variants(block.text or ""), ttl_s, "system"))
-    parts += (part for turn in turns for part in turn.parts)
-    warnings += placeholder_warnings(unserved, wrapper=service.wrapper) + tools.warnings()
+    warnings = tools.warnings()
     if request.context_management:
         warnings.append("context_management is ignored")
     if request.thinking is not None and request.thinking.type not in THINKING_TYPES:
         warnings.append(unknown_thinking(request.thinking.type))
     if request.mcp_servers:
         warnings.append("mcp_servers is ignored: tools that this server does not run are left out")
-    prompt = service.prompt_renderer.chat(
-        messages,
-        parts,
-        tools=tools.definitions or None,
-        continue_final_message=messages[-1]["role"] == "assistant",
-        tenant=tenant,
-        template_options=_reasoning_options(request).template_variables(
-            service.tokenizer.chat_template_names
-        ),
-    )
-    prompt = prompt.with_turns(
-        [(f"messages[{index}]", message.role) for index, message in enumerate(request.messages)]
-    )
-    if request.cache_control is not None:  # of the request: a breakpoint after its last block
-        prompt = prompt.with_breakpoint(request.cache_control.ttl_s)
-    return HistoryEntry(
+    reasoning = _reasoning_options(request)
+    return Conversation(
         model=model,
-        options={
+        messages=messages,
+        system=Message("system", "system", system) if system else None,
+        joins_roles=True,
+        continues_answer=None,
+        tools=tools.definitions,
+        reasoning=reasoning,
+        cache=CacheOptions(
+            # of the request: a breakpoint behind its last block
+            end_ttl_s=None if request.cache_control is None else request.cache_control.ttl_s,
+        ),
+        compared={
             "tool_choice": fingerprint(request.tool_choice),
             "thinking": fingerprint(request.thinking),
-            "effort": fingerprint(_reasoning_options(request).effort),
+            "effort": fingerprint(reasoning.effort),
         },
-        tools=tuple(fingerprint(tool) for tool in tools.definitions),
-        system=fingerprint(system_texts),
-        messages=tuple(fingerprint(turn.messages) for turn in turns),
-        prompt=prompt,
-        max_shared=prompt.max_shared_tokens(),
+        warnings=tuple(warnings),
     )
 
 
@@ -207,13 +167,14 @@ def _check_num_breakpoints(request: CountRequest) -> None:
         )
 
 
-def _system_blocks(request: CountRequest) -> list[tuple[str, Block]]:
-    """Paths and blocks of the system prompt, without the volatile line of some agents."""
-    blocks = []
+def _system_texts(request: CountRequest) -> tuple[TextPart, ...]:
+    """The system prompt, without the volatile line of some agents."""
+    texts = []
     for index, block in enumerate(blocks_of(request.system)):
         path = "system" if isinstance(request.system, str) else f"system[{index}]"
         if block.type != "text" or block.text is None:
             raise ApiError(400, "the system prompt is text", param=f"{path}.type")
         if not block.text.startswith(VOLATILE_SYSTEM):
-            blocks.append((path, block))
-    return blocks
+            ttl_s = None if block.cache_control is None else block.cache_control.ttl_s
+            texts.append(TextPart(path, (block.text,), ttl_s))
+    return tuple(texts)

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ramify.engine.text.chat_template import with_parameters
+from ramify.engine.text.chat_template import NO_PARAMETERS
 from ramify.server.anthropic.blocks import required
 from ramify.server.anthropic.protocol import InputTool, ToolChoice
+from ramify.server.conversation.conversation import ToolDefinition
 from ramify.server.errors import ApiError
-from ramify.server.prompts.prompt_parts import PromptPart, tool_parts
 
 _TEXT = {"type": "string"}
 _POINT = {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2}
@@ -99,19 +99,16 @@ class ToolSet:
     """The tools of a request that the model may call.
 
     Args:
-        definitions: functions as chat templates take them.
-        parts: of the prompt, one for each definition.
         skipped: names, or types, of the tools that are left out.
     """
 
-    definitions: list[dict[str, Any]]
-    parts: list[PromptPart]
+    definitions: tuple[ToolDefinition, ...]
     skipped: tuple[str, ...] = ()
 
     @property
     def names(self) -> list[str]:
         """Names of the functions."""
-        return [tool["function"]["name"] for tool in self.definitions]
+        return [tool.name for tool in self.definitions]
 
     def warnings(self) -> list[str]:
         """Warnings for the client about tools that are left out."""
@@ -144,50 +141,38 @@ def tool_set(tools: Sequence[InputTool]) -> ToolSet:
     Raises:
         ApiError: 400, a tool has no name.
     """
-    definitions: list[dict[str, Any]] = []
-    paths: list[str] = []
-    ttls_s: list[float | None] = []
+    definitions: list[ToolDefinition] = []
     skipped: dict[str, None] = {}
     for index, tool in enumerate(tools):
-        path = f"tools[{index}]"
         ttl_s = None if tool.cache_control is None else tool.cache_control.ttl_s
-        definition = _definition(tool, path)
+        definition = _definition(tool, f"tools[{index}]", ttl_s)
         if definition is not None:
             definitions.append(definition)
-            paths.append(path)
-            ttls_s.append(ttl_s)
         else:
             skipped[tool.name or str(tool.type)] = None
-            if ttls_s and ttl_s is not None:
-                ttls_s[-1] = ttl_s
-    parts = [
-        replace(part, ttl_s=ttl_s) for part, ttl_s in zip(tool_parts(paths), ttls_s, strict=True)
-    ]
-    return ToolSet(definitions, parts, tuple(skipped))
+            if definitions and ttl_s is not None:
+                definitions[-1] = replace(definitions[-1], ttl_s=ttl_s)
+    return ToolSet(tuple(definitions), tuple(skipped))
 
 
-def _definition(tool: InputTool, path: str) -> dict[str, Any] | None:
-    """A function as chat templates take it; None if Anthropic's servers run the tool."""
+def _definition(tool: InputTool, path: str, ttl_s: float | None) -> ToolDefinition | None:
+    """The function of a tool; None if Anthropic's servers run it."""
     kind = tool.type or "custom"
     if kind == "custom" or tool.input_schema is not None:
-        name = required(tool.name, f"{path}.name")
-        return _function(name, tool.description, tool.input_schema, tool.strict)
-    known = next((CLIENT_TOOLS[begin] for begin in CLIENT_TOOLS if kind.startswith(begin)), None)
-    if known is None:
-        return None
-    description = tool.description or known.description
-    if tool.display_width_px and tool.display_height_px:
-        description += f" The screen has {tool.display_width_px} x {tool.display_height_px} pixels."
-    return _function(tool.name or known.name, description, known.parameters, tool.strict)
-
-
-def _function(
-    name: str, description: str | None, parameters: dict[str, Any] | None, strict: bool | None
-) -> dict[str, Any]:
-    function: dict[str, Any] = {"name": name}
-    if description is not None:
-        function["description"] = description
-    function = with_parameters({**function, "parameters": parameters})
-    if strict is not None:
-        function["strict"] = strict
-    return {"type": "function", "function": function}
+        name, description = required(tool.name, f"{path}.name"), tool.description
+        parameters = tool.input_schema
+    else:
+        known = next((CLIENT_TOOLS[word] for word in CLIENT_TOOLS if kind.startswith(word)), None)
+        if known is None:
+            return None
+        name, parameters = tool.name or known.name, known.parameters
+        description = tool.description or known.description
+        if (width := tool.display_width_px) and (height := tool.display_height_px):
+            description += f" The screen has {width} x {height} pixels."
+    fields = {
+        "name": name,
+        "description": description,
+        "parameters": NO_PARAMETERS if parameters is None else parameters,
+        "strict": tool.strict,
+    }
+    return ToolDefinition.of(path, fields, ttl_s)

@@ -2,9 +2,9 @@
 
 - `protocol`: request types. `options`, `answer_formats`: sampling, cache options, response formats.
   `unserved`, `vllm_fields`: fields that are refused, and response fields of vLLM.
-- `chat_request`, `chat_response`: to a `GenerationRequest`, and from a `Generation` to JSON.
+- `chat_request`, `messages`: a request to a `Conversation`. `chat_response`: a `Generation` to JSON.
 - `completions`, `embeddings`: both directions for plain prompts, and for vectors of texts.
-- `responses`: the Responses API, which is translated to chat completions, and conversations.
+- `responses`: the Responses API, and conversations.
 - `endpoints`: the handlers of the routes.
 
 Read in this order. `routes` and `operations.cache_admin` import it. `anthropic.protocol`

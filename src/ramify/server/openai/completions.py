@@ -20,12 +20,10 @@ from ramify.server.openai.chat_response import (
 )
 from ramify.server.openai.completion_logprobs import CompletionLogprobs
 from ramify.server.openai.options import (
-    compared_options,
-    limit_breakpoints,
-    max_shared_tokens,
+    cache_options,
+    compared_cache_options,
     output_limit,
     sampling_params,
-    truncate_prompt,
     truncated_len,
 )
 from ramify.server.openai.protocol import CompletionRequest, StreamOptions
@@ -79,7 +77,7 @@ def completion_to_generations(
     if max_ids is not None:
         prompts = [prompt if isinstance(prompt, str) else prompt[-max_ids:] for prompt in prompts]
     check_prompts(prompts, service)
-    generation_requests = []
+    cache, generation_requests = cache_options(request), []
     for text_or_ids, param in zip(
         prompts, prompt_paths(request.prompt, prompts, "prompt"), strict=True
     ):
@@ -89,21 +87,23 @@ def completion_to_generations(
         if request.truncate_prompt_tokens is None and len(ids) > service.max_model_len:
             # the prompts after it need not be tokenised
             raise PromptTooLongError(len(ids), service.max_model_len)
-        prompt = truncate_prompt(RenderedPrompt(ids, num_stable_tokens=len(ids)), request, service)
-        prompt = limit_breakpoints(prompt, request)
+        prompt = RenderedPrompt(ids, num_stable_tokens=len(ids))
+        if max_ids is not None:
+            prompt = prompt.last_tokens(max_ids)
+        prompt = cache.with_breakpoints(prompt)
         entry = HistoryEntry(
             model=model,
-            options=compared_options(request),
+            options=compared_cache_options(request),
             messages=(fingerprint(text_or_ids),),
             prompt=prompt,
             paths=("prompt",),
-            max_shared=max_shared_tokens(prompt, request),
+            max_shared=cache.max_shared(prompt),
         )
         generation_requests.append(
             GenerationRequest(
                 history_entry=entry,
                 params=params,
-                salt=request.cache_salt or "",
+                salt=cache.salt,
                 priority=request.priority or 0,
                 is_prewarm=request.is_prewarm,
                 warnings=tuple(warnings),

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ramify.engine.text.tokenizer import Tokenizer
 from ramify.models.configs.sampling_defaults import SamplingDefaults
 from ramify.params import MAX_BANNED_TOKENS, SamplingParams, StructuredOutput
+from ramify.server.conversation.conversation import CacheOptions
 from ramify.server.errors import ApiError
 from ramify.server.generation import Generation
 from ramify.server.history.request_history import fingerprint
-from ramify.server.openai.protocol import ChatRequest, PromptCacheOptions, Sampling
-from ramify.server.prompts.renderer import BREAKPOINT_TTL_S, MAX_BREAKPOINTS, RenderedPrompt
+from ramify.server.openai.protocol import PromptCacheOptions, Sampling
+from ramify.server.prompts.renderer import BREAKPOINT_TTL_S, MAX_BREAKPOINTS
 from ramify.server.service import Service
 
 # Kinds of `PromptDifference` that have a reason of their own: `model_changed`.
@@ -34,7 +34,7 @@ def sampling_params(
     defaults: SamplingDefaults,
     *,
     max_tokens: int | None,
-    structured: StructuredOutput | None,
+    structured: StructuredOutput | None = None,
     logprobs: int | None,
     prompt_logprobs: int | None,
 ) -> SamplingParams:
@@ -131,12 +131,6 @@ def truncated_len(request: Sampling, service: Service) -> int | None:
     return num_tokens
 
 
-def truncate_prompt(prompt: RenderedPrompt, request: Sampling, service: Service) -> RenderedPrompt:
-    """Keep the last `truncated_len` tokens of a prompt."""
-    num_tokens = truncated_len(request, service)
-    return prompt if num_tokens is None else prompt.last_tokens(num_tokens)
-
-
 def token_name(token: int, request: Sampling, tokenizer: Tokenizer) -> str:
     """A token's text in logprobs, or `token_id:N` if the request wants that."""
     if request.return_tokens_as_token_ids:
@@ -152,41 +146,50 @@ def breakpoint_ttl_s(request: Sampling) -> float:
     return BREAKPOINT_TTL_S["24h" if request.prompt_cache_retention == "24h" else "30m"]
 
 
-def limit_breakpoints(prompt: RenderedPrompt, request: Sampling) -> RenderedPrompt:
-    """Keep the last `MAX_BREAKPOINTS` breakpoints, the implicit one at the prompt's end included.
+def cache_options(request: Sampling) -> CacheOptions:
+    """Options of a request for the prompt cache.
 
-    The implicit one is cached in any case; it is pinned only if the request sets a lifetime.
+    The implicit breakpoint at the prompt's end counts among `MAX_BREAKPOINTS`. It is cached in any case,
+    and pinned only if the request sets a lifetime.
     """
-    options = request.prompt_cache_options or PromptCacheOptions()
+    options, salt = request.prompt_cache_options or PromptCacheOptions(), request.cache_salt or ""
     if options.mode == "explicit":
-        return replace(prompt, breakpoints=prompt.breakpoints[-MAX_BREAKPOINTS:])
-    prompt = replace(prompt, breakpoints=prompt.breakpoints[-(MAX_BREAKPOINTS - 1) :])
-    if options.ttl is None and not options.prewarm and request.prompt_cache_retention != "24h":
-        return prompt
-    return prompt.with_breakpoint(breakpoint_ttl_s(request))
+        return CacheOptions(salt=salt, shares_breakpoints_only=True)
+    is_pinned = options.ttl is not None or bool(options.prewarm)
+    is_pinned |= request.prompt_cache_retention == "24h"
+    return CacheOptions(
+        salt=salt,
+        max_breakpoints=MAX_BREAKPOINTS - 1,
+        end_ttl_s=breakpoint_ttl_s(request) if is_pinned else None,
+    )
 
 
-def max_shared_tokens(prompt: RenderedPrompt, request: Sampling) -> int | None:
-    """Number of prompt tokens that may stay cached for other requests; None: all."""
-    options = request.prompt_cache_options
-    is_explicit = options is not None and options.mode == "explicit"
-    return prompt.max_shared_tokens(breakpoints_only=is_explicit)
+def compared_options(
+    request: Sampling,
+    *,
+    effort: str | None,
+    verbosity: str | None,
+    service_tier: str | None,
+    documents: Sequence[object] = (),
+    chat_template_kwargs: Mapping[str, object] | None = None,
+) -> dict[str, str]:
+    """The options of a chat that `first_difference` compares, by name."""
+    return compared_cache_options(request) | {
+        "text_format": fingerprint(request.response_format),
+        "reasoning_effort": effort or "",
+        "verbosity": verbosity or "",
+        "service_tier": service_tier or "",
+        "documents": fingerprint(documents),
+        "chat_template_kwargs": fingerprint(chat_template_kwargs or {}),
+    }
 
 
-def compared_options(request: Sampling) -> dict[str, str]:
-    """The options that `first_difference` compares, by name."""
-    options = {
+def compared_cache_options(request: Sampling) -> dict[str, str]:
+    """The options of any prompt that `first_difference` compares, by name."""
+    return {
         "prompt_cache_key": request.prompt_cache_key or "",
         "cache_salt": request.cache_salt or "",
     }
-    if isinstance(request, ChatRequest):
-        options["text_format"] = fingerprint(request.response_format)
-        options["reasoning_effort"] = request.reasoning_effort or ""
-        options["verbosity"] = request.verbosity or ""
-        options["service_tier"] = request.service_tier or ""
-        options["documents"] = fingerprint(request.documents or ())
-        options["chat_template_kwargs"] = fingerprint(request.chat_template_kwargs or {})
-    return options
 
 
 def diagnostics(

@@ -9,8 +9,8 @@ from ramify.engine.text.tokenizer import Tokenizer
 from ramify.outputs import StepOutput, TokenLogprob
 from ramify.server.context import ResponseBuilder
 from ramify.server.generation import Generation
-from ramify.server.openai.chat_request import message_text
 from ramify.server.openai.chat_response import MIN_LOGPROB
+from ramify.server.openai.messages import read_message
 from ramify.server.openai.protocol import ChatRequest, CompletionRequest
 
 
@@ -30,7 +30,9 @@ def with_vllm_fields(
 def echoed_text(request: ChatRequest) -> str:
     """The text of the last message, if it is the beginning of the answer and `echo` is set."""
     last = request.messages[-1]
-    return message_text(last, "") if request.echo and last.role == "assistant" else ""
+    if not (request.echo and last.role == "assistant"):
+        return ""
+    return read_message(last, "", ttl_s=0.0).text
 
 
 class VllmFieldsBuilder:

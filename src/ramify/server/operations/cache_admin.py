@@ -12,9 +12,10 @@ from starlette.responses import Response
 
 from ramify.engine.core import EngineCore
 from ramify.errors import EngineStoppedError, PinError
-from ramify.server.anthropic.messages_request import render_messages
+from ramify.server.anthropic.messages_request import read_count_request
 from ramify.server.anthropic.protocol import VERSION_HEADER, CountRequest
 from ramify.server.context import RequestContext
+from ramify.server.conversation.to_generation import rendered
 from ramify.server.errors import ApiError
 from ramify.server.http.request_body import convert_value, decode_body
 from ramify.server.http.wire import json_response, whole_number
@@ -253,7 +254,9 @@ def render_any_request(
             translated = response_to_generation(request, earlier, service, tenant)
             return translated.generation_request.prompt
         case CountRequest():
-            return render_messages(request, service, tenant, []).prompt
+            conversation = read_count_request(request, service)
+            entry, _ = rendered(conversation, service, tenant)
+            return entry.prompt
         case _:
             return chat_to_generation(request, service, tenant).prompt
 

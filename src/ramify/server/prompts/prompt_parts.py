@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,9 +47,9 @@ def json_variants(value: object) -> tuple[str, ...]:
     )
 
 
-def tool_parts(paths: Iterable[str]) -> list[PromptPart]:
-    """A part for each tool definition. The renderer knows how the template writes it."""
-    return [PromptPart(path, (), role="tools", may_be_dropped=True) for path in paths]
+def tool_part(path: str, ttl_s: float | None = None) -> PromptPart:
+    """The part of a tool definition. The renderer knows how the template writes it."""
+    return PromptPart(path, (), ttl_s, role="tools", may_be_dropped=True)
 
 
 def result_variants(content: str) -> tuple[str, ...]:

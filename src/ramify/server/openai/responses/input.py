@@ -11,7 +11,7 @@ from ramify.server.answers.call_arguments import call_arguments
 from ramify.server.errors import ApiError
 from ramify.server.http.request_body import convert_value
 from ramify.server.http.wire import encode_json
-from ramify.server.openai.chat_request import content_path, content_text
+from ramify.server.openai.messages import content_path, content_text
 from ramify.server.openai.protocol import ChatMessage, ContentPart, FunctionCall, ToolCall
 from ramify.server.openai.responses.protocol import (
     ActionCallItem,

@@ -6,18 +6,16 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
-import msgspec
-
 from ramify.errors import PromptTooLongError
 from ramify.server.errors import ApiError
 from ramify.server.generation import GenerationRequest
 from ramify.server.http.wire import encode_json
-from ramify.server.openai.protocol import ChatRequest
+from ramify.server.openai.protocol import ChatMessage
 
 MAX_ATTEMPTS = 4  # renderings with more than the last turn
 TOO_LONG = "context_length_exceeded"  # code of the error for a text that no context holds
 
-Render = Callable[[ChatRequest, Sequence[str]], GenerationRequest]
+Render = Callable[[Sequence[ChatMessage], Sequence[str]], GenerationRequest]
 
 
 def num_prompt_tokens(max_model_len: int, max_output_tokens: int | None) -> int:
@@ -29,8 +27,13 @@ def num_prompt_tokens(max_model_len: int, max_output_tokens: int | None) -> int:
 
 
 def render_truncated(
-    chat: ChatRequest, names: Sequence[str], render: Render, *, max_tokens: int, max_bytes: int
-) -> tuple[ChatRequest, GenerationRequest, int]:
+    messages: Sequence[ChatMessage],
+    names: Sequence[str],
+    render: Render,
+    *,
+    max_tokens: int,
+    max_bytes: int,
+) -> tuple[GenerationRequest, int]:
     """Render a conversation without its oldest turns, if all of them have too many tokens.
 
     System messages at the beginning stay, and so does the last turn. A turn begins with a message of
@@ -42,12 +45,12 @@ def render_truncated(
         max_bytes: a conversation with more bytes, as JSON, exceeds `max_tokens`.
 
     Returns:
-        the request as it was rendered, its translation, and how many messages were left out.
+        the conversation, translated, and how many messages were left out.
 
     Raises:
         ApiError, RequestError: as `render`; the last turn alone is too long.
     """
-    messages, names = list(chat.messages), list(names)
+    messages, names = list(messages), list(names)
     roles = [message.role for message in messages]
     num_fixed = next((i for i, role in enumerate(roles) if role not in ("system", "developer")), 0)
     turns = [i for i, role in enumerate(roles) if role == "user" and i > num_fixed]
@@ -63,13 +66,13 @@ def render_truncated(
     if turns and num_over > 0:
         start = first_turn_after(offsets[num_fixed] + num_over)
     for attempt in range(MAX_ATTEMPTS + 1):
-        kept = msgspec.structs.replace(chat, messages=messages[:num_fixed] + messages[start:])
+        kept = messages[:num_fixed] + messages[start:]
         is_last = not turns or start == turns[-1]
         try:
             request = render(kept, names[:num_fixed] + names[start:])
             num_tokens = len(request.prompt.ids)
             if num_tokens <= max_tokens or is_last:
-                return kept, request, start - num_fixed
+                return request, start - num_fixed
             excess = 1 - max_tokens / num_tokens
         except (ApiError, PromptTooLongError) as error:
             if is_last or (isinstance(error, ApiError) and error.code != TOO_LONG):

@@ -1,0 +1,12 @@
+"""What a request of any API says, in one form, and its translation for the engine.
+
+In reading order:
+
+- `parts`: a message as parts: text, media, reasoning, calls, results.
+- `conversation`: `Conversation`, the whole request.
+- `to_generation`: from a `Conversation` to the `GenerationRequest` that the engine gets.
+
+Each API has a reader that makes a `Conversation`: `openai.chat_request`, `openai.responses.request`,
+`anthropic.messages_request`. `openai` and `anthropic` import this room; it imports `service` and the
+rooms below.
+"""
