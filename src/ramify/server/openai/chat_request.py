@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ramify.server.conversation.conversation import Conversation, ToolDefinition
@@ -10,7 +12,7 @@ from ramify.server.errors import ApiError
 from ramify.server.generation import GenerationRequest
 from ramify.server.history.request_history import fingerprint
 from ramify.server.http.wire import encode_json
-from ramify.server.openai.answer_formats import answer_format
+from ramify.server.openai.answer_formats import FORMAT_PATH, answer_format
 from ramify.server.openai.messages import call_choice, function_fields, read_message
 from ramify.server.openai.options import (
     breakpoint_ttl_s,
@@ -53,7 +55,7 @@ def read_chat(request: ChatRequest, service: Service) -> Conversation:
     Raises:
         ApiError, RequestError: it cannot be served.
     """
-    model = service.check_model(request.model)
+    service.check_model(request.model)
     _reject_unsupported(request)
     texts = (request.messages, request.tools, request.documents, request.chat_template_kwargs)
     service.check_prompt_bytes(len(encode_json(texts)), "messages")
@@ -62,24 +64,42 @@ def read_chat(request: ChatRequest, service: Service) -> Conversation:
         read_message(message, f"messages[{index}]", ttl_s)
         for index, message in enumerate(request.messages)
     )
-    tools = tuple(
+    tools = [
         ToolDefinition.of(f"tools[{index}]", function_fields(tool.function))
         for index, tool in enumerate(request.tools or ())
-    )
+    ]
     if request.tool_choice not in (None, "auto", "none") and not tools:
         raise ApiError(400, "tool_choice needs tools", param="tool_choice")
+    return replace(read_options(request, tools, service), messages=messages)
+
+
+def read_options(
+    request: ChatRequest,
+    tools: Sequence[ToolDefinition],
+    service: Service,
+    format_path: str = FORMAT_PATH,
+) -> Conversation:
+    """What a request says beside its messages; the Responses API has some of the same options.
+
+    Args:
+        tools: those of the request.
+        format_path: of the answer's format, for errors and warnings.
+
+    Raises:
+        ApiError, RequestError: an option is not served.
+    """
     warnings, thinking = list[str](), request.thinking
     if isinstance(thinking, ThinkingOption) and thinking.type not in THINKING_TYPES:
         warnings.append(unknown_thinking(thinking.type))
-    format_ = answer_format(request, warnings)
+    format_ = answer_format(request, warnings, format_path)
     reasoning = reasoning_options(request)
     return Conversation(
-        model=model,
-        messages=messages,
+        model=service.check_model(request.model),
+        messages=(),
         continues_answer=bool(request.continue_final_message),
         opens_answer=request.add_generation_prompt is not False,
         max_prompt_tokens=truncated_len(request, service),
-        tools=tools,
+        tools=tuple(tools),
         allowed_tools=frozenset() if request.tool_choice == "none" else None,
         choice=call_choice(request.tool_choice, tools, request.parallel_tool_calls),
         answer_format=format_,
@@ -94,15 +114,7 @@ def read_chat(request: ChatRequest, service: Service) -> Conversation:
             prompt_logprobs=request.prompt_logprobs,
         ),
         cache=cache_options(request),
-        compared=compared_options(
-            request,
-            effort=request.reasoning_effort,
-            verbosity=request.verbosity,
-            service_tier=request.service_tier,
-            documents=request.documents or (),
-            chat_template_kwargs=request.chat_template_kwargs,
-        )
-        | {"thinking": fingerprint(reasoning)},
+        compared=compared_options(request) | {"thinking": fingerprint(reasoning)},
         priority=request.priority or 0,
         is_prewarm=request.is_prewarm,
         is_streamed=bool(request.stream),

@@ -21,7 +21,7 @@ from ramify.server.openai.chat_response import (
 from ramify.server.openai.completion_logprobs import CompletionLogprobs
 from ramify.server.openai.options import (
     cache_options,
-    compared_cache_options,
+    compared_options,
     output_limit,
     sampling_params,
     truncated_len,
@@ -93,7 +93,7 @@ def completion_to_generations(
         prompt = cache.with_breakpoints(prompt)
         entry = HistoryEntry(
             model=model,
-            options=compared_cache_options(request),
+            options=compared_options(request),
             messages=(fingerprint(text_or_ids),),
             prompt=prompt,
             paths=("prompt",),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ramify.engine.text.tokenizer import Tokenizer
@@ -12,7 +12,7 @@ from ramify.server.conversation.conversation import CacheOptions
 from ramify.server.errors import ApiError
 from ramify.server.generation import Generation
 from ramify.server.history.request_history import fingerprint
-from ramify.server.openai.protocol import PromptCacheOptions, Sampling
+from ramify.server.openai.protocol import ChatRequest, PromptCacheOptions, Sampling
 from ramify.server.prompts.renderer import BREAKPOINT_TTL_S, MAX_BREAKPOINTS
 from ramify.server.service import Service
 
@@ -164,32 +164,20 @@ def cache_options(request: Sampling) -> CacheOptions:
     )
 
 
-def compared_options(
-    request: Sampling,
-    *,
-    effort: str | None,
-    verbosity: str | None,
-    service_tier: str | None,
-    documents: Sequence[object] = (),
-    chat_template_kwargs: Mapping[str, object] | None = None,
-) -> dict[str, str]:
-    """The options of a chat that `first_difference` compares, by name."""
-    return compared_cache_options(request) | {
-        "text_format": fingerprint(request.response_format),
-        "reasoning_effort": effort or "",
-        "verbosity": verbosity or "",
-        "service_tier": service_tier or "",
-        "documents": fingerprint(documents),
-        "chat_template_kwargs": fingerprint(chat_template_kwargs or {}),
-    }
-
-
-def compared_cache_options(request: Sampling) -> dict[str, str]:
-    """The options of any prompt that `first_difference` compares, by name."""
-    return {
+def compared_options(request: Sampling) -> dict[str, str]:
+    """The options that `first_difference` compares, by name."""
+    options = {
         "prompt_cache_key": request.prompt_cache_key or "",
         "cache_salt": request.cache_salt or "",
     }
+    if isinstance(request, ChatRequest):
+        options["text_format"] = fingerprint(request.response_format)
+        options["reasoning_effort"] = request.reasoning_effort or ""
+        options["verbosity"] = request.verbosity or ""
+        options["service_tier"] = request.service_tier or ""
+        options["documents"] = fingerprint(request.documents or ())
+        options["chat_template_kwargs"] = fingerprint(request.chat_template_kwargs or {})
+    return options
 
 
 def diagnostics(

@@ -5,37 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
-from ramify.server.conversation.conversation import Conversation, ToolDefinition
+from ramify.server.conversation.conversation import ToolDefinition
 from ramify.server.conversation.to_generation import to_generation
 from ramify.server.errors import ApiError
 from ramify.server.generation import GenerationRequest
-from ramify.server.history.request_history import fingerprint
 from ramify.server.http.wire import encode_json
-from ramify.server.openai.answer_formats import answer_format
-from ramify.server.openai.messages import call_choice, function_fields, read_message
-from ramify.server.openai.options import (
-    breakpoint_ttl_s,
-    cache_options,
-    compared_options,
-    sampling_params,
-)
+from ramify.server.openai.chat_request import read_options
+from ramify.server.openai.messages import function_fields, read_message
+from ramify.server.openai.options import breakpoint_ttl_s
 from ramify.server.openai.protocol import (
     ChatMessage,
     ChatRequest,
-    NamedTool,
-    Sampling,
     is_given,
 )
 from ramify.server.openai.responses.input import ItemTranslator
 from ramify.server.openai.responses.protocol import (
     PromptFields,
     ResponsesRequest,
+    TextOptions,
 )
 from ramify.server.openai.responses.store import EarlierTurns, Item, reference_id
 from ramify.server.openai.responses.tools import ServedTools, apply_tool_choice, served_tools
 from ramify.server.openai.responses.truncation import num_prompt_tokens, render_truncated
-from ramify.server.request_fields.reasoning_options import ReasoningOptions, implied_switch
 from ramify.server.service import Service
 
 
@@ -79,19 +72,10 @@ def new_items(request: PromptFields, earlier: EarlierTurns) -> list[Item]:
     return items
 
 
-@dataclass(frozen=True, slots=True)
-class _Input:
-    """Items and tools of a request: messages with their request fields, functions, what may be called."""
-
-    messages: list[ChatMessage]
-    names: list[str]
-    tools: ServedTools
-    choice: str | NamedTool | None
-    warnings: list[str]
-
-
-def _read_input(request: ResponsesRequest, items: Sequence[Item], earlier: EarlierTurns) -> _Input:
-    """Read items and tools.
+def _read_items(
+    request: ResponsesRequest, items: Sequence[Item], earlier: EarlierTurns
+) -> ItemTranslator:
+    """Read all items before the answer.
 
     Raises:
         ApiError: one is malformed or not served.
@@ -104,76 +88,34 @@ def _read_input(request: ResponsesRequest, items: Sequence[Item], earlier: Earli
     for index, item in enumerate(items):
         is_text = isinstance(request.input, str)
         translator.append(item, "input" if is_text else f"input[{index}]")
-    messages, names = translator.finish()
-    if not messages:
-        raise ApiError(400, "there is nothing to answer", param="input")
-    tools = served_tools([("tools", request.tools or []), *translator.tools])
-    choice, tools = apply_tool_choice(request.tool_choice, tools)
-    return _Input(messages, names, tools, choice, translator.warnings + tools.warnings)
+    return translator
 
 
-def _sampling(request: ResponsesRequest) -> Sampling:
-    """The options that the request shares with completion requests."""
-    return Sampling(
+def _chat_options(request: ResponsesRequest, tool_choice: Any) -> ChatRequest:
+    """The options that chat completions have too."""
+    text_options = request.text or TextOptions()
+    includes_logprobs = "message.output_text.logprobs" in (request.include or ())
+    return ChatRequest(
+        messages=[],
+        model=request.model,
+        max_completion_tokens=request.max_output_tokens,
         temperature=request.temperature,
         top_p=request.top_p,
-        response_format=None if request.text is None else request.text.format,
+        logprobs=request.top_logprobs is not None or includes_logprobs or None,
+        top_logprobs=request.top_logprobs,
+        stream=request.stream,
+        tool_choice=tool_choice,
+        response_format=text_options.format,
+        verbosity=text_options.verbosity,
+        reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
+        service_tier=request.service_tier,
+        store=request.store,
         prompt_cache_key=request.prompt_cache_key,
         prompt_cache_options=request.prompt_cache_options,
         prompt_cache_retention=request.prompt_cache_retention,
+        parallel_tool_calls=request.parallel_tool_calls,
         cache_salt=request.cache_salt,
     )
-
-
-def _read_options(
-    request: ResponsesRequest, sampling: Sampling, input_: _Input, service: Service
-) -> Conversation:
-    """A conversation without its messages: tools and options.
-
-    Raises:
-        ApiError, RequestError: an option is not served.
-    """
-    tools, warnings = input_.tools, list[str]()
-    definitions = tuple(
-        ToolDefinition.of(tools.paths[tool.function.name], function_fields(tool.function))
-        for tool in tools.functions
-    )
-    effort = None if request.reasoning is None else request.reasoning.effort
-    reasoning = ReasoningOptions(implied_switch(effort, None), effort)
-    return Conversation(
-        model=service.check_model(request.model),
-        messages=(),
-        tools=definitions,
-        allowed_tools=frozenset() if input_.choice == "none" else tools.allowed,
-        choice=call_choice(input_.choice, definitions, request.parallel_tool_calls),
-        answer_format=answer_format(sampling, warnings, "text.format"),
-        reasoning=reasoning,
-        sampling=sampling_params(
-            sampling,
-            service.tokenizer,
-            service.sampling_defaults,
-            max_tokens=1 if sampling.is_prewarm else request.max_output_tokens,
-            logprobs=(request.top_logprobs or 0) if _shows_logprobs(request) else None,
-            prompt_logprobs=None,
-        ),
-        cache=cache_options(sampling),
-        compared=compared_options(
-            sampling,
-            effort=effort,
-            verbosity=None if request.text is None else request.text.verbosity,
-            service_tier=request.service_tier,
-        )
-        | {"thinking": fingerprint(reasoning)},
-        is_prewarm=sampling.is_prewarm,
-        is_streamed=bool(request.stream),
-        is_remembered=request.store is not False,
-        warnings=tuple(warnings),
-    )
-
-
-def _shows_logprobs(request: ResponsesRequest) -> bool:
-    is_included = "message.output_text.logprobs" in (request.include or ())
-    return is_included or request.top_logprobs is not None
 
 
 def response_to_generation(
@@ -190,25 +132,36 @@ def response_to_generation(
     for name in ("background", "prompt"):
         if is_given(getattr(request, name)):
             raise ApiError(400, f"{name} is not served; leave it out", param=name)
-    input_ = _read_input(request, items, earlier)
-    sampling = _sampling(request)
-    options = _read_options(request, sampling, input_, service)
-    ttl_s = breakpoint_ttl_s(sampling)
-
-    def render(messages: Sequence[ChatMessage], names: Sequence[str]) -> GenerationRequest:
-        texts = (messages, input_.tools.functions or None, None, None)
-        service.check_prompt_bytes(len(encode_json(texts)), "messages")
-        read = tuple(map(partial(read_message, ttl_s=ttl_s), messages, names))
-        return to_generation(replace(options, messages=read, known=earlier.known), service, tenant)
-
-    warnings = input_.warnings
+    translator = _read_items(request, items, earlier)
+    messages, names = translator.finish()
+    if not messages:
+        raise ApiError(400, "there is nothing to answer", param="input")
+    tools = served_tools([("tools", request.tools or []), *translator.tools])
+    tool_choice, tools = apply_tool_choice(request.tool_choice, tools)
+    warnings = translator.warnings + tools.warnings
     if request.context_management:
         warnings.append("context_management is ignored; use /v1/responses/compact")
+    chat = _chat_options(request, tool_choice)
+    definitions = [
+        ToolDefinition.of(tools.paths[tool.function.name], function_fields(tool.function))
+        for tool in tools.functions
+    ]
+    options = read_options(chat, definitions, service, "text.format")
+    options = replace(options, known=earlier.known)
+    if tools.allowed is not None:
+        options = replace(options, allowed_tools=tools.allowed)
+
+    def render(some: Sequence[ChatMessage], some_names: Sequence[str]) -> GenerationRequest:
+        texts = (some, tools.functions or None, None, None)
+        service.check_prompt_bytes(len(encode_json(texts)), "messages")
+        read = tuple(map(partial(read_message, ttl_s=breakpoint_ttl_s(chat)), some, some_names))
+        return to_generation(replace(options, messages=read), service, tenant)
+
     if request.truncation == "auto":
         max_tokens = num_prompt_tokens(service.max_model_len, request.max_output_tokens)
         generation_request, num_dropped = render_truncated(
-            input_.messages,
-            input_.names,
+            messages,
+            names,
             render,
             max_tokens=max_tokens,
             max_bytes=service.max_prompt_bytes,
@@ -216,12 +169,7 @@ def response_to_generation(
         if num_dropped:
             warnings.append(f"truncation: the oldest {num_dropped} messages are left out")
     else:
-        generation_request = render(input_.messages, input_.names)
+        generation_request = render(messages, names)
     warnings += generation_request.warnings
     generation_request = replace(generation_request, warnings=tuple(warnings))
-    chat = ChatRequest(
-        messages=input_.messages,
-        logprobs=_shows_logprobs(request) or None,
-        prompt_cache_options=request.prompt_cache_options,
-    )
-    return TranslatedRequest(chat, generation_request, items, earlier, input_.tools)
+    return TranslatedRequest(chat, generation_request, items, earlier, tools)
