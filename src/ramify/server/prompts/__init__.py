@@ -9,9 +9,11 @@ In reading order:
   `tool_forms`: how templates write a tool.
 - `next_turns`: how much of a prompt the next one begins with.
 - `answer_opening`: where the answer begins in a rendered prompt; prefills.
+- `prompt_ends`: both of these without a rendering, for conversations of a known shape.
 - `content_placeholders`: texts in place of images, audio and files.
 - `jobs`: threads that render and tokenise, shared fairly among tenants.
 
-`history`, `generation`, `service`, `context`, `app`, `operations.cache_admin` and the APIs import it. It imports `errors` and
+`history`, `generation`, `service`, `conversation`, `context`, `app`, `operations.cache_admin` and the APIs
+import it. It imports `errors` and
 `model_dialects` only.
 """

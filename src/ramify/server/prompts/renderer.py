@@ -22,6 +22,7 @@ from ramify.server.prompts.answer_opening import (
 )
 from ramify.server.prompts.jobs import stop_if_abandoned
 from ramify.server.prompts.next_turns import CALL, PLACEHOLDER, RESULT, num_stable_chars
+from ramify.server.prompts.prompt_ends import PromptEnds
 from ramify.server.prompts.prompt_parts import PromptPart, locate_parts
 from ramify.server.prompts.template_conventions import WriteCalls
 from ramify.server.prompts.template_probes import NEEDLE, find_conventions
@@ -184,6 +185,7 @@ class PromptRenderer:
         self.tokenizer, self._max_model_len = tokenizer, max_model_len
         self.conventions = find_conventions(tokenizer, tools_first=tools_first)
         self._write_calls = write_calls
+        self._ends = PromptEnds(self._render, tokenizer.chat_template_sources)
         self._encoder = IncrementalEncoder(tokenizer, max_text_tokens=max_tokens)
 
     def chat(
@@ -225,15 +227,29 @@ class PromptRenderer:
             render_prompt = partial(render, add_generation_prompt=add_generation_prompt)
         text = render_prompt(messages)
         stop_if_abandoned()
-        num_stable = num_stable_chars(
-            text,
-            partial(self._try_render, tools=tools, **options),
-            messages,
-            has_tools=bool(tools) or any(message["role"] == "tool" for message in messages),
+        end = (
+            None
+            if continue_final_message
+            else self._ends.of(
+                messages,
+                has_tools=bool(tools),
+                add_generation_prompt=add_generation_prompt,
+                options=options,
+            )
         )
-        stop_if_abandoned()
-        num_earlier = len(messages) - 1 if continue_final_message else len(messages)
-        turn_opening = find_turn_opening(render_prompt, messages, num_earlier, text)
+        num_stable = len(text)
+        if end is None or not end.is_stable:
+            num_stable = num_stable_chars(
+                text,
+                partial(self._try_render, tools=tools, **options),
+                messages,
+                has_tools=bool(tools) or any(message["role"] == "tool" for message in messages),
+            )
+            stop_if_abandoned()
+        turn_opening = None if end is None else end.opening_of(text, messages[-1])
+        if turn_opening is None:
+            num_earlier = len(messages) - 1 if continue_final_message else len(messages)
+            turn_opening = find_turn_opening(render_prompt, messages, num_earlier, text)
         prefix = next(
             (prefix for prefix in known if prefix.text and text.startswith(prefix.text)), None
         )
