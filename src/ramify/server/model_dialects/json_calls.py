@@ -30,7 +30,6 @@ PARTIAL_STRING = re.compile(
     re.DOTALL,
 )
 OBJECT_BEGIN = re.compile(r"\{?\s*+")
-DICT_BEGINS = tuple(f"{{{blank}'" for blank in ("", " ", "\n", "\n  ", "\n    "))
 PARTIAL_ID = re.compile(r'"?[-.:\w]*+', re.ASCII)
 CUT_MEMBER = re.compile(r'[-.:\w\s,"]*+', re.ASCII)
 LIST_BEGIN = re.compile(r"\[\s*+(?=\{)")
