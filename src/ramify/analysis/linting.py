@@ -35,6 +35,7 @@ from ramify.analysis.verdicts import (
     Cause,
     CauseName,
     Certainty,
+    Divergence,
     LintReport,
     Partner,
     Saving,
@@ -153,8 +154,7 @@ def lint_parts(
         infinite, model = _cache_models(corpus, provider, table, capacity)
         comparer = Comparer(corpus, templates)
     log = LogFacts(infinite)
-    judge = _Judge(corpus, comparer, log)
-    verdicts = judge.verdicts(matches)
+    verdicts = _judge(corpus, comparer, log, matches)
     grouped = group_causes(verdicts)
     predictions = log.predictions
     if model is not infinite:
@@ -260,80 +260,73 @@ def learn_templates(corpus: Corpus, progress: Progress | None = None) -> Templat
     return templates
 
 
-class _Judge:
-    """Makes verdicts of matches."""
-
-    def __init__(self, corpus: Corpus, comparer: Comparer, log: LogFacts) -> None:
-        self._corpus, self._comparer, self._log = corpus, comparer, log
-
-    def verdicts(self, matches: Sequence[Match]) -> tuple[Verdict, ...]:
-        """A verdict for each request, in the order of the log."""
-        unread = unread_writes(
-            self._log,
-            [match.match.number for match in matches if match.match is not None and _waste(match)],
-        )
-        made = {match.request.number: self._verdict(match, unread) for match in matches}
-        return tuple(made[number] for number in sorted(made))
-
-    def _verdict(self, match: Match, unread: dict[int, Cause]) -> Verdict:
-        request, best = match.request, match.match
-        divergence = None
-        causes: list[Cause] = []
-        if best is not None:
-            divergence = self._comparer.divergence(best, request)
-            causes = _merge_causes(match)
-            if divergence is not None and not causes:
-                causes = [
-                    Cause(
-                        CauseName.NEW_CONTENT,
-                        Certainty.PROVED,
-                        divergence.segment,
-                        divergence.had,
-                        divergence.got,
-                    )
-                ]
-        facts = MatchFacts(
-            best,
-            match.raw_tokens,
-            has_waste=_waste(match),
-            divergence=None if divergence is None else divergence.segment,
-        )
-        named = {cause.cause for cause in causes}
-        for cause in outside_causes(self._log, request, facts):
-            if cause.cause not in named:
-                causes.append(cause)
-        if match.in_flight is not None and all(
-            cause.cause is not CauseName.PARALLEL_COLD for cause in causes
-        ):
-            # By the provider's rule there was nothing to read, or the rule is not known to apply.
-            had = f"in flight: {self._log.name(match.in_flight.number)}"
-            causes.append(Cause(CauseName.PARALLEL_COLD, Certainty.SUSPECTED, "", had))
-        # What goes on from a summary is no conversation of one request.
-        is_one = CauseName.COMPACTION not in named
-        if request.number in unread and is_one and not _waste(match):
-            causes.append(unread[request.number])
-        return Verdict(
-            file=request.info.file,
-            line=request.info.line,
-            index=request.info.index,
+def _judge(
+    corpus: Corpus, comparer: Comparer, log: LogFacts, matches: Sequence[Match]
+) -> tuple[Verdict, ...]:
+    """A verdict for each request, in the order of the log."""
+    unread = unread_writes(
+        log, [match.match.number for match in matches if match.match is not None and _waste(match)]
+    )
+    verdicts: dict[int, Verdict] = {}
+    for match in matches:
+        info, best = match.request.info, match.match
+        divergence = None if best is None else comparer.divergence(best, match.request)
+        verdicts[match.request.number] = Verdict(
+            file=info.file,
+            line=info.line,
+            index=info.index,
             best_match_file=None if best is None else best.info.file,
             best_match_line=None if best is None else best.info.line,
             best_match_index=None if best is None else best.info.index,
             divergence=divergence,
-            causes=tuple(causes),
-            tokens=self._tokens(match),
+            causes=tuple(_causes(log, match, divergence, unread)),
+            tokens=_count_tokens(corpus, match),
         )
+    return tuple(verdicts[number] for number in sorted(verdicts))
 
-    def _tokens(self, match: Match) -> TokenCounts:
-        request = match.request
-        counted = self._corpus.num_tokens(request)
-        billed = request.info.usage.num_input
-        rate = 1.0 if billed is None or not counted else billed / counted
-        total = counted if billed is None else billed
-        reusable = min(total, round(match.raw_tokens * rate))
-        mended = min(total, round(match.mended_tokens * rate))
-        lost = max(0, mended - reusable) if _waste(match) else 0
-        return TokenCounts(total, reusable, lost)
+
+def _causes(
+    log: LogFacts, match: Match, divergence: Divergence | None, unread: Mapping[int, Cause]
+) -> list[Cause]:
+    """Causes in the prompt, then those outside it."""
+    request, has_waste = match.request, _waste(match)
+    causes = _merge_causes(match)
+    if divergence is not None and not causes:
+        causes = [
+            Cause(
+                CauseName.NEW_CONTENT,
+                Certainty.PROVED,
+                divergence.segment,
+                divergence.had,
+                divergence.got,
+            )
+        ]
+    in_prompt = {cause.cause for cause in causes}
+    segment = None if divergence is None else divergence.segment
+    facts = MatchFacts(match.match, match.raw_tokens, has_waste=has_waste, divergence=segment)
+    causes += [
+        cause for cause in outside_causes(log, request, facts) if cause.cause not in in_prompt
+    ]
+    if match.in_flight is not None and all(
+        cause.cause is not CauseName.PARALLEL_COLD for cause in causes
+    ):
+        # By the provider's rule there was nothing to read, or the rule is not known to apply.
+        had = f"in flight: {log.name(match.in_flight.number)}"
+        causes.append(Cause(CauseName.PARALLEL_COLD, Certainty.SUSPECTED, "", had))
+    # What goes on from a summary is no conversation of one request.
+    is_one = CauseName.COMPACTION not in in_prompt
+    if request.number in unread and is_one and not has_waste:
+        causes.append(unread[request.number])
+    return causes
+
+
+def _count_tokens(corpus: Corpus, match: Match) -> TokenCounts:
+    counted, billed = corpus.num_tokens(match.request), match.request.info.usage.num_input
+    rate = 1.0 if billed is None or not counted else billed / counted
+    total = counted if billed is None else billed
+    reusable = min(total, round(match.raw_tokens * rate))
+    mended = min(total, round(match.mended_tokens * rate))
+    return TokenCounts(total, reusable, max(0, mended - reusable) if _waste(match) else 0)
 
 
 def _waste(match: Match) -> bool:
