@@ -6,7 +6,7 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ramify.analysis.progress import Progress, ignore_progress
@@ -46,15 +46,6 @@ class Stopwatch:
         self.inner.copy_pages(pairs)
 
 
-@dataclass
-class Measured:
-    """Steps so far, and the figures that a reader knows."""
-
-    samples: list[StepSample] = field(default_factory=list)
-    prefill_tokens_per_s: dict[int, float] = field(default_factory=dict)  # by length
-    decode_step_s: dict[int, float] = field(default_factory=dict)  # by batch
-
-
 def calibrate(
     model: str = "ramify-tiny",
     *,
@@ -77,12 +68,11 @@ def calibrate(
     if not max_seconds > 0:
         raise ConfigError(f"max_seconds={max_seconds} but it must be more than 0")
     llm = LLM(model, **({"max_num_seqs": max(BATCHES), "prefix_cache": False} | engine))
-    measured = measure_steps(llm.core, max_seconds=max_seconds, progress=progress)
-    cost = fit_cost(measured.samples, model=str(model))
+    samples, rates = _measure(llm.core, max_seconds=max_seconds, progress=progress)
+    cost = fit_cost(samples, model=str(model))
     config = llm.config
     facts = {
-        "prefill_tokens_per_s": _text_keys(measured.prefill_tokens_per_s),
-        "decode_step_s": _text_keys(measured.decode_step_s),
+        **rates,
         "max_batch_tokens": config.max_batch_tokens,
         "page_size": config.page_size,
         "kv_token_bytes": config.token_bytes,
@@ -90,17 +80,19 @@ def calibrate(
     return replace(cost, facts=cost.facts | facts)
 
 
-def measure_steps(
-    core: EngineCore,
-    *,
-    max_seconds: float,
-    progress: Progress | None = None,
-) -> Measured:
-    """Time the steps of prefills alone, then of batches that decode. The engine is idle before."""
+def _measure(
+    core: EngineCore, *, max_seconds: float, progress: Progress | None
+) -> tuple[list[StepSample], dict[str, dict[str, float]]]:
+    """Time the steps of prefills alone, then of batches that decode. The engine is idle before.
+
+    Returns the steps, and the rates by length of the prefill and size of the batch.
+    """
     watch = Stopwatch(core.executor)
     core.executor = watch
     rng = random.Random(0)  # noqa: S311 - tokens to compute, no secrets
-    measured = Measured()
+    samples: list[StepSample] = []
+    prefill_tokens_per_s: dict[str, float] = {}
+    decode_step_s: dict[str, float] = {}
     longest = min(core.config.max_model_len - NUM_DECODES, core.config.kv_cache_tokens // 2)
     lengths = sorted({min(length, longest) for length in PREFILL_LENGTHS})
     batches = [size for size in BATCHES if size <= core.config.max_num_seqs]
@@ -114,18 +106,17 @@ def measure_steps(
             if time.perf_counter() > deadline:
                 break
             steps = _serve(core, watch, rng, size, length)
-            measured.samples += steps
-            prefill = [step for step in steps if step.num_tokens > size]
+            samples += steps
+            prefill_s = sum(step.seconds for step in steps if step.num_tokens > size)
             decodes = [step.seconds for step in steps if step.num_tokens == size]
-            if size == 1 and prefill:
-                seconds = sum(step.seconds for step in prefill)
-                measured.prefill_tokens_per_s[length] = length / seconds
+            if size == 1 and prefill_s:
+                prefill_tokens_per_s[str(length)] = length / prefill_s
             if length == lengths[0] and decodes:
-                measured.decode_step_s[size] = statistics.median(decodes)
+                decode_step_s[str(size)] = statistics.median(decodes)
         report("calibrate", len(jobs), len(jobs))
     finally:
         core.executor = watch.inner
-    return measured
+    return samples, {"prefill_tokens_per_s": prefill_tokens_per_s, "decode_step_s": decode_step_s}
 
 
 def _serve(
@@ -142,7 +133,3 @@ def _serve(
         seconds = time.perf_counter() - start
         steps.append(StepSample(watch.num_tokens, watch.num_reads, seconds))
     return steps
-
-
-def _text_keys(values: dict[int, float]) -> dict[str, float]:
-    return {str(key): value for key, value in values.items()}
