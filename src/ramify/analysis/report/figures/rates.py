@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from math import ceil
 
@@ -29,6 +30,7 @@ _OUTSIDE = (
     (CauseName.MODEL_CHANGED, "other model", "answered by another model"),
     (CauseName.CACHE_KEY_SCATTERED, "cache keys", "requests with one prefix under several keys"),
 )
+Loss = tuple[str, int, str]  # name, tokens, how it is measured
 
 
 def possible_reads(lint: LintReport, reads: RequestReads, what_if: WhatIf | None) -> int:
@@ -113,21 +115,21 @@ def waterfall(
         return ()
     steps = _Steps(total)
     steps.level("possible, mended", num_possible, "all causes mended, infinite cache")
-    for name, lost in _prompt_causes(reads, verdicts, chosen):
-        steps.down(name, lost, "changes of the prompt")
+    for step in _prompt_causes(reads, verdicts, chosen):
+        steps.down(*step)
     as_sent = int(reads.reusable[chosen].sum())
     steps.remainder(as_sent, "other requests", "read from others than the best match, once mended")
     steps.level("as sent", as_sent, "infinite cache, no rule")
-    for name, lost, detail in _restrictions(reads, predictions, unsplit, chosen):
-        steps.down(name, lost, detail)
+    for step in _restrictions(reads, predictions, unsplit, chosen):
+        steps.down(*step)
     by_rule = int(reads.by_rule[chosen].sum())
     steps.remainder(
         by_rule, "rest of the rule", "steps of the grid, whole units, scope of settings"
     )
     steps.level("by rule", by_rule, "predicted reads")
     if has_reported:
-        for name, lost, detail in _outside(reads, verdicts, chosen):
-            steps.down(name, lost, detail)
+        for step in _outside(reads, verdicts, chosen):
+            steps.down(*step)
         reported = int(reads.reported[chosen].sum())
         steps.remainder(reported, "unexplained", "no evidence in the log says why", is_shown=True)
         steps.level("reported", reported, "cached tokens of usage")
@@ -160,17 +162,15 @@ class _Steps:
 
 
 def _prompt_causes(
-    reads: RequestReads,
-    verdicts: Sequence[Verdict],
-    chosen: NDArray[np.bool_],
-) -> list[tuple[str, int]]:
+    reads: RequestReads, verdicts: Sequence[Verdict], chosen: NDArray[np.bool_]
+) -> Iterator[Loss]:
     """Lost tokens by the first cause of each request, most first."""
-    sums: dict[str, int] = {}
+    lost: Counter[str] = Counter()
     for number in np.flatnonzero(chosen & (reads.lost > 0)).tolist():
         causes = verdicts[number].causes
-        name = str(causes[0].cause) if causes else "other"
-        sums[name] = sums.get(name, 0) + int(reads.lost[number])
-    return sorted(sums.items(), key=lambda item: -item[1])
+        lost[str(causes[0].cause) if causes else "other"] += int(reads.lost[number])
+    for name, num_tokens in lost.most_common():
+        yield name, num_tokens, "changes of the prompt"
 
 
 def _restrictions(
@@ -178,7 +178,7 @@ def _restrictions(
     predictions: Mapping[int, Prediction],
     unsplit: Mapping[int, Prediction],
     chosen: NDArray[np.bool_],
-) -> Iterator[tuple[str, int, str]]:
+) -> Iterator[Loss]:
     """Tokens that each restriction of the rule takes; a token counts for the first that frees it."""
     numbers = np.flatnonzero(chosen).tolist()
     left: Counts = (reads.reusable - reads.by_rule).clip(min=0)
@@ -195,11 +195,8 @@ def _restrictions(
         return int(taken.sum())
 
     for field, name, detail in RESTRICTIONS:
-        yield (
-            name,
-            take({number: getattr(predictions[number], field) for number in numbers}),
-            detail,
-        )
+        freed = {number: getattr(predictions[number], field) for number in numbers}
+        yield name, take(freed), detail
     # Beyond what the restrictions free: each of them is lifted alone, over the replicas as they are.
     apart = {
         number: predictions[number].billed.num_read
@@ -207,15 +204,12 @@ def _restrictions(
         - max(getattr(predictions[number], field) for field, _, _ in RESTRICTIONS)
         for number in numbers
     }
-    split = take(apart)
-    yield "split", split, "another replica, cache key or model has the entry"
+    yield "split", take(apart), "another replica, cache key or model has the entry"
 
 
 def _outside(
-    reads: RequestReads,
-    verdicts: Sequence[Verdict],
-    chosen: NDArray[np.bool_],
-) -> Iterator[tuple[str, int, str]]:
+    reads: RequestReads, verdicts: Sequence[Verdict], chosen: NDArray[np.bool_]
+) -> Iterator[Loss]:
     """Tokens predicted but not reported, by causes outside the prompt."""
     missing = (reads.by_rule - reads.reported).clip(min=0)
     for cause, name, detail in _OUTSIDE:
