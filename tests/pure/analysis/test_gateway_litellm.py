@@ -3,10 +3,11 @@
 import json
 from typing import Any
 
-from ramify.analysis.reader import ReadQuality, Row
+from ramify.analysis.reader import ReadQuality
 from ramify.analysis.readers.bodies.request_bodies import parse_bodies
-from ramify.analysis.readers.gateways.litellm import LiteLlmReader, is_litellm_row
+from ramify.analysis.readers.gateways.litellm import LITELLM
 from ramify.analysis.records import LoggedRequest
+from tests.pure.analysis.log_rows import read_rows
 
 BODY = {
     "model": "claude-sonnet-4-5",
@@ -97,13 +98,11 @@ def spend_row(**changes: Any) -> dict[str, Any]:
 
 
 def read(*rows: Any) -> tuple[list[LoggedRequest], ReadQuality]:
-    quality = ReadQuality()
-    reader = LiteLlmReader(quality)
-    requests: list[LoggedRequest] = []
-    for number, value in enumerate(rows, start=1):
-        assert is_litellm_row(value)
-        requests += reader.feed(Row("log.jsonl", number, value))
-    return [*requests, *reader.close()], quality
+    """Requests of rows that are all of LiteLLM."""
+    assert all(map(LITELLM.is_row, rows))
+    requests, quality = read_rows(LITELLM, rows)
+    assert not quality.bad_lines
+    return requests, quality
 
 
 def test_payload_and_spend_row_hold_the_body_that_was_sent() -> None:

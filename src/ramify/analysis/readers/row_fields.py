@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any
 
 from ramify.analysis.readers.nested_json import decode_nested
@@ -34,6 +35,12 @@ def mapping_or_empty(value: Any) -> Mapping[str, Any]:
 
 def _is_pair(value: Any) -> bool:
     return isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str)
+
+
+@cache
+def names_in(text: str) -> tuple[str, ...]:
+    """Names with commas between."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def first_value(row: Mapping[str, Any], names: Iterable[str]) -> Any:

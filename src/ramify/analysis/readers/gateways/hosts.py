@@ -2,48 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Any
 from urllib.parse import urlsplit
 
-# First match wins: `azure_openai` is Azure's own cache but OpenAI's rules.
-_PROVIDER_WORDS = (
-    ("anthropic", "anthropic"),
-    ("claude", "anthropic"),
-    ("deepseek", "deepseek"),
-    ("bedrock", "bedrock"),
-    ("gemini", "gemini"),
-    ("vertex", "gemini"),
-    ("google", "gemini"),
-    ("gcp", "gemini"),
-    ("sglang", "sglang"),
-    ("vllm", "vllm"),
-    ("ramify", "ramify"),
-    ("openrouter", "openrouter"),
-    ("azure", "openai"),
-    ("az.ai", "openai"),
-    ("openai", "openai"),
-)
+# Words in what a gateway calls a vendor; the first match wins. Azure has OpenAI's rules.
+_VENDORS = {
+    "anthropic": ("anthropic", "claude"),
+    "deepseek": ("deepseek",),
+    "bedrock": ("bedrock",),
+    "gemini": ("gemini", "vertex", "google", "gcp"),
+    "sglang": ("sglang",),
+    "vllm": ("vllm",),
+    "ramify": ("ramify",),
+    "openrouter": ("openrouter",),
+    "openai": ("azure", "az.ai", "openai"),
+}
 _RESELLERS = frozenset({"bedrock", "gemini", "openai", "openrouter"})
-_MAKERS = (
-    ("claude", "anthropic"),
-    ("deepseek", "deepseek"),
-    ("gemini", "gemini"),
-    ("gpt-", "openai"),
-    ("openai/", "openai"),
-)
-_PROVIDER_HOSTS = (
-    ("api.anthropic.com", "anthropic"),
-    ("anthropic.azure.com", "anthropic"),
-    ("api.deepseek.com", "deepseek"),
-    ("bedrock-runtime", "bedrock"),
-    ("generativelanguage.googleapis.com", "gemini"),
-    ("aiplatform.googleapis.com", "gemini"),
-    ("openrouter.ai", "openrouter"),
-    ("openai.azure.com", "openai"),
-    ("api.openai.com", "openai"),
-    ("chatgpt.com", "openai"),
-)
+# Words in names of models.
+_CLAUDE = {"anthropic": ("claude",)}
+_MAKERS = _CLAUDE | {
+    "deepseek": ("deepseek",),
+    "gemini": ("gemini",),
+    "openai": ("gpt-", "openai/"),
+}
+# Parts of the hosts of public APIs.
+_HOSTS = {
+    "anthropic": ("api.anthropic.com", "anthropic.azure.com"),
+    "deepseek": ("api.deepseek.com",),
+    "bedrock": ("bedrock-runtime",),
+    "gemini": ("generativelanguage.googleapis.com", "aiplatform.googleapis.com"),
+    "openrouter": ("openrouter.ai",),
+    "openai": ("openai.azure.com", "api.openai.com", "chatgpt.com"),
+}
+
+
+def _first_match(words: Mapping[str, tuple[str, ...]], text: str) -> str | None:
+    return next((name for name in words if any(word in text for word in words[name])), None)
 
 
 def provider_of_name(name: Any, model: Any = None) -> str | None:
@@ -54,18 +50,16 @@ def provider_of_name(name: Any, model: Any = None) -> str | None:
     """
     if not isinstance(name, str) or not name:
         return None
-    lowered = name.lower()
-    provider = next((value for word, value in _PROVIDER_WORDS if word in lowered), None)
+    provider = _first_match(_VENDORS, name.lower())
     if isinstance(model, str) and provider in _RESELLERS:
-        makers = _MAKERS if provider == "openrouter" else _MAKERS[:1]
-        return next((value for word, value in makers if word in model.lower()), provider)
+        makers = _MAKERS if provider == "openrouter" else _CLAUDE
+        return _first_match(makers, model.lower()) or provider
     return provider
 
 
 def provider_of_url(url: str) -> str | None:
     """Provider whose public API a URL is of; None for other hosts."""
-    host = _split(url)[0]
-    return next((value for part, value in _PROVIDER_HOSTS if part in host), None)
+    return _first_match(_HOSTS, _split(url)[0])
 
 
 def server_of(url: Any) -> str | None:

@@ -2,37 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ramify.analysis.reader import LogFormat, ReadQuality, Row, RowReader
-from ramify.analysis.readers.bodies.exchanges import FAILED, NO_REQUEST, Exchange, requests_of_rows
+from ramify.analysis.reader import LogFormat, ReadQuality, RowReader
+from ramify.analysis.readers.bodies.exchanges import FAILED, NO_REQUEST, Exchange
 from ramify.analysis.readers.bodies.segments import compact_json
 from ramify.analysis.readers.bodies.usage import count, first_count, parse_usage
+from ramify.analysis.readers.columns import Columns, columns_reader, text_at, value_at
 from ramify.analysis.readers.gateways.langchain_messages import chat_messages, is_items
 from ramify.analysis.readers.nested_json import decode_nested, is_cut_json
-from ramify.analysis.readers.row_fields import first_text, first_value, mapping_in
-from ramify.analysis.readers.times import Times, time_of
-from ramify.analysis.records import LoggedRequest, Usage
+from ramify.analysis.readers.row_fields import mapping_in
+from ramify.analysis.records import Usage
 
 _TYPES = (
     """GENERATION SPAN EVENT AGENT TOOL CHAIN RETRIEVER EVALUATOR EMBEDDING GUARDRAIL""".split()
 )
-_USAGE_KEYS = ("usage_details", "usageDetails", "usage")
-_MODEL_KEYS = ("provided_model_name", "providedModelName", "model")
-_SESSION_KEYS = ("session_id", "sessionId", "langfuse_session_id")
 _BODY_KEYS = ("messages", "input", "prompt", "instructions")
 _MESSAGE_KEYS = ("role", "kwargs")
+_SESSIONS = "session_id, sessionId, langfuse_session_id"
+_READ = (
+    "input_cached_tokens input_cache_read cache_read_input_tokens input_cached_tokens_read "
+    "cached_tokens".split()
+)
+_WRITTEN = (
+    "input_cache_creation cache_creation_input_tokens input_cache_write_tokens "
+    "input_cache_creation_tokens input_cache_write".split()
+)
+_WRITTEN_1H = ("input_ephemeral_1h_input_tokens", "ephemeral_1h_input_tokens")
 
 
 def is_langfuse_row(value: Any) -> bool:
     """Whether a row is an observation, a trace with observations, or a page of the API."""
     if not isinstance(value, dict):
         return False
-    if _is_observation(value) or _is_trace(value):
-        return True
-    rows = _rows_of(value)
-    return rows is not value and any(_is_observation(item) for item in rows)
+    return _is_trace(value) or any(map(_is_observation, _observations_of(value)))
 
 
 def _is_observation(value: Any) -> bool:
@@ -52,103 +56,87 @@ def _is_trace(value: Mapping[str, Any]) -> bool:
     )
 
 
-def _rows_of(value: Mapping[str, Any]) -> Any:
-    """The observations of a trace or of a page."""
+def _observations_of(value: Mapping[str, Any]) -> Sequence[Any]:
+    """The observations in a trace or a page; else the row itself, if it is one."""
     for key in ("observations", "data"):
         rows = value.get(key)
         if isinstance(rows, list) and any(isinstance(item, dict) for item in rows):
             return rows
-    return value
+    return (value,) if _is_observation(value) else ()
 
 
-class LangfuseReader(RowReader):
-    """Each GENERATION that did not fail is a request.
+COLUMNS = Columns(
+    skips=(
+        (NO_REQUEST, lambda row: row.get("type", "GENERATION") != "GENERATION"),
+        (FAILED, lambda row: row.get("level") == "ERROR"),
+    ),
+    identity=("id",),
+    objects="metadata",
+    start="start_time, startTime",
+    first_output="completion_start_time, completionStartTime",
+    end="end_time, endTime",
+    request_id="id",
+    conversation=f"""{_SESSIONS}, metadata.session_id, metadata.sessionId,
+        metadata.langfuse_session_id""",
+    model="provided_model_name, providedModelName, model",
+)
 
-    A trace read before its observations gives them its session (legacy export: name the folder
-    `traces` first).
+
+class _Observations:
+    """Exchanges of observations, which may have their session from a trace (legacy export).
+
+    Such a trace has to be read before its observations: name the folder `traces` first.
     """
 
-    def __init__(self, quality: ReadQuality) -> None:
-        self._quality = quality
+    def __init__(self) -> None:
         self._sessions: dict[str, str] = {}
-        self._seen: set[int] = set()
 
-    def feed(self, row: Row) -> Iterator[LoggedRequest]:
-        """See `RowReader`."""
-        if _is_trace(row.value):
-            self._remember(row.value)
-        rows = _rows_of(row.value)
-        if rows is row.value:
-            if not _is_observation(row.value):
-                self._quality.skipped[NO_REQUEST] += 1
-                return
-            rows = [rows]
-        yield from requests_of_rows(row, self._quality, rows, self._exchange_of)
+    def rows_of(self, value: Mapping[str, Any]) -> Sequence[Any]:
+        """The observations of a row; remembers the session of a trace."""
+        if _is_trace(value):
+            trace, session = text_at(value, "id"), text_at(value, _SESSIONS)
+            if trace is not None and session is not None:
+                self._sessions[trace] = session
+        return _observations_of(value)
 
-    def _remember(self, trace: Mapping[str, Any]) -> None:
-        identity, session = first_text(trace, ("id",)), first_text(trace, _SESSION_KEYS)
-        if identity is not None and session is not None:
-            self._sessions[identity] = session
-
-    def _exchange_of(self, value: Mapping[str, Any]) -> Exchange | None:
-        if value.get("type", "GENERATION") != "GENERATION":
-            self._quality.skipped[NO_REQUEST] += 1
-            return None
-        if value.get("level") == "ERROR":
-            self._quality.skipped[FAILED] += 1
-            return None
-        identity = first_text(value, ("id",))
-        if identity is not None:
-            if hash(identity) in self._seen:
-                self._quality.skipped["logged twice"] += 1
-                return None
-            self._seen.add(hash(identity))
-        metadata = mapping_in(value.get("metadata"))
-        session = first_text(value, _SESSION_KEYS) or first_text(metadata, _SESSION_KEYS)
-        trace = first_text(value, ("trace_id", "traceId"))
-        return Exchange(
-            body=_body_of(value),
-            response=_response_of(value.get("output")),
-            usage=_usage_of(mapping_in(first_value(value, _USAGE_KEYS))),
-            times=Times.in_order(
-                time_of(value, "start_time", "startTime"),
-                time_of(value, "completion_start_time", "completionStartTime"),
-                time_of(value, "end_time", "endTime"),
-            ),
-            request_id=identity,
-            conversation=session or self._sessions.get(trace or ""),
-            template=_template_of(value),
+    def exchange_of(self, row: Mapping[str, Any]) -> Exchange:
+        """The exchange of an observation."""
+        trace = text_at(row, "trace_id, traceId")
+        return COLUMNS.exchange(
+            row,
+            body=_body_of(row),
+            response=_response_of(row.get("output")),
+            usage=_usage_of(mapping_in(value_at(row, "usage_details, usageDetails, usage"))),
+            conversation=text_at(row, COLUMNS.conversation) or self._sessions.get(trace or ""),
+            template=_template_of(row),
         )
 
 
-def _template_of(value: Mapping[str, Any]) -> str | None:
-    name = first_text(value, ("prompt_name", "promptName"))
-    version = first_text(value, ("prompt_version", "promptVersion"))
+def _template_of(row: Mapping[str, Any]) -> str | None:
+    name = text_at(row, "prompt_name, promptName")
+    version = text_at(row, "prompt_version, promptVersion")
     return name if name is None or version is None else f"{name}@{version}"
 
 
-def _body_of(value: Mapping[str, Any]) -> Any:
-    model = first_text(value, _MODEL_KEYS)
-    given = decode_nested(value.get("input"))
-    if given is None or given in ("", {}, []):
-        return {} if model is None else {"model": model}
-    if isinstance(given, dict):
-        if not any(key in given for key in _BODY_KEYS):
-            is_message = any(key in given for key in _MESSAGE_KEYS)
-            given = {"messages": [given]} if is_message else {"prompt": compact_json(given)}
-    elif isinstance(given, list):
+def _body_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A body of the input, which is one, or messages, items or text; and of the columns beside it."""
+    given = decode_nested(row.get("input"))
+    if given in (None, "", {}, []) or is_cut_json(given):
+        return {}
+    if isinstance(given, list):
         given = {"input" if is_items(given) else "messages": given}
-    else:
-        if is_cut_json(given):
-            return {} if model is None else {"model": model}
+    elif not isinstance(given, dict):
         given = {"prompt": str(given)}
-    parameters = mapping_in(first_value(value, ("model_parameters", "modelParameters")))
-    body = {"model": model, **parameters, **given}
+    elif not any(key in given for key in _BODY_KEYS):
+        is_message = any(key in given for key in _MESSAGE_KEYS)
+        given = {"messages": [given]} if is_message else {"prompt": compact_json(given)}
+    parameters = mapping_in(value_at(row, "model_parameters, modelParameters"))
+    body = {"model": text_at(row, COLUMNS.model), **parameters, **given}
     if "messages" in body:
         body["messages"] = chat_messages(decode_nested(body["messages"]))
     if isinstance(body.get("input"), str):
         body["input"] = decode_nested(body["input"])
-    tools = first_value(value, ("tool_definitions", "toolDefinitions"))
+    tools = value_at(row, "tool_definitions, toolDefinitions")
     if tools and not body.get("tools"):
         body["tools"] = _tools_of(decode_nested(tools))
     return body
@@ -160,13 +148,11 @@ def _tools_of(tools: Any) -> list[Any]:
         return [decode_nested(tool) for tool in tools]
     if not isinstance(tools, dict):
         return []
-    functions = []
-    for name, definition in tools.items():
-        fields = mapping_in(definition)
-        functions.append(
-            fields if "name" in fields or "function" in fields else {"name": name, **fields}
-        )
-    return functions
+    functions = ((name, mapping_in(definition)) for name, definition in tools.items())
+    return [
+        fields if "name" in fields or "function" in fields else {"name": name, **fields}
+        for name, fields in functions
+    ]
 
 
 def _response_of(output: Any) -> Any:
@@ -186,10 +172,7 @@ def _usage_of(usage: Mapping[str, Any]) -> Usage:
     if "input" not in usage:
         return parse_usage(usage)
     rest, output, total = (count(usage.get(key)) for key in ("input", "output", "total"))
-    read = first_count(usage, "input_cached_tokens", "input_cache_read", "cache_read_input_tokens",
-                  "input_cached_tokens_read", "cached_tokens")  # fmt: skip
-    written = first_count(usage, "input_cache_creation", "cache_creation_input_tokens",
-                     "input_cache_write_tokens", "input_cache_creation_tokens", "input_cache_write")  # fmt: skip
+    read, written = first_count(usage, *_READ), first_count(usage, *_WRITTEN)
     cached = (read or 0) + (written or 0)
     num_input = rest
     if rest is not None:
@@ -202,15 +185,12 @@ def _usage_of(usage: Mapping[str, Any]) -> Usage:
         if total is not None and output is not None and rest >= (written or 0):
             inside = [rest + (read or 0)] + ([rest] if rest >= cached else [])
             num_input = next((item for item in inside if item == total - output), num_input)
-    return Usage(
-        num_input=num_input,
-        num_read=read,
-        num_written=written,
-        num_written_1h=first_count(
-            usage, "input_ephemeral_1h_input_tokens", "ephemeral_1h_input_tokens"
-        ),
-        num_output=output,
-    )
+    return Usage(num_input, read, written, first_count(usage, *_WRITTEN_1H), output)
 
 
-LANGFUSE = LogFormat("langfuse", is_langfuse_row, LangfuseReader)
+def _reader(quality: ReadQuality) -> RowReader:
+    observations = _Observations()
+    return columns_reader(COLUMNS, observations.exchange_of, quality, rows_of=observations.rows_of)
+
+
+LANGFUSE = LogFormat("langfuse", is_langfuse_row, _reader)

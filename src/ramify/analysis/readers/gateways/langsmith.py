@@ -1,4 +1,8 @@
-"""LangSmith: run records, one a line, in an array or as `{"runs": […]}`."""
+"""LangSmith: run records, one a line, in an array or as `{"runs": […]}`.
+
+LangChain's message objects become messages of a chat body: the order of keys in tool arguments is
+kept, spaces in them are not.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ramify.analysis.reader import LogFormat, ReadQuality
-from ramify.analysis.readers.bodies.exchanges import FAILED, NO_REQUEST, Exchange, ExchangeReader
+from ramify.analysis.reader import LogFormat
+from ramify.analysis.readers.bodies.exchanges import FAILED, NO_REQUEST, Exchange
 from ramify.analysis.readers.bodies.usage import count, parse_usage
+from ramify.analysis.readers.columns import Columns, columns_reader, text_at, value_at, values_at
 from ramify.analysis.readers.gateways.hosts import provider_of_name
 from ramify.analysis.readers.gateways.langchain_messages import (
     chat_message_of,
@@ -17,21 +22,41 @@ from ramify.analysis.readers.gateways.langchain_messages import (
     is_items,
 )
 from ramify.analysis.readers.nested_json import decode_nested
-from ramify.analysis.readers.row_fields import first_text, mapping_in, merge_usage
-from ramify.analysis.readers.times import Times, parse_time, time_of
+from ramify.analysis.readers.row_fields import mapping_in, merge_usage
 from ramify.analysis.records import Usage
 
-# Of `extra.metadata`; the session_id of a run itself is the project.
-_CONVERSATION_KEYS = ("thread_id", "session_id", "conversation_id")
-_MODEL_KEYS = ("ls_model_name", "model", "model_name")
+# `message` is the answer, see `_answer_of`; of counts in several places, the first is taken.
+_USAGES = """message.usage_metadata, outputs.usage_metadata, extra.metadata.usage_metadata,
+    message.response_metadata.token_usage, message.response_metadata.usage,
+    outputs.llm_output.token_usage, outputs.llm_output.usage"""
+
+COLUMNS = Columns(
+    skips=(
+        (NO_REQUEST, lambda run: run.get("run_type") != "llm"),
+        (FAILED, lambda run: bool(run.get("error")) or run.get("status") == "error"),
+    ),
+    objects="inputs, outputs, extra",
+    start="start_time",
+    first_output="first_token_time",
+    end="end_time",
+    request_id="message.response_metadata.id, id",
+    # The session_id of a run itself is the project.
+    conversation="""extra.metadata.thread_id, extra.metadata.session_id,
+        extra.metadata.conversation_id""",
+    provider="extra.metadata.ls_provider",
+    model="""extra.invocation_params.ls_model_name, extra.invocation_params.model,
+        extra.invocation_params.model_name, extra.metadata.ls_model_name, extra.metadata.model,
+        extra.metadata.model_name""",
+    response_model="message.response_metadata.model_name, message.response_metadata.model",
+)
 
 
 def is_langsmith_row(value: Any) -> bool:
     """Whether a row is a run, or an object that holds runs."""
-    return isinstance(value, dict) and any(map(_is_run, _values_of(value)))
+    return isinstance(value, dict) and any(map(_is_run, _runs_of(value)))
 
 
-def _values_of(value: Mapping[str, Any]) -> list[Any]:
+def _runs_of(value: Mapping[str, Any]) -> list[Any]:
     """The runs that a row holds; else the row, which is a run."""
     runs = value.get("runs")
     return runs if isinstance(runs, list) else [value]
@@ -43,49 +68,28 @@ def _is_run(value: Any) -> bool:
     )
 
 
-def _exchange_of(run: Mapping[str, Any], quality: ReadQuality) -> Exchange | None:
-    """Each run of type `llm` that did not fail is a request.
-
-    LangChain's message objects become messages of a chat body: the order of keys in tool arguments
-    is kept, spaces in them are not.
-    """
-    if run.get("run_type") != "llm":
-        quality.skipped[NO_REQUEST] += 1
-        return None
-    if run.get("error") or run.get("status") == "error":
-        quality.skipped[FAILED] += 1
-        return None
-    extra = mapping_in(run.get("extra"))
-    metadata = mapping_in(extra.get("metadata"))
-    parameters = mapping_in(extra.get("invocation_params"))
-    outputs = mapping_in(run.get("outputs"))
-    message = _answer_of(outputs)
-    body = _body_of(mapping_in(run.get("inputs")), parameters, metadata)
-    answered = mapping_in(message.get("response_metadata"))
-    return Exchange(
+def _exchange_of(run: Mapping[str, Any]) -> Exchange:
+    """The exchange of a run of the type `llm`."""
+    message = _answer_of(run["outputs"])
+    body = _body_of(run)
+    run = {**run, "message": message}
+    if value_at(run, COLUMNS.first_output) is None:
+        run["first_token_time"] = _first_token_time(run)
+    return COLUMNS.exchange(
+        run,
         body=body,
-        response=_response_of(outputs, message),
-        usage=_usage_of(run, outputs, message, metadata),
-        times=Times.in_order(
-            parse_time(run.get("start_time")),
-            _first_token(run),
-            parse_time(run.get("end_time")),
-        ),
-        request_id=first_text(answered, ("id",)) or first_text(run, ("id",)),
-        conversation=first_text(metadata, _CONVERSATION_KEYS),
-        provider=provider_of_name(
-            first_text(metadata, ("ls_provider",)), first_text(body, ("model",))
-        ),
-        response_model=first_text(answered, ("model_name", "model")),
+        response=_response_of(run["outputs"], message),
+        usage=_usage_of(run),
+        provider=provider_of_name(text_at(run, COLUMNS.provider), body.get("model")),
     )
 
 
-def _body_of(
-    inputs: Mapping[str, Any], parameters: Mapping[str, Any], metadata: Mapping[str, Any]
-) -> dict[str, Any]:
+def _body_of(run: Mapping[str, Any]) -> dict[str, Any]:
     """The request: inputs over invocation parameters, messages as of the wire."""
-    model = first_text(parameters, _MODEL_KEYS) or first_text(metadata, _MODEL_KEYS)
-    body: dict[str, Any] = {**({} if model is None else {"model": model}), **parameters, **inputs}
+    model = text_at(run, COLUMNS.model)
+    body: dict[str, Any] = {} if model is None else {"model": model}
+    body |= mapping_in(run["extra"].get("invocation_params"))
+    body |= run["inputs"]
     if "messages" in body:
         body["messages"] = chat_messages(decode_nested(body["messages"]))
     elif isinstance(body.get("prompts"), list):
@@ -93,8 +97,7 @@ def _body_of(
     elif isinstance(body.get("input"), list):
         items = body["input"]
         body["input"] = items if is_items(items) else chat_messages(items)
-    tools = body.get("tools")
-    if tools is None and isinstance(body.get("functions"), list):
+    if body.get("tools") is None and isinstance(body.get("functions"), list):
         body["functions"] = [decode_nested(tool) for tool in body["functions"]]
     return body
 
@@ -124,23 +127,9 @@ def _response_of(outputs: Mapping[str, Any], message: Mapping[str, Any]) -> Any:
     return {"choices": [{"message": wire}]} if isinstance(wire, dict) else None
 
 
-def _usage_of(
-    run: Mapping[str, Any],
-    outputs: Mapping[str, Any],
-    message: Mapping[str, Any],
-    metadata: Mapping[str, Any],
-) -> Usage:
+def _usage_of(run: Mapping[str, Any]) -> Usage:
     usage = Usage()
-    model_output = mapping_in(outputs.get("llm_output"))
-    answered = mapping_in(message.get("response_metadata"))
-    for holder in (
-        message.get("usage_metadata"),
-        outputs.get("usage_metadata"),
-        metadata.get("usage_metadata"),
-        answered.get("token_usage", answered.get("usage")),
-        model_output.get("token_usage", model_output.get("usage")),
-    ):
-        counts = mapping_in(holder)
+    for counts in map(mapping_in, values_at(run, _USAGES)):
         if counts:
             usage = merge_usage(usage, _usage_metadata(counts))
     details = mapping_in(run.get("prompt_token_details"))
@@ -164,17 +153,16 @@ def _usage_metadata(counts: Mapping[str, Any]) -> Usage:
     return replace(usage, num_written=written, num_written_1h=written_1h)
 
 
-def _first_token(run: Mapping[str, Any]) -> float | None:
-    time = time_of(run, "first_token_time")
+def _first_token_time(run: Mapping[str, Any]) -> Any:
     events = run.get("events")
-    if time is not None or not isinstance(events, list):
-        return time
-    for event in events:
+    for event in events if isinstance(events, list) else ():
         if isinstance(event, dict) and event.get("name") == "new_token":
-            return parse_time(event.get("time"))
+            return event.get("time")
     return None
 
 
 LANGSMITH = LogFormat(
-    "langsmith", is_langsmith_row, partial(ExchangeReader, _values_of, _exchange_of)
+    "langsmith",
+    is_langsmith_row,
+    partial(columns_reader, COLUMNS, _exchange_of, rows_of=_runs_of),
 )
