@@ -9,11 +9,9 @@ import pytest
 from ramify.analysis.corpus import Corpus
 from ramify.analysis.reader import ReadQuality, Row
 from ramify.analysis.readers.engines.ramify_record import NO_DURATION, RAMIFY_RECORD
-from ramify.analysis.readers.traces.bailian import BAILIAN
 from ramify.analysis.readers.traces.dynamo import DYNAMO
+from ramify.analysis.readers.traces.hashed_traces import BAILIAN, MOONCAKE, WEKA
 from ramify.analysis.readers.traces.lengths import LENGTHS, LENGTHS_ONLY
-from ramify.analysis.readers.traces.mooncake import MOONCAKE
-from ramify.analysis.readers.traces.weka import WEKA
 from ramify.analysis.records import HashedPrompt, VendorVerdict
 from ramify.analysis.report.analyze import analyze
 from tests.pure.analysis.log_rows import jsonl, read_rows

@@ -20,11 +20,9 @@ from ramify.analysis.readers.gateways.langsmith import LANGSMITH
 from ramify.analysis.readers.gateways.litellm import LITELLM
 from ramify.analysis.readers.otel.otlp_rows import OTEL
 from ramify.analysis.readers.plain import PLAIN
-from ramify.analysis.readers.traces.bailian import BAILIAN
 from ramify.analysis.readers.traces.dynamo import DYNAMO
+from ramify.analysis.readers.traces.hashed_traces import BAILIAN, MOONCAKE, WEKA
 from ramify.analysis.readers.traces.lengths import LENGTHS
-from ramify.analysis.readers.traces.mooncake import MOONCAKE
-from ramify.analysis.readers.traces.weka import WEKA
 from ramify.analysis.readers.transcripts.claude_code import CLAUDE_CODE
 from ramify.analysis.readers.transcripts.codex import CODEX
 from ramify.analysis.readers.transcripts.sharegpt import SHAREGPT
