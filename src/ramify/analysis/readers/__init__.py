@@ -1,6 +1,7 @@
 """The formats of logs, in rooms by who writes them; `FORMATS` is the order in which they are tried.
 
-`nested_json`, `row_fields`, `row_values`, `times` and `pending_rows` read values of rows.
+`columns` makes a reader of a gateway from the names of its columns. `nested_json`, `row_fields`,
+`row_values`, `times` and `pending_rows` read values of rows.
 """
 
 from __future__ import annotations

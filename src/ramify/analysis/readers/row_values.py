@@ -65,27 +65,6 @@ def get_number(row: Mapping[str, Any], name: str) -> float | None:
     raise BadRowError(f"{name} is {quoted(value)}, not a finite number")
 
 
-def get_milliseconds(row: Mapping[str, Any], name: str) -> float | None:
-    """Seconds of a finite number of milliseconds, or None if it is absent or null."""
-    number = get_number(row, name)
-    return None if number is None else number / 1000
-
-
-def get_count(row: Mapping[str, Any], name: str) -> int | None:
-    """An integer that is not negative, or None if it is absent or null."""
-    number = get_number(row, name)
-    if number is None:
-        return None
-    if number < 0 or number != int(number) or number >= 1 << 53:
-        raise BadRowError(f"{name} is {quoted(row[name])}, not a count")
-    return int(number)
-
-
-def get_first_count(row: Mapping[str, Any], *names: str) -> int | None:
-    """The count under the first of these names that is neither absent nor null."""
-    return next((get_count(row, name) for name in names if row.get(name) is not None), None)
-
-
 def get_time(row: Mapping[str, Any], name: str) -> float | None:
     """Seconds since the epoch of a number or an ISO 8601 text, or None if it is absent or null."""
     value = row.get(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -11,9 +12,6 @@ from ramify.analysis.reader import BadRowError, LogFormat, ReadQuality, Row
 from ramify.analysis.readers.bodies.segments import token_segment
 from ramify.analysis.readers.row_values import (
     RowByRow,
-    get_count,
-    get_milliseconds,
-    get_name,
     get_text,
     ids_of,
     list_of,
@@ -21,8 +19,13 @@ from ramify.analysis.readers.row_values import (
     quoted,
 )
 from ramify.analysis.readers.times import later
-from ramify.analysis.readers.traces.hashed_prompts import block_ids_of, check_block_size, num_blocks
-from ramify.analysis.records import HashedPrompt, LoggedRequest, Usage, VendorVerdict
+from ramify.analysis.readers.traces.hashed_prompts import (
+    block_ids_of,
+    check_block_size,
+    hashed_prompt,
+)
+from ramify.analysis.readers.traces.trace_columns import RAMIFY
+from ramify.analysis.records import LoggedRequest, Usage, VendorVerdict
 
 NO_DURATION = "records of an older server: a request's start is taken to be its end"
 
@@ -40,51 +43,44 @@ def is_ramify_record(value: Any) -> bool:
 def read_record(row: Row, quality: ReadQuality) -> Iterator[LoggedRequest]:
     """The request of a record; token ids are segments beside the hashes."""
     value = mapping_of(row.value, "row")
-    num_tokens = get_count(value, "input_length")
-    if num_tokens is None:
+    usage = RAMIFY.usage(value)
+    if usage.num_input is None:
         raise BadRowError("record has no input_length")
     page_size = check_block_size(value.get("page_size"), "page_size")
-    ids = block_ids_of(value.get("hash_ids"))
-    end = get_milliseconds(value, "timestamp")
-    duration = get_milliseconds(value, "total_ms")
-    start = None if end is None or duration is None else end - duration
-    if duration is None and end is not None and value.get("end") != "disconnected":
+    hashed = hashed_prompt(page_size, block_ids_of(value.get("hash_ids")), usage.num_input)
+    end_s = RAMIFY.seconds(value, "timestamp")
+    duration_s = RAMIFY.seconds(value, "total_ms")
+    start_s = end_s
+    first_output_s = None
+    if end_s is not None and duration_s is not None:
+        start_s = end_s - duration_s
+        first_output_s = later(start_s, RAMIFY.seconds(value, "ttft_ms"))
+    elif end_s is not None and value.get("end") != "disconnected":
         quality.notes[NO_DURATION] += 1
-    first = later(start, get_milliseconds(value, "ttft_ms"))
     token_ids = value.get("token_ids")
-    yield LoggedRequest(
-        *row.place,
-        segments=() if not token_ids else (token_segment(ids_of(token_ids, "token_ids")),),
-        hashed=HashedPrompt(
-            page_size, ids[: num_blocks(num_tokens, page_size)], num_tokens, _segments(value)
-        ),
-        request_id=get_name(value, "id"),
-        conversation=get_name(value, "conversation"),
-        start_s=end if start is None else start,
-        first_output_s=first,
-        end_s=end,
+    yield RAMIFY.request(
+        row,
+        value,
+        segments=(token_segment(ids_of(token_ids, "token_ids")),) if token_ids else (),
+        hashed=replace(hashed, segments=_segments(value)),
+        start_s=start_s,
+        first_output_s=first_output_s,
+        end_s=end_s,
         provider="ramify",
-        model=get_text(value, "model"),
         cache_scope=get_text(value, "tenant") or "",
-        verdict=_verdict(value),
-        usage=Usage(
-            num_input=num_tokens,
-            num_read=get_count(value, "hit"),
-            num_output=get_count(value, "output_length"),
-        ),
+        verdict=_verdict(value, usage),
     )
 
 
-def _verdict(value: Mapping[str, Any]) -> VendorVerdict | None:
+def _verdict(value: Mapping[str, Any], usage: Usage) -> VendorVerdict | None:
     """The server's own reason; the tokens from the end of the hit on were missed."""
     if value.get("miss") is None:
         return None
     miss = mapping_of(value["miss"], "miss")
     reason = get_text(miss, "reason")
-    total, hit = get_count(value, "input_length"), get_count(value, "hit")
-    if reason is None or total is None:
+    if reason is None or usage.num_input is None:
         return None
-    missed = None if hit is None else max(0, total - hit)
+    missed = None if usage.num_read is None else max(0, usage.num_input - usage.num_read)
     return VendorVerdict(reason, missed, get_text(miss, "segment") or "")
 
 

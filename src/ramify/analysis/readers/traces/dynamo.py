@@ -10,16 +10,14 @@ from ramify.analysis.reader import BadRowError, LogFormat, ReadQuality, Row
 from ramify.analysis.readers.bodies.request_bodies import parse_bodies, requests_of
 from ramify.analysis.readers.bodies.responses import parse_response
 from ramify.analysis.readers.pending_rows import PendingRows
-from ramify.analysis.readers.row_values import (
-    get_count,
-    get_milliseconds,
-    get_name,
-    get_text,
-    mapping_of,
+from ramify.analysis.readers.row_values import get_name, get_text, mapping_of
+from ramify.analysis.readers.traces import trace_columns
+from ramify.analysis.readers.traces.hashed_prompts import (
+    block_ids_of,
+    check_block_size,
+    hashed_prompt,
 )
-from ramify.analysis.readers.times import later
-from ramify.analysis.readers.traces.hashed_prompts import block_ids_of, check_block_size, num_blocks
-from ramify.analysis.records import HashedPrompt, LoggedRequest, Usage
+from ramify.analysis.records import HashedPrompt, LoggedRequest
 
 SCHEMA = "dynamo.request.trace.v1"
 NO_PROMPT = "rows without replay hashes and without a payload have no prompt"
@@ -87,7 +85,7 @@ class DynamoReader:
             bodies,
             response,
             request_id=get_name(payload, "request_id"),
-            start_s=get_milliseconds(value, "event_time_unix_ms"),
+            start_s=trace_columns.DYNAMO.seconds(value, "event_time_unix_ms"),
         )
         return next(requests, None)
 
@@ -98,37 +96,31 @@ class DynamoReader:
 
 
 def _ended(row: Row, value: Mapping[str, Any]) -> LoggedRequest:
-    request = mapping_of(value.get("request"), "request")
+    fields = mapping_of(value.get("request"), "request")
     context = mapping_of(value.get("agent_context") or {}, "agent_context")
-    start = get_milliseconds(request, "request_received_ms")
-    end = later(start, get_milliseconds(request, "total_time_ms"))
-    num_input = get_count(request, "input_tokens")
     hashed = None
-    if request.get("replay") is not None:
-        replay = mapping_of(request["replay"], "replay")
-        num_tokens = get_count(replay, "input_length")
-        if num_tokens is None:
-            raise BadRowError("replay has no input_length")
-        size = check_block_size(replay.get("trace_block_size"), "trace_block_size")
-        ids = block_ids_of(replay.get("input_sequence_hashes"), "input_sequence_hashes")
-        hashed = HashedPrompt(size, ids[: num_blocks(num_tokens, size)], num_tokens)
-        num_input = num_tokens if num_input is None else num_input
-    return LoggedRequest(
-        *row.place,
+    if fields.get("replay") is not None:
+        hashed = _hashed(mapping_of(fields["replay"], "replay"))
+        fields = {**fields, "input_length": hashed.num_tokens}
+    request = trace_columns.DYNAMO.request(
+        row,
+        fields,
         hashed=hashed,
-        request_id=get_name(request, "request_id"),
         conversation=get_name(context, "session_id"),
-        start_s=start,
-        first_output_s=later(start, get_milliseconds(request, "ttft_ms")),
-        end_s=get_milliseconds(value, "event_time_unix_ms") if end is None else end,
-        model=get_text(request, "model"),
         has_full_text=hashed is not None,
-        usage=Usage(
-            num_input=num_input,
-            num_read=get_count(request, "cached_tokens"),
-            num_output=get_count(request, "output_tokens"),
-        ),
     )
+    if request.end_s is None:
+        request = replace(request, end_s=trace_columns.DYNAMO.seconds(value, "event_time_unix_ms"))
+    return request
+
+
+def _hashed(replay: Mapping[str, Any]) -> HashedPrompt:
+    num_tokens = trace_columns.DYNAMO.usage(replay).num_input
+    if num_tokens is None:
+        raise BadRowError("replay has no input_length")
+    size = check_block_size(replay.get("trace_block_size"), "trace_block_size")
+    ids = block_ids_of(replay.get("input_sequence_hashes"), "input_sequence_hashes")
+    return hashed_prompt(size, ids, num_tokens)
 
 
 def _joined(ended: LoggedRequest, body: LoggedRequest) -> LoggedRequest:

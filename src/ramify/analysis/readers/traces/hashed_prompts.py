@@ -51,6 +51,11 @@ def num_blocks(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
 
+def hashed_prompt(block_size: int, ids: tuple[int, ...], num_tokens: int) -> HashedPrompt:
+    """A prompt without the ids beyond its length."""
+    return HashedPrompt(block_size, ids[: num_blocks(num_tokens, block_size)], num_tokens)
+
+
 class FileScopes:
     """Cache scopes of files whose ids are numbers given within the file: equal ids mean nothing.
 
@@ -92,7 +97,7 @@ class BlockSizes:
             return HashedPrompt(size, ids, size * len(ids))
         if not _explains(size, len(ids), num_tokens):
             self._quality.notes["hash_ids and input_length disagree"] += 1
-        return HashedPrompt(size, ids[: num_blocks(num_tokens, size)], num_tokens)
+        return hashed_prompt(size, ids, num_tokens)
 
     def _size(self, file: str, num_ids: int, num_tokens: int | None) -> int:
         size = self._sizes.get(file)

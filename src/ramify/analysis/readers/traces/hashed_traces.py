@@ -9,6 +9,7 @@ session of a coding agent in each row, and ids that are valid inside it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,9 +17,6 @@ from ramify.analysis.reader import BadRowError, LogFormat, ReadQuality, Row, Row
 from ramify.analysis.readers.bodies.request_bodies import parse_bodies
 from ramify.analysis.readers.row_values import (
     RowByRow,
-    get_count,
-    get_first_count,
-    get_milliseconds,
     get_name,
     get_number,
     get_text,
@@ -27,20 +25,20 @@ from ramify.analysis.readers.row_values import (
     quoted,
 )
 from ramify.analysis.readers.times import later
+from ramify.analysis.readers.traces import trace_columns
 from ramify.analysis.readers.traces.hashed_prompts import (
     BlockSizes,
     FileScopes,
     block_ids_of,
     check_block_size,
+    hashed_prompt,
     namespaced,
-    num_blocks,
 )
-from ramify.analysis.records import HashedPrompt, LoggedRequest, Segment, SegmentKind, Usage
+from ramify.analysis.records import HashedPrompt, LoggedRequest, Segment, SegmentKind
 
 MOONCAKE_BLOCK, BAILIAN_BLOCK, WEKA_BLOCK = 512, 16, 64  # tokens, where no row says it
 AGENTIC_SCHEMA = "dynamo.agentic_mooncake"
 OTHER_FORMATS = ("chat_id", "page_size", "requests")
-_START_NAMES = ("timestamp", "created_time", "not_before_ms")
 ESTIMATED_START = "start estimated as that of the previous turn + delay"
 BAILIAN_ROOT = "-1"  # parent of a first turn
 SUBAGENT = "subagent"
@@ -78,56 +76,39 @@ class MooncakeReader(RowReader):
             self._header_sizes[row.file] = check_block_size(value.get("block_size"))
             self._quality.skipped["header"] += 1
             return
-        session = get_name(value, "session_id")
-        text = get_text(value, "text_input")
-        num_tokens = get_first_count(value, "input_length", "input_tokens")
-        segments: tuple[Segment, ...] = ()
-        hashed: HashedPrompt | None = None
-        if text is not None:
-            segments = (Segment("prompt", SegmentKind.MESSAGE, text),)
+        fields: dict[str, Any] = {}
+        if get_text(value, "text_input") is not None:
+            fields["segments"] = (Segment("prompt", SegmentKind.MESSAGE, value["text_input"]),)
         elif value.get("hash_ids") is not None:
-            hashed = self._hashed(row.file, value, num_tokens)
+            fields["hashed"] = self._hashed(row.file, value)
+            fields["cache_scope"] = self._scopes.scope(row.file)
         elif value.get("messages") is not None:
-            segments = parse_bodies(value)[0].segments
+            fields["segments"] = parse_bodies(value)[0].segments
         else:
             raise BadRowError("row has no hash_ids, text_input or messages")
-        start = self._start_s(row.file, session, value)
-        yield LoggedRequest(
-            *row.place,
-            segments=segments,
-            hashed=hashed,
-            request_id=get_name(value, "request_id"),
-            conversation=session,
-            start_s=start,
-            end_s=later(start, get_milliseconds(value, "recorded_api_time_ms")),
-            model=get_text(value, "model"),
-            cache_scope="" if hashed is None else self._scopes.scope(row.file),
-            usage=Usage(
-                num_input=num_tokens,
-                num_output=get_first_count(value, "output_length", "output_tokens"),
-            ),
+        yield trace_columns.MOONCAKE.request(
+            row, value, start_s=self._start_s(row.file, value), **fields
         )
 
-    def _hashed(self, file: str, value: Mapping[str, Any], num_tokens: int | None) -> HashedPrompt:
+    def _hashed(self, file: str, value: Mapping[str, Any]) -> HashedPrompt:
         ids = block_ids_of(value["hash_ids"])
         size = value.get("block_size", self._header_sizes.get(file))
         if file in self._header_sizes:  # the schema says that ids are valid in a play
             ids = namespaced(ids, get_name(value, "play_id") or "")
-        return self._sizes.prompt(file, ids, num_tokens, size)
+        return self._sizes.prompt(file, ids, trace_columns.MOONCAKE.usage(value).num_input, size)
 
-    def _start_s(self, file: str, session: str | None, value: Mapping[str, Any]) -> float | None:
-        times = (get_milliseconds(value, name) for name in _START_NAMES)
-        start = next((time for time in times if time is not None), None)
+    def _start_s(self, file: str, value: Mapping[str, Any]) -> float | None:
+        start_s, session = trace_columns.MOONCAKE.start_s(value), get_name(value, "session_id")
         if session is None:
-            return start
-        if start is None and (file, session) in self._starts:
-            delay = get_milliseconds(value, "delay" if "delay" in value else "delay_ms")
-            if delay is not None:
-                start = self._starts[file, session] + delay
-                self._quality.notes[ESTIMATED_START] += 1
-        if start is not None:
-            self._starts[file, session] = start
-        return start
+            return start_s
+        if start_s is None:
+            delay_s = trace_columns.MOONCAKE.seconds(value, "delay, delay_ms")
+            start_s = later(self._starts.get((file, session)), delay_s)
+            if start_s is None:
+                return None
+            self._quality.notes[ESTIMATED_START] += 1
+        self._starts[file, session] = start_s
+        return start_s
 
 
 def is_bailian(value: Any) -> bool:
@@ -146,29 +127,21 @@ class BailianReader(RowReader):
     def feed(self, row: Row) -> Iterator[LoggedRequest]:
         """See `RowReader`."""
         value = mapping_of(row.value, "row")
-        chat = get_name(value, "chat_id")
+        request = trace_columns.BAILIAN.request(row, value)
+        chat, parent = request.request_id, get_name(value, "parent_chat_id")
         if chat is None:
             raise BadRowError("row has no chat_id")
-        parent = get_name(value, "parent_chat_id")
-        if parent == BAILIAN_ROOT:
-            parent = None
-        num_tokens = get_count(value, "input_length")
-        hashed = self._sizes.prompt(
-            row.file, block_ids_of(value.get("hash_ids")), num_tokens, value.get("block_size")
-        )
-        request = LoggedRequest(
-            *row.place,
-            hashed=hashed,
-            request_id=chat,
-            conversation=chat if parent is None else self._roots.get(parent, parent),
-            parent_id=parent,
-            start_s=get_number(value, "timestamp"),
+        ids, size = block_ids_of(value.get("hash_ids")), value.get("block_size")
+        conversation = chat
+        if parent is not None and parent != BAILIAN_ROOT:
+            conversation = self._roots[chat] = self._roots.get(parent, parent)
+        yield replace(
+            request,
+            hashed=self._sizes.prompt(row.file, ids, request.usage.num_input, size),
+            conversation=conversation,
+            parent_id=None if parent == BAILIAN_ROOT else parent,
             cache_scope=self._scopes.scope(row.file),
-            usage=Usage(num_input=num_tokens, num_output=get_count(value, "output_length")),
         )
-        if request.conversation is not None and parent is not None:
-            self._roots[chat] = request.conversation
-        yield request
 
 
 def is_weka(value: Any) -> bool:
@@ -200,25 +173,18 @@ def read_weka(row: Row, quality: ReadQuality) -> Iterator[LoggedRequest]:
         ids = block_ids_of(value.get("hash_ids", []))
         if namespace is not None:
             ids = namespaced(ids, namespace)
-        num_tokens = get_first_count(value, "in", "input_length")
+        num_tokens = trace_columns.WEKA.usage(value).num_input
         if num_tokens is None:
             raise BadRowError("request has no `in`, the number of its input tokens")
-        start = get_number(value, "t")
-        start = None if start is None else start + offset_s
+        start_s = trace_columns.WEKA.start_s(value)
         requests.append(
-            LoggedRequest(
-                file=row.file,
-                line=row.line,
+            trace_columns.WEKA.request(
+                row,
+                value,
                 index=len(requests),
-                hashed=HashedPrompt(size, ids[: num_blocks(num_tokens, size)], num_tokens),
+                hashed=hashed_prompt(size, ids, num_tokens),
                 conversation=name if agent is None else f"{name}/{agent}",
-                start_s=start,
-                first_output_s=later(start, get_number(value, "ttft")),
-                end_s=later(start, get_number(value, "api_time")),
-                model=get_text(value, "model"),
-                usage=Usage(
-                    num_input=num_tokens, num_output=get_first_count(value, "out", "output_length")
-                ),
+                start_s=None if start_s is None else start_s + offset_s,
             )
         )
     if any(request.start_s is not None for request in requests):

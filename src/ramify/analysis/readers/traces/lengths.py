@@ -10,33 +10,33 @@ from functools import partial
 from typing import Any
 
 from ramify.analysis.reader import BadRowError, LogFormat, ReadQuality, Row
-from ramify.analysis.readers.bodies.usage import count
-from ramify.analysis.readers.row_values import (
-    RowByRow,
-    get_milliseconds,
-    get_name,
-    get_time,
-    list_of,
-    mapping_of,
-    quoted,
+from ramify.analysis.readers.row_values import RowByRow, get_name, list_of, mapping_of
+from ramify.analysis.readers.traces.trace_columns import (
+    AZURE,
+    BURST_GPT,
+    COPILOT,
+    MOONCAKE,
+    TraceColumns,
 )
-from ramify.analysis.readers.times import later, parse_time
-from ramify.analysis.records import LoggedRequest, Usage
+from ramify.analysis.records import LoggedRequest
 
 LENGTHS_ONLY = "lengths only: neither text nor hashes, so what requests share is unknown"
-AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-BURST_GPT = ("Timestamp", "Model", "Request tokens", "Response tokens")
-MOONCAKE = ("input_length", "output_length")
+# Keys by which a trace is known, and its columns.
+_TRACES = (
+    (("TIMESTAMP", "ContextTokens", "GeneratedTokens"), AZURE),
+    (("Timestamp", "Model", "Request tokens", "Response tokens"), BURST_GPT),
+    (("input_length", "output_length"), MOONCAKE),
+)
+_PROMPTS = frozenset({"hash_ids", "messages", "text_input"})
 
 
 def is_lengths(value: Any) -> bool:
     """Whether a row has the columns of a trace of lengths, or is a session with counts of calls."""
     if not isinstance(value, Mapping):
         return False
-    if all(name in value for name in AZURE) or all(name in value for name in BURST_GPT):
-        return True
-    if all(name in value for name in MOONCAKE):
-        return "hash_ids" not in value and "messages" not in value and "text_input" not in value
+    columns = _columns_of(value)
+    if columns is not None:
+        return columns is not MOONCAKE or _PROMPTS.isdisjoint(value)
     turns = value.get("turns")
     return (
         "session_id" in value
@@ -45,72 +45,40 @@ def is_lengths(value: Any) -> bool:
     )
 
 
+def _columns_of(value: Mapping[str, Any]) -> TraceColumns | None:
+    return next((columns for keys, columns in _TRACES if all(key in value for key in keys)), None)
+
+
 def read_lengths(row: Row, quality: ReadQuality) -> Iterator[LoggedRequest]:
     """Requests with counts and times, and no prompt."""
     value = mapping_of(row.value, "row")
-    if "turns" in value:
-        yield from _copilot_session(row, value, quality)
-        return
-    if AZURE[1] in value:
-        start, num_input, num_output = _time(value, AZURE[0]), value[AZURE[1]], value.get(AZURE[2])
-        conversation = model = None
-    elif BURST_GPT[2] in value:
-        start, num_input = _time(value, BURST_GPT[0]), value[BURST_GPT[2]]
-        num_output, model = value.get(BURST_GPT[3]), value.get("Model")
-        conversation = get_name(value, "Session ID")
+    columns = _columns_of(value)
+    if columns is None:
+        requests = _copilot_session(row, value)
     else:
-        start = get_milliseconds(value, "timestamp")
-        num_input, num_output = value.get(MOONCAKE[0]), value.get(MOONCAKE[1])
-        conversation, model = get_name(value, "session_id"), value.get("model")
-    num_tokens = count(num_input)
-    if num_tokens is None:
-        raise BadRowError(f"number of input tokens is {quoted(num_input)}, not a count")
-    quality.notes[LENGTHS_ONLY] += 1
-    yield LoggedRequest(
-        *row.place,
-        conversation=conversation or None,
-        start_s=start,
-        model=model if isinstance(model, str) else None,
-        has_full_text=False,
-        usage=Usage(num_input=num_tokens, num_output=count(num_output)),
-    )
-
-
-def _copilot_session(
-    row: Row, session: Mapping[str, Any], quality: ReadQuality
-) -> Iterator[LoggedRequest]:
-    requests: list[LoggedRequest] = []
-    for turn in list_of(session["turns"], "turns"):
-        for item in list_of(mapping_of(turn, "turn").get("llm_calls", []), "llm_calls"):
-            call = mapping_of(item, "call")
-            tokens = mapping_of(call.get("tokens"), "tokens")
-            start = get_time(call, "timestamp")
-            requests.append(
-                LoggedRequest(
-                    file=row.file,
-                    line=row.line,
-                    index=len(requests),
-                    conversation=get_name(session, "session_id"),
-                    start_s=start,
-                    end_s=later(start, get_milliseconds(call, "duration_ms")),
-                    model=get_name(call, "model"),
-                    has_full_text=False,
-                    usage=Usage(
-                        num_input=count(tokens.get("prompt")),
-                        num_read=count(tokens.get("cached")),
-                        num_output=count(tokens.get("completion")),
-                    ),
-                )
-            )
+        requests = [columns.request(row, value, has_full_text=False)]
+        if requests[0].usage.num_input is None:
+            raise BadRowError(f"row has no {columns.num_input}")
     quality.notes[LENGTHS_ONLY] += len(requests)
     yield from requests
 
 
-def _time(value: Mapping[str, Any], name: str) -> float | None:
-    time = parse_time(value[name])
-    if time is None:
-        raise BadRowError(f"{name} is {quoted(value[name])}, not a time")
-    return time
+def _copilot_session(row: Row, session: Mapping[str, Any]) -> list[LoggedRequest]:
+    requests: list[LoggedRequest] = []
+    for turn in list_of(session.get("turns"), "turns"):
+        for item in list_of(mapping_of(turn, "turn").get("llm_calls", []), "llm_calls"):
+            call = mapping_of(item, "call")
+            requests.append(
+                COPILOT.request(
+                    row,
+                    call,
+                    index=len(requests),
+                    conversation=get_name(session, "session_id"),
+                    has_full_text=False,
+                    usage=COPILOT.usage(mapping_of(call.get("tokens"), "tokens")),
+                )
+            )
+    return requests
 
 
 LENGTHS = LogFormat("lengths", is_lengths, partial(RowByRow, read_lengths))
