@@ -123,7 +123,7 @@ def test_what_python_writes_is_read_back(text: str, ids: list[int]) -> None:
     value, end = string_at(line, 0)
 
     assert value == text
-    assert integers_at(line, end + 2) == (tuple(ids), len(line))
+    assert integers_at(line, end + 2) == (ids, len(line))
 
 
 @given(st.data())

@@ -1,23 +1,30 @@
-"""Strings, lists and dicts as Python's `repr` writes them, without evaluating anything."""
+"""Strings, lists and dicts as Python's `repr` writes them.
+
+Python's parser is given single strings only. What is around them is rewritten as JSON, so that neither
+nesting nor calls nor size reach it.
+"""
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+
+import msgspec
 
 from ramify.analysis.reader import BadRowError
 from ramify.analysis.readers.row_values import quoted
 
-# Possessive: a string without its end is rejected in one pass.
-STRING = r"'[^'\\]*+(?:\\.[^'\\]*+)*+'|\"[^\"\\]*+(?:\\.[^\"\\]*+)*+\""
-_STRING = re.compile(STRING, re.DOTALL)
+MAX_STRING_CHARS = 1 << 26
+# The escapes that `repr` writes; what is between them. Possessive: a string without its end is rejected
+# in one pass.
+_ESCAPE = r"\\(?:[nrt\\'\"]|x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})"
+STRING = rf"'[^'\\]*+(?:{_ESCAPE}[^'\\]*+)*+'|\"[^\"\\]*+(?:{_ESCAPE}[^\"\\]*+)*+\""
+_STRING = re.compile(STRING)
 _INTEGERS = re.compile(r"\[[\d,\s-]*+\]")
-_ESCAPE = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8})|(.))", re.DOTALL)
-_PLAIN = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", "'": "'", '"': '"'}
 _WORDS = {"None": "null", "True": "true", "False": "false", "(": "[", ")": "]", "nan": "null"}
 # A quote by which no string begins ends the search: the text behind it is not scanned for each quote.
-_LITERAL = re.compile(STRING + r"|\b(?:None|True|False|nan)\b|[()'\"]", re.DOTALL)
-MAX_DIGITS = 20
+_LITERAL = re.compile(STRING + r"|\b(?:None|True|False|nan)\b|[()'\"]")
 
 
 def string_at(text: str, position: int) -> tuple[str, int]:
@@ -29,26 +36,30 @@ def string_at(text: str, position: int) -> tuple[str, int]:
     match = _STRING.match(text, position)
     if match is None:
         raise BadRowError(f"no complete string in {quoted(text[position : position + 64])}")
-    inner = match[0][1:-1]
-    return (_ESCAPE.sub(_unescape, inner) if "\\" in inner else inner), match.end()
+    literal = match[0]
+    if "\\" not in literal:
+        return literal[1:-1], match.end()
+    if len(literal) > MAX_STRING_CHARS:
+        raise BadRowError(f"string of {len(literal):,} characters, more than {MAX_STRING_CHARS:,}")
+    try:
+        return str(ast.literal_eval(literal)), match.end()
+    except (SyntaxError, ValueError) as error:
+        raise BadRowError(f"{quoted(literal)} is no string of Python: {error}") from None
 
 
-def integers_at(text: str, position: int) -> tuple[tuple[int, ...], int]:
+def integers_at(text: str, position: int) -> tuple[list[int], int]:
     """The list of integers that begins at a position, and the position behind it.
 
     Raises:
         BadRowError: no such list begins there, or it does not end.
     """
     match = _INTEGERS.match(text, position)
-    if match is None:
-        raise BadRowError(f"no list of integers in {quoted(text[position : position + 64])}")
-    items = [item.strip() for item in match[0][1:-1].split(",")]
-    if items == [""]:
-        return (), match.end()
-    for item in items:
-        if not item.lstrip("-").isdecimal() or len(item) > MAX_DIGITS or "-" in item[1:]:
-            raise BadRowError(f"{quoted(item)} in a list of integers")
-    return tuple(map(int, items)), match.end()
+    try:
+        if match is not None:
+            return msgspec.json.decode(match[0], type=list[int]), match.end()
+    except msgspec.DecodeError:
+        pass
+    raise BadRowError(f"no list of integers in {quoted(text[position : position + 64])}")
 
 
 def json_of_literal(text: str) -> str | None:
@@ -64,16 +75,3 @@ def json_of_literal(text: str) -> str | None:
 
 def _json_string(literal: str) -> str:
     return json.dumps(string_at(literal, 0)[0])
-
-
-def _unescape(match: re.Match[str]) -> str:
-    digits = match[1] or match[2] or match[3]
-    if digits is not None:
-        code = int(digits, 16)
-        if code > 0x10FFFF:
-            raise BadRowError(f"escape {match[0]} is no character")
-        return chr(code)
-    character = _PLAIN.get(match[4])
-    if character is None:
-        raise BadRowError(f"unknown escape {quoted(match[0])} in a string")
-    return character

@@ -79,33 +79,26 @@ def _fields(text: str, begin: int) -> tuple[dict[str, int], int]:
 
 
 def _value(text: str, start: int) -> Any:
-    """A string, a list of integers, or several of them; both halves of what was cut."""
-    if text.startswith("[", start) and text[start + 1 : start + 2] in ("'", '"', "["):
-        return _values(text, start + 1)
-    if text.startswith("[", start):
-        integers, end = integers_at(text, start)
-        if text.startswith(_SPLICE + "[", end):
-            rest, _ = integers_at(text, end + len(_SPLICE))
-            return [*integers, "...", *rest]
-        return list(integers)
-    first, end = string_at(text, start)
-    if text.startswith(_SPLICE, end):
-        last, _ = string_at(text, end + len(_SPLICE))
+    """A string, or a list of strings or integers; both halves of what was cut, with dots between."""
+    first, end = _literal_at(text, start)
+    if not text.startswith(_SPLICE, end):
+        return first
+    last, _ = _literal_at(text, end + len(_SPLICE))
+    if isinstance(first, str) or isinstance(last, str):
         return f"{first}...{last}"
-    return first
+    return [*first, "...", *last]
 
 
-def _values(text: str, position: int) -> list[Any]:
-    """The strings or lists of integers of a batch."""
+def _literal_at(text: str, position: int) -> tuple[str | list[Any], int]:
+    """The string, or the list of integers or of a batch, at a position; the position behind it."""
+    if not text.startswith("[", position):
+        return string_at(text, position)
+    if text[position + 1 : position + 2] not in ("'", '"', "["):
+        return integers_at(text, position)
     items: list[Any] = []
-    while True:
-        item: Any
-        if text.startswith("[", position):
-            item, position = integers_at(text, position)
-            item = list(item)
-        else:
-            item, position = string_at(text, position)
+    while not items or text.startswith(", ", position):
+        position += 2 if items else 1
+        read = integers_at if text.startswith("[", position) else string_at
+        item, position = read(text, position)
         items.append(item)
-        if not text.startswith(", ", position):
-            return items
-        position += 2
+    return items, position + 1

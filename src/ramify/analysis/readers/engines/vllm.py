@@ -110,7 +110,7 @@ class VllmReader:
         prompt: str | None = None
         if not text.startswith(_NO_PROMPT, position):
             prompt, position = string_at(text, position)
-        ids: tuple[int, ...] | None = None
+        ids: list[int] | None = None
         match = _TOKEN_IDS.search(text, position)
         if match is not None:
             ids, _ = integers_at(text, match.end())
@@ -119,7 +119,7 @@ class VllmReader:
         if prompt:
             segments = (Segment("prompt", SegmentKind.MESSAGE, prompt),)
         elif ids:
-            segments = (token_segment(ids),)
+            segments = (token_segment(tuple(ids)),)
         else:
             self._quality.skipped["request without a prompt"] += 1
             self._quality.notes[NO_PROMPTS] += 1
@@ -135,8 +135,8 @@ class VllmReader:
             usage=Usage(num_input=len(ids) if ids and not is_cut else None),
         )
 
-    def _is_cut(self, prompt: str | None, ids: tuple[int, ...] | None) -> bool:
-        longest = max(len(prompt or ""), len(ids or ()))
+    def _is_cut(self, prompt: str | None, ids: list[int] | None) -> bool:
+        longest = max(len(prompt or ""), len(ids or []))
         if self._max_log_len is not None and longest >= self._max_log_len:
             return True
         # The same limit cuts characters and ids; a text of as many tokens as characters is rare.
