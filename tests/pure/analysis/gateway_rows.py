@@ -5,13 +5,9 @@ from __future__ import annotations
 import base64
 import datetime as dt
 import json
-from collections.abc import Iterable
 from typing import Any
 
 from hypothesis import strategies as st
-
-from ramify.analysis.reader import BadRowError, LogFormat, ReadQuality, Row
-from ramify.analysis.records import LoggedRequest
 
 START_S, FIRST_S, END_S = 1764000000.25, 1764000001.0, 1764000002.5
 SECRET = "sk-live-7f1b8d1c9e0a4b5c"
@@ -333,17 +329,3 @@ def otlp_prompt(body: dict[str, Any]) -> dict[str, Any]:
     if "tools" in body:
         attributes["gen_ai.tool.definitions"] = body["tools"]
     return attributes
-
-
-def read_rows(form: LogFormat, values: Iterable[Any]) -> tuple[list[LoggedRequest], ReadQuality]:
-    """The requests of rows, and what was counted; bad rows are counted as the reader of logs does."""
-    quality = ReadQuality()
-    reader = form.reader(quality)
-    requests: list[LoggedRequest] = []
-    for line, value in enumerate(values, start=1):
-        try:
-            requests += reader.feed(Row("log.jsonl", line, value))
-        except BadRowError as error:
-            quality.add_bad_line("log.jsonl", line, str(error))
-    requests += reader.close()
-    return requests, quality

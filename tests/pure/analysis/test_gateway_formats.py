@@ -34,8 +34,8 @@ from tests.pure.analysis.gateway_rows import (
     langfuse_row,
     otlp_export,
     otlp_span,
-    read_rows,
 )
+from tests.pure.analysis.log_rows import read_rows
 
 CHAT_URL = "https://api.openai.com/v1/chat/completions"
 MESSAGES_URL = "https://api.anthropic.com/v1/messages?beta=true"

@@ -28,8 +28,8 @@ from tests.pure.analysis.gateway_rows import (
     otlp_logs,
     otlp_prompt,
     otlp_span,
-    read_rows,
 )
+from tests.pure.analysis.log_rows import read_rows
 from tests.pure.analysis.test_gateway_formats import lc_messages, run_of
 from tests.pure.analysis.test_gateway_litellm import payload, spend_row
 from tests.pure.analysis.test_gateway_tables import table_row

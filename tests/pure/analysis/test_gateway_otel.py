@@ -22,8 +22,8 @@ from tests.pure.analysis.gateway_rows import (
     otlp_logs,
     otlp_prompt,
     otlp_span,
-    read_rows,
 )
+from tests.pure.analysis.log_rows import read_rows
 
 DETAILS = "gen_ai.client.inference.operation.details"
 MESSAGES = [{"role": "user", "parts": [{"type": "text", "content": "hi"}]}]

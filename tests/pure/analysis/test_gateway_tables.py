@@ -17,8 +17,8 @@ from tests.pure.analysis.gateway_rows import (
     chat_response,
     dumps,
     iso,
-    read_rows,
 )
+from tests.pure.analysis.log_rows import read_rows
 
 BODY: dict[str, Any] = {"model": "gpt-5.1", "messages": [{"role": "user", "content": "hi"}]}
 
