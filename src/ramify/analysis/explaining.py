@@ -9,11 +9,12 @@ from typing import Any
 
 from ramify.analysis.compare.comparing import Comparer
 from ramify.analysis.corpus import Corpus
+from ramify.analysis.lint_json import cause_as_json
 from ramify.analysis.linting import learn_templates
 from ramify.analysis.log_files import read_log
 from ramify.analysis.records import LoggedRequest
 from ramify.analysis.tokens import Tokenizer
-from ramify.analysis.verdicts import Cause, Divergence
+from ramify.analysis.verdicts import SCHEMA, Cause, Divergence
 from ramify.errors import LogError
 
 
@@ -60,7 +61,8 @@ def explain(
 
 def explanation_as_json(explanation: Explanation) -> dict[str, Any]:
     """The explanation with plain values."""
-    return {"schema": 1, **asdict(explanation)}
+    causes = [cause_as_json(cause) for cause in explanation.differences]
+    return {"schema": SCHEMA, **asdict(explanation), "differences": causes}
 
 
 def _load(item: Path | LoggedRequest) -> LoggedRequest:

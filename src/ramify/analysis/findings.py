@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,13 +16,37 @@ from ramify.analysis.verdicts import (
     Finding,
     Partner,
     Saving,
+    ValueKind,
     Verdict,
 )
 
+_PLAIN = re.compile(
+    r"(?=.*\d)[\w :./+-]{1,40}"
+)  # no mark that a terminal, a page or Markdown reads
+
+# What a value of each kind is, and what else would do.
+_MOVED = {
+    ValueKind.CLOCK: ("the date or time", ", or round it to the day"),
+    ValueKind.ID: ("the id", ", or leave it out"),
+    ValueKind.STATE: ("the path or status", ""),
+    ValueKind.UNKNOWN: ("the value that is another in every request", ", or leave it out"),
+}
+
+
+def move_value(kind: ValueKind, example: str = "") -> str:
+    """What to do about a value that changes, with one that the log has if it is short and plain."""
+    what, otherwise = _MOVED[kind]
+    bare = example.strip(" .,;:")
+    quoted = f' ("{bare}")' if _PLAIN.fullmatch(bare) else ""
+    return (
+        f"Move {what}{quoted} to the end of the newest user message and leave it there{otherwise}."
+    )
+
+
 CHANGES: dict[CauseName, str] = {
-    CauseName.CLOCK: "Move the date or time to the end of the newest user message and leave it there, or round it to the day.",
-    CauseName.RANDOM_ID: "Leave the id out of the prompt, or move it to the end of the newest user message and leave it there.",
-    CauseName.PATH_OR_STATE: "Move the path or status to the end of the newest user message and leave it there.",
+    CauseName.CLOCK: move_value(ValueKind.CLOCK),
+    CauseName.RANDOM_ID: move_value(ValueKind.ID),
+    CauseName.PATH_OR_STATE: move_value(ValueKind.STATE),
     CauseName.BILLING_HEADER: "Switch the client's billing header off, or strip the line in the gateway.",
     CauseName.TOOL_ORDER: "Sort the tools by name before sending.",
     CauseName.TOOL_CHANGED: "Keep the tools of a conversation; add late tools at the end, or defer them.",
@@ -59,6 +84,7 @@ class _Group:
     tokens_lost: int = 0
     example: Example | None = None
     certainty: Certainty = Certainty.SUSPECTED
+    kind: ValueKind | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +96,7 @@ class FoundCause:
     requests: frozenset[int]  # numbers of verdicts
     tokens_lost: int
     example: Example
+    kind: ValueKind | None = None  # of the value in the example
 
     def finding(self, saving: Saving, partner: Partner | None = None) -> Finding:
         """With the savings that replays have shown."""
@@ -80,10 +107,17 @@ class FoundCause:
             num_requests=len(self.requests),
             tokens_lost=self.tokens_lost,
             example=self.example,
-            change=CHANGES[self.fix.cause],
+            change=self._change,
             saving=saving,
             partner=partner,
+            kind=self.kind,
         )
+
+    @property
+    def _change(self) -> str:
+        if self.kind is None:
+            return CHANGES[self.fix.cause]
+        return move_value(self.kind, self.example.got)
 
 
 def group_causes(verdicts: Iterable[Verdict]) -> list[FoundCause]:
@@ -99,7 +133,12 @@ def group_causes(verdicts: Iterable[Verdict]) -> list[FoundCause]:
             _add(groups.setdefault(fix, _Group()), number, verdict, cause, is_first=at == 0)
     found_causes = [
         FoundCause(
-            fix, group.certainty, frozenset(group.requests), group.tokens_lost, group.example
+            fix,
+            group.certainty,
+            frozenset(group.requests),
+            group.tokens_lost,
+            group.example,
+            group.kind,
         )
         for fix, group in groups.items()
         if group.example is not None
@@ -157,6 +196,7 @@ def _add(group: _Group, number: int, verdict: Verdict, cause: Cause, *, is_first
     if _ORDER.index(cause.certainty) < _ORDER.index(group.certainty) or group.example is None:
         group.certainty = cause.certainty
         group.example = Example(verdict.line, cause.had, cause.got, verdict.file)
+        group.kind = cause.kind
 
 
 def order_by_saving(findings: Sequence[Finding]) -> tuple[Finding, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from ramify.analysis.verdicts import SCHEMA, Finding, LintReport, Verdict
+from ramify.analysis.verdicts import SCHEMA, Cause, Finding, LintReport, Verdict
 
 
 def report_as_json(report: LintReport) -> dict[str, Any]:
@@ -37,19 +37,25 @@ def verdict_as_json(verdict: Verdict) -> dict[str, Any]:
     if verdict.best_match_index is not None:
         out["best_match_index"] = verdict.best_match_index
     out["divergence"] = None if verdict.divergence is None else asdict(verdict.divergence)
-    out["causes"] = [
-        {**asdict(cause), "cause": str(cause.cause), "certainty": str(cause.certainty)}
-        for cause in verdict.causes
-    ]
+    out["causes"] = [cause_as_json(cause) for cause in verdict.causes]
     out["tokens"] = asdict(verdict.tokens)
     return out
 
 
+def cause_as_json(cause: Cause) -> dict[str, Any]:
+    """A cause; `kind` only of a value that changes."""
+    return _without_kind(asdict(cause))
+
+
 def finding_as_json(finding: Finding) -> dict[str, Any]:
-    """A finding."""
-    return {
-        **asdict(finding),
-        "cause": str(finding.cause),
-        "certainty": str(finding.certainty),
-        "note": finding.note,
-    }
+    """A finding; `kind` only of a value that changes."""
+    return {**_without_kind(asdict(finding)), "note": finding.note}
+
+
+def _without_kind(values: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a cause with plain texts, and without a kind that is None."""
+    for name in ("cause", "certainty", "kind"):
+        values[name] = None if values[name] is None else str(values[name])
+    if values["kind"] is None:
+        del values["kind"]
+    return values

@@ -249,7 +249,7 @@ def learn_templates(corpus: Corpus, progress: Progress | None = None) -> Templat
     for done, request in enumerate(sorted(corpus, key=StoredRequest.start_key)):
         for unit in request.units.tolist():
             if corpus.units[unit].kind is not SegmentKind.SETTING:
-                templates.add_use(unit, request.info.start_s)
+                templates.add_use(unit)
         for _, parts in groupby(
             zip(request.units.tolist(), request.paths, strict=True), message_of
         ):

@@ -54,6 +54,28 @@ class CauseName(StrEnum):
     OUTSIDE_PROMPT = "outside_prompt"
 
 
+class ValueKind(StrEnum):
+    """What a value is that changes inside a text."""
+
+    CLOCK = "clock"
+    ID = "id"
+    STATE = "state"  # a path, a branch, a count, a list of tasks
+    UNKNOWN = "unknown"  # another value in nearly every request
+
+    @property
+    def cause(self) -> CauseName:
+        """The name that the cause has in reports."""
+        return _CAUSES_OF_KINDS[self]
+
+
+_CAUSES_OF_KINDS = {
+    ValueKind.CLOCK: CauseName.CLOCK,
+    ValueKind.ID: CauseName.RANDOM_ID,
+    ValueKind.STATE: CauseName.PATH_OR_STATE,
+    ValueKind.UNKNOWN: CauseName.CLOCK,  # what changes so often is a time in most logs
+}
+# The names of a value that changes, whatever its kind.
+CHANGING_VALUES = frozenset(_CAUSES_OF_KINDS.values())
 # No change of the prompt or the client mends these: a report lists them beside its findings.
 OBSERVED = frozenset({CauseName.COMPACTION, CauseName.BELOW_MINIMUM, CauseName.OUTSIDE_PROMPT})
 LEGITIMATE = frozenset({CauseName.NEW_CONTENT, CauseName.COMPACTION, CauseName.OUTSIDE_PROMPT})
@@ -79,6 +101,7 @@ class Cause:
     segment: str
     had: str = ""
     got: str = ""
+    kind: ValueKind | None = None  # of a value that changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +170,7 @@ class Finding:
     change: str  # what to do, as an imperative sentence
     saving: Saving
     partner: Partner | None = None
+    kind: ValueKind | None = None  # of a value that changes
 
     @property
     def note(self) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ramify.analysis.compare.state_lines import are_listed_files, are_state_lines
+from ramify.analysis.compare.value_shapes import are_listed_files, are_state_lines
 from tests.pure.analysis.contract_log import MORE, RULES, causes, system_verdicts
 
 POLITELY = "Answer briefly and politely. "
@@ -18,35 +18,21 @@ POLITELY = "Answer briefly and politely. "
     [
         ("Today is Tuesday the third of March.", "Today is Wednesday the fourth of March."),
         ("It is Tuesday the third of March", "It is Thursday the twenty-first of April"),
-        ("We write March third, twenty twenty-six.", "We write March ninth, twenty twenty-six."),
-        ("It is half past four in the afternoon.", "It is a quarter to nine in the evening."),
-        ("Heute ist Dienstag, der dritte März.", "Heute ist Mittwoch, der vierte März."),
-        ("Nous sommes mardi trois mars", "Nous sommes jeudi cinq mars"),
         ("الوقت الآن ٢٠٢٦-٠٣-٠٤ ١٠:٠٧", "الوقت الآن ٢٠٢٦-٠٣-٠٤ ١١:١٩"),
         ("अब २०२६-०३-०४ १०:०७", "अब २०२६-०३-०५ ११:१९"),
         ("２０２６年３月４日", "２０２６年３月５日"),
-        ("令和八年三月四日", "令和八年三月五日"),
-        ("今天是星期三", "今天是星期四"),
         ("오늘은 2026년 3월 4일 수요일입니다.", "오늘은 2026년 3월 5일 목요일입니다."),
         ("วันที่ 4 มี.ค. 2569 เวลา 9:05", "วันที่ 4 มี.ค. 2569 เวลา 9:17"),
         ("Tid: 4. mars 2026 kl. 09.05", "Tid: 4. mars 2026 kl. 09.17"),
         ("Shift change in 12 minutes", "Shift change in 3 minutes"),
         ("Calendar G-W49-6 T0319", "Calendar G-W49-6 T0321"),
-        ("среда, 4 марта", "четверг, 5 марта"),
-        ("Δευτέρα 4 Μαρτίου 2026", "Τρίτη 5 Μαρτίου 2026"),
-        ("الأربعاء ٤ مارس", "الخميس ٥ مارس"),
-        ("quarter to ten", "ten to ten"),
         ("12 minutes past nine", "20 minutes past nine"),
         ("2026-W10-3 T091502", "2026-W10-3 T093117"),
-        ("10 past 9", "20 past 9"),
         ("Your session expires at 10:35.", "Your session expires at 10:52."),
-        ("tonight at nine", "tonight at ten"),
         ("3/4/26 10am", "3/4/26 11am"),
         ("2026/03/04 10-05-33", "2026/03/04 10-07-41"),
         ("Date: 4/III/2026", "Date: 5/III/2026"),
         ("2026-063T10:00", "2026-063T11:12"),
-        ("ticks 638767512000000000", "ticks 638767512670000000"),
-        ("time.now=1.772618400e9", "time.now=1.772618467e9"),
         ("The customer joined 4 minutes ago.", "The customer joined 9 minutes ago."),
         ("Since the last backup: 1d 4h", "Since the last backup: 1d 9h"),
         ("Since the last backup: 12m40s", "Since the last backup: 58m05s"),
@@ -55,10 +41,41 @@ POLITELY = "Answer briefly and politely. "
 def test_two_requests_prove_a_clock_in_words_or_other_digits(
     tmp_path: Path, had: str, got: str
 ) -> None:
-    """Two dates that are spelt out, or in digits of another script, are a clock."""
+    """Two dates or times in English or in digits of any script are a clock."""
     verdict = system_verdicts(tmp_path, f"{RULES}\n{had}\n{MORE}", f"{RULES}\n{got}\n{MORE}")[1]
 
     assert causes(verdict) == ["clock"]
+
+
+CLOCK_WORDS = {
+    "We write March {}.": "third fourth ninth tenth twelfth thirtieth",
+    "It is half past {} in the afternoon.": "one two three four five six",
+    "Heute ist {}, der dritte März.": "Montag Dienstag Mittwoch Donnerstag Freitag Samstag",
+    "Nous sommes mardi {} mars": "trois quatre cinq six sept huit",
+    "令和八年三月{}日": "二 三 四 五 六 七",
+    "今天是星期{}": "一 二 三 四 五 六",
+    "{} марта": "среда четверг пятница суббота воскресенье понедельник",
+    "{} Μαρτίου 2026": "Δευτέρα Τρίτη Τετάρτη Πέμπτη Παρασκευή Σάββατο",
+    "{} مارس": "الاثنين الثلاثاء الأربعاء الخميس الجمعة السبت",
+    "{} to ten": "quarter ten five twenty nine two",
+    "{} past 9": "10 12 17 20 33 41",
+    "tonight at {}": "six seven eight nine ten eleven",
+    "ticks {}": "638767512000000000 638767512670000000 638767514000000000 638767521000000000 638767522000000000"
+    " 638767525000000000",
+    "time.now={}e9": "1.772618400 1.772618467 1.772618504 1.772618599 1.772618601 1.772618777",
+    "Bugün {}": "pazartesi salı çarşamba perşembe cuma cumartesi",
+}
+
+
+@pytest.mark.parametrize("line", CLOCK_WORDS)
+def test_a_value_that_is_another_in_every_request_is_found(tmp_path: Path, line: str) -> None:
+    """Whatever its language: how it behaves over six requests shows that it changes."""
+    systems = [f"{RULES}\n{line.format(value)}\n{MORE}" for value in CLOCK_WORDS[line].split()]
+
+    made = system_verdicts(tmp_path, *systems)[1:]
+
+    assert [causes(verdict) for verdict in made] == [["clock"]] * 5
+    assert {verdict["causes"][0]["kind"] for verdict in made} <= {"clock", "unknown"}
 
 
 @pytest.mark.parametrize(

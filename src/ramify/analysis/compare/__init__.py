@@ -2,9 +2,9 @@
 
 How `lint` comes to a verdict:
 
-1. `templates` learns which texts are equal but for a few values, and `values` judges each place at
-   which they differ from all values seen there: a clock (`clocks`), an id (`random_text`), a path or
-   state (`state_lines`), or content.
+1. `templates` learns which texts are equal but for a few values, and `changing_values` judges each place at
+   which they differ from all values seen there, by their shape (`value_shapes`), their behaviour and the
+   words around them: a clock, an id, a path or state, another changing value, or content.
 2. `predecessor` finds candidates in indexes that grow linearly with the log: radix trees of
    the prompts as sent and as mended, and the newest requests with the same tools, conversation, last
    message or lines. `comparing` compares each candidate exactly.

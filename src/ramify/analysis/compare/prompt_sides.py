@@ -13,7 +13,7 @@ from ramify.analysis.compare.summaries import is_reminder, is_summary
 from ramify.analysis.compare.templates import Templates
 from ramify.analysis.corpus import Corpus, StoredRequest
 from ramify.analysis.records import SegmentKind, TextForm
-from ramify.analysis.verdicts import LEGITIMATE, Cause, CauseName, Certainty
+from ramify.analysis.verdicts import LEGITIMATE, Cause, CauseName, Certainty, ValueKind
 
 PlacedUnit = tuple[int, str]  # unit, path
 MIN_SAID = 8  # code points of a message that can tell conversations apart
@@ -30,6 +30,7 @@ class Difference:
     had: Excerpt = NOTHING
     got: Excerpt = NOTHING
     is_volatile: bool = True  # waste wherever it stands; else only before equal text
+    kind: ValueKind | None = None  # of a value that changes
 
     @classmethod
     def proved(
@@ -61,7 +62,9 @@ class Difference:
 
     def as_cause(self) -> Cause:
         """The same as a verdict has it."""
-        return Cause(self.cause, self.certainty, self.segment, str(self.had), str(self.got))
+        return Cause(
+            self.cause, self.certainty, self.segment, str(self.had), str(self.got), self.kind
+        )
 
 
 @dataclass(frozen=True, slots=True)

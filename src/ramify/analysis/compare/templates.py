@@ -13,10 +13,11 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ramify.analysis.compare import changing_values
+from ramify.analysis.compare.changing_values import MAX_CONTEXT, SlotVerdict, judge_slot
 from ramify.analysis.compare.context_blocks import BlockOrder
 from ramify.analysis.compare.normal_forms import normalise
 from ramify.analysis.compare.text_diff import Hunk, find_hunks
-from ramify.analysis.compare.values import MAX_CONTEXT, SlotEvidence, SlotVerdict, judge_slot
 from ramify.analysis.corpus import Corpus
 from ramify.analysis.records import SegmentKind, TextForm
 
@@ -50,7 +51,7 @@ class Template:
     unit: int  # the first member, in normal form
     members: dict[int, tuple[Hunk, ...]] = field(default_factory=dict)
     slots: list[Slot] = field(default_factory=list)
-    first_use: dict[int, float | None] = field(default_factory=dict)  # by member, in order
+    num_uses: dict[int, int] = field(default_factory=dict)  # by member, in order of first use
 
 
 class Templates:
@@ -91,10 +92,11 @@ class Templates:
                 self._aligned.popitem(last=False)
         return known
 
-    def add_use(self, unit: int, start_s: float | None) -> None:
-        """Learn a unit from a request that uses it; the first start of each unit is kept."""
+    def add_use(self, unit: int) -> None:
+        """Learn a unit from a request that uses it."""
         normal = self.normal(unit)
-        self._place(normal).first_use.setdefault(normal, start_s)
+        num_uses = self._place(normal).num_uses
+        num_uses[normal] = num_uses.get(normal, 0) + 1
 
     def judge_slots(self) -> None:
         """Decide which slots are volatile, from all uses."""
@@ -222,20 +224,20 @@ class Templates:
         template.slots = slots
         text = self._corpus.text(template.unit)
         stored = self._corpus.units[template.unit]
-        first_use = template.first_use
-        members = list(first_use)[:: max(1, len(first_use) // MAX_VALUES)]
+        members = list(template.num_uses)[:: max(1, len(template.num_uses) // MAX_VALUES)]
+        num_uses = sum(template.num_uses[member] for member in members)
         rows = [self._values(template, member) for member in members]
         for number, slot in enumerate(slots):
             filled = sorted((row[number] for row in rows if row[number]), key=len)
             slot.constant = filled[len(filled) // 2] if filled else ""
             slot.verdict = judge_slot(
-                SlotEvidence(
+                changing_values.Slot(
                     kind=stored.kind,
                     label=stored.label,
                     values=tuple(row[number] for row in rows),
-                    times=tuple(first_use[member] for member in members),
                     before=text[max(0, slot.start - MAX_CONTEXT) : slot.start],
                     after=text[slot.end : slot.end + MAX_CONTEXT],
+                    num_uses=num_uses,
                 )
             )
 

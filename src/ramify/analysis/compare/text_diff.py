@@ -10,6 +10,8 @@ from difflib import SequenceMatcher
 from itertools import accumulate
 from typing import NamedTuple
 
+from ramify.analysis.compare.value_shapes import DATE_WORDS
+
 MAX_LINES = 3000  # in the middle that differs; beyond, it is one hunk
 MAX_PAIRS = 2500  # of pieces that are compared each with each
 MAX_EDITS = 40  # pieces removed or added in a range without anchors
@@ -22,30 +24,6 @@ _CLOSING = frozenset("])}>\"'`\u201d\u3001")
 _ID = re.compile(r"(?=[^\d]*\d)(?=(?:[^a-zA-Z]*[a-zA-Z]){3})[\w-]{10,}")
 _DAY = re.compile(r"\d{4}-?\d{2}-?\d{2}(?!\w{8})")
 _LABEL = re.compile(r"\n\w|\w[:=] ?$")  # a line's first word, or a name before a value
-# Words of which dates and times are made, beside numbers.
-DATE_WORDS = frozenset(
-    """january february march april may june july august september october november december
-    jan feb mar apr jun jul aug sep sept oct nov dec monday tuesday wednesday thursday friday saturday
-    sunday mon tue tues wed thu thur thurs fri sat sun am pm a.m. p.m. utc gmt cet cest est edt pst pdt
-    z o'clock noon midnight januar februar märz maerz mai juni juli oktober dezember montag dienstag
-    mittwoch donnerstag freitag samstag sonnabend sonntag mo di mi do fr sa so uhr janvier février mars
-    avril juin juillet août septembre octobre novembre décembre lundi mardi mercredi jeudi vendredi
-    samedi dimanche enero febrero marzo abril mayo junio julio agosto septiembre octubre noviembre
-    diciembre lunes martes miércoles jueves viernes sábado domingo settembre ottobre gennaio febbraio marzo aprile maggio
-    giugno luglio agosto dicembre lunedì martedì mercoledì giovedì venerdì sabato domenica janeiro fevereiro
-    março junho julho setembro outubro novembro dezembro terça quarta quinta sexta
-    januari februari maart mei juni augustus maandag dinsdag woensdag donderdag vrijdag zaterdag zondag
-    måndag tisdag onsdag torsdag fredag lördag söndag ocak şubat nisan mayıs haziran temmuz ağustos eylül
-    ekim kasım aralık pazartesi salı çarşamba perşembe cuma cumartesi pazar
-    stycznia lutego kwietnia czerwca lipca sierpnia września października listopada grudnia
-    poniedziałek wtorek środa czwartek piątek sobota niedziela
-    января февраля марта апреля мая июня июля августа сентября октября ноября декабря понедельник вторник
-    среда четверг пятница суббота воскресенье
-    ιανουαρίου φεβρουαρίου μαρτίου απριλίου μαΐου ιουνίου ιουλίου αυγούστου σεπτεμβρίου οκτωβρίου νοεμβρίου
-    δεκεμβρίου δευτέρα τρίτη τετάρτη πέμπτη παρασκευή σάββατο κυριακή
-    يناير فبراير مارس أبريل مايو يونيو يوليو أغسطس سبتمبر أكتوبر نوفمبر ديسمبر الاثنين الثلاثاء الأربعاء الخميس
-    الجمعة السبت الأحد""".split()
-)
 _ORDINAL = re.compile(r"\d{1,4}(?:st|nd|rd|th|\.)?,?$", re.IGNORECASE)
 
 

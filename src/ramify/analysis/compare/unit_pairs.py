@@ -6,13 +6,13 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from itertools import accumulate
 
+from ramify.analysis.compare.changing_values import MAX_CONTEXT, Slot, SlotVerdict, judge_slot
 from ramify.analysis.compare.normal_forms import key_orders_differ, parse_json
 from ramify.analysis.compare.prompt_sides import Difference
 from ramify.analysis.compare.quoting import Excerpt
 from ramify.analysis.compare.spacing import SpacedText, find_respaced
 from ramify.analysis.compare.templates import Templates
 from ramify.analysis.compare.text_diff import common_prefix_len, shares_sentences
-from ramify.analysis.compare.values import MAX_CONTEXT, SlotEvidence, SlotVerdict, judge_slot
 from ramify.analysis.corpus import Corpus
 from ramify.analysis.records import TextForm
 from ramify.analysis.verdicts import CauseName, Certainty
@@ -66,7 +66,9 @@ def pair_differences(
             )
         had, got = Excerpt(body_a, start_a, end_a), Excerpt(body_b, start_b, end_b)
         differences.append(
-            Difference(verdict.cause, Certainty.PROVED, path, had, got, verdict.is_volatile)
+            Difference(
+                verdict.cause, Certainty.PROVED, path, had, got, verdict.is_volatile, verdict.kind
+            )
         )
         tail = len(body_b) - end_b
     if respaced is not None:
@@ -105,7 +107,7 @@ def _values(
             before = text_b[max(0, theirs[0] - MAX_CONTEXT) : theirs[0]]
             values = (text_a[mine[0] : mine[1]], text_b[theirs[0] : theirs[1]])
             after = text_b[theirs[1] : theirs[1] + MAX_CONTEXT]
-            alone = judge_slot(SlotEvidence(kind, label, values, (None, None), before, after))
+            alone = judge_slot(Slot(kind, label, values, before, after))
             verdict = alone if verdict is None or alone.cause is not None else verdict
         pairs.append((mine, theirs, verdict))
     return pairs
