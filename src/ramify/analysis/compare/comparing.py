@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ramify.analysis.compare.continuations import is_continuation
-from ramify.analysis.compare.history_changes import goes_on_from_summary
-from ramify.analysis.compare.message_walk import MessageWalk
+from ramify.analysis.compare.history import goes_on_from_summary
 from ramify.analysis.compare.prompt_sides import Difference, Side, WalkStep
 from ramify.analysis.compare.quoting import quote
 from ramify.analysis.compare.templates import Templates
 from ramify.analysis.compare.text_diff import common_prefix_len
 from ramify.analysis.compare.tool_lists import compare_tools
+from ramify.analysis.compare.walk import MessageWalk
 from ramify.analysis.corpus import Corpus, StoredRequest
 from ramify.analysis.records import SegmentKind, TextForm
 from ramify.analysis.tokens import common_len

@@ -7,7 +7,7 @@ import re
 import numpy as np
 
 from ramify.analysis.compare.context_blocks import MIN_BLOCK, mostly_in, split_block
-from ramify.analysis.compare.history_changes import HistoryChanges
+from ramify.analysis.compare.history import HistoryChanges
 from ramify.analysis.compare.hoisted_notes import HoistedNote, HoistedNotes
 from ramify.analysis.compare.normal_forms import item_ids
 from ramify.analysis.compare.pair_outcome import is_cut, is_reworded, judge_pair
