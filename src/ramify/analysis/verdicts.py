@@ -76,6 +76,7 @@ _CAUSES_OF_KINDS = {
 }
 # The names of a value that changes, whatever its kind.
 CHANGING_VALUES = frozenset(_CAUSES_OF_KINDS.values())
+VALUES = CHANGING_VALUES | {CauseName.BILLING_HEADER}  # of which a part of a text consists
 # No change of the prompt or the client mends these: a report lists them beside its findings.
 OBSERVED = frozenset({CauseName.COMPACTION, CauseName.BELOW_MINIMUM, CauseName.OUTSIDE_PROMPT})
 LEGITIMATE = frozenset({CauseName.NEW_CONTENT, CauseName.COMPACTION, CauseName.OUTSIDE_PROMPT})

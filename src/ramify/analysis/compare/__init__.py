@@ -9,7 +9,7 @@ How `lint` comes to a verdict:
    the prompts as sent and as mended, and the newest requests with the same tools, conversation, last
    message or lines. `comparing` compares each candidate exactly.
 3. A comparison walks both prompts side by side: settings, `tool_lists`, then system and messages
-   (`walk`). At a difference the first rule that is met names the cause; waste is stepped
+   (`walk`). At a difference the first row of `rules` that matches names the cause; waste is stepped
    over as if mended, so that what stands behind it shows too. The walk ends at content that
    legitimately differs.
 4. What text cannot show is judged by `outside` from times, usage and the provider's cache rule: the

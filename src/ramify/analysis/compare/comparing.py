@@ -14,6 +14,7 @@ from ramify.analysis.compare.continuations import is_continuation
 from ramify.analysis.compare.history import goes_on_from_summary
 from ramify.analysis.compare.prompt_sides import Difference, Side, WalkStep
 from ramify.analysis.compare.quoting import quote
+from ramify.analysis.compare.rules import RULES
 from ramify.analysis.compare.templates import Templates
 from ramify.analysis.compare.text_diff import common_prefix_len
 from ramify.analysis.compare.tool_lists import compare_tools
@@ -79,11 +80,9 @@ class Comparer:
         notes: frozenset[str] = frozenset()
         if tools.is_mended:
             known = self._notes.get(earlier.number, frozenset())
-            walk = MessageWalk(
-                self._corpus, self._templates, a, b, continues=continues, notes=known
-            )
-            walk.run()
-            notes = walk.notes
+            walk = MessageWalk(a, b, continues=continues, notes=known)
+            walk.run(RULES)
+            notes = walk.notes.kept_texts()
             differences += walk.differences
             mended += walk.num_shared
             steps, end = tuple(walk.steps), walk.end

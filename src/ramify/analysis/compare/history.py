@@ -7,7 +7,6 @@ from functools import cached_property
 
 from ramify.analysis.compare.prompt_sides import MIN_SAID, Side
 from ramify.analysis.compare.summaries import is_compaction_item, is_summary, says_it_continues
-from ramify.analysis.corpus import Corpus
 from ramify.analysis.records import TextForm
 
 MIN_SUMMARY = 60  # code points; a shorter text must name what it summarises
@@ -31,16 +30,16 @@ def _behind_summary(side: Side) -> set[int]:
     return {unit for unit in units if side.corpus.units[unit].num_chars >= MIN_SAID}
 
 
-class HistoryChanges:
-    """Changes of the history of one conversation, from its earlier prompt `a` to its later prompt `b`."""
+class History:
+    """Predicates over places `i`, `j` of an earlier prompt `a` and a later prompt `b`."""
 
-    def __init__(self, corpus: Corpus, a: Side, b: Side, *, continues: bool) -> None:
-        self._corpus, self._a, self._b, self._continues = corpus, a, b, continues
+    def __init__(self, a: Side, b: Side, *, continues: bool) -> None:
+        self._a, self._b, self._continues = a, b, continues
 
     def is_compaction(self, i: int, j: int) -> bool:
         """Whether a summary stands at `j` where the head of the conversation stood at `i`."""
         a, b = self._a, self._b
-        had, got = self._corpus.text(a.rest[i]), self._corpus.text(b.rest[j])
+        had, got = a.text(i), b.text(j)
         if b.role(j) == "system" == a.role(i) and got.startswith(had):
             got = got[len(had) :].lstrip()  # the system prompt takes the summary in
         roles = ("user", "system", "assistant")
@@ -49,8 +48,7 @@ class HistoryChanges:
         is_certain = not self._continues or len(got) < MIN_SUMMARY
         if not is_summary(got, is_certain=is_certain):
             return False
-        is_newest = b.message_of[j] == b.message_of[-1]
-        is_mid_conversation = self._continues or not is_newest or len(a.rest) - i > 2
+        is_mid_conversation = self._continues or not b.is_newest(j) or len(a.rest) - i > 2
         return is_mid_conversation or self.replaces_summary(i, j)
 
     def replaces_summary(self, i: int, j: int) -> bool:
@@ -59,13 +57,12 @@ class HistoryChanges:
         if (i, j) != (self._a.summary_at, b.summary_at):
             return False
         # A task about a summary stands alone as well.
-        got = self._corpus.text(b.rest[j])
-        return says_it_continues(got) or b.message_of[j] != b.message_of[-1]
+        return says_it_continues(b.text(j)) or not b.is_newest(j)
 
     def takes_in_summary(self, i: int, j: int) -> bool:
         """Whether the system prompt is longer by a summary, and other messages follow it."""
         a, b = self._a, self._b
-        is_longer = self._corpus.text(b.rest[j]).startswith(self._corpus.text(a.rest[i]))
+        is_longer = b.text(j).startswith(a.text(i))
         if not is_longer or a.role(i) != "system" or b.role(j) != "system":
             return False
         is_same_conversation = a.normals[i + 1 : i + 2] == b.normals[j + 1 : j + 2]
@@ -74,9 +71,8 @@ class HistoryChanges:
     def is_edited_result(self, i: int, j: int) -> bool:
         """Whether an older result of a tool call was cut or edited when the conversation went on."""
         a, b = self._a, self._b
-        left, right = self._corpus.units[a.rest[i]], self._corpus.units[b.rest[j]]
-        is_older = b.message_of[j] != b.message_of[-1]
-        if left.label != right.label or " " not in left.label or not is_older:
+        left, right = a.unit(i), b.unit(j)
+        if left.label != right.label or " " not in left.label or b.is_newest(j):
             return False
         return self._continues and left.form is right.form
 
@@ -105,7 +101,7 @@ class HistoryChanges:
         """Whether the same segment follows media at `i` and what stands at `j` instead."""
         a, b = self._a, self._b
         behind = a.normals[i + 1 : i + 2]
-        is_media = self._corpus.units[a.rest[i]].form is TextForm.MEDIA
+        is_media = a.unit(i).form is TextForm.MEDIA
         return is_media and bool(behind) and behind == b.normals[j + 1 : j + 2]
 
     def goes_on_without(self, i: int, j: int) -> bool:
@@ -113,7 +109,7 @@ class HistoryChanges:
         a, b = self._a, self._b
         if i + 1 == len(a.rest):
             # The block closed the earlier prompt: its message goes on, or an answer follows.
-            return b.message_of[j] != b.message_of[-1] and b.is_answer(j)
+            return not b.is_newest(j) and b.is_answer(j)
         return a.normals[i + 1] == b.normals[j] or self.is_other_medium(i + 1, j)
 
     def _is_resent(self, i: int, j: int) -> bool:
@@ -122,7 +118,7 @@ class HistoryChanges:
         if not self.is_other_medium(i, j) or a.normals[i + 1 :] != b.normals[j + 1 :]:
             return False
         later = range(j + 1, len(b.rest))
-        return any(b.is_answer(at) and b.message_of[at] != b.message_of[-1] for at in later)
+        return any(b.is_answer(at) and not b.is_newest(at) for at in later)
 
     def next_equal(self, i: int, j: int) -> tuple[int, int] | None:
         """Where messages are equal again after older ones that are dropped, cut or edited."""
@@ -139,10 +135,7 @@ class HistoryChanges:
             equal_at = following[rank]
             if equal_at == i and at == j:
                 continue
-            is_newest = b.message_of[at] == b.message_of[-1]
-            if is_newest and equal_at != len(a.rest) - 1:
-                continue
-            if is_newest and b.message_of[j] == b.message_of[-1]:
+            if b.is_newest(at) and (equal_at != len(a.rest) - 1 or b.is_newest(j)):
                 continue  # the user edits the newest message
             return equal_at, at
         return None
@@ -152,7 +145,7 @@ class HistoryChanges:
         """Places of the earlier prompt's texts, in order, and the later one's places that have them."""
         a, b = self._a, self._b
         places: dict[int, list[int]] = {}
-        for at, (unit, normal) in enumerate(zip(a.rest, a.normals, strict=True)):
-            if self._corpus.units[unit].num_chars >= MIN_SAID:
+        for at, normal in enumerate(a.normals):
+            if a.unit(at).num_chars >= MIN_SAID:
                 places.setdefault(normal, []).append(at)
         return places, [at for at, normal in enumerate(b.normals) if normal in places]

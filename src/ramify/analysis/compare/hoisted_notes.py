@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ramify.analysis.compare.prompt_sides import Side
-from ramify.analysis.corpus import Corpus
 
 MIN_ALIKE = 16  # tokens that both prompts have behind a note, so that it is in the way
 
@@ -22,8 +21,8 @@ class HoistedNote:
 class HoistedNotes:
     """Finds notes at the top of one of two prompts that the other does not have there."""
 
-    def __init__(self, corpus: Corpus, a: Side, b: Side, known: frozenset[str]) -> None:
-        self._corpus, self._a, self._b = corpus, a, b
+    def __init__(self, a: Side, b: Side, known: frozenset[str]) -> None:
+        self._a, self._b = a, b
         self._known = known  # notes at the top of `a` that stood within its conversation
         self._moved: set[int] = set()  # normal units of `a` that stand at the top of `b`
         self.texts: set[str] = set()  # of the notes that stand at the top of `b`
@@ -37,14 +36,14 @@ class HoistedNotes:
         a, b = self._a, self._b
         if b.role(j) != "system":
             return None
-        mine, other = self._text(b, j), self._text(a, i)
+        mine, other = b.normal_text(j), a.normal_text(i)
         is_other_system = a.role(i) == "system"
         places = (
             at
             for at in range(i + 1, len(a.rest))
             if a.role(at) == "system" and a.message_of[at] != a.message_of[i]
         )
-        later = {a.normals[at]: text for at in places if (text := self._text(a, at))}
+        later = {a.normals[at]: text for at in places if (text := a.normal_text(at))}
         for unit, text in later.items():
             if mine == text or (text in mine and not is_other_system):
                 return self._note_move(unit, HoistedNote(text, ""))
@@ -63,16 +62,16 @@ class HoistedNotes:
         a, b = self._a, self._b
         if not self._known or not all(a.role(at) == "system" for at in range(i + 1)):
             return None
-        text = self._text(a, i)
+        text = a.normal_text(i)
         for note in sorted(self._known, key=lambda note: (-len(note), note)):
-            if not text.endswith(note) or self._text(b, j).endswith(note):
+            if not text.endswith(note) or b.normal_text(j).endswith(note):
                 continue
             head = text[: -len(note)].strip()
             if not head and self._begin_alike(i + 1, j):
                 return HoistedNote(note, head)
             if head and b.role(j) == "system":
                 is_in_way = self._begin_alike(i + 1, j + 1)
-                if is_in_way or head != self._text(b, j):  # values in the head differ
+                if is_in_way or head != b.normal_text(j):  # values in the head differ
                     return HoistedNote(note, head, is_in_way)
         return None
 
@@ -80,7 +79,7 @@ class HoistedNotes:
         """Notes that stand at the top of the later prompt, whichever request was the first to have them there."""
         b = self._b
         end = b.conversation[0] if b.conversation else len(b.rest)
-        tops = [self._text(b, at) for at in range(end)]
+        tops = [b.normal_text(at) for at in range(end)]
         kept = (note for note in self._known if any(top.endswith(note) for top in tops))
         return frozenset(self.texts).union(kept)
 
@@ -88,7 +87,4 @@ class HoistedNotes:
         if i >= len(self._a.rest) or j >= len(self._b.rest):
             return False
         unit_a, unit_b = self._a.normals[i], self._b.normals[j]
-        return unit_a == unit_b or self._corpus.shared_tokens(unit_a, unit_b) >= MIN_ALIKE
-
-    def _text(self, side: Side, at: int) -> str:
-        return self._corpus.text(side.normals[at])
+        return unit_a == unit_b or self._b.corpus.shared_tokens(unit_a, unit_b) >= MIN_ALIKE

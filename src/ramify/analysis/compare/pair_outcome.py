@@ -9,8 +9,7 @@ from ramify.analysis.compare.text_diff import common_prefix_len
 from ramify.analysis.compare.unit_pairs import PairDifferences
 from ramify.analysis.corpus import Unit
 from ramify.analysis.records import TextForm
-from ramify.analysis.savings.mended_units import VALUES
-from ramify.analysis.verdicts import CauseName
+from ramify.analysis.verdicts import VALUES, CauseName
 
 MIN_TAIL = 60  # code points behind a value in a summary, so that the summary is the same
 MIN_CUT = 4  # words at the end of a text that are more than a value
@@ -42,8 +41,7 @@ def judge_pair(
         j: place in `b.rest`.
         continues: `b` continues the conversation of `a`.
     """
-    num_tokens = b.corpus.units[b.rest[j]].num_tokens
-    num_chars = len(b.corpus.text(b.normals[j]))
+    num_tokens, num_chars = b.unit(j).num_tokens, len(b.normal_text(j))
     rate = num_tokens / max(1, num_chars)
     waste = tuple(item for item in pair.differences if item.is_waste)
     if waste and not continues:
@@ -52,10 +50,8 @@ def judge_pair(
             return _judge_question(pair, waste, a, i, b, j, rate)
         stable = next((at for at, item in enumerate(waste) if not item.is_volatile), None)
         if stable is not None:
-            is_last = b.message_of[j] == b.message_of[-1]
-            return PairOutcome(
-                waste[:stable], 0 if is_last else int(rate * num_chars / 2), stops=True
-            )
+            num_shared = 0 if b.is_newest(j) else int(rate * num_chars / 2)
+            return PairOutcome(waste[:stable], num_shared, stops=True)
     return _outcome(pair, waste, num_tokens, rate)
 
 
@@ -79,9 +75,8 @@ def _judge_question(
     rate: float,
 ) -> PairOutcome:
     """Values in a message of another conversation are waste if enough equal text follows."""
-    corpus = b.corpus
-    outcome = _outcome(pair, waste, corpus.units[b.rest[j]].num_tokens, rate)
-    start = common_prefix_len(corpus.text(a.rest[i]), corpus.text(b.rest[j]))
+    outcome = _outcome(pair, waste, b.unit(j).num_tokens, rate)
+    start = common_prefix_len(a.text(i), b.text(j))
     value = int(rate * (start + max(item.got.num_chars for item in waste)))
     is_asked = b.role(j) == "user" and all(
         item.cause in VALUES and not item.is_volatile for item in waste
@@ -91,7 +86,7 @@ def _judge_question(
     if pair.stop_char is None and not follows:
         # Equal tokens in later messages count too.
         follows = _equal_after(a, i, b, j, least) >= least
-    if _is_said(corpus.units[b.rest[j]]):
+    if _is_said(b.unit(j)):
         # In another conversation, tool and model text is content, not waste.
         follows &= all(item.cause not in VALUES for item in waste)
     return outcome if follows else PairOutcome((), int(rate * start), stops=True)
@@ -103,7 +98,7 @@ def _equal_after(a: Side, i: int, b: Side, j: int, limit: int) -> int:
     for at in range(1, min(len(a.rest) - i, len(b.rest) - j)):
         if a.normals[i + at] != b.normals[j + at] or total >= limit:
             break
-        total += b.corpus.units[b.rest[j + at]].num_tokens
+        total += b.unit(j + at).num_tokens
     return total
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from ramify.analysis.compare.quoting import NOTHING, Excerpt
 from ramify.analysis.compare.summaries import is_reminder, is_summary
 from ramify.analysis.compare.templates import Templates
-from ramify.analysis.corpus import Corpus, StoredRequest
+from ramify.analysis.corpus import Corpus, StoredRequest, Unit
 from ramify.analysis.records import SegmentKind, TextForm
 from ramify.analysis.verdicts import LEGITIMATE, Cause, CauseName, Certainty, ValueKind
 
@@ -139,7 +139,7 @@ class Side:
                 continue
             if self.role(at) != "user":
                 return None
-            text = self.corpus.text(self.rest[at])
+            text = self.text(at)
             if not is_reminder(text):
                 if is_summary(text, is_certain=True):
                     return at
@@ -159,9 +159,25 @@ class Side:
         """Tokens of units."""
         return sum(self.corpus.units[unit].num_tokens for unit in units)
 
+    def unit(self, at: int) -> Unit:
+        """A segment after the tools."""
+        return self.corpus.units[self.rest[at]]
+
+    def text(self, at: int) -> str:
+        """The text of a segment after the tools."""
+        return self.corpus.text(self.rest[at])
+
+    def normal_text(self, at: int) -> str:
+        """The same in normal form."""
+        return self.corpus.text(self.normals[at])
+
+    def is_newest(self, at: int) -> bool:
+        """Whether a segment after the tools is of the last message."""
+        return self.message_of[at] == self.message_of[-1]
+
     def role(self, at: int) -> str:
         """Role of a segment after the tools; `system` for system prompts without a label."""
-        stored = self.corpus.units[self.rest[at]]
+        stored = self.unit(at)
         role = stored.label.partition(" ")[0]
         if stored.kind is SegmentKind.SYSTEM or role == "developer":
             return "system"
@@ -170,7 +186,7 @@ class Side:
     def is_answer(self, at: int) -> bool:
         """Whether the model has written a segment; items of Responses have no role but a type."""
         role = self.role(at)
-        is_item = not role and self.corpus.units[self.rest[at]].form is TextForm.JSON
+        is_item = not role and self.unit(at).form is TextForm.JSON
         return role == "assistant" or is_item
 
     def is_reasoning(self, at: int) -> bool:

@@ -16,9 +16,7 @@ from ramify.analysis.compare.templates import Templates
 from ramify.analysis.compare.text_diff import common_prefix_len
 from ramify.analysis.compare.unit_pairs import pair_differences
 from ramify.analysis.corpus import Corpus
-from ramify.analysis.verdicts import CauseName, Certainty
-
-_VALUES = frozenset({CauseName.CLOCK, CauseName.RANDOM_ID, CauseName.PATH_OR_STATE})
+from ramify.analysis.verdicts import CHANGING_VALUES, CauseName, Certainty
 
 
 @dataclass(slots=True)
@@ -81,7 +79,9 @@ def compare_tools(a: Side, b: Side, templates: Templates, *, continues: bool) ->
 def _is_definition(difference: Difference) -> bool:
     """Whether a difference within a tool is of what it is, not of a value in a description."""
     has_keys = '":' in f"{difference.had}{difference.got}"
-    return difference.cause is CauseName.NEW_CONTENT or (has_keys and difference.cause in _VALUES)
+    return difference.cause is CauseName.NEW_CONTENT or (
+        has_keys and difference.cause in CHANGING_VALUES
+    )
 
 
 def _changed(path: str, had: Excerpt = NOTHING, got: Excerpt = NOTHING) -> Difference:
