@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import msgspec
@@ -10,6 +11,8 @@ import msgspec
 from ramify.analysis.readers.engines.python_literals import json_of_literal
 
 MAX_LEVELS = 3
+# Of an object, a list of objects or texts, or of such JSON in a text; as JSON or as Python writes it.
+_BEGINNING = re.compile(r"""\s*+(?:[\[{]["']|\[\{|"[\[{])""")
 
 
 def decode_json(data: bytes | str) -> Any:
@@ -32,17 +35,11 @@ def decode_json(data: bytes | str) -> Any:
 
 def is_cut_json(value: Any) -> bool:
     """Whether a text begins as an object or a list of objects and is no JSON: it was cut."""
-    if not isinstance(value, str) or value.lstrip()[:2] not in {
-        '{"',
-        "[{",
-        '["',
-        '"{',
-        '"[',
-        "{'",
-        "['",
-    }:
-        return False
-    return isinstance(decode_nested(value), str)
+    return (
+        isinstance(value, str)
+        and _BEGINNING.match(value) is not None
+        and isinstance(decode_nested(value), str)
+    )
 
 
 def _decode_literal(text: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import astuple
 from functools import cache
 from typing import Any
 
@@ -62,17 +63,8 @@ def first_text(row: Mapping[str, Any], names: Iterable[str]) -> str | None:
 
 def merge_usage(first: Usage, other: Usage) -> Usage:
     """Counts of the first, and of the other where the first has none."""
-    return Usage(
-        num_input=_known(first.num_input, other.num_input),
-        num_read=_known(first.num_read, other.num_read),
-        num_written=_known(first.num_written, other.num_written),
-        num_written_1h=_known(first.num_written_1h, other.num_written_1h),
-        num_output=_known(first.num_output, other.num_output),
-    )
-
-
-def _known(first: int | None, other: int | None) -> int | None:
-    return other if first is None else first
+    pairs = zip(astuple(first), astuple(other), strict=True)
+    return Usage(*(spare if known is None else known for known, spare in pairs))
 
 
 def is_redacted(segments: Iterable[Segment]) -> bool:

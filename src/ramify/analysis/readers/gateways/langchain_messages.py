@@ -13,21 +13,11 @@ from ramify.analysis.readers.bodies.openai_bodies import tool_call
 from ramify.analysis.readers.bodies.segments import compact_json
 from ramify.analysis.readers.row_fields import mapping_or_empty
 
-_ROLES = {
-    "human": "user",
-    "humanmessage": "user",
-    "ai": "assistant",
-    "aimessage": "assistant",
-    "system": "system",
-    "systemmessage": "system",
-    "tool": "tool",
-    "toolmessage": "tool",
-    "function": "function",
-    "functionmessage": "function",
-    "developer": "developer",
-    "chat": "chat",
-    "chatmessage": "chat",
+# Roles by type of message: `human` or `HumanMessage` in lower case.
+_ROLES = {"human": "user", "ai": "assistant"} | {
+    kind: kind for kind in ("system", "tool", "function", "developer", "chat")
 }
+_ROLES |= {f"{kind}message": role for kind, role in _ROLES.items()}
 _ITEM_TYPES = (
     "function_call", "function_call_output", "reasoning", "custom_tool_call", "item_reference",
     "custom_tool_call_output", "web_search_call", "file_search_call", "computer_call",
