@@ -20,7 +20,7 @@ from ramify.analysis.reader import ReadQuality
 from ramify.analysis.report.analyze import analyze, read_corpus
 from ramify.analysis.report.document import Analysis
 from ramify.analysis.report.page.html import analysis_as_html
-from ramify.analysis.report.wording.numbers import money
+from ramify.analysis.report.wording.numbers import count, money
 from ramify.analysis.report.writers.as_json import analysis_as_json
 from ramify.analysis.report.writers.markdown import analysis_as_markdown
 from ramify.analysis.report.writers.terminal import print_summary
@@ -133,6 +133,19 @@ def test_lint_has_the_same_findings_as_analyze(tmp_path: Path, hidden: Analysis)
 def test_money_has_no_exponent(dollars: float, text: str) -> None:
     """A fraction of a cent is written out, or is less than the least that is."""
     assert money(dollars) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (99_999, "99,999"), (123_456, "123 K"), (999_499, "999 K"), (999_500, "1 M"),
+        (1_234_567, "1.23 M"), (999.5e6, "1 G"), (4.56e9, "4.56 G"), (1.2345e12, "1,234 G"),
+        (-123_456, "-123 K"),
+    ],
+)  # fmt: skip
+def test_great_counts_have_three_digits_and_a_unit(value: float, text: str) -> None:
+    """From 100,000 on; beyond a thousand G all digits of the G."""
+    assert count(value) == text
 
 
 def test_what_was_read_is_possible(tmp_path: Path) -> None:

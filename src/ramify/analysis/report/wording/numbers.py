@@ -9,17 +9,14 @@ RATE_NAMES = {"reported": "reported", "by_rule": "by rule", "possible": "possibl
 
 
 def count(value: float) -> str:
-    """`12,345`; from 100,000 on `123 K`, `1.23 M`, `4.56 G`."""
+    """`12,345`; from 100,000 on `123 K`, `1.23 M`, `4.56 G`, `1,234 G`."""
     if abs(value) < 100_000:
         return f"{value:,.0f}"
-    for unit, size in (("G", 1e9), ("M", 1e6), ("K", 1e3)):
-        if abs(value) >= size:
-            return f"{value / size:.3g} {unit}" if abs(value) < 999.5 * size else _next(value, size)
-    return f"{value:,.0f}"
-
-
-def _next(value: float, size: float) -> str:
-    return f"{value / (size * 1000):.3g} {'M' if size == 1e3 else 'G'}"
+    unit, size = next(
+        (each for each in (("K", 1e3), ("M", 1e6)) if abs(value) < 999.5 * each[1]), ("G", 1e9)
+    )
+    number = value / size
+    return f"{number:.3g} {unit}" if abs(number) < 999.5 else f"{number:,.0f} {unit}"
 
 
 def percent(share: float) -> str:
