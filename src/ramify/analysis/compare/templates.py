@@ -12,6 +12,7 @@ from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from ramify.analysis.compare import changing_values
 from ramify.analysis.compare.changing_values import MAX_CONTEXT, SlotVerdict, judge_slot
@@ -25,6 +26,7 @@ MAX_FEATURES = 10
 MIN_SHARED = 60  # code points that a member has in common with its template before other content
 MAX_ALIGNED = 4096  # pairs of units whose differences are kept
 MAX_VALUE = 240  # code points of a value; a longer difference is content
+MAX_CACHED_LINE = 400  # code points of a line whose masked form is kept
 MAX_VALUES = 64  # kept of a slot as evidence
 
 _SYSTEM_ROLES = ("system", "developer")
@@ -244,7 +246,7 @@ class Templates:
 
 def _features(text: str) -> list[tuple[str, int]]:
     """The longest lines with numbers masked, and their lengths."""
-    lines = {_mask_numbers(line.strip()): len(line) for line in _LINE.findall(text)}
+    lines = {_mask_line(line.strip()): len(line) for line in _LINE.findall(text)}
     lines = {line: length for line, length in lines.items() if len(line) >= 4}
     return sorted(lines.items(), key=lambda item: -item[1])[:MAX_FEATURES]
 
@@ -258,6 +260,14 @@ def _words_key(normal: str) -> str:
 def _mask_numbers(text: str) -> str:
     """The text with words that hold digits as 0."""
     return _VOLATILE.sub("0", text)
+
+
+def _mask_line(line: str) -> str:
+    """`_mask_numbers`; members of a template have most of their lines in common."""
+    return _mask_short_line(line) if len(line) <= MAX_CACHED_LINE else _mask_numbers(line)
+
+
+_mask_short_line = lru_cache(1 << 13)(_mask_numbers)
 
 
 def replace_places(text: str, places: Sequence[tuple[int, int, str]]) -> str:
