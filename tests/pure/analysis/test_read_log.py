@@ -144,16 +144,40 @@ def test_a_broken_document_is_one_bad_file(tmp_path: Path) -> None:
     assert quality.bad_reasons == {"no JSON; the rest of the document is not read": 1}
 
 
-@pytest.mark.parametrize("end", ['{"model": "m",', '{"model":', '{"messages": [', "{", '{"a": [1,'])
+@pytest.mark.parametrize(
+    "end",
+    [
+        '{"model": "m",',
+        '{"model":',
+        '{"messages": [',
+        "{",
+        '{"a": [1,',
+        '{"prompt": "\udcff"}',
+        '{"prompt": "a',
+    ],
+)
 def test_json_lines_may_begin_with_a_broken_line(tmp_path: Path, end: str) -> None:
     """A document could go on after it, but the next lines are values of their own."""
     path = tmp_path / "log.jsonl"
-    path.write_text(lines_of(end + "\n", chat("b"), chat("c")))
+    text = lines_of(end + "\n", chat("b"), chat("c"))
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
 
     requests, quality = read(path)
 
     assert places(requests) == [(2, None), (3, None)]
     assert [line for _, line in quality.bad_lines] == [1]
+
+
+@pytest.mark.parametrize("start", ["[2026-05-01 10:00:00] ", "[gw0] ", "{1} "])
+def test_lines_that_begin_with_a_bracket_are_no_document(tmp_path: Path, start: str) -> None:
+    """Each line of a server's log that is no request is a bad line, and objects between them are rows."""
+    path = tmp_path / "log"
+    path.write_text(lines_of(f"{start}Receive\n", f"{start}Finish\n", chat("b"), f"{start}End\n"))
+
+    requests, quality = read(path)
+
+    assert places(requests) == [(3, None)]
+    assert [line for _, line in quality.bad_lines] == [1, 2, 4]
 
 
 def test_documents_may_follow_one_another(tmp_path: Path) -> None:

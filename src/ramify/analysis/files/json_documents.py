@@ -79,16 +79,15 @@ def document_values(
 
 
 def breaks_at_once(data: bytes, *, is_whole: bool) -> bool:
-    """Whether data that begins with a bracket is no beginning of a document.
+    """Whether data that begins with an object, or a list of them, is no beginning of a document.
 
     Args:
         data: of a document up to its first element, or more.
         is_whole: nothing follows the data.
     """
-    text = data.decode("utf-8", "replace").lstrip()
-    start = _BLANK.match(text, 1).end() if text[:1] == "[" else 0  # type: ignore[union-attr]
+    text = data.decode("utf-8", "replace").strip().removeprefix("[").lstrip()
     try:
-        _DECODER.raw_decode(text, start)
+        _DECODER.raw_decode(text)
     except json.JSONDecodeError as error:
         return is_whole or not _may_be_cut(error)
     except RecursionError:

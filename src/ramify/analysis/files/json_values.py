@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
@@ -12,6 +13,7 @@ from ramify.analysis.files.json_documents import RawValue, breaks_at_once, docum
 from ramify.analysis.files.log_stream import CHUNK_BYTES, TOO_LONG, numbered_lines
 from ramify.analysis.readers.nested_json import decode_json
 
+_OBJECTS = re.compile(rb"\s*(?:\[\s*)?\{")
 _LONG_LINE_BYTES = 1 << 24  # a first line that is longer is read as a document, in chunks
 
 
@@ -44,28 +46,36 @@ def _values(source: io.BufferedReader, is_text_row: Callable[[str], bool]) -> It
     number, first = 1, source.readline(_LONG_LINE_BYTES)
     while first.isspace():
         number, first = number + 1, source.readline(_LONG_LINE_BYTES)
-    if _is_document(first, source.peek(), is_whole=len(head) < CHUNK_BYTES):
+    if _is_document(first, source.peek(), is_text_row, is_whole=len(head) < CHUNK_BYTES):
         yield from document_values(source, first, line=number)
     else:
-        lines = chain([(number, first)], numbered_lines(source, start=number + 1))
+        line = first.removesuffix(b"\n").removesuffix(b"\r")
+        lines = chain([(number, line)], numbered_lines(source, start=number + 1))
         yield from _line_values(lines, is_text_row)
 
 
-def _is_document(first: bytes, following: bytes, *, is_whole: bool) -> bool:
-    """Whether a file is a document, not JSON Lines: its first line is no value, and others follow.
+def _is_document(
+    first: bytes, following: bytes, is_text_row: Callable[[str], bool], *, is_whole: bool
+) -> bool:
+    """Whether a file is a document, not lines: its first line is no value, and the next ones go on with it.
 
-    The first line of JSON Lines may be broken. It is no beginning of a document then, and of the
-    lines that follow some are objects, or all begin as objects.
+    The first of several lines may be broken. It is no beginning of a document then, and of the
+    lines that follow some are rows, or all begin with the same bracket.
     """
     if len(first) >= _LONG_LINE_BYTES:
         return True
     try:
-        decode_json(first)
+        decode_json(first.decode("utf-8", "replace"))
     except ValueError:
+        if _OBJECTS.match(first + following) is None:
+            return False
+        if not breaks_at_once(first + following, is_whole=is_whole):
+            return True
         lines = [line for line in following.split(b"\n") if line and not line.isspace()]
-        is_broken = breaks_at_once(first + following, is_whole=is_whole)
-        return not is_broken or not (
-            any(map(is_json_object, lines)) or all(line.startswith(b"{") for line in lines)
+        return not (
+            all(line[:1] == first[:1] for line in lines)
+            or any(map(is_json_object, lines))
+            or any(is_text_row(line.decode("utf-8", "replace")) for line in lines)
         )
     return False
 
