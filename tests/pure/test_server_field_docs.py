@@ -11,12 +11,12 @@ from ramify.server.anthropic.protocol import MessageRequest
 from ramify.server.model_dialects.table import CALL_FORMATS
 from ramify.server.openai.protocol import ChatRequest, CompletionRequest
 from ramify.server.openai.responses.protocol import ResponsesRequest
-from ramify.server.openai.unserved import CHAT_FIELDS, COMPLETION_FIELDS, RESPONSES_FIELDS
-from ramify.server.request_fields.unserved_fields import UnservedFields
+from ramify.server.openai.unsupported import CHAT_FIELDS, COMPLETION_FIELDS, RESPONSES_FIELDS
+from ramify.server.request_fields.unsupported_fields import UnsupportedFields
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
 ROW = re.compile(r"^\| ((?:`\w+`(?:, )?)+) \| (\w+) \|", re.MULTILINE)
-APIS: dict[str, tuple[type[msgspec.Struct], UnservedFields]] = {
+APIS: dict[str, tuple[type[msgspec.Struct], UnsupportedFields]] = {
     "Chat completions": (ChatRequest, CHAT_FIELDS),
     "Completions": (CompletionRequest, COMPLETION_FIELDS),
     "Responses": (ResponsesRequest, RESPONSES_FIELDS),

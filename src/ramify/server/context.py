@@ -26,8 +26,8 @@ from ramify.server.http.wire import (
 )
 from ramify.server.operations.metrics import Metrics
 from ramify.server.prompts.jobs import PromptWorkers
-from ramify.server.request_fields.unserved_fields import (
-    UnservedFields,
+from ramify.server.request_fields.unsupported_fields import (
+    UnsupportedFields,
     decode_request,
     unknown_warning,
 )
@@ -71,8 +71,8 @@ class RequestContext:
     generations: list[Generation] = field(default_factory=list)
     reservations: list[BodyReservation] = field(default_factory=list)
 
-    async def body(self, kind: type[T], unserved: UnservedFields | None = None) -> T:
-        """Read and decode the body; warn of unknown fields if `unserved` is given.
+    async def body(self, kind: type[T], unserved: UnsupportedFields | None = None) -> T:
+        """Read and decode the body; warn of unknown fields if `unsupported` is given.
 
         Raises:
             ApiError: 400 or 413, for a body that is not of this type, has a refused field, or is

@@ -36,7 +36,7 @@ from ramify.server.model_dialects.call_text import calls_text
 from ramify.server.model_dialects.events import CallStart, ReasoningDelta
 from ramify.server.model_dialects.output_format import named
 from ramify.server.prompts.renderer import PromptRenderer, RenderedPrompt
-from ramify.server.request_fields.unserved_fields import UnknownFieldLog
+from ramify.server.request_fields.unsupported_fields import UnknownFieldLog
 from ramify.server.tenants import TENANT_PIN_SHARE, Caller, QuotaMeter
 
 ANY_NAME = "*"  # among the model names: requests may send any name

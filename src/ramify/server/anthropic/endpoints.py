@@ -11,12 +11,12 @@ from ramify.server.anthropic.protocol import CountRequest, MessageRequest
 from ramify.server.context import RequestContext
 from ramify.server.conversation.to_generation import rendered
 from ramify.server.http.wire import sse_event
-from ramify.server.openai.unserved import refused_elsewhere
-from ramify.server.request_fields.unserved_fields import UnservedFields
+from ramify.server.openai.unsupported import refused_elsewhere
+from ramify.server.request_fields.unsupported_fields import UnsupportedFields
 
 # The fields that are ignored do not change the answer. `count_tokens` gets the body of a whole message
 # request, so its fields are among them.
-FIELDS = UnservedFields(
+FIELDS = UnsupportedFields(
     refused=refused_elsewhere(
         MessageRequest,
         {

@@ -23,7 +23,7 @@ from ramify.server.openai.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from ramify.server.openai.unserved import CHAT_FIELDS, COMPLETION_FIELDS
+from ramify.server.openai.unsupported import CHAT_FIELDS, COMPLETION_FIELDS
 from ramify.server.openai.vllm_fields import with_vllm_fields
 
 

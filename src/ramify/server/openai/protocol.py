@@ -1,4 +1,4 @@
-"""Request types of OpenAI's endpoints; see `unserved` for the fields that they do not have."""
+"""Request types of OpenAI's endpoints; see `unsupported` for the fields that they do not have."""
 
 from __future__ import annotations
 

@@ -31,10 +31,10 @@ from ramify.server.openai.protocol import (
 from ramify.server.openai.responses.protocol import ResponsesRequest
 from ramify.server.openai.responses.request import response_to_generation
 from ramify.server.openai.responses.store import EarlierTurns, earlier_turns
-from ramify.server.openai.unserved import CHAT_FIELDS, COMPLETION_FIELDS, RESPONSES_FIELDS
+from ramify.server.openai.unsupported import CHAT_FIELDS, COMPLETION_FIELDS, RESPONSES_FIELDS
 from ramify.server.operations.metrics import CONTENT_TYPE
 from ramify.server.prompts.renderer import RenderedPrompt
-from ramify.server.request_fields.unserved_fields import decode_request
+from ramify.server.request_fields.unsupported_fields import decode_request
 from ramify.server.service import Service
 
 MAX_NODES = 2000

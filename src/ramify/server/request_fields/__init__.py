@@ -1,7 +1,7 @@
 """Request fields that several APIs have in common.
 
 - `reasoning_options`: reasoning effort and budget as each API spells them.
-- `unserved_fields`: fields outside of a request's type: refused, ignored or unknown.
+- `unsupported_fields`: fields outside of a request's type: refused, ignored or unknown.
 - `opaque_text`: texts that a client sends back without reading them, as `encrypted_content`.
 
 `context`, `service`, `operations.cache_admin` and the APIs import it. It imports `errors` and `http` only.

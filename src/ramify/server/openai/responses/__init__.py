@@ -7,5 +7,5 @@
 - `store`, `replay`, `compaction`: stored responses, their events again, summaries.
 - `endpoints`, `conversations`: the handlers of the routes.
 
-Read in this order. `routes`, `operations.cache_admin` and `openai.unserved` import it.
+Read in this order. `routes`, `operations.cache_admin` and `openai.unsupported` import it.
 """

@@ -33,10 +33,10 @@ from ramify.server.openai.responses.store import (
     stored_conversation,
 )
 from ramify.server.prompts.renderer import KnownPrefix
-from ramify.server.request_fields.unserved_fields import UnservedFields
+from ramify.server.request_fields.unsupported_fields import UnsupportedFields
 from ramify.server.service import Service
 
-NO_FIELDS = UnservedFields()  # beside those of the request types
+NO_FIELDS = UnsupportedFields()  # beside those of the request types
 
 MAX_ANSWER_ITEMS = 64
 

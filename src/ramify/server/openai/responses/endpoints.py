@@ -31,7 +31,7 @@ from ramify.server.openai.responses.store import (
     page_of_items,
     stored_response,
 )
-from ramify.server.openai.unserved import INPUT_FIELDS, RESPONSES_FIELDS
+from ramify.server.openai.unsupported import INPUT_FIELDS, RESPONSES_FIELDS
 
 MAX_SUMMARY_SHARE = 8  # a summary has at most this part of the context
 MAX_SEQUENCE_DIGITS = 12  # of `starting_after`

@@ -12,7 +12,7 @@ import msgspec
 from ramify.foreign_names import PARAM_NAMES, field_advice
 from ramify.server.openai.protocol import Sampling
 from ramify.server.openai.responses.protocol import ResponsesRequest
-from ramify.server.request_fields.unserved_fields import Refused, UnservedFields
+from ramify.server.request_fields.unsupported_fields import Refused, UnsupportedFields
 
 # Fields that do not change the answer.
 _IGNORED = frozenset(
@@ -69,7 +69,7 @@ _REFUSED = {
     "session_params": Refused(),
     "watermark": Refused(),
 }
-CHAT_FIELDS = UnservedFields(
+CHAT_FIELDS = UnsupportedFields(
     ignored=_IGNORED,
     refused=_REFUSED
     | {
@@ -94,7 +94,7 @@ CHAT_FIELDS = UnservedFields(
     },
 )
 _CHAT_ONLY = Refused(hint="send the request to /v1/chat/completions")
-COMPLETION_FIELDS = UnservedFields(
+COMPLETION_FIELDS = UnsupportedFields(
     ignored=_IGNORED,
     refused=_REFUSED
     | {
@@ -147,7 +147,7 @@ def refused_elsewhere(kind: type[msgspec.Struct], hints: Mapping[str, str]) -> d
     return {name: field for name, field in refused.items() if name not in served}
 
 
-RESPONSES_FIELDS = UnservedFields(
+RESPONSES_FIELDS = UnsupportedFields(
     refused=refused_elsewhere(
         ResponsesRequest,
         {
@@ -170,4 +170,4 @@ RESPONSES_FIELDS = UnservedFields(
 )
 _ALL_OF_RESPONSES = frozenset(field.name for field in msgspec.structs.fields(ResponsesRequest))
 # `input_tokens` and `compact` get the body of a whole request: fields that they do not have are ignored.
-INPUT_FIELDS = UnservedFields(ignored=_ALL_OF_RESPONSES, refused=RESPONSES_FIELDS.refused)
+INPUT_FIELDS = UnsupportedFields(ignored=_ALL_OF_RESPONSES, refused=RESPONSES_FIELDS.refused)

@@ -47,7 +47,7 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
-class UnservedFields:
+class UnsupportedFields:
     """Treatment of the fields that a request type does not have: refused, ignored or unknown.
 
     Args:
@@ -75,7 +75,7 @@ class UnservedFields:
 
 
 def decode_request(
-    body: bytes | bytearray, kind: type[T], unserved: UnservedFields | None
+    body: bytes | bytearray, kind: type[T], unserved: UnsupportedFields | None
 ) -> tuple[T, list[str]]:
     """Decode a body to a request type; returns the names of its unknown fields as well.
 
