@@ -11,7 +11,7 @@ from ramify.engine.logits.grammar import GrammarCompiler
 from ramify.engine.logits.logits_processors import GrammarMatcher
 from ramify.engine.text.tokenizer import Tokenizer
 from ramify.params import StructuredOutput
-from ramify.server.answers.tool_schemas import SchemaWarnings, enforceable_schema
+from ramify.server.grammars.tool_schemas import SchemaWarnings, enforceable_schema
 from ramify.server.model_dialects.call_grammar import AnswerGrammars
 from ramify.server.model_dialects.call_syntax import CALL_SYNTAXES
 from ramify.server.model_dialects.lark_rules import AddedTokens, CallableTool

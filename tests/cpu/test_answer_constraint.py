@@ -12,8 +12,8 @@ import pytest
 from ramify.engine.async_llm import AsyncLLM
 from ramify.errors import InvalidParamsError
 from ramify.params import SamplingParams
-from ramify.server.answers.constraint import AnswerConstraints, CallChoice, OfferedTool
 from ramify.server.errors import ApiError
+from ramify.server.grammars.constraint import AnswerConstraints, CallChoice, OfferedTool
 from tests.pure.server_bench import TOOL_TEMPLATE, Answer, ServerBench, chat, run
 
 pytest.importorskip("llguidance", reason="llguidance is missing: the extra 'structured'")
@@ -150,7 +150,7 @@ def test_schemas_that_take_long_do_not_hold_the_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Tools are tried one by one for a bounded time; the rest have free arguments, or are refused."""
-    monkeypatch.setattr("ramify.server.answers.constraint.TRY_S", 0.2)
+    monkeypatch.setattr("ramify.server.grammars.constraint.TRY_S", 0.2)
     bench, engine = ServerBench(chat_template=TOOL_TEMPLATE), _SlowEngine()
     constraints = AnswerConstraints(
         cast(AsyncLLM, engine), bench.service.tokenizer, bench.service.output_format

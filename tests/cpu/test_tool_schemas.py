@@ -14,14 +14,14 @@ from ramify.engine.logits.grammar import GrammarCompiler
 from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import InvalidParamsError
 from ramify.params import StructuredOutput
-from ramify.server.answers.schema_keywords import UNENFORCED
-from ramify.server.answers.tool_schemas import (
+from ramify.server.errors import ApiError
+from ramify.server.grammars.schema_keywords import UNENFORCED
+from ramify.server.grammars.tool_schemas import (
     MAX_WARNINGS,
     SchemaTooLargeError,
     SchemaWarnings,
     enforceable_schema,
 )
-from ramify.server.errors import ApiError
 from ramify.testing import write_tiny_checkpoint
 from tests.budget import examples
 

@@ -7,7 +7,7 @@ A request goes through `app` (keys, errors, disconnects) → `routes` (the table
 events, answers and cache usage) → `*_response` (JSON or server-sent events). Read in this order.
 
 - `context`: `RequestContext`, which every endpoint gets. `model_list`: the endpoints of `/v1/models`.
-- `prompts`: chat templates, token ids, threads for both. `answers`: grammars of answers, and their parts.
+- `prompts`: chat templates, token ids, threads for both. `grammars`, `answers`: of answers, and their parts.
 - `history`: earlier requests, conversations, reasons for misses. `request_fields`: request fields of several APIs.
 - `model_dialects`: reasoning and tool calls in the text of each model family.
 - `tenants`, `errors`, `health`: keys and quotas; error responses; liveness and readiness.

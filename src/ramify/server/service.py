@@ -20,9 +20,9 @@ from ramify.errors import EngineStoppedError
 from ramify.models.configs.pooling import PoolingConfig
 from ramify.models.configs.sampling_defaults import SamplingDefaults
 from ramify.outputs import Explanation, StepOutput
-from ramify.server.answers.constraint import AnswerConstraints
 from ramify.server.errors import ApiError, ContextLengthError
 from ramify.server.generation import Generation, GenerationRequest
+from ramify.server.grammars.constraint import AnswerConstraints
 from ramify.server.history.cache_miss import CacheMiss, explain_miss
 from ramify.server.history.expiring_store import ExpiringStore
 from ramify.server.history.request_history import (

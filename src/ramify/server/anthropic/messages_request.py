@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ramify.params import SamplingParams, StructuredOutput
-from ramify.server.answers.constraint import CallChoice, schema_format
 from ramify.server.anthropic.blocks import blocks_of
 from ramify.server.anthropic.protocol import (
     Block,
@@ -22,6 +21,7 @@ from ramify.server.conversation.parts import Message, TextPart
 from ramify.server.conversation.to_generation import to_generation
 from ramify.server.errors import ApiError
 from ramify.server.generation import GenerationRequest
+from ramify.server.grammars.constraint import CallChoice, schema_format
 from ramify.server.history.request_history import fingerprint
 from ramify.server.http.wire import encode_json
 from ramify.server.prompts.renderer import MAX_BREAKPOINTS

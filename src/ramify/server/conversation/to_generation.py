@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from ramify.server.answers.constraint import OfferedTool
 from ramify.server.conversation.conversation import Conversation, ToolDefinition
 from ramify.server.conversation.parts import media_warnings
 from ramify.server.errors import ApiError
 from ramify.server.generation import GenerationRequest
+from ramify.server.grammars.constraint import OfferedTool
 from ramify.server.history.request_history import HistoryEntry, fingerprint
 from ramify.server.prompts.prompt_parts import tool_part
 from ramify.server.prompts.role_order import joined

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ramify.params import StructuredOutput
-from ramify.server.answers.constraint import schema_format
 from ramify.server.errors import ApiError
+from ramify.server.grammars.constraint import schema_format
 from ramify.server.http.request_body import convert_value, decode_json_text
 from ramify.server.openai.protocol import (
     JsonSchema,

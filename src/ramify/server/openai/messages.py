@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 
 from ramify.server.answers.call_arguments import call_arguments
-from ramify.server.answers.constraint import CallChoice
 from ramify.server.conversation.conversation import ToolDefinition
 from ramify.server.conversation.parts import (
     CallPart,
@@ -23,6 +22,7 @@ from ramify.server.conversation.parts import (
     line_text,
 )
 from ramify.server.errors import ApiError
+from ramify.server.grammars.constraint import CallChoice
 from ramify.server.openai.protocol import (
     ChatMessage,
     ContentPart,

@@ -13,12 +13,12 @@ from ramify.engine.async_llm import AsyncLLM
 from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import CompileBusyError, InvalidParamsError, LibraryPanicError
 from ramify.params import SamplingParams, StructuredOutput
-from ramify.server.answers.tool_schemas import (
+from ramify.server.errors import ApiError
+from ramify.server.grammars.tool_schemas import (
     SchemaTooLargeError,
     SchemaWarnings,
     enforceable_schema,
 )
-from ramify.server.errors import ApiError
 from ramify.server.model_dialects.call_grammar import AnswerBegin, AnswerGrammars
 from ramify.server.model_dialects.lark_rules import AddedTokens, CallableTool
 from ramify.server.model_dialects.output_format import OutputFormat

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
 
-from ramify.server.answers.schema_keywords import SHAPES, UNENFORCED, is_pattern, modern, restricts
 from ramify.server.errors import ApiError
+from ramify.server.grammars.schema_keywords import SHAPES, UNENFORCED, is_pattern, modern, restricts
 
 MAX_SCHEMA_STEPS = 50_000  # schemas visited and names repeated, of all schemas of a request
 PROBE_STEPS = 20  # that asking the grammar engine whether it reads a value counts as
