@@ -12,7 +12,7 @@ from ramify.engine.serving.streams import Stream
 from ramify.errors import EngineStoppedError, UnknownRequestError
 from ramify.outputs import CacheReport, FinishReason, RequestOutput, StepOutput
 from ramify.params import SamplingParams
-from ramify.server.answers.answer import Answer, PartEvent, PlainTextParser
+from ramify.server.answers.answer import AnswerParts, PartEvent, PlainTextParser
 from ramify.server.history.cache_miss import CacheMiss
 from ramify.server.history.request_history import HistoryEntry
 from ramify.server.model_dialects.events import OutputParser
@@ -216,7 +216,7 @@ def _completed(event: StepOutput) -> StepOutput:
 
 
 async def answer_changes(
-    generation: Generation, answers: Sequence[Answer]
+    generation: Generation, answers: Sequence[AnswerParts]
 ) -> AsyncIterator[tuple[StepOutput, list[PartEvent]]]:
     """Add each step to its answer; yields it with what it changes, until all answers have ended.
 

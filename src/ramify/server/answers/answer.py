@@ -34,7 +34,7 @@ class AnswerPart:
     """Consecutive output of one kind: text, reasoning, or one tool call."""
 
     kind: PartKind
-    index: int  # in `Answer.parts`
+    index: int  # in `AnswerParts.parts`
     number: int  # among the parts of this kind
     name: str = ""  # of a call's tool
     id: str = ""  # of a call: "call_…"
@@ -86,7 +86,7 @@ PartEvent = PartBegin | PartDelta | PartEnd
 
 
 @dataclass(slots=True)
-class Answer:
+class AnswerParts:
     """An answer of a generation, as far as it was generated.
 
     Every part begins, grows and ends before the next begins; the last ends with the answer.

@@ -11,8 +11,8 @@ from ramify.outputs import FinishReason
 from ramify.server.answers.answer import (
     EMPTY_TEXT,
     TRUNCATED,
-    Answer,
     AnswerPart,
+    AnswerParts,
     PartBegin,
     PartDelta,
     PartEnd,
@@ -69,7 +69,9 @@ class MessageResponseBuilder:
         self.service, self.request, self.generation = service, request, generation
         self.is_prewarm = generation.request.is_prewarm
         translated = generation.request
-        self._answer = Answer(translated.new_parser(), ends_after_call=translated.ends_after_call)
+        self._answer = AnswerParts(
+            translated.new_parser(), ends_after_call=translated.ends_after_call
+        )
         thinking = request.thinking
         self._omits_thinking = thinking is not None and thinking.display == "omitted"
 

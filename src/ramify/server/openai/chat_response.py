@@ -7,7 +7,7 @@ from typing import Any
 
 from ramify import __version__
 from ramify.outputs import FinishReason, TokenLogprob
-from ramify.server.answers.answer import Answer, AnswerPart, PartBegin, PartDelta, PartEvent
+from ramify.server.answers.answer import AnswerPart, AnswerParts, PartBegin, PartDelta, PartEvent
 from ramify.server.generation import CacheUsage, Generation, answer_changes
 from ramify.server.openai.options import diagnostics, token_name
 from ramify.server.openai.protocol import ChatRequest, NamedTool, StreamOptions
@@ -62,7 +62,7 @@ class ChatResponseBuilder:
         self._shows_reasoning = _shows_reasoning(request)
         translated, stop_token_ids = generation.request, service.special_token_ids
         self.choices = [
-            Answer(translated.new_parser(), stop_token_ids, translated.ends_after_call)
+            AnswerParts(translated.new_parser(), stop_token_ids, translated.ends_after_call)
             for _ in range(request.n or 1)
         ]
 
@@ -96,7 +96,7 @@ class ChatResponseBuilder:
         ]
         return header | {"choices": choices, "usage": self.usage()} | self.diagnostics()
 
-    def _message(self, choice: Answer) -> dict[str, Any]:
+    def _message(self, choice: AnswerParts) -> dict[str, Any]:
         text, reasoning, calls = choice.text, choice.reasoning, choice.calls
         message: dict[str, Any] = {
             "role": "assistant",
@@ -109,7 +109,7 @@ class ChatResponseBuilder:
             message["tool_calls"] = [_call(call, call.text) for call in calls]
         return message
 
-    def _finish_reason(self, choice: Answer) -> str | None:
+    def _finish_reason(self, choice: AnswerParts) -> str | None:
         """`finish_reason` of a choice; None before its end.
 
         As OpenAI's: an answer that had to call a named tool ends with `stop`.

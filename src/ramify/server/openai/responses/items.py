@@ -8,8 +8,8 @@ from typing import Any
 from ramify.outputs import FinishReason
 from ramify.server.answers.answer import (
     EMPTY_TEXT,
-    Answer,
     AnswerPart,
+    AnswerParts,
     PartBegin,
     PartDelta,
     PartEnd,
@@ -39,7 +39,7 @@ class OutputItems:
 
     def __init__(
         self,
-        answer: Answer,
+        answer: AnswerParts,
         response_id: str,
         forms: Mapping[str, CallForm],
         logprobs: Callable[[], list[dict[str, Any]]],

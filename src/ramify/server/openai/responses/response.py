@@ -12,7 +12,7 @@ import msgspec
 
 from ramify.errors import RamifyError
 from ramify.outputs import FinishReason, RequestOutput
-from ramify.server.answers.answer import TRUNCATED, Answer
+from ramify.server.answers.answer import TRUNCATED, AnswerParts
 from ramify.server.errors import as_api_error
 from ramify.server.generation import Generation, answer_changes
 from ramify.server.http.wire import encode_json
@@ -51,7 +51,7 @@ class ResponsesResponseBuilder:
         )
 
     @property
-    def _choice(self) -> Answer:
+    def _choice(self) -> AnswerParts:
         return self.inner.choices[0]
 
     def _logprobs(self) -> list[dict[str, Any]]:
