@@ -31,7 +31,7 @@ from ramify.params import StructuredOutput
 from ramify.server.app import Server
 from ramify.server.generation import Generation, GenerationRequest
 from ramify.server.operations.request_log import LineFile
-from ramify.server.service import Service
+from ramify.server.service import RequestService
 from ramify.server.tenants import Caller
 from ramify.testing import FakeExecutor
 from tests.cpu.talker import TALKER_TEMPLATE, tokenizer_with
@@ -193,7 +193,7 @@ def schema_in_prompt(prompt: str) -> dict[str, Any]:
     return {"type": "object"}
 
 
-class ScriptedService(Service):
+class ScriptedService(RequestService):
     """A service that shows each request to the scripted model before it starts."""
 
     script: ScriptedModel
@@ -210,7 +210,7 @@ class ScriptedService(Service):
         self.constraints.of_answer = watched  # type: ignore[method-assign]
 
     async def start(self, request: GenerationRequest, caller: Caller, *, prefix: str) -> Generation:
-        """See `Service.start`."""
+        """See `RequestService.start`."""
         self.script.register(request)
         return await super().start(request, caller, prefix=prefix)
 

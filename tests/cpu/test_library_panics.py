@@ -20,7 +20,7 @@ from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import DeadEndError, LibraryPanicError, panics_as_errors
 from ramify.outputs import FinishReason
 from ramify.server.app import Server
-from ramify.server.service import Service
+from ramify.server.service import RequestService
 from ramify.testing import FakeExecutor
 
 TINY = Path(ramify.__file__).parent / "data" / "ramify-tiny" / "tokenizer.json"
@@ -95,7 +95,7 @@ def test_a_panic_is_json_in_every_api(path: str, fields: dict[str, Any], stream:
     body = {name: value for name, value in body.items() if value is not None}
     if path == "/tokenize":
         del body["max_tokens"], body["stream"]
-    with TestClient(Server(Service(llm, text, model="fake")).app()) as client:
+    with TestClient(Server(RequestService(llm, text, model="fake")).app()) as client:
         response = client.post(path, json=body)
         other = client.post("/v1/completions", json={"prompt": "Who?", "max_tokens": 2})
 

@@ -21,7 +21,7 @@ from ramify.engine.text.tokenizer import Tokenizer
 from ramify.server.app import Server
 from ramify.server.generation import Generation
 from ramify.server.prompts.renderer import PromptRenderer
-from ramify.server.service import Service
+from ramify.server.service import RequestService
 from ramify.testing import FakeExecutor
 from tests.budget import examples
 from tests.cpu.talker import HASTY_TEMPLATE, TALKER_TEMPLATE, tokenizer_with
@@ -50,7 +50,7 @@ class Talk:
         )
         self.tokenizer, self.answer = tokenizer, list[int]()
         self.llm = AsyncLLM.from_core(core, tokenizer)
-        self.service = Service(self.llm, tokenizer, model="m")
+        self.service = RequestService(self.llm, tokenizer, model="m")
         self.generations: list[Generation] = []
         self.service.listeners.append(self.generations.append)
 

@@ -26,7 +26,7 @@ from ramify.engine.text.tokenizer import Tokenizer
 from ramify.server.app import Server
 from ramify.server.http.connection_limit import ConnectionLimit
 from ramify.server.http.uvicorn_server import DrainingServer, TimeoutProtocol
-from ramify.server.service import Service
+from ramify.server.service import RequestService
 from ramify.server.tenants import ApiKeys
 from ramify.testing import FakeExecutor
 from tests.pure.async_bench import Gate
@@ -137,7 +137,7 @@ def live(
 ) -> Iterator[Live]:
     """Start a server; it listens until the end of the block."""
     llm, gate = fake_engine(**options)
-    service = Service(llm, TOKENIZER, model=model)
+    service = RequestService(llm, TOKENIZER, model=model)
     server = Server(service, keys, local_admin=local_admin)
     started: list[tuple[str, asyncio.AbstractEventLoop]] = []
 

@@ -24,7 +24,7 @@ from ramify.models.configs.pooling import PoolingConfig
 from ramify.models.configs.sampling_defaults import SamplingDefaults
 from ramify.server.app import Server
 from ramify.server.generation import Generation
-from ramify.server.service import Service
+from ramify.server.service import RequestService
 from ramify.server.tenants import ApiKeys
 from ramify.testing import FAKE_EMBEDDING_SIZE, FakeExecutor
 
@@ -135,7 +135,7 @@ class ServerBench:
             grammar_compiler=formats.compile,
         )
         self.llm = AsyncLLM.from_core(self.core, tokenizer)
-        self.service = Service(
+        self.service = RequestService(
             self.llm,
             tokenizer,
             model="tiny",

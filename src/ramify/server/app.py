@@ -38,7 +38,7 @@ from ramify.server.operations.metrics import Metrics
 from ramify.server.operations.request_log import log_rejected
 from ramify.server.prompts.jobs import PromptWorkers
 from ramify.server.routes import ENDPOINTS, Endpoint
-from ramify.server.service import Service
+from ramify.server.service import RequestService
 from ramify.server.tenants import ApiKeys, Caller, Quota
 
 EXPOSED_HEADERS = ("X-Request-Id", "X-Cache", "X-Ramify-Warning", "Retry-After")
@@ -46,7 +46,7 @@ CORS_MAX_AGE_S = 600
 
 
 class Server:
-    """Serves the endpoints over a `Service`.
+    """Serves the endpoints over a `RequestService`.
 
     Args:
         keys: None lets everybody call, as one tenant.
@@ -58,7 +58,7 @@ class Server:
 
     def __init__(
         self,
-        service: Service,
+        service: RequestService,
         keys: ApiKeys | None = None,
         *,
         local_admin: bool = True,

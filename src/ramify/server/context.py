@@ -31,7 +31,7 @@ from ramify.server.request_fields.unsupported_fields import (
     decode_request,
     unknown_warning,
 )
-from ramify.server.service import MAX_BYTES_PER_TOKEN, Service
+from ramify.server.service import MAX_BYTES_PER_TOKEN, RequestService
 from ramify.server.tenants import Caller
 
 SMALL_BODY = 1 << 16  # bytes; decoded on the event loop in a few milliseconds
@@ -63,7 +63,7 @@ class RequestContext:
     request: Request
     caller: Caller
     headers: dict[str, str]
-    service: Service
+    service: RequestService
     metrics: Metrics
     health: Readiness
     prompt_workers: PromptWorkers
@@ -140,7 +140,7 @@ class RequestContext:
             quotas.release(self.caller, 0, charge)
 
     async def start(self, generation_request: GenerationRequest, *, prefix: str) -> Generation:
-        """Start a generation as `Service.start` does; it ends with the HTTP request."""
+        """Start a generation as `RequestService.start` does; it ends with the HTTP request."""
         for message in generation_request.warnings:
             self.warn(message)
         generation = await self.until_done_or_disconnect(

@@ -14,7 +14,7 @@ from ramify.server.anthropic.protocol import VERSION_HEADER
 from ramify.server.context import RequestContext
 from ramify.server.errors import ApiError
 from ramify.server.http.wire import whole_number
-from ramify.server.service import Service
+from ramify.server.service import RequestService
 
 MAX_ENTRIES = 1000  # of a page, in Anthropic's form
 PAGE_PARAMETERS = (("limit", "integer"), ("after_id", "string"), ("before_id", "string"))
@@ -37,7 +37,7 @@ async def get_model(context: RequestContext) -> Response:
     return context.json(entry(context.service, name))
 
 
-def _openai_entry(service: Service, name: str) -> dict[str, Any]:
+def _openai_entry(service: RequestService, name: str) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
@@ -50,7 +50,7 @@ def _openai_entry(service: Service, name: str) -> dict[str, Any]:
     }
 
 
-def _anthropic_entry(service: Service, name: str) -> dict[str, Any]:
+def _anthropic_entry(service: RequestService, name: str) -> dict[str, Any]:
     return {
         "type": "model",
         "id": name,
@@ -63,7 +63,7 @@ def _anthropic_entry(service: Service, name: str) -> dict[str, Any]:
     }
 
 
-def _sampling_defaults(service: Service) -> dict[str, Any]:
+def _sampling_defaults(service: RequestService) -> dict[str, Any]:
     """The sampling parameters of a request that omits them, and the name of the file that sets them."""
     defaults = service.sampling_defaults
     return {
@@ -72,7 +72,7 @@ def _sampling_defaults(service: Service) -> dict[str, Any]:
     }
 
 
-def _anthropic_page(context: RequestContext, service: Service) -> dict[str, Any]:
+def _anthropic_page(context: RequestContext, service: RequestService) -> dict[str, Any]:
     """The names after `after_id` or before `before_id`, at most `limit`.
 
     Raises:

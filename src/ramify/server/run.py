@@ -30,7 +30,7 @@ from ramify.server.http.listen_address import bind_address
 from ramify.server.http.uvicorn_server import DrainingServer, TimeoutProtocol
 from ramify.server.operations.request_log import JsonFormatter, LineFile, log_request, trace_line
 from ramify.server.operations.stderr_writer import stderr_in_background
-from ramify.server.service import ANY_NAME, Service
+from ramify.server.service import ANY_NAME, RequestService
 from ramify.server.tenants import ApiKeys
 
 logger = logging.getLogger(__name__)
@@ -186,7 +186,7 @@ async def _serve(options: ServeOptions, llm: AsyncLLM, inputs: ServeInputs) -> i
     if llm.tokenizer is None:
         raise ConfigError(f"{options.model} has no tokenizer.json, which a server needs")
     default_name = Path(options.model).name or options.model
-    service = Service(
+    service = RequestService(
         llm,
         llm.tokenizer,
         model=next((name for name in options.served_names if name != ANY_NAME), default_name),
@@ -285,7 +285,7 @@ async def _compile_kernels(llm: AsyncLLM) -> None:
     await llm.cache.clear()
 
 
-def startup_banner(url: str, service: Service, llm: AsyncLLM, keys: ApiKeys | None) -> str:
+def startup_banner(url: str, service: RequestService, llm: AsyncLLM, keys: ApiKeys | None) -> str:
     """Model, sizes, URL and a `curl` command, as shown when the server listens."""
     config = llm.config
     rows = {

@@ -46,7 +46,7 @@ MAX_BYTES_PER_TOKEN = 16
 MAX_RENDERED_CONTEXTS = 4
 
 
-class Service:
+class RequestService:
     """An engine with what the server adds: names, quotas, request history, listeners.
 
     Args:

@@ -30,7 +30,7 @@ from ramify.server.request_fields.reasoning_options import (
     ReasoningOptions,
     unknown_thinking,
 )
-from ramify.server.service import Service
+from ramify.server.service import RequestService
 
 # Some agents begin their system prompt with this line. It ends in a number that differs in every
 # request, so nothing after it would hit the cache.
@@ -38,7 +38,7 @@ VOLATILE_SYSTEM = "x-anthropic-billing-header:"
 
 
 def messages_to_generation(
-    request: MessageRequest, service: Service, tenant: str = ""
+    request: MessageRequest, service: RequestService, tenant: str = ""
 ) -> GenerationRequest:
     """Translate a Messages request for the engine.
 
@@ -83,7 +83,7 @@ def _answer_format(request: MessageRequest, warnings: list[str]) -> StructuredOu
     return schema_format(output_format.schema, where, warnings, strict=False)
 
 
-def _within_context(request: GenerationRequest, service: Service) -> GenerationRequest:
+def _within_context(request: GenerationRequest, service: RequestService) -> GenerationRequest:
     """The request without a limit of output tokens that exceeds the room that the prompt leaves.
 
     Agents send the same large limit with every request, whatever the context of the model is.
@@ -95,7 +95,7 @@ def _within_context(request: GenerationRequest, service: Service) -> GenerationR
     return replace(request, params=replace(params, max_tokens=None))
 
 
-def read_count_request(request: CountRequest, service: Service) -> Conversation:
+def read_count_request(request: CountRequest, service: RequestService) -> Conversation:
     """What a request says of its prompt.
 
     Raises:
@@ -136,7 +136,7 @@ def read_count_request(request: CountRequest, service: Service) -> Conversation:
     )
 
 
-def _shown_tools(request: CountRequest, service: Service) -> Sequence[InputTool]:
+def _shown_tools(request: CountRequest, service: RequestService) -> Sequence[InputTool]:
     """The tools that the prompt has."""
     choice = request.tool_choice
     is_none = choice is not None and choice.type == "none"

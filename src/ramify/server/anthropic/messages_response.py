@@ -23,7 +23,7 @@ from ramify.server.anthropic.protocol import MessageRequest
 from ramify.server.generation import Generation, answer_changes
 from ramify.server.prompts.renderer import BREAKPOINT_TTL_S
 from ramify.server.request_fields.opaque_text import encode_opaque
-from ramify.server.service import Service
+from ramify.server.service import RequestService
 
 # Of thinking blocks: they are accepted back from anyone, with any signature.
 SIGNATURE = base64.b64encode(b"ramify").decode()
@@ -38,7 +38,7 @@ REPORTED_KINDS = ("model", "system", "tools", "messages")
 
 
 def diagnostics(
-    service: Service, request: MessageRequest, generation: Generation
+    service: RequestService, request: MessageRequest, generation: Generation
 ) -> dict[str, Any] | None:
     """`diagnostics` of a message; None if the request names no earlier message, or after a hit."""
     options = request.diagnostics
@@ -65,7 +65,9 @@ def diagnostics(
 class MessageResponseBuilder:
     """Builds the response to a Messages request from its generation."""
 
-    def __init__(self, service: Service, request: MessageRequest, generation: Generation) -> None:
+    def __init__(
+        self, service: RequestService, request: MessageRequest, generation: Generation
+    ) -> None:
         self.service, self.request, self.generation = service, request, generation
         self.is_prewarm = generation.request.is_prewarm
         translated = generation.request

@@ -14,11 +14,11 @@ from ramify.server.grammars.constraint import OfferedTool
 from ramify.server.history.request_history import HistoryEntry, fingerprint
 from ramify.server.prompts.prompt_parts import tool_part
 from ramify.server.prompts.role_order import joined
-from ramify.server.service import Service
+from ramify.server.service import RequestService
 
 
 def to_generation(
-    conversation: Conversation, service: Service, tenant: str = ""
+    conversation: Conversation, service: RequestService, tenant: str = ""
 ) -> GenerationRequest:
     """Translate a conversation for the engine: prompt, grammar, parser of the answer.
 
@@ -69,7 +69,7 @@ def to_generation(
 
 
 def rendered(
-    conversation: Conversation, service: Service, tenant: str = ""
+    conversation: Conversation, service: RequestService, tenant: str = ""
 ) -> tuple[HistoryEntry, list[str]]:
     """Render the prompt of a conversation.
 
@@ -127,7 +127,7 @@ def rendered(
     return entry, warnings
 
 
-def _shown_tools(conversation: Conversation, service: Service) -> Sequence[ToolDefinition]:
+def _shown_tools(conversation: Conversation, service: RequestService) -> Sequence[ToolDefinition]:
     """The tools that the prompt has."""
     return conversation.callable_tools if service.drops_forbidden_tools else conversation.tools
 

@@ -30,7 +30,7 @@ from ramify.server.request_fields.reasoning_options import (
     implied_switch,
     unknown_thinking,
 )
-from ramify.server.service import Service
+from ramify.server.service import RequestService
 
 # Names that `chat_template_kwargs` must not have: the server sets these itself.
 RESERVED_TEMPLATE_NAMES = frozenset(
@@ -39,7 +39,7 @@ RESERVED_TEMPLATE_NAMES = frozenset(
 
 
 def chat_to_generation(
-    request: ChatRequest, service: Service, tenant: str = ""
+    request: ChatRequest, service: RequestService, tenant: str = ""
 ) -> GenerationRequest:
     """Translate a chat completion request for the engine.
 
@@ -49,7 +49,7 @@ def chat_to_generation(
     return to_generation(read_chat(request, service), service, tenant)
 
 
-def read_chat(request: ChatRequest, service: Service) -> Conversation:
+def read_chat(request: ChatRequest, service: RequestService) -> Conversation:
     """What a chat completion request says.
 
     Raises:
@@ -76,7 +76,7 @@ def read_chat(request: ChatRequest, service: Service) -> Conversation:
 def read_options(
     request: ChatRequest,
     tools: Sequence[ToolDefinition],
-    service: Service,
+    service: RequestService,
     format_path: str = FORMAT_PATH,
 ) -> Conversation:
     """What a request says beside its messages; the Responses API has some of the same options.
@@ -162,7 +162,7 @@ def reasoning_options(request: ChatRequest) -> ReasoningOptions:
     return ReasoningOptions(first_set(switch, implied_switch(effort, budget)), effort, budget)
 
 
-def _template_variables(request: ChatRequest, service: Service) -> dict[str, Any]:
+def _template_variables(request: ChatRequest, service: RequestService) -> dict[str, Any]:
     """Variables of the chat template that the client sets; `chat_template_kwargs` win over others."""
     variables: dict[str, Any] = dict(request.chat_template_kwargs or {})
     reserved = sorted(RESERVED_TEMPLATE_NAMES & variables.keys())

@@ -11,7 +11,7 @@ from ramify.server.answers.answer import AnswerPart, AnswerParts, PartBegin, Par
 from ramify.server.generation import CacheUsage, Generation, answer_changes
 from ramify.server.openai.options import diagnostics, token_name
 from ramify.server.openai.protocol import ChatRequest, NamedTool, StreamOptions
-from ramify.server.service import Service
+from ramify.server.service import RequestService
 
 SYSTEM_FINGERPRINT = f"ramify-{__version__}"
 MIN_LOGPROB = -9999.0  # JSON has no -inf
@@ -56,7 +56,9 @@ def response_header(generation: Generation, kind: str) -> dict[str, Any]:
 class ChatResponseBuilder:
     """Builds the response to a chat completion request from its generation."""
 
-    def __init__(self, service: Service, request: ChatRequest, generation: Generation) -> None:
+    def __init__(
+        self, service: RequestService, request: ChatRequest, generation: Generation
+    ) -> None:
         self.service, self.request, self.generation = service, request, generation
         self.is_prewarm = generation.request.is_prewarm
         self._shows_reasoning = _shows_reasoning(request)

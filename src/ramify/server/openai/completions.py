@@ -29,14 +29,14 @@ from ramify.server.openai.options import (
 from ramify.server.openai.protocol import CompletionRequest, StreamOptions
 from ramify.server.prompts.jobs import stop_if_abandoned
 from ramify.server.prompts.renderer import RenderedPrompt
-from ramify.server.service import Service
+from ramify.server.service import RequestService
 
 MAX_COMPLETION_PROMPTS = 128
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's
 
 
 def completion_to_generations(
-    request: CompletionRequest, service: Service
+    request: CompletionRequest, service: RequestService
 ) -> list[GenerationRequest]:
     """Translate a completion request: one generation request for each prompt.
 
@@ -117,7 +117,7 @@ def num_top_logprobs(request: CompletionRequest) -> int | None:
     return None if request.logprobs is False else request.logprobs
 
 
-def encode_text(text: str, service: Service, *, add_special_tokens: bool) -> array[int]:
+def encode_text(text: str, service: RequestService, *, add_special_tokens: bool) -> array[int]:
     """Tokenise a plain prompt.
 
     Raises:
@@ -146,7 +146,11 @@ def read_token_ids(value: Sequence[object], param: str) -> array[int]:
 
 
 def prompt_ids(
-    text_or_ids: str | Sequence[object], param: str, service: Service, *, add_special_tokens: bool
+    text_or_ids: str | Sequence[object],
+    param: str,
+    service: RequestService,
+    *,
+    add_special_tokens: bool,
 ) -> array[int]:
     """The token ids of a prompt that is a text or a list of token ids.
 
@@ -164,7 +168,7 @@ def prompt_paths(value: object, prompts: Sequence[object], field: str) -> list[s
     return [f"{field}[{index}]" if is_list else field for index in range(len(prompts))]
 
 
-def check_prompts(prompts: Sequence[Any], service: Service) -> None:
+def check_prompts(prompts: Sequence[Any], service: RequestService) -> None:
     """Refuse prompts of which one exceeds the context, or which together exceed the queue.
 
     A text counts as the fewest tokens that its characters could be.
@@ -217,7 +221,7 @@ class CompletionResponseBuilder:
     """
 
     def __init__(
-        self, service: Service, request: CompletionRequest, generations: Sequence[Generation]
+        self, service: RequestService, request: CompletionRequest, generations: Sequence[Generation]
     ) -> None:
         self.service, self.request, self.generations = service, request, generations
         self.is_prewarm = generations[0].request.is_prewarm

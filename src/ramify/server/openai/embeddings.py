@@ -25,7 +25,7 @@ from ramify.server.openai.completions import check_prompts, prompt_ids, prompt_p
 from ramify.server.openai.protocol import EmbeddingsRequest, RerankRequest, ScoreRequest
 from ramify.server.prompts.jobs import stop_if_abandoned
 from ramify.server.prompts.renderer import RenderedPrompt
-from ramify.server.service import Service
+from ramify.server.service import RequestService
 
 MAX_INPUTS = 2048  # as OpenAI's
 Vectors = NDArray[np.float32]
@@ -162,7 +162,7 @@ def _check_dimensions(num_dims: int | None, size: int | None) -> None:
 
 
 def _generation_requests(
-    inputs: Sequence[Any], params: Sequence[str], model: str | None, service: Service
+    inputs: Sequence[Any], params: Sequence[str], model: str | None, service: RequestService
 ) -> list[GenerationRequest]:
     name = service.check_model(model)
     check_prompts(inputs, service)

@@ -14,7 +14,7 @@ from ramify.server.generation import Generation
 from ramify.server.history.request_history import fingerprint
 from ramify.server.openai.protocol import ChatRequest, PromptCacheOptions, Sampling
 from ramify.server.prompts.renderer import BREAKPOINT_TTL_S, MAX_BREAKPOINTS
-from ramify.server.service import Service
+from ramify.server.service import RequestService
 
 # Kinds of `PromptDifference` that have a reason of their own: `model_changed`.
 REPORTED_KINDS = (
@@ -118,7 +118,7 @@ def banned_sequences(words: Sequence[str], tokenizer: Tokenizer) -> list[list[in
     return [ids for ids in sequences if ids]
 
 
-def truncated_len(request: Sampling, service: Service) -> int | None:
+def truncated_len(request: Sampling, service: RequestService) -> int | None:
     """Number of last tokens of a prompt that `truncate_prompt_tokens` keeps; None: all.
 
     -1 keeps as many as leave room for the answer.
@@ -181,7 +181,7 @@ def compared_options(request: Sampling) -> dict[str, str]:
 
 
 def diagnostics(
-    service: Service, request: Sampling, generation: Generation
+    service: RequestService, request: Sampling, generation: Generation
 ) -> dict[str, Any] | None:
     """`prompt_cache_diagnostics`; None unless the request names a response to compare with."""
     options = request.prompt_cache_options

@@ -35,7 +35,7 @@ from ramify.server.openai.unsupported import CHAT_FIELDS, COMPLETION_FIELDS, RES
 from ramify.server.operations.metrics import CONTENT_TYPE
 from ramify.server.prompts.renderer import RenderedPrompt
 from ramify.server.request_fields.unsupported_fields import decode_request
-from ramify.server.service import Service
+from ramify.server.service import RequestService
 
 MAX_NODES = 2000
 AnyRequest = ChatRequest | CompletionRequest | ResponsesRequest | CountRequest
@@ -240,7 +240,7 @@ def decode_any_request(
 
 
 def render_any_request(
-    request: AnyRequest, earlier: EarlierTurns, service: Service, tenant: str
+    request: AnyRequest, earlier: EarlierTurns, service: RequestService, tenant: str
 ) -> RenderedPrompt:
     """The prompt of a request.
 

@@ -11,7 +11,7 @@ from ramify.engine.context import EngineStats
 from ramify.engine.core import EngineCore
 from ramify.errors import EngineStoppedError
 from ramify.server.operations.metrics import Metrics
-from ramify.server.service import Service
+from ramify.server.service import RequestService
 
 logger = logging.getLogger("ramify.load")
 
@@ -56,7 +56,7 @@ class LoadMonitor:
 
     def __init__(
         self,
-        service: Service,
+        service: RequestService,
         metrics: Metrics,
         *,
         write_line: Callable[[str], None] = logger.info,

@@ -12,7 +12,7 @@ from ramify.server.openai.responses.request import TranslatedRequest, response_t
 from ramify.server.openai.responses.response import ResponsesResponseBuilder
 from ramify.server.openai.responses.store import EarlierTurns, Item, item_id, numbered_items
 from ramify.server.request_fields.opaque_text import encode_opaque
-from ramify.server.service import Service
+from ramify.server.service import RequestService
 
 TASK = (
     "Write a summary of this conversation for yourself: you will go on with it, and will see only "
@@ -44,7 +44,7 @@ def compaction_request(fields: CompactRequest, max_output_tokens: int) -> Respon
 
 
 def translate_compaction(
-    request: ResponsesRequest, earlier: EarlierTurns, service: Service, tenant: str
+    request: ResponsesRequest, earlier: EarlierTurns, service: RequestService, tenant: str
 ) -> tuple[TranslatedRequest, list[Item]]:
     """Translate a `compaction_request` for the engine; returns the user's messages as well.
 
@@ -59,7 +59,7 @@ def translate_compaction(
 
 
 async def compacted_response(
-    service: Service,
+    service: RequestService,
     translated: TranslatedRequest,
     user_messages: Sequence[Item],
     generation: Generation,

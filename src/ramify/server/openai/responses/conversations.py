@@ -34,7 +34,7 @@ from ramify.server.openai.responses.store import (
 )
 from ramify.server.prompts.renderer import KnownPrefix
 from ramify.server.request_fields.unsupported_fields import UnsupportedFields
-from ramify.server.service import Service
+from ramify.server.service import RequestService
 
 NO_FIELDS = UnsupportedFields()  # beside those of the request types
 
@@ -112,7 +112,7 @@ async def delete_item(context: RequestContext) -> Response:
 
 
 def check_room(
-    service: Service, conversation: StoredConversation | None, num_items: int, num_bytes: int
+    service: RequestService, conversation: StoredConversation | None, num_items: int, num_bytes: int
 ) -> None:
     """Raise ApiError 400 if a turn would not fit into its conversation, so that none is lost.
 
@@ -133,7 +133,7 @@ def check_room(
 
 
 def append_to_conversation(
-    service: Service,
+    service: RequestService,
     tenant: str,
     name: str,
     items: Sequence[Item],

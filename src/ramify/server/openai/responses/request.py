@@ -29,7 +29,7 @@ from ramify.server.openai.responses.protocol import (
 from ramify.server.openai.responses.store import EarlierTurns, Item, reference_id
 from ramify.server.openai.responses.tools import ServedTools, apply_tool_choice, served_tools
 from ramify.server.openai.responses.truncation import num_prompt_tokens, render_truncated
-from ramify.server.service import Service
+from ramify.server.service import RequestService
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ def _chat_options(request: ResponsesRequest, tool_choice: Any) -> ChatRequest:
 
 
 def response_to_generation(
-    request: ResponsesRequest, earlier: EarlierTurns, service: Service, tenant: str = ""
+    request: ResponsesRequest, earlier: EarlierTurns, service: RequestService, tenant: str = ""
 ) -> TranslatedRequest:
     """Translate for the engine.
 

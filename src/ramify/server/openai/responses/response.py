@@ -25,7 +25,7 @@ from ramify.server.openai.responses.protocol import Reasoning, ResponsesRequest
 from ramify.server.openai.responses.request import TranslatedRequest
 from ramify.server.openai.responses.store import StoredResponse, joined_lists, numbered_items
 from ramify.server.prompts.renderer import KnownPrefix
-from ramify.server.service import Service
+from ramify.server.service import RequestService
 
 
 class ResponsesResponseBuilder:
@@ -33,7 +33,7 @@ class ResponsesResponseBuilder:
 
     def __init__(
         self,
-        service: Service,
+        service: RequestService,
         request: ResponsesRequest,
         translated: TranslatedRequest,
         generation: Generation,

@@ -18,7 +18,7 @@ from ramify.server.http.json_limits import check_json_limits
 from ramify.server.http.wire import whole_number
 from ramify.server.openai.responses.protocol import PromptFields
 from ramify.server.prompts.renderer import KnownPrefix
-from ramify.server.service import Service
+from ramify.server.service import RequestService
 
 Item = dict[str, Any]
 MAX_REFERENCES = 1024  # of one request
@@ -109,7 +109,7 @@ def joined_lists(lists: Iterable[bytes]) -> bytes:
     return b"[" + b",".join(packed[1:-1] for packed in lists if packed != b"[]") + b"]"
 
 
-def stored_response(service: Service, tenant: str, name: str, param: str) -> StoredResponse:
+def stored_response(service: RequestService, tenant: str, name: str, param: str) -> StoredResponse:
     """Look up a stored response of this tenant.
 
     Args:
@@ -129,7 +129,7 @@ def stored_response(service: Service, tenant: str, name: str, param: str) -> Sto
 
 
 def stored_conversation(
-    service: Service, tenant: str, name: str, param: str = "conversation_id"
+    service: RequestService, tenant: str, name: str, param: str = "conversation_id"
 ) -> StoredConversation:
     """Look up a conversation of this tenant.
 
@@ -201,7 +201,7 @@ def packed_items_of(source: StoredResponse | StoredConversation) -> bytes:
     return joined_lists([source.packed_input, source.packed_output])
 
 
-def earlier_turns(request: PromptFields, service: Service, tenant: str) -> EarlierTurns:
+def earlier_turns(request: PromptFields, service: RequestService, tenant: str) -> EarlierTurns:
     """Look up the response or conversation that a request continues, and the items it refers to.
 
     Raises:
@@ -242,7 +242,9 @@ def earlier_turns(request: PromptFields, service: Service, tenant: str) -> Earli
     )
 
 
-def _owner(service: Service, tenant: str, owner: str) -> StoredResponse | StoredConversation | None:
+def _owner(
+    service: RequestService, tenant: str, owner: str
+) -> StoredResponse | StoredConversation | None:
     """What holds the items with this part of an id."""
     entry = service.history.get(tenant, f"resp_{owner}")
     if entry is not None and isinstance(entry.response, StoredResponse):
