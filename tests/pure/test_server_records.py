@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ramify.engine.text.tenant_lru import TenantLru
 from ramify.server.history.expiring_store import ExpiringStore
-from ramify.server.history.request_history import (
+from ramify.server.history.stored_requests import (
     HistoryEntry,
     PromptDifference,
     fingerprint,

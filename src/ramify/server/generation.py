@@ -14,7 +14,7 @@ from ramify.outputs import CacheReport, FinishReason, RequestOutput, StepOutput
 from ramify.params import SamplingParams
 from ramify.server.answers.answer import AnswerParts, PartEvent, PlainTextParser
 from ramify.server.history.cache_miss import CacheMiss
-from ramify.server.history.request_history import HistoryEntry
+from ramify.server.history.stored_requests import HistoryEntry
 from ramify.server.model_dialects.events import OutputParser
 from ramify.server.prompts.renderer import RenderedPrompt
 from ramify.server.tenants import Caller

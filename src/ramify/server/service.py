@@ -25,13 +25,13 @@ from ramify.server.generation import Generation, GenerationRequest
 from ramify.server.grammars.constraint import AnswerConstraints
 from ramify.server.history.cache_miss import CacheMiss, explain_miss
 from ramify.server.history.expiring_store import ExpiringStore
-from ramify.server.history.request_history import (
+from ramify.server.history.stored_conversation import StoredConversation
+from ramify.server.history.stored_requests import (
     HistoryEntry,
     PromptComparison,
     first_difference,
     is_fully_reused,
 )
-from ramify.server.history.stored_conversation import StoredConversation
 from ramify.server.model_dialects.call_text import calls_text
 from ramify.server.model_dialects.events import CallStart, ReasoningDelta
 from ramify.server.model_dialects.output_format import named

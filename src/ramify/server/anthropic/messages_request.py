@@ -22,7 +22,7 @@ from ramify.server.conversation.to_generation import to_generation
 from ramify.server.errors import ApiError
 from ramify.server.generation import GenerationRequest
 from ramify.server.grammars.constraint import CallChoice, schema_format
-from ramify.server.history.request_history import fingerprint
+from ramify.server.history.stored_requests import fingerprint
 from ramify.server.http.wire import encode_json
 from ramify.server.prompts.renderer import MAX_BREAKPOINTS
 from ramify.server.request_fields.reasoning_options import (

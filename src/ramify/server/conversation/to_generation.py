@@ -11,7 +11,7 @@ from ramify.server.conversation.parts import media_warnings
 from ramify.server.errors import ApiError
 from ramify.server.generation import GenerationRequest
 from ramify.server.grammars.constraint import OfferedTool
-from ramify.server.history.request_history import HistoryEntry, fingerprint
+from ramify.server.history.stored_requests import HistoryEntry, fingerprint
 from ramify.server.prompts.prompt_parts import tool_part
 from ramify.server.prompts.role_order import joined
 from ramify.server.service import RequestService

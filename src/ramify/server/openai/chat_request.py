@@ -10,7 +10,7 @@ from ramify.server.conversation.conversation import Conversation, ToolDefinition
 from ramify.server.conversation.to_generation import to_generation
 from ramify.server.errors import ApiError
 from ramify.server.generation import GenerationRequest
-from ramify.server.history.request_history import fingerprint
+from ramify.server.history.stored_requests import fingerprint
 from ramify.server.http.wire import encode_json
 from ramify.server.openai.answer_formats import FORMAT_PATH, answer_format
 from ramify.server.openai.messages import call_choice, function_fields, read_message

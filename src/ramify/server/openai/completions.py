@@ -10,7 +10,7 @@ from ramify.errors import PromptTooLongError
 from ramify.outputs import RequestOutput
 from ramify.server.errors import ApiError
 from ramify.server.generation import Generation, GenerationRequest, total_usage
-from ramify.server.history.request_history import HistoryEntry, fingerprint
+from ramify.server.history.stored_requests import HistoryEntry, fingerprint
 from ramify.server.http.request_body import convert_value
 from ramify.server.openai.answer_formats import answer_format
 from ramify.server.openai.chat_response import (

@@ -19,7 +19,7 @@ from ramify.outputs import RequestOutput
 from ramify.server.context import RequestContext
 from ramify.server.errors import ApiError
 from ramify.server.generation import GenerationRequest, total_usage
-from ramify.server.history.request_history import HistoryEntry, fingerprint
+from ramify.server.history.stored_requests import HistoryEntry, fingerprint
 from ramify.server.openai.chat_response import usage_json
 from ramify.server.openai.completions import check_prompts, prompt_ids, prompt_paths
 from ramify.server.openai.protocol import EmbeddingsRequest, RerankRequest, ScoreRequest

@@ -11,7 +11,7 @@ from ramify.params import MAX_BANNED_TOKENS, SamplingParams, StructuredOutput
 from ramify.server.conversation.conversation import CacheOptions
 from ramify.server.errors import ApiError
 from ramify.server.generation import Generation
-from ramify.server.history.request_history import fingerprint
+from ramify.server.history.stored_requests import fingerprint
 from ramify.server.openai.protocol import ChatRequest, PromptCacheOptions, Sampling
 from ramify.server.prompts.renderer import BREAKPOINT_TTL_S, MAX_BREAKPOINTS
 from ramify.server.service import RequestService
