@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -82,7 +83,7 @@ def test_the_end_of_a_prompt_is_that_of_its_shape(family: FamilyTemplate) -> Non
         talk = renderer.tokenizer.escape_special_tokens(a_talk(seed))
         options = OPTIONS[seed % len(OPTIONS)]
         tools = TOOLS if family.takes_tools and seed % 3 else None
-        render = partial(renderer._render, tools=tools, **options)
+        render: Callable[..., str] = partial(renderer._render, tools=tools, **options)
         end = renderer._ends.of(
             talk, has_tools=bool(tools), add_generation_prompt=True, options=options
         )

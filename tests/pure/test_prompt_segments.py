@@ -29,7 +29,9 @@ def spans(family: FamilyTemplate, messages: list[dict[str, Any]]) -> dict[str, t
         for at, message in enumerate(messages)
         if message["content"]
     ]
-    prompt = renderer.chat(messages, [tool_part("tools[0]"), tool_part("tools[1]"), *parts], tools=TOOLS)
+    prompt = renderer.chat(
+        messages, [tool_part("tools[0]"), tool_part("tools[1]"), *parts], tools=TOOLS
+    )
     return {
         segment.path: (
             segment.start,
