@@ -7,13 +7,14 @@ prefixes too: a later one attaches to the pages that an earlier one is about to 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from itertools import count, filterfalse
 from operator import attrgetter
 
-from ramify.attention import branching
 from ramify.attention.batch import AttentionBatch
 from ramify.attention.batch_reuse import BatchReuse
+from ramify.attention.branching import Branching
 from ramify.attention.page_demand import PlanEntry, pages_needed, split_decodes, validate_plannable
 from ramify.attention.sequence import RadixSequence
 from ramify.attention.window_release import WindowRelease
@@ -65,6 +66,9 @@ class RadixAttentionPlanner:
         self._by_lease: dict[int, RadixSequence] = {}  # by lease id
         self._awaiting_leader: list[RadixSequence] = []  # committed before their leader
         self._batches = BatchReuse(cache, table)
+        self._branching = Branching(
+            cache, table, self._window, self._batches, self._by_lease, self._order
+        )
 
     # -- plan ------------------------------------------------------------------------------
 
@@ -351,7 +355,27 @@ class RadixAttentionPlanner:
 
         Changes nothing. Cached pages they would reuse do not count as free; more tokens match none.
         """
-        return branching.can_allocate(self, sequences, num_tokens)
+        if any(sequence.released or sequence.lease is not None for sequence in sequences):
+            return False
+        longer: list[tuple[RadixSequence, int]] = []
+        for i, sequence in enumerate(sequences):
+            clone = sequence.clone_unplanned()
+            # a token id that no text and no other clone has
+            clone.tokens.extend(array("i", [2**31 - 1 - i]) * num_tokens)
+            longer.append((clone, len(clone.tokens)))
+        try:
+            validate_plannable(longer, self.table)
+            entries = [PlanEntry(s, limit, self._key(s, limit)) for s, limit in longer]
+            for sequence, _, key in entries:
+                self._attach(sequence, key)
+            live = [*self._by_lease.values(), *(sequence for sequence, _ in longer)]
+            return self._pages_needed(entries) <= self._window.num_available(live)
+        except CacheError:
+            return False
+        finally:
+            for sequence, _ in longer:
+                if sequence.lease is not None:
+                    self._detach(sequence)
 
     @guarded
     def fork(self, sequence: RadixSequence) -> tuple[RadixSequence, list[tuple[int, int]]]:
@@ -369,7 +393,12 @@ class RadixAttentionPlanner:
                 there is no free row.
             OutOfPagesError: no page for the copy; nothing changed.
         """
-        return branching.fork(self, sequence)
+        if sequence.lease is None or self._is_in_flight(sequence):
+            raise CacheError(
+                "only a sequence whose last step is committed, and that waits for no other, can "
+                "be forked; call commit first"
+            )
+        return self._branching.fork(sequence, sequence.lease)
 
     @guarded
     def rollback(self, sequence: RadixSequence, num_tokens: int) -> None:
@@ -382,7 +411,9 @@ class RadixAttentionPlanner:
         Raises:
             CacheError: the sequence is in a plan, waits for a leader, or has fewer tokens computed.
         """
-        branching.rollback(self, sequence, num_tokens)
+        if sequence.lease is None or self._is_in_flight(sequence):
+            raise CacheError("only a sequence whose last step is committed can be rolled back")
+        self._branching.rollback(sequence, sequence.lease, num_tokens)
 
     @guarded
     def abandon(self, sequences: Sequence[RadixSequence]) -> list[RadixSequence]:

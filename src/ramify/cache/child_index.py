@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, Protocol
 
 from ramify.cache.gc_untracked import untracked
 from ramify.cache.packed import ATOM_BYTES
-
-if TYPE_CHECKING:
-    from ramify.cache.tree import RadixTree
 
 # Dicts of a PageIndex or HashIndex, chosen by a byte of their keys: each stays quick to resize.
 SHARDS: Final = 256
@@ -34,9 +31,9 @@ class PageIndex:
 
     max_pages: int | None = None
 
-    def __init__(self, tree: RadixTree) -> None:
-        self._tree = tree
-        self._page_bytes = tree.page_bytes
+    def __init__(self, edges: list[bytes | memoryview], parent: list[int], page_bytes: int) -> None:
+        self._edges, self._parent = edges, parent  # columns of the tree
+        self._page_bytes = page_bytes
         self._shards: list[dict[bytes, int]] = [untracked({}) for _ in range(SHARDS)]
 
     def find(self, parent: int, atoms: bytes, position: int) -> int:
@@ -47,17 +44,15 @@ class PageIndex:
 
     def add(self, node: int) -> None:
         """Enter a node under its first page and its parent."""
-        tree, end = self._tree, self._page_bytes
-        edge = tree.edges[node]
+        edge, end = self._edges[node], self._page_bytes
         shard = self._shards[edge[end - ATOM_BYTES]]
-        name = bytes(edge[:end]) + tree.parent[node].to_bytes(4, "little")
+        name = bytes(edge[:end]) + self._parent[node].to_bytes(4, "little")
         assert name not in shard, "siblings share their first page"
         shard[name] = node
 
     def remove(self, node: int) -> None:
         """Remove a node's entry."""
-        tree, end = self._tree, self._page_bytes
-        edge = tree.edges[node]
+        edge, end = self._edges[node], self._page_bytes
         del self._shards[edge[end - ATOM_BYTES]][
-            bytes(edge[:end]) + tree.parent[node].to_bytes(4, "little")
+            bytes(edge[:end]) + self._parent[node].to_bytes(4, "little")
         ]

@@ -94,4 +94,8 @@ class HashIndex:
         return tree.parent[node] == parent and tree.edges[node] == page
 
 
-INDICES: dict[str, Callable[[RadixTree], ChildIndex]] = {"radix": PageIndex, "hash": HashIndex}
+def _page_index(tree: RadixTree) -> ChildIndex:
+    return PageIndex(tree.edges, tree.parent, tree.page_bytes)
+
+
+INDICES: dict[str, Callable[[RadixTree], ChildIndex]] = {"radix": _page_index, "hash": HashIndex}

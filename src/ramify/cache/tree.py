@@ -45,7 +45,6 @@ class RadixTree:
             raise ConfigError(f"page_size={page_size} but a page holds at least 1 token")
         self.page_size = page_size
         self.page_bytes = page_size * ATOM_BYTES
-        self.index: ChildIndex = PageIndex(self)
         self.roots: dict[bytes, int] = {}
         self.namespaces: dict[int, bytes] = {}  # root → its namespace
         self.num_nodes = 0  # with ghosts, without roots
@@ -66,6 +65,7 @@ class RadixTree:
         self.pages: list[bytes] = self.column(b"")  # packed ids of its resident pages
         self.root = self.column(0)
         self.parent = self.column(0)
+        self.index: ChildIndex = PageIndex(self.edges, self.parent, self.page_bytes)
         self.first_child = self.column(0)  # newest first
         self.next_sibling = self.column(0)
         self.prev_sibling = self.column(0)
@@ -89,7 +89,8 @@ class RadixTree:
         """Add a field to all nodes, `empty` at first; returns the column, to index by node.
 
         Store numbers or bytes only: columns are hidden from the garbage collector, so a reference
-        to the cache would never be freed.
+        to the cache would never be freed. A column that follows a node's pages must be kept right by
+        `split`, `grow`, `refill` and `evict_tail`, which change them.
 
         Args:
             inherited: `split` copies the value to the new upper half.
