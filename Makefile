@@ -53,10 +53,11 @@ format: $(DEV)  ## rewrite what ruff can
 	@$(BIN)/ruff check --fix --exit-zero
 	@$(BIN)/ruff format
 
-options: $(DEV)  ## rewrite docs/options.md, docs/models.md and docs/causes.md from code and tests
+options: $(DEV)  ## rewrite the pages of docs/ that are made of code: options, models, causes, op records
 	@PYTHONPATH=src $(BIN)/python scripts/options_table.py
 	@PYTHONPATH=src $(BIN)/python scripts/causes_table.py
 	@PYTHONPATH=src:. $(BIN)/python scripts/models_table.py
+	@PYTHONPATH=src $(BIN)/python scripts/op_records.py
 
 bench: $(DEV)  ## Ramify beside Hugging Face generate on shared prefixes
 	@$(BIN)/python benchmarks/shared_prefix.py $(ARGS)

@@ -17,7 +17,8 @@ from ramify.models.ops.functional import silu_and_mul
 
 pytest.importorskip("numba", reason="the kernels need the extra ramify[cpu]")
 
-from ramify.kernels.cpu.abi import OP_COMBINE, OP_KIND, OP_OUT, STORE
+from ramify.kernels.cpu.abi import STORE
+from ramify.kernels.cpu.op_records import COMBINE, OP_COMBINE, OP_KIND
 from ramify.models.ops.cpu.experts import GroupedExperts, GroupedLinear, TopKRouter
 
 NUM_EXPERTS, TOP_K, HIDDEN, INNER, ROWS = 6, 2, 60, 40, 300
@@ -137,9 +138,9 @@ def test_the_sum_is_stored_over_zeros(dtype: torch.dtype) -> None:
     launch, stored = experts._run_ops, []
 
     def watched(ops: Any, *args: Any) -> None:
-        for op in ops[(ops[:, OP_KIND] == OP_COMBINE) & (ops[:, 1] == STORE)]:
-            num_bytes = int(op[4] * op[8])
-            stored.append(ctypes.string_at(int(op[OP_OUT]), num_bytes) == bytes(num_bytes))
+        for op in ops[(ops[:, OP_KIND] == OP_COMBINE) & (ops[:, COMBINE.mode] == STORE)]:
+            num_bytes = int(op[COMBINE.num_rows] * op[COMBINE.out_stride])
+            stored.append(ctypes.string_at(int(op[COMBINE.out]), num_bytes) == bytes(num_bytes))
         launch(ops, *args)
 
     experts._run_ops = watched

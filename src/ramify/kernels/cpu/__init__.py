@@ -1,10 +1,10 @@
 """CPU kernels, compiled by Numba and LLVM: packed GEMM, norm + rope, paged attention, fused layers.
 
-Callers: `attention.backends.cpu` and `models.ops.cpu`. Read first: `abi`, `op_list`, `packed_gemm`,
+Callers: `attention.backends.cpu` and `models.ops.cpu`. Read first: `abi`, `op_records`, `op_list`, `packed_gemm`,
 `paged_attention`, `fused_layers`; then what they call. `simd`, `vector_math`, `elementwise` and the microkernels
 emit LLVM IR, as do parts of `kv_pack`, `norm_rope`, `task_queue` and `attention_args`; the rest is Python
-that Numba compiles. `abi` has the constants that kernels and callers
-share, `jit` compiles, `workers` runs a function on all threads, `threads` is for the host. Wheels carry
+that Numba compiles. `abi` has the constants that kernels and callers share, `op_records` the fields of
+ops, `jit` compiles, `workers` runs a function on all threads, `threads` is for the host. Wheels carry
 object code of the table `entry_points` for each of `targets`: `build_objects`, `object_code`.
 
 A step
@@ -31,9 +31,7 @@ Buffers (NR = 2 SIMD vectors of columns; TILE_N likewise; a word is 32 bits)
     packed keys          [key // TILE_N, d, key % TILE_N]; VNNI: word of (d, d + 1)
     packed values        [d // TILE_N, key, d % TILE_N]; VNNI: word of (key, key + 1)
     state                [head * state_head_stride + token] = (sum of w * v [value_stride], max, sum of w)
-    op                   int64[OP_FIELDS]: GemmArgs + (block_rows, tile, num_n_splits), or the fields
-                         of `norm_rope.norm_rope`, `norm_rope.norm_rows` or a function of `moe`; field
-                         OP_KIND tells which
+    op                   int64[OP_FIELDS]: a record of `op_records` (docs/op-records.md)
     task                 int64[10]: table row; first token, count; K/V heads from, to; heads of a
                          group from, to; blocks from, to; split or -1
     split                int64[5]: blocks from, to; first state row; number of tasks; 1 if its rows
@@ -49,7 +47,8 @@ Rules that keep the bits (the same for a row in whatever batch)
     - Scores are scaled in q (float32) or after the dot product (VNNI).
 
 Rules of Numba
-    - Constants are module-level ints and floats, imported by name; `abi.NAME` is not one in a kernel.
+    - Constants are module-level ints and floats, imported by name; `abi.NAME` is not one in a kernel. A
+      field of a named tuple (`GEMM.x`) is one after LLVM has folded it: an index, no literal.
       `prefer_literal` intrinsics take a literal or such a constant, never a local or an IntEnum.
     - Compile time and wheels grow with entry points (`compile_cached`) times kinds of K/V planes: add none.
     - Array types (dtype, order, read-only) are part of a signature. All signatures are in the table of

@@ -13,7 +13,6 @@ import numpy as np
 from numba import typeof
 from numba.core.registry import cpu_target
 
-from ramify.kernels.cpu.abi import OP_FIELDS
 from ramify.kernels.cpu.attention_args import (
     KV_PLANES,
     AttentionParams,
@@ -25,6 +24,7 @@ from ramify.kernels.cpu.attention_args import (
 )
 from ramify.kernels.cpu.fused_layers import run_fused_layers
 from ramify.kernels.cpu.op_list import run_ops
+from ramify.kernels.cpu.op_records import OP_FIELDS
 from ramify.kernels.cpu.paged_attention import paged_attention
 from ramify.kernels.cpu.simd import HAS_BF16_DOT
 

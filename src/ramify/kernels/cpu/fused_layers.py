@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ramify.kernels.cpu.abi import OP_KIND, OP_NORM_ROPE, OP_NUM_TASKS
 from ramify.kernels.cpu.attention_args import QueryRows, with_address, with_window_and_sinks
 from ramify.kernels.cpu.jit import compile_cached, data_address, jit
 from ramify.kernels.cpu.norm_rope import norm_rope, task_rows
 from ramify.kernels.cpu.op_list import run_op
+from ramify.kernels.cpu.op_records import OP_KIND, OP_NORM_ROPE, OP_NUM_TASKS
 from ramify.kernels.cpu.paged_attention import attend_task
 from ramify.kernels.cpu.simd import copy_row
 from ramify.kernels.cpu.task_queue import COUNTER_BYTES, finish_and_wait, next_task

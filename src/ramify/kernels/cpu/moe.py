@@ -19,25 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from ramify.kernels.cpu.abi import (
-    ADD_RESIDUAL,
-    F32,
-    OP_COMBINE,
-    OP_KIND,
-    OP_NUM_ITEMS,
-    OP_OUT,
-    OP_ROUTE,
-    OP_ROUTING,
-    OP_ROWS,
-    OP_SHARED,
-    OP_SHARED_WEIGHTS,
-    OP_X,
-    OP_X_STRIDE,
-)
+from ramify.kernels.cpu.abi import ADD_RESIDUAL, F32
 from ramify.kernels.cpu.elementwise import add_scaled_row
 from ramify.kernels.cpu.gemm_microkernels import MR_TILES
 from ramify.kernels.cpu.jit import data_address, jit
 from ramify.kernels.cpu.norm_rope import task_rows
+from ramify.kernels.cpu.op_records import COMBINE, GROUP, OP_COMBINE, OP_KIND, OP_ROUTE, ROUTE
 from ramify.kernels.cpu.packed_gemm import MC
 from ramify.kernels.cpu.simd import LANES, load_element, load_i64, store_f32, store_i64
 from ramify.kernels.cpu.vector_math import exp_minus_max, row_max
@@ -101,11 +88,10 @@ def _group(op: Any) -> None:
     """Fill `routing` from weights, the experts ascending, within an expert the tokens.
 
     Args:
-        op: [OP_FIELDS] int64: `OP_ROWS`, address of weights; bytes from row to row; number of rows,
-            experts, and at most non-zero weights of a row; `OP_ROUTING`, `OP_NUM_ITEMS`.
+        op: [OP_FIELDS] int64: a `GroupOp`.
     """
-    weights, stride, num_rows, num_experts, top_k = op[OP_ROWS], op[2], op[3], op[4], op[5]
-    routing = op[OP_ROUTING]
+    weights, stride, num_rows = op[GROUP.weights], op[GROUP.weights_stride], op[GROUP.num_rows]
+    num_experts, top_k, routing = op[GROUP.num_experts], op[GROUP.top_k], op[GROUP.routing]
     tokens, places, pair_weights, counts, _ = _routing_offsets(num_rows, num_experts, top_k)
     tokens, places, counts = routing + 8 * tokens, routing + 8 * places, routing + 8 * counts
     pair_weights = routing + 8 * pair_weights
@@ -143,7 +129,7 @@ def _group(op: Any) -> None:
                 store_i64(item + 24, tile)
                 num_items += 1
         first += count
-    store_i64(op[OP_NUM_ITEMS], num_items)
+    store_i64(op[GROUP.num_items], num_items)
     for t in range(num_rows):
         for pair in range(t * top_k, (t + 1) * top_k):
             e = load_i64(places + 8 * pair)
@@ -159,17 +145,14 @@ def _combine_row(op: Any, token: int, total: int) -> None:
     """Sum over the experts of a token of weight * result, rounded after each product and sum.
 
     Args:
-        op: [OP_FIELDS] int64: kind of results and sum; STORE or ADD_RESIDUAL; address of the results
-            in sorted order and bytes from row to row; number of tokens; experts of a token;
-            `OP_ROUTING`; width; bytes from row to row of the sum; number of experts; `OP_OUT`;
-            `OP_SHARED`, address of results of a shared expert in order of the tokens, or 0, and
-            `OP_SHARED_WEIGHTS`, that of their weights, float32: joins the sum last.
+        op: [OP_FIELDS] int64: a `CombineOp`.
         total: address of a row of scratch.
     """
-    kind, mode, num_rows, top_k, routing, width = op[0], op[1], op[4], op[5], op[OP_ROUTING], op[7]
-    out_stride, num_experts = op[8], op[9]
+    kind, mode, num_rows = op[COMBINE.dtype], op[COMBINE.mode], op[COMBINE.num_rows]
+    num_experts, top_k = op[COMBINE.num_experts], op[COMBINE.top_k]
+    routing, width, out_stride = op[COMBINE.routing], op[COMBINE.width], op[COMBINE.out_stride]
     _, places, pair_weights, _, _ = _routing_offsets(num_rows, num_experts, top_k)
-    out = op[OP_OUT] + out_stride * token
+    out = op[COMBINE.out] + out_stride * token
     into = total if mode == ADD_RESIDUAL else out
     # Scratch has no row behind: whole words. The rows of the sum, to store in, the caller has zeroed.
     num_words = width if kind == F32 else (width + 1) // 2
@@ -178,12 +161,12 @@ def _combine_row(op: Any, token: int, total: int) -> None:
     for pair in range(token * top_k, (token + 1) * top_k):
         place = load_i64(routing + 8 * (places + pair))
         if place >= 0:
-            result = op[OP_X] + op[OP_X_STRIDE] * place
+            result = op[COMBINE.x] + op[COMBINE.x_stride] * place
             weight = load_element(routing + 8 * (pair_weights + pair), F32)
             add_scaled_row(into, result, width, weight, kind)
-    if op[OP_SHARED]:
-        shared = op[OP_SHARED] + op[OP_X_STRIDE] * token
-        weight = load_element(op[OP_SHARED_WEIGHTS] + 4 * token, F32)
+    if op[COMBINE.shared]:
+        shared = op[COMBINE.shared] + op[COMBINE.x_stride] * token
+        weight = load_element(op[COMBINE.shared_weights] + 4 * token, F32)
         add_scaled_row(into, shared, width, weight, kind)
     if mode == ADD_RESIDUAL:
         add_scaled_row(out, into, width, np.float32(1.0), kind)
@@ -194,12 +177,13 @@ def moe_op(op: Any, scratch: Any, task: int) -> None:
     """Run a task of a route, group or combine op; `scratch` is a row of the worker."""
     kind, buffer = op[OP_KIND], data_address(scratch)
     if kind == OP_ROUTE:
-        stride, num_rows, num_experts, top_k, normalise = op[2], op[3], op[4], op[5], op[6]
+        weights, stride, num_rows = op[ROUTE.weights], op[ROUTE.weights_stride], op[ROUTE.num_rows]
+        num_experts, top_k, normalise = op[ROUTE.num_experts], op[ROUTE.top_k], op[ROUTE.normalise]
         begin, end = task_rows(op, num_rows, task)
         for t in range(begin, end):
-            _route_row(op[OP_ROWS] + stride * t, num_experts, top_k, normalise, buffer)
+            _route_row(weights + stride * t, num_experts, top_k, normalise, buffer)
     elif kind == OP_COMBINE:
-        num_rows = op[4]
+        num_rows = op[COMBINE.num_rows]
         begin, end = task_rows(op, num_rows, task)
         for t in range(begin, end):
             _combine_row(op, t, buffer)

@@ -20,14 +20,6 @@ from ramify.kernels.cpu.abi import (
     F32,
     ITEM_BYTES,
     LAYER_NORM,
-    OP_F32_COPY,
-    OP_NORM_KIND,
-    OP_NUM_TASKS,
-    OP_OUT,
-    OP_OUT_OF_RANGE,
-    OP_QK_NORM,
-    OP_X,
-    OP_X_STRIDE,
     QK_NORM_AFTER_ROPE,
     QK_NORM_HEAD,
     QK_NORM_WIDTH,
@@ -41,6 +33,7 @@ from ramify.kernels.cpu.elementwise import (
     store_elements,
 )
 from ramify.kernels.cpu.jit import data_address, jit
+from ramify.kernels.cpu.op_records import NORM, NORM_ROPE, OP_NUM_TASKS
 from ramify.kernels.cpu.simd import (
     LANES,
     broadcast,
@@ -263,41 +256,46 @@ def norm_rows(op: Any, eps: float, scratch: Any, task: int) -> None:
     """Norm of a task's rows, see `norm_row`; stored or added to the result.
 
     Args:
-        op: [OP_FIELDS] int64: kind (F32 or BF16) of rows and result; STORE or ADD_RESIDUAL; address
-            of the rows and bytes from row to row; number of rows; address [num_rows, width] of a
-            float32 copy of what is stored, or 0; address of the norm's weights; width; bytes from row
-            to row of the result; `OP_OUT`, `OP_NUM_TASKS`, `OP_NORM_KIND`.
+        op: [OP_FIELDS] int64: a `NormOp`.
         scratch: at least `width` floats of this worker.
     """
-    kind, mode, num_rows, norm, width, out_stride = op[0], op[1], op[4], op[6], op[7], op[8]
+    kind, mode, num_rows, width = op[NORM.dtype], op[NORM.mode], op[NORM.num_rows], op[NORM.width]
+    norm, norm_kind, copy = op[NORM.norm], op[NORM.norm_kind], op[NORM.f32_copy]
+    x, x_stride, out_rows, out_stride = (
+        op[NORM.x],
+        op[NORM.x_stride],
+        op[NORM.out],
+        op[NORM.out_stride],
+    )
     buffer = data_address(scratch)
     begin, end = task_rows(op, num_rows, task)
     for r in range(begin, end):
-        row, out = op[OP_X] + op[OP_X_STRIDE] * r, op[OP_OUT] + out_stride * r
+        row, out = x + x_stride * r, out_rows + out_stride * r
         into = buffer if mode == ADD_RESIDUAL else out
-        norm_row(kind, row, width, norm, op[OP_NORM_KIND], eps, into, kind)
+        norm_row(kind, row, width, norm, norm_kind, eps, into, kind)
         if mode == ADD_RESIDUAL:
             add_scaled_row(out, into, width, np.float32(1.0), kind)
-        elif op[OP_F32_COPY]:
-            scale_to_f32(into, op[OP_F32_COPY] + 4 * width * r, width, np.float32(1.0), kind)
+        elif copy:
+            scale_to_f32(into, copy + 4 * width * r, width, np.float32(1.0), kind)
 
 
 @jit
 def _norm_rope_heads(op: Any, eps: float, row: int, num_heads: int, norm: int, angles: Any) -> None:
     """RMS norm, if `norm` (address of its weights) is not 0, and rope of heads from `row` on, in place."""
-    kind, head_dim, qk_norm, norm_kind = op[0], op[5], op[OP_QK_NORM], op[OP_NORM_KIND]
+    kind, head_dim = op[NORM_ROPE.dtype], op[NORM_ROPE.head_dim]
+    form, norm_kind = op[NORM_ROPE.form], op[NORM_ROPE.norm_kind]
     cos, sin = angles
-    if norm and qk_norm == QK_NORM_WIDTH:
+    if norm and form == QK_NORM_WIDTH:
         norm_row(kind, row, num_heads * head_dim, norm, norm_kind, eps, row, kind)
     for index in range(num_heads):
         head = row + (4 if kind == F32 else 2) * head_dim * index
-        if norm and qk_norm == QK_NORM_HEAD:
+        if norm and form == QK_NORM_HEAD:
             norm_row(kind, head, head_dim, norm, norm_kind, eps, head, kind)
         if kind == F32:
             rope_row(head, cos, sin, head_dim // 2, F32)
         else:
             rope_row(head, cos, sin, head_dim // 2, BF16)
-        if norm and qk_norm == QK_NORM_AFTER_ROPE:
+        if norm and form == QK_NORM_AFTER_ROPE:
             norm_row(kind, head, head_dim, norm, norm_kind, eps, head, kind)
 
 
@@ -306,22 +304,19 @@ def norm_rope(op: Any, eps: float, positions: Any, task: int) -> None:
     """Norm and rope of the queries and keys of a task's tokens, in place in their QKV rows.
 
     Args:
-        op: [OP_FIELDS] int64: kind (F32 or BF16); address of the rows, bytes from row to row; number of
-            query heads, which come first in a row, number of key heads, head_dim; addresses of the
-            query and key norms' weights (or 0), of cosines and of sines [limit, head_dim / 2];
-            limit; number of tasks; and an output: set to 1 if a position is not below limit, whose
-            row is left unchanged. `OP_NORM_KIND`: of both norms' weights. `OP_QK_NORM`: a
-            `QK_NORM_` constant; weights are [head_dim], or of all heads [heads * head_dim].
+        op: [OP_FIELDS] int64: a `NormRopeOp`. The row of a position that is out of range is left
+            unchanged.
         positions: [num_rows] int64.
     """
-    rows, stride = op[1], op[2]
-    num_q, num_k, head_dim = op[3], op[4], op[5]
-    q_norm, k_norm, cos, sin = op[6], op[7], op[8], op[9]
-    limit, size = op[10], 4 if op[0] == F32 else 2
+    rows, stride = op[NORM_ROPE.rows], op[NORM_ROPE.row_stride]
+    num_q, num_k, head_dim = op[NORM_ROPE.num_q], op[NORM_ROPE.num_k], op[NORM_ROPE.head_dim]
+    q_norm, k_norm = op[NORM_ROPE.q_norm], op[NORM_ROPE.k_norm]
+    cos, sin, limit = op[NORM_ROPE.cos], op[NORM_ROPE.sin], op[NORM_ROPE.limit]
+    size = 4 if op[NORM_ROPE.dtype] == F32 else 2
     first, end = task_rows(op, len(positions), task)
     for token in range(first, end):
         if positions[token] < 0 or positions[token] >= limit:
-            op[OP_OUT_OF_RANGE] = 1
+            op[NORM_ROPE.out_of_range] = 1
             continue
         angle_offset = positions[token] * (head_dim // 2) * size
         row, angles = rows + stride * token, (cos + angle_offset, sin + angle_offset)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ramify.kernels.cpu.abi import OP_GEMM, OP_KIND, OP_NORM, OP_NORM_ROPE, OP_NUM_TASKS
 from ramify.kernels.cpu.jit import compile_cached, data_address, jit
 from ramify.kernels.cpu.moe import moe_op
 from ramify.kernels.cpu.norm_rope import norm_rope, norm_rows
+from ramify.kernels.cpu.op_records import OP_GEMM, OP_KIND, OP_NORM, OP_NORM_ROPE, OP_NUM_TASKS
 from ramify.kernels.cpu.packed_gemm import gemm_num_tasks, packed_gemm
 from ramify.kernels.cpu.task_queue import COUNTER_BYTES, finish_and_wait, next_task
 from ramify.kernels.cpu.workers import run_workers
@@ -58,8 +58,7 @@ def _run_ops(
     """Run ops one after the other; all workers share the tasks of each.
 
     Args:
-        ops: [n, OP_FIELDS] int64: fields of `packed_gemm.packed_gemm`, `norm_rope.norm_rope`,
-            `norm_rope.norm_rows` or a function of `moe`; field `OP_KIND` says which.
+        ops: [n, OP_FIELDS] int64, see `op_records`.
         eps: [n] float64, of the norms.
         positions: [num_rows] int64, for rope.
         scratch: [>= num_workers, >= gemm_scratch_floats] float32.

@@ -17,11 +17,6 @@ from ramify.kernels.cpu.abi import (
     ADD_RESIDUAL,
     BF16,
     F32,
-    OP_GATHER,
-    OP_ITEMS,
-    OP_NORM_KIND,
-    OP_NUM_ITEMS,
-    OP_SCALE,
     SILU_MUL,
     round_up_to_cache_line,
 )
@@ -38,6 +33,7 @@ from ramify.kernels.cpu.gemm_microkernels import (
 )
 from ramify.kernels.cpu.jit import data_address, jit
 from ramify.kernels.cpu.norm_rope import norm_row
+from ramify.kernels.cpu.op_records import GEMM
 from ramify.kernels.cpu.simd import copy_bytes, load_element, load_i64, store_f32
 from ramify.kernels.cpu.task_queue import next_task_from_either_end
 
@@ -221,17 +217,21 @@ def _gemm_block(
 @jit
 def gemm_num_tasks(op: Any) -> Any:
     """Number of tasks of a GEMM op."""
-    if op[OP_ITEMS]:
-        num_items = load_i64(op[OP_NUM_ITEMS])
+    if op[GEMM.items]:
+        num_items = load_i64(op[GEMM.num_items])
         return num_items * _splits_per_item(op, num_items)
-    num_rows, block_rows, num_n_splits = op[4], op[13], op[15]
+    num_rows, block_rows, num_n_splits = (
+        op[GEMM.num_rows],
+        op[GEMM.block_rows],
+        op[GEMM.num_n_splits],
+    )
     return -(-num_rows // block_rows) * num_n_splits
 
 
 @jit
 def _splits_per_item(op: Any, num_items: int) -> Any:
     """Ranges of panels of each item of a grouped GEMM, for about `target_tasks` in all."""
-    mode, num_panels, target_tasks = op[1], op[8], op[15]
+    mode, num_panels, target_tasks = op[GEMM.mode], op[GEMM.num_panels], op[GEMM.num_n_splits]
     num_panel_groups = num_panels // _panels_per_result(mode)
     return max(1, min(num_panel_groups, -(-target_tasks // max(1, num_items))))
 
@@ -242,15 +242,12 @@ def packed_gemm(op: Any, eps: float, scratch: Any, counters: int, worker: int) -
 
     A task is a block of rows times one of `num_n_splits` ranges of panels.
 
-    Grouped: `op[OP_ITEMS]` is the address of items, four int64 each: the matrix, first row, rows, the
-    tile's index. `op[OP_NUM_ITEMS]` is the address of their number. Panels and biases of the matrices
-    follow each other; a block of rows is an item.
+    Grouped: `items` is the address of items, four int64 each: the matrix, first row, rows, the tile's
+    index. `num_items` is the address of their number. Panels and biases of the matrices follow each
+    other; a block of rows is an item.
 
     Args:
-        op: [OP_FIELDS] int64: fields of `GemmArgs` up to `num_columns`, then block_rows (a multiple of
-            the tile's MR), the tile's index in MR_TILES, num_n_splits; grouped: the most rows of an
-            item, nothing, tasks to aim at. No bit of the result depends on these three.
-            `OP_NORM_KIND`, `OP_GATHER` and `OP_SCALE` are the last fields of `GemmArgs`.
+        op: [OP_FIELDS] int64: a `GemmOp`.
         eps: of the norm.
         scratch: [gemm_scratch_floats] float32 of this worker.
         counters: address of the op's counters.
@@ -258,12 +255,15 @@ def packed_gemm(op: Any, eps: float, scratch: Any, counters: int, worker: int) -
             workers that alternate would both pack all rows.
     """
     gemm = GemmArgs(
-        op[0], op[1], op[2], op[3], op[4], op[5], op[6], op[7], op[8], op[9], op[10], op[11], op[12],
-        op[OP_NORM_KIND], op[OP_GATHER], load_element(data_address(op) + 8 * OP_SCALE, F32),
+        op[GEMM.dtype], op[GEMM.mode], op[GEMM.x], op[GEMM.x_stride], op[GEMM.num_rows], op[GEMM.width],
+        op[GEMM.norm], op[GEMM.weight], op[GEMM.num_panels], op[GEMM.bias], op[GEMM.out],
+        op[GEMM.out_stride], op[GEMM.num_columns], op[GEMM.norm_kind], op[GEMM.gather],
+        load_element(data_address(op) + 8 * GEMM.scale, F32),
     )  # fmt: skip
-    block_rows, tile, num_n_splits, items = op[13], op[14], op[15], op[OP_ITEMS]
+    block_rows, tile = op[GEMM.block_rows], op[GEMM.tile]
+    num_n_splits, items = op[GEMM.num_n_splits], op[GEMM.items]
     if items:
-        num_n_splits = _splits_per_item(op, load_i64(op[OP_NUM_ITEMS]))
+        num_n_splits = _splits_per_item(op, load_i64(op[GEMM.num_items]))
     total = gemm_num_tasks(op)
     packed = data_address(scratch)
     sums = packed + _round_up_to_cache_line(4 * (block_rows * gemm.width + _PACK_UNIT))

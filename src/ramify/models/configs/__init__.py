@@ -9,5 +9,5 @@ In reading order:
 - `families/`: a file for each family: its rows, and readers of its own fields; DeepSeek's has MLA too.
 - `model_config`: all of it -> `ModelConfig`.
 - `wrappers`: the text decoder inside a checkpoint that also reads images or audio.
-- `pooling`: files of sentence-transformers.
+- `pooling`: files of sentence-transformers; `sampling_defaults`: `generation_config.json`.
 """

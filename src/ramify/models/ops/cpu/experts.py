@@ -5,30 +5,24 @@ Tokens are sorted by expert, so that each expert that is hit reads its weights o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ramify.errors import ConfigError
-from ramify.kernels.cpu.abi import (
-    ADD_RESIDUAL,
-    OP_COMBINE,
-    OP_FIELDS,
-    OP_GATHER,
-    OP_GEMM,
-    OP_GROUP,
-    OP_ITEMS,
-    OP_KIND,
-    OP_NUM_ITEMS,
-    OP_NUM_TASKS,
-    OP_OUT,
-    OP_ROUTE,
-    OP_ROUTING,
-    OP_ROWS,
-    OP_X,
-    STORE,
+from ramify.kernels.cpu.abi import ADD_RESIDUAL, STORE
+from ramify.kernels.cpu.op_records import (
+    COMBINE,
+    GEMM,
+    GROUP,
+    ROUTE,
+    CombineOp,
+    GemmOp,
+    GroupOp,
+    RouteOp,
+    op_row,
 )
 from ramify.kernels.cpu.threads import ROW_KINDS, set_num_threads, thread_scratch
 from ramify.kv import huge_pages
@@ -45,14 +39,6 @@ from ramify.models.ops.mlp import Mlp
 from ramify.models.ops.protocol import Activation
 
 _NO_EPS = np.zeros(4)
-
-
-def _op(kind: int, fields: Mapping[int, int]) -> tuple[int, ...]:
-    op = [0] * OP_FIELDS
-    op[OP_KIND] = kind
-    for field, value in fields.items():
-        op[field] = value
-    return tuple(op)
 
 
 class TopKRouter:
@@ -72,10 +58,17 @@ class TopKRouter:
         self.padded = -(-num_experts // LANES) * LANES
 
     def op(self, num_rows: int, num_workers: int) -> tuple[int, ...]:
-        """The route op [OP_FIELDS] for rows of `padded` floats in place; the caller fills in `OP_ROWS`."""
-        tasks = {OP_NUM_TASKS: num_row_tasks(num_rows, 4 * num_workers)}
-        sizes = {3: num_rows, 4: self.num_experts, 5: self._top_k, 6: int(self._normalise)}
-        return _op(OP_ROUTE, {2: 4 * self.padded} | sizes | tasks)
+        """The route op [OP_FIELDS] for rows of `padded` floats in place; the caller fills in `ROUTE.weights`."""
+        return op_row(
+            RouteOp(
+                num_tasks=num_row_tasks(num_rows, 4 * num_workers),
+                weights_stride=4 * self.padded,
+                num_rows=num_rows,
+                num_experts=self.num_experts,
+                top_k=self._top_k,
+                normalise=int(self._normalise),
+            )
+        )
 
     def scratch_floats(self, _num_rows: int, _num_workers: int) -> int:
         """Scratch float32 per worker, as for `thread_scratch`."""
@@ -88,7 +81,7 @@ class TopKRouter:
         weights = rows[:, : self.num_experts].copy_(logits)
         if num_rows:
             ops = np.array([self.op(num_rows, num_workers)], np.int64)
-            ops[0, OP_ROWS] = rows.data_ptr()
+            ops[0, ROUTE.weights] = rows.data_ptr()
             set_num_threads(num_workers)
             scratch = thread_scratch(num_workers, self.scratch_floats(num_rows, num_workers), 1)
             self._run_ops(ops, _NO_EPS[:1], NO_POSITIONS, num_workers, *scratch)
@@ -144,15 +137,25 @@ class GroupedLinear:
     def op(self, num_rows: int, num_workers: int) -> tuple[int, ...]:
         """The grouped GEMM op [OP_FIELDS] for contiguous x, of at most `num_rows` rows of an expert.
 
-        The caller fills in the addresses `OP_X`, `OP_OUT`, `OP_ITEMS`, `OP_NUM_ITEMS`, and `OP_GATHER` if x is not in
-        the order of the items.
+        The caller fills in the addresses `x`, `out`, `items`, `num_items`, and `gather` if x is not in the
+        order of the items.
         """
-        bias = 0 if self._bias is None else self._bias.data_ptr()
-        return (
-            self._kind, self._mode, 0, self.in_width * self.dtype.itemsize, num_rows, self._width, 0,
-            self._weight.data_ptr(), self._num_panels, bias, 0, self.row_bytes, self.out_width,
-            self._block_rows(num_rows), 0, GEMM_TASKS_PER_WORKER_BLOCKED * num_workers, OP_GEMM, 0, 0, 0, 0, 0,
-        )  # fmt: skip
+        return op_row(
+            GemmOp(
+                dtype=self._kind,
+                mode=self._mode,
+                x_stride=self.in_width * self.dtype.itemsize,
+                num_rows=num_rows,
+                width=self._width,
+                weight=self._weight.data_ptr(),
+                num_panels=self._num_panels,
+                bias=0 if self._bias is None else self._bias.data_ptr(),
+                out_stride=self.row_bytes,
+                num_columns=self.out_width,
+                block_rows=self._block_rows(num_rows),
+                num_n_splits=GEMM_TASKS_PER_WORKER_BLOCKED * num_workers,
+            )
+        )
 
     def scratch_floats(self, num_rows: int, _num_workers: int) -> int:
         """Scratch float32 per worker, as for `thread_scratch`."""
@@ -187,29 +190,37 @@ class GroupedExperts:
         return 8 * int(self._offsets(num_rows, self.num_experts, self.top_k)[-1])
 
     def group_op(self, num_rows: int, row_bytes: int) -> tuple[int, ...]:
-        """The group op; the caller fills in `OP_ROWS`, weights `row_bytes` apart, `OP_ROUTING`, `OP_NUM_ITEMS`."""
-        sizes = {2: row_bytes, 3: num_rows, 4: self.num_experts, 5: self.top_k}
-        return _op(OP_GROUP, sizes | {OP_NUM_TASKS: 1})
+        """The group op; the caller fills in `weights`, `row_bytes` apart, `routing` and `num_items`."""
+        return op_row(
+            GroupOp(
+                weights_stride=row_bytes,
+                num_rows=num_rows,
+                num_experts=self.num_experts,
+                top_k=self.top_k,
+            )
+        )
 
     def gate_up_op(self, num_rows: int, num_workers: int) -> tuple[int, ...]:
-        """That of `GroupedLinear`; `OP_GATHER` is an offset into `routing`."""
+        """That of `GroupedLinear`; `gather` is an offset into `routing`."""
         op = [*self.gate_up.op(num_rows, num_workers)]
-        op[OP_GATHER] = 8 * int(self._offsets(num_rows, self.num_experts, self.top_k)[0])
+        op[GEMM.gather] = 8 * int(self._offsets(num_rows, self.num_experts, self.top_k)[0])
         return tuple(op)
 
     def combine_op(self, num_rows: int, num_workers: int, *, add: bool) -> tuple[int, ...]:
-        """The combine op; the caller fills in `OP_X`, `OP_ROUTING` and `OP_OUT`, zeros unless `add`."""
-        kind, row_bytes = ROW_KINDS[self.down.dtype], self.down.row_bytes
-        sizes = {
-            0: kind,
-            1: ADD_RESIDUAL if add else STORE,
-            3: row_bytes,
-            4: num_rows,
-            5: self.top_k,
-        }
-        sizes |= {7: self.down.out_width, 8: row_bytes, 9: self.num_experts}
-        num_tasks = num_row_tasks(num_rows, 4 * num_workers)
-        return _op(OP_COMBINE, sizes | {OP_NUM_TASKS: num_tasks})
+        """The combine op; the caller fills in `x`, `routing` and `out`, zeros unless `add`."""
+        return op_row(
+            CombineOp(
+                num_tasks=num_row_tasks(num_rows, 4 * num_workers),
+                dtype=ROW_KINDS[self.down.dtype],
+                mode=ADD_RESIDUAL if add else STORE,
+                x_stride=self.down.row_bytes,
+                num_rows=num_rows,
+                num_experts=self.num_experts,
+                top_k=self.top_k,
+                width=self.down.out_width,
+                out_stride=self.down.row_bytes,
+            )
+        )
 
     def combine_scratch(self, _num_rows: int, _num_workers: int) -> int:
         """Scratch float32 per worker of the combine op."""
@@ -252,15 +263,15 @@ class GroupedExperts:
             np.int64,
         )
         address = routing.ctypes.data
-        ops[0, OP_ROWS], ops[0, OP_ROUTING] = weights.data_ptr(), address
-        ops[1, OP_X], ops[1, OP_OUT] = x.data_ptr(), inner.data_ptr()
-        ops[1:3, OP_ITEMS] = address
-        ops[:3, OP_NUM_ITEMS] = address + self.routing_bytes(num_rows)
-        ops[1, OP_GATHER] += address
-        ops[2, OP_X], ops[2, OP_OUT] = inner.data_ptr(), results.data_ptr()
-        ops[3, OP_X], ops[3, OP_OUT], ops[3, OP_ROUTING] = (
-            results.data_ptr(), total.data_ptr(), address,
-        )  # fmt: skip
+        num_items = address + self.routing_bytes(num_rows)
+        ops[0, GROUP.weights], ops[0, GROUP.routing] = weights.data_ptr(), address
+        ops[0, GROUP.num_items] = ops[1:3, GEMM.num_items] = num_items
+        ops[1, GEMM.x], ops[1, GEMM.out] = x.data_ptr(), inner.data_ptr()
+        ops[1:3, GEMM.items] = address
+        ops[1, GEMM.gather] += address
+        ops[2, GEMM.x], ops[2, GEMM.out] = inner.data_ptr(), results.data_ptr()
+        ops[3, COMBINE.x], ops[3, COMBINE.out] = results.data_ptr(), total.data_ptr()
+        ops[3, COMBINE.routing] = address
         floats = max(
             self.gate_up.scratch_floats(num_rows, num_workers),
             self.down.scratch_floats(num_rows, num_workers),

@@ -23,20 +23,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ramify.kernels.cpu.abi import (
-    OP_F32_COPY,
+from ramify.kernels.cpu.abi import round_up_to_cache_line
+from ramify.kernels.cpu.op_records import (
+    COMBINE,
+    GEMM,
+    GROUP,
+    NORM,
+    NORM_ROPE,
     OP_FIELDS,
-    OP_GATHER,
-    OP_ITEMS,
-    OP_NUM_ITEMS,
-    OP_OUT,
-    OP_OUT_STRIDE,
-    OP_ROUTING,
-    OP_ROWS,
-    OP_SHARED,
-    OP_SHARED_WEIGHTS,
-    OP_X,
-    round_up_to_cache_line,
+    ROUTE,
 )
 from ramify.models.ops.cpu.experts import GroupedExperts, TopKRouter
 from ramify.models.ops.cpu.linear import PackedLinear
@@ -111,7 +106,10 @@ class LayerOps:
         mlp_ops, mlp_buffers = mlp
         num_before = int(parts.is_parallel)  # ops that read hidden before attention's is added
         rope_op = LayerOp(
-            partial(_rope_fields, rope, qkv.row_bytes), ((OP_ROWS, QKV),), _no_scratch, rope.eps
+            partial(_rope_fields, rope, qkv.row_bytes),
+            ((NORM_ROPE.rows, QKV),),
+            _no_scratch,
+            rope.eps,
         )
         ops = (
             _gemm(qkv, HIDDEN, QKV),
@@ -161,16 +159,23 @@ def _expert_ops(mlp: FusableExperts, hidden_size: int) -> _Mlp | None:
     if shared is None:
         return None
     shared_ops, shared_buffers = shared
-    combine_buffers = [(OP_X, "pairs_out"), (OP_ROUTING, "routing"), (OP_OUT, HIDDEN)]
+    combine_buffers = [
+        (COMBINE.x, "pairs_out"),
+        (COMBINE.routing, "routing"),
+        (COMBINE.out, HIDDEN),
+    ]
     if shared_ops:
-        combine_buffers += [(OP_SHARED, "shared_out"), (OP_SHARED_WEIGHTS, "shared_weights")]
-    norm_buffers = [(OP_X, HIDDEN), (OP_OUT, "normed")]
+        combine_buffers += [
+            (COMBINE.shared, "shared_out"),
+            (COMBINE.shared_weights, "shared_weights"),
+        ]
+    norm_buffers = [(NORM.x, HIDDEN), (NORM.out, "normed")]
     if not is_wide:
-        norm_buffers.append((OP_F32_COPY, router_x))
+        norm_buffers.append((NORM.f32_copy, router_x))
 
     def router_fields(num_rows: int, num_workers: int) -> tuple[int, ...]:
         fields = [*router.op(num_rows, num_workers)]
-        fields[OP_OUT_STRIDE] = row_bytes
+        fields[GEMM.out_stride] = row_bytes
         return tuple(fields)
 
     # All tokens of a layer may go to the same experts.
@@ -178,26 +183,27 @@ def _expert_ops(mlp: FusableExperts, hidden_size: int) -> _Mlp | None:
         LayerOp(norm.op, tuple(norm_buffers), norm.scratch_floats, norm.eps),
         LayerOp(
             router_fields,
-            ((OP_X, router_x), (OP_OUT, "weights")),
+            ((GEMM.x, router_x), (GEMM.out, "weights")),
             router.scratch_floats,
             row_macs=router.row_macs,
         ),
-        LayerOp(route.op, ((OP_ROWS, "weights"),), route.scratch_floats),
+        LayerOp(route.op, ((ROUTE.weights, "weights"),), route.scratch_floats),
         LayerOp(
             lambda num_rows, _: experts.group_op(num_rows, row_bytes),
-            ((OP_ROWS, "weights"), (OP_ROUTING, "routing"), (OP_NUM_ITEMS, NUM_ITEMS)),
+            ((GROUP.weights, "weights"), (GROUP.routing, "routing"), (GROUP.num_items, NUM_ITEMS)),
             _no_scratch,
         ),
         LayerOp(
             experts.gate_up_op,
-            ((OP_X, "normed"), (OP_OUT, "pairs_inner"), (OP_ITEMS, "routing"), (OP_GATHER, "routing"),
-             (OP_NUM_ITEMS, NUM_ITEMS)),
+            ((GEMM.x, "normed"), (GEMM.out, "pairs_inner"), (GEMM.items, "routing"), (GEMM.gather, "routing"),
+             (GEMM.num_items, NUM_ITEMS)),
             gate_up.scratch_floats,
             row_macs=experts.top_k * gate_up.row_macs,
         ),
         LayerOp(
             down.op,
-            ((OP_X, "pairs_inner"), (OP_OUT, "pairs_out"), (OP_ITEMS, "routing"), (OP_NUM_ITEMS, NUM_ITEMS)),
+            ((GEMM.x, "pairs_inner"), (GEMM.out, "pairs_out"), (GEMM.items, "routing"),
+             (GEMM.num_items, NUM_ITEMS)),
             down.scratch_floats,
             row_macs=experts.top_k * down.row_macs,
         ),
@@ -253,7 +259,7 @@ def _gemm(
 ) -> LayerOp:
     return LayerOp(
         partial(linear.op, add=add, scale=scale),
-        ((OP_X, x), (OP_OUT, out)),
+        ((GEMM.x, x), (GEMM.out, out)),
         linear.scratch_floats,
         linear.eps,
         linear.row_macs,
@@ -265,7 +271,7 @@ def _add_gemm(linear: PackedLinear, x: str, norm: RowOp | None, scale: float) ->
     if norm is None:
         return [_gemm(linear, x, HIDDEN, add=True, scale=scale)]
     assert isinstance(norm, RowNorm)
-    buffers = (OP_X, "block_out"), (OP_OUT, HIDDEN)
+    buffers = (NORM.x, "block_out"), (NORM.out, HIDDEN)
     add_norm = LayerOp(partial(norm.op, add=True), buffers, norm.scratch_floats, norm.eps)
     return [_gemm(linear, x, "block_out"), add_norm]
 
@@ -313,8 +319,8 @@ class OpList:
         self.row_macs = sum(op.row_macs for op in self._ops)
 
     def readers(self, buffer: str) -> NDArray[np.int64]:
-        """Indices of the ops that read this buffer as `OP_X`."""
-        indices = [index for index, op in enumerate(self._ops) if (OP_X, buffer) in op.buffers]
+        """Indices of the GEMMs that read this buffer as x."""
+        indices = [index for index, op in enumerate(self._ops) if (GEMM.x, buffer) in op.buffers]
         return np.array(indices, np.int64)
 
     def fields(self, num_rows: int, num_workers: int) -> NDArray[np.int64]:

@@ -25,7 +25,7 @@ from torch import Tensor
 from ramify.attention.backends.cpu import CpuBackend
 from ramify.attention.paged import PagedAttention, PagedBackend
 from ramify.errors import ConfigError
-from ramify.kernels.cpu.abi import OP_FIELDS, OP_OUT, OP_ROWS, OP_X
+from ramify.kernels.cpu.op_records import GEMM, NORM_ROPE, OP_FIELDS
 from ramify.kernels.cpu.threads import ROW_KINDS, set_num_threads, thread_scratch
 from ramify.kv.pool import KVPool
 from ramify.models.ops.cpu.layer_attention import FusedAttention, FusedAttentionArgs
@@ -182,7 +182,7 @@ class FusedLayers:
                 self._layers[0].rope.raise_if_out_of_range(ops[rope])
             attn_out = self._attention_output(whole, number, *heads)
             begin = rope + 1
-            ops[self._o_proj_ops[number], OP_X] = attn_out.data_ptr()
+            ops[self._o_proj_ops[number], GEMM.x] = attn_out.data_ptr()
         run(ops, begin, len(ops))
 
     def _run_pruned_last_layer(
@@ -200,7 +200,7 @@ class FusedLayers:
         if len(rows):
             wanted = hidden[rows]
             ops, _buffers = self._bind_buffers(wanted)
-            ops[self._o_proj_ops[number], OP_X] = attn_out.data_ptr()
+            ops[self._o_proj_ops[number], GEMM.x] = attn_out.data_ptr()
             self._run(len(wanted), positions)(ops, behind_rope, len(ops))
             hidden[rows] = wanted
         mark_nonfinite_rows(hidden, k, v)
@@ -229,7 +229,7 @@ class FusedLayers:
         """Allocate the QKV rows of a layer and bind them to its ops; returns views q, k, v."""
         rope = self._attention_ops[number]
         rows = torch.empty((num_rows, sum(self._num_heads), self._head_dim), dtype=dtype)
-        ops[rope - 1, OP_OUT] = ops[rope, OP_ROWS] = rows.data_ptr()
+        ops[rope - 1, GEMM.out] = ops[rope, NORM_ROPE.rows] = rows.data_ptr()
         return rows.split_with_sizes(self._num_heads, 1)
 
     def _attention_output(
@@ -269,8 +269,8 @@ class FusedLayers:
         if fused_args.num_tokens < num_rows:
             attn_out[fused_args.num_tokens :] = 0
         rope = self._attention_ops[self._attention_ops < len(ops)]
-        ops[rope - 1, OP_OUT] = ops[rope, OP_ROWS] = rows.data_ptr()
-        ops[self._o_proj_ops[: len(rope)], OP_X] = attn_out.data_ptr()
+        ops[rope - 1, GEMM.out] = ops[rope, NORM_ROPE.rows] = rows.data_ptr()
+        ops[self._o_proj_ops[: len(rope)], GEMM.x] = attn_out.data_ptr()
         buffers = np.array(
             [ROW_KINDS[dtype], rows.data_ptr(), rows.stride(0) * size, num_q * size,
              (num_q + num_k) * size, attn_out.data_ptr()]

@@ -18,15 +18,12 @@ from ramify.kernels.cpu.abi import (
     GELU_TANH,
     GELU_TANH_MUL,
     LAYER_NORM,
-    OP_GEMM,
-    OP_OUT,
-    OP_X,
-    OP_X_STRIDE,
     SIGMOID,
     SILU_MUL,
     STORE,
     round_up_to_cache_line,
 )
+from ramify.kernels.cpu.op_records import GEMM, GemmOp, op_row
 from ramify.kernels.cpu.threads import ROW_KINDS, set_num_threads, thread_scratch
 from ramify.kv import huge_pages
 from ramify.models.ops.protocol import Activation, ForwardStep
@@ -37,7 +34,7 @@ if TYPE_CHECKING:
 # More tasks than workers, so that an interrupted worker does not hold up the others. With several row
 # blocks a worker stays in the block that it has packed, so more tasks cost nothing.
 GEMM_TASKS_PER_WORKER, GEMM_TASKS_PER_WORKER_BLOCKED = 4, 16
-MAX_CACHED_OPS = 64  # per linear: one op for each number of rows, workers and mode
+MAX_CACHED_OPS = 64  # per linear or norm: one op for each number of rows, workers and mode
 # Activations that the GEMM has as an epilogue; from SILU_MUL on gated.
 ACTIVATION_MODES: dict[Activation, int] = {
     "gelu_tanh": GELU_TANH,
@@ -208,11 +205,18 @@ class PackedLinear:
         self._eps_of_norm = np.array([self.eps])
         # (rows, workers, add) -> op without the addresses of x and the result, scratch floats
         self._ops_by_rows: dict[tuple[int, int, bool], tuple[NDArray[np.int64], int]] = {}
-        self._fixed = (
-            0 if self._norm is None else self._norm.data_ptr(),
-            self._weight.data_ptr(),
-            len(self._weight),
-            0 if self._bias is None else self._bias.data_ptr(),
+        self._record = GemmOp(
+            dtype=self._kind,
+            mode=self._mode,
+            x_stride=self._in_width * self.dtype.itemsize,
+            width=self._width,
+            norm=0 if self._norm is None else self._norm.data_ptr(),
+            norm_kind=self._norm_kind,
+            weight=self._weight.data_ptr(),
+            num_panels=len(self._weight),
+            bias=0 if self._bias is None else self._bias.data_ptr(),
+            out_stride=self.row_bytes,
+            num_columns=self.out_width,
         )
 
     @property
@@ -235,16 +239,22 @@ class PackedLinear:
     ) -> tuple[int, ...]:
         """The GEMM op [OP_FIELDS] of `op_list.run_ops` for contiguous x [num_rows, in_width].
 
-        The caller fills in the addresses of x (`OP_X`) and of the result (`OP_OUT`). `add`: add `scale`
-        times the result to what is there.
+        The caller fills in the addresses `GEMM.x` and `GEMM.out`. `add`: add `scale` times the result to
+        what is there.
         """
-        size, mode = self.dtype.itemsize, ADD_RESIDUAL if add else self._mode
-        return (
-            self._kind, mode, 0, self._in_width * size, num_rows, self._width,
-            *self._fixed, 0, self.row_bytes, self.out_width,
-            *_gemm_partition(num_rows, self._num_panel_groups, num_workers), OP_GEMM, self._norm_kind, 0, 0, 0,
-            float_bits(scale),
-        )  # fmt: skip
+        block_rows, tile, num_n_splits = _gemm_partition(
+            num_rows, self._num_panel_groups, num_workers
+        )
+        return op_row(
+            self._record._replace(
+                mode=ADD_RESIDUAL if add else self._mode,
+                num_rows=num_rows,
+                block_rows=block_rows,
+                tile=tile,
+                num_n_splits=num_n_splits,
+                scale=float_bits(scale),
+            )
+        )
 
     def scratch_floats(self, num_rows: int, num_workers: int) -> int:
         """Scratch float32 per worker, as for `thread_scratch`."""
@@ -325,8 +335,8 @@ class PackedLinear:
                 self._ops_by_rows.clear()
             self._ops_by_rows[num_rows, num_workers, add] = cached
         ops, floats = cached[0].copy(), cached[1]
-        ops[0, OP_X], ops[0, OP_OUT] = x.data_ptr(), out.data_ptr()
-        ops[0, OP_X_STRIDE] = x.stride(0) * self.dtype.itemsize
+        ops[0, GEMM.x], ops[0, GEMM.out] = x.data_ptr(), out.data_ptr()
+        ops[0, GEMM.x_stride] = x.stride(0) * self.dtype.itemsize
         set_num_threads(num_workers)
         scratch = thread_scratch(num_workers, floats, 1)
         self._run_ops(ops, self._eps_of_norm, NO_POSITIONS, num_workers, *scratch)

@@ -9,14 +9,8 @@ import torch
 from torch import Tensor
 
 from ramify.errors import ConfigError
-from ramify.kernels.cpu.abi import (
-    OP_NORM_ROPE,
-    OP_OUT_OF_RANGE,
-    OP_ROWS,
-    QK_NORM_AFTER_ROPE,
-    QK_NORM_HEAD,
-    QK_NORM_WIDTH,
-)
+from ramify.kernels.cpu.abi import QK_NORM_AFTER_ROPE, QK_NORM_HEAD, QK_NORM_WIDTH
+from ramify.kernels.cpu.op_records import NORM_ROPE, NormRopeOp, op_row
 from ramify.kernels.cpu.threads import ROW_KINDS, set_num_threads, thread_scratch
 from ramify.models.configs.dense_variant import QkNormForm
 from ramify.models.ops.cpu.linear import norm_kind, num_row_tasks
@@ -61,11 +55,21 @@ class QKNormRope:
         self._norms = () if norms is None else (norms[0].contiguous(), norms[1].contiguous())
         self.eps = 0.0 if norms is None else float(norms[2])
         self._shape = heads.num_q, heads.num_kv, heads.head_dim
-        weights = [norm.data_ptr() for norm in self._norms] or [0, 0]
-        self._norm_kind = norm_kind(self._norms[0], cos.dtype) if self._norms else 0
-        self._form = _FORMS[form]
-        tables = [table.data_ptr() for table in self._tables]
-        self._fixed = (*self._shape, *weights, *tables, len(cos))
+        q_norm, k_norm = [norm.data_ptr() for norm in self._norms] or [0, 0]
+        cos_address, sin_address = (table.data_ptr() for table in self._tables)
+        self._record = NormRopeOp(
+            dtype=ROW_KINDS[cos.dtype],
+            num_q=heads.num_q,
+            num_k=heads.num_kv,
+            head_dim=heads.head_dim,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            cos=cos_address,
+            sin=sin_address,
+            limit=len(cos),
+            form=_FORMS[form],
+            norm_kind=norm_kind(self._norms[0], cos.dtype) if self._norms else 0,
+        )
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -73,12 +77,9 @@ class QKNormRope:
         return self._tables[0].dtype, len(self._tables[0]), *self._shape
 
     def op(self, num_rows: int, row_bytes: int, num_workers: int) -> tuple[int, ...]:
-        """The norm + rope op [OP_FIELDS] of `op_list.run_ops`; the caller fills in `OP_ROWS`, an address."""
+        """The norm + rope op [OP_FIELDS] of `op_list.run_ops`; the caller fills in the address `NORM_ROPE.rows`."""
         num_tasks = num_row_tasks(num_rows, num_workers)
-        return (
-            ROW_KINDS[self._tables[0].dtype], 0, row_bytes,
-            *self._fixed, num_tasks, 0, self._form, 0, 0, OP_NORM_ROPE, self._norm_kind, 0, 0, 0, 0,
-        )  # fmt: skip
+        return op_row(self._record._replace(num_tasks=num_tasks, row_stride=row_bytes))
 
     def __call__(self, qkv: Tensor, step: ForwardStep) -> tuple[Tensor, Tensor, Tensor]:
         """QKV rows, overwritten -> q, k, v [T, heads, head_dim], views of them."""
@@ -104,7 +105,7 @@ class QKNormRope:
         num_workers = torch.get_num_threads()
         row_bytes = rows.stride(0) * rows.element_size()
         ops = np.array([self.op(len(rows), row_bytes, num_workers)], np.int64)
-        ops[0, OP_ROWS] = rows.data_ptr()
+        ops[0, NORM_ROPE.rows] = rows.data_ptr()
         set_num_threads(num_workers)
         indices, scratch = positions.contiguous().numpy(), thread_scratch(num_workers, 0, 1)
         self._run_ops(ops, np.array([self.eps]), indices, num_workers, *scratch)
@@ -128,5 +129,5 @@ class QKNormRope:
 
     def raise_if_out_of_range(self, op: NDArray[np.int64]) -> None:
         """Raise IndexError if the kernel flagged a position outside the tables in this op."""
-        if op[OP_OUT_OF_RANGE]:
+        if op[NORM_ROPE.out_of_range]:
             raise IndexError(f"positions must be in 0..{len(self._tables[0]) - 1}")
