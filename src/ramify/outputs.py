@@ -130,7 +130,7 @@ class PrefixReport:
 class RequestMetrics:
     """Times in seconds; None where the request did not get that far."""
 
-    queue_s: float  # from arrival to its first step
+    queue_s: float  # from arrival to its first step; of `LLM`, with compiling a grammar
     ttft_s: float | None  # from arrival to the first output token
     total_s: float  # from arrival to the end
     decode_tokens_per_s: float | None  # output tokens after the first, per second

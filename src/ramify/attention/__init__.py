@@ -1,13 +1,14 @@
 """Attention over paged K/V whose prefixes are shared.
 
 Public names resolve on first use: importing this package loads no torch. `models`, `engine` and
-`cli` import it; it imports `kernels`, `kv` and `cache`. Read in this order:
+`cli` import it; it imports `kernels`, `kv`, `cache`, `outputs` and `errors`. Read in this order:
 
 1. `sequence`, `planner` with `branching` and `repair`, `page_demand`, `window_release`: requests →
    pages, through the prefix cache (no torch).
 2. `batch`, `batch_reuse`: the metadata of a step, `AttentionBatch` (no torch).
 3. `spec`, `backend`: a model's attention shape; the backend protocol, table and selection.
-4. `backends/`: an implementation per file; `gather` is what several of them share.
+4. `backends/`: an implementation per file; `gather` is what several of them share, `inputs` validates
+   what they get.
 5. `mla`, `sparse_index`: DeepSeek's latent attention and its index of keys, over any backend.
 6. `paged`: a step's K/V writes and attention, as a decoder calls them.
 7. `exactness` (are rows independent of the batch?), `staging_buffers`, `custom_op`.

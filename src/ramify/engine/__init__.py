@@ -26,6 +26,6 @@ In reading order. A line imports only lines above it; names in a line with `|` a
 - `llm | async_llm`: what users call
 - `exactness_check`: `ramify verify`
 
-`server`, `cli`, `testing` and `analysis` import the engine; it imports `config`, `models`,
-`attention`, `kv` and `cache`.
+`server`, `cli`, `testing` and `analysis` import the engine; it imports every package below but
+`kernels`.
 """

@@ -4,5 +4,5 @@
 - `attention_block`: `RadixAttentionBlock`, a Llama attention layer as an nn.Module.
 - `paged_kv_cache`: `RadixAttentionWithPagedKVCache`, a paged K/V cache without sharing.
 
-The engine uses none of them; they may be imported by users, examples and tests.
+The engine uses none of them; `ramify` resolves their names on first use, for users and examples.
 """
