@@ -47,6 +47,7 @@ def simulate(
     replicas: Annotated[
         int, typer.Option(help="Servers with a cache each, behind random or perfect routing.")
     ] = 1,
+    seeds: Annotated[int, typer.Option(help="Random routings, with --replicas.")] = 8,
     cost: Annotated[
         Path | None,
         typer.Option(help="File of `ramify calibrate`: replay the engine, with TTFT."),
@@ -75,6 +76,7 @@ def simulate(
                 insert_outputs=insert_outputs,
                 warm_up=warm_up,
                 replicas=replicas,
+                num_seeds=seeds,
                 cost=cost,
                 max_num_seqs=max_num_seqs,
                 max_batch_tokens=max_batch_tokens,

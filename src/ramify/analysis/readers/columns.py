@@ -54,7 +54,7 @@ class Columns:
         body = fields["body"] if "body" in fields else mapping_in(value_at(row, self.body))
         model = text_at(row, self.model)
         tenants = (tenant_of(kind, text_at(row, names)) for kind, names in self.scopes)
-        in_columns = {
+        in_columns: dict[str, Any] = {
             "body": body,
             "response": value_at(row, self.response),
             "url": text_at(row, self.url) or "",

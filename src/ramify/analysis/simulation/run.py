@@ -39,6 +39,7 @@ class SimulationOptions:
     lifetimes_s: tuple[float, ...] = DEFAULT_LIFETIMES_S
     warm_up: float = 0.0  # share of the requests that fill the cache and are not counted
     replicas: int = 1  # each with a cache of each capacity
+    num_seeds: int = 8  # random routings between them
     cost: CostModel | None = None  # replay the real engine with it
     max_num_seqs: int = 64  # of the engine
     max_batch_tokens: int = 512
@@ -166,7 +167,11 @@ class _Run:
         num_replicas, extra = self.options.replicas, self.parts.extra
         if num_replicas > 1:
             random = random_routing(
-                self.trace, num_replicas, self.capacities, first_counted=self.first_counted
+                self.trace,
+                num_replicas,
+                self.capacities,
+                num_seeds=self.options.num_seeds,
+                first_counted=self.first_counted,
             )
             # Routing by prefix makes the replicas a single cache.
             perfect = (curve.hit_rate(capacity * num_replicas) for capacity in self.capacities)

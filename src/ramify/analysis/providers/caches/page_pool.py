@@ -58,7 +58,7 @@ class PagePool:
             num_lookup: pages of the prompt; the others are those of its answer.
         """
         path = keys.tolist()
-        kept = list(takewhile(lambda page: page is not None, map(self._pages.get, path)))
+        kept = [self._pages[key] for key in takewhile(self._pages.__contains__, path)]
         ready = takewhile(lambda page: timing.is_ready(page[0]), kept[:num_lookup])
         num_ready = sum(1 for _ in ready)
         for at in range(len(path) - 1, -1, -1):

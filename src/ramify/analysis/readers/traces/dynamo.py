@@ -44,15 +44,11 @@ class DynamoReader:
         if isinstance(value.get("event"), Mapping):
             value = value["event"]
         kind = get_text(value, "event_type")
-        if kind == "request_end":
-            request = _ended(row, value)
-        elif kind == "request_payload":
-            request_with_body = self._with_body(row, value)
-            if request_with_body is None:
-                return
-            request = request_with_body
-        else:
+        if kind not in ("request_end", "request_payload"):
             self._quality.skipped[f"event {kind}"] += 1
+            return
+        request = _ended(row, value) if kind == "request_end" else self._with_body(row, value)
+        if request is None:
             return
         if request.request_id is None:
             yield request

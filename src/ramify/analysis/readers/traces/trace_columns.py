@@ -39,7 +39,7 @@ class TraceColumns:
     def request(self, row: Row, value: Mapping[str, Any], **fields: Any) -> LoggedRequest:
         """The request of a value in a row; `fields` go before what the keys hold."""
         start_s = fields["start_s"] if "start_s" in fields else self.start_s(value)
-        in_columns = {
+        in_columns: dict[str, Any] = {
             "index": row.index,
             "request_id": _first(get_name, value, self.request_id),
             "conversation": _first(get_name, value, self.conversation),

@@ -11,16 +11,19 @@ from ramify.analysis.simulation.curves.reuse import ReuseRuns
 from ramify.analysis.simulation.curves.stack_distances import lru_curve
 from ramify.analysis.simulation.page_trace import PageTrace
 
-NUM_ROUTINGS = 8  # of which mean and deviation are reported
-
 
 def random_routing(
-    trace: PageTrace, num_replicas: int, capacities: Sequence[int], *, first_counted: int = 0
+    trace: PageTrace,
+    num_replicas: int,
+    capacities: Sequence[int],
+    *,
+    num_seeds: int,
+    first_counted: int = 0,
 ) -> NDArray[np.float64]:
-    """LRU's hit rate if a random replica serves each request: [NUM_ROUTINGS, capacities]."""
-    hits = np.zeros((NUM_ROUTINGS, len(capacities)))
-    tokens = np.zeros((NUM_ROUTINGS, 1))
-    for seed in range(NUM_ROUTINGS):
+    """LRU's hit rate if a random replica serves each request: [num_seeds, capacities]."""
+    hits = np.zeros((num_seeds, len(capacities)))
+    tokens = np.zeros((num_seeds, 1))
+    for seed in range(num_seeds):
         replica = np.random.default_rng(seed).integers(num_replicas, size=len(trace))
         for number in range(num_replicas):
             served = np.flatnonzero(replica == number)
