@@ -316,10 +316,11 @@ def test_silu_inside_the_kernel_is_silu(dtype: torch.dtype) -> None:
 def test_no_task_is_without_panels(gated: bool, workers: int) -> None:
     """A task without panels would pack a block of rows for nothing."""
     from ramify.kernels.cpu.gemm_microkernels import NR
+    from ramify.kernels.cpu.op_records import GEMM
 
     linear = PackedLinear(random(14 * NR, 8), activation="silu_mul" if gated else None)
     for rows in (1, 90, 200, 3000):
-        num_n_splits = linear.op(rows, workers)[15]
+        num_n_splits = linear.op(rows, workers)[GEMM.num_n_splits]
         assert 1 <= num_n_splits <= (7 if gated else 14)
 
 
