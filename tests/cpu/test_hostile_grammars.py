@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ramify.engine.logits.grammar import GrammarCompiler
+from ramify.errors import InvalidParamsError
 from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import InvalidParamsError
 from ramify.params import StructuredOutput
@@ -29,7 +30,11 @@ with TemporaryDirectory() as folder:
     tokenizer = Tokenizer.load(write_tiny_checkpoint(Path(folder), "llama"))
 compiler = GrammarCompiler(tokenizer.to_json, vocab_size=300, eos_token_ids=[2])
 for fields in json.load(sys.stdin):
-    matcher = compiler.compile(StructuredOutput(**fields))
+    try:
+        matcher = compiler.compile(StructuredOutput(**fields))
+    except InvalidParamsError as error:
+        assert "to compile" in str(error), error  # of a busy machine
+        continue
     assert matcher.token_bitmasks([], ())[0].any()
 """
 
@@ -48,7 +53,7 @@ def _rules(name: str, num_levels: int) -> str:
 
 
 def test_long_chains_do_not_end_the_process() -> None:
-    """Chains of references, rules and terminals, nearly as long as a format can be, are compiled."""
+    """Chains nearly as long as a format can be are compiled, or refused for the time that they take."""
     formats = [
         {"json_schema": _references(1400)},
         {"grammar": _rules("r", 15_000)},
