@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import full_run as script
@@ -45,6 +46,21 @@ def test_every_pattern_names_something(name: str) -> None:
 
     assert not unknown
     assert part.covers
+
+
+def test_what_draws_fewer_examples_is_covered() -> None:
+    """Some package that such a test imports is among the files of the random examples."""
+    part = PARTS["random examples"]
+    uncovered = []
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        text = path.read_text(encoding="utf-8")
+        packages = re.findall(r"^from ramify\.(\w+)", text, re.MULTILINE)
+        files = [f"src/ramify/{package}/__init__.py" for package in packages]
+        files = [file for file in files if file in FILES]
+        if "from tests.budget import" in text and files and not part.num_covered(files):
+            uncovered.append(path.relative_to(ROOT).as_posix())
+
+    assert not uncovered
 
 
 def matches_any(pattern: str, texts: list[str]) -> bool:
