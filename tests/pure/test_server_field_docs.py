@@ -50,24 +50,24 @@ def documented(title: str) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("title", APIS)
 def test_every_field_has_one_row(title: str) -> None:
     """Fields of the request's type, and those that are refused or ignored beside them; no others."""
-    kind, unserved = APIS[title]
+    kind, unsupported = APIS[title]
     fields = {field.encode_name for field in msgspec.structs.fields(kind)}
     names = [name for name, _ in documented(title)]
 
     assert len(names) == len(set(names))
-    assert set(names) == fields | set(unserved.refused) | unserved.ignored
+    assert set(names) == fields | set(unsupported.refused) | unsupported.ignored
 
 
 @pytest.mark.parametrize("title", APIS)
 def test_what_becomes_of_a_field_is_right(title: str) -> None:
     """Fields outside of the type are refused or ignored as the table says; the words are four."""
-    kind, unserved = APIS[title]
+    kind, unsupported = APIS[title]
     fields = {field.encode_name for field in msgspec.structs.fields(kind)}
 
     for name, treatment in documented(title):
         assert treatment in ("honoured", "mapped", "ignored", "refused"), name
         if name not in fields:
-            assert treatment == ("refused" if name in unserved.refused else "ignored"), name
+            assert treatment == ("refused" if name in unsupported.refused else "ignored"), name
 
 
 def test_every_format_of_tool_calls_has_a_row() -> None:

@@ -71,8 +71,8 @@ class RequestContext:
     generations: list[Generation] = field(default_factory=list)
     reservations: list[BodyReservation] = field(default_factory=list)
 
-    async def body(self, kind: type[T], unserved: UnsupportedFields | None = None) -> T:
-        """Read and decode the body; warn of unknown fields if `unsupported` is given.
+    async def body(self, kind: type[T], unsupported: UnsupportedFields | None = None) -> T:
+        """Read and decode the body; refuse fields of `unsupported` and warn of unknown ones, if it is given.
 
         Raises:
             ApiError: 400 or 413, for a body that is not of this type, has a refused field, or is
@@ -80,9 +80,9 @@ class RequestContext:
         """
         body = await self.read()
         if len(body) <= SMALL_BODY:
-            value, names = decode_request(body, kind, unserved)
+            value, names = decode_request(body, kind, unsupported)
         else:
-            value, names = await self.in_prompt_thread(decode_request, body, kind, unserved)
+            value, names = await self.in_prompt_thread(decode_request, body, kind, unsupported)
         if names:
             self.warn(unknown_warning(names))
             self.service.unknown_fields.report(names, self.request.url.path)

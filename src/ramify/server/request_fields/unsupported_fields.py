@@ -75,18 +75,18 @@ class UnsupportedFields:
 
 
 def decode_request(
-    body: bytes | bytearray, kind: type[T], unserved: UnsupportedFields | None
+    body: bytes | bytearray, kind: type[T], unsupported: UnsupportedFields | None
 ) -> tuple[T, list[str]]:
     """Decode a body to a request type; returns the names of its unknown fields as well.
 
     Args:
-        unserved: None looks for no other fields.
+        unsupported: None looks for no other fields.
 
     Raises:
         ApiError: 400, it does not fit the type, or has a refused field.
     """
     request = decode_body(body, kind)
-    return request, [] if unserved is None else unserved.unknown(extra_fields(body, kind))
+    return request, [] if unsupported is None else unsupported.unknown(extra_fields(body, kind))
 
 
 def unknown_warning(names: Sequence[str]) -> str:
