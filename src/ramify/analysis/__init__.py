@@ -2,10 +2,11 @@
 
 `files` opens logs and `readers` turn their rows into `records` (`reader`: what a reader implements;
 `log_files`: files to requests); `corpus` stores each text once, `tokens` counts.
-`verdicts` and `findings` are the results, `explaining` compares two requests.
-`linting` is the way from there to a report: `predecessor` finds the earlier request that shares most,
-`compare` says why the later one could not read what the earlier one wrote,
-`providers` have the cache rules of vendors and engines, `savings` mends the log and replays it.
+`verdicts` and `findings` are the results (`lint_json`: as JSON), `explaining` compares two requests.
+`linting` is the way from there to a report: `predecessor` finds the earlier request that shares most
+(`unit_tree`: a tree of prompts), `compare` says why the later one could not read what the earlier one
+wrote, `providers` have the cache rules of vendors and engines (`prefix_index`: the longest
+shared prefix), `savings` mends the log and replays it; `progress` says how far it is.
 `sharing` has the tree of prefixes, `simulation` a cache of finite capacity, `report` draws all of it.
 No torch.
 """

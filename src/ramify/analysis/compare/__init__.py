@@ -16,7 +16,8 @@ How `lint` comes to a verdict:
    rules of `timing` and `vendor` read the `evidence` about a request.
 5. `prompt_sides` is the view of a prompt that the walk steps over, `pair_outcome` judges two segments in
    the same place; `history`, `hoisted_notes`, `summaries` and `context_blocks` know what clients
-   do to a history, `continuations` which requests are of the same conversation. `text_diff` aligns two
-   texts, `normal_forms` makes equal what differs in layout only, `quoting` cuts a quote.
+   do to a history, `continuations` which requests are of the same conversation. `unit_pairs` has
+   the differences within two segments, `spacing` those in white space. `text_diff` aligns two texts,
+   `normal_forms` makes equal what differs in layout only, `quoting` cuts a quote.
 6. `savings.fixing` makes the prompts as they would be without the causes; `savings.measure` replays them.
 """

@@ -1,10 +1,10 @@
 """What providers' caches would read and write, and what it costs.
 
-Of vendors: `rules` has the figures of each model, from one dated file (`library_prices`: where that has
-no price), `detection` says whose rule a
-request falls under, `positions` what a breakpoint looks back over, `money` what tokens cost. Of replays:
-`prompts` has what a rule sees and answers, `caches` the entries, `conditions` which limits are lifted;
-`replay` runs prompts through caches. `agreement` compares the outcome with what was billed.
+Of vendors: `rules` has the figures of each model, from one dated file (`library_prices`: where that
+has no price), `detection` says whose rule a request falls under, `positions` what a breakpoint looks
+back over, `money` what tokens cost. Of replays: `prompts` has what a rule sees and answers, `caches`
+the entries, `conditions` which limits are lifted; `replay` runs prompts through caches. `conversations` names those of one request, `agreement` compares
+the outcome with what was billed.
 """
 
 from ramify.analysis.providers.conditions import AS_LOGGED, Conditions

@@ -7,9 +7,11 @@ In reading order:
     tokenizer_limits     what a `tokenizer.json` may add to texts and to the vocabulary
     added_tokens         tokens that the checkpoint's other files name (`tokenizer_config.json`, ...)
     special_tokens       escapes special tokens in user text, so that they stay text
+    token_bytes          bytes of single tokens
     chat_template        renders messages with the checkpoint's Jinja template, sandboxed
     template_limits      processor time and sizes that a template may use
     template_sizes       sizes of a template's values as trees
+    end_tokens           end of text, and the end of a turn of the chat template
     detokenizer          the text of an answer, token by token
     incremental_encoder  tokenises only the new end of a conversation
     prompt_inputs        a prompt in any form (text, token ids, messages) to token ids

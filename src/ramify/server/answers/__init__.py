@@ -4,5 +4,5 @@
 - `partial_json`: the complete members of a truncated JSON object.
 - `call_arguments`: the arguments of calls that clients send back.
 
-`generation`, `conversation` and the APIs import it. It imports `errors`, `http` and `model_dialects` only.
+`generation` and the APIs import it. It imports `http` and `model_dialects` only.
 """

@@ -7,5 +7,5 @@ In reading order:
 - `stored_conversation`: `StoredConversation`, the items of a conversation of `/v1/conversations`.
 - `cache_miss`: the reason for a miss, as the client gets it.
 
-`generation`, `service` and the APIs import it. It imports `prompts` only.
+`generation`, `service`, `conversation` and the APIs import it. It imports `prompts` only.
 """

@@ -6,5 +6,6 @@
 - `wire`: read bodies, encode JSON and server-sent events, error responses, pings.
 - `connection_limit`, `acceptor`: how many clients may be connected; accept them.
 - `strict_connection`: refuse requests whose length can be read in two ways.
-- `uvicorn_server`: timeouts for slow clients, draining shutdown. Only `run` needs it.
+- `listen_address`: sockets, bound before the model loads. `uvicorn_server`: timeouts for slow clients,
+  draining shutdown. Only `run` needs them.
 """

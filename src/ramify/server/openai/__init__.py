@@ -3,7 +3,8 @@
 - `protocol`: request types. `options`, `answer_formats`: sampling, cache options, response formats.
   `unsupported`, `vllm_fields`: fields that are refused, and response fields of vLLM.
 - `chat_request`, `messages`: a request to a `Conversation`. `chat_response`: a `Generation` to JSON.
-- `completions`, `embeddings`: both directions for plain prompts, and for vectors of texts.
+- `completions` (with `completion_logprobs`), `embeddings`: both directions for plain prompts, and for
+  vectors of texts.
 - `responses`: the Responses API, and conversations.
 - `endpoints`: the handlers of the routes.
 

@@ -4,5 +4,6 @@
 - `unsupported_fields`: fields outside of a request's type: refused, ignored or unknown.
 - `opaque_text`: texts that a client sends back without reading them, as `encrypted_content`.
 
-`context`, `service`, `operations.cache_admin` and the APIs import it. It imports `errors` and `http` only.
+`context`, `service`, `conversation`, `operations.cache_admin` and the APIs import it. It imports `errors`
+and `http` only.
 """
