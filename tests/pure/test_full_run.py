@@ -16,7 +16,7 @@ _, PARTS = read_parts(TABLE.read_text(encoding="utf-8"))
 PART = Part(tests=("tests/a.py::*",), quick=("*[float32]",), covers=("src/a/*", "b.py"))
 
 
-def test_ids() -> list[str]:
+def all_ids() -> list[str]:
     """`path::function` of every test."""
     return [
         f"{path.relative_to(ROOT).as_posix()}::{node.name}"
@@ -26,8 +26,7 @@ def test_ids() -> list[str]:
     ]
 
 
-test_ids.__test__ = False  # type: ignore[attr-defined]
-IDS = test_ids()
+IDS = all_ids()
 FILES = [
     path.relative_to(ROOT).as_posix()
     for folder in ("src", "tests", "benchmarks", "scripts")
