@@ -36,8 +36,9 @@ test: $(DEV)  ## the tests that every change runs, one process for each core
 	@$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
 
 test-full: $(DEV)  ## every test and every random example; without ARGS, records the commit that passed
-	@RAMIFY_TESTS=full $(BIN)/python -m pytest -n auto --dist loadfile -m "" --durations=25 $(ARGS)
-	@$(if $(ARGS),,$(BIN)/python scripts/full_run.py record)
+	@commit=$$(git rev-parse HEAD) && \
+	  RAMIFY_TESTS=full $(BIN)/python -m pytest -n auto --dist loadfile -m "" --durations=25 $(ARGS) && \
+	  $(if $(ARGS),true,$(BIN)/python scripts/full_run.py record $$commit)
 
 test-pure: $(DEV)  ## the tests that need no torch
 	@$(BIN)/python -m pytest tests/pure $(ARGS)

@@ -40,23 +40,24 @@ def report(commit: str, parts: dict[str, Part], changed: list[str] | None) -> st
     return "\n".join([f"{head}; since then files have changed that these parts cover:", *lines])
 
 
-def record(text: str) -> str:
-    """The table with the commit that is checked out.
+def record(text: str, commit: str) -> str:
+    """The table with the commit that passed.
 
     Raises:
-        SystemExit: files have changed, so that no commit is what was tested.
+        SystemExit: the files are not those of the commit, so that it is not what was tested.
     """
-    if git("status", "--porcelain", "--untracked-files=no"):
-        sys.exit("files have changed: commit first, the full run is recorded for a commit")
-    commit = (git("rev-parse", "HEAD") or sys.exit("not a git repository")).strip()
+    if git("diff", "--name-only", commit) != "":
+        sys.exit(
+            f"the files are not those of {commit[:8]}: commit first, and leave them during the run"
+        )
     return re.sub(r'^commit = ".*"$', f'commit = "{commit}"', text, count=1, flags=re.MULTILINE)
 
 
 def main(args: list[str]) -> None:
-    """Report, or record this commit."""
+    """Report, or record a commit."""
     text = TABLE.read_text(encoding="utf-8")
-    if args == ["record"]:
-        TABLE.write_text(record(text), encoding="utf-8")
+    if len(args) == 2 and args[0] == "record":
+        TABLE.write_text(record(text, args[1]), encoding="utf-8")
     elif args:
         sys.exit(__doc__)
     else:
