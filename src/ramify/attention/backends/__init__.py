@@ -2,7 +2,7 @@
 
 A backend implements `AttentionBackend`: `plan` once per step (and again for a pruned last layer),
 `run` once per layer. It imports
-`attention.{spec, batch, exactness, gather, inputs, staging_buffers}`, `kv` and kernels, never `attention.backend`
+`attention.{spec, batch, exactness, gather, inputs, staging_buffers}` and kernels, never `attention.backend`
 nor another backend. A helper, `*_partition` (no torch) or `*_matmul`, is of the backend it is named after.
 
 - `eager`: float32 reference and oracle of the tests. Supports everything; read it first.
