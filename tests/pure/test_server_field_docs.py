@@ -8,6 +8,7 @@ import pytest
 
 from ramify.server.anthropic.endpoints import FIELDS as MESSAGE_FIELDS
 from ramify.server.anthropic.protocol import MessageRequest
+from ramify.server.errors import ApiError
 from ramify.server.model_dialects.table import CALL_FORMATS
 from ramify.server.openai.protocol import ChatRequest, CompletionRequest
 from ramify.server.openai.responses.protocol import ResponsesRequest
@@ -76,3 +77,14 @@ def test_every_format_of_tool_calls_has_a_row() -> None:
 
     names = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
     assert sorted(names) == sorted(row.name for row in CALL_FORMATS)
+
+
+def test_of_several_refused_fields_the_first_of_the_request_is_named() -> None:
+    """However texts are hashed in this process."""
+    for names in (("system", "suffix", "functions"), ("functions", "system", "suffix")):
+        fields = {name: msgspec.Raw(b'"x"') for name in names}
+
+        with pytest.raises(ApiError) as caught:
+            CHAT_FIELDS.unknown(fields)
+
+        assert caught.value.param == names[0]

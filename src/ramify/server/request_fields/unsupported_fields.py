@@ -67,9 +67,9 @@ class UnsupportedFields:
         Raises:
             ApiError: 400, a refused field has a value that is not neutral.
         """
-        for name in fields.keys() & self.refused.keys():
-            refused = self.refused[name]
-            if not refused.accepts(memoryview(fields[name])):
+        for name, value in fields.items():
+            refused = self.refused.get(name)
+            if refused is not None and not refused.accepts(memoryview(value)):
                 raise ApiError(400, f"{name} is not served; {refused.hint}", param=name)
         return [name for name in fields if name not in self.ignored and name not in self.refused]
 
