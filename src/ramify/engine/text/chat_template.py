@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jinja2 import Template, TemplateError, nodes
+from jinja2 import Environment, Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
@@ -215,6 +215,15 @@ class _GenerationTag(Extension):
         """The statements between the tags, unchanged."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def parse_template(source: str) -> nodes.Template:
+    """The syntax tree of a template, without the nodes that bound its rendering.
+
+    Raises:
+        TemplateError: it is no template.
+    """
+    return Environment(extensions=[loopcontrols, _GenerationTag]).parse(source)  # noqa: S701 - no HTML
 
 
 def _environment() -> LimitedEnvironment:

@@ -10,6 +10,7 @@ In reading order:
 - `next_turns`: how much of a prompt the next one begins with.
 - `answer_opening`: where the answer begins in a rendered prompt; prefills.
 - `prompt_ends`: both of these without a rendering, for conversations of a known shape.
+- `template_tests`: what chat templates test in a conversation, read from their sources.
 - `content_placeholders`: texts in place of images, audio and files.
 - `jobs`: threads that render and tokenise, shared fairly among tenants.
 

@@ -2,13 +2,13 @@
 
 Templates decide by roles, by which fields messages have, and by words that they look for in texts. So a
 short conversation of the same shape tells, for any longer one without these words, what the end of its
-prompt is, and whether the prompt of the next turn begins with all of it.
+prompt is, and whether the prompt of the next turn begins with all of it. Of templates that decide by
+anything else, nothing is told: see `template_tests`.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -18,22 +18,16 @@ from ramify.server.prompts.answer_opening import TemplateMessage, find_turn_open
 from ramify.server.prompts.next_turns import num_stable_chars
 from ramify.server.prompts.prompt_parts import result_variants, text_variants
 from ramify.server.prompts.template_probes import SCHEMA
+from ramify.server.prompts.template_tests import TemplateTests
 
 MAX_SHAPES = 1024  # remembered
 MAX_MESSAGES = 24  # of a short conversation
 MAX_OPTION_CHARS = 64
-WORD = "a"  # every text of a short conversation
+WORD = "ab"  # of every text of a short conversation
 TOOL = {
     "type": "function",
     "function": {"name": WORD, "description": WORD, "parameters": SCHEMA},
 }
-# What a template looks for in a text: `'</think>' in content`, `content.split('</think>')`.
-SOUGHT_WORD = re.compile(
-    r"""(['"])(?P<left>[^'"\n]{3,})\1\s+(?:not\s+)?in\b"""
-    r"""|\b(?:startswith|endswith|find|rfind|index|count|r?split|r?partition|replace)"""
-    r"""\s*\(\s*(['"])(?P<argument>[^'"\n]{3,})\3"""
-)
-
 Render = Callable[..., str]  # messages, tools and options → text
 # Name, type and value: 1 and True are equal, but not for a template.
 Option = tuple[str, str, bool | int | str | None]
@@ -66,8 +60,8 @@ class _Shape:
     """The fields of a message that a template may decide by."""
 
     role: str
-    has_text: bool
-    has_thought: bool | None  # None: there is no such field
+    text: str  # see `_short`
+    thought: str | None  # None: there is no such field
     calls_with_arguments: tuple[bool, ...]  # for the first two calls
     has_name: bool
 
@@ -77,21 +71,21 @@ class _Shape:
         calls = (message.get("tool_calls") or ())[:2]
         return cls(
             message["role"],
-            bool(str(message.get("content") or "").strip()),
-            None if thought is None else bool(thought.strip()),
+            _short(str(message.get("content") or "")),
+            None if thought is None else _short(thought),
             tuple(bool(call["function"]["arguments"]) for call in calls),
             "name" in message,
         )
 
     def message(self, id_: str) -> dict[str, Any]:
         """A short message of this shape."""
-        message: dict[str, Any] = {"role": self.role, "content": WORD if self.has_text else ""}
+        message: dict[str, Any] = {"role": self.role, "content": self.text}
         if self.has_name:
             message["name"] = WORD
         if self.role == "tool":
             message["tool_call_id"] = id_
-        if self.has_thought is not None:
-            message["reasoning_content"] = WORD if self.has_thought else ""
+        if self.thought is not None:
+            message["reasoning_content"] = self.thought
         if self.calls_with_arguments:
             message["tool_calls"] = [
                 {
@@ -114,47 +108,32 @@ class PromptEnds:
 
     def __init__(self, render: Render, sources: Iterable[str]) -> None:
         self._render = render
-        tests = (match for source in sources for match in SOUGHT_WORD.finditer(source))
-        self._sought_words = tuple({match["left"] or match["argument"] for match in tests})
+        self._tests = TemplateTests.of(sources)
         self._find = lru_cache(MAX_SHAPES)(self._find_end)
 
     def of(
         self,
         messages: Sequence[TemplateMessage],
         *,
-        has_tools: bool,
+        tools: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool,
         options: Mapping[str, Any],
     ) -> PromptEnd | None:
         """The end of a prompt; None if a short conversation does not tell it."""
-        is_plain = all(
-            value is None
-            or isinstance(value, bool | int)
-            or (isinstance(value, str) and len(value) <= MAX_OPTION_CHARS)
-            for value in options.values()
-        )
-        if not is_plain or self._has_sought_word(messages):
+        if self._tests.is_unknown or not all(map(_is_plain, options.values())):
+            return None
+        if any(map(self._tests.are_passed_by, _texts(messages, tools))):
             return None
         shapes = _shortened([_Shape.of(message) for message in messages])
         if len(shapes) > MAX_MESSAGES:
             return None
         typed = tuple((name, str(type(options[name])), options[name]) for name in sorted(options))
-        return self._find(shapes, has_tools, add_generation_prompt, typed)
-
-    def _has_sought_word(self, messages: Sequence[TemplateMessage]) -> bool:
-        """Whether the template may find what it looks for in a text of a message."""
-        texts = [
-            text
-            for message in messages
-            for field in ("content", "reasoning_content")
-            if (text := message.get(field))
-        ]
-        return any(word in text for word in self._sought_words for text in texts)
+        return self._find(shapes, min(len(tools), 2), add_generation_prompt, typed)
 
     def _find_end(
         self,
         shapes: tuple[_Shape, ...],
-        has_tools: bool,
+        num_tools: int,
         add_generation_prompt: bool,
         options: tuple[Option, ...],
     ) -> PromptEnd | None:
@@ -163,7 +142,7 @@ class PromptEnds:
         for shape in shapes:
             messages.append(shape.message(str(num_results)))
             num_results = num_results + 1 if shape.role == "tool" else 0
-        variables: dict[str, Any] = {"tools": [TOOL] if has_tools else None}
+        variables: dict[str, Any] = {"tools": [TOOL] * num_tools or None}
         variables |= {name: value for name, _, value in options}
 
         def render(conversation: Sequence[TemplateMessage]) -> str:
@@ -181,24 +160,51 @@ class PromptEnds:
             text = render(messages)
         except ChatTemplateError:
             return None
-        may_call = has_tools or any(shape.role == "tool" for shape in shapes)
+        may_call = num_tools > 0 or any(shape.role == "tool" for shape in shapes)
         num_stable = num_stable_chars(text, try_render, messages, has_tools=may_call)
         opening = find_turn_opening(render, messages, len(messages), text)
         return PromptEnd(opening, num_stable == len(text))
+
+
+def _short(text: str) -> str:
+    """A text for one that begins and ends with the same white space, or has nothing else."""
+    if not text.strip():
+        return text[:1]
+    return (text[0] if text[0].isspace() else "") + WORD + (text[-1] if text[-1].isspace() else "")
+
+
+def _is_plain(option: object) -> bool:
+    """Whether a variable can be remembered, and counts nothing."""
+    if isinstance(option, str):
+        return len(option) <= MAX_OPTION_CHARS
+    return option is None or option in (0, 1)
+
+
+def _texts(
+    messages: Sequence[TemplateMessage], tools: Sequence[Mapping[str, Any]]
+) -> Iterator[str]:
+    """Texts of a conversation, with the names of tools and arguments."""
+    for message in messages:
+        fields = (message.get(field) for field in ("content", "reasoning_content", "name"))
+        yield from (text for text in fields if text)
+        for call in message.get("tool_calls") or ():
+            yield call["function"]["name"]
+            yield from call["function"]["arguments"]
+    for tool in tools:
+        yield tool["function"]["name"]
 
 
 def _shortened(shapes: Sequence[_Shape]) -> tuple[_Shape, ...]:
     """Shapes without the turns, and the steps of a turn, that there are before.
 
     A turn begins with a message of the user; a step is a message with the results behind it, of which
-    two are kept. The last two turns, and the last two steps of each, stay.
+    the first and the last are kept. The last two turns, and the last two steps of each, stay.
     """
     turns: list[list[tuple[_Shape, ...]]] = [[]]
     for shape in shapes:
         if shape.role == "tool" and turns[-1]:
             step = turns[-1][-1]
-            if len(step) < 3:
-                turns[-1][-1] = (*step, shape)
+            turns[-1][-1] = (*step[:2], shape)
             continue
         if shape.role == "user":
             turns.append([])

@@ -232,7 +232,7 @@ class PromptRenderer:
             if continue_final_message
             else self._ends.of(
                 messages,
-                has_tools=bool(tools),
+                tools=tools or (),
                 add_generation_prompt=add_generation_prompt,
                 options=options,
             )
