@@ -231,8 +231,14 @@ def test_the_end_is_found_without_the_texts() -> None:
 
 def test_a_word_that_the_template_looks_for_tells_nothing() -> None:
     """The whole conversation is rendered."""
-    talk = [{"role": "user", "content": "What is </think>?"}]
+    function = {"name": "f", "arguments": {"x": "What is </think>?"}}
+    call = {"id": "1", "type": "function", "function": function}
+    question = {"role": "user", "content": "Look."}
+    ends = renderer_of("qwen3")._ends
+    talks: list[list[dict[str, Any]]] = [
+        [{"role": "user", "content": "What is </think>?"}],
+        [question, {"role": "assistant", "content": "", "tool_calls": [call]}, question],
+    ]
 
-    end = renderer_of("qwen3")._ends.of(talk, tools=(), add_generation_prompt=True, options={})
-
-    assert end is None
+    for talk in talks:
+        assert ends.of(talk, tools=(), add_generation_prompt=True, options={}) is None

@@ -8,6 +8,7 @@ anything else, nothing is told: see `template_tests`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -183,13 +184,14 @@ def _is_plain(option: object) -> bool:
 def _texts(
     messages: Sequence[TemplateMessage], tools: Sequence[Mapping[str, Any]]
 ) -> Iterator[str]:
-    """Texts of a conversation, with the names of tools and arguments."""
+    """Texts of a conversation, with the names of tools; some templates get calls as texts."""
     for message in messages:
         fields = (message.get(field) for field in ("content", "reasoning_content", "name"))
         yield from (text for text in fields if text)
         for call in message.get("tool_calls") or ():
-            yield call["function"]["name"]
-            yield from call["function"]["arguments"]
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            yield from (name, *arguments, json.dumps(arguments, ensure_ascii=False))
+            yield from (value for value in arguments.values() if isinstance(value, str))
     for tool in tools:
         yield tool["function"]["name"]
 
