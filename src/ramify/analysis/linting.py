@@ -27,11 +27,11 @@ from ramify.analysis.reader import ReadQuality
 from ramify.analysis.records import LoggedRequest, SegmentKind
 from ramify.analysis.savings.fixing import Fix, PromptFixer
 from ramify.analysis.savings.measure import FixReplay
-from ramify.analysis.savings.mended_units import VALUES
 from ramify.analysis.simulation.capacities import parse_capacity
 from ramify.analysis.tokens import Tokenizer
 from ramify.analysis.verdicts import (
     OBSERVED,
+    VALUES,
     Cause,
     CauseName,
     Certainty,

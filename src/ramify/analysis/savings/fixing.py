@@ -19,9 +19,9 @@ from ramify.analysis.predecessor import Match
 from ramify.analysis.providers.prompts import ReplayPrompt
 from ramify.analysis.records import SegmentKind
 from ramify.analysis.savings.mended_tools import merge_tools
-from ramify.analysis.savings.mended_units import VALUES, MendedUnits
+from ramify.analysis.savings.mended_units import MendedUnits
 from ramify.analysis.savings.repeated_blocks import RepeatedBlocks
-from ramify.analysis.verdicts import CauseName
+from ramify.analysis.verdicts import VALUES, CauseName
 
 
 class Fix(NamedTuple):

@@ -13,16 +13,8 @@ from ramify.analysis.compare.spacing import places_in_text
 from ramify.analysis.compare.templates import Templates, replace_places
 from ramify.analysis.corpus import Corpus
 from ramify.analysis.records import TextForm
-from ramify.analysis.verdicts import CauseName
+from ramify.analysis.verdicts import VALUES, CauseName
 
-VALUES = frozenset(
-    {
-        CauseName.CLOCK,
-        CauseName.RANDOM_ID,
-        CauseName.PATH_OR_STATE,
-        CauseName.BILLING_HEADER,
-    }
-)
 FORMS = frozenset({CauseName.KEY_ORDER, CauseName.WHITESPACE})
 
 
