@@ -144,6 +144,21 @@ def test_a_broken_document_is_one_bad_file(tmp_path: Path) -> None:
     assert quality.bad_reasons == {"no JSON; the rest of the document is not read": 1}
 
 
+def test_a_document_is_read_up_to_bytes_that_are_no_utf8(tmp_path: Path) -> None:
+    """Elements before them are read, also where they come with the first bytes of the file."""
+    path = tmp_path / "log.json"
+    rows = [json.dumps(chat(text), indent=1) for text in "abc"]
+    whole = "[\n" + ",\n".join(rows) + "\n]\n"
+    path.write_bytes(whole.encode().replace(b'"c"', b'"\xe9"'))
+
+    requests, quality = read(path)
+
+    assert [request.segments[-1].text for request in requests] == ["a", "b"]
+    broken_at = whole[: whole.index('"c"')].count("\n") + 1
+    assert [line for _, line in quality.bad_lines] == [broken_at]
+    assert quality.bad_reasons == {"no UTF-8; the rest of the document is not read": 1}
+
+
 @pytest.mark.parametrize(
     "end",
     [

@@ -145,7 +145,7 @@ class _DocumentText:
         self.line = line
         self._position = 0
         self._is_at_end = False
-        self._text = ""
+        self._has_bad_bytes = False  # behind the text
         self._text = self._decoded(first)
 
     def next_char(self) -> str:
@@ -167,7 +167,7 @@ class _DocumentText:
     def looks_at(self, pattern: re.Pattern[str]) -> bool:
         """Whether the text at the next character begins with a pattern."""
         self.next_char()
-        while len(self._text) - self._position < _LOOK_AHEAD_CHARS and self._fill():
+        while len(self._text) - self._position < _LOOK_AHEAD_CHARS and self._fill(is_needed=False):
             pass
         return pattern.match(self._text, self._position) is not None
 
@@ -200,32 +200,39 @@ class _DocumentText:
                 raise self._broken(self._position, "nested too deeply") from None
             else:
                 # A number at the end of the text may go on.
-                if end < len(self._text) or not self._fill():
+                if end < len(self._text) or not self._fill(is_needed=False):
                     self._advance(end)
                     return value
 
-    def _fill(self) -> bool:
-        """Append a chunk, as long as what is left, so that a long value is read in linear time."""
+    def _fill(self, *, is_needed: bool = True) -> bool:
+        """Append a chunk, as long as what is left, so that a long value is read in linear time.
+
+        Args:
+            is_needed: bytes that are no UTF-8 are an error; else the text ends before them.
+        """
         rest = self._text[self._position :]
-        if self._is_at_end:
-            return False
-        if len(rest) > self._max_chars:
-            raise self._broken(self._position, TOO_LONG)
-        chunk = self._source.read1(max(CHUNK_BYTES, len(rest)))
-        self._is_at_end = not chunk
-        decoded = self._decoded(chunk)
-        if chunk:
-            self._text, self._position = rest + decoded, 0
-        return bool(chunk)
+        if not (self._is_at_end or self._has_bad_bytes):
+            if len(rest) > self._max_chars:
+                raise self._broken(self._position, TOO_LONG)
+            chunk = self._source.read1(max(CHUNK_BYTES, len(rest)))
+            self._is_at_end = not chunk
+            decoded = self._decoded(chunk)
+            if decoded:
+                self._text, self._position = rest + decoded, 0
+            if decoded or not (self._is_at_end or self._has_bad_bytes):
+                return True
+        if self._has_bad_bytes and is_needed:
+            num_between = self._text.count("\n", self._position)
+            raise _BrokenDocumentError(self.line + num_between, "no UTF-8")
+        return False
 
     def _decoded(self, data: bytes) -> str:
+        """The text of bytes; of those with some that are no UTF-8 what is before these."""
         try:
             return self._decoder.decode(data, final=not data and self._is_at_end)
         except UnicodeDecodeError as error:
-            num_before = self._text.count("\n", self._position) + error.object.count(
-                b"\n", 0, error.start
-            )
-            raise _BrokenDocumentError(self.line + num_before, "no UTF-8") from None
+            self._has_bad_bytes = True
+            return error.object[: error.start].decode("utf-8")
 
     def _advance(self, end: int) -> None:
         self.line += self._text.count("\n", self._position, end)
