@@ -305,6 +305,22 @@ def test_byte_order_marks_and_line_ends_of_windows(tmp_path: Path, encoding: str
     assert not quality.bad_lines
 
 
+def test_long_and_cut_files_in_utf16_are_read(tmp_path: Path) -> None:
+    """Characters of several bytes at the end of a buffer are whole; a cut file is read up to the cut."""
+    rows = json.dumps(chat("日本é" * 1000), ensure_ascii=False) + "\n"
+    whole, cut = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    whole.write_bytes((rows * 300).encode("utf-16"))
+    cut.write_bytes((rows * 10).encode("utf-16")[:-1])
+
+    requests, quality = read(whole)
+    before_cut, cut_quality = read(cut)
+
+    assert len(requests) == 300
+    assert not quality.bad_lines
+    assert len(before_cut) == 10
+    assert cut_quality.bad_reasons == {"file ends too early": 1}
+
+
 def test_values_that_python_writes_are_read(tmp_path: Path) -> None:
     """NaN, lone surrogates and doubled keys are taken as Python's decoder takes them."""
     path = tmp_path / "log.jsonl"

@@ -8,6 +8,7 @@ import io
 import lzma
 import sys
 import zlib
+from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count
@@ -185,10 +186,17 @@ class _Utf16:
     """Text in UTF-16, as PowerShell redirects it, as UTF-8."""
 
     def __init__(self, file: io.BufferedReader) -> None:
-        self._text = io.TextIOWrapper(file, "utf-16", newline="")
+        self._file = file
+        self._decoder = getincrementaldecoder("utf-16")()
+        self._text = b""
 
     def read1(self, size: int, /) -> bytes:
-        return self._text.read(max(1, size // 4)).encode("utf-8")  # at most four bytes a character
+        data = None
+        while not self._text and data != b"":
+            data = self._file.read1(_DISK_BYTES)
+            self._text = self._decoder.decode(data, final=not data).encode("utf-8")
+        text, self._text = self._text[:size], self._text[size:]
+        return text
 
 
 def numbered_lines(
