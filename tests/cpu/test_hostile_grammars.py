@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from ramify.engine.logits.grammar import GrammarCompiler
-from ramify.errors import InvalidParamsError
 from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import InvalidParamsError
 from ramify.params import StructuredOutput
