@@ -21,6 +21,7 @@ import json, sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from ramify.engine.logits.grammar import GrammarCompiler
+from ramify.errors import InvalidParamsError
 from ramify.engine.text.tokenizer import Tokenizer
 from ramify.params import StructuredOutput
 from ramify.testing import write_tiny_checkpoint
