@@ -4,7 +4,7 @@
     PYTHONPATH=src:. python scripts/golden_analysis.py record DIR
     PYTHONPATH=src:. python scripts/golden_analysis.py compare DIR [--only PATTERN] [--exact]
 
-DIR has a file for each log (see `tests/pure/analysis/golden_cases.py`). `record` adds the planted logs of the
+DIR holds one file for each log, in the format of `tests/pure/analysis/golden_cases.py`. `record` adds the planted logs of the
 tests and logs of your own; without either it records the logs of DIR once more. `compare` analyses them
 again and judges by `tests/pure/analysis/golden_rules.py`; the exit code is 1 when a figure has fallen.
 """

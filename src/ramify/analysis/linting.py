@@ -263,7 +263,7 @@ def learn_templates(corpus: Corpus, progress: Progress | None = None) -> Templat
 def _judge(
     corpus: Corpus, comparer: Comparer, log: LogFacts, matches: Sequence[Match]
 ) -> tuple[Verdict, ...]:
-    """A verdict for each request, in the order of the log."""
+    """Judge every request; returns verdicts in the order of the log."""
     unread = unread_writes(
         log, [match.match.number for match in matches if match.match is not None and _waste(match)]
     )

@@ -292,7 +292,7 @@ def _is_growing_number(slot: Slot) -> bool:
 
 
 def _always_changes(slot: Slot) -> bool:
-    """A short value before the messages that is another one in nearly every request."""
+    """Whether a short value before the messages changes in nearly every request."""
     if not slot.is_instruction or max(map(len, slot.values)) > MAX_UNKNOWN:
         return False
     return slot.changes_always and not slot.names_other

@@ -8,8 +8,8 @@ from itertools import repeat
 
 MAX_QUOTE = 120
 
-# Patterns of secrets, each with texts of which a match contains one: most texts have none of them, and to
-# look for these costs a hundredth of the pattern.
+# Patterns of secrets, each with its literals: every match contains at least one literal. Searching for
+# literals costs a hundredth of the pattern, and most texts contain none.
 _SECRETS: tuple[tuple[tuple[str, ...], re.Pattern[str]], ...] = (
     (
         ("PRIVATE KEY-----",),

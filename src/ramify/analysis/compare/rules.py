@@ -1,4 +1,4 @@
-"""What a difference between two prompts is: the rules of a walk, asked from top to bottom.
+"""Name the differences between two prompts: the rules of a walk, tried from top to bottom.
 
 A row of `RULES` has a name, a predicate over the places `a.rest[i]` and `b.rest[j]` of both prompts, and the
 step that goes on as if the difference were mended. A difference that no row matches is content.
@@ -148,7 +148,7 @@ def _step_over_known_note(
 
 
 def _new_note(walk: MessageWalk) -> HoistedNote | None:
-    """A note at the top of the later prompt that stood within the earlier one."""
+    """Return the note that the client moved from the messages to the top of the later prompt, or None."""
     return walk.notes.find_moved(walk.i, walk.j)
 
 

@@ -44,7 +44,7 @@ class MessageWalk:
         self, a: Side, b: Side, *, continues: bool, notes: frozenset[str] = frozenset()
     ) -> None:
         self.a, self.b, self.continues = a, b, continues
-        self.i = self.j = 0  # places in `a.rest` and in `b.rest`
+        self.i = self.j = 0  # next index into `a.rest` and `b.rest`
         self.notes = HoistedNotes(a, b, notes)
         self.history = History(a, b, continues=continues)
         self.num_shared = 0

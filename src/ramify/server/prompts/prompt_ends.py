@@ -1,9 +1,9 @@
-"""What a chat template writes at the end of a prompt, found once for all conversations of a shape.
+"""What a chat template writes at the end of a prompt, rendered once for all conversations of one shape.
 
 Templates decide by roles, by which fields messages have, and by words that they look for in texts. So a
 short conversation of the same shape tells, for any longer one without these words, what the end of its
 prompt is, and whether the prompt of the next turn begins with all of it. Of templates that decide by
-anything else, nothing is told: see `template_tests`.
+anything else, the whole conversation is rendered: see `template_tests`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class PromptEnd:
     is_stable: bool
 
     def opening_of(self, text: str, last: TemplateMessage) -> str | None:
-        """The opening in a prompt; None if its last message is not found right before it."""
+        """The opening in a prompt; None unless its last message stands right before it."""
         content = str(last.get("content") or "")
         variants = result_variants if last["role"] == "tool" else text_variants
         if not content.strip() or not text.endswith(self.opening):

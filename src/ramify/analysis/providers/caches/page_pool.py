@@ -58,13 +58,13 @@ class PagePool:
             num_lookup: pages of the prompt; the others are those of its answer.
         """
         path = keys.tolist()
-        kept = [self._pages[key] for key in takewhile(self._pages.__contains__, path)]
-        ready = takewhile(lambda page: timing.is_ready(page[0]), kept[:num_lookup])
+        resident = [self._pages[key] for key in takewhile(self._pages.__contains__, path)]
+        ready = takewhile(lambda page: timing.is_ready(page[0]), resident[:num_lookup])
         num_ready = sum(1 for _ in ready)
         for at in range(len(path) - 1, -1, -1):
             ready_s = timing.ready_s if at < num_lookup else timing.done_s
-            if at < len(kept):
-                ready_s = min(ready_s, kept[at][0])
+            if at < len(resident):
+                ready_s = min(ready_s, resident[at][0])
             else:
                 self._num_tokens += page_size
             self._pages[path[at]] = ready_s, page_size
@@ -72,7 +72,7 @@ class PagePool:
         while self._num_tokens > self._capacity:
             _, (_, evicted) = self._pages.popitem(last=False)
             self._num_tokens -= evicted
-        return Resident(page_size, min(len(kept), num_lookup), num_ready)
+        return Resident(page_size, min(len(resident), num_lookup), num_ready)
 
 
 class ReplicaPools:

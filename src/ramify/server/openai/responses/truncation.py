@@ -66,10 +66,10 @@ def render_truncated(
     if turns and num_over > 0:
         start = first_turn_after(offsets[num_fixed] + num_over)
     for attempt in range(MAX_ATTEMPTS + 1):
-        kept = messages[:num_fixed] + messages[start:]
+        shortened = messages[:num_fixed] + messages[start:]
         is_last = not turns or start == turns[-1]
         try:
-            request = render(kept, names[:num_fixed] + names[start:])
+            request = render(shortened, names[:num_fixed] + names[start:])
             num_tokens = len(request.prompt.ids)
             if num_tokens <= max_tokens or is_last:
                 return request, start - num_fixed
