@@ -62,7 +62,6 @@ def analyze(
     with exit_on_error(), exit_on_interrupt():
         from rich.console import Console
 
-        from ramify.analysis.findings import CHANGES
         from ramify.analysis.reader import ReadQuality
         from ramify.analysis.report.analyze import analyze as run_analysis
         from ramify.analysis.report.analyze import read_corpus
@@ -94,7 +93,7 @@ def analyze(
                 progress=progress,
             )
         if private:
-            analysis = hide_texts(analysis, {str(cause): text for cause, text in CHANGES.items()})
+            analysis = hide_texts(analysis)
         for path, as_text in ((html, analysis_as_html), (markdown, analysis_as_markdown)):
             if path is not None:
                 write_text(path, as_text(analysis))

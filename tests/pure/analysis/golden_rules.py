@@ -268,7 +268,15 @@ def _sharing(analysis: Json) -> Json:
     tree = [{key: node[key] for key in NODE} for node in analysis.get("tree", ())]
     rates = {name: rate for name, rate in analysis.get("rates", {}).items() if name != "possible"}
     shared = {key: analysis.get(key) for key in SHARING}
-    return shared | {"tree": tree, "rates": rates, "is refused": "error" in analysis}
+    parts = {"tree": tree, "rates": rates, "is refused": "error" in analysis}
+    return {name: _without_nulls(value) for name, value in shared.items()} | parts
+
+
+def _without_nulls(value: Any) -> Any:
+    """What a null says, its absence says too."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _simulated(runs: Json) -> Json:

@@ -63,8 +63,7 @@ def sample_analysis(had: str = CLOCK[0], got: str = CLOCK[1]) -> Analysis:
         ),
         duration_s=4.2 * 3600,
         tree=_tree(had),
-        leaders_by_count=_leaders(had),
-        leaders_by_tokens=_leaders(had)[::-1],
+        leaders=_leaders(had)[::-1],
         sessions=_sessions(had, got),
         curves=_curves(),
         waterfall=(
@@ -184,10 +183,7 @@ def _sessions(had: str, got: str) -> tuple[Session, ...]:
 def _curves() -> Curves:
     sizes = (250_000, 500_000, 1e6, 2e6, 5e6, 1e7, 2e7)
     lru = (0.04, 0.09, 0.16, 0.24, 0.31, 0.34, 0.36)
-    points = tuple(
-        CurvePoint(at, share, share - 0.02, share + 0.02)
-        for at, share in zip(sizes, lru, strict=True)
-    )
+    points = tuple(CurvePoint(at, share) for at, share in zip(sizes, lru, strict=True))
     belady = tuple(
         CurvePoint(at, min(0.37, share + 0.08)) for at, share in zip(sizes, lru, strict=True)
     )
@@ -208,7 +204,6 @@ def _curves() -> Curves:
         here_tokens=3.1e6,
         here_lifetime_s=320.0,
         knee_tokens=5e6,
-        token_bytes=131_072,
     )
 
 

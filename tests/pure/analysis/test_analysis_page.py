@@ -3,7 +3,6 @@
 import re
 import tomllib
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 
 from ramify.analysis.lint_json import report_as_json
@@ -28,7 +27,7 @@ def test_the_budget_of_the_page_has_every_key(tmp_path: Path) -> None:
 
     read_budget(path)
 
-    assert set(tomllib.loads(example[1])) == {field.name for field in fields(Budget)}
+    assert set(tomllib.loads(example[1])) == set(Budget.__struct_fields__)
 
 
 def test_the_page_names_the_keys_of_lint(tmp_path: Path) -> None:

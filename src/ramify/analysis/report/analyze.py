@@ -123,7 +123,6 @@ class _Parts:
         self._progress("sharing tree", 0, 1)
         counted = reads.as_counted(self._corpus)
         tree = PrefixTreeBuilder(self._corpus, counted, lint.verdicts).build()
-        by_count, by_tokens = leaders(tree, int(counted.num_tokens.sum()))
         curves = self._unless_interrupted(
             lambda: cache_curves(
                 self._corpus,
@@ -143,8 +142,7 @@ class _Parts:
             rates=rates,
             duration_s=self._duration_s(),
             tree=tree,
-            leaders_by_count=by_count,
-            leaders_by_tokens=by_tokens,
+            leaders=leaders(tree, int(counted.num_tokens.sum())),
             sessions=session_timelines(self._corpus, lint.verdicts, predictions),
             curves=curves,
             waterfall=waterfall(

@@ -16,28 +16,19 @@ from ramify.analysis.report.document import KIND, SCHEMA
 from ramify.analysis.report.wording.numbers import count, percent
 from ramify.errors import ConfigError
 
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A number in both runs; None where a run lacks it."""
-
-    name: str
-    before: float | None
-    after: float | None
-    is_share: bool
-    higher_is_better: bool
+SAME_SHARE = 0.0005  # shares that differ less are equal
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What two runs have in common and what not."""
+    """What two runs have in common and what not; values are None where a run lacks them."""
 
     before: str  # title
-    after: str
-    changes: tuple[Change, ...]
+    sizes: tuple[tuple[str, float, float], ...]
+    rates: tuple[tuple[str, float | None, float | None], ...]  # the higher, the better
+    lost: tuple[tuple[str, float, float], ...]  # shares of the input, in all and by finding
     gone: tuple[str, ...]  # findings, as `clock in system`
     new: tuple[str, ...]
-    kept: tuple[Change, ...]  # findings of both runs, by share of the input that is lost
 
 
 def read_earlier(path: Path) -> dict[str, Any]:
@@ -62,61 +53,45 @@ def read_earlier(path: Path) -> dict[str, Any]:
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> Comparison:
     """What changed from one run to the other; shares, since the logs differ in size."""
-    rates = [
-        Change(
-            f"hit rate, {name.replace('_', ' ')}",
-            _share(before, name),
-            _share(after, name),
-            is_share=True,
-            higher_is_better=True,
-        )
-        for name in ("reported", "by_rule", "possible")
-    ]
     lost, again = _lost_by_finding(before), _lost_by_finding(after)
-    changes = (
-        Change("requests", _get(before, "num_requests"), _get(after, "num_requests"), False, True),
-        Change("input tokens", _get(before, "num_input"), _get(after, "num_input"), False, True),
-        *rates,
-        Change("lost, of the input", _part(before), _part(after), True, False),
+    rates = (
+        (name, _rate(before, name), _rate(after, name))
+        for name in ("reported", "by_rule", "possible")
     )
     return Comparison(
-        before=str(before.get("title", "")),
-        after=str(after.get("title", "")),
-        changes=tuple(each for each in changes if (each.before, each.after) != (None, None)),
+        before=before["title"],
+        sizes=(
+            ("requests", before["num_requests"], after["num_requests"]),
+            ("input tokens", before["num_input"], after["num_input"]),
+        ),
+        rates=tuple(rate for rate in rates if rate[1:] != (None, None)),
+        lost=(
+            (
+                "lost, of the input",
+                _share(before, before["tokens_lost"]),
+                _share(after, after["tokens_lost"]),
+            ),
+            *((name, share, again[name]) for name, share in lost.items() if name in again),
+        ),
         gone=tuple(name for name in lost if name not in again),
         new=tuple(name for name in again if name not in lost),
-        kept=tuple(
-            Change(name, lost[name], again[name], is_share=True, higher_is_better=False)
-            for name in lost
-            if name in again
-        ),
     )
 
 
-def _get(document: Mapping[str, Any], name: str) -> float | None:
-    value = document.get(name)
-    return value if isinstance(value, int | float) else None
-
-
-def _share(document: Mapping[str, Any], name: str) -> float | None:
-    rates = document.get("rates")
-    rate = rates.get(name) if isinstance(rates, dict) else None
-    return _get(rate, "share") if isinstance(rate, dict) else None
-
-
-def _part(document: Mapping[str, Any]) -> float | None:
-    lost, total = _get(document, "tokens_lost"), _get(document, "num_input")
-    return None if lost is None or not total else lost / total
-
-
-def _lost_by_finding(document: Mapping[str, Any]) -> dict[str, float]:
-    total = _get(document, "num_input") or 1
+def _lost_by_finding(document: Mapping[str, Any]) -> Mapping[str, float]:
     shares: dict[str, float] = {}
-    for item in document.get("findings") or ():
-        if isinstance(item, dict):
-            name = f"{item.get('cause')} in {item.get('segment') or 'the log'}"
-            shares[name] = shares.get(name, 0.0) + (_get(item, "tokens_lost") or 0.0) / total
+    for item in document["findings"]:
+        name = f"{item['cause']} in {item['segment'] or 'the log'}"
+        shares[name] = shares.get(name, 0.0) + _share(document, item["tokens_lost"])
     return shares
+
+
+def _share(document: Mapping[str, Any], num_tokens: int) -> float:
+    return num_tokens / float(max(1, document["num_input"]))
+
+
+def _rate(document: Mapping[str, Any], name: str) -> float | None:
+    return document["rates"][name]["share"] if name in document["rates"] else None
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
@@ -126,29 +101,23 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     table = Table.grid(padding=(0, 2))
     for justify in ("left", "right", "right", "left"):
         table.add_column(justify=justify, overflow="fold")
-    for change in (*comparison.changes, *comparison.kept):
-        table.add_row(
-            change.name,
-            _number(change, change.before),
-            _number(change, change.after),
-            _sign(change),
-        )
+    for name, *sizes in comparison.sizes:
+        table.add_row(name, *map(count, sizes), "")
+    for name, *rates in comparison.rates:
+        shown = ("-" if rate is None else percent(rate) for rate in rates)
+        table.add_row(f"hit rate, {name.replace('_', ' ')}", *shown, _verdict(*rates))
+    for name, earlier, later in comparison.lost:
+        table.add_row(name, percent(earlier), percent(later), _verdict(later, earlier))
     console.print(table)
     for words, names in (("gone", comparison.gone), ("new", comparison.new)):
         for name in names:
             console.print(Text(f"{words}: {name}"))
 
 
-def _number(change: Change, value: float | None) -> str:
-    if value is None:
-        return "-"
-    return percent(value) if change.is_share else count(value)
-
-
-def _sign(change: Change) -> str:
-    if change.before is None or change.after is None or not change.is_share:
+def _verdict(worse: float | None, better: float | None) -> str:
+    """Whether the second share is above the first."""
+    if worse is None or better is None:
         return ""
-    difference = change.after - change.before
-    if abs(difference) < 0.0005:
+    if abs(better - worse) < SAME_SHARE:
         return "same"
-    return "better" if (difference > 0) is change.higher_is_better else "worse"
+    return "better" if better > worse else "worse"

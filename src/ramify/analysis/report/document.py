@@ -64,7 +64,7 @@ class PrefixNode:
 
 @dataclass(frozen=True, slots=True)
 class PrefixLeader:
-    """A row of a leaderboard of prefixes."""
+    """A prefix whose sharing saves much."""
 
     label: str
     text: str
@@ -110,8 +110,6 @@ class CurvePoint:
 
     at: float
     share: float
-    low: float | None = None
-    high: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +132,6 @@ class Curves:
     here_tokens: float | None  # capacity of an LRU cache with that hit rate
     here_lifetime_s: float | None
     knee_tokens: float | None  # after which capacity buys little
-    token_bytes: int | None = None  # of K/V, for a second axis in GB
     stated_tokens: int | None = None  # capacity that the user gave
     stated_share: float | None = None  # of LRU at that capacity
 
@@ -185,8 +182,7 @@ class Analysis:
     rates: tuple[HitRate, ...]
     duration_s: float | None  # from the first to the last request
     tree: tuple[PrefixNode, ...] = ()
-    leaders_by_count: tuple[PrefixLeader, ...] = ()
-    leaders_by_tokens: tuple[PrefixLeader, ...] = ()
+    leaders: tuple[PrefixLeader, ...] = ()
     sessions: tuple[Session, ...] = ()
     curves: Curves | None = None
     waterfall: tuple[WaterfallStep, ...] = ()

@@ -13,6 +13,7 @@ from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
+from ramify.analysis.findings import CHANGES
 from ramify.analysis.report.document import Analysis
 from ramify.analysis.report.figures.provenance import RULE_NOTE, warnings_of
 from ramify.analysis.verdicts import Finding
@@ -107,20 +108,14 @@ class TextHider:
         return replace(value, **hidden) if hidden else value
 
 
-def hide_texts(analysis: Analysis, changes: dict[str, str]) -> Analysis:
-    """The analysis without a character of the log.
-
-    Args:
-        analysis: what to hide.
-        changes: the advice by cause, in words that quote nothing.
-    """
+def hide_texts(analysis: Analysis) -> Analysis:
+    """The analysis without a character of the log; the advice is in words that quote nothing."""
     hider = TextHider()
     lint = analysis.lint
 
     def hidden(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
         return tuple(
-            replace(hider.hide_fields(item), change=changes.get(str(item.cause), ""))
-            for item in findings
+            replace(hider.hide_fields(item), change=CHANGES[item.cause]) for item in findings
         )
 
     lines = {
@@ -141,8 +136,7 @@ def hide_texts(analysis: Analysis, changes: dict[str, str]) -> Analysis:
             tables=hider.hide_values(lint.tables),
         ),
         tree=hider.hide_fields(analysis.tree),
-        leaders_by_count=hider.hide_fields(analysis.leaders_by_count),
-        leaders_by_tokens=hider.hide_fields(analysis.leaders_by_tokens),
+        leaders=hider.hide_fields(analysis.leaders),
         sessions=tuple(
             replace(hider.hide_fields(session), name=f"conversation {number}")
             for number, session in enumerate(analysis.sessions, 1)

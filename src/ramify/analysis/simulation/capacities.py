@@ -83,8 +83,10 @@ def validate_capacities(capacities: Iterable[int], page_size: int) -> tuple[int,
     return ordered
 
 
-def fitted_capacities(num_tokens: int, page_size: int) -> tuple[int, ...]:
-    """The first of 1, 2, 5, 10, 20, … that is at least `num_tokens`, and the three below it.
+def fitted_capacities(
+    num_tokens: int, page_size: int, num_sizes: int = NUM_FITTED
+) -> tuple[int, ...]:
+    """The first of 1, 2, 5, 10, 20, … that is at least `num_tokens`, and those below it.
 
     Args:
         num_tokens: capacity at which the hit rate stops rising.
@@ -94,7 +96,7 @@ def fitted_capacities(num_tokens: int, page_size: int) -> tuple[int, ...]:
     sizes = [next(ladder)]
     while sizes[-1] < max(num_tokens, page_size):
         sizes.append(next(ladder))
-    return tuple(size for size in sizes[-NUM_FITTED:] if size >= page_size)
+    return tuple(size for size in sizes[-num_sizes:] if size >= page_size)
 
 
 def capacity_label(num_tokens: int) -> str:

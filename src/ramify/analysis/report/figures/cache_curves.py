@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from ramify.analysis.corpus import Corpus
 from ramify.analysis.progress import Progress
 from ramify.analysis.report.document import Curve, CurvePoint, Curves
+from ramify.analysis.simulation.capacities import fitted_capacities
 from ramify.analysis.simulation.run import SimulationOptions, simulate_trace
 from ramify.analysis.simulation.sources import corpus_trace
 from ramify.errors import LogError
@@ -45,7 +46,7 @@ def cache_curves(
     trace = source.trace
     footprint = max(len(trace.page_ids), 1) * trace.page_size
     options = SimulationOptions(
-        capacities=_capacities(footprint, trace.page_size)
+        capacities=fitted_capacities(footprint, trace.page_size, NUM_CAPACITIES)
         + (() if stated_tokens is None else (stated_tokens,)),
         policies=tuple(policies),
         lifetimes_s=LIFETIMES_S,
@@ -79,18 +80,6 @@ def cache_curves(
         stated_tokens=stated_tokens,
         stated_share=None if stated_tokens is None else result.one_pass_lru[stated_tokens],
     )
-
-
-def _capacities(footprint: int, page_size: int) -> tuple[int, ...]:
-    """Round capacities that end at one that holds everything."""
-    power = 10 ** math.floor(math.log10(footprint))
-    top = next(step * power for step in (1, 2, 5, 10) if step * power >= footprint)
-    capacities: list[int] = []
-    while len(capacities) < NUM_CAPACITIES and top >= page_size:
-        capacities.append(top)
-        lead = int(str(top)[0])
-        top = top // 2 if lead != 5 else top * 2 // 5
-    return tuple(capacities) or (page_size,)
 
 
 def _place(points: Sequence[tuple[float, float]], share: float | None) -> float | None:

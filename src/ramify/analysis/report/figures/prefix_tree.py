@@ -238,29 +238,18 @@ def _overlap(num_read: Counts, low: int, high: int) -> int:
     return int((np.minimum(num_read, high) - low).clip(min=0).sum())
 
 
-def leaders(
-    nodes: Sequence[PrefixNode], num_input: int
-) -> tuple[tuple[PrefixLeader, ...], tuple[PrefixLeader, ...]]:
-    """Prefixes by number of requests, and by tokens that sharing them saves."""
-    shared = [
-        node
-        for node in nodes
-        if node.num_requests > 1 and node.num_tokens and not node.label.startswith("settings")
-    ]
-    by_count = sorted(shared, key=lambda node: (-node.num_requests, -node.prefix_tokens))
-    by_tokens = sorted(shared, key=lambda node: -node.tokens_saved)
-    return (
-        tuple(_leader(node, num_input) for node in by_count[:NUM_LEADERS]),
-        tuple(_leader(node, num_input) for node in by_tokens[:NUM_LEADERS]),
-    )
-
-
-def _leader(node: PrefixNode, num_input: int) -> PrefixLeader:
-    return PrefixLeader(
-        label=node.label,
-        text=node.text,
-        prefix_tokens=node.prefix_tokens,
-        num_requests=node.num_requests,
-        tokens_saved=node.tokens_saved,
-        share=node.tokens_saved / num_input if num_input else 0.0,
+def leaders(nodes: Sequence[PrefixNode], num_input: int) -> tuple[PrefixLeader, ...]:
+    """Prefixes by the tokens that sharing them saves."""
+    shared = [node for node in nodes if node.tokens_saved and not node.label.startswith("settings")]
+    shared.sort(key=lambda node: -node.tokens_saved)
+    return tuple(
+        PrefixLeader(
+            label=node.label,
+            text=node.text,
+            prefix_tokens=node.prefix_tokens,
+            num_requests=node.num_requests,
+            tokens_saved=node.tokens_saved,
+            share=node.tokens_saved / max(1, num_input),
+        )
+        for node in shared[:NUM_LEADERS]
     )

@@ -19,7 +19,7 @@ from markupsafe import Markup
 
 from ramify.analysis.report.document import Analysis, Curves, finding_anchor
 from ramify.analysis.report.page import charts, rows
-from ramify.analysis.report.wording.causes import CAUSES, missing_checks, passed_checks
+from ramify.analysis.report.wording.causes import CAUSES, absent_causes, missing_checks
 from ramify.analysis.report.wording.headline import counted_words, headline
 from ramify.analysis.report.wording.numbers import (
     RATE_NAMES,
@@ -72,11 +72,9 @@ def analysis_as_html(analysis: Analysis) -> str:
         rate_names=RATE_NAMES,
         findings=findings[: rows.MAX_FINDINGS],
         most_saved=max((max(finding.saving.high, 1) for finding in findings), default=1),
-        passed=passed_checks((*findings, *analysis.lint.observations), analysis.lint.quality),
+        absent=absent_causes((*findings, *analysis.lint.observations), analysis.lint.quality),
         unchecked=missing_checks(analysis.lint.quality),
-        sessions=analysis.sessions[: rows.MAX_SESSIONS],
         waterfall=rows.waterfall_bars(analysis.waterfall),
-        agreement=rows.agreement_rows(analysis.lint.tables),
         quality=rows.quality_rows(analysis.lint.quality),
         capacity_chart=charts.capacity_chart(curves) if curves else None,
         lifetime_chart=charts.lifetime_chart(curves) if curves else None,
@@ -84,8 +82,8 @@ def analysis_as_html(analysis: Analysis) -> str:
         if curves
         else "",
         causes=CAUSES,
-        max_rows=rows.MAX_ROWS,
-        max_text=rows.MAX_TEXT,
+        rows=rows,
+        charts=charts,
         finding_anchor=finding_anchor,
         mark_changes=mark_changes,
         mark_quotes=mark_quotes,
@@ -155,7 +153,7 @@ def _page_data(analysis: Analysis) -> dict[str, Any]:
         ],
         "input": analysis.num_counted,
         "unit": counted_words(analysis),
-        "nodes": rows.node_rows(analysis.tree),
+        "nodes": [rows.node_row(node) for node in analysis.tree],
         "whatIf": None
         if what_if is None
         else {

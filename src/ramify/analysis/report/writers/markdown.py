@@ -72,11 +72,7 @@ def _diff(sign: str, text: str) -> list[str]:
 
 
 def _longest_run(text: str) -> int:
-    longest = run = 0
-    for letter in text:
-        run = run + 1 if letter == "`" else 0
-        longest = max(longest, run)
-    return longest
+    return max(map(len, re.findall("`+", text)), default=0)
 
 
 def _code(text: str) -> str:
