@@ -66,7 +66,7 @@ def analyze(
         from ramify.analysis.report.analyze import analyze as run_analysis
         from ramify.analysis.report.analyze import read_corpus
         from ramify.analysis.report.budget import check_budget, read_budget
-        from ramify.analysis.report.comparison import compare, print_comparison, read_earlier
+        from ramify.analysis.report.comparison import print_comparison, read_earlier
         from ramify.analysis.report.page.html import analysis_as_html
         from ramify.analysis.report.privacy import hide_texts
         from ramify.analysis.report.writers.as_json import analysis_as_json
@@ -105,7 +105,7 @@ def analyze(
         console = Console(stderr=Path("-") in outputs, highlight=False)
         print_summary(analysis, console)
         if earlier is not None:
-            print_comparison(compare(earlier, analysis_as_json(analysis)), console)
+            print_comparison(earlier, analysis_as_json(analysis), console)
         reasons = () if limits is None else check_budget(limits, analysis)
     for reason in reasons:
         typer.echo(f"over budget: {reason}", err=True)

@@ -9,12 +9,10 @@ from ramify.analysis.report.document import (
     Curves,
     Figure,
     HitRate,
-    PrefixLeader,
     PrefixNode,
     Session,
     TimelineRequest,
     WaterfallStep,
-    WhatIf,
 )
 from ramify.analysis.verdicts import (
     CauseName,
@@ -63,7 +61,6 @@ def sample_analysis(had: str = CLOCK[0], got: str = CLOCK[1]) -> Analysis:
         ),
         duration_s=4.2 * 3600,
         tree=_tree(had),
-        leaders=_leaders(had)[::-1],
         sessions=_sessions(had, got),
         curves=_curves(),
         waterfall=(
@@ -76,15 +73,6 @@ def sample_analysis(had: str = CLOCK[0], got: str = CLOCK[1]) -> Analysis:
             WaterfallStep("rule", 0.284, -0.026, "breakpoints and minimum", is_level=False),
             WaterfallStep("unexplained", 0.271, -0.013, "what no step accounts for"),
             WaterfallStep("reported", 0.271, 0.0, "usage of the log", is_level=True),
-        ),
-        what_if=WhatIf(
-            findings=(0, 1),
-            savings={
-                1: findings[0].saving,
-                2: findings[1].saving,
-                3: Saving(12_100_000, 11_300_000, 12_700_000, 32.67),
-            },
-            num_replays=3,
         ),
         figures=(
             Figure("input tokens", "24.3 M", "sum over all requests, estimated ± 15 %"),
@@ -144,15 +132,6 @@ def _tree(text: str) -> tuple[PrefixNode, ...]:
             for message in range(6):
                 add(system, f"messages[{message}]", 0.3 / (message + 1), 100, 0.15 * message)
     return tuple(rows)
-
-
-def _leaders(text: str) -> tuple[PrefixLeader, ...]:
-    return tuple(
-        PrefixLeader(
-            f"system[{at}]", text, 1200 * at + 800, 4000 // (at + 1), 900_000 * at, 0.04 * at
-        )
-        for at in range(1, 6)
-    )
 
 
 def _sessions(had: str, got: str) -> tuple[Session, ...]:

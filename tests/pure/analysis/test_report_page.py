@@ -34,7 +34,7 @@ ALLOWED_TAGS = frozenset(
     "script".split()
 )
 PARTS = (
-    "summary", "opportunities", "what-if", "tree", "prefixes", "sessions", "curves", "waterfall",
+    "summary", "opportunities", "tree", "prefixes", "sessions", "curves", "waterfall",
     "agreement", "provenance",
 )  # fmt: skip
 
@@ -75,7 +75,7 @@ class Page(HTMLParser):
 def with_many(analysis: Analysis, number: int) -> Analysis:
     """The analysis with this many findings."""
     findings = analysis.lint.findings * (number // 4)
-    return replace(analysis, lint=replace(analysis.lint, findings=findings), what_if=None)
+    return replace(analysis, lint=replace(analysis.lint, findings=findings))
 
 
 def test_every_part_is_on_the_page() -> None:
@@ -187,7 +187,6 @@ def test_embedded_data_come_back_as_they_were() -> None:
     data = json.loads(page.blocks[0])
 
     assert data["nodes"][1][2] == HOSTILE[:200]
-    assert set(data["whatIf"]["savings"]) == {"1", "2", "3"}
     assert len(data["nodes"]) == len(sample_analysis().tree)
 
 
@@ -240,8 +239,8 @@ def test_an_empty_analysis_is_a_page() -> None:
     bare = replace(
         full,
         lint=replace(full.lint, findings=(), tables={}, quality={}),
-        rates=(), tree=(), leaders=(), sessions=(), curves=None,
-        waterfall=(), what_if=None, figures=(), duration_s=None, num_input=0,
+        rates=(), tree=(), sessions=(), curves=None,
+        waterfall=(), figures=(), duration_s=None, num_input=0,
     )  # fmt: skip
 
     page = Page(analysis_as_html(bare))
@@ -298,5 +297,4 @@ def test_a_browser_runs_the_page(tmp_path: Path) -> None:
     if "<body" not in done.stdout:
         pytest.skip("chromium does not start here")
     assert 'class="node' in done.stdout
-    assert "Saves <b>12.1 M tokens</b>" in done.stdout
     assert "CONSOLE" not in done.stderr

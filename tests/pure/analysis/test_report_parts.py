@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 
 from ramify.analysis.corpus import Corpus
-from ramify.analysis.linting import lint_parts
 from ramify.analysis.reader import ReadQuality
 from ramify.analysis.report.analyze import analyze, read_corpus
 from ramify.analysis.report.document import Analysis
-from ramify.analysis.report.figures.what_if import replay_sets
 from ramify.analysis.report.page.html import analysis_as_html, embed_json
 from ramify.analysis.report.privacy import hide_texts
 from ramify.analysis.report.wording.headline import headline
@@ -89,38 +87,6 @@ def test_unexplained_is_shown_where_usage_disagrees(tmp_path: Path) -> None:
 
     assert steps[-1].name == "reported" and steps[-1].level == 0
     assert steps[-2].name == "unexplained" and steps[-2].change < -0.5
-
-
-def test_sets_of_fixes_are_replayed_and_not_added(tmp_path: Path) -> None:
-    """Two causes in one prompt save nothing alone and much together."""
-    rows = [
-        chat_row(
-            number,
-            system=f"It is 2026-11-20 10:{number:02d}:17.\nRequest {number * 7919 % 65536:04x}a9f3.\n"
-            + "Rules are rules. " * 900,
-            question="Why?",
-        )
-        for number in range(12)
-    ]
-    corpus = read_corpus([write_rows(tmp_path / "log.jsonl", rows)], ReadQuality())
-    linted = lint_parts(corpus)
-
-    what_if = replay_sets(linted)
-
-    assert what_if is not None and len(what_if.findings) == 2
-    alone = [what_if.savings[1].tokens, what_if.savings[2].tokens]
-    assert what_if.savings[3].tokens > 10_000 > sum(alone)
-    assert what_if.savings[3].tokens == linted.report.saving_all.tokens
-
-
-def test_replays_end_when_their_time_is_over(tmp_path: Path, planted: Path) -> None:
-    """With no time, only the savings that lint has measured are there."""
-    corpus = read_corpus([planted], ReadQuality())
-
-    what_if = replay_sets(lint_parts(corpus), max_seconds=0, clock=iter(range(99)).__next__)
-
-    assert what_if is not None and what_if.num_replays == 0
-    assert set(what_if.savings) == {1 << bit for bit in range(len(what_if.findings))}
 
 
 def test_a_hostile_log_injects_nothing(tmp_path: Path) -> None:
@@ -214,7 +180,7 @@ def test_a_log_of_one_request_is_a_report(tmp_path: Path) -> None:
     analysis = analysis_of(write_clock_log(tmp_path / "log.jsonl", num_requests=1))
 
     assert "log" in analysis_as_html(analysis)
-    assert analysis.tokens_lost == 0 and analysis.what_if is None
+    assert analysis.tokens_lost == 0
 
 
 def test_an_empty_corpus_is_a_report() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +16,6 @@ from ramify.analysis.report.wording.numbers import count, percent
 from ramify.errors import ConfigError
 
 SAME_SHARE = 0.0005  # shares that differ less are equal
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """What two runs have in common and what not; values are None where a run lacks them."""
-
-    before: str  # title
-    sizes: tuple[tuple[str, float, float], ...]
-    rates: tuple[tuple[str, float | None, float | None], ...]  # the higher, the better
-    lost: tuple[tuple[str, float, float], ...]  # shares of the input, in all and by finding
-    gone: tuple[str, ...]  # findings, as `clock in system`
-    new: tuple[str, ...]
 
 
 def read_earlier(path: Path) -> dict[str, Any]:
@@ -51,73 +38,46 @@ def read_earlier(path: Path) -> dict[str, Any]:
     return document
 
 
-def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> Comparison:
-    """What changed from one run to the other; shares, since the logs differ in size."""
-    lost, again = _lost_by_finding(before), _lost_by_finding(after)
-    rates = (
-        (name, _rate(before, name), _rate(after, name))
-        for name in ("reported", "by_rule", "possible")
-    )
-    return Comparison(
-        before=before["title"],
-        sizes=(
-            ("requests", before["num_requests"], after["num_requests"]),
-            ("input tokens", before["num_input"], after["num_input"]),
-        ),
-        rates=tuple(rate for rate in rates if rate[1:] != (None, None)),
-        lost=(
-            (
-                "lost, of the input",
-                _share(before, before["tokens_lost"]),
-                _share(after, after["tokens_lost"]),
-            ),
-            *((name, share, again[name]) for name, share in lost.items() if name in again),
-        ),
-        gone=tuple(name for name in lost if name not in again),
-        new=tuple(name for name in again if name not in lost),
-    )
+def print_comparison(before: Mapping[str, Any], after: Mapping[str, Any], console: Console) -> None:
+    """A table of what changed from one run to the other, then the findings that came and went.
 
-
-def _lost_by_finding(document: Mapping[str, Any]) -> Mapping[str, float]:
-    shares: dict[str, float] = {}
-    for item in document["findings"]:
-        name = f"{item['cause']} in {item['segment'] or 'the log'}"
-        shares[name] = shares.get(name, 0.0) + _share(document, item["tokens_lost"])
-    return shares
-
-
-def _share(document: Mapping[str, Any], num_tokens: int) -> float:
-    return num_tokens / float(max(1, document["num_input"]))
-
-
-def _rate(document: Mapping[str, Any], name: str) -> float | None:
-    return document["rates"][name]["share"] if name in document["rates"] else None
-
-
-def print_comparison(comparison: Comparison, console: Console) -> None:
-    """A table of the numbers, then the findings that came and went."""
-    console.print()
-    console.print(Text(f"Compared with {comparison.before}:", style="bold"))
+    Losses are shares of the input, since the logs differ in size.
+    """
     table = Table.grid(padding=(0, 2))
     for justify in ("left", "right", "right", "left"):
         table.add_column(justify=justify, overflow="fold")
-    for name, *sizes in comparison.sizes:
-        table.add_row(name, *map(count, sizes), "")
-    for name, *rates in comparison.rates:
-        shown = ("-" if rate is None else percent(rate) for rate in rates)
-        table.add_row(f"hit rate, {name.replace('_', ' ')}", *shown, _verdict(*rates))
-    for name, earlier, later in comparison.lost:
-        table.add_row(name, percent(earlier), percent(later), _verdict(later, earlier))
+    for key, words in (("num_requests", "requests"), ("num_input", "input tokens")):
+        table.add_row(words, count(before[key]), count(after[key]), "")
+    for name in ("reported", "by_rule", "possible"):
+        rates = [run["rates"][name]["share"] for run in (before, after) if name in run["rates"]]
+        if len(rates) == 2:  # a rate of one run alone says nothing
+            table.add_row(
+                f"hit rate, {name.replace('_', ' ')}", *map(percent, rates), _verdict(*rates)
+            )
+    lost, again = _lost_shares(before), _lost_shares(after)
+    for name in (name for name in lost if name in again):
+        verdict = _verdict(again[name], lost[name])
+        table.add_row(name, percent(lost[name]), percent(again[name]), verdict)
+    console.print()
+    console.print(Text(f"Compared with {before['title']}:", style="bold"))
     console.print(table)
-    for words, names in (("gone", comparison.gone), ("new", comparison.new)):
-        for name in names:
+    for words, names in (("gone", lost.keys() - again.keys()), ("new", again.keys() - lost.keys())):
+        for name in sorted(names):
             console.print(Text(f"{words}: {name}"))
 
 
-def _verdict(worse: float | None, better: float | None) -> str:
+def _lost_shares(document: Mapping[str, Any]) -> dict[str, float]:
+    """Shares of the input that are lost, in all and by finding."""
+    total = max(1, document["num_input"])
+    shares = {"lost, of the input": document["tokens_lost"] / total}
+    for item in document["findings"]:
+        name = f"{item['cause']} in {item['segment'] or 'the log'}"
+        shares[name] = shares.get(name, 0.0) + item["tokens_lost"] / total
+    return shares
+
+
+def _verdict(worse: float, better: float) -> str:
     """Whether the second share is above the first."""
-    if worse is None or better is None:
-        return ""
     if abs(better - worse) < SAME_SHARE:
         return "same"
     return "better" if better > worse else "worse"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ramify.analysis.verdicts import CauseName, Finding, LintReport, Saving
+from ramify.analysis.verdicts import CauseName, Finding, LintReport
 
 SCHEMA = 1
 KIND = "ramify-analysis"  # of the JSON
@@ -60,18 +60,6 @@ class PrefixNode:
     def tokens_saved(self) -> int:
         """Tokens that all requests but the first can read."""
         return self.num_tokens * max(0, self.num_requests - 1)
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixLeader:
-    """A prefix whose sharing saves much."""
-
-    label: str
-    text: str
-    prefix_tokens: int
-    num_requests: int
-    tokens_saved: int
-    share: float  # of all input tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,19 +136,6 @@ class WaterfallStep:
 
 
 @dataclass(frozen=True, slots=True)
-class WhatIf:
-    """Savings of sets of fixes, each set replayed as a whole.
-
-    `savings` has a set of fixes as a bit mask over `findings`; masks that were not replayed are
-    missing.
-    """
-
-    findings: tuple[int, ...]  # numbers in `lint.findings`
-    savings: dict[int, Saving]
-    num_replays: int
-
-
-@dataclass(frozen=True, slots=True)
 class Figure:
     """Where a number comes from."""
 
@@ -182,11 +157,9 @@ class Analysis:
     rates: tuple[HitRate, ...]
     duration_s: float | None  # from the first to the last request
     tree: tuple[PrefixNode, ...] = ()
-    leaders: tuple[PrefixLeader, ...] = ()
     sessions: tuple[Session, ...] = ()
     curves: Curves | None = None
     waterfall: tuple[WaterfallStep, ...] = ()
-    what_if: WhatIf | None = None
     figures: tuple[Figure, ...] = ()
     warnings: tuple[str, ...] = ()  # what makes the figures unsure; shown first
     is_private: bool = False

@@ -20,7 +20,7 @@ from ramify.analysis.verdicts import Finding
 
 _OWN_LABEL = re.compile(r"all requests|[\d,]+ small branch(es)?")
 _ROLES = frozenset({"assistant", "developer", "system", "tool", "user"})
-_WORD = re.compile(r"[a-z_]+(0\.1)?|no change|log \d+|\d{4}-\d\d-\d\d|\d{1,2}")
+_WORD = re.compile(r"[a-z_]+(0\.1)?|\d{1,2}")
 # Names in a path come from the body's keys; a path holds nothing else but indices.
 _PATH = re.compile(r"[A-Za-z_]{1,40}(\[[\d*]*\])?(\.[A-Za-z_]{1,40}(\[[\d*]*\])?)*")
 
@@ -55,33 +55,6 @@ class TextHider:
             return ""
         return self._file_names.setdefault(name, f"log {len(self._file_names) + 1}")
 
-    def hide_values(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Tables of figures: texts and keys that are no plain lower-case words are replaced."""
-        return {
-            self._hide_text(name): self._hide_models(item)
-            if name == "by_model"
-            else self._hide_value(name, item)
-            for name, item in values.items()
-        }
-
-    def _hide_models(self, models: Mapping[str, Any]) -> dict[str, Any]:
-        """Even a plain word may be the name of a company's own model."""
-        return {self.hide(name): self.hide_values(table) for name, table in models.items()}
-
-    def _hide_value(self, name: str, value: object) -> Any:
-        if isinstance(value, Mapping):
-            return self.hide_values(value)
-        if isinstance(value, list | tuple):
-            return [self._hide_value(name, item) for item in value]
-        if isinstance(value, str):
-            if name == "file":
-                return self.hide_file(value)
-            return self.hide(value) if name == "model" else self._hide_text(value)
-        return value
-
-    def _hide_text(self, text: str) -> str:
-        return text if _WORD.fullmatch(text) else self.hide(text)
-
     def hide_path(self, path: str) -> str:
         """A segment path stays; anything else is hidden."""
         return path if _PATH.fullmatch(path) or not path else self.hide(path)
@@ -108,6 +81,18 @@ class TextHider:
         return replace(value, **hidden) if hidden else value
 
 
+def figures_only(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Tables of figures without texts, lists and keys that are no plain lower-case words.
+
+    Even a plain word may be the name of a company's own model: tables by model are left out.
+    """
+    return {
+        name: figures_only(item) if isinstance(item, Mapping) else item
+        for name, item in values.items()
+        if _WORD.fullmatch(name) and name != "by_model" and not isinstance(item, str | list | tuple)
+    }
+
+
 def hide_texts(analysis: Analysis) -> Analysis:
     """The analysis without a character of the log; the advice is in words that quote nothing."""
     hider = TextHider()
@@ -122,7 +107,7 @@ def hide_texts(analysis: Analysis) -> Analysis:
         name: [[hider.hide_file(file), line] for file, line in lint.quality.get(name, ())]
         for name in ("bad_lines", "lines_without_tokens")
     }
-    quality = hider.hide_values({**lint.quality, **lines})
+    quality = figures_only(lint.quality) | lines
     quality.pop("bad_reasons", None)  # an error message may quote the line
     return replace(
         analysis,
@@ -133,10 +118,9 @@ def hide_texts(analysis: Analysis) -> Analysis:
             observations=hidden(lint.observations),
             verdicts=hider.hide_fields(lint.verdicts),
             quality=quality,
-            tables=hider.hide_values(lint.tables),
+            tables=figures_only(lint.tables),
         ),
         tree=hider.hide_fields(analysis.tree),
-        leaders=hider.hide_fields(analysis.leaders),
         sessions=tuple(
             replace(hider.hide_fields(session), name=f"conversation {number}")
             for number, session in enumerate(analysis.sessions, 1)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ramify.analysis.compare.quoting import mask_secrets, shorten
 from ramify.analysis.corpus import Corpus, StoredRequest
 from ramify.analysis.records import SegmentKind
-from ramify.analysis.report.document import PrefixLeader, PrefixNode
+from ramify.analysis.report.document import PrefixNode
 from ramify.analysis.report.figures.reads import Counts, RequestReads
 from ramify.analysis.verdicts import CauseName, Verdict
 
@@ -22,7 +22,6 @@ MIN_SHARE = 0.0003  # of all tokens
 MIN_SHARE_OF_PARENT = 0.001  # about a pixel
 MAX_CHILDREN = 400
 MAX_TEXT = 100
-NUM_LEADERS = 15
 _CAUSES = tuple(CauseName)
 _HASHED = -1
 
@@ -236,20 +235,3 @@ class PrefixTreeBuilder:
 
 def _overlap(num_read: Counts, low: int, high: int) -> int:
     return int((np.minimum(num_read, high) - low).clip(min=0).sum())
-
-
-def leaders(nodes: Sequence[PrefixNode], num_input: int) -> tuple[PrefixLeader, ...]:
-    """Prefixes by the tokens that sharing them saves."""
-    shared = [node for node in nodes if node.tokens_saved and not node.label.startswith("settings")]
-    shared.sort(key=lambda node: -node.tokens_saved)
-    return tuple(
-        PrefixLeader(
-            label=node.label,
-            text=node.text,
-            prefix_tokens=node.prefix_tokens,
-            num_requests=node.num_requests,
-            tokens_saved=node.tokens_saved,
-            share=node.tokens_saved / max(1, num_input),
-        )
-        for node in shared[:NUM_LEADERS]
-    )

@@ -7,7 +7,7 @@ from typing import Any
 
 from ramify.analysis.files.rows import TRUNCATED
 from ramify.analysis.linting import MAX_NAMED
-from ramify.analysis.report.document import Curves, Figure, HitRate
+from ramify.analysis.report.document import Curves, Figure
 from ramify.analysis.report.wording.numbers import count, percent, plural
 from ramify.analysis.verdicts import LintReport
 
@@ -64,35 +64,21 @@ def warnings_of(
         yield "No cached tokens are logged: nothing says what was read; see the bars by rule."
 
 
-def figures_of(
-    lint: LintReport, rates: tuple[HitRate, ...], curves: Curves | None, num_input: int
-) -> Iterator[Figure]:
-    """The formula and denominator of each figure."""
+def figures_of(lint: LintReport, curves: Curves | None, num_input: int) -> Iterator[Figure]:
+    """The formula and denominator of each figure; a hit rate has its own."""
     quality, num = lint.quality, lint.num_requests
-    yield Figure(
-        "requests", f"{num:,}", f"rows read: {quality.get('num_rows', num):,}, see bad lines"
-    )
     yield Figure("input tokens", f"{num_input:,}", "usage where logged, else counted in the prompt")
-    for rate in rates:
-        yield Figure(f"hit rate, {rate.name.replace('_', ' ')}", percent(rate.share), rate.formula)
     exact = "exact" if quality.get("is_exact") else "estimated, ± 15 % for prose and code"
     yield Figure("tokenizer", str(quality.get("tokenizer", "")), exact)
     rules = lint.tables.get("rules", {})
-    yield Figure(
-        "cache rules and prices",
-        str(rules.get("date", "")),
-        "; ".join(map(str, rules.get("sources", ()))),
-    )
+    sources = "; ".join(map(str, rules.get("sources", ())))
+    yield Figure("cache rules and prices", str(rules.get("date", "")), sources)
     for note in rules.get("notes", ()):
         yield Figure(RULE_NOTE, "", str(note))
     yield Figure("bad lines", f"{len(quality.get('bad_lines', ())):,}", "left out, never fatal")
-    for name, words in (
-        ("num_with_usage", "requests with usage"),
-        ("num_with_times", "requests with times"),
-        ("num_with_conversation", "requests with a conversation"),
-        ("num_with_full_text", "requests with their whole text"),
-    ):
-        value = quality.get(name, 0)
+    for name in ("usage", "times", "conversation", "full_text"):
+        value = quality.get(f"num_with_{name}", 0)
+        words = f"requests with {name.replace('_', ' ')}"
         yield Figure(words, percent(value / num) if num else "0", f"{value:,} of {num:,}")
     yield Figure(
         "savings",

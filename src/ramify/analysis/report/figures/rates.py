@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import ceil
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ramify.analysis.providers.prompts import Prediction
-from ramify.analysis.report.document import HitRate, WaterfallStep, WhatIf
+from ramify.analysis.report.document import HitRate, WaterfallStep
 from ramify.analysis.report.figures.reads import Counts, RequestReads
 from ramify.analysis.report.wording.headline import rule_words
 from ramify.analysis.verdicts import CauseName, LintReport, Verdict
@@ -30,19 +30,19 @@ _OUTSIDE = (
     (CauseName.MODEL_CHANGED, "other model", "answered by another model"),
     (CauseName.CACHE_KEY_SCATTERED, "cache keys", "requests with one prefix under several keys"),
 )
+UNEXPLAINED = ("unexplained", "no evidence in the log says why")
 Loss = tuple[str, int, str]  # name, tokens, how it is measured
 
 
-def possible_reads(lint: LintReport, reads: RequestReads, what_if: WhatIf | None) -> int:
+def possible_reads(lint: LintReport, reads: RequestReads) -> int:
     """Tokens that `counted_requests` could read if all causes were mended.
 
-    What each shares with its best match or has read, and not less than any set of fixes reads in its
+    What each shares with its best match or has read, and not less than what any fixes read in their
     replay.
     """
     chosen = counted_requests(reads)
     savings = [lint.saving_all, *(finding.saving for finding in lint.findings)]
     savings += [finding.partner.saving for finding in lint.findings if finding.partner]
-    savings += [] if what_if is None else what_if.savings.values()
     num_input = int(reads.num_tokens[chosen].sum())
     rate: float = num_input / max(1, lint.tables["predicted"]["num_input"])
     replayed = int(reads.by_rule[chosen].sum()) + ceil(
@@ -109,56 +109,44 @@ def waterfall(
         num_possible: see `possible_reads`.
     """
     chosen = counted_requests(reads)
-    has_reported = bool(reads.has_usage[chosen].any())
     total = int(reads.num_tokens[chosen].sum())
     if not total or not reads.is_whole[chosen].any():
         return ()
-    steps = _Steps(total)
-    steps.level("possible, mended", num_possible, "all causes mended, infinite cache")
-    for step in _prompt_causes(reads, verdicts, chosen):
-        steps.down(*step)
-    as_sent = int(reads.reusable[chosen].sum())
-    steps.remainder(as_sent, "other requests", "read from others than the best match, once mended")
-    steps.level("as sent", as_sent, "infinite cache, no rule")
-    for step in _restrictions(reads, predictions, unsplit, chosen):
-        steps.down(*step)
-    by_rule = int(reads.by_rule[chosen].sum())
-    steps.remainder(
-        by_rule, "rest of the rule", "steps of the grid, whole units, scope of settings"
+    as_sent, by_rule, reported = (
+        int(tokens[chosen].sum()) for tokens in (reads.reusable, reads.by_rule, reads.reported)
     )
-    steps.level("by rule", by_rule, "predicted reads")
-    if has_reported:
-        for step in _outside(reads, verdicts, chosen):
-            steps.down(*step)
-        reported = int(reads.reported[chosen].sum())
-        steps.remainder(reported, "unexplained", "no evidence in the log says why", is_shown=True)
-        steps.level("reported", reported, "cached tokens of usage")
-    return tuple(steps.steps)
-
-
-class _Steps:
-    """A waterfall while it is built."""
-
-    def __init__(self, total: int) -> None:
-        self._total, self._now = total, 0
-        self.steps: list[WaterfallStep] = []
-
-    def level(self, name: str, tokens: int, detail: str) -> None:
-        self._now = tokens
-        self.steps.append(WaterfallStep(name, tokens / self._total, 0.0, detail, is_level=True))
-
-    def down(self, name: str, tokens: int, detail: str) -> None:
-        if tokens:
-            self._now -= tokens
-            share = self._now / self._total
-            self.steps.append(WaterfallStep(name, share, -tokens / self._total, detail))
-
-    def remainder(self, level: int, name: str, detail: str, *, is_shown: bool = False) -> None:
-        """The step from here to a level; a negative loss is a gain that nothing explains."""
-        if level != self._now or is_shown:
-            change = (level - self._now) / self._total
-            self._now = level
-            self.steps.append(WaterfallStep(name, level / self._total, change, detail))
+    other = ("other requests", "read from others than the best match, once mended")
+    rest = ("rest of the rule", "steps of the grid, whole units, scope of settings")
+    # Each level, with the losses above it and the name of what they leave over.
+    levels: list[tuple[Loss, Iterable[Loss], tuple[str, str]]] = [
+        (("possible, mended", num_possible, "all causes mended, infinite cache"), (), ("", "")),
+        (
+            ("as sent", as_sent, "infinite cache, no rule"),
+            _prompt_causes(reads, verdicts, chosen),
+            other,
+        ),
+        (
+            ("by rule", by_rule, "predicted reads"),
+            _restrictions(reads, predictions, unsplit, chosen),
+            rest,
+        ),
+    ]
+    if reads.has_usage[chosen].any():
+        level = ("reported", reported, "cached tokens of usage")
+        levels.append((level, _outside(reads, verdicts, chosen), UNEXPLAINED))
+    steps: list[WaterfallStep] = []
+    now = num_possible
+    for (name, tokens, detail), losses, (left, why) in levels:
+        for loss, lost, how in losses:
+            if lost:
+                now -= lost
+                steps.append(WaterfallStep(loss, now / total, -lost / total, how))
+        if now != tokens or (left, why) == UNEXPLAINED:
+            # A negative loss is a gain that nothing explains.
+            steps.append(WaterfallStep(left, tokens / total, (tokens - now) / total, why))
+        now = tokens
+        steps.append(WaterfallStep(name, tokens / total, 0.0, detail, is_level=True))
+    return tuple(steps)
 
 
 def _prompt_causes(

@@ -78,10 +78,9 @@ def analysis_as_html(analysis: Analysis) -> str:
         quality=rows.quality_rows(analysis.lint.quality),
         capacity_chart=charts.capacity_chart(curves) if curves else None,
         lifetime_chart=charts.lifetime_chart(curves) if curves else None,
-        knee=knee_sentence(curves, is_reported=analysis.rate("reported") is not None)
-        if curves
-        else "",
+        knee=knee_sentence(curves),
         causes=CAUSES,
+        leaders=rows.leaders(analysis.tree),
         rows=rows,
         charts=charts,
         finding_anchor=finding_anchor,
@@ -115,22 +114,13 @@ def shown(text: str) -> str:
     return visible(text.translate(_SHOWN_SPACES))
 
 
-def knee_sentence(curves: Curves, *, is_reported: bool) -> str:
+def knee_sentence(curves: Curves | None) -> str:
     """Where more capacity stops to pay."""
-    if not curves.knee_tokens:
+    if curves is None or not curves.knee_tokens:
         return ""
-    here = ""
-    if curves.stated_tokens and curves.stated_share is not None:
-        here = (
-            f" At the stated capacity of {count(curves.stated_tokens)} tokens it hits "
-            f"{percent(curves.stated_share)}."
-        )
-    elif curves.here_tokens:
-        whose = "The log's own cache" if is_reported else "A cache by the rule"
-        here = f" {whose} hits like an LRU cache of {count(curves.here_tokens)} tokens."
     return (
         f"Beyond {count(curves.knee_tokens)} tokens, doubling an LRU cache adds less than a point; "
-        f"an infinite cache reaches {percent(curves.infinite)}.{here}"
+        f"an infinite cache reaches {percent(curves.infinite)}."
     )
 
 
@@ -144,22 +134,11 @@ def _digest(text: str) -> str:
 
 
 def _page_data(analysis: Analysis) -> dict[str, Any]:
-    what_if = analysis.what_if
     return {
         "markdown": analysis_as_markdown(analysis),
         "findings": [
             finding_as_markdown(finding, number)
             for number, finding in enumerate(analysis.lint.findings[: rows.MAX_FINDINGS])
         ],
-        "input": analysis.num_counted,
-        "unit": counted_words(analysis),
         "nodes": [rows.node_row(node) for node in analysis.tree],
-        "whatIf": None
-        if what_if is None
-        else {
-            "savings": {
-                str(mask): [saving.tokens, saving.low, saving.high, saving.money]
-                for mask, saving in what_if.savings.items()
-            },
-        },
     }

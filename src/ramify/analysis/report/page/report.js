@@ -59,41 +59,7 @@
     }
     return String(value);
   }
-  function money(value) {
-    const size = Math.abs(value);
-    const digits = size >= 1000 ? size.toLocaleString("en-US", { maximumFractionDigits: 0 })
-      : size >= 0.01 || size === 0 ? size.toFixed(2) : size.toPrecision(2);
-    if (size > 0 && size < 0.0001) return value < 0 ? "> -$0.0001" : "< $0.0001";
-    return (value < 0 ? "-$" : "$") + digits;
-  }
   const percent = (share) => (100 * share).toFixed(1) + " %";
-
-  // What-if: sums are never made up; a set of fixes has a saving only if it was replayed.
-  const result = byId("what-if-result");
-  if (result && data.whatIf) {
-    const boxes = [...document.querySelectorAll("#what-if input[data-bit]")];
-    const replayed = Object.keys(data.whatIf.savings).map(Number);
-    const update = () => {
-      const mask = boxes.reduce((sum, box) => sum + (box.checked ? 2 ** Number(box.dataset.bit) : 0), 0);
-      const saving = mask === 0 ? [0, 0, 0, null] : data.whatIf.savings[mask];
-      result.replaceChildren();
-      if (!saving) {
-        const part = replayed.filter((other) => (BigInt(other) & BigInt(mask)) === BigInt(other))
-          .map((other) => data.whatIf.savings[other]).sort((a, b) => b[0] - a[0])[0];
-        result.textContent = "This combination was not replayed."
-          + (part ? " A part of it saves " + count(part[0]) + " tokens." : "");
-        return;
-      }
-      const sum = document.createElement("b");
-      sum.textContent = count(saving[0]) + " tokens";
-      result.append("Saves ", sum);
-      if (data.input) result.append(" · " + percent(saving[0] / data.input) + " of the input" + data.unit);
-      if (saving[1] !== saving[2]) result.append(" (" + count(saving[1]) + " to " + count(saving[2]) + ")");
-      if (saving[3] !== null) result.append(" · " + money(saving[3]));
-    };
-    for (const box of boxes) box.addEventListener("change", update);
-    update();
-  }
 
   // The difference that hover or focus shows hides on Escape.
   for (const row of document.querySelectorAll(".request")) {

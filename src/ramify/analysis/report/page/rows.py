@@ -12,6 +12,7 @@ from ramify.analysis.report.document import PrefixNode, WaterfallStep
 
 MAX_FINDINGS = 100
 MAX_TEXT = 2000
+NUM_LEADERS = 10
 MAX_LABEL = 200
 MAX_LISTED = 20  # of a list of places or a table of counts
 
@@ -49,6 +50,12 @@ def node_row(node: PrefixNode) -> list[Any]:
         sum(node.lost.values()),
         node.num_merged,
     ]
+
+
+def leaders(tree: Sequence[PrefixNode]) -> list[PrefixNode]:
+    """The prefixes whose sharing saves most tokens."""
+    shared = [node for node in tree if node.tokens_saved and not node.label.startswith("settings")]
+    return sorted(shared, key=lambda node: -node.tokens_saved)[:NUM_LEADERS]
 
 
 def quality_rows(quality: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -29,16 +29,6 @@ def analysis_as_json(analysis: Analysis) -> dict[str, Any]:
         "quality": lint.quality,
         "tables": lint.tables,
     }
-    if analysis.what_if is not None:
-        document["what_if"]["savings"] = [
-            {
-                "findings": [
-                    at for bit, at in enumerate(analysis.what_if.findings) if mask >> bit & 1
-                ]
-            }
-            | asdict(saving)
-            for mask, saving in sorted(analysis.what_if.savings.items())
-        ]
     head = ("schema", "kind", "title", "created", "version", "num_requests", "num_input")
     ordered = {name: document.pop(name) for name in head}
     # Enums become strings, as a reader of the file gets them.

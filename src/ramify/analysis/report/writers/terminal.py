@@ -101,7 +101,7 @@ def _quote(pieces: tuple[Piece, ...], style: str) -> Text:
             line.append(f"[{shown}]", style=f"bold {style}")
         else:
             line.append(shown)
-    first = next((at for at, letter in enumerate(line.plain) if letter == "["), 0)
+    first = max(0, line.plain.find("["))
     start = max(0, min(first - MAX_QUOTE // 3, len(line) - MAX_QUOTE))
     cut = line[start : start + MAX_QUOTE]
     return Text.assemble("…" if start else "", cut, "…" if start + MAX_QUOTE < len(line) else "")
