@@ -44,10 +44,6 @@ def simulate(
     warm_up: Annotated[
         float, typer.Option(help="Share of the requests that fill the cache, not counted.")
     ] = 0.0,
-    replicas: Annotated[
-        int, typer.Option(help="Servers with a cache each, behind random or perfect routing.")
-    ] = 1,
-    seeds: Annotated[int, typer.Option(help="Random routings, with --replicas.")] = 8,
     cost: Annotated[
         Path | None,
         typer.Option(help="File of `ramify calibrate`: replay the engine, with TTFT."),
@@ -75,8 +71,6 @@ def simulate(
                 page_size=page_size,
                 insert_outputs=insert_outputs,
                 warm_up=warm_up,
-                replicas=replicas,
-                num_seeds=seeds,
                 cost=cost,
                 max_num_seqs=max_num_seqs,
                 max_batch_tokens=max_batch_tokens,
@@ -98,10 +92,11 @@ def summary(result: Simulation) -> str:
     from ramify.analysis.simulation.capacities import capacity_label
 
     facts, extra = result.facts, result.extra
-    counts = "" if facts.is_exact else ", estimated"
-    head = f"{facts.num_requests:,} requests, {facts.num_tokens:,} input tokens{counts}"
+    counts = ", estimated" if "estimated" in facts.token_counts else ""
+    head = f"{facts.num_requests:,} requests, {facts.input_tokens:,} input tokens{counts}"
     lines = [f"{head}, pages of {facts.page_size}", *_quality_lines(result), ""]
-    columns = {"LRU": dict(result.one_pass_lru), **_changes(extra)}
+    doubled = {int(capacity): rate for capacity, rate in extra.get("double_capacity", {}).items()}
+    columns = {"LRU": dict(result.one_pass_lru), "2x memory": doubled}
     columns |= {f"replay {name}": rates for name, rates in result.curve.items()}
     columns["Belady"] = dict(result.belady)
     lines.append(f"{'capacity':>10}" + "".join(f"{name:>16}" for name in columns))
@@ -131,24 +126,14 @@ def _quality_lines(result: Simulation) -> list[str]:
         f"{what}: {count:,}"
         for count, what in (
             (num_bad, "bad lines, skipped (--json lists them)"),
-            (facts.num_without_prompt, "requests without a prompt, skipped"),
-            (facts.num_incomplete, "requests with cut text, of which the sharing is a guess"),
+            (facts.requests_without_prompt, "requests without a prompt, skipped"),
+            (
+                facts.requests_with_cut_text,
+                "requests with cut text, of which the sharing is a guess",
+            ),
         )
         if count
     ]
-
-
-def _changes(extra: Mapping[str, Any]) -> dict[str, dict[int, float]]:
-    """Columns of what LRU would be with another capacity or routing."""
-    columns = {"2x memory": extra.get("double_capacity", {})}
-    if "replicas" in extra:
-        count = extra["replicas"]["count"]
-        columns[f"{count}x, random"] = extra["replicas"]["random"]
-        columns[f"{count}x, perfect"] = extra["replicas"]["perfect"]
-    return {
-        name: {int(capacity): rate for capacity, rate in rates.items()}
-        for name, rates in columns.items()
-    }
 
 
 def _engine_lines(extra: Mapping[str, Any]) -> list[str]:

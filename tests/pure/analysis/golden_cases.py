@@ -37,13 +37,14 @@ MANY_REQUESTS = 20  # from which on `lint` is not run beside `analyze`, which ha
 FEW_REQUESTS = 30  # up to which every option of `simulate` is tried
 SIMULATIONS: dict[str, dict[str, Any]] = {
     "default": {},
-    "two servers": {"replicas": 2, "warm_up": 0.1, "insert_outputs": True, "num_seeds": 3},
+    "warmed up": {"warm_up": 0.1, "insert_outputs": True},
     "large pages": {"page_size": 32, "policy": "lru,fifo,lfu"},
     "lru": {"policy": "lru"},
     "engine": {"cost": CostModel(0.02, 1e-4, 1e-8), "policy": "lru", "max_num_seqs": 8},
 }
 # Recorded runs under another name, without the parts that only the options of that name had.
 RECORDED_AS = {
+    "warmed up": ("two servers", "replicas"),
     "large pages": ("reordered", "reordered"),
     "lru": ("sampled", "sampled_lru"),
 }

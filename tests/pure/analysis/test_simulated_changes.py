@@ -1,4 +1,4 @@
-"""What-if simulations: replicas, the engine with a cost model, sizes in bytes."""
+"""What-if simulations: the engine with a cost model, sizes in bytes."""
 
 import json
 from collections.abc import Sequence
@@ -11,9 +11,6 @@ from hypothesis import given
 from ramify.analysis.corpus import Corpus
 from ramify.analysis.records import LoggedRequest, Segment, SegmentKind, Usage
 from ramify.analysis.simulation.calls import simulate
-from ramify.analysis.simulation.curves.reuse import ReuseRuns
-from ramify.analysis.simulation.curves.routing import random_routing
-from ramify.analysis.simulation.curves.stack_distances import lru_curve
 from ramify.analysis.simulation.kv_bytes import kv_token_bytes
 from ramify.analysis.simulation.replays.cache_replay import replay
 from ramify.analysis.simulation.replays.cost_model import CostModel, StepSample, fit_cost
@@ -25,40 +22,9 @@ from tests.pure.analysis.simulated_traces import (
     PATHS,
     Path_,
     hashed_request,
-    trace_of,
 )
 
 COST = CostModel(step_s=0.01, token_s=0.001, read_s=0.0)
-
-
-@given(PATHS)
-def test_one_replica_is_the_same_cache(paths: list[Path_]) -> None:
-    """Routing to a single replica changes nothing."""
-    trace = trace_of(paths)
-    curve = lru_curve(ReuseRuns.of(trace))
-
-    rates = random_routing(trace, 1, [8, 40], num_seeds=2)
-
-    assert rates == pytest.approx(np.tile([curve.hit_rate(8), curve.hit_rate(40)], (2, 1)))
-
-
-def test_perfect_routing_adds_the_capacities_up() -> None:
-    """Three replicas behind routing by prefix hit what a cache three times as large hits."""
-    requests = [hashed_request((number % 3, 1), number) for number in range(12)]
-
-    replicas = simulate(requests, capacity=[16, 48], policy=[], replicas=3).to_json()["replicas"]
-
-    rates = simulate(requests, capacity=[48, 144], policy=[]).to_json()["one_pass_lru"]
-    assert list(replicas["perfect"].values()) == list(rates.values())
-
-
-def test_random_routing_costs_a_miss_on_every_replica() -> None:
-    """A prompt that all requests share is computed once by each replica."""
-    trace = trace_of([(0, 1)] * 400)
-
-    rates = random_routing(trace, 4, [1000], num_seeds=3)
-
-    assert rates == pytest.approx(np.full((3, 1), (400 - 4) * 2 * BLOCK / trace.total_tokens))
 
 
 def timed(paths: Sequence[Path_], gap_s: float) -> list[LoggedRequest]:
@@ -194,7 +160,7 @@ def test_a_corpus_is_simulated_like_its_requests() -> None:
 
 
 def test_all_changes_are_in_the_report(tmp_path: Path) -> None:
-    """Replicas and the engine are parts of the JSON, by capacity."""
+    """Twice the memory and the engine are parts of the JSON, by capacity."""
     path = tmp_path / "cost.json"
     path.write_text(json.dumps(COST.to_json()), encoding="utf-8")
 
@@ -202,12 +168,10 @@ def test_all_changes_are_in_the_report(tmp_path: Path) -> None:
         timed([(0, 1), (0, 2), (1,)] * 4, 1.0),
         capacity=[16, 64],
         policy="lru",
-        replicas=2,
         cost=path,
     ).to_json()
 
     capacities = {"16", "64"}
-    assert set(report["replicas"]["random"]) == set(report["replicas"]["perfect"]) == capacities
     assert set(report["double_capacity"]) == capacities
     assert set(report["engine"]["runs"]["lru"]) == capacities
     assert report["engine"]["runs"]["lru"]["64"]["ttft_p90_s"] > 0

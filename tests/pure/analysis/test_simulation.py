@@ -196,11 +196,11 @@ def test_texts_share_pages_of_whole_prefixes() -> None:
 
     result = simulate(requests, capacity=1000, policy="lru", page_size=4)
 
-    num_tokens = result.facts.num_tokens
+    num_tokens = result.facts.input_tokens
     assert num_tokens == 3 * 19  # 16 letters, "x", and a label each
     assert result.infinite * num_tokens == 16
     assert result.curve["lru"][1000] == result.infinite
-    assert not result.facts.is_exact
+    assert result.facts.token_counts == "estimated"
 
 
 def test_answers_are_cached_only_if_asked() -> None:
@@ -231,7 +231,7 @@ def test_answers_without_text_take_room() -> None:
 
     result = simulate(requests, capacity=5 * BLOCK, policy="lru", insert_outputs=True)
 
-    assert result.facts.num_distinct_pages == 2 + 3 * 3
+    assert result.facts.distinct_pages == 2 + 3 * 3
     assert result.infinite == pytest.approx(2 * 2 * BLOCK / (3 * (2 * BLOCK + 1)))
 
 
@@ -441,4 +441,4 @@ def test_the_published_trace_has_its_known_curves(conversations: TraceSource) ->
     assert result.infinite * 100 == pytest.approx(37.34, abs=0.02)
     for lifetime, rate in ((60, 10.5), (300, 29.3), (600, 35.0), (1800, 37.0)):
         assert result.ttl[lifetime] * 100 == pytest.approx(rate, abs=0.05)
-    assert (result.facts.num_references, result.facts.num_distinct_pages) == (276_491, 170_899)
+    assert (result.facts.page_references, result.facts.distinct_pages) == (276_491, 170_899)

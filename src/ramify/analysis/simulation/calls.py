@@ -39,8 +39,6 @@ def simulate(
     page_size: int | None = None,
     insert_outputs: bool = False,
     warm_up: float = 0.0,
-    replicas: int = 1,
-    num_seeds: int = 8,
     cost: CostModel | str | PathLike[str] | None = None,
     max_num_seqs: int = 64,
     max_batch_tokens: int = 512,
@@ -61,8 +59,6 @@ def simulate(
         page_size: tokens; None: the blocks of a hashed trace, 16 for texts.
         insert_outputs: cache answers too, as soon as a request arrives.
         warm_up: share of the requests that fill the cache and are not counted.
-        replicas: servers with a cache each, behind random or perfect routing.
-        num_seeds: random routings, of which the mean is taken.
         cost: of steps, or the file that `ramify calibrate` wrote; replays the real engine, whose
             size is `max_num_seqs` and `max_batch_tokens`.
         model: checkpoint directory, config.json or built-in model, for capacities in bytes.
@@ -83,8 +79,6 @@ def simulate(
         policies=tuple(_items(policy)),
         lifetimes_s=tuple(parse_lifetime(item) for item in _items(ttl)),
         warm_up=warm_up,
-        replicas=replicas,
-        num_seeds=num_seeds,
         cost=cost if cost is None or isinstance(cost, CostModel) else CostModel.load(Path(cost)),
         max_num_seqs=max_num_seqs,
         max_batch_tokens=max_batch_tokens,

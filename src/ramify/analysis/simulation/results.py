@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ramify.analysis.simulation.replays.cache_replay import ReplayResult
@@ -13,36 +13,20 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True)
 class TraceFacts:
-    """The log as it was simulated."""
+    """The log as it was simulated; the fields are those of the JSON."""
 
     num_requests: int
-    num_tokens: int  # input tokens that the hit rates are shares of
+    input_tokens: int  # that the hit rates are shares of
     page_size: int
-    num_references: int  # pages of all requests
-    num_distinct_pages: int
+    page_references: int  # pages of all requests
+    distinct_pages: int
     warm_up: float  # share of the requests that only fill the cache
-    insert_outputs: bool
-    is_exact: bool  # False: token counts are estimates
+    outputs_inserted: bool
+    token_counts: str  # exact or estimated
     has_times: bool
-    num_without_prompt: int
-    num_incomplete: int
-
-    def to_json(self) -> dict[str, Any]:
-        """The facts as JSON."""
-        return {
-            "num_requests": self.num_requests,
-            "input_tokens": self.num_tokens,
-            "page_size": self.page_size,
-            "page_references": self.num_references,
-            "distinct_pages": self.num_distinct_pages,
-            "warm_up": self.warm_up,
-            "outputs_inserted": self.insert_outputs,
-            "token_counts": "exact" if self.is_exact else "estimated",
-            "has_times": self.has_times,
-            "requests_without_prompt": self.num_without_prompt,
-            "requests_with_cut_text": self.num_incomplete,
-            "denominator": "all input tokens of the requests after the warm-up",
-        }
+    requests_without_prompt: int
+    requests_with_cut_text: int
+    denominator: str = "all input tokens of the requests after the warm-up"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +65,7 @@ class Simulation:
                 for policy, results in self.policies.items()
             },
             "lru_points": [list(point) for point in self.lru_points],
-            "trace": self.facts.to_json(),
+            "trace": asdict(self.facts),
             "partial": self.is_partial,
             **self.extra,
         }

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,10 +17,9 @@ from ramify.analysis.simulation.capacities import (
 )
 from ramify.analysis.simulation.curves.bounds import belady, ttl_curve
 from ramify.analysis.simulation.curves.reuse import ReuseRuns
-from ramify.analysis.simulation.curves.routing import random_routing
-from ramify.analysis.simulation.curves.stack_distances import LruCurve, lru_curve
+from ramify.analysis.simulation.curves.stack_distances import lru_curve
 from ramify.analysis.simulation.page_trace import PageTrace
-from ramify.analysis.simulation.replays.cache_replay import ReplayResult, replay
+from ramify.analysis.simulation.replays.cache_replay import replay
 from ramify.analysis.simulation.replays.cost_model import CostModel
 from ramify.analysis.simulation.replays.engine_replay import replay_engine
 from ramify.analysis.simulation.results import Simulation, TraceFacts
@@ -38,8 +37,6 @@ class SimulationOptions:
     policies: tuple[str, ...] = ("lru", "auto")
     lifetimes_s: tuple[float, ...] = DEFAULT_LIFETIMES_S
     warm_up: float = 0.0  # share of the requests that fill the cache and are not counted
-    replicas: int = 1  # each with a cache of each capacity
-    num_seeds: int = 8  # random routings between them
     cost: CostModel | None = None  # replay the real engine with it
     max_num_seqs: int = 64  # of the engine
     max_batch_tokens: int = 512
@@ -58,21 +55,6 @@ class SimulationOptions:
         for lifetime in self.lifetimes_s:
             if not lifetime > 0:
                 raise ConfigError(f"ttl={lifetime} but a time to live is more than 0 seconds")
-        if self.replicas < 1:
-            raise ConfigError(f"replicas={self.replicas} but at least 1 serves the requests")
-
-
-@dataclass
-class _Parts:
-    """Results so far; an interrupt leaves those that are complete."""
-
-    policies: dict[str, dict[int, ReplayResult]] = field(default_factory=dict)
-    one_pass_lru: dict[int, float] = field(default_factory=dict)
-    infinite: float = 0.0
-    belady: dict[int, float] = field(default_factory=dict)
-    ttl: dict[float, float] = field(default_factory=dict)
-    lru_points: tuple[tuple[int, float], ...] = ()
-    extra: dict[str, Any] = field(default_factory=dict)
 
 
 def simulate_trace(
@@ -92,23 +74,23 @@ def simulate_trace(
     run = _Run(trace, options, progress or ignore_progress)
     facts = TraceFacts(
         num_requests=len(trace),
-        num_tokens=int(trace.num_tokens[run.first_counted :].sum()),
+        input_tokens=int(trace.num_tokens[run.first_counted :].sum()),
         page_size=trace.page_size,
-        num_references=len(trace.page_ids),
-        num_distinct_pages=num_distinct(trace),
+        page_references=len(trace.page_ids),
+        distinct_pages=num_distinct(trace),
         warm_up=options.warm_up,
-        insert_outputs=insert_outputs,
-        is_exact=source.is_exact,
+        outputs_inserted=insert_outputs,
+        token_counts="exact" if source.is_exact else "estimated",
         has_times=trace.has_times,
-        num_without_prompt=source.num_without_prompt,
-        num_incomplete=source.num_incomplete,
+        requests_without_prompt=source.num_without_prompt,
+        requests_with_cut_text=source.num_incomplete,
     )
     is_partial = source.is_partial
     try:
         run.simulate()
     except KeyboardInterrupt:
         is_partial = True
-    return Simulation(facts=facts, is_partial=is_partial, **vars(run.parts))
+    return Simulation(facts=facts, is_partial=is_partial, **run.parts)
 
 
 class _Run:
@@ -118,7 +100,10 @@ class _Run:
         self.trace, self.options, self.report = trace, options, report
         self.first_counted = int(options.warm_up * len(trace))
         self.capacities = sorted(set(options.capacities or ()))
-        self.parts = _Parts()
+        # Fields of `Simulation`; an interrupt leaves those that are complete.
+        self.parts: dict[str, Any] = {
+            "policies": {}, "one_pass_lru": {}, "infinite": 0.0, "belady": {}, "ttl": {}, "extra": {}
+        }  # fmt: skip
 
     def simulate(self) -> None:
         """All parts."""
@@ -131,19 +116,23 @@ class _Run:
             num_tokens = curve.saturation_tokens or num_distinct(self.trace) * page_size
             self.capacities = list(fitted_capacities(num_tokens, page_size))
         num = len(self.capacities)
-        parts.infinite = curve.infinite
-        parts.one_pass_lru = {capacity: curve.hit_rate(capacity) for capacity in self.capacities}
-        parts.lru_points = tuple(curve.points())
+        parts["infinite"] = curve.infinite
+        parts["one_pass_lru"] = {capacity: curve.hit_rate(capacity) for capacity in self.capacities}
+        parts["lru_points"] = tuple(curve.points())
         if self.trace.has_times:
-            parts.ttl = ttl_curve(reuse, self.options.lifetimes_s, first_counted=self.first_counted)
+            parts["ttl"] = ttl_curve(
+                reuse, self.options.lifetimes_s, first_counted=self.first_counted
+            )
         self.report("stack distances", 1, 1)
         for done, capacity in enumerate(self.capacities):
             self.report("Belady", done, num)
-            parts.belady[capacity] = belady(reuse, capacity, first_counted=self.first_counted)
+            parts["belady"][capacity] = belady(reuse, capacity, first_counted=self.first_counted)
         self.report("Belady", num, num)
-        self._change_cache(curve)
+        parts["extra"]["double_capacity"] = {
+            str(capacity): curve.hit_rate(2 * capacity) for capacity in self.capacities
+        }
         for policy, capacity, progress in self._replays(""):
-            results = parts.policies.setdefault(policy, {})  # of an interrupted one too
+            results = parts["policies"].setdefault(policy, {})  # of an interrupted one too
             results[capacity] = replay(
                 self.trace, capacity, policy, first_counted=self.first_counted, progress=progress
             )
@@ -162,36 +151,11 @@ class _Run:
     def _advance(self, part: str, before: int, total: int, request: int) -> None:
         self.report(part, before + request, total)
 
-    def _change_cache(self, curve: LruCurve) -> None:
-        """LRU in one pass with replicas, and with twice the memory."""
-        num_replicas, extra = self.options.replicas, self.parts.extra
-        if num_replicas > 1:
-            random = random_routing(
-                self.trace,
-                num_replicas,
-                self.capacities,
-                num_seeds=self.options.num_seeds,
-                first_counted=self.first_counted,
-            )
-            # Routing by prefix makes the replicas a single cache.
-            perfect = (curve.hit_rate(capacity * num_replicas) for capacity in self.capacities)
-            extra["replicas"] = {
-                "count": num_replicas,
-                "random": self._by_capacity(random.mean(axis=0).tolist()),
-                "random_deviation": self._by_capacity(random.std(axis=0).tolist()),
-                "perfect": self._by_capacity(perfect),
-            }
-        doubled = (curve.hit_rate(2 * capacity) for capacity in self.capacities)
-        extra["double_capacity"] = self._by_capacity(doubled)
-
-    def _by_capacity(self, rates: Iterable[float]) -> dict[str, float]:
-        return {str(size): rate for size, rate in zip(self.capacities, rates, strict=True)}
-
     def _replay_engine(self, cost: CostModel) -> None:
         """The engine itself, by policy and capacity."""
         options = self.options
         runs: dict[str, dict[str, Any]] = {}
-        self.parts.extra["engine"] = {
+        self.parts["extra"]["engine"] = {
             "cost": cost.to_json(),
             "max_num_seqs": options.max_num_seqs,
             "max_batch_tokens": options.max_batch_tokens,

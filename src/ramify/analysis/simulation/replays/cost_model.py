@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from ramify.errors import ConfigError
 
 SCHEMA = 1
-MAX_CONSTANT_S = 1e9
 CONSTANTS = ("step_s", "token_s", "read_s")
+Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e9)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +25,9 @@ class CostModel:
     A decode step is almost `step_s` (all weights are read once) and the reads of its contexts.
     """
 
-    step_s: float
-    token_s: float
-    read_s: float
+    step_s: Seconds
+    token_s: Seconds
+    read_s: Seconds
     model: str = ""
     facts: dict[str, Any] = field(default_factory=dict)  # how it was measured
 
@@ -48,24 +48,13 @@ class CostModel:
             ConfigError: it cannot be read, or has no constants.
         """
         try:
-            document = json.loads(path.read_text("utf-8"))
+            return msgspec.json.decode(path.read_bytes(), type=cls)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"the cost file {path} cannot be read: {error}") from error
-        values = document if isinstance(document, dict) else {}
-        constants = [
-            float(item)
-            for item in map(values.get, CONSTANTS)
-            if isinstance(item, int | float) and 0 <= item < MAX_CONSTANT_S
-        ]
-        if len(constants) < len(CONSTANTS):
             raise ConfigError(
-                f"the cost file {path} needs the numbers {', '.join(CONSTANTS)}, in seconds and not "
-                "negative; `ramify calibrate MODEL --json FILE` writes such a file"
-            )
-        facts = values.get("facts")
-        step_s, token_s, read_s = constants
-        known_facts = facts if isinstance(facts, dict) else {}
-        return cls(step_s, token_s, read_s, str(values.get("model", "")), known_facts)
+                f"the cost file {path} cannot be read: {error}; it needs the numbers "
+                f"{', '.join(CONSTANTS)}, in seconds and not negative, as `ramify calibrate MODEL "
+                "--json FILE` writes them"
+            ) from error
 
 
 @dataclass(frozen=True, slots=True)
