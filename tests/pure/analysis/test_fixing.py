@@ -4,15 +4,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 
-import pytest
-
 from ramify.analysis.compare.normal_forms import write_as
 from ramify.analysis.compare.spacing import places_in_text
 from ramify.analysis.corpus import Corpus
 from ramify.analysis.linting import Linted, learn_templates, lint_parts
-from ramify.analysis.records import LoggedRequest, Segment, SegmentKind, TextForm
+from ramify.analysis.records import LoggedRequest, Segment, SegmentKind
 from ramify.analysis.savings.fixing import Fix
-from ramify.analysis.savings.mended_tools import merge_tools
 from ramify.analysis.verdicts import CauseName
 
 RULES = "".join(f"Rule {n}: answer politely about topic {n}, and never guess. " for n in range(60))
@@ -161,47 +158,6 @@ def test_reasoning_that_was_shown_once_comes_back() -> None:
     shown = mended_texts(corpus, log, 1, CauseName.REASONING_DROPPED)
 
     assert shown == [RULES, QUESTION, why, "I ask the carrier.", call, *shown[-2:]]
-
-
-def tools_of(corpus: Corpus, *names: str, version: int = 1) -> list[tuple[int, str]]:
-    return [
-        (
-            corpus.unit_of(
-                Segment(
-                    "",
-                    SegmentKind.TOOL,
-                    json.dumps({"name": name, "description": f"version {version}"}),
-                    TextForm.JSON,
-                )
-            ),
-            f"tools[{at}]",
-        )
-        for at, name in enumerate(names)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("takes_order", "takes_definitions", "expected"),
-    [
-        (True, False, ["b2", "a2", "late2"]),
-        (False, True, ["a1", "b1", "old1"]),
-        (False, False, ["a2", "late2", "b2"]),
-    ],
-)
-def test_order_and_definitions_of_tools_are_mended_apart(
-    takes_order: bool, takes_definitions: bool, expected: list[str]
-) -> None:
-    """The match has b, old, a in version 1; the request a, late, b in version 2."""
-    corpus = Corpus()
-    base = tools_of(corpus, "b", "old", "a")
-    own = tools_of(corpus, "a", "late", "b", version=2)
-
-    merged = merge_tools(
-        corpus, own, base, takes_order=takes_order, takes_definitions=takes_definitions
-    )
-
-    values = [json.loads(corpus.text(unit)) for unit, _ in merged]
-    assert [f"{value['name']}{value['description'][-1]}" for value in values] == expected
 
 
 def test_json_is_written_in_the_style_of_a_text() -> None:

@@ -29,17 +29,12 @@ def component_key(model: CacheModel, prompt: ReplayPrompt) -> Hashable:
     return (*domain, int(hashes[first]))
 
 
-class Components:
-    """Groups of prompts by key, in the order of starts."""
-
-    def __init__(self, model: CacheModel, prompts: Iterable[ReplayPrompt]) -> None:
-        self.key_of: dict[int, Hashable] = {}
-        self.members: dict[Hashable, list[int]] = {}
-        for place, prompt in enumerate(prompts):
-            key = component_key(model, prompt)
-            self.key_of[place] = key
-            self.members.setdefault(key, []).append(place)
-
-    def places(self, keys: Iterable[Hashable]) -> set[int]:
-        """Places of all prompts with these keys."""
-        return {place for key in set(keys) for place in self.members.get(key, ())}
+def components_of(
+    model: CacheModel, prompts: Iterable[ReplayPrompt]
+) -> tuple[list[Hashable], dict[Hashable, list[int]]]:
+    """The key of each prompt, and the places of the prompts of each key."""
+    keys = [component_key(model, prompt) for prompt in prompts]
+    members: dict[Hashable, list[int]] = {}
+    for place, key in enumerate(keys):
+        members.setdefault(key, []).append(place)
+    return keys, members

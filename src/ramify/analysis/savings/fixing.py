@@ -18,7 +18,6 @@ from ramify.analysis.corpus import Corpus, StoredRequest
 from ramify.analysis.predecessor import Match
 from ramify.analysis.providers.prompts import ReplayPrompt
 from ramify.analysis.records import SegmentKind
-from ramify.analysis.savings.mended_tools import merge_tools
 from ramify.analysis.savings.mended_units import MendedUnits
 from ramify.analysis.savings.repeated_blocks import RepeatedBlocks
 from ramify.analysis.verdicts import VALUES, CauseName
@@ -272,19 +271,9 @@ class PromptFixer:
     def _tools(
         self, own: tuple[PlacedUnit, ...], base: _Mended, recipe: _Recipe
     ) -> tuple[PlacedUnit, ...]:
-        """The match's tools as far as they are equal as sent, or as what differs is mended."""
-        left = {cause for cause, _ in recipe.tools - self._fixes}
-        if not recipe.has_other_tools or (recipe.tools and not left):
-            return base.tools
-        if not recipe.tools:
-            return own
-        return merge_tools(
-            self._corpus,
-            own,
-            base.tools,
-            takes_order=CauseName.TOOL_ORDER not in left,
-            takes_definitions=left == {CauseName.TOOL_ORDER},
-        )
+        """The match's tools if they are equal as sent, or if all that differs is mended."""
+        is_mended = bool(recipe.tools) and recipe.tools <= self._fixes
+        return base.tools if is_mended or not recipe.has_other_tools else own
 
     def _groups(
         self,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -12,7 +12,7 @@ from ramify.analysis.corpus import StoredRequest
 from ramify.analysis.providers.conditions import AS_LOGGED, Conditions
 from ramify.analysis.providers.conversations import single_requests
 from ramify.analysis.providers.positions import BlockRoles
-from ramify.analysis.providers.prompts import Billed, Prediction, ReplayPrompt
+from ramify.analysis.providers.prompts import Prediction, ReplayPrompt
 from ramify.analysis.providers.replay import CacheModel, prompts_of
 from ramify.analysis.savings.breakpoint_fixes import (
     add_breakpoint,
@@ -20,10 +20,10 @@ from ramify.analysis.savings.breakpoint_fixes import (
     drop_last,
     keep_tool_breakpoints,
 )
-from ramify.analysis.savings.components import Components, component_key
+from ramify.analysis.savings.components import component_key, components_of
 from ramify.analysis.savings.fixing import Fix
 from ramify.analysis.tokens import ESTIMATE_ERROR
-from ramify.analysis.verdicts import CauseName, Saving
+from ramify.analysis.verdicts import OBSERVED, CauseName, Saving
 
 # Causes that other conditions mend, not another prompt.
 _IGNORED = {
@@ -40,27 +40,10 @@ _NOT_IN_TEXT = (
     | {CauseName.UNREAD_WRITE, CauseName.TTL_EXPIRED, CauseName.PARALLEL_COLD}
 )
 # No change of the prompt or the client mends these; the report has no saving for them.
-_UNMENDED = frozenset(
-    {
-        CauseName.BELOW_MINIMUM,
-        CauseName.EVICTED,
-        CauseName.OUTSIDE_PROMPT,
-        CauseName.NEW_CONTENT,
-        CauseName.COMPACTION,
-    }
-)
+_UNMENDED = OBSERVED | {CauseName.EVICTED, CauseName.NEW_CONTENT}
 
 FixPrompt = Callable[[StoredRequest, Collection[Fix]], ReplayPrompt]
 """Makes a request's prompt without these causes, in so far as they are in its text."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Change:
-    """Tokens read and money saved, by one replay."""
-
-    tokens: int
-    money: float | None
-    has_expiries: bool
 
 
 class FixReplay:
@@ -116,15 +99,15 @@ class FixReplay:
         }
         if any(fix.cause is CauseName.UNREAD_WRITE for fix in fixes):
             mended |= self._without_unread(mended, fixes)
-        usual = self._replay(mended, fixes, AS_LOGGED)
-        tokens = [usual.tokens]
+        usual, money, has_expiries = self._replay(mended, fixes, AS_LOGGED)
+        tokens = [usual]
         for conditions in self._lifetimes:
             # Where nothing expired, a longer lifetime changes nothing.
-            if conditions.lifetime == "low" or usual.has_expiries:
-                tokens.append(self._replay(mended, fixes, conditions).tokens)
+            if conditions.lifetime == "low" or has_expiries:
+                tokens.append(self._replay(mended, fixes, conditions)[0])
         error = 0.0 if self._model.corpus.is_exact else ESTIMATE_ERROR
         bounds = [count * (1 + sign * error) for count in tokens for sign in (-1, 1)]
-        return Saving(usual.tokens, round(min(bounds)), round(max(bounds)), usual.money)
+        return Saving(usual, round(min(bounds)), round(max(bounds)), money)
 
     def _mend(self, before: ReplayPrompt, fixes: Sequence[Fix]) -> ReplayPrompt:
         """A prompt with fixes applied; the same object if nothing changes."""
@@ -175,25 +158,24 @@ class FixReplay:
 
     def _replay(
         self, mended: Mapping[int, ReplayPrompt], fixes: Sequence[Fix], usual: Conditions
-    ) -> _Change:
-        """What the changed parts of the log read more, under conditions."""
+    ) -> tuple[int, float | None, bool]:
+        """Tokens that the changed parts of the log read more, money saved, whether entries expire."""
         conditions = _conditions_of(fixes, usual)
         before = self._predictions(usual)
         order = sorted(self._affected(mended, conditions, usual))
         after = self._model.replay(
             [mended.get(place, self._prompts[place]) for place in order], conditions
         )
-        tokens, money = 0, 0.0
-        is_priced, has_expiries = True, False
-        for place, prediction in zip(order, after, strict=True):
-            old, new = before[place].billed, prediction.billed
-            tokens += new.num_read - old.num_read
-            has_expiries |= before[place].expired is not None or prediction.expired is not None
-            if (saved := _money_saved(old, new)) is None:
-                is_priced = False
-            else:
-                money += saved
-        return _Change(tokens, money if is_priced else None, has_expiries)
+        pairs = [
+            (before[place], prediction) for place, prediction in zip(order, after, strict=True)
+        ]
+        moneys = [(old.billed.money, new.billed.money) for old, new in pairs]
+        money = None
+        if not any(None in prices for prices in moneys):
+            money = sum((old or 0.0) - (new or 0.0) for old, new in moneys)
+        tokens = sum(new.billed.num_read - old.billed.num_read for old, new in pairs)
+        has_expiries = any(item.expired is not None for pair in pairs for item in pair)
+        return tokens, money, has_expiries
 
     def _affected(
         self, mended: Mapping[int, ReplayPrompt], conditions: Conditions, usual: Conditions
@@ -201,21 +183,22 @@ class FixReplay:
         """Places of the prompts whose reads may change."""
         if conditions.ignored or self._model.capacity_tokens is not None:
             return set(range(len(self._prompts)))
+        key_of, members = self._components
         keys = {component_key(self._model, prompt) for prompt in mended.values()}
-        keys |= {self._components.key_of[place] for place in mended}
+        keys |= {key_of[place] for place in mended}
         if conditions != usual:
             before = self._predictions(usual)
             keys |= {
-                self._components.key_of[place]
+                key_of[place]
                 for place, prediction in enumerate(before)
                 if (conditions.waits and prediction.in_flight is not None)
                 or (conditions.lifetime == "longest" and prediction.expired is not None)
             }
-        return self._components.places(keys)
+        return {place for key in keys for place in members.get(key, ())}
 
     @cached_property
-    def _components(self) -> Components:
-        return Components(self._model, self._prompts)
+    def _components(self) -> tuple[list[Hashable], dict[Hashable, list[int]]]:
+        return components_of(self._model, self._prompts)
 
     def _predictions(self, conditions: Conditions) -> list[Prediction]:
         predictions = self._before.get(conditions)
@@ -224,15 +207,15 @@ class FixReplay:
         return predictions
 
     @cached_property
-    def _lifetimes(self) -> tuple[Conditions, ...]:
+    def _lifetimes(self) -> list[Conditions]:
         """The ends of the vendors' lifetimes, where the log has times and a rule has a range."""
         infos = (prompt.request.info for prompt in self._prompts)
         if not any(info.start_s is not None and not info.is_batch for info in infos):
-            return ()
+            return []
         rules = [self._model.rule_of(prompt) for prompt in self._prompts]
         has_low = any(rule.lifetime_low_s is not None for rule in rules)
         has_high = any(rule.lifetime_high_s is not None for rule in rules)
-        return (Conditions(lifetime="low"),) * has_low + (Conditions(lifetime="high"),) * has_high
+        return [Conditions(lifetime="low")] * has_low + [Conditions(lifetime="high")] * has_high
 
 
 def _conditions_of(fixes: Iterable[Fix], usual: Conditions) -> Conditions:
@@ -242,9 +225,3 @@ def _conditions_of(fixes: Iterable[Fix], usual: Conditions) -> Conditions:
         lifetime="longest" if CauseName.TTL_EXPIRED in causes else usual.lifetime,
         waits=CauseName.PARALLEL_COLD in causes,
     )
-
-
-def _money_saved(before: Billed, after: Billed) -> float | None:
-    if before.money is None or after.money is None:
-        return None
-    return before.money - after.money

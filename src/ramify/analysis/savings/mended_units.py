@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Collection, Sequence
 
@@ -53,7 +52,7 @@ class MendedUnits:
             return self._templates.canonical(unit, values)
         if not volatile:
             return unit
-        mended = (_with_values_in_json if is_json else _with_values)(text, normal, volatile)
+        mended = _with_values(text, normal, volatile)
         if mended is None:
             return self._templates.canonical(unit, values)
         return self._corpus.unit_like(unit, mended)
@@ -139,15 +138,3 @@ def _with_values(text: str, normal: str, values: _Values) -> str | None:
     return replace_places(
         text, [(*span, constant) for span, constant in zip(spans, constants, strict=True)]
     )
-
-
-def _with_values_in_json(text: str, normal: str, values: _Values) -> str | None:
-    """`_with_values` where keys stand in another order: a value is found by what is around it."""
-    for start, end, constant in values:
-        head = re.split(r'["{}\[\]]', normal[max(0, start - 40) : start])[-1]
-        tail = re.split(r'["{}\[\]]', normal[end : end + 40])[0]
-        sought = head + normal[start:end] + tail
-        if text.count(sought) != 1:
-            return None
-        text = text.replace(sought, head + constant + tail)
-    return text
