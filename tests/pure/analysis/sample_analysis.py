@@ -193,7 +193,6 @@ def _tables() -> dict[str, object]:
         "billed": 6_200_000,
         "mean_error": 0.013,
         "mean_absolute_error": 0.021,
-        "percentiles": {},
         "share_within_0.1": 0.94,
         "outliers": [
             {

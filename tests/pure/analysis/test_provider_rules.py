@@ -14,10 +14,8 @@ import pytest
 from ramify.analysis.providers import ModelRule, load_rules, provider_of
 from ramify.analysis.providers.agreement import (
     Judged,
-    agreement_table,
-    billed_table,
+    judged_tables,
     our_reason,
-    predicted_table,
     rules_table,
 )
 from ramify.analysis.providers.library_prices import LibraryPrices
@@ -261,15 +259,14 @@ def test_predicted_reads_are_compared_with_the_bill() -> None:
     """Two of three requests agree to a tenth of their input; the third is an outlier."""
     items = [judged(800, 800), judged(800, 750), judged(800, 0)]
 
-    table = agreement_table(items)["reads"]
+    tables = judged_tables(items)
+    table = tables["agreement"]["reads"]
 
     assert (table["num_compared"], table["predicted"], table["billed"]) == (3, 2400, 1550)
     assert table["share_within_0.1"] == pytest.approx(2 / 3)
     assert [(row["predicted"], row["billed"]) for row in table["outliers"]] == [(800, 0)]
-    assert predicted_table(items)["money"] == pytest.approx(0.003)
-    billed = billed_table(items)
-    assert billed is not None
-    assert billed["money"] == pytest.approx((1450 * 5 + 1550 * 0.5) / 1e6)
+    assert tables["predicted"]["money"] == pytest.approx(0.003)
+    assert tables["billed"]["money"] == pytest.approx((1450 * 5 + 1550 * 0.5) / 1e6)
 
 
 def test_causes_are_compared_with_the_vendors_reasons() -> None:
@@ -282,7 +279,7 @@ def test_causes_are_compared_with_the_vendors_reasons() -> None:
         judged(0, 0),
     ]
 
-    table = agreement_table(items)["verdicts"]
+    table = judged_tables(items)["agreement"]["verdicts"]
 
     assert (table["num_compared"], table["num_equal"], table["num_reasons"]) == (3, 2, 2)
     assert table["matrix"] == {

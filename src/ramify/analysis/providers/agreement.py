@@ -49,25 +49,24 @@ class Judged:
     causes: tuple[str, ...] = ()
 
 
-def predicted_table(judged: Sequence[Judged]) -> dict[str, Any]:
-    """Tokens and money by the rule: in all, and by model."""
+def judged_tables(judged: Sequence[Judged]) -> dict[str, Any]:
+    """Tokens and money by the rule and as billed, and how far the two, and the reasons, agree."""
+    predicted = [item.prediction.billed for item in judged]
+    billed = [billed_usage(item.info.usage, item.rule, item.info) for item in judged]
+    known = [bill for bill in billed if bill is not None]
     models: dict[str, list[Billed]] = {}
     for item in judged:
         models.setdefault(item.info.model or "", []).append(item.prediction.billed)
+    by_model = {name: _totals(bills) for name, bills in sorted(models.items())}
     return {
-        **_totals([item.prediction.billed for item in judged]),
-        "by_model": {name: _totals(bills) for name, bills in sorted(models.items())},
+        "predicted": {**_totals(predicted), "by_model": by_model},
+        "billed": _totals(known) if known else None,
+        "agreement": {
+            "reads": _compare(judged, "num_read"),
+            "writes": _compare(judged, "num_written"),
+            "verdicts": _confusion(judged),
+        },
     }
-
-
-def billed_table(judged: Sequence[Judged]) -> dict[str, Any] | None:
-    """The same from usage, of the requests that have it; None if none has."""
-    bills = [
-        bill
-        for item in judged
-        if (bill := billed_usage(item.info.usage, item.rule, item.info)) is not None
-    ]
-    return _totals(bills) if bills else None
 
 
 def _totals(bills: Sequence[Billed]) -> dict[str, Any]:
@@ -83,15 +82,6 @@ def _totals(bills: Sequence[Billed]) -> dict[str, Any]:
         "num_ordinary": sum(bill.num_ordinary for bill in bills),
         "hit_rate": num_read / num_input if num_input else None,
         "money": None if None in prices else sum(price for price in prices if price is not None),
-    }
-
-
-def agreement_table(judged: Sequence[Judged]) -> dict[str, Any]:
-    """Predicted against billed tokens for each request, and our causes against vendors' reasons."""
-    return {
-        "reads": _compare(judged, "num_read"),
-        "writes": _compare(judged, "num_written"),
-        "verdicts": _confusion(judged),
     }
 
 
@@ -119,9 +109,6 @@ def _compare(judged: Sequence[Judged], counter: str) -> dict[str, Any] | None:
         "billed": sum(row[2] for row in rows),
         "mean_error": float(errors.mean()),
         "mean_absolute_error": float(np.abs(errors).mean()),
-        "percentiles": {
-            str(at): float(np.percentile(errors, at)) for at in (1, 10, 25, 50, 75, 90, 99)
-        },
         "share_within_0.1": float((np.abs(errors) <= OUTLIER_SHARE).mean()),
         "outliers": [
             {
@@ -194,10 +181,8 @@ def rules_table(rules: Rules, used: Iterable[tuple[str, str | None]]) -> dict[st
         providers[provider] += number
     for provider, model in sorted(requests, key=str):
         rule = rules.priced_rule_of(provider, model)
+        models.append({"provider": provider, "model": model, "rule": msgspec.to_builtins(rule)})
         name = f"{provider}: {model or 'no model'}"
-        models.append(
-            {"provider": provider, "model": model, "rule": msgspec.to_builtins(rule)},
-        )
         if len(rules.providers[provider]) > 1 and rules.is_default(provider, model):
             notes.append(f"{name}: no rule of its own, the provider's default is taken")
         if rule.note:
@@ -240,9 +225,4 @@ def report_tables(
         for request, verdict in zip(requests, verdicts, strict=True)
     ]
     used = ((model.provider_of(item.info), item.info.model) for item in judged)
-    return {
-        "predicted": predicted_table(judged),
-        "billed": billed_table(judged),
-        "agreement": agreement_table(judged),
-        "rules": rules_table(model.rules, used),
-    }
+    return {**judged_tables(judged), "rules": rules_table(model.rules, used)}

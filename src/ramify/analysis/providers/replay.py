@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from copy import copy
 from dataclasses import replace
 
 import msgspec
@@ -31,16 +32,10 @@ class CacheModel:
     """Which cache rule each request of a corpus falls under."""
 
     def __init__(
-        self,
-        corpus: Corpus,
-        provider: str,
-        rules: Rules,
-        *,
-        is_given: bool = True,
-        capacity_tokens: int | None = None,
+        self, corpus: Corpus, provider: str, rules: Rules, *, is_given: bool = True
     ) -> None:
         self.corpus, self.provider, self.rules = corpus, provider, rules
-        self.capacity_tokens = capacity_tokens  # of each replica's cache of pages; None: no limit
+        self.capacity_tokens: int | None = None  # of each replica's cache of pages; None: no limit
         self._is_given = is_given
         self._rules: dict[tuple[str, str | None, float | None], ModelRule] = {}
         self._changed_rules: dict[tuple[int, str], ModelRule] = {}
@@ -66,13 +61,8 @@ class CacheModel:
                 f"capacity={capacity_tokens} tokens is less than a page of {MIN_PAGE}; give more, "
                 "or leave it out: nothing is evicted then"
             )
-        model = CacheModel(
-            self.corpus,
-            self.provider,
-            self.rules,
-            is_given=self._is_given,
-            capacity_tokens=capacity_tokens,
-        )
+        model = copy(self)
+        model.capacity_tokens = capacity_tokens
         has_none = len(self.corpus) > 0 and not any(map(model.has_capacity, self.corpus))
         if capacity_tokens is not None and has_none:
             raise ConfigError(
