@@ -114,7 +114,8 @@ def _show(report: LintReport) -> None:
             f"mending saves {finding.saving.tokens:,}"
         )
         example = finding.example
-        typer.echo(f"  line {example.line}: {_one_line(example.had)} → {_one_line(example.got)}")
+        had, got = (json.dumps(text, ensure_ascii=False) for text in (example.had, example.got))
+        typer.echo(f"  line {example.line}: {had} → {got}")
         if finding.note:
             typer.echo(f"  {finding.note}")
         typer.echo(f"  {finding.change}")
@@ -133,7 +134,3 @@ def _show_bad_lines(bad: Sequence[Sequence[str | int]]) -> None:
     if bad:
         shown = ", ".join(f"{file}:{line}" for file, line in bad[:5])
         typer.echo(f"\n{len(bad):,} bad lines: {shown}{' …' if len(bad) > 5 else ''}", err=True)
-
-
-def _one_line(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)

@@ -18,11 +18,10 @@ from ramify.analysis.report.document import Analysis
 from ramify.analysis.report.figures.provenance import RULE_NOTE, warnings_of
 from ramify.analysis.verdicts import Finding
 
-_OWN_LABEL = re.compile(r"all requests|[\d,]+ small branch(es)?")
-_ROLES = frozenset({"assistant", "developer", "system", "tool", "user"})
 _WORD = re.compile(r"[a-z_]+(0\.1)?|\d{1,2}")
 # Names in a path come from the body's keys; a path holds nothing else but indices.
 _PATH = re.compile(r"[A-Za-z_]{1,40}(\[[\d*]*\])?(\.[A-Za-z_]{1,40}(\[[\d*]*\])?)*")
+_OWN_LABEL = re.compile(r"all requests|[\d,]+ small branch(es)?|blocks? [\d-]+")
 
 
 class TextHider:
@@ -60,13 +59,10 @@ class TextHider:
         return path if _PATH.fullmatch(path) or not path else self.hide(path)
 
     def hide_label(self, label: str) -> str:
-        """A label keeps its paths; names of tools and the like behind them are hidden."""
-        if not label or _OWN_LABEL.fullmatch(label):
+        """A label of our own, or the first and the last path of a part; anything else is hidden."""
+        if _OWN_LABEL.fullmatch(label):
             return label
-        path, _, rest = label.partition(" ")
-        if rest.strip("()") in _ROLES or _PATH.fullmatch(rest.removeprefix("… ")):
-            return f"{self.hide_path(path)} {rest}"
-        return f"{self.hide_path(path)} {self.hide(rest)}".rstrip()
+        return " … ".join(map(self.hide_path, label.split(" … ")))
 
     def hide_fields(self, value: Any) -> Any:
         """A dataclass of the report, or a tuple of them, with texts, paths and names of files hidden."""
