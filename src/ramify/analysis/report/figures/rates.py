@@ -168,30 +168,26 @@ def _restrictions(
     chosen: NDArray[np.bool_],
 ) -> Iterator[Loss]:
     """Tokens that each restriction of the rule takes; a token counts for the first that frees it."""
-    numbers = np.flatnonzero(chosen).tolist()
-    left: Counts = (reads.reusable - reads.by_rule).clip(min=0)
+    numbers = np.flatnonzero(chosen)
+    of_rule = [predictions[number] for number in numbers.tolist()]
+    num_read = np.array([item.billed.num_read for item in of_rule])
+    rate = reads.num_tokens[numbers] / [max(1, item.billed.num_input) for item in of_rule]
+    left: Counts = (reads.reusable - reads.by_rule)[numbers].clip(min=0)
 
-    def take(possible: Mapping[int, int]) -> int:
-        freed = np.zeros_like(left)
-        for number in numbers:
-            billed = predictions[number].billed
-            gain = possible[number] - billed.num_read
-            if gain > 0:
-                freed[number] = round(gain * reads.num_tokens[number] / max(billed.num_input, 1))
+    def take(possible: NDArray[np.int64]) -> int:
+        freed = np.rint((possible - num_read).clip(min=0) * rate).astype(np.int64)
         taken = np.minimum(freed, left)
         np.subtract(left, taken, out=left)
         return int(taken.sum())
 
-    for field, name, detail in RESTRICTIONS:
-        freed = {number: getattr(predictions[number], field) for number in numbers}
-        yield name, take(freed), detail
-    # Beyond what the restrictions free: each of them is lifted alone, over the replicas as they are.
-    apart = {
-        number: predictions[number].billed.num_read
-        + unsplit[number].billed.num_read
-        - max(getattr(predictions[number], field) for field, _, _ in RESTRICTIONS)
-        for number in numbers
+    lifted = {
+        field: np.array([getattr(item, field) for item in of_rule]) for field, _, _ in RESTRICTIONS
     }
+    for field, name, detail in RESTRICTIONS:
+        yield name, take(lifted[field]), detail
+    # Beyond what the restrictions free: each of them is lifted alone, over the replicas as they are.
+    joined = np.array([unsplit[number].billed.num_read for number in numbers.tolist()])
+    apart = num_read + joined - np.max(list(lifted.values()), axis=0)
     yield "split", take(apart), "another replica, cache key or model has the entry"
 
 

@@ -52,16 +52,10 @@ def analysis_as_html(analysis: Analysis) -> str:
         lstrip_blocks=True,
         loader=FunctionLoader(_page_file),
     )
-    environment.filters |= {
-        "count": count,
-        "percent": percent,
-        "money": money,
-        "duration": duration,
-        "cut": rows.cut,
-        "width": rows.width,
-        "visible": visible,
-        "shown": shown,
-    }
+    filters = (count, percent, money, duration, rows.cut, rows.width, visible, shown)
+    environment.filters |= {function.__name__: function for function in filters}
+    calls = (plural, observed_words, mark_changes, mark_quotes, finding_anchor)
+    environment.globals |= {function.__name__: function for function in calls}
     curves = analysis.curves
     findings = analysis.lint.findings
     page = environment.get_template("report.html.j2").render(
@@ -83,11 +77,6 @@ def analysis_as_html(analysis: Analysis) -> str:
         leaders=rows.leaders(analysis.tree),
         rows=rows,
         charts=charts,
-        finding_anchor=finding_anchor,
-        mark_changes=mark_changes,
-        mark_quotes=mark_quotes,
-        plural=plural,
-        observed_words=observed_words,
         style=Markup(style),  # noqa: S704 - our own file
         script=Markup(script),  # noqa: S704 - our own file
         style_digest=_digest(style),
