@@ -99,6 +99,7 @@ def test_the_page_loads_nothing() -> None:
 
     assert not {name for _, name, _ in page.attributes} & {"src", "srcset", "style", "action"}
     assert all(value.startswith("#") for _, name, value in page.attributes if name == "href")
+    assert "@import" not in text
     assert "url(" not in text.replace('"url(#hatching)"', "")
     assert "default-src 'none'" in text
     assert "unsafe" not in text

@@ -1,7 +1,6 @@
 """The parts of a report add up, and each number can be checked against the log."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from ramify.analysis.corpus import Corpus
 from ramify.analysis.reader import ReadQuality
 from ramify.analysis.report.analyze import analyze, read_corpus
 from ramify.analysis.report.document import Analysis
-from ramify.analysis.report.page.html import analysis_as_html, embed_json
+from ramify.analysis.report.page.html import analysis_as_html
 from ramify.analysis.report.privacy import hide_texts
 from ramify.analysis.report.wording.headline import headline
 from ramify.analysis.report.writers.as_json import analysis_as_json
@@ -19,11 +18,6 @@ from ramify.analysis.report.writers.markdown import analysis_as_markdown
 from tests.pure.analysis.planted_formats import planted_log, write_log
 from tests.pure.analysis.report_logs import chat_row, write_clock_log, write_rows
 from tests.pure.analysis.transcripts import Transcript
-
-HOSTILE = (
-    '</script><script>alert(1)</script><img src=x onerror="alert(2)">{{ 7*7 }}{% raw %}'
-    "\u2028\u2029<!-- <![CDATA[ ' \" \\ & \x1b[31m\x00"
-)
 
 
 def analysis_of(*paths: Path) -> Analysis:
@@ -87,48 +81,6 @@ def test_unexplained_is_shown_where_usage_disagrees(tmp_path: Path) -> None:
 
     assert steps[-1].name == "reported" and steps[-1].level == 0
     assert steps[-2].name == "unexplained" and steps[-2].change < -0.5
-
-
-def test_a_hostile_log_injects_nothing(tmp_path: Path) -> None:
-    """Markup, scripts, template code and line separators of a prompt stay text everywhere."""
-    rows = [
-        chat_row(
-            number,
-            system=f"{HOSTILE}{number * 7919:012x}{HOSTILE}" + "Rules are rules. " * 900,
-            question=HOSTILE,
-        )
-        | {"session_id": HOSTILE}
-        for number in range(8)
-    ]
-    analysis = analysis_of(write_rows(tmp_path / "x<img src=x>.jsonl", rows))
-    assert analysis.lint.findings
-
-    page = analysis_as_html(analysis)
-
-    bodies = re.findall(r"<script[^>]*>(.*?)</script>", page, re.DOTALL)
-    assert len(bodies) == page.lower().count("<script") == page.lower().count("</script") == 2
-    assert json.loads(bodies[0])["nodes"]
-    assert "<img" not in page and "7*7" in page
-    assert not {"\u2028", "\u2029", "\x00"} & set("".join(bodies))
-
-
-def test_data_in_the_page_comes_back(tmp_path: Path) -> None:
-    """JSON in a data block is parsed to what was embedded, and holds no `<`."""
-    value = {"text": HOSTILE, "numbers": [1, None, 2.5]}
-
-    embedded = str(embed_json(value))
-
-    assert json.loads(embedded) == value
-    assert not {"<", ">", "&", "\u2028"} & set(embedded)
-
-
-def test_the_page_needs_no_network(analysis: Analysis) -> None:
-    """No address is loaded, and the content security policy allows none."""
-    page = analysis_as_html(analysis)
-
-    assert "default-src 'none'" in page
-    assert not re.search(r"""\b(?:src|href)\s*=\s*["'](?!#)""", page)
-    assert not re.search(r"@import|url\((?!#)", page)
 
 
 def _texts(value: Any) -> list[str]:

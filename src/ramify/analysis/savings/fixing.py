@@ -261,7 +261,7 @@ class PromptFixer:
     ) -> dict[str, PlacedUnit]:
         """The match's settings where they are equal as sent, or where their change is mended."""
         out: dict[str, PlacedUnit] = {}
-        for path in sorted(own | base.settings, key=_setting_order):
+        for path in sorted(own | base.settings, key=lambda path: (path != "settings.model", path)):
             differs = path in recipe.settings and recipe.settings[path] not in self._fixes
             source = own if differs else base.settings
             if path in source:
@@ -341,7 +341,3 @@ def _fix_of(difference: Difference) -> Fix:
 def _unit_at(request: StoredRequest, groups: Sequence[object], at: int) -> int:
     """Unit of a segment after the tools; there is a group for each, and one at the end."""
     return int(request.units[len(request.units) - len(groups) + 1 + at])
-
-
-def _setting_order(path: str) -> tuple[bool, str]:
-    return path != "settings.model", path

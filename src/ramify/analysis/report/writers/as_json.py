@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ramify.analysis.lint_json import finding_as_json
-from ramify.analysis.report.document import KIND, SCHEMA, Analysis, HitRate
+from ramify.analysis.report.document import KIND, SCHEMA, Analysis
 
 
 def analysis_as_json(analysis: Analysis) -> dict[str, Any]:
@@ -18,7 +18,7 @@ def analysis_as_json(analysis: Analysis) -> dict[str, Any]:
     document |= {
         "schema": SCHEMA,
         "kind": KIND,
-        "rates": {rate.name: _rate_as_json(rate) for rate in analysis.rates},
+        "rates": {rate.name: asdict(rate) | {"share": rate.share} for rate in analysis.rates},
         "num_requests": lint.num_requests,
         "tokens_lost": analysis.tokens_lost,
         "provider": lint.provider,
@@ -34,7 +34,3 @@ def analysis_as_json(analysis: Analysis) -> dict[str, Any]:
     # Enums become strings, as a reader of the file gets them.
     plain: dict[str, Any] = json.loads(json.dumps(ordered | document))
     return plain
-
-
-def _rate_as_json(rate: HitRate) -> dict[str, Any]:
-    return asdict(rate) | {"share": rate.share}
