@@ -91,7 +91,7 @@ def run_simulate(log: Path, _num_requests: int) -> str:
     result = simulate(log, capacity="10M", policy="lru")
     rate = result.one_pass_lru[10_000_000]
     assert abs(rate - result.curve["lru"][10_000_000]) < 0.003
-    return f"{result.facts.num_references:,} pages, LRU {rate:.2%}, infinite {result.infinite:.2%}"
+    return f"{result.facts.page_references:,} pages, LRU {rate:.2%}, infinite {result.infinite:.2%}"
 
 
 def run_tree(_log: Path, num_requests: int) -> str:

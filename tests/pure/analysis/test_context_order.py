@@ -165,13 +165,12 @@ def test_other_documents_are_new_content(tmp_path: Path) -> None:
 def test_possible_is_not_below_what_any_listed_change_gives(
     tmp_path: Path, seed: int, provider: str
 ) -> None:
-    """By rule plus the saving of any finding, of any set that was replayed, and of all together."""
+    """By rule plus the saving of any finding, and of all together."""
     corpus = linted_log(seed, ("openai_chat", "litellm")[seed % 2], MIXED, tmp_path, 60).corpus
 
     analysis = analyze(corpus, title="planted", provider=provider)
 
     savings = [analysis.lint.saving_all, *(item.saving for item in analysis.lint.findings)]
-    savings += [] if analysis.what_if is None else analysis.what_if.savings.values()
     possible, by_rule = _share(analysis, "possible"), _share(analysis, "by_rule")
     levels = {step.name: step.level for step in analysis.waterfall if step.is_level}
     assert levels["possible, mended"] == pytest.approx(possible)
