@@ -7,7 +7,6 @@ from ramify.analysis.report.document import (
     Curve,
     CurvePoint,
     Curves,
-    Figure,
     HitRate,
     PrefixNode,
     Session,
@@ -73,10 +72,6 @@ def sample_analysis(had: str = CLOCK[0], got: str = CLOCK[1]) -> Analysis:
             WaterfallStep("rule", 0.284, -0.026, "breakpoints and minimum", is_level=False),
             WaterfallStep("unexplained", 0.271, -0.013, "what no step accounts for"),
             WaterfallStep("reported", 0.271, 0.0, "usage of the log", is_level=True),
-        ),
-        figures=(
-            Figure("input tokens", "24.3 M", "sum over all requests, estimated ± 15 %"),
-            Figure("rule", "anthropic, 2026-11-01", "docs/cache-rules.md"),
         ),
     )
 

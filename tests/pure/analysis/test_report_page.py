@@ -241,7 +241,7 @@ def test_an_empty_analysis_is_a_page() -> None:
         full,
         lint=replace(full.lint, findings=(), tables={}, quality={}),
         rates=(), tree=(), sessions=(), curves=None,
-        waterfall=(), figures=(), duration_s=None, num_input=0,
+        waterfall=(), duration_s=None, num_input=0,
     )  # fmt: skip
 
     page = Page(analysis_as_html(bare))

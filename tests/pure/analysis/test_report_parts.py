@@ -119,12 +119,14 @@ def test_a_private_report_has_no_text_of_the_log(tmp_path: Path) -> None:
     assert any("SECRETWORD" in text for text in _texts(analysis_as_json(analysis)))
 
 
-def test_every_figure_says_where_it_comes_from(analysis: Analysis) -> None:
-    """Formula, tokenizer, date of the rules, bad lines and shares of usage and times are there."""
-    names = {figure.name for figure in analysis.figures}
+def test_the_page_says_where_its_numbers_come_from(analysis: Analysis) -> None:
+    """Tokenizer, date and sources of the rules, bad lines and the requests with usage are there."""
+    page = analysis_as_html(analysis)
+    section = page[page.index('id="provenance"') :]
 
-    assert {"tokenizer", "cache rules and prices", "bad lines", "requests with usage"} <= names
-    assert all(figure.formula for figure in analysis.figures)
+    for name in ("tokenizer", "date of the rules", "sources of the rules", "bad lines"):
+        assert f'<th scope="row">{name}</th>' in section
+    assert f"requests with usage</th><td>{analysis.lint.quality['num_with_usage']}</td>" in section
 
 
 def test_a_log_of_one_request_is_a_report(tmp_path: Path) -> None:

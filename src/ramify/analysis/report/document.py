@@ -136,15 +136,6 @@ class WaterfallStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
-    """Where a number comes from."""
-
-    name: str
-    value: str
-    formula: str
-
-
-@dataclass(frozen=True, slots=True)
 class Analysis:
     """All parts of a report."""
 
@@ -160,7 +151,6 @@ class Analysis:
     sessions: tuple[Session, ...] = ()
     curves: Curves | None = None
     waterfall: tuple[WaterfallStep, ...] = ()
-    figures: tuple[Figure, ...] = ()
     warnings: tuple[str, ...] = ()  # what makes the figures unsure; shown first
     is_private: bool = False
     is_partial: bool = False  # interrupted: requests or parts are missing

@@ -15,7 +15,7 @@ from typing import Any
 
 from ramify.analysis.findings import CHANGES
 from ramify.analysis.report.document import Analysis
-from ramify.analysis.report.figures.provenance import RULE_NOTE, warnings_of
+from ramify.analysis.report.figures.provenance import warnings_of
 from ramify.analysis.verdicts import Finding
 
 _WORD = re.compile(r"[a-z_]+(0\.1)?|\d{1,2}")
@@ -104,6 +104,9 @@ def hide_texts(analysis: Analysis) -> Analysis:
         for name in ("bad_lines", "lines_without_tokens")
     }
     quality = figures_only(lint.quality) | lines
+    # Notes of rules, and the rules of models, name the models.
+    tables, rules = figures_only(lint.tables), lint.tables.get("rules", {})
+    tables["rules"] = {name: rules.get(name) for name in ("date", "sources", "providers")}
     quality.pop("bad_reasons", None)  # an error message may quote the line
     return replace(
         analysis,
@@ -114,14 +117,13 @@ def hide_texts(analysis: Analysis) -> Analysis:
             observations=hidden(lint.observations),
             verdicts=hider.hide_fields(lint.verdicts),
             quality=quality,
-            tables=figures_only(lint.tables),
+            tables=tables,
         ),
         tree=hider.hide_fields(analysis.tree),
         sessions=tuple(
             replace(hider.hide_fields(session), name=f"conversation {number}")
             for number, session in enumerate(analysis.sessions, 1)
         ),
-        figures=tuple(each for each in analysis.figures if each.name != RULE_NOTE),
         warnings=tuple(warnings_of(quality, lint, is_partial=analysis.is_partial)),
         is_private=True,
     )

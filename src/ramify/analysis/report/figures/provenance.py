@@ -1,4 +1,4 @@
-"""Where each number comes from, and what makes the numbers unsure."""
+"""What makes the numbers of a report unsure."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from typing import Any
 
 from ramify.analysis.files.rows import TRUNCATED
 from ramify.analysis.linting import MAX_NAMED
-from ramify.analysis.report.document import Curves, Figure
-from ramify.analysis.report.wording.numbers import count, percent, plural
+from ramify.analysis.report.wording.numbers import percent, plural
 from ramify.analysis.verdicts import LintReport
 
 POOR_SHARE = 0.9  # of requests that should have text
 BAD_SHARE = 0.01
-RULE_NOTE = "note of a rule"  # names a model
 
 
 def warnings_of(
@@ -62,34 +60,3 @@ def warnings_of(
         )
     if not lint.tables.get("billed"):
         yield "No cached tokens are logged: nothing says what was read; see the bars by rule."
-
-
-def figures_of(lint: LintReport, curves: Curves | None, num_input: int) -> Iterator[Figure]:
-    """The formula and denominator of each figure; a hit rate has its own."""
-    quality, num = lint.quality, lint.num_requests
-    yield Figure("input tokens", f"{num_input:,}", "usage where logged, else counted in the prompt")
-    exact = "exact" if quality.get("is_exact") else "estimated, ± 15 % for prose and code"
-    yield Figure("tokenizer", str(quality.get("tokenizer", "")), exact)
-    rules = lint.tables.get("rules", {})
-    sources = "; ".join(map(str, rules.get("sources", ())))
-    yield Figure("cache rules and prices", str(rules.get("date", "")), sources)
-    for note in rules.get("notes", ()):
-        yield Figure(RULE_NOTE, "", str(note))
-    yield Figure("bad lines", f"{len(quality.get('bad_lines', ())):,}", "left out, never fatal")
-    for name in ("usage", "times", "conversation", "full_text"):
-        value = quality.get(f"num_with_{name}", 0)
-        words = f"requests with {name.replace('_', ' ')}"
-        yield Figure(words, percent(value / num) if num else "0", f"{value:,} of {num:,}")
-    yield Figure(
-        "savings",
-        count(lint.saving_all.tokens),
-        "tokens read in a replay of the mended log less those read in a replay of the log as it is; "
-        "range: both ends of the lifetime, error of the token count",
-    )
-    if curves is not None:
-        yield Figure(
-            "capacity curve",
-            f"pages of {curves.page_size}",
-            "LRU exactly from stack distances, whole pages, answers not inserted, cold start, hits "
-            "over all input tokens",
-        )

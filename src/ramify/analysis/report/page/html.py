@@ -69,7 +69,7 @@ def analysis_as_html(analysis: Analysis) -> str:
         absent=absent_causes((*findings, *analysis.lint.observations), analysis.lint.quality),
         unchecked=missing_checks(analysis.lint.quality),
         waterfall=rows.waterfall_bars(analysis.waterfall),
-        quality=rows.quality_rows(analysis.lint.quality),
+        provenance=rows.provenance_rows(analysis.lint),
         capacity_chart=charts.capacity_chart(curves) if curves else None,
         lifetime_chart=charts.lifetime_chart(curves) if curves else None,
         knee=knee_sentence(curves),

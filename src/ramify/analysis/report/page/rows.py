@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ramify.analysis.report.document import PrefixNode, WaterfallStep
+from ramify.analysis.verdicts import LintReport
 
 MAX_FINDINGS = 100
 MAX_TEXT = 2000
@@ -58,13 +59,15 @@ def leaders(tree: Sequence[PrefixNode]) -> list[PrefixNode]:
     return sorted(shared, key=lambda node: -node.tokens_saved)[:NUM_LEADERS]
 
 
-def quality_rows(quality: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What was read and what was not, as text; the counts of requests are figures already."""
-    return [
-        (name.removeprefix("num_").removeprefix("is_").replace("_", " "), _listed(value))
-        for name, value in quality.items()
-        if name != "num_requests" and not name.startswith("num_with_")
+def provenance_rows(lint: LintReport) -> list[tuple[str, str]]:
+    """Where the numbers come from: what was read and what was not, and the rules, as text."""
+    rules = lint.tables.get("rules", {})
+    rows = [
+        (name.replace("num_with_", "requests with ").removeprefix("num_"), value)
+        for name, value in lint.quality.items()
     ]
+    rows += [(f"{name} of the rules", rules.get(name)) for name in ("date", "sources", "notes")]
+    return [(name.replace("_", " "), _listed(value)) for name, value in rows if value is not None]
 
 
 def _listed(value: object) -> str:
@@ -72,7 +75,7 @@ def _listed(value: object) -> str:
     if isinstance(value, Mapping):
         items = [f"{key}: {item}" for key, item in value.items()]
     elif isinstance(value, list | tuple):
-        items = [f"{file} line {line}" for file, line in value]
+        items = [item if isinstance(item, str) else " line ".join(map(str, item)) for item in value]
     more = [f"… {len(items) - MAX_LISTED} more"] if len(items) > MAX_LISTED else []
     return ", ".join([*(cut(item, MAX_LABEL) for item in items[:MAX_LISTED]), *more]) or "none"
 
