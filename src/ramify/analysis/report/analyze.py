@@ -16,7 +16,7 @@ from ramify.analysis.reader import ReadQuality
 from ramify.analysis.report.document import Analysis
 from ramify.analysis.report.figures.cache_curves import cache_curves
 from ramify.analysis.report.figures.prefix_tree import PrefixTreeBuilder
-from ramify.analysis.report.figures.provenance import warnings_of
+from ramify.analysis.report.figures.quality_warnings import warnings_of
 from ramify.analysis.report.figures.rates import hit_rates, possible_reads, waterfall
 from ramify.analysis.report.figures.reads import measure_reads
 from ramify.analysis.report.figures.sessions import session_timelines

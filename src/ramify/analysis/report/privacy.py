@@ -15,7 +15,7 @@ from typing import Any
 
 from ramify.analysis.findings import CHANGES
 from ramify.analysis.report.document import Analysis
-from ramify.analysis.report.figures.provenance import warnings_of
+from ramify.analysis.report.figures.quality_warnings import warnings_of
 from ramify.analysis.verdicts import Finding
 
 _WORD = re.compile(r"[a-z_]+(0\.1)?|\d{1,2}")

@@ -1,6 +1,6 @@
 """Parts of the report, computed from a linted log.
 
 `reads` counts tokens of each request. From these come `rates` (hit rates and waterfall) and
-`prefix_tree`. `sessions` has timelines, `cache_curves` hit rates by capacity and lifetime, `what_if` sets
-of fixes. `provenance` says where each number comes from, and what makes it unsure.
+`prefix_tree`. `sessions` has timelines, `cache_curves` hit rates by capacity and lifetime.
+`quality_warnings` says what makes the numbers unsure.
 """
