@@ -9,6 +9,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from ramify.analysis.compare.text_diff import common_prefix_len
+
 # The white space that the normal form changes.
 _BLANKS = " \t\r\n\u00a0\u3000\ufeff" + "".join(map(chr, range(0x2000, 0x200C)))
 _IS_BLANK = np.zeros(ord("\ufeff") + 2, np.bool_)  # by code point; the last stands for all beyond
@@ -33,137 +35,57 @@ class Respaced:
 
     char_a: int
     char_b: int
-    normal_char: int  # in the second text's normal form
+    num_values: int  # that stand before it
 
 
 def find_respaced(a: SpacedText, b: SpacedText) -> Respaced | None:
-    """The first difference in white space or Unicode form between words that both texts share."""
-    words_a, words_b = _Words.of(a), _Words.of(b)
-    if words_a is None or words_b is None:
+    """The first difference in white space or Unicode form outside of the values."""
+    parts_a, parts_b = _parts_between(a), _parts_between(b)
+    if parts_a is None or parts_b is None:
         return None
-    values_a, values_b = _widened(a, b)
-    for run_a, run_b in zip(words_a.runs(values_a), words_b.runs(values_b), strict=True):
-        if run_a[1] - run_a[0] == run_b[1] - run_b[0]:  # else a value ends within a word
-            respaced = _first_respaced(a.text, words_a, run_a, b.text, words_b, run_b)
-            if respaced is not None:
-                return respaced
-    return _respaced_at_end(a, b)
-
-
-def _widened(a: SpacedText, b: SpacedText) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """The values, with the words beside those that only one text has parted: `[ ]` and `[x]`."""
-    values_a, values_b = [], []
-    for (start_a, end_a), (start_b, end_b) in zip(a.values, b.values, strict=True):
-        left = _is_in_word(a.normal, start_a) != _is_in_word(b.normal, start_b)
-        right = _is_in_word(a.normal, end_a) != _is_in_word(b.normal, end_b)
-        values_a.append((start_a - left, end_a + right))
-        values_b.append((start_b - left, end_b + right))
-    return values_a, values_b
-
-
-def _is_in_word(text: str, at: int) -> bool:
-    """Whether a place stands between two code points of a word."""
-    beside = text[max(0, at - 1) : at + 1]
-    return len(beside) == 2 and not any(char in _BLANKS for char in beside)
-
-
-def _first_respaced(
-    text_a: str, a: _Words, run_a: tuple[int, int], text_b: str, b: _Words, run_b: tuple[int, int]
-) -> Respaced | None:
-    """The first difference within two runs with equally many words."""
-    spans_a, spans_b = a.spans[slice(*run_a)], b.spans[slice(*run_b)]
-    if not len(spans_a):
-        return None
-    whole_a = text_a[spans_a[0, 0] : spans_a[-1, 1]]
-    if whole_a == text_b[spans_b[0, 0] : spans_b[-1, 1]]:
-        return None
-    rows_a, rows_b = spans_a.tolist(), spans_b.tolist()
-    normal_starts = b.normal_spans[slice(*run_b), 0].tolist()
-    for at, (mine, other) in enumerate(zip(rows_a, rows_b, strict=True)):
-        if text_a[mine[0] : mine[1]] != text_b[other[0] : other[1]]:
-            return Respaced(mine[0], other[0], normal_starts[at])
-        if at + 1 < len(rows_a):
-            gap = text_a[mine[1] : rows_a[at + 1][0]]
-            if gap != text_b[other[1] : rows_b[at + 1][0]]:
-                return Respaced(mine[1], other[1], normal_starts[at])
+    for number, ((start_a, end_a), (start_b, end_b)) in enumerate(
+        zip(parts_a, parts_b, strict=True)
+    ):
+        part_a, part_b = a.text[start_a:end_a], b.text[start_b:end_b]
+        if part_a != part_b:
+            char = common_prefix_len(part_a, part_b)
+            return Respaced(start_a + char, start_b + char, number)
     return None
 
 
-def _respaced_at_end(a: SpacedText, b: SpacedText) -> Respaced | None:
-    """White space at the end of both texts, if the last word of each holds a value."""
-    for side in (a, b):
-        start, end = side.values[-1] if side.values else (0, 0)
-        if start == end or len(side.normal[end:].split()) > 1 or side.normal[end:][:1].isspace():
-            return None
-    words = [side.text.rstrip(_BLANKS) for side in (a, b)]
-    if a.text[len(words[0]) :] == b.text[len(words[1]) :]:
+def _parts_between(side: SpacedText) -> list[tuple[int, int]] | None:
+    """The parts of the text before, between and behind the values, without the white space beside a value."""
+    text, spans = side.text, places_in_text(side.text, side.normal, side.values)
+    if spans is None:
         return None
-    return Respaced(len(words[0]), len(words[1]), b.values[-1][1])
+    starts = [0, *(end for _, end in spans)]
+    ends = [*(start for start, _ in spans), len(text)]
+    parts = []
+    for number, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        part = text[start:end]
+        is_first, is_last, is_blank = number == 0, number == len(spans), not part.strip(_BLANKS)
+        # White space alone at the start or the end of a text is compared.
+        left = 0 if is_first or (is_last and is_blank) else len(part) - len(part.lstrip(_BLANKS))
+        right = len(part) if is_last or (is_first and is_blank) else len(part.rstrip(_BLANKS))
+        parts.append((start + left, start + max(left, right)))
+    return parts
 
 
 def places_in_text(
     text: str, normal: str, places: Sequence[tuple[int, int]]
 ) -> list[tuple[int, int]] | None:
-    """Places of the normal form in the text itself; None if their words are not the same."""
+    """Places of the normal form in the text itself; None if the normal form has other words."""
     words, normal_words = _word_spans(text), _word_spans(normal)
     if len(words) != len(normal_words) or not len(words):
         return None
-    starts, shifts = normal_words[:, 0], words[:, 0] - normal_words[:, 0]
-    if not np.array_equal(shifts, words[:, 1] - normal_words[:, 1]):  # words of other lengths
-        return None
+    starts, shifts = normal_words[:, 0], words - normal_words
     spans = []
     for start, end in places:
         first = max(0, int(starts.searchsorted(start, "right")) - 1)
         last = max(first, int(starts.searchsorted(end, "left")) - 1)
-        spans.append((start + int(shifts[first]), end + int(shifts[last])))
+        begin = start + int(shifts[first, 0])
+        spans.append((begin, max(begin, end + int(shifts[last, 1]))))
     return spans
-
-
-@dataclass(frozen=True, slots=True)
-class _Words:
-    """The words of a text: places in the text and in its normal form.
-
-    The start and the end of the text count as empty words, so that white space there is compared.
-    """
-
-    spans: _Spans
-    normal_spans: _Spans
-
-    @classmethod
-    def of(cls, side: SpacedText) -> _Words | None:
-        """None if the normal form has other words."""
-        spans = normal_spans = _word_spans(side.text)
-        if side.normal != side.text:
-            normal_spans = _word_spans(side.normal)
-        if len(spans) != len(normal_spans):
-            return None
-        end, normal_end = len(side.text), len(side.normal)
-        return cls(
-            np.concatenate([[(0, 0)], spans, [(end, end)]]),
-            np.concatenate([[(-1, -1)], normal_spans, [(normal_end + 1, normal_end + 1)]]),
-        )
-
-    def runs(self, values: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Numbers of the first and behind the last word before, between and after the values.
-
-        Words that a value overlaps belong to none.
-        """
-        beyond = int(self.normal_spans[-1, 1]) + 1
-        places = np.array([*values, (beyond, beyond)], np.int64)
-        lefts, rights = self.normal_spans[:, 0], self.normal_spans[:, 1]
-        starts, stops = places[:, 0], places[:, 1]
-        # Values are in order: those that end before a word are the first ones.
-        num_before = np.minimum(
-            np.searchsorted(stops, lefts, "right"), np.searchsorted(starts, lefts, "left")
-        )
-        is_free = (rights <= starts[num_before]) | (lefts >= stops[num_before])
-        # The words that a value overlaps are the last before it is passed.
-        firsts = np.searchsorted(num_before, np.arange(len(places)), "left")
-        num_free = np.bincount(num_before[is_free], minlength=len(places))
-        return [
-            (first, first + num)
-            for first, num in zip(firsts.tolist(), num_free.tolist(), strict=True)
-        ]
 
 
 @lru_cache(_MAX_TEXTS)

@@ -52,8 +52,8 @@ def pair_differences(
             SpacedText(text_b, body_b, [value[1] for value in values]),
         )
     tail = 0
-    for (start_a, end_a), (start_b, end_b), verdict in values:
-        if respaced is not None and respaced.normal_char < start_b:
+    for number, ((start_a, end_a), (start_b, end_b), verdict) in enumerate(values):
+        if respaced is not None and respaced.num_values <= number:
             differences.append(
                 whitespace_of(text_a, text_b, path, respaced.char_a, respaced.char_b)
             )
