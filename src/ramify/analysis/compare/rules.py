@@ -54,14 +54,13 @@ def _step_over_ids(walk: MessageWalk, ids: tuple[str, str]) -> None:
 # Parts that only one of the prompts has
 
 
-def _empty_in_earlier(walk: MessageWalk) -> bool:
-    """A text without a word beside what follows in the same message: "" in place of null."""
-    return _is_empty_before(walk.a, walk.i, walk.b.normals[walk.j])
-
-
-def _empty_in_later(walk: MessageWalk) -> bool:
-    """The same in the later prompt."""
-    return _is_empty_before(walk.b, walk.j, walk.a.normals[walk.i])
+def _empty_text(walk: MessageWalk) -> tuple[bool, bool] | None:
+    """A text without a word beside what follows in its message, "" in place of null: in which prompt it is."""
+    is_in = (
+        _is_empty_before(walk.a, walk.i, walk.b.normals[walk.j]),
+        _is_empty_before(walk.b, walk.j, walk.a.normals[walk.i]),
+    )
+    return is_in if any(is_in) else None
 
 
 def _is_empty_before(side: Side, at: int, normal: int) -> bool:
@@ -71,14 +70,9 @@ def _is_empty_before(side: Side, at: int, normal: int) -> bool:
     return not side.normal_text(at) and side.normals[following] == normal
 
 
-def _step_over_empty_in_earlier(walk: MessageWalk, _: bool) -> None:
+def _step_over_empty(walk: MessageWalk, is_in: tuple[bool, bool]) -> None:
     walk.add(CauseName.WHITESPACE, walk.a.text(walk.i), walk.b.text(walk.j))
-    walk.i += 1
-
-
-def _step_over_empty_in_later(walk: MessageWalk, _: bool) -> None:
-    walk.add(CauseName.WHITESPACE, walk.a.text(walk.i), walk.b.text(walk.j))
-    walk.j += 1
+    walk.i, walk.j = walk.i + is_in[0], walk.j + is_in[1]
 
 
 def _changed_reasoning(walk: MessageWalk) -> tuple[bool, bool] | None:
@@ -239,12 +233,10 @@ def _step_over_media(walk: MessageWalk, _: bool) -> None:
     if a.rest_path(i) == b.rest_path(j) or walk.history.is_other_medium(i, j):
         walk.add(CauseName.MEDIA_CHANGED, a.text(i), b.text(j))
         walk.share_and_advance()
-    elif a.unit(i).form is TextForm.MEDIA:
-        walk.add(CauseName.MEDIA_CHANGED, a.text(i), "")
-        walk.i += 1
-    else:
-        walk.add(CauseName.MEDIA_CHANGED, "", b.text(j))
-        walk.j += 1
+        return
+    is_gone = a.unit(i).form is TextForm.MEDIA
+    walk.add(CauseName.MEDIA_CHANGED, *((a.text(i), "") if is_gone else ("", b.text(j))))
+    walk.i, walk.j = i + is_gone, j + (not is_gone)
 
 
 # Changes of the history
@@ -338,8 +330,7 @@ def _step_over_order(walk: MessageWalk, order: _Order) -> None:
 
 RULES: tuple[Rule, ...] = (
     Rule("random_id", _ids_of_calls, _step_over_ids),
-    Rule("whitespace", _empty_in_earlier, _step_over_empty_in_earlier),
-    Rule("whitespace", _empty_in_later, _step_over_empty_in_later),
+    Rule("whitespace", _empty_text, _step_over_empty),
     Rule("random_id", _ids_of_items, _step_over_ids),
     Rule("reasoning_dropped", _changed_reasoning, _step_over_reasoning),
     Rule("reasoning_dropped", _differs_in_thoughts, _step_over_thoughts),
