@@ -6,15 +6,14 @@ import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
-from difflib import SequenceMatcher
 from itertools import accumulate
 from typing import NamedTuple
 
 from ramify.analysis.compare.value_shapes import DATE_WORDS
 
 MAX_LINES = 3000  # in the middle that differs; beyond, it is one hunk
-MAX_PAIRS = 2500  # of pieces that are compared each with each
-MAX_EDITS = 40  # pieces removed or added in a range without anchors
+MAX_EDITS = 80  # pieces removed or added in a range without anchors
+MAX_DATE = 60  # code points of a date beside a value
 MAX_WORD_CHARS = 700  # of texts that are compared word by word
 
 _WORD = re.compile(r"\w+ ?|\s+|[^\w\s] ?")
@@ -24,7 +23,12 @@ _CLOSING = frozenset("])}>\"'`\u201d\u3001")
 _ID = re.compile(r"(?=[^\d]*\d)(?=(?:[^a-zA-Z]*[a-zA-Z]){3})[\w-]{10,}")
 _DAY = re.compile(r"\d{4}-?\d{2}-?\d{2}(?!\w{8})")
 _LABEL = re.compile(r"\n\w|\w[:=] ?$")  # a line's first word, or a name before a value
-_ORDINAL = re.compile(r"\d{1,4}(?:st|nd|rd|th|\.)?,?$", re.IGNORECASE)
+_DATE_WORD = (
+    r"(?:\d+[:./-]\d[^\s,;]*|\d{1,4}(?:st|nd|rd|th|\.)?|(?:"
+    + "|".join(map(re.escape, sorted(DATE_WORDS, key=len, reverse=True)))
+    + r")\.?)(?!\w)"
+)
+_DATE = re.compile(rf"(?i)(?<!\w){_DATE_WORD}(?:,? {_DATE_WORD})+")  # two words of a date or more
 
 
 class Hunk(NamedTuple):
@@ -180,11 +184,6 @@ def _unmatched(a: list[str], b: list[str]) -> Iterator[tuple[int, int, int, int]
         elif (edits := _few_edits(a[i1:i2], b[j1:j2])) is not None:
             for x1, x2, y1, y2 in edits:
                 yield i1 + x1, i1 + x2, j1 + y1, j1 + y2
-        elif (i2 - i1) * (j2 - j1) <= MAX_PAIRS:
-            matcher = SequenceMatcher(None, a[i1:i2], b[j1:j2], autojunk=False)
-            for tag, x1, x2, y1, y2 in matcher.get_opcodes():
-                if tag != "equal":
-                    yield i1 + x1, i1 + x2, j1 + y1, j1 + y2
         else:
             yield i1, i2, j1, j2
 
@@ -315,26 +314,12 @@ def _without_last_blank(hunk: Hunk, a: str, b: str) -> Hunk:
 
 
 def _grow_date(text: str, left: int, right: int) -> tuple[int, int]:
-    for _ in range(6):
-        gap = 2 if text[max(0, left - 2) : left] == ", " else 1
-        start = _left_edge(text, left - gap) if left > gap else left
-        if start < left - gap and text[left - 1] == " " and _is_date_word(text[start : left - gap]):
-            left = start
-        else:
-            break
-    for _ in range(6):
-        gap = 2 if text[right : right + 2] == ", " else 1
-        end = _right_edge(text, right + gap)
-        if text[right + gap - 1 : right + gap] == " " and _is_date_word(text[right + gap : end]):
-            right = end
-        else:
-            break
+    """The value with the words of a date beside it."""
+    line = text.rfind("\n", 0, left) + 1
+    for match in _DATE.finditer(text, max(line, left - MAX_DATE), right + MAX_DATE):
+        if match.start() < right and left < match.end():
+            return min(left, match.start()), max(right, match.end())
     return left, right
-
-
-def _is_date_word(word: str) -> bool:
-    bare = word.strip(".,").lower()
-    return bare in DATE_WORDS or bool(_ORDINAL.match(word)) or bool(re.match(r"\d+[:./-]\d+", word))
 
 
 def _merge(hunks: list[Hunk], a: str) -> list[Hunk]:
