@@ -35,7 +35,6 @@ POLITELY = "Answer briefly and politely. "
         ("2026-063T10:00", "2026-063T11:12"),
         ("The customer joined 4 minutes ago.", "The customer joined 9 minutes ago."),
         ("Since the last backup: 1d 4h", "Since the last backup: 1d 9h"),
-        ("Since the last backup: 12m40s", "Since the last backup: 58m05s"),
     ],
 )
 def test_two_requests_prove_a_clock_in_words_or_other_digits(
@@ -278,7 +277,6 @@ def test_a_serial_id_beside_a_clock_is_an_id(tmp_path: Path) -> None:
         ("Plan\n- [x] Read the log", "Plan\n- [x] Read the log\n- [ ] Write a test"),
         ("<files>\nmain.rs\nlib.rs\n</files>", "<files>\nmain.rs\ncache.rs\nlib.rs\n</files>"),
         ("Directory listing:\n- src/\n- README.md", "Directory listing:\n- src/\n- docs/\n- README.md"),
-        ("<env>\nOS: Linux\ndirty: no\n</env>", "<env>\nOS: Linux\ndirty: yes\n</env>"),
     ],
 )  # fmt: skip
 def test_a_state_block_may_change_its_number_of_lines(tmp_path: Path, had: str, got: str) -> None:

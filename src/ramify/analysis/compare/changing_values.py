@@ -17,8 +17,6 @@ from ramify.analysis.compare.value_shapes import (
     are_random,
     are_state_lines,
     has_digits,
-    is_duration,
-    is_in_environment,
     is_in_status_block,
     is_number,
     is_path,
@@ -207,7 +205,7 @@ def _is_clock(slot: Slot) -> bool:
     if any(len(value.split()) > MAX_CLOCK_WORDS for value in slot.filled):
         return False
     if all(map(looks_like_clock, slot.filled)):
-        return not _may_be_other(slot)
+        return not _may_be_name(slot)
     if _ID_NAME.search(line):
         return False  # a serial id grows with time too
     if is_ago or (slot.grows_unevenly and not slot.names_other):
@@ -227,12 +225,9 @@ def _is_clock(slot: Slot) -> bool:
     return has_word and (slot.all_have_digits or len(slot.filled) > 2)
 
 
-def _may_be_other(slot: Slot) -> bool:
-    """Whether dates may be names, as April, May and June are, or time spans a state."""
-    line = slot.line_before
-    if all(map(is_duration, slot.filled)):
-        return bool(_STATE_WORDS.search(line))
-    is_name = not any(map(has_digits, slot.filled))
+def _may_be_name(slot: Slot) -> bool:
+    """Whether dates may be names, as April, May and June are."""
+    line, is_name = slot.line_before, not any(map(has_digits, slot.filled))
     return is_name and bool(_CONTENT_WORDS.search(line)) and not _CLOCK_WORDS.search(line)
 
 
@@ -274,11 +269,6 @@ def _is_id(slot: Slot) -> bool:
     )
 
 
-def _is_environment(slot: Slot) -> bool:
-    """Any other short value between the tags of an environment."""
-    return "\n" not in "".join(slot.values) and is_in_environment(slot.before)
-
-
 def _is_growing_number(slot: Slot) -> bool:
     """A number before the messages that grows with the requests, and no word says what it is."""
     if not slot.is_instruction or len(slot.values) < 2 or max(map(len, slot.values)) > MAX_NUMBER:
@@ -304,7 +294,6 @@ KINDS: tuple[tuple[ValueKind, Callable[[Slot], bool]], ...] = (
     (ValueKind.CLOCK, _is_clock),
     (ValueKind.STATE, _is_state),
     (ValueKind.ID, _is_id),
-    (ValueKind.STATE, _is_environment),
     (ValueKind.CLOCK, _is_growing_number),
     (ValueKind.UNKNOWN, _always_changes),
 )

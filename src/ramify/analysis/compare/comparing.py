@@ -66,7 +66,7 @@ class Comparer:
             return Comparison(num_shared, num_shared, ())
         a, b = self.side(earlier), self.side(request)
         continues = is_continuation(a, b) or goes_on_from_summary(a, b)
-        outer = self._split_caches(a, b, continues=continues)
+        outer = list(self._split_caches(a, b, continues=continues))
         for name, had, got in _changed_settings(a, b):
             cause = CauseName.MODEL_CHANGED if name == "model" else CauseName.SETTINGS_CHANGED
             outer.append(_change(cause, name, had, got))
@@ -188,29 +188,17 @@ class Comparer:
         had, got = (quoted, "") if missing_in_b else ("", quoted)
         return Divergence(side.path(at), 0, token, had, got)
 
-    def _split_caches(self, a: Side, b: Side, *, continues: bool) -> list[Difference]:
+    def _split_caches(self, a: Side, b: Side, *, continues: bool) -> Iterator[Difference]:
         """Scope, answering model and key of the cache, where they differ."""
         mine, other = b.request.info, a.request.info
-        differences = []
-        if mine.cache_scope != other.cache_scope:
-            differences.append(
-                _change(
-                    CauseName.NAMESPACE_SPLIT, "cache_salt", other.cache_scope, mine.cache_scope
-                )
-            )
-        had, got = other.response_model or other.model, mine.response_model or mine.model
-        if other.model == mine.model and had != got:
-            differences.append(_change(CauseName.MODEL_CHANGED, "model", had, got))
-        if mine.cache_key != other.cache_key and (continues or self._unique_keys):
-            differences.append(
-                _change(
-                    CauseName.CACHE_KEY_SCATTERED,
-                    "prompt_cache_key",
-                    other.cache_key,
-                    mine.cache_key,
-                )
-            )
-        return differences
+        scopes, keys = (other.cache_scope, mine.cache_scope), (other.cache_key, mine.cache_key)
+        models = other.response_model or other.model, mine.response_model or mine.model
+        if scopes[0] != scopes[1]:
+            yield _change(CauseName.NAMESPACE_SPLIT, "cache_salt", *scopes)
+        if other.model == mine.model and models[0] != models[1]:
+            yield _change(CauseName.MODEL_CHANGED, "model", *models)
+        if keys[0] != keys[1] and (continues or self._unique_keys):
+            yield _change(CauseName.CACHE_KEY_SCATTERED, "prompt_cache_key", *keys)
 
 
 def _change(cause: CauseName, setting: str, had: str | None, got: str | None) -> Difference:

@@ -93,9 +93,7 @@ class History:
 
     def is_media_change(self, i: int, j: int) -> bool:
         """Whether media at `i`, at `j`, or at both, is gone, new or other within a conversation."""
-        if not self._continues:
-            return self._is_resent(i, j)
-        return self.is_other_medium(i, j) or not self.is_compaction(i, j)
+        return self._continues and (self.is_other_medium(i, j) or not self.is_compaction(i, j))
 
     def is_other_medium(self, i: int, j: int) -> bool:
         """Whether the same segment follows media at `i` and what stands at `j` instead."""
@@ -111,14 +109,6 @@ class History:
             # The block closed the earlier prompt: its message goes on, or an answer follows.
             return not b.is_newest(j) and b.is_answer(j)
         return a.normals[i + 1] == b.normals[j] or self.is_other_medium(i + 1, j)
-
-    def _is_resent(self, i: int, j: int) -> bool:
-        """Whether all that follows media is sent again, with an answer before the last message."""
-        a, b = self._a, self._b
-        if not self.is_other_medium(i, j) or a.normals[i + 1 :] != b.normals[j + 1 :]:
-            return False
-        later = range(j + 1, len(b.rest))
-        return any(b.is_answer(at) and not b.is_newest(at) for at in later)
 
     def next_equal(self, i: int, j: int) -> tuple[int, int] | None:
         """Where messages are equal again after older ones that are dropped, cut or edited."""

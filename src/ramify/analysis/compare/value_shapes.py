@@ -29,9 +29,6 @@ _CLOCK = re.compile(
     | \bjust\s+now\b | \byesterday\b
     """
 )
-_DURATION = re.compile(
-    r"(?:\d{1,3}\s?d(?:ays?)?\s?)?(?:\d{1,3}\s?h(?:rs?)?\s?)?(?:\d{1,3}\s?m(?:ins?)?\s?)?(?:\d{1,2}\s?s)?"
-)
 _NUMBERS = re.compile(r"\d+")
 _LETTERS = re.compile(r"[^\W\d_]+")
 _DECIMAL = re.compile(r"\D?\d+\.(\d+)")
@@ -52,7 +49,6 @@ _STATUS_HEADER = re.compile(
     r"(?i)(?:^|[<\s#*_-])(?:status|state|todos?|todo[ _]list|task[ _]list|recent[ _]commits|"
     r"open[ _](?:files|tabs)|(?:modified|changed|staged|untracked)[ _]files)\b[^\n:>]{0,24}[:>]\W*$"
 )
-_ENVIRONMENT = re.compile(r"<env(?:ironment)?(?:[ _]\w+)*>")
 
 
 def numbers_in(value: str) -> tuple[int, ...]:
@@ -74,18 +70,12 @@ def looks_like_clock(value: str) -> bool:
     """Whether a text is a date or a time and little else."""
     if len(value) > MAX_CLOCK:
         return False
-    if _CLOCK.search(value) or is_duration(value):
+    if _CLOCK.search(value):
         return True
     words = [word.lower() for word in _LETTERS.findall(value)]
     dates = [word for word in words if word in DATE_WORDS]
     names = [word for word in dates if len(word) > MAX_SHORT_WORD]
     return len(dates) * 2 >= max(1, len(words)) or len(names) * 3 >= max(1, len(words))
-
-
-def is_duration(value: str) -> bool:
-    """Whether a text is a time span in two units or more: 3h12m."""
-    bare = value.strip(" .,;")
-    return len(_NUMBERS.findall(bare)) > 1 and bool(_DURATION.fullmatch(bare))
 
 
 def names_date(text: str) -> bool:
@@ -145,12 +135,6 @@ def are_listed_files(lines: Sequence[str], before: str, after: str) -> bool:
         and all(_LISTED_FILE.match(line.strip()) for line in lines)
         and any(_LISTED_FILE.match(line.strip()) for line in beside)
     )
-
-
-def is_in_environment(before: str) -> bool:
-    """Whether a tag that holds the environment is open before a value."""
-    tag = list(_ENVIRONMENT.finditer(before))
-    return bool(tag) and "</" not in before[tag[-1].end() :]
 
 
 def is_in_status_block(before: str) -> bool:
