@@ -32,6 +32,8 @@ PROBE_ROW_COUNTS = (*range(1, 17), 24, 31, 32, 33, 64, 100, 127, 128, 257, 512)
 PROBE_VERSION = 2
 # Rows of a float32 matmul have the same bits at all multiples of 8 rows (measured: AVX2, AVX-512).
 FP32_ROW_MULTIPLE = 8
+# Rows of a matmul where kernels depend on their number: AMX multiplies 16 or 32 at a time.
+BLOCK_ROWS = 32
 # A small row count is tried at several offsets, which cover `MANY_ROWS` rows: one output in thousands
 # shows a difference. `FEW_ROWS` where a row of the result has `WIDE` elements or more.
 MANY_ROWS, FEW_ROWS, WIDE = 64, 16, 2**15
@@ -110,6 +112,16 @@ def row_by_row(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return torch.cat([op(*row) for row in zip(*(arg.split(1) for arg in args), strict=True)])
 
     return by_row
+
+
+def matmul_needs_blocks(dtype: torch.dtype) -> bool:
+    """Whether torch multiplies other numbers of rows by other kernels here, too rarely visible for a probe.
+
+    So it is in bfloat16 with AMX: of random matrices of 40 x 20, one in four shows it in 500 rows
+    made to cancel, at 1 to 5 rows (measured). `BLOCK_ROWS` rows in every call have one kernel.
+    """
+    has_amx = getattr(torch.cpu, "_is_amx_tile_supported", bool)
+    return dtype == torch.bfloat16 and has_amx()
 
 
 def _bits(values: Tensor) -> Tensor:

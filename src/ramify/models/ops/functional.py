@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ramify.attention.exactness import FP32_ROW_MULTIPLE
+from ramify.attention.exactness import BLOCK_ROWS, FP32_ROW_MULTIPLE, matmul_needs_blocks
 from ramify.models.configs.moe import SWIGLU_ALPHA, SWIGLU_LIMIT
 
 
@@ -127,10 +127,14 @@ def deinterleave_rope(x: Tensor) -> Tensor:
 def per_head_matmul(x: Tensor, matrices: Tensor) -> Tensor:
     """x [T, heads, n] times a matrix per head [heads, n, m] -> [T, heads, m].
 
-    Pads T to a multiple of `FP32_ROW_MULTIPLE`, as the `padded` linear does.
+    Pads T as the `padded` linear does, or takes `BLOCK_ROWS` a call as `blocks` where that is needed.
     """
-    rows = F.pad(x, (0, 0, 0, 0, 0, -x.shape[0] % FP32_ROW_MULTIPLE)).transpose(0, 1).contiguous()
-    return torch.bmm(rows, matrices)[:, : x.shape[0]].transpose(0, 1)
+    by_block = matmul_needs_blocks(x.dtype)
+    missing = -x.shape[0] % (BLOCK_ROWS if by_block else FP32_ROW_MULTIPLE)
+    rows = F.pad(x, (0, 0, 0, 0, 0, missing)).transpose(0, 1)
+    parts = rows.split(BLOCK_ROWS, dim=1) if by_block else (rows,)
+    products = [torch.bmm(part.contiguous(), matrices) for part in parts]
+    return torch.cat(products, 1)[:, : x.shape[0]].transpose(0, 1)
 
 
 def mark_nonfinite_rows(hidden: Tensor, *kv: Tensor) -> None:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ramify.attention.exactness import (
+    BLOCK_ROWS,
     EXTRA_ROWS,
     FP32_ROW_MULTIPLE,
     MANY_ROWS,
@@ -19,6 +20,7 @@ from ramify.attention.exactness import (
     ProbeStore,
     batch_variant_row_counts,
     dtype_name,
+    matmul_needs_blocks,
 )
 from ramify.errors import ConfigError
 from ramify.models.ops.probe import cancelled_rows, random_rows
@@ -28,8 +30,6 @@ from ramify.models.ops.quantized import QuantizedWeight, Weight, as_tensor
 # The number of rows for which oneDNN lays out packed weights. Of 1, 16, 64 and 512, 16 was never
 # slower beyond noise, at any number of rows (measured, AVX2, 896 x 4864 and 4864 x 896).
 ONEDNN_PACK_ROWS = 16
-# Rows per call of `blocks`: AMX multiplies 16 or 32 at a time; a single row costs as much as all of them.
-BLOCK_ROWS = 32
 # Row counts to probe, fewer for large matrices; each set has a count that is split between threads.
 PROBE_COUNTS = (
     PROBE_ROW_COUNTS,
@@ -135,17 +135,17 @@ def strategy_supports(strategy: str, weight: Weight) -> str | None:
 
 def strategy_order(dtype: torch.dtype) -> tuple[str, ...]:
     """Strategies to try for this dtype on this machine, the fastest first."""
+    if matmul_needs_blocks(dtype):
+        return ("blocks",)
     if dtype == torch.bfloat16:
-        # With AMX the kernels of `onednn` and `plain` depend on the number of rows.
         return ("onednn", "plain", "blocks") if has_bf16_instructions() else ("plain", "blocks")
     # No `plain` in float32: its rows are known to differ, and a probe might miss that.
     return "onednn", "padded", "blocks"
 
 
 def has_bf16_instructions() -> bool:
-    """Whether this CPU has AVX-512-BF16 or AMX, without which oneDNN is slow in bfloat16."""
-    names = "_is_avx512_bf16_supported", "_is_amx_tile_supported"
-    return any(getattr(torch.cpu, name, bool)() for name in names)
+    """Whether this CPU has AVX-512-BF16, without which oneDNN is slow in bfloat16."""
+    return bool(getattr(torch.cpu, "_is_avx512_bf16_supported", bool)())
 
 
 def onednn_supports(weight: Weight) -> str | None:
