@@ -80,6 +80,18 @@ def can_be_decoded(lines: list[bytes], number: int) -> bool:
     return False
 
 
+def begins_documents(line: bytes) -> bool:
+    """Whether a line is an object or a list and values right behind it: all lines are read so then."""
+    text, end, count = line.decode("utf-8", "replace").strip(), 0, 0
+    while end < len(text):
+        try:
+            _, end = json.JSONDecoder().raw_decode(text, end)
+        except (ValueError, RecursionError):
+            return False
+        end, count = len(text) - len(text[end:].lstrip()), count + 1
+    return count > 1 and text[0] in "{["
+
+
 def check(path: Path, data: bytes, container: str) -> None:
     """Read a damaged file: in time, with lines that exist, every broken one among `bad_lines`.
 
@@ -101,6 +113,8 @@ def check(path: Path, data: bytes, container: str) -> None:
     if breaks:  # a document, or the first line was torn
         assert breaks == [1]
         assert quality.bad_reasons.keys().isdisjoint({"no JSON", "no UTF-8"})  # rows that decode
+    elif container == "lines" and begins_documents(lines[0]):
+        assert bad == set()  # a document that breaks would be told as such
     elif container == "lines" and not any(line.strip() in {b"{", b"["} for line in lines):
         broken = [
             number
