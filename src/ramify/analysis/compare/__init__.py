@@ -15,7 +15,7 @@ How `lint` comes to a verdict:
 4. What text cannot show is judged by `outside` from times, usage and the provider's cache rule: the
    rules of `timing` and `vendor` read the `evidence` about a request.
 5. `prompt_sides` is the view of a prompt that the walk steps over, `pair_outcome` judges two segments in
-   the same place; `history`, `summaries` and `context_blocks` know what clients
+   the same place; `history`, `hoisted_notes`, `summaries` and `context_blocks` know what clients
    do to a history, `continuations` which requests are of the same conversation. `unit_pairs` has
    the differences within two segments, `spacing` those in white space. `text_diff` aligns two texts,
    `normal_forms` makes equal what differs in layout only, `quoting` cuts a quote.

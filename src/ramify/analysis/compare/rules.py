@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ramify.analysis.compare.context_blocks import MIN_BLOCK, mostly_in, split_block
+from ramify.analysis.compare.hoisted_notes import HoistedNote
 from ramify.analysis.compare.normal_forms import item_ids
 from ramify.analysis.compare.pair_outcome import is_cut, is_reworded, judge_pair
 from ramify.analysis.compare.prompt_sides import Difference, Side
@@ -107,48 +108,21 @@ def _step_over_thoughts(walk: MessageWalk, _: bool) -> None:
 # Notes of the history at the top
 
 
-@dataclass(frozen=True, slots=True)
-class _HoistedNote:
-    """A note in a system segment at the top of the later prompt."""
-
-    unit: int  # in normal form, of the earlier prompt's segment
-    text: str
-    head: str  # of the segment, before the note; "": the note is all of it
-
-
 def _is_moved_note(walk: MessageWalk) -> bool:
     """Where a note stood that the later prompt has at the top."""
-    return walk.a.normals[walk.i] in walk.hoisted_units
+    return walk.notes.is_moved(walk.i)
 
 
 def _step_over_moved_note(walk: MessageWalk, _: bool) -> None:
     walk.i += 1
 
 
-def _new_note(walk: MessageWalk) -> _HoistedNote | None:
-    """A note at the top of the later prompt that the earlier one has within its conversation."""
-    a, b, i, j = walk.a, walk.b, walk.i, walk.j
-    if b.role(j) != "system":
-        return None
-    mine, other = b.normal_text(j), a.normal_text(i)
-    is_other_system = a.role(i) == "system"
-    later = {
-        a.normals[at]: text
-        for at in range(i + 1, len(a.rest))
-        if a.role(at) == "system" and a.message_of[at] != a.message_of[i]
-        if (text := a.normal_text(at))
-    }
-    for unit, text in later.items():
-        if mine == text or (text in mine and not is_other_system):
-            return _HoistedNote(unit, text, "")
-    for unit, text in later.items():
-        if is_other_system and mine.endswith(text) and text not in other:
-            return _HoistedNote(unit, text, mine[: -len(text)].strip())
-    return None
+def _new_note(walk: MessageWalk) -> HoistedNote | None:
+    """Return the note that the client moved from the messages to the top of the later prompt, or None."""
+    return walk.notes.find_moved(walk.i, walk.j)
 
 
-def _step_over_new_note(walk: MessageWalk, note: _HoistedNote) -> None:
-    walk.hoisted_units.add(note.unit)
+def _step_over_new_note(walk: MessageWalk, note: HoistedNote) -> None:
     a, b, i, j = walk.a, walk.b, walk.i, walk.j
     if not note.head:
         walk.add(CauseName.SYSTEM_HOISTED, "", b.text(j))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ramify.analysis.compare.history import History
+from ramify.analysis.compare.hoisted_notes import HoistedNotes
 from ramify.analysis.compare.prompt_sides import Difference, Side, WalkStep
 from ramify.analysis.compare.text_diff import common_prefix_len
 from ramify.analysis.compare.unit_pairs import PairDifferences, pair_differences
@@ -41,7 +42,7 @@ class MessageWalk:
     def __init__(self, a: Side, b: Side, *, continues: bool) -> None:
         self.a, self.b, self.continues = a, b, continues
         self.i = self.j = 0  # next index into `a.rest` and `b.rest`
-        self.hoisted_units: set[int] = set()  # normal units of `a` that stand at the top of `b`
+        self.notes = HoistedNotes(a, b)
         self.history = History(a, b, continues=continues)
         self.num_shared = 0
         self.differences: list[Difference] = []
