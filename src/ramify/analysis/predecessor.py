@@ -115,6 +115,7 @@ class PredecessorFinder:
         if best is None or not (best[1].mended_tokens or best[1].differences):
             return Match(request, None, in_flight=in_flight)
         earlier, comparison = best
+        self._comparer.note_match(request, comparison)
         return Match(
             request,
             earlier,

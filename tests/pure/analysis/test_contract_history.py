@@ -58,6 +58,9 @@ def test_white_space_before_a_hoisted_message_is_found(tmp_path: Path, end: str)
 NOTE = "Note for this conversation: the customer is a wholesale dealer."
 
 
+DOCUMENT = f"Document:\n{MORE}\n\nQuestion: "
+
+
 @pytest.mark.parametrize("is_apart", [True, False], ids=["a message", "within the prompt"])
 def test_a_note_rises_while_others_ask(tmp_path: Path, is_apart: bool) -> None:
     """Between the two requests of the conversation there are those of others, with the same system prompt."""
@@ -70,6 +73,60 @@ def test_a_note_rises_while_others_ask(tmp_path: Path, is_apart: bool) -> None:
     )[7]
 
     assert (verdict["best_match_line"], causes(verdict)) == (1, ["system_hoisted"])
+
+
+@pytest.mark.parametrize("is_apart", [True, False], ids=["a message", "within the prompt"])
+@pytest.mark.parametrize("minute", ["07", "09"], ids=["same clock", "other clock"])
+def test_another_conversation_stumbles_over_a_hoisted_note(
+    tmp_path: Path, is_apart: bool, minute: str
+) -> None:
+    """The note is known to belong into its conversation: without it both would share the document."""
+    questions = [message("user", f"{DOCUMENT}{text}?") for text in ("Who came", "How much was it")]
+    rules = [f"{RULES} It is 10:{at}." for at in ("00", "07", minute)]
+    top = (
+        [message("system", rules[1]), message("system", NOTE)]
+        if is_apart
+        else [message("system", f"{rules[1]}\n\n{NOTE}")]
+    )
+    noted = chat(
+        message("system", rules[0]), questions[0], TALK[1], message("system", NOTE), TALK[2]
+    )
+    hoisted = chat(*top, questions[0], *TALK[1:3], *LATER)
+
+    first, other = verdicts(
+        tmp_path, noted, hoisted, chat(message("system", rules[2]), questions[1])
+    )[1:]
+
+    assert (causes(first), causes(other)[-1:]) == (["clock", "system_hoisted"], ["system_hoisted"])
+    assert causes(other)[:-1] == ["clock"] * (minute == "09")
+    assert other["best_match_line"] == 2
+    assert (other["causes"][-1]["had"][:20], other["causes"][-1]["got"]) == (NOTE[:20], "")
+    # All but the question itself is shared once the note is back in its place.
+    assert other["tokens"]["lost"] > 0.8 * len(MORE) / 4
+
+
+def test_a_note_that_nothing_equal_follows_is_no_cause(tmp_path: Path) -> None:
+    """Another conversation with a question of its own loses nothing to the note."""
+    noted = chat(SYSTEM, *TALK[:2], message("system", NOTE), TALK[2])
+    hoisted = chat(SYSTEM, message("system", NOTE), *TALK[:3], *LATER)
+
+    verdict = verdicts(tmp_path, noted, hoisted, chat(SYSTEM, message("user", "Why?")))[2]
+
+    assert causes(verdict) == ["new_content"]
+
+
+def test_a_note_before_another_picture_is_no_cause(tmp_path: Path) -> None:
+    """Conversations that each begin with a picture of their own share nothing behind the note."""
+    questions = [
+        message("user", [_picture(data), {"type": "text", "text": text}])
+        for data, text in (("iVBORw0KAAAA", "What is this?"), ("iVBORw0KBBBB", "How old is it?"))
+    ]
+    noted = chat(SYSTEM, questions[0], TALK[1], message("system", NOTE), TALK[2])
+    hoisted = chat(SYSTEM, message("system", NOTE), questions[0], *TALK[1:3], *LATER)
+
+    verdict = verdicts(tmp_path, noted, hoisted, chat(SYSTEM, questions[1]))[2]
+
+    assert (causes(verdict), verdict["tokens"]["lost"]) == (["new_content"], 0)
 
 
 def test_a_clock_before_a_note_is_a_clock_alone(tmp_path: Path) -> None:

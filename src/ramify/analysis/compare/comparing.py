@@ -39,6 +39,7 @@ class Comparison:
     end: tuple[int, int] = (0, 0)
     is_extension: bool = False  # all of the earlier prompt is shared, and no message was edited
     text_tokens: int = 0  # shared as sent, whatever the key, scope and answering model
+    notes: frozenset[str] = frozenset()  # of the history, which the request has at the top
 
 
 class Comparer:
@@ -48,6 +49,7 @@ class Comparer:
         self._corpus, self._templates = corpus, templates
         self._sides: dict[int, Side] = {}
         self._unique_keys = _has_unique_keys(corpus)
+        self._notes: dict[int, frozenset[str]] = {}  # by number, of requests that hoist notes
 
     def side(self, request: StoredRequest) -> Side:
         """The request's segments by kind."""
@@ -75,9 +77,12 @@ class Comparer:
         mended = tools.num_shared
         steps: tuple[WalkStep, ...] = ()
         end, is_extension = (0, 0), False
+        notes: frozenset[str] = frozenset()
         if tools.is_mended:
-            walk = MessageWalk(a, b, continues=continues)
+            known = self._notes.get(earlier.number, frozenset())
+            walk = MessageWalk(a, b, continues=continues, notes=known)
             walk.run(RULES)
+            notes = walk.notes.kept_texts()
             differences += walk.differences
             mended += walk.num_shared
             steps, end = tuple(walk.steps), walk.end
@@ -106,7 +111,13 @@ class Comparer:
             end,
             is_extension and continues,
             text_tokens,
+            notes,
         )
+
+    def note_match(self, request: StoredRequest, comparison: Comparison) -> None:
+        """Remember what the comparison with the best match has shown about a request."""
+        if comparison.notes:
+            self._notes[request.number] = comparison.notes
 
     def raw_tokens(self, a: Side, b: Side) -> int:
         """Tokens of the common prefix, settings not counted."""

@@ -117,6 +117,30 @@ def _step_over_moved_note(walk: MessageWalk, _: bool) -> None:
     walk.i += 1
 
 
+def _known_note(walk: MessageWalk) -> tuple[HoistedNote, tuple[Difference, ...]] | None:
+    """A note at the top of the earlier prompt, and the values in which the text before it differs."""
+    note = walk.notes.find_known(walk.i, walk.j)
+    if note is None or not note.head:
+        return None if note is None else (note, ())
+    head = walk.b.corpus.unit_like(walk.a.normals[walk.i], note.head)
+    values = walk.values_between(head, walk.b.normals[walk.j])
+    return None if values is None else (note, values)
+
+
+def _step_over_known_note(
+    walk: MessageWalk, match: tuple[HoistedNote, tuple[Difference, ...]]
+) -> None:
+    note, values = match
+    walk.differences += values
+    if note.head:
+        walk.share()
+    if not note.is_in_way:
+        walk.is_done = True
+        return
+    walk.add(CauseName.SYSTEM_HOISTED, note.text, "")
+    walk.i, walk.j = walk.i + 1, walk.j + bool(note.head)
+
+
 def _new_note(walk: MessageWalk) -> HoistedNote | None:
     """Return the note that the client moved from the messages to the top of the later prompt, or None."""
     return walk.notes.find_moved(walk.i, walk.j)
@@ -335,6 +359,7 @@ RULES: tuple[Rule, ...] = (
     Rule("reasoning_dropped", _changed_reasoning, _step_over_reasoning),
     Rule("reasoning_dropped", _differs_in_thoughts, _step_over_thoughts),
     Rule("system_hoisted", _is_moved_note, _step_over_moved_note),
+    Rule("system_hoisted", _known_note, _step_over_known_note),
     Rule("system_hoisted", _new_note, _step_over_new_note),
     Rule("context_moved", _moved_block, _step_over_block),
     Rule("changing_value, whitespace, key_order", _pair, _step_into_pair),

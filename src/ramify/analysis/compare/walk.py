@@ -37,12 +37,15 @@ class MessageWalk:
         a: the earlier prompt.
         b: the later prompt.
         continues: `b` continues the conversation of `a`.
+        notes: of the history, which `a` has at the top.
     """
 
-    def __init__(self, a: Side, b: Side, *, continues: bool) -> None:
+    def __init__(
+        self, a: Side, b: Side, *, continues: bool, notes: frozenset[str] = frozenset()
+    ) -> None:
         self.a, self.b, self.continues = a, b, continues
         self.i = self.j = 0  # next index into `a.rest` and `b.rest`
-        self.notes = HoistedNotes(a, b)
+        self.notes = HoistedNotes(a, b, notes)
         self.history = History(a, b, continues=continues)
         self.num_shared = 0
         self.differences: list[Difference] = []
