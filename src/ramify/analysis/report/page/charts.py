@@ -60,7 +60,9 @@ def _chart(
         return None
     places = sorted({point.at for point in points})
     low, high = (math.log(place) for place in (places[0], places[-1]))
-    top = max(0.01, math.ceil(100 * max(ceiling, *(point.share for point in points))) / 100)
+    peak = max(ceiling, *(point.share for point in points))
+    # the labelled shares are then whole per cents
+    top = 0.2 * math.ceil(5 * peak) if peak > 0.2 else max(0.04, 0.04 * math.ceil(25 * peak))
 
     def x(at: float) -> float:
         return round(LEFT + (math.log(at) - low) / max(high - low, 1e-9) * (RIGHT - LEFT), 1)
