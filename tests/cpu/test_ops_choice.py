@@ -187,7 +187,7 @@ def test_the_report_names_every_operation(tmp_path: Path, ops: str, operations: 
 def test_no_matrix_in_bfloat16_has_another_kernel_for_few_rows(
     out_width: int, in_width: int
 ) -> None:
-    """A probe of one matrix misses what one in four shows: sums that cancel, for 16 matrices."""
+    """Sums that cancel, of 16 matrices: a probe of one may miss what another shows."""
     for seed in range(16):
         generator = torch.Generator().manual_seed(seed)
         weight = torch.randn(4, out_width, in_width, generator=generator).bfloat16()
