@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from ramify.analysis.simulation.curves.bounds import belady, ttl_curve
 from ramify.analysis.simulation.curves.reuse import ReuseRuns
 from ramify.analysis.simulation.curves.stack_distances import lru_curve
 from ramify.analysis.simulation.page_trace import PageTrace
-from ramify.analysis.simulation.replays.cache_replay import replay
+from ramify.analysis.simulation.replays.cache_replay import ReplayResult, replay
 from ramify.analysis.simulation.replays.cost_model import CostModel
 from ramify.analysis.simulation.replays.engine_replay import replay_engine
 from ramify.analysis.simulation.results import Simulation, TraceFacts
@@ -57,6 +57,19 @@ class SimulationOptions:
                 raise ConfigError(f"ttl={lifetime} but a time to live is more than 0 seconds")
 
 
+@dataclass
+class _Parts:
+    """Fields of `Simulation` so far; an interrupt leaves those that are complete."""
+
+    policies: dict[str, dict[int, ReplayResult]] = field(default_factory=dict)
+    one_pass_lru: dict[int, float] = field(default_factory=dict)
+    infinite: float = 0.0
+    belady: dict[int, float] = field(default_factory=dict)
+    ttl: dict[float, float] = field(default_factory=dict)
+    lru_points: tuple[tuple[int, float], ...] = ()
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
 def simulate_trace(
     source: TraceSource,
     options: SimulationOptions,
@@ -90,7 +103,7 @@ def simulate_trace(
         run.simulate()
     except KeyboardInterrupt:
         is_partial = True
-    return Simulation(facts=facts, is_partial=is_partial, **run.parts)
+    return Simulation(facts=facts, is_partial=is_partial, **vars(run.parts))
 
 
 class _Run:
@@ -100,10 +113,7 @@ class _Run:
         self.trace, self.options, self.report = trace, options, report
         self.first_counted = int(options.warm_up * len(trace))
         self.capacities = sorted(set(options.capacities or ()))
-        # Fields of `Simulation`; an interrupt leaves those that are complete.
-        self.parts: dict[str, Any] = {
-            "policies": {}, "one_pass_lru": {}, "infinite": 0.0, "belady": {}, "ttl": {}, "extra": {}
-        }  # fmt: skip
+        self.parts = _Parts()
 
     def simulate(self) -> None:
         """All parts."""
@@ -116,23 +126,21 @@ class _Run:
             num_tokens = curve.saturation_tokens or num_distinct(self.trace) * page_size
             self.capacities = list(fitted_capacities(num_tokens, page_size))
         num = len(self.capacities)
-        parts["infinite"] = curve.infinite
-        parts["one_pass_lru"] = {capacity: curve.hit_rate(capacity) for capacity in self.capacities}
-        parts["lru_points"] = tuple(curve.points())
+        parts.infinite = curve.infinite
+        parts.one_pass_lru = {capacity: curve.hit_rate(capacity) for capacity in self.capacities}
+        parts.lru_points = tuple(curve.points())
         if self.trace.has_times:
-            parts["ttl"] = ttl_curve(
-                reuse, self.options.lifetimes_s, first_counted=self.first_counted
-            )
+            parts.ttl = ttl_curve(reuse, self.options.lifetimes_s, first_counted=self.first_counted)
         self.report("stack distances", 1, 1)
         for done, capacity in enumerate(self.capacities):
             self.report("Belady", done, num)
-            parts["belady"][capacity] = belady(reuse, capacity, first_counted=self.first_counted)
+            parts.belady[capacity] = belady(reuse, capacity, first_counted=self.first_counted)
         self.report("Belady", num, num)
-        parts["extra"]["double_capacity"] = {
+        parts.extra["double_capacity"] = {
             str(capacity): curve.hit_rate(2 * capacity) for capacity in self.capacities
         }
         for policy, capacity, progress in self._replays(""):
-            results = parts["policies"].setdefault(policy, {})  # of an interrupted one too
+            results = parts.policies.setdefault(policy, {})  # of an interrupted one too
             results[capacity] = replay(
                 self.trace, capacity, policy, first_counted=self.first_counted, progress=progress
             )
@@ -155,7 +163,7 @@ class _Run:
         """The engine itself, by policy and capacity."""
         options = self.options
         runs: dict[str, dict[str, Any]] = {}
-        self.parts["extra"]["engine"] = {
+        self.parts.extra["engine"] = {
             "cost": cost.to_json(),
             "max_num_seqs": options.max_num_seqs,
             "max_batch_tokens": options.max_batch_tokens,
