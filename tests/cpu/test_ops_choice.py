@@ -199,3 +199,22 @@ def test_no_matrix_in_bfloat16_has_another_kernel_for_few_rows(
         for count in (1, 2, 3, 4, 5, 17, 64, 100):
             assert torch.equal(linear(x[7 : 7 + count, 0]), rows[7 : 7 + count])
             assert torch.equal(per_head_matmul(x[7 : 7 + count], weight.mT), heads[7 : 7 + count])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("out_width", "in_width"), [(40, 20), (72, 14), (33, 70), (64, 64)])
+def test_a_row_that_is_not_finite_reaches_no_other(
+    dtype: torch.dtype, out_width: int, in_width: int
+) -> None:
+    """Kernels that read beyond a row multiply the next one by zero, which is NaN there."""
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(4, out_width, in_width, generator=generator).to(dtype)
+    x = torch.randn(40, 4, in_width, generator=generator).to(dtype)
+    linear, _ = choose_torch_linear(weight[0], None, exact=True, store=ProbeStore(None))
+    rows, heads = linear(x[:, 0].contiguous()), per_head_matmul(x, weight.mT)
+    damaged = [5, 6, 31, 39]
+    x[damaged] = torch.nan
+    others = [number for number in range(40) if number not in damaged]
+
+    assert torch.equal(linear(x[:, 0].contiguous())[others], rows[others])
+    assert torch.equal(per_head_matmul(x, weight.mT)[others], heads[others])

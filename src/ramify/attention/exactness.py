@@ -34,6 +34,9 @@ PROBE_VERSION = 2
 FP32_ROW_MULTIPLE = 8
 # Rows of a matmul where kernels depend on their number: AMX multiplies 16 or 32 at a time.
 BLOCK_ROWS = 32
+# Elements of a row that AMX reads at a time in bfloat16. It reads the rest of a row with the head of the
+# next one, times zero, which is NaN if that is not finite: so rows are padded to whole tiles.
+TILE_WIDTH = 32
 # A small row count is tried at several offsets, which cover `MANY_ROWS` rows: one output in thousands
 # shows a difference. `FEW_ROWS` where a row of the result has `WIDE` elements or more.
 MANY_ROWS, FEW_ROWS, WIDE = 64, 16, 2**15

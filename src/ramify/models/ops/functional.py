@@ -12,7 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ramify.attention.exactness import BLOCK_ROWS, FP32_ROW_MULTIPLE, matmul_needs_blocks
+from ramify.attention.exactness import (
+    BLOCK_ROWS,
+    FP32_ROW_MULTIPLE,
+    TILE_WIDTH,
+    matmul_needs_blocks,
+)
 from ramify.models.configs.moe import SWIGLU_ALPHA, SWIGLU_LIMIT
 
 
@@ -131,7 +136,9 @@ def per_head_matmul(x: Tensor, matrices: Tensor) -> Tensor:
     """
     by_block = matmul_needs_blocks(x.dtype)
     missing = -x.shape[0] % (BLOCK_ROWS if by_block else FP32_ROW_MULTIPLE)
-    rows = F.pad(x, (0, 0, 0, 0, 0, missing)).transpose(0, 1)
+    rest = -x.shape[2] % TILE_WIDTH if by_block else 0
+    matrices = F.pad(matrices, (0, 0, 0, rest)) if rest else matrices
+    rows = F.pad(x, (0, rest, 0, 0, 0, missing)).transpose(0, 1)
     parts = rows.split(BLOCK_ROWS, dim=1) if by_block else (rows,)
     products = [torch.bmm(part.contiguous(), matrices) for part in parts]
     return torch.cat(products, 1)[:, : x.shape[0]].transpose(0, 1)
