@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
@@ -34,9 +35,7 @@ PROBE_VERSION = 2
 FP32_ROW_MULTIPLE = 8
 # Rows of a matmul where kernels depend on their number: AMX multiplies 16 or 32 at a time.
 BLOCK_ROWS = 32
-# Elements of a row that AMX reads at a time in bfloat16. It reads the rest of a row with the head of the
-# next one, times zero, which is NaN if that is not finite: so rows are padded to whole tiles.
-TILE_WIDTH = 32
+TILE_WIDTH = 32  # elements of a row that AMX reads at a time in bfloat16
 # A small row count is tried at several offsets, which cover `MANY_ROWS` rows: one output in thousands
 # shows a difference. `FEW_ROWS` where a row of the result has `WIDE` elements or more.
 MANY_ROWS, FEW_ROWS, WIDE = 64, 16, 2**15
@@ -118,13 +117,22 @@ def row_by_row(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def matmul_needs_blocks(dtype: torch.dtype) -> bool:
-    """Whether torch multiplies other numbers of rows by other kernels here, too rarely visible for a probe.
+    """Whether torch's matmul kernel depends on the number of rows, where a probe may miss it.
 
-    So it is in bfloat16 with AMX: of 60 random matrices of 14 to 40 columns, a probe missed it for 15
-    (measured). `BLOCK_ROWS` rows in every call have one kernel.
+    True for bfloat16 with AMX: of 60 random matrices of 14 to 40 columns, a probe missed it for 15
+    (measured). Calls of `BLOCK_ROWS` rows all have one kernel.
     """
     has_amx = getattr(torch.cpu, "_is_amx_tile_supported", bool)
     return dtype == torch.bfloat16 and has_amx()
+
+
+def pad_to_tiles(rows: Tensor) -> Tensor:
+    """Rows [..., width] with zeros up to whole tiles where `matmul_needs_blocks`, else as they are.
+
+    A tile that ends beyond a row holds the head of the next row, times zero: NaN if that is not finite.
+    """
+    missing = -rows.shape[-1] % TILE_WIDTH
+    return F.pad(rows, (0, missing)) if missing and matmul_needs_blocks(rows.dtype) else rows
 
 
 def _bits(values: Tensor) -> Tensor:

@@ -15,8 +15,8 @@ from torch import Tensor
 from ramify.attention.exactness import (
     BLOCK_ROWS,
     FP32_ROW_MULTIPLE,
-    TILE_WIDTH,
     matmul_needs_blocks,
+    pad_to_tiles,
 )
 from ramify.models.configs.moe import SWIGLU_ALPHA, SWIGLU_LIMIT
 
@@ -134,14 +134,14 @@ def per_head_matmul(x: Tensor, matrices: Tensor) -> Tensor:
 
     Pads T as the `padded` linear does, or takes `BLOCK_ROWS` a call as `blocks` where that is needed.
     """
-    by_block = matmul_needs_blocks(x.dtype)
-    missing = -x.shape[0] % (BLOCK_ROWS if by_block else FP32_ROW_MULTIPLE)
-    rest = -x.shape[2] % TILE_WIDTH if by_block else 0
-    matrices = F.pad(matrices, (0, 0, 0, rest)) if rest else matrices
-    rows = F.pad(x, (0, rest, 0, 0, 0, missing)).transpose(0, 1)
-    parts = rows.split(BLOCK_ROWS, dim=1) if by_block else (rows,)
-    products = [torch.bmm(part.contiguous(), matrices) for part in parts]
-    return torch.cat(products, 1)[:, : x.shape[0]].transpose(0, 1)
+    needs_blocks, num_rows = matmul_needs_blocks(x.dtype), x.shape[0]
+    missing = -num_rows % (BLOCK_ROWS if needs_blocks else FP32_ROW_MULTIPLE)
+    rows = F.pad(pad_to_tiles(x), (0, 0, 0, 0, 0, missing)).transpose(0, 1)
+    matrices = pad_to_tiles(matrices.mT).mT
+    if not needs_blocks:
+        return torch.bmm(rows.contiguous(), matrices)[:, :num_rows].transpose(0, 1)
+    blocks = [torch.bmm(block.contiguous(), matrices) for block in rows.split(BLOCK_ROWS, dim=1)]
+    return torch.cat(blocks, 1)[:, :num_rows].transpose(0, 1)
 
 
 def mark_nonfinite_rows(hidden: Tensor, *kv: Tensor) -> None:

@@ -16,12 +16,12 @@ from ramify.attention.exactness import (
     FP32_ROW_MULTIPLE,
     MANY_ROWS,
     PROBE_ROW_COUNTS,
-    TILE_WIDTH,
     Exactness,
     ProbeStore,
     batch_variant_row_counts,
     dtype_name,
     matmul_needs_blocks,
+    pad_to_tiles,
 )
 from ramify.errors import ConfigError
 from ramify.models.ops.probe import cancelled_rows, random_rows
@@ -95,15 +95,11 @@ def _padded(weight: Weight, bias: Tensor | None) -> RowOp:
 
 
 def _blocks(weight: Weight, bias: Tensor | None) -> RowOp:
-    rest = -weight.shape[1] % TILE_WIDTH if matmul_needs_blocks(weight.dtype) else 0
-    if rest and isinstance(weight, Tensor):
-        weight = F.pad(weight, (0, rest))
+    weight = pad_to_tiles(weight) if isinstance(weight, Tensor) else weight
 
     def run(x: Tensor) -> Tensor:
-        matrix, num_rows = as_tensor(weight), x.shape[0]
-        if matrix.shape[1] != x.shape[1] + rest:
-            matrix = F.pad(matrix, (0, rest))
-        blocks = F.pad(x, (0, rest, 0, -num_rows % BLOCK_ROWS)).split(BLOCK_ROWS)
+        matrix, num_rows = pad_to_tiles(as_tensor(weight)), x.shape[0]
+        blocks = F.pad(pad_to_tiles(x), (0, 0, 0, -num_rows % BLOCK_ROWS)).split(BLOCK_ROWS)
         return torch.cat([F.linear(block, matrix, bias) for block in blocks])[:num_rows]
 
     return run
