@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -15,6 +16,7 @@ from ramify.errors import ConfigError
 
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
+Dollars = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -22,7 +24,7 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     max_lost_share: Share | None = None  # tokens lost to causes that can be mended
     max_saving_share: Share | None = None  # tokens that mending all findings saves
-    max_saving_money: float | None = None  # US dollars
+    max_saving_money: Dollars | None = None  # US dollars
     min_hit_rate: Share | None = None  # reported where usage is logged, else by rule
     min_possible_hit_rate: Share | None = None
     max_bad_lines: Count | None = None
@@ -38,12 +40,18 @@ def read_budget(path: Path) -> Budget:
         ConfigError: the file cannot be read, or has a key or a value that cannot be.
     """
     try:
-        return msgspec.toml.decode(path.read_bytes(), type=Budget)
+        values = tomllib.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
-        keys = ", ".join(Budget.__struct_fields__)
-        raise ConfigError(
-            f"the budget {path} cannot be read: {error}; its keys are {keys}"
-        ) from error
+        raise ConfigError(f"the budget {path} cannot be read: {error}") from error
+    for name, value in values.items():
+        try:
+            msgspec.convert({name: value}, Budget)
+        except msgspec.ValidationError as error:
+            keys = ", ".join(Budget.__struct_fields__)
+            raise ConfigError(
+                f"the budget {path} has {name} = {value!r}: {error}; the keys are {keys}"
+            ) from error
+    return msgspec.convert(values, Budget)
 
 
 def check_budget(budget: Budget, analysis: Analysis) -> tuple[str, ...]:
