@@ -270,7 +270,7 @@ def test_absent_causes_are_those_that_the_log_could_show() -> None:
     """A cause is a finding, absent, or one for which the log lacks the evidence; the page says which."""
     full = sample_analysis()
     lacks = {"num_with_text": 0, "num_with_times": 0, "num_with_reads": 4}
-    findings = {each.cause for each in full.lint.findings}
+    findings = {finding.cause for finding in full.lint.findings}
 
     absent = set(absent_causes(full.lint.findings, {}))
     few = set(absent_causes((), lacks))

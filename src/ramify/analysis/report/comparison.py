@@ -54,14 +54,17 @@ def print_comparison(before: Mapping[str, Any], after: Mapping[str, Any], consol
             table.add_row(
                 f"hit rate, {name.replace('_', ' ')}", *map(percent, rates), _verdict(*rates)
             )
-    lost, again = _lost_shares(before), _lost_shares(after)
-    for name in (name for name in lost if name in again):
-        verdict = _verdict(again[name], lost[name])
-        table.add_row(name, percent(lost[name]), percent(again[name]), verdict)
+    lost, lost_after = _lost_shares(before), _lost_shares(after)
+    for name in (name for name in lost if name in lost_after):
+        verdict = _verdict(-lost[name], -lost_after[name])
+        table.add_row(name, percent(lost[name]), percent(lost_after[name]), verdict)
     console.print()
     console.print(Text(f"Compared with {before['title']}:", style="bold"))
     console.print(table)
-    for words, names in (("gone", lost.keys() - again.keys()), ("new", again.keys() - lost.keys())):
+    for words, names in (
+        ("gone", lost.keys() - lost_after.keys()),
+        ("new", lost_after.keys() - lost.keys()),
+    ):
         for name in sorted(names):
             console.print(Text(f"{words}: {name}"))
 
@@ -76,8 +79,8 @@ def _lost_shares(document: Mapping[str, Any]) -> dict[str, float]:
     return shares
 
 
-def _verdict(worse: float, better: float) -> str:
-    """Whether the second share is above the first."""
-    if abs(better - worse) < SAME_SHARE:
+def _verdict(before: float, after: float) -> str:
+    """In a word, what became of a share of which more is better."""
+    if abs(after - before) < SAME_SHARE:
         return "same"
-    return "better" if better > worse else "worse"
+    return "better" if after > before else "worse"

@@ -58,10 +58,10 @@ def _chart(
     points = [point for curve in curves for point in curve.points]
     if not points:
         return None
-    places = sorted({point.at for point in points})
-    low, high = (math.log(place) for place in (places[0], places[-1]))
+    positions = sorted({point.at for point in points})
+    low, high = (math.log(at) for at in (positions[0], positions[-1]))
     peak = max(ceiling, *(point.share for point in points))
-    # the labelled shares are then whole per cents
+    # Whole per cents at the labelled shares.
     top = 0.2 * math.ceil(5 * peak) if peak > 0.2 else max(0.04, 0.04 * math.ceil(25 * peak))
 
     def x(at: float) -> float:
@@ -72,22 +72,22 @@ def _chart(
 
     name, at, share = marked
     marker, marker_label = None, ""
-    if at is not None and share is not None and places[0] <= at <= places[-1]:
+    if at is not None and share is not None and positions[0] <= at <= positions[-1]:
         marker, marker_label = (x(at), y(share)), f"{name}: {percent(share)} at {wording(at)}"
-    labelled = places[:: -(-len(places) // MAX_TICKS)]
+    labelled = positions[:: -(-len(positions) // MAX_TICKS)]
     shares = [top * step / (NUM_SHARES - 1) for step in range(NUM_SHARES)]
     return LineChart(
         *titles,
-        x_ticks=tuple((x(place), wording(place)) for place in labelled),
+        x_ticks=tuple((x(position), wording(position)) for position in labelled),
         y_ticks=tuple((y(level), percent(level)) for level in shares),
         lines=tuple(
-            (curve.name, " ".join(f"{x(each.at)},{y(each.share)}" for each in curve.points))
+            (curve.name, " ".join(f"{x(point.at)},{y(point.share)}" for point in curve.points))
             for curve in curves
         ),
         rows=tuple(
-            (curve.name, wording(each.at), percent(each.share))
+            (curve.name, wording(point.at), percent(point.share))
             for curve in curves
-            for each in curve.points
+            for point in curve.points
         ),
         ceiling_y=y(ceiling),
         ceiling=f"infinite {percent(ceiling)}",
