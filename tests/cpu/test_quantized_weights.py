@@ -14,7 +14,7 @@ from torch import Tensor
 from ramify.attention.exactness import ProbeStore, batch_variant_row_counts
 from ramify.errors import ConfigError
 from ramify.models.loader import load_model
-from ramify.models.ops.quantized import QuantizedWeight, as_tensor, concat_weights
+from ramify.models.ops.quantized import QuantizedWeight, WeightFormat, as_tensor, concat_weights
 from ramify.models.ops.torch_linear import TorchLinear, choose_torch_linear
 from ramify.testing import write_tiny_checkpoint
 from tests.cpu.engine_cases import Model, cold
@@ -45,12 +45,29 @@ def test_scales_belong_to_groups_of_a_row() -> None:
     """`group_size` elements share a scale, whatever made the codes."""
     codes = torch.arange(12, dtype=torch.int8).view(2, 6)
     scales = torch.tensor([[1.0, 10.0], [100.0, 1000.0]])
-    weight = QuantizedWeight("int8", codes, scales, 3, torch.float32)
+    weight = QuantizedWeight(WeightFormat(8, 3), codes, scales, None, torch.float32)
 
     assert weight.dequantize().tolist() == [
         [0, 1, 2, 30, 40, 50],
         [600, 700, 800, 9000, 10000, 11000],
     ]
+
+
+def test_offsets_are_added_and_the_last_group_may_be_short() -> None:
+    """A row of 5 in groups of 2 has three of them; matrices one above the other keep their offsets."""
+    codes = torch.tensor([[1, 2, 3, 4, 5]], dtype=torch.int8)
+    scales, mins = torch.tensor([[1.0, 10.0, 100.0]]), torch.tensor([[0.5, -0.5, 0.25]])
+    weight = QuantizedWeight(
+        WeightFormat(4, 2, has_min=True, levels=tuple(range(16))),
+        codes,
+        scales,
+        mins,
+        torch.float32,
+    )
+
+    merged = as_tensor(concat_weights([weight, weight]))
+
+    assert merged.tolist() == [[1.5, 2.5, 29.5, 39.5, 500.25]] * 2
 
 
 def test_concatenated_weights_stay_quantized_if_all_are() -> None:

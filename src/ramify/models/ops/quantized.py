@@ -1,4 +1,4 @@
-"""Quantised weight matrices: the type, int8 per output channel, and what a linear does with either kind."""
+"""Quantised weight matrices: the value that every reader makes and every kernel takes, int8 per output channel."""
 
 from __future__ import annotations
 
@@ -9,27 +9,50 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ramify.kv.quantize import dequantize, quantize
+from ramify.kv.quantize import quantize
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """How a matrix's integers are stored and grouped: what a kernel has to know of it.
+
+    Args:
+        bits: of a stored code, 4 or 8.
+        group_size: consecutive elements of a row that share a scale; the last group may be shorter.
+        has_min: whether a group also has an offset.
+        levels: the 16 integers that a 4-bit code can be, in the order of the stored code; () for 8 bits.
+    """
+
+    bits: Literal[4, 8]
+    group_size: int
+    has_min: bool = False
+    levels: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A matrix [out_width, in_width] as integer codes, with a scale for each group of a row.
+    """A matrix [out_width, in_width] as integers, with a scale and maybe an offset for each group of a row.
 
-    Groups of a row are `group_size` consecutive elements: weight = code * scale of its group.
+    weight[o, i] = scales[o, g] * codes[o, i] + mins[o, g], g = i // group_size: in float32, the product
+    rounded before the sum.
     """
 
-    format: Literal["int8"]
-    codes: Tensor  # [out_width, in_width]
-    scales: Tensor  # [out_width, in_width / group_size] float32
-    group_size: int
+    format: WeightFormat
+    codes: Tensor  # [out_width, in_width] int8
+    scales: Tensor  # [out_width, groups] float32
+    mins: Tensor | None  # [out_width, groups] float32
     dtype: torch.dtype  # that it is computed in
 
     @classmethod
     def int8(cls, weight: Tensor) -> QuantizedWeight:
         """Round to int8 with a scale for each output channel: see `ramify.kv.quantize`."""
         codes, scales = quantize(weight, torch.int8)
-        return cls("int8", codes, scales[:, None], weight.shape[1], weight.dtype)
+        return cls(WeightFormat(8, weight.shape[1]), codes, scales[:, None], None, weight.dtype)
+
+    @property
+    def group_size(self) -> int:
+        """Consecutive elements of a row that share a scale."""
+        return self.format.group_size
 
     @property
     def shape(self) -> torch.Size:
@@ -50,8 +73,16 @@ class QuantizedWeight:
 
     def dequantize(self) -> Tensor:
         """The matrix in `dtype`."""
-        groups = self.codes.unflatten(1, (-1, self.group_size))
-        return dequantize(groups, self.scales).flatten(1).to(self.dtype)
+        weight = self.codes.float().mul_(self._spread(self.scales))
+        if self.mins is not None:
+            weight.add_(self._spread(self.mins))
+        return weight.to(self.dtype)
+
+    def _spread(self, groups: Tensor) -> Tensor:
+        """Values of groups, for each element of a row."""
+        if groups.shape[1] == 1:
+            return groups
+        return groups.repeat_interleave(self.group_size, 1)[:, : self.shape[1]]
 
 
 Weight = Tensor | QuantizedWeight
@@ -68,12 +99,17 @@ def concat_weights(weights: Sequence[Weight]) -> Weight:
     if len(weights) == 1:
         return first
     quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
-    formats = {(weight.format, weight.group_size, weight.dtype) for weight in quantized}
+    formats = {(weight.format, weight.dtype) for weight in quantized}
     if not isinstance(first, QuantizedWeight) or (len(quantized), len(formats)) != (
         len(weights),
         1,
     ):
         return torch.cat([as_tensor(weight) for weight in weights])
-    codes = torch.cat([weight.codes for weight in quantized])
-    scales = torch.cat([weight.scales for weight in quantized])
-    return QuantizedWeight(first.format, codes, scales, first.group_size, first.dtype)
+    mins = [weight.mins for weight in quantized if weight.mins is not None]
+    return QuantizedWeight(
+        first.format,
+        torch.cat([weight.codes for weight in quantized]),
+        torch.cat([weight.scales for weight in quantized]),
+        torch.cat(mins) if first.mins is not None else None,
+        first.dtype,
+    )

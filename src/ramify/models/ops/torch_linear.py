@@ -157,7 +157,7 @@ def onednn_supports(weight: Weight) -> str | None:
     The two operations are private to torch, so their existence and their result are both checked.
     """
     if isinstance(weight, QuantizedWeight):
-        return f"{weight.format} codes: oneDNN would keep a dequantised copy"
+        return f"int{weight.format.bits} codes: oneDNN would keep a dequantised copy"
     if weight.dtype not in (torch.float32, torch.bfloat16) or weight.device.type != "cpu":
         return (
             f"oneDNN packs float32 and bfloat16 on cpu, not {weight.dtype} on {weight.device.type}"
