@@ -1,0 +1,114 @@
+"""A byte for each weight, with scales: int8 and float8 of compressed-tensors, fp8, bitsandbytes int8."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ramify.models.packed_formats.affine import (
+    Decoded,
+    WidenedWeight,
+    ceil_div,
+    finite_scales,
+    from_zero_points,
+)
+from ramify.models.packed_formats.scheme import Scheme
+from ramify.models.packed_formats.tensor_checks import check_suffixes, checked
+
+SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+E8M0_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
+FLOAT8 = "float8 values are no integers, so they are multiplied by their scales in float32"
+
+
+def int_quantized(
+    name: str,
+    tensors: Mapping[str, Tensor],
+    shape: tuple[int, int],
+    scheme: Scheme,
+    dtype: torch.dtype,
+) -> Decoded:
+    """(q - z) * scale of compressed-tensors, q and z int8."""
+    needed = ["weight", "weight_scale"]
+    if not scheme.symmetric:
+        needed.append("weight_zero_point")
+    check_suffixes(name, tensors, needed, ("bias", "input_scale", "input_zero_point"))
+    rows, width = shape
+    codes = checked(name, tensors, "weight", [shape], (torch.int8,))
+    group_size = width if scheme.group_size < 1 else scheme.group_size
+    groups = ceil_div(width, group_size)
+    shapes = [(1,), (1, 1), ()] if scheme.group_size == 0 else [(rows, groups)]
+    scales = checked(name, tensors, "weight_scale", shapes, SCALE_DTYPES)
+    scales = scales.reshape(-1, groups).expand(rows, groups)
+    zeros: Tensor | int = 128
+    if not scheme.symmetric:
+        points = checked(name, tensors, "weight_zero_point", shapes, (torch.int8,))
+        zeros = points.reshape(-1, groups).expand(rows, groups).to(torch.int16) + 128
+    stored = codes.to(torch.int16) + 128
+    return from_zero_points(name, stored, zeros, scales, bits=8, group_size=group_size, dtype=dtype)
+
+
+def bnb_int8(
+    name: str,
+    tensors: Mapping[str, Tensor],
+    shape: tuple[int, int],
+    scheme: Scheme,
+    dtype: torch.dtype,
+) -> Decoded:
+    """q * (SCB / 127) of bitsandbytes: a scale for each row, divided in float32."""
+    del scheme
+    check_suffixes(name, tensors, ("weight", "SCB"), ("bias", "weight_format"))
+    codes = checked(name, tensors, "weight", [shape], (torch.int8,)).to(torch.int16) + 128
+    scales = checked(name, tensors, "SCB", [(shape[0],)], (torch.float32,))[:, None] / 127
+    return from_zero_points(name, codes, 128, scales, bits=8, group_size=shape[1], dtype=dtype)
+
+
+def float8(
+    name: str,
+    tensors: Mapping[str, Tensor],
+    shape: tuple[int, int],
+    scheme: Scheme,
+    dtype: torch.dtype,
+) -> Decoded:
+    """weight * scale, widened: a scale for the matrix, each row, groups of a row, or blocks.
+
+    The scales are `weight_scale` or `weight_scale_inv`, which multiplies too; powers of two may be stored
+    as their exponents.
+    """
+    del dtype
+    suffix = "weight_scale_inv" if "weight_scale_inv" in tensors else "weight_scale"
+    optional = (
+        ("bias", "input_scale")
+        if scheme.packing != "fp8"
+        else ("bias", "input_scale", "activation_scale")
+    )
+    check_suffixes(name, tensors, ("weight", suffix), optional)
+    rows, width = shape
+    weight = checked(name, tensors, "weight", [shape], (torch.float8_e4m3fn,))
+    if scheme.block is not None:
+        high, wide = scheme.block
+        grid = (ceil_div(rows, high), ceil_div(width, wide))
+        scales = _float_scales(
+            name, checked(name, tensors, suffix, [grid], (*SCALE_DTYPES, *E8M0_DTYPES))
+        )
+        factors = scales.repeat_interleave(high, 0)[:rows].repeat_interleave(wide, 1)[:, :width]
+    elif scheme.group_size > 0:
+        groups = ceil_div(width, scheme.group_size)
+        scales = finite_scales(name, checked(name, tensors, suffix, [(rows, groups)], SCALE_DTYPES))
+        factors = scales.repeat_interleave(scheme.group_size, 1)[:, :width]
+    else:
+        per_matrix, per_row = [(1,), (), (1, 1)], [(rows, 1)]
+        shapes = per_matrix if scheme.group_size == 0 else per_row
+        if scheme.packing == "fp8":
+            shapes = [*per_matrix, *per_row]
+        factors = finite_scales(name, checked(name, tensors, suffix, shapes, SCALE_DTYPES))
+        factors = factors.reshape(-1, 1)
+    return WidenedWeight(weight.float().mul_(factors), FLOAT8)
+
+
+def _float_scales(name: str, scales: Tensor) -> Tensor:
+    """Scales in float32, of exponents too: 2 ** (e - 127), 255 is NaN."""
+    if scales.dtype == torch.uint8:
+        scales = scales.view(torch.float8_e8m0fnu)
+    return finite_scales(name, scales)
