@@ -28,14 +28,14 @@ def integers(low: int, high: int, *shape: int, seed: int = 0) -> Tensor:
 def floats(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     """Positive scales from 1e-7 to 1e2, subnormal float16 among them."""
     exponents = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 9 - 7
-    return (10**exponents).to(dtype)
+    return torch.pow(10, exponents).to(dtype)
 
 
 def packed(values: Tensor, bits: int, dim: int) -> Tensor:
     """Integers in int32 words along `dim`, lowest bits first; the last word is filled with 0."""
     values, per_word = values.movedim(dim, -1), 32 // bits
     values = torch.nn.functional.pad(values, (0, -values.shape[-1] % per_word))
-    words = (values.unflatten(-1, (-1, per_word)) << torch.arange(0, 32, bits)).sum(-1)
+    words: Tensor = (values.unflatten(-1, (-1, per_word)) << torch.arange(0, 32, bits)).sum(-1)
     return words.to(torch.int32).movedim(-1, dim).contiguous()
 
 

@@ -18,12 +18,12 @@ def matrix(kind: str, rows: int = 64, width: int = 512) -> Tensor:
     normal = torch.randn(rows, width, generator=generator)
     if kind == "normal":
         return normal
-    return normal / (torch.randn(3, rows, width, generator=generator) ** 2).mean(0).sqrt()
+    return torch.div(normal, (torch.randn(3, rows, width, generator=generator) ** 2).mean(0).sqrt())
 
 
 def plain_int4(weight: Tensor, group_size: int) -> Tensor:
     """The largest element of a group becomes -8."""
-    groups = weight.unflatten(1, (-1, group_size))
+    groups: Tensor = weight.unflatten(1, (-1, group_size))
     scale = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)) / -8
     return ((groups / scale).round().clamp(-8, 7) * scale).flatten(1)
 

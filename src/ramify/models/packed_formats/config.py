@@ -196,8 +196,8 @@ def _group_size(fields: ConfigFields, name: str = "group_size") -> int:
     return size
 
 
-def _unsupported(fields: ConfigFields, found: str, known: str) -> UnsupportedModelError:
+def _unsupported(fields: ConfigFields, setting: str, known: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"{fields.source}: {found} is not supported; supported: {known}. Use the original checkpoint, "
+        f"{fields.source}: {setting} is not supported; supported: {known}. Use the original checkpoint, "
         "or one quantised so"
     )

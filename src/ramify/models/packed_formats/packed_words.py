@@ -148,11 +148,13 @@ def _scattered(
 ) -> Tensor:
     points = zeros[:, index] if isinstance(zeros, Tensor) else zeros
     differences: Tensor = (stored - points).float()
-    return differences.mul_(finite_scales(name, scales)[:, index])
+    factors = finite_scales(name, scales)[:, index]
+    return torch.mul(differences, factors)
 
 
 def _awq_order(nibbles: Tensor) -> Tensor:
-    return nibbles.unflatten(1, (-1, 8))[:, :, torch.tensor(AWQ_NIBBLES)].flatten(1)
+    words: Tensor = nibbles.unflatten(1, (-1, 8))[:, :, torch.tensor(AWQ_NIBBLES)]
+    return words.flatten(1)
 
 
 def _check_divides(name: str, side: str, width: int, values_per_word: int) -> None:

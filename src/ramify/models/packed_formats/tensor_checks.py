@@ -46,6 +46,6 @@ def checked(
     if tuple(tensor.shape) not in shapes or tensor.dtype not in dtypes:
         expected = " or ".join(str(list(shape)) for shape in shapes)
         kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        found = f"{shown(list(tensor.shape))} {str(tensor.dtype).removeprefix('torch.')}"
-        raise CheckpointError(f"{name}.{suffix}: expected {expected} {kinds}, found {found}")
+        actual = f"{shown(list(tensor.shape))} {str(tensor.dtype).removeprefix('torch.')}"
+        raise CheckpointError(f"{name}.{suffix}: expected {expected} {kinds}, found {actual}")
     return tensor
