@@ -1,0 +1,1 @@
+"""GGUF files: the container, and blocks of its types as quantised weights."""
