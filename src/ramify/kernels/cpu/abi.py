@@ -5,9 +5,12 @@ Imports nothing, so that callers need no Numba.
 
 from __future__ import annotations
 
-# Storage kinds of K/V planes. Activations and weights are F32 or BF16.
+# Storage kinds of K/V planes. Activations are F32 or BF16.
 F32, BF16, F16, INT8, FP8 = range(5)
 ITEM_BYTES = (4, 2, 2, 1, 1)
+
+# Kinds of packed weights: F32, BF16, and two bf16 (k, k + 1) in a 32-bit word, for bf16 dot products.
+BF16_VNNI = len(ITEM_BYTES)
 
 CACHE_LINE = 64  # bytes
 

@@ -13,6 +13,7 @@ from numba.extending import intrinsic
 from ramify.kernels.cpu.abi import (
     ADD_RESIDUAL,
     BF16,
+    BF16_VNNI,
     CACHE_LINE,
     CLAMPED_SWIGLU_MUL,
     F32,
@@ -47,9 +48,6 @@ from ramify.kernels.cpu.simd import (
     vector_type,
 )
 from ramify.kernels.cpu.vector_math import exp_bf16, exp_f32
-
-# a third kind of rows and weights: two bf16 (k, k + 1) in a 32-bit word, for bf16 dot products
-BF16_VNNI = len(ITEM_BYTES)
 
 NR = 2 * LANES
 # MR of the tiles. The accumulators of the largest hide the latency of FMA and fit into the registers
@@ -143,7 +141,7 @@ def _emit_tile(builder: Any, kind: int, num_rows: int, num_panels: int, args: li
                 store(builder, builder.fadd(before, builder.load(next(accumulators))), address)
 
 
-def _emit_cases(builder: Any, value: Any, keys: Sequence[int], emit: Callable[[int], None]) -> None:
+def emit_cases(builder: Any, value: Any, keys: Sequence[int], emit: Callable[[int], None]) -> None:
     """Emit `emit(key)` for the key that equals `value`, for the last key otherwise."""
     key, *others = keys
     if not others:
@@ -153,7 +151,7 @@ def _emit_cases(builder: Any, value: Any, keys: Sequence[int], emit: Callable[[i
         with then:
             emit(key)
         with otherwise:
-            _emit_cases(builder, value, others, emit)
+            emit_cases(builder, value, others, emit)
 
 
 @intrinsic
@@ -171,11 +169,11 @@ def _select_tile(
                 def emit_group(num_panels: int) -> None:
                     _emit_tile(builder, stored, MR_TILES[size], num_panels, operands)
 
-                _emit_cases(builder, group, sorted({1, PANELS_PER_TILE[size]}), emit_group)
+                emit_cases(builder, group, sorted({1, PANELS_PER_TILE[size]}), emit_group)
 
-            _emit_cases(builder, tile, range(len(MR_TILES))[::-1], emit_size)
+            emit_cases(builder, tile, range(len(MR_TILES))[::-1], emit_size)
 
-        _emit_cases(builder, kind, (F32, BF16_VNNI, BF16), emit_kind)
+        emit_cases(builder, kind, (F32, BF16_VNNI, BF16), emit_kind)
         return context.get_dummy_value()
 
     return types.void(*[_int] * 11), code
@@ -293,9 +291,9 @@ def run_epilogue(_: Any, kind: Any, mode: Any, scale: Any, sums: Any, ups: Any, 
 
             gated = SILU_MUL, GELU_TANH_MUL, CLAMPED_SWIGLU_MUL
             plain = STORE, ADD_RESIDUAL, GELU_TANH, SIGMOID
-            _emit_cases(builder, mode, (*plain, *gated), emit_mode)
+            emit_cases(builder, mode, (*plain, *gated), emit_mode)
 
-        _emit_cases(builder, kind, (F32, BF16), emit_kind)
+        emit_cases(builder, kind, (F32, BF16), emit_kind)
         return context.get_dummy_value()
 
     return types.void(_int, _int, _float, *[_int] * 3), code

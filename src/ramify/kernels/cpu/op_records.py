@@ -17,12 +17,13 @@ class GemmOp(NamedTuple):
     """Packed GEMM, see `packed_gemm.packed_gemm`. No bit depends on `block_rows`, `tile`, `num_n_splits`."""
 
     op: Annotated[int, "OP_GEMM"] = OP_GEMM
-    dtype: Annotated[int, "of rows, norm, weights and result: F32, BF16 or BF16_VNNI"] = 0
+    dtype: Annotated[int, "of rows, norm and result: F32 or BF16"] = 0
+    weight_kind: Annotated[int, "of the packed weights: F32, BF16 or BF16_VNNI"] = 0
     mode: Annotated[int, "epilogue, see `abi`"] = 0
     x: Annotated[int, "address of the rows [num_rows, width]"] = 0
     x_stride: Annotated[int, "bytes from row to row of x"] = 0
     num_rows: Annotated[int, "rows; grouped: the most rows of an expert"] = 0
-    width: Annotated[int, "K; BF16_VNNI: words"] = 0
+    width: Annotated[int, "K: elements of a row of x"] = 0
     norm: Annotated[int, "address of the norm's weights, or 0"] = 0
     norm_kind: Annotated[int, "storage kind of the norm's weights, or LAYER_NORM"] = 0
     weight: Annotated[int, "address of the micro-panels"] = 0

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 from ramify.kernels.cpu.abi import (
     ADD_RESIDUAL,
     BF16,
+    BF16_VNNI,
     F32,
     SILU_MUL,
     round_up_to_cache_line,
 )
 from ramify.kernels.cpu.gemm_microkernels import (
-    BF16_VNNI,
     K_UNROLL,
     MR_TILES,
     NR,
@@ -47,13 +47,15 @@ _LARGEST = len(MR_TILES) - 1
 class GemmArgs(NamedTuple):
     """A GEMM: addresses, sizes, strides in bytes."""
 
-    kind: int  # of rows, norm, weights and result: F32, BF16 or BF16_VNNI
+    kind: int  # of rows, norm and result: F32 or BF16
+    weight_kind: int  # F32, BF16 or BF16_VNNI
     # Epilogue, see `abi`. ADD_RESIDUAL: out += scale * sums; from SILU_MUL on, even panels gate odd ones.
     mode: int
     rows: int  # address of [num_rows, width]
     row_stride: int
     num_rows: int
-    width: int  # K; BF16_VNNI: words
+    width: int  # K
+    depth: int  # words of a packed row: K; BF16_VNNI: K / 2
     norm: int  # address of the norm's weights [width], [2, width] for LAYER_NORM, or 0
     weight: int  # address of the micro-panels
     num_panels: int
@@ -72,42 +74,40 @@ _round_up_to_cache_line = jit(round_up_to_cache_line)
 
 @jit
 def _norm_rows(gemm: GemmArgs, eps: float, source: int, num_rows: int, into: int) -> None:
-    """into [num_rows, width] = norm of rows at `source`; float32, or VNNI words."""
-    kind, target_kind, width = gemm.kind, F32, gemm.width
-    if kind == BF16_VNNI:
-        kind, target_kind, width = BF16, BF16, 2 * width
+    """into [num_rows, depth] = norm of rows at `source`; float32, or VNNI words."""
+    target_kind = BF16 if gemm.weight_kind == BF16_VNNI else F32
     for r in range(num_rows):
-        row, target = source + gemm.row_stride * r, into + 4 * gemm.width * r
-        norm_row(kind, row, width, gemm.norm, gemm.norm_kind, eps, target, target_kind)
+        row, target = source + gemm.row_stride * r, into + 4 * gemm.depth * r
+        norm_row(gemm.kind, row, gemm.width, gemm.norm, gemm.norm_kind, eps, target, target_kind)
 
 
 @jit
 def _pack_a(
     gemm: GemmArgs, eps: float, first: int, num_rows: int, into: int, tile: int, normed: int
 ) -> None:
-    """Pack (and gather or normalise) num_rows <= tile rows to into[width, tile]: float32 or VNNI words.
+    """Pack (and gather or normalise) num_rows <= tile rows to into[depth, tile]: float32 or VNNI words.
 
     Columns beyond `num_rows` are undefined.
     """
-    kind, width, stride = gemm.kind, gemm.width, gemm.row_stride
-    steps = width // 8
+    depth, stride = gemm.depth, gemm.row_stride
+    steps = depth // 8
     for r in range((num_rows - 1) // 8 * 8, -1, -8):  # downwards: see `pack_a_rows`
         source, target, count = gemm.rows + stride * (first + r), into + 4 * r, min(8, num_rows - r)
-        source_stride, is_word = stride, kind != BF16
+        source_stride, is_word = stride, gemm.weight_kind != BF16
         if gemm.gather:
-            source_stride = (4 if is_word else 2) * width
+            source_stride = (4 if gemm.kind == F32 else 2) * gemm.width
             for i in range(count):
                 row = gemm.rows + stride * load_i64(gemm.gather + 8 * (first + r + i))
                 copy_bytes(normed + source_stride * i, row, source_stride)
             source = normed
         elif gemm.norm:
             _norm_rows(gemm, eps, source, count, normed)
-            source, source_stride, is_word = normed, 4 * width, True
+            source, source_stride, is_word = normed, 4 * depth, True
         if is_word:  # float32 or VNNI words: copied unchanged
             pack_a_rows(source, source_stride, count, target, tile, steps, F32)
         else:
             pack_a_rows(source, source_stride, count, target, tile, steps, BF16)
-        for k in range(8 * steps, width):
+        for k in range(8 * steps, depth):
             for i in range(min(8, tile - r)):
                 row = source + source_stride * min(i, count - 1)
                 if is_word:
@@ -166,15 +166,15 @@ def _gemm_block(
     edge_row: int,
 ) -> None:
     """Multiply a block of packed rows with micro-panels [from, to), and run the epilogue."""
-    panel_row_bytes = NR * (2 if gemm.kind == BF16 else 4)
+    panel_row_bytes = NR * (2 if gemm.weight_kind == BF16 else 4)
     out_bytes = 4 if gemm.kind == F32 else 2  # per element
-    width, tile_rows, (panel, end) = gemm.width, MR_TILES[tile], panels
+    depth, tile_rows, (panel, end) = gemm.depth, MR_TILES[tile], panels
     num_edge = _num_edge_tiles(tile, rows)
     edge_rows = MR_TILES[tile - 1] if num_edge else tile_rows
     num_full = -(-(rows - num_edge * edge_rows) // tile_rows)
     full_rows = num_full * tile_rows
     padded = full_rows + num_edge * edge_rows
-    b_stride, c_stride = panel_row_bytes * width, 4 * NR * padded
+    b_stride, c_stride = panel_row_bytes * depth, 4 * NR * padded
     # Each tile prefetches a share of a later strip between its own arithmetic; all at once would
     # delay its own loads. Panels are contiguous: the strip may be one of the next panel.
     tile_prefetch = panel_row_bytes * KC // (num_full + num_edge)
@@ -190,20 +190,20 @@ def _gemm_block(
             init_accumulators(sums + c_stride * p, bias, padded)
         for p in range(0, num_panels, group):
             weight, into = gemm.weight + b_stride * (panel + p), sums + c_stride * p
-            for k in range(0, width, KC):
-                depth, b = min(KC, width - k), weight + panel_row_bytes * k
+            for k in range(0, depth, KC):
+                strip, b = min(KC, depth - k), weight + panel_row_bytes * k
                 prefetch_at = b + PREFETCH_STRIPS * panel_row_bytes * KC
                 for t in range(num_full):
-                    a = packed + 4 * tile_rows * (t * width + k)
+                    a = packed + 4 * tile_rows * (t * depth + k)
                     c = into + 4 * NR * tile_rows * t
-                    run_microkernel(gemm.kind, tile, group, a, b, b_stride, prefetch_at, prefetch_stride, c,
-                        c_stride, depth)  # fmt: skip
+                    run_microkernel(gemm.weight_kind, tile, group, a, b, b_stride, prefetch_at, prefetch_stride,
+                        c, c_stride, strip)  # fmt: skip
                     prefetch_at += tile_prefetch
                 for t in range(num_edge):
                     row = full_rows + t * edge_rows
-                    a, c = packed + 4 * (row * width + edge_rows * k), into + 4 * NR * row
-                    run_microkernel(gemm.kind, tile - 1, group, a, b, b_stride, prefetch_at, prefetch_stride,
-                        c, c_stride, depth)  # fmt: skip
+                    a, c = packed + 4 * (row * depth + edge_rows * k), into + 4 * NR * row
+                    run_microkernel(gemm.weight_kind, tile - 1, group, a, b, b_stride, prefetch_at,
+                        prefetch_stride, c, c_stride, strip)  # fmt: skip
                     prefetch_at += tile_prefetch
         for p in range(0, num_panels, unit):
             column = (panel + p) // unit * NR
@@ -254,9 +254,11 @@ def packed_gemm(op: Any, eps: float, scratch: Any, counters: int, worker: int) -
         worker: index of the worker. Even ones begin with the first rows, odd ones with the last: two
             workers that alternate would both pack all rows.
     """
+    width, weight_kind = op[GEMM.width], op[GEMM.weight_kind]
+    depth = width // 2 if weight_kind == BF16_VNNI else width
     gemm = GemmArgs(
-        op[GEMM.dtype], op[GEMM.mode], op[GEMM.x], op[GEMM.x_stride], op[GEMM.num_rows], op[GEMM.width],
-        op[GEMM.norm], op[GEMM.weight], op[GEMM.num_panels], op[GEMM.bias], op[GEMM.out],
+        op[GEMM.dtype], weight_kind, op[GEMM.mode], op[GEMM.x], op[GEMM.x_stride], op[GEMM.num_rows],
+        width, depth, op[GEMM.norm], op[GEMM.weight], op[GEMM.num_panels], op[GEMM.bias], op[GEMM.out],
         op[GEMM.out_stride], op[GEMM.num_columns], op[GEMM.norm_kind], op[GEMM.gather],
         load_element(data_address(op) + 8 * GEMM.scale, F32),
     )  # fmt: skip
@@ -266,12 +268,12 @@ def packed_gemm(op: Any, eps: float, scratch: Any, counters: int, worker: int) -
         num_n_splits = _splits_per_item(op, load_i64(op[GEMM.num_items]))
     total = gemm_num_tasks(op)
     packed = data_address(scratch)
-    sums = packed + _round_up_to_cache_line(4 * (block_rows * gemm.width + _PACK_UNIT))
+    sums = packed + _round_up_to_cache_line(4 * (block_rows * depth + _PACK_UNIT))
     normed = sums + 4 * NR * PANELS_PER_TILE[0] * block_rows
-    edge_row = normed + 4 * _PACK_UNIT * gemm.width
+    edge_row = normed + 4 * _PACK_UNIT * depth
     unit = _panels_per_result(gemm.mode)
     num_panel_groups = gemm.num_panels // unit
-    matrix_bytes = (2 if gemm.kind == BF16 else 4) * NR * gemm.width * gemm.num_panels
+    matrix_bytes = (2 if weight_kind == BF16 else 4) * NR * depth * gemm.num_panels
     matrix = gemm
     packed_block, done = -1, 0
     while True:
@@ -287,8 +289,8 @@ def packed_gemm(op: Any, eps: float, scratch: Any, counters: int, worker: int) -
             rows, tile = load_i64(item + 16), load_i64(item + 24)
             bias = gemm.bias + 4 * NR * gemm.num_panels * matrix_index if gemm.bias else 0
             matrix = GemmArgs(
-                gemm.kind, gemm.mode, gemm.rows, gemm.row_stride, gemm.num_rows, gemm.width, gemm.norm,
-                gemm.weight + matrix_bytes * matrix_index, gemm.num_panels, bias, gemm.out, gemm.out_stride,
+                gemm.kind, weight_kind, gemm.mode, gemm.rows, gemm.row_stride, gemm.num_rows, width, depth,
+                gemm.norm,                gemm.weight + matrix_bytes * matrix_index, gemm.num_panels, bias, gemm.out, gemm.out_stride,
                 gemm.num_columns, gemm.norm_kind, gemm.gather, gemm.scale,
             )  # fmt: skip
         if block != packed_block:
@@ -297,7 +299,7 @@ def packed_gemm(op: Any, eps: float, scratch: Any, counters: int, worker: int) -
             while r < rows:
                 is_edge = num_edge and rows - r <= num_edge * MR_TILES[tile - 1]
                 mr = MR_TILES[tile - 1] if is_edge else MR_TILES[tile]
-                into, count = packed + 4 * gemm.width * r, min(mr, rows - r)
+                into, count = packed + 4 * depth * r, min(mr, rows - r)
                 _pack_a(gemm, eps, first + r, count, into, mr, normed)
                 r += mr
         panels = (
@@ -308,9 +310,9 @@ def packed_gemm(op: Any, eps: float, scratch: Any, counters: int, worker: int) -
         done += 1
 
 
-def gemm_scratch_floats(block_rows: int, width: int) -> int:
-    """Scratch of a worker in floats, a multiple of cache lines."""
-    packed, normed = block_rows * width + _PACK_UNIT, _PACK_UNIT * width
+def gemm_scratch_floats(block_rows: int, depth: int) -> int:
+    """Scratch of a worker in floats, a multiple of cache lines; `depth` as in `GemmArgs`."""
+    packed, normed = block_rows * depth + _PACK_UNIT, _PACK_UNIT * depth
     sums = block_rows * PANELS_PER_TILE[0] * NR
     return (
         round_up_to_cache_line(4 * packed) + round_up_to_cache_line(4 * (sums + normed + NR))

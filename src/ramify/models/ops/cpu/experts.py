@@ -32,6 +32,7 @@ from ramify.models.ops.cpu.linear import (
     epilogue,
     num_row_tasks,
     pack_matrix,
+    packed_depth,
     padded_floats,
     weight_kind,
 )
@@ -104,14 +105,14 @@ class GroupedLinear:
         activation: Activation | None = None,
     ) -> None:
         from ramify.kernels.cpu import packed_gemm
-        from ramify.kernels.cpu.gemm_microkernels import BF16_VNNI, MR_TILES, NR
+        from ramify.kernels.cpu.gemm_microkernels import MR_TILES, NR
 
         self._kernels, self._largest_tile = packed_gemm, MR_TILES[-1]
         first, first_bias = matrix(0)
         self._mode, num_parts = epilogue(activation)
         self.dtype, self._kind = first.dtype, weight_kind(first)
         self.in_width, self.out_width = first.shape[1], first.shape[0] // num_parts
-        self._width = self.in_width // 2 if self._kind == BF16_VNNI else self.in_width
+        self._depth = packed_depth(self.in_width, self._kind)
         groups = num_experts, -(-self.out_width // NR), num_parts
         self._weight = huge_pages.zeros((*groups, self.in_width, NR), first.dtype)
         self._bias = None if first_bias is None else torch.empty((*groups, NR))
@@ -142,11 +143,12 @@ class GroupedLinear:
         """
         return op_row(
             GemmOp(
-                dtype=self._kind,
+                dtype=ROW_KINDS[self.dtype],
+                weight_kind=self._kind,
                 mode=self._mode,
                 x_stride=self.in_width * self.dtype.itemsize,
                 num_rows=num_rows,
-                width=self._width,
+                width=self.in_width,
                 weight=self._weight.data_ptr(),
                 num_panels=self._num_panels,
                 bias=0 if self._bias is None else self._bias.data_ptr(),
@@ -159,7 +161,7 @@ class GroupedLinear:
 
     def scratch_floats(self, num_rows: int, _num_workers: int) -> int:
         """Scratch float32 per worker, as for `thread_scratch`."""
-        return self._kernels.gemm_scratch_floats(self._block_rows(num_rows), self._width)
+        return self._kernels.gemm_scratch_floats(self._block_rows(num_rows), self._depth)
 
 
 class GroupedExperts:

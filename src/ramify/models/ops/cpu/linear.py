@@ -14,6 +14,7 @@ from torch import Tensor
 from ramify.errors import ConfigError
 from ramify.kernels.cpu.abi import (
     ADD_RESIDUAL,
+    BF16_VNNI,
     CLAMPED_SWIGLU_MUL,
     GELU_TANH,
     GELU_TANH_MUL,
@@ -78,7 +79,7 @@ def pack_weight(weight: Tensor, into: Tensor) -> None:
 
     Writes straight into `into`: temporaries as large as the weights would stay resident.
     """
-    from ramify.kernels.cpu.gemm_microkernels import BF16_VNNI, NR
+    from ramify.kernels.cpu.gemm_microkernels import NR
     from ramify.kernels.cpu.simd import LANES
 
     num_full, width = len(weight) // NR, weight.shape[1]
@@ -99,12 +100,16 @@ def pack_weight(weight: Tensor, into: Tensor) -> None:
 
 
 def weight_kind(weight: Tensor) -> int:
-    """Micro-kernel kind for this weight: F32, BF16, or BF16_VNNI (CPU has bf16 dot, in_width is even)."""
-    from ramify.kernels.cpu.gemm_microkernels import BF16_VNNI
+    """Kind of the packed weight: F32, BF16, or BF16_VNNI (CPU has bf16 dot, in_width is even)."""
     from ramify.kernels.cpu.simd import HAS_BF16_DOT
 
     is_vnni = HAS_BF16_DOT and weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0
     return BF16_VNNI if is_vnni else ROW_KINDS[weight.dtype]
+
+
+def packed_depth(in_width: int, kind: int) -> int:
+    """32-bit words of a packed row of x, for weights of this kind."""
+    return in_width // 2 if kind == BF16_VNNI else in_width
 
 
 def pack_bias(bias: Tensor) -> Tensor:
@@ -183,7 +188,7 @@ class PackedLinear:
         activation: Activation | None = None,
     ) -> None:
         from ramify.kernels.cpu import op_list, packed_gemm
-        from ramify.kernels.cpu.gemm_microkernels import BF16_VNNI, NR
+        from ramify.kernels.cpu.gemm_microkernels import NR
 
         self._kernels, self._run_ops = packed_gemm, op_list.run_ops
         self._mode, self._num_parts = epilogue(activation)
@@ -191,8 +196,7 @@ class PackedLinear:
         self.out_width = weight.shape[0] // num_parts
         self._in_width, self.dtype = weight.shape[1], weight.dtype
         self._kind = weight_kind(weight)
-        # Row width in elements of that kind: a VNNI word is two numbers.
-        self._width = self._in_width // 2 if self._kind == BF16_VNNI else self._in_width
+        self._depth = packed_depth(self._in_width, self._kind)
         # Panels of gate and up alternate, so that a group of two gives NR columns of the result.
         num_groups = -(-self.out_width // NR)
         packed = huge_pages.zeros((num_groups, num_parts, self._in_width, NR), weight.dtype)
@@ -206,10 +210,11 @@ class PackedLinear:
         # (rows, workers, add) -> op without the addresses of x and the result, scratch floats
         self._ops_by_rows: dict[tuple[int, int, bool], tuple[NDArray[np.int64], int]] = {}
         self._record = GemmOp(
-            dtype=self._kind,
+            dtype=ROW_KINDS[self.dtype],
+            weight_kind=self._kind,
             mode=self._mode,
             x_stride=self._in_width * self.dtype.itemsize,
-            width=self._width,
+            width=self._in_width,
             norm=0 if self._norm is None else self._norm.data_ptr(),
             norm_kind=self._norm_kind,
             weight=self._weight.data_ptr(),
@@ -259,7 +264,7 @@ class PackedLinear:
     def scratch_floats(self, num_rows: int, num_workers: int) -> int:
         """Scratch float32 per worker, as for `thread_scratch`."""
         block_rows = _gemm_partition(num_rows, self._num_panel_groups, num_workers)[0]
-        return self._kernels.gemm_scratch_floats(block_rows, self._width)
+        return self._kernels.gemm_scratch_floats(block_rows, self._depth)
 
     def weight_rows(self, rows: Tensor) -> Tensor:
         """Rows [n, in_width] of the weight as they were before it was packed.
@@ -267,16 +272,16 @@ class PackedLinear:
         Args:
             rows: [n] int64, each below `out_width`; not of a gated activation.
         """
-        from ramify.kernels.cpu.gemm_microkernels import BF16_VNNI, NR
+        from ramify.kernels.cpu.gemm_microkernels import NR
         from ramify.kernels.cpu.simd import LANES
 
         assert self._num_parts == 1
         panel, column, panels = rows // NR, rows % NR, self._weight
         if self._kind == BF16_VNNI:
-            words = panels.view(-1, self._width, NR, 2)
+            words = panels.view(-1, self._depth, NR, 2)
             return words[panel, :, column].flatten(1)
         if self.dtype == torch.bfloat16:
-            words = panels.view(-1, self._width, LANES, 2)
+            words = panels.view(-1, self._depth, LANES, 2)
             return words[panel, :, column % LANES, column // LANES]
         return panels[panel, :, column]
 
