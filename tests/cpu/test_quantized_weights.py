@@ -126,9 +126,10 @@ def test_a_quantized_model_is_the_model_of_the_dequantized_weights(
     expected, _ = run_in_steps(reference, tokens, 61)
     if ops == "torch":
         assert torch.equal(hidden, expected)
-    torch.testing.assert_close(hidden, expected, rtol=1e-4, atol=1e-4)
+    # The kernels round rows to int16.
+    assert (hidden - expected).norm() < 1e-3 * expected.norm()
     exact = load_model(path, ops=ops, store=ProbeStore(None))
-    assert not torch.allclose(run_in_steps(exact, tokens, 61)[0], hidden, rtol=1e-4, atol=1e-4)
+    assert (run_in_steps(exact, tokens, 61)[0] - hidden).norm() > 1e-3 * expected.norm()
 
 
 @pytest.mark.parametrize("ops", ["auto", "torch"])
@@ -151,7 +152,7 @@ def test_latent_attention_keeps_what_is_used_by_head(tmp_path: Path, ops: str) -
         model = load_model(folder, dtype="float32", ops=ops, quantize=quantize)
         logits.append(cold(Model("v32", model), tuple(range(3, 60))).logits.view(torch.float32))
 
-    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+    assert (logits[0] - logits[1]).norm() < 1e-3 * logits[1].norm()
 
 
 def test_an_unknown_format_is_refused(tmp_path: Path) -> None:

@@ -26,8 +26,13 @@ Buffers (NR = 2 SIMD vectors of columns; TILE_N likewise; a word is 32 bits)
     weight, float32      panel[n // NR, k, n % NR] = W[n, k]
     weight, bf16         word[n // NR, k, j] = (W[n, k], W[n + LANES, k]), j = n % NR < LANES
     weight, bf16 VNNI    word[n // NR, k // 2, n % NR] = (W[n, k], W[n, k + 1])
+    weight, 8-bit codes  word[n // NR, k // 4, n % NR] = bytes of k to k + 3
+    weight, 4-bit codes  word[n // NR, k // 8, n % NR] = nibbles of k + 0, 1, 4, 5, 2, 3, 6, 7
+    scales, mins         [n // NR, group, n % NR], float32 or float16
     gated MLP            panels of gate and up alternate
     packed rows          A[k, r] per tile of MR rows; VNNI: word[k // 2, r]
+    packed rows, codes   words of int16: for each four k (k, k + 2) and (k + 1, k + 3); a float32 scale for
+                         each 128 k; sums by group of weights: see `quantized_gemm`
     packed keys          [key // TILE_N, d, key % TILE_N]; VNNI: word of (d, d + 1)
     packed values        [d // TILE_N, key, d % TILE_N]; VNNI: word of (key, key + 1)
     state                [head * state_head_stride + token] = (sum of w * v [value_stride], max, sum of w)
@@ -42,6 +47,7 @@ Rules that keep the bits (the same for a row in whatever batch)
       rewrite them: bias first, then one sum per KC strip; reductions by lane, then across lanes.
     - Sums of tiles end in + 0.0: -0 and trailing zero products vanish. `maximum` is compare + select,
       which fixes the result for NaN. A first block is copied into `state`, not merged.
+    - Codes: sums of a group are exact integers; one chain of FMA over groups, in ascending order.
     - Norm, rope and epilogues round to the model's dtype after each product (`round_to`). exp is exactly
       0 below -87 (VNNI: where bf16 would be subnormal). Only HAS_BF16_DOT flushes subnormals.
     - Scores are scaled in q (float32) or after the dot product (VNNI).

@@ -9,8 +9,9 @@ from __future__ import annotations
 F32, BF16, F16, INT8, FP8 = range(5)
 ITEM_BYTES = (4, 2, 2, 1, 1)
 
-# Kinds of packed weights: F32, BF16, and two bf16 (k, k + 1) in a 32-bit word, for bf16 dot products.
-BF16_VNNI = len(ITEM_BYTES)
+# Kinds of packed weights: F32, BF16, and two bf16 (k, k + 1) in a 32-bit word, for bf16 dot products;
+# integers of 8 and of 4 bits with scales.
+BF16_VNNI, CODES8, CODES4 = range(len(ITEM_BYTES), len(ITEM_BYTES) + 3)
 
 CACHE_LINE = 64  # bytes
 

@@ -18,7 +18,7 @@ class GemmOp(NamedTuple):
 
     op: Annotated[int, "OP_GEMM"] = OP_GEMM
     dtype: Annotated[int, "of rows, norm and result: F32 or BF16"] = 0
-    weight_kind: Annotated[int, "of the packed weights: F32, BF16 or BF16_VNNI"] = 0
+    weight_kind: Annotated[int, "of the packed weights: F32, BF16, BF16_VNNI, CODES8, CODES4"] = 0
     mode: Annotated[int, "epilogue, see `abi`"] = 0
     x: Annotated[int, "address of the rows [num_rows, width]"] = 0
     x_stride: Annotated[int, "bytes from row to row of x"] = 0
@@ -39,6 +39,14 @@ class GemmOp(NamedTuple):
     num_items: Annotated[int, "address of the number of items"] = 0
     gather: Annotated[int, "address of int64: the place of each row in x; 0: in order"] = 0
     scale: Annotated[int, "of ADD_RESIDUAL: bits of a float32"] = 0
+    group: Annotated[int, "of codes: elements of a row that share a scale"] = 0
+    scales: Annotated[int, "of codes: address of [num_panels, groups, NR]"] = 0
+    scale_kind: Annotated[int, "storage kind of scales and mins: F32 or F16"] = 0
+    scale_stride: Annotated[int, "bytes of a panel's scales, and of its mins"] = 0
+    scale_step: Annotated[int, "bytes from group to group; 0: all groups have one scale"] = 0
+    mins: Annotated[int, "of codes: address of offsets, laid out as scales; or 0"] = 0
+    levels: Annotated[int, "of CODES4 with HAS_LEVELS: address of 32 int16"] = 0
+    code_offset: Annotated[int, "of CODES4 without HAS_LEVELS: the integer of code 0"] = 0
 
 
 class NormRopeOp(NamedTuple):

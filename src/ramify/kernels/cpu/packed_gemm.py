@@ -2,7 +2,7 @@
 
 Each element of the result is one fixed float32 expression: the bias, plus one sum per KC strip in
 ascending order, each a chain of FMA in ascending k (VNNI: of dot products over KC words, which read
-subnormals as zeros). Tiles, blocks and threads decide when it is computed, never its bits.
+subnormals as zeros). Weights of integer codes have the sums of `quantized_gemm`. Tiles, blocks and threads decide when it is computed, never its bits.
 
 The loops are those of Goto and van de Geijn (Anatomy of high-performance matrix multiplication, 2008)
 in the names of BLIS: an NR x KC strip of a weight micro-panel stays in L1 while the MC rows of a
@@ -17,6 +17,8 @@ from ramify.kernels.cpu.abi import (
     ADD_RESIDUAL,
     BF16,
     BF16_VNNI,
+    CODES4,
+    CODES8,
     F32,
     SILU_MUL,
     round_up_to_cache_line,
@@ -33,7 +35,15 @@ from ramify.kernels.cpu.gemm_microkernels import (
 )
 from ramify.kernels.cpu.jit import data_address, jit
 from ramify.kernels.cpu.norm_rope import norm_row
-from ramify.kernels.cpu.op_records import GEMM
+from ramify.kernels.cpu.op_records import GEMM, GemmOp
+from ramify.kernels.cpu.quantized_gemm import (
+    multiply_strips,
+    needs_sums,
+    quantized_scratch_floats,
+    round_row,
+    sum_groups,
+)
+from ramify.kernels.cpu.quantized_microkernels import BLOCK
 from ramify.kernels.cpu.simd import copy_bytes, load_element, load_i64, store_f32
 from ramify.kernels.cpu.task_queue import next_task_from_either_end
 
@@ -48,14 +58,14 @@ class GemmArgs(NamedTuple):
     """A GEMM: addresses, sizes, strides in bytes."""
 
     kind: int  # of rows, norm and result: F32 or BF16
-    weight_kind: int  # F32, BF16 or BF16_VNNI
+    weight_kind: int  # F32, BF16, BF16_VNNI, CODES8 or CODES4
     # Epilogue, see `abi`. ADD_RESIDUAL: out += scale * sums; from SILU_MUL on, even panels gate odd ones.
     mode: int
     rows: int  # address of [num_rows, width]
     row_stride: int
     num_rows: int
     width: int  # K
-    depth: int  # words of a packed row: K; BF16_VNNI: K / 2
+    depth: int  # words of a packed row: K; BF16_VNNI and codes: K / 2
     norm: int  # address of the norm's weights [width], [2, width] for LAYER_NORM, or 0
     weight: int  # address of the micro-panels
     num_panels: int
@@ -67,6 +77,31 @@ class GemmArgs(NamedTuple):
     norm_kind: int
     gather: int  # address of int64 [num_rows]: the place of each row in `rows`; 0: in order
     scale: float  # of ADD_RESIDUAL
+    # of codes, see `op_records.GemmOp` and `quantized_gemm`
+    group_words: int
+    num_groups: int
+    num_blocks: int
+    scales: int
+    scale_kind: int
+    scale_stride: int
+    scale_step: int
+    mins: int
+    levels: int
+    code_offset: int
+
+
+class Buffers(NamedTuple):
+    """Addresses of a worker's scratch."""
+
+    packed: int  # rows of a block, tile after tile: [depth, MR] words each
+    sums: int  # [rows, NR] of each panel
+    normed: int  # [_PACK_UNIT, depth] words
+    edge_row: int  # [NR]
+    # of codes: a row of x; scales and sums of x, tile after tile; scales of a strip
+    row: int
+    x_scales: int
+    x_sums: int
+    wide: int
 
 
 _round_up_to_cache_line = jit(round_up_to_cache_line)
@@ -82,19 +117,53 @@ def _norm_rows(gemm: GemmArgs, eps: float, source: int, num_rows: int, into: int
 
 
 @jit
-def _pack_a(
-    gemm: GemmArgs, eps: float, first: int, num_rows: int, into: int, tile: int, normed: int
-) -> None:
-    """Pack (and gather or normalise) num_rows <= tile rows to into[depth, tile]: float32 or VNNI words.
+def _round_row(
+    gemm: GemmArgs, eps: float, index: int, words: int, scales: int, sums: int, tile: int, buffer: int
+) -> None:  # fmt: skip
+    """Round a row of x, normalised if there is a norm, to words of int16; see `quantized_gemm`."""
+    row, kind = gemm.rows + gemm.row_stride * index, gemm.kind
+    if gemm.gather:
+        row = gemm.rows + gemm.row_stride * load_i64(gemm.gather + 8 * index)
+    if gemm.norm:
+        norm_row(kind, row, gemm.width, gemm.norm, gemm.norm_kind, eps, buffer, F32)
+        row, kind = buffer, F32
+    round_row(row, kind, gemm.width, words, scales, 4 * tile)
+    if needs_sums(gemm):
+        sum_groups(gemm, words, scales, 4 * tile, sums, 4 * tile)
 
-    Columns beyond `num_rows` are undefined.
+
+@jit
+def _pack_a(
+    gemm: GemmArgs, eps: float, first: int, row: int, num_rows: int, tile: int, buffers: Buffers
+) -> None:
+    """Pack (and gather, normalise or round) num_rows <= tile rows, from row `first` + `row` on.
+
+    They become the tile [depth, tile] of `packed` at `row`: float32 or words. Columns beyond `num_rows`
+    are undefined.
     """
-    depth, stride = gemm.depth, gemm.row_stride
+    depth, stride, normed = gemm.depth, gemm.row_stride, buffers.normed
+    into, first = buffers.packed + 4 * depth * row, first + row
+    x_scales = buffers.x_scales + 4 * gemm.num_blocks * row
+    x_sums = buffers.x_sums + 4 * gemm.num_groups * row
     steps = depth // 8
     for r in range((num_rows - 1) // 8 * 8, -1, -8):  # downwards: see `pack_a_rows`
         source, target, count = gemm.rows + stride * (first + r), into + 4 * r, min(8, num_rows - r)
         source_stride, is_word = stride, gemm.weight_kind != BF16
-        if gemm.gather:
+        if gemm.weight_kind >= CODES8:
+            for i in range(count):
+                scales, sums = x_scales + 4 * (r + i), x_sums + 4 * (r + i)
+                _round_row(
+                    gemm,
+                    eps,
+                    first + r + i,
+                    normed + 4 * depth * i,
+                    scales,
+                    sums,
+                    tile,
+                    buffers.row,
+                )
+            source, source_stride = normed, 4 * depth
+        elif gemm.gather:
             source_stride = (4 if gemm.kind == F32 else 2) * gemm.width
             for i in range(count):
                 row = gemm.rows + stride * load_i64(gemm.gather + 8 * (first + r + i))
@@ -155,18 +224,25 @@ def _panels_per_result(mode: int) -> int:
 
 
 @jit
+def _panel_row_bytes(weight_kind: int) -> int:
+    """Bytes of a panel for each word of a packed row."""
+    if weight_kind == CODES4:
+        return NR
+    return NR * (2 if weight_kind in (BF16, CODES8) else 4)
+
+
+@jit
 def _gemm_block(
     gemm: GemmArgs,
     tile: int,
     first: int,
     rows: int,
     panels: Any,
-    packed: int,
-    sums: int,
-    edge_row: int,
+    buffers: Buffers,
 ) -> None:
     """Multiply a block of packed rows with micro-panels [from, to), and run the epilogue."""
-    panel_row_bytes = NR * (2 if gemm.weight_kind == BF16 else 4)
+    packed, sums = buffers.packed, buffers.sums
+    panel_row_bytes = _panel_row_bytes(gemm.weight_kind)
     out_bytes = 4 if gemm.kind == F32 else 2  # per element
     depth, tile_rows, (panel, end) = gemm.depth, MR_TILES[tile], panels
     num_edge = _num_edge_tiles(tile, rows)
@@ -190,6 +266,12 @@ def _gemm_block(
             init_accumulators(sums + c_stride * p, bias, padded)
         for p in range(0, num_panels, group):
             weight, into = gemm.weight + b_stride * (panel + p), sums + c_stride * p
+            if gemm.weight_kind >= CODES8:
+                multiply_strips(
+                    gemm, tile, group, panel + p, (num_full, num_edge), packed, buffers.x_scales,
+                    buffers.x_sums, into, c_stride, buffers.wide,
+                )  # fmt: skip
+                continue
             for k in range(0, depth, KC):
                 strip, b = min(KC, depth - k), weight + panel_row_bytes * k
                 prefetch_at = b + PREFETCH_STRIPS * panel_row_bytes * KC
@@ -210,7 +292,7 @@ def _gemm_block(
             out = gemm.out + gemm.out_stride * first + out_bytes * column
             columns = min(NR, gemm.num_columns - column)
             gate = sums + c_stride * p
-            _epilogue(gemm, gate, gate + c_stride, rows, columns, out, edge_row)
+            _epilogue(gemm, gate, gate + c_stride, rows, columns, out, buffers.edge_row)
         panel += num_panels
 
 
@@ -237,6 +319,52 @@ def _splits_per_item(op: Any, num_items: int) -> Any:
 
 
 @jit
+def _gemm_args(op: Any) -> GemmArgs:
+    """A `GemmOp`'s arguments."""
+    width, weight_kind, num_groups, num_blocks = op[GEMM.width], op[GEMM.weight_kind], 0, 0
+    depth = width if weight_kind in (F32, BF16) else width // 2
+    if weight_kind >= CODES8:
+        num_groups, num_blocks = -(-width // op[GEMM.group]), -(-width // BLOCK)
+    return GemmArgs(
+        op[GEMM.dtype], weight_kind, op[GEMM.mode], op[GEMM.x], op[GEMM.x_stride], op[GEMM.num_rows],
+        width, depth, op[GEMM.norm], op[GEMM.weight], op[GEMM.num_panels], op[GEMM.bias], op[GEMM.out],
+        op[GEMM.out_stride], op[GEMM.num_columns], op[GEMM.norm_kind], op[GEMM.gather],
+        load_element(data_address(op) + 8 * GEMM.scale, F32), op[GEMM.group] // 2, num_groups, num_blocks,
+        op[GEMM.scales], op[GEMM.scale_kind], op[GEMM.scale_stride], op[GEMM.scale_step], op[GEMM.mins],
+        op[GEMM.levels], op[GEMM.code_offset],
+    )  # fmt: skip
+
+
+@jit
+def _matrix(gemm: GemmArgs, index: int) -> GemmArgs:
+    """The GEMM of one of the matrices that follow each other."""
+    num_panels = gemm.num_panels
+    weight = gemm.weight + _panel_row_bytes(gemm.weight_kind) * gemm.depth * num_panels * index
+    bias = gemm.bias + 4 * NR * num_panels * index if gemm.bias else 0
+    scales = gemm.scale_stride * num_panels * index
+    return GemmArgs(
+        gemm.kind, gemm.weight_kind, gemm.mode, gemm.rows, gemm.row_stride, gemm.num_rows, gemm.width,
+        gemm.depth, gemm.norm, weight, num_panels, bias, gemm.out, gemm.out_stride, gemm.num_columns,
+        gemm.norm_kind, gemm.gather, gemm.scale, gemm.group_words, gemm.num_groups, gemm.num_blocks,
+        gemm.scales + scales, gemm.scale_kind, gemm.scale_stride, gemm.scale_step,
+        gemm.mins + scales if gemm.mins else 0, gemm.levels, gemm.code_offset,
+    )  # fmt: skip
+
+
+@jit
+def _buffers(gemm: GemmArgs, block_rows: int, packed: int) -> Buffers:
+    """A worker's scratch, as `gemm_scratch_floats` counts it."""
+    sums = packed + _round_up_to_cache_line(4 * (block_rows * gemm.depth + _PACK_UNIT))
+    normed = sums + 4 * NR * PANELS_PER_TILE[0] * block_rows
+    edge_row = normed + 4 * _PACK_UNIT * gemm.depth
+    row = edge_row + 4 * NR
+    x_scales = row + 4 * gemm.width
+    x_sums = x_scales + 4 * block_rows * gemm.num_blocks
+    wide = x_sums + 4 * block_rows * gemm.num_groups
+    return Buffers(packed, sums, normed, edge_row, row, x_scales, x_sums, wide)
+
+
+@jit
 def packed_gemm(op: Any, eps: float, scratch: Any, counters: int, worker: int) -> Any:
     """Take and run tasks of a GEMM until none is left; returns how many this worker did.
 
@@ -254,26 +382,15 @@ def packed_gemm(op: Any, eps: float, scratch: Any, counters: int, worker: int) -
         worker: index of the worker. Even ones begin with the first rows, odd ones with the last: two
             workers that alternate would both pack all rows.
     """
-    width, weight_kind = op[GEMM.width], op[GEMM.weight_kind]
-    depth = width // 2 if weight_kind == BF16_VNNI else width
-    gemm = GemmArgs(
-        op[GEMM.dtype], weight_kind, op[GEMM.mode], op[GEMM.x], op[GEMM.x_stride], op[GEMM.num_rows],
-        width, depth, op[GEMM.norm], op[GEMM.weight], op[GEMM.num_panels], op[GEMM.bias], op[GEMM.out],
-        op[GEMM.out_stride], op[GEMM.num_columns], op[GEMM.norm_kind], op[GEMM.gather],
-        load_element(data_address(op) + 8 * GEMM.scale, F32),
-    )  # fmt: skip
+    gemm = _gemm_args(op)
     block_rows, tile = op[GEMM.block_rows], op[GEMM.tile]
     num_n_splits, items = op[GEMM.num_n_splits], op[GEMM.items]
     if items:
         num_n_splits = _splits_per_item(op, load_i64(op[GEMM.num_items]))
     total = gemm_num_tasks(op)
-    packed = data_address(scratch)
-    sums = packed + _round_up_to_cache_line(4 * (block_rows * depth + _PACK_UNIT))
-    normed = sums + 4 * NR * PANELS_PER_TILE[0] * block_rows
-    edge_row = normed + 4 * _PACK_UNIT * depth
+    buffers = _buffers(gemm, block_rows, data_address(scratch))
     unit = _panels_per_result(gemm.mode)
     num_panel_groups = gemm.num_panels // unit
-    matrix_bytes = (2 if weight_kind == BF16 else 4) * NR * depth * gemm.num_panels
     matrix = gemm
     packed_block, done = -1, 0
     while True:
@@ -287,33 +404,29 @@ def packed_gemm(op: Any, eps: float, scratch: Any, counters: int, worker: int) -
             item = items + 8 * 4 * block
             matrix_index, first = load_i64(item), load_i64(item + 8)
             rows, tile = load_i64(item + 16), load_i64(item + 24)
-            bias = gemm.bias + 4 * NR * gemm.num_panels * matrix_index if gemm.bias else 0
-            matrix = GemmArgs(
-                gemm.kind, weight_kind, gemm.mode, gemm.rows, gemm.row_stride, gemm.num_rows, width, depth,
-                gemm.norm,                gemm.weight + matrix_bytes * matrix_index, gemm.num_panels, bias, gemm.out, gemm.out_stride,
-                gemm.num_columns, gemm.norm_kind, gemm.gather, gemm.scale,
-            )  # fmt: skip
+            matrix = _matrix(gemm, matrix_index)
         if block != packed_block:
             packed_block = block
             num_edge, r = _num_edge_tiles(tile, rows), 0
             while r < rows:
                 is_edge = num_edge and rows - r <= num_edge * MR_TILES[tile - 1]
                 mr = MR_TILES[tile - 1] if is_edge else MR_TILES[tile]
-                into, count = packed + 4 * depth * r, min(mr, rows - r)
-                _pack_a(gemm, eps, first + r, count, into, mr, normed)
+                _pack_a(gemm, eps, first, r, min(mr, rows - r), mr, buffers)
                 r += mr
         panels = (
             unit * (num_panel_groups * n_split // num_n_splits),
             unit * (num_panel_groups * (n_split + 1) // num_n_splits),
         )
-        _gemm_block(matrix, tile, first, rows, panels, packed, sums, edge_row)
+        _gemm_block(matrix, tile, first, rows, panels, buffers)
         done += 1
 
 
-def gemm_scratch_floats(block_rows: int, depth: int) -> int:
-    """Scratch of a worker in floats, a multiple of cache lines; `depth` as in `GemmArgs`."""
+def gemm_scratch_floats(block_rows: int, op: GemmOp) -> int:
+    """Scratch of a worker in floats, a multiple of cache lines, for blocks of this many rows."""
+    depth = op.width if op.weight_kind in (F32, BF16) else op.width // 2
     packed, normed = block_rows * depth + _PACK_UNIT, _PACK_UNIT * depth
     sums = block_rows * PANELS_PER_TILE[0] * NR
-    return (
-        round_up_to_cache_line(4 * packed) + round_up_to_cache_line(4 * (sums + normed + NR))
-    ) // 4
+    others = sums + normed + NR
+    if op.group:
+        others += quantized_scratch_floats(block_rows, op.width, op.group)
+    return (round_up_to_cache_line(4 * packed) + round_up_to_cache_line(4 * others)) // 4

@@ -10,6 +10,8 @@ from numba import config
 
 # Of bf16 dot products: `vdpbf16ps` and what the kernels use around it.
 BF16_DOT_FEATURES = ("avx512f", "avx512vl", "avx512dq", "avx512bf16")
+# Of int16 dot products, `vpdpwssd`; every CPU with AVX-512-BF16 has them.
+INT16_DOT_FEATURES = ("avx512f", "avx512vnni")
 _V3_FEATURES = ("avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe", "popcnt", "sse4.2")
 _V4_FEATURES = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 
@@ -35,8 +37,8 @@ TARGETS = (
     Target(
         "avx512-bf16",
         "x86-64-v4",
-        ",".join(f"+{feature}" for feature in BF16_DOT_FEATURES),
-        (*_V3_FEATURES, *_V4_FEATURES, "avx512bf16"),
+        ",".join(f"+{feature}" for feature in (*BF16_DOT_FEATURES, "avx512vnni")),
+        (*_V3_FEATURES, *_V4_FEATURES, "avx512bf16", "avx512vnni"),
     ),
     Target("avx512", "x86-64-v4", "+avx512f", (*_V3_FEATURES, *_V4_FEATURES)),
     Target("avx2", "x86-64-v3", "+avx2", _V3_FEATURES),
@@ -75,15 +77,24 @@ def has_avx512() -> bool:
 
 def has_bf16_dot() -> bool:
     """Whether kernels may use bf16 dot products, as Numba is configured to compile."""
+    return _may_use(BF16_DOT_FEATURES)
+
+
+def has_int16_dot() -> bool:
+    """Whether kernels may use AVX-512's dot products of int16, as Numba is configured to compile."""
+    return _may_use(INT16_DOT_FEATURES)
+
+
+def _may_use(features: tuple[str, ...]) -> bool:
     target = compiled_target()
     if target is not None:
-        return "avx512bf16" in target.required
+        return all(feature in target.required for feature in features)
     overrides = config.CPU_FEATURES
     if config.CPU_NAME not in (None, "", llvmlite.binding.get_host_cpu_name()):
         return False
     if overrides is not None:
         # the last mention of a feature counts
         flags = {feature[1:]: feature[:1] for feature in overrides.split(",")}
-        if not all(flags.get(feature) == "+" for feature in BF16_DOT_FEATURES):
+        if not all(flags.get(feature) == "+" for feature in features):
             return False
-    return all(_HOST_FEATURES.get(feature) for feature in BF16_DOT_FEATURES)
+    return all(_HOST_FEATURES.get(feature) for feature in features)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -27,6 +28,10 @@ class WeightFormat:
     group_size: int
     has_min: bool = False
     levels: tuple[int, ...] = ()
+
+    def with_group(self, group_size: int) -> WeightFormat:
+        """The same with another size of groups."""
+        return replace(self, group_size=group_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +76,11 @@ class QuantizedWeight:
         """Number of weights."""
         return self.codes.numel()
 
+    def rows(self, rows: Tensor) -> QuantizedWeight:
+        """The matrix of some rows, by their numbers [n] int64."""
+        mins = None if self.mins is None else self.mins[rows]
+        return replace(self, codes=self.codes[rows], scales=self.scales[rows], mins=mins)
+
     def dequantize(self) -> Tensor:
         """The matrix in `dtype`."""
         weight = self.codes.float().mul_(self._spread(self.scales))
@@ -94,22 +104,45 @@ def as_tensor(weight: Weight) -> Tensor:
 
 
 def concat_weights(weights: Sequence[Weight]) -> Weight:
-    """Matrices of the same input, outputs one after the other; quantised if all are, in one format."""
-    first = weights[0]
+    """Matrices of the same input, outputs one after the other; quantised if all are.
+
+    Different formats become the narrowest that holds all of them.
+    """
     if len(weights) == 1:
-        return first
+        return weights[0]
     quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
-    formats = {(weight.format, weight.dtype) for weight in quantized}
-    if not isinstance(first, QuantizedWeight) or (len(quantized), len(formats)) != (
-        len(weights),
-        1,
-    ):
+    dtypes = {weight.dtype for weight in weights}
+    if len(quantized) < len(weights) or len(dtypes) > 1:
         return torch.cat([as_tensor(weight) for weight in weights])
-    mins = [weight.mins for weight in quantized if weight.mins is not None]
+    width = quantized[0].shape[1]
+    kind = _common_format([weight.format for weight in quantized], width)
+    num_groups = -(-width // kind.group_size)
+    scales, mins = list[Tensor](), list[Tensor]()
+    for weight in quantized:
+        repeats = -(-weight.group_size // kind.group_size)
+        own = weight.scales if weight.mins is None else weight.mins
+        for values, into in ((weight.scales, scales), (own, mins)):
+            into.append(values.repeat_interleave(repeats, 1)[:, :num_groups])
+        if weight.mins is None:
+            mins[-1] = torch.zeros_like(mins[-1])
     return QuantizedWeight(
-        first.format,
+        kind,
         torch.cat([weight.codes for weight in quantized]),
-        torch.cat([weight.scales for weight in quantized]),
-        torch.cat(mins) if first.mins is not None else None,
-        first.dtype,
+        torch.cat(scales),
+        torch.cat(mins) if kind.has_min else None,
+        quantized[0].dtype,
+    )
+
+
+def _common_format(formats: Sequence[WeightFormat], width: int) -> WeightFormat:
+    """The narrowest format that holds matrices of all of these, with rows of `width`."""
+    sizes = {min(kind.group_size, width) for kind in formats}
+    group_size = sizes.pop() if len(sizes) == 1 else math.gcd(*sizes)
+    levels = {kind.levels for kind in formats}
+    is_narrow = len(levels) == 1 and formats[0].bits == 4
+    return WeightFormat(
+        4 if is_narrow else 8,
+        group_size,
+        has_min=any(kind.has_min for kind in formats),
+        levels=formats[0].levels if is_narrow else (),
     )

@@ -18,6 +18,7 @@ from ramify.models.ops.cpu.experts import GroupedExperts, GroupedLinear, TopKRou
 from ramify.models.ops.cpu.layers import FusedLayers
 from ramify.models.ops.cpu.linear import ACTIVATION_MODES, PackedLinear, packed_gemm_supports
 from ramify.models.ops.cpu.norm import RowNorm
+from ramify.models.ops.cpu.quantized_panels import panels_support
 from ramify.models.ops.cpu.rope import QKNormRope
 from ramify.models.ops.layer_loop import LayerLoop
 from ramify.models.ops.mlp import Mlp
@@ -34,7 +35,7 @@ from ramify.models.ops.protocol import (
     RowOp,
     Shard,
 )
-from ramify.models.ops.quantized import Weight, as_tensor
+from ramify.models.ops.quantized import QuantizedWeight, Weight
 from ramify.models.ops.torch_linear import is_constant, probe_counts
 from ramify.models.ops.torch_modules import SplitAttention
 from ramify.models.ops.torch_ops import TorchOps
@@ -50,7 +51,7 @@ ROPE_OPERATIONS: dict[QkNormForm, str] = {
 class CpuOps(TorchOps):
     """Packed GEMM with norm, activation and residual inside, QK norm + rope in place, fused layers.
 
-    Anything without a kernel (quantised weights, layer norms of heads, MLA) is `TorchOps`.
+    Anything without a kernel (layer norms of heads, MLA) is `TorchOps`.
     """
 
     def __init__(self, weights: Mapping[str, Weight], **options: Any) -> None:
@@ -70,7 +71,7 @@ class CpuOps(TorchOps):
     def embedding(self, name: str, *, scale: float = 1.0) -> TokenRows:
         """See `Ops`. Where the LM head is the same table, the packed head serves for both."""
         factor = None if scale == 1.0 else torch.tensor(scale, dtype=self.dtype)
-        rows = self._token_rows[name] = TokenRows(self.weight(f"{name}.weight"), factor)
+        rows = self._token_rows[name] = TokenRows(self._weights[f"{name}.weight"], factor)
         return rows
 
     def finish(self) -> None:
@@ -89,9 +90,7 @@ class CpuOps(TorchOps):
         """See `Ops`: one kernel, or a kernel before a torch activation that it has no form of."""
         weight, bias = self._matrix(names, dtype)
         inner_activation = activation if activation in ACTIVATION_MODES else None
-        packed = None
-        if isinstance(weight, Tensor):
-            packed = self._packed_linear(weight, bias, norm, inner_activation)
+        packed = self._packed_linear(weight, bias, norm, inner_activation)
         if packed is None:
             return super().linear(
                 *names, norm=norm, activation=activation, shard=shard, dtype=dtype
@@ -123,16 +122,21 @@ class CpuOps(TorchOps):
         return torch.stack((weight, bias)).float()
 
     def _packed_linear(
-        self, weight: Tensor, bias: Tensor | None, norm: Norm | None, activation: Activation | None
+        self, weight: Weight, bias: Tensor | None, norm: Norm | None, activation: Activation | None
     ) -> PackedLinear | None:
-        """The packed GEMM of this matrix; None if the probe finds that its rows differ."""
+        """The packed GEMM of this matrix; None if it has no kernel, or the probe finds that its rows differ."""
+        name = "linear"
+        if isinstance(weight, QuantizedWeight):
+            if panels_support(weight) is not None:
+                return None
+            name = f"linear, {weight.format.bits} bits"
         norm_weight = None
         if norm is not None:
             norm_weight = self._norm_weight(norm), norm.eps
         packed = PackedLinear(weight, bias, norm=norm_weight, activation=activation)
         parts = {
             "norm" if norm is None else f"{norm.kind}_norm": norm is not None,
-            "linear": True,
+            name: True,
             "bias": bias is not None,
             str(activation): activation is not None,
         }
@@ -221,13 +225,15 @@ class CpuOps(TorchOps):
             activation=activation,
         )
         *gate_up, down = names
-        is_quantized = not isinstance(self._weights[f"{prefix}0.{down}.weight"], Tensor)
-        if is_quantized or activation not in ACTIVATION_MODES:
+        if activation not in ACTIVATION_MODES:
             return in_torch()
 
-        def matrix(linears: Sequence[str], number: int) -> tuple[Tensor, Tensor | None]:
-            weight, bias = self._matrix([f"{prefix}{number}.{name}" for name in linears], None)
-            return as_tensor(weight), bias
+        def matrix(linears: Sequence[str], number: int) -> tuple[Weight, Tensor | None]:
+            return self._matrix([f"{prefix}{number}.{name}" for name in linears], None)
+
+        firsts = matrix(gate_up, 0)[0], matrix([down], 0)[0]
+        if any(isinstance(w, QuantizedWeight) and panels_support(w) for w in firsts):
+            return in_torch()
 
         kernel = GroupedExperts(
             GroupedLinear(partial(matrix, gate_up), num_experts, activation=activation),

@@ -6,13 +6,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ramify.models.ops.cpu.linear import PackedLinear
+from ramify.models.ops.quantized import QuantizedWeight, Weight
 
 
 class TokenRows:
     """The rows of an embedding table [vocab, hidden_size], multiplied by `factor` if there is one."""
 
-    def __init__(self, table: Tensor, factor: Tensor | None) -> None:
-        self._table: Tensor | PackedLinear = table
+    def __init__(self, table: Weight, factor: Tensor | None) -> None:
+        self._table: Weight | PackedLinear = table
         self._factor = factor
 
     def __call__(self, token_ids: Tensor) -> Tensor:
@@ -20,6 +21,8 @@ class TokenRows:
         table = self._table
         if isinstance(table, PackedLinear):
             rows = table.weight_rows(token_ids)
+        elif isinstance(table, QuantizedWeight):
+            rows = table.rows(token_ids).dequantize()
         else:
             rows = F.embedding(token_ids, table)
         return rows if self._factor is None else rows * self._factor
@@ -29,6 +32,6 @@ class TokenRows:
 
         Weights in another dtype are another table; it stays.
         """
-        if isinstance(self._table, Tensor) and head.dtype == self._table.dtype:
+        if not isinstance(self._table, PackedLinear) and head.dtype == self._table.dtype:
             assert head.widths == (self._table.shape[1], self._table.shape[0])
             self._table = head

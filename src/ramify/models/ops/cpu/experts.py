@@ -19,25 +19,22 @@ from ramify.kernels.cpu.op_records import (
     GROUP,
     ROUTE,
     CombineOp,
-    GemmOp,
     GroupOp,
     RouteOp,
     op_row,
 )
 from ramify.kernels.cpu.threads import ROW_KINDS, set_num_threads, thread_scratch
-from ramify.kv import huge_pages
 from ramify.models.ops.cpu.linear import (
     GEMM_TASKS_PER_WORKER_BLOCKED,
     NO_POSITIONS,
     epilogue,
     num_row_tasks,
-    pack_matrix,
-    packed_depth,
     padded_floats,
-    weight_kind,
 )
+from ramify.models.ops.cpu.panels import new_panels, pack_bias
 from ramify.models.ops.mlp import Mlp
 from ramify.models.ops.protocol import Activation
+from ramify.models.ops.quantized import Weight
 
 _NO_EPS = np.zeros(4)
 
@@ -93,34 +90,43 @@ class GroupedLinear:
     """A matrix for each expert, packed; rows of an expert follow each other.
 
     Args:
-        matrix: weight [out_width, in_width], or with an activation [2 * out_width, in_width], gate
+        matrix: weight [out_width, in_width], see `PackedLinear`, or with an activation [2 * out_width, in_width], gate
             above up, and bias of an expert; all alike.
     """
 
     def __init__(
         self,
-        matrix: Callable[[int], tuple[Tensor, Tensor | None]],
+        matrix: Callable[[int], tuple[Weight, Tensor | None]],
         num_experts: int,
         *,
         activation: Activation | None = None,
     ) -> None:
         from ramify.kernels.cpu import packed_gemm
-        from ramify.kernels.cpu.gemm_microkernels import MR_TILES, NR
+        from ramify.kernels.cpu.gemm_microkernels import MR_TILES
 
         self._kernels, self._largest_tile = packed_gemm, MR_TILES[-1]
-        first, first_bias = matrix(0)
+        first, _ = matrix(0)
         self._mode, num_parts = epilogue(activation)
-        self.dtype, self._kind = first.dtype, weight_kind(first)
+        self.dtype = first.dtype
         self.in_width, self.out_width = first.shape[1], first.shape[0] // num_parts
-        self._depth = packed_depth(self.in_width, self._kind)
-        groups = num_experts, -(-self.out_width // NR), num_parts
-        self._weight = huge_pages.zeros((*groups, self.in_width, NR), first.dtype)
-        self._bias = None if first_bias is None else torch.empty((*groups, NR))
+        self._num_parts = num_parts
+        self._panels = new_panels(first, num_matrices=num_experts, num_parts=num_parts)
+        biases = list[Tensor]()
         for number in range(num_experts):
             weight, bias = matrix(number)
-            biases = None if self._bias is None else self._bias[number]
-            pack_matrix(weight, bias, num_parts, self._weight[number], biases)
-        self._num_panels, self._num_parts = groups[1] * num_parts, num_parts
+            self._panels.write(number, weight)
+            if bias is not None:
+                biases.append(pack_bias(bias, num_parts))
+        self._panels.finish()
+        self._bias = torch.stack(biases) if biases else None
+        self._record = self._panels.record._replace(
+            dtype=ROW_KINDS[self.dtype],
+            mode=self._mode,
+            x_stride=self.in_width * self.dtype.itemsize,
+            bias=0 if self._bias is None else self._bias.data_ptr(),
+            out_stride=self.row_bytes,
+            num_columns=self.out_width,
+        )
 
     @property
     def row_bytes(self) -> int:
@@ -142,18 +148,8 @@ class GroupedLinear:
         order of the items.
         """
         return op_row(
-            GemmOp(
-                dtype=ROW_KINDS[self.dtype],
-                weight_kind=self._kind,
-                mode=self._mode,
-                x_stride=self.in_width * self.dtype.itemsize,
+            self._record._replace(
                 num_rows=num_rows,
-                width=self.in_width,
-                weight=self._weight.data_ptr(),
-                num_panels=self._num_panels,
-                bias=0 if self._bias is None else self._bias.data_ptr(),
-                out_stride=self.row_bytes,
-                num_columns=self.out_width,
                 block_rows=self._block_rows(num_rows),
                 num_n_splits=GEMM_TASKS_PER_WORKER_BLOCKED * num_workers,
             )
@@ -161,7 +157,7 @@ class GroupedLinear:
 
     def scratch_floats(self, num_rows: int, _num_workers: int) -> int:
         """Scratch float32 per worker, as for `thread_scratch`."""
-        return self._kernels.gemm_scratch_floats(self._block_rows(num_rows), self._depth)
+        return self._kernels.gemm_scratch_floats(self._block_rows(num_rows), self._record)
 
 
 class GroupedExperts:

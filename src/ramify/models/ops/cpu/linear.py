@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ramify.errors import ConfigError
 from ramify.kernels.cpu.abi import (
     ADD_RESIDUAL,
-    BF16_VNNI,
     CLAMPED_SWIGLU_MUL,
     GELU_TANH,
     GELU_TANH_MUL,
@@ -24,10 +22,11 @@ from ramify.kernels.cpu.abi import (
     STORE,
     round_up_to_cache_line,
 )
-from ramify.kernels.cpu.op_records import GEMM, GemmOp, op_row
+from ramify.kernels.cpu.op_records import GEMM, op_row
 from ramify.kernels.cpu.threads import ROW_KINDS, set_num_threads, thread_scratch
-from ramify.kv import huge_pages
+from ramify.models.ops.cpu.panels import new_panels, pack_bias
 from ramify.models.ops.protocol import Activation, ForwardStep
+from ramify.models.ops.quantized import Weight
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -70,71 +69,6 @@ def padded_floats(count: int) -> int:
     return round_up_to_cache_line(4 * count) // 4
 
 
-def pack_weight(weight: Tensor, into: Tensor) -> None:
-    """Pack weight [out_width, in_width] into micro-panels, zeros [ceil(out_width / NR), in_width, NR].
-
-        float32        into[p, k, j] = weight[p * NR + j, k]
-        bfloat16       word[p, k, j] = (weight[p * NR + j, k], weight[p * NR + LANES + j, k])
-        bfloat16 VNNI  word[p, k / 2, j] = (weight[p * NR + j, k], weight[p * NR + j, k + 1])
-
-    Writes straight into `into`: temporaries as large as the weights would stay resident.
-    """
-    from ramify.kernels.cpu.gemm_microkernels import NR
-    from ramify.kernels.cpu.simd import LANES
-
-    num_full, width = len(weight) // NR, weight.shape[1]
-    remainder = weight[num_full * NR :]
-    parts = [(into[:num_full], weight[: num_full * NR])]
-    if len(remainder):
-        parts.append((into[num_full:], F.pad(remainder, (0, 0, 0, NR - len(remainder)))))
-    for panels, rows in parts:
-        count = len(panels)
-        if weight_kind(weight) == BF16_VNNI:
-            words = rows.reshape(count, NR, width // 2, 2).permute(0, 2, 1, 3)
-            panels.view(count, width // 2, NR, 2).copy_(words)
-        elif weight.dtype == torch.bfloat16:
-            words = rows.reshape(count, 2, LANES, width).permute(0, 3, 2, 1)
-            panels.view(count, width, LANES, 2).copy_(words)
-        else:
-            panels.copy_(rows.reshape(count, NR, width).permute(0, 2, 1))
-
-
-def weight_kind(weight: Tensor) -> int:
-    """Kind of the packed weight: F32, BF16, or BF16_VNNI (CPU has bf16 dot, in_width is even)."""
-    from ramify.kernels.cpu.simd import HAS_BF16_DOT
-
-    is_vnni = HAS_BF16_DOT and weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0
-    return BF16_VNNI if is_vnni else ROW_KINDS[weight.dtype]
-
-
-def packed_depth(in_width: int, kind: int) -> int:
-    """32-bit words of a packed row of x, for weights of this kind."""
-    return in_width // 2 if kind == BF16_VNNI else in_width
-
-
-def pack_bias(bias: Tensor) -> Tensor:
-    """Zero-pad bias [out_width] of any float dtype to [ceil(out_width / NR), NR] float32."""
-    from ramify.kernels.cpu.gemm_microkernels import NR
-
-    return F.pad(bias.float(), (0, -len(bias) % NR)).view(-1, NR)
-
-
-def pack_matrix(
-    weight: Tensor, bias: Tensor | None, num_parts: int, into: Tensor, biases: Tensor | None
-) -> None:
-    """Pack a matrix and its bias; two parts, gate above up, by alternating panels.
-
-    Args:
-        into: zeros [ceil(out_width / num_parts / NR), num_parts, in_width, NR].
-        biases: [panels, num_parts, NR] float32, if there is a bias.
-    """
-    for number, part in enumerate(weight.chunk(num_parts)):
-        pack_weight(part, into[:, number])
-    if bias is not None and biases is not None:
-        for number, half in enumerate(bias.chunk(num_parts)):
-            biases[:, number] = pack_bias(half)
-
-
 def epilogue(activation: Activation | None) -> tuple[int, int]:
     """A GEMM's mode for an activation, and how many parts of its result that combines."""
     mode = STORE if activation is None else ACTIVATION_MODES[activation]
@@ -167,8 +101,8 @@ class PackedLinear:
         silu(gate) * up               gated activation; gate, up = halves of the above
 
     Args:
-        weight: [out_width, in_width], float32 or bfloat16, copied into packed form; with a gated
-            activation [2 * out_width, in_width], gate above up.
+        weight: [out_width, in_width], float32, bfloat16 or quantised (see `panels_support`), copied into
+            packed form; with a gated activation [2 * out_width, in_width], gate above up.
         bias: one element per row of `weight`.
         norm: weight [in_width] and eps of an RMS norm of x. In bfloat16 a weight in float32 is
             multiplied with before the norm is rounded, one in bfloat16 afterwards. Of a layer norm:
@@ -181,7 +115,7 @@ class PackedLinear:
 
     def __init__(
         self,
-        weight: Tensor,
+        weight: Weight,
         bias: Tensor | None = None,
         *,
         norm: tuple[Tensor, float] | None = None,
@@ -195,30 +129,24 @@ class PackedLinear:
         num_parts = self._num_parts
         self.out_width = weight.shape[0] // num_parts
         self._in_width, self.dtype = weight.shape[1], weight.dtype
-        self._kind = weight_kind(weight)
-        self._depth = packed_depth(self._in_width, self._kind)
         # Panels of gate and up alternate, so that a group of two gives NR columns of the result.
-        num_groups = -(-self.out_width // NR)
-        packed = huge_pages.zeros((num_groups, num_parts, self._in_width, NR), weight.dtype)
-        self._bias = None if bias is None else torch.empty((num_groups, num_parts, NR))
-        pack_matrix(weight, bias, num_parts, packed, self._bias)
-        self._weight, self._num_panel_groups = packed.flatten(0, 1), num_groups
+        self._num_panel_groups = -(-self.out_width // NR)
+        self._panels = new_panels(weight, num_parts=num_parts)
+        self._panels.write(0, weight)
+        self._panels.finish()
+        self._bias = None if bias is None else pack_bias(bias, num_parts)
         self._norm = None if norm is None else norm[0].contiguous()
         self._norm_kind = 0 if self._norm is None else norm_kind(self._norm, self.dtype)
         self.eps = 0.0 if norm is None else float(norm[1])
         self._eps_of_norm = np.array([self.eps])
         # (rows, workers, add) -> op without the addresses of x and the result, scratch floats
         self._ops_by_rows: dict[tuple[int, int, bool], tuple[NDArray[np.int64], int]] = {}
-        self._record = GemmOp(
+        self._record = self._panels.record._replace(
             dtype=ROW_KINDS[self.dtype],
-            weight_kind=self._kind,
             mode=self._mode,
             x_stride=self._in_width * self.dtype.itemsize,
-            width=self._in_width,
             norm=0 if self._norm is None else self._norm.data_ptr(),
             norm_kind=self._norm_kind,
-            weight=self._weight.data_ptr(),
-            num_panels=len(self._weight),
             bias=0 if self._bias is None else self._bias.data_ptr(),
             out_stride=self.row_bytes,
             num_columns=self.out_width,
@@ -264,26 +192,15 @@ class PackedLinear:
     def scratch_floats(self, num_rows: int, num_workers: int) -> int:
         """Scratch float32 per worker, as for `thread_scratch`."""
         block_rows = _gemm_partition(num_rows, self._num_panel_groups, num_workers)[0]
-        return self._kernels.gemm_scratch_floats(block_rows, self._depth)
+        return self._kernels.gemm_scratch_floats(block_rows, self._record)
 
     def weight_rows(self, rows: Tensor) -> Tensor:
-        """Rows [n, in_width] of the weight as they were before it was packed.
+        """Rows [n, in_width] of the weight as they were before it was packed, or dequantised.
 
         Args:
             rows: [n] int64, each below `out_width`; not of a gated activation.
         """
-        from ramify.kernels.cpu.gemm_microkernels import NR
-        from ramify.kernels.cpu.simd import LANES
-
-        assert self._num_parts == 1
-        panel, column, panels = rows // NR, rows % NR, self._weight
-        if self._kind == BF16_VNNI:
-            words = panels.view(-1, self._depth, NR, 2)
-            return words[panel, :, column].flatten(1)
-        if self.dtype == torch.bfloat16:
-            words = panels.view(-1, self._depth, LANES, 2)
-            return words[panel, :, column % LANES, column // LANES]
-        return panels[panel, :, column]
+        return self._panels.rows(rows)
 
     def check(self, x: Tensor) -> None:
         """Raise ConfigError unless x is [rows, in_width] in the dtype of the weight, on CPU."""

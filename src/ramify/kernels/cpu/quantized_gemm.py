@@ -1,0 +1,160 @@
+"""Strips of the packed GEMM over weights of 8- or 4-bit integers: rows of x rounded to int16, sums by group.
+
+Each element of the result is the bias, then for each group of weights in ascending order one FMA of the
+exact integer sum with the product of two scales, and with offsets one FMA of the offset with the sum of x.
+Rows of x have a scale for each `BLOCK` elements, max |x| / 32767, from that row alone.
+
+`models.ops.cpu.quantized_panels` writes the panels; `kernels.cpu` has their layout.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ramify.kernels.cpu.abi import BF16, CODES4, CODES8, F16, F32
+from ramify.kernels.cpu.gemm_microkernels import MR_TILES, NR, PANELS_PER_TILE
+from ramify.kernels.cpu.jit import jit
+from ramify.kernels.cpu.quantized_microkernels import (
+    BLOCK,
+    HAS_LEVELS,
+    INT16_MAX,
+    absolute_maximum,
+    round_to_words,
+    run_quantized_microkernel,
+    store_i32,
+    sum_words,
+    widen_scales,
+)
+from ramify.kernels.cpu.simd import load_element, store_f32
+
+BLOCK_WORDS = BLOCK // 2
+STRIP_WORDS = 2 * BLOCK_WORDS  # of a panel between two tiles of rows
+# Blocks whose numbers are all smaller count as zeros: the factor of the rounding would overflow.
+SMALLEST = np.float32(2.0**-100)
+_LIMIT = np.float32(INT16_MAX)
+
+
+@jit
+def round_row(row: int, kind: int, width: int, words: int, scales: int, scale_stride: int) -> None:
+    """Round a row to words of int16, with a scale for each block.
+
+    A block with a number that is not finite has a scale that is not finite.
+
+    Args:
+        row: address of [width] of kind F32 or BF16; `width` is a multiple of 8.
+        words: address of [width / 2]; may be `row` if that is float32.
+        scales: where the first scale goes; `scale_stride` bytes from block to block.
+    """
+    for begin in range(0, width, BLOCK):
+        count = min(BLOCK, width - begin)
+        if kind == F32:
+            largest = absolute_maximum(row + 4 * begin, count, F32)
+        else:
+            largest = absolute_maximum(row + 2 * begin, count, BF16)
+        factor = np.float32(0.0)
+        if largest >= SMALLEST:
+            factor = _LIMIT / largest
+        if kind == F32:
+            round_to_words(row + 4 * begin, count, factor, words + 2 * begin, F32)
+        else:
+            round_to_words(row + 2 * begin, count, factor, words + 2 * begin, BF16)
+        # 0 for small numbers, NaN and infinity as they are
+        scale = np.float32(0.0) if largest < SMALLEST else largest / _LIMIT
+        store_f32(scales + scale_stride * (begin // BLOCK), scale)
+
+
+@jit
+def sum_groups(
+    gemm: Any, words: int, scales: int, scale_stride: int, sums: int, sum_stride: int
+) -> None:
+    """Sums of a rounded row by group of weights, as `run_quantized_microkernel` takes them.
+
+    Args:
+        words, scales: see `round_row`.
+        sums: where the first goes; `sum_stride` bytes from group to group.
+    """
+    for group in range(gemm.num_groups):
+        begin = group * gemm.group_words
+        count = min(gemm.group_words, gemm.depth - begin)
+        total = sum_words(words + 4 * begin, count)
+        at = sums + sum_stride * group
+        if gemm.mins:
+            scale = load_element(scales + scale_stride * (begin // BLOCK_WORDS), F32)
+            store_f32(at, np.float32(total) * scale)
+        else:
+            store_i32(at, total * gemm.code_offset)
+
+
+@jit
+def needs_sums(gemm: Any) -> bool:
+    """Whether rows of x need sums by group."""
+    return gemm.mins != 0 or (gemm.weight_kind == CODES4 and not HAS_LEVELS)
+
+
+@jit
+def multiply_strips(
+    gemm: Any, tile: int, num_panels: int, panel: int, rows: Any, packed: int, x_scales: int, x_sums: int,
+    into: int, c_stride: int, wide: int,
+) -> None:  # fmt: skip
+    """Add the products of a block of rows and of `num_panels` panels to `into`, all strips.
+
+    Args:
+        tile: index in MR_TILES of the first tiles; those behind have the next smaller MR.
+        rows: number of tiles of either size.
+        packed, x_scales, x_sums: addresses of the block's words, scales and sums, tile after tile.
+        into: sums [rows, NR] of the first panel, `c_stride` bytes from panel to panel.
+        wide: buffer for the scales and mins of a strip.
+    """
+    num_full, num_edge = rows
+    depth, group_words = gemm.depth, gemm.group_words
+    code_bytes = NR * (2 if gemm.weight_kind == CODES8 else 1)  # of a word
+    b_stride, strip_groups = code_bytes * depth, -(-STRIP_WORDS // group_words)
+    block_shift = 0
+    while group_words << block_shift < BLOCK_WORDS:
+        block_shift += 1
+    for begin in range(0, depth, STRIP_WORDS):
+        strip = min(STRIP_WORDS, depth - begin)
+        whole = strip // group_words
+        rest, first_group = strip - whole * group_words, begin // group_words
+        scales_at = gemm.scale_stride * panel + gemm.scale_step * first_group
+        scales, stride, step = gemm.scales + scales_at, gemm.scale_stride, gemm.scale_step
+        mins = gemm.mins + scales_at if gemm.mins else 0
+        if gemm.scale_kind == F16:
+            stride, step = 4 * NR * strip_groups, 4 * NR
+            wide_mins = wide + stride * num_panels
+            count = NR * (whole + (1 if rest else 0))
+            for p in range(num_panels):
+                widen_scales(scales + gemm.scale_stride * p, count, wide + stride * p, F16)
+                if mins:
+                    widen_scales(mins + gemm.scale_stride * p, count, wide_mins + stride * p, F16)
+            scales, mins = wide, wide_mins if mins else 0
+        b = gemm.weight + b_stride * panel + code_bytes * begin
+        row = 0
+        for t in range(num_full + num_edge):
+            size = tile if t < num_full else tile - 1
+            mr = MR_TILES[size]
+            a = packed + 4 * (row * depth + mr * begin)
+            scale_row = x_scales + 4 * (row * gemm.num_blocks + mr * (begin // BLOCK_WORDS))
+            sum_row = x_sums + 4 * (row * gemm.num_groups + mr * first_group)
+            c = into + 4 * NR * row
+            run_quantized_microkernel(
+                gemm.weight_kind, size, num_panels, a, b, b_stride, c, c_stride, whole, group_words, scales,
+                mins, stride, step, scale_row, block_shift, sum_row, gemm.levels,
+            )  # fmt: skip
+            if rest:
+                done = whole * group_words
+                run_quantized_microkernel(
+                    gemm.weight_kind, size, num_panels, a + 4 * mr * done, b + code_bytes * done, b_stride, c,
+                    c_stride, 1, rest, scales + step * whole, mins + step * whole if mins else 0, stride,
+                    step, scale_row + 4 * mr * (done // BLOCK_WORDS), block_shift, sum_row + 4 * mr * whole,
+                    gemm.levels,
+                )  # fmt: skip
+            row += mr
+
+
+def quantized_scratch_floats(block_rows: int, width: int, group: int) -> int:
+    """Scratch in floats beside that of other weights: a row, scales and sums of x, scales of a strip."""
+    wide = 2 * PANELS_PER_TILE[0] * NR * -(-2 * STRIP_WORDS // group)
+    return width + block_rows * (-(-width // BLOCK) + -(-width // group)) + wide

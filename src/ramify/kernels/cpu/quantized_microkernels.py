@@ -1,0 +1,315 @@
+"""MR x NR micro-kernels over packed 8- and 4-bit integers as LLVM IR, and rows of x as 16-bit integers.
+
+Products of a group are summed exactly in int32, so no tile, vector width or instruction set changes a bit
+of them. What is rounded is one chain of float32 FMA over groups, in ascending order.
+
+Four elements of a row of x (k to k + 3) are the words (k, k + 2) and (k + 1, k + 3): what shifts of a
+32-bit lane of weights give as pairs of 16-bit integers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from ramify.kernels.cpu import targets
+from ramify.kernels.cpu.abi import CODES4, CODES8
+from ramify.kernels.cpu.gemm_microkernels import MR_TILES, NR, PANELS_PER_TILE, emit_cases
+from ramify.kernels.cpu.jit import jit
+from ramify.kernels.cpu.simd import (
+    LANES,
+    broadcast,
+    call_function,
+    constant,
+    f32,
+    fma,
+    i32,
+    i64,
+    load,
+    load_as_f32,
+    offset,
+    reduce_lanes,
+    shuffle,
+    store,
+    vector_type,
+)
+
+i16 = ir.IntType(16)
+INT16_MAX = 32767.0
+# Elements of a row of x that share a scale. A group of weights lies within one such block.
+BLOCK = 128
+# Whether 4-bit integers are read through a table of 16 levels; else they are 0 to 15 plus an offset.
+HAS_LEVELS = LANES == 16
+_HAS_DOT = targets.has_int16_dot()
+_IS_X86 = targets.IS_X86
+_int, _float = types.int64, types.float32
+_WORD_ORDER = [0, 2, 1, 3, 4, 6, 5, 7]
+
+
+def _dot(builder: Any, total: Any, x: Any, y: Any) -> Any:
+    """total + x[2i] * y[2i] + x[2i + 1] * y[2i + 1] by 32-bit lane, of 16-bit integers, exact."""
+    words, halves = vector_type(LANES, i32), vector_type(2 * LANES, i16)
+    if _HAS_DOT:
+        args = (total, builder.bitcast(x, words), builder.bitcast(y, words))
+        return call_function(builder, "llvm.x86.avx512.vpdpwssd.512", words, *args)
+    if _IS_X86:
+        name = "llvm.x86.avx512.pmaddw.d.512" if LANES == 16 else "llvm.x86.avx2.pmadd.wd"
+        return builder.add(total, call_function(builder, name, words, x, y))
+    wide = vector_type(2 * LANES, i32)
+    products = builder.mul(builder.sext(x, wide), builder.sext(y, wide))
+    assert halves.count == products.type.count
+    even, odd = (
+        shuffle(builder, products, products, list(range(first, 2 * LANES, 2))) for first in (0, 1)
+    )
+    return builder.add(total, builder.add(even, odd))
+
+
+def _split_codes(builder: Any, kind: int, lanes: Any, levels: Any) -> list[Any]:
+    """Pairs of 16-bit integers of each column: 2 of 8-bit, 4 of 4-bit codes in a 32-bit lane.
+
+    Args:
+        levels: vector of 32 integers, the levels twice; None: 4-bit codes are 0 to 15.
+    """
+    halves = builder.bitcast(lanes, vector_type(2 * LANES, i16))
+
+    def c(value: int) -> Any:
+        return constant(value, 2 * LANES, i16)
+
+    if kind == CODES8:
+        return [
+            builder.ashr(builder.shl(halves, c(8)), c(8)),
+            builder.ashr(halves, c(8)),
+        ]
+    shifted = [halves] + [builder.lshr(halves, c(shift)) for shift in (4, 8, 12)]
+    if levels is None:
+        return [builder.and_(nibbles, c(15)) for nibbles in shifted]
+    # It reads five bits of each index; the levels are there twice.
+    name = "llvm.x86.avx512.permvar.hi.512"
+    return [call_function(builder, name, levels.type, levels, nibbles) for nibbles in shifted]
+
+
+def _emit_tile(builder: Any, kind: int, num_rows: int, num_panels: int, args: list[Any]) -> None:
+    """See `run_quantized_microkernel`."""
+    a, b, b_stride, c, c_stride, groups, words, scales, mins = args[:9]
+    scales_stride, scales_step, x_scales, block_shift, x_sums, levels_at = args[9:]
+    floats, ints = vector_type(LANES), vector_type(LANES, i32)
+    num_pairs = 2 if kind == CODES8 else 4
+    columns = [(p, v) for p in range(num_panels) for v in range(2)]
+    cells = [(r, column) for r in range(num_rows) for column in columns]
+    sums = {cell: cgutils.alloca_once(builder, ints) for cell in cells}
+    totals = {cell: cgutils.alloca_once(builder, floats) for cell in cells}
+
+    def result(r: int, p: int, v: int) -> Any:
+        return builder.add(
+            builder.add(c, builder.mul(c_stride, i64(p))), i64(4 * LANES * (2 * r + v))
+        )
+
+    for r, (p, v) in cells:
+        builder.store(load(builder, result(r, p, v), floats), totals[r, (p, v)])
+    levels = None
+    if kind == CODES4 and HAS_LEVELS:
+        levels = load(builder, levels_at, vector_type(2 * LANES, i16))
+    panels = [builder.add(b, builder.mul(b_stride, i64(p))) for p in range(num_panels)]
+    units = builder.udiv(words, i64(num_pairs))
+    with cgutils.for_range(builder, groups) as group:
+        row_sums = offset(builder, x_sums, group.index, 4 * num_rows)
+        for r in range(num_rows):
+            start = constant(0, LANES, i32)
+            if kind == CODES4 and not HAS_LEVELS:
+                # of the rows' sums times the offset
+                start = broadcast(
+                    builder, load(builder, builder.add(row_sums, i64(4 * r)), i32), LANES
+                )
+            for column in columns:
+                builder.store(start, sums[r, column])
+        first_unit = builder.mul(group.index, units)
+        with cgutils.for_range(builder, units) as loop:
+            unit = builder.add(first_unit, loop.index)
+            pieces = {}
+            for p, v in columns:
+                address = builder.add(offset(builder, panels[p], unit, 4 * NR), i64(4 * LANES * v))
+                pieces[p, v] = _split_codes(builder, kind, load(builder, address, ints), levels)
+            word = offset(builder, a, unit, 4 * num_rows * num_pairs)
+            for pair in range(num_pairs):
+                for r in range(num_rows):
+                    element = load(builder, builder.add(word, i64(4 * (num_rows * pair + r))), i32)
+                    x = builder.bitcast(
+                        broadcast(builder, element, LANES), vector_type(2 * LANES, i16)
+                    )
+                    for column in columns:
+                        at = sums[r, column]
+                        builder.store(_dot(builder, builder.load(at), x, pieces[column][pair]), at)
+        row_scales = offset(builder, x_scales, builder.lshr(group.index, block_shift), 4 * num_rows)
+        weight_scales = builder.mul(scales_step, group.index)
+        for p, v in columns:
+            place = builder.add(weight_scales, builder.mul(scales_stride, i64(p)))
+            place = builder.add(place, i64(4 * LANES * v))
+            scale = load(builder, builder.add(scales, place), floats)
+            for r in range(num_rows):
+                x_scale = load(builder, builder.add(row_scales, i64(4 * r)), f32)
+                factor = builder.fmul(scale, broadcast(builder, x_scale, LANES))
+                total = builder.sitofp(builder.load(sums[r, (p, v)]), floats)
+                at = totals[r, (p, v)]
+                builder.store(fma(builder, total, factor, builder.load(at)), at)
+        with builder.if_then(builder.icmp_signed("!=", mins, i64(0))):
+            for p, v in columns:
+                place = builder.add(weight_scales, builder.mul(scales_stride, i64(p)))
+                place = builder.add(place, i64(4 * LANES * v))
+                minimum = load(builder, builder.add(mins, place), floats)
+                for r in range(num_rows):
+                    x_sum = load(builder, builder.add(row_sums, i64(4 * r)), f32)
+                    at = totals[r, (p, v)]
+                    wide = broadcast(builder, x_sum, LANES)
+                    builder.store(fma(builder, minimum, wide, builder.load(at)), at)
+    for r, (p, v) in cells:
+        store(builder, builder.load(totals[r, (p, v)]), result(r, p, v))
+
+
+@intrinsic
+def _select_tile(
+    _: Any, kind: Any, tile: Any, panels: Any, a: Any, b: Any, b_stride: Any, c: Any, c_stride: Any,
+    groups: Any, words: Any, scales: Any, mins: Any, scales_stride: Any, scales_step: Any, x_scales: Any,
+    block_shift: Any, x_sums: Any, levels: Any,
+) -> Any:  # fmt: skip
+    """See `run_quantized_microkernel`."""
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        kind, tile, panels, *operands = args
+
+        def emit_kind(stored: int) -> None:
+            def emit_size(size: int) -> None:
+                def emit_panels(num_panels: int) -> None:
+                    _emit_tile(builder, stored, MR_TILES[size], num_panels, operands)
+
+                emit_cases(builder, panels, sorted({1, PANELS_PER_TILE[size]}), emit_panels)
+
+            emit_cases(builder, tile, range(len(MR_TILES))[::-1], emit_size)
+
+        emit_cases(builder, kind, (CODES8, CODES4), emit_kind)
+        return context.get_dummy_value()
+
+    return types.void(*[_int] * 18), code
+
+
+@jit
+def run_quantized_microkernel(
+    kind: int, tile: int, panels: int, a: int, b: int, b_stride: int, c: int, c_stride: int, groups: int,
+    words: int, scales: int, mins: int, scales_stride: int, scales_step: int, x_scales: int, block_shift: int,
+    x_sums: int, levels: int,
+) -> None:  # fmt: skip
+    """c[panel, row, :] += for each group: scales * x_scale * (sum of codes * x) + mins * x_sum.
+
+    Args:
+        kind: CODES8 or CODES4.
+        tile: index in MR_TILES; `panels` is 1, or PANELS_PER_TILE[tile].
+        a: address of words of two int16 [groups * words, MR].
+        b, b_stride: codes of the first panel, and bytes from panel to panel.
+        c, c_stride: sums [MR, NR] float32 of the first panel, and bytes from panel to panel.
+        words: of a group, a multiple of 4.
+        scales, mins: addresses of float32 [groups, NR] of the first panel; `mins` may be 0.
+        scales_stride, scales_step: their bytes from panel to panel, and from group to group.
+        x_scales: float32 [blocks, MR]; a block has 2 ** block_shift groups.
+        x_sums: [groups, MR]: with `mins` float32 sums of x; 4-bit codes without levels: int32 sums of
+            x's integers times the offset of the codes.
+        levels: address of 32 int16: the levels of 4-bit codes, twice; unused without HAS_LEVELS.
+    """
+    _select_tile(
+        kind, tile, panels, a, b, b_stride, c, c_stride, groups, words, scales, mins, scales_stride,
+        scales_step, x_scales, block_shift, x_sums, levels,
+    )  # fmt: skip
+
+
+@intrinsic(prefer_literal=True)
+def absolute_maximum(_: Any, source: Any, count: Any, kind: Any) -> Any:
+    """The largest |x| of `count` elements, a multiple of 8, of kind F32 or BF16; NaN if one is NaN."""
+
+    def code(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        source, count, _ = args
+        stored, ints = kind.literal_value, vector_type(8, i32)
+        item = 4 if stored == 0 else 2
+        best = cgutils.alloca_once_value(builder, constant(0, 8, i32))
+        with cgutils.for_range(builder, builder.udiv(count, i64(8))) as loop:
+            x = load_as_f32(builder, offset(builder, source, loop.index, 8 * item), stored)
+            bits = builder.and_(builder.bitcast(x, ints), constant(0x7FFFFFFF, 8, i32))
+            before = builder.load(best)
+            larger = builder.icmp_signed(">", bits, before)  # of floats >= 0, so are their bits
+            builder.store(builder.select(larger, bits, before), best)
+
+        def larger_of(left: Any, right: Any) -> Any:
+            return builder.select(builder.icmp_signed(">", left, right), left, right)
+
+        return builder.bitcast(reduce_lanes(builder, builder.load(best), larger_of), f32)
+
+    return _float(_int, _int, kind), code
+
+
+@intrinsic(prefer_literal=True)
+def round_to_words(_: Any, source: Any, count: Any, factor: Any, into: Any, kind: Any) -> Any:
+    """into = round(x * factor) as int16, in the order of words; `count` is a multiple of 8.
+
+    `into` may be `source`. Numbers that are not finite become any integers.
+    """
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        source, count, factor, into, _ = args
+        stored = kind.literal_value
+        item = 4 if stored == 0 else 2
+        wide = broadcast(builder, factor, 8)
+        with cgutils.for_range(builder, builder.udiv(count, i64(8))) as loop:
+            x = load_as_f32(builder, offset(builder, source, loop.index, 8 * item), stored)
+            name = "llvm.rint.v8f32"
+            rounded = call_function(builder, name, vector_type(8), builder.fmul(x, wide))
+            name = "llvm.fptosi.sat.v8i32.v8f32"
+            whole = call_function(builder, name, vector_type(8, i32), rounded)
+            words = shuffle(builder, whole, whole, _WORD_ORDER)
+            halves = builder.trunc(words, vector_type(8, i16))
+            store(builder, halves, offset(builder, into, loop.index, 16))
+        return context.get_dummy_value()
+
+    return types.void(_int, _int, _float, _int, kind), code
+
+
+@intrinsic
+def sum_words(_: Any, words: Any, count: Any) -> Any:
+    """The sum of the integers of `count` words, a multiple of 4."""
+
+    def code(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        words, count = args
+        ints = vector_type(8, i32)
+        total = cgutils.alloca_once_value(builder, constant(0, 8, i32))
+        with cgutils.for_range(builder, builder.udiv(count, i64(4))) as loop:
+            halves = load(builder, offset(builder, words, loop.index, 16), vector_type(8, i16))
+            builder.store(builder.add(builder.load(total), builder.sext(halves, ints)), total)
+        return builder.sext(reduce_lanes(builder, builder.load(total), builder.add), i64)
+
+    return _int(_int, _int), code
+
+
+@intrinsic(prefer_literal=True)
+def widen_scales(_: Any, source: Any, count: Any, into: Any, kind: Any) -> Any:
+    """into = `count` numbers of storage kind `kind` as float32; a multiple of 8."""
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        source, count, into, _ = args
+        stored = kind.literal_value
+        with cgutils.for_range(builder, builder.udiv(count, i64(8))) as loop:
+            x = load_as_f32(builder, offset(builder, source, loop.index, 16), stored)
+            store(builder, x, offset(builder, into, loop.index, 32))
+        return context.get_dummy_value()
+
+    return types.void(_int, _int, _int, kind), code
+
+
+@intrinsic
+def store_i32(_: Any, address: Any, value: Any) -> Any:
+    """Store the low 32 bits of an int64."""
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        store(builder, builder.trunc(args[1], i32), args[0])
+        return context.get_dummy_value()
+
+    return types.void(_int, _int), code

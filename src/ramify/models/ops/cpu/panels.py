@@ -1,0 +1,135 @@
+"""Weights packed for the GEMM: micro-panels of float32 and bfloat16, and which kind of panels a weight has."""
+
+from __future__ import annotations
+
+from typing import Protocol, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ramify.kernels.cpu.abi import BF16_VNNI
+from ramify.kernels.cpu.op_records import GemmOp
+from ramify.kernels.cpu.threads import ROW_KINDS
+from ramify.kv import huge_pages
+from ramify.models.ops.cpu.quantized_panels import QuantizedPanels
+from ramify.models.ops.quantized import QuantizedWeight, Weight
+
+
+class Panels(Protocol):
+    """Matrices of one kind and shape, packed: `write` each, then `finish`."""
+
+    def write(self, number: int, weight: Weight) -> None:
+        """Pack matrix `number`: [out_width, in_width], or two parts of it, gate above up."""
+        ...
+
+    def finish(self) -> Self:
+        """Call once all are written."""
+        ...
+
+    @property
+    def record(self) -> GemmOp:
+        """The fields of a GEMM op that are about its weights."""
+        ...
+
+    def rows(self, rows: Tensor) -> Tensor:
+        """Rows [n, in_width] of the only matrix, by their numbers [n] int64; it has one part."""
+        ...
+
+
+def new_panels(like: Weight, *, num_matrices: int = 1, num_parts: int = 1) -> Panels:
+    """Panels for matrices like this one.
+
+    Args:
+        num_matrices: that follow each other, such as experts.
+        num_parts: 2: gate above up, whose panels alternate.
+    """
+    if isinstance(like, QuantizedWeight):
+        return QuantizedPanels(like, num_matrices=num_matrices, num_parts=num_parts)
+    return FloatPanels(like, num_matrices=num_matrices, num_parts=num_parts)
+
+
+class FloatPanels:
+    """Panels of float32 or bfloat16; arguments as `new_panels`.
+
+    float32        panel[p, k, j] = weight[p * NR + j, k]
+    bfloat16       word[p, k, j] = (weight[p * NR + j, k], weight[p * NR + LANES + j, k])
+    bfloat16 VNNI  word[p, k / 2, j] = (weight[p * NR + j, k], weight[p * NR + j, k + 1])
+    """
+
+    def __init__(self, like: Tensor, *, num_matrices: int = 1, num_parts: int = 1) -> None:
+        from ramify.kernels.cpu.gemm_microkernels import NR
+        from ramify.kernels.cpu.simd import HAS_BF16_DOT
+
+        self._in_width, self._num_parts = like.shape[1], num_parts
+        is_vnni = HAS_BF16_DOT and like.dtype == torch.bfloat16 and self._in_width % 2 == 0
+        self._kind = BF16_VNNI if is_vnni else ROW_KINDS[like.dtype]
+        num_groups = -(-(like.shape[0] // num_parts) // NR)
+        shape = num_matrices, num_groups, num_parts, self._in_width, NR
+        self._panels = huge_pages.zeros(shape, like.dtype)
+
+    def write(self, number: int, weight: Weight) -> None:
+        """See `Panels`."""
+        assert isinstance(weight, Tensor)
+        for part, rows in enumerate(weight.chunk(self._num_parts)):
+            self._write(rows, self._panels[number, :, part])
+
+    def _write(self, weight: Tensor, into: Tensor) -> None:
+        """Straight into `into`: temporaries as large as the weights would stay resident."""
+        from ramify.kernels.cpu.gemm_microkernels import NR
+        from ramify.kernels.cpu.simd import LANES
+
+        num_full, width = len(weight) // NR, weight.shape[1]
+        remainder = weight[num_full * NR :]
+        parts = [(into[:num_full], weight[: num_full * NR])]
+        if len(remainder):
+            parts.append((into[num_full:], F.pad(remainder, (0, 0, 0, NR - len(remainder)))))
+        for panels, rows in parts:
+            count = len(panels)
+            if self._kind == BF16_VNNI:
+                words = rows.reshape(count, NR, width // 2, 2).permute(0, 2, 1, 3)
+                panels.view(count, width // 2, NR, 2).copy_(words)
+            elif weight.dtype == torch.bfloat16:
+                words = rows.reshape(count, 2, LANES, width).permute(0, 3, 2, 1)
+                panels.view(count, width, LANES, 2).copy_(words)
+            else:
+                panels.copy_(rows.reshape(count, NR, width).permute(0, 2, 1))
+
+    def finish(self) -> Self:
+        """See `Panels`."""
+        return self
+
+    @property
+    def record(self) -> GemmOp:
+        """See `Panels`."""
+        return GemmOp(
+            weight_kind=self._kind,
+            width=self._in_width,
+            weight=self._panels.data_ptr(),
+            num_panels=self._panels.shape[1] * self._num_parts,
+        )
+
+    def rows(self, rows: Tensor) -> Tensor:
+        """See `Panels`."""
+        from ramify.kernels.cpu.gemm_microkernels import NR
+        from ramify.kernels.cpu.simd import LANES
+
+        assert self._num_parts == 1
+        panel, column, panels = rows // NR, rows % NR, self._panels.flatten(0, 2)
+        if self._kind == BF16_VNNI:
+            words = panels.view(-1, self._in_width // 2, NR, 2)
+            return words[panel, :, column].flatten(1)
+        if panels.dtype == torch.bfloat16:
+            words = panels.view(-1, self._in_width, LANES, 2)
+            return words[panel, :, column % LANES, column // LANES]
+        return panels[panel, :, column]
+
+
+def pack_bias(bias: Tensor, num_parts: int = 1) -> Tensor:
+    """Zero-pad bias [num_parts * out_width] of any float dtype to [ceil(out_width / NR), num_parts, NR] float32."""
+    from ramify.kernels.cpu.gemm_microkernels import NR
+
+    parts = bias.float().view(num_parts, -1)
+    return (
+        F.pad(parts, (0, -parts.shape[1] % NR)).view(num_parts, -1, NR).transpose(0, 1).contiguous()
+    )

@@ -1,0 +1,156 @@
+"""Quantised weights packed for the GEMM: codes of 8 or 4 bits in micro-panels, scales and offsets beside them."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ramify.kernels.cpu.abi import CODES4, CODES8, F16, F32
+from ramify.kernels.cpu.op_records import GemmOp
+from ramify.kv import huge_pages
+from ramify.models.ops.quantized import QuantizedWeight, Weight
+
+# Elements of a row of x that share a scale; a group of weights lies within such a block.
+BLOCK = 128
+WIDTH_MULTIPLE = 8  # of a row, and of a group
+# Bytes of two 4-bit codes in a word of eight: see `kernels.cpu`. Its own inverse.
+_BYTE_ORDER = (0, 2, 1, 3)
+
+
+def panels_support(weight: QuantizedWeight) -> str | None:
+    """None if the kernels take this weight as it is, else the reason."""
+    width, group = weight.shape[1], weight.group_size
+    if width % WIDTH_MULTIPLE:
+        return f"rows of {width} are no multiple of {WIDTH_MULTIPLE}"
+    if group < width and (
+        group % BLOCK if group > BLOCK else BLOCK % group or group % WIDTH_MULTIPLE
+    ):
+        return f"groups of {group} neither divide {BLOCK} nor are multiples of it"
+    return None
+
+
+class QuantizedPanels:
+    """Matrices of one format and shape in the layout of the GEMM: `write` each, then `finish`.
+
+    Args:
+        like: one of the matrices.
+        num_matrices: matrices that follow each other, such as experts.
+        num_parts: 2: gate above up, whose panels alternate.
+    """
+
+    def __init__(self, like: QuantizedWeight, *, num_matrices: int = 1, num_parts: int = 1) -> None:
+        from ramify.kernels.cpu.gemm_microkernels import NR
+        from ramify.kernels.cpu.quantized_microkernels import HAS_LEVELS
+
+        self.format, self.dtype, self.num_parts = like.format, like.dtype, num_parts
+        self.in_width, out_width = like.shape[1], like.shape[0] // num_parts
+        levels = like.format.levels
+        is_affine = all(level - code == levels[0] for code, level in enumerate(levels))
+        self._is_narrow = like.format.bits == 4 and (HAS_LEVELS or is_affine)
+        self._has_one_scale = like.group_size >= self.in_width
+        self.group = min(like.group_size, BLOCK)
+        self._repeats = 1 if self._has_one_scale else like.group_size // self.group
+        num_groups = 1 if self._has_one_scale else -(-self.in_width // self.group)
+        panels = num_matrices, -(-out_width // NR), num_parts
+        units = self.in_width // (8 if self._is_narrow else 4)
+        self._codes = huge_pages.zeros((*panels, units, NR), torch.int32)
+        self._scales = torch.zeros((*panels, num_groups, NR))
+        self._mins = torch.zeros_like(self._scales) if like.format.has_min else None
+        self._levels = torch.tensor((levels or (0,)) * 2, dtype=torch.int16)
+
+    @property
+    def num_panels(self) -> int:
+        """Panels of a matrix."""
+        return self._codes.shape[1] * self.num_parts
+
+    def write(self, number: int, weight: Weight) -> None:
+        """See `Panels`."""
+        assert isinstance(weight, QuantizedWeight)
+        assert weight.format == self.format
+        for part, codes in enumerate(weight.codes.chunk(self.num_parts)):
+            self._write_codes(codes, self._codes[number, :, part])
+        for values, into in ((weight.scales, self._scales), (weight.mins, self._mins)):
+            if values is None or into is None:
+                continue
+            if self._repeats > 1:
+                spread = values.repeat_interleave(self._repeats, 1)[:, : into.shape[-2]]
+            else:
+                spread = values
+            for part, rows in enumerate(spread.chunk(self.num_parts)):
+                into[number, :, part] = _by_panel(rows)
+
+    def _write_codes(self, codes: Tensor, into: Tensor) -> None:
+        """Codes [out_width, in_width] into panels [panels, words, NR]; see `kernels.cpu`."""
+        if self._is_narrow:
+            codes = self._stored(codes)
+            pairs = codes[:, 0::2] | codes[:, 1::2] << 4
+            codes = pairs.view(len(codes), -1, 4)[:, :, _BYTE_ORDER].flatten(1)
+        into.copy_(_by_panel(codes.contiguous().view(torch.int32)))
+
+    def _stored(self, codes: Tensor) -> Tensor:
+        """4-bit codes of integers, uint8."""
+        table = torch.zeros(256, dtype=torch.uint8)
+        for code, level in enumerate(self.format.levels):
+            table[level & 255] = code
+        return table[codes.view(torch.uint8).int()]
+
+    def finish(self) -> QuantizedPanels:
+        """Keep scales and offsets in float16 where that loses nothing."""
+        values = [self._scales] if self._mins is None else [self._scales, self._mins]
+        if not self._has_one_scale and all(torch.equal(v, v.half().float()) for v in values):
+            self._scales = self._scales.half()
+            self._mins = None if self._mins is None else self._mins.half()
+        return self
+
+    @property
+    def record(self) -> GemmOp:
+        """The fields of a GEMM op that are about its weights."""
+        from ramify.kernels.cpu.gemm_microkernels import NR
+
+        num_groups, item_bytes = self._scales.shape[-2], self._scales.dtype.itemsize
+        return GemmOp(
+            weight_kind=CODES4 if self._is_narrow else CODES8,
+            width=self.in_width,
+            weight=self._codes.data_ptr(),
+            num_panels=self.num_panels,
+            group=self.group,
+            scales=self._scales.data_ptr(),
+            scale_kind=F16 if item_bytes == 2 else F32,
+            scale_stride=item_bytes * NR * num_groups,
+            scale_step=0 if self._has_one_scale else item_bytes * NR,
+            mins=0 if self._mins is None else self._mins.data_ptr(),
+            levels=self._levels.data_ptr(),
+            code_offset=int(self._levels[0]),
+        )
+
+    def rows(self, rows: Tensor) -> Tensor:
+        """Rows [n, in_width] of the only matrix, dequantised to its dtype.
+
+        Args:
+            rows: [n] int64.
+        """
+        from ramify.kernels.cpu.gemm_microkernels import NR
+
+        assert self.num_parts == 1
+        panel, column = rows // NR, rows % NR
+        words = self._codes[0, panel, 0, :, column].contiguous()
+        codes = words.view(torch.int8)
+        if self._is_narrow:
+            pairs = words.view(torch.uint8).view(len(rows), -1, 4)[:, :, _BYTE_ORDER].flatten(1)
+            stored = torch.stack((pairs & 15, pairs >> 4), -1).flatten(1)
+            codes = self._levels.to(torch.int8)[stored.int()]
+        scales = self._scales[0, panel, 0, :, column].float()
+        mins = None if self._mins is None else self._mins[0, panel, 0, :, column].float()
+        group = self.in_width if self._has_one_scale else self.group
+        kind = self.format.with_group(group)
+        return QuantizedWeight(kind, codes, scales, mins, self.dtype).dequantize()
+
+
+def _by_panel(rows: Tensor) -> Tensor:
+    """[out_width, n] -> [panels, n, NR], padded with zeros."""
+    from ramify.kernels.cpu.gemm_microkernels import NR
+
+    padded: Tensor = F.pad(rows, (0, 0, 0, -len(rows) % NR)) if len(rows) % NR else rows
+    panels: Tensor = padded.unflatten(0, (-1, NR)).transpose(1, 2)
+    return panels
