@@ -70,6 +70,18 @@ def test_offsets_are_added_and_the_last_group_may_be_short() -> None:
     assert merged.tolist() == [[1.5, 2.5, 29.5, 39.5, 500.25]] * 2
 
 
+def test_rows_take_their_scales_and_offsets_along() -> None:
+    """In the order of the numbers; the order that rotary pairs are given at load."""
+    codes = torch.arange(24, dtype=torch.int8).view(4, 6)
+    scales, mins = random(4, 2), random(4, 2, seed=1)
+    kind = WeightFormat(8, 3, has_min=True)
+    plain = QuantizedWeight(WeightFormat(8, 3), codes, scales, None, torch.float32)
+    index = torch.tensor([2, 0, 3])
+
+    for weight in (plain, QuantizedWeight(kind, codes, scales, mins, torch.float32)):
+        assert torch.equal(weight.rows(index).dequantize(), weight.dequantize()[index])
+
+
 def test_concatenated_weights_stay_quantized_if_all_are() -> None:
     """A float matrix among them makes the result a float matrix."""
     first, second = (QuantizedWeight.int8(random(rows, 6, seed=rows)) for rows in (3, 5))

@@ -15,13 +15,8 @@ from torch import Tensor
 
 from ramify.attention.exactness import ProbeStore
 from ramify.errors import ConfigError, UnsupportedModelError
-from ramify.models.checkpoint.stacked_experts import StackedExperts
-from ramify.models.checkpoint.tensors import (
-    HEAD,
-    load_weights,
-    tensor_names,
-    with_stored_head,
-)
+from ramify.models.checkpoint.sources import open_source
+from ramify.models.checkpoint.tensors import HEAD, tensor_names, with_stored_head
 from ramify.models.checkpoint.weight_layout import OrderedWeights
 from ramify.models.configs.families import FAMILIES
 from ramify.models.configs.fields import read_json, read_optional_json
@@ -98,7 +93,7 @@ def load_model(
         max_model_len: of the engine, by default `ModelConfig.default_model_len`.
 
     Raises:
-        CheckpointError, UnsupportedModelError: see `read_config` and `load_weights`.
+        CheckpointError, UnsupportedModelError: see `read_config` and `open_source`.
         ConfigError: the dtype, `ops` or `quantize` is unknown or cannot be used here.
     """
     if quantize not in (None, "int8"):
@@ -111,14 +106,13 @@ def load_model(
     config = config.at_context(max_model_len or config.default_model_len)
     config = with_stored_head(path, config)
     compute_dtype = resolve_dtype(dtype, config)
-    tensors = load_weights(path, config, dtype=compute_dtype)
-    weights: Mapping[str, Weight] = tensors
+    source = open_source(path, config, dtype=compute_dtype)
+    weights: Mapping[str, Weight] = source
     if config.mla is None:
-        is_stacked = config.moe is not None and config.moe.expert_format != "separate"
-        weights = OrderedWeights(StackedExperts(tensors, config) if is_stacked else tensors, config)
+        weights = OrderedWeights(source, config)
     if quantize is not None:
         weights = {name: _quantized(name, weights[name], config) for name in weights}
-    total = sum(map(tensors.num_bytes, tensors))
+    total = sum(map(source.num_bytes, source))
     with _progress("loading weights", total, progress) as advance:
         share = total // config.num_layers
         bound = _ops_factory(ops, compute_dtype)(

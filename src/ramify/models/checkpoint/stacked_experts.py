@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from ramify.models.checkpoint.tensors import CheckpointTensors
+from ramify.models.checkpoint.weight_source import WeightSource
 from ramify.models.configs.model_config import ModelConfig
+from ramify.models.packed_formats.fp4 import FP4_VALUES, MXFP4_BIAS
 
-# E2M1: sign, two bits of exponent, one of mantissa.
-FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-MXFP4_BIAS = 127  # of the exponent that a block's scale byte is
+MXFP4 = "MXFP4"
+WIDENED = "no kernel multiplies by MXFP4 experts"
 
 
-class StackedExperts(Mapping[str, Tensor]):
+class StackedExperts(WeightSource):
     """A checkpoint with each expert's tensors by the names of `ModelConfig.tensor_shapes`.
 
     An expert is read, and widened, when it is asked for, so that loading takes little more memory
@@ -27,52 +28,65 @@ class StackedExperts(Mapping[str, Tensor]):
     """
 
     def __init__(self, tensors: CheckpointTensors, config: ModelConfig) -> None:
-        self._tensors, self._made = tensors, dict[str, Callable[[], Tensor]]()
         assert config.moe is not None
-        moe, self._dtype = config.moe, tensors.dtype("model.embed_tokens.weight")
-        stacked = set[str]()
+        moe, self._shapes = config.moe, config.tensor_shapes()
+        self._tensors, self._dtype = tensors, tensors.dtype("model.embed_tokens.weight")
+        self._num_experts = moe.num_experts
+        # Of each expert's tensors: those that it is part of, and its number.
+        self._stacks: dict[str, tuple[tuple[str, ...], int]] = {}
         for layer in filter(config.has_experts, range(config.num_layers)):
             prefix = f"model.layers.{layer}.{moe.prefix}experts."
-            sources = [name for name in tensors if name.startswith(prefix)]
-            stacked.update(sources)
-            for expert in range(moe.num_experts):
-                for name in moe.expert_names:
-                    source, made = f"{prefix}{name}", f"{prefix}{expert}.{name}"
-                    self._made[f"{made}.weight"] = partial(self._weight, source, expert)
-                    self._made[f"{made}.bias"] = partial(self._bias, source, expert)
-        self._others = dict.fromkeys(name for name in tensors if name not in stacked)
+            for expert, name in product(range(moe.num_experts), moe.expert_names):
+                stack, made = f"{prefix}{name}", f"{prefix}{expert}.{name}"
+                is_plain = stack in tensors
+                stacks = (stack,) if is_plain else (f"{stack}_blocks", f"{stack}_scales")
+                self._stacks[f"{made}.weight"] = stacks, expert
+                self._stacks[f"{made}.bias"] = (f"{stack}_bias",), expert
 
     def __len__(self) -> int:
-        return len(self._others) + len(self._made)
+        return len(self._shapes)
 
     def __iter__(self) -> Iterator[str]:
-        yield from self._others
-        yield from self._made
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._made or name in self._others
+        return iter(self._shapes)
 
     def __getitem__(self, name: str) -> Tensor:
-        made = self._made.get(name)
-        return self._tensors[name] if made is None else made()
+        if name not in self._stacks:
+            return self._tensors[name]
+        stacks, expert = self._stacks[name]
+        parts = [self._tensors.part(stack, expert) for stack in stacks]
+        if name.endswith(".bias"):
+            return _gate_above_up(parts[0], name)
+        if len(parts) == 1:
+            return _gate_above_up(parts[0].T, name).contiguous()
+        blocks, scales = (_gate_above_up(part, name) for part in parts)
+        return widen_mxfp4(blocks, scales, self._dtype)
 
-    def _weight(self, source: str, expert: int) -> Tensor:
-        """[out_width, in_width]."""
-        if source in self._tensors:
-            return _gate_above_up(self._tensors.part(source, expert).T, source).contiguous()
-        blocks = self._tensors.part(f"{source}_blocks", expert)
-        scales = self._tensors.part(f"{source}_scales", expert)
-        return widen_mxfp4(
-            _gate_above_up(blocks, source), _gate_above_up(scales, source), self._dtype
-        )
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See `WeightSource`."""
+        return self._shapes[name]
 
-    def _bias(self, source: str, expert: int) -> Tensor:
-        return _gate_above_up(self._tensors.part(f"{source}_bias", expert), source)
+    def num_bytes(self, name: str) -> int:
+        """See `WeightSource`."""
+        if name not in self._stacks:
+            return self._tensors.num_bytes(name)
+        return sum(map(self._tensors.num_bytes, self._stacks[name][0])) // self._num_experts
+
+    def kind(self, name: str) -> str:
+        """See `WeightSource`."""
+        if name not in self._stacks:
+            return self._tensors.kind(name)
+        stacks = self._stacks[name][0]
+        return self._tensors.kind(stacks[0]) if len(stacks) == 1 else MXFP4
+
+    @property
+    def widened(self) -> Mapping[str, str]:
+        """See `WeightSource`."""
+        return {name: WIDENED for name in self._stacks if self.kind(name) == MXFP4}
 
 
 def _gate_above_up(rows: Tensor, name: str) -> Tensor:
     """Rows of gate and up, interleaved in the checkpoint, one above the other; other rows unchanged."""
-    return torch.cat((rows[0::2], rows[1::2])) if name.endswith("gate_up_proj") else rows
+    return torch.cat((rows[0::2], rows[1::2])) if ".gate_up_proj." in name else rows
 
 
 def widen_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:

@@ -23,6 +23,7 @@ from ramify.errors import (
     shortened,
 )
 from ramify.models.checkpoint.find import INDEX, PICKLED_ONLY, pickled_weights
+from ramify.models.checkpoint.weight_source import WeightSource
 from ramify.models.configs.checkpoint_files import check_checkpoint_file
 from ramify.models.configs.families import FAMILIES
 from ramify.models.configs.fields import read_json
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # As safetensors names them.
 FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+DTYPE_NAMES = {dtype: name for name, dtype in FLOAT_DTYPES.items()} | {torch.uint8: "U8"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +49,10 @@ class _Entry:
     dtype: torch.dtype
 
 
-class CheckpointTensors(Mapping[str, Tensor]):
-    """Tensors by name, each read from its file when it is asked for, and not kept.
+class CheckpointTensors(WeightSource):
+    """Tensors of safetensors files, each read from its file when it is asked for, and not kept.
 
-    So a decoder that packs its weights one by one needs little more memory than the packed ones. The
-    token embedding is a view of the mapped file if that has its dtype: only the rows that are used
+    The token embedding is a view of the mapped file if that has its dtype: only the rows that are used
     become resident. The order of names is that of `ModelConfig.stored_shapes`.
     """
 
@@ -72,6 +73,24 @@ class CheckpointTensors(Mapping[str, Tensor]):
             return tensor.to(entry.dtype)
         return tensor if name == EMBEDDING else tensor.clone()
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See `WeightSource`."""
+        return self._entries[name].shape
+
+    def num_bytes(self, name: str) -> int:
+        """See `WeightSource`."""
+        entry = self._entries[name]
+        return entry.stored.itemsize * prod(entry.shape)
+
+    def kind(self, name: str) -> str:
+        """See `WeightSource`."""
+        return DTYPE_NAMES[self._entries[name].stored]
+
+    @property
+    def widened(self) -> Mapping[str, str]:
+        """See `WeightSource`."""
+        return {}
+
     def part(self, name: str, index: int) -> Tensor:
         """`self[name][index]`; reads no more of the file."""
         entry = self._entries[name]
@@ -90,11 +109,6 @@ class CheckpointTensors(Mapping[str, Tensor]):
                 shard.get_tensor(name) if index is None else shard.get_slice(name)[index]
             )
         return tensor
-
-    def num_bytes(self, name: str) -> int:
-        """Bytes of a tensor in its file."""
-        entry = self._entries[name]
-        return entry.stored.itemsize * prod(entry.shape)
 
 
 def _read_ahead(files: set[Path]) -> None:

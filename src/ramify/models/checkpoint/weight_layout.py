@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from ramify.models.configs.model_config import ModelConfig
+from ramify.models.ops.quantized import QuantizedWeight, Weight, as_tensor
 
 
-class OrderedWeights(Mapping[str, Tensor]):
+class OrderedWeights(Mapping[str, Weight]):
     """A checkpoint of a dense model with rotary pairs and norms of heads where operations expect them.
 
     Operations rotate dimension i of a head with i + head_dim / 2, over whole heads. A family that
@@ -19,22 +20,22 @@ class OrderedWeights(Mapping[str, Tensor]):
     elements, the other half. Scores are dot products of q and k, which a common order leaves alone.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], config: ModelConfig) -> None:
-        self._tensors = tensors
-        self._made: dict[str, Callable[[], Tensor]] = {}
+    def __init__(self, weights: Mapping[str, Weight], config: ModelConfig) -> None:
+        self._weights = weights
+        self._made: dict[str, Callable[[], Weight]] = {}
         for layer in range(config.num_layers):
             self._order_layer(config, layer)
 
     def __len__(self) -> int:
-        return len(self._tensors.keys() | self._made.keys())
+        return len(self._weights.keys() | self._made.keys())
 
     def __iter__(self) -> Iterator[str]:
-        yield from self._tensors
-        yield from (name for name in self._made if name not in self._tensors)
+        yield from self._weights
+        yield from (name for name in self._made if name not in self._weights)
 
-    def __getitem__(self, name: str) -> Tensor:
+    def __getitem__(self, name: str) -> Weight:
         made = self._made.get(name)
-        return self._tensors[name] if made is None else made()
+        return self._weights[name] if made is None else made()
 
     def _order_layer(self, config: ModelConfig, layer: int) -> None:
         variant, prefix = config.variant, f"model.layers.{layer}."
@@ -56,35 +57,35 @@ class OrderedWeights(Mapping[str, Tensor]):
             for name in norms:
                 self._add(f"{name}.weight", self._with_columns(f"{name}.weight", order))
 
-    def _add(self, name: str, make: Callable[[], Tensor] | None) -> None:
+    def _add(self, name: str, make: Callable[[], Weight] | None) -> None:
         if make is not None:
             self._made[name] = make
 
-    def _source(self, name: str) -> Callable[[], Tensor] | None:
+    def _source(self, name: str) -> Callable[[], Weight] | None:
         """What makes a tensor so far; None if there is none of that name."""
         made = self._made.get(name)
-        if made is None and name in self._tensors:
-            return lambda: self._tensors[name]
+        if made is None and name in self._weights:
+            return lambda: self._weights[name]
         return made
 
-    def _stacked(self, names: list[str]) -> Callable[[], Tensor]:
-        return lambda: torch.stack([self._tensors[name] for name in names])
+    def _stacked(self, names: list[str]) -> Callable[[], Weight]:
+        return lambda: torch.stack([as_tensor(self._weights[name]) for name in names])
 
-    def _with_rows(self, name: str, rows: Tensor) -> Callable[[], Tensor] | None:
+    def _with_rows(self, name: str, rows: Tensor) -> Callable[[], Weight] | None:
         source = self._source(name)
         if source is None:
             return None
 
-        def make() -> Tensor:
+        def make() -> Weight:
             whole = source()
-            rest = torch.arange(len(rows), len(whole))
-            return whole[torch.cat((rows, rest))]
+            index = torch.cat((rows, torch.arange(len(rows), len(whole))))
+            return whole.rows(index) if isinstance(whole, QuantizedWeight) else whole[index]
 
         return make
 
-    def _with_columns(self, name: str, columns: Tensor) -> Callable[[], Tensor] | None:
+    def _with_columns(self, name: str, columns: Tensor) -> Callable[[], Weight] | None:
         source = self._source(name)
-        return None if source is None else lambda: source()[..., columns]
+        return None if source is None else lambda: as_tensor(source())[..., columns]
 
 
 def rotary_order(head_dim: int, rotary_dim: int | None, *, interleaved: bool) -> Tensor | None:

@@ -76,10 +76,10 @@ class QuantizedWeight:
         """Number of weights."""
         return self.codes.numel()
 
-    def rows(self, rows: Tensor) -> QuantizedWeight:
-        """The matrix of some rows, by their numbers [n] int64."""
-        mins = None if self.mins is None else self.mins[rows]
-        return replace(self, codes=self.codes[rows], scales=self.scales[rows], mins=mins)
+    def rows(self, index: Tensor) -> QuantizedWeight:
+        """The rows of these numbers, in this order, which keep their scales and offsets."""
+        mins = None if self.mins is None else self.mins[index]
+        return replace(self, codes=self.codes[index], scales=self.scales[index], mins=mins)
 
     def dequantize(self) -> Tensor:
         """The matrix in `dtype`."""

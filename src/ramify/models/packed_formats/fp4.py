@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 
 from ramify.errors import CheckpointError
-from ramify.models.checkpoint.stacked_experts import FP4_VALUES, MXFP4_BIAS
 from ramify.models.configs.fields import shown
 from ramify.models.ops.quantized import QuantizedWeight, WeightFormat
 from ramify.models.packed_formats.affine import Decoded, WidenedWeight, ceil_div, finite_scales
 from ramify.models.packed_formats.scheme import Scheme
 from ramify.models.packed_formats.tensor_checks import check_suffixes, checked
 
+# E2M1: sign, two bits of exponent, one of mantissa.
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+MXFP4_BIAS = 127  # of the exponent that a block's scale byte is
 MXFP4_LEVELS = tuple(int(sign * 2 * value) for sign in (1, -1) for value in FP4_VALUES)
 MXFP4_GROUP = 32
 QUANT_STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")

@@ -1,0 +1,29 @@
+"""Open the weights of a checkpoint: the source for the form that its files have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from ramify.models.checkpoint.stacked_experts import StackedExperts
+from ramify.models.checkpoint.tensors import load_weights
+from ramify.models.checkpoint.weight_source import WeightSource
+from ramify.models.configs.model_config import ModelConfig
+
+
+def open_source(path: Path, config: ModelConfig, *, dtype: torch.dtype) -> WeightSource:
+    """Find and check the weights of a model; reads none.
+
+    Args:
+        path: of the checkpoint.
+        dtype: that weights are computed in.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: see `load_weights`.
+    """
+    # The form is chosen here, and nowhere else.
+    tensors = load_weights(path, config, dtype=dtype)
+    if config.moe is not None and config.moe.expert_format != "separate":
+        return StackedExperts(tensors, config)
+    return tensors

@@ -1,0 +1,37 @@
+"""`WeightSource`: the weights of a checkpoint by name, whatever files they are in."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+
+from ramify.models.ops.quantized import Weight
+
+
+class WeightSource(Mapping[str, Weight]):
+    """The weights of a model by the names of `ModelConfig.tensor_shapes`, in the order of those.
+
+    A weight is read when it is asked for, and not kept: loading takes little more memory than the
+    weights that it makes. A quantised linear layer is one name, that of its matrix, whatever tensors
+    its file has for it.
+    """
+
+    @abstractmethod
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a weight once it is read; reads nothing."""
+
+    @abstractmethod
+    def num_bytes(self, name: str) -> int:
+        """Bytes of a weight in its files."""
+
+    @abstractmethod
+    def kind(self, name: str) -> str:
+        """Type of a weight as it is stored: "BF16", "Q4_K", "gptq, 4 bits, groups of 128"."""
+
+    @property
+    @abstractmethod
+    def widened(self) -> Mapping[str, str]:
+        """Quantised weights that are read as float tensors: name -> the reason.
+
+        Complete once every weight has been read.
+        """
