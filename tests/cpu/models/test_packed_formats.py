@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ramify.errors import CheckpointError
+from ramify.models.configs.quantization.scheme import Scheme
 from ramify.models.ops.quantized import QuantizedWeight
 from ramify.models.packed_formats.affine import Decoded, WidenedWeight
 from ramify.models.packed_formats.decode import decode_linear
 from ramify.models.packed_formats.fp4 import mxfp4
-from ramify.models.packed_formats.scheme import Scheme
 
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from ramify.errors import CheckpointError, UnsupportedModelError
-from ramify.models.packed_formats.config import QuantizationConfig, read_quantization
-from ramify.models.packed_formats.scheme import Scheme
+from ramify.models.configs.quantization.config import QuantizationConfig, read_quantization
+from ramify.models.configs.quantization.scheme import Scheme
 
 LAYER = "model.layers.0.mlp.gate_proj"
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}

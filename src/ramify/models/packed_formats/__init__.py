@@ -1,1 +1,1 @@
-"""Quantised linear layers of safetensors checkpoints: what `quantization_config` says, and their decoders."""
+"""Decoders of the quantised linear layers of safetensors checkpoints: tensors -> matrix."""

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ramify.errors import CheckpointError
+from ramify.models.configs.quantization.scheme import Scheme
 from ramify.models.packed_formats import fp4, packed_words, scaled_codes
 from ramify.models.packed_formats.affine import Decoded
-from ramify.models.packed_formats.scheme import Scheme
 from ramify.models.packed_formats.tensor_checks import check_suffixes
 
 _Decoder = Callable[[str, Mapping[str, Tensor], tuple[int, int], Scheme, torch.dtype], Decoded]

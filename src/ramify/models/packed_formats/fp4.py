@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ramify.errors import CheckpointError
 from ramify.models.configs.fields import shown
+from ramify.models.configs.quantization.scheme import Scheme
 from ramify.models.ops.quantized import QuantizedWeight, WeightFormat
 from ramify.models.packed_formats.affine import Decoded, WidenedWeight, ceil_div, finite_scales
-from ramify.models.packed_formats.scheme import Scheme
 from ramify.models.packed_formats.tensor_checks import check_suffixes, checked
 
 # E2M1: sign, two bits of exponent, one of mantissa.

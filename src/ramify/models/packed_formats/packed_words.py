@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ramify.errors import CheckpointError
+from ramify.models.configs.quantization.scheme import Scheme
 from ramify.models.packed_formats.affine import (
     Decoded,
     WidenedWeight,
@@ -16,7 +17,6 @@ from ramify.models.packed_formats.affine import (
     from_zero_points,
     unpack,
 )
-from ramify.models.packed_formats.scheme import Scheme
 from ramify.models.packed_formats.tensor_checks import check_suffixes, checked
 
 # Where column c of eight lies in an AWQ word.

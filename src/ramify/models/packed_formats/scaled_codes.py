@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ramify.models.configs.quantization.scheme import Scheme
 from ramify.models.packed_formats.affine import (
     Decoded,
     WidenedWeight,
@@ -14,7 +15,6 @@ from ramify.models.packed_formats.affine import (
     finite_scales,
     from_zero_points,
 )
-from ramify.models.packed_formats.scheme import Scheme
 from ramify.models.packed_formats.tensor_checks import check_suffixes, checked
 
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)

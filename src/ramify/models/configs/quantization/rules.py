@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ramify.errors import CheckpointError
 from ramify.models.configs.fields import ConfigFields, shown
-from ramify.models.packed_formats.scheme import Scheme
+from ramify.models.configs.quantization.scheme import Scheme
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from ramify.errors import CheckpointError, UnsupportedModelError
 from ramify.models.configs.fields import ConfigFields, shown
-from ramify.models.packed_formats.compressed_tensors import compressed_tensors_rules
-from ramify.models.packed_formats.rules import Rule, compiled, texts
-from ramify.models.packed_formats.scheme import Scheme
+from ramify.models.configs.quantization.compressed_tensors import compressed_tensors_rules
+from ramify.models.configs.quantization.rules import Rule, compiled, texts
+from ramify.models.configs.quantization.scheme import Scheme
 
 METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "fbgemm_fp8", "bitsandbytes", "mxfp4")
 KEYS = ("quantization_config", "compression_config")

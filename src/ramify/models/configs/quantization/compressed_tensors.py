@@ -7,8 +7,8 @@ from typing import Any
 
 from ramify.errors import CheckpointError, UnsupportedModelError
 from ramify.models.configs.fields import ConfigFields, shown
-from ramify.models.packed_formats.rules import Rule, compiled, texts
-from ramify.models.packed_formats.scheme import Packing, Scheme
+from ramify.models.configs.quantization.rules import Rule, compiled, texts
+from ramify.models.configs.quantization.scheme import Packing, Scheme
 
 LINEAR = "Linear"
 PATTERN_MARK = "re:"
