@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from ramify.errors import CheckpointError
 from ramify.models.configs.fields import ConfigFields, shown
+from ramify.models.configs.quantization.module_pattern import (
+    ModulePattern,
+    PatternError,
+    compile_pattern,
+)
 from ramify.models.configs.quantization.scheme import Scheme
 
 
@@ -23,7 +27,7 @@ class Rule:
     scheme: Scheme | None
     name: str | None = None
     part: str | None = None
-    pattern: re.Pattern[str] | None = None
+    pattern: ModulePattern | None = None
 
     def matches(self, module: str) -> bool:
         """Whether the rule is about this module."""
@@ -31,16 +35,17 @@ class Rule:
             return False
         if self.part is not None and f".{self.part}." not in f".{module}.":
             return False
-        return self.pattern is None or self.pattern.match(module) is not None
+        return self.pattern is None or self.pattern.matches_start(module)
 
 
-def compiled(pattern: str, source: str) -> re.Pattern[str]:
-    """The regular expression; CheckpointError if it is none."""
+def compiled(pattern: str, source: str) -> ModulePattern:
+    """The regular expression; CheckpointError if it is none, or one that is refused."""
     try:
-        return re.compile(pattern)
-    except (re.error, OverflowError, RecursionError) as error:
+        return compile_pattern(pattern)
+    except PatternError as error:
         raise CheckpointError(
-            f"{source} holds {shown(pattern)}, which is no regular expression: {error}"
+            f"{source} holds {shown(pattern)}, which is no regular expression that is read: {error}; name "
+            "the modules instead"
         ) from error
 
 
