@@ -11,7 +11,7 @@ import pytest
 
 from ramify.attention.exactness import ProbeStore
 from ramify.errors import CheckpointError, ModelError
-from ramify.models.checkpoint.tensors import weight_files
+from ramify.models.checkpoint.safetensors_files import weight_files
 from ramify.models.loader import load_model
 from ramify.testing import write_tiny_checkpoint
 

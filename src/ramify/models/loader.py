@@ -15,8 +15,9 @@ from torch import Tensor
 
 from ramify.attention.exactness import ProbeStore
 from ramify.errors import ConfigError, UnsupportedModelError
+from ramify.models.checkpoint.safetensors_files import tensor_names
 from ramify.models.checkpoint.sources import open_source
-from ramify.models.checkpoint.tensors import HEAD, tensor_names, with_stored_head
+from ramify.models.checkpoint.tensors import HEAD, with_stored_head
 from ramify.models.checkpoint.weight_layout import OrderedWeights
 from ramify.models.configs.families import FAMILIES
 from ramify.models.configs.fields import read_json, read_optional_json

@@ -5,7 +5,8 @@ In reading order:
 - `find`: the directory of a name: local, built in, or a hub snapshot.
 - `weight_source`: what every form of file is read as: weights by name, one at a time.
 - `sources`: the source for a checkpoint's form.
-- `tensors`: safetensors files, checked as a whole, read one tensor at a time.
+- `safetensors_files`: which files there are, and the names in them.
+- `tensors`: their tensors, checked as a whole, read one at a time.
 - `stacked_experts`: experts that are stacked in one tensor, one by one; widens MXFP4.
 - `weight_layout`: rows in the order that the operations expect.
 """

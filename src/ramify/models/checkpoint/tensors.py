@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ramify.errors import (
-    CheckpointError,
-    LibraryPanicError,
-    UnsupportedModelError,
-    panics_as_errors,
-    shortened,
-)
-from ramify.models.checkpoint.find import INDEX, PICKLED_ONLY, pickled_weights
+from ramify.errors import CheckpointError, UnsupportedModelError, shortened
+from ramify.models.checkpoint.find import INDEX
+from ramify.models.checkpoint.safetensors_files import opened, read_ahead, weight_files
 from ramify.models.checkpoint.weight_source import WeightSource
-from ramify.models.configs.checkpoint_files import check_checkpoint_file
 from ramify.models.configs.families import FAMILIES
-from ramify.models.configs.fields import read_json
 from ramify.models.configs.model_config import ModelConfig
 from ramify.models.configs.wrappers import is_other_part, text_tensor_name
 
@@ -58,7 +47,7 @@ class CheckpointTensors(WeightSource):
 
     def __init__(self, entries: dict[str, _Entry]) -> None:
         self._entries = entries
-        _read_ahead({entry.file for entry in entries.values()})
+        read_ahead({entry.file for entry in entries.values()})
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -103,40 +92,12 @@ class CheckpointTensors(WeightSource):
     def _read(self, entry: _Entry, index: int | None) -> Tensor:
         """A tensor as it is in its file, or one of those that are stacked in it."""
         # Opened for one tensor: pages of a mapped file stay resident while it is open.
-        with _opened(entry.file) as shard:
+        with opened(entry.file) as shard:
             name = entry.name
             tensor: Tensor = (
                 shard.get_tensor(name) if index is None else shard.get_slice(name)[index]
             )
         return tensor
-
-
-def _read_ahead(files: set[Path]) -> None:
-    """Ask the system to read all files at once; it does so while layers are prepared."""
-    if not hasattr(os, "posix_fadvise"):
-        return
-    for file in files:
-        descriptor = os.open(file, os.O_RDONLY)
-        try:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
-        finally:
-            os.close(descriptor)
-
-
-@contextmanager
-def _opened(file: Path) -> Iterator[Any]:
-    """A safetensors file; raises CheckpointError where it cannot be read."""
-    try:
-        check_checkpoint_file(file)
-        with (
-            panics_as_errors("safetensors"),
-            safe_open(file, framework="pt", device="cpu") as shard,
-        ):
-            yield shard
-    except (SafetensorError, OSError, LibraryPanicError) as error:
-        raise CheckpointError(
-            f"{file} is corrupt or truncated ({error}); download it again"
-        ) from error
 
 
 def load_weights(path: Path, config: ModelConfig, *, dtype: torch.dtype) -> CheckpointTensors:
@@ -152,7 +113,7 @@ def load_weights(path: Path, config: ModelConfig, *, dtype: torch.dtype) -> Chec
     # lm_head beside tied embeddings: older tools wrote both.
     duplicate_head: _Entry | None = None
     for file, promised in weight_files(path).items():
-        with _opened(file) as shard:
+        with opened(file) as shard:
             present = set(shard.keys())
             for name in sorted(promised - present):
                 raise CheckpointError(
@@ -205,7 +166,7 @@ def with_stored_head(path: Path, config: ModelConfig) -> ModelConfig:
     shapes = config.stored_shapes()
     places: dict[str, tuple[Path, str]] = {}
     for file in weight_files(path):
-        with _opened(file) as shard:
+        with opened(file) as shard:
             for stored_name in shard.keys():  # noqa: SIM118 - it is no mapping
                 places[_full_name(stored_name, shapes, config)] = file, stored_name
     if not config.tie_word_embeddings:
@@ -235,7 +196,7 @@ def _are_equal(left: tuple[Path, str], right: tuple[Path, str]) -> bool:
     """Whether two stored tensors have the same values."""
     tensors = []
     for file, name in (left, right):
-        with _opened(file) as shard:
+        with opened(file) as shard:
             tensors.append(shard.get_tensor(name))
     return tensors[0].shape == tensors[1].shape and torch.equal(*tensors)
 
@@ -258,66 +219,10 @@ def checkpoint_shapes(path: Path, config: ModelConfig) -> dict[str, tuple[int, .
         return config.tensor_shapes()
     shapes: dict[str, tuple[int, ...]] = {}
     for file in weight_files(path):
-        with _opened(file) as shard:
+        with opened(file) as shard:
             names = list(shard.keys())
             shapes |= {name: tuple(shard.get_slice(name).get_shape()) for name in names}
     return shapes
-
-
-def tensor_names(path: Path) -> set[str]:
-    """Names of all tensors in a checkpoint's files.
-
-    Raises:
-        CheckpointError: see `load_weights`.
-    """
-    names: set[str] = set()
-    for file in weight_files(path):
-        with _opened(file) as shard:
-            names |= set(shard.keys())
-    return names
-
-
-def weight_files(path: Path) -> dict[Path, frozenset[str]]:
-    """Safetensors files of a checkpoint, each with the tensors that the index says it holds.
-
-    A single model.safetensors wins over an index, as in transformers: the index is left over.
-    """
-    single = path / "model.safetensors"
-    if single.is_file():
-        return {single: frozenset()}
-    if (path / INDEX).is_file():
-        shard_of = read_json(path / INDEX).get("weight_map")
-        if not isinstance(shard_of, dict) or not shard_of:
-            raise CheckpointError(f"{path / INDEX} has no weight_map; download it again")
-        shards: dict[str, set[str]] = {}
-        for name, shard in shard_of.items():
-            is_name = isinstance(shard, str) and Path(shard).name == shard and "\0" not in shard
-            if not is_name or shard in ("", ".."):
-                raise CheckpointError(
-                    f"{path / INDEX}: {shortened(name)} is in {shortened(repr(shard))}, not a file name"
-                )
-            shards.setdefault(shard, set()).add(name)
-        present = {file.name for file in path.iterdir() if file.name in shards and file.is_file()}
-        absent = sorted(shards.keys() - present)
-        if absent:
-            raise CheckpointError(
-                f"{path / shortened(absent[0])} is missing ({len(absent)} of {len(shards)} shards that "
-                f"{INDEX} names); download the checkpoint again"
-            )
-        return {path / shard: frozenset(shards[shard]) for shard in sorted(shards)}
-    others = sorted(file.name for file in path.glob("*.safetensors"))
-    if others:
-        raise CheckpointError(
-            f"{path} has {others[0]} but neither model.safetensors nor {INDEX}; download the "
-            "missing files"
-        )
-    pickled = pickled_weights(path)
-    if pickled is not None:
-        raise CheckpointError(f"{path} {PICKLED_ONLY.format(pickled)}")
-    raise CheckpointError(
-        f"{path} has no weights: neither model.safetensors nor {INDEX}; download them, or name "
-        "another directory"
-    )
 
 
 def _check_shape(file: Path, name: str, expected: tuple[int, ...], shape: tuple[int, ...]) -> None:

@@ -9,7 +9,7 @@ from traceback import walk_tb
 from typing import Any
 
 from ramify.errors import CheckpointError, UnsupportedModelError, shortened
-from ramify.models.checkpoint.tensors import tensor_names
+from ramify.models.checkpoint.safetensors_files import tensor_names
 from ramify.models.configs.dense_variant import DenseVariant
 from ramify.models.configs.families import FAMILIES
 from ramify.models.configs.fields import MAX_LAYERS, MAX_POSITIONS, ConfigFields
