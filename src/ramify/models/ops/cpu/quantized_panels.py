@@ -46,7 +46,7 @@ class QuantizedPanels:
         self.format, self.dtype, self.num_parts = like.format, like.dtype, num_parts
         self.in_width, out_width = like.shape[1], like.shape[0] // num_parts
         levels = like.format.levels
-        is_affine = all(level - code == levels[0] for code, level in enumerate(levels))
+        is_affine = bool(levels) and levels == tuple(range(levels[0], levels[0] + 16))
         self._is_narrow = like.format.bits == 4 and (HAS_LEVELS or is_affine)
         self._has_one_scale = like.group_size >= self.in_width
         self.group = min(like.group_size, BLOCK)
@@ -82,16 +82,21 @@ class QuantizedPanels:
 
     def _write_codes(self, codes: Tensor, into: Tensor) -> None:
         """Codes [out_width, in_width] into panels [panels, words, NR]; see `kernels.cpu`."""
+        words = codes.contiguous().view(torch.int32)
         if self._is_narrow:
-            codes = self._stored(codes)
-            pairs = codes[:, 0::2] | codes[:, 1::2] << 4
-            codes = pairs.view(len(codes), -1, 4)[:, :, _BYTE_ORDER].flatten(1)
-        into.copy_(_by_panel(codes.contiguous().view(torch.int32)))
+            words = self._stored(codes).view(torch.int32)
+            # bytes of two codes each at 0 and 2 of every word, then two words in one
+            pairs = words.bitwise_or_(words >> 4).bitwise_and_(0x00FF00FF)
+            words = (pairs[:, 1::2] << 8).bitwise_or_(pairs[:, 0::2])
+        into.copy_(_by_panel(words))
 
     def _stored(self, codes: Tensor) -> Tensor:
         """4-bit codes of integers, uint8."""
+        first, *_ = levels = self.format.levels
+        if levels == tuple(range(first, first + 16)):
+            return codes.sub(first).view(torch.uint8)
         table = torch.zeros(256, dtype=torch.uint8)
-        for code, level in enumerate(self.format.levels):
+        for code, level in enumerate(levels):
             table[level & 255] = code
         return table[codes.view(torch.uint8).int()]
 
