@@ -1,4 +1,4 @@
-"""Checkpoints: finding and memory-mapping them, and errors for broken ones."""
+"""Checkpoints: finding and reading them, and errors for broken ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from ramify.attention.exactness import ProbeStore
 from ramify.errors import CheckpointError, ConfigError, ModelError, UnsupportedModelError
 from ramify.models.checkpoint.find import find_checkpoint
-from ramify.models.checkpoint.tensors import EMBEDDING, load_weights
+from ramify.models.checkpoint.tensors import load_weights
 from ramify.models.configs.model_config import ModelConfig
 from ramify.models.loader import load_model, read_config
 from ramify.testing import write_tiny_checkpoint
@@ -56,21 +56,14 @@ def test_shards_hold_what_a_single_file_holds(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/maps")
-def test_only_the_embedding_is_mapped(tmp_path: Path) -> None:
-    """It points into the file, of which used rows become resident; no other tensor keeps it open."""
+def test_no_weight_is_mapped(tmp_path: Path) -> None:
+    """A file that changes or shrinks later cannot end the process, nor count as its memory."""
     path = write_tiny_checkpoint(tmp_path, "llama")
 
     weights = load(path)
 
-    mapped_ranges = []
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        if line.endswith(str(path / "model.safetensors")):
-            start, stop = line.split()[0].split("-")
-            mapped_ranges.append((int(start, 16), int(stop, 16)))
-    assert mapped_ranges
-    for name, weight in weights.items():
-        is_mapped = any(start <= weight.data_ptr() < stop for start, stop in mapped_ranges)
-        assert is_mapped == (name == EMBEDDING)
+    assert weights
+    assert str(path / "model.safetensors") not in Path("/proc/self/maps").read_text()
 
 
 def test_weights_are_converted_when_asked(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ In reading order:
 - `weight_source`: what every form of file is read as: weights by name, one at a time.
 - `sources`: the source for a checkpoint's form.
 - `safetensors_files`: which files there are, and the names in them.
+- `stored_tensor`: a tensor of a file, by plain reads.
 - `tensors`: their tensors, checked as a whole, read one at a time.
 - `stacked_experts`: experts that are stacked in one tensor, one by one; widens MXFP4.
 - `weight_layout`: rows in the order that the operations expect.

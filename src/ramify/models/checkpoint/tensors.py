@@ -5,15 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ramify.errors import CheckpointError, UnsupportedModelError, shortened
-from ramify.models.checkpoint.find import INDEX
-from ramify.models.checkpoint.safetensors_files import opened, read_ahead, weight_files
+from ramify.errors import CheckpointError, UnsupportedModelError
+from ramify.models.checkpoint.safetensors_files import read_ahead
+from ramify.models.checkpoint.stored_tensor import StoredTensor, stored_tensors
 from ramify.models.checkpoint.weight_source import WeightSource
 from ramify.models.configs.families import FAMILIES
 from ramify.models.configs.model_config import ModelConfig
@@ -22,32 +21,26 @@ from ramify.models.configs.wrappers import is_other_part, text_tensor_name
 logger = logging.getLogger(__name__)
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-# As safetensors names them.
-FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-DTYPE_NAMES = {dtype: name for name, dtype in FLOAT_DTYPES.items()} | {torch.uint8: "U8"}
+FLOAT_DTYPES = ("F32", "BF16", "F16")
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """File, stored name, shape and dtypes of a tensor."""
+    """A tensor in a file, and the dtype that it is read to."""
 
-    file: Path
-    name: str  # in the file
-    shape: tuple[int, ...]
-    stored: torch.dtype
+    stored: StoredTensor
     dtype: torch.dtype
 
 
 class CheckpointTensors(WeightSource):
-    """Tensors of safetensors files, each read from its file when it is asked for, and not kept.
+    """Tensors of safetensors files by name, each read from its file when it is asked for, and not kept.
 
-    The token embedding is a view of the mapped file if that has its dtype: only the rows that are used
-    become resident. The order of names is that of `ModelConfig.stored_shapes`.
+    The order of names is that of `ModelConfig.stored_shapes`.
     """
 
     def __init__(self, entries: dict[str, _Entry]) -> None:
         self._entries = entries
-        read_ahead({entry.file for entry in entries.values()})
+        read_ahead({entry.stored.file for entry in entries.values()})
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -57,23 +50,19 @@ class CheckpointTensors(WeightSource):
 
     def __getitem__(self, name: str) -> Tensor:
         entry = self._entries[name]
-        tensor = self._read(entry, None)
-        if tensor.dtype != entry.dtype:
-            return tensor.to(entry.dtype)
-        return tensor if name == EMBEDDING else tensor.clone()
+        return entry.stored.read().to(entry.dtype)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """See `WeightSource`."""
-        return self._entries[name].shape
+        return self._entries[name].stored.shape
 
     def num_bytes(self, name: str) -> int:
         """See `WeightSource`."""
-        entry = self._entries[name]
-        return entry.stored.itemsize * prod(entry.shape)
+        return self._entries[name].stored.num_bytes
 
     def kind(self, name: str) -> str:
         """See `WeightSource`."""
-        return DTYPE_NAMES[self._entries[name].stored]
+        return self._entries[name].stored.dtype
 
     @property
     def widened(self) -> Mapping[str, str]:
@@ -83,21 +72,11 @@ class CheckpointTensors(WeightSource):
     def part(self, name: str, index: int) -> Tensor:
         """`self[name][index]`; reads no more of the file."""
         entry = self._entries[name]
-        return self._read(entry, index).to(entry.dtype, copy=True)
+        return entry.stored.read_part(index).to(entry.dtype)
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype that a tensor has once it is read."""
         return self._entries[name].dtype
-
-    def _read(self, entry: _Entry, index: int | None) -> Tensor:
-        """A tensor as it is in its file, or one of those that are stacked in it."""
-        # Opened for one tensor: pages of a mapped file stay resident while it is open.
-        with opened(entry.file) as shard:
-            name = entry.name
-            tensor: Tensor = (
-                shard.get_tensor(name) if index is None else shard.get_slice(name)[index]
-            )
-        return tensor
 
 
 def load_weights(path: Path, config: ModelConfig, *, dtype: torch.dtype) -> CheckpointTensors:
@@ -112,37 +91,26 @@ def load_weights(path: Path, config: ModelConfig, *, dtype: torch.dtype) -> Chec
     shapes = config.stored_shapes()
     # lm_head beside tied embeddings: older tools wrote both.
     duplicate_head: _Entry | None = None
-    for file, promised in weight_files(path).items():
-        with opened(file) as shard:
-            present = set(shard.keys())
-            for name in sorted(promised - present):
-                raise CheckpointError(
-                    f"{file} lacks the tensor {shortened(name)} that {INDEX} promises; download both again"
-                )
-            for stored_name in sorted(present):
-                name = _full_name(stored_name, shapes, config)
-                is_duplicate = name == HEAD and config.tie_word_embeddings
-                if name not in shapes and not is_duplicate:
-                    if _is_ignorable(name, config):
-                        continue
-                    raise CheckpointError(
-                        f"{file} holds the tensor {name}, which {config.architecture} has no "
-                        "use for with this config.json; is it the right config.json?"
-                    )
-                part = shard.get_slice(stored_name)
-                expected = shapes[EMBEDDING if is_duplicate else name]
-                shape = tuple(part.get_shape())
-                if not is_duplicate:
-                    _check_shape(file, name, expected, shape)
-                is_packed = config.is_packed(name)
-                stored = _stored_dtype(str(part.get_dtype()), file, name, is_packed=is_packed)
-                target = torch.float32 if config.is_float32(name) else dtype
-                target = stored if is_packed else target
-                entry = _Entry(file, stored_name, shape, stored, target)
-                if is_duplicate:
-                    duplicate_head = entry
-                else:
-                    entries[name] = entry
+    for stored_name, stored in stored_tensors(path).items():
+        name = _full_name(stored_name, shapes, config)
+        is_duplicate = name == HEAD and config.tie_word_embeddings
+        if name not in shapes and not is_duplicate:
+            if _is_ignorable(name, config):
+                continue
+            raise CheckpointError(
+                f"{stored.file} holds the tensor {name}, which {config.architecture} has no "
+                "use for with this config.json; is it the right config.json?"
+            )
+        if not is_duplicate:
+            _check_shape(stored, name, shapes[name])
+        is_packed = config.is_packed(name)
+        _check_dtype(stored, name, is_packed=is_packed)
+        target = torch.float32 if config.is_float32(name) else dtype
+        entry = _Entry(stored, torch.uint8 if is_packed else target)
+        if is_duplicate:
+            duplicate_head = entry
+        else:
+            entries[name] = entry
     if duplicate_head is not None:
         entries.setdefault(EMBEDDING, duplicate_head)
     missing = [name for name in shapes if name not in entries]
@@ -164,11 +132,9 @@ def with_stored_head(path: Path, config: ModelConfig) -> ModelConfig:
         CheckpointError: see `load_weights`.
     """
     shapes = config.stored_shapes()
-    places: dict[str, tuple[Path, str]] = {}
-    for file in weight_files(path):
-        with opened(file) as shard:
-            for stored_name in shard.keys():  # noqa: SIM118 - it is no mapping
-                places[_full_name(stored_name, shapes, config)] = file, stored_name
+    places = {
+        _full_name(name, shapes, config): stored for name, stored in stored_tensors(path).items()
+    }
     if not config.tie_word_embeddings:
         if HEAD in places or EMBEDDING not in places:
             return config
@@ -192,13 +158,9 @@ def with_stored_head(path: Path, config: ModelConfig) -> ModelConfig:
     return replace(config, tie_word_embeddings=False)
 
 
-def _are_equal(left: tuple[Path, str], right: tuple[Path, str]) -> bool:
+def _are_equal(left: StoredTensor, right: StoredTensor) -> bool:
     """Whether two stored tensors have the same values."""
-    tensors = []
-    for file, name in (left, right):
-        with opened(file) as shard:
-            tensors.append(shard.get_tensor(name))
-    return tensors[0].shape == tensors[1].shape and torch.equal(*tensors)
+    return left.shape == right.shape and torch.equal(left.read(), right.read())
 
 
 def _full_name(name: str, shapes: Mapping[str, tuple[int, ...]], config: ModelConfig) -> str:
@@ -217,37 +179,29 @@ def checkpoint_shapes(path: Path, config: ModelConfig) -> dict[str, tuple[int, .
     """
     if config.is_native:
         return config.tensor_shapes()
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in weight_files(path):
-        with opened(file) as shard:
-            names = list(shard.keys())
-            shapes |= {name: tuple(shard.get_slice(name).get_shape()) for name in names}
-    return shapes
+    return {name: stored.shape for name, stored in stored_tensors(path).items()}
 
 
-def _check_shape(file: Path, name: str, expected: tuple[int, ...], shape: tuple[int, ...]) -> None:
-    if expected != shape:
+def _check_shape(stored: StoredTensor, name: str, expected: tuple[int, ...]) -> None:
+    if expected != stored.shape:
         raise CheckpointError(
-            f"{file}: tensor {name} has shape {list(shape)} but config.json asks for "
+            f"{stored.file}: tensor {name} has shape {list(stored.shape)} but config.json asks for "
             f"{list(expected)}; is config.json of the same model?"
         )
 
 
-def _stored_dtype(stored: str, file: Path, name: str, *, is_packed: bool) -> torch.dtype:
+def _check_dtype(stored: StoredTensor, name: str, *, is_packed: bool) -> None:
     if is_packed:
-        if stored != "U8":
+        if stored.dtype != "U8":
             raise CheckpointError(
-                f"{file}: tensor {name} is {stored}, not U8, but config.json says that it is "
+                f"{stored.file}: tensor {name} is {stored.dtype}, not U8, but config.json says that it is "
                 "quantised; is config.json of the same model?"
             )
-        return torch.uint8
-    dtype = FLOAT_DTYPES.get(stored)
-    if dtype is None:
+    elif stored.dtype not in FLOAT_DTYPES:
         raise UnsupportedModelError(
-            f"{file}: tensor {name} is {stored}; only float32, bfloat16 and float16 weights are "
-            "supported, so use the original checkpoint"
+            f"{stored.file}: tensor {name} is {stored.dtype}; only float32, bfloat16 and float16 weights "
+            "are supported, so use the original checkpoint"
         )
-    return dtype
 
 
 def _is_ignorable(name: str, config: ModelConfig) -> bool:
