@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from ramify.models.gguf.blocks import TYPES, read_rows
+from ramify.models.gguf.blocks import decode_rows
+from ramify.models.gguf.tensor_types import TENSOR_TYPES
 from ramify.models.ops.quantized import as_tensor
 
 gguf = pytest.importorskip("gguf", reason="the oracle of these tests")
@@ -20,10 +21,10 @@ HALVES = {
 EDGES = np.array([0, -0.0, 6e-8, -6e-8, 6.1e-5, 65504, -65504, 1], np.float16)
 
 
-@pytest.mark.parametrize("number", TYPES)
+@pytest.mark.parametrize("number", TENSOR_TYPES)
 def test_values_have_the_bits_of_the_formula(number: int) -> None:
     """Random blocks; zero, subnormal, smallest and largest scales."""
-    kind, generator = TYPES[number], np.random.default_rng(number)
+    kind, generator = TENSOR_TYPES[number], np.random.default_rng(number)
     blocks = generator.integers(0, 256, (640, kind.num_bytes), dtype=np.uint8)
     for at in HALVES.get(kind.name, ()):
         scales = generator.normal(size=640).astype(np.float16)
@@ -33,7 +34,7 @@ def test_values_have_the_bits_of_the_formula(number: int) -> None:
         blocks[:, 0] = np.arange(640) % 255
     rows = blocks.reshape(160, -1)
 
-    values = as_tensor(read_rows(kind, rows, torch.float32)).float().numpy()
+    values = as_tensor(decode_rows(kind, rows, torch.float32)).float().numpy()
 
     with np.errstate(over="ignore"):
         expected = gguf.dequantize(rows, gguf.GGMLQuantizationType(number)).reshape(160, -1)

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ramify.models.gguf.tensor_types import TensorType
 from ramify.models.ops.quantized import QuantizedWeight, WeightFormat
 
 Bytes = NDArray[np.uint8]
@@ -24,14 +25,11 @@ E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 @dataclass(frozen=True, slots=True)
-class BlockType:
-    """A tensor type: `width` elements in `num_bytes` bytes; `decode` and `format` for quantised ones."""
+class Blocks:
+    """What blocks of a quantised type are: `decode` makes integers, scales and offsets of their bytes."""
 
-    name: str
-    width: int
-    num_bytes: int
-    format: WeightFormat | None = None
-    decode: Callable[[Bytes], Decoded] | None = None
+    format: WeightFormat
+    decode: Callable[[Bytes], Decoded]
 
 
 def _half(b: Bytes, at: int) -> NDArray[np.float32]:
@@ -137,49 +135,47 @@ def _four(group: int, levels: tuple[int, ...], has_min: bool = False) -> WeightF
     return WeightFormat(4, group, has_min, levels)
 
 
-TYPES = {
-    0: BlockType("F32", 1, 4),
-    1: BlockType("F16", 1, 2),
-    30: BlockType("BF16", 1, 2),
-    2: BlockType("Q4_0", 32, 18, _four(32, SIGNED), _q4_0),
-    3: BlockType("Q4_1", 32, 20, _four(32, UNSIGNED, True), _q4_1),
-    6: BlockType("Q5_0", 32, 22, WeightFormat(8, 32), _q5_0),
-    7: BlockType("Q5_1", 32, 24, WeightFormat(8, 32, True), _q5_1),
-    8: BlockType("Q8_0", 32, 34, WeightFormat(8, 32), _q8_0),
-    10: BlockType("Q2_K", 256, 84, _four(16, UNSIGNED, True), _q2_k),
-    11: BlockType("Q3_K", 256, 110, _four(16, SIGNED), _q3_k),
-    12: BlockType("Q4_K", 256, 144, _four(32, UNSIGNED, True), _q4_k),
-    13: BlockType("Q5_K", 256, 176, WeightFormat(8, 32, True), _q5_k),
-    14: BlockType("Q6_K", 256, 210, WeightFormat(8, 16), _q6_k),
-    20: BlockType("IQ4_NL", 32, 18, _four(32, IQ4), _iq4_nl),
-    23: BlockType("IQ4_XS", 256, 136, _four(32, IQ4), _iq4_xs),
-    39: BlockType("MXFP4", 32, 17, _four(32, E2M1_DOUBLED), _mxfp4),
+BLOCKS = {
+    "Q4_0": Blocks(_four(32, SIGNED), _q4_0),
+    "Q4_1": Blocks(_four(32, UNSIGNED, True), _q4_1),
+    "Q5_0": Blocks(WeightFormat(8, 32), _q5_0),
+    "Q5_1": Blocks(WeightFormat(8, 32, True), _q5_1),
+    "Q8_0": Blocks(WeightFormat(8, 32), _q8_0),
+    "Q2_K": Blocks(_four(16, UNSIGNED, True), _q2_k),
+    "Q3_K": Blocks(_four(16, SIGNED), _q3_k),
+    "Q4_K": Blocks(_four(32, UNSIGNED, True), _q4_k),
+    "Q5_K": Blocks(WeightFormat(8, 32, True), _q5_k),
+    "Q6_K": Blocks(WeightFormat(8, 16), _q6_k),
+    "IQ4_NL": Blocks(_four(32, IQ4), _iq4_nl),
+    "IQ4_XS": Blocks(_four(32, IQ4), _iq4_xs),
+    "MXFP4": Blocks(_four(32, E2M1_DOUBLED), _mxfp4),
 }
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def read_rows(kind: BlockType, rows: Bytes, dtype: torch.dtype) -> Tensor | QuantizedWeight:
+def decode_rows(kind: TensorType, rows: Bytes, dtype: torch.dtype) -> Tensor | QuantizedWeight:
     """Rows of bytes [out, row_bytes], contiguous, as a float tensor or a weight computed in `dtype`.
 
     A float tensor has the type that is stored; it shares the memory of `rows`.
     """
-    if kind.decode is None or kind.format is None:
+    blocks = BLOCKS.get(kind.name)
+    if blocks is None:
         return torch.from_numpy(rows).view(FLOATS[kind.name])
     num_rows, row_bytes = rows.shape
     width = row_bytes // kind.num_bytes * kind.width
-    groups = (num_rows, width // kind.format.group_size)
+    groups = (num_rows, width // blocks.format.group_size)
     codes = np.empty((num_rows, width), np.int8)
     scales = np.empty(groups, np.float32)
-    mins = np.empty(groups, np.float32) if kind.format.has_min else None
+    mins = np.empty(groups, np.float32) if blocks.format.has_min else None
     step = max(1, CHUNK_BYTES // max(1, row_bytes))
     for start in range(0, num_rows, step):
         part = slice(start, start + step)
-        q, scale, least = kind.decode(rows[part].reshape(-1, kind.num_bytes))
+        q, scale, least = blocks.decode(rows[part].reshape(-1, kind.num_bytes))
         codes[part] = q.reshape(-1, width)
         scales[part] = scale.reshape(-1, groups[1])
         if mins is not None and least is not None:
             mins[part] = least.reshape(-1, groups[1])
     offsets = None if mins is None else torch.from_numpy(mins)
     return QuantizedWeight(
-        kind.format, torch.from_numpy(codes), torch.from_numpy(scales), offsets, dtype
+        blocks.format, torch.from_numpy(codes), torch.from_numpy(scales), offsets, dtype
     )

@@ -1,11 +1,11 @@
-"""The GGUF container: metadata and tensor infos, each bound checked against the file's size."""
+"""The GGUF container: metadata and tensor infos, each bound checked against the file's size. No torch."""
 
 from __future__ import annotations
 
 import math
-import os
 import re
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -13,15 +13,19 @@ from typing import Any, BinaryIO, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from ramify.errors import CheckpointError
-from ramify.models.gguf.blocks import TYPES, BlockType
+from ramify.errors import CheckpointError, UnsupportedModelError, shortened
+from ramify.models.configs.checkpoint_files import check_checkpoint_file
+from ramify.models.gguf.tensor_types import OTHER_TYPES, TENSOR_TYPES, TensorType
 
+SUFFIX = ".gguf"
 SCALARS = dict(enumerate(["u1", "i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?"]))
 SCALARS |= {10: "<u8", 11: "<i8", 12: "<f8"}
 STRING, ARRAY = 8, 9
 MAX_STRING_BYTES = MAX_ARRAY = 1 << 30
 MAX_DIMS = MAX_DEPTH = 4
+READ_BYTES = 1 << 20
 PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+LENGTH = struct.Struct("<Q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,64 +33,122 @@ class TensorInfo:
     """Where a tensor lies: `shape` slowest dimension first, `start` from the file's first byte."""
 
     path: Path
-    kind: BlockType
+    kind: TensorType
     shape: tuple[int, ...]
     start: int
 
     @property
+    def num_rows(self) -> int:
+        """Runs of elements along the last dimension: 1 for a vector."""
+        return math.prod(self.shape[:-1])
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row in the file."""
+        return self.shape[-1] // self.kind.width * self.kind.num_bytes
+
+    @property
     def num_bytes(self) -> int:
         """Bytes in the file."""
-        return math.prod(self.shape) // self.kind.width * self.kind.num_bytes
+        return self.num_rows * self.row_bytes
 
-    def read(self) -> NDArray[np.uint8]:
-        """The bytes of its rows: [all dimensions but the last, row_bytes]."""
-        data = np.empty(self.num_bytes, np.uint8)
-        with self.path.open("rb", buffering=0) as file:
-            file.seek(self.start)
-            filled = 0
-            while filled < len(data):
-                num_read = file.readinto(memoryview(data)[filled:])
-                if not num_read:
-                    raise CheckpointError(
-                        f"{self.path}: expected {len(data)} bytes of a tensor at byte "
-                        f"{self.start}, found {filled}; download it again"
-                    )
-                filled += num_read
-        return data.reshape(-1, self.shape[-1] // self.kind.width * self.kind.num_bytes)
+    def read_rows(self, first: int = 0, num_rows: int | None = None) -> NDArray[np.uint8]:
+        """Read the bytes of some rows, by default of all: [num_rows, row_bytes].
+
+        Raises:
+            CheckpointError: the file has become shorter, or cannot be read.
+        """
+        num_rows = self.num_rows - first if num_rows is None else num_rows
+        assert 0 <= first <= first + num_rows <= self.num_rows
+        data = np.empty(num_rows * self.row_bytes, np.uint8)
+        start, filled = self.start + first * self.row_bytes, 0
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                file.seek(start)
+                while filled < len(data):
+                    num_read = file.readinto(memoryview(data)[filled:])
+                    if not num_read:
+                        break
+                    filled += num_read
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error}") from error
+        if filled < len(data):
+            raise CheckpointError(
+                f"{self.path}: expected {len(data)} bytes of a tensor at byte {start}, found {filled}; "
+                "download it again"
+            )
+        return data.reshape(num_rows, self.row_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class StringArray:
+    """An array of strings as its bytes, decoded when it is iterated over: most are never asked for."""
+
+    data: bytes  # each string behind its length
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[str]:
+        at, data = 0, self.data
+        for _ in range(self.count):
+            (length,) = LENGTH.unpack_from(data, at)
+            at += 8 + length
+            yield data[at - length : at].decode("utf-8", "replace")
 
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """Metadata of the first part, and the tensors of all parts by name."""
+    """Metadata of the first part, the tensors of all parts by name, and the files.
+
+    Numbers, texts and truth values are Python's; arrays are numpy's, of strings `StringArray`, of arrays
+    lists.
+    """
 
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]
+    files: tuple[Path, ...]
+
+    @property
+    def path(self) -> Path:
+        """The first file, for messages."""
+        return self.files[0]
 
 
 class _Reader:
     """Reads fields in order; refuses each that needs more bytes than are left."""
 
-    def __init__(self, path: Path, file: BinaryIO) -> None:
+    def __init__(self, path: Path, file: BinaryIO, num_bytes: int) -> None:
         self.path, self.file = path, file
-        self.size = os.fstat(file.fileno()).st_size
+        self.size = num_bytes
         self.at = 0
+        self._data = bytearray()  # the file's first bytes, as many as were needed
 
     def refuse(self, field: str, expected: object, actual: object) -> NoReturn:
         raise CheckpointError(
-            f"{self.path}: {field}: expected {expected}, found {actual}; download it again"
+            f"{self.path}: {shortened(field)}: expected {expected}, found {shortened(str(actual))}; "
+            "download it again"
         )
 
     def need(self, num_bytes: int, field: str) -> None:
         if num_bytes > self.size - self.at:
             self.refuse(field, f"{num_bytes} bytes or more", f"{self.size - self.at} to the end")
 
+    def _buffer(self, end: int, field: str) -> None:
+        """Read on, until the file's first `end` bytes are there."""
+        while len(self._data) < end:
+            wanted = max(end - len(self._data), READ_BYTES)
+            data = self.file.read(min(wanted, self.size - len(self._data)))
+            if not data:
+                self.refuse(field, f"{end} bytes", len(self._data))
+            self._data += data
+
     def take(self, num_bytes: int, field: str) -> bytes:
         self.need(num_bytes, field)
-        data = self.file.read(num_bytes)
-        if len(data) != num_bytes:
-            self.refuse(field, f"{num_bytes} bytes", len(data))
-        self.at += num_bytes
-        return data
+        start, self.at = self.at, self.at + num_bytes
+        self._buffer(self.at, field)
+        return bytes(memoryview(self._data)[start : self.at])
 
     def integer(self, code: str, field: str) -> int:
         (value,) = struct.unpack("<" + code, self.take(struct.calcsize(code), field))
@@ -97,6 +159,25 @@ class _Reader:
         if length > MAX_STRING_BYTES:
             self.refuse(f"length of {field}", f"at most {MAX_STRING_BYTES}", length)
         return self.take(length, field).decode("utf-8", "replace")
+
+    def strings(self, count: int, field: str) -> StringArray:
+        self.need(count * 8, field)
+        start = at = self.at
+        available, unpack = len(self._data), LENGTH.unpack_from
+        for _ in range(count):
+            if at + 8 > available:
+                self.at = at
+                self.need(8, field)
+                self._buffer(at + 8, field)
+                available = len(self._data)
+            (length,) = unpack(self._data, at)
+            at += 8 + length
+            if length > MAX_STRING_BYTES or at > self.size:
+                self.at = at - length
+                limit = min(MAX_STRING_BYTES, self.size - self.at)
+                self.refuse(f"length of a string of {field}", f"at most {limit}", length)
+        self.at = start
+        return StringArray(self.take(at - start, field), count)
 
     def value(self, kind: int, field: str, depth: int = 0) -> Any:
         if kind == STRING:
@@ -112,7 +193,9 @@ class _Reader:
         if element in SCALARS:
             dtype = np.dtype(SCALARS[element])
             return np.frombuffer(self.take(count * dtype.itemsize, field), dtype)
-        self.need(count * (8 if element == STRING else 12), field)
+        if element == STRING:
+            return self.strings(count, field)
+        self.need(count * 12, field)
         return [self.value(element, field, depth + 1) for _ in range(count)]
 
 
@@ -121,38 +204,68 @@ def read_container(path: Path) -> Container:
 
     Raises:
         CheckpointError: a part is missing, or a field is not possible; names the field.
+        UnsupportedModelError: a tensor has a type that is not read.
     """
-    match = PART.search(path.name)
-    if match is None:
-        return _read_part(path)
-    stem, count = path.name[: match.start()], int(match[2])
-    merged = Container({}, {})
-    for number in range(1, count + 1):
-        part_path = path.with_name(f"{stem}-{number:05}-of-{count:05}.gguf")
+    paths = part_paths(path)
+    merged = Container({}, {}, paths)
+    for number, part_path in enumerate(paths):
         part = _read_part(part_path)
-        split = (part.metadata.get("split.no"), part.metadata.get("split.count"))
-        if split != (number - 1, count):
+        split = (part.metadata.get("split.no", 0), part.metadata.get("split.count", 1))
+        # Writers of single files may say that they have no parts.
+        if split != (number, len(paths)) and (len(paths) > 1 or split != (0, 0)):
             raise CheckpointError(
-                f"{part_path}: split.no, split.count: expected {(number - 1, count)}, found {split}"
+                f"{part_path}: split.no, split.count: expected {(number, len(paths))} by its name, found "
+                f"{split}; give parts the names that they were made with (…-00001-of-0000N.gguf)"
             )
         for name, info in part.tensors.items():
             if name in merged.tensors:
-                raise CheckpointError(f"{part_path}: tensor {name!r} is in an earlier part too")
+                raise CheckpointError(
+                    f"{part_path}: tensor {shortened(name)} is in an earlier part too; download all "
+                    f"{len(paths)} parts again"
+                )
             merged.tensors[name] = info
-        if number == 1:
+        if number == 0:
             merged.metadata.update(part.metadata)
     total = merged.metadata.get("split.tensors.count", len(merged.tensors))
-    if total != len(merged.tensors):
+    if len(paths) > 1 and total != len(merged.tensors):
         raise CheckpointError(
-            f"{path}: split.tensors.count: expected {total}, found {len(merged.tensors)}"
+            f"{path}: split.tensors.count: expected {total}, found {len(merged.tensors)}; download all "
+            f"{len(paths)} parts again"
         )
     return merged
 
 
+def part_paths(path: Path) -> tuple[Path, ...]:
+    """The files of a model by the name of any of its parts, in their order.
+
+    Raises:
+        CheckpointError: the name is that of no possible part, or a part is missing.
+    """
+    match = PART.search(path.name)
+    if match is None:
+        return (path,)
+    stem, number, count = path.name[: match.start()], int(match[1]), int(match[2])
+    if not 1 <= number <= count:
+        raise CheckpointError(
+            f"{path}: part {number} of {count} by its name; expected 1 to {count or 'the number of parts'}"
+        )
+    paths = tuple(
+        path.with_name(f"{stem}-{part:05}-of-{count:05}{SUFFIX}") for part in range(1, count + 1)
+    )
+    absent = [part.name for part in paths if not part.is_file()]
+    if absent:
+        raise CheckpointError(
+            f"{path}: {len(absent)} of {count} parts are missing, the first is {absent[0]}; put all parts "
+            "into one directory"
+        )
+    return paths
+
+
 def _read_part(path: Path) -> Container:
     try:
-        with path.open("rb", buffering=1 << 20) as file:
-            return _read_fields(_Reader(path, file))
+        num_bytes = check_checkpoint_file(path)
+        with path.open("rb", buffering=0) as file:
+            return _read_fields(_Reader(path, file, num_bytes))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
@@ -194,7 +307,7 @@ def _read_fields(reader: _Reader) -> Container:
         if stop > reader.size:
             reader.refuse(f"end of the data of {name!r}", f"byte {stop}", f"{reader.size} bytes")
         tensors[name] = replace(info, start=base + info.start)
-    return Container(metadata, tensors)
+    return Container(metadata, tensors, (reader.path,))
 
 
 def _read_info(reader: _Reader, name: str) -> TensorInfo:
@@ -205,11 +318,19 @@ def _read_info(reader: _Reader, name: str) -> TensorInfo:
     if min(dims) < 1 or math.prod(dims) >= 1 << 63:
         reader.refuse(f"shape of {name!r}", "positive sizes, product below 2**63", dims)
     number = reader.integer("I", f"type of {name!r}")
-    if number not in TYPES:
-        known = ", ".join(kind.name for kind in TYPES.values())
-        reader.refuse(f"type of {name!r}", known, f"type {number}")
-    kind = TYPES[number]
+    if number in OTHER_TYPES:
+        raise UnsupportedModelError(
+            f"{reader.path}: type of {name!r}: {OTHER_TYPES[number]} is not read; the types that are: "
+            f"{_type_names()}; take a file of another quantisation, such as Q4_K_M"
+        )
+    if number not in TENSOR_TYPES:
+        reader.refuse(f"type of {name!r}", _type_names(), f"type {number}")
+    kind = TENSOR_TYPES[number]
     if dims[0] % kind.width:
         reader.refuse(f"row of {name!r}", f"a multiple of {kind.width} ({kind.name})", dims[0])
     offset = reader.integer("Q", f"offset of {name!r}")
     return TensorInfo(reader.path, kind, tuple(reversed(dims)), offset)
+
+
+def _type_names() -> str:
+    return ", ".join(kind.name for kind in TENSOR_TYPES.values())
