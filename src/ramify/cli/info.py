@@ -51,7 +51,8 @@ def _collect_info(llm: LLM) -> dict[str, dict[str, Any]]:
     import ramify
     from ramify.attention.backend import BACKENDS
     from ramify.engine.execution.host_memory import free_memory, resident_memory
-    from ramify.models.configs.sampling_defaults import AUTO, read_sampling_defaults
+    from ramify.models.configs.sampling_defaults import AUTO
+    from ramify.models.gguf.config import read_sampling_defaults
     from ramify.models.ops.registry import OPS
 
     config, plan = llm.engine.model_config, llm.config

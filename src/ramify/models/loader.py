@@ -1,4 +1,4 @@
-"""Find a Hugging Face checkpoint, read its configuration, build the decoder."""
+"""Read the configuration of a checkpoint or a GGUF file, build the decoder."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from torch import Tensor
 
 from ramify.attention.exactness import ProbeStore
 from ramify.errors import ConfigError, UnsupportedModelError
+from ramify.models.checkpoint.find import is_gguf
 from ramify.models.checkpoint.safetensors_files import tensor_names
 from ramify.models.checkpoint.sources import open_source
 from ramify.models.checkpoint.tensors import HEAD, with_stored_head
 from ramify.models.checkpoint.weight_layout import OrderedWeights
+from ramify.models.checkpoint.weight_source import WeightSource
 from ramify.models.configs.families import FAMILIES
 from ramify.models.configs.fields import read_json, read_optional_json
 from ramify.models.configs.model_config import ModelConfig, token_ids
@@ -26,6 +28,9 @@ from ramify.models.configs.wrappers import find_wrapper, text_fields
 from ramify.models.decoders.decoder import CausalDecoder, Decoder, DecoderBinding
 from ramify.models.decoders.deepseek import DEEPSEEK
 from ramify.models.decoders.dense import DENSE
+from ramify.models.gguf.config import config_fields
+from ramify.models.gguf.container import read_container
+from ramify.models.gguf.source import open_gguf
 from ramify.models.hf.config import read_hf_config
 from ramify.models.ops.quantized import QuantizedWeight, Weight
 from ramify.models.ops.registry import OpsFactory, select_ops
@@ -39,12 +44,14 @@ BINDINGS: dict[str, DecoderBinding] = {
 
 
 def read_config(path: Path) -> ModelConfig:
-    """Read `config.json`, with the end-of-sequence tokens of `generation_config.json` added.
+    """Read `config.json`, with the end-of-sequence tokens of `generation_config.json` added, or a GGUF file's.
 
     Raises:
-        CheckpointError: config.json is unreadable or contradicts itself.
+        CheckpointError: config.json is unreadable or contradicts itself, or the GGUF file does.
         UnsupportedModelError: the model is not supported.
     """
+    if is_gguf(path):
+        return ModelConfig.from_hf(config_fields(read_container(path)), str(path))
     fields = read_json(path / "config.json")
     wrapper = find_wrapper(fields)
     if wrapper is not None:
@@ -105,9 +112,12 @@ def load_model(
             f"{path}: {config.architecture} runs through transformers only; use load_decoder"
         )
     config = config.at_context(max_model_len or config.default_model_len)
-    config = with_stored_head(path, config)
     compute_dtype = resolve_dtype(dtype, config)
-    source = open_source(path, config, dtype=compute_dtype)
+    if is_gguf(path):
+        source: WeightSource = open_gguf(path, config, dtype=compute_dtype)
+    else:
+        config = with_stored_head(path, config)
+        source = open_source(path, config, dtype=compute_dtype)
     weights: Mapping[str, Weight] = source
     if config.mla is None:
         weights = OrderedWeights(source, config)

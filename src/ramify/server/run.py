@@ -21,7 +21,8 @@ from ramify.engine.async_llm import AsyncLLM
 from ramify.engine.cache_admin.warmup import WarmPrompt, read_prompts
 from ramify.engine.execution.host_memory import resident_memory
 from ramify.errors import ConfigError
-from ramify.models.configs.sampling_defaults import AUTO, read_sampling_defaults
+from ramify.models.configs.sampling_defaults import AUTO
+from ramify.models.gguf.config import read_sampling_defaults
 from ramify.params import SamplingParams
 from ramify.server.app import Server
 from ramify.server.http.browser_guard import LOOPBACK_HOSTS

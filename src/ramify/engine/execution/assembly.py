@@ -28,11 +28,13 @@ from ramify.engine.text.tokenizer import Tokenizer
 from ramify.engine.text.tokenizer_files import has_tokenizer
 from ramify.errors import CheckpointError, ConfigError, ModelError
 from ramify.kv.pool import KVPool
-from ramify.models.checkpoint.find import find_checkpoint
+from ramify.models.checkpoint.find import find_checkpoint, is_gguf
 from ramify.models.checkpoint.tensors import checkpoint_shapes
 from ramify.models.configs.model_config import ModelConfig
-from ramify.models.configs.pooling import PoolingConfig, read_pooling
+from ramify.models.configs.pooling import PoolingConfig
 from ramify.models.decoders.decoder import CausalDecoder
+from ramify.models.gguf.config import read_pooling
+from ramify.models.gguf.container import part_paths
 from ramify.models.kv_cache_spec import (
     attention_spec,
     build_attention,
@@ -215,7 +217,11 @@ def _load_tokenizer(path: Path) -> Tokenizer | None:
 def _fingerprint(path: Path) -> str:
     """Identifies the weights by path, size and modification time of the checkpoint's files."""
     digest = hashlib.blake2b(digest_size=16)
-    for file in [*sorted(path.glob("*.safetensors")), path / "config.json"]:
+    if is_gguf(path):
+        files = [*part_paths(path)]
+    else:
+        files = [*sorted(path.glob("*.safetensors")), path / "config.json"]
+    for file in files:
         try:
             stat = file.stat()
         except OSError as error:

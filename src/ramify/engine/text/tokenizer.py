@@ -18,6 +18,7 @@ from ramify.engine.text.added_tokens import (
     parse_added_token,
 )
 from ramify.engine.text.chat_template import ChatTemplates, Messages, read_chat_templates
+from ramify.engine.text.gguf_tokenizer import gguf_tokenizer
 from ramify.engine.text.sentencepiece_model import SPACE
 from ramify.engine.text.special_tokens import SpecialTokenEscaper
 from ramify.engine.text.token_bytes import TokenBytes
@@ -28,7 +29,9 @@ from ramify.errors import (
     PromptTooLongError,
     panics_as_errors,
 )
+from ramify.models.checkpoint.find import is_gguf
 from ramify.models.configs.fields import read_optional_json
+from ramify.models.gguf.container import read_container
 
 _guarded = panics_as_errors("the package tokenizers")
 
@@ -58,12 +61,20 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
-        """Read the tokenizer of a checkpoint directory.
+        """Read the tokenizer of a checkpoint directory, or of a GGUF file.
 
         Raises:
             CheckpointError: there is no tokenizer, a file cannot be read or converted, or an entry
                 that should be a token is not one.
+            UnsupportedModelError: that of a GGUF file is of a kind that is not supported.
         """
+        if is_gguf(path):
+            made = gguf_tokenizer(read_container(path))
+            return cls(
+                made.core,
+                special_tokens=made.special_tokens,
+                chat_templates=made.chat_templates,
+            )
         config = read_optional_json(path / "tokenizer_config.json")
         file = read_tokenizer(path, config)
         core = file.core

@@ -10,16 +10,19 @@ from typing import Any
 
 import tokenizers
 
+from ramify.engine.text.gguf_tokenizer import has_gguf_tokenizer
 from ramify.engine.text.ranked_bpe import LLAMA3_PATTERN, tekken_tokenizer, tiktoken_tokenizer
 from ramify.engine.text.sentencepiece_model import SentencePieceModel
 from ramify.engine.text.tokenizer_limits import check_tokenizer_json
 from ramify.errors import CheckpointError, panics_as_errors
+from ramify.models.checkpoint.find import is_gguf
 from ramify.models.configs.checkpoint_files import (
     MAX_TOKENIZER_BYTES,
     check_checkpoint_file,
     read_checkpoint_file,
 )
 from ramify.models.configs.fields import read_optional_json
+from ramify.models.gguf.container import read_container
 
 # The first file that a checkpoint has is its tokenizer.
 SENTENCEPIECE, TEKKEN = "tokenizer.model", "tekken.json"
@@ -38,7 +41,9 @@ class TokenizerFile:
 
 
 def has_tokenizer(path: Path) -> bool:
-    """Whether a checkpoint directory has a tokenizer in any format."""
+    """Whether a checkpoint directory, or a GGUF file, has a tokenizer in any format."""
+    if is_gguf(path):
+        return has_gguf_tokenizer(read_container(path))
     return (path / "tokenizer.json").exists() or _other_format(path) is not None
 
 

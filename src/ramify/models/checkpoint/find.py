@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.resources
 import json
 import os
+import re
 from pathlib import Path
 
 from ramify.errors import CheckpointError
@@ -19,16 +20,17 @@ PICKLED_ONLY = (
     "has pickled weights only ({}); loading them can run foreign code, so they are not read: save the "
     "model as safetensors first"
 )
-GGUF_ONLY = (
-    "is in GGUF, which is not read directly; scripts/gguf_to_checkpoint.py widens it to a directory"
-)
+GGUF_PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+GGUF = ".gguf"
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 
 
 def find_checkpoint(
     model: str | Path, *, revision: str | None = None, offline: bool = False
 ) -> Path:
-    """The directory of a checkpoint: the built-in model, a local directory, or a hub snapshot.
+    """The directory of a checkpoint, or a GGUF file: the built-in model, a local path, or a hub snapshot.
+
+    Of a directory whose only model is in GGUF it is that file, or the first part of it.
 
     Args:
         revision: branch, tag or commit of a hub model; None: main.
@@ -53,12 +55,13 @@ def find_checkpoint(
         raise CheckpointError(f"there is no directory {str(model)!r}: {error}") from error
     if path.is_dir() and model != "":
         check_format(path)
-        return path
+        return _gguf_in(path) or path
     if path.is_file():
-        if path.suffix == ".gguf":
-            raise CheckpointError(f"{path} {GGUF_ONLY}")
+        if is_gguf(path):
+            return path
         raise CheckpointError(
-            f"{path} is a file; name the directory that holds config.json and the weights"
+            f"{path} is a file, and not in GGUF (.gguf); name the directory that holds config.json and the "
+            "weights"
         )
     name = str(model)
     looks_local = isinstance(model, Path) or name.startswith((".", "~", os.sep))
@@ -71,24 +74,44 @@ def check_format(path: Path) -> None:
     """Refuse a directory that holds a model in another form than a checkpoint.
 
     Raises:
-        CheckpointError: it is a LoRA adapter, a GGUF file, or of Mistral's or diffusers' own format.
+        CheckpointError: it is a LoRA adapter, or of Mistral's or diffusers' own format.
     """
     if (path / "adapter_config.json").is_file() and not has_weight_files(path):
         raise CheckpointError(
             f"{path} is an adapter (adapter_config.json) without the model that it changes; merge both "
             "with peft's merge_and_unload, and save the result"
         )
-    if (path / "config.json").is_file():
+    if (path / "config.json").is_file() or any(path.glob(f"*{GGUF}")):
         return
-    gguf = sorted(path.glob("*.gguf"))
-    if gguf:
-        raise CheckpointError(f"{gguf[0]} {GGUF_ONLY}")
     for name, form in (("params.json", "Mistral's own"), ("model_index.json", "the diffusers")):
         if (path / name).is_file():
             raise CheckpointError(
                 f"{path} is in {form} format ({name}); a checkpoint of transformers is needed, with "
                 "config.json and model.safetensors"
             )
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path is that of a GGUF file, by its name."""
+    return path.suffix == GGUF
+
+
+def _gguf_in(path: Path) -> Path | None:
+    """The GGUF file of a directory without weights in safetensors; None if it has none.
+
+    Raises:
+        CheckpointError: there are several models.
+    """
+    if has_weight_files(path):
+        return None
+    models: dict[str, Path] = {}
+    for file in sorted(path.glob(f"*{GGUF}")):
+        if file.is_file() and not file.name.startswith("mmproj"):
+            models.setdefault(GGUF_PART.sub("", file.name), file)
+    if len(models) > 1:
+        names = ", ".join(file.name for file in models.values())
+        raise CheckpointError(f"{path} has {len(models)} models in GGUF: {names}; name one of the files")
+    return next(iter(models.values()), None)
 
 
 def has_weight_files(path: Path) -> bool:

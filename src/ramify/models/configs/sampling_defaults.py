@@ -5,6 +5,7 @@ As in vLLM, `do_sample` is ignored: a file with `do_sample: false` and a tempera
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,18 @@ def read_sampling_defaults(choice: str, checkpoint: Path) -> SamplingDefaults:
         )
     else:
         fields = read_json(file)
+    return sampling_defaults(fields, file)
+
+
+def sampling_defaults(fields: Mapping[str, Any], file: Path) -> SamplingDefaults:
+    """The defaults among the fields of a generation config.
+
+    Args:
+        file: that they are from.
+
+    Raises:
+        CheckpointError: a value is not possible.
+    """
     values = {name: fields[name] for name in PARAMETERS if fields.get(name) is not None}
     plain = dict(values)
     if _is_plain_number(values.get("top_k")):

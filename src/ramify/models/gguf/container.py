@@ -66,7 +66,7 @@ class TensorInfo:
             with self.path.open("rb", buffering=0) as file:
                 file.seek(start)
                 while filled < len(data):
-                    num_read = file.readinto(memoryview(data)[filled:])
+                    num_read = file.readinto(data.data[filled:])
                     if not num_read:
                         break
                     filled += num_read
