@@ -20,6 +20,7 @@ ENTRIES = {
     "op_list": "run_ops",
     "fused_layers": "run_fused_layers",
     "paged_attention": "paged_attention",
+    "round_weights": "round_groups",
 }
 
 

@@ -26,6 +26,7 @@ from ramify.kernels.cpu.fused_layers import run_fused_layers
 from ramify.kernels.cpu.op_list import run_ops
 from ramify.kernels.cpu.op_records import OP_FIELDS
 from ramify.kernels.cpu.paged_attention import paged_attention
+from ramify.kernels.cpu.round_weights import round_groups
 from ramify.kernels.cpu.simd import HAS_BF16_DOT
 
 _VNNI = (BF16VnniPlane,) if HAS_BF16_DOT else ()
@@ -57,6 +58,11 @@ def _run_ops_args() -> tuple[Any, ...]:
     return _ints(0, OP_FIELDS), np.zeros(0), _ints(0), 1, _floats(1, 0), _ints(1, 2)
 
 
+def _round_groups_args() -> tuple[Any, ...]:
+    codes, scales = np.zeros((0, 1), np.int8), np.zeros(0, np.float32)
+    return _floats(0, 1), codes, scales, scales, 1, _floats(1, 1, 1)
+
+
 def _attention_args(plane: type[KVPlane]) -> tuple[Any, ...]:
     planes = [_zeros(plane)] * 3
     return (
@@ -73,16 +79,22 @@ def _fused_layers_args(plane: type[KVPlane]) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
+# Stands for planes of a kernel that runs while weights load, which no model needs afterwards.
+AT_LOAD = "at load"
 # An entry point, the kinds of planes that it is compiled for, and arguments for a kind.
 ENTRY_POINTS: tuple[tuple[Any, tuple[Any, ...], Callable[[Any], tuple[Any, ...]]], ...] = (
     (paged_attention, PLANES, _attention_args),
     (run_ops, (None,), lambda _: _run_ops_args()),
     (run_fused_layers, ROW_PLANES, _fused_layers_args),
+    (round_groups, (AT_LOAD,), lambda _: _round_groups_args()),
 )
 
 
 def signatures() -> Iterator[tuple[Any, Any, tuple[Any, ...]]]:
-    """All entry points with each kind of planes (None: it reads none), and the Numba types of its arguments."""
+    """All entry points with each kind of planes (None: it reads none), and the Numba types of its arguments.
+
+    `AT_LOAD` stands for planes where no step of a model needs the kernel.
+    """
     for entry, planes, args_of in ENTRY_POINTS:
         for plane in planes:
             yield entry, plane, tuple(map(typeof, args_of(plane)))

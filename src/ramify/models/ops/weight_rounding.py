@@ -2,94 +2,147 @@
 
 from __future__ import annotations
 
+import importlib.util
+from functools import cache
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ramify.errors import ConfigError
-from ramify.kv.quantize import quantize
 from ramify.models.ops.quantized import QuantizedWeight, WeightFormat
 
+INT4_GROUP = 32
 INT4_LEVELS = tuple(range(-8, 8))
-# What a group's largest element is divided into steps by; plain rounding is 8, above it is clipped.
+# What a group's largest element is divided into steps by: plain rounding is 8, above it is clipped.
 INT4_STEPS = tuple(7 + 0.25 * index for index in range(20))
-PLAIN_STEPS = 8.0
+INT8_LARGEST = 127
 # Elements that are rounded together: 1 MiB for each intermediate result.
 CHUNK_ELEMENTS = 1 << 18
 FLOAT16 = torch.finfo(torch.float16)
+# The least scale that becomes a float16; less loses more than a sixteenth.
+SMALLEST_FLOAT16 = 2.0**-20
+# In groups of int4: units of a largest element, and the least largest element that is not zero.
+UNITS, SMALLEST_INT4 = 2.0**15, 2.0**-120
 
 
-def quantize_weight(weight: Tensor, bits: Literal[4, 8], group_size: int = -1) -> QuantizedWeight:
+def quantize_weight(weight: Tensor, bits: Literal[4, 8], group_size: int) -> QuantizedWeight:
     """Round a matrix to 4 or 8 bits with a scale for each group of a row.
 
     8 bits: the largest element of a group is 127. 4 bits: of the steps in `INT4_STEPS`, each with the
-    scale of least squares, those with the least squared error; scales are rounded to float16 if all are
-    within its normal range. A group with a NaN or an infinity becomes NaN.
+    scale of least squares, the one with the least squared error. Scales are float16, but where that
+    would lose much or overflow. A group depends on its own elements alone, and its bits neither on
+    threads nor on the instruction set. The scale of a group with a NaN or an infinity is not finite.
 
     Args:
-        weight: [out_width, in_width] float32, bfloat16 or float16.
-        group_size: consecutive elements of a row; -1: the whole row. The last group may be shorter.
+        weight: [out_width, in_width] float32, bfloat16 or float16, on CPU.
+        group_size: consecutive elements of a row; -1: the whole row; `INT4_GROUP` for 4 bits. The last
+            group may be shorter.
 
     Raises:
         ConfigError: bits or group_size cannot be.
     """
-    if bits not in (4, 8) or not (group_size == -1 or group_size > 0):
+    is_possible = group_size == INT4_GROUP if bits == 4 else group_size == -1 or group_size > 0
+    if bits not in (4, 8) or not is_possible:
         raise ConfigError(
-            f"bits={bits}, group_size={group_size}: use 4 or 8 bits, and a group_size >= 1 or -1"
+            f"bits={bits}, group_size={group_size}: use 4 bits in groups of {INT4_GROUP}, or 8 bits "
+            "with a group_size >= 1 or -1"
         )
     rows, width = weight.shape
-    size = width if group_size == -1 else min(group_size, width)
-    groups = -(-width // size)
-    codes = torch.empty(rows, width, dtype=torch.int8, device=weight.device)
-    scales = torch.empty(rows, groups, device=weight.device)
-    chunk_rows = max(1, CHUNK_ELEMENTS // width)
+    size = group_size if bits == 4 else width if group_size == -1 else min(group_size, width)
+    groups = -(-width // size) if width else 0
+    codes = torch.empty(rows, width, dtype=torch.int8)
+    scales = torch.empty(rows, groups)
+    round_groups = _int8 if bits == 8 else _int4_by_kernel if _has_kernel() else int4_by_torch
+    chunk_rows = max(1, CHUNK_ELEMENTS // max(width, 1))
     for start in range(0, rows, chunk_rows):
         part = slice(start, start + chunk_rows)
-        values = torch.nn.functional.pad(weight[part].float(), (0, groups * size - width))
-        grouped = values.unflatten(1, (groups, size))
-        whole, scales[part] = quantize(grouped, torch.int8) if bits == 8 else _int4(grouped)
-        codes[part] = whole.flatten(1)[:, :width]
-    if bits == 8:
-        return QuantizedWeight(WeightFormat(8, size), codes, scales, None, weight.dtype)
-    sizes = scales[scales != 0].abs()
-    if bool(((sizes >= FLOAT16.tiny) & (sizes <= FLOAT16.max)).all()):
-        scales = scales.half().float()
-    return QuantizedWeight(
-        WeightFormat(4, size, levels=INT4_LEVELS), codes, scales, None, weight.dtype
+        values = weight[part].float()
+        if groups * size > width:
+            values = torch.nn.functional.pad(values, (0, groups * size - width))
+        whole, scale = round_groups(values.reshape(-1, size))
+        scales[part] = scale.view(-1, groups)
+        codes[part] = whole.view(-1, groups * size)[:, :width]
+    levels = INT4_LEVELS if bits == 4 else ()
+    weight_format = WeightFormat(bits, size, levels=levels)
+    return QuantizedWeight(weight_format, codes, scales, None, weight.dtype)
+
+
+def _int8(values: Tensor) -> tuple[Tensor, Tensor]:
+    """[groups, size] float32 -> codes int8 and scales [groups]; scales are rounded up."""
+    scale = values.abs().amax(-1) / INT8_LARGEST
+    near = scale.half()
+    # The next float16: positive ones are ordered as their bits are.
+    bits = near.view(torch.int16) + (near.float() < scale)
+    fits = (scale >= SMALLEST_FLOAT16) & (scale <= FLOAT16.max)
+    scale = torch.where(fits, bits.view(torch.float16).float(), scale)
+    codes = (values / scale[:, None]).round_().nan_to_num_(0.0)
+    return codes.to(torch.int8), scale
+
+
+@cache
+def _has_kernel() -> bool:
+    return importlib.util.find_spec("numba") is not None
+
+
+def _int4_by_kernel(values: Tensor) -> tuple[Tensor, Tensor]:
+    """The same as `int4_by_torch`, bit for bit."""
+    from ramify.kernels.cpu import round_weights as kernel
+    from ramify.kernels.cpu.simd import LANES
+    from ramify.kernels.cpu.threads import set_num_threads
+
+    num_workers = torch.get_num_threads()
+    set_num_threads(num_workers)
+    codes, scales = torch.empty(values.shape, dtype=torch.int8), torch.empty(len(values))
+    scratch = torch.empty(num_workers, kernel.SCRATCH_ROWS, LANES)
+    kernel.round_groups(
+        values.numpy(),
+        codes.numpy(),
+        scales.numpy(),
+        (torch.tensor(INT4_STEPS) / -UNITS).numpy(),
+        num_workers,
+        scratch.numpy(),
     )
+    return codes, scales
 
 
-def _int4(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes [rows, groups, size] int8 and scales [rows, groups] of least squared error among the steps.
+def int4_by_torch(values: Tensor) -> tuple[Tensor, Tensor]:
+    """[groups, INT4_GROUP] float32 -> codes int8 and scales [groups] of least squared error.
 
-    With codes q, the scale of least squares is sum(x q) / sum(q q), and the error that it leaves is
-    sum(x x) less sum(x q) ** 2 / sum(q q). Groups are divided by their largest element first, so that
-    squares neither overflow nor vanish.
+    With u = x / largest, in units of 2^-15, and codes q, the scale of least squares is
+    sum(u q) / sum(q q), and it takes sum(u q) ** 2 / sum(q q) off the squared error. The sums are
+    integers below 2^24, so exact in any order.
     """
     # Elements of a group lie one below the other, which makes sums over them fast.
-    values = values.movedim(-1, 0).contiguous()
-    largest = values.gather(0, values.abs().argmax(0, keepdim=True))
-    unit = values / torch.where(largest == 0, 1, largest)
-    best_gain = torch.full(values.shape[1:], -1.0, device=values.device)
-    best_steps = torch.full_like(best_gain, PLAIN_STEPS)
-    best_scale = torch.zeros_like(best_gain)
+    values = values.T.contiguous()
+    high, low = values.amax(0).clamp(min=0), values.amin(0).clamp(max=0)
+    largest = torch.where(high >= -low, high, low)
+    is_zero = largest.abs() < SMALLEST_INT4
+    units = torch.where(is_zero, 0, UNITS)
+    unit = (values / torch.where(is_zero, 1, largest) * units).round_()
+    best_gain = torch.full_like(largest, -1.0)
+    best_scale = torch.zeros_like(largest)
     for steps in INT4_STEPS:
-        codes = _rounded(unit, steps)
+        codes = _rounded(unit, steps / -UNITS)
         products, squares = (unit * codes).sum(0), (codes * codes).sum(0)
         scale = products / squares
         gain = products * scale
         is_better = gain > best_gain
         best_gain = torch.where(is_better, gain, best_gain)
-        best_steps = torch.where(is_better, steps, best_steps)
         best_scale = torch.where(is_better, scale, best_scale)
-    codes = _rounded(unit, best_steps)
     is_finite = values.isfinite().all(0)
-    scales = torch.where(is_finite, best_scale * largest[0], torch.nan)
-    return codes.nan_to_num_(0.0).to(torch.int8).movedim(0, -1), scales
+    scales = _as_float16(torch.where(is_finite, best_scale * (largest / UNITS), torch.nan))
+    step = largest / scales / UNITS
+    codes = _rounded(unit, torch.where(step.abs() < 1, step, 0))
+    return codes.nan_to_num_(0.0).to(torch.int8).T.contiguous(), scales
 
 
-def _rounded(unit: Tensor, steps: Tensor | float) -> Tensor:
-    """The codes of groups whose largest element is 1, which becomes -8."""
-    codes: Tensor = unit * -steps
+def _rounded(unit: Tensor, step: Tensor | float) -> Tensor:
+    codes: Tensor = unit * step
     return codes.round_().clamp_(-8, 7)
+
+
+def _as_float16(scales: Tensor) -> Tensor:
+    size = scales.abs()
+    fits = (size >= SMALLEST_FLOAT16) & (size <= FLOAT16.max)
+    return torch.where(fits, scales.half().float(), scales)
