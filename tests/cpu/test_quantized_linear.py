@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ramify.attention.exactness import batch_variant_row_counts
+from ramify.kernels.cpu.op_records import GEMM
 from ramify.models.ops.cpu.linear import PackedLinear
 from ramify.models.ops.cpu.quantized_panels import BLOCK, panels_support
 from ramify.models.ops.functional import GATED_ACTIVATIONS, rms_norm
@@ -120,6 +121,26 @@ def test_an_element_is_one_chain_over_exact_sums_of_groups(
         for column in columns:
             expected = by_hand(x[row], weight, float(bias[column]), column)
             assert y[row, column] == torch.tensor(expected).to(dtype)
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_tiles_of_int8_have_the_same_bits(
+    case: tuple[int, int, WeightFormat], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On processors with AMX: blocks of few rows, whole ones, and one row over; outliers, zeros, NaN."""
+    weight, x = quantized(*case), random(115, case[1])
+    x[1, 3], x[2], x[3], x[7, 0] = 1e4, 0.0, x[3] * 1e-25, torch.nan
+    linear = PackedLinear(weight)
+    if not linear.op(8, 1)[GEMM.code_tiles]:
+        pytest.skip("no tiles of int8 here, or none of that shape")
+    counts = (8, 9, 16, 17, 31, 33, 96, 97, 112, 115)
+    by_tiles = [linear(x[:count]) for count in counts]
+
+    monkeypatch.setattr(linear, "_record", linear._record._replace(code_tiles=0))
+    monkeypatch.setattr(linear, "_ops_by_rows", {})
+
+    for count, tiled in zip(counts, by_tiles, strict=True):
+        torch.testing.assert_close(tiled, linear(x[:count]), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)

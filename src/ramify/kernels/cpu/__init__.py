@@ -32,7 +32,8 @@ Buffers (NR = 2 SIMD vectors of columns; TILE_N likewise; a word is 32 bits)
     gated MLP            panels of gate and up alternate
     packed rows          A[k, r] per tile of MR rows; VNNI: word[k // 2, r]
     packed rows, codes   words of int16: for each four k (k, k + 2) and (k + 1, k + 3); a float32 scale for
-                         each 128 k; sums by group of weights: see `quantized_gemm`
+                         each 128 k; sums by group of weights: see `quantized_gemm`. By tiles of int8: planes
+                         of high and of low bytes [row tile, k // 64, plane, row, k % 64]
     packed keys          [key // TILE_N, d, key % TILE_N]; VNNI: word of (d, d + 1)
     packed values        [d // TILE_N, key, d % TILE_N]; VNNI: word of (key, key + 1)
     state                [head * state_head_stride + token] = (sum of w * v [value_stride], max, sum of w)

@@ -46,6 +46,7 @@ class GemmOp(NamedTuple):
     scale_step: Annotated[int, "bytes from group to group; 0: all groups have one scale"] = 0
     mins: Annotated[int, "of codes: address of offsets, laid out as scales; or 0"] = 0
     levels: Annotated[int, "of CODES4 with HAS_LEVELS: address of 32 int16"] = 0
+    code_tiles: Annotated[int, "of codes: elements of K of a tile of int8; 0: no tiles"] = 0
     code_offset: Annotated[int, "of CODES4 without HAS_LEVELS: the integer of code 0"] = 0
 
 

@@ -23,6 +23,14 @@ from ramify.kernels.cpu.abi import (
     SILU_MUL,
     round_up_to_cache_line,
 )
+from ramify.kernels.cpu.code_tiles import (
+    PLANE_BYTES,
+    TILE_BYTES,
+    TILE_ROWS,
+    configure_code_tiles,
+    release_code_tiles,
+    words_to_planes,
+)
 from ramify.kernels.cpu.gemm_microkernels import (
     K_UNROLL,
     MR_TILES,
@@ -38,10 +46,13 @@ from ramify.kernels.cpu.norm_rope import norm_row
 from ramify.kernels.cpu.op_records import GEMM, GemmOp
 from ramify.kernels.cpu.quantized_gemm import (
     multiply_strips,
+    multiply_tile_strips,
     needs_sums,
     quantized_scratch_floats,
     round_row,
+    rows_per_tile,
     sum_groups,
+    uses_tiles,
 )
 from ramify.kernels.cpu.quantized_microkernels import BLOCK
 from ramify.kernels.cpu.simd import copy_bytes, load_element, load_i64, store_f32
@@ -87,6 +98,7 @@ class GemmArgs(NamedTuple):
     scale_step: int
     mins: int
     levels: int
+    code_tiles: int
     code_offset: int
 
 
@@ -187,6 +199,19 @@ def _pack_a(
 
 
 @jit
+def _pack_planes(gemm: GemmArgs, eps: float, first: int, rows: int, buffers: Buffers) -> None:
+    """Round a block of rows and pack it as tiles of bytes; see `quantized_gemm.multiply_tile_strips`."""
+    per_tile, tile_bytes = rows_per_tile(rows), 4 * gemm.depth * TILE_ROWS
+    for r in range(rows):
+        tile, place = r // per_tile, r % per_tile
+        scales = buffers.x_scales + 4 * (gemm.num_blocks * TILE_ROWS * tile + place)
+        sums = buffers.x_sums + 4 * (gemm.num_groups * TILE_ROWS * tile + place)
+        _round_row(gemm, eps, first + r, buffers.normed, scales, sums, TILE_ROWS, buffers.row)
+        planes = buffers.packed + tile_bytes * tile + TILE_BYTES * place
+        words_to_planes(buffers.normed, gemm.width, planes, 2 * PLANE_BYTES)
+
+
+@jit
 def _epilogue(
     gemm: GemmArgs, sums: int, ups: int, num_rows: int, columns: int, out: int, edge_row: int
 ) -> None:
@@ -250,6 +275,9 @@ def _gemm_block(
     num_full = -(-(rows - num_edge * edge_rows) // tile_rows)
     full_rows = num_full * tile_rows
     padded = full_rows + num_edge * edge_rows
+    is_tiled = uses_tiles(gemm, rows)
+    if is_tiled:
+        padded = -(-rows // TILE_ROWS) * TILE_ROWS
     b_stride, c_stride = panel_row_bytes * depth, 4 * NR * padded
     # Each tile prefetches a share of a later strip between its own arithmetic; all at once would
     # delay its own loads. Panels are contiguous: the strip may be one of the next panel.
@@ -257,7 +285,7 @@ def _gemm_block(
     prefetch_stride = tile_prefetch * K_UNROLL // KC
     unit = _panels_per_result(gemm.mode)
     while panel < end:
-        group = PANELS_PER_TILE[tile]
+        group = 1 if is_tiled else PANELS_PER_TILE[tile]
         if panel + max(group, unit) > end:
             group = 1
         num_panels = max(group, unit)
@@ -266,6 +294,18 @@ def _gemm_block(
             init_accumulators(sums + c_stride * p, bias, padded)
         for p in range(0, num_panels, group):
             weight, into = gemm.weight + b_stride * (panel + p), sums + c_stride * p
+            if is_tiled:
+                multiply_tile_strips(
+                    gemm,
+                    rows,
+                    panel + p,
+                    packed,
+                    buffers.x_scales,
+                    buffers.x_sums,
+                    into,
+                    buffers.wide,
+                )
+                continue
             if gemm.weight_kind >= CODES8:
                 multiply_strips(
                     gemm, tile, group, panel + p, (num_full, num_edge), packed, buffers.x_scales,
@@ -331,7 +371,7 @@ def _gemm_args(op: Any) -> GemmArgs:
         op[GEMM.out_stride], op[GEMM.num_columns], op[GEMM.norm_kind], op[GEMM.gather],
         load_element(data_address(op) + 8 * GEMM.scale, F32), op[GEMM.group] // 2, num_groups, num_blocks,
         op[GEMM.scales], op[GEMM.scale_kind], op[GEMM.scale_stride], op[GEMM.scale_step], op[GEMM.mins],
-        op[GEMM.levels], op[GEMM.code_offset],
+        op[GEMM.levels], op[GEMM.code_tiles], op[GEMM.code_offset],
     )  # fmt: skip
 
 
@@ -347,13 +387,15 @@ def _matrix(gemm: GemmArgs, index: int) -> GemmArgs:
         gemm.depth, gemm.norm, weight, num_panels, bias, gemm.out, gemm.out_stride, gemm.num_columns,
         gemm.norm_kind, gemm.gather, gemm.scale, gemm.group_words, gemm.num_groups, gemm.num_blocks,
         gemm.scales + scales, gemm.scale_kind, gemm.scale_stride, gemm.scale_step,
-        gemm.mins + scales if gemm.mins else 0, gemm.levels, gemm.code_offset,
+        gemm.mins + scales if gemm.mins else 0, gemm.levels, gemm.code_tiles, gemm.code_offset,
     )  # fmt: skip
 
 
 @jit
 def _buffers(gemm: GemmArgs, block_rows: int, packed: int) -> Buffers:
     """A worker's scratch, as `gemm_scratch_floats` counts it."""
+    if gemm.code_tiles:
+        block_rows = -(-block_rows // TILE_ROWS) * TILE_ROWS
     sums = packed + _round_up_to_cache_line(4 * (block_rows * gemm.depth + _PACK_UNIT))
     normed = sums + 4 * NR * PANELS_PER_TILE[0] * block_rows
     edge_row = normed + 4 * _PACK_UNIT * gemm.depth
@@ -396,6 +438,8 @@ def packed_gemm(op: Any, eps: float, scratch: Any, counters: int, worker: int) -
     while True:
         task = next_task_from_either_end(counters, total, worker % 2)
         if task < 0:
+            if gemm.code_tiles:
+                release_code_tiles()
             return done
         block, n_split = task // num_n_splits, task % num_n_splits
         first = block * block_rows
@@ -408,6 +452,10 @@ def packed_gemm(op: Any, eps: float, scratch: Any, counters: int, worker: int) -
         if block != packed_block:
             packed_block = block
             num_edge, r = _num_edge_tiles(tile, rows), 0
+            if uses_tiles(gemm, rows):
+                configure_code_tiles(rows_per_tile(rows), gemm.code_tiles)
+                _pack_planes(gemm, eps, first, rows, buffers)
+                r = rows
             while r < rows:
                 is_edge = num_edge and rows - r <= num_edge * MR_TILES[tile - 1]
                 mr = MR_TILES[tile - 1] if is_edge else MR_TILES[tile]
@@ -424,6 +472,8 @@ def packed_gemm(op: Any, eps: float, scratch: Any, counters: int, worker: int) -
 def gemm_scratch_floats(block_rows: int, op: GemmOp) -> int:
     """Scratch of a worker in floats, a multiple of cache lines, for blocks of this many rows."""
     depth = op.width if op.weight_kind in (F32, BF16) else op.width // 2
+    if op.code_tiles:
+        block_rows = -(-block_rows // TILE_ROWS) * TILE_ROWS
     packed, normed = block_rows * depth + _PACK_UNIT, _PACK_UNIT * depth
     sums = block_rows * PANELS_PER_TILE[0] * NR
     others = sums + normed + NR

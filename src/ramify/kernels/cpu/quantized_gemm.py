@@ -13,7 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from ramify.kernels.cpu.abi import BF16, CODES4, CODES8, F16, F32
+from ramify.kernels.cpu.abi import BF16, CACHE_LINE, CODES4, CODES8, F16, F32
+from ramify.kernels.cpu.code_tiles import (
+    BUFFER_BYTES,
+    PLANE_BYTES,
+    TILE_BYTES,
+    TILE_ROWS,
+    run_tile_groups,
+    widen_codes,
+)
 from ramify.kernels.cpu.gemm_microkernels import MR_TILES, NR, PANELS_PER_TILE
 from ramify.kernels.cpu.jit import jit
 from ramify.kernels.cpu.quantized_microkernels import (
@@ -31,6 +39,7 @@ from ramify.kernels.cpu.simd import load_element, store_f32
 
 BLOCK_WORDS = BLOCK // 2
 STRIP_WORDS = 2 * BLOCK_WORDS  # of a panel between two tiles of rows
+MIN_TILE_ROWS = 8  # fewer rows are as fast without tiles
 # Blocks whose numbers are all smaller count as zeros: the factor of the rounding would overflow.
 SMALLEST = np.float32(2.0**-100)
 _LIMIT = np.float32(INT16_MAX)
@@ -94,6 +103,33 @@ def needs_sums(gemm: Any) -> bool:
 
 
 @jit
+def _block_shift(group_words: int) -> int:
+    """How often a group doubles to a block."""
+    shift = 0
+    while group_words << shift < BLOCK_WORDS:
+        shift += 1
+    return shift
+
+
+@jit
+def _strip_scales(
+    gemm: Any, panel: int, num_panels: int, first_group: int, num_groups: int, wide: int
+) -> Any:
+    """Addresses of float32 scales and mins of some groups; bytes from panel to panel and group to group."""
+    start = gemm.scale_stride * panel + gemm.scale_step * first_group
+    scales, mins = gemm.scales + start, gemm.mins + start if gemm.mins else 0
+    if gemm.scale_kind != F16:
+        return scales, mins, gemm.scale_stride, gemm.scale_step
+    stride = 4 * NR * num_groups
+    wide_mins = wide + stride * num_panels
+    for p in range(num_panels):
+        widen_scales(scales + gemm.scale_stride * p, NR * num_groups, wide + stride * p, F16)
+        if mins:
+            widen_scales(mins + gemm.scale_stride * p, NR * num_groups, wide_mins + stride * p, F16)
+    return wide, wide_mins if mins else 0, stride, 4 * NR
+
+
+@jit
 def multiply_strips(
     gemm: Any, tile: int, num_panels: int, panel: int, rows: Any, packed: int, x_scales: int, x_sums: int,
     into: int, c_stride: int, wide: int,
@@ -110,26 +146,14 @@ def multiply_strips(
     num_full, num_edge = rows
     depth, group_words = gemm.depth, gemm.group_words
     code_bytes = NR * (2 if gemm.weight_kind == CODES8 else 1)  # of a word
-    b_stride, strip_groups = code_bytes * depth, -(-STRIP_WORDS // group_words)
-    block_shift = 0
-    while group_words << block_shift < BLOCK_WORDS:
-        block_shift += 1
+    b_stride, block_shift = code_bytes * depth, _block_shift(group_words)
     for begin in range(0, depth, STRIP_WORDS):
         strip = min(STRIP_WORDS, depth - begin)
         whole = strip // group_words
         rest, first_group = strip - whole * group_words, begin // group_words
-        scales_at = gemm.scale_stride * panel + gemm.scale_step * first_group
-        scales, stride, step = gemm.scales + scales_at, gemm.scale_stride, gemm.scale_step
-        mins = gemm.mins + scales_at if gemm.mins else 0
-        if gemm.scale_kind == F16:
-            stride, step = 4 * NR * strip_groups, 4 * NR
-            wide_mins = wide + stride * num_panels
-            count = NR * (whole + (1 if rest else 0))
-            for p in range(num_panels):
-                widen_scales(scales + gemm.scale_stride * p, count, wide + stride * p, F16)
-                if mins:
-                    widen_scales(mins + gemm.scale_stride * p, count, wide_mins + stride * p, F16)
-            scales, mins = wide, wide_mins if mins else 0
+        scales, mins, stride, step = _strip_scales(
+            gemm, panel, num_panels, first_group, whole + (1 if rest else 0), wide
+        )
         b = gemm.weight + b_stride * panel + code_bytes * begin
         row = 0
         for t in range(num_full + num_edge):
@@ -154,7 +178,75 @@ def multiply_strips(
             row += mr
 
 
+@jit
+def uses_tiles(gemm: Any, rows: int) -> bool:
+    """Whether a block of rows is multiplied by tiles of int8: the same bits."""
+    return gemm.code_tiles != 0 and rows >= MIN_TILE_ROWS
+
+
+@jit
+def rows_per_tile(rows: int) -> int:
+    """Rows of each tile of a block: all alike, the last of which may be undefined."""
+    return -(-rows // -(-rows // TILE_ROWS))
+
+
+@jit
+def multiply_tile_strips(
+    gemm: Any, rows: int, panel: int, packed: int, x_scales: int, x_sums: int, into: int, wide: int
+) -> None:
+    """`multiply_strips` by tiles of int8, for one panel.
+
+    Args:
+        rows: of the block.
+        packed: address of planes [row tile, K / TILE_BYTES, high or low, TILE_ROWS, TILE_BYTES].
+    """
+    depth, group_words = gemm.depth, gemm.group_words
+    per_tile, num_tiles = rows_per_tile(rows), -(-rows // TILE_ROWS)
+    code_bytes = NR * (2 if gemm.weight_kind == CODES8 else 1)  # of a word
+    tile_bytes = 4 * depth * TILE_ROWS
+    block_shift = _block_shift(group_words)
+    buffer = -(-(wide + 4 * _wide_floats(2 * group_words)) // CACHE_LINE) * CACHE_LINE
+    codes = buffer + BUFFER_BYTES
+    for begin in range(0, depth, STRIP_WORDS):
+        strip = min(STRIP_WORDS, depth - begin)
+        whole = strip // group_words
+        rest, first_group = strip - whole * group_words, begin // group_words
+        scales, mins, _, step = _strip_scales(
+            gemm, panel, 1, first_group, whole + (1 if rest else 0), wide
+        )
+        b = gemm.weight + code_bytes * (depth * panel + begin)
+        if gemm.weight_kind != CODES8:
+            widen_codes(b, strip, codes, gemm.levels)
+            b = codes
+        for t in range(num_tiles):
+            a = packed + tile_bytes * t + 2 * PLANE_BYTES * (2 * begin // TILE_BYTES)
+            scale_row = x_scales + 4 * TILE_ROWS * (t * gemm.num_blocks + begin // BLOCK_WORDS)
+            sum_row = x_sums + 4 * TILE_ROWS * (t * gemm.num_groups + first_group)
+            c = into + 4 * NR * per_tile * t
+            run_tile_groups(
+                a, b, c, per_tile, whole, 2 * group_words, gemm.code_tiles, scales, mins, step, scale_row,
+                block_shift, sum_row, buffer,
+            )  # fmt: skip
+            if rest:
+                done = whole * group_words
+                run_tile_groups(
+                    a + 2 * PLANE_BYTES * (2 * done // TILE_BYTES), b + 2 * NR * done, c, per_tile, 1, 2 * rest,
+                    gemm.code_tiles, scales + step * whole, mins + step * whole if mins else 0, step,
+                    scale_row + 4 * TILE_ROWS * (done // BLOCK_WORDS), block_shift,
+                    sum_row + 4 * TILE_ROWS * whole, buffer,
+                )  # fmt: skip
+
+
+def wide_floats(group: int) -> int:
+    """Floats of the scales and mins of a strip of the most panels."""
+    return 2 * PANELS_PER_TILE[0] * NR * -(-2 * STRIP_WORDS // group)
+
+
+_wide_floats = jit(wide_floats)
+
+
 def quantized_scratch_floats(block_rows: int, width: int, group: int) -> int:
     """Scratch in floats beside that of other weights: a row, scales and sums of x, scales of a strip."""
-    wide = 2 * PANELS_PER_TILE[0] * NR * -(-2 * STRIP_WORDS // group)
-    return width + block_rows * (-(-width // BLOCK) + -(-width // group)) + wide
+    sums = block_rows * (-(-width // BLOCK) + -(-width // group))
+    tiles = CACHE_LINE + BUFFER_BYTES + 2 * STRIP_WORDS * NR
+    return width + sums + wide_floats(group) + tiles // 4

@@ -47,6 +47,7 @@ HAS_LEVELS = LANES == 16
 _HAS_DOT = targets.has_int16_dot()
 _IS_X86 = targets.IS_X86
 _int, _float = types.int64, types.float32
+CODES8_PAIRS, CODES4_PAIRS = 2, 4  # words of x for a word of codes
 _WORD_ORDER = [0, 2, 1, 3, 4, 6, 5, 7]
 
 
@@ -68,7 +69,7 @@ def _dot(builder: Any, total: Any, x: Any, y: Any) -> Any:
     return builder.add(total, builder.add(even, odd))
 
 
-def _split_codes(builder: Any, kind: int, lanes: Any, levels: Any) -> list[Any]:
+def split_codes(builder: Any, kind: int, lanes: Any, levels: Any) -> list[Any]:
     """Pairs of 16-bit integers of each column: 2 of 8-bit, 4 of 4-bit codes in a 32-bit lane.
 
     Args:
@@ -97,7 +98,7 @@ def _emit_tile(builder: Any, kind: int, num_rows: int, num_panels: int, args: li
     a, b, b_stride, c, c_stride, groups, words, scales, mins = args[:9]
     scales_stride, scales_step, x_scales, block_shift, x_sums, levels_at = args[9:]
     floats, ints = vector_type(LANES), vector_type(LANES, i32)
-    num_pairs = 2 if kind == CODES8 else 4
+    num_pairs = CODES8_PAIRS if kind == CODES8 else CODES4_PAIRS
     columns = [(p, v) for p in range(num_panels) for v in range(2)]
     cells = [(r, column) for r in range(num_rows) for column in columns]
     sums = {cell: cgutils.alloca_once(builder, ints) for cell in cells}
@@ -132,7 +133,7 @@ def _emit_tile(builder: Any, kind: int, num_rows: int, num_panels: int, args: li
             pieces = {}
             for p, v in columns:
                 address = builder.add(offset(builder, panels[p], unit, 4 * NR), i64(4 * LANES * v))
-                pieces[p, v] = _split_codes(builder, kind, load(builder, address, ints), levels)
+                pieces[p, v] = split_codes(builder, kind, load(builder, address, ints), levels)
             word = offset(builder, a, unit, 4 * num_rows * num_pairs)
             for pair in range(num_pairs):
                 for r in range(num_rows):

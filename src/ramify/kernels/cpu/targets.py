@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import platform
+import sys
 from dataclasses import dataclass
 
 import llvmlite.binding
@@ -12,6 +15,8 @@ from numba import config
 BF16_DOT_FEATURES = ("avx512f", "avx512vl", "avx512dq", "avx512bf16")
 # Of int16 dot products, `vpdpwssd`; every CPU with AVX-512-BF16 has them.
 INT16_DOT_FEATURES = ("avx512f", "avx512vnni")
+# Of tiles of int8. Object code for AVX-512-BF16 has them, too: it runs them only where the machine does.
+CODE_TILE_FEATURES = ("amx-tile", "amx-int8")
 _V3_FEATURES = ("avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe", "popcnt", "sse4.2")
 _V4_FEATURES = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 
@@ -37,13 +42,17 @@ TARGETS = (
     Target(
         "avx512-bf16",
         "x86-64-v4",
-        ",".join(f"+{feature}" for feature in (*BF16_DOT_FEATURES, "avx512vnni")),
+        ",".join(
+            f"+{feature}" for feature in (*BF16_DOT_FEATURES, "avx512vnni", *CODE_TILE_FEATURES)
+        ),
         (*_V3_FEATURES, *_V4_FEATURES, "avx512bf16", "avx512vnni"),
     ),
     Target("avx512", "x86-64-v4", "+avx512f", (*_V3_FEATURES, *_V4_FEATURES)),
     Target("avx2", "x86-64-v3", "+avx2", _V3_FEATURES),
 )
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
+# of <asm/prctl.h> and <asm/unistd_64.h>
+_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 _HOST_FEATURES = llvmlite.binding.get_host_cpu_features()
 
 
@@ -83,6 +92,29 @@ def has_bf16_dot() -> bool:
 def has_int16_dot() -> bool:
     """Whether kernels may use AVX-512's dot products of int16, as Numba is configured to compile."""
     return _may_use(INT16_DOT_FEATURES)
+
+
+def compiles_code_tiles() -> bool:
+    """Whether kernels are compiled with tiles of int8."""
+    target = compiled_target()
+    if target is not None:
+        return "avx512bf16" in target.required
+    return _may_use((*BF16_DOT_FEATURES, *CODE_TILE_FEATURES))
+
+
+@functools.cache
+def has_code_tiles() -> bool:
+    """Whether kernels may use tiles of int8 in this process: asks the operating system for them."""
+    has_instructions = all(_HOST_FEATURES.get(feature) for feature in CODE_TILE_FEATURES)
+    return compiles_code_tiles() and has_instructions and _tile_state_is_permitted()
+
+
+def _tile_state_is_permitted() -> bool:
+    """Ask Linux for tile state, for all threads of the process; it may be too old, or refuse."""
+    if sys.platform != "linux":
+        return False
+    libc = ctypes.CDLL(None, use_errno=True)
+    return bool(libc.syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0)
 
 
 def _may_use(features: tuple[str, ...]) -> bool:

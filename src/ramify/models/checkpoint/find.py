@@ -110,7 +110,9 @@ def _gguf_in(path: Path) -> Path | None:
             models.setdefault(GGUF_PART.sub("", file.name), file)
     if len(models) > 1:
         names = ", ".join(file.name for file in models.values())
-        raise CheckpointError(f"{path} has {len(models)} models in GGUF: {names}; name one of the files")
+        raise CheckpointError(
+            f"{path} has {len(models)} models in GGUF: {names}; name one of the files"
+        )
     return next(iter(models.values()), None)
 
 

@@ -107,7 +107,8 @@ def qwen_experts(metadata: Metadata, fields: Fields, *, normalises: bool) -> Fie
         "num_experts": metadata.integer("expert_count"),
         "num_experts_per_tok": metadata.integer("expert_used_count"),
         "moe_intermediate_size": metadata.integer(
-            "expert_feed_forward_length", stack.shape[-2] if stack and len(stack.shape) > 1 else None
+            "expert_feed_forward_length",
+            stack.shape[-2] if stack and len(stack.shape) > 1 else None,
         ),
         "shared_expert_intermediate_size": metadata.integer(
             "expert_shared_feed_forward_length",
@@ -232,7 +233,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(family="LlamaForCausalLM", fields=mixtral, permutes_heads=True),
     "qwen2": Architecture(family="Qwen2ForCausalLM"),
     "qwen3": Architecture(family="Qwen3ForCausalLM"),
-    "qwen2moe": Architecture(family="Qwen2MoeForCausalLM", fields=partial(qwen_experts, normalises=False)),
+    "qwen2moe": Architecture(
+        family="Qwen2MoeForCausalLM", fields=partial(qwen_experts, normalises=False)
+    ),
     "qwen3moe": Architecture(
         family="Qwen3MoeForCausalLM",
         fields=partial(qwen_experts, normalises=True),

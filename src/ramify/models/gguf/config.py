@@ -32,7 +32,14 @@ ROPE_FREQS, ROPE_LONG, ROPE_SHORT = (
 TOKENIZER = "tokenizer.ggml."
 # Roles of tokens that end an answer, and tokens that do so in every model that has them.
 ENDS = ("eos", "eot", "eom")
-END_TEXTS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
+END_TEXTS = (
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|im_end|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+)
 CONTROL = 3
 # Parameters of `generation_config.json` -> keys.
 SAMPLING = {
@@ -91,7 +98,9 @@ def config_fields(container: Container) -> dict[str, Any]:
             f"{head_dim}; only equal lengths are supported"
         )
     if not metadata.flag("attention.causal", True):
-        raise UnsupportedModelError(f"{container.path}: attention.causal is false; only decoders run")
+        raise UnsupportedModelError(
+            f"{container.path}: attention.causal is false; only decoders run"
+        )
     eps = "layer_norm_rms_epsilon" if family.eps_field == "rms_norm_eps" else "layer_norm_epsilon"
     fields: dict[str, Any] = {
         "architectures": [architecture.family],

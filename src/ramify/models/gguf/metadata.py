@@ -78,7 +78,11 @@ class Metadata:
         value = self.get(key)
         if value is None and default is not None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not math.isfinite(value)
+        ):
             self._refuse(key, "a finite number", value)
         with np.errstate(over="ignore"):
             narrow = np.float32(value)

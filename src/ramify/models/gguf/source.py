@@ -112,4 +112,3 @@ def open_gguf(path: Path, config: ModelConfig, *, dtype: torch.dtype) -> GgufSou
     container: Container = read_container(path)
     plans = plan_tensors(container, architecture_of(container), config)
     return GgufSource(plans, config, dtype)
-

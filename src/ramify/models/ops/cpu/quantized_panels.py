@@ -126,8 +126,18 @@ class QuantizedPanels:
             scale_step=0 if self._has_one_scale else item_bytes * NR,
             mins=0 if self._mins is None else self._mins.data_ptr(),
             levels=self._levels.data_ptr(),
+            code_tiles=self._tile_width(),
             code_offset=int(self._levels[0]),
         )
+
+    def _tile_width(self) -> int:
+        """Elements of K of a tile of int8; 0 where there are no tiles, or none of that shape."""
+        from ramify.kernels.cpu import targets
+        from ramify.kernels.cpu.code_tiles import HAS_TILES, TILE_BYTES
+
+        fits = self.in_width % TILE_BYTES == 0 and self.group >= 16
+        is_usable = HAS_TILES and targets.has_code_tiles() and fits
+        return min(self.group, TILE_BYTES) if is_usable else 0
 
     def rows(self, rows: Tensor) -> Tensor:
         """Rows [n, in_width] of the only matrix, dequantised to its dtype.
