@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from ramify.models.configs.families import FAMILIES
+from ramify.models.configs.families.gpt_oss import GPT_OSS
 from ramify.models.configs.wrappers import WRAPPERS
 from tests.cpu.family_templates import FAMILY_TEMPLATES, PUBLISHED, FamilyTemplate
 from tests.cpu.models.family_cases import CASES
@@ -146,7 +147,7 @@ def page() -> str:
     lines = [INTRO]
     for name, family in FAMILIES.items():
         compared = "latent attention, experts" if family.is_latent else ", ".join(cases[name])
-        compared = ", ".join((compared, *family.quant_methods))
+        compared += ", mxfp4" if family is GPT_OSS else ""
         lines.append(f"| `{name}` | `{family.model_type}` | {compared} |\n")
     lines.append(WRAPPED)
     for name, wrapper in WRAPPERS.items():

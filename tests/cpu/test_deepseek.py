@@ -315,7 +315,7 @@ def test_the_routing_bias_stays_float32(tmp_path: Path) -> None:
         ("v3", {"num_key_value_heads": 2}, "num_key_value_heads 2"),
         ("v32", {"q_lora_rank": None}, "q_lora_rank is null"),
         ("v32", {"mlp_layer_types": ["dense"]}, "mlp_layer_types must name 3"),
-        ("v3", {"quantization_config": {"quant_method": "fp8"}}, "quantised"),
+        ("v3", {"quantization_config": {"quant_method": "mxfp4"}}, "'mxfp4'.*stacked"),
     ],
 )
 def test_unsupported_settings_are_refused(

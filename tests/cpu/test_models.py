@@ -277,7 +277,7 @@ def test_windows_are_per_layer() -> None:
         ({"architectures": ["MambaForCausalLM"]}, "LlamaForCausalLM, MistralForCausalLM"),
         ({"architectures": ..., "model_type": "gpt2"}, "gpt2"),
         ({"hidden_act": "relu2"}, "relu2"),
-        ({"quantization_config": {"bits": 4}}, "quantised"),
+        ({"quantization_config": {"bits": 4}}, "quant_method None"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"is_causal": False}, "is_causal is False"),
         ({"model_type": "mistral"}, "names LlamaForCausalLM, but model_type is 'mistral'"),

@@ -18,12 +18,14 @@ from ramify.errors import ConfigError, UnsupportedModelError
 from ramify.models.checkpoint.find import is_gguf
 from ramify.models.checkpoint.safetensors_files import tensor_names
 from ramify.models.checkpoint.sources import open_source
-from ramify.models.checkpoint.tensors import HEAD, with_stored_head
+from ramify.models.checkpoint.tensor_names import HEAD_LAYER
+from ramify.models.checkpoint.tensors import with_stored_head
 from ramify.models.checkpoint.weight_layout import OrderedWeights
-from ramify.models.checkpoint.weight_source import WeightSource
+from ramify.models.checkpoint.weight_source import WeightSource, log_widened
 from ramify.models.configs.families import FAMILIES
 from ramify.models.configs.fields import read_json, read_optional_json
 from ramify.models.configs.model_config import ModelConfig, token_ids
+from ramify.models.configs.quantization.config import with_settings_beside
 from ramify.models.configs.wrappers import find_wrapper, text_fields
 from ramify.models.decoders.decoder import CausalDecoder, Decoder, DecoderBinding
 from ramify.models.decoders.deepseek import DEEPSEEK
@@ -52,10 +54,10 @@ def read_config(path: Path) -> ModelConfig:
     """
     if is_gguf(path):
         return ModelConfig.from_hf(config_fields(read_container(path)), str(path))
-    fields = read_json(path / "config.json")
+    fields = with_settings_beside(read_json(path / "config.json"), path)
     wrapper = find_wrapper(fields)
     if wrapper is not None:
-        has_head = any(name.endswith(HEAD) for name in tensor_names(path))
+        has_head = any(f".{HEAD_LAYER}." in f".{name}" for name in tensor_names(path))
         fields = text_fields(fields, str(path / "config.json"), wrapper, has_head=has_head)
     config = dataclasses.replace(_model_config(path, fields), wrapper=wrapper)
     generation = path / "generation_config.json"
@@ -134,7 +136,9 @@ def load_model(
             store=store,
         )
         binding = BINDINGS.get(config.architecture, DENSE)
-        return Decoder(config, bound, binding, on_layer=partial(advance, share))
+        decoder = Decoder(config, bound, binding, on_layer=partial(advance, share))
+    log_widened(source, compute_dtype)
+    return decoder
 
 
 def _quantized(name: str, weight: Weight, config: ModelConfig) -> Weight:

@@ -194,13 +194,13 @@ def test_rotary_settings_may_be_absent() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"quantization_config": {"quant_method": "gptq"}}, "quant_method 'gptq'.*and mxfp4"),
-        ({"quantization_config": ["mxfp4"]}, "quant_method"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "'gptq'.*stacked.*mxfp4"),
+        ({"quantization_config": ["mxfp4"]}, "must be an object"),
         ({"swiglu_limit": 5.0}, "swiglu_limit is 5.0; experts have only 7.0"),
         ({"swiglu_alpha": 1.0}, "swiglu_alpha is 1.0"),
         ({"intermediate_size": 100}, "intermediate_size 100 .* multiples of 32"),
         ({"num_experts_per_tok": 7}, "num_experts_per_tok 7 is above the 6"),
-        ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "'mxfp4'.*llama models"),
+        ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "'mxfp4'.*stacked"),
     ],
 )
 def test_settings_without_an_implementation_are_refused(

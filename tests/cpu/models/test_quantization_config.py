@@ -114,16 +114,15 @@ def test_settings_of_single_modules() -> None:
 
 
 def test_other_places_of_the_settings() -> None:
-    """`text_config`, `compression_config`, and a file of its own; none at all is None."""
+    """`text_config` and `compression_config`; none at all is None."""
     own = {key: value for key, value in compressed(INT4).items() if key != "quant_method"}
-    places: list[tuple[dict[str, Any], dict[str, Any] | None, str]] = [
-        ({"text_config": {"quantization_config": AWQ}}, None, "awq"),
-        ({"compression_config": own}, None, "compressed-tensors"),
-        ({}, {"bits": 4, "group_size": 128}, "gptq"),
+    places: list[tuple[dict[str, Any], str]] = [
+        ({"text_config": {"quantization_config": AWQ}}, "awq"),
+        ({"compression_config": own}, "compressed-tensors"),
     ]
 
-    for config, beside, method in places:
-        quantization = read_quantization(config, "config.json", beside=beside)
+    for config, method in places:
+        quantization = read_quantization(config, "config.json")
         assert quantization is not None
         assert quantization.method == method
     assert read_quantization({"quantization_config": None}, "config.json") is None

@@ -11,6 +11,7 @@ from torch import Tensor
 from ramify.models.checkpoint.tensors import CheckpointTensors
 from ramify.models.checkpoint.weight_source import WeightSource
 from ramify.models.configs.model_config import ModelConfig
+from ramify.models.ops.quantized import Weight
 from ramify.models.packed_formats.fp4 import FP4_VALUES, MXFP4_BIAS
 
 MXFP4 = "MXFP4"
@@ -49,7 +50,7 @@ class StackedExperts(WeightSource):
     def __iter__(self) -> Iterator[str]:
         return iter(self._shapes)
 
-    def __getitem__(self, name: str) -> Tensor:
+    def __getitem__(self, name: str) -> Weight:
         if name not in self._stacks:
             return self._tensors[name]
         stacks, expert = self._stacks[name]

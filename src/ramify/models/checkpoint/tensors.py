@@ -11,36 +11,50 @@ import torch
 from torch import Tensor
 
 from ramify.errors import CheckpointError, UnsupportedModelError
+from ramify.models.checkpoint.packed_layers import FLOAT_DTYPES, PackedLayer, packed_layers
 from ramify.models.checkpoint.safetensors_files import read_ahead
 from ramify.models.checkpoint.stored_tensor import StoredTensor, stored_tensors
+from ramify.models.checkpoint.tensor_names import EMBEDDING, HEAD, HEAD_LAYER, TensorNames
 from ramify.models.checkpoint.weight_source import WeightSource
-from ramify.models.configs.families import FAMILIES
 from ramify.models.configs.model_config import ModelConfig
-from ramify.models.configs.wrappers import is_other_part, text_tensor_name
+from ramify.models.ops.quantized import Weight
+from ramify.models.packed_formats.affine import WidenedWeight
 
 logger = logging.getLogger(__name__)
 
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-FLOAT_DTYPES = ("F32", "BF16", "F16")
-
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _PlainTensor:
     """A tensor in a file, and the dtype that it is read to."""
 
     stored: StoredTensor
     dtype: torch.dtype
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored.shape
+
+    @property
+    def num_bytes(self) -> int:
+        return self.stored.num_bytes
+
+    @property
+    def kind(self) -> str:
+        return self.stored.dtype
+
+    def read(self) -> Tensor:
+        return self.stored.read().to(self.dtype)
+
 
 class CheckpointTensors(WeightSource):
-    """Tensors of safetensors files by name, each read from its file when it is asked for, and not kept.
+    """Weights of safetensors files by name, each read from its files when it is asked for, and not kept.
 
     The order of names is that of `ModelConfig.stored_shapes`.
     """
 
-    def __init__(self, entries: dict[str, _Entry]) -> None:
-        self._entries = entries
-        read_ahead({entry.stored.file for entry in entries.values()})
+    def __init__(self, entries: dict[str, _PlainTensor | PackedLayer], files: set[Path]) -> None:
+        self._entries, self._widened = entries, dict[str, str]()
+        read_ahead(files)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -48,34 +62,39 @@ class CheckpointTensors(WeightSource):
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
 
-    def __getitem__(self, name: str) -> Tensor:
+    def __getitem__(self, name: str) -> Weight:
         entry = self._entries[name]
-        return entry.stored.read().to(entry.dtype)
+        weight = entry.read()
+        if isinstance(weight, WidenedWeight):
+            self._widened[name] = weight.reason
+            return weight.weight.to(entry.dtype)
+        return weight
 
     def shape(self, name: str) -> tuple[int, ...]:
         """See `WeightSource`."""
-        return self._entries[name].stored.shape
+        return self._entries[name].shape
 
     def num_bytes(self, name: str) -> int:
         """See `WeightSource`."""
-        return self._entries[name].stored.num_bytes
+        return self._entries[name].num_bytes
 
     def kind(self, name: str) -> str:
         """See `WeightSource`."""
-        return self._entries[name].stored.dtype
+        return self._entries[name].kind
 
     @property
     def widened(self) -> Mapping[str, str]:
         """See `WeightSource`."""
-        return {}
+        return self._widened
 
     def part(self, name: str, index: int) -> Tensor:
-        """`self[name][index]`; reads no more of the file."""
+        """`self[name][index]` of a tensor that is not quantised; reads no more of the file."""
         entry = self._entries[name]
+        assert isinstance(entry, _PlainTensor)
         return entry.stored.read_part(index).to(entry.dtype)
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype that a tensor has once it is read."""
+        """The dtype that a weight is computed in."""
         return self._entries[name].dtype
 
 
@@ -87,39 +106,38 @@ def load_weights(path: Path, config: ModelConfig, *, dtype: torch.dtype) -> Chec
             another shape.
         UnsupportedModelError: a tensor's dtype is neither float32, bfloat16 nor float16.
     """
-    entries: dict[str, _Entry] = {}
-    shapes = config.stored_shapes()
-    # lm_head beside tied embeddings: older tools wrote both.
-    duplicate_head: _Entry | None = None
-    for stored_name, stored in stored_tensors(path).items():
-        name = _full_name(stored_name, shapes, config)
+    names = TensorNames(config)
+    shapes = names.shapes
+    stored = {names.full_name(name): tensor for name, tensor in stored_tensors(path).items()}
+    layers = packed_layers(stored, names, config, dtype=dtype)
+    entries: dict[str, _PlainTensor | PackedLayer] = {**layers}
+    packed = {id(part) for layer in layers.values() for part in layer.parts.values()}
+    for name, tensor in stored.items():
+        if id(tensor) in packed or (name not in shapes and names.is_ignorable(name)):
+            continue
+        # lm_head beside tied embeddings: older tools wrote both.
         is_duplicate = name == HEAD and config.tie_word_embeddings
         if name not in shapes and not is_duplicate:
-            if _is_ignorable(name, config):
-                continue
             raise CheckpointError(
-                f"{stored.file} holds the tensor {name}, which {config.architecture} has no "
+                f"{tensor.file} holds the tensor {name}, which {config.architecture} has no "
                 "use for with this config.json; is it the right config.json?"
             )
-        if not is_duplicate:
-            _check_shape(stored, name, shapes[name])
         is_packed = config.is_packed(name)
-        _check_dtype(stored, name, is_packed=is_packed)
+        _check_dtype(tensor, name, is_packed=is_packed)
+        if not is_duplicate:
+            _check_shape(tensor, name, shapes[name])
         target = torch.float32 if config.is_float32(name) else dtype
-        entry = _Entry(stored, torch.uint8 if is_packed else target)
-        if is_duplicate:
-            duplicate_head = entry
-        else:
-            entries[name] = entry
-    if duplicate_head is not None:
-        entries.setdefault(EMBEDDING, duplicate_head)
+        entries[name] = _PlainTensor(tensor, torch.uint8 if is_packed else target)
+    if HEAD in entries and HEAD not in shapes:
+        entries.setdefault(EMBEDDING, entries[HEAD])
     missing = [name for name in shapes if name not in entries]
     if missing:
         raise CheckpointError(
             f"{path} lacks {len(missing)} of {len(shapes)} tensors, the first is {missing[0]} "
             f"with shape {list(shapes[missing[0]])}; is config.json of the same model?"
         )
-    return CheckpointTensors({name: entries[name] for name in shapes})
+    files = {tensor.file for tensor in stored.values()}
+    return CheckpointTensors({name: entries[name] for name in shapes}, files)
 
 
 def with_stored_head(path: Path, config: ModelConfig) -> ModelConfig:
@@ -131,12 +149,12 @@ def with_stored_head(path: Path, config: ModelConfig) -> ModelConfig:
     Raises:
         CheckpointError: see `load_weights`.
     """
-    shapes = config.stored_shapes()
-    places = {
-        _full_name(name, shapes, config): stored for name, stored in stored_tensors(path).items()
-    }
+    names = TensorNames(config)
+    places = {names.full_name(name): stored for name, stored in stored_tensors(path).items()}
+    owners = {names.layer_of(name) for name in places}
+    has_head = any(owner is not None and owner[0] == HEAD_LAYER for owner in owners)
     if not config.tie_word_embeddings:
-        if HEAD in places or EMBEDDING not in places:
+        if has_head or EMBEDDING not in places:
             return config
         logger.warning(
             "%s has no %s, though config.json says that it is not tied: %s is used, and answers are "
@@ -146,7 +164,9 @@ def with_stored_head(path: Path, config: ModelConfig) -> ModelConfig:
             EMBEDDING,
         )
         return replace(config, tie_word_embeddings=True)
-    if not {HEAD, EMBEDDING} <= places.keys() or _are_equal(places[HEAD], places[EMBEDDING]):
+    if not has_head or EMBEDDING not in places:
+        return config
+    if HEAD in places and _are_equal(places[HEAD], places[EMBEDDING]):
         return config
     logger.warning(
         "%s has a %s that is not %s, though config.json says that they are one "
@@ -161,14 +181,6 @@ def with_stored_head(path: Path, config: ModelConfig) -> ModelConfig:
 def _are_equal(left: StoredTensor, right: StoredTensor) -> bool:
     """Whether two stored tensors have the same values."""
     return left.shape == right.shape and torch.equal(left.read(), right.read())
-
-
-def _full_name(name: str, shapes: Mapping[str, tuple[int, ...]], config: ModelConfig) -> str:
-    """The name of a tensor in a text model: base models, as for embeddings, leave out `model.`."""
-    if config.wrapper is not None:
-        name = text_tensor_name(name)
-    full = f"model.{name}"
-    return full if name not in shapes and full in shapes else name
 
 
 def checkpoint_shapes(path: Path, config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -202,15 +214,3 @@ def _check_dtype(stored: StoredTensor, name: str, *, is_packed: bool) -> None:
             f"{stored.file}: tensor {name} is {stored.dtype}; only float32, bfloat16 and float16 weights "
             "are supported, so use the original checkpoint"
         )
-
-
-def _is_ignorable(name: str, config: ModelConfig) -> bool:
-    """Whether to skip a tensor: a buffer that older tools saved, a draft layer, an encoder of images."""
-    if config.wrapper is not None and is_other_part(name):
-        return True
-    layer = name.removeprefix("model.layers.").split(".")[0]
-    has_mtp = FAMILIES[config.architecture].has_mtp_layers
-    if has_mtp and layer.isdecimal() and int(layer) >= config.num_layers:
-        # Multi-token-prediction layers are numbered after the last decoder layer.
-        return True
-    return name.endswith((".rotary_emb.inv_freq", ".attn.masked_bias"))

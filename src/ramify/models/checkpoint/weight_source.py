@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections.abc import Mapping
+from math import prod
+
+import torch
 
 from ramify.models.ops.quantized import Weight
+
+logger = logging.getLogger(__name__)
 
 
 class WeightSource(Mapping[str, Weight]):
@@ -35,3 +41,22 @@ class WeightSource(Mapping[str, Weight]):
 
         Complete once every weight has been read.
         """
+
+
+def log_widened(source: WeightSource, dtype: torch.dtype) -> None:
+    """Log, once all weights are read, which quantised ones became float tensors, and what that costs."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, reason in source.widened.items():
+        groups.setdefault((source.kind(name), reason), []).append(name)
+    for (kind, reason), names in groups.items():
+        stored = sum(map(source.num_bytes, names))
+        wide = sum(prod(source.shape(name)) for name in names) * dtype.itemsize
+        logger.warning(
+            "%d quantised matrices (%s) are widened to %s: %s bytes in memory, %s in the file; %s",
+            len(names),
+            kind,
+            str(dtype).removeprefix("torch."),
+            f"{wide:,}",
+            f"{stored:,}",
+            reason,
+        )

@@ -87,7 +87,6 @@ class Family:
     has_mtp_layers: bool = False  # checkpoints have multi-token-prediction layers, skipped
     tie_word_embeddings: bool = False
     eos_token_id: int | tuple[int, ...] | None = None
-    quant_methods: tuple[str, ...] = ()  # of `quantization_config`, widened at load
     is_latent: bool = False  # MLA: `MlaConfig.from_hf`
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ramify.errors import CheckpointError, UnsupportedModelError
@@ -20,6 +20,7 @@ from ramify.models.configs.fields import (
     shown,
 )
 from ramify.models.configs.moe import MoeConfig
+from ramify.models.configs.quantization.config import QuantizationConfig, read_quantization
 from ramify.models.configs.rope import (
     NO_ROPE,
     RopeConfig,
@@ -62,6 +63,8 @@ class ModelConfig:
     torch_dtype: str = "float32"
     mla: MlaConfig | None = None
     moe: MoeConfig | None = None
+    # Weights of the same model may be stored in another way.
+    quantization: QuantizationConfig | None = field(default=None, compare=False)
     wrapper: str | None = None  # architecture of the whole, of which this is the text decoder
     is_native: bool = True  # False: transformers' own modules compute it (`models/hf/decoder.py`)
 
@@ -200,12 +203,6 @@ class ModelConfig:
         fields = ConfigFields(config, source)
         architecture = _architecture(fields)
         family = FAMILIES[architecture]
-        known = "".join(f" and {name}" for name in family.quant_methods)
-        is_quantized = check_quantization(
-            fields,
-            family.quant_methods,
-            f"float32, bfloat16 and float16{known} weights of {family.model_type} models are supported",
-        )
         hidden_size = fields.count("hidden_size")
         num_heads = fields.count("num_attention_heads", limit=MAX_PARTS)
         num_layers = fields.count("num_hidden_layers", limit=MAX_LAYERS)
@@ -214,6 +211,7 @@ class ModelConfig:
             num_kv_heads = num_heads
         mla = MlaConfig.from_hf(fields, family.model_type) if family.is_latent else None
         moe = family.experts(fields, num_layers)
+        quantization = _quantization(fields, moe)
         num_parts = max(num_heads, moe.num_experts if moe is not None else 0)
         if num_layers * num_parts > MAX_PARTS:
             raise CheckpointError(
@@ -274,9 +272,12 @@ class ModelConfig:
             full_attention_layers=full_layers,
             eos_token_ids=token_ids(config.get("eos_token_id", family.eos_token_id), source),
             # transformers takes bfloat16 beside MXFP4.
-            torch_dtype=_dtype(fields, "bfloat16" if is_quantized else "float32"),
+            torch_dtype=_dtype(
+                fields, "bfloat16" if quantization and quantization.method == "mxfp4" else "float32"
+            ),
             mla=mla,
             moe=moe,
+            quantization=quantization,
         )
 
 
@@ -369,26 +370,19 @@ def _ropes(
     )
 
 
-def check_quantization(fields: ConfigFields, methods: Collection[str], supported: str) -> bool:
-    """Refuse other quantisation than `methods`; returns whether there is a `quantization_config`.
-
-    Args:
-        methods: values of `quant_method` that are widened at load.
-        supported: what is supported instead of any other, for the message.
-
-    Raises:
-        UnsupportedModelError: `quant_method` is another.
-    """
-    settings = fields.config.get("quantization_config")
-    if settings is None or settings == {}:
-        return False
-    method = settings.get("quant_method") if isinstance(settings, Mapping) else settings
-    if method not in methods:
+def _quantization(fields: ConfigFields, moe: MoeConfig | None) -> QuantizationConfig | None:
+    """What the checkpoint says of its quantisation; MXFP4 is of stacked experts, and all else of others."""
+    quantization = read_quantization(fields.config, fields.source)
+    if quantization is None:
+        return None
+    has_stacks = moe is not None and moe.expert_format != "separate"
+    if has_stacks != (quantization.method == "mxfp4"):
         raise UnsupportedModelError(
-            f"{fields.source}: the checkpoint is quantised (quantization_config, quant_method "
-            f"{shown(method)}); only {supported}, so use the original checkpoint"
+            f"{fields.source}: quantization_config, quant_method {quantization.method!r}: experts that are "
+            "stacked in a tensor, as in gpt_oss models, are read in full precision and in mxfp4, and "
+            "nothing else is read in mxfp4; use the original checkpoint"
         )
-    return True
+    return quantization
 
 
 def _dtype(fields: ConfigFields, default: str) -> str:

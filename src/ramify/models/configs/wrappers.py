@@ -114,7 +114,7 @@ OTHER_PARTS = (
     "visual.",
 )
 # Settings of the whole model that count for its text decoder too.
-SHARED_FIELDS = ("dtype", "torch_dtype", "quantization_config")
+SHARED_FIELDS = ("dtype", "torch_dtype", "quantization_config", "compression_config")
 EOS = "eos_token_id"  # of the whole and of its text decoder: both count
 
 

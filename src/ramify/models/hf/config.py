@@ -13,7 +13,7 @@ from ramify.models.checkpoint.safetensors_files import tensor_names
 from ramify.models.configs.dense_variant import DenseVariant
 from ramify.models.configs.families import FAMILIES
 from ramify.models.configs.fields import MAX_LAYERS, MAX_POSITIONS, ConfigFields
-from ramify.models.configs.model_config import DTYPES, ModelConfig, check_quantization, token_ids
+from ramify.models.configs.model_config import DTYPES, ModelConfig, token_ids
 from ramify.models.configs.rope import NO_ROPE, context_len
 from ramify.models.configs.wrappers import WRAPPERS
 
@@ -70,11 +70,12 @@ def read_hf_config(path: Path, fields: Mapping[str, Any]) -> ModelConfig:
     from transformers import __version__
 
     _check_sizes(fields, source)
-    check_quantization(
-        ConfigFields(fields, source),
-        (),
-        "float32, bfloat16 and float16 weights run through transformers",
-    )
+    if fields.get("quantization_config") or fields.get("compression_config"):
+        raise UnsupportedModelError(
+            f"{source}: {name} is quantised (quantization_config); quantised weights are read for the "
+            "families that Ramify has itself, and only float32, bfloat16 and float16 ones run through "
+            "transformers, so use the original checkpoint"
+        )
     whole = _parsed(path, name, fields)
     if getattr(whole, "is_encoder_decoder", False):
         raise UnsupportedModelError(

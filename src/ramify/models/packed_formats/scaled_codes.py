@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ramify.errors import UnsupportedModelError
 from ramify.models.configs.quantization.scheme import Scheme
 from ramify.models.packed_formats.affine import (
     Decoded,
@@ -19,6 +20,8 @@ from ramify.models.packed_formats.tensor_checks import check_suffixes, checked
 
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 E8M0_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
+# By the number that `weight_format` holds.
+BNB_LAYOUTS = {0: "row", 1: "col32", 2: "col_turing", 3: "col_ampere"}
 FLOAT8 = "float8 values are no integers, so they are multiplied by their scales in float32"
 
 
@@ -59,6 +62,13 @@ def bnb_int8(
     """q * (SCB / 127) of bitsandbytes: a scale for each row, divided in float32."""
     del scheme
     check_suffixes(name, tensors, ("weight", "SCB"), ("bias", "weight_format"))
+    if "weight_format" in tensors:
+        layout = checked(name, tensors, "weight_format", [(), (1,)], (torch.uint8,)).item()
+        if layout != 0:
+            raise UnsupportedModelError(
+                f"{name}.weight_format: the layout {BNB_LAYOUTS.get(int(layout), layout)} is not read, only "
+                "row; save the model again with a newer bitsandbytes, or use the original checkpoint"
+            )
     codes = checked(name, tensors, "weight", [shape], (torch.int8,)).to(torch.int16) + 128
     scales = checked(name, tensors, "SCB", [(shape[0],)], (torch.float32,))[:, None] / 127
     return from_zero_points(name, codes, 128, scales, bits=8, group_size=shape[1], dtype=dtype)

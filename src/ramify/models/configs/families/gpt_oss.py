@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ramify.errors import CheckpointError, UnsupportedModelError
 from ramify.models.configs.dense_variant import DenseVariant
 from ramify.models.configs.family import Biases, Family
@@ -29,7 +31,8 @@ def gpt_oss_experts(fields: ConfigFields, _num_layers: int) -> MoeConfig:
                 f"{fields.source}: {name} is {shown(fields.config[name])}; experts have only {value}"
             )
     width, hidden_size = fields.count("intermediate_size"), fields.count("hidden_size")
-    is_quantized = bool(fields.config.get("quantization_config"))
+    settings = fields.config.get("quantization_config")
+    is_quantized = isinstance(settings, Mapping) and settings.get("quant_method") == "mxfp4"
     if is_quantized and (width % MXFP4_GROUP or hidden_size % MXFP4_GROUP):
         raise CheckpointError(
             f"{fields.source}: intermediate_size {width} and hidden_size {hidden_size} must be "
@@ -55,7 +58,6 @@ GPT_OSS = Family(
     variant=lambda _fields, _num_layers: DenseVariant(attention_sinks=True),
     biases=gpt_oss_bias,
     experts=gpt_oss_experts,
-    quant_methods=("mxfp4",),
     num_kv_heads=8,
     head_dim=64,
     windows="period",

@@ -28,6 +28,8 @@ def compressed_tensors_rules(fields: ConfigFields) -> tuple[Rule, ...]:
     sparsity = config.get("sparsity_config")
     if isinstance(sparsity, Mapping) and sparsity.get("format") not in (None, "dense"):
         raise _unsupported(fields, "sparsity_config.format", sparsity["format"], "dense")
+    if config.get("transform_config"):
+        raise _unsupported(fields, "transform_config", config["transform_config"], "none")
     rules = [_rule(target, None, fields) for target in texts(fields, "ignore")]
     groups = config.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:

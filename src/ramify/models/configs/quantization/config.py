@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from ramify.errors import CheckpointError, UnsupportedModelError
-from ramify.models.configs.fields import ConfigFields, shown
+from ramify.models.configs.fields import ConfigFields, read_optional_json, shown
 from ramify.models.configs.quantization.compressed_tensors import compressed_tensors_rules
 from ramify.models.configs.quantization.rules import Rule, compiled, texts
 from ramify.models.configs.quantization.scheme import Scheme
 
 METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "fbgemm_fp8", "bitsandbytes", "mxfp4")
 KEYS = ("quantization_config", "compression_config")
+# Files of older tools beside config.json, and their quant_method.
+FILES_BESIDE = {
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "hf_quant_config.json": "modelopt",
+}
+MAX_PATTERNS = 256
 GPTQ_FORMATS = {"gptq": 1, "gptq_v2": 0}
 MAX_GROUP = 128
 
@@ -30,22 +38,19 @@ class QuantizationConfig:
         return next((rule.scheme for rule in self.rules if rule.matches(module)), None)
 
 
-def read_quantization(
-    config: Mapping[str, Any], source: str, *, beside: Mapping[str, Any] | None = None
-) -> QuantizationConfig | None:
+def read_quantization(config: Mapping[str, Any], source: str) -> QuantizationConfig | None:
     """The quantisation that a configuration states; None if it states none.
 
     Args:
         config: the parsed `config.json`: `quantization_config` or `compression_config` in it, or in its
             `text_config`.
         source: name of the file, for messages.
-        beside: the parsed `quantize_config.json` of an old GPTQ checkpoint, if there is one.
 
     Raises:
         UnsupportedModelError: the method, or a setting of it, is not supported; names it.
         CheckpointError: a setting has a value of another type.
     """
-    settings = _settings(config, beside)
+    settings = _settings(config)
     if settings is None or settings == {}:
         return None
     if not isinstance(settings, Mapping):
@@ -56,10 +61,32 @@ def read_quantization(
     method = settings.get("quant_method")
     if method not in METHODS:
         raise _unsupported(fields, f"quant_method {shown(method)}", ", ".join(METHODS))
-    return QuantizationConfig(str(method), _READERS[str(method)](fields))
+    rules = _READERS[str(method)](fields)
+    num_patterns = sum(rule.pattern is not None for rule in rules)
+    if num_patterns > MAX_PATTERNS:
+        raise CheckpointError(
+            f"{fields.source}: it has {num_patterns} regular expressions, above {MAX_PATTERNS}; name the "
+            "modules instead"
+        )
+    return QuantizationConfig(str(method), rules)
 
 
-def _settings(config: Mapping[str, Any], beside: Mapping[str, Any] | None) -> object:
+def with_settings_beside(fields: dict[str, Any], path: Path) -> dict[str, Any]:
+    """A `config.json` with the `quantization_config` of the file beside it that older tools wrote, if it has none.
+
+    Args:
+        path: of the checkpoint's directory.
+    """
+    if _settings(fields) is not None:
+        return fields
+    for name, method in FILES_BESIDE.items():
+        settings = read_optional_json(path / name)
+        if settings:
+            return fields | {KEYS[0]: {"quant_method": method, **settings}}
+    return fields
+
+
+def _settings(config: Mapping[str, Any]) -> object:
     text = config.get("text_config")
     for holder in (config, text if isinstance(text, Mapping) else {}):
         for key in KEYS:
@@ -68,7 +95,7 @@ def _settings(config: Mapping[str, Any], beside: Mapping[str, Any] | None) -> ob
                 if key == "compression_config" and isinstance(settings, Mapping):
                     return {"quant_method": "compressed-tensors", **settings}
                 return settings
-    return None if beside is None else {"quant_method": "gptq", **beside}
+    return None
 
 
 def _gptq(fields: ConfigFields) -> tuple[Rule, ...]:

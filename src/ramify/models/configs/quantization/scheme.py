@@ -39,3 +39,14 @@ class Scheme:
     zero_offset: int = 0
     block: tuple[int, int] | None = None
     nested: bool = False
+
+    def __str__(self) -> str:
+        """For logs and reports: "gptq, 4 bits, groups of 128"."""
+        groups = {0: "one scale", -1: "a scale for each row"}.get(
+            self.group_size, f"groups of {self.group_size}"
+        )
+        if self.block is not None:
+            groups = f"blocks of {self.block[0]} x {self.block[1]}"
+        if self.packing == "bnb-4bit":
+            groups = "nested scales" if self.nested else "blocks of a row-major matrix"
+        return f"{self.packing}, {self.bits} bits, {groups}"
