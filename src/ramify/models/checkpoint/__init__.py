@@ -4,10 +4,11 @@ In reading order:
 
 - `find`: the directory of a name: local, built in, or a hub snapshot.
 - `weight_source`: what every form of file is read as: weights by name, one at a time.
-- `sources`: the source for a checkpoint's form.
+- `sources`: the source of a checkpoint directory.
 - `safetensors_files`: which files there are, and the names in them.
 - `stored_tensor`: a tensor of a file, by plain reads.
 - `tensors`: their tensors, checked as a whole, read one at a time.
+- `tensor_names`: what a tensor in a file is to the model; `packed_layers`: quantised linear layers.
 - `stacked_experts`: experts that are stacked in one tensor, one by one; widens MXFP4.
 - `weight_layout`: rows in the order that the operations expect.
 """

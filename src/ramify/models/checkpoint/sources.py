@@ -1,4 +1,4 @@
-"""Open the weights of a checkpoint: the source for the form that its files have."""
+"""Open the weights of a checkpoint directory: the source for the form that its experts have."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ def open_source(path: Path, config: ModelConfig, *, dtype: torch.dtype) -> Weigh
     Raises:
         CheckpointError, UnsupportedModelError: see `load_weights`.
     """
-    # The form is chosen here, and nowhere else.
     tensors = load_weights(path, config, dtype=dtype)
     if config.moe is not None and config.moe.expert_format != "separate":
         return StackedExperts(tensors, config)
