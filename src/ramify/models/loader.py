@@ -15,13 +15,12 @@ from torch import Tensor
 
 from ramify.attention.exactness import ProbeStore
 from ramify.errors import ConfigError, UnsupportedModelError
-from ramify.models.checkpoint.find import is_gguf
 from ramify.models.checkpoint.safetensors_files import tensor_names
 from ramify.models.checkpoint.sources import open_source
 from ramify.models.checkpoint.tensor_names import HEAD_LAYER
 from ramify.models.checkpoint.tensors import with_stored_head
 from ramify.models.checkpoint.weight_layout import OrderedWeights
-from ramify.models.checkpoint.weight_source import WeightSource, log_widened
+from ramify.models.checkpoint.weight_source import log_widened
 from ramify.models.configs.families import FAMILIES
 from ramify.models.configs.fields import read_json, read_optional_json
 from ramify.models.configs.model_config import ModelConfig, token_ids
@@ -31,8 +30,7 @@ from ramify.models.decoders.decoder import CausalDecoder, Decoder, DecoderBindin
 from ramify.models.decoders.deepseek import DEEPSEEK
 from ramify.models.decoders.dense import DENSE
 from ramify.models.gguf.config import config_fields
-from ramify.models.gguf.container import read_container
-from ramify.models.gguf.source import open_gguf
+from ramify.models.gguf.container import is_gguf, read_container
 from ramify.models.hf.config import read_hf_config
 from ramify.models.ops.quantized import QuantizedWeight, Weight
 from ramify.models.ops.registry import OpsFactory, select_ops
@@ -114,12 +112,10 @@ def load_model(
             f"{path}: {config.architecture} runs through transformers only; use load_decoder"
         )
     config = config.at_context(max_model_len or config.default_model_len)
-    compute_dtype = resolve_dtype(dtype, config)
-    if is_gguf(path):
-        source: WeightSource = open_gguf(path, config, dtype=compute_dtype)
-    else:
+    if not is_gguf(path):
         config = with_stored_head(path, config)
-        source = open_source(path, config, dtype=compute_dtype)
+    compute_dtype = resolve_dtype(dtype, config)
+    source = open_source(path, config, dtype=compute_dtype)
     weights: Mapping[str, Weight] = source
     if config.mla is None:
         weights = OrderedWeights(source, config)

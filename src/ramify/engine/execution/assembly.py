@@ -28,13 +28,13 @@ from ramify.engine.text.tokenizer import Tokenizer
 from ramify.engine.text.tokenizer_files import has_tokenizer
 from ramify.errors import CheckpointError, ConfigError, ModelError
 from ramify.kv.pool import KVPool
-from ramify.models.checkpoint.find import find_checkpoint, is_gguf
+from ramify.models.checkpoint.find import find_checkpoint
 from ramify.models.checkpoint.tensors import checkpoint_shapes
 from ramify.models.configs.model_config import ModelConfig
 from ramify.models.configs.pooling import PoolingConfig
 from ramify.models.decoders.decoder import CausalDecoder
 from ramify.models.gguf.config import read_pooling
-from ramify.models.gguf.container import part_paths
+from ramify.models.gguf.container import is_gguf, part_paths
 from ramify.models.kv_cache_spec import (
     attention_spec,
     build_attention,

@@ -29,9 +29,8 @@ from ramify.errors import (
     PromptTooLongError,
     panics_as_errors,
 )
-from ramify.models.checkpoint.find import is_gguf
 from ramify.models.configs.fields import read_optional_json
-from ramify.models.gguf.container import read_container
+from ramify.models.gguf.container import is_gguf, read_container
 
 _guarded = panics_as_errors("the package tokenizers")
 

@@ -15,14 +15,13 @@ from ramify.engine.text.ranked_bpe import LLAMA3_PATTERN, tekken_tokenizer, tikt
 from ramify.engine.text.sentencepiece_model import SentencePieceModel
 from ramify.engine.text.tokenizer_limits import check_tokenizer_json
 from ramify.errors import CheckpointError, panics_as_errors
-from ramify.models.checkpoint.find import is_gguf
 from ramify.models.configs.checkpoint_files import (
     MAX_TOKENIZER_BYTES,
     check_checkpoint_file,
     read_checkpoint_file,
 )
 from ramify.models.configs.fields import read_optional_json
-from ramify.models.gguf.container import read_container
+from ramify.models.gguf.container import is_gguf, read_container
 
 # The first file that a checkpoint has is its tokenizer.
 SENTENCEPIECE, TEKKEN = "tokenizer.model", "tekken.json"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.resources
 import json
 import os
-import re
 from pathlib import Path
 
 from ramify.errors import CheckpointError
 from ramify.models.configs.checkpoint_files import MAX_JSON_BYTES, read_checkpoint_file
+from ramify.models.gguf.container import PART, SUFFIX, is_gguf
 
 BUILT_IN = "ramify-tiny"
 INDEX = "model.safetensors.index.json"
@@ -20,8 +20,6 @@ PICKLED_ONLY = (
     "has pickled weights only ({}); loading them can run foreign code, so they are not read: save the "
     "model as safetensors first"
 )
-GGUF_PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
-GGUF = ".gguf"
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 
 
@@ -81,7 +79,7 @@ def check_format(path: Path) -> None:
             f"{path} is an adapter (adapter_config.json) without the model that it changes; merge both "
             "with peft's merge_and_unload, and save the result"
         )
-    if (path / "config.json").is_file() or any(path.glob(f"*{GGUF}")):
+    if (path / "config.json").is_file() or any(path.glob(f"*{SUFFIX}")):
         return
     for name, form in (("params.json", "Mistral's own"), ("model_index.json", "the diffusers")):
         if (path / name).is_file():
@@ -89,11 +87,6 @@ def check_format(path: Path) -> None:
                 f"{path} is in {form} format ({name}); a checkpoint of transformers is needed, with "
                 "config.json and model.safetensors"
             )
-
-
-def is_gguf(path: Path) -> bool:
-    """Whether a path is that of a GGUF file, by its name."""
-    return path.suffix == GGUF
 
 
 def _gguf_in(path: Path) -> Path | None:
@@ -105,9 +98,9 @@ def _gguf_in(path: Path) -> Path | None:
     if has_weight_files(path):
         return None
     models: dict[str, Path] = {}
-    for file in sorted(path.glob(f"*{GGUF}")):
+    for file in sorted(path.glob(f"*{SUFFIX}")):
         if file.is_file() and not file.name.startswith("mmproj"):
-            models.setdefault(GGUF_PART.sub("", file.name), file)
+            models.setdefault(PART.sub("", file.name), file)
     if len(models) > 1:
         names = ", ".join(file.name for file in models.values())
         raise CheckpointError(

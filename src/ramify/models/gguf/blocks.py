@@ -43,7 +43,7 @@ def _halves(b: Bytes) -> Bytes:
 
 
 def _fifth(b: Bytes, at: int) -> Bytes:
-    return np.unpackbits(b[:, at : at + 4], axis=1, bitorder="little") << 4
+    return np.unpackbits(b[:, at : at + 4], axis=1, bitorder="little") << np.uint8(4)
 
 
 def _q4_0(b: Bytes) -> Decoded:
@@ -69,7 +69,7 @@ def _q8_0(b: Bytes) -> Decoded:
 def _two_bits(b: Bytes) -> Bytes:
     """2-bit fields: runs of 32 bytes, each four rows of 32 elements from the lowest bits up."""
     shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
-    return ((b.reshape(len(b), -1, 1, 32) >> shifts) & 3).reshape(len(b), -1)
+    return ((b.reshape(len(b), -1, 1, 32) >> shifts) & np.uint8(3)).reshape(len(b), -1)
 
 
 def _q2_k(b: Bytes) -> Decoded:

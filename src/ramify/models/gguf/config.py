@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ramify.errors import CheckpointError, UnsupportedModelError
-from ramify.models.checkpoint.find import is_gguf
 from ramify.models.configs.families import FAMILIES
 from ramify.models.configs.fields import shown
 from ramify.models.configs.pooling import PoolingConfig
@@ -20,7 +19,7 @@ from ramify.models.configs.sampling_defaults import (
     read_sampling_defaults as sampling_defaults_of_directory,
 )
 from ramify.models.gguf.architectures import ARCHITECTURES, Architecture
-from ramify.models.gguf.container import Container, StringArray, read_container
+from ramify.models.gguf.container import Container, StringArray, is_gguf, read_container
 from ramify.models.gguf.metadata import ARCHITECTURE, Metadata
 from ramify.models.gguf.tensor_types import FLOAT_TYPES
 from ramify.params import PoolingMode

@@ -199,6 +199,11 @@ class _Reader:
         return [self.value(element, field, depth + 1) for _ in range(count)]
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether a path is that of a GGUF file, by its name."""
+    return path.suffix == SUFFIX
+
+
 def read_container(path: Path) -> Container:
     """Read the header of a file, or of all parts if its name is that of a part.
 
