@@ -17,6 +17,7 @@ from ramify.foreign_names import ENGINE_NAMES, PARAM_NAMES, python_advice
 from ramify.params import SAMPLING_FIELDS
 
 DTYPES = ("auto", "float32", "bfloat16")
+QUANTIZE = ("off", "int8", "int4", "widen")
 KV_DTYPES = ("auto", "int8", "fp8")
 OPS = ("auto", "cpu", "torch")
 SPECULATIVE_METHODS = ("off", "ngram", "tree", "auto")
@@ -57,6 +58,13 @@ class ModelSection:
         "auto",
         "Precision of weights and arithmetic: `auto` (that of the checkpoint; float16 "
         "becomes float32 on CPU), `float32` or `bfloat16`.",
+    )
+    # what a checkpoint loses is the user's choice
+    quantize: str = option(
+        "off",
+        "Round the weights of a checkpoint in full precision as they load: `int8` or `int4` (linear layers; "
+        "embedding and LM head are int8). `off`: as they are stored. `widen`: quantised weights are "
+        "dequantised, which `ramify verify --against-full` compares with.",
     )
     max_model_len: int | None = option(
         None,
@@ -282,6 +290,7 @@ class EngineConfig:
         for name, choice, choices in (
             ("dtype", self.model.dtype, DTYPES),
             ("ops", self.model.ops, OPS),
+            ("quantize", self.model.quantize, QUANTIZE),
             ("kv_dtype", self.cache.kv_dtype, KV_DTYPES),
             # A tuple: `in` on a dict raises TypeError for an unhashable value.
             ("policy", self.cache.policy, tuple(POLICIES)),

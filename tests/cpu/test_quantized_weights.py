@@ -13,14 +13,18 @@ from torch import Tensor
 
 from ramify.attention.exactness import ProbeStore, batch_variant_row_counts
 from ramify.errors import ConfigError
+from ramify.models.checkpoint.changed_weights import INT8_GROUP
 from ramify.models.loader import load_model
 from ramify.models.ops.quantized import QuantizedWeight, WeightFormat, as_tensor, concat_weights
 from ramify.models.ops.torch_linear import TorchLinear, choose_torch_linear
+from ramify.models.ops.weight_rounding import quantize_weight
 from ramify.testing import write_tiny_checkpoint
 from tests.cpu.engine_cases import Model, cold
 from tests.cpu.test_exact_ops import random, run_in_steps
 from tests.cpu.tiny_models import ops_of
 
+# Of names in these families.
+ROUNDED = ("_proj.weight", "embed_tokens.weight", "lm_head.weight")
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -124,8 +128,8 @@ def test_a_quantized_model_is_the_model_of_the_dequantized_weights(
     path = write_tiny_checkpoint(tmp_path / "float", family, tokenizer=False)  # type: ignore[arg-type]
     rounded = write_tiny_checkpoint(tmp_path / "rounded", family, tokenizer=False)  # type: ignore[arg-type]
     tensors = load_file(path / "model.safetensors")
-    for name in [name for name in tensors if name.endswith("_proj.weight")]:
-        tensors[name] = QuantizedWeight.int8(tensors[name]).dequantize()
+    for name in [name for name in tensors if name.endswith(ROUNDED)]:
+        tensors[name] = quantize_weight(tensors[name], 8, INT8_GROUP).dequantize()
     save_file(tensors, rounded / "model.safetensors", metadata={"format": "pt"})
     tokens = torch.randint(0, 290, (61,), generator=torch.Generator().manual_seed(3))
 
@@ -152,15 +156,15 @@ def test_latent_attention_keeps_what_is_used_by_head(tmp_path: Path, ops: str) -
     path = save_oracle("v32", tmp_path, num_hidden_layers=2).path
     tensors = load_file(path / "model.safetensors")
     kept = (".kv_b_proj.weight", ".weights_proj.weight")
-    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+    for name in [name for name in tensors if name.endswith(ROUNDED)]:
         if not name.endswith(kept):
-            tensors[name] = QuantizedWeight.int8(tensors[name]).dequantize()
+            tensors[name] = quantize_weight(tensors[name], 8, INT8_GROUP).dequantize()
     rounded = tmp_path / "rounded"
     shutil.copytree(path, rounded, ignore=shutil.ignore_patterns("rounded"))
     save_file(tensors, rounded / "model.safetensors", metadata={"format": "pt"})
 
     logits = []
-    for folder, quantize in ((path, "int8"), (rounded, None)):
+    for folder, quantize in ((path, "int8"), (rounded, "off")):
         model = load_model(folder, dtype="float32", ops=ops, quantize=quantize)
         logits.append(cold(Model("v32", model), tuple(range(3, 60))).logits.view(torch.float32))
 
@@ -169,5 +173,5 @@ def test_latent_attention_keeps_what_is_used_by_head(tmp_path: Path, ops: str) -
 
 def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
     """Before anything is loaded; the message names the known one."""
-    with pytest.raises(ConfigError, match="quantize='int3' does not exist; use 'int8' or None"):
+    with pytest.raises(ConfigError, match="quantize='int3' does not exist; use off, int8, int4"):
         load_model(tmp_path, quantize="int3")

@@ -1,4 +1,4 @@
-"""`ramify info`: versions, device, operations and attention backend and why, exactness, memory."""
+"""`ramify info`: versions, device, weights, operations and attention backend and why, exactness, memory."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 @engine_options(
     "dtype",
+    "quantize",
     "page_size",
     "kv_cache_tokens",
     "kv_cache_memory",
@@ -51,6 +52,7 @@ def _collect_info(llm: LLM) -> dict[str, dict[str, Any]]:
     import ramify
     from ramify.attention.backend import BACKENDS
     from ramify.engine.execution.host_memory import free_memory, resident_memory
+    from ramify.models.checkpoint.counted_weights import weight_figures
     from ramify.models.configs.sampling_defaults import AUTO
     from ramify.models.gguf.config import read_sampling_defaults
     from ramify.models.ops.registry import OPS
@@ -76,6 +78,7 @@ def _collect_info(llm: LLM) -> dict[str, dict[str, Any]]:
             "context": f"{plan.max_model_len} tokens",
             "sampling of `serve`": read_sampling_defaults(AUTO, llm.engine.path).summary(),
         },
+        "weights": weight_figures(llm.engine.decoder.loaded),
         "operations": _explain(llm.engine.ops_choice, OPS),
         "attention backends": _explain(llm.engine.backend_choice, BACKENDS),
         "exactness": {

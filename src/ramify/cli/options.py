@@ -19,6 +19,7 @@ from ramify.config import (
     DTYPES,
     KV_DTYPES,
     OPS,
+    QUANTIZE,
     SECTIONS,
     SPECULATIVE_METHODS,
     SPECULATIVE_SAMPLING,
@@ -31,6 +32,7 @@ CHOICES = {
     "dtype": DTYPES,
     "kv_dtype": KV_DTYPES,
     "ops": OPS,
+    "quantize": QUANTIZE,
     "speculative": SPECULATIVE_METHODS,
     "speculative_sampling": SPECULATIVE_SAMPLING,
 }

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ramify.attention.exactness import ProbeStore
 from ramify.errors import ConfigError, UnsupportedModelError
+from ramify.models.checkpoint.changed_weights import FORMATS, QUANTIZE, change_weights
+from ramify.models.checkpoint.counted_weights import counted
 from ramify.models.checkpoint.safetensors_files import tensor_names
 from ramify.models.checkpoint.sources import open_source
 from ramify.models.checkpoint.tensor_names import HEAD_LAYER
@@ -32,7 +33,7 @@ from ramify.models.decoders.dense import DENSE
 from ramify.models.gguf.config import config_fields
 from ramify.models.gguf.container import is_gguf, read_container
 from ramify.models.hf.config import read_hf_config
-from ramify.models.ops.quantized import QuantizedWeight, Weight
+from ramify.models.ops.quantized import Weight
 from ramify.models.ops.registry import OpsFactory, select_ops
 
 # By architecture; all others are dense.
@@ -84,7 +85,7 @@ def load_model(
     dtype: str = "auto",
     exact: bool = True,
     ops: str | OpsFactory = "auto",
-    quantize: str | None = None,
+    quantize: str = "off",
     progress: bool = False,
     store: ProbeStore | None = None,
     max_model_len: int | None = None,
@@ -95,8 +96,7 @@ def load_model(
         dtype: of weights and arithmetic, see `resolve_dtype`.
         exact, store: see `TorchOps`.
         ops: a name for `select_ops`, or what makes the operations.
-        quantize: "int8" rounds the projections to int8 with a scale for each output channel; they are
-            dequantised in each call, which takes less memory and more time. None: `dtype`.
+        quantize: see `change_weights`.
         progress: show progress bars if stderr is a terminal.
         max_model_len: of the engine, by default `ModelConfig.default_model_len`.
 
@@ -104,8 +104,8 @@ def load_model(
         CheckpointError, UnsupportedModelError: see `read_config` and `open_source`.
         ConfigError: the dtype, `ops` or `quantize` is unknown or cannot be used here.
     """
-    if quantize not in (None, "int8"):
-        raise ConfigError(f"quantize={quantize!r} does not exist; use 'int8' or None")
+    if quantize not in QUANTIZE:
+        raise ConfigError(f"quantize={quantize!r} does not exist; use {', '.join(QUANTIZE)}")
     config = read_config(path)
     if not config.is_native:
         raise UnsupportedModelError(
@@ -116,11 +116,10 @@ def load_model(
         config = with_stored_head(path, config)
     compute_dtype = resolve_dtype(dtype, config)
     source = open_source(path, config, dtype=compute_dtype)
+    source, loaded = counted(change_weights(source, config, quantize, str(path)))
     weights: Mapping[str, Weight] = source
     if config.mla is None:
         weights = OrderedWeights(source, config)
-    if quantize is not None:
-        weights = {name: _quantized(name, weights[name], config) for name in weights}
     total = sum(map(source.num_bytes, source))
     with _progress("loading weights", total, progress) as advance:
         share = total // config.num_layers
@@ -132,17 +131,9 @@ def load_model(
             store=store,
         )
         binding = BINDINGS.get(config.architecture, DENSE)
-        decoder = Decoder(config, bound, binding, on_layer=partial(advance, share))
+        decoder = Decoder(config, bound, binding, loaded=loaded, on_layer=partial(advance, share))
     log_widened(source, compute_dtype)
     return decoder
-
-
-def _quantized(name: str, weight: Weight, config: ModelConfig) -> Weight:
-    """The weight in int8 if it is that of a projection; kv_b is used by head, not as a linear."""
-    is_linear = name.endswith("_proj.weight") and not name.endswith(".kv_b_proj.weight")
-    if is_linear and isinstance(weight, Tensor) and not config.is_float32(name):
-        return QuantizedWeight.int8(weight)
-    return weight
 
 
 def load_decoder(
@@ -151,6 +142,7 @@ def load_decoder(
     dtype: str = "auto",
     exact: bool = True,
     ops: str | OpsFactory = "auto",
+    quantize: str = "off",
     progress: bool = False,
     max_model_len: int | None = None,
 ) -> CausalDecoder:
@@ -161,7 +153,18 @@ def load_decoder(
     config = read_config(path)
     if config.is_native:
         return load_model(
-            path, dtype=dtype, exact=exact, ops=ops, progress=progress, max_model_len=max_model_len
+            path,
+            dtype=dtype,
+            exact=exact,
+            ops=ops,
+            quantize=quantize,
+            progress=progress,
+            max_model_len=max_model_len,
+        )
+    if quantize in FORMATS:
+        raise ConfigError(
+            f"quantize={quantize!r}, but {path} runs through transformers ({config.architecture}), whose "
+            "weights are not rounded; leave it out"
         )
     from ramify.models.hf.decoder import load_hf_decoder
 

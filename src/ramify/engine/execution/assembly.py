@@ -128,7 +128,9 @@ class LocalEngine:
 
     @property
     def num_weight_bytes(self) -> int:
-        """Bytes of the weights in their compute dtype."""
+        """Bytes of the weights: packed, or in their compute dtype."""
+        if self.decoder.loaded:
+            return sum(weight.num_bytes for weight in self.decoder.loaded.values())
         shapes = checkpoint_shapes(self.path, self.model_config).values()
         return sum(prod(shape) for shape in shapes) * self.decoder.dtype.itemsize
 
@@ -185,6 +187,7 @@ class LocalEngine:
             dtype=requested.model.dtype,
             exact=requested.attention.exact,
             ops=self.ops_choice.factory,
+            quantize=requested.model.quantize,
             progress=progress,
             max_model_len=self.config.max_model_len,
         )
@@ -193,7 +196,9 @@ class LocalEngine:
         """The cache namespace of the K/V that the weights in `path` compute."""
         exact = int(self.config.requested.attention.exact)
         model = _fingerprint(path)
-        later = {"epoch": epoch} if epoch else {}
+        quantize = self.config.requested.model.quantize
+        later: dict[str, str | int] = {"epoch": epoch} if epoch else {}
+        later |= {"quantize": quantize} if quantize != "off" else {}
         return namespace_of(model=model, kv_dtype=str(self.kv_dtype), exact=exact, **later)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from ramify.attention.exactness import Exactness
 from ramify.attention.paged import PagedBackend
 from ramify.kv.pool import KVPool
+from ramify.models.checkpoint.counted_weights import LoadedWeight
 from ramify.models.configs.dense_variant import NormKind
 from ramify.models.configs.model_config import ModelConfig
 from ramify.models.ops.protocol import DecoderLayer, Embedding, ForwardStep, LmHead, Norm, Ops
@@ -67,6 +68,7 @@ class CausalDecoder(Protocol):
     """The interface of a model to runner and engine; `Decoder` and `HfDecoder` have it."""
 
     config: ModelConfig
+    loaded: Mapping[str, LoadedWeight]  # what each weight takes, by name; empty: not counted
 
     @property
     def dtype(self) -> torch.dtype:
@@ -107,6 +109,7 @@ class Decoder:
 
     Args:
         ops: holds every weight of `config.tensor_shapes()`.
+        loaded: gets what each weight takes, by name, as `ops` reads it.
         on_layer: called after each layer is bound, for a progress bar.
     """
 
@@ -116,9 +119,11 @@ class Decoder:
         ops: Ops,
         binding: DecoderBinding,
         *,
+        loaded: Mapping[str, LoadedWeight] | None = None,
         on_layer: Callable[[], None] | None = None,
     ) -> None:
         self.config, self.ops = config, ops
+        self.loaded = {} if loaded is None else loaded
         self.embedding = binding.embedding(ops, config)
         layers = []
         for number in range(config.num_layers):

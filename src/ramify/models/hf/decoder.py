@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -26,6 +26,7 @@ from ramify.attention.exactness import FP32_ROW_MULTIPLE, Exactness, dtype_name
 from ramify.attention.paged import PagedBackend
 from ramify.errors import CheckpointError, UnsupportedModelError
 from ramify.kv.pool import KVPool
+from ramify.models.checkpoint.counted_weights import LoadedWeight
 from ramify.models.checkpoint.tensors import checkpoint_shapes
 from ramify.models.configs.model_config import ModelConfig
 from ramify.models.hf.checks import AttentionCall, ProbeAttention, Run, check_calls, check_results
@@ -49,6 +50,7 @@ class HfDecoder:
 
     def __init__(self, config: ModelConfig, model: Any, ops: Ops, row_multiple: int) -> None:
         self.config, self.dtype, self.row_multiple = config, ops.dtype, row_multiple
+        self.loaded: Mapping[str, LoadedWeight] = {}
         self._model, self._ops = model, ops
         self._decoder = _decoder_of(model)
         self._head, self._hidden = _head_of(model, self._decoder)

@@ -1,0 +1,113 @@
+"""Weights changed as they are read: rounded to int8 or int4, or dequantised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Literal
+
+from ramify.errors import CheckpointError, ConfigError
+from ramify.models.checkpoint.tensors import EMBEDDING, FLOAT_DTYPES, HEAD
+from ramify.models.checkpoint.weight_source import WeightSource
+from ramify.models.configs.model_config import ModelConfig
+from ramify.models.ops.quantized import Weight, as_tensor
+from ramify.models.ops.weight_rounding import INT4_GROUP, quantize_weight
+
+INT8_GROUP = 64
+# bits and group_size of `quantize_weight`
+FORMATS: dict[str, tuple[Literal[4, 8], int]] = {"int8": (8, INT8_GROUP), "int4": (4, INT4_GROUP)}
+QUANTIZE = ("off", *FORMATS, "widen")
+# Linear layers of all families. Not: kv_b, which is used by head; router gates; the sparse index.
+LINEARS = ("_proj.weight", ".c_fc.weight")
+BY_HEAD = ".kv_b_proj.weight"
+
+
+class ChangedWeights(WeightSource):
+    """Another source, with each weight changed as it is read.
+
+    Args:
+        change: (name, weight) -> the weight of the same shape.
+        kind_of: (name, kind) -> the kind, with what becomes of it.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource,
+        change: Callable[[str, Weight], Weight],
+        kind_of: Callable[[str, str], str] = lambda _, kind: kind,
+    ) -> None:
+        self._source, self._change, self._kind_of = source, change, kind_of
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._source)
+
+    def __getitem__(self, name: str) -> Weight:
+        return self._change(name, self._source[name])
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See `WeightSource`."""
+        return self._source.shape(name)
+
+    def num_bytes(self, name: str) -> int:
+        """See `WeightSource`."""
+        return self._source.num_bytes(name)
+
+    def kind(self, name: str) -> str:
+        """See `WeightSource`."""
+        return self._kind_of(name, self._source.kind(name))
+
+    @property
+    def widened(self) -> Mapping[str, str]:
+        """See `WeightSource`."""
+        return self._source.widened
+
+
+def change_weights(
+    source: WeightSource, config: ModelConfig, quantize: str, checkpoint: str
+) -> WeightSource:
+    """A source as the option `quantize` says.
+
+    Args:
+        quantize: of `QUANTIZE`. "off": as it is. "int8", "int4": linear layers are rounded to that, embedding and LM
+            head to int8. "widen": dequantised.
+        checkpoint: its name, for errors.
+
+    Raises:
+        ConfigError: the checkpoint is quantised already.
+    """
+    if quantize == "off":
+        return source
+    if quantize == "widen":
+        return ChangedWeights(source, lambda _, weight: as_tensor(weight))
+    quantized = {source.kind(name) for name in source} - FLOAT_DTYPES.keys()
+    if quantized:
+        raise ConfigError(
+            f"quantize={quantize!r}, but {checkpoint} is quantised already ({', '.join(sorted(quantized))}); "
+            "leave it out, or take the checkpoint in full precision"
+        )
+
+    def target(name: str) -> str | None:
+        if name in (EMBEDDING, HEAD):
+            return "int8"
+        is_linear = name.endswith(LINEARS) and not name.endswith(BY_HEAD)
+        return quantize if is_linear and not config.is_float32(name) else None
+
+    def rounded(name: str, weight: Weight) -> Weight:
+        form = target(name)
+        if form is None:
+            return weight
+        codes = quantize_weight(as_tensor(weight), *FORMATS[form])
+        if not bool(codes.scales.isfinite().all()):
+            raise CheckpointError(
+                f"{checkpoint}: {name} has an infinity or a NaN, which {form} cannot hold; leave out "
+                "quantize, or download the checkpoint again"
+            )
+        return codes
+
+    def kind_of(name: str, kind: str) -> str:
+        form = target(name)
+        return kind if form is None else f"{kind} to {form}, groups of {FORMATS[form][1]}"
+
+    return ChangedWeights(source, rounded, kind_of)
