@@ -172,6 +172,16 @@ def _cpu_name() -> str:
     return platform.processor()
 
 
+def cache_folder() -> Path | None:
+    """`ramify` in the XDG cache directory; None where there is no home directory."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        home = Path(base) if base else Path.home() / ".cache"
+    except RuntimeError:
+        return None
+    return home / "ramify"
+
+
 class ProbeStore:
     """Verdicts of earlier probes, in memory and in a JSON file.
 
@@ -186,13 +196,9 @@ class ProbeStore:
 
     @classmethod
     def default(cls) -> ProbeStore:
-        """The user's store: `ramify/exactness.json` in the XDG cache directory."""
-        base = os.environ.get("XDG_CACHE_HOME")
-        try:
-            home = Path(base) if base else Path.home() / ".cache"
-        except RuntimeError:  # there is no home directory
-            return cls(None)
-        return cls(home / "ramify" / "exactness.json")
+        """The user's store: `exactness.json` in `cache_folder`."""
+        folder = cache_folder()
+        return cls(None if folder is None else folder / "exactness.json")
 
     def verdict(
         self,

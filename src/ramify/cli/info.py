@@ -52,12 +52,14 @@ def _collect_info(llm: LLM) -> dict[str, dict[str, Any]]:
     import ramify
     from ramify.attention.backend import BACKENDS
     from ramify.engine.execution.host_memory import free_memory, resident_memory
+    from ramify.engine.execution.weight_loss import known_loss
     from ramify.models.checkpoint.counted_weights import weight_figures
     from ramify.models.configs.sampling_defaults import AUTO
     from ramify.models.gguf.config import read_sampling_defaults
     from ramify.models.ops.registry import OPS
 
     config, plan = llm.engine.model_config, llm.config
+    loss = known_loss(llm.engine)
     weights = llm.engine.num_weight_bytes
     return {
         "versions": {
@@ -78,7 +80,10 @@ def _collect_info(llm: LLM) -> dict[str, dict[str, Any]]:
             "context": f"{plan.max_model_len} tokens",
             "sampling of `serve`": read_sampling_defaults(AUTO, llm.engine.path).summary(),
         },
-        "weights": weight_figures(llm.engine.decoder.loaded),
+        "weights": {
+            **weight_figures(llm.engine.decoder.loaded),
+            "loss": "not measured: ramify verify --against-full" if loss is None else str(loss),
+        },
         "operations": _explain(llm.engine.ops_choice, OPS),
         "attention backends": _explain(llm.engine.backend_choice, BACKENDS),
         "exactness": {

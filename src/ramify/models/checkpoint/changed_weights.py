@@ -81,7 +81,7 @@ def change_weights(
         return source
     if quantize == "widen":
         return ChangedWeights(source, lambda _, weight: as_tensor(weight))
-    quantized = {source.kind(name) for name in source} - FLOAT_DTYPES.keys()
+    quantized = {source.kind(name) for name in source} - {*FLOAT_DTYPES}
     if quantized:
         raise ConfigError(
             f"quantize={quantize!r}, but {checkpoint} is quantised already ({', '.join(sorted(quantized))}); "
