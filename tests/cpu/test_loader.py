@@ -21,6 +21,7 @@ from ramify.models.checkpoint.find import find_checkpoint
 from ramify.models.checkpoint.tensors import load_weights
 from ramify.models.configs.model_config import ModelConfig
 from ramify.models.loader import load_model, read_config
+from ramify.models.ops.quantized import as_tensor
 from ramify.testing import write_tiny_checkpoint
 
 INDEX = "model.safetensors.index.json"
@@ -28,7 +29,8 @@ Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
 
 def load(path: Path, config: ModelConfig | None = None) -> dict[str, torch.Tensor]:
-    return dict(load_weights(path, config or read_config(path), dtype=torch.float32))
+    source = load_weights(path, config or read_config(path), dtype=torch.float32)
+    return {name: as_tensor(weight) for name, weight in source.items()}
 
 
 def rewrite(path: Path, **changes: Any) -> None:

@@ -23,6 +23,7 @@ from ramify.models.ops.cpu.layers import FusedLayers
 from ramify.models.ops.functional import per_head_matmul
 from ramify.models.ops.layer_loop import LayerLoop
 from ramify.models.ops.probe import cancelled_rows, probe_row_op
+from ramify.models.ops.quantized import as_tensor
 from ramify.models.ops.registry import OPS, select_ops
 from ramify.models.ops.torch_linear import choose_torch_linear, strategy_order
 from ramify.models.ops.torch_ops import TorchOps
@@ -99,7 +100,8 @@ def test_layers_whose_mlps_differ_are_fused(tmp_path: Path, missing: int) -> Non
     pytest.importorskip("numba", reason="the kernels need the extra ramify[cpu]")
     path = write_tiny_checkpoint(tmp_path, "llama", tokenizer=False, num_hidden_layers=2)
     config = read_config(path)
-    weights = dict(load_weights(path, config, dtype=torch.float32))
+    source = load_weights(path, config, dtype=torch.float32)
+    weights = {name: as_tensor(weight) for name, weight in source.items()}
     mlp = "model.layers.1.mlp."
     for name in ("gate_proj", "up_proj"):
         weights[f"{mlp}{name}.weight"] = weights[f"{mlp}{name}.weight"][:-16]

@@ -53,7 +53,7 @@ def _collect_info(llm: LLM) -> dict[str, dict[str, Any]]:
     from ramify.attention.backend import BACKENDS
     from ramify.engine.execution.host_memory import free_memory, resident_memory
     from ramify.engine.execution.weight_loss import known_loss
-    from ramify.models.checkpoint.counted_weights import weight_figures
+    from ramify.models.checkpoint.loaded_weights import weight_figures
     from ramify.models.configs.sampling_defaults import AUTO
     from ramify.models.gguf.config import read_sampling_defaults
     from ramify.models.ops.registry import OPS

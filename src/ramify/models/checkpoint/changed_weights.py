@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
 
 from ramify.errors import CheckpointError, ConfigError
-from ramify.models.checkpoint.tensors import EMBEDDING, FLOAT_DTYPES, HEAD
+from ramify.models.checkpoint.packed_layers import FLOAT_DTYPES
+from ramify.models.checkpoint.tensor_names import EMBEDDING, HEAD
 from ramify.models.checkpoint.weight_source import WeightSource
 from ramify.models.configs.model_config import ModelConfig
 from ramify.models.ops.quantized import Weight, as_tensor

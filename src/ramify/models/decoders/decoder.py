@@ -12,7 +12,7 @@ from torch import Tensor
 from ramify.attention.exactness import Exactness
 from ramify.attention.paged import PagedBackend
 from ramify.kv.pool import KVPool
-from ramify.models.checkpoint.counted_weights import LoadedWeight
+from ramify.models.checkpoint.loaded_weights import LoadedWeight
 from ramify.models.configs.dense_variant import NormKind
 from ramify.models.configs.model_config import ModelConfig
 from ramify.models.ops.protocol import DecoderLayer, Embedding, ForwardStep, LmHead, Norm, Ops

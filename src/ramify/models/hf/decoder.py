@@ -26,7 +26,7 @@ from ramify.attention.exactness import FP32_ROW_MULTIPLE, Exactness, dtype_name
 from ramify.attention.paged import PagedBackend
 from ramify.errors import CheckpointError, UnsupportedModelError
 from ramify.kv.pool import KVPool
-from ramify.models.checkpoint.counted_weights import LoadedWeight
+from ramify.models.checkpoint.loaded_weights import LoadedWeight
 from ramify.models.checkpoint.tensors import checkpoint_shapes
 from ramify.models.configs.model_config import ModelConfig
 from ramify.models.hf.checks import AttentionCall, ProbeAttention, Run, check_calls, check_results
