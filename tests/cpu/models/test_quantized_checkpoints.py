@@ -200,6 +200,26 @@ def test_an_engine_serves_it_from_the_cache(case: str, tmp_path: Path) -> None:
     assert (second.token_ids, second.logprobs) == (first.token_ids, first.logprobs)
 
 
+def test_types_of_weights_are_part_of_what_a_prefix_is_cached_under(tmp_path: Path) -> None:
+    """Same files, same namespace; the types, rounding at load and the dtype make others."""
+    path, wide = write_pair(tmp_path, *CASES["gptq"][:2])
+
+    def namespace(model: Path, **options: Any) -> bytes:
+        options = {"dtype": "float32", "kv_dtype": "int8", "ops": "torch"} | options
+        llm = LLM(str(model), kv_cache_tokens=512, **options)
+        return llm.engine.core.namespaces.base
+
+    first = namespace(path)
+    assert namespace(path) == first
+    others = [
+        namespace(path, dtype="bfloat16"),
+        namespace(path, quantize="widen"),
+        namespace(wide),
+        namespace(wide, quantize="int8"),
+    ]
+    assert len({first, *others}) == 5
+
+
 @pytest.mark.parametrize(
     ("file", "settings", "packer"),
     [

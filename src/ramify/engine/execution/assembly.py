@@ -32,6 +32,7 @@ from ramify.models.checkpoint.find import find_checkpoint
 from ramify.models.checkpoint.tensors import checkpoint_shapes
 from ramify.models.configs.model_config import ModelConfig
 from ramify.models.configs.pooling import PoolingConfig
+from ramify.models.configs.quantization.config import FILES_BESIDE
 from ramify.models.decoders.decoder import CausalDecoder
 from ramify.models.gguf.config import read_pooling
 from ramify.models.gguf.container import is_gguf, part_paths
@@ -121,7 +122,7 @@ class LocalEngine:
             LocalExecutor(self.runner, rejection_sample if by_rejection else sample_from_cdf),
             vocab_size=config.vocab_size,
             eos_token_ids=eos_token_ids,
-            namespace=self._namespace(self.path, self.weights_epoch),
+            namespace=self._namespace(self.path, self.decoder, self.weights_epoch),
             detokenizer_factory=detokenizer_factory,
             grammar_compiler=self.grammar_compiler.compile if self.grammar_compiler else None,
         )
@@ -175,7 +176,7 @@ class LocalEngine:
 
     def install_weights(self, path: Path, decoder: CausalDecoder) -> bytes:
         """Compute with these weights from now on; returns their cache namespace. See `WeightSwap`."""
-        namespace = self._namespace(path, self.weights_epoch + 1)
+        namespace = self._namespace(path, decoder, self.weights_epoch + 1)
         self.path, self.decoder, self.runner.model = path, decoder, decoder
         self.weights_epoch += 1
         return namespace
@@ -192,14 +193,17 @@ class LocalEngine:
             max_model_len=self.config.max_model_len,
         )
 
-    def _namespace(self, path: Path, epoch: int) -> bytes:
+    def _namespace(self, path: Path, decoder: CausalDecoder, epoch: int) -> bytes:
         """The cache namespace of the K/V that the weights in `path` compute."""
-        exact = int(self.config.requested.attention.exact)
-        model = _fingerprint(path)
-        quantize = self.config.requested.model.quantize
-        later: dict[str, str | int] = {"epoch": epoch} if epoch else {}
-        later |= {"quantize": quantize} if quantize != "off" else {}
-        return namespace_of(model=model, kv_dtype=str(self.kv_dtype), exact=exact, **later)
+        later = {"epoch": epoch} if epoch else {}
+        return namespace_of(
+            model=_fingerprint(path),
+            weight_types=_weight_types(decoder),
+            arithmetic=_arithmetic(decoder),
+            kv_dtype=str(self.kv_dtype),
+            exact=int(self.config.requested.attention.exact),
+            **later,
+        )
 
 
 class WeightSwap:
@@ -219,13 +223,33 @@ def _load_tokenizer(path: Path) -> Tokenizer | None:
     return None  # prompts and answers are token ids
 
 
+def _weight_types(decoder: CausalDecoder) -> str:
+    """Identifies the type of every weight, as it is stored and as the model holds it."""
+    lines = [f"{name} {weight.kind} {weight.dtype}" for name, weight in decoder.loaded.items()]
+    return _digest(lines)
+
+
+def _arithmetic(decoder: CausalDecoder) -> str:
+    """Identifies the implementation of each operation, and the dtype: both change the bits of K/V."""
+    operations = [
+        f"{op.operation} {op.shape} {op.dtype} {op.strategy}" for op in decoder.exactness()
+    ]
+    return _digest([str(decoder.dtype), *operations])
+
+
+def _digest(lines: list[str]) -> str:
+    """Of the lines in any order."""
+    return hashlib.blake2b("\n".join(sorted(lines)).encode(), digest_size=16).hexdigest()
+
+
 def _fingerprint(path: Path) -> str:
     """Identifies the weights by path, size and modification time of the checkpoint's files."""
     digest = hashlib.blake2b(digest_size=16)
     if is_gguf(path):
         files = [*part_paths(path)]
     else:
-        files = [*sorted(path.glob("*.safetensors")), path / "config.json"]
+        beside = [path / name for name in FILES_BESIDE if (path / name).is_file()]
+        files = [*sorted(path.glob("*.safetensors")), path / "config.json", *beside]
     for file in files:
         try:
             stat = file.stat()
