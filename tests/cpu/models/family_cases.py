@@ -151,11 +151,15 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def write_checkpoint(case: str, path: Path) -> Any:
-    """Save a random model of a case with transformers; returns it, in float32 with eager attention."""
+def write_checkpoint(case: str, path: Path, **changes: Any) -> Any:
+    """Save a random model of a case with transformers; returns it, in float32 with eager attention.
+
+    Args:
+        changes: settings that replace those of the case.
+    """
     family = case.split(maxsplit=1)[0]
     name = f"{family}TextConfig" if family == "Gemma3" else f"{family}Config"
-    config = getattr(transformers, name)(**SIZES | CASES[case])
+    config = getattr(transformers, name)(**SIZES | CASES[case] | changes)
     config._attn_implementation = config._experts_implementation = "eager"
     torch.manual_seed(len(case))
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()

@@ -65,7 +65,9 @@ class Architecture:
             half a head apart.
         norm_offset: was added to the weights of norms.
         has_partial_rotary: `rope.dimension_count` may be below the dimensions of a head.
+        window: sliding window in tokens where the file does not say; None: there is none then.
         window_period: layers from one without a sliding window to the next, where the file does not say.
+        has_local_rope: layers with a window have a rotary base of their own.
     """
 
     family: str
@@ -74,7 +76,9 @@ class Architecture:
     permutes_heads: bool = False
     norm_offset: float = 0.0
     has_partial_rotary: bool = False
+    window: int | None = None
     window_period: int | None = None
+    has_local_rope: bool = False
 
 
 def _has(metadata: Metadata, name: str) -> bool:
@@ -246,6 +250,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         fields=gemma2,
         names=POST_ATTENTION,
         norm_offset=1.0,
+        window=4096,
         window_period=2,
     ),
     "gemma3": Architecture(
@@ -253,13 +258,20 @@ ARCHITECTURES: dict[str, Architecture] = {
         fields=gemma3,
         names=POST_ATTENTION,
         norm_offset=1.0,
+        window=4096,
         window_period=6,
+        has_local_rope=True,
     ),
     "phi3": Architecture(family="Phi3ForCausalLM", has_partial_rotary=True),
     "gpt-oss": Architecture(
-        family="GptOssForCausalLM", fields=gpt_oss, names=POST_ATTENTION, window_period=2
+        family="GptOssForCausalLM",
+        fields=gpt_oss,
+        names=POST_ATTENTION,
+        window=128,
+        window_period=2,
     ),
-    "starcoder2": Architecture(family="Starcoder2ForCausalLM"),
+    # Converters leave out the window, which all models of the family have.
+    "starcoder2": Architecture(family="Starcoder2ForCausalLM", window=4096),
     "stablelm": Architecture(
         family="StableLmForCausalLM", fields=stablelm, has_partial_rotary=True
     ),
@@ -269,7 +281,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "olmoe": Architecture(family="OlmoeForCausalLM", fields=olmoe),
     "granite": Architecture(family="GraniteForCausalLM", fields=granite, permutes_heads=True),
     "command-r": Architecture(family="CohereForCausalLM", fields=cohere),
-    "cohere2": Architecture(family="Cohere2ForCausalLM", fields=cohere, window_period=4),
+    "cohere2": Architecture(
+        family="Cohere2ForCausalLM", fields=cohere, window=4096, window_period=4
+    ),
     "glm4": Architecture(family="Glm4ForCausalLM", has_partial_rotary=True),
     "glm4moe": Architecture(
         family="Glm4MoeForCausalLM",

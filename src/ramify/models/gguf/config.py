@@ -20,7 +20,7 @@ from ramify.models.configs.sampling_defaults import (
 )
 from ramify.models.gguf.architectures import ARCHITECTURES, Architecture
 from ramify.models.gguf.container import Container, StringArray, is_gguf, read_container
-from ramify.models.gguf.metadata import ARCHITECTURE, Metadata
+from ramify.models.gguf.metadata import ARCHITECTURE, Metadata, shortest
 from ramify.models.gguf.tensor_types import FLOAT_TYPES
 from ramify.params import PoolingMode
 
@@ -208,14 +208,14 @@ def _biases(container: Container) -> dict[str, Any]:
 
 
 def _windows(metadata: Metadata, architecture: Architecture, num_layers: int) -> dict[str, Any]:
-    """The sliding window; 0 is none, no key the family's own."""
+    """The sliding window, and the layers that have it; 0 is none, no key the architecture's own."""
     if FAMILIES[architecture.family].windows == "none" and architecture.window_period is None:
         return {}
     fields: dict[str, Any] = {}
     if metadata.has("attention.sliding_window"):
         fields["sliding_window"] = metadata.integer("attention.sliding_window") or None
-    elif architecture.family in ("Exaone4ForCausalLM", "Olmo2ForCausalLM"):
-        fields["sliding_window"] = None
+    else:
+        fields["sliding_window"] = architecture.window
     if architecture.window_period is None:
         return fields
     layers = metadata.window_layers(
@@ -231,10 +231,17 @@ def _rope(metadata: Metadata, architecture: Architecture, fields: dict[str, Any]
     """Base, rotated share of a head, and scaling."""
     head_dim, container = fields["head_dim"], metadata.container
     dims = metadata.integer("rope.dimension_count", head_dim)
-    made: dict[str, Any] = {
-        "rope_theta": metadata.number("rope.freq_base", 10_000.0),
-        "rope_scaling": _scaling(metadata, fields),
-    }
+    theta, scaling = metadata.number("rope.freq_base", 10_000.0), _scaling(metadata, fields)
+    made: dict[str, Any] = {"rope_theta": theta, "rope_scaling": scaling}
+    if scaling is not None and scaling["rope_type"] == "longrope":
+        name = "original_max_position_embeddings"
+        made[name] = scaling[name]
+    local_theta = metadata.number("rope.freq_base_swa", theta)
+    if local_theta != theta and not architecture.has_local_rope:
+        raise UnsupportedModelError(
+            f"{container.path}: rope.freq_base_swa is {local_theta} and rope.freq_base {theta}; this "
+            "architecture has one for all layers"
+        )
     if dims != head_dim and not architecture.has_partial_rotary:
         raise UnsupportedModelError(
             f"{container.path}: rope.dimension_count is {dims}, but heads have {head_dim} dimensions, and "
@@ -248,9 +255,7 @@ def _rope(metadata: Metadata, architecture: Architecture, fields: dict[str, Any]
     frequencies = container.tensors.get(ROPE_FREQS)
     if frequencies is not None:
         factors = _floats(container, ROPE_FREQS)
-        made["rope_scaling"] = _llama3_scaling(
-            factors, made["rope_theta"], fields["max_position_embeddings"]
-        )
+        made["rope_scaling"] = _llama3_scaling(factors, theta, fields["max_position_embeddings"])
     return made
 
 
@@ -270,8 +275,8 @@ def _scaling(metadata: Metadata, fields: dict[str, Any]) -> dict[str, Any] | Non
         long, short = (_floats(container, name) for name in (ROPE_LONG, ROPE_SHORT))
         return {
             "rope_type": "longrope",
-            "long_factor": long.tolist(),
-            "short_factor": short.tolist(),
+            "long_factor": [shortest(value) for value in long],
+            "short_factor": [shortest(value) for value in short],
             "original_max_position_embeddings": original or fields["max_position_embeddings"],
             **({"attention_factor": attention} if attention else {}),
         }
@@ -311,7 +316,7 @@ def _llama3_scaling(
     factors: NDArray[np.float32], theta: float, num_positions: int
 ) -> dict[str, Any]:
     """The scaling of Llama 3 that has these divisors of the frequencies, else the divisors themselves."""
-    factor = float(str(factors.max()))
+    factor = shortest(factors.max())
     low, high, original = 1.0, 4.0, 8192
     dim = 2 * len(factors)
     frequencies = 1.0 / theta ** (np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim))
@@ -328,8 +333,8 @@ def _llama3_scaling(
         }
     return {
         "rope_type": "longrope",
-        "short_factor": factors.tolist(),
-        "long_factor": factors.tolist(),
+        "short_factor": [shortest(value) for value in factors],
+        "long_factor": [shortest(value) for value in factors],
         "attention_factor": 1.0,
         "factor": 1.0,
         "original_max_position_embeddings": num_positions,

@@ -86,7 +86,7 @@ class Metadata:
             self._refuse(key, "a finite number", value)
         with np.errstate(over="ignore"):
             narrow = np.float32(value)
-        return float(str(narrow)) if float(narrow) == value else float(value)
+        return shortest(narrow) if float(narrow) == value else float(value)
 
     def flag(self, key: str, default: bool) -> bool:
         """True or false.
@@ -152,6 +152,11 @@ class Metadata:
             f"{self.container.path}: {self._architecture}.{key}: expected {expected}, found {state}; "
             "download it again"
         )
+
+
+def shortest(value: np.float32) -> float:
+    """The number with the fewest digits that rounds to one of 32 bits."""
+    return float(str(value))
 
 
 def _plain(value: Any) -> Any:
