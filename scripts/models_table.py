@@ -10,11 +10,14 @@ not up to date.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from ramify.models.configs.families import FAMILIES
 from ramify.models.configs.families.gpt_oss import GPT_OSS
 from ramify.models.configs.wrappers import WRAPPERS
+from ramify.models.gguf.architectures import ARCHITECTURES
+from ramify.models.gguf.tensor_types import TENSOR_TYPES
 from tests.cpu.family_templates import FAMILY_TEMPLATES, PUBLISHED, FamilyTemplate
 from tests.cpu.models.family_cases import CASES
 from tests.cpu.models.test_hf_adapter import REFUSED, SERVED, SERVED_INEXACT
@@ -28,8 +31,7 @@ INTRO = """\
 
 A checkpoint directory or a hub model runs if its architecture is in the first table, or if transformers
 has it as a causal decoder. Weights are float32, bfloat16 or float16 safetensors, and MXFP4 ones of
-gpt-oss, which are widened at load; `scripts/gguf_to_checkpoint.py` widens a GGUF file to such a
-directory. Of models that read images or audio too, the text decoder runs.
+gpt-oss, which are widened at load; or a file of [GGUF](#gguf). Of models that read images or audio too, the text decoder runs.
 
 ## Context, head and end tokens
 
@@ -107,6 +109,24 @@ see them, and the response says so; a call that the model writes is read all the
 | models | `model_type` | tools in the template | documents | thinking switch | calls | thinking |
 |---|---|---|---|---|---|---|
 """
+GGUF = """
+## GGUF
+
+`ramify serve model.gguf`, every other command and `LLM("model.gguf")` take a GGUF file, any part of a split
+one, or a directory with one such model. Configuration, tokenizer, chat templates and sampling defaults come
+from its metadata; other files are not needed. Tensors of the types {types} are read as they are:
+quantised matrices stay packed, with the values of the type's formula. A file with quantised tensors is
+computed in float32 unless `--dtype` says otherwise.
+
+Compared with the checkpoint of the same values: logits with the same bits, with eight types in one file
+(`tests/cpu/models/test_gguf_models.py`). Other architectures, types, and settings that are not ours are
+refused by name. Tokenizers are byte-level BPE (`gpt2`) and sentencepiece's BPE (`llama`); a `pre` that is
+unknown is split as llama.cpp falls back to, with a warning. StarCoder 2 has its window of 4,096 tokens,
+which files leave out.
+
+| `general.architecture` | architecture |
+|---|---|
+"""
 # By the words of the error that the test expects.
 REASONS = {
     "encoder-decoder": "an encoder-decoder",
@@ -138,6 +158,11 @@ def template_row(family: FamilyTemplate) -> str:
     return f"| {' | '.join(cells)} |\n"
 
 
+def _listed(names: Iterable[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} and {last}"
+
+
 def page() -> str:
     """The text of docs/models.md."""
     cases: dict[str, list[str]] = {}
@@ -153,6 +178,8 @@ def page() -> str:
     for name, wrapper in WRAPPERS.items():
         kind = WRAPPER_CASES[name][0].get("model_type", wrapper.text_type)
         lines.append(f"| `{name}` | `{wrapper.model_type}` | `{kind}` |\n")
+    lines.append(GGUF.replace("{types}", _listed(kind.name for kind in TENSOR_TYPES.values())))
+    lines += [f"| `{name}` | `{row.family}` |\n" for name, row in ARCHITECTURES.items()]
     lines.append(TEMPLATES)
     lines += map(template_row, FAMILY_TEMPLATES)
     lines.append(ADAPTER)

@@ -351,7 +351,6 @@ def test_a_missing_checkpoint_says_how_to_get_it(
     [
         (["adapter_config.json", "adapter_model.safetensors"], "is an adapter.*merge_and_unload"),
         (["adapter_config.json", "config.json"], "is an adapter"),
-        (["model-q4_0.gguf"], r"model-q4_0.gguf is in GGUF.*gguf_to_checkpoint"),
         (["params.json", "consolidated.safetensors"], "Mistral's own format"),
         (["model_index.json"], "diffusers"),
     ],
@@ -365,15 +364,6 @@ def test_models_in_other_forms_are_named(files: list[str], message: str, tmp_pat
         find_checkpoint(tmp_path)
 
     assert "\n" not in str(caught.value)
-
-
-def test_a_gguf_file_is_named_as_such(tmp_path: Path) -> None:
-    """A path to the file itself, as llama.cpp takes it."""
-    file = tmp_path / "model.gguf"
-    file.write_bytes(b"GGUF")
-
-    with pytest.raises(CheckpointError, match="gguf_to_checkpoint"):
-        find_checkpoint(file)
 
 
 def test_a_file_is_not_a_checkpoint(tmp_path: Path) -> None:

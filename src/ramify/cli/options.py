@@ -36,7 +36,9 @@ CHOICES = {
     "speculative": SPECULATIVE_METHODS,
     "speculative_sampling": SPECULATIVE_SAMPLING,
 }
-MODEL_HELP = "Checkpoint directory, hub id (downloaded if not cached), or ramify-tiny (built in)."
+MODEL_HELP = (
+    "Checkpoint directory, GGUF file, hub id (downloaded if not cached), or ramify-tiny (built in)."
+)
 DEFAULT_MODEL = ModelSection().model
 Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
 # Headings of help pages by section.

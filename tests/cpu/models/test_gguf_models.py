@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from ramify.errors import CheckpointError, UnsupportedModelError
+from ramify.engine.text.tokenizer import Tokenizer
+from ramify.errors import CheckpointError, ModelError, UnsupportedModelError
 from ramify.models.checkpoint.find import find_checkpoint
 from ramify.models.checkpoint.sources import open_source
 from ramify.models.configs.model_config import ModelConfig
@@ -18,6 +22,7 @@ from ramify.models.gguf.architectures import ARCHITECTURES
 from ramify.models.gguf.container import read_container
 from ramify.models.loader import load_model, read_config
 from ramify.models.ops.quantized import QuantizedWeight
+from tests.budget import examples
 from tests.cpu.models.family_cases import write_checkpoint
 from tests.cpu.models.gguf_files import NAMES, TYPES, gguf, write_gguf
 from tests.cpu.models.test_dense_families import logits_of, runner_of
@@ -193,7 +198,8 @@ def changed(path: Path, **keys: Any) -> None:
         full = name.replace("__", ".")
         values.pop(full, None)
         if value is not None:
-            values[full] = kinds[type(value)], value
+            kind = gguf.GGUFValueType.ARRAY if isinstance(value, list) else kinds[type(value)]
+            values[full] = kind, value
     for name, (kind, value) in values.items():
         if kind == gguf.GGUFValueType.ARRAY:
             writer.add_array(name, value)
@@ -264,3 +270,48 @@ def test_a_directory_has_one_model(tmp_path: Path) -> None:
         find_checkpoint(tmp_path / "model.bin")
     (tmp_path / "b.gguf").unlink()
     assert find_checkpoint(tmp_path) == tmp_path / "a.gguf"
+
+
+@settings(max_examples=examples(400), deadline=None)
+@given(data=st.data())
+def test_a_changed_header_is_read_or_refused(
+    data: st.DataObject,
+    tiny_file: tuple[bytes, int],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Bytes of a model's header overwritten: a model with all tensors, or an error of ours."""
+    raw, start = tiny_file
+    changes = st.tuples(st.integers(0, start - 1), st.integers(0, 255) | st.just(0))
+    changed_bytes = bytearray(raw)
+    for at, value in data.draw(st.lists(changes, min_size=1, max_size=3)):
+        changed_bytes[at] = value
+    path = tmp_path_factory.getbasetemp() / "changed.gguf"
+    path.write_bytes(changed_bytes)
+
+    with suppress(ModelError):
+        Tokenizer.load(path)
+    with suppress(ModelError):
+        config = read_config(path)
+        source = open_source(path, config, dtype=torch.float32)
+        assert [source.shape(name) for name in source] == list(config.tensor_shapes().values())
+
+
+@pytest.fixture(scope="module")
+def tiny_file(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, int]:
+    """A model's file with a tokenizer, and the bytes of its header."""
+    place = tmp_path_factory.mktemp("tiny")
+    _, path = written("Llama llama3", place)
+    changed(path, tokenizer__ggml__model="gpt2", tokenizer__ggml__pre="smollm")
+    with_tokens(path)
+    start = min(info.start for info in read_container(path).tensors.values())
+    return path.read_bytes(), start
+
+
+def with_tokens(path: Path) -> None:
+    """Add the arrays of a small vocabulary."""
+    arrays = {
+        "tokens": ["a", "b", "ab", "<s>"],
+        "token_type": [1, 1, 1, 3],
+        "merges": ["a b"],
+    }
+    changed(path, **{f"tokenizer__ggml__{name}": values for name, values in arrays.items()})
