@@ -139,9 +139,9 @@ def _numbers(container: Container, key: str, count: int, default: int) -> list[A
     if values is None:
         return [default] * count
     if not isinstance(values, np.ndarray) or len(values) < count:
-        found = f"{len(values)}" if isinstance(values, np.ndarray) else shown(values)
+        actual = f"{len(values)}" if isinstance(values, np.ndarray) else shown(values)
         raise CheckpointError(
-            f"{container.path}: {TOKENIZER}{key}: expected {count} numbers, found {found}; {IDS}"
+            f"{container.path}: {TOKENIZER}{key}: expected {count} numbers, found {actual}; {IDS}"
         )
     return list(values[:count].tolist())
 

@@ -300,9 +300,9 @@ def _floats(container: Container, name: str) -> NDArray[np.float32]:
     """The values of a vector of float32, all above 0."""
     info = container.tensors.get(name)
     if info is None or info.kind.name != "F32":
-        found = "none" if info is None else info.kind.name
+        actual = "none" if info is None else info.kind.name
         raise CheckpointError(
-            f"{container.path}: expected a tensor {name} of float32, found {found}; download it again"
+            f"{container.path}: expected a tensor {name} of float32, found {actual}; download it again"
         )
     values = info.read_rows().view("<f4").ravel()
     if not (np.isfinite(values) & (values > 0)).all():

@@ -198,10 +198,10 @@ class _Finder:
         return _all(map(rows, names)) if names else None
 
 
-def _all(found: Iterator[list[Rows] | None]) -> list[Rows] | None:
+def _all(plans: Iterator[list[Rows] | None]) -> list[Rows] | None:
     """The rows of all, one after the other; None if there are none of one."""
     rows: list[Rows] = []
-    for part in found:
+    for part in plans:
         if part is None:
             return None
         rows += part
