@@ -2,15 +2,21 @@
 
 from collections.abc import Callable, Iterator
 from itertools import islice
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from ramify.attention.backends.blocked import BLOCK_KEYS, BlockedBackend
 from ramify.attention.backends.blocked_matmul import choose_matmul
 from ramify.attention.exactness import ProbeStore, batch_variant_row_counts
 from ramify.attention.spec import AttentionSpec
-from ramify.models.ops.torch_linear import TorchLinear
+from ramify.models.loader import load_model
+from ramify.models.ops.protocol import RowOp
+from ramify.models.ops.quantized import Weight, as_tensor
+from ramify.models.ops.torch_linear import TORCH_LINEARS, TorchLinear
 from tests.cpu.attention_mutants import (
     CutAtNodeBoundary,
     CutTree,
@@ -20,6 +26,7 @@ from tests.cpu.attention_mutants import (
 )
 from tests.cpu.bit_scenarios import AGAIN, FIRST, Ask, Scenario, Turn, compare
 from tests.cpu.engine_cases import CPU, Model, Sizes
+from tests.cpu.tiny_models import ops_of
 
 ModelOf = Callable[[str, str], Model]
 VARIANTS = ["float32", "bfloat16", "float32-torch", "bfloat16-torch"]
@@ -67,6 +74,9 @@ def assert_found(model: Model, still: Callable[[], bool], fault: str) -> None:
         ("llama", "bfloat16"),
         ("llama", "float32-int8"),
         ("v2", "float32-int8"),
+        ("qwen3", "float32-weights8"),
+        ("qwen3", "bfloat16-weights4"),
+        ("qwen3", "float32-gguf"),
     ],
 )
 def test_the_runs_that_catch_faults_are_clean_without_one(
@@ -74,6 +84,41 @@ def test_the_runs_that_catch_faults_are_clean_without_one(
 ) -> None:
     """Without a fault, the runs show no difference."""
     assert find(model_of(family, variant), max_runs=3) == []
+
+
+def batch_scaled(weight: Weight, bias: Tensor | None) -> RowOp:
+    """Rows rounded to int8 with one scale for all of a call, as with a dynamic scale per tensor."""
+
+    def run(x: Tensor) -> Tensor:
+        scale = x.abs().max() / 127
+        return F.linear((x / scale).round() * scale, as_tensor(weight), bias)
+
+    return run
+
+
+def switched(weight: Weight, bias: Tensor | None) -> RowOp:
+    """Rows rounded to int8 up to eight of them, in full precision beyond, as where a GEMM takes over."""
+
+    def run(x: Tensor) -> Tensor:
+        scale = x.abs().amax(1, keepdim=True) / 127 + 1e-30
+        rows = (x / scale).round() * scale if len(x) <= 8 else x
+        return F.linear(rows, as_tensor(weight), bias)
+
+    return run
+
+
+@pytest.mark.parametrize("fault", [batch_scaled, switched])
+def test_arithmetic_of_codes_that_depends_on_the_batch_is_found(
+    fault: Callable[[Weight, Tensor | None], RowOp],
+    model_of: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Faults of other engines' quantised linears, planted into ours."""
+    monkeypatch.setitem(TORCH_LINEARS, "padded", fault)
+    path = model_of.checkpoint("qwen3")
+    decoder = load_model(path, dtype="float32", ops=ops_of("padded"), quantize="int8")
+
+    assert find(Model("qwen3-fault", decoder))
 
 
 def test_skipped_padding_of_linears_is_found(model_of: ModelOf) -> None:

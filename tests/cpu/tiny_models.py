@@ -1,5 +1,6 @@
 """Tiny models of every kind of attention, in every dtype and K/V dtype, each loaded once per session."""
 
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -50,7 +51,10 @@ DENSE: dict[str, dict[str, Any]] = {
 }
 # MLA over all keys (v2), and over keys that a sparse index selects (v32); written by transformers.
 LATENT = ("v2", "v32")
-WORDS = {"torch", *TORCH_LINEARS, "int8", "fp8", "blocked"}
+# Weights rounded at load, and a GGUF file whose matrices have different types.
+WEIGHTS = {"weights8": "int8", "weights4": "int4", "gguf": "off"}
+WORDS = {"torch", *TORCH_LINEARS, "int8", "fp8", "blocked", *WEIGHTS}
+GGUF_TYPES = ("Q4_0", "Q8_0", "Q4_1", "Q5_0", "Q5_1")
 
 
 class TinyModels:
@@ -58,7 +62,7 @@ class TinyModels:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._decoders: dict[tuple[str, str, str], Decoder] = {}
+        self._decoders: dict[tuple[str, str, str, str], Decoder] = {}
         self._models: dict[tuple[str, str], Model] = {}
 
     def __call__(self, family: str, variant: str) -> Model:
@@ -68,7 +72,7 @@ class TinyModels:
             family: of `DENSE` or `LATENT`.
             variant: a dtype, then any of: `torch` for `TorchOps`, or a linear strategy of it (else the
                 operations that users get), `int8` or `fp8` for K/V, `blocked` for torch attention, as
-                without Numba. For example `float32-onednn-int8`.
+                without Numba; a word of `WEIGHTS`. For example `float32-onednn-int8`.
         """
         if (family, variant) not in self._models:
             dtype, *words = variant.split("-")
@@ -78,9 +82,9 @@ class TinyModels:
             reason = strategy_supports(strategy, weight) if strategy else None
             if reason is not None:
                 pytest.skip(f"no {strategy} linears: {reason}")
-            decoder = self._decoder(
-                family, dtype, strategy or ("torch" if "torch" in words else "auto")
-            )
+            weights = next((word for word in words if word in WEIGHTS), "")
+            ops = strategy or ("torch" if "torch" in words else "auto")
+            decoder = self._decoder(family, dtype, ops, weights)
             if strategy is not None:
                 _skip_unless_exact(decoder, strategy)
             self._models[family, variant] = Model(
@@ -91,14 +95,32 @@ class TinyModels:
             )
         return self._models[family, variant]
 
-    def _decoder(self, family: str, dtype: str, ops: str) -> Decoder:
-        key = (family, dtype, ops)
+    def _decoder(self, family: str, dtype: str, ops: str, weights: str) -> Decoder:
+        key = (family, dtype, ops, weights)
         if key not in self._decoders:
-            path = self._folder / family
-            if not path.exists():
-                _write(family, path)
-            self._decoders[key] = load_model(path, dtype=dtype, ops=ops_of(ops))
+            path = self._gguf(family) if weights == "gguf" else self.checkpoint(family)
+            quantize = WEIGHTS.get(weights, "off")
+            self._decoders[key] = load_model(path, dtype=dtype, ops=ops_of(ops), quantize=quantize)
         return self._decoders[key]
+
+    def checkpoint(self, family: str) -> Path:
+        """Its checkpoint directory."""
+        path = self._folder / family
+        if not path.exists():
+            _write(family, path)
+        return path
+
+    def _gguf(self, family: str) -> Path:
+        pytest.importorskip("gguf", reason="it writes the file")
+        transformers = pytest.importorskip("transformers", reason="it reads the configuration")
+        from tests.cpu.models.gguf_files import write_gguf
+
+        path, copy = self._folder / f"{family}.gguf", self._folder / f"{family}-of-gguf"
+        if not path.exists():
+            shutil.copytree(self.checkpoint(family), copy)
+            config = transformers.AutoConfig.from_pretrained(copy)
+            write_gguf(family.capitalize(), config, copy, path, types=GGUF_TYPES)
+        return path
 
 
 def ops_of(name: str) -> str | OpsFactory:
