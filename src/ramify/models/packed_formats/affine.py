@@ -44,8 +44,8 @@ def from_zero_points(
 
     Args:
         name: of the layer, for messages.
-        stored: [out_width, in_width] integers 0 .. 2 ** bits - 1, int16 or wider.
-        zeros: [out_width, groups] integers 0 .. 2 ** bits, or one integer.
+        stored: [out_width, in_width] uint8, 0 .. 2 ** bits - 1.
+        zeros: [out_width, groups] int16, 0 .. 2 ** bits, or one integer.
         scales: [out_width, groups] float.
         dtype: that the result is computed in.
 
@@ -57,17 +57,17 @@ def from_zero_points(
         zeros = int(zeros.flatten()[0])
     if isinstance(zeros, int) and (bits == 4 or zeros == 128):
         levels = tuple(range(-zeros, 16 - zeros)) if bits == 4 else ()
-        codes = (stored - zeros).to(torch.int8)
+        codes = (stored - zeros).view(torch.int8)
         return QuantizedWeight(
             WeightFormat(bits, group_size, levels=levels), codes, scales, None, dtype
         )
     if isinstance(zeros, int):
-        zeros = torch.full(scales.shape, zeros, dtype=stored.dtype)
+        zeros = torch.full(scales.shape, zeros, dtype=torch.int16)
     if _products_are_exact(scales):
         offset = 128 if bits == 8 else 0
         mins = scales * (offset - zeros)
         levels = tuple(range(16)) if bits == 4 else ()
-        codes = (stored - offset).to(torch.int8)
+        codes = (stored - offset).view(torch.int8)
         kind = WeightFormat(bits, group_size, has_min=True, levels=levels)
         return QuantizedWeight(kind, codes, scales, mins, dtype)
     differences = stored - spread(zeros, group_size, stored.shape[1])
@@ -78,6 +78,22 @@ def from_zero_points(
     return WidenedWeight(
         wide, "its zero points leave 8 bits, and its scales are too fine for offsets"
     )
+
+
+def from_int8(
+    name: str, codes: Tensor, scales: Tensor, *, group_size: int, dtype: torch.dtype
+) -> QuantizedWeight:
+    """The matrix scales * codes.
+
+    Args:
+        name, scales, dtype: see `from_zero_points`.
+        codes: [out_width, in_width] int8.
+
+    Raises:
+        CheckpointError: a scale is no finite number.
+    """
+    kind = WeightFormat(8, group_size)
+    return QuantizedWeight(kind, codes, finite_scales(name, scales), None, dtype)
 
 
 def ceil_div(count: int, size: int) -> int:
@@ -98,15 +114,21 @@ def spread(groups: Tensor, group_size: int, width: int) -> Tensor:
     return groups.repeat_interleave(group_size, 1)[:, :width]
 
 
-def unpack(words: Tensor, bits: int, dim: int) -> Tensor:
-    """Unsigned integers of `bits` bits that int32 words hold along `dim`, lowest bits first; int16.
+def unpack(words: Tensor, bits: int) -> Tensor:
+    """Unsigned integers of 4 or 8 bits in int32 words, lowest bits first.
+
+    Args:
+        words: [rows, n] int32.
 
     Returns:
-        As `words`, with 32 / bits times as many entries along `dim`.
+        [rows, n, 32 / bits] uint8.
     """
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-    parts = [((words >> int(shift)) & (2**bits - 1)).to(torch.int16) for shift in shifts]
-    return torch.stack(parts, dim + 1).flatten(dim, dim + 1)
+    parts = words.flatten().view(torch.uint8)
+    if bits == 4:
+        # A byte 0xHL becomes the word 0x0H0L, whose bytes are L and H.
+        wide = parts.to(torch.int16)
+        parts = (wide | wide << 4).bitwise_and_(0x0F0F).view(torch.uint8)
+    return parts.view(*words.shape, 32 // bits)
 
 
 def _products_are_exact(scales: Tensor) -> bool:

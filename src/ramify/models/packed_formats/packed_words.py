@@ -51,8 +51,8 @@ def gptq(
     qweight = checked(name, tensors, "qweight", [(width // values_per_word, rows)], word)
     qzeros = checked(name, tensors, "qzeros", [(groups, rows // values_per_word)], word)
     scales = checked(name, tensors, "scales", [(groups, rows)], SCALE_DTYPES).T
-    stored = unpack(qweight, scheme.bits, 0).T.contiguous()
-    zeros = unpack(qzeros, scheme.bits, 1).T.contiguous() + scheme.zero_offset
+    stored = unpack(qweight.T, scheme.bits).flatten(1)
+    zeros = unpack(qzeros, scheme.bits).flatten(1).T.to(torch.int16) + scheme.zero_offset
     return _grouped(name, tensors, "g_idx", stored, zeros, scales, scheme, group_size, dtype)
 
 
@@ -73,8 +73,10 @@ def awq(
     qweight = checked(name, tensors, "qweight", [(width, rows // 8)], word)
     qzeros = checked(name, tensors, "qzeros", [(groups, rows // 8)], word)
     scales = checked(name, tensors, "scales", [(groups, rows)], SCALE_DTYPES).T
-    stored, zeros = (_awq_order(unpack(words, 4, 1)).T.contiguous() for words in (qweight, qzeros))
-    return from_zero_points(name, stored, zeros, scales, bits=4, group_size=group_size, dtype=dtype)
+    stored, zeros = _awq_codes(qweight), _awq_codes(qzeros)
+    return from_zero_points(
+        name, stored, zeros.to(torch.int16), scales, bits=4, group_size=group_size, dtype=dtype
+    )
 
 
 def pack_quantized(
@@ -108,8 +110,8 @@ def pack_quantized(
     if not scheme.symmetric:
         packed_rows = ceil_div(rows, values_per_word)
         points = checked(name, tensors, "weight_zero_point", [(packed_rows, groups)], word)
-        zeros = unpack(points, scheme.bits, 0)[:rows]
-    stored = unpack(packed, scheme.bits, 1)[:, :width]
+        zeros = unpack(points.T, scheme.bits).flatten(1).T[:rows].to(torch.int16)
+    stored = unpack(packed, scheme.bits).flatten(1)[:, :width]
     return _grouped(name, tensors, "weight_g_idx", stored, zeros, scales, scheme, group_size, dtype)
 
 
@@ -147,14 +149,18 @@ def _scattered(
     name: str, stored: Tensor, zeros: Tensor | int, scales: Tensor, index: Tensor
 ) -> Tensor:
     points = zeros[:, index] if isinstance(zeros, Tensor) else zeros
-    differences: Tensor = (stored - points).float()
+    differences: Tensor = (stored.to(torch.int16) - points).float()
     factors = finite_scales(name, scales)[:, index]
     return torch.mul(differences, factors)
 
 
-def _awq_order(nibbles: Tensor) -> Tensor:
-    words: Tensor = nibbles.unflatten(1, (-1, 8))[:, :, torch.tensor(AWQ_NIBBLES)]
-    return words.flatten(1)
+def _awq_codes(words: Tensor) -> Tensor:
+    """[n, out / 8] int32 -> [out, n] uint8."""
+    columns = words.T.contiguous()
+    codes = torch.empty((len(columns), 8, len(words)), dtype=torch.uint8)
+    for column, nibble in enumerate(AWQ_NIBBLES):
+        codes[:, column] = (columns >> 4 * nibble).bitwise_and_(15)
+    return codes.flatten(0, 1)
 
 
 def _check_divides(name: str, side: str, width: int, values_per_word: int) -> None:

@@ -14,6 +14,7 @@ from ramify.models.packed_formats.affine import (
     WidenedWeight,
     ceil_div,
     finite_scales,
+    from_int8,
     from_zero_points,
 )
 from ramify.models.packed_formats.tensor_checks import check_suffixes, checked
@@ -44,11 +45,11 @@ def int_quantized(
     shapes = [(1,), (1, 1), ()] if scheme.group_size == 0 else [(rows, groups)]
     scales = checked(name, tensors, "weight_scale", shapes, SCALE_DTYPES)
     scales = scales.reshape(-1, groups).expand(rows, groups)
-    zeros: Tensor | int = 128
-    if not scheme.symmetric:
-        points = checked(name, tensors, "weight_zero_point", shapes, (torch.int8,))
-        zeros = points.reshape(-1, groups).expand(rows, groups).to(torch.int16) + 128
-    stored = codes.to(torch.int16) + 128
+    if scheme.symmetric:
+        return from_int8(name, codes, scales, group_size=group_size, dtype=dtype)
+    points = checked(name, tensors, "weight_zero_point", shapes, (torch.int8,))
+    zeros = points.reshape(-1, groups).expand(rows, groups).to(torch.int16) + 128
+    stored = codes.view(torch.uint8) ^ 128
     return from_zero_points(name, stored, zeros, scales, bits=8, group_size=group_size, dtype=dtype)
 
 
@@ -69,9 +70,9 @@ def bnb_int8(
                 f"{name}.weight_format: the layout {BNB_LAYOUTS.get(int(layout), layout)} is not read, only "
                 "row; save the model again with a newer bitsandbytes, or use the original checkpoint"
             )
-    codes = checked(name, tensors, "weight", [shape], (torch.int8,)).to(torch.int16) + 128
+    codes = checked(name, tensors, "weight", [shape], (torch.int8,))
     scales = checked(name, tensors, "SCB", [(shape[0],)], (torch.float32,))[:, None] / 127
-    return from_zero_points(name, codes, 128, scales, bits=8, group_size=shape[1], dtype=dtype)
+    return from_int8(name, codes, scales, group_size=shape[1], dtype=dtype)
 
 
 def float8(
