@@ -209,6 +209,20 @@ def test_fp8_of_a_matrix_or_a_row(name: str, shape: tuple[int, ...]) -> None:
     assert torch.equal(decoded.weight, expected)
 
 
+@pytest.mark.parametrize("shape", [(16, 16), (5, 51)])
+def test_fp8_of_every_byte(shape: tuple[int, int]) -> None:
+    """An even and an odd number of elements; NaN stays NaN."""
+    rows, width = shape
+    weight = torch.arange(rows * width).to(torch.uint8).view(torch.float8_e4m3fn).view(shape)
+
+    decoded = decode_linear(
+        "q", {"weight": weight, "weight_scale": torch.ones(1)}, shape, Scheme("fp8", 8)
+    )
+
+    assert isinstance(decoded, WidenedWeight)
+    assert torch.equal(decoded.weight.nan_to_num(1e9), weight.float().nan_to_num(1e9))
+
+
 @pytest.mark.parametrize("exponents", [False, True])
 def test_fp8_of_blocks(exponents: bool) -> None:
     """The last block of a side may be smaller; scales may be exponents."""
