@@ -13,11 +13,11 @@ from torch import Tensor
 
 from ramify import LLM, SamplingParams
 from ramify.errors import ModelError
-from ramify.models.checkpoint.stacked_experts import widen_mxfp4
 from ramify.models.configs.model_config import ModelConfig
 from ramify.models.kv_cache_spec import attention_spec
 from ramify.models.loader import load_model, read_config
 from ramify.models.ops.registry import OPS
+from ramify.models.packed_formats.fp4 import mxfp4
 from tests.cpu.models.test_dense_families import NUM_TOKENS, logits_of, runner_of, token_ids_of
 from tests.cpu.test_loading_memory import peak_of_loading
 
@@ -126,7 +126,7 @@ def test_every_byte_widens_as_in_transformers(dtype: torch.dtype) -> None:
     scales = torch.arange(1, 250, dtype=torch.uint8)[:, None].expand(-1, 16).contiguous()
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).expand(len(scales), -1, -1)
 
-    wide = widen_mxfp4(blocks, scales, dtype)
+    wide = mxfp4("experts", blocks, scales, (len(scales), 512), dtype).dequantize()
 
     expected = convert_moe_packed_tensors(blocks[None], scales[None], dtype=dtype)[0].T
     assert wide.isfinite().all()
@@ -143,7 +143,10 @@ def test_mxfp4_logits_are_those_of_transformers(ops: str, tmp_path: Path) -> Non
         expected = model(token_ids).logits[0]
         logits = logits_of(runner_of(tmp_path, ops, "float32"), [NUM_TOKENS])
 
-    assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
+    # The kernels round rows to int16.
+    limit = 1e-4 if ops == "torch" else 2e-3
+    assert (logits - expected).abs().max() <= limit * expected.abs().max()
+    assert (logits - expected).norm() <= 5e-4 * expected.norm()
 
 
 def test_mxfp4_serves_from_the_cache(tmp_path: Path) -> None:
@@ -239,16 +242,22 @@ def test_damaged_experts_are_refused(change: str, message: str, tmp_path: Path) 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's memory counters")
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_peak_memory_is_that_of_the_widened_weights(is_packed: bool, tmp_path: Path) -> None:
-    """Experts are read and widened one by one: at most 1.2 times the bytes of the weights."""
+def test_peak_memory_is_that_of_the_weights(is_packed: bool, tmp_path: Path) -> None:
+    """Experts are read and packed one by one: at most 1.2 times the bytes of the weights."""
     # About a layer's experts are held beside the packed weights: four layers would make that a quarter.
     sizes = {"hidden_size": 512, "intermediate_size": 768, "num_local_experts": 10}
     config = SMALL | sizes | {"num_hidden_layers": 8}
     if not is_packed:
         del config["quantization_config"]
     write_mxfp4(tmp_path, config)
-    shapes = ModelConfig.from_hf(config, "config.json").tensor_shapes().values()
-    num_bytes = 4 * sum(torch.Size(shape).numel() for shape in shapes)
-    assert num_bytes > 150 << 20
+    shapes = ModelConfig.from_hf(config, "config.json").tensor_shapes()
+    num_bytes = 0.0
+    for name, shape in shapes.items():
+        # A code of 4 bits, and a float32 scale for 32 of them.
+        is_code = is_packed and ".experts." in name and name.endswith(".weight")
+        num_bytes += torch.Size(shape).numel() * (0.625 if is_code else 4)
+    assert num_bytes > (50 << 20 if is_packed else 150 << 20)
 
-    assert peak_of_loading(tmp_path, "cpu") <= 1.2 * num_bytes
+    peak = peak_of_loading(tmp_path, "cpu")
+
+    assert peak <= 1.2 * num_bytes

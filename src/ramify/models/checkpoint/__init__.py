@@ -9,6 +9,6 @@ In reading order:
 - `stored_tensor`: a tensor of a file, by plain reads.
 - `tensors`: their tensors, checked as a whole, read one at a time.
 - `tensor_names`: what a tensor in a file is to the model; `packed_layers`: quantised linear layers.
-- `stacked_experts`: experts that are stacked in one tensor, one by one; widens MXFP4.
+- `stacked_experts`: experts that are stacked in one tensor, one by one.
 - `weight_layout`: rows in the order that the operations expect.
 """

@@ -1,4 +1,4 @@
-"""Experts that a checkpoint stacks in a tensor per layer, read one by one; MXFP4 is widened then."""
+"""Experts that a checkpoint stacks in a tensor per layer, read one by one."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from ramify.models.checkpoint.tensors import CheckpointTensors
 from ramify.models.checkpoint.weight_source import WeightSource
 from ramify.models.configs.model_config import ModelConfig
 from ramify.models.ops.quantized import Weight
-from ramify.models.packed_formats.fp4 import FP4_VALUES, MXFP4_BIAS
+from ramify.models.packed_formats.fp4 import mxfp4
 
 MXFP4 = "MXFP4"
-WIDENED = "no kernel multiplies by MXFP4 experts"
 
 
 class StackedExperts(WeightSource):
     """A checkpoint with each expert's tensors by the names of `ModelConfig.tensor_shapes`.
 
-    An expert is read, and widened, when it is asked for, so that loading takes little more memory
-    than the weights it makes.
+    An expert is read when it is asked for, so that loading takes little more memory than the weights it
+    makes.
 
     Args:
         config: with experts that are stacked or in MXFP4.
@@ -60,7 +59,8 @@ class StackedExperts(WeightSource):
         if len(parts) == 1:
             return _gate_above_up(parts[0].T, name).contiguous()
         blocks, scales = (_gate_above_up(part, name) for part in parts)
-        return widen_mxfp4(blocks, scales, self._dtype)
+        rows, width = self._shapes[name]
+        return mxfp4(stacks[0].removesuffix("_blocks"), blocks, scales, (rows, width), self._dtype)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """See `WeightSource`."""
@@ -82,27 +82,9 @@ class StackedExperts(WeightSource):
     @property
     def widened(self) -> Mapping[str, str]:
         """See `WeightSource`."""
-        return {name: WIDENED for name in self._stacks if self.kind(name) == MXFP4}
+        return {}
 
 
 def _gate_above_up(rows: Tensor, name: str) -> Tensor:
     """Rows of gate and up, interleaved in the checkpoint, one above the other; other rows unchanged."""
     return torch.cat((rows[0::2], rows[1::2])) if ".gate_up_proj." in name else rows
-
-
-def widen_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weights of MXFP4 blocks: two FP4 values a byte, low nibble first, times 2 ** (scale - 127).
-
-    Args:
-        blocks: [rows, groups, 16] uint8.
-        scales: [rows, groups] uint8.
-
-    Returns:
-        [rows, groups * 32] in `dtype`: exact, as its exponents go as far as the scales.
-    """
-    values = torch.tensor([*FP4_VALUES, *(-value for value in FP4_VALUES)], dtype=dtype)
-    byte = torch.arange(256)
-    pairs = torch.stack((values[byte & 15], values[byte >> 4]), -1)
-    powers = torch.ldexp(torch.ones(256), byte - MXFP4_BIAS).to(dtype)
-    wide = pairs.index_select(0, blocks.flatten().int()).view(*scales.shape, -1)
-    return wide.mul_(powers[scales.int()][..., None]).flatten(1)
