@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -20,6 +20,8 @@ pytest.importorskip("numba", reason="the kernels need the extra ramify[cpu]")
 from ramify.kernels.cpu.abi import STORE
 from ramify.kernels.cpu.op_records import COMBINE, OP_COMBINE, OP_KIND
 from ramify.models.ops.cpu.experts import GroupedExperts, GroupedLinear, TopKRouter
+from ramify.models.ops.cpu.linear import PackedLinear
+from ramify.models.ops.weight_rounding import quantize_weight
 
 NUM_EXPERTS, TOP_K, HIDDEN, INNER, ROWS = 6, 2, 60, 40, 300
 DTYPES = [torch.float32, torch.bfloat16]
@@ -90,6 +92,45 @@ def test_grouped_experts_are_the_weighted_sum_of_mlps(dtype: torch.dtype) -> Non
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(out.float(), expected, rtol=tolerance, atol=tolerance)
     for num_rows in (0, 1, 2, 7, 100, 299):
+        assert torch.equal(experts(x[:num_rows], weights[:num_rows]), out[:num_rows])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_quantised_experts_have_the_bits_of_their_linears(
+    dtype: torch.dtype, bits: Literal[4, 8]
+) -> None:
+    """Each expert as `PackedLinear`s of its matrices; blocks with tiles and without have the same bits."""
+    hidden, inner = 128, 64
+    generator = torch.Generator().manual_seed(0)
+    gate_up = torch.randn(NUM_EXPERTS, 2 * inner, hidden, generator=generator).to(dtype)
+    down = torch.randn(NUM_EXPERTS, hidden, inner, generator=generator).to(dtype)
+    size = 32 if bits == 4 else -1
+    first, second = ([quantize_weight(m, bits, size) for m in stack] for stack in (gate_up, down))
+    experts = GroupedExperts(
+        GroupedLinear(lambda i: (first[i], None), NUM_EXPERTS, activation="silu_mul"),
+        GroupedLinear(lambda i: (second[i], None), NUM_EXPERTS),
+        num_experts=NUM_EXPERTS,
+        top_k=TOP_K,
+        shared=None,
+    )
+    _, logits = rows_of(dtype)
+    x = torch.randn(ROWS, hidden, generator=generator).to(dtype)
+    weights = TopKRouter(NUM_EXPERTS, TOP_K, normalise=True)(logits)
+    mlps = [
+        (PackedLinear(first[i], activation="silu_mul"), PackedLinear(second[i]))
+        for i in range(NUM_EXPERTS)
+    ]
+
+    out = experts(x, weights)
+
+    for token in range(0, ROWS, 7):
+        total, row = torch.zeros(1, hidden, dtype=dtype), x[token : token + 1]
+        for number in weights[token].nonzero()[:, 0].tolist():
+            result = mlps[number][1](mlps[number][0](row))
+            total += (result.float() * weights[token, number]).to(dtype)
+        assert torch.equal(out[token], total[0])
+    for num_rows in (1, 2, 7, 100, 299):
         assert torch.equal(experts(x[:num_rows], weights[:num_rows]), out[:num_rows])
 
 
