@@ -30,8 +30,9 @@ INTRO = """\
 <!-- Written by scripts/models_table.py (make options). -->
 
 A checkpoint directory or a hub model runs if its architecture is in the first table, or if transformers
-has it as a causal decoder. Weights are float32, bfloat16 or float16 safetensors, and MXFP4 ones of
-gpt-oss, which are widened at load; or a file of [GGUF](#gguf). Of models that read images or audio too, the text decoder runs.
+has it as a causal decoder. Weights are safetensors in float32, bfloat16, float16 or a
+[quantised format](#quantised-safetensors), or a file of [GGUF](#gguf). Of models that read images or audio
+too, the text decoder runs.
 
 ## Context, head and end tokens
 
@@ -109,6 +110,32 @@ see them, and the response says so; a call that the model writes is read all the
 | models | `model_type` | tools in the template | documents | thinking switch | calls | thinking |
 |---|---|---|---|---|---|---|
 """
+QUANTIZED = """
+## Quantised safetensors
+
+`quantization_config` in `config.json` says how linear layers are stored; `quantize_config.json` and
+`quant_config.json` of older tools count where it says nothing. Architectures of the first table read:
+
+| `quant_method` | read | in memory |
+|---|---|---|
+| `gptq` | `gptq`, `gptq_v2`; 4 and 8 bits; a scale for each row, or groups of up to 128; `dynamic` | codes; widened where `desc_act` scatters the groups |
+| `awq` | `gemm`, 4 bits | codes |
+| `compressed-tensors` | `pack-quantized`, `int-quantized`, 4 and 8 bits | codes |
+| | `float-quantized` (float8_e4m3fn) | widened |
+| `fp8`, `fbgemm_fp8` | float8_e4m3fn with a scale for the matrix, each row, or blocks | widened |
+| `bitsandbytes` | int8, rows in their order | codes |
+| | nf4 and fp4, nested scales too | widened |
+| `mxfp4` | the experts of gpt-oss | codes |
+
+Codes stay packed, with the values of the format's formula; 8-bit codes with zero points and float32 scales
+are widened too. A widened matrix has the dtype of the model; one line in the log says how many there are, and
+what they take. Scales for activations are not used: rows are not rounded to 8 bits. Everything else is refused
+by name (`auto-round`, `hqq`, `modelopt`, `quark`, `torchao`, NVFP4, 2 and 3 bits, ...), and so is a layer
+whose scales are missing, too many, or of another shape.
+
+Compared with the checkpoint of the dequantised values: logits with the same bits
+(`tests/cpu/models/test_quantized_checkpoints.py`).
+"""
 GGUF = """
 ## GGUF
 
@@ -178,6 +205,7 @@ def page() -> str:
     for name, wrapper in WRAPPERS.items():
         kind = WRAPPER_CASES[name][0].get("model_type", wrapper.text_type)
         lines.append(f"| `{name}` | `{wrapper.model_type}` | `{kind}` |\n")
+    lines.append(QUANTIZED)
     lines.append(GGUF.replace("{types}", _listed(kind.name for kind in TENSOR_TYPES.values())))
     lines += [f"| `{name}` | `{row.family}` |\n" for name, row in ARCHITECTURES.items()]
     lines.append(TEMPLATES)
