@@ -4,6 +4,7 @@ In reading order:
 
     tokenizer            `tokenizer.json` of a checkpoint: encode, decode, special tokens
     tokenizer_files      finds that file, or converts another: ranked_bpe, sentencepiece_model
+    gguf_tokenizer       makes that of a GGUF file, with its split_patterns and chat templates
     tokenizer_limits     what a `tokenizer.json` may add to texts and to the vocabulary
     added_tokens         tokens that the checkpoint's other files name (`tokenizer_config.json`, ...)
     special_tokens       escapes special tokens in user text, so that they stay text

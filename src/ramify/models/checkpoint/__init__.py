@@ -1,10 +1,10 @@
-"""A checkpoint directory and its tensors.
+"""A checkpoint directory, or a GGUF file, and its tensors.
 
 In reading order:
 
-- `find`: the directory of a name: local, built in, or a hub snapshot.
+- `find`: the directory or GGUF file of a name: local, built in, or a hub snapshot.
 - `weight_source`: what every form of file is read as: weights by name, one at a time.
-- `sources`: the source of a checkpoint directory.
+- `sources`: the source of a checkpoint directory, or of a GGUF file, which `gguf_source` reads.
 - `safetensors_files`: which files there are, and the names in them.
 - `stored_tensor`: a tensor of a file, by plain reads.
 - `tensors`: their tensors, checked as a whole, read one at a time.
