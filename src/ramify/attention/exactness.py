@@ -153,7 +153,7 @@ def machine_key() -> str:
         f"float32 {torch.get_float32_matmul_precision()}",
         f"onednn {torch.backends.mkldnn.is_available()} {torch.backends.mkldnn.enabled}",
     ]
-    for name in ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_CBWR"):
+    for name in ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_CBWR", "RAMIFY_BF16_TILES"):
         if name in os.environ:
             parts.append(f"{name}={os.environ[name]}")
     return " | ".join(parts)

@@ -26,11 +26,13 @@ Buffers (NR = 2 SIMD vectors of columns; TILE_N likewise; a word is 32 bits)
     weight, float32      panel[n // NR, k, n % NR] = W[n, k]
     weight, bf16         word[n // NR, k, j] = (W[n, k], W[n + LANES, k]), j = n % NR < LANES
     weight, bf16 VNNI    word[n // NR, k // 2, n % NR] = (W[n, k], W[n, k + 1])
+    weight, bf16 tiles   likewise, with zeros up to a multiple of 32 k
     weight, 8-bit codes  word[n // NR, k // 4, n % NR] = bytes of k to k + 3
     weight, 4-bit codes  word[n // NR, k // 8, n % NR] = nibbles of k + 0, 1, 4, 5, 2, 3, 6, 7
     scales, mins         [n // NR, group, n % NR], float32 or float16
     gated MLP            panels of gate and up alternate
     packed rows          A[k, r] per tile of MR rows; VNNI: word[k // 2, r]
+    packed rows, tiles   bf16 [row tile, k // 32, row, k % 32], with zeros likewise
     packed rows, codes   words of int16: for each four k (k, k + 2) and (k + 1, k + 3); a float32 scale for
                          each 128 k; sums by group of weights: see `quantized_gemm`. By tiles of int8: planes
                          of high and of low bytes [row tile, k // 64, plane, row, k % 64]
@@ -46,6 +48,9 @@ Buffers (NR = 2 SIMD vectors of columns; TILE_N likewise; a word is 32 bits)
 Rules that keep the bits (the same for a row in whatever batch)
     - Every sum is one chain of operations, fixed in the IR: LLVM reorders nothing. Move bodies, do not
       rewrite them: bias first, then one sum per KC strip; reductions by lane, then across lanes.
+    - A process that may use tiles of bf16 (AMX) multiplies all rows of weights in bf16 by them: their sums are
+      not those of VNNI. `tile_microkernels` has their order and an emulation, `targets` the variable that
+      chooses it, or switches tiles off.
     - Sums of tiles end in + 0.0: -0 and trailing zero products vanish. `maximum` is compare + select,
       which fixes the result for NaN. A first block is copied into `state`, not merged.
     - Codes: sums of a group are exact integers; one chain of FMA over groups, in ascending order.

@@ -9,9 +9,10 @@ from __future__ import annotations
 F32, BF16, F16, INT8, FP8 = range(5)
 ITEM_BYTES = (4, 2, 2, 1, 1)
 
-# Kinds of packed weights: F32, BF16, and two bf16 (k, k + 1) in a 32-bit word, for bf16 dot products;
-# integers of 8 and of 4 bits with scales.
-BF16_VNNI, CODES8, CODES4 = range(len(ITEM_BYTES), len(ITEM_BYTES) + 3)
+# Kinds of packed weights: F32, BF16, and two bf16 (k, k + 1) in a 32-bit word, for bf16 dot products, for
+# tiles, or for an emulation of tiles that has their bits; integers of 8 and of 4 bits with scales.
+_OTHERS = range(len(ITEM_BYTES), len(ITEM_BYTES) + 5)
+BF16_VNNI, BF16_TILES, BF16_TILES_EMULATED, CODES8, CODES4 = _OTHERS
 
 CACHE_LINE = 64  # bytes
 
@@ -28,6 +29,11 @@ SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 
 # A norm kind: layer norm, whose weights and then biases are float32 [2, width].
 LAYER_NORM = len(ITEM_BYTES)
+
+
+def is_tile_kind(weight_kind: int) -> bool:
+    """Whether weights of this kind are multiplied by tiles of bfloat16, or by their emulation."""
+    return weight_kind == BF16_TILES or weight_kind == BF16_TILES_EMULATED  # noqa: PLR1714 - for Numba
 
 
 def round_up_to_cache_line(num_bytes: int) -> int:

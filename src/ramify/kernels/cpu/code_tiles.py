@@ -38,7 +38,7 @@ TILE_BYTES = 64  # of a row of a tile
 PLANE_BYTES = TILE_ROWS * TILE_BYTES  # of TILE_BYTES elements of TILE_ROWS rows, high or low
 BUFFER_BYTES = 2 * TILE_ROWS * NR * 4  # of the sums of a group, of high and of low bytes
 
-HAS_TILES = targets.compiles_code_tiles() and LANES == 16
+HAS_TILES = targets.compiles_tiles() and LANES == 16
 _HIGH, _LOW = (0, 1), (2, 3)  # tiles of sums, for each half of a panel
 _A_HIGH, _A_LOW, _B = 4, 5, (6, 7)
 _int = types.int64

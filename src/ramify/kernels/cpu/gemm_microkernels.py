@@ -56,6 +56,7 @@ MR_TILES = (1, 2, 3, 4, 6) if LANES == 8 else (1, 2, 4, 8, 12)
 # micro-panels that each tile computes at once, so that small tiles have enough accumulators, too
 PANELS_PER_TILE = (4, 2, 1, 1, 1)
 K_UNROLL = 4  # k between two prefetches
+_LARGEST = len(MR_TILES) - 1
 _int, _float = types.int64, types.float32
 
 
@@ -188,6 +189,19 @@ def run_microkernel(
     _select_tile(
         kind, tile, group, a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth
     )
+
+
+@jit
+def num_edge_tiles(tile: int, rows: int) -> int:
+    """How many tiles of a block should have the next smaller MR, to compute the fewest padding rows."""
+    best, least = 0, -(-rows // MR_TILES[tile]) * MR_TILES[tile]
+    if tile == _LARGEST:
+        for count in (1, 2):
+            left = max(0, rows - count * MR_TILES[tile - 1])
+            padded = count * MR_TILES[tile - 1] + -(-left // MR_TILES[tile]) * MR_TILES[tile]
+            if padded < least:
+                best, least = count, padded
+    return best
 
 
 @intrinsic(prefer_literal=True)

@@ -18,7 +18,7 @@ class GemmOp(NamedTuple):
 
     op: Annotated[int, "OP_GEMM"] = OP_GEMM
     dtype: Annotated[int, "of rows, norm and result: F32 or BF16"] = 0
-    weight_kind: Annotated[int, "of the packed weights: F32, BF16, BF16_VNNI, CODES8, CODES4"] = 0
+    weight_kind: Annotated[int, "of the packed weights, see `abi`"] = 0
     mode: Annotated[int, "epilogue, see `abi`"] = 0
     x: Annotated[int, "address of the rows [num_rows, width]"] = 0
     x_stride: Annotated[int, "bytes from row to row of x"] = 0

@@ -2,7 +2,8 @@
 
 Each element of the result is one fixed float32 expression: the bias, plus one sum per KC strip in
 ascending order, each a chain of FMA in ascending k (VNNI: of dot products over KC words, which read
-subnormals as zeros). Weights of integer codes have the sums of `quantized_gemm`. Tiles, blocks and threads decide when it is computed, never its bits.
+subnormals as zeros). Codes have the sums of `quantized_gemm`, tiles of bfloat16 those of `tile_gemm`.
+Tiles, blocks and threads decide when an element is computed, never its bits.
 
 The loops are those of Goto and van de Geijn (Anatomy of high-performance matrix multiplication, 2008)
 in the names of BLIS: an NR x KC strip of a weight micro-panel stays in L1 while the MC rows of a
@@ -16,11 +17,13 @@ from typing import Any, NamedTuple
 from ramify.kernels.cpu.abi import (
     ADD_RESIDUAL,
     BF16,
+    BF16_TILES,
     BF16_VNNI,
     CODES4,
     CODES8,
     F32,
     SILU_MUL,
+    is_tile_kind,
     round_up_to_cache_line,
 )
 from ramify.kernels.cpu.code_tiles import (
@@ -37,6 +40,7 @@ from ramify.kernels.cpu.gemm_microkernels import (
     NR,
     PANELS_PER_TILE,
     init_accumulators,
+    num_edge_tiles,
     pack_a_rows,
     run_epilogue,
     run_microkernel,
@@ -57,26 +61,31 @@ from ramify.kernels.cpu.quantized_gemm import (
 from ramify.kernels.cpu.quantized_microkernels import BLOCK
 from ramify.kernels.cpu.simd import copy_bytes, load_element, load_i64, store_f32
 from ramify.kernels.cpu.task_queue import next_task_from_either_end
+from ramify.kernels.cpu.tile_gemm import (
+    multiply_tiles,
+    num_panels_at_once,
+    pack_row_tiles,
+    packed_depth,
+)
 
 MC = 96  # a multiple of every MR; MC x KC packed rows stay in L2
 PREFETCH_STRIPS = 4  # KC strips from what is read to what is prefetched
 KC = 128  # shorter chains are more accurate; 256 was no faster (float32, AVX2)
 _PACK_UNIT = 8  # rows, and elements of a row, that are packed at a time
-_LARGEST = len(MR_TILES) - 1
 
 
 class GemmArgs(NamedTuple):
     """A GEMM: addresses, sizes, strides in bytes."""
 
     kind: int  # of rows, norm and result: F32 or BF16
-    weight_kind: int  # F32, BF16, BF16_VNNI, CODES8 or CODES4
+    weight_kind: int  # see `abi`
     # Epilogue, see `abi`. ADD_RESIDUAL: out += scale * sums; from SILU_MUL on, even panels gate odd ones.
     mode: int
     rows: int  # address of [num_rows, width]
     row_stride: int
     num_rows: int
     width: int  # K
-    depth: int  # words of a packed row: K; BF16_VNNI and codes: K / 2
+    depth: int  # words of a packed row, see `packed_depth`
     norm: int  # address of the norm's weights [width], [2, width] for LAYER_NORM, or 0
     weight: int  # address of the micro-panels
     num_panels: int
@@ -109,6 +118,7 @@ class Buffers(NamedTuple):
     sums: int  # [rows, NR] of each panel
     normed: int  # [_PACK_UNIT, depth] words
     edge_row: int  # [NR]
+    zeros: int  # [NR]
     # of codes: a row of x; scales and sums of x, tile after tile; scales of a strip
     row: int
     x_scales: int
@@ -116,6 +126,7 @@ class Buffers(NamedTuple):
     wide: int
 
 
+_packed_depth, _is_tile_kind = jit(packed_depth), jit(is_tile_kind)
 _round_up_to_cache_line = jit(round_up_to_cache_line)
 
 
@@ -230,19 +241,6 @@ def _epilogue(
 
 
 @jit
-def _num_edge_tiles(tile: int, rows: int) -> int:
-    """How many tiles of a block should have the next smaller MR, to compute the fewest padding rows."""
-    best, least = 0, -(-rows // MR_TILES[tile]) * MR_TILES[tile]
-    if tile == _LARGEST:
-        for count in (1, 2):
-            left = max(0, rows - count * MR_TILES[tile - 1])
-            padded = count * MR_TILES[tile - 1] + -(-left // MR_TILES[tile]) * MR_TILES[tile]
-            if padded < least:
-                best, least = count, padded
-    return best
-
-
-@jit
 def _panels_per_result(mode: int) -> int:
     """Weight panels per panel of the result: a gated epilogue combines two."""
     return 2 if mode >= SILU_MUL else 1
@@ -270,13 +268,13 @@ def _gemm_block(
     panel_row_bytes = _panel_row_bytes(gemm.weight_kind)
     out_bytes = 4 if gemm.kind == F32 else 2  # per element
     depth, tile_rows, (panel, end) = gemm.depth, MR_TILES[tile], panels
-    num_edge = _num_edge_tiles(tile, rows)
+    num_edge = num_edge_tiles(tile, rows)
     edge_rows = MR_TILES[tile - 1] if num_edge else tile_rows
     num_full = -(-(rows - num_edge * edge_rows) // tile_rows)
     full_rows = num_full * tile_rows
     padded = full_rows + num_edge * edge_rows
-    is_tiled = uses_tiles(gemm, rows)
-    if is_tiled:
+    is_tiled, is_bf16_tiled = uses_tiles(gemm, rows), _is_tile_kind(gemm.weight_kind)
+    if is_tiled or is_bf16_tiled:
         padded = -(-rows // TILE_ROWS) * TILE_ROWS
     b_stride, c_stride = panel_row_bytes * depth, 4 * NR * padded
     # Each tile prefetches a share of a later strip between its own arithmetic; all at once would
@@ -286,25 +284,22 @@ def _gemm_block(
     unit = _panels_per_result(gemm.mode)
     while panel < end:
         group = 1 if is_tiled else PANELS_PER_TILE[tile]
+        if is_bf16_tiled:
+            group = num_panels_at_once(rows, unit)
         if panel + max(group, unit) > end:
             group = 1
         num_panels = max(group, unit)
-        for p in range(num_panels):
+        if is_bf16_tiled:
+            multiply_tiles(gemm, rows, panel, num_panels, packed, buffers.zeros, sums, c_stride)
+        for p in range(0 if is_bf16_tiled else num_panels):
             bias = gemm.bias + 4 * NR * (panel + p) if gemm.bias else 0
             init_accumulators(sums + c_stride * p, bias, padded)
-        for p in range(0, num_panels, group):
+        for p in range(0, 0 if is_bf16_tiled else num_panels, group):
             weight, into = gemm.weight + b_stride * (panel + p), sums + c_stride * p
             if is_tiled:
                 multiply_tile_strips(
-                    gemm,
-                    rows,
-                    panel + p,
-                    packed,
-                    buffers.x_scales,
-                    buffers.x_sums,
-                    into,
-                    buffers.wide,
-                )
+                    gemm, rows, panel + p, packed, buffers.x_scales, buffers.x_sums, into, buffers.wide
+                )  # fmt: skip
                 continue
             if gemm.weight_kind >= CODES8:
                 multiply_strips(
@@ -362,7 +357,7 @@ def _splits_per_item(op: Any, num_items: int) -> Any:
 def _gemm_args(op: Any) -> GemmArgs:
     """A `GemmOp`'s arguments."""
     width, weight_kind, num_groups, num_blocks = op[GEMM.width], op[GEMM.weight_kind], 0, 0
-    depth = width if weight_kind in (F32, BF16) else width // 2
+    depth = _packed_depth(width, weight_kind)
     if weight_kind >= CODES8:
         num_groups, num_blocks = -(-width // op[GEMM.group]), -(-width // BLOCK)
     return GemmArgs(
@@ -394,16 +389,18 @@ def _matrix(gemm: GemmArgs, index: int) -> GemmArgs:
 @jit
 def _buffers(gemm: GemmArgs, block_rows: int, packed: int) -> Buffers:
     """A worker's scratch, as `gemm_scratch_floats` counts it."""
-    if gemm.code_tiles:
+    if gemm.code_tiles or _is_tile_kind(gemm.weight_kind):
         block_rows = -(-block_rows // TILE_ROWS) * TILE_ROWS
     sums = packed + _round_up_to_cache_line(4 * (block_rows * gemm.depth + _PACK_UNIT))
     normed = sums + 4 * NR * PANELS_PER_TILE[0] * block_rows
     edge_row = normed + 4 * _PACK_UNIT * gemm.depth
-    row = edge_row + 4 * NR
+    zeros = edge_row + 4 * NR
+    row = zeros + 4 * NR
+    init_accumulators(zeros, 0, 1)
     x_scales = row + 4 * gemm.width
     x_sums = x_scales + 4 * block_rows * gemm.num_blocks
     wide = x_sums + 4 * block_rows * gemm.num_groups
-    return Buffers(packed, sums, normed, edge_row, row, x_scales, x_sums, wide)
+    return Buffers(packed, sums, normed, edge_row, zeros, row, x_scales, x_sums, wide)
 
 
 @jit
@@ -438,7 +435,7 @@ def packed_gemm(op: Any, eps: float, scratch: Any, counters: int, worker: int) -
     while True:
         task = next_task_from_either_end(counters, total, worker % 2)
         if task < 0:
-            if gemm.code_tiles:
+            if gemm.code_tiles or gemm.weight_kind == BF16_TILES:
                 release_code_tiles()
             return done
         block, n_split = task // num_n_splits, task % num_n_splits
@@ -451,10 +448,15 @@ def packed_gemm(op: Any, eps: float, scratch: Any, counters: int, worker: int) -
             matrix = _matrix(gemm, matrix_index)
         if block != packed_block:
             packed_block = block
-            num_edge, r = _num_edge_tiles(tile, rows), 0
+            num_edge, r = num_edge_tiles(tile, rows), 0
             if uses_tiles(gemm, rows):
                 configure_code_tiles(rows_per_tile(rows), gemm.code_tiles)
                 _pack_planes(gemm, eps, first, rows, buffers)
+                r = rows
+            elif _is_tile_kind(gemm.weight_kind):
+                if gemm.weight_kind == BF16_TILES:
+                    configure_code_tiles(rows_per_tile(rows), TILE_BYTES)
+                pack_row_tiles(gemm, eps, first, rows, buffers.packed, buffers.normed)
                 r = rows
             while r < rows:
                 is_edge = num_edge and rows - r <= num_edge * MR_TILES[tile - 1]
@@ -471,12 +473,12 @@ def packed_gemm(op: Any, eps: float, scratch: Any, counters: int, worker: int) -
 
 def gemm_scratch_floats(block_rows: int, op: GemmOp) -> int:
     """Scratch of a worker in floats, a multiple of cache lines, for blocks of this many rows."""
-    depth = op.width if op.weight_kind in (F32, BF16) else op.width // 2
-    if op.code_tiles:
+    depth = packed_depth(op.width, op.weight_kind)
+    if op.code_tiles or is_tile_kind(op.weight_kind):
         block_rows = -(-block_rows // TILE_ROWS) * TILE_ROWS
     packed, normed = block_rows * depth + _PACK_UNIT, _PACK_UNIT * depth
     sums = block_rows * PANELS_PER_TILE[0] * NR
-    others = sums + normed + NR
+    others = sums + normed + 2 * NR
     if op.group:
         others += quantized_scratch_floats(block_rows, op.width, op.group)
     return (round_up_to_cache_line(4 * packed) + round_up_to_cache_line(4 * others)) // 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import platform
 import sys
 from dataclasses import dataclass
@@ -11,12 +12,16 @@ from dataclasses import dataclass
 import llvmlite.binding
 from numba import config
 
+from ramify.errors import ConfigError
+from ramify.kernels.cpu.abi import BF16_TILES, BF16_TILES_EMULATED
+
 # Of bf16 dot products: `vdpbf16ps` and what the kernels use around it.
 BF16_DOT_FEATURES = ("avx512f", "avx512vl", "avx512dq", "avx512bf16")
 # Of int16 dot products, `vpdpwssd`; every CPU with AVX-512-BF16 has them.
 INT16_DOT_FEATURES = ("avx512f", "avx512vnni")
-# Of tiles of int8. Object code for AVX-512-BF16 has them, too: it runs them only where the machine does.
-CODE_TILE_FEATURES = ("amx-tile", "amx-int8")
+# Of tiles: no CPU has one without the others. Object code for AVX-512-BF16 has them, too: it runs them
+# only where the machine does.
+TILE_FEATURES = ("amx-tile", "amx-int8", "amx-bf16")
 _V3_FEATURES = ("avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe", "popcnt", "sse4.2")
 _V4_FEATURES = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 
@@ -42,14 +47,14 @@ TARGETS = (
     Target(
         "avx512-bf16",
         "x86-64-v4",
-        ",".join(
-            f"+{feature}" for feature in (*BF16_DOT_FEATURES, "avx512vnni", *CODE_TILE_FEATURES)
-        ),
+        ",".join(f"+{feature}" for feature in (*BF16_DOT_FEATURES, "avx512vnni", *TILE_FEATURES)),
         (*_V3_FEATURES, *_V4_FEATURES, "avx512bf16", "avx512vnni"),
     ),
     Target("avx512", "x86-64-v4", "+avx512f", (*_V3_FEATURES, *_V4_FEATURES)),
     Target("avx2", "x86-64-v3", "+avx2", _V3_FEATURES),
 )
+# "off": bfloat16 without tiles; "emulated": with the arithmetic of tiles on any machine, slowly.
+TILES_VARIABLE = "RAMIFY_BF16_TILES"
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
 # of <asm/prctl.h> and <asm/unistd_64.h>
 _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
@@ -94,19 +99,34 @@ def has_int16_dot() -> bool:
     return _may_use(INT16_DOT_FEATURES)
 
 
-def compiles_code_tiles() -> bool:
-    """Whether kernels are compiled with tiles of int8."""
+def compiles_tiles() -> bool:
+    """Whether kernels are compiled with tiles of int8 and of bfloat16."""
     target = compiled_target()
     if target is not None:
         return "avx512bf16" in target.required
-    return _may_use((*BF16_DOT_FEATURES, *CODE_TILE_FEATURES))
+    return _may_use((*BF16_DOT_FEATURES, *TILE_FEATURES))
 
 
 @functools.cache
-def has_code_tiles() -> bool:
-    """Whether kernels may use tiles of int8 in this process: asks the operating system for them."""
-    has_instructions = all(_HOST_FEATURES.get(feature) for feature in CODE_TILE_FEATURES)
-    return compiles_code_tiles() and has_instructions and _tile_state_is_permitted()
+def has_tiles() -> bool:
+    """Whether kernels may use tiles in this process: asks the operating system for them, once."""
+    has_instructions = all(_HOST_FEATURES.get(feature) for feature in TILE_FEATURES)
+    return compiles_tiles() and has_instructions and _tile_state_is_permitted()
+
+
+@functools.cache
+def bf16_tile_kind() -> int | None:
+    """The kind of weights in bfloat16 if this process multiplies all of them by tiles, else None.
+
+    Raises:
+        ConfigError: `TILES_VARIABLE` is neither "off" nor "emulated".
+    """
+    setting = os.environ.get(TILES_VARIABLE, "")
+    if setting not in ("", "off", "emulated"):
+        raise ConfigError(f'{TILES_VARIABLE}={setting}; use "off", "emulated", or leave it out')
+    if setting:
+        return BF16_TILES_EMULATED if setting == "emulated" else None
+    return BF16_TILES if has_tiles() else None
 
 
 def _tile_state_is_permitted() -> bool:

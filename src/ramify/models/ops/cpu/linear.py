@@ -20,6 +20,7 @@ from ramify.kernels.cpu.abi import (
     SIGMOID,
     SILU_MUL,
     STORE,
+    is_tile_kind,
     round_up_to_cache_line,
 )
 from ramify.kernels.cpu.op_records import GEMM, op_row
@@ -175,9 +176,7 @@ class PackedLinear:
         The caller fills in the addresses `GEMM.x` and `GEMM.out`. `add`: add `scale` times the result to
         what is there.
         """
-        block_rows, tile, num_n_splits = _gemm_partition(
-            num_rows, self._num_panel_groups, num_workers
-        )
+        block_rows, tile, num_n_splits = self._partition(num_rows, num_workers)
         return op_row(
             self._record._replace(
                 mode=ADD_RESIDUAL if add else self._mode,
@@ -191,8 +190,17 @@ class PackedLinear:
 
     def scratch_floats(self, num_rows: int, num_workers: int) -> int:
         """Scratch float32 per worker, as for `thread_scratch`."""
-        block_rows = _gemm_partition(num_rows, self._num_panel_groups, num_workers)[0]
+        block_rows = self._partition(num_rows, num_workers)[0]
         return self._kernels.gemm_scratch_floats(block_rows, self._record)
+
+    def _partition(self, num_rows: int, num_workers: int) -> tuple[int, int, int]:
+        """Partition of a GEMM into tasks: rows per block, index into MR_TILES, splits of the N dimension."""
+        if is_tile_kind(self._record.weight_kind):
+            from ramify.kernels.cpu.tile_gemm import max_block_rows
+
+            max_rows = max_block_rows(self._in_width)
+            return _tile_partition(num_rows, max_rows, self._num_panel_groups, num_workers)
+        return _gemm_partition(num_rows, self._num_panel_groups, num_workers)
 
     def weight_rows(self, rows: Tensor) -> Tensor:
         """Rows [n, in_width] of the weight as they were before it was packed, or dequantised.
@@ -278,8 +286,19 @@ def _gemm_partition(num_rows: int, num_panel_groups: int, num_workers: int) -> t
     per_tile = -(-per_block // -(-per_block // MR_TILES[-1]))
     tile = next(index for index, rows in enumerate(MR_TILES) if rows >= per_tile)
     block_rows = -(-per_block // MR_TILES[tile]) * MR_TILES[tile]
-    tasks = num_workers * (
-        GEMM_TASKS_PER_WORKER if num_blocks == 1 else GEMM_TASKS_PER_WORKER_BLOCKED
-    )
-    num_n_splits = min(-(-tasks // num_blocks), num_panel_groups)
-    return block_rows, tile, num_n_splits
+    return block_rows, tile, _num_n_splits(num_blocks, num_panel_groups, num_workers)
+
+
+@functools.lru_cache(maxsize=4096)
+def _tile_partition(
+    num_rows: int, max_rows: int, num_panel_groups: int, num_workers: int
+) -> tuple[int, int, int]:
+    """`_gemm_partition` for tiles of bfloat16, in blocks of at most `max_rows`; no index into MR_TILES."""
+    num_blocks = -(-num_rows // max_rows)
+    num_n_splits = _num_n_splits(num_blocks, num_panel_groups, num_workers)
+    return -(-num_rows // num_blocks), 0, num_n_splits
+
+
+def _num_n_splits(num_blocks: int, num_panel_groups: int, num_workers: int) -> int:
+    per_worker = GEMM_TASKS_PER_WORKER if num_blocks == 1 else GEMM_TASKS_PER_WORKER_BLOCKED
+    return min(-(-num_workers * per_worker // num_blocks), num_panel_groups)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ramify.kernels.cpu.abi import BF16_VNNI
+from ramify.kernels.cpu.abi import BF16, BF16_VNNI, F32
 from ramify.kernels.cpu.op_records import GemmOp
 from ramify.kernels.cpu.threads import ROW_KINDS
 from ramify.kv import huge_pages
@@ -55,17 +55,23 @@ class FloatPanels:
     float32        panel[p, k, j] = weight[p * NR + j, k]
     bfloat16       word[p, k, j] = (weight[p * NR + j, k], weight[p * NR + LANES + j, k])
     bfloat16 VNNI  word[p, k / 2, j] = (weight[p * NR + j, k], weight[p * NR + j, k + 1])
+    tiles          likewise, with zeros up to whole tiles of K
     """
 
     def __init__(self, like: Tensor, *, num_matrices: int = 1, num_parts: int = 1) -> None:
         from ramify.kernels.cpu.gemm_microkernels import NR
         from ramify.kernels.cpu.simd import HAS_BF16_DOT
+        from ramify.kernels.cpu.targets import bf16_tile_kind
+        from ramify.kernels.cpu.tile_gemm import packed_depth
 
         self._in_width, self._num_parts = like.shape[1], num_parts
-        is_vnni = HAS_BF16_DOT and like.dtype == torch.bfloat16 and self._in_width % 2 == 0
-        self._kind = BF16_VNNI if is_vnni else ROW_KINDS[like.dtype]
+        self._kind, width = ROW_KINDS[like.dtype], self._in_width
+        if self._kind == BF16 and (tile_kind := bf16_tile_kind()) is not None:
+            self._kind, width = tile_kind, 2 * packed_depth(width, tile_kind)
+        elif self._kind == BF16 and HAS_BF16_DOT and width % 2 == 0:
+            self._kind = BF16_VNNI
         num_groups = -(-(like.shape[0] // num_parts) // NR)
-        shape = num_matrices, num_groups, num_parts, self._in_width, NR
+        shape = num_matrices, num_groups, num_parts, width, NR
         self._panels = huge_pages.zeros(shape, like.dtype)
 
     def write(self, number: int, weight: Weight) -> None:
@@ -86,9 +92,12 @@ class FloatPanels:
             parts.append((into[num_full:], F.pad(remainder, (0, 0, 0, NR - len(remainder)))))
         for panels, rows in parts:
             count = len(panels)
-            if self._kind == BF16_VNNI:
-                words = rows.reshape(count, NR, width // 2, 2).permute(0, 2, 1, 3)
-                panels.view(count, width // 2, NR, 2).copy_(words)
+            if self._kind not in (F32, BF16):
+                even = width // 2
+                words = panels.view(count, panels.shape[1] // 2, NR, 2)
+                words[:, :even] = rows[:, : 2 * even].reshape(count, NR, even, 2).transpose(1, 2)
+                if width % 2:
+                    words[:, even, :, 0] = rows[:, -1].view(count, NR)
             elif weight.dtype == torch.bfloat16:
                 words = rows.reshape(count, 2, LANES, width).permute(0, 3, 2, 1)
                 panels.view(count, width, LANES, 2).copy_(words)
@@ -116,9 +125,9 @@ class FloatPanels:
 
         assert self._num_parts == 1
         panel, column, panels = rows // NR, rows % NR, self._panels.flatten(0, 2)
-        if self._kind == BF16_VNNI:
-            words = panels.view(-1, self._in_width // 2, NR, 2)
-            return words[panel, :, column].flatten(1)
+        if self._kind not in (F32, BF16):
+            words = panels.view(len(panels), panels.shape[1] // 2, NR, 2)
+            return words[panel, :, column].flatten(1)[:, : self._in_width]
         if panels.dtype == torch.bfloat16:
             words = panels.view(-1, self._in_width, LANES, 2)
             return words[panel, :, column % LANES, column // LANES]

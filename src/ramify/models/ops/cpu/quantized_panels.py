@@ -136,7 +136,7 @@ class QuantizedPanels:
         from ramify.kernels.cpu.code_tiles import HAS_TILES, TILE_BYTES
 
         fits = self.in_width % TILE_BYTES == 0 and self.group >= 16
-        is_usable = HAS_TILES and targets.has_code_tiles() and fits
+        is_usable = HAS_TILES and targets.has_tiles() and fits
         return min(self.group, TILE_BYTES) if is_usable else 0
 
     def rows(self, rows: Tensor) -> Tensor:
