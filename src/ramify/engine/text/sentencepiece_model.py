@@ -174,10 +174,15 @@ class SentencePieceModel:
         whole = {PieceType.NORMAL, PieceType.USER_DEFINED, PieceType.UNUSED}
         pieces = [piece for piece in self.pieces if piece.type in whole and len(piece.text) > 1]
         for piece in sorted(pieces, key=lambda piece: -piece.score):
-            cuts = range(1, len(piece.text))
-            halves = [(piece.text[:cut], piece.text[cut:]) for cut in cuts]
-            known = [pair for pair in halves if pair[0] in vocabulary and pair[1] in vocabulary]
-            yield from sorted(known, key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
+            text = piece.text
+            known = [
+                (left, right)
+                for cut in range(1, len(text))
+                if (left := text[:cut]) in vocabulary and (right := text[cut:]) in vocabulary
+            ]
+            if len(known) > 1:
+                known.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
+            yield from known
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
