@@ -19,7 +19,7 @@ from ramify.models.ops.protocol import Activation
 
 pytest.importorskip("numba", reason="the kernels need the extra ramify[cpu]")
 
-from ramify.kernels.cpu import targets
+from ramify.kernels.cpu import targets, tile_choice
 
 # [out_width, in_width] around one and several panels, one and several strips of K, and odd widths
 SHAPES = [(64, 128), (1, 1), (7, 3), (33, 257), (100, 76), (301, 511), (48, 1030)]
@@ -63,10 +63,10 @@ KINDS = [
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Weights that are packed meanwhile are multiplied by the emulation, on any machine."""
-    monkeypatch.setenv(targets.TILES_VARIABLE, "emulated")
-    targets.bf16_tile_kind.cache_clear()
+    monkeypatch.setenv(tile_choice.TILES_VARIABLE, "emulated")
+    tile_choice.bf16_tile_kind.cache_clear()
     yield
-    targets.bf16_tile_kind.cache_clear()
+    tile_choice.bf16_tile_kind.cache_clear()
 
 
 def weight_kind(linear: PackedLinear) -> int:
@@ -182,10 +182,10 @@ def test_another_setting_of_the_variable_is_refused() -> None:
 
 def kind_of_a_process(setting: str) -> str:
     """What `bf16_tile_kind` gives in a process of this setting, or its error."""
-    program = "from ramify.kernels.cpu.targets import bf16_tile_kind; print(bf16_tile_kind())"
+    program = "from ramify.kernels.cpu.tile_choice import bf16_tile_kind; print(bf16_tile_kind())"
     result = subprocess.run(
         [sys.executable, "-c", program],
-        env=os.environ | {targets.TILES_VARIABLE: setting},
+        env=os.environ | {tile_choice.TILES_VARIABLE: setting},
         capture_output=True,
         text=True,
         check=False,

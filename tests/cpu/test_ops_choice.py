@@ -19,14 +19,16 @@ from ramify.models.decoders.dense import DENSE
 from ramify.models.loader import BINDINGS, load_model, read_config
 from ramify.models.ops.cpu import cpu_ops
 from ramify.models.ops.cpu.cpu_ops import CpuOps
+from ramify.models.ops.cpu.experts import GroupedExperts
 from ramify.models.ops.cpu.layers import FusedLayers
 from ramify.models.ops.functional import per_head_matmul
 from ramify.models.ops.layer_loop import LayerLoop
 from ramify.models.ops.probe import cancelled_rows, probe_row_op
-from ramify.models.ops.quantized import as_tensor
+from ramify.models.ops.quantized import Weight, as_tensor
 from ramify.models.ops.registry import OPS, select_ops
 from ramify.models.ops.torch_linear import choose_torch_linear, strategy_order
 from ramify.models.ops.torch_ops import TorchOps
+from ramify.models.ops.weight_rounding import quantize_weight
 from ramify.testing import write_tiny_checkpoint
 from tests.cpu.test_exact_ops import run_in_steps
 from tests.cpu.tiny_models import ops_of
@@ -220,3 +222,22 @@ def test_a_row_that_is_not_finite_reaches_no_other(
 
     assert torch.equal(linear(x[:, 0].contiguous())[others], rows[others])
     assert torch.equal(per_head_matmul(x, weight.mT)[others], heads[others])
+
+
+def test_experts_of_unlike_formats_are_computed_by_torch() -> None:
+    """A checkpoint may keep one expert in full precision; its model loads and has the same bits by row."""
+    pytest.importorskip("numba", reason="the kernels need the extra ramify[cpu]")
+    names, weights = ("gate_proj", "up_proj", "down_proj"), dict[str, Weight]()
+    for expert in range(3):
+        for name in names:
+            matrix = torch.randn(64, 64, generator=torch.Generator().manual_seed(expert))
+            key = f"mlp.{expert}.{name}.weight"
+            weights[key] = matrix if expert == 1 else quantize_weight(matrix, 8, 32)
+    ops = CpuOps(weights, dtype=torch.float32, max_len=64, store=ProbeStore(None))
+
+    experts = ops.experts("mlp.", num_experts=3, top_k=2, shared=None)
+
+    x = torch.randn(9, 64, generator=torch.Generator().manual_seed(9))
+    routing = torch.tensor([[0.5, 0.5, 0.0]]).expand(9, 3)
+    assert not isinstance(experts, GroupedExperts)
+    assert torch.equal(experts(x, routing)[:1], experts(x[:1], routing[:1]))

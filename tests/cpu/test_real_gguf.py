@@ -37,7 +37,7 @@ def prompts(llm: LLM) -> list[list[int]]:
     ids = llm.tokenizer.encode(text)
     assert len(ids) > LONGEST
     lengths = [8 + (LONGEST - 8) * (i * i) // (NUM_PROMPTS - 1) ** 2 for i in range(NUM_PROMPTS)]
-    return [ids[i : i + length] for i, length in enumerate(lengths)]
+    return [list(ids[i : i + length]) for i, length in enumerate(lengths)]
 
 
 def answers(model: Path, quantize: str) -> list[RequestOutput]:

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 import platform
 import sys
 from dataclasses import dataclass
 
 import llvmlite.binding
 from numba import config
-
-from ramify.errors import ConfigError
-from ramify.kernels.cpu.abi import BF16_TILES, BF16_TILES_EMULATED
 
 # Of bf16 dot products: `vdpbf16ps` and what the kernels use around it.
 BF16_DOT_FEATURES = ("avx512f", "avx512vl", "avx512dq", "avx512bf16")
@@ -53,8 +49,6 @@ TARGETS = (
     Target("avx512", "x86-64-v4", "+avx512f", (*_V3_FEATURES, *_V4_FEATURES)),
     Target("avx2", "x86-64-v3", "+avx2", _V3_FEATURES),
 )
-# "off": bfloat16 without tiles; "emulated": with the arithmetic of tiles on any machine, slowly.
-TILES_VARIABLE = "RAMIFY_BF16_TILES"
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
 # of <asm/prctl.h> and <asm/unistd_64.h>
 _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
@@ -112,21 +106,6 @@ def has_tiles() -> bool:
     """Whether kernels may use tiles in this process: asks the operating system for them, once."""
     has_instructions = all(_HOST_FEATURES.get(feature) for feature in TILE_FEATURES)
     return compiles_tiles() and has_instructions and _tile_state_is_permitted()
-
-
-@functools.cache
-def bf16_tile_kind() -> int | None:
-    """The kind of weights in bfloat16 if this process multiplies all of them by tiles, else None.
-
-    Raises:
-        ConfigError: `TILES_VARIABLE` is neither "off" nor "emulated".
-    """
-    setting = os.environ.get(TILES_VARIABLE, "")
-    if setting not in ("", "off", "emulated"):
-        raise ConfigError(f'{TILES_VARIABLE}={setting}; use "off", "emulated", or leave it out')
-    if setting:
-        return BF16_TILES_EMULATED if setting == "emulated" else None
-    return BF16_TILES if has_tiles() else None
 
 
 def _tile_state_is_permitted() -> bool:

@@ -18,7 +18,7 @@ from ramify.models.ops.cpu.experts import GroupedExperts, GroupedLinear, TopKRou
 from ramify.models.ops.cpu.layers import FusedLayers
 from ramify.models.ops.cpu.linear import ACTIVATION_MODES, PackedLinear, packed_gemm_supports
 from ramify.models.ops.cpu.norm import RowNorm
-from ramify.models.ops.cpu.quantized_panels import panels_support
+from ramify.models.ops.cpu.quantized_panels import UnlikeWeightsError, panels_support
 from ramify.models.ops.cpu.rope import QKNormRope
 from ramify.models.ops.layer_loop import LayerLoop
 from ramify.models.ops.mlp import Mlp
@@ -235,13 +235,12 @@ class CpuOps(TorchOps):
         if any(isinstance(w, QuantizedWeight) and panels_support(w) for w in firsts):
             return in_torch()
 
-        kernel = GroupedExperts(
-            GroupedLinear(partial(matrix, gate_up), num_experts, activation=activation),
-            GroupedLinear(partial(matrix, [down]), num_experts),
-            num_experts=num_experts,
-            top_k=top_k,
-            shared=None,
-        )
+        try:
+            first = GroupedLinear(partial(matrix, gate_up), num_experts, activation=activation)
+            second = GroupedLinear(partial(matrix, [down]), num_experts)
+        except UnlikeWeightsError:  # one expert in full precision, say
+            return in_torch()
+        kernel = GroupedExperts(first, second, num_experts=num_experts, top_k=top_k, shared=None)
         inner, hidden_size = kernel.down.in_width, kernel.down.out_width
 
         def samples() -> tuple[Tensor, ...]:

@@ -12,7 +12,7 @@ from ramify.kernels.cpu.abi import BF16, BF16_VNNI, F32
 from ramify.kernels.cpu.op_records import GemmOp
 from ramify.kernels.cpu.threads import ROW_KINDS
 from ramify.kv import huge_pages
-from ramify.models.ops.cpu.quantized_panels import QuantizedPanels
+from ramify.models.ops.cpu.quantized_panels import QuantizedPanels, UnlikeWeightsError
 from ramify.models.ops.quantized import QuantizedWeight, Weight
 
 
@@ -20,7 +20,11 @@ class Panels(Protocol):
     """Matrices of one kind and shape, packed: `write` each, then `finish`."""
 
     def write(self, number: int, weight: Weight) -> None:
-        """Pack matrix `number`: [out_width, in_width], or two parts of it, gate above up."""
+        """Pack matrix `number`: [out_width, in_width], or two parts of it, gate above up.
+
+        Raises:
+            UnlikeWeightsError: it is of another kind than the first.
+        """
         ...
 
     def finish(self) -> Self:
@@ -61,7 +65,7 @@ class FloatPanels:
     def __init__(self, like: Tensor, *, num_matrices: int = 1, num_parts: int = 1) -> None:
         from ramify.kernels.cpu.gemm_microkernels import NR
         from ramify.kernels.cpu.simd import HAS_BF16_DOT
-        from ramify.kernels.cpu.targets import bf16_tile_kind
+        from ramify.kernels.cpu.tile_choice import bf16_tile_kind
         from ramify.kernels.cpu.tile_gemm import packed_depth
 
         self._in_width, self._num_parts = like.shape[1], num_parts
@@ -76,7 +80,8 @@ class FloatPanels:
 
     def write(self, number: int, weight: Weight) -> None:
         """See `Panels`."""
-        assert isinstance(weight, Tensor)
+        if not isinstance(weight, Tensor):
+            raise UnlikeWeightsError("a quantised matrix among float ones")
         for part, rows in enumerate(weight.chunk(self._num_parts)):
             self._write(rows, self._panels[number, :, part])
 

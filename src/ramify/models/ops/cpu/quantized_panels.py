@@ -30,6 +30,10 @@ def panels_support(weight: QuantizedWeight) -> str | None:
     return None
 
 
+class UnlikeWeightsError(ValueError):
+    """Matrices that would share panels are not of one kind."""
+
+
 class QuantizedPanels:
     """Matrices of one format and shape in the layout of the GEMM: `write` each, then `finish`.
 
@@ -66,8 +70,8 @@ class QuantizedPanels:
 
     def write(self, number: int, weight: Weight) -> None:
         """See `Panels`."""
-        assert isinstance(weight, QuantizedWeight)
-        assert weight.format == self.format
+        if not isinstance(weight, QuantizedWeight) or weight.format != self.format:
+            raise UnlikeWeightsError("matrices of different formats")
         for part, codes in enumerate(weight.codes.chunk(self.num_parts)):
             self._write_codes(codes, self._codes[number, :, part])
         for values, into in ((weight.scales, self._scales), (weight.mins, self._mins)):
