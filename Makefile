@@ -19,7 +19,7 @@ export PYTHON TORCH_ARGS
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-full test-pure check format options bench bench-attention bench-core bench-engine \
-  bench-decode bench-step bench-tool-loop bench-first-token bench-busy-cores bench-memory bench-families bench-analysis perf attack clients soak-core soak-engine accuracy cover-core gpu-check native \
+  bench-quantised bench-decode bench-step bench-tool-loop bench-first-token bench-busy-cores bench-memory bench-families bench-analysis perf attack clients soak-core soak-engine accuracy cover-core gpu-check native \
   test-native test-wheel clean FORCE
 
 help:  ## this list
@@ -73,6 +73,10 @@ bench-core:  ## the cache core beside those of other engines; installs them firs
 bench-engine: $(DEV)  ## whole engines side by side, on shared and unshared prompts; installs them first
 	@sh benchmarks/install_engine_peers.sh $(BIN)/python $(ENGINE_PEERS)
 	@$(BIN)/python benchmarks/engine.py $(ARGS)
+
+bench-quantised: $(DEV)  ## integer weights beside llama.cpp and OpenVINO; installs them first
+	@sh benchmarks/install_engine_peers.sh $(BIN)/python $(ENGINE_PEERS) openvino llama
+	@$(BIN)/python benchmarks/quantised.py --peers $(ENGINE_PEERS) $(ARGS)
 
 bench-decode: $(DEV)  ## decode of one request beside the time that reading its weights and K/V takes
 	@$(BIN)/python benchmarks/decode_bound.py $(ARGS)

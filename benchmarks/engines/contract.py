@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 Prompts = list[list[int]]
 
@@ -43,6 +43,15 @@ class Answer:
     facts: dict[str, float] = field(default_factory=dict)  # what only some engines know
 
 
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What an engine took to load, and holds."""
+
+    load_s: float  # from the start of its process until it can answer
+    peak_bytes: int  # largest resident memory of its process so far, pages of mapped files included
+    token_weight_bytes: int  # weights that one decode step reads, as they lie in memory
+
+
 class Engine(Protocol):
     """A loaded engine. Greedy, end of sequence ignored, token ids in and out."""
 
@@ -57,6 +66,14 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """End whatever was started."""
+
+
+@runtime_checkable
+class MeasuredEngine(Engine, Protocol):
+    """An engine that says what it took to load."""
+
+    def resources(self) -> Resources:
+        """Time and memory; starts what a first `prepare` would start."""
 
 
 @dataclass(frozen=True, slots=True)

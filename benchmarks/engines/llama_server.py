@@ -14,8 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from engines.contract import AbsentError, Answer, Prompts, Setup
-from engines.llama_file import write_gguf
+from engines.contract import AbsentError, Answer, Prompts, Resources, Setup
+from engines.llama_file import quantized_path, token_weight_bytes, write_gguf
+from engines.process import peak_memory
 
 KV_BYTES = 4 << 30  # no prefix is shared between slots; more requests than fit wait for a slot
 START_S = 120.0
@@ -29,7 +30,12 @@ class LlamaServer:
         if not self._binary.exists():
             raise AbsentError(f"{self._binary} was not built")
         self._setup = setup
-        self._file = write_gguf(setup)
+        file_type = setup.options.get("file_type")
+        self._file = quantized_path(setup, file_type) if file_type else write_gguf(setup)
+        if not self._file.is_file():
+            raise AbsentError(f"{self._file.name} is missing")
+        # Of quantised weights it keeps K/V in float16 unless it is told otherwise.
+        self._kv_type = "f16" if file_type else {"float32": "f32", "bfloat16": "bf16"}[setup.dtype]
         # The server itself reports its version only as "unknown".
         path = self._binary.parents[1] / "version"
         self.version = path.read_text("utf-8").strip() if path.exists() else "of unknown version"
@@ -37,6 +43,7 @@ class LlamaServer:
         self._slots = (0, 0)
         self._port = 0
         self._server: subprocess.Popen[bytes] | None = None
+        self._load_s = 0.0
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the process
 
     def prepare(self, num_requests: int, request_tokens: int) -> None:
@@ -53,28 +60,28 @@ class LlamaServer:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self._port = free.getsockname()[1]
-        kind = {"float32": "f32", "bfloat16": "bf16"}[self._setup.dtype]
         threads = str(self._setup.threads)
+        start = time.monotonic()
         self._server = subprocess.Popen(
             [
                 self._binary, "-m", self._file, "--host", "127.0.0.1", "--port", str(self._port),
                 "-np", str(slots), "-c", str(context), "--kv-unified", "-t", threads, "-tb",
-                threads, "-b", "2048", "-ub", "512", "-ctk", kind, "-ctv", kind,
+                threads, "-b", "2048", "-ub", "512", "-ctk", self._kv_type, "-ctv", self._kv_type,
                 "--cache-ram", "4096", "--cache-prompt", "-lv", "1",
             ],
             stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log,
             env={**os.environ, "PYTHONPATH": ""},
         )  # fmt: skip
-        end = time.monotonic() + START_S
-        while time.monotonic() < end:
+        while time.monotonic() < start + START_S:
             if self._server.poll() is not None:
                 break
             try:
                 if self._request("GET", "/health", None).status == 200:
+                    self._load_s = time.monotonic() - start
                     return
             except OSError:
                 pass
-            time.sleep(0.2)
+            time.sleep(0.02)
         self._log.seek(0)
         raise AbsentError(f"the server did not start: {self._log.read()[-300:].decode()!r}")
 
@@ -111,6 +118,14 @@ class LlamaServer:
         with ThreadPoolExecutor(len(prompts)) as pool:
             list(pool.map(ask, range(len(prompts))))
         return Answer(tokens, first, last)
+
+    def resources(self) -> Resources:
+        if self._server is None:
+            self.prepare(1, self._setup.max_len)
+        assert self._server is not None
+        return Resources(
+            self._load_s, peak_memory(str(self._server.pid)), token_weight_bytes(self._file)
+        )
 
     def close(self) -> None:
         """End the server."""

@@ -1,4 +1,4 @@
-"""The random checkpoints S and M, written once and read by every engine."""
+"""The random checkpoints S, M and L, written once and read by every engine."""
 
 from __future__ import annotations
 
@@ -21,13 +21,20 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 2816, "vocab_size": 32000,
         "max_position_embeddings": MAX_LEN,
     },
+    "L": {
+        "hidden_size": 2048, "num_hidden_layers": 22, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "head_dim": 64, "intermediate_size": 5632, "vocab_size": 32000,
+        "max_position_embeddings": MAX_LEN,
+    },
     "XS": {
         "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128, "vocab_size": 512,
         "max_position_embeddings": MAX_LEN,
     },
 }  # fmt: skip
-TITLES = {"S": "S (59 M)", "M": "M (0.35 B)", "XS": "XS (0.2 M, to try things out)"}
+TITLES = {
+    "S": "S (59 M)", "M": "M (0.35 B)", "L": "L (1.1 B)", "XS": "XS (0.2 M, to try things out)",
+}  # fmt: skip
 DTYPES = ("float32", "bfloat16")
 VALUE_BYTES = {"float32": 4, "bfloat16": 2}
 

@@ -14,35 +14,44 @@ from typing import Any
 import numpy as np
 
 from engines.contract import Setup
+from engines.openvino_weights import encode, node
 from engines.weights import as_float32, read_weights
 
 FILE = "openvino_model.xml"
 
 
-def write_graph(setup: Setup) -> Path:
-    """Write a checkpoint's graph unless it exists; returns its folder."""
-    folder = setup.folder / f"openvino-{setup.dtype}"
+def write_graph(setup: Setup, bits: int = 0) -> Path:
+    """Write a checkpoint's graph unless it exists; returns its folder.
+
+    Args:
+        bits: 8 or 4: of the weights of linear layers; embedding and head then have 8. 0: full precision.
+    """
+    suffix = f"-int{bits}" if bits else ""
+    folder = setup.folder / f"openvino-{setup.dtype}{suffix}"
     if not (folder / "complete").is_file():
         folder.mkdir(parents=True, exist_ok=True)
         openvino: Any = importlib.import_module("openvino")
         config = json.loads((setup.checkpoint / "config.json").read_text("utf-8"))
-        model = _Graph(config, read_weights(setup.checkpoint / "model.safetensors")).build()
+        weights = read_weights(setup.checkpoint / "model.safetensors")
+        graph = _Graph(config, weights, bits)
+        model = graph.build()
         openvino.save_model(model, folder / FILE, compress_to_fp16=False)
         (folder / "config.json").write_text(json.dumps(config), "utf-8")
-        (folder / "complete").touch()
+        (folder / "complete").write_text(str(graph.token_bytes), "ascii")
     return folder
 
 
 class _Graph:
     """Builds the graph layer by layer; `o` is OpenVINO's operation set."""
 
-    def __init__(self, config: dict[str, Any], weights: dict[str, Any]) -> None:
+    def __init__(self, config: dict[str, Any], weights: dict[str, Any], bits: int) -> None:
         self.o: Any = importlib.import_module("openvino.opset13")
         self.assign: Any = importlib.import_module("openvino.opset6").assign
         self.read_value: Any = importlib.import_module("openvino.opset6").read_value
         self.types: Any = importlib.import_module("openvino").Type
         self.openvino: Any = importlib.import_module("openvino")
-        self.config, self.weights = config, weights
+        self.config, self.weights, self.bits = config, weights, bits
+        self.token_bytes = 0  # of the weights that a decode step reads
         self.heads = config["num_attention_heads"]
         self.kv_heads = config["num_key_value_heads"]
         self.head_dim = config["head_dim"]
@@ -56,7 +65,8 @@ class _Graph:
         positions = self._input("position_ids", self.types.i64, [-1, -1])
         beams = self._input("beam_idx", self.types.i32, [-1])
         self.beams = beams
-        table = o.constant(as_float32(self.weights["model.embed_tokens.weight"]))
+        embedding = "model.embed_tokens.weight"
+        table, _ = self._weight(embedding, 8)
         x = o.gather(table, o.convert(ids, "i32"), self._int(0))
         self.batch = o.gather(o.shape_of(ids, "i64"), self._ints([0]), self._int(0))
         cos, sin = self._rotation(positions)
@@ -69,7 +79,8 @@ class _Graph:
             gate = o.swish(self._linear(normed, prefix + "mlp.gate_proj.weight"))
             up = self._linear(normed, prefix + "mlp.up_proj.weight")
             x = o.add(x, self._linear(o.multiply(gate, up), prefix + "mlp.down_proj.weight"))
-        logits = self._linear(self._norm(x, "model.norm.weight"), "lm_head.weight")
+        head = "lm_head.weight" if "lm_head.weight" in self.weights else embedding
+        logits = self._linear(self._norm(x, "model.norm.weight"), head, 8)
         logits.output(0).set_names({"logits"})
         result = o.result(logits)
         inputs = [ids, mask, positions, beams]
@@ -89,9 +100,18 @@ class _Graph:
     def _number(self, value: float) -> Any:
         return self.o.constant(np.array(value, np.float32))
 
-    def _linear(self, x: Any, name: str) -> Any:
-        weight = self.o.constant(as_float32(self.weights[name]))
+    def _linear(self, x: Any, name: str, bits: int | None = None) -> Any:
+        weight, num_bytes = self._weight(name, self.bits if bits is None else bits)
+        self.token_bytes += num_bytes
         return self.o.matmul(x, weight, False, True)
+
+    def _weight(self, name: str, bits: int) -> tuple[Any, int]:
+        """A matrix and its bytes; in full precision if the whole graph is."""
+        values = as_float32(self.weights[name])
+        if not self.bits:
+            return self.o.constant(values), values.nbytes
+        encoded = encode(values, bits)
+        return node(encoded), encoded.num_bytes
 
     def _norm(self, x: Any, name: str) -> Any:
         o = self.o

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 
 import ramify
-from engines.contract import AbsentError, Answer, Prompts, Setup
+from engines.contract import AbsentError, Answer, Prompts, Resources, Setup
+from engines.llama_file import quantized_path
 from engines.plant import slowed
+from engines.process import age_s, peak_memory
 from ramify import LLM, SamplingParams
-from ramify.errors import UnknownOptionError
+from ramify.errors import ConfigError, ModelError, UnknownOptionError
 
 
 class Ramify:
@@ -25,9 +27,11 @@ class Ramify:
         options = dict(setup.options)
         plant = float(options.pop("plant", 1.0))
         watch = bool(options.pop("stopwatch", False))
+        file_type = options.pop("file_type", None)
+        model = quantized_path(setup, file_type) if file_type else setup.checkpoint
         try:
             self.llm = LLM(
-                setup.checkpoint,
+                model,
                 dtype=setup.dtype,
                 exact=True,
                 max_model_len=setup.max_len,
@@ -36,6 +40,9 @@ class Ramify:
             )
         except UnknownOptionError as error:
             raise AbsentError(f"not available: this version has no {error.name}") from error
+        except (ConfigError, ModelError) as error:
+            raise AbsentError(str(error)) from error
+        self._load_s = age_s()
         if plant != 1.0:
             core: Any = self.llm.core
             core.step = slowed(core.step, plant)
@@ -70,6 +77,9 @@ class Ramify:
             [output.metrics.total_s for output in outputs],
             facts,
         )
+
+    def resources(self) -> Resources:
+        return Resources(self._load_s, peak_memory(), self.llm.engine.num_weight_bytes)
 
     def close(self) -> None:
         """Nothing to do."""

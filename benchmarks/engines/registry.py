@@ -24,6 +24,35 @@ SPECULATION = {
     )
     for name in ("off", "ngram", "tree")
 }
+FILE_TYPES = {"Q8_0": 8, "Q4_0": 4, "Q4_K_M": 4}  # of GGUF files; bits of most of their weights
+PACKAGED = "packaged"  # the file as it was published, of a model that has one
+# Integer weights: engines in int8 and int4 made of a checkpoint, and on GGUF files made of it.
+QUANTIZED = {
+    entry.name: entry
+    for entry in (
+        *(
+            Entry(f"{OURS}-int{bits}", f"**Ramify**, int{bits}", "ours", options={"quantize": f"int{bits}"})
+            for bits in (8, 4)
+        ),
+        *(
+            Entry(f"{OURS}-{kind}", f"Ramify, {kind}", "ours", options={"file_type": kind})
+            for kind in (*FILE_TYPES, PACKAGED)
+        ),
+        *(
+            Entry(
+                f"llama-{kind}", f"llama.cpp, {kind}", "llama_server", "llama", options={"file_type": kind}
+            )
+            for kind in (*FILE_TYPES, PACKAGED)
+        ),
+        *(
+            Entry(
+                f"openvino-int{bits}", f"OpenVINO, int{bits}", "openvino_genai", "openvino",
+                options={"bits": bits},
+            )
+            for bits in (8, 4)
+        ),
+    )
+}  # fmt: skip
 WATCHED = Entry("ramify-watched", "Ramify, measured inside", "ours", options={"stopwatch": True})
 
 
@@ -39,4 +68,7 @@ def find(name: str) -> Entry:
     return ALL[name]
 
 
-ALL = {entry.name: entry for entry in (*ENTRIES.values(), *SPECULATION.values(), WATCHED)}
+ALL = {
+    entry.name: entry
+    for entry in (*ENTRIES.values(), *SPECULATION.values(), *QUANTIZED.values(), WATCHED)
+}

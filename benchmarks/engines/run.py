@@ -252,6 +252,16 @@ class Group:
                     )
         return {name: list(row.values()) for name, row in cells.items()}
 
+    def resources(self, entry: Entry) -> dict[str, Any] | None:
+        """What loading an engine took, by the names of `Resources`; None if the engine is gone."""
+        worker = self._workers.get(entry.name)
+        try:
+            return worker and worker.ask(LOAD_LIMIT_S, resources=True)
+        except (WorkerGoneError, TooSlowError) as gone:
+            self.absent[entry.name] = f"did not start: {gone}"
+            del self._workers[entry.name]
+            return None
+
     def _sample_chain(self, chain: Sequence[Cell], repetition: int) -> None:
         """Sample dependent workloads on an engine, in order; a failure fails the later workloads."""
         for position, cell in enumerate(chain):

@@ -4,6 +4,7 @@ It reads commands from its standard input, a JSON object a line, and answers eac
 
     {"setup": {...}}                   load the engine
     {"prepare": [requests, tokens]}    before a workload
+    {"resources": true}                what loading took
     {"task": {...}}                    carry out one repetition
 """
 
@@ -14,11 +15,12 @@ import json
 import os
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from engines.contract import AbsentError, Answer, Engine, Setup
+from engines.contract import AbsentError, Answer, Engine, MeasuredEngine, Setup
 from engines.registry import find
 from engines.workloads import Task
 
@@ -47,6 +49,9 @@ def main() -> None:
             if "prepare" in command:
                 engine.prepare(*command["prepare"])
                 answer({})
+            elif "resources" in command:
+                assert isinstance(engine, MeasuredEngine)
+                answer(asdict(engine.resources()))
             else:
                 answer(carry_out(engine, Task(**command["task"])))
     finally:

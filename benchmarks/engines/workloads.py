@@ -1,4 +1,7 @@
-"""W1 to W5: who asks what, how long the answers are, what is cached before the clock starts.
+"""Who asks what, how long the answers are, what is cached before the clock starts.
+
+W1 to W5 are those of whole engines; the `SMALL` ones are prefill and decode by themselves, and small
+batches on a shared prefix, short enough for many engines on a larger model.
 
 Prompts are random token ids, new ones in every repetition, so that `cold` is cold for engines that
 cannot be told to forget.
@@ -61,6 +64,26 @@ def _shared_again(rng: random.Random, vocab: int) -> Task:
     return Task([], [[prefix + _ids(rng, vocab, 32) for _ in range(32)]], 32)
 
 
+def _decode(rng: random.Random, vocab: int) -> Task:
+    return Task([], [[_ids(rng, vocab, 128)]], 64)
+
+
+def _prefill(num_tokens: int) -> Callable[[random.Random, int], Task]:
+    return lambda rng, vocab: Task([], [[_ids(rng, vocab, num_tokens)]], 1)
+
+
+def _batch(num_requests: int, *, again: bool = False) -> Callable[[random.Random, int], Task]:
+    """Requests on a prefix of 256 tokens with 16 own tokens each; `again`: other ones on the same prefix."""
+
+    def make(rng: random.Random, vocab: int) -> Task:
+        prefix = _ids(rng, vocab, 256)
+        if again:
+            _ids(rng, vocab, 16 * num_requests)
+        return Task([], [[prefix + _ids(rng, vocab, 16) for _ in range(num_requests)]], 32)
+
+    return make
+
+
 def _talk(rng: random.Random, vocab: int) -> Task:
     system = _ids(rng, vocab, 512)
     turns = [[_ids(rng, vocab, 64) for _ in range(8)] for _ in range(4)]
@@ -118,8 +141,36 @@ WORKLOADS = {
     )
 }  # fmt: skip
 
+SMALL = {
+    workload.name: workload
+    for workload in (
+        Workload(
+            "decode", "one request, 64 new tokens after 128",
+            1, 128 + 64, 192, _decode, (Turn(0, 0, 128, 1, 64),),
+        ),
+        *(
+            Workload(
+                f"prefill{length}", f"one request, {length:,} prompt tokens, 1 new",
+                1, length + 1, length + 16, _prefill(length), (Turn(0, 0, length, 1, 1),),
+            )
+            for length in (512, 2048)
+        ),
+        *(
+            Workload(
+                f"batch{size}{state}",
+                f"{size} requests, 256 shared + 16 own tokens, 32 new, {state}",
+                size, 272 + 32, 256 + 2 * size * 64, _batch(size, again=state == "warm"),
+                (Turn(256 if state == "warm" else 0, 256, 272, size, 32),),
+                after=f"batch{size}cold" if state == "warm" else "",
+            )
+            for size in (8, 32)
+            for state in ("cold", "warm")
+        ),
+    )
+}  # fmt: skip
+
 
 def task_of(name: str, repetition: int, vocab: int) -> Task:
-    """The prompts of one repetition; W2warm gets the prefix of W2cold."""
-    seed = WORKLOADS[name].after or name
-    return WORKLOADS[name].make(random.Random(f"{seed} {repetition}"), vocab)
+    """The prompts of one repetition; a warm workload gets the prefix of its cold one."""
+    workload = (WORKLOADS | SMALL)[name]
+    return workload.make(random.Random(f"{workload.after or name} {repetition}"), vocab)
