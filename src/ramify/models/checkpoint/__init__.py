@@ -3,6 +3,7 @@
 In reading order:
 
 - `find`: the directory or GGUF file of a name: local, built in, or a hub snapshot.
+- `packaged`: names of models that are Python packages, and their files.
 - `weight_source`: what every form of file is read as: weights by name, one at a time.
 - `sources`: the source of a checkpoint directory, or of a GGUF file, which `gguf_source` reads.
 - `safetensors_files`: which files there are, and the names in them.

@@ -1,4 +1,4 @@
-"""Find a checkpoint: a directory, the built-in model, a hub model that is cached or can be downloaded."""
+"""Find a checkpoint: a directory, a model of a package, a hub model that is cached or can be downloaded."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from ramify.errors import CheckpointError
+from ramify.models.checkpoint.packaged import packaged_model
 from ramify.models.configs.checkpoint_files import MAX_JSON_BYTES, read_checkpoint_file
 from ramify.models.gguf.container import PART, SUFFIX, is_gguf
 
@@ -26,7 +27,7 @@ PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoke
 def find_checkpoint(
     model: str | Path, *, revision: str | None = None, offline: bool = False
 ) -> Path:
-    """The directory of a checkpoint, or a GGUF file: the built-in model, a local path, or a hub snapshot.
+    """The directory of a checkpoint, or a GGUF file: built in, a local path, of a package, or of the hub.
 
     Of a directory whose only model is in GGUF it is that file, or the first part of it.
 
@@ -35,8 +36,8 @@ def find_checkpoint(
         offline: look for hub models in the local cache only; so does HF_HUB_OFFLINE=1.
 
     Raises:
-        CheckpointError: there is no such directory, and the hub model is neither cached nor can it be
-            downloaded.
+        CheckpointError: there is no such directory, a model's package is not installed, or the hub model is
+            neither cached nor can it be downloaded.
     """
     if str(model) == BUILT_IN:
         built_in = importlib.resources.files("ramify") / "data" / BUILT_IN
@@ -62,6 +63,9 @@ def find_checkpoint(
             "weights"
         )
     name = str(model)
+    packaged = packaged_model(name)
+    if packaged is not None:
+        return packaged
     looks_local = isinstance(model, Path) or name.startswith((".", "~", os.sep))
     if looks_local or name.count("/") > 1 or not name:
         raise CheckpointError(f"there is no directory {name!r}; name a checkpoint directory")
