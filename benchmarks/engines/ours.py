@@ -79,7 +79,10 @@ class Ramify:
         )
 
     def resources(self) -> Resources:
-        return Resources(self._load_s, peak_memory(), self.llm.engine.num_weight_bytes)
+        sizes = {name: each.num_bytes for name, each in self.llm.engine.decoder.loaded.items()}
+        if "lm_head.weight" in sizes:
+            del sizes["model.embed_tokens.weight"]
+        return Resources(self._load_s, peak_memory(), sum(sizes.values()))
 
     def close(self) -> None:
         """Nothing to do."""
