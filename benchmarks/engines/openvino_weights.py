@@ -28,7 +28,8 @@ class Codes:
     @property
     def num_bytes(self) -> int:
         """Of codes, zero points and scales, packed."""
-        return (self.codes.size + self.zero.size) * self.bits // 8 + self.scale.nbytes
+        num_codes = int(self.codes.size + self.zero.size)
+        return num_codes * self.bits // 8 + int(self.scale.nbytes)
 
     def values(self) -> Any:
         """The matrix [out, in] in float32."""

@@ -255,8 +255,10 @@ class Group:
     def resources(self, entry: Entry) -> dict[str, Any] | None:
         """What loading an engine took, by the names of `Resources`; None if the engine is gone."""
         worker = self._workers.get(entry.name)
+        if worker is None:
+            return None
         try:
-            return worker and worker.ask(LOAD_LIMIT_S, resources=True)
+            return worker.ask(LOAD_LIMIT_S, resources=True)
         except (WorkerGoneError, TooSlowError) as gone:
             self.absent[entry.name] = f"did not start: {gone}"
             del self._workers[entry.name]
