@@ -109,8 +109,8 @@ def make_setup(args: argparse.Namespace, model: str, work: Sequence[Workload]) -
 
 def write_files(entries: Sequence[Entry], setup: Setup, program: Path) -> None:
     """Write the GGUF files that engines read; without llama-quantize they stay missing."""
-    for entry in entries:
-        file_type = entry.options.get("file_type", PACKAGED)
+    file_types = dict.fromkeys(entry.options.get("file_type", PACKAGED) for entry in entries)
+    for file_type in file_types:
         if file_type != PACKAGED and program.exists():
             print(f"  writing {file_type}", file=sys.stderr)
             write_quantized(setup, file_type, program)
