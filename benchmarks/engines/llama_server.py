@@ -83,7 +83,10 @@ class LlamaServer:
                 pass
             time.sleep(0.02)
         self._log.seek(0)
-        raise AbsentError(f"the server did not start: {self._log.read()[-300:].decode()!r}")
+        raise AbsentError(
+            f"the server did not start (status {self._server.poll()}; -4: it was compiled for another "
+            f"processor): {self._log.read()[-300:].decode()!r}"
+        )
 
     def _request(self, method: str, path: str, body: str | None) -> http.client.HTTPResponse:
         connection = http.client.HTTPConnection("127.0.0.1", self._port)
