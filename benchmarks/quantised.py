@@ -162,8 +162,8 @@ def rows_of(
         rows.append(
             Row(LOAD_MEMORY, QUANTIZED[name], [each["peak_bytes"] / 2**20 for each in taken], "MiB")
         )
-    for name, taken in ends.items():
-        rows.append(Row(MEMORY, QUANTIZED[name], [taken["peak_bytes"] / 2**20], "MiB"))
+    for name, end in ends.items():
+        rows.append(Row(MEMORY, QUANTIZED[name], [end["peak_bytes"] / 2**20], "MiB"))
     return rows
 
 
