@@ -49,7 +49,7 @@ Rules that keep the bits (the same for a row in whatever batch)
     - Every sum is one chain of operations, fixed in the IR: LLVM reorders nothing. Move bodies, do not
       rewrite them: bias first, then one sum per KC strip; reductions by lane, then across lanes.
     - A process that may use tiles of bf16 (AMX) multiplies all rows of weights in bf16 by them: their sums are
-      not those of VNNI. `tile_microkernels` has their order and an emulation, `targets` the variable that
+      not those of VNNI. `tile_microkernels` has their order and an emulation, `tile_choice` the variable that
       chooses it, or switches tiles off.
     - Sums of tiles end in + 0.0: -0 and trailing zero products vanish. `maximum` is compare + select,
       which fixes the result for NaN. A first block is copied into `state`, not merged.

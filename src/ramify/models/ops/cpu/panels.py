@@ -132,7 +132,7 @@ class FloatPanels:
         panel, column, panels = rows // NR, rows % NR, self._panels.flatten(0, 2)
         if self._kind not in (F32, BF16):
             words = panels.view(len(panels), panels.shape[1] // 2, NR, 2)
-            return words[panel, :, column].flatten(1)[:, : self._in_width]
+            return words[panel, :, column].flatten(1)[:, : self._in_width].contiguous()
         if panels.dtype == torch.bfloat16:
             words = panels.view(-1, self._in_width, LANES, 2)
             return words[panel, :, column % LANES, column // LANES]
