@@ -21,7 +21,7 @@ from ramify.models.checkpoint.sources import open_source
 from ramify.models.checkpoint.tensor_names import HEAD_LAYER
 from ramify.models.checkpoint.tensors import with_stored_head
 from ramify.models.checkpoint.weight_layout import OrderedWeights
-from ramify.models.checkpoint.weight_source import log_widened
+from ramify.models.checkpoint.weight_source import WeightSource, log_widened
 from ramify.models.configs.families import FAMILIES
 from ramify.models.configs.fields import read_json, read_optional_json
 from ramify.models.configs.model_config import ModelConfig, token_ids
@@ -116,23 +116,42 @@ def load_model(
         config = with_stored_head(path, config)
     compute_dtype = resolve_dtype(dtype, config)
     source = open_source(path, config, dtype=compute_dtype)
-    source, loaded = counted(change_weights(source, config, quantize, str(path)))
+    source = change_weights(source, config, quantize, str(path))
+    return bind_decoder(
+        source, config, dtype=compute_dtype, exact=exact, ops=ops, progress=progress, store=store
+    )
+
+
+def bind_decoder(
+    source: WeightSource,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    exact: bool = True,
+    ops: str | OpsFactory = "auto",
+    progress: bool = False,
+    store: ProbeStore | None = None,
+) -> Decoder:
+    """Bind the weights of a source to operations; reads all of them.
+
+    Args:
+        config: see `ModelConfig.at_context`.
+        dtype: of arithmetic; that of the source's weights.
+        exact, ops, progress, store: see `load_model`.
+    """
+    source, loaded = counted(source)
     weights: Mapping[str, Weight] = source
     if config.mla is None:
         weights = OrderedWeights(source, config)
     total = sum(map(source.num_bytes, source))
     with _progress("loading weights", total, progress) as advance:
         share = total // config.num_layers
-        bound = _ops_factory(ops, compute_dtype)(
-            weights,
-            dtype=compute_dtype,
-            max_len=config.max_model_len,
-            exact=exact,
-            store=store,
+        bound = _ops_factory(ops, dtype)(
+            weights, dtype=dtype, max_len=config.max_model_len, exact=exact, store=store
         )
         binding = BINDINGS.get(config.architecture, DENSE)
         decoder = Decoder(config, bound, binding, loaded=loaded, on_layer=partial(advance, share))
-    log_widened(source, compute_dtype)
+    log_widened(source, dtype)
     return decoder
 
 

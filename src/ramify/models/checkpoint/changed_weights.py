@@ -65,6 +65,14 @@ class ChangedWeights(WeightSource):
         return self._source.widened
 
 
+def is_rounded(name: str, config: ModelConfig) -> bool:
+    """Whether a weight is that of a linear layer, or the embedding or LM head."""
+    if name in (EMBEDDING, HEAD):
+        return True
+    is_linear = name.endswith(LINEARS) and not name.endswith(BY_HEAD)
+    return is_linear and not config.is_float32(name)
+
+
 def change_weights(
     source: WeightSource, config: ModelConfig, quantize: str, checkpoint: str
 ) -> WeightSource:
@@ -90,10 +98,9 @@ def change_weights(
         )
 
     def target(name: str) -> str | None:
-        if name in (EMBEDDING, HEAD):
-            return "int8"
-        is_linear = name.endswith(LINEARS) and not name.endswith(BY_HEAD)
-        return quantize if is_linear and not config.is_float32(name) else None
+        if not is_rounded(name, config):
+            return None
+        return "int8" if name in (EMBEDDING, HEAD) else quantize
 
     def rounded(name: str, weight: Weight) -> Weight:
         form = target(name)
