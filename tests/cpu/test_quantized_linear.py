@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
+import sys
 from fractions import Fraction
 from typing import Any
 
@@ -121,6 +125,42 @@ def test_an_element_is_one_chain_over_exact_sums_of_groups(
         for column in columns:
             expected = by_hand(x[row], weight, float(bias[column]), column)
             assert y[row, column] == torch.tensor(expected).to(dtype)
+
+
+# What a process compiled for AVX2 computes of 4-bit codes with and without offsets, both kinds of levels.
+WITHOUT_LEVELS = """
+import torch
+from ramify.kernels.cpu.simd import LANES
+from ramify.models.ops.cpu.linear import PackedLinear
+from ramify.models.ops.quantized import QuantizedWeight, WeightFormat
+
+assert LANES == 8
+x = torch.randn(9, 160)
+for first in (0, -8):
+    for mins in (None, torch.randn(20, 5)):
+        kind = WeightFormat(4, 32, mins is not None, tuple(range(first, first + 16)))
+        codes = torch.randint(first, first + 16, (20, 160), dtype=torch.int8)
+        weight = QuantizedWeight(kind, codes, torch.rand(20, 5), mins, torch.float32)
+        linear, wide = PackedLinear(weight), weight.dequantize()
+        torch.testing.assert_close(linear(x), x @ wide.T, rtol=1e-3, atol=0.05)
+        assert torch.equal(linear.weight_rows(torch.arange(20)), wide)
+"""
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="needs AVX2")
+def test_four_bits_without_a_table_of_levels_may_have_offsets() -> None:
+    """Sums of x for offsets are not taken for the sums that AVX2 adds for the first level."""
+    variables = {"NUMBA_CPU_NAME": "x86-64-v3", "NUMBA_CPU_FEATURES": "+avx2"}
+
+    result = subprocess.run(
+        [sys.executable, "-c", WITHOUT_LEVELS],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert result.returncode == 0, result.stderr[-2000:]
 
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)

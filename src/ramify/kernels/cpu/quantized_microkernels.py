@@ -121,10 +121,10 @@ def _emit_tile(builder: Any, kind: int, num_rows: int, num_panels: int, args: li
         for r in range(num_rows):
             start = constant(0, LANES, i32)
             if kind == CODES4 and not HAS_LEVELS:
-                # of the rows' sums times the offset
-                start = broadcast(
-                    builder, load(builder, builder.add(row_sums, i64(4 * r)), i32), LANES
-                )
+                # Of the rows' sums times the offset; with `mins` the sums are float32, the offset is 0.
+                x_sum = load(builder, builder.add(row_sums, i64(4 * r)), i32)
+                has_mins = builder.icmp_signed("!=", mins, i64(0))
+                start = broadcast(builder, builder.select(has_mins, i32(0), x_sum), LANES)
             for column in columns:
                 builder.store(start, sums[r, column])
         first_unit = builder.mul(group.index, units)
@@ -214,8 +214,8 @@ def run_quantized_microkernel(
         scales, mins: addresses of float32 [groups, NR] of the first panel; `mins` may be 0.
         scales_stride, scales_step: their bytes from panel to panel, and from group to group.
         x_scales: float32 [blocks, MR]; a block has 2 ** block_shift groups.
-        x_sums: [groups, MR]: with `mins` float32 sums of x; 4-bit codes without levels: int32 sums of
-            x's integers times the offset of the codes.
+        x_sums: [groups, MR]: with `mins` float32 sums of x, and 4-bit codes without levels have no offset;
+            else, of 4-bit codes without levels, int32 sums of x's integers times the offset of the codes.
         levels: address of 32 int16: the levels of 4-bit codes, twice; unused without HAS_LEVELS.
     """
     _select_tile(

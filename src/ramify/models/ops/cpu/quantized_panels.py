@@ -50,7 +50,11 @@ class QuantizedPanels:
         self.format, self.dtype, self.num_parts = like.format, like.dtype, num_parts
         self.in_width, out_width = like.shape[1], like.shape[0] // num_parts
         levels = like.format.levels
-        is_affine = bool(levels) and levels == tuple(range(levels[0], levels[0] + 16))
+        # Without a table of levels a group has the sum of x's integers for an offset, or of x for `mins`.
+        first = levels[0] if levels else 0
+        is_affine = levels == tuple(range(first, first + 16)) and not (
+            like.format.has_min and first
+        )
         self._is_narrow = like.format.bits == 4 and (HAS_LEVELS or is_affine)
         self._has_one_scale = like.group_size >= self.in_width
         self.group = min(like.group_size, BLOCK)
