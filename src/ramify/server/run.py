@@ -23,7 +23,7 @@ from ramify.engine.execution.host_memory import resident_memory
 from ramify.errors import ConfigError
 from ramify.models.configs.sampling_defaults import AUTO
 from ramify.models.gguf.config import read_sampling_defaults
-from ramify.models.gguf.container import SUFFIX
+from ramify.models.gguf.container import PART, SUFFIX
 from ramify.params import SamplingParams
 from ramify.server.app import Server
 from ramify.server.http.browser_guard import LOOPBACK_HOSTS
@@ -186,8 +186,8 @@ class ServeInputs:
 async def _serve(options: ServeOptions, llm: AsyncLLM, inputs: ServeInputs) -> int:
     keys, record = inputs.keys, inputs.record
     if llm.tokenizer is None:
-        raise ConfigError(f"{options.model} has no tokenizer.json, which a server needs")
-    default_name = Path(options.model).name.removesuffix(SUFFIX) or options.model
+        raise ConfigError(f"{options.model} has no tokenizer, which a server needs")
+    default_name = PART.sub("", Path(options.model).name).removesuffix(SUFFIX) or options.model
     service = RequestService(
         llm,
         llm.tokenizer,

@@ -18,7 +18,9 @@ from ramify.errors import CheckpointError, ModelError, UnsupportedModelError
 from ramify.models.checkpoint.find import find_checkpoint
 from ramify.models.checkpoint.sources import open_source
 from ramify.models.configs.model_config import ModelConfig
+from ramify.models.configs.pooling import PoolingConfig
 from ramify.models.gguf.architectures import ARCHITECTURES
+from ramify.models.gguf.config import read_pooling
 from ramify.models.gguf.container import read_container
 from ramify.models.loader import load_model, read_config
 from ramify.models.ops.quantized import QuantizedWeight
@@ -219,6 +221,10 @@ def changed(path: Path, **keys: Any) -> None:
     [
         ({"llama__block_count": None}, CheckpointError, "llama.block_count: expected an integer"),
         ({"llama__block_count": 0}, CheckpointError, "0 layers of 4 heads"),
+        ({"llama__block_count": 1 << 31}, CheckpointError, "2147483648 layers of 4 heads.* 1 to 10000"),
+        ({"llama__attention__key_length": 0}, CheckpointError, "4 heads of 0 of 64 dimensions"),
+        ({"llama__rope__scaling__type": [1, 2]}, CheckpointError, "type: expected a text, found"),
+        ({"split__no": [0, 0]}, CheckpointError, "split.no: expected an integer, found"),
         ({"llama__block_count": 4}, CheckpointError, "lacks 9 of 39 tensors, the first is model.la"),
         ({"llama__embedding_length": "wide"}, CheckpointError, "llama.embedding_length: expected"),
         ({"llama__embedding_length": 96}, CheckpointError, "embed_tokens.weight: expected the shape"),
@@ -245,6 +251,16 @@ def test_impossible_settings_are_refused(
         load_model(path, ops="torch")
 
 
+def test_settings_of_no_use_are_ignored(tmp_path: Path) -> None:
+    """A pooling type that is a list; a scale of 0, which is none."""
+    _, path = written("Gemma3", tmp_path)
+    expected = read_config(path)
+    changed(path, gemma3__pooling_type=[1, 2], gemma3__attention__scale=0.0)
+
+    assert read_pooling(path) == PoolingConfig()
+    assert read_config(path) == expected
+
+
 def test_other_architectures_are_refused_by_name(tmp_path: Path) -> None:
     """With those that are read."""
     path = tmp_path / "m.gguf"
@@ -268,6 +284,9 @@ def test_a_directory_has_one_model(tmp_path: Path) -> None:
         find_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match=r"is a file, and not in GGUF"):
         find_checkpoint(tmp_path / "model.bin")
+    # Not looked for among hub models.
+    with pytest.raises(CheckpointError, match=r"there is no file 'absent.gguf'; name a GGUF"):
+        find_checkpoint("absent.gguf")
     (tmp_path / "b.gguf").unlink()
     assert find_checkpoint(tmp_path) == tmp_path / "a.gguf"
 

@@ -66,6 +66,10 @@ def find_checkpoint(
     packaged = packaged_model(name)
     if packaged is not None:
         return packaged
+    if is_gguf(path):
+        raise CheckpointError(
+            f"there is no file {name!r}; name a GGUF file, or a directory that has one"
+        )
     looks_local = isinstance(model, Path) or name.startswith((".", "~", os.sep))
     if looks_local or name.count("/") > 1 or not name:
         raise CheckpointError(f"there is no directory {name!r}; name a checkpoint directory")

@@ -125,9 +125,9 @@ def qwen_experts(metadata: Metadata, fields: Fields, *, normalises: bool) -> Fie
 
 def gemma_scale(metadata: Metadata, fields: Fields, largest: int) -> Fields:
     """`query_pre_attn_scalar`: the dimensions of a head, but for the largest model of a family."""
-    scale = metadata.get("attention.scale")
-    if scale is not None:
-        return {"query_pre_attn_scalar": metadata.number("attention.scale") ** -2}
+    scale = metadata.number("attention.scale", 0.0)
+    if scale:
+        return {"query_pre_attn_scalar": scale**-2}
     width, num_heads = fields["hidden_size"], fields["num_attention_heads"]
     is_largest = fields["num_hidden_layers"] == largest
     return {"query_pre_attn_scalar": width // num_heads if is_largest else fields["head_dim"]}

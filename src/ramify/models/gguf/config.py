@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ramify.errors import CheckpointError, UnsupportedModelError
 from ramify.models.configs.families import FAMILIES
-from ramify.models.configs.fields import shown
+from ramify.models.configs.fields import MAX_LAYERS, shown
 from ramify.models.configs.pooling import PoolingConfig
 from ramify.models.configs.pooling import read_pooling as pooling_of_directory
 from ramify.models.configs.sampling_defaults import AUTO, SamplingDefaults, sampling_defaults
@@ -84,12 +84,13 @@ def config_fields(container: Container) -> dict[str, Any]:
     family = FAMILIES[architecture.family]
     num_layers = metadata.integer("block_count") - metadata.integer("nextn_predict_layers", 0)
     heads, width = metadata.integer("attention.head_count"), metadata.integer("embedding_length")
-    if not heads or not width or num_layers < 1:
+    head_dim = metadata.integer("attention.key_length", width // max(heads, 1))
+    # Below, lists have an entry for each layer.
+    if not (heads and width and head_dim and 1 <= num_layers <= MAX_LAYERS):
         raise CheckpointError(
-            f"{container.path}: {num_layers} layers of {heads} heads and {width} dimensions; expected 1 or "
-            "more; download it again"
+            f"{container.path}: {num_layers} layers of {heads} heads of {head_dim} of {width} dimensions; "
+            f"expected 1 to {MAX_LAYERS} layers, and 1 or more of the others; download it again"
         )
-    head_dim = metadata.integer("attention.key_length", width // heads)
     value_dim = metadata.integer("attention.value_length", head_dim)
     if value_dim != head_dim:
         raise UnsupportedModelError(
@@ -144,7 +145,8 @@ def read_pooling(path: Path) -> PoolingConfig:
     if not is_gguf(path):
         return pooling_of_directory(path)
     metadata = read_container(path).metadata
-    mode = POOLING_MODES.get(metadata.get(f"{metadata.get(ARCHITECTURE)}.pooling_type"))
+    kind = metadata.get(f"{metadata.get(ARCHITECTURE)}.pooling_type")
+    mode = POOLING_MODES.get(kind) if isinstance(kind, int) else None
     return PoolingConfig() if mode is None else PoolingConfig(mode=mode)
 
 
@@ -262,7 +264,7 @@ def _rope(metadata: Metadata, architecture: Architecture, fields: dict[str, Any]
 def _scaling(metadata: Metadata, fields: dict[str, Any]) -> dict[str, Any] | None:
     """`rope_scaling` of the keys; None: the frequencies are not scaled."""
     container = metadata.container
-    kind = metadata.get("rope.scaling.type")
+    kind = metadata.text("rope.scaling.type")
     factor = metadata.number("rope.scaling.factor", metadata.number("rope.scale_linear", 1.0))
     original = metadata.integer("rope.scaling.original_context_length", 0)
     attention = metadata.number("rope.scaling.attn_factor", 0.0)

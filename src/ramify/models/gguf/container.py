@@ -215,7 +215,7 @@ def read_container(path: Path) -> Container:
     merged = Container({}, {}, paths)
     for number, part_path in enumerate(paths):
         part = _read_part(part_path)
-        split = (part.metadata.get("split.no", 0), part.metadata.get("split.count", 1))
+        split = (_count(part, "split.no", 0), _count(part, "split.count", 1))
         # Writers of single files may say that they have no parts.
         if split != (number, len(paths)) and (len(paths) > 1 or split != (0, 0)):
             raise CheckpointError(
@@ -231,7 +231,7 @@ def read_container(path: Path) -> Container:
             merged.tensors[name] = info
         if number == 0:
             merged.metadata.update(part.metadata)
-    total = merged.metadata.get("split.tensors.count", len(merged.tensors))
+    total = _count(merged, "split.tensors.count", len(merged.tensors))
     if len(paths) > 1 and total != len(merged.tensors):
         raise CheckpointError(
             f"{path}: split.tensors.count: expected {total}, found {len(merged.tensors)}; download all "
@@ -264,6 +264,15 @@ def part_paths(path: Path) -> tuple[Path, ...]:
             "into one directory"
         )
     return paths
+
+
+def _count(container: Container, key: str, default: int) -> int:
+    value = container.metadata.get(key, default)
+    if type(value) is not int:
+        raise CheckpointError(
+            f"{container.path}: {key}: expected an integer, found {shortened(str(value))}; download it again"
+        )
+    return value
 
 
 def _read_part(path: Path) -> Container:

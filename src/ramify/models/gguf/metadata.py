@@ -100,6 +100,17 @@ class Metadata:
             self._refuse(key, "true or false", value)
         return value
 
+    def text(self, key: str) -> str | None:
+        """A text; None if there is none.
+
+        Raises:
+            CheckpointError: it is something else.
+        """
+        value = self.get(key)
+        if value is not None and not isinstance(value, str):
+            self._refuse(key, "a text", value)
+        return value
+
     def window_layers(self, key: str, num_layers: int, default_period: int) -> list[bool]:
         """Which layers have a sliding window, by a flag for each, or by their period.
 
