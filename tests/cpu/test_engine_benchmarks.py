@@ -87,11 +87,8 @@ def test_a_version_that_is_slower_is_found(tmp_path: Path) -> None:
     verdicts = judge(shape.name, now[shape.name], base[shape.name])
 
     assert shape in SHAPES
-    # Not "end_to_end_s": beside other programs its interval is wide.
-    assert {verdict.figure for verdict in verdicts if verdict.slower} >= {
-        "processor_s",
-        "between_tokens_s",
-    }
+    # Not by the clock: beside other programs those intervals are wide.
+    assert "processor_s" in {verdict.figure for verdict in verdicts if verdict.slower}
 
 
 def test_a_missing_baseline_says_how_to_write_one(tmp_path: Path) -> None:
