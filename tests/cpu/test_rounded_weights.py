@@ -25,6 +25,7 @@ from ramify.models.checkpoint.changed_weights import (
     change_weights,
     is_rounded,
 )
+from ramify.models.checkpoint.loaded_weights import LoadedWeight, weight_figures
 from ramify.models.checkpoint.sources import open_source
 from ramify.models.checkpoint.weight_source import WeightSource
 from ramify.models.configs.model_config import ModelConfig
@@ -32,6 +33,17 @@ from ramify.models.loader import load_model, read_config
 from ramify.models.ops.quantized import QuantizedWeight, as_tensor
 from ramify.models.ops.weight_rounding import quantize_weight
 from ramify.testing import write_tiny_checkpoint
+from tests.cpu.models.family_cases import CASES, SIZES
+
+# Matrices that are no linear layers, or gates of experts.
+NO_LINEARS = (
+    ".gate.weight",
+    ".router.weight",
+    "expert_gate.weight",
+    "q_norm.weight",
+    "k_norm.weight",
+)
+PARTS = ("attention", "experts", "MLP")
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +92,7 @@ def test_linear_layers_are_rounded_and_nothing_else_is(
         ("self_attn.qkv_proj", True),
         ("mlp.c_fc", True),
         ("mlp.c_proj", True),
+        ("self_attn.kv_a_proj_with_mqa", True),
         ("mlp.gate", False),
         ("mlp.shared_expert_gate", False),
         ("self_attn.q_norm", False),
@@ -92,6 +105,21 @@ def test_gates_and_what_is_used_by_head_are_not_rounded(
 ) -> None:
     """Linear layers of all families are, and their experts."""
     assert is_rounded(f"model.layers.0.{name}.weight", read_config(checkpoint)) is expected
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_family_names_its_linear_layers_in_another_way(case: str) -> None:
+    """Of all matrices, gates and norms of heads alone stay as they are, and are counted as such or with their layer."""
+    architecture = f"{case.split(maxsplit=1)[0]}ForCausalLM"
+    fields = SIZES | CASES[case] | {"architectures": [architecture]}
+    config = ModelConfig.from_hf(fields, "config.json")
+    matrices = {name: shape for name, shape in config.tensor_shapes().items() if len(shape) == 2}
+
+    linears = {name for name in matrices if not name.endswith(NO_LINEARS)}
+
+    assert {name for name in matrices if is_rounded(name, config)} == linears
+    weights = {name: LoadedWeight("F32", "float32", matrices[name], 0) for name in linears}
+    assert weight_figures(weights).keys() <= {"in all", "embedding, LM head", *PARTS}
 
 
 @pytest.mark.parametrize("damage", [torch.inf, torch.nan])

@@ -7,7 +7,7 @@ from typing import Literal
 
 from ramify.errors import CheckpointError, ConfigError
 from ramify.models.checkpoint.packed_layers import FLOAT_DTYPES
-from ramify.models.checkpoint.tensor_names import EMBEDDING, HEAD
+from ramify.models.checkpoint.tensor_names import EMBEDDING, HEAD, LINEARS
 from ramify.models.checkpoint.weight_source import WeightSource
 from ramify.models.configs.model_config import ModelConfig
 from ramify.models.ops.quantized import Weight, as_tensor
@@ -17,8 +17,7 @@ INT8_GROUP = 64
 # bits and group_size of `quantize_weight`
 FORMATS: dict[str, tuple[Literal[4, 8], int]] = {"int8": (8, INT8_GROUP), "int4": (4, INT4_GROUP)}
 QUANTIZE = ("off", *FORMATS, "widen")
-# Linear layers of all families. Not: kv_b, which is used by head; router gates; the sparse index.
-LINEARS = ("_proj.weight", ".c_fc.weight")
+# Not a linear layer: it is used by head.
 BY_HEAD = ".kv_b_proj.weight"
 
 

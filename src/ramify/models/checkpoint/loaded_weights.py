@@ -9,6 +9,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from ramify.models.checkpoint.tensor_names import LINEARS
 from ramify.models.ops.quantized import Weight
 
 FLOAT_KINDS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -88,6 +89,6 @@ def _part_of(name: str, shape: tuple[int, ...]) -> str:
         return "attention"
     if len(shape) == 2 and "expert" in name:
         return "experts"
-    if len(shape) == 2 and name.endswith(("_proj.weight", ".c_fc.weight")):
+    if len(shape) == 2 and name.endswith(LINEARS):
         return "MLP"
     return "norms, biases, gates"

@@ -8,6 +8,11 @@ from ramify.models.configs.wrappers import is_other_part, text_tensor_name
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 HEAD_LAYER = "lm_head"
+# What matrices of linear layers end with, in all families; not router gates.
+LINEARS = (
+    "_proj.weight", ".kv_a_proj_with_mqa.weight", ".c_fc.weight", ".input_linear.weight", ".output_linear.weight",
+    ".w1.weight", ".w2.weight", ".w3.weight",
+)  # fmt: skip
 # Scales of activations and of K/V, both of which are kept in full precision here.
 SCALES_OF_OTHERS = (
     ".output_scale", ".output_zero_point", ".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".prob_scale",
