@@ -24,7 +24,7 @@ from tests.cpu.test_exact_ops import random, run_in_steps
 from tests.cpu.tiny_models import ops_of
 
 # Of names in these families.
-ROUNDED = ("_proj.weight", "embed_tokens.weight", "lm_head.weight")
+ROUNDED = ("_proj.weight", "_with_mqa.weight", "embed_tokens.weight", "lm_head.weight")
 DTYPES = [torch.float32, torch.bfloat16]
 
 
