@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.utils._pytree import tree_map
 
 from ramify import LLM, SamplingParams
@@ -271,6 +272,22 @@ def test_a_checkpoint_without_weights_is_a_model_error(tmp_path: Path) -> None:
     assert isinstance(caught.value, CheckpointError)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_quantised_weights_that_nothing_announces_are_refused(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """transformers would cast them, and drop their scales."""
+    write_checkpoint("PhiForCausalLM", tmp_path)
+    file, name = tmp_path / "model.safetensors", "model.layers.0.mlp.fc1.weight"
+    tensors = load_file(file)
+    scale = tensors[name].abs().max() / 100
+    tensors |= {name: (tensors[name] / scale).to(dtype), f"{name}_scale": scale}
+    save_file(tensors, file, metadata={"format": "pt"})
+
+    with pytest.raises(UnsupportedModelError, match=rf"{name} is (F8_E4M3|I8); PhiForCausalLM"):
+        load_decoder(tmp_path, dtype="float32")
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -287,6 +304,7 @@ def test_a_checkpoint_without_weights_is_a_model_error(tmp_path: Path) -> None:
         {"vocab_size": 10**12},
         {"quantization_config": {"quant_method": "fp8"}},
         {"quantization_config": "awq"},
+        {"text_config": {"quantization_config": {"quant_method": "fp8"}}},
     ],
 )
 def test_damaged_settings_are_one_line(changes: dict[str, Any], tmp_path: Path) -> None:

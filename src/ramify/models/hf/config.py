@@ -14,6 +14,7 @@ from ramify.models.configs.dense_variant import DenseVariant
 from ramify.models.configs.families import FAMILIES
 from ramify.models.configs.fields import MAX_LAYERS, MAX_POSITIONS, ConfigFields
 from ramify.models.configs.model_config import DTYPES, ModelConfig, token_ids
+from ramify.models.configs.quantization.config import quantization_settings
 from ramify.models.configs.rope import NO_ROPE, context_len
 from ramify.models.configs.wrappers import WRAPPERS
 
@@ -70,7 +71,7 @@ def read_hf_config(path: Path, fields: Mapping[str, Any]) -> ModelConfig:
     from transformers import __version__
 
     _check_sizes(fields, source)
-    if fields.get("quantization_config") or fields.get("compression_config"):
+    if quantization_settings(fields):
         raise UnsupportedModelError(
             f"{source}: {name} is quantised (quantization_config); quantised weights are read for the "
             "families that Ramify has itself, and only float32, bfloat16 and float16 ones run through "

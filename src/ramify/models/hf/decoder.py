@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -24,10 +24,10 @@ from torch import Tensor, nn
 
 from ramify.attention.exactness import FP32_ROW_MULTIPLE, Exactness, dtype_name
 from ramify.attention.paged import PagedBackend
-from ramify.errors import CheckpointError, UnsupportedModelError
+from ramify.errors import CheckpointError, UnsupportedModelError, shortened
 from ramify.kv.pool import KVPool
 from ramify.models.checkpoint.loaded_weights import LoadedWeight
-from ramify.models.checkpoint.tensors import checkpoint_shapes
+from ramify.models.checkpoint.stored_tensor import StoredTensor, stored_tensors
 from ramify.models.configs.model_config import ModelConfig
 from ramify.models.hf.checks import AttentionCall, ProbeAttention, Run, check_calls, check_results
 from ramify.models.hf.config import first_line, is_foreign, may_be_recurrent
@@ -115,7 +115,9 @@ def load_hf_decoder(
     disable_progress_bar()
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _mask)
-    num_tensors = len(checkpoint_shapes(path, config))
+    stored = stored_tensors(path)
+    _check_full_precision(stored.values(), config.architecture)
+    num_tensors = len(stored)
     # Before transformers makes all those layers.
     if config.num_layers > num_tensors:
         raise CheckpointError(
@@ -193,6 +195,22 @@ def load_hf_decoder(
             "answer would depend on the cache; exact=False (--no-exact) allows that"
         )
     return HfDecoder(config, model, ops, row_multiple)
+
+
+def _check_full_precision(tensors: Iterable[StoredTensor], architecture: str) -> None:
+    """Refuse floats of 8 bits and fewer, and weights of integers: transformers casts them, and drops the scales beside them.
+
+    Raises:
+        UnsupportedModelError: names the tensor.
+    """
+    for tensor in tensors:
+        is_small_float = tensor.dtype.startswith(("F4", "F6", "F8"))
+        is_integer = tensor.dtype.startswith(("I", "U"))
+        if is_small_float or (is_integer and tensor.name.endswith(".weight")):
+            raise UnsupportedModelError(
+                f"{tensor.file}: tensor {shortened(tensor.name)} is {tensor.dtype}; {architecture} runs through "
+                "transformers, with float32, bfloat16 and float16 weights only, so use the original checkpoint"
+            )
 
 
 def _check_missing(path: Path, config: ModelConfig, model: Any, missing: set[str]) -> None:

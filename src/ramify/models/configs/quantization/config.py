@@ -50,7 +50,7 @@ def read_quantization(config: Mapping[str, Any], source: str) -> QuantizationCon
         UnsupportedModelError: the method, or a setting of it, is not supported; names it.
         CheckpointError: a setting has a value of another type.
     """
-    settings = _settings(config)
+    settings = quantization_settings(config)
     if settings is None or settings == {}:
         return None
     if not isinstance(settings, Mapping):
@@ -77,7 +77,7 @@ def with_settings_beside(fields: dict[str, Any], path: Path) -> dict[str, Any]:
     Args:
         path: of the checkpoint's directory.
     """
-    if _settings(fields) is not None:
+    if quantization_settings(fields) is not None:
         return fields
     for name, method in FILES_BESIDE.items():
         settings = read_optional_json(path / name)
@@ -86,7 +86,8 @@ def with_settings_beside(fields: dict[str, Any], path: Path) -> dict[str, Any]:
     return fields
 
 
-def _settings(config: Mapping[str, Any]) -> object:
+def quantization_settings(config: Mapping[str, Any]) -> object:
+    """What a `config.json`, or the `text_config` in it, says of quantisation, unchecked; None: nothing."""
     text = config.get("text_config")
     for holder in (config, text if isinstance(text, Mapping) else {}):
         for key in KEYS:
