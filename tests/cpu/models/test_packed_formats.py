@@ -277,6 +277,56 @@ def test_nf4(nested: bool) -> None:
     assert torch.equal(decoded.weight.flatten(), expected)
 
 
+LARGEST = 2**31 - 1
+
+
+@pytest.mark.parametrize("kind", ["block", "group", "zero points", "g_idx", "nf4"])
+def test_a_group_that_is_larger_than_the_row_takes_no_memory(kind: str) -> None:
+    """Whatever the file says: a terabyte of scales would be the program's end."""
+    weight = every_e4m3(6, 48)
+    state = {
+        "blocksize": LARGEST,
+        "nested_blocksize": LARGEST,
+        "nested_offset": 0,
+        "shape": [6, 48],
+    }
+    words = {
+        "weight_packed": packed(integers(0, 255, 6, 48), 8, 1),
+        "weight_shape": torch.tensor([6, 48]),
+        "weight_scale": floats(6, 1),
+        "weight_zero_point": packed(integers(100, 140, 6, 1), 8, 0),
+    }
+    nf4 = {
+        "weight": torch.zeros(144, 1, dtype=torch.uint8),
+        "weight.quant_map": floats(16),
+        "weight.absmax": torch.zeros(1, dtype=torch.uint8),
+        "weight.nested_absmax": floats(1),
+        "weight.nested_quant_map": floats(256),
+        "weight.quant_state.bitsandbytes__nf4": torch.tensor(
+            list(json.dumps(state).encode()), dtype=torch.uint8
+        ),
+    }
+    in_words = Scheme("pack-quantized", 8, LARGEST, symmetric=False)
+    cases: dict[str, tuple[dict[str, Tensor], Scheme]] = {
+        "block": (
+            {"weight": weight, "weight_scale_inv": floats(1, 1)},
+            Scheme("fp8", 8, block=(LARGEST, LARGEST)),
+        ),
+        "group": (
+            {"weight": weight, "weight_scale": floats(6, 1)},
+            Scheme("float-quantized", 8, LARGEST),
+        ),
+        "zero points": (words, in_words),
+        "g_idx": (words | {"weight_g_idx": torch.zeros(48, dtype=torch.int32)}, in_words),
+        "nf4": (nf4, Scheme("bnb-4bit", 4, nested=True)),
+    }
+    tensors, scheme = cases[kind]
+
+    decoded = decode_linear("q", tensors, (6, 48), scheme)
+
+    assert values_of(decoded).shape == (6, 48)
+
+
 def test_mxfp4() -> None:
     """Every nibble, and exponents at both ends; the low nibble comes first."""
     values = [0, 0.5, 1, 1.5, 2, 3, 4, 6]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ramify.errors import CheckpointError
+from ramify.models.configs.quantization.scheme import Scheme
 from ramify.models.ops.quantized import QuantizedWeight, WeightFormat
 
 # Products of such a scale and an integer of 9 bits or fewer are exact in float32, and so is the sum of two.
@@ -101,6 +102,11 @@ def ceil_div(count: int, size: int) -> int:
     return -(-count // size)
 
 
+def row_group(scheme: Scheme, width: int) -> int:
+    """Elements of a row of `width` that share a scale."""
+    return width if scheme.group_size < 1 else min(scheme.group_size, width)
+
+
 def finite_scales(name: str, scales: Tensor) -> Tensor:
     """Scales in float32; CheckpointError if one is NaN or infinite."""
     scales = scales.float().contiguous()
@@ -109,9 +115,9 @@ def finite_scales(name: str, scales: Tensor) -> Tensor:
     return scales
 
 
-def spread(groups: Tensor, group_size: int, width: int) -> Tensor:
-    """Values of groups [rows, groups] for each element of rows of `width`."""
-    return groups.repeat_interleave(group_size, 1)[:, :width]
+def spread(groups: Tensor, group_size: int, width: int, dim: int = -1) -> Tensor:
+    """Values of groups for each of `width` elements along `dim`, however large a group is."""
+    return groups.repeat_interleave(min(group_size, width), dim).narrow(dim, 0, width)
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:

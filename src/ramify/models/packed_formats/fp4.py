@@ -12,7 +12,13 @@ from ramify.errors import CheckpointError
 from ramify.models.configs.fields import shown
 from ramify.models.configs.quantization.scheme import Scheme
 from ramify.models.ops.quantized import QuantizedWeight, WeightFormat
-from ramify.models.packed_formats.affine import Decoded, WidenedWeight, ceil_div, finite_scales
+from ramify.models.packed_formats.affine import (
+    Decoded,
+    WidenedWeight,
+    ceil_div,
+    finite_scales,
+    spread,
+)
 from ramify.models.packed_formats.tensor_checks import check_suffixes, checked
 
 # E2M1: sign, two bits of exponent, one of mantissa.
@@ -59,7 +65,7 @@ def bnb_4bit(
         scales = checked(name, tensors, "weight.absmax", [(blocks,)], (torch.float32,))
     scales = finite_scales(name, scales)
     codes = torch.stack((packed >> 4, packed & 15), 1).flatten()[:count]
-    wide = levels[codes.int()].mul_(scales.repeat_interleave(block)[:count])
+    wide = levels[codes.int()].mul_(spread(scales, block, count))
     return WidenedWeight(wide.view(shape), NF4)
 
 
@@ -106,7 +112,7 @@ def _nested_scales(
     levels = checked(name, tensors, "weight.nested_quant_map", [(NESTED_LEVELS,)], (torch.float32,))
     outer = ceil_div(blocks, size)
     scales = checked(name, tensors, "weight.nested_absmax", [(outer,)], (torch.float32,))
-    return levels[codes.int()].mul_(scales.repeat_interleave(size)[:blocks]).add_(offset)
+    return levels[codes.int()].mul_(spread(scales, size, blocks)).add_(offset)
 
 
 def _quant_state(name: str, suffix: str, data: Tensor) -> dict[str, object]:

@@ -15,6 +15,7 @@ from ramify.models.packed_formats.affine import (
     ceil_div,
     finite_scales,
     from_zero_points,
+    row_group,
     unpack,
 )
 from ramify.models.packed_formats.tensor_checks import check_suffixes, checked
@@ -40,10 +41,7 @@ def gptq(
     """
     check_suffixes(name, tensors, ("qweight", "qzeros", "scales"), ("g_idx", "bias"))
     rows, width = shape
-    values_per_word, group_size = (
-        32 // scheme.bits,
-        width if scheme.group_size < 1 else scheme.group_size,
-    )
+    values_per_word, group_size = 32 // scheme.bits, row_group(scheme, width)
     groups = ceil_div(width, group_size)
     _check_divides(name, "in", width, values_per_word)
     _check_divides(name, "out", rows, values_per_word)
@@ -66,7 +64,7 @@ def awq(
     """scales[g, o] * (q - z) of the gemm layout: both packed along the output, columns interleaved."""
     check_suffixes(name, tensors, ("qweight", "qzeros", "scales"), ("bias",))
     rows, width = shape
-    group_size = width if scheme.group_size < 1 else scheme.group_size
+    group_size = row_group(scheme, width)
     groups = ceil_div(width, group_size)
     _check_divides(name, "out", rows, 8)
     word = (torch.int32,)
@@ -101,7 +99,7 @@ def pack_quantized(
     packed = checked(
         name, tensors, "weight_packed", [(rows, ceil_div(width, values_per_word))], word
     )
-    group_size = width if scheme.group_size < 1 else scheme.group_size
+    group_size = row_group(scheme, width)
     groups = ceil_div(width, group_size)
     shapes = [(1,), (1, 1), ()] if scheme.group_size == 0 else [(rows, groups)]
     scales = checked(name, tensors, "weight_scale", shapes, SCALE_DTYPES)

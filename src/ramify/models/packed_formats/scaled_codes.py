@@ -17,6 +17,8 @@ from ramify.models.packed_formats.affine import (
     finite_scales,
     from_int8,
     from_zero_points,
+    row_group,
+    spread,
 )
 from ramify.models.packed_formats.tensor_checks import check_suffixes, checked
 
@@ -41,7 +43,7 @@ def int_quantized(
     check_suffixes(name, tensors, needed, ("bias", "input_scale", "input_zero_point"))
     rows, width = shape
     codes = checked(name, tensors, "weight", [shape], (torch.int8,))
-    group_size = width if scheme.group_size < 1 else scheme.group_size
+    group_size = row_group(scheme, width)
     groups = ceil_div(width, group_size)
     shapes = [(1,), (1, 1), ()] if scheme.group_size == 0 else [(rows, groups)]
     scales = checked(name, tensors, "weight_scale", shapes, SCALE_DTYPES)
@@ -104,11 +106,11 @@ def float8(
         scales = _float_scales(
             name, checked(name, tensors, suffix, [grid], (*SCALE_DTYPES, *E8M0_DTYPES))
         )
-        factors = scales.repeat_interleave(high, 0)[:rows].repeat_interleave(wide, 1)[:, :width]
+        factors = spread(spread(scales, high, rows, 0), wide, width)
     elif scheme.group_size > 0:
         groups = ceil_div(width, scheme.group_size)
         scales = finite_scales(name, checked(name, tensors, suffix, [(rows, groups)], SCALE_DTYPES))
-        factors = scales.repeat_interleave(scheme.group_size, 1)[:, :width]
+        factors = spread(scales, scheme.group_size, width)
     else:
         per_matrix, per_row = [(1,), (), (1, 1)], [(rows, 1)]
         shapes = per_matrix if scheme.group_size == 0 else per_row
