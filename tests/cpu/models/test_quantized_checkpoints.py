@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from ramify import LLM, SamplingParams
 from ramify.attention.exactness import ProbeStore
@@ -17,6 +17,7 @@ from ramify.errors import CheckpointError, ModelError, UnsupportedModelError
 from ramify.models.checkpoint.sources import open_source
 from ramify.models.loader import load_model, read_config
 from ramify.models.ops.quantized import QuantizedWeight
+from ramify.testing import write_tiny_checkpoint
 from tests.cpu.engine_cases import Model, cold
 from tests.cpu.models import packed_checkpoints as packers
 from tests.cpu.models.packed_checkpoints import edit_config, edit_tensors, write_pair
@@ -253,6 +254,43 @@ def test_a_bias_of_zeros_is_ignored(tmp_path: Path) -> None:
     assert torch.equal(logits(path), logits(wide))
     edit_tensors(path, {f"{Q_PROJ}bias": torch.ones(128)})
     with pytest.raises(CheckpointError, match=r"q_proj\.bias, which the model has no use for"):
+        logits(path)
+
+
+def test_a_bias_beside_a_layer_in_full_precision_is_refused(tmp_path: Path) -> None:
+    """As in a checkpoint that is not quantised; whatever the settings say of the layer."""
+    path, _ = write_pair(tmp_path, *CASES["gptq"][:2], is_packed=lambda layer: "mlp" in layer)
+    edit_tensors(path, {f"{Q_PROJ}bias": torch.zeros(128)})
+
+    with pytest.raises(CheckpointError, match=r"holds the tensor .*q_proj\.bias, which Llama"):
+        logits(path)
+
+
+def test_a_head_in_float8_is_refused_beside_tied_embeddings(tmp_path: Path) -> None:
+    """By name; it is not compared with the embedding."""
+    path = write_tiny_checkpoint(tmp_path, "llama", tie_word_embeddings=True)
+    embedding = load_file(path / "model.safetensors")["model.embed_tokens.weight"]
+    edit_tensors(path, {"lm_head.weight": embedding.to(torch.float8_e4m3fn)})
+
+    with pytest.raises(UnsupportedModelError, match=r"tensor lm_head\.weight is F8_E4M3"):
+        load_model(path, ops="torch", store=ProbeStore(None))
+
+
+@pytest.mark.parametrize("case", ["gptq", "fp8 blocks", "nf4"])
+def test_tensors_of_a_layer_may_be_in_several_files(case: str, tmp_path: Path) -> None:
+    """Every second tensor in another shard, so that codes and scales part; one that is missing is named."""
+    path, wide = write_pair(tmp_path, *CASES[case][:2])
+    tensors = load_file(path / "model.safetensors")
+    shards = {name: f"{number % 2}.safetensors" for number, name in enumerate(sorted(tensors))}
+    for shard in ("0.safetensors", "1.safetensors"):
+        own = {name: tensor for name, tensor in tensors.items() if shards[name] == shard}
+        save_file(own, path / shard, metadata={"format": "pt"})
+    (path / "model.safetensors").unlink()
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+
+    assert torch.equal(logits(path), logits(wide))
+    (path / "1.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"1\.safetensors is missing"):
         logits(path)
 
 

@@ -93,7 +93,8 @@ def packed_layers(
         weight = parts.get("weight")
         is_plain = weight is not None and weight.dtype in FLOAT_DTYPES
         matrix = f"{layer}.weight"
-        if (is_plain and len(parts) == 1) or matrix not in names.shapes:
+        # A bias that the model has no use for is refused as that of any other layer.
+        if (is_plain and parts.keys() <= {"weight", "bias"}) or matrix not in names.shapes:
             continue
         suffix, tensor = next(iter(parts.items()))
         scheme = quantization.scheme(tensor.name.removesuffix(f".{suffix}"))

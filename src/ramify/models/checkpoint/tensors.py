@@ -179,8 +179,9 @@ def with_stored_head(path: Path, config: ModelConfig) -> ModelConfig:
 
 
 def _are_equal(left: StoredTensor, right: StoredTensor) -> bool:
-    """Whether two stored tensors have the same values."""
-    return left.shape == right.shape and torch.equal(left.read(), right.read())
+    """Whether two stored tensors have the same values, in full precision."""
+    are_full = {left.dtype, right.dtype} <= {*FLOAT_DTYPES}
+    return are_full and left.shape == right.shape and torch.equal(left.read(), right.read())
 
 
 def checkpoint_shapes(path: Path, config: ModelConfig) -> dict[str, tuple[int, ...]]:
