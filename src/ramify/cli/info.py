@@ -59,7 +59,7 @@ def _collect_info(llm: LLM) -> dict[str, dict[str, Any]]:
     from ramify.models.ops.registry import OPS
 
     config, plan = llm.engine.model_config, llm.config
-    loss = known_loss(llm.engine)
+    loss, loaded = known_loss(llm.engine), llm.engine.decoder.loaded
     weights = llm.engine.num_weight_bytes
     return {
         "versions": {
@@ -81,7 +81,9 @@ def _collect_info(llm: LLM) -> dict[str, dict[str, Any]]:
             "sampling of `serve`": read_sampling_defaults(AUTO, llm.engine.path).summary(),
         },
         "weights": {
-            **weight_figures(llm.engine.decoder.loaded),
+            **(
+                weight_figures(loaded) if loaded else {"in all": "not counted: run by transformers"}
+            ),
             "loss": "not measured: ramify verify --against-full" if loss is None else str(loss),
         },
         "operations": _explain(llm.engine.ops_choice, OPS),

@@ -10,8 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.utils._pytree import tree_map
+from typer.testing import CliRunner
 
 from ramify import LLM, SamplingParams
+from ramify.cli import app
 from ramify.errors import CheckpointError, ModelError, UnsupportedModelError
 from ramify.models.hf.config import is_foreign
 from ramify.models.loader import load_decoder, read_config
@@ -270,6 +272,15 @@ def test_a_checkpoint_without_weights_is_a_model_error(tmp_path: Path) -> None:
         load_decoder(tmp_path, dtype="float32")
 
     assert isinstance(caught.value, CheckpointError)
+
+
+def test_info_does_not_count_weights(tmp_path: Path) -> None:
+    """They are transformers'; it says so, instead of none."""
+    write_checkpoint("PhiForCausalLM", tmp_path)
+
+    result = CliRunner().invoke(app, ["info", str(tmp_path), "--json"])
+
+    assert json.loads(result.stdout)["weights"]["in all"] == "not counted: run by transformers"
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
