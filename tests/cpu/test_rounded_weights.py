@@ -14,10 +14,17 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from ramify import LLM
-from ramify.attention.exactness import ProbeStore
+from ramify.attention.exactness import ProbeStore, cache_folder
 from ramify.cli import app
 from ramify.engine.exactness_check import ExactnessCheck, random_prompts
-from ramify.engine.execution.weight_loss import LossSum
+from ramify.engine.execution.weight_loss import (
+    STORE,
+    LossSum,
+    WeightLoss,
+    known_loss,
+    loss_key,
+    write_rows,
+)
 from ramify.errors import CheckpointError, ConfigError
 from ramify.models.checkpoint.changed_weights import (
     INT8_GROUP,
@@ -257,6 +264,40 @@ def test_figures_of_two_distributions() -> None:
     assert replace(loss, kl=0.0).kl == 0
 
 
+def test_logits_that_do_not_differ_have_no_error() -> None:
+    """All zeros, as of a head of zeros."""
+    total = LossSum()
+
+    total.add(torch.zeros(1, 4), torch.zeros(1, 4), torch.tensor([1]))
+
+    assert total.loss("t", 2).rms_error == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+def test_a_full_disk_is_one_line() -> None:
+    """With the place, and what to do."""
+    with (
+        Path("/dev/full").open("wb", buffering=0) as file,
+        pytest.raises(ConfigError, match=r"logits do not fit into .*TMPDIR"),
+    ):
+        write_rows(file, torch.zeros(1, 4))
+
+
+@pytest.mark.parametrize("entry", [[], {"kl": 1}, dict.fromkeys(WeightLoss.__slots__, "x")])
+def test_a_damaged_store_is_no_measurement(
+    checkpoint: Path, entry: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`ramify info` says that nothing was measured."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = cache_folder()
+    engine = LLM(checkpoint, ops="torch", kv_cache_tokens=64).engine
+    assert folder is not None
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / STORE).write_text(json.dumps({loss_key(engine): entry}))
+
+    assert known_loss(engine) is None
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
@@ -264,7 +305,9 @@ def test_figures_of_two_distributions() -> None:
             ["generate", "{ck}", "--prompt", "x", "--quantize", "int3"],
             ["--quantize", "int3", "int4"],
         ),
-        (["verify", "{ck}", "--against-full", "--text", "nowhere.txt"], ["nowhere.txt"]),
+        # before the model is loaded
+        (["verify", "/nowhere", "--against-full", "--text", "nowhere.txt"], ["nowhere.txt"]),
+        (["verify", "{ck}", "--against-full", "--text", "{ck}"], ["text", "name a file"]),
     ],
 )
 def test_bad_options_are_errors(checkpoint: Path, args: list[str], words: list[str]) -> None:

@@ -31,7 +31,11 @@ def verify(
         typer.Option(help="The text of --against-full. By default a chapter of Darwin's."),
     ] = None,
     tokens: Annotated[
-        int, typer.Option(min=2, help="Most tokens of that text; 2,048 of 49,152 each are 400 MB.")
+        int,
+        typer.Option(
+            min=2,
+            help="Most tokens of that text; logits of 2,048 take 400 MB on disk with a vocabulary of 49,152.",
+        ),
     ] = 2048,
     as_json: AsJson = False,
 ) -> None:

@@ -94,7 +94,7 @@ class LossSum:
             text=text,
             num_tokens=self._num,
             context=context,
-            rms_error=math.sqrt(self._error / self._square),
+            rms_error=math.sqrt(self._error / self._square) if self._square else 0.0,
             kl=max(self._kl / self._num, 0.0),
             same_top=self._same / self._num,
             perplexity=_exp(self._nll / self._num),
@@ -119,16 +119,19 @@ def measure_loss(
         progress: see `LocalEngine`.
 
     Raises:
-        ConfigError: the text cannot be read or is too short, the model has no tokenizer.
+        ConfigError: the text cannot be read or is too short, the model has no tokenizer, logits do not fit
+            into the temporary directory.
         ModelError: see `LocalEngine`.
     """
+    # A name that is wrong is refused before a model is loaded.
+    _source_text(text)
     engine = LocalEngine(requested, progress=progress)
     token_ids = read_text(engine, text)[:num_tokens]
     context = min(CONTEXT, engine.config.max_model_len)
     key, total = loss_key(engine), LossSum()
-    with tempfile.TemporaryFile() as stored:
+    with tempfile.TemporaryFile(buffering=0) as stored:
         for logits, _ in text_logits(engine, token_ids, context):
-            logits.numpy().tofile(stored)
+            write_rows(stored, logits)
         del engine
         gc.collect()
         stored.seek(0)
@@ -145,6 +148,20 @@ def measure_loss(
     return loss
 
 
+def write_rows(file: IO[bytes], logits: Tensor) -> None:
+    """Append logits to a temporary file without a buffer; ConfigError if they do not fit."""
+    # Not `tofile`, which loses what it cannot flush.
+    rest = logits.contiguous().numpy().data.cast("B")
+    try:
+        while rest:
+            rest = rest[file.write(rest) :]
+    except OSError as error:
+        raise ConfigError(
+            f"logits do not fit into {tempfile.gettempdir()}: {error}; take fewer tokens, or name another "
+            "directory in the environment (TMPDIR)"
+        ) from error
+
+
 def _read_rows(file: IO[bytes], shape: torch.Size) -> Tensor:
     return torch.from_numpy(np.fromfile(file, np.float32, shape.numel())).view(shape)
 
@@ -156,15 +173,21 @@ def read_text(engine: LocalEngine, path: Path | None) -> list[int]:
         ConfigError: see `measure_loss`.
     """
     if engine.tokenizer is None:
-        raise ConfigError(f"{engine.path} has no tokenizer to read a text with")
-    try:
-        source = files("ramify") / "data" / DEFAULT_TEXT if path is None else path
-        token_ids = engine.tokenizer.encode(source.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the text: {error}") from None
+        raise ConfigError(
+            f"{engine.path} has no tokenizer to read a text with; put its tokenizer.json there"
+        )
+    token_ids = engine.tokenizer.encode(_source_text(path))
     if len(token_ids) < 2:
         raise ConfigError(f"{path} has {len(token_ids)} tokens; at least 2 are needed")
     return list(token_ids)
+
+
+def _source_text(path: Path | None) -> str:
+    source = files("ramify") / "data" / DEFAULT_TEXT if path is None else path
+    try:
+        return source.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the text {source}: {error}; name a file in UTF-8") from None
 
 
 @torch.inference_mode()
@@ -204,12 +227,14 @@ def loss_key(engine: LocalEngine) -> str:
 
 
 def known_loss(engine: LocalEngine) -> WeightLoss | None:
-    """What `measure_loss` found for such an engine; None: nothing."""
+    """What `measure_loss` found for such an engine; None: nothing, or nothing that can be shown."""
     entry = _read_store().get(loss_key(engine))
     try:
-        return None if entry is None else WeightLoss(**entry)
-    except TypeError:
+        loss = WeightLoss(**({} if entry is None else entry))
+        str(loss)
+    except (TypeError, ValueError, ArithmeticError):
         return None
+    return loss
 
 
 def _read_store() -> dict[str, Any]:
