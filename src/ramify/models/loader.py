@@ -112,14 +112,25 @@ def load_model(
             f"{path}: {config.architecture} runs through transformers only; use load_decoder"
         )
     config = config.at_context(max_model_len or config.default_model_len)
-    if not is_gguf(path):
-        config = with_stored_head(path, config)
     compute_dtype = resolve_dtype(dtype, config)
-    source = open_source(path, config, dtype=compute_dtype)
-    source = change_weights(source, config, quantize, str(path))
+    source, config = open_weights(path, config, dtype=compute_dtype, quantize=quantize)
     return bind_decoder(
         source, config, dtype=compute_dtype, exact=exact, ops=ops, progress=progress, store=store
     )
+
+
+def open_weights(
+    path: Path, config: ModelConfig, *, dtype: torch.dtype, quantize: str
+) -> tuple[WeightSource, ModelConfig]:
+    """The weights of a checkpoint as `quantize` says, and the configuration with the head that it has.
+
+    Raises:
+        CheckpointError, UnsupportedModelError, ConfigError: see `load_model`.
+    """
+    if not is_gguf(path):
+        config = with_stored_head(path, config)
+    source = open_source(path, config, dtype=dtype)
+    return change_weights(source, config, quantize, str(path)), config
 
 
 def bind_decoder(

@@ -221,6 +221,21 @@ def test_types_of_weights_are_part_of_what_a_prefix_is_cached_under(tmp_path: Pa
     assert len({first, *others}) == 5
 
 
+def test_weights_of_another_type_replace_them(tmp_path: Path) -> None:
+    """What they take is known before: the size of full precision, not of the codes that they replace."""
+    path, wide = write_pair(tmp_path, *CASES["gptq"][:2])
+    llm = LLM(str(path), kv_cache_tokens=256)
+    engine, codes = llm.engine, llm.engine.num_weight_bytes
+
+    expected = engine.max_weight_bytes(wide, read_config(wide))
+    assert engine.max_weight_bytes(path, read_config(path)) == codes
+    llm.reload_weights(wide)
+
+    assert engine.num_weight_bytes == expected > 2 * codes
+    llm.reload_weights(path)
+    assert engine.num_weight_bytes == codes
+
+
 @pytest.mark.parametrize(
     ("file", "settings", "packer"),
     [

@@ -45,6 +45,7 @@ from ramify.models.kv_cache_spec import (
 )
 from ramify.models.loader import (
     load_decoder,
+    open_weights,
     read_config,
     resolve_dtype,
 )
@@ -166,13 +167,34 @@ class LocalEngine:
                 f"and not {getattr(self.model_config, name)!r}; weights can only be replaced by "
                 "those of the same model, so start another engine for it"
             )
-        free = free_memory()
-        if free and self.num_weight_bytes > free:
+        free, needed = free_memory(), self.max_weight_bytes(path, config)
+        if free and needed > free:
             raise ConfigError(
-                f"the new weights need {self.num_weight_bytes:,} bytes beside the old ones but "
+                f"the new weights need {needed:,} bytes beside the old ones but "
                 f"only {free:,} are free; restart with the new checkpoint instead"
             )
         return WeightSwap(self, path, self._load_model(path, progress=progress))
+
+    def max_weight_bytes(self, path: Path, config: ModelConfig) -> int:
+        """Most bytes that other weights of this model take: in full precision where the type is another than now.
+
+        Raises:
+            ModelError, ConfigError: see `load_weights`.
+        """
+        loaded, dtype = self.decoder.loaded, self.decoder.dtype
+        if not loaded:
+            return self.num_weight_bytes
+        config = config.at_context(self.config.max_model_len)
+        quantize = self.config.requested.model.quantize
+        source, _ = open_weights(path, config, dtype=dtype, quantize=quantize)
+        num_bytes = 0
+        for name in source:
+            present = loaded.get(name)
+            if present is not None and present.kind == source.kind(name):
+                num_bytes += present.num_bytes
+            else:
+                num_bytes += prod(source.shape(name)) * dtype.itemsize
+        return num_bytes
 
     def install_weights(self, path: Path, decoder: CausalDecoder) -> bytes:
         """Compute with these weights from now on; returns their cache namespace. See `WeightSwap`."""
