@@ -53,6 +53,20 @@ def rows_of(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return torch.randn(ROWS, HIDDEN, generator=generator).to(dtype), logits
 
 
+def test_each_matrix_is_asked_for_once() -> None:
+    """It is read from a file, and rounded perhaps, whenever it is."""
+    gate_up, _ = matrices(torch.float32)
+    numbers = list[int]()
+
+    def matrix(number: int) -> tuple[Tensor, None]:
+        numbers.append(number)
+        return gate_up[number], None
+
+    GroupedLinear(matrix, NUM_EXPERTS, activation="silu_mul")
+
+    assert numbers == [*range(NUM_EXPERTS)]
+
+
 @pytest.mark.parametrize("normalise", [False, True])
 def test_the_router_keeps_the_best_weights_of_a_softmax(*, normalise: bool) -> None:
     """Ties go to the lowest expert; rows do not depend on the batch; NaN stays in its row."""

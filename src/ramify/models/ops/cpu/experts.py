@@ -105,7 +105,7 @@ class GroupedLinear:
         from ramify.kernels.cpu.gemm_microkernels import MR_TILES
 
         self._kernels, self._largest_tile = packed_gemm, MR_TILES[-1]
-        first, _ = matrix(0)
+        first, first_bias = matrix(0)
         self._mode, num_parts = epilogue(activation)
         self.dtype = first.dtype
         self.in_width, self.out_width = first.shape[1], first.shape[0] // num_parts
@@ -113,7 +113,7 @@ class GroupedLinear:
         self._panels = new_panels(first, num_matrices=num_experts, num_parts=num_parts)
         biases = list[Tensor]()
         for number in range(num_experts):
-            weight, bias = matrix(number)
+            weight, bias = matrix(number) if number else (first, first_bias)
             self._panels.write(number, weight)
             if bias is not None:
                 biases.append(pack_bias(bias, num_parts))
