@@ -63,7 +63,6 @@ from ramify.kernels.cpu.simd import copy_bytes, load_element, load_i64, store_f3
 from ramify.kernels.cpu.task_queue import next_task_from_either_end
 from ramify.kernels.cpu.tile_gemm import (
     multiply_tiles,
-    num_panels_at_once,
     pack_row_tiles,
     packed_depth,
 )
@@ -283,9 +282,7 @@ def _gemm_block(
     prefetch_stride = tile_prefetch * K_UNROLL // KC
     unit = _panels_per_result(gemm.mode)
     while panel < end:
-        group = 1 if is_tiled else PANELS_PER_TILE[tile]
-        if is_bf16_tiled:
-            group = num_panels_at_once(rows, unit)
+        group = 1 if is_tiled or is_bf16_tiled else PANELS_PER_TILE[tile]
         if panel + max(group, unit) > end:
             group = 1
         num_panels = max(group, unit)

@@ -17,7 +17,6 @@ from ramify.kernels.cpu.quantized_gemm import rows_per_tile
 from ramify.kernels.cpu.simd import load_i64
 from ramify.kernels.cpu.tile_microkernels import (
     B_STEP,
-    PANELS_OF_FEW_ROWS,
     TILE_WORDS,
     copy_to_tiles,
     run_tile_microkernel,
@@ -64,12 +63,6 @@ def pack_row_tiles(
 
 
 @jit
-def num_panels_at_once(rows: int, unit: int) -> int:
-    """Micro-panels that `multiply_tiles` takes for a block of rows, where so many are left; a multiple of `unit`."""
-    return PANELS_OF_FEW_ROWS if rows <= TILE_ROWS else unit
-
-
-@jit
 def multiply_tiles(
     gemm: Any, rows: int, panel: int, num_panels: int, packed: int, zeros: int, into: int, c_stride: int
 ) -> None:  # fmt: skip
@@ -85,13 +78,13 @@ def multiply_tiles(
         4 * NR * gemm.depth,
         TILE_BYTES * per_tile,
     )
-    group = num_panels if tiles == 1 else 1
     strip = steps if tiles <= 2 else STRIP_STEPS
     lines = B_STEP // CACHE_LINE // (-(-tiles // 2))
     bias, bias_stride = zeros, 0
     if gemm.bias:
         bias, bias_stride = gemm.bias + 4 * NR * panel, 4 * NR
-    for p in range(0, num_panels, group):
+    # One panel after the other, however few rows: a single stream of weights, which the prefetch keeps ahead of.
+    for p in range(num_panels):
         for begin in range(0, steps, strip):
             count = min(strip, steps - begin)
             b = gemm.weight + b_stride * (panel + p) + B_STEP * begin
@@ -99,11 +92,11 @@ def multiply_tiles(
             for t in range(0, tiles, 2):
                 a = packed + a_stride * t + a_step * begin
                 c = into + c_stride * p + 4 * NR * per_tile * t
-                start, start_row, start_stride = c, 4 * NR, c_stride
+                start, start_row = c, 4 * NR
                 if begin == 0:
-                    start, start_row, start_stride = bias + bias_stride * p, 0, bias_stride
+                    start, start_row = bias + bias_stride * p, 0
                 run_tile_microkernel(
-                    gemm.weight_kind, min(2, tiles - t), group, a, per_tile, a_stride, b, b_stride, start,
-                    start_row, start_stride, c, c_stride, count, fetch, lines,
+                    gemm.weight_kind, min(2, tiles - t), a, per_tile, a_stride, b, start, start_row, c, count,
+                    fetch, lines,
                 )  # fmt: skip
                 fetch += CACHE_LINE * lines * count

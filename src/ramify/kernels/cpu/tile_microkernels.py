@@ -44,9 +44,6 @@ from ramify.kernels.cpu.simd import (
 
 TILE_WORDS = 16  # of a row of A, and rows of B: 32 elements of K
 B_STEP = 4 * NR * TILE_WORDS  # bytes of a micro-panel for TILE_WORDS
-PANELS_OF_FEW_ROWS = (
-    2  # micro-panels at once where rows fill one tile: four chains hide the latency
-)
 
 _C_TILES, _A_TILES, _B_TILES = (0, 1, 2, 3), (4, 5), (6, 7)
 _FLUSH_SUBNORMALS = 0x9FC0  # MXCSR: read and written as zeros; no exceptions, round to nearest
@@ -66,29 +63,25 @@ def _pointer(builder: Any, address: Any) -> Any:
     return builder.inttoptr(address, _byte.as_pointer())
 
 
-def _emit_tiles(builder: Any, num_row_tiles: int, num_panels: int, args: list[Any]) -> None:
+def _emit_tiles(builder: Any, num_row_tiles: int, args: list[Any]) -> None:
     """See `run_tile_microkernel`: by instructions."""
-    a, rows, a_stride, b, b_stride, start, start_row, start_stride, c, c_stride, steps = args[:11]
-    prefetch_at, prefetch_lines = args[11:]
+    a, rows, a_stride, b, start, start_row, c, steps, prefetch_at, prefetch_lines = args
     row_bytes, wide_row_bytes = i64(TILE_BYTES), i64(4 * NR)
 
     def move(name: str, tile: int, address: Any, stride: Any) -> None:
         _tile_call(builder, name, _tile(tile), _pointer(builder, address), stride)
 
-    # A tile of C for each row tile, panel and half of the panel.
-    blocks = [
-        (r, p, half) for r in range(num_row_tiles) for p in range(num_panels) for half in (0, 1)
-    ]
+    # A tile of C for each row tile and half of the panel.
+    blocks = [(r, half) for r in range(num_row_tiles) for half in (0, 1)]
     c_tiles = dict(zip(blocks, _C_TILES, strict=False))
 
-    def c_address(block: tuple[int, int, int], base: Any, row: Any, stride: Any) -> Any:
-        r, p, half = block
+    def c_address(block: tuple[int, int], base: Any, row: Any) -> Any:
+        r, half = block
         row_tile = builder.add(base, builder.mul(builder.mul(rows, row), i64(r)))
-        panel = builder.add(row_tile, builder.mul(stride, i64(p)))
-        return builder.add(panel, i64(TILE_BYTES * half))
+        return builder.add(row_tile, i64(TILE_BYTES * half))
 
     for block, tile in c_tiles.items():
-        move("tileloadd64", tile, c_address(block, start, start_row, start_stride), start_row)
+        move("tileloadd64", tile, c_address(block, start, start_row), start_row)
     with cgutils.for_range(builder, steps) as loop:
         a_at = builder.add(a, builder.mul(loop.index, builder.mul(rows, row_bytes)))
         b_at = offset(builder, b, loop.index, B_STEP)
@@ -99,16 +92,14 @@ def _emit_tiles(builder: Any, num_row_tiles: int, num_panels: int, args: list[An
         for r in range(num_row_tiles):
             a_tile = builder.add(a_at, builder.mul(a_stride, i64(r)))
             move("tileloadd64", _A_TILES[r], a_tile, row_bytes)
-            for p in range(num_panels):
-                for half, b_tile in enumerate(_B_TILES):
-                    if r == 0:
-                        panel = builder.add(b_at, builder.mul(b_stride, i64(p)))
-                        half_at = builder.add(panel, i64(TILE_BYTES * half))
-                        move("tileloadd64", b_tile, half_at, wide_row_bytes)
-                    tiles = c_tiles[r, p, half], _A_TILES[r], b_tile
-                    _tile_call(builder, "tdpbf16ps", *map(_tile, tiles))
+            for half, b_tile in enumerate(_B_TILES):
+                if r == 0:
+                    half_at = builder.add(b_at, i64(TILE_BYTES * half))
+                    move("tileloadd64", b_tile, half_at, wide_row_bytes)
+                tiles = c_tiles[r, half], _A_TILES[r], b_tile
+                _tile_call(builder, "tdpbf16ps", *map(_tile, tiles))
     for block, tile in c_tiles.items():
-        move("tilestored64", tile, c_address(block, c, wide_row_bytes, c_stride), wide_row_bytes)
+        move("tilestored64", tile, c_address(block, c, wide_row_bytes), wide_row_bytes)
 
 
 def _emit_row(builder: Any, a: Any, a_step: Any, b: Any, start: Any, c: Any, steps: Any) -> None:
@@ -134,9 +125,9 @@ def _emit_row(builder: Any, a: Any, a_step: Any, b: Any, start: Any, c: Any, ste
         store(builder, builder.load(total), builder.add(c, at))
 
 
-def _emit_emulation(builder: Any, num_row_tiles: int, num_panels: int, args: list[Any]) -> None:
+def _emit_emulation(builder: Any, num_row_tiles: int, args: list[Any]) -> None:
     """See `run_tile_microkernel`: by FMA."""
-    a, rows, a_stride, b, b_stride, start, start_row, start_stride, c, c_stride, steps, *_ = args
+    a, rows, a_stride, b, start, start_row, c, steps, *_ = args
     a_step = builder.mul(rows, i64(TILE_BYTES))
     with _subnormals_as_zeros(builder), cgutils.for_range(builder, rows) as loop:
         for r in range(num_row_tiles):
@@ -146,12 +137,7 @@ def _emit_emulation(builder: Any, num_row_tiles: int, num_panels: int, args: lis
             index = builder.add(loop.index, builder.mul(rows, i64(r)))
             start_at = builder.add(start, builder.mul(index, start_row))
             c_at = offset(builder, c, index, 4 * NR)
-            for p in range(num_panels):
-                strides = zip((b, start_at, c_at), (b_stride, start_stride, c_stride), strict=True)
-                panel, start_row_at, c_row = (
-                    builder.add(at, builder.mul(by, i64(p))) for at, by in strides
-                )
-                _emit_row(builder, row, a_step, panel, start_row_at, c_row, steps)
+            _emit_row(builder, row, a_step, b, start_at, c_at, steps)
 
 
 @contextmanager
@@ -179,57 +165,57 @@ def _subnormals_as_zeros(builder: Any) -> Iterator[None]:
 
 @intrinsic
 def _select_tiles(
-    _: Any, kind: Any, num_row_tiles: Any, num_panels: Any, a: Any, rows: Any, a_stride: Any, b: Any, b_stride: Any,
-    start: Any, start_row: Any, start_stride: Any, c: Any, c_stride: Any, steps: Any, prefetch_at: Any, prefetch_lines: Any,
+    _: Any, kind: Any, num_row_tiles: Any, a: Any, rows: Any, a_stride: Any, b: Any, start: Any,
+    start_row: Any, c: Any, steps: Any, prefetch_at: Any, prefetch_lines: Any,
 ) -> Any:  # fmt: skip
     """See `run_tile_microkernel`."""
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
-        kind, num_row_tiles, num_panels, *operands = args
+        kind, num_row_tiles, *operands = args
         emulated = (BF16_TILES_EMULATED, _emit_emulation)
         forms = dict([emulated, (BF16_TILES, _emit_tiles)] if HAS_TILES else [emulated])
 
         def emit_kind(form: int) -> None:
             def emit_row_tiles(row_tiles: int) -> None:
-                def emit_panels(panels: int) -> None:
-                    forms[form](builder, row_tiles, panels, operands)
-
-                emit_cases(
-                    builder,
-                    num_panels,
-                    (1,) if row_tiles == 2 else (1, PANELS_OF_FEW_ROWS),
-                    emit_panels,
-                )
+                forms[form](builder, row_tiles, operands)
 
             emit_cases(builder, num_row_tiles, (1, 2), emit_row_tiles)
 
         emit_cases(builder, kind, [*forms], emit_kind)
         return context.get_dummy_value()
 
-    return types.void(*[_int] * 16), code
+    return types.void(*[_int] * 12), code
 
 
 @jit
 def run_tile_microkernel(
-    kind: int, num_row_tiles: int, num_panels: int, a: int, rows: int, a_stride: int, b: int, b_stride: int,
-    start: int, start_row: int, start_stride: int, c: int, c_stride: int, steps: int, prefetch_at: int, prefetch_lines: int,
+    kind: int, num_row_tiles: int, a: int, rows: int, a_stride: int, b: int, start: int, start_row: int, c: int,
+    steps: int, prefetch_at: int, prefetch_lines: int,
 ) -> None:  # fmt: skip
-    """c[panel] = start[panel] + products of row tiles and micro-panels, `steps` tiles of K: one tile after the other.
-
-    Two row tiles and one panel, or one row tile and 1 or PANELS_OF_FEW_ROWS panels.
+    """c = start + products of one or two row tiles and a micro-panel, `steps` tiles of K: one after the other.
 
     Args:
         kind: BF16_TILES, after `configure_code_tiles(rows, TILE_BYTES)`; or BF16_TILES_EMULATED.
         a: tiles of A, of `rows` rows, one behind the other; `a_stride` bytes from row tile to row tile.
-        b: micro-panels, `b_stride` bytes from panel to panel.
-        start: rows of NR float32, `start_row` bytes from row to row, `start_stride` from panel to panel.
-        c: [row tiles * rows, NR] float32, `c_stride` bytes from panel to panel.
+        b: the micro-panel.
+        start: rows of NR float32, `start_row` bytes from row to row.
+        c: [row tiles * rows, NR] float32.
         prefetch_at: `prefetch_lines` cache lines from there on are prefetched in each step.
     """
     _select_tiles(
-        kind, num_row_tiles, num_panels, a, rows, a_stride, b, b_stride, start, start_row, start_stride, c,
-        c_stride, steps, prefetch_at, prefetch_lines,
-    )  # fmt: skip
+        kind,
+        num_row_tiles,
+        a,
+        rows,
+        a_stride,
+        b,
+        start,
+        start_row,
+        c,
+        steps,
+        prefetch_at,
+        prefetch_lines,
+    )
 
 
 @intrinsic
