@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ramify.models.configs.quantization.config import read_quantization
-from ramify.models.ops.quantized import QuantizedWeight
 from ramify.models.packed_formats.affine import WidenedWeight
 from ramify.models.packed_formats.decode import decode_linear
 
@@ -71,16 +70,15 @@ def test_matrices_are_those_that_the_package_reads(
     written = config.model_dump(mode="json")
     quantization = read_quantization({"quantization_config": written}, "config.json")
     assert quantization is not None
-    decoded = decode_linear(
-        "q", tensors, (ROWS, WIDTH), quantization.scheme("model.layers.0.self_attn.q_proj")
-    )
+    own_scheme = quantization.scheme("model.layers.0.self_attn.q_proj")
+    assert own_scheme is not None
+    decoded = decode_linear("q", tensors, (ROWS, WIDTH), own_scheme)
 
     wide = {
         name: part.float() if name == "weight_scale" else part for name, part in tensors.items()
     }
     expected = compressor.decompress(wide, scheme)["weight"]
     assert expected.dtype == torch.float32
-    assert isinstance(decoded, WidenedWeight | QuantizedWeight)
     is_asymmetric_byte = settings.get("num_bits", 8) == 8 and not settings.get("symmetric", True)
     is_wide = layout == "float-quantized" or (is_asymmetric_byte and dtype == torch.float32)
     assert isinstance(decoded, WidenedWeight) == is_wide

@@ -342,14 +342,6 @@ def test_mxfp4() -> None:
         mxfp4("q", blocks, torch.full_like(scales, 255), (5, 64), torch.float32)
 
 
-def test_a_layer_in_full_precision_stays_as_it_is() -> None:
-    """Whether the configuration names it or not."""
-    tensors = {"weight": floats(4, 8, dtype=torch.bfloat16)}
-
-    assert decode_linear("q", tensors, (4, 8), None) is tensors["weight"]
-    assert decode_linear("q", tensors, (4, 8), Scheme("fp8", 8)) is tensors["weight"]
-
-
 FP8 = {"weight": every_e4m3(4, 8), "weight_scale": floats(1)}
 GPTQ = gptq_layer(4, 16, False, 1, torch.float16)[0]
 
@@ -359,7 +351,6 @@ GPTQ = gptq_layer(4, 16, False, 1, torch.float16)[0]
     [
         ({"weight": FP8["weight"]}, Scheme("fp8", 8), (4, 8), "q.weight_scale is missing"),
         (FP8 | {"zero": floats(1)}, Scheme("fp8", 8), (4, 8), "q.zero is not expected"),
-        (FP8, None, (4, 8), "q.weight_scale is not expected"),
         (
             FP8,
             Scheme("fp8", 8, block=(2, 4)),
@@ -391,7 +382,7 @@ GPTQ = gptq_layer(4, 16, False, 1, torch.float16)[0]
     ],
 )
 def test_tensors_that_contradict_the_scheme_are_refused(
-    tensors: dict[str, Tensor], scheme: Scheme | None, shape: tuple[int, int], message: str
+    tensors: dict[str, Tensor], scheme: Scheme, shape: tuple[int, int], message: str
 ) -> None:
     """The message names the tensor, what was expected and what was found."""
     with pytest.raises(CheckpointError, match=message):

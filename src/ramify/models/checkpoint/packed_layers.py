@@ -54,10 +54,7 @@ class PackedLayer:
                 f"{self.parts['bias'].file} holds the tensor {self.name}.bias, which the model has no use for "
                 "with this config.json, and which is not zero; is it the right config.json?"
             )
-        decoded = decode_linear(self.name, tensors, self.shape, self.scheme, dtype=self.dtype)
-        # Layers in full precision are none of these.
-        assert not isinstance(decoded, torch.Tensor)
-        return decoded
+        return decode_linear(self.name, tensors, self.shape, self.scheme, dtype=self.dtype)
 
 
 def packed_layers(

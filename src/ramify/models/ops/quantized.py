@@ -29,6 +29,12 @@ class WeightFormat:
     has_min: bool = False
     levels: tuple[int, ...] = ()
 
+    def __post_init__(self) -> None:
+        if len(self.levels) != (16 if self.bits == 4 else 0):
+            raise ValueError(
+                f"{len(self.levels)} levels of {self.bits} bits; 4 bits have 16, 8 bits none"
+            )
+
     def with_group(self, group_size: int) -> WeightFormat:
         """The same with another size of groups."""
         return replace(self, group_size=group_size)

@@ -76,7 +76,8 @@ def _int8(values: Tensor) -> tuple[Tensor, Tensor]:
     bits = near.view(torch.int16) + (near.float() < scale)
     fits = (scale >= SMALLEST_FLOAT16) & (scale <= FLOAT16.max)
     scale = torch.where(fits, bits.view(torch.float16).float(), scale)
-    codes = (values / scale[:, None]).round_().nan_to_num_(0.0)
+    # A scale below the normal numbers is rounded down now and then.
+    codes = (values / scale[:, None]).round_().nan_to_num_(0.0).clamp_(-INT8_LARGEST, INT8_LARGEST)
     return codes.to(torch.int8), scale
 
 

@@ -32,6 +32,7 @@ from ramify.models.ops.cpu.linear import (
     padded_floats,
 )
 from ramify.models.ops.cpu.panels import new_panels, pack_bias
+from ramify.models.ops.cpu.quantized_panels import UnlikeWeightsError
 from ramify.models.ops.mlp import Mlp
 from ramify.models.ops.protocol import Activation
 from ramify.models.ops.quantized import Weight
@@ -117,6 +118,8 @@ class GroupedLinear:
             self._panels.write(number, weight)
             if bias is not None:
                 biases.append(pack_bias(bias, num_parts))
+        if len(biases) not in (0, num_experts):
+            raise UnlikeWeightsError("a bias of some experts only")
         self._panels.finish()
         self._bias = torch.stack(biases) if biases else None
         self._record = self._panels.record._replace(

@@ -13,6 +13,7 @@ from ramify.models.ops.quantized import QuantizedWeight, Weight
 
 # Elements of a row of x that share a scale; a group of weights lies within such a block.
 BLOCK = 128
+INDEXED_AT_ONCE = 1 << 20  # weights
 WIDTH_MULTIPLE = 8  # of a row, and of a group
 # Bytes of two 4-bit codes in a word of eight: see `kernels.cpu`. Its own inverse.
 _BYTE_ORDER = (0, 2, 1, 3)
@@ -106,7 +107,9 @@ class QuantizedPanels:
         table = torch.zeros(256, dtype=torch.uint8)
         for code, level in enumerate(levels):
             table[level & 255] = code
-        return table[codes.view(torch.uint8).int()]
+        # An index takes four bytes a weight: some rows at a time.
+        parts = codes.view(torch.uint8).split(max(1, INDEXED_AT_ONCE // codes.shape[1]))
+        return torch.cat([table[part.int()] for part in parts])
 
     def finish(self) -> QuantizedPanels:
         """Keep scales and offsets in float16 where that loses nothing."""
