@@ -120,7 +120,7 @@ def measure_loads(
     entries: Sequence[Entry], setup: Setup, args: argparse.Namespace, vocab: int
 ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, str]]:
     """Load every engine in turns, in new processes; returns `Resources` by engine, and why some are absent."""
-    taken: dict[str, list[dict[str, Any]]] = {entry.name: [] for entry in entries}
+    loads: dict[str, list[dict[str, Any]]] = {entry.name: [] for entry in entries}
     absent: dict[str, str] = {}
     for repetition in range(-1, args.loads):
         for entry in entries:
@@ -135,9 +135,9 @@ def measure_loads(
                 group.end()
             absent |= group.absent
             if resources is not None and repetition >= 0:
-                taken[entry.name].append(resources)
+                loads[entry.name].append(resources)
                 print(f"  load {entry.name}: {resources['load_s']:.2f} s", file=sys.stderr)
-    return taken, absent
+    return loads, absent
 
 
 def rows_of(
@@ -156,12 +156,11 @@ def rows_of(
                 num_bytes = ends[cell.entry.name]["token_weight_bytes"]
                 row.bandwidth_share = num_bytes * median(values) / bandwidth
             rows.append(row)
-    for name, taken in loads.items():
-        rows.append(Row(LOAD, QUANTIZED[name], [each["load_s"] for each in taken], "s"))
-    for name, taken in loads.items():
-        rows.append(
-            Row(LOAD_MEMORY, QUANTIZED[name], [each["peak_bytes"] / 2**20 for each in taken], "MiB")
-        )
+    for name, resources in loads.items():
+        rows.append(Row(LOAD, QUANTIZED[name], [load["load_s"] for load in resources], "s"))
+    for name, resources in loads.items():
+        peaks = [load["peak_bytes"] / 2**20 for load in resources]
+        rows.append(Row(LOAD_MEMORY, QUANTIZED[name], peaks, "MiB"))
     for name, end in ends.items():
         rows.append(Row(MEMORY, QUANTIZED[name], [end["peak_bytes"] / 2**20], "MiB"))
     return rows
@@ -217,7 +216,7 @@ def compare(args: argparse.Namespace, model: str, peaks: Peaks) -> dict[str, Any
         ends = {entry.name: group.resources(entry) for entry in present}
     finally:
         group.end()
-    known = {name: taken for name, taken in ends.items() if taken}
+    known = {name: end for name, end in ends.items() if end}
     rows = rows_of(cells, loads, known, peaks.bandwidth)
     print(f"\n### {title}\n\nRead bandwidth {peaks.bandwidth / 1e9:.1f} GB/s.\n")
     print(notes(group.versions, group.notes))
