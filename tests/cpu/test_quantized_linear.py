@@ -41,8 +41,14 @@ CASES: list[tuple[int, int, WeightFormat]] = [
     (100, 640, WeightFormat(4, 32, has_min=True, levels=UNSIGNED)),
     (64, 384, WeightFormat(4, 128, has_min=True, levels=UNSIGNED)),
     (48, 520, WeightFormat(4, 16, levels=TABLE)),
+    (64, 256, WeightFormat(8, 64, row_bits=8)),
+    (33, 584, WeightFormat(8, 584, has_min=True, row_bits=8)),
+    (70, 576, WeightFormat(4, 32, levels=SIGNED, row_bits=8)),
+    (48, 520, WeightFormat(4, 16, has_min=True, levels=TABLE, row_bits=8)),
 ]
-IDS = [f"{n}x{k}-{f.bits}-{f.group_size}-{f.has_min}-{f.levels[:1]}" for n, k, f in CASES]
+IDS = [
+    f"{n}x{k}-{f.bits}-{f.group_size}-{f.has_min}-{f.levels[:1]}-{f.row_bits}" for n, k, f in CASES
+]
 
 
 def quantized(
@@ -88,13 +94,14 @@ def fma(x: np.float32, y: np.float32, z: np.float32) -> np.float32:
 def by_hand(row: Tensor, weight: QuantizedWeight, bias: float, column: int) -> float:
     """An element of the result as `quantized_gemm` defines it, in exact integers and fractions."""
     x, group = row.float().numpy(), min(weight.group_size, BLOCK)
+    limit = np.float32(2 ** (weight.format.row_bits - 1) - 1)
     codes = weight.codes[column].numpy().astype(np.int64)
     total = np.float32(bias)
     for begin in range(0, len(x), group):
         block = x[begin // BLOCK * BLOCK :][:BLOCK]
         largest = np.abs(block).max()
-        scale = np.float32(0) if largest < 2.0**-100 else largest / np.float32(32767)
-        factor = np.float32(0) if largest < 2.0**-100 else np.float32(32767) / largest
+        scale = np.float32(0) if largest < 2.0**-100 else largest / limit
+        factor = np.float32(0) if largest < 2.0**-100 else limit / largest
         integers = np.rint(x[begin : begin + group] * factor).astype(np.int64)
         number = min(begin // weight.group_size, weight.scales.shape[1] - 1)
         dot = np.float32(int((integers * codes[begin : begin + group]).sum()))
@@ -184,13 +191,16 @@ def test_tiles_of_int8_have_the_same_bits(
 
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
-def test_rows_are_as_near_to_the_truth_as_int16_allows(case: tuple[int, int, WeightFormat]) -> None:
+def test_rows_are_as_near_to_the_truth_as_their_integers_allow(
+    case: tuple[int, int, WeightFormat],
+) -> None:
     """Half a step of an element's block, times the weight, summed; and a rounding of each sum."""
     weight = quantized(*case)
     x = random(20, case[1])
     wide = weight.dequantize().double()
     padded = F.pad(x, (0, -case[1] % BLOCK)).unflatten(1, (-1, BLOCK))
-    steps = padded.abs().amax(2, keepdim=True).expand_as(padded).flatten(1)[:, : case[1]] / 32767
+    steps = padded.abs().amax(2, keepdim=True).expand_as(padded).flatten(1)[:, : case[1]]
+    steps = steps / (2 ** (case[2].row_bits - 1) - 1)
 
     y = PackedLinear(weight)(x)
 
@@ -297,15 +307,21 @@ def test_unlike_formats_become_the_narrowest_that_holds_all() -> None:
     st.sampled_from([8, 16, 32, 64, 128, 256, 4096]),
     st.sampled_from([(), SIGNED, UNSIGNED, TABLE]),
     st.booleans(),
+    st.sampled_from([8, 16]),
     st.integers(1, 14),
 )
 def test_any_shape_and_format_is_computed_by_its_chain(
-    out_width: int, in_width: int, group: int, levels: Any, has_min: bool, num_rows: int
+    out_width: int,
+    in_width: int,
+    group: int,
+    levels: Any,
+    has_min: bool,
+    row_bits: Any,
+    num_rows: int,
 ) -> None:
     """One column by hand, for shapes and formats that nobody chose."""
-    weight = quantized(
-        out_width, in_width, WeightFormat(4 if levels else 8, group, has_min, levels), fine=True
-    )
+    kind = WeightFormat(4 if levels else 8, group, has_min, levels, row_bits)
+    weight = quantized(out_width, in_width, kind, fine=True)
     x = random(num_rows, in_width)
     assert panels_support(weight) is None
 

@@ -35,7 +35,9 @@ Buffers (NR = 2 SIMD vectors of columns; TILE_N likewise; a word is 32 bits)
     packed rows, tiles   bf16 [row tile, k // 32, row, k % 32], with zeros likewise
     packed rows, codes   words of int16: for each four k (k, k + 2) and (k + 1, k + 3); a float32 scale for
                          each 128 k; sums by group of weights: see `quantized_gemm`. By tiles of int8: planes
-                         of high and of low bytes [row tile, k // 64, plane, row, k % 64]
+                         of high and of low bytes [row tile, k // 64, plane, row, k % 64]. Of 8 bits for
+                         VNNI: words of bytes x + 128, four k each; beside 4-bit codes of k + 0, 4, 2, 6
+                         and 1, 5, 3, 7
     packed keys          [key // TILE_N, d, key % TILE_N]; VNNI: word of (d, d + 1)
     packed values        [d // TILE_N, key, d % TILE_N]; VNNI: word of (key, key + 1)
     state                [head * state_head_stride + token] = (sum of w * v [value_stride], max, sum of w)

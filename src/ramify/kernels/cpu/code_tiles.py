@@ -1,7 +1,8 @@
-"""Products of int16 rows and 8-bit codes by tiles (AMX's `tdpbssd` and `tdpbusd`) as LLVM IR.
+"""Products of rows of integers and 8-bit codes by tiles (AMX's `tdpbssd` and `tdpbusd`) as LLVM IR.
 
-An integer of a row is 256 * high + low, bytes of their own planes: high signed, low unsigned. Sums of a
-group are exact in int32, so results have the bits of `quantized_microkernels`: the number of rows may choose.
+An integer of 16 bits is 256 * high + low, bytes of their own planes: high signed, low unsigned. One of 8
+bits is its low byte, signed. Sums of a group are exact in int32, so results have the bits of
+`quantized_microkernels`: the number of rows may choose.
 """
 
 from __future__ import annotations
@@ -93,16 +94,18 @@ def release_code_tiles(_: Any) -> Any:
 
 
 @intrinsic
-def words_to_planes(_: Any, words: Any, width: Any, into: Any, step: Any) -> Any:
+def words_to_planes(_: Any, words: Any, bits: Any, width: Any, into: Any, step: Any) -> Any:
     """Split a row of words of int16 [width / 2] into bytes: high ones, and PLANE_BYTES behind them low ones.
 
     Args:
+        bits: 16, or 8: only low ones are written.
         width: a multiple of 8.
         into: address of the row's first TILE_BYTES; `step` bytes to the next.
     """
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
-        words, width, into, step = args
+        words, bits, width, into, step = args
+        has_high = builder.icmp_signed("==", bits, i64(16))
         bytes_of = vector_type(8, _byte)
         with cgutils.for_range(builder, builder.udiv(width, i64(8))) as loop:
             halves = vector_type(8, ir.IntType(16))
@@ -112,11 +115,12 @@ def words_to_planes(_: Any, words: Any, width: Any, into: Any, step: Any) -> Any
             tile = builder.mul(builder.lshr(loop.index, i64(3)), step)
             place = builder.mul(builder.and_(loop.index, i64(7)), i64(8))
             at = builder.add(builder.add(into, tile), place)
-            store(builder, high, at)
+            with builder.if_then(has_high):
+                store(builder, high, at)
             store(builder, builder.trunc(x, bytes_of), builder.add(at, i64(PLANE_BYTES)))
         return context.get_dummy_value()
 
-    return types.void(_int, _int, _int, _int), code
+    return types.void(_int, _int, _int, _int, _int), code
 
 
 @intrinsic
@@ -149,12 +153,13 @@ def widen_codes(_: Any, codes: Any, words: Any, into: Any, levels: Any) -> Any:
 
 @intrinsic
 def run_tile_groups(
-    _: Any, a: Any, b: Any, c: Any, rows: Any, groups: Any, group: Any, row_bytes: Any, scales: Any, mins: Any,
-    scales_step: Any, x_scales: Any, block_shift: Any, x_sums: Any, buffer: Any,
+    _: Any, bits: Any, a: Any, b: Any, c: Any, rows: Any, groups: Any, group: Any, row_bytes: Any, scales: Any,
+    mins: Any, scales_step: Any, x_scales: Any, block_shift: Any, x_sums: Any, buffer: Any,
 ) -> Any:  # fmt: skip
     """c[rows, NR] += for each group: scales * x_scale * (sum of codes * x) + mins * x_sum.
 
     Args:
+        bits: of the integers of a row, 8 or 16.
         a: planes of a row tile, from the first group on, which begins TILE_BYTES elements.
         b: 8-bit codes of a panel from the first group on: words [K / 4, NR].
         group, row_bytes: elements of a group, and of a tile as configured; at most TILE_BYTES.
@@ -166,14 +171,20 @@ def run_tile_groups(
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         if HAS_TILES:
-            _emit_groups(builder, args)
+            bits, *others = args
+            is_short = builder.icmp_signed("==", bits, i64(8))
+            with builder.if_else(is_short) as (short, long):
+                with short:
+                    _emit_groups(builder, others, has_high=False)
+                with long:
+                    _emit_groups(builder, others, has_high=True)
         return context.get_dummy_value()
 
-    return types.void(*[_int] * 14), code
+    return types.void(*[_int] * 15), code
 
 
-def _emit_groups(builder: Any, args: Any) -> None:
-    """See `run_tile_groups`."""
+def _emit_groups(builder: Any, args: Any, *, has_high: bool) -> None:
+    """See `run_tile_groups`. Without high bytes low ones are signed."""
     a, b, c, rows, groups, group, row_bytes, scales, mins = args[:9]
     scales_step, x_scales, block_shift, x_sums, buffer = args[9:]
     floats, ints = vector_type(LANES), vector_type(LANES, i32)
@@ -184,24 +195,28 @@ def _emit_groups(builder: Any, args: Any) -> None:
 
     steps = builder.udiv(group, row_bytes)
     with cgutils.for_range(builder, groups) as loop:
-        for tile in (*_HIGH, *_LOW):
+        for tile in (*_HIGH, *_LOW) if has_high else _LOW:
             _call(builder, "tilezero", *_tiles(tile))
         first = builder.mul(loop.index, group)
         with cgutils.for_range(builder, steps) as inner:
             k = builder.add(first, builder.mul(inner.index, row_bytes))
             planes = offset(builder, a, builder.lshr(k, i64(6)), 2 * PLANE_BYTES)
             planes = builder.add(planes, builder.and_(k, i64(TILE_BYTES - 1)))
-            move("tileloadd64", _A_HIGH, planes, TILE_BYTES)
+            if has_high:
+                move("tileloadd64", _A_HIGH, planes, TILE_BYTES)
             move("tileloadd64", _A_LOW, builder.add(planes, i64(PLANE_BYTES)), TILE_BYTES)
             panel = offset(builder, b, k, NR)
             for half, tile in enumerate(_B):
                 move("tileloadd64", tile, builder.add(panel, i64(TILE_BYTES * half)), 4 * NR)
-                _call(builder, "tdpbssd", *_tiles(_HIGH[half], _A_HIGH, tile))
-                _call(builder, "tdpbusd", *_tiles(_LOW[half], _A_LOW, tile))
+                if has_high:
+                    _call(builder, "tdpbssd", *_tiles(_HIGH[half], _A_HIGH, tile))
+                name = "tdpbusd" if has_high else "tdpbssd"
+                _call(builder, name, *_tiles(_LOW[half], _A_LOW, tile))
         low_at = builder.add(buffer, i64(BUFFER_BYTES // 2))
         for half in (0, 1):
             place = i64(TILE_BYTES * half)
-            move("tilestored64", _HIGH[half], builder.add(buffer, place), 4 * NR)
+            if has_high:
+                move("tilestored64", _HIGH[half], builder.add(buffer, place), 4 * NR)
             move("tilestored64", _LOW[half], builder.add(low_at, place), 4 * NR)
         weight_scales = builder.mul(scales_step, loop.index)
         vectors = range(NR // LANES)
@@ -220,9 +235,10 @@ def _emit_groups(builder: Any, args: Any) -> None:
             begin = builder.mul(row.index, i64(4 * NR))
             for v in vectors:
                 place = builder.add(begin, i64(4 * LANES * v))
-                high = load(builder, builder.add(buffer, place), ints)
-                low = load(builder, builder.add(low_at, place), ints)
-                total = builder.add(builder.shl(high, constant(8, LANES, i32)), low)
+                total = load(builder, builder.add(low_at, place), ints)
+                if has_high:
+                    high = load(builder, builder.add(buffer, place), ints)
+                    total = builder.add(builder.shl(high, constant(8, LANES, i32)), total)
                 factor = builder.fmul(wide_scales[v], wide)
                 at = builder.add(c, place)
                 before = load(builder, at, floats)

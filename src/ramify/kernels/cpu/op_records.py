@@ -48,6 +48,7 @@ class GemmOp(NamedTuple):
     levels: Annotated[int, "of CODES4 with HAS_LEVELS: address of 32 int16"] = 0
     code_tiles: Annotated[int, "of codes: elements of K of a tile of int8; 0: no tiles"] = 0
     code_offset: Annotated[int, "of CODES4 without HAS_LEVELS: the integer of code 0"] = 0
+    row_bits: Annotated[int, "of codes: 8 or 16, of the integers that x is rounded to"] = 0
 
 
 class NormRopeOp(NamedTuple):

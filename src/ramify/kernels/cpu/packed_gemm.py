@@ -49,6 +49,7 @@ from ramify.kernels.cpu.jit import data_address, jit
 from ramify.kernels.cpu.norm_rope import norm_row
 from ramify.kernels.cpu.op_records import GEMM, GemmOp
 from ramify.kernels.cpu.quantized_gemm import (
+    has_byte_rows,
     multiply_strips,
     multiply_tile_strips,
     needs_sums,
@@ -58,7 +59,7 @@ from ramify.kernels.cpu.quantized_gemm import (
     sum_groups,
     uses_tiles,
 )
-from ramify.kernels.cpu.quantized_microkernels import BLOCK
+from ramify.kernels.cpu.quantized_microkernels import BLOCK, words_to_bytes
 from ramify.kernels.cpu.simd import copy_bytes, load_element, load_i64, store_f32
 from ramify.kernels.cpu.task_queue import next_task_from_either_end
 from ramify.kernels.cpu.tile_gemm import (
@@ -108,6 +109,7 @@ class GemmArgs(NamedTuple):
     levels: int
     code_tiles: int
     code_offset: int
+    row_bits: int
 
 
 class Buffers(NamedTuple):
@@ -142,14 +144,14 @@ def _norm_rows(gemm: GemmArgs, eps: float, source: int, num_rows: int, into: int
 def _round_row(
     gemm: GemmArgs, eps: float, index: int, words: int, scales: int, sums: int, tile: int, buffer: int
 ) -> None:  # fmt: skip
-    """Round a row of x, normalised if there is a norm, to words of int16; see `quantized_gemm`."""
+    """Round a row of x, normalised if there is a norm, to words of integers; see `quantized_gemm`."""
     row, kind = gemm.rows + gemm.row_stride * index, gemm.kind
     if gemm.gather:
         row = gemm.rows + gemm.row_stride * load_i64(gemm.gather + 8 * index)
     if gemm.norm:
         norm_row(kind, row, gemm.width, gemm.norm, gemm.norm_kind, eps, buffer, F32)
         row, kind = buffer, F32
-    round_row(row, kind, gemm.width, words, scales, 4 * tile)
+    round_row(row, kind, gemm.width, gemm.row_bits, words, scales, 4 * tile)
     if needs_sums(gemm):
         sum_groups(gemm, words, scales, 4 * tile, sums, 4 * tile)
 
@@ -164,10 +166,12 @@ def _pack_a(
     are undefined.
     """
     depth, stride, normed = gemm.depth, gemm.row_stride, buffers.normed
-    into, first = buffers.packed + 4 * depth * row, first + row
+    # in memory, of a packed row: bytes are half as many
+    words = depth // 2 if has_byte_rows(gemm) else depth
+    into, first = buffers.packed + 4 * words * row, first + row
     x_scales = buffers.x_scales + 4 * gemm.num_blocks * row
     x_sums = buffers.x_sums + 4 * gemm.num_groups * row
-    steps = depth // 8
+    steps = words // 8
     for r in range((num_rows - 1) // 8 * 8, -1, -8):  # downwards: see `pack_a_rows`
         source, target, count = gemm.rows + stride * (first + r), into + 4 * r, min(8, num_rows - r)
         source_stride, is_word = stride, gemm.weight_kind != BF16
@@ -184,6 +188,8 @@ def _pack_a(
                     tile,
                     buffers.row,
                 )
+                if has_byte_rows(gemm):
+                    words_to_bytes(normed + 4 * depth * i, gemm.width, gemm.weight_kind)
             source, source_stride = normed, 4 * depth
         elif gemm.gather:
             source_stride = (4 if gemm.kind == F32 else 2) * gemm.width
@@ -198,7 +204,7 @@ def _pack_a(
             pack_a_rows(source, source_stride, count, target, tile, steps, F32)
         else:
             pack_a_rows(source, source_stride, count, target, tile, steps, BF16)
-        for k in range(8 * steps, depth):
+        for k in range(8 * steps, words):
             for i in range(min(8, tile - r)):
                 row = source + source_stride * min(i, count - 1)
                 if is_word:
@@ -218,7 +224,7 @@ def _pack_planes(gemm: GemmArgs, eps: float, first: int, rows: int, buffers: Buf
         sums = buffers.x_sums + 4 * (gemm.num_groups * TILE_ROWS * tile + place)
         _round_row(gemm, eps, first + r, buffers.normed, scales, sums, TILE_ROWS, buffers.row)
         planes = buffers.packed + tile_bytes * tile + TILE_BYTES * place
-        words_to_planes(buffers.normed, gemm.width, planes, 2 * PLANE_BYTES)
+        words_to_planes(buffers.normed, gemm.row_bits, gemm.width, planes, 2 * PLANE_BYTES)
 
 
 @jit
@@ -363,7 +369,7 @@ def _gemm_args(op: Any) -> GemmArgs:
         op[GEMM.out_stride], op[GEMM.num_columns], op[GEMM.norm_kind], op[GEMM.gather],
         load_element(data_address(op) + 8 * GEMM.scale, F32), op[GEMM.group] // 2, num_groups, num_blocks,
         op[GEMM.scales], op[GEMM.scale_kind], op[GEMM.scale_stride], op[GEMM.scale_step], op[GEMM.mins],
-        op[GEMM.levels], op[GEMM.code_tiles], op[GEMM.code_offset],
+        op[GEMM.levels], op[GEMM.code_tiles], op[GEMM.code_offset], op[GEMM.row_bits],
     )  # fmt: skip
 
 
@@ -380,6 +386,7 @@ def _matrix(gemm: GemmArgs, index: int) -> GemmArgs:
         gemm.norm_kind, gemm.gather, gemm.scale, gemm.group_words, gemm.num_groups, gemm.num_blocks,
         gemm.scales + scales, gemm.scale_kind, gemm.scale_stride, gemm.scale_step,
         gemm.mins + scales if gemm.mins else 0, gemm.levels, gemm.code_tiles, gemm.code_offset,
+        gemm.row_bits,
     )  # fmt: skip
 
 

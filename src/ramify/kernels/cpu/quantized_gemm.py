@@ -1,8 +1,8 @@
-"""Strips of the packed GEMM over weights of 8- or 4-bit integers: rows of x rounded to int16, sums by group.
+"""Strips of the packed GEMM over weights of 8- or 4-bit integers: rows of x rounded to integers, sums by group.
 
 Each element of the result is the bias, then for each group of weights in ascending order one FMA of the
 exact integer sum with the product of two scales, and with offsets one FMA of the offset with the sum of x.
-Rows of x have a scale for each `BLOCK` elements, max |x| / 32767, from that row alone.
+Rows of x have a scale for each `BLOCK` elements, max |x| / 32767 (of 8 bits: / 127), from that row alone.
 
 `models.ops.cpu.quantized_panels` writes the panels; `kernels.cpu` has their layout.
 """
@@ -26,8 +26,8 @@ from ramify.kernels.cpu.gemm_microkernels import MR_TILES, NR, PANELS_PER_TILE
 from ramify.kernels.cpu.jit import jit
 from ramify.kernels.cpu.quantized_microkernels import (
     BLOCK,
+    HAS_BYTE_DOT,
     HAS_LEVELS,
-    INT16_MAX,
     absolute_maximum,
     round_to_words,
     run_quantized_microkernel,
@@ -42,12 +42,14 @@ STRIP_WORDS = 2 * BLOCK_WORDS  # of a panel between two tiles of rows
 MIN_TILE_ROWS = 8  # fewer rows are as fast without tiles
 # Blocks whose numbers are all smaller count as zeros: the factor of the rounding would overflow.
 SMALLEST = np.float32(2.0**-100)
-_LIMIT = np.float32(INT16_MAX)
+_LARGEST_OF_8, _LARGEST_OF_16 = np.float32(127), np.float32(32767)
 
 
 @jit
-def round_row(row: int, kind: int, width: int, words: int, scales: int, scale_stride: int) -> None:
-    """Round a row to words of int16, with a scale for each block.
+def round_row(
+    row: int, kind: int, width: int, bits: int, words: int, scales: int, scale_stride: int
+) -> None:
+    """Round a row to integers of 8 or 16 bits, as words of int16, with a scale for each block.
 
     A block with a number that is not finite has a scale that is not finite.
 
@@ -56,6 +58,7 @@ def round_row(row: int, kind: int, width: int, words: int, scales: int, scale_st
         words: address of [width / 2]; may be `row` if that is float32.
         scales: where the first scale goes; `scale_stride` bytes from block to block.
     """
+    limit = _LARGEST_OF_8 if bits == 8 else _LARGEST_OF_16
     for begin in range(0, width, BLOCK):
         count = min(BLOCK, width - begin)
         if kind == F32:
@@ -64,13 +67,13 @@ def round_row(row: int, kind: int, width: int, words: int, scales: int, scale_st
             largest = absolute_maximum(row + 2 * begin, count, BF16)
         factor = np.float32(0.0)
         if largest >= SMALLEST:
-            factor = _LIMIT / largest
+            factor = limit / largest
         if kind == F32:
             round_to_words(row + 4 * begin, count, factor, words + 2 * begin, F32)
         else:
             round_to_words(row + 2 * begin, count, factor, words + 2 * begin, BF16)
         # 0 for small numbers, NaN and infinity as they are
-        scale = np.float32(0.0) if largest < SMALLEST else largest / _LIMIT
+        scale = np.float32(0.0) if largest < SMALLEST else largest / limit
         store_f32(scales + scale_stride * (begin // BLOCK), scale)
 
 
@@ -100,6 +103,12 @@ def sum_groups(
 def needs_sums(gemm: Any) -> bool:
     """Whether rows of x need sums by group."""
     return gemm.mins != 0 or (gemm.weight_kind == CODES4 and not HAS_LEVELS)
+
+
+@jit
+def has_byte_rows(gemm: Any) -> bool:
+    """Whether packed rows are bytes, x + 128, that `vpdpbusd` multiplies: half as long."""
+    return HAS_BYTE_DOT and gemm.row_bits == 8
 
 
 @jit
@@ -147,6 +156,8 @@ def multiply_strips(
     depth, group_words = gemm.depth, gemm.group_words
     code_bytes = NR * (2 if gemm.weight_kind == CODES8 else 1)  # of a word
     b_stride, block_shift = code_bytes * depth, _block_shift(group_words)
+    is_bytes = has_byte_rows(gemm)
+    word_bytes = 2 if is_bytes else 4  # of a packed row, for each word of int16
     for begin in range(0, depth, STRIP_WORDS):
         strip = min(STRIP_WORDS, depth - begin)
         whole = strip // group_words
@@ -159,20 +170,21 @@ def multiply_strips(
         for t in range(num_full + num_edge):
             size = tile if t < num_full else tile - 1
             mr = MR_TILES[size]
-            a = packed + 4 * (row * depth + mr * begin)
+            a = packed + word_bytes * (row * depth + mr * begin)
             scale_row = x_scales + 4 * (row * gemm.num_blocks + mr * (begin // BLOCK_WORDS))
             sum_row = x_sums + 4 * (row * gemm.num_groups + mr * first_group)
             c = into + 4 * NR * row
             run_quantized_microkernel(
-                gemm.weight_kind, size, num_panels, a, b, b_stride, c, c_stride, whole, group_words, scales,
-                mins, stride, step, scale_row, block_shift, sum_row, gemm.levels,
+                gemm.weight_kind, is_bytes, size, num_panels, a, b, b_stride, c, c_stride, whole, group_words,
+                scales, mins, stride, step, scale_row, block_shift, sum_row, gemm.levels,
             )  # fmt: skip
             if rest:
                 done = whole * group_words
                 run_quantized_microkernel(
-                    gemm.weight_kind, size, num_panels, a + 4 * mr * done, b + code_bytes * done, b_stride, c,
-                    c_stride, 1, rest, scales + step * whole, mins + step * whole if mins else 0, stride,
-                    step, scale_row + 4 * mr * (done // BLOCK_WORDS), block_shift, sum_row + 4 * mr * whole,
+                    gemm.weight_kind, is_bytes, size, num_panels, a + word_bytes * mr * done,
+                    b + code_bytes * done, b_stride, c, c_stride, 1, rest, scales + step * whole,
+                    mins + step * whole if mins else 0, stride, step,
+                    scale_row + 4 * mr * (done // BLOCK_WORDS), block_shift, sum_row + 4 * mr * whole,
                     gemm.levels,
                 )  # fmt: skip
             row += mr
@@ -224,14 +236,15 @@ def multiply_tile_strips(
             sum_row = x_sums + 4 * TILE_ROWS * (t * gemm.num_groups + first_group)
             c = into + 4 * NR * per_tile * t
             run_tile_groups(
-                a, b, c, per_tile, whole, 2 * group_words, gemm.code_tiles, scales, mins, step, scale_row,
+                gemm.row_bits, a, b, c, per_tile, whole, 2 * group_words, gemm.code_tiles, scales, mins, step, scale_row,
                 block_shift, sum_row, buffer,
             )  # fmt: skip
             if rest:
                 done = whole * group_words
                 run_tile_groups(
-                    a + 2 * PLANE_BYTES * (2 * done // TILE_BYTES), b + 2 * NR * done, c, per_tile, 1, 2 * rest,
-                    gemm.code_tiles, scales + step * whole, mins + step * whole if mins else 0, step,
+                    gemm.row_bits, a + 2 * PLANE_BYTES * (2 * done // TILE_BYTES), b + 2 * NR * done, c,
+                    per_tile, 1, 2 * rest, gemm.code_tiles, scales + step * whole,
+                    mins + step * whole if mins else 0, step,
                     scale_row + 4 * TILE_ROWS * (done // BLOCK_WORDS), block_shift,
                     sum_row + 4 * TILE_ROWS * whole, buffer,
                 )  # fmt: skip

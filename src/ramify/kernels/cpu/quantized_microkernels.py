@@ -1,10 +1,11 @@
-"""MR x NR micro-kernels over packed 8- and 4-bit integers as LLVM IR, and rows of x as 16-bit integers.
+"""MR x NR micro-kernels over packed 8- and 4-bit integers as LLVM IR, and rows of x as integers.
 
 Products of a group are summed exactly in int32, so no tile, vector width or instruction set changes a bit
 of them. What is rounded is one chain of float32 FMA over groups, in ascending order.
 
 Four elements of a row of x (k to k + 3) are the words (k, k + 2) and (k + 1, k + 3): what shifts of a
-32-bit lane of weights give as pairs of 16-bit integers.
+32-bit lane of weights give as pairs of 16-bit integers. Where `vpdpbusd` is, rows of 8 bits are words of four
+bytes x + 128, and a column's sum of codes times 128 is subtracted: the same exact sums.
 """
 
 from __future__ import annotations
@@ -39,12 +40,14 @@ from ramify.kernels.cpu.simd import (
 )
 
 i16 = ir.IntType(16)
-INT16_MAX = 32767.0
 # Elements of a row of x that share a scale. A group of weights lies within one such block.
 BLOCK = 128
 # Whether 4-bit integers are read through a table of 16 levels; else they are 0 to 15 plus an offset.
 HAS_LEVELS = LANES == 16
 _HAS_DOT = targets.has_int16_dot()
+HAS_BYTE_DOT = _HAS_DOT and LANES == 16  # `vpdpbusd` comes with `vpdpwssd`
+_byte = ir.IntType(8)
+_X_OFFSET = 128  # of the bytes of rows
 _IS_X86 = targets.IS_X86
 _int, _float = types.int64, types.float32
 CODES8_PAIRS, CODES4_PAIRS = 2, 4  # words of x for a word of codes
@@ -93,12 +96,44 @@ def split_codes(builder: Any, kind: int, lanes: Any, levels: Any) -> list[Any]:
     return [call_function(builder, name, levels.type, levels, nibbles) for nibbles in shifted]
 
 
-def _emit_tile(builder: Any, kind: int, num_rows: int, num_panels: int, args: list[Any]) -> None:
+def _split_bytes(builder: Any, kind: int, lanes: Any, levels: Any) -> list[Any]:
+    """Words of four signed bytes of each column: 1 of 8-bit, 2 of 4-bit codes in a 32-bit lane.
+
+    Args:
+        levels: vector of 64 bytes, the levels four times.
+    """
+    if kind == CODES8:
+        return [lanes]
+    name = "llvm.x86.avx512.pshuf.b.512"
+    low = constant(0x0F0F0F0F, LANES, i32)
+    nibbles = lanes, builder.lshr(lanes, constant(4, LANES, i32))
+    indices = [builder.bitcast(builder.and_(word, low), levels.type) for word in nibbles]
+    words = [call_function(builder, name, levels.type, levels, index) for index in indices]
+    return [builder.bitcast(word, lanes.type) for word in words]
+
+
+def _byte_levels(builder: Any, address: Any) -> Any:
+    """The 16 levels at `address`, int16, as bytes, four times."""
+    halves = load(builder, address, vector_type(16, i16))
+    narrow = builder.trunc(halves, vector_type(16, _byte))
+    return shuffle(builder, narrow, narrow, [*range(16)] * 4)
+
+
+def _byte_dot(builder: Any, total: Any, x: Any, codes: Any) -> Any:
+    """total + the four products of bytes by 32-bit lane, x unsigned, codes signed, exact."""
+    name = "llvm.x86.avx512.vpdpbusd.512"
+    return call_function(builder, name, total.type, total, x, codes)
+
+
+def _emit_tile(
+    builder: Any, kind: int, num_rows: int, num_panels: int, args: list[Any], *, is_bytes: bool
+) -> None:
     """See `run_quantized_microkernel`."""
     a, b, b_stride, c, c_stride, groups, words, scales, mins = args[:9]
     scales_stride, scales_step, x_scales, block_shift, x_sums, levels_at = args[9:]
     floats, ints = vector_type(LANES), vector_type(LANES, i32)
     num_pairs = CODES8_PAIRS if kind == CODES8 else CODES4_PAIRS
+    num_words = num_pairs // 2 if is_bytes else num_pairs  # of x, for a word of codes
     columns = [(p, v) for p in range(num_panels) for v in range(2)]
     cells = [(r, column) for r in range(num_rows) for column in columns]
     sums = {cell: cgutils.alloca_once(builder, ints) for cell in cells}
@@ -111,8 +146,12 @@ def _emit_tile(builder: Any, kind: int, num_rows: int, num_panels: int, args: li
 
     for r, (p, v) in cells:
         builder.store(load(builder, result(r, p, v), floats), totals[r, (p, v)])
+    # of bytes: the sum of codes times the offset of x
+    excess = {column: cgutils.alloca_once(builder, ints) for column in columns if is_bytes}
     levels = None
-    if kind == CODES4 and HAS_LEVELS:
+    if kind == CODES4 and is_bytes:
+        levels = _byte_levels(builder, levels_at)
+    elif kind == CODES4 and HAS_LEVELS:
         levels = load(builder, levels_at, vector_type(2 * LANES, i16))
     panels = [builder.add(b, builder.mul(b_stride, i64(p))) for p in range(num_panels)]
     units = builder.udiv(words, i64(num_pairs))
@@ -127,23 +166,31 @@ def _emit_tile(builder: Any, kind: int, num_rows: int, num_panels: int, args: li
                 start = broadcast(builder, builder.select(has_mins, i32(0), x_sum), LANES)
             for column in columns:
                 builder.store(start, sums[r, column])
+        for at in excess.values():
+            builder.store(constant(0, LANES, i32), at)
         first_unit = builder.mul(group.index, units)
         with cgutils.for_range(builder, units) as loop:
             unit = builder.add(first_unit, loop.index)
             pieces = {}
             for p, v in columns:
                 address = builder.add(offset(builder, panels[p], unit, 4 * NR), i64(4 * LANES * v))
-                pieces[p, v] = split_codes(builder, kind, load(builder, address, ints), levels)
-            word = offset(builder, a, unit, 4 * num_rows * num_pairs)
-            for pair in range(num_pairs):
+                split = _split_bytes if is_bytes else split_codes
+                pieces[p, v] = split(builder, kind, load(builder, address, ints), levels)
+            word = offset(builder, a, unit, 4 * num_rows * num_words)
+            for pair in range(num_words):
+                for column, at in excess.items():
+                    x = constant(0x01010101 * _X_OFFSET, LANES, i32)
+                    total = _byte_dot(builder, builder.load(at), x, pieces[column][pair])
+                    builder.store(total, at)
                 for r in range(num_rows):
                     element = load(builder, builder.add(word, i64(4 * (num_rows * pair + r))), i32)
-                    x = builder.bitcast(
-                        broadcast(builder, element, LANES), vector_type(2 * LANES, i16)
-                    )
+                    x = broadcast(builder, element, LANES)
+                    if not is_bytes:
+                        x = builder.bitcast(x, vector_type(2 * LANES, i16))
+                    dot = _byte_dot if is_bytes else _dot
                     for column in columns:
                         at = sums[r, column]
-                        builder.store(_dot(builder, builder.load(at), x, pieces[column][pair]), at)
+                        builder.store(dot(builder, builder.load(at), x, pieces[column][pair]), at)
         row_scales = offset(builder, x_scales, builder.lshr(group.index, block_shift), 4 * num_rows)
         weight_scales = builder.mul(scales_step, group.index)
         for p, v in columns:
@@ -153,7 +200,10 @@ def _emit_tile(builder: Any, kind: int, num_rows: int, num_panels: int, args: li
             for r in range(num_rows):
                 x_scale = load(builder, builder.add(row_scales, i64(4 * r)), f32)
                 factor = builder.fmul(scale, broadcast(builder, x_scale, LANES))
-                total = builder.sitofp(builder.load(sums[r, (p, v)]), floats)
+                total = builder.load(sums[r, (p, v)])
+                if is_bytes:
+                    total = builder.sub(total, builder.load(excess[p, v]))
+                total = builder.sitofp(total, floats)
                 at = totals[r, (p, v)]
                 builder.store(fma(builder, total, factor, builder.load(at)), at)
         with builder.if_then(builder.icmp_signed("!=", mins, i64(0))):
@@ -172,45 +222,52 @@ def _emit_tile(builder: Any, kind: int, num_rows: int, num_panels: int, args: li
 
 @intrinsic
 def _select_tile(
-    _: Any, kind: Any, tile: Any, panels: Any, a: Any, b: Any, b_stride: Any, c: Any, c_stride: Any,
-    groups: Any, words: Any, scales: Any, mins: Any, scales_stride: Any, scales_step: Any, x_scales: Any,
+    _: Any, kind: Any, is_bytes: Any, tile: Any, panels: Any, a: Any, b: Any, b_stride: Any, c: Any,
+    c_stride: Any, groups: Any, words: Any, scales: Any, mins: Any, scales_stride: Any, scales_step: Any, x_scales: Any,
     block_shift: Any, x_sums: Any, levels: Any,
 ) -> Any:  # fmt: skip
     """See `run_quantized_microkernel`."""
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
-        kind, tile, panels, *operands = args
+        kind, is_bytes, tile, panels, *operands = args
+        row_kinds = (0, 1) if HAS_BYTE_DOT else (0,)
 
-        def emit_kind(stored: int) -> None:
+        def emit_kind(case: int) -> None:
+            stored, has_bytes = (CODES8, CODES4)[case % 2], case >= 2
+
             def emit_size(size: int) -> None:
                 def emit_panels(num_panels: int) -> None:
-                    _emit_tile(builder, stored, MR_TILES[size], num_panels, operands)
+                    rows = MR_TILES[size]
+                    _emit_tile(builder, stored, rows, num_panels, operands, is_bytes=has_bytes)
 
                 emit_cases(builder, panels, sorted({1, PANELS_PER_TILE[size]}), emit_panels)
 
             emit_cases(builder, tile, range(len(MR_TILES))[::-1], emit_size)
 
-        emit_cases(builder, kind, (CODES8, CODES4), emit_kind)
+        case = builder.zext(builder.icmp_signed("==", kind, i64(CODES4)), i64)
+        case = builder.add(case, builder.mul(builder.zext(is_bytes, i64), i64(2)))
+        emit_cases(builder, case, range(2 * len(row_kinds)), emit_kind)
         return context.get_dummy_value()
 
-    return types.void(*[_int] * 18), code
+    return types.void(_int, types.boolean, *[_int] * 17), code
 
 
 @jit
 def run_quantized_microkernel(
-    kind: int, tile: int, panels: int, a: int, b: int, b_stride: int, c: int, c_stride: int, groups: int,
-    words: int, scales: int, mins: int, scales_stride: int, scales_step: int, x_scales: int, block_shift: int,
-    x_sums: int, levels: int,
+    kind: int, is_bytes: bool, tile: int, panels: int, a: int, b: int, b_stride: int, c: int, c_stride: int,
+    groups: int, words: int, scales: int, mins: int, scales_stride: int, scales_step: int, x_scales: int,
+    block_shift: int, x_sums: int, levels: int,
 ) -> None:  # fmt: skip
     """c[panel, row, :] += for each group: scales * x_scale * (sum of codes * x) + mins * x_sum.
 
     Args:
         kind: CODES8 or CODES4.
+        is_bytes: words of x are four bytes x + 128, half as many.
         tile: index in MR_TILES; `panels` is 1, or PANELS_PER_TILE[tile].
-        a: address of words of two int16 [groups * words, MR].
+        a: address of words of two int16 [groups * words, MR], or of bytes, half as many.
         b, b_stride: codes of the first panel, and bytes from panel to panel.
         c, c_stride: sums [MR, NR] float32 of the first panel, and bytes from panel to panel.
-        words: of a group, a multiple of 4.
+        words: of int16 of a group, a multiple of 4.
         scales, mins: addresses of float32 [groups, NR] of the first panel; `mins` may be 0.
         scales_stride, scales_step: their bytes from panel to panel, and from group to group.
         x_scales: float32 [blocks, MR]; a block has 2 ** block_shift groups.
@@ -219,8 +276,8 @@ def run_quantized_microkernel(
         levels: address of 32 int16: the levels of 4-bit codes, twice; unused without HAS_LEVELS.
     """
     _select_tile(
-        kind, tile, panels, a, b, b_stride, c, c_stride, groups, words, scales, mins, scales_stride,
-        scales_step, x_scales, block_shift, x_sums, levels,
+        kind, is_bytes, tile, panels, a, b, b_stride, c, c_stride, groups, words, scales, mins,
+        scales_stride, scales_step, x_scales, block_shift, x_sums, levels,
     )  # fmt: skip
 
 
@@ -272,6 +329,32 @@ def round_to_words(_: Any, source: Any, count: Any, factor: Any, into: Any, kind
         return context.get_dummy_value()
 
     return types.void(_int, _int, _float, _int, kind), code
+
+
+@intrinsic
+def words_to_bytes(_: Any, words: Any, width: Any, kind: Any) -> Any:
+    """Turn a row of words of int16 [width / 2] of integers of 8 bits into bytes x + 128 in their place.
+
+    Eight elements are bytes in the order 0 to 7 beside 8-bit codes, 0, 4, 2, 6, 1, 5, 3, 7 beside 4-bit ones.
+
+    Args:
+        width: a multiple of 8.
+        kind: of the weights.
+    """
+    orders = {CODES8: [0, 2, 1, 3, 4, 6, 5, 7], CODES4: [0, 4, 1, 5, 2, 6, 3, 7]}
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        words, width, kind = args
+        narrow = builder.icmp_signed("==", kind, i64(CODES4))
+        with cgutils.for_range(builder, builder.udiv(width, i64(8))) as loop:
+            x = load(builder, offset(builder, words, loop.index, 16), vector_type(8, i16))
+            x = builder.add(x, constant(_X_OFFSET, 8, i16))
+            ordered = [shuffle(builder, x, x, orders[which]) for which in (CODES4, CODES8)]
+            chosen = builder.trunc(builder.select(narrow, *ordered), vector_type(8, _byte))
+            store(builder, chosen, offset(builder, words, loop.index, 8))
+        return context.get_dummy_value()
+
+    return types.void(_int, _int, _int), code
 
 
 @intrinsic

@@ -22,12 +22,14 @@ class WeightFormat:
         group_size: consecutive elements of a row that share a scale; the last group may be shorter.
         has_min: whether a group also has an offset.
         levels: the 16 integers that a 4-bit code can be, in the order of the stored code; () for 8 bits.
+        row_bits: of the integers that kernels round rows of x to, 8 or 16.
     """
 
     bits: Literal[4, 8]
     group_size: int
     has_min: bool = False
     levels: tuple[int, ...] = ()
+    row_bits: Literal[8, 16] = 16
 
     def __post_init__(self) -> None:
         if len(self.levels) != (16 if self.bits == 4 else 0):
@@ -151,4 +153,5 @@ def _common_format(formats: Sequence[WeightFormat], width: int) -> WeightFormat:
         group_size,
         has_min=any(kind.has_min for kind in formats),
         levels=formats[0].levels if is_narrow else (),
+        row_bits=max(kind.row_bits for kind in formats),
     )

@@ -139,6 +139,7 @@ class QuantizedPanels:
             levels=self._levels.data_ptr(),
             code_tiles=self._tile_width(),
             code_offset=int(self._levels[0]),
+            row_bits=self.format.row_bits,
         )
 
     def _tile_width(self) -> int:
