@@ -131,7 +131,7 @@ ENGINE_NAMES: Mapping[str, str] = {
     "model_name": _MODEL_ARGUMENT,
     "pretrained_model_name_or_path": _MODEL_ARGUMENT,
     "hf_repo": _MODEL_ARGUMENT,
-    "hf_file": "GGUF files are not served; name a checkpoint of safetensors",
+    "hf_file": "download the GGUF file and name it as the model",
     "torch_dtype": "use `dtype`",
     **dict.fromkeys(
         ("quantization", "quantization_config", "torchao_config", "load_in_8bit", "load_in_4bit"),

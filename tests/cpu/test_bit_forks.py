@@ -44,6 +44,7 @@ MODELS = [
     ("llama", "bfloat16-int8"),
     ("mistral", "bfloat16"),
     ("qwen3", "float32-weights4"),
+    ("qwen3", "float32-weights8-rows8"),
     ("qwen3", "bfloat16-gguf"),
     ("qwen3", "float32-fp8"),
     ("v2", "float32-int8"),

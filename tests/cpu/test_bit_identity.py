@@ -53,6 +53,8 @@ MODELS = [
     ("llama", "float32-weights4"),
     ("qwen3", "float32-weights8"),
     ("qwen3", "bfloat16-weights4-int8"),
+    ("llama", "bfloat16-weights8-rows8"),
+    ("qwen3", "float32-weights4-rows8"),
     ("qwen3", "float32-gguf"),
     ("qwen3", "float32-gguf-torch"),
     *((family, dtype) for family in LATENT for dtype in ("float32", "bfloat16", "float32-int8")),

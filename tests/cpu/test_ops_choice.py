@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from ramify.attention.exactness import ProbeStore, row_by_row
+from ramify.config import ACTIVATIONS
 from ramify.config import OPS as OPS_NAMES
 from ramify.config import QUANTIZE as QUANTIZE_NAMES
 from ramify.errors import ConfigError
-from ramify.models.checkpoint.changed_weights import QUANTIZE
+from ramify.models.checkpoint.changed_weights import QUANTIZE, ROW_BITS
 from ramify.models.checkpoint.tensors import load_weights
 from ramify.models.decoders.decoder import Decoder
 from ramify.models.decoders.dense import DENSE
@@ -69,6 +70,7 @@ def test_the_option_names_every_implementation() -> None:
     """`ramify.config`, which loads no torch, repeats the names of the table."""
     assert ("auto", *OPS) == OPS_NAMES
     assert QUANTIZE == QUANTIZE_NAMES
+    assert tuple(ROW_BITS) == ACTIVATIONS
 
 
 def test_a_kernel_that_fails_its_probe_is_not_used(

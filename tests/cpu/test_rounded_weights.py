@@ -23,6 +23,7 @@ from ramify.engine.execution.weight_loss import (
     WeightLoss,
     known_loss,
     loss_key,
+    text_logits,
     write_rows,
 )
 from ramify.errors import CheckpointError, ConfigError
@@ -316,3 +317,35 @@ def test_bad_options_are_errors(checkpoint: Path, args: list[str], words: list[s
 
     assert result.exit_code == 2
     assert all(word in result.output for word in words), result.output
+
+
+def test_activations_of_int8_are_another_arithmetic(checkpoint: Path) -> None:
+    """They are near those of int16, and the cache tells them apart."""
+    pytest.importorskip("numba", reason="the kernels need the extra ramify[cpu]")
+    tokens = [*range(100, 140)]
+    llms = [
+        LLM(checkpoint, quantize="int8", activations=activations, kv_cache_tokens=64)
+        for activations in ("int16", "int8")
+    ]
+
+    wide, narrow = (next(text_logits(llm.engine, tokens, len(tokens)))[0] for llm in llms)
+
+    assert not torch.equal(wide, narrow)
+    assert float((wide - narrow).std() / wide.std()) < 0.15
+    assert llms[0].core.namespaces.base != llms[1].core.namespaces.base
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "concerns quantised weights, and .* has none; add quantize='int8' or 'int4'"),
+        ({"quantize": "widen"}, "dequantised weights meet no integers"),
+        ({"quantize": "int8", "ops": "torch"}, "is written for ops='cpu', and .*ops='torch'"),
+    ],
+)
+def test_activations_of_int8_need_codes_and_kernels(
+    checkpoint: Path, options: dict[str, Any], message: str
+) -> None:
+    """Else the option would do nothing, silently."""
+    with pytest.raises(ConfigError, match=message):
+        LLM(checkpoint, activations="int8", kv_cache_tokens=64, **options)

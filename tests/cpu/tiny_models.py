@@ -53,7 +53,7 @@ DENSE: dict[str, dict[str, Any]] = {
 LATENT = ("v2", "v32")
 # Weights rounded at load, and a GGUF file whose matrices have different types.
 WEIGHTS = {"weights8": "int8", "weights4": "int4", "gguf": "off"}
-WORDS = {"torch", *TORCH_LINEARS, "int8", "fp8", "blocked", *WEIGHTS}
+WORDS = {"torch", *TORCH_LINEARS, "int8", "fp8", "blocked", *WEIGHTS, "rows8"}
 GGUF_TYPES = ("Q4_0", "Q8_0", "Q4_1", "Q5_0", "Q5_1")
 
 
@@ -62,7 +62,7 @@ class TinyModels:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._decoders: dict[tuple[str, str, str, str], Decoder] = {}
+        self._decoders: dict[tuple[str, str, str, str, str], Decoder] = {}
         self._models: dict[tuple[str, str], Model] = {}
 
     def __call__(self, family: str, variant: str) -> Model:
@@ -72,7 +72,7 @@ class TinyModels:
             family: of `DENSE` or `LATENT`.
             variant: a dtype, then any of: `torch` for `TorchOps`, or a linear strategy of it (else the
                 operations that users get), `int8` or `fp8` for K/V, `blocked` for torch attention, as
-                without Numba; a word of `WEIGHTS`. For example `float32-onednn-int8`.
+                without Numba; a word of `WEIGHTS`, and `rows8` for activations in int8. For example `float32-onednn-int8`.
         """
         if (family, variant) not in self._models:
             dtype, *words = variant.split("-")
@@ -84,7 +84,8 @@ class TinyModels:
                 pytest.skip(f"no {strategy} linears: {reason}")
             weights = next((word for word in words if word in WEIGHTS), "")
             ops = strategy or ("torch" if "torch" in words else "auto")
-            decoder = self._decoder(family, dtype, ops, weights)
+            activations = "int8" if "rows8" in words else "int16"
+            decoder = self._decoder(family, dtype, ops, weights, activations)
             if strategy is not None:
                 _skip_unless_exact(decoder, strategy)
             self._models[family, variant] = Model(
@@ -95,12 +96,16 @@ class TinyModels:
             )
         return self._models[family, variant]
 
-    def _decoder(self, family: str, dtype: str, ops: str, weights: str) -> Decoder:
-        key = (family, dtype, ops, weights)
+    def _decoder(
+        self, family: str, dtype: str, ops: str, weights: str, activations: str
+    ) -> Decoder:
+        key = (family, dtype, ops, weights, activations)
         if key not in self._decoders:
             path = self._gguf(family) if weights == "gguf" else self.checkpoint(family)
             quantize = WEIGHTS.get(weights, "off")
-            self._decoders[key] = load_model(path, dtype=dtype, ops=ops_of(ops), quantize=quantize)
+            self._decoders[key] = load_model(
+                path, dtype=dtype, ops=ops_of(ops), quantize=quantize, activations=activations
+            )
         return self._decoders[key]
 
     def checkpoint(self, family: str) -> Path:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 @engine_options(
     "dtype",
     "quantize",
+    "activations",
     "page_size",
     "kv_cache_tokens",
     "kv_cache_memory",

@@ -16,6 +16,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from ramify.config import (
+    ACTIVATIONS,
     DTYPES,
     KV_DTYPES,
     OPS,
@@ -33,6 +34,7 @@ CHOICES = {
     "kv_dtype": KV_DTYPES,
     "ops": OPS,
     "quantize": QUANTIZE,
+    "activations": ACTIVATIONS,
     "speculative": SPECULATIVE_METHODS,
     "speculative_sampling": SPECULATIVE_SAMPLING,
 }

@@ -12,7 +12,16 @@ import typer
 from ramify.cli.options import DEFAULT_MODEL, AsJson, Model, engine_options, exit_on_error
 
 
-@engine_options("dtype", "quantize", "kv_dtype", "page_size", "ops", "attention_backend", "exact")
+@engine_options(
+    "dtype",
+    "quantize",
+    "activations",
+    "kv_dtype",
+    "page_size",
+    "ops",
+    "attention_backend",
+    "exact",
+)
 def verify(
     engine: dict[str, Any],
     model: Model = DEFAULT_MODEL,

@@ -14,7 +14,13 @@ import torch
 
 from ramify.attention.exactness import ProbeStore
 from ramify.errors import ConfigError, UnsupportedModelError
-from ramify.models.checkpoint.changed_weights import FORMATS, QUANTIZE, change_weights
+from ramify.models.checkpoint.changed_weights import (
+    FORMATS,
+    QUANTIZE,
+    ROW_BITS,
+    change_weights,
+    with_activations,
+)
 from ramify.models.checkpoint.counted_weights import counted
 from ramify.models.checkpoint.safetensors_files import tensor_names
 from ramify.models.checkpoint.sources import open_source
@@ -86,6 +92,7 @@ def load_model(
     exact: bool = True,
     ops: str | OpsFactory = "auto",
     quantize: str = "off",
+    activations: str = "int16",
     progress: bool = False,
     store: ProbeStore | None = None,
     max_model_len: int | None = None,
@@ -97,15 +104,18 @@ def load_model(
         exact, store: see `TorchOps`.
         ops: a name for `select_ops`, or what makes the operations.
         quantize: see `change_weights`.
+        activations: see `with_activations`; without effect on operations in torch.
         progress: show progress bars if stderr is a terminal.
         max_model_len: of the engine, by default `ModelConfig.default_model_len`.
 
     Raises:
         CheckpointError, UnsupportedModelError: see `read_config` and `open_source`.
-        ConfigError: the dtype, `ops` or `quantize` is unknown or cannot be used here.
+        ConfigError: the dtype, `ops`, `quantize` or `activations` is unknown or cannot be used here.
     """
     if quantize not in QUANTIZE:
         raise ConfigError(f"quantize={quantize!r} does not exist; use {', '.join(QUANTIZE)}")
+    if activations not in ROW_BITS:
+        raise ConfigError(f"activations={activations!r} does not exist; use {', '.join(ROW_BITS)}")
     config = read_config(path)
     if not config.is_native:
         raise UnsupportedModelError(
@@ -114,6 +124,7 @@ def load_model(
     config = config.at_context(max_model_len or config.default_model_len)
     compute_dtype = resolve_dtype(dtype, config)
     source, config = open_weights(path, config, dtype=compute_dtype, quantize=quantize)
+    source = with_activations(source, activations, quantize, str(path))
     return bind_decoder(
         source, config, dtype=compute_dtype, exact=exact, ops=ops, progress=progress, store=store
     )
@@ -173,6 +184,7 @@ def load_decoder(
     exact: bool = True,
     ops: str | OpsFactory = "auto",
     quantize: str = "off",
+    activations: str = "int16",
     progress: bool = False,
     max_model_len: int | None = None,
 ) -> CausalDecoder:
@@ -188,14 +200,16 @@ def load_decoder(
             exact=exact,
             ops=ops,
             quantize=quantize,
+            activations=activations,
             progress=progress,
             max_model_len=max_model_len,
         )
-    if quantize in FORMATS:
-        raise ConfigError(
-            f"quantize={quantize!r}, but {path} runs through transformers ({config.architecture}), whose "
-            "weights are not rounded; leave it out"
-        )
+    for name, value in (("quantize", quantize), ("activations", activations)):
+        if value in FORMATS:
+            raise ConfigError(
+                f"{name}={value!r}, but {path} runs through transformers ({config.architecture}), "
+                "where nothing is rounded; leave it out"
+            )
     from ramify.models.hf.decoder import load_hf_decoder
 
     compute_dtype = resolve_dtype(dtype, config)

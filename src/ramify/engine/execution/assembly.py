@@ -92,6 +92,11 @@ class LocalEngine:
         )
         device = torch.device("cpu")
         self.ops_choice: OpsChoice = select_ops(requested.model.ops, dtype, device)
+        if requested.model.activations != "int16" and self.ops_choice.name != "cpu":
+            raise ConfigError(
+                f"activations={requested.model.activations!r} is written for ops='cpu', and this engine "
+                f"computes with ops={self.ops_choice.name!r}; leave it out"
+            )
         self.backend_choice: BackendChoice = select_backend(
             requested.attention.attention_backend,
             self.attention_spec,
@@ -211,13 +216,17 @@ class LocalEngine:
             exact=requested.attention.exact,
             ops=self.ops_choice.factory,
             quantize=requested.model.quantize,
+            activations=requested.model.activations,
             progress=progress,
             max_model_len=self.config.max_model_len,
         )
 
     def _namespace(self, path: Path, decoder: CausalDecoder, epoch: int) -> bytes:
         """The cache namespace of the K/V that the weights in `path` compute."""
-        later = {"epoch": epoch} if epoch else {}
+        later: dict[str, int | str] = {"epoch": epoch} if epoch else {}
+        activations = self.config.requested.model.activations
+        if activations != "int16":
+            later["activations"] = activations
         return namespace_of(
             model=_fingerprint(path),
             weight_types=_weight_types(decoder),

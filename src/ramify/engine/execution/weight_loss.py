@@ -137,7 +137,7 @@ def measure_loss(
         stored.seek(0)
         full_config = replace(
             requested,
-            model=replace(requested.model, quantize="widen", dtype="float32"),
+            model=replace(requested.model, quantize="widen", activations="int16", dtype="float32"),
             cache=replace(requested.cache, kv_dtype="auto"),
         )
         full_engine = LocalEngine(full_config, progress=progress)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Literal
 
 from ramify.errors import CheckpointError, ConfigError
@@ -10,13 +11,15 @@ from ramify.models.checkpoint.packed_layers import FLOAT_DTYPES
 from ramify.models.checkpoint.tensor_names import EMBEDDING, HEAD, LINEARS
 from ramify.models.checkpoint.weight_source import WeightSource
 from ramify.models.configs.model_config import ModelConfig
-from ramify.models.ops.quantized import Weight, as_tensor
+from ramify.models.ops.quantized import QuantizedWeight, Weight, as_tensor
 from ramify.models.ops.weight_rounding import INT4_GROUP, quantize_weight
 
 INT8_GROUP = 64
 # bits and group_size of `quantize_weight`
 FORMATS: dict[str, tuple[Literal[4, 8], int]] = {"int8": (8, INT8_GROUP), "int4": (4, INT4_GROUP)}
 QUANTIZE = ("off", *FORMATS, "widen")
+# bits of the integers that rows are rounded to beside quantised weights
+ROW_BITS: dict[str, Literal[8, 16]] = {"int16": 16, "int8": 8}
 # Not a linear layer: it is used by head.
 BY_HEAD = ".kv_b_proj.weight"
 
@@ -118,3 +121,38 @@ def change_weights(
         return kind if form is None else f"{kind} to {form}, groups of {FORMATS[form][1]}"
 
     return ChangedWeights(source, rounded, kind_of)
+
+
+def with_activations(
+    source: WeightSource, activations: str, quantize: str, checkpoint: str
+) -> WeightSource:
+    """A source whose quantised weights meet rows of these integers.
+
+    Args:
+        source: with `quantize` applied.
+        activations: a key of `ROW_BITS`.
+        checkpoint: its name, for errors.
+
+    Raises:
+        ConfigError: no weight is quantised, and `activations` is not the default.
+    """
+    bits = ROW_BITS[activations]
+    if bits == 16:
+        return source
+    if quantize == "widen":
+        raise ConfigError(
+            f"activations={activations!r} with quantize='widen': dequantised weights meet no integers; leave "
+            "one of them out"
+        )
+    if all(source.kind(name) in FLOAT_DTYPES for name in source):
+        raise ConfigError(
+            f"activations={activations!r} concerns quantised weights, and {checkpoint} has none; add "
+            "quantize='int8' or 'int4', or leave it out"
+        )
+
+    def narrowed(_: str, weight: Weight) -> Weight:
+        if not isinstance(weight, QuantizedWeight):
+            return weight
+        return replace(weight, format=replace(weight.format, row_bits=bits))
+
+    return ChangedWeights(source, narrowed)

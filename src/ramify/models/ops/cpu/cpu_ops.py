@@ -130,6 +130,8 @@ class CpuOps(TorchOps):
             if panels_support(weight) is not None:
                 return None
             name = f"linear, {weight.format.bits} bits"
+            if weight.format.row_bits == 8:
+                name += " by rows of 8"
         norm_weight = None
         if norm is not None:
             norm_weight = self._norm_weight(norm), norm.eps
