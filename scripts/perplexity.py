@@ -6,7 +6,7 @@
 MODEL is a checkpoint or a GGUF file; its weights in float32, dequantised if they are quantised, are the
 full precision that all forms are rounded from and compared with. Embedding and LM head are int8 beside
 int8 and int4, and Q8_0 beside types of GGUF. `int8/128` is int8 in groups of 128, `int8/row` with a scale
-for each row. A row that is no multiple of the 256 elements of a block takes the type that llama.cpp falls
+for each row; `+a8` behind a form: with activations in int8. A row that is no multiple of the 256 elements of a block takes the type that llama.cpp falls
 back to, and the table says for how many weights.
 
 `libgguf` encodes as ggml does, with its searches; types are decoded by Ramify.
@@ -35,7 +35,12 @@ from ramify.engine.execution.weight_loss import (
     read_text,
     text_logits,
 )
-from ramify.models.checkpoint.changed_weights import ChangedWeights, change_weights, is_rounded
+from ramify.models.checkpoint.changed_weights import (
+    ChangedWeights,
+    change_weights,
+    is_rounded,
+    with_activations,
+)
 from ramify.models.checkpoint.sources import open_source
 from ramify.models.checkpoint.tensor_names import EMBEDDING, HEAD
 from ramify.models.checkpoint.weight_source import WeightSource
@@ -56,7 +61,7 @@ FALLBACK = {
     "IQ4_XS": "IQ4_NL",
 }
 TYPES = {kind.name: (number, kind) for number, kind in TENSOR_TYPES.items() if kind.name != "F32"}
-FORMS = ("int8", "int4", *TYPES)
+FORMS = ("int8", "int8+a8", "int4", "int4+a8", *TYPES)
 
 
 @dataclass(slots=True)
@@ -79,6 +84,10 @@ class Rounding:
         if kind == "int8":
             return quantize_weight(tensor, 8, -1 if group == "row" else int(group))
         return self._encoded(tensor, "Q8_0" if is_table else self.form, is_counted=not is_table)
+
+    def kind(self, _: str, __: str) -> str:
+        """The type of every weight, for who asks."""
+        return self.form
 
     def _encoded(self, tensor: Tensor, name: str, *, is_counted: bool) -> Weight:
         number, kind = TYPES[name]
@@ -112,14 +121,17 @@ def losses(engine: LocalEngine, forms: list[str], text: Path | None, num_tokens:
     with tempfile.TemporaryFile() as stored:
         for logits, _ in text_logits(engine, token_ids, context):
             logits.numpy().tofile(stored)
-        for form in forms:
+        for name in forms:
+            form, _, activations = name.partition("+")
             full: WeightSource = ChangedWeights(opened, lambda _, weight: as_tensor(weight))
             rounding = Rounding(form, config)
             if form in ("int8", "int4"):
                 plain = ChangedWeights(full, lambda _, weight: weight, lambda _, __: "F32")
                 source = change_weights(plain, config, form, str(engine.path))
             else:
-                source = ChangedWeights(full, rounding)
+                source = ChangedWeights(full, rounding, rounding.kind)
+            if activations:
+                source = with_activations(source, "int8", "off", str(engine.path))
             decoder = bind_decoder(source, config, dtype=torch.float32)
             engine.install_weights(engine.path, decoder)
             total = LossSum()
@@ -132,7 +144,7 @@ def losses(engine: LocalEngine, forms: list[str], text: Path | None, num_tokens:
             num_bits //= 2 if form in FLOATS else 1
             num_weights = sum(weight.num_weights for weight in decoder.loaded.values())
             loss = total.loss(DEFAULT_TEXT if text is None else text.name, context)
-            yield form, loss, num_bits / num_weights, rounding.counts
+            yield name, loss, num_bits / num_weights, rounding.counts
 
 
 def main() -> None:
@@ -159,7 +171,7 @@ def main() -> None:
             print(f"| float32 | 32 | {loss.full_perplexity:.3f} | | | | |", flush=True)
             is_first = False
         total = sum(counts.values())
-        others = [f"{name} for {counts[name] / total:.0%}" for name in counts if name != form]
+        others = [f"{name} for {counts[name] / total:.0%}" for name in counts if name not in form]
         note = f" ({', '.join(others)} of the layers)" if others else ""
         change = loss.perplexity / loss.full_perplexity - 1
         print(

@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ramify.attention.exactness import batch_variant_row_counts
+from ramify.kernels.cpu.abi import NORMAL_LEVELS
 from ramify.kernels.cpu.op_records import GEMM
 from ramify.models.ops.cpu.linear import PackedLinear
-from ramify.models.ops.cpu.quantized_panels import BLOCK, panels_support
+from ramify.models.ops.cpu.quantized_panels import panels_support
 from ramify.models.ops.functional import GATED_ACTIVATIONS, rms_norm
 from ramify.models.ops.quantized import QuantizedWeight, WeightFormat, as_tensor, concat_weights
 
@@ -28,7 +29,6 @@ pytest.importorskip("numba", reason="the kernels need the extra ramify[cpu]")
 
 DTYPES = [torch.float32, torch.bfloat16]
 SIGNED, UNSIGNED = tuple(range(-8, 8)), tuple(range(16))
-TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 # out_width, in_width, format: around panels and blocks, short last groups, one scale a row, scattered levels
 CASES: list[tuple[int, int, WeightFormat]] = [
     (64, 256, WeightFormat(8, 32)),
@@ -40,11 +40,11 @@ CASES: list[tuple[int, int, WeightFormat]] = [
     (1, 8, WeightFormat(4, 32, levels=SIGNED)),
     (100, 640, WeightFormat(4, 32, has_min=True, levels=UNSIGNED)),
     (64, 384, WeightFormat(4, 128, has_min=True, levels=UNSIGNED)),
-    (48, 520, WeightFormat(4, 16, levels=TABLE)),
+    (48, 520, WeightFormat(4, 16, levels=NORMAL_LEVELS)),
     (64, 256, WeightFormat(8, 64, row_bits=8)),
     (33, 584, WeightFormat(8, 584, has_min=True, row_bits=8)),
     (70, 576, WeightFormat(4, 32, levels=SIGNED, row_bits=8)),
-    (48, 520, WeightFormat(4, 16, has_min=True, levels=TABLE, row_bits=8)),
+    (48, 520, WeightFormat(4, 16, has_min=True, levels=NORMAL_LEVELS, row_bits=8)),
 ]
 IDS = [
     f"{n}x{k}-{f.bits}-{f.group_size}-{f.has_min}-{f.levels[:1]}-{f.row_bits}" for n, k, f in CASES
@@ -91,14 +91,23 @@ def fma(x: np.float32, y: np.float32, z: np.float32) -> np.float32:
     return np.float32(near)
 
 
+def group_and_block(kind: WeightFormat) -> tuple[int, int]:
+    """Elements of x that are summed together, and that share a scale."""
+    if kind.row_bits == 8:
+        group = min(kind.group_size, 64)
+        return group, max(group, 32)
+    return min(kind.group_size, 128), 128
+
+
 def by_hand(row: Tensor, weight: QuantizedWeight, bias: float, column: int) -> float:
     """An element of the result as `quantized_gemm` defines it, in exact integers and fractions."""
-    x, group = row.float().numpy(), min(weight.group_size, BLOCK)
-    limit = np.float32(2 ** (weight.format.row_bits - 1) - 1)
+    bits = weight.format.row_bits
+    group, block_size = group_and_block(weight.format)
+    x, limit = row.float().numpy(), np.float32(2 ** (bits - 1) - 1)
     codes = weight.codes[column].numpy().astype(np.int64)
     total = np.float32(bias)
     for begin in range(0, len(x), group):
-        block = x[begin // BLOCK * BLOCK :][:BLOCK]
+        block = x[begin // block_size * block_size :][:block_size]
         largest = np.abs(block).max()
         scale = np.float32(0) if largest < 2.0**-100 else largest / limit
         factor = np.float32(0) if largest < 2.0**-100 else limit / largest
@@ -134,33 +143,34 @@ def test_an_element_is_one_chain_over_exact_sums_of_groups(
             assert y[row, column] == torch.tensor(expected).to(dtype)
 
 
-# What a process compiled for AVX2 computes of 4-bit codes with and without offsets, both kinds of levels.
-WITHOUT_LEVELS = """
+# What a process compiled for AVX2 computes of 4-bit codes with and without offsets.
+ON_AVX2 = """
 import torch
+from ramify.kernels.cpu.abi import NORMAL_LEVELS
 from ramify.kernels.cpu.simd import LANES
 from ramify.models.ops.cpu.linear import PackedLinear
 from ramify.models.ops.quantized import QuantizedWeight, WeightFormat
 
 assert LANES == 8
 x = torch.randn(9, 160)
-for first in (0, -8):
+for levels in (range(16), range(-8, 8), NORMAL_LEVELS):
     for mins in (None, torch.randn(20, 5)):
-        kind = WeightFormat(4, 32, mins is not None, tuple(range(first, first + 16)))
-        codes = torch.randint(first, first + 16, (20, 160), dtype=torch.int8)
+        kind = WeightFormat(4, 32, mins is not None, tuple(levels))
+        codes = torch.tensor(levels, dtype=torch.int8)[torch.randint(0, 16, (20, 160))]
         weight = QuantizedWeight(kind, codes, torch.rand(20, 5), mins, torch.float32)
         linear, wide = PackedLinear(weight), weight.dequantize()
-        torch.testing.assert_close(linear(x), x @ wide.T, rtol=1e-3, atol=0.05)
+        torch.testing.assert_close(linear(x), x @ wide.T, rtol=1e-3, atol=0.2)
         assert torch.equal(linear.weight_rows(torch.arange(20)), wide)
 """
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="needs AVX2")
-def test_four_bits_without_a_table_of_levels_may_have_offsets() -> None:
-    """Sums of x for offsets are not taken for the sums that AVX2 adds for the first level."""
+def test_four_bits_are_looked_up_on_avx2() -> None:
+    """Any levels, with offsets and without; 4 bits in memory, as everywhere."""
     variables = {"NUMBA_CPU_NAME": "x86-64-v3", "NUMBA_CPU_FEATURES": "+avx2"}
 
     result = subprocess.run(
-        [sys.executable, "-c", WITHOUT_LEVELS],
+        [sys.executable, "-c", ON_AVX2],
         env=os.environ | variables,
         capture_output=True,
         text=True,
@@ -198,7 +208,8 @@ def test_rows_are_as_near_to_the_truth_as_their_integers_allow(
     weight = quantized(*case)
     x = random(20, case[1])
     wide = weight.dequantize().double()
-    padded = F.pad(x, (0, -case[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    size = group_and_block(case[2])[1]
+    padded = F.pad(x, (0, -case[1] % size)).unflatten(1, (-1, size))
     steps = padded.abs().amax(2, keepdim=True).expand_as(padded).flatten(1)[:, : case[1]]
     steps = steps / (2 ** (case[2].row_bits - 1) - 1)
 
@@ -305,7 +316,7 @@ def test_unlike_formats_become_the_narrowest_that_holds_all() -> None:
     st.integers(1, 70),
     st.integers(1, 40).map(lambda units: 8 * units),
     st.sampled_from([8, 16, 32, 64, 128, 256, 4096]),
-    st.sampled_from([(), SIGNED, UNSIGNED, TABLE]),
+    st.sampled_from([(), SIGNED, UNSIGNED, NORMAL_LEVELS]),
     st.booleans(),
     st.sampled_from([8, 16]),
     st.integers(1, 14),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ramify.errors import ConfigError
+from ramify.kernels.cpu.abi import NORMAL_LEVELS
 from ramify.models.ops import weight_rounding
 from ramify.models.ops.weight_rounding import INT4_GROUP, int4_by_torch, quantize_weight
 
@@ -54,17 +55,19 @@ def relative_error(weight: Tensor, restored: Tensor) -> float:
     return float((restored - weight).norm() / weight.norm())
 
 
-@pytest.mark.parametrize(("kind", "ratio"), [("normal", 0.95), ("heavy", 0.975)])
-def test_the_search_beats_plain_rounding(kind: str, ratio: float) -> None:
-    """In every group, and by 5 % of the whole matrix's error (2.5 % with heavy tails)."""
+@pytest.mark.parametrize("kind", ["normal", "heavy"])
+def test_levels_and_search_beat_plain_rounding(kind: str) -> None:
+    """By 10 % of the whole matrix's error, in nearly every group, in none by much."""
     weight = matrix(kind)
 
     restored = quantize_weight(weight, 4, INT4_GROUP).dequantize()
 
     plain = plain_int4(weight)
-    assert relative_error(weight, restored) < ratio * relative_error(weight, plain)
+    assert relative_error(weight, restored) < 0.9 * relative_error(weight, plain)
     errors = [(value - weight).unflatten(1, (-1, 32)).norm(dim=-1) for value in (restored, plain)]
-    assert bool((errors[0] <= errors[1] * 1.001).all())
+    ratios = errors[0] / errors[1]
+    assert float((ratios < 1).float().mean()) > 0.75
+    assert float(ratios.max()) < 1.5
 
 
 @st.composite
@@ -99,17 +102,17 @@ def test_int8_is_within_half_a_step(weight: Tensor, group_size: int) -> None:
 @given(weights())
 @settings(deadline=None)
 def test_int4_is_the_nearest_code_of_a_scale(weight: Tensor) -> None:
-    """Within half a step, but for elements that are clipped; a group's error is that of no scale at most."""
+    """But for the rounding of elements to units of the largest; never half of the largest off."""
     rounded = quantize_weight(weight, 4, INT4_GROUP)
 
     values = weight.float()
     steps = rounded.scales.repeat_interleave(INT4_GROUP, 1)[:, : weight.shape[1]]
-    assert rounded.codes.min() >= -8
-    assert rounded.codes.max() <= 7
+    levels = torch.tensor(NORMAL_LEVELS)
+    assert bool(torch.isin(rounded.codes, levels).all())
     error = (rounded.codes.float() * steps - values).abs()
-    is_clipped = (values / steps < -8) | (values / steps > 7)
+    nearest = (steps[..., None] * levels - values[..., None]).abs().amin(-1)
     largest = values.abs().amax(1, keepdim=True)
-    assert bool((error <= 0.51 * steps.abs() + 2.0**-119)[~is_clipped].all())
+    assert bool((error <= nearest + 0.001 * largest + 2.0**-119).all())
     assert bool((error <= 0.5 * largest + 2.0**-119).all())
 
 
@@ -170,14 +173,14 @@ def test_the_kernel_gives_the_bits_of_torch(kind: str) -> None:
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_magnitudes(bits: int) -> None:
-    """Zeros stay zeros; the error of a group that is not tiny is that of its codes."""
+    """Groups of zeros stay zeros; the error of a group that is not tiny is that of its codes."""
     weight = odd_rows()
 
     restored = quantize_weight(weight, bits, 32).dequantize()  # type: ignore[arg-type]
 
-    assert not bool(restored[weight == 0].any())
     assert bool(restored.isfinite().all())
     largest = weight.unflatten(1, (-1, 32)).abs().amax(-1).repeat_interleave(32, 1)
+    assert not bool(restored[largest == 0].any())
     is_tiny = largest < 2.0**-119
     assert bool(
         ((restored - weight).abs() <= largest * (0.13 if bits == 4 else 0.0045))[~is_tiny].all()

@@ -14,6 +14,14 @@ ITEM_BYTES = (4, 2, 2, 1, 1)
 _OTHERS = range(len(ITEM_BYTES), len(ITEM_BYTES) + 5)
 BF16_VNNI, BF16_TILES, BF16_TILES_EMULATED, CODES8, CODES4 = _OTHERS
 
+# The integers of 4-bit codes of IQ4_NL, and of weights that are rounded at load: closer together where a
+# normal distribution has more.
+NORMAL_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+# Elements of a row of x that share a scale, rounded to 16 bits; to 8 bits at most, and as many as a group of
+# weights. A group lies within one such block.
+BLOCK, MAX_BLOCK_OF_8, MIN_BLOCK_OF_8 = 128, 64, 32
+
 CACHE_LINE = 64  # bytes
 
 # Keys per block of attention. Part of the arithmetic: a row merges its blocks in order.
@@ -39,3 +47,8 @@ def is_tile_kind(weight_kind: int) -> bool:
 def round_up_to_cache_line(num_bytes: int) -> int:
     """`num_bytes` rounded up to cache lines, so that no vector straddles two."""
     return -(-num_bytes // CACHE_LINE) * CACHE_LINE
+
+
+def block_size(row_bits: int, group: int) -> int:
+    """Elements of a row of x that share a scale, beside groups of this many weights."""
+    return max(MIN_BLOCK_OF_8, group) if row_bits == 8 else BLOCK

@@ -17,7 +17,7 @@ from numba.extending import intrinsic
 from ramify.kernels.cpu import targets
 from ramify.kernels.cpu.abi import CODES4
 from ramify.kernels.cpu.gemm_microkernels import NR
-from ramify.kernels.cpu.quantized_microkernels import CODES4_PAIRS, split_codes
+from ramify.kernels.cpu.quantized_microkernels import CODES4_PAIRS, load_levels, split_codes
 from ramify.kernels.cpu.simd import (
     LANES,
     broadcast,
@@ -131,8 +131,7 @@ def widen_codes(_: Any, codes: Any, words: Any, into: Any, levels: Any) -> Any:
         codes, words, into, levels_at = args
         if not HAS_TILES:
             return context.get_dummy_value()
-        halves = vector_type(2 * LANES, ir.IntType(16))
-        levels = load(builder, levels_at, halves)
+        levels = load_levels(builder, levels_at, is_bytes=False)
         low_bytes, by_8 = (constant(value, 2 * LANES, ir.IntType(16)) for value in (255, 8))
         with cgutils.for_range(builder, builder.udiv(words, i64(CODES4_PAIRS))) as loop:
             source = offset(builder, codes, loop.index, 4 * NR)

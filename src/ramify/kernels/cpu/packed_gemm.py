@@ -23,6 +23,7 @@ from ramify.kernels.cpu.abi import (
     CODES8,
     F32,
     SILU_MUL,
+    block_size,
     is_tile_kind,
     round_up_to_cache_line,
 )
@@ -52,14 +53,13 @@ from ramify.kernels.cpu.quantized_gemm import (
     has_byte_rows,
     multiply_strips,
     multiply_tile_strips,
-    needs_sums,
     quantized_scratch_floats,
     round_row,
     rows_per_tile,
     sum_groups,
     uses_tiles,
 )
-from ramify.kernels.cpu.quantized_microkernels import BLOCK, words_to_bytes
+from ramify.kernels.cpu.quantized_microkernels import words_to_bytes
 from ramify.kernels.cpu.simd import copy_bytes, load_element, load_i64, store_f32
 from ramify.kernels.cpu.task_queue import next_task_from_either_end
 from ramify.kernels.cpu.tile_gemm import (
@@ -100,6 +100,7 @@ class GemmArgs(NamedTuple):
     # of codes, see `op_records.GemmOp` and `quantized_gemm`
     group_words: int
     num_groups: int
+    block_words: int  # see `abi.block_size`
     num_blocks: int
     scales: int
     scale_kind: int
@@ -108,7 +109,6 @@ class GemmArgs(NamedTuple):
     mins: int
     levels: int
     code_tiles: int
-    code_offset: int
     row_bits: int
 
 
@@ -127,7 +127,7 @@ class Buffers(NamedTuple):
     wide: int
 
 
-_packed_depth, _is_tile_kind = jit(packed_depth), jit(is_tile_kind)
+_packed_depth, _is_tile_kind, _block_size = jit(packed_depth), jit(is_tile_kind), jit(block_size)
 _round_up_to_cache_line = jit(round_up_to_cache_line)
 
 
@@ -151,8 +151,8 @@ def _round_row(
     if gemm.norm:
         norm_row(kind, row, gemm.width, gemm.norm, gemm.norm_kind, eps, buffer, F32)
         row, kind = buffer, F32
-    round_row(row, kind, gemm.width, gemm.row_bits, words, scales, 4 * tile)
-    if needs_sums(gemm):
+    round_row(row, kind, gemm.width, gemm.row_bits, 2 * gemm.block_words, words, scales, 4 * tile)
+    if gemm.mins:
         sum_groups(gemm, words, scales, 4 * tile, sums, 4 * tile)
 
 
@@ -359,17 +359,19 @@ def _splits_per_item(op: Any, num_items: int) -> Any:
 @jit
 def _gemm_args(op: Any) -> GemmArgs:
     """A `GemmOp`'s arguments."""
-    width, weight_kind, num_groups, num_blocks = op[GEMM.width], op[GEMM.weight_kind], 0, 0
+    width, weight_kind, block = op[GEMM.width], op[GEMM.weight_kind], 2
+    num_groups = num_blocks = 0
     depth = _packed_depth(width, weight_kind)
     if weight_kind >= CODES8:
-        num_groups, num_blocks = -(-width // op[GEMM.group]), -(-width // BLOCK)
+        block = _block_size(op[GEMM.row_bits], op[GEMM.group])
+        num_groups, num_blocks = -(-width // op[GEMM.group]), -(-width // block)
     return GemmArgs(
         op[GEMM.dtype], weight_kind, op[GEMM.mode], op[GEMM.x], op[GEMM.x_stride], op[GEMM.num_rows],
         width, depth, op[GEMM.norm], op[GEMM.weight], op[GEMM.num_panels], op[GEMM.bias], op[GEMM.out],
         op[GEMM.out_stride], op[GEMM.num_columns], op[GEMM.norm_kind], op[GEMM.gather],
-        load_element(data_address(op) + 8 * GEMM.scale, F32), op[GEMM.group] // 2, num_groups, num_blocks,
+        load_element(data_address(op) + 8 * GEMM.scale, F32), op[GEMM.group] // 2, num_groups, block // 2, num_blocks,
         op[GEMM.scales], op[GEMM.scale_kind], op[GEMM.scale_stride], op[GEMM.scale_step], op[GEMM.mins],
-        op[GEMM.levels], op[GEMM.code_tiles], op[GEMM.code_offset], op[GEMM.row_bits],
+        op[GEMM.levels], op[GEMM.code_tiles], op[GEMM.row_bits],
     )  # fmt: skip
 
 
@@ -383,10 +385,9 @@ def _matrix(gemm: GemmArgs, index: int) -> GemmArgs:
     return GemmArgs(
         gemm.kind, gemm.weight_kind, gemm.mode, gemm.rows, gemm.row_stride, gemm.num_rows, gemm.width,
         gemm.depth, gemm.norm, weight, num_panels, bias, gemm.out, gemm.out_stride, gemm.num_columns,
-        gemm.norm_kind, gemm.gather, gemm.scale, gemm.group_words, gemm.num_groups, gemm.num_blocks,
+        gemm.norm_kind, gemm.gather, gemm.scale, gemm.group_words, gemm.num_groups, gemm.block_words, gemm.num_blocks,
         gemm.scales + scales, gemm.scale_kind, gemm.scale_stride, gemm.scale_step,
-        gemm.mins + scales if gemm.mins else 0, gemm.levels, gemm.code_tiles, gemm.code_offset,
-        gemm.row_bits,
+        gemm.mins + scales if gemm.mins else 0, gemm.levels, gemm.code_tiles, gemm.row_bits,
     )  # fmt: skip
 
 
@@ -484,5 +485,5 @@ def gemm_scratch_floats(block_rows: int, op: GemmOp) -> int:
     sums = block_rows * PANELS_PER_TILE[0] * NR
     others = sums + normed + 2 * NR
     if op.group:
-        others += quantized_scratch_floats(block_rows, op.width, op.group)
+        others += quantized_scratch_floats(block_rows, op.width, op.group, op.row_bits)
     return (round_up_to_cache_line(4 * packed) + round_up_to_cache_line(4 * others)) // 4

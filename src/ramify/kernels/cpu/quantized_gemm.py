@@ -2,7 +2,7 @@
 
 Each element of the result is the bias, then for each group of weights in ascending order one FMA of the
 exact integer sum with the product of two scales, and with offsets one FMA of the offset with the sum of x.
-Rows of x have a scale for each `BLOCK` elements, max |x| / 32767 (of 8 bits: / 127), from that row alone.
+Rows of x have a scale for each block of elements, max |x| / 32767 (of 8 bits: / 127), from that row alone.
 
 `models.ops.cpu.quantized_panels` writes the panels; `kernels.cpu` has their layout.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ramify.kernels.cpu.abi import BF16, CACHE_LINE, CODES4, CODES8, F16, F32
+from ramify.kernels.cpu.abi import BF16, BLOCK, CACHE_LINE, CODES8, F16, F32, block_size
 from ramify.kernels.cpu.code_tiles import (
     BUFFER_BYTES,
     PLANE_BYTES,
@@ -25,20 +25,16 @@ from ramify.kernels.cpu.code_tiles import (
 from ramify.kernels.cpu.gemm_microkernels import MR_TILES, NR, PANELS_PER_TILE
 from ramify.kernels.cpu.jit import jit
 from ramify.kernels.cpu.quantized_microkernels import (
-    BLOCK,
     HAS_BYTE_DOT,
-    HAS_LEVELS,
     absolute_maximum,
     round_to_words,
     run_quantized_microkernel,
-    store_i32,
     sum_words,
     widen_scales,
 )
 from ramify.kernels.cpu.simd import load_element, store_f32
 
-BLOCK_WORDS = BLOCK // 2
-STRIP_WORDS = 2 * BLOCK_WORDS  # of a panel between two tiles of rows
+STRIP_WORDS = BLOCK  # of a panel between two tiles of rows: whole blocks and groups
 MIN_TILE_ROWS = 8  # fewer rows are as fast without tiles
 # Blocks whose numbers are all smaller count as zeros: the factor of the rounding would overflow.
 SMALLEST = np.float32(2.0**-100)
@@ -47,7 +43,14 @@ _LARGEST_OF_8, _LARGEST_OF_16 = np.float32(127), np.float32(32767)
 
 @jit
 def round_row(
-    row: int, kind: int, width: int, bits: int, words: int, scales: int, scale_stride: int
+    row: int,
+    kind: int,
+    width: int,
+    bits: int,
+    block: int,
+    words: int,
+    scales: int,
+    scale_stride: int,
 ) -> None:
     """Round a row to integers of 8 or 16 bits, as words of int16, with a scale for each block.
 
@@ -55,12 +58,13 @@ def round_row(
 
     Args:
         row: address of [width] of kind F32 or BF16; `width` is a multiple of 8.
+        block: elements, see `abi.block_size`.
         words: address of [width / 2]; may be `row` if that is float32.
         scales: where the first scale goes; `scale_stride` bytes from block to block.
     """
     limit = _LARGEST_OF_8 if bits == 8 else _LARGEST_OF_16
-    for begin in range(0, width, BLOCK):
-        count = min(BLOCK, width - begin)
+    for begin in range(0, width, block):
+        count = min(block, width - begin)
         if kind == F32:
             largest = absolute_maximum(row + 4 * begin, count, F32)
         else:
@@ -74,14 +78,14 @@ def round_row(
             round_to_words(row + 2 * begin, count, factor, words + 2 * begin, BF16)
         # 0 for small numbers, NaN and infinity as they are
         scale = np.float32(0.0) if largest < SMALLEST else largest / limit
-        store_f32(scales + scale_stride * (begin // BLOCK), scale)
+        store_f32(scales + scale_stride * (begin // block), scale)
 
 
 @jit
 def sum_groups(
     gemm: Any, words: int, scales: int, scale_stride: int, sums: int, sum_stride: int
 ) -> None:
-    """Sums of a rounded row by group of weights, as `run_quantized_microkernel` takes them.
+    """Sums of a rounded row by group of weights, for offsets.
 
     Args:
         words, scales: see `round_row`.
@@ -91,18 +95,8 @@ def sum_groups(
         begin = group * gemm.group_words
         count = min(gemm.group_words, gemm.depth - begin)
         total = sum_words(words + 4 * begin, count)
-        at = sums + sum_stride * group
-        if gemm.mins:
-            scale = load_element(scales + scale_stride * (begin // BLOCK_WORDS), F32)
-            store_f32(at, np.float32(total) * scale)
-        else:
-            store_i32(at, total * gemm.code_offset)
-
-
-@jit
-def needs_sums(gemm: Any) -> bool:
-    """Whether rows of x need sums by group."""
-    return gemm.mins != 0 or (gemm.weight_kind == CODES4 and not HAS_LEVELS)
+        scale = load_element(scales + scale_stride * (begin // gemm.block_words), F32)
+        store_f32(sums + sum_stride * group, np.float32(total) * scale)
 
 
 @jit
@@ -112,10 +106,10 @@ def has_byte_rows(gemm: Any) -> bool:
 
 
 @jit
-def _block_shift(group_words: int) -> int:
+def _block_shift(gemm: Any) -> int:
     """How often a group doubles to a block."""
     shift = 0
-    while group_words << shift < BLOCK_WORDS:
+    while gemm.group_words << shift < gemm.block_words:
         shift += 1
     return shift
 
@@ -155,7 +149,7 @@ def multiply_strips(
     num_full, num_edge = rows
     depth, group_words = gemm.depth, gemm.group_words
     code_bytes = NR * (2 if gemm.weight_kind == CODES8 else 1)  # of a word
-    b_stride, block_shift = code_bytes * depth, _block_shift(group_words)
+    b_stride, block_shift = code_bytes * depth, _block_shift(gemm)
     is_bytes = has_byte_rows(gemm)
     word_bytes = 2 if is_bytes else 4  # of a packed row, for each word of int16
     for begin in range(0, depth, STRIP_WORDS):
@@ -171,7 +165,7 @@ def multiply_strips(
             size = tile if t < num_full else tile - 1
             mr = MR_TILES[size]
             a = packed + word_bytes * (row * depth + mr * begin)
-            scale_row = x_scales + 4 * (row * gemm.num_blocks + mr * (begin // BLOCK_WORDS))
+            scale_row = x_scales + 4 * (row * gemm.num_blocks + mr * (begin // gemm.block_words))
             sum_row = x_sums + 4 * (row * gemm.num_groups + mr * first_group)
             c = into + 4 * NR * row
             run_quantized_microkernel(
@@ -184,7 +178,7 @@ def multiply_strips(
                     gemm.weight_kind, is_bytes, size, num_panels, a + word_bytes * mr * done,
                     b + code_bytes * done, b_stride, c, c_stride, 1, rest, scales + step * whole,
                     mins + step * whole if mins else 0, stride, step,
-                    scale_row + 4 * mr * (done // BLOCK_WORDS), block_shift, sum_row + 4 * mr * whole,
+                    scale_row + 4 * mr * (done // gemm.block_words), block_shift, sum_row + 4 * mr * whole,
                     gemm.levels,
                 )  # fmt: skip
             row += mr
@@ -216,7 +210,7 @@ def multiply_tile_strips(
     per_tile, num_tiles = rows_per_tile(rows), -(-rows // TILE_ROWS)
     code_bytes = NR * (2 if gemm.weight_kind == CODES8 else 1)  # of a word
     tile_bytes = 4 * depth * TILE_ROWS
-    block_shift = _block_shift(group_words)
+    block_shift = _block_shift(gemm)
     buffer = -(-(wide + 4 * _wide_floats(2 * group_words)) // CACHE_LINE) * CACHE_LINE
     codes = buffer + BUFFER_BYTES
     for begin in range(0, depth, STRIP_WORDS):
@@ -232,7 +226,7 @@ def multiply_tile_strips(
             b = codes
         for t in range(num_tiles):
             a = packed + tile_bytes * t + 2 * PLANE_BYTES * (2 * begin // TILE_BYTES)
-            scale_row = x_scales + 4 * TILE_ROWS * (t * gemm.num_blocks + begin // BLOCK_WORDS)
+            scale_row = x_scales + 4 * TILE_ROWS * (t * gemm.num_blocks + begin // gemm.block_words)
             sum_row = x_sums + 4 * TILE_ROWS * (t * gemm.num_groups + first_group)
             c = into + 4 * NR * per_tile * t
             run_tile_groups(
@@ -245,7 +239,7 @@ def multiply_tile_strips(
                     gemm.row_bits, a + 2 * PLANE_BYTES * (2 * done // TILE_BYTES), b + 2 * NR * done, c,
                     per_tile, 1, 2 * rest, gemm.code_tiles, scales + step * whole,
                     mins + step * whole if mins else 0, step,
-                    scale_row + 4 * TILE_ROWS * (done // BLOCK_WORDS), block_shift,
+                    scale_row + 4 * TILE_ROWS * (done // gemm.block_words), block_shift,
                     sum_row + 4 * TILE_ROWS * whole, buffer,
                 )  # fmt: skip
 
@@ -258,8 +252,8 @@ def wide_floats(group: int) -> int:
 _wide_floats = jit(wide_floats)
 
 
-def quantized_scratch_floats(block_rows: int, width: int, group: int) -> int:
+def quantized_scratch_floats(block_rows: int, width: int, group: int, row_bits: int) -> int:
     """Scratch in floats beside that of other weights: a row, scales and sums of x, scales of a strip."""
-    sums = block_rows * (-(-width // BLOCK) + -(-width // group))
+    sums = block_rows * (-(-width // block_size(row_bits, group)) + -(-width // group))
     tiles = CACHE_LINE + BUFFER_BYTES + 2 * STRIP_WORDS * NR
     return width + sums + wide_floats(group) + tiles // 4

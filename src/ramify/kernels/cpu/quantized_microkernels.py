@@ -40,10 +40,6 @@ from ramify.kernels.cpu.simd import (
 )
 
 i16 = ir.IntType(16)
-# Elements of a row of x that share a scale. A group of weights lies within one such block.
-BLOCK = 128
-# Whether 4-bit integers are read through a table of 16 levels; else they are 0 to 15 plus an offset.
-HAS_LEVELS = LANES == 16
 _HAS_DOT = targets.has_int16_dot()
 HAS_BYTE_DOT = _HAS_DOT and LANES == 16  # `vpdpbusd` comes with `vpdpwssd`
 _byte = ir.IntType(8)
@@ -76,47 +72,74 @@ def split_codes(builder: Any, kind: int, lanes: Any, levels: Any) -> list[Any]:
     """Pairs of 16-bit integers of each column: 2 of 8-bit, 4 of 4-bit codes in a 32-bit lane.
 
     Args:
-        levels: vector of 32 integers, the levels twice; None: 4-bit codes are 0 to 15.
+        levels: `load_levels` of words.
     """
     halves = builder.bitcast(lanes, vector_type(2 * LANES, i16))
 
     def c(value: int) -> Any:
         return constant(value, 2 * LANES, i16)
 
+    def split(both: Any) -> list[Any]:
+        return [builder.ashr(builder.shl(both, c(8)), c(8)), builder.ashr(both, c(8))]
+
     if kind == CODES8:
-        return [
-            builder.ashr(builder.shl(halves, c(8)), c(8)),
-            builder.ashr(halves, c(8)),
-        ]
-    shifted = [halves] + [builder.lshr(halves, c(shift)) for shift in (4, 8, 12)]
-    if levels is None:
-        return [builder.and_(nibbles, c(15)) for nibbles in shifted]
-    # It reads five bits of each index; the levels are there twice.
-    name = "llvm.x86.avx512.permvar.hi.512"
-    return [call_function(builder, name, levels.type, levels, nibbles) for nibbles in shifted]
+        return split(halves)
+    if LANES == 16:
+        # It reads five bits of each index; the levels are there twice.
+        shifted = [halves] + [builder.lshr(halves, c(shift)) for shift in (4, 8, 12)]
+        name = "llvm.x86.avx512.permvar.hi.512"
+        return [call_function(builder, name, levels.type, levels, nibbles) for nibbles in shifted]
+    pairs = [
+        split(builder.bitcast(word, halves.type))
+        for word in _split_bytes(builder, kind, lanes, levels)
+    ]
+    return [pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1]]
 
 
 def _split_bytes(builder: Any, kind: int, lanes: Any, levels: Any) -> list[Any]:
     """Words of four signed bytes of each column: 1 of 8-bit, 2 of 4-bit codes in a 32-bit lane.
 
     Args:
-        levels: vector of 64 bytes, the levels four times.
+        levels: `load_levels` of bytes.
     """
     if kind == CODES8:
         return [lanes]
-    name = "llvm.x86.avx512.pshuf.b.512"
     low = constant(0x0F0F0F0F, LANES, i32)
     nibbles = lanes, builder.lshr(lanes, constant(4, LANES, i32))
-    indices = [builder.bitcast(builder.and_(word, low), levels.type) for word in nibbles]
-    words = [call_function(builder, name, levels.type, levels, index) for index in indices]
-    return [builder.bitcast(word, lanes.type) for word in words]
+    bytes_of = vector_type(4 * LANES, _byte)
+    indices = [builder.bitcast(builder.and_(word, low), bytes_of) for word in nibbles]
+    return [builder.bitcast(_look_up(builder, levels, index), lanes.type) for index in indices]
 
 
-def _byte_levels(builder: Any, address: Any) -> Any:
-    """The 16 levels at `address`, int16, as bytes, four times."""
+def _look_up(builder: Any, levels: Any, indices: Any) -> Any:
+    """levels[index] of each byte, indices below 16; `levels` has them in each 16 bytes."""
+    if _IS_X86:
+        name = "avx512.pshuf.b.512" if LANES == 16 else "avx2.pshuf.b"
+        return call_function(builder, f"llvm.x86.{name}", levels.type, levels, indices)
+    size = indices.type.count
+    if targets.IS_ARM64:
+        table = shuffle(builder, levels, levels, [*range(16)])
+        parts = [
+            shuffle(builder, indices, indices, [*range(start, start + 16)])
+            for start in range(0, size, 16)
+        ]
+        name = "llvm.aarch64.neon.tbl1.v16i8"
+        halves = [call_function(builder, name, table.type, table, part) for part in parts]
+        return shuffle(builder, halves[0], halves[-1], [*range(size)])
+    result = levels
+    for place in range(size):
+        level = builder.extract_element(levels, builder.extract_element(indices, i32(place)))
+        result = builder.insert_element(result, level, i32(place))
+    return result
+
+
+def load_levels(builder: Any, address: Any, *, is_bytes: bool) -> Any:
+    """The levels of 4-bit codes at `address`, 32 int16, as `split_codes` or, of bytes, `_split_bytes` takes them."""
+    if LANES == 16 and not is_bytes:
+        return load(builder, address, vector_type(2 * LANES, i16))
     halves = load(builder, address, vector_type(16, i16))
     narrow = builder.trunc(halves, vector_type(16, _byte))
-    return shuffle(builder, narrow, narrow, [*range(16)] * 4)
+    return shuffle(builder, narrow, narrow, [*range(16)] * (LANES // 4))
 
 
 def _byte_dot(builder: Any, total: Any, x: Any, codes: Any) -> Any:
@@ -148,24 +171,14 @@ def _emit_tile(
         builder.store(load(builder, result(r, p, v), floats), totals[r, (p, v)])
     # of bytes: the sum of codes times the offset of x
     excess = {column: cgutils.alloca_once(builder, ints) for column in columns if is_bytes}
-    levels = None
-    if kind == CODES4 and is_bytes:
-        levels = _byte_levels(builder, levels_at)
-    elif kind == CODES4 and HAS_LEVELS:
-        levels = load(builder, levels_at, vector_type(2 * LANES, i16))
+    levels = load_levels(builder, levels_at, is_bytes=is_bytes) if kind == CODES4 else None
     panels = [builder.add(b, builder.mul(b_stride, i64(p))) for p in range(num_panels)]
     units = builder.udiv(words, i64(num_pairs))
     with cgutils.for_range(builder, groups) as group:
         row_sums = offset(builder, x_sums, group.index, 4 * num_rows)
         for r in range(num_rows):
-            start = constant(0, LANES, i32)
-            if kind == CODES4 and not HAS_LEVELS:
-                # Of the rows' sums times the offset; with `mins` the sums are float32, the offset is 0.
-                x_sum = load(builder, builder.add(row_sums, i64(4 * r)), i32)
-                has_mins = builder.icmp_signed("!=", mins, i64(0))
-                start = broadcast(builder, builder.select(has_mins, i32(0), x_sum), LANES)
             for column in columns:
-                builder.store(start, sums[r, column])
+                builder.store(constant(0, LANES, i32), sums[r, column])
         for at in excess.values():
             builder.store(constant(0, LANES, i32), at)
         first_unit = builder.mul(group.index, units)
@@ -271,9 +284,8 @@ def run_quantized_microkernel(
         scales, mins: addresses of float32 [groups, NR] of the first panel; `mins` may be 0.
         scales_stride, scales_step: their bytes from panel to panel, and from group to group.
         x_scales: float32 [blocks, MR]; a block has 2 ** block_shift groups.
-        x_sums: [groups, MR]: with `mins` float32 sums of x, and 4-bit codes without levels have no offset;
-            else, of 4-bit codes without levels, int32 sums of x's integers times the offset of the codes.
-        levels: address of 32 int16: the levels of 4-bit codes, twice; unused without HAS_LEVELS.
+        x_sums: float32 [groups, MR]: with `mins` sums of x.
+        levels: address of 32 int16: the levels of 4-bit codes, twice.
     """
     _select_tile(
         kind, is_bytes, tile, panels, a, b, b_stride, c, c_stride, groups, words, scales, mins,
@@ -386,14 +398,3 @@ def widen_scales(_: Any, source: Any, count: Any, into: Any, kind: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(_int, _int, _int, kind), code
-
-
-@intrinsic
-def store_i32(_: Any, address: Any, value: Any) -> Any:
-    """Store the low 32 bits of an int64."""
-
-    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
-        store(builder, builder.trunc(args[1], i32), args[0])
-        return context.get_dummy_value()
-
-    return types.void(_int, _int), code

@@ -1,18 +1,20 @@
 """Round groups of weights to 4 bits with the scale of least squared error: the kernel of `weight_rounding`.
 
 A tile of `LANES` groups, one a lane, element i of all of them in row i. With u = x / largest in units of
-2^-15 and codes q, sums of u * q and q * q are integers below 2^24, so exact in float32: no order of
+2^-12 and codes q, sums of u * q and q * q are integers up to 2^24, so exact in float32: no order of
 additions, number of threads or vector width changes a bit.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
+from ramify.kernels.cpu.abi import NORMAL_LEVELS
 from ramify.kernels.cpu.jit import compile_cached, data_address, jit
 from ramify.kernels.cpu.simd import (
     LANES,
@@ -28,7 +30,7 @@ from ramify.kernels.cpu.simd import (
 from ramify.kernels.cpu.workers import run_workers
 
 GROUP = 32
-UNITS = np.float32(32768.0)  # of u in the largest element of a group
+UNITS = np.float32(4096.0)  # of u in the largest element of a group
 SMALLEST = np.float32(2.0**-120)  # a group without an element as large becomes zeros
 # Rows of a worker's scratch [SCRATCH_ROWS, LANES] behind the GROUP rows of elements.
 _GAIN, _SCALE, _LARGEST, _STEP = range(GROUP, GROUP + 4)
@@ -54,11 +56,13 @@ def _minimum(builder: Any, a: Any, b: Any) -> Any:
     return builder.select(builder.fcmp_ordered("<", a, b), a, b)
 
 
-def _code(builder: Any, u_step: Any) -> Any:
-    """u * step + `_TO_INTEGER` -> q in [-8, 7]."""
-    q = builder.fsub(u_step, constant(_TO_INTEGER, LANES))
-    q = maximum(builder, q, constant(-8.0, LANES))
-    return _minimum(builder, q, constant(7.0, LANES))
+def _code(builder: Any, number: Any) -> Any:
+    """The level that is next to each number; the first of what is not a number."""
+    q = constant(float(NORMAL_LEVELS[0]), LANES)
+    for low, high in pairwise(NORMAL_LEVELS):
+        is_above = builder.fcmp_ordered(">", number, constant((low + high) / 2, LANES))
+        q = builder.select(is_above, constant(float(high), LANES), q)
+    return q
 
 
 @intrinsic
@@ -95,7 +99,7 @@ def _to_units(_: Any, tile: Any) -> Any:
 
 @intrinsic
 def _try_step(_: Any, tile: Any, step: Any) -> Any:
-    """Keep the scale of least squares for q = round(u * step) where it is better than those before.
+    """Keep the scale of least squares for the levels of u * step where it is better than those before.
 
     That scale is sum(u q) / sum(q q); it takes sum(u q) ** 2 / sum(q q) off the squared error.
     """
@@ -105,7 +109,7 @@ def _try_step(_: Any, tile: Any, step: Any) -> Any:
         products = squares = constant(0.0, LANES)
         for i in range(GROUP):
             u = _row(builder, tile, i)
-            q = _code(builder, fma(builder, u, step, constant(_TO_INTEGER, LANES)))
+            q = _code(builder, builder.fmul(u, step))
             products = fma(builder, u, q, products)
             squares = fma(builder, q, q, squares)
         scale = builder.fdiv(products, squares)
@@ -121,15 +125,14 @@ def _try_step(_: Any, tile: Any, step: Any) -> Any:
 
 @intrinsic
 def _to_codes(_: Any, tile: Any) -> Any:
-    """Replace u by q = round(u * step), the step of each group in row `_STEP`."""
+    """Replace u by the level of u * step, the step of each group in row `_STEP`."""
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         [tile] = args
         step = _row(builder, tile, _STEP)
         for i in range(GROUP):
-            u_step = builder.fmul(_row(builder, tile, i), step)
-            u_step = builder.fadd(u_step, constant(_TO_INTEGER, LANES))
-            _set_row(builder, tile, i, _code(builder, u_step))
+            number = builder.fmul(_row(builder, tile, i), step)
+            _set_row(builder, tile, i, _code(builder, number))
         return context.get_dummy_value()
 
     return types.void(_int), code
@@ -191,7 +194,7 @@ def _round_share(
 def _round_groups(
     values: Any, codes: Any, scales: Any, steps: Any, num_workers: int, scratch: Any
 ) -> None:
-    """Round groups of `GROUP` weights to codes in [-8, 7] and a scale each; see `weight_rounding`.
+    """Round groups of `GROUP` weights to `NORMAL_LEVELS` and a scale each; see `weight_rounding`.
 
     Args:
         values: [groups, GROUP] float32.

@@ -50,6 +50,7 @@ TARGETS = (
     Target("avx2", "x86-64-v3", "+avx2", _V3_FEATURES),
 )
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
+IS_ARM64 = platform.machine() in ("aarch64", "arm64")
 # of <asm/prctl.h> and <asm/unistd_64.h>
 _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 _HOST_FEATURES = llvmlite.binding.get_host_cpu_features()

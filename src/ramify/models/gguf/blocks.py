@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ramify.kernels.cpu.abi import NORMAL_LEVELS
 from ramify.models.gguf.tensor_types import TensorType
 from ramify.models.ops.quantized import QuantizedWeight, WeightFormat
 
@@ -20,7 +21,6 @@ Decoded = tuple[NDArray[np.int8], NDArray[np.float32], NDArray[np.float32] | Non
 CHUNK_BYTES = 1 << 22
 UNSIGNED = tuple(range(16))
 SIGNED = tuple(range(-8, 8))
-IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
@@ -110,7 +110,7 @@ def _q6_k(b: Bytes) -> Decoded:
 
 
 def _iq4_nl(b: Bytes) -> Decoded:
-    return np.array(IQ4, np.int8)[_halves(b[:, 2:])], _half(b, 0), None
+    return np.array(NORMAL_LEVELS, np.int8)[_halves(b[:, 2:])], _half(b, 0), None
 
 
 def _iq4_xs(b: Bytes) -> Decoded:
@@ -118,7 +118,7 @@ def _iq4_xs(b: Bytes) -> Decoded:
     high = (b[:, 2:4, None] >> np.array([0, 2, 4, 6], np.uint8)) & 3
     scales = (low | high.reshape(len(b), 8) << 4).astype(np.float32) - 32
     codes = _halves(b[:, 8:].reshape(len(b), 8, 16)).reshape(len(b), 256)
-    return np.array(IQ4, np.int8)[codes], _half(b, 0) * scales, None
+    return np.array(NORMAL_LEVELS, np.int8)[codes], _half(b, 0) * scales, None
 
 
 def _mxfp4(b: Bytes) -> Decoded:
@@ -146,8 +146,8 @@ BLOCKS = {
     "Q4_K": Blocks(_four(32, UNSIGNED, True), _q4_k),
     "Q5_K": Blocks(WeightFormat(8, 32, True), _q5_k),
     "Q6_K": Blocks(WeightFormat(8, 16), _q6_k),
-    "IQ4_NL": Blocks(_four(32, IQ4), _iq4_nl),
-    "IQ4_XS": Blocks(_four(32, IQ4), _iq4_xs),
+    "IQ4_NL": Blocks(_four(32, NORMAL_LEVELS), _iq4_nl),
+    "IQ4_XS": Blocks(_four(32, NORMAL_LEVELS), _iq4_xs),
     "MXFP4": Blocks(_four(32, E2M1_DOUBLED), _mxfp4),
 }
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

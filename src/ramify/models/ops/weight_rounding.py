@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 from functools import cache
+from itertools import pairwise
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ramify.errors import ConfigError
+from ramify.kernels.cpu.abi import NORMAL_LEVELS
 from ramify.models.ops.quantized import QuantizedWeight, WeightFormat
 
 INT4_GROUP = 32
-INT4_LEVELS = tuple(range(-8, 8))
-# What a group's largest element is divided into steps by: plain rounding is 8, above it is clipped.
-INT4_STEPS = tuple(7 + 0.25 * index for index in range(20))
+# Which level a group's largest element is put at: the first ones at the low end, the others at the high
+# end, where beyond -127 or 113 it is clipped.
+INT4_STEPS = (-112, -120, -128, -136, -144, 100, 107, 114, 121, 128)
 INT8_LARGEST = 127
 # Elements that are rounded together: 1 MiB for each intermediate result.
 CHUNK_ELEMENTS = 1 << 18
@@ -23,14 +25,16 @@ FLOAT16 = torch.finfo(torch.float16)
 # The least scale that becomes a float16; less loses more than a sixteenth.
 SMALLEST_FLOAT16 = 2.0**-20
 # In groups of int4: units of a largest element, and the least largest element that is not zero.
-UNITS, SMALLEST_INT4 = 2.0**15, 2.0**-120
+UNITS, SMALLEST_INT4 = 2.0**12, 2.0**-120
+# A number takes the last level whose border is below it.
+BORDERS = tuple((low + high) / 2 for low, high in pairwise(NORMAL_LEVELS))
 
 
 def quantize_weight(weight: Tensor, bits: Literal[4, 8], group_size: int) -> QuantizedWeight:
     """Round a matrix to 4 or 8 bits with a scale for each group of a row.
 
-    8 bits: the largest element of a group is 127. 4 bits: of the steps in `INT4_STEPS`, each with the
-    scale of least squares, the one with the least squared error. Scales are float16, but where that
+    8 bits: the largest element of a group is 127. 4 bits: `NORMAL_LEVELS`; of the steps in `INT4_STEPS`,
+    each with the scale of least squares, the one with the least squared error. Scales are float16, but where that
     would lose much or overflow. A group depends on its own elements alone, and its bits neither on
     threads nor on the instruction set. The scale of a group with a NaN or an infinity is not finite.
 
@@ -63,7 +67,7 @@ def quantize_weight(weight: Tensor, bits: Literal[4, 8], group_size: int) -> Qua
         whole, scale = round_groups(values.reshape(-1, size))
         scales[part] = scale.view(-1, groups)
         codes[part] = whole.view(-1, groups * size)[:, :width]
-    levels = INT4_LEVELS if bits == 4 else ()
+    levels = NORMAL_LEVELS if bits == 4 else ()
     weight_format = WeightFormat(bits, size, levels=levels)
     return QuantizedWeight(weight_format, codes, scales, None, weight.dtype)
 
@@ -100,7 +104,7 @@ def _int4_by_kernel(values: Tensor) -> tuple[Tensor, Tensor]:
         values.numpy(),
         codes.numpy(),
         scales.numpy(),
-        (torch.tensor(INT4_STEPS) / -UNITS).numpy(),
+        (torch.tensor(INT4_STEPS) / UNITS).numpy(),
         num_workers,
         scratch.numpy(),
     )
@@ -110,9 +114,9 @@ def _int4_by_kernel(values: Tensor) -> tuple[Tensor, Tensor]:
 def int4_by_torch(values: Tensor) -> tuple[Tensor, Tensor]:
     """[groups, INT4_GROUP] float32 -> codes int8 and scales [groups] of least squared error.
 
-    With u = x / largest, in units of 2^-15, and codes q, the scale of least squares is
+    With u = x / largest, in units of 2^-12, and codes q, the scale of least squares is
     sum(u q) / sum(q q), and it takes sum(u q) ** 2 / sum(q q) off the squared error. The sums are
-    integers below 2^24, so exact in any order.
+    integers up to 2^24, so exact in any order.
     """
     # Elements of a group lie one below the other, which makes sums over them fast.
     values = values.T.contiguous()
@@ -124,7 +128,7 @@ def int4_by_torch(values: Tensor) -> tuple[Tensor, Tensor]:
     best_gain = torch.full_like(largest, -1.0)
     best_scale = torch.zeros_like(largest)
     for steps in INT4_STEPS:
-        codes = _rounded(unit, steps / -UNITS)
+        codes = _rounded(unit, steps / UNITS)
         products, squares = (unit * codes).sum(0), (codes * codes).sum(0)
         scale = products / squares
         gain = products * scale
@@ -135,12 +139,16 @@ def int4_by_torch(values: Tensor) -> tuple[Tensor, Tensor]:
     scales = _as_float16(torch.where(is_finite, best_scale * (largest / UNITS), torch.nan))
     step = largest / scales / UNITS
     codes = _rounded(unit, torch.where(step.abs() < 1, step, 0))
-    return codes.nan_to_num_(0.0).to(torch.int8).T.contiguous(), scales
+    return codes.to(torch.int8).T.contiguous(), scales
 
 
 def _rounded(unit: Tensor, step: Tensor | float) -> Tensor:
-    codes: Tensor = unit * step
-    return codes.round_().clamp_(-8, 7)
+    """The level of each number; the first of what is not a number."""
+    number = unit * step
+    codes = torch.full_like(number, NORMAL_LEVELS[0])
+    for border, level in zip(BORDERS, NORMAL_LEVELS[1:], strict=True):
+        codes[number > border] = level
+    return codes
 
 
 def _as_float16(scales: Tensor) -> Tensor:

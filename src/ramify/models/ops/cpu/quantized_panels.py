@@ -6,13 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ramify.kernels.cpu.abi import CODES4, CODES8, F16, F32
+from ramify.kernels.cpu.abi import BLOCK, CODES4, CODES8, F16, F32, MAX_BLOCK_OF_8
 from ramify.kernels.cpu.op_records import GemmOp
 from ramify.kv import huge_pages
 from ramify.models.ops.quantized import QuantizedWeight, Weight
 
-# Elements of a row of x that share a scale; a group of weights lies within such a block.
-BLOCK = 128
 INDEXED_AT_ONCE = 1 << 20  # weights
 WIDTH_MULTIPLE = 8  # of a row, and of a group
 # Bytes of two 4-bit codes in a word of eight: see `kernels.cpu`. Its own inverse.
@@ -46,19 +44,13 @@ class QuantizedPanels:
 
     def __init__(self, like: QuantizedWeight, *, num_matrices: int = 1, num_parts: int = 1) -> None:
         from ramify.kernels.cpu.gemm_microkernels import NR
-        from ramify.kernels.cpu.quantized_microkernels import HAS_LEVELS
 
         self.format, self.dtype, self.num_parts = like.format, like.dtype, num_parts
         self.in_width, out_width = like.shape[1], like.shape[0] // num_parts
         levels = like.format.levels
-        # Without a table of levels a group has the sum of x's integers for an offset, or of x for `mins`.
-        first = levels[0] if levels else 0
-        is_affine = levels == tuple(range(first, first + 16)) and not (
-            like.format.has_min and first
-        )
-        self._is_narrow = like.format.bits == 4 and (HAS_LEVELS or is_affine)
+        self._is_narrow = like.format.bits == 4
         self._has_one_scale = like.group_size >= self.in_width
-        self.group = min(like.group_size, BLOCK)
+        self.group = min(like.group_size, MAX_BLOCK_OF_8 if like.format.row_bits == 8 else BLOCK)
         self._repeats = 1 if self._has_one_scale else like.group_size // self.group
         num_groups = 1 if self._has_one_scale else -(-self.in_width // self.group)
         panels = num_matrices, -(-out_width // NR), num_parts
@@ -138,7 +130,6 @@ class QuantizedPanels:
             mins=0 if self._mins is None else self._mins.data_ptr(),
             levels=self._levels.data_ptr(),
             code_tiles=self._tile_width(),
-            code_offset=int(self._levels[0]),
             row_bits=self.format.row_bits,
         )
 
