@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from ramify.kernels.cpu.abi import STORE
 from ramify.kernels.cpu.op_records import COMBINE, OP_COMBINE, OP_KIND
 from ramify.models.ops.cpu.experts import GroupedExperts, GroupedLinear, TopKRouter
 from ramify.models.ops.cpu.linear import PackedLinear
+from ramify.models.ops.quantized import QuantizedWeight
 from ramify.models.ops.weight_rounding import quantize_weight
 
 NUM_EXPERTS, TOP_K, HIDDEN, INNER, ROWS = 6, 2, 60, 40, 300
@@ -109,18 +111,29 @@ def test_grouped_experts_are_the_weighted_sum_of_mlps(dtype: torch.dtype) -> Non
         assert torch.equal(experts(x[:num_rows], weights[:num_rows]), out[:num_rows])
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+def rounded(weight: Tensor, form: str) -> QuantizedWeight:
+    """In 4 bits, in 8 with one scale a row, or in 8 with scales that are multiples of factors."""
+    if form != "factors":
+        return (
+            quantize_weight(weight, 4, 32) if form == "4 bits" else quantize_weight(weight, 8, -1)
+        )
+    plain = quantize_weight(weight, 8, 16)
+    spans = plain.scales.unflatten(1, (-1, 16))
+    factors = (spans.amax(2) / 100).half()
+    wide = factors.float()[:, :, None]
+    scales = ((spans / wide).round() * wide).flatten(1)
+    return replace(plain, scales=scales, factors=factors[:, None])
+
+
+@pytest.mark.parametrize("form", ["4 bits", "8 bits", "factors"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_quantised_experts_have_the_bits_of_their_linears(
-    dtype: torch.dtype, bits: Literal[4, 8]
-) -> None:
+def test_quantised_experts_have_the_bits_of_their_linears(dtype: torch.dtype, form: str) -> None:
     """Each expert as `PackedLinear`s of its matrices; blocks with tiles and without have the same bits."""
-    hidden, inner = 128, 64
+    hidden, inner = 256, 256
     generator = torch.Generator().manual_seed(0)
     gate_up = torch.randn(NUM_EXPERTS, 2 * inner, hidden, generator=generator).to(dtype)
     down = torch.randn(NUM_EXPERTS, hidden, inner, generator=generator).to(dtype)
-    size = 32 if bits == 4 else -1
-    first, second = ([quantize_weight(m, bits, size) for m in stack] for stack in (gate_up, down))
+    first, second = ([rounded(m, form) for m in stack] for stack in (gate_up, down))
     experts = GroupedExperts(
         GroupedLinear(lambda i: (first[i], None), NUM_EXPERTS, activation="silu_mul"),
         GroupedLinear(lambda i: (second[i], None), NUM_EXPERTS),

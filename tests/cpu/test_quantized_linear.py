@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ramify.attention.exactness import batch_variant_row_counts
-from ramify.kernels.cpu.abi import NORMAL_LEVELS
+from ramify.kernels.cpu.abi import INT8, NORMAL_LEVELS
 from ramify.kernels.cpu.op_records import GEMM
 from ramify.models.ops.cpu.linear import PackedLinear
 from ramify.models.ops.cpu.quantized_panels import panels_support
@@ -358,3 +359,68 @@ def test_what_the_kernels_do_not_take_is_refused_with_the_reason(
     weight = quantized(16, width, WeightFormat(8, group))
 
     assert reason in str(panels_support(weight))
+
+
+def with_factors(weight: QuantizedWeight, seed: int = 7) -> QuantizedWeight:
+    """The same with scales and offsets that are multiples of a float16 for each 256 weights, as K-quants have."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, groups = weight.scales.shape
+    spans = weight.shape[1] // 256
+    count = 1 if weight.mins is None else 2
+    factors = (torch.randn(rows, count, spans, generator=generator) * 0.01).half()
+    factors[0, :, 0] = 0
+    multiples = torch.randint(-128, 128, (count, rows, groups), generator=generator)
+    wide = factors.float().repeat_interleave(groups // spans, -1)
+    scales = wide[:, 0] * multiples[0]
+    mins = None if weight.mins is None else wide[:, 1] * multiples[1]
+    return replace(weight, scales=scales, mins=mins, factors=factors)
+
+
+@pytest.mark.parametrize("activation", [None, "silu_mul"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        WeightFormat(4, 32, has_min=True, levels=UNSIGNED),
+        WeightFormat(8, 16),
+        WeightFormat(4, 16, has_min=True, levels=UNSIGNED, row_bits=8),
+        WeightFormat(4, 32, levels=NORMAL_LEVELS),
+    ],
+)
+def test_multiples_of_factors_have_the_bits_of_scales(
+    kind: WeightFormat, activation: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On any number of rows, by tiles and without; they take a byte each."""
+    weight = with_factors(quantized(78, 768, kind))
+    linear, plain = (
+        PackedLinear(matrix, activation=activation)
+        for matrix in (weight, replace(weight, factors=None))
+    )
+    assert linear._record.scale_kind == INT8
+    x = random(40, 768)
+    for count in (1, 3, 8, 40):
+        assert torch.equal(linear(x[:count]), plain(x[:count]))
+    monkeypatch.setattr(linear, "_record", linear._record._replace(code_tiles=0))
+    monkeypatch.setattr(linear, "_ops_by_rows", {})
+    assert torch.equal(linear(x), plain(x))
+    if activation is None:
+        rows = torch.tensor([77, 0, 31])
+        assert torch.equal(linear.weight_rows(rows), weight.dequantize()[rows])
+
+
+def test_factors_outlive_reordering_and_joining() -> None:
+    """Rows of q and k move, matrices of unlike types join: a type without offsets has zeros for their factors."""
+    q = with_factors(quantized(8, 512, WeightFormat(4, 32, has_min=True, levels=UNSIGNED)))
+    v = with_factors(quantized(6, 512, WeightFormat(8, 16)), seed=9)
+    index = torch.tensor([3, 1, 0, 2, 4, 6, 5, 7])
+
+    joined = concat_weights([q.rows(index), v])
+
+    assert isinstance(joined, QuantizedWeight)
+    assert joined.format == WeightFormat(8, 16, has_min=True)
+    assert joined.factors is not None
+    assert torch.equal(joined.dequantize(), torch.cat([q.dequantize()[index], v.dequantize()]))
+    x = random(3, 512)
+    assert torch.equal(PackedLinear(joined)(x), PackedLinear(replace(joined, factors=None))(x))
+    no_factors = concat_weights([q, quantized(2, 512, WeightFormat(8, 16))])
+    assert isinstance(no_factors, QuantizedWeight)
+    assert no_factors.factors is None

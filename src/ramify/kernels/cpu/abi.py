@@ -14,6 +14,9 @@ ITEM_BYTES = (4, 2, 2, 1, 1)
 _OTHERS = range(len(ITEM_BYTES), len(ITEM_BYTES) + 5)
 BF16_VNNI, BF16_TILES, BF16_TILES_EMULATED, CODES8, CODES4 = _OTHERS
 
+# Weights of a row whose scales are multiples of one float16, and those whose offsets are, where they are.
+FACTOR_SPAN = 256
+
 # The integers of 4-bit codes of IQ4_NL, and of weights that are rounded at load: closer together where a
 # normal distribution has more.
 NORMAL_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)

@@ -41,12 +41,17 @@ class GemmOp(NamedTuple):
     scale: Annotated[int, "of ADD_RESIDUAL: bits of a float32"] = 0
     group: Annotated[int, "of codes: elements of a row that share a scale"] = 0
     scales: Annotated[int, "of codes: address of [num_panels, groups, NR]"] = 0
-    scale_kind: Annotated[int, "storage kind of scales and mins: F32 or F16"] = 0
+    scale_kind: Annotated[
+        int, "storage kind of scales and mins: F32, F16, or INT8, times factors"
+    ] = 0
     scale_stride: Annotated[int, "bytes of a panel's scales, and of its mins"] = 0
     scale_step: Annotated[int, "bytes from group to group; 0: all groups have one scale"] = 0
     mins: Annotated[int, "of codes: address of offsets, laid out as scales; or 0"] = 0
     levels: Annotated[int, "of CODES4: address of 32 int16, the 16 levels twice"] = 0
     code_tiles: Annotated[int, "of codes: elements of K of a tile of int8; 0: no tiles"] = 0
+    factors: Annotated[
+        int, "of INT8: address of float16 [num_panels, scales or mins, K / 256, NR]"
+    ] = 0
     row_bits: Annotated[int, "of codes: 8 or 16, of the integers that x is rounded to"] = 0
 
 

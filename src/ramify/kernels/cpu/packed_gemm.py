@@ -50,6 +50,7 @@ from ramify.kernels.cpu.jit import data_address, jit
 from ramify.kernels.cpu.norm_rope import norm_row
 from ramify.kernels.cpu.op_records import GEMM, GemmOp
 from ramify.kernels.cpu.quantized_gemm import (
+    factor_stride,
     has_byte_rows,
     multiply_strips,
     multiply_tile_strips,
@@ -107,6 +108,7 @@ class GemmArgs(NamedTuple):
     scale_stride: int
     scale_step: int
     mins: int
+    factors: int
     levels: int
     code_tiles: int
     row_bits: int
@@ -371,7 +373,7 @@ def _gemm_args(op: Any) -> GemmArgs:
         op[GEMM.out_stride], op[GEMM.num_columns], op[GEMM.norm_kind], op[GEMM.gather],
         load_element(data_address(op) + 8 * GEMM.scale, F32), op[GEMM.group] // 2, num_groups, block // 2, num_blocks,
         op[GEMM.scales], op[GEMM.scale_kind], op[GEMM.scale_stride], op[GEMM.scale_step], op[GEMM.mins],
-        op[GEMM.levels], op[GEMM.code_tiles], op[GEMM.row_bits],
+        op[GEMM.factors], op[GEMM.levels], op[GEMM.code_tiles], op[GEMM.row_bits],
     )  # fmt: skip
 
 
@@ -382,12 +384,14 @@ def _matrix(gemm: GemmArgs, index: int) -> GemmArgs:
     weight = gemm.weight + _panel_row_bytes(gemm.weight_kind) * gemm.depth * num_panels * index
     bias = gemm.bias + 4 * NR * num_panels * index if gemm.bias else 0
     scales = gemm.scale_stride * num_panels * index
+    factors = factor_stride(gemm) * num_panels * (2 if gemm.mins else 1) * index
+    mins = gemm.mins + scales if gemm.mins else 0
     return GemmArgs(
         gemm.kind, gemm.weight_kind, gemm.mode, gemm.rows, gemm.row_stride, gemm.num_rows, gemm.width,
         gemm.depth, gemm.norm, weight, num_panels, bias, gemm.out, gemm.out_stride, gemm.num_columns,
         gemm.norm_kind, gemm.gather, gemm.scale, gemm.group_words, gemm.num_groups, gemm.block_words, gemm.num_blocks,
         gemm.scales + scales, gemm.scale_kind, gemm.scale_stride, gemm.scale_step,
-        gemm.mins + scales if gemm.mins else 0, gemm.levels, gemm.code_tiles, gemm.row_bits,
+        mins, gemm.factors + factors, gemm.levels, gemm.code_tiles, gemm.row_bits,
     )  # fmt: skip
 
 

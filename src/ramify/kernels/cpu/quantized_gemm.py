@@ -13,7 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from ramify.kernels.cpu.abi import BF16, BLOCK, CACHE_LINE, CODES8, F16, F32, block_size
+from ramify.kernels.cpu.abi import (
+    BF16,
+    BLOCK,
+    CACHE_LINE,
+    CODES8,
+    F16,
+    F32,
+    FACTOR_SPAN,
+    INT8,
+    block_size,
+)
 from ramify.kernels.cpu.code_tiles import (
     BUFFER_BYTES,
     PLANE_BYTES,
@@ -27,6 +37,7 @@ from ramify.kernels.cpu.jit import jit
 from ramify.kernels.cpu.quantized_microkernels import (
     HAS_BYTE_DOT,
     absolute_maximum,
+    multiply_scales,
     round_to_words,
     run_quantized_microkernel,
     sum_words,
@@ -34,7 +45,9 @@ from ramify.kernels.cpu.quantized_microkernels import (
 )
 from ramify.kernels.cpu.simd import load_element, store_f32
 
-STRIP_WORDS = BLOCK  # of a panel between two tiles of rows: whole blocks and groups
+# of a panel between two tiles of rows: whole blocks and groups, and those of one factor
+STRIP_WORDS = BLOCK
+assert 2 * STRIP_WORDS == FACTOR_SPAN
 MIN_TILE_ROWS = 8  # fewer rows are as fast without tiles
 # Blocks whose numbers are all smaller count as zeros: the factor of the rounding would overflow.
 SMALLEST = np.float32(2.0**-100)
@@ -115,16 +128,34 @@ def _block_shift(gemm: Any) -> int:
 
 
 @jit
+def factor_stride(gemm: Any) -> int:
+    """Bytes of a panel's factors of scales, or of offsets, which follow."""
+    spans: int = gemm.width // FACTOR_SPAN
+    return 2 * NR * spans
+
+
+@jit
 def _strip_scales(
     gemm: Any, panel: int, num_panels: int, first_group: int, num_groups: int, wide: int
 ) -> Any:
     """Addresses of float32 scales and mins of some groups; bytes from panel to panel and group to group."""
     start = gemm.scale_stride * panel + gemm.scale_step * first_group
     scales, mins = gemm.scales + start, gemm.mins + start if gemm.mins else 0
-    if gemm.scale_kind != F16:
+    if gemm.scale_kind == F32:
         return scales, mins, gemm.scale_stride, gemm.scale_step
     stride = 4 * NR * num_groups
     wide_mins = wide + stride * num_panels
+    if gemm.scale_kind == INT8:
+        # a strip has FACTOR_SPAN elements
+        own = factor_stride(gemm)
+        factors = gemm.factors + 2 * NR * (2 * first_group * gemm.group_words // FACTOR_SPAN)
+        for p in range(num_panels):
+            at = factors + own * (panel + p) * (2 if mins else 1)
+            begin = gemm.scale_stride * p
+            multiply_scales(scales + begin, num_groups, at, wide + stride * p)
+            if mins:
+                multiply_scales(mins + begin, num_groups, at + own, wide_mins + stride * p)
+        return wide, wide_mins if mins else 0, stride, 4 * NR
     for p in range(num_panels):
         widen_scales(scales + gemm.scale_stride * p, NR * num_groups, wide + stride * p, F16)
         if mins:

@@ -398,3 +398,25 @@ def widen_scales(_: Any, source: Any, count: Any, into: Any, kind: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(_int, _int, _int, kind), code
+
+
+@intrinsic
+def multiply_scales(_: Any, source: Any, groups: Any, factors: Any, into: Any) -> Any:
+    """into [groups, NR] = int8 [groups, NR] at `source` times float16 [NR] at `factors`, float32."""
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        source, groups, factors, into = args
+        for v in range(NR // LANES):
+            at = builder.add(factors, i64(2 * LANES * v))
+            factor = builder.fpext(
+                load(builder, at, vector_type(LANES, ir.HalfType())), vector_type(LANES)
+            )
+            with cgutils.for_range(builder, groups) as loop:
+                begin = builder.add(offset(builder, source, loop.index, NR), i64(LANES * v))
+                x = load(builder, begin, vector_type(LANES, _byte))
+                product = builder.fmul(builder.sitofp(x, vector_type(LANES)), factor)
+                target = builder.add(offset(builder, into, loop.index, 4 * NR), i64(4 * LANES * v))
+                store(builder, product, target)
+        return context.get_dummy_value()
+
+    return types.void(_int, _int, _int, _int), code

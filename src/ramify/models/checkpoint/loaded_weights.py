@@ -43,13 +43,16 @@ class LoadedWeight:
 
     @classmethod
     def of(cls, weight: Weight, kind: str) -> LoadedWeight:
-        """Measure a weight. Scales count as float16 where all are float16 numbers, as in kernels."""
+        """Measure a weight. Scales count as kernels hold them: by factors, or float16 where that loses nothing."""
         if isinstance(weight, Tensor):
             dtype = str(weight.dtype).removeprefix("torch.")
             return cls(kind, dtype, tuple(weight.shape), weight.numel() * weight.element_size())
         num_bytes = -(-weight.numel() * weight.format.bits // 8)
+        factors = weight.factors
         for values in (weight.scales, weight.mins):
-            if values is not None:
+            if values is not None and factors is not None:
+                num_bytes += values.numel() + 2 * factors[:, 0].numel()
+            elif values is not None:
                 is_float16 = torch.equal(values.half().float(), values)
                 num_bytes += values.numel() * (2 if is_float16 else 4)
         return cls(kind, None, tuple(weight.shape), num_bytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,8 +16,23 @@ from ramify.models.gguf.tensor_types import TensorType
 from ramify.models.ops.quantized import QuantizedWeight, WeightFormat
 
 Bytes = NDArray[np.uint8]
-# codes [blocks, width] int8, scales and mins [blocks, groups] float32
-Decoded = tuple[NDArray[np.int8], NDArray[np.float32], NDArray[np.float32] | None]
+Floats = NDArray[np.float32]
+
+
+class Groups(NamedTuple):
+    """Scales of blocks, or their offsets: `factor` [blocks, 1] of fp16 times `multiples` [blocks, groups], int8."""
+
+    factor: Floats
+    multiples: Floats
+
+    @property
+    def values(self) -> Floats:
+        """[blocks, groups]."""
+        return self.factor * self.multiples
+
+
+# codes [blocks, width] int8, scales and offsets [blocks, groups]
+Decoded = tuple[NDArray[np.int8], Floats | Groups, Floats | Groups | None]
 
 CHUNK_BYTES = 1 << 22
 UNSIGNED = tuple(range(16))
@@ -74,7 +90,8 @@ def _two_bits(b: Bytes) -> Bytes:
 
 def _q2_k(b: Bytes) -> Decoded:
     scales, mins = (b[:, :16] & 15).astype(np.float32), (b[:, :16] >> 4).astype(np.float32)
-    return _two_bits(b[:, 16:80]).astype(np.int8), _half(b, 80) * scales, -(_half(b, 82) * mins)
+    codes = _two_bits(b[:, 16:80]).astype(np.int8)
+    return codes, Groups(_half(b, 80), scales), Groups(-_half(b, 82), mins)
 
 
 def _q3_k(b: Bytes) -> Decoded:
@@ -82,14 +99,17 @@ def _q3_k(b: Bytes) -> Decoded:
     codes = (_two_bits(b[:, 32:96]) | bits.reshape(len(b), -1) << 2).astype(np.int8) - np.int8(4)
     upper = (b[:, None, 104:108] >> np.array([0, 2, 4, 6], np.uint8)[:, None]) & 3
     scales = _halves(b[:, 96:104]) | upper.reshape(len(b), 16) << 4
-    return codes, _half(b, 108) * (scales.astype(np.float32) - 32), None
+    return codes, Groups(_half(b, 108), scales.astype(np.float32) - 32), None
 
 
-def _k_scales(b: Bytes) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+def _k_scales(b: Bytes) -> tuple[Groups, Groups]:
     s = b[:, 4:16]
     scales = np.concatenate([s[:, :4] & 63, (s[:, 8:] & 15) | (s[:, :4] >> 6) << 4], axis=1)
     mins = np.concatenate([s[:, 4:8] & 63, (s[:, 8:] >> 4) | (s[:, 4:8] >> 6) << 4], axis=1)
-    return _half(b, 0) * scales.astype(np.float32), -(_half(b, 2) * mins.astype(np.float32))
+    return (
+        Groups(_half(b, 0), scales.astype(np.float32)),
+        Groups(-_half(b, 2), mins.astype(np.float32)),
+    )
 
 
 def _q4_k(b: Bytes) -> Decoded:
@@ -106,7 +126,7 @@ def _q5_k(b: Bytes) -> Decoded:
 def _q6_k(b: Bytes) -> Decoded:
     low = _halves(b[:, :128].reshape(len(b), 2, 64)).reshape(len(b), 256)
     codes = (low | _two_bits(b[:, 128:192]) << 4).astype(np.int8) - np.int8(32)
-    return codes, _half(b, 208) * b[:, 192:208].view(np.int8).astype(np.float32), None
+    return codes, Groups(_half(b, 208), b[:, 192:208].view(np.int8).astype(np.float32)), None
 
 
 def _iq4_nl(b: Bytes) -> Decoded:
@@ -118,7 +138,7 @@ def _iq4_xs(b: Bytes) -> Decoded:
     high = (b[:, 2:4, None] >> np.array([0, 2, 4, 6], np.uint8)) & 3
     scales = (low | high.reshape(len(b), 8) << 4).astype(np.float32) - 32
     codes = _halves(b[:, 8:].reshape(len(b), 8, 16)).reshape(len(b), 256)
-    return np.array(NORMAL_LEVELS, np.int8)[codes], _half(b, 0) * scales, None
+    return np.array(NORMAL_LEVELS, np.int8)[codes], Groups(_half(b, 0), scales), None
 
 
 def _mxfp4(b: Bytes) -> Decoded:
@@ -165,17 +185,27 @@ def decode_rows(kind: TensorType, rows: Bytes, dtype: torch.dtype) -> Tensor | Q
     width = row_bytes // kind.num_bytes * kind.width
     groups = (num_rows, width // blocks.format.group_size)
     codes = np.empty((num_rows, width), np.int8)
-    scales = np.empty(groups, np.float32)
-    mins = np.empty(groups, np.float32) if blocks.format.has_min else None
+    values = [np.empty(groups, np.float32) for _ in range(2 if blocks.format.has_min else 1)]
+    factors = np.empty((num_rows, len(values), width // kind.width), np.float16)
+    has_factors = False
     step = max(1, CHUNK_BYTES // max(1, row_bytes))
     for start in range(0, num_rows, step):
         part = slice(start, start + step)
-        q, scale, least = blocks.decode(rows[part].reshape(-1, kind.num_bytes))
+        q, *decoded = blocks.decode(rows[part].reshape(-1, kind.num_bytes))
         codes[part] = q.reshape(-1, width)
-        scales[part] = scale.reshape(-1, groups[1])
-        if mins is not None and least is not None:
-            mins[part] = least.reshape(-1, groups[1])
-    offsets = None if mins is None else torch.from_numpy(mins)
+        for index, of_groups in enumerate(decoded):
+            if isinstance(of_groups, Groups):
+                has_factors = True
+                factors[part, index] = of_groups.factor.reshape(-1, factors.shape[2])
+                values[index][part] = of_groups.values.reshape(-1, groups[1])
+            elif of_groups is not None:
+                values[index][part] = of_groups.reshape(-1, groups[1])
+    scales, *mins = map(torch.from_numpy, values)
     return QuantizedWeight(
-        blocks.format, torch.from_numpy(codes), torch.from_numpy(scales), offsets, dtype
+        blocks.format,
+        torch.from_numpy(codes),
+        scales,
+        mins[0] if mins else None,
+        dtype,
+        torch.from_numpy(factors) if has_factors else None,
     )

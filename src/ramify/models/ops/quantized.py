@@ -55,6 +55,9 @@ class QuantizedWeight:
     scales: Tensor  # [out_width, groups] float32
     mins: Tensor | None  # [out_width, groups] float32
     dtype: torch.dtype  # that it is computed in
+    # [out_width, 1 or 2, in_width / 256] float16: scales are multiples of the first by an int8, offsets of
+    # the second, or negative ones
+    factors: Tensor | None = None
 
     @classmethod
     def int8(cls, weight: Tensor) -> QuantizedWeight:
@@ -86,8 +89,10 @@ class QuantizedWeight:
 
     def rows(self, index: Tensor) -> QuantizedWeight:
         """The rows of these numbers, in this order, which keep their scales and offsets."""
-        mins = None if self.mins is None else self.mins[index]
-        return replace(self, codes=self.codes[index], scales=self.scales[index], mins=mins)
+        mins, factors = (None if v is None else v[index] for v in (self.mins, self.factors))
+        return replace(
+            self, codes=self.codes[index], scales=self.scales[index], mins=mins, factors=factors
+        )
 
     def dequantize(self) -> Tensor:
         """The matrix in `dtype`."""
@@ -139,7 +144,20 @@ def concat_weights(weights: Sequence[Weight]) -> Weight:
         torch.cat(scales),
         torch.cat(mins) if kind.has_min else None,
         quantized[0].dtype,
+        _concat_factors(quantized, has_min=kind.has_min),
     )
+
+
+def _concat_factors(weights: Sequence[QuantizedWeight], *, has_min: bool) -> Tensor | None:
+    """Factors of matrices one after the other; None if one has none."""
+    rows = list[Tensor]()
+    for weight in weights:
+        if weight.factors is None:
+            return None
+        missing = has_min and weight.mins is None
+        zeros = torch.zeros_like(weight.factors)
+        rows.append(torch.cat([weight.factors, zeros], 1) if missing else weight.factors)
+    return torch.cat(rows)
 
 
 def _common_format(formats: Sequence[WeightFormat], width: int) -> WeightFormat:

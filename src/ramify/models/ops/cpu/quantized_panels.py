@@ -6,13 +6,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ramify.kernels.cpu.abi import BLOCK, CODES4, CODES8, F16, F32, MAX_BLOCK_OF_8
+from ramify.kernels.cpu.abi import (
+    BLOCK,
+    CODES4,
+    CODES8,
+    F16,
+    F32,
+    FACTOR_SPAN,
+    INT8,
+    MAX_BLOCK_OF_8,
+)
 from ramify.kernels.cpu.op_records import GemmOp
 from ramify.kv import huge_pages
 from ramify.models.ops.quantized import QuantizedWeight, Weight
 
 INDEXED_AT_ONCE = 1 << 20  # weights
 WIDTH_MULTIPLE = 8  # of a row, and of a group
+_KINDS = {torch.float32: F32, torch.float16: F16, torch.int8: INT8}
 # Bytes of two 4-bit codes in a word of eight: see `kernels.cpu`. Its own inverse.
 _BYTE_ORDER = (0, 2, 1, 3)
 
@@ -56,9 +66,18 @@ class QuantizedPanels:
         panels = num_matrices, -(-out_width // NR), num_parts
         units = self.in_width // (8 if self._is_narrow else 4)
         self._codes = huge_pages.zeros((*panels, units, NR), torch.int32)
-        self._scales = torch.zeros((*panels, num_groups, NR))
+        self._factors: Tensor | None = None
+        if like.factors is not None and self._repeats == 1:
+            self._factors = torch.zeros((*panels, *like.factors.shape[1:], NR), dtype=torch.float16)
+        kind = torch.float32 if self._factors is None else torch.int8
+        self._scales = torch.zeros((*panels, num_groups, NR), dtype=kind)
         self._mins = torch.zeros_like(self._scales) if like.format.has_min else None
         self._levels = torch.tensor((levels or (0,)) * 2, dtype=torch.int16)
+
+    @property
+    def _group_values(self) -> list[Tensor]:
+        """Scales, and offsets if there are any."""
+        return [self._scales] if self._mins is None else [self._scales, self._mins]
 
     @property
     def num_panels(self) -> int:
@@ -71,6 +90,9 @@ class QuantizedPanels:
             raise UnlikeWeightsError("matrices of different formats")
         for part, codes in enumerate(weight.codes.chunk(self.num_parts)):
             self._write_codes(codes, self._codes[number, :, part])
+        if self._factors is not None:
+            self._write_multiples(number, weight)
+            return
         for values, into in ((weight.scales, self._scales), (weight.mins, self._mins)):
             if values is None or into is None:
                 continue
@@ -80,6 +102,23 @@ class QuantizedPanels:
                 spread = values
             for part, rows in enumerate(spread.chunk(self.num_parts)):
                 into[number, :, part] = _by_panel(rows)
+
+    def _write_multiples(self, number: int, weight: QuantizedWeight) -> None:
+        """Scales and offsets as integers, and their factors."""
+        if weight.factors is None or self._factors is None:
+            raise UnlikeWeightsError("matrices with and without factors of scales")
+        for index, (values, into) in enumerate(
+            ((weight.scales, self._scales), (weight.mins, self._mins))
+        ):
+            if values is None or into is None:
+                continue
+            factors = weight.factors[:, index]
+            wide = factors.float().repeat_interleave(FACTOR_SPAN // self.group, 1)
+            multiples = (values / wide).nan_to_num_(0.0).to(torch.int8)
+            for part in range(self.num_parts):
+                into[number, :, part] = _by_panel(multiples.chunk(self.num_parts)[part])
+                rows = factors.chunk(self.num_parts)[part]
+                self._factors[number, :, part, index] = _by_panel(rows)
 
     def _write_codes(self, codes: Tensor, into: Tensor) -> None:
         """Codes [out_width, in_width] into panels [panels, words, NR]; see `kernels.cpu`."""
@@ -105,7 +144,9 @@ class QuantizedPanels:
 
     def finish(self) -> QuantizedPanels:
         """Keep scales and offsets in float16 where that loses nothing."""
-        values = [self._scales] if self._mins is None else [self._scales, self._mins]
+        if self._factors is not None:
+            return self
+        values = self._group_values
         if not self._has_one_scale and all(torch.equal(v, v.half().float()) for v in values):
             self._scales = self._scales.half()
             self._mins = None if self._mins is None else self._mins.half()
@@ -124,10 +165,11 @@ class QuantizedPanels:
             num_panels=self.num_panels,
             group=self.group,
             scales=self._scales.data_ptr(),
-            scale_kind=F16 if item_bytes == 2 else F32,
+            scale_kind=_KINDS[self._scales.dtype],
             scale_stride=item_bytes * NR * num_groups,
             scale_step=0 if self._has_one_scale else item_bytes * NR,
             mins=0 if self._mins is None else self._mins.data_ptr(),
+            factors=0 if self._factors is None else self._factors.data_ptr(),
             levels=self._levels.data_ptr(),
             code_tiles=self._tile_width(),
             row_bits=self.format.row_bits,
@@ -158,8 +200,12 @@ class QuantizedPanels:
             pairs = words.view(torch.uint8).view(len(rows), -1, 4)[:, :, _BYTE_ORDER].flatten(1)
             stored = torch.stack((pairs & 15, pairs >> 4), -1).flatten(1)
             codes = self._levels.to(torch.int8)[stored.int()]
-        scales = self._scales[0, panel, 0, :, column].float()
-        mins = None if self._mins is None else self._mins[0, panel, 0, :, column].float()
+        groups = [values[0, panel, 0, :, column].float() for values in self._group_values]
+        if self._factors is not None:
+            factors = self._factors[0, panel, 0, :, :, column].float()
+            factors = factors.repeat_interleave(FACTOR_SPAN // self.group, -1)
+            groups = [values * factors[:, index] for index, values in enumerate(groups)]
+        scales, mins = groups[0], groups[1] if len(groups) > 1 else None
         group = self.in_width if self._has_one_scale else self.group
         kind = self.format.with_group(group)
         return QuantizedWeight(kind, codes, scales, mins, self.dtype).dequantize()
