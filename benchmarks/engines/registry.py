@@ -35,6 +35,13 @@ QUANTIZED = {
             for bits in (8, 4)
         ),
         *(
+            Entry(
+                f"{OURS}-int{bits}-a8", f"Ramify, int{bits}, activations in int8", "ours",
+                options={"quantize": f"int{bits}", "activations": "int8"},
+            )
+            for bits in (8, 4)
+        ),
+        *(
             Entry(f"{OURS}-{kind}", f"Ramify, {kind}", "ours", options={"file_type": kind})
             for kind in (*FILE_TYPES, PACKAGED)
         ),

@@ -170,11 +170,14 @@ def test_the_default_dtype_of_torch_does_not_matter(default: torch.dtype) -> Non
 
 
 def test_numba_cpu_name_decides_which_instructions_are_used() -> None:
-    """For a CPU without bf16 dot product none is emitted: LLVM would abort the process."""
+    """For a CPU without dot products and look-ups none is emitted: LLVM would abort the process."""
     program = (
         "import torch; from ramify.models.ops.cpu.linear import PackedLinear; "
+        "from ramify.models.ops.weight_rounding import quantize_weight; "
         "w, x = torch.ones(64, 32), torch.ones(3, 32); "
-        "assert (PackedLinear(w.bfloat16())(x.bfloat16()) == 32).all()"
+        "assert (PackedLinear(w.bfloat16())(x.bfloat16()) == 32).all(); "
+        "y = PackedLinear(quantize_weight(w, 4, 32))(x); "
+        "assert (y - 32).abs().max() < 0.1, y"
     )
     run_with(program, NUMBA_CPU_NAME="generic", NUMBA_CPU_FEATURES="+sse2")
 

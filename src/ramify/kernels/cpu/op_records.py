@@ -47,8 +47,11 @@ class GemmOp(NamedTuple):
     scale_stride: Annotated[int, "bytes of a panel's scales, and of its mins"] = 0
     scale_step: Annotated[int, "bytes from group to group; 0: all groups have one scale"] = 0
     mins: Annotated[int, "of codes: address of offsets, laid out as scales; or 0"] = 0
-    levels: Annotated[int, "of CODES4: address of 32 int16, the 16 levels twice"] = 0
+    levels: Annotated[
+        int, "of CODES4: address of 32 int16, the 16 levels twice; 0: see code_offset"
+    ] = 0
     code_tiles: Annotated[int, "of codes: elements of K of a tile of int8; 0: no tiles"] = 0
+    code_offset: Annotated[int, "of CODES4 without levels: the integer of code 0"] = 0
     factors: Annotated[
         int, "of INT8: address of float16 [num_panels, scales or mins, K / 256, NR]"
     ] = 0

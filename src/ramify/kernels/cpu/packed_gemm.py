@@ -111,6 +111,7 @@ class GemmArgs(NamedTuple):
     factors: int
     levels: int
     code_tiles: int
+    code_offset: int
     row_bits: int
 
 
@@ -154,7 +155,7 @@ def _round_row(
         norm_row(kind, row, gemm.width, gemm.norm, gemm.norm_kind, eps, buffer, F32)
         row, kind = buffer, F32
     round_row(row, kind, gemm.width, gemm.row_bits, 2 * gemm.block_words, words, scales, 4 * tile)
-    if gemm.mins:
+    if gemm.mins or gemm.code_offset:
         sum_groups(gemm, words, scales, 4 * tile, sums, 4 * tile)
 
 
@@ -373,7 +374,7 @@ def _gemm_args(op: Any) -> GemmArgs:
         op[GEMM.out_stride], op[GEMM.num_columns], op[GEMM.norm_kind], op[GEMM.gather],
         load_element(data_address(op) + 8 * GEMM.scale, F32), op[GEMM.group] // 2, num_groups, block // 2, num_blocks,
         op[GEMM.scales], op[GEMM.scale_kind], op[GEMM.scale_stride], op[GEMM.scale_step], op[GEMM.mins],
-        op[GEMM.factors], op[GEMM.levels], op[GEMM.code_tiles], op[GEMM.row_bits],
+        op[GEMM.factors], op[GEMM.levels], op[GEMM.code_tiles], op[GEMM.code_offset], op[GEMM.row_bits],
     )  # fmt: skip
 
 
@@ -391,7 +392,7 @@ def _matrix(gemm: GemmArgs, index: int) -> GemmArgs:
         gemm.depth, gemm.norm, weight, num_panels, bias, gemm.out, gemm.out_stride, gemm.num_columns,
         gemm.norm_kind, gemm.gather, gemm.scale, gemm.group_words, gemm.num_groups, gemm.block_words, gemm.num_blocks,
         gemm.scales + scales, gemm.scale_kind, gemm.scale_stride, gemm.scale_step,
-        mins, gemm.factors + factors, gemm.levels, gemm.code_tiles, gemm.row_bits,
+        mins, gemm.factors + factors, gemm.levels, gemm.code_tiles, gemm.code_offset, gemm.row_bits,
     )  # fmt: skip
 
 

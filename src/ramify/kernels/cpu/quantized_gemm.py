@@ -40,6 +40,7 @@ from ramify.kernels.cpu.quantized_microkernels import (
     multiply_scales,
     round_to_words,
     run_quantized_microkernel,
+    store_i32,
     sum_words,
     widen_scales,
 )
@@ -98,7 +99,7 @@ def round_row(
 def sum_groups(
     gemm: Any, words: int, scales: int, scale_stride: int, sums: int, sum_stride: int
 ) -> None:
-    """Sums of a rounded row by group of weights, for offsets.
+    """Sums of a rounded row by group of weights, as `run_quantized_microkernel` takes them.
 
     Args:
         words, scales: see `round_row`.
@@ -108,8 +109,12 @@ def sum_groups(
         begin = group * gemm.group_words
         count = min(gemm.group_words, gemm.depth - begin)
         total = sum_words(words + 4 * begin, count)
-        scale = load_element(scales + scale_stride * (begin // gemm.block_words), F32)
-        store_f32(sums + sum_stride * group, np.float32(total) * scale)
+        at = sums + sum_stride * group
+        if gemm.mins:
+            scale = load_element(scales + scale_stride * (begin // gemm.block_words), F32)
+            store_f32(at, np.float32(total) * scale)
+        else:
+            store_i32(at, total * gemm.code_offset)
 
 
 @jit

@@ -28,6 +28,7 @@ from ramify.kernels.cpu.simd import (
     constant,
     f32,
     fma,
+    half_to_f32,
     i32,
     i64,
     load,
@@ -41,10 +42,13 @@ from ramify.kernels.cpu.simd import (
 
 i16 = ir.IntType(16)
 _HAS_DOT = targets.has_int16_dot()
-HAS_BYTE_DOT = _HAS_DOT and LANES == 16  # `vpdpbusd` comes with `vpdpwssd`
+_HAS_INTEGERS = targets.has_integer_vectors()
+_HAS_WORD_TABLE = _HAS_INTEGERS and LANES == 16
+# Without AVX-512 a look-up costs more than the products of a row: integers that follow each other need none.
+HAS_PLAIN_CODES = LANES < 16
+HAS_BYTE_DOT = _HAS_DOT and _HAS_INTEGERS and LANES == 16  # `vpdpbusd` comes with `vpdpwssd`
 _byte = ir.IntType(8)
 _X_OFFSET = 128  # of the bytes of rows
-_IS_X86 = targets.IS_X86
 _int, _float = types.int64, types.float32
 CODES8_PAIRS, CODES4_PAIRS = 2, 4  # words of x for a word of codes
 _WORD_ORDER = [0, 2, 1, 3, 4, 6, 5, 7]
@@ -56,7 +60,7 @@ def _dot(builder: Any, total: Any, x: Any, y: Any) -> Any:
     if _HAS_DOT:
         args = (total, builder.bitcast(x, words), builder.bitcast(y, words))
         return call_function(builder, "llvm.x86.avx512.vpdpwssd.512", words, *args)
-    if _IS_X86:
+    if _HAS_INTEGERS:
         name = "llvm.x86.avx512.pmaddw.d.512" if LANES == 16 else "llvm.x86.avx2.pmadd.wd"
         return builder.add(total, call_function(builder, name, words, x, y))
     wide = vector_type(2 * LANES, i32)
@@ -72,7 +76,7 @@ def split_codes(builder: Any, kind: int, lanes: Any, levels: Any) -> list[Any]:
     """Pairs of 16-bit integers of each column: 2 of 8-bit, 4 of 4-bit codes in a 32-bit lane.
 
     Args:
-        levels: `load_levels` of words.
+        levels: `load_levels` of words; None: 4-bit codes are 0 to 15.
     """
     halves = builder.bitcast(lanes, vector_type(2 * LANES, i16))
 
@@ -84,9 +88,11 @@ def split_codes(builder: Any, kind: int, lanes: Any, levels: Any) -> list[Any]:
 
     if kind == CODES8:
         return split(halves)
-    if LANES == 16:
+    shifted = [halves] + [builder.lshr(halves, c(shift)) for shift in (4, 8, 12)]
+    if levels is None:
+        return [builder.and_(nibbles, c(15)) for nibbles in shifted]
+    if _HAS_WORD_TABLE:
         # It reads five bits of each index; the levels are there twice.
-        shifted = [halves] + [builder.lshr(halves, c(shift)) for shift in (4, 8, 12)]
         name = "llvm.x86.avx512.permvar.hi.512"
         return [call_function(builder, name, levels.type, levels, nibbles) for nibbles in shifted]
     pairs = [
@@ -113,7 +119,7 @@ def _split_bytes(builder: Any, kind: int, lanes: Any, levels: Any) -> list[Any]:
 
 def _look_up(builder: Any, levels: Any, indices: Any) -> Any:
     """levels[index] of each byte, indices below 16; `levels` has them in each 16 bytes."""
-    if _IS_X86:
+    if _HAS_INTEGERS:
         name = "avx512.pshuf.b.512" if LANES == 16 else "avx2.pshuf.b"
         return call_function(builder, f"llvm.x86.{name}", levels.type, levels, indices)
     size = indices.type.count
@@ -135,7 +141,7 @@ def _look_up(builder: Any, levels: Any, indices: Any) -> Any:
 
 def load_levels(builder: Any, address: Any, *, is_bytes: bool) -> Any:
     """The levels of 4-bit codes at `address`, 32 int16, as `split_codes` or, of bytes, `_split_bytes` takes them."""
-    if LANES == 16 and not is_bytes:
+    if _HAS_WORD_TABLE and not is_bytes:
         return load(builder, address, vector_type(2 * LANES, i16))
     halves = load(builder, address, vector_type(16, i16))
     narrow = builder.trunc(halves, vector_type(16, _byte))
@@ -149,9 +155,16 @@ def _byte_dot(builder: Any, total: Any, x: Any, codes: Any) -> Any:
 
 
 def _emit_tile(
-    builder: Any, kind: int, num_rows: int, num_panels: int, args: list[Any], *, is_bytes: bool
+    builder: Any,
+    kind: int,
+    num_rows: int,
+    num_panels: int,
+    args: list[Any],
+    *,
+    is_bytes: bool,
+    is_plain: bool,
 ) -> None:
-    """See `run_quantized_microkernel`."""
+    """See `run_quantized_microkernel`; `is_plain`: 4-bit codes without levels."""
     a, b, b_stride, c, c_stride, groups, words, scales, mins = args[:9]
     scales_stride, scales_step, x_scales, block_shift, x_sums, levels_at = args[9:]
     floats, ints = vector_type(LANES), vector_type(LANES, i32)
@@ -171,14 +184,22 @@ def _emit_tile(
         builder.store(load(builder, result(r, p, v), floats), totals[r, (p, v)])
     # of bytes: the sum of codes times the offset of x
     excess = {column: cgutils.alloca_once(builder, ints) for column in columns if is_bytes}
-    levels = load_levels(builder, levels_at, is_bytes=is_bytes) if kind == CODES4 else None
+    levels = None
+    if kind == CODES4 and not is_plain:
+        levels = load_levels(builder, levels_at, is_bytes=is_bytes)
     panels = [builder.add(b, builder.mul(b_stride, i64(p))) for p in range(num_panels)]
     units = builder.udiv(words, i64(num_pairs))
     with cgutils.for_range(builder, groups) as group:
         row_sums = offset(builder, x_sums, group.index, 4 * num_rows)
         for r in range(num_rows):
+            start = constant(0, LANES, i32)
+            if is_plain:
+                # Of the rows' sums times the offset; with `mins` the sums are float32, the offset is 0.
+                x_sum = load(builder, builder.add(row_sums, i64(4 * r)), i32)
+                has_mins = builder.icmp_signed("!=", mins, i64(0))
+                start = broadcast(builder, builder.select(has_mins, i32(0), x_sum), LANES)
             for column in columns:
-                builder.store(constant(0, LANES, i32), sums[r, column])
+                builder.store(start, sums[r, column])
         for at in excess.values():
             builder.store(constant(0, LANES, i32), at)
         first_unit = builder.mul(group.index, units)
@@ -243,23 +264,36 @@ def _select_tile(
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         kind, is_bytes, tile, panels, *operands = args
-        row_kinds = (0, 1) if HAS_BYTE_DOT else (0,)
+        # whether x is bytes, and whether codes have no levels
+        variants = [(CODES8, False, False), (CODES4, False, False)]
+        if HAS_BYTE_DOT:
+            variants += [(CODES8, True, False), (CODES4, True, False)]
+        if HAS_PLAIN_CODES:
+            variants.append((CODES4, False, True))
 
-        def emit_kind(case: int) -> None:
-            stored, has_bytes = (CODES8, CODES4)[case % 2], case >= 2
+        def emit_variant(index: int) -> None:
+            stored, has_bytes, is_plain = variants[index]
 
             def emit_size(size: int) -> None:
                 def emit_panels(num_panels: int) -> None:
                     rows = MR_TILES[size]
-                    _emit_tile(builder, stored, rows, num_panels, operands, is_bytes=has_bytes)
+                    _emit_tile(
+                        builder, stored, rows, num_panels, operands, is_bytes=has_bytes, is_plain=is_plain
+                    )  # fmt: skip
 
                 emit_cases(builder, panels, sorted({1, PANELS_PER_TILE[size]}), emit_panels)
 
             emit_cases(builder, tile, range(len(MR_TILES))[::-1], emit_size)
 
-        case = builder.zext(builder.icmp_signed("==", kind, i64(CODES4)), i64)
-        case = builder.add(case, builder.mul(builder.zext(is_bytes, i64), i64(2)))
-        emit_cases(builder, case, range(2 * len(row_kinds)), emit_kind)
+        is_narrow = builder.icmp_signed("==", kind, i64(CODES4))
+        index = builder.zext(is_narrow, i64)
+        if HAS_BYTE_DOT:
+            index = builder.add(index, builder.mul(builder.zext(is_bytes, i64), i64(2)))
+        if HAS_PLAIN_CODES:
+            has_levels = builder.icmp_signed("!=", operands[-1], i64(0))
+            is_plain = builder.and_(is_narrow, builder.not_(has_levels))
+            index = builder.select(is_plain, i64(len(variants) - 1), index)
+        emit_cases(builder, index, range(len(variants)), emit_variant)
         return context.get_dummy_value()
 
     return types.void(_int, types.boolean, *[_int] * 17), code
@@ -284,8 +318,10 @@ def run_quantized_microkernel(
         scales, mins: addresses of float32 [groups, NR] of the first panel; `mins` may be 0.
         scales_stride, scales_step: their bytes from panel to panel, and from group to group.
         x_scales: float32 [blocks, MR]; a block has 2 ** block_shift groups.
-        x_sums: float32 [groups, MR]: with `mins` sums of x.
-        levels: address of 32 int16: the levels of 4-bit codes, twice.
+        x_sums: [groups, MR]: with `mins` float32 sums of x; else, of 4-bit codes without levels, int32 sums of
+            x's integers times the offset of the codes.
+        levels: address of 32 int16: the levels of 4-bit codes, twice; 0, with HAS_PLAIN_CODES: they are 0 to
+            15 plus an offset, which is 0 with `mins`.
     """
     _select_tile(
         kind, is_bytes, tile, panels, a, b, b_stride, c, c_stride, groups, words, scales, mins,
@@ -408,9 +444,7 @@ def multiply_scales(_: Any, source: Any, groups: Any, factors: Any, into: Any) -
         source, groups, factors, into = args
         for v in range(NR // LANES):
             at = builder.add(factors, i64(2 * LANES * v))
-            factor = builder.fpext(
-                load(builder, at, vector_type(LANES, ir.HalfType())), vector_type(LANES)
-            )
+            factor = half_to_f32(builder, load(builder, at, vector_type(LANES, ir.HalfType())))
             with cgutils.for_range(builder, groups) as loop:
                 begin = builder.add(offset(builder, source, loop.index, NR), i64(LANES * v))
                 x = load(builder, begin, vector_type(LANES, _byte))
@@ -420,3 +454,14 @@ def multiply_scales(_: Any, source: Any, groups: Any, factors: Any, into: Any) -
         return context.get_dummy_value()
 
     return types.void(_int, _int, _int, _int), code
+
+
+@intrinsic
+def store_i32(_: Any, address: Any, value: Any) -> Any:
+    """Store the low 32 bits of an int64."""
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        store(builder, builder.trunc(args[1], i32), args[0])
+        return context.get_dummy_value()
+
+    return types.void(_int, _int), code

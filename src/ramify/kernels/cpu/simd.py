@@ -25,6 +25,7 @@ LANES = 16 if targets.has_avx512() else 8
 # Whether the CPU has AVX-512 BF16: `vdpbf16ps` adds the two products of 32-bit words of two bf16 to
 # a float32, in a fixed order. "VNNI" in this package: data in such words.
 HAS_BF16_DOT = targets.has_bf16_dot()
+_CONVERTS_HALF = targets.has_half_conversion()
 TILE_N_VECTORS = 2
 TILE_N = LANES * TILE_N_VECTORS
 # 6 x 2 accumulators hide the latency of FMA and fit into 16 registers; AVX-512 has 32.
@@ -131,6 +132,29 @@ def f32_to_bf16(builder: Any, x: Any) -> Any:
     return call_function(builder, name, vector_type(LANES, ir.IntType(16)), x)
 
 
+def half_to_f32(builder: Any, raw: Any) -> Any:
+    """float16, a vector or one, as float32."""
+    is_vector = isinstance(raw.type, ir.VectorType)
+
+    def of(scalar: Any) -> Any:
+        return vector_type(raw.type.count, scalar) if is_vector else scalar
+
+    def c(value: float, scalar: Any = i32) -> Any:
+        return constant(value, raw.type.count, scalar) if is_vector else ir.Constant(scalar, value)
+
+    if _CONVERTS_HALF:
+        return builder.fpext(raw, of(f32))
+    # Exponent and mantissa, shifted to float32's, are the value times 2^-112, subnormals included.
+    bits = builder.zext(builder.bitcast(raw, of(ir.IntType(16))), of(i32))
+    size = builder.shl(builder.and_(bits, c(0x7FFF)), c(13))
+    finite = builder.fmul(builder.bitcast(size, of(f32)), c(2.0**112, f32))
+    special = builder.or_(size, c(0x7F800000))
+    is_finite = builder.icmp_signed("<", size, c(0x7C00 << 13))
+    wide = builder.select(is_finite, builder.bitcast(finite, of(i32)), special)
+    sign = builder.shl(builder.and_(bits, c(0x8000)), c(16))
+    return builder.bitcast(builder.or_(wide, sign), of(f32))
+
+
 def load_as_f32(builder: Any, address: Any, kind: int, lanes: int = 8) -> Any:
     """Load `lanes` elements of storage kind `kind` as float32."""
     raw = load(builder, address, vector_type(lanes, _STORAGE_TYPES[kind]))
@@ -144,7 +168,7 @@ def load_as_f32(builder: Any, address: Any, kind: int, lanes: int = 8) -> Any:
     if kind == BF16:
         return bf16_to_f32(builder, raw)
     if kind == F16:
-        return builder.fpext(raw, floats)
+        return half_to_f32(builder, raw)
     if kind == INT8:
         return builder.sitofp(raw, floats)
     # float8 e4m3fn: its exponent and mantissa, shifted to float32's, are the value times 2^-120,

@@ -94,6 +94,16 @@ def has_int16_dot() -> bool:
     return _may_use(INT16_DOT_FEATURES)
 
 
+def has_integer_vectors() -> bool:
+    """Whether kernels may use x86's products and look-ups of integers, of whole vectors."""
+    return _may_use(("avx512f", "avx512bw") if has_avx512() else ("avx2",))
+
+
+def has_half_conversion() -> bool:
+    """Whether instructions convert float16; LLVM would call a function that a process may not have."""
+    return not IS_X86 or _may_use(("f16c",))
+
+
 def compiles_tiles() -> bool:
     """Whether kernels are compiled with tiles of int8 and of bfloat16."""
     target = compiled_target()

@@ -54,10 +54,15 @@ class QuantizedPanels:
 
     def __init__(self, like: QuantizedWeight, *, num_matrices: int = 1, num_parts: int = 1) -> None:
         from ramify.kernels.cpu.gemm_microkernels import NR
+        from ramify.kernels.cpu.quantized_microkernels import HAS_PLAIN_CODES
 
         self.format, self.dtype, self.num_parts = like.format, like.dtype, num_parts
         self.in_width, out_width = like.shape[1], like.shape[0] // num_parts
         levels = like.format.levels
+        # Without a table of levels a group has the sum of x's integers for an offset, or of x for `mins`.
+        self._first = levels[0] if levels else 0
+        is_plain = levels == tuple(range(self._first, self._first + 16))
+        self._is_plain = HAS_PLAIN_CODES and is_plain and not (like.format.has_min and self._first)
         self._is_narrow = like.format.bits == 4
         self._has_one_scale = like.group_size >= self.in_width
         self.group = min(like.group_size, MAX_BLOCK_OF_8 if like.format.row_bits == 8 else BLOCK)
@@ -170,7 +175,8 @@ class QuantizedPanels:
             scale_step=0 if self._has_one_scale else item_bytes * NR,
             mins=0 if self._mins is None else self._mins.data_ptr(),
             factors=0 if self._factors is None else self._factors.data_ptr(),
-            levels=self._levels.data_ptr(),
+            levels=0 if self._is_plain else self._levels.data_ptr(),
+            code_offset=self._first if self._is_plain else 0,
             code_tiles=self._tile_width(),
             row_bits=self.format.row_bits,
         )
