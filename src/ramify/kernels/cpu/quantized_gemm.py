@@ -49,7 +49,7 @@ from ramify.kernels.cpu.simd import load_element, store_f32
 # of a panel between two tiles of rows: whole blocks and groups, and those of one factor
 STRIP_WORDS = BLOCK
 assert 2 * STRIP_WORDS == FACTOR_SPAN
-MIN_TILE_ROWS = 8  # fewer rows are as fast without tiles
+MIN_TILE_ROWS, MIN_TILE_ROWS_OF_8 = 8, 16  # fewer rows are as fast without tiles
 # Blocks whose numbers are all smaller count as zeros: the factor of the rounding would overflow.
 SMALLEST = np.float32(2.0**-100)
 _LARGEST_OF_8, _LARGEST_OF_16 = np.float32(127), np.float32(32767)
@@ -223,7 +223,8 @@ def multiply_strips(
 @jit
 def uses_tiles(gemm: Any, rows: int) -> bool:
     """Whether a block of rows is multiplied by tiles of int8: the same bits."""
-    return gemm.code_tiles != 0 and rows >= MIN_TILE_ROWS
+    least = MIN_TILE_ROWS_OF_8 if gemm.row_bits == 8 else MIN_TILE_ROWS
+    return gemm.code_tiles != 0 and rows >= least
 
 
 @jit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import pairwise
 from typing import Literal
@@ -19,8 +20,9 @@ INT4_GROUP = 32
 # end, where beyond -127 or 113 it is clipped.
 INT4_STEPS = (-112, -120, -128, -136, -144, 100, 107, 114, 121, 128)
 INT8_LARGEST = 127
-# Elements that are rounded together: 1 MiB for each intermediate result.
-CHUNK_ELEMENTS = 1 << 18
+# Elements that are rounded together. Torch computes so many in one thread: its threads wait for each other
+# after each operation, milliseconds where a core is busy. The kernel has threads of its own.
+CHUNK_ELEMENTS, KERNEL_CHUNK = 1 << 15, 1 << 20
 FLOAT16 = torch.finfo(torch.float16)
 # The least scale that becomes a float16; less loses more than a sixteenth.
 SMALLEST_FLOAT16 = 2.0**-20
@@ -54,22 +56,38 @@ def quantize_weight(weight: Tensor, bits: Literal[4, 8], group_size: int) -> Qua
         )
     rows, width = weight.shape
     size = group_size if bits == 4 else width if group_size == -1 else min(group_size, width)
-    groups = -(-width // size) if width else 0
     codes = torch.empty(rows, width, dtype=torch.int8)
-    scales = torch.empty(rows, groups)
-    round_groups = _int8 if bits == 8 else _int4_by_kernel if _has_kernel() else int4_by_torch
-    chunk_rows = max(1, CHUNK_ELEMENTS // max(width, 1))
-    for start in range(0, rows, chunk_rows):
+    scales = torch.empty(rows, -(-width // size) if width else 0)
+    is_kernel = bits == 4 and _has_kernel()
+    round_groups = _int8 if bits == 8 else _int4_by_kernel if is_kernel else int4_by_torch
+    chunk_rows = max(1, (KERNEL_CHUNK if is_kernel else CHUNK_ELEMENTS) // max(width, 1))
+
+    def round_rows(start: int) -> None:
         part = slice(start, start + chunk_rows)
-        values = weight[part].float()
-        if groups * size > width:
-            values = torch.nn.functional.pad(values, (0, groups * size - width))
-        whole, scale = round_groups(values.reshape(-1, size))
-        scales[part] = scale.view(-1, groups)
-        codes[part] = whole.view(-1, groups * size)[:, :width]
+        values = torch.zeros(len(weight[part]), scales.shape[1] * size)
+        _copy(weight[part], values[:, :width])
+        whole, scale = round_groups(values.view(-1, size))
+        scales[part] = scale.view(-1, scales.shape[1])
+        _copy(whole.view_as(values)[:, :width], codes[part])
+
+    starts, num_threads = range(0, rows, chunk_rows), torch.get_num_threads()
+    if is_kernel or num_threads == 1 or len(starts) == 1:
+        for start in starts:
+            round_rows(start)
+    else:
+        with ThreadPoolExecutor(num_threads) as pool:
+            for _ in pool.map(round_rows, starts):
+                pass
     levels = NORMAL_LEVELS if bits == 4 else ()
     weight_format = WeightFormat(bits, size, levels=levels)
     return QuantizedWeight(weight_format, codes, scales, None, weight.dtype)
+
+
+def _copy(source: Tensor, into: Tensor) -> None:
+    """Copy a matrix in one thread: torch's wait for each other where a core is busy."""
+    rows = max(1, CHUNK_ELEMENTS // max(1, source.shape[1]))
+    for start in range(0, len(source), rows):
+        into[start : start + rows] = source[start : start + rows]
 
 
 def _int8(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from ramify.kernels.cpu.op_records import GemmOp
 from ramify.kv import huge_pages
 from ramify.models.ops.quantized import QuantizedWeight, Weight
 
-INDEXED_AT_ONCE = 1 << 20  # weights
+TRANSLATED_AT_ONCE = 1 << 20  # weights
 WIDTH_MULTIPLE = 8  # of a row, and of a group
 _KINDS = {torch.float32: F32, torch.float16: F16, torch.int8: INT8}
 # Bytes of two 4-bit codes in a word of eight: see `kernels.cpu`. Its own inverse.
@@ -140,12 +140,15 @@ class QuantizedPanels:
         first, *_ = levels = self.format.levels
         if levels == tuple(range(first, first + 16)):
             return codes.sub(first).view(torch.uint8)
-        table = torch.zeros(256, dtype=torch.uint8)
+        table = bytearray(256)
         for code, level in enumerate(levels):
             table[level & 255] = code
-        # An index takes four bytes a weight: some rows at a time.
-        parts = codes.view(torch.uint8).split(max(1, INDEXED_AT_ONCE // codes.shape[1]))
-        return torch.cat([table[part.int()] for part in parts])
+        stored = torch.empty(codes.shape, dtype=torch.uint8)
+        rows = max(1, TRANSLATED_AT_ONCE // codes.shape[1])
+        for part, into in zip(codes.split(rows), stored.split(rows), strict=True):
+            data = part.numpy().tobytes().translate(table)
+            into.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8).view_as(into))
+        return stored
 
     def finish(self) -> QuantizedPanels:
         """Keep scales and offsets in float16 where that loses nothing."""
