@@ -247,6 +247,20 @@ def test_all_ends_are_found(tmp_path: Path) -> None:
     assert end_ids(read_container(path)) == (1, 2, 3)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "ends"),
+    [(["a", "<|end|>", "<|return|>", "<|call|>"], (2, 3)), (["a", "<|end|>"], (1,))],
+)
+def test_a_message_that_ends_may_not_end_the_answer(
+    tmp_path: Path, tokens: list[str], ends: tuple[int, ...]
+) -> None:
+    """In gpt-oss another message follows `<|end|>`; in Phi-3 none does."""
+    kinds = [1, *[3] * (len(tokens) - 1)]
+    path = write(tmp_path / "m.gguf", "gpt2", {"tokens": tokens, "token_type": kinds})
+
+    assert end_ids(read_container(path)) == ends
+
+
 def test_sampling_defaults_are_read(tmp_path: Path) -> None:
     """`general.sampling` stands for `generation_config.json`."""
     path = write(

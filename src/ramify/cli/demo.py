@@ -209,7 +209,9 @@ def _prompts(llm: LLM, quiz: Quiz) -> list[Sequence[int]]:
     """Document first, question last: through the chat template if there is one."""
     tokenizer = llm.tokenizer
     if tokenizer is None:
-        raise ConfigError("the demo asks in words, but the checkpoint has no tokenizer.json")
+        raise ConfigError(
+            "the demo asks in words, but the checkpoint has no tokenizer (tokenizer.json, or that of a GGUF file)"
+        )
     if tokenizer.has_chat_template:
         return [
             tokenizer.encode_chat(

@@ -274,6 +274,16 @@ def test_other_architectures_are_refused_by_name(tmp_path: Path) -> None:
         read_config(path)
 
 
+@pytest.mark.parametrize("name", ["M.GGUF", "sha256-7f3a"])
+def test_a_file_is_known_by_its_first_bytes(tmp_path: Path, name: str) -> None:
+    """As blobs of other programs are stored, without a suffix."""
+    checkpoint, path = written("Llama", tmp_path)
+    other = path.rename(tmp_path / name)
+
+    assert find_checkpoint(other) == other
+    assert read_config(other).hidden_size == read_config(checkpoint).hidden_size
+
+
 def test_a_directory_has_one_model(tmp_path: Path) -> None:
     """Several are refused with their names; so is a file of another kind."""
     for name in ("b.gguf", "a.gguf", "mmproj-a.gguf"):

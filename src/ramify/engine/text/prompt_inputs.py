@@ -87,9 +87,7 @@ def encode(prompt: Prompt, tokenizer: Tokenizer | None) -> Sequence[int]:
     if not prompt:
         raise EmptyPromptError
     if tokenizer is None:
-        raise InvalidParamsError(
-            "prompt", "text", "token ids: the checkpoint has no tokenizer.json"
-        )
+        raise InvalidParamsError("prompt", "text", "token ids: the checkpoint has no tokenizer")
     return tokenizer.encode(prompt)
 
 

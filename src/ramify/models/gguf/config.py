@@ -38,7 +38,10 @@ END_TEXTS = (
     "<end_of_turn>",
     "<|endoftext|>",
     "<|end_of_text|>",
+    "<|end|>",
 )
+# In gpt-oss "<|end|>" ends a message, after which the answer goes on.
+HARMONY_ENDS = ("<|return|>", "<|call|>")
 CONTROL = 3
 # Parameters of `generation_config.json` -> keys.
 SAMPLING = {
@@ -178,7 +181,10 @@ def end_ids(container: Container) -> tuple[int, ...]:
     kinds = container.metadata.get(f"{TOKENIZER}token_type")
     if isinstance(tokens, StringArray) and isinstance(kinds, np.ndarray):
         control = set(np.flatnonzero(kinds == CONTROL).tolist())
-        ids += [id_ for id_, text in enumerate(tokens) if id_ in control and text in END_TEXTS]
+        texts = {id_: text for id_, text in enumerate(tokens) if id_ in control}
+        is_harmony = set(HARMONY_ENDS) <= set(texts.values())
+        ends = (*HARMONY_ENDS, "<|endoftext|>") if is_harmony else END_TEXTS
+        ids += [id_ for id_, text in texts.items() if text in ends]
     return tuple(dict.fromkeys(id_ for id_ in ids if id_ is not None))
 
 

@@ -17,7 +17,7 @@ from ramify.errors import CheckpointError, UnsupportedModelError, shortened
 from ramify.models.configs.checkpoint_files import check_checkpoint_file
 from ramify.models.gguf.tensor_types import OTHER_TYPES, TENSOR_TYPES, TensorType
 
-SUFFIX = ".gguf"
+SUFFIX, MAGIC = ".gguf", b"GGUF"
 SCALARS = dict(enumerate(["u1", "i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?"]))
 SCALARS |= {10: "<u8", 11: "<i8", 12: "<f8"}
 STRING, ARRAY = 8, 9
@@ -200,8 +200,14 @@ class _Reader:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path is that of a GGUF file, by its name."""
-    return path.suffix == SUFFIX
+    """Whether a path is that of a GGUF file: by its name, or, without such a suffix, by its first bytes."""
+    if path.suffix.lower() == SUFFIX:
+        return True
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
 
 
 def read_container(path: Path) -> Container:
@@ -286,8 +292,8 @@ def _read_part(path: Path) -> Container:
 
 def _read_fields(reader: _Reader) -> Container:
     magic = reader.take(4, "magic")
-    if magic != b"GGUF":
-        reader.refuse("magic", b"GGUF", magic)
+    if magic != MAGIC:
+        reader.refuse("magic", MAGIC, magic)
     version = reader.integer("I", "version")
     if version not in (2, 3):
         big = version in (2 << 24, 3 << 24)
