@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-import torch
 from torch import Tensor
 
 from ramify.models.checkpoint.tensor_names import LINEARS
-from ramify.models.ops.quantized import Weight
+from ramify.models.ops.quantized import Weight, fits_float16
 
 FLOAT_KINDS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
@@ -53,8 +52,7 @@ class LoadedWeight:
             if values is not None and factors is not None:
                 num_bytes += values.numel() + 2 * factors[:, 0].numel()
             elif values is not None:
-                is_float16 = torch.equal(values.half().float(), values)
-                num_bytes += values.numel() * (2 if is_float16 else 4)
+                num_bytes += values.numel() * (2 if fits_float16(values) else 4)
         return cls(kind, None, tuple(weight.shape), num_bytes)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -111,6 +112,13 @@ class QuantizedWeight:
 Weight = Tensor | QuantizedWeight
 
 
+def fits_float16(values: Tensor) -> bool:
+    """Whether all are numbers of float16; by numpy, which starts no threads."""
+    numbers = values.numpy()
+    with np.errstate(over="ignore"):
+        return np.array_equal(numbers.astype(np.float16).astype(np.float32), numbers)
+
+
 def as_tensor(weight: Weight) -> Tensor:
     """The weight itself, or dequantised."""
     return weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
@@ -135,7 +143,8 @@ def concat_weights(weights: Sequence[Weight]) -> Weight:
         repeats = -(-weight.group_size // kind.group_size)
         own = weight.scales if weight.mins is None else weight.mins
         for values, into in ((weight.scales, scales), (own, mins)):
-            into.append(values.repeat_interleave(repeats, 1)[:, :num_groups])
+            spread = values if repeats == 1 else values.repeat_interleave(repeats, 1)
+            into.append(spread[:, :num_groups])
         if weight.mins is None:
             mins[-1] = torch.zeros_like(mins[-1])
     return QuantizedWeight(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import pairwise
 from typing import Literal
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from ramify.errors import ConfigError
 from ramify.kernels.cpu.abi import NORMAL_LEVELS
+from ramify.models.ops.blocks_of_rows import ONE_THREAD_ELEMENTS, for_blocks
 from ramify.models.ops.quantized import QuantizedWeight, WeightFormat
 
 INT4_GROUP = 32
@@ -20,9 +20,8 @@ INT4_GROUP = 32
 # end, where beyond -127 or 113 it is clipped.
 INT4_STEPS = (-112, -120, -128, -136, -144, 100, 107, 114, 121, 128)
 INT8_LARGEST = 127
-# Elements that are rounded together. Torch computes so many in one thread: its threads wait for each other
-# after each operation, milliseconds where a core is busy. The kernel has threads of its own.
-CHUNK_ELEMENTS, KERNEL_CHUNK = 1 << 15, 1 << 20
+# Elements that are rounded together; the kernel has threads of its own.
+CHUNK_ELEMENTS, KERNEL_CHUNK = ONE_THREAD_ELEMENTS, 1 << 20
 FLOAT16 = torch.finfo(torch.float16)
 # The least scale that becomes a float16; less loses more than a sixteenth.
 SMALLEST_FLOAT16 = 2.0**-20
@@ -62,29 +61,26 @@ def quantize_weight(weight: Tensor, bits: Literal[4, 8], group_size: int) -> Qua
     round_groups = _int8 if bits == 8 else _int4_by_kernel if is_kernel else int4_by_torch
     chunk_rows = max(1, (KERNEL_CHUNK if is_kernel else CHUNK_ELEMENTS) // max(width, 1))
 
-    def round_rows(start: int) -> None:
-        part = slice(start, start + chunk_rows)
-        values = torch.zeros(len(weight[part]), scales.shape[1] * size)
+    def round_rows(start: int, end: int) -> None:
+        part = slice(start, end)
+        values = torch.zeros(end - start, scales.shape[1] * size)
         _copy(weight[part], values[:, :width])
         whole, scale = round_groups(values.view(-1, size))
         scales[part] = scale.view(-1, scales.shape[1])
         _copy(whole.view_as(values)[:, :width], codes[part])
 
-    starts, num_threads = range(0, rows, chunk_rows), torch.get_num_threads()
-    if is_kernel or num_threads == 1 or len(starts) == 1:
-        for start in starts:
-            round_rows(start)
+    if is_kernel:
+        for start in range(0, rows, chunk_rows):
+            round_rows(start, min(rows, start + chunk_rows))
     else:
-        with ThreadPoolExecutor(num_threads) as pool:
-            for _ in pool.map(round_rows, starts):
-                pass
+        for_blocks(round_rows, rows, chunk_rows)
     levels = NORMAL_LEVELS if bits == 4 else ()
     weight_format = WeightFormat(bits, size, levels=levels)
     return QuantizedWeight(weight_format, codes, scales, None, weight.dtype)
 
 
 def _copy(source: Tensor, into: Tensor) -> None:
-    """Copy a matrix in one thread: torch's wait for each other where a core is busy."""
+    """Copy a matrix in one thread; see `blocks_of_rows`."""
     rows = max(1, CHUNK_ELEMENTS // max(1, source.shape[1]))
     for start in range(0, len(source), rows):
         into[start : start + rows] = source[start : start + rows]

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ramify.kernels.cpu.abi import BF16, BF16_VNNI, F32
 from ramify.kernels.cpu.op_records import GemmOp
 from ramify.kernels.cpu.threads import ROW_KINDS
 from ramify.kv import huge_pages
+from ramify.models.ops.blocks_of_rows import for_blocks
 from ramify.models.ops.cpu.quantized_panels import QuantizedPanels, UnlikeWeightsError
 from ramify.models.ops.quantized import QuantizedWeight, Weight
+
+PACKED_AT_ONCE = 1 << 18  # elements of a block that a thread packs
 
 
 class Panels(Protocol):
@@ -90,24 +95,27 @@ class FloatPanels:
         from ramify.kernels.cpu.gemm_microkernels import NR
         from ramify.kernels.cpu.simd import LANES
 
-        num_full, width = len(weight) // NR, weight.shape[1]
-        remainder = weight[num_full * NR :]
-        parts = [(into[:num_full], weight[: num_full * NR])]
-        if len(remainder):
-            parts.append((into[num_full:], F.pad(remainder, (0, 0, 0, NR - len(remainder)))))
-        for panels, rows in parts:
-            count = len(panels)
+        rows, panels = _as_integers(weight), _as_integers(into)
+        width, even = weight.shape[1], weight.shape[1] // 2
+
+        def write_panels(start: int, end: int) -> None:
+            part = rows[start * NR : end * NR]
+            if len(part) < (end - start) * NR:
+                part = np.pad(part, ((0, (end - start) * NR - len(part)), (0, 0)))
+            part, target = part.reshape(end - start, NR, width), panels[start:end]
             if self._kind not in (F32, BF16):
-                even = width // 2
-                words = panels.view(count, panels.shape[1] // 2, NR, 2)
-                words[:, :even] = rows[:, : 2 * even].reshape(count, NR, even, 2).transpose(1, 2)
+                words = target.view(np.int32).reshape(end - start, -1, NR)
+                pairs = np.ascontiguousarray(part[:, :, : 2 * even]).view(np.int32)
+                words[:, :even] = pairs.transpose(0, 2, 1)
                 if width % 2:
-                    words[:, even, :, 0] = rows[:, -1].view(count, NR)
+                    target.reshape(end - start, -1, NR, 2)[:, even, :, 0] = part[:, :, -1]
             elif weight.dtype == torch.bfloat16:
-                words = rows.reshape(count, 2, LANES, width).permute(0, 3, 2, 1)
-                panels.view(count, width, LANES, 2).copy_(words)
+                lanes = part.reshape(end - start, 2, LANES, width)
+                target.reshape(end - start, width, LANES, 2)[:] = lanes.transpose(0, 3, 2, 1)
             else:
-                panels.copy_(rows.reshape(count, NR, width).permute(0, 2, 1))
+                target[:] = part.transpose(0, 2, 1)
+
+        for_blocks(write_panels, len(panels), max(1, PACKED_AT_ONCE // (NR * max(1, width))))
 
     def finish(self) -> Self:
         """See `Panels`."""
@@ -137,6 +145,12 @@ class FloatPanels:
             words = panels.view(-1, self._in_width, LANES, 2)
             return words[panel, :, column % LANES, column // LANES]
         return panels[panel, :, column]
+
+
+def _as_integers(values: Tensor) -> NDArray[Any]:
+    """The bits of a tensor in numpy, which has no bfloat16; the same memory."""
+    kind = torch.int16 if values.element_size() == 2 else torch.int32
+    return values.detach().view(kind).numpy()
 
 
 def pack_bias(bias: Tensor, num_parts: int = 1) -> Tensor:

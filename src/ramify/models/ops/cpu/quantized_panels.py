@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ramify.kernels.cpu.abi import (
@@ -18,9 +20,10 @@ from ramify.kernels.cpu.abi import (
 )
 from ramify.kernels.cpu.op_records import GemmOp
 from ramify.kv import huge_pages
-from ramify.models.ops.quantized import QuantizedWeight, Weight
+from ramify.models.ops.blocks_of_rows import for_blocks
+from ramify.models.ops.quantized import QuantizedWeight, Weight, fits_float16
 
-TRANSLATED_AT_ONCE = 1 << 20  # weights
+PACKED_AT_ONCE = 1 << 19  # codes of a block that a thread packs
 WIDTH_MULTIPLE = 8  # of a row, and of a group
 _KINDS = {torch.float32: F32, torch.float16: F16, torch.int8: INT8}
 # Bytes of two 4-bit codes in a word of eight: see `kernels.cpu`. Its own inverse.
@@ -106,7 +109,7 @@ class QuantizedPanels:
             else:
                 spread = values
             for part, rows in enumerate(spread.chunk(self.num_parts)):
-                into[number, :, part] = _by_panel(rows)
+                into.numpy()[number, :, part] = _by_panel(rows).numpy()
 
     def _write_multiples(self, number: int, weight: QuantizedWeight) -> None:
         """Scales and offsets as integers, and their factors."""
@@ -127,35 +130,44 @@ class QuantizedPanels:
 
     def _write_codes(self, codes: Tensor, into: Tensor) -> None:
         """Codes [out_width, in_width] into panels [panels, words, NR]; see `kernels.cpu`."""
-        words = codes.contiguous().view(torch.int32)
-        if self._is_narrow:
-            words = self._stored(codes).view(torch.int32)
-            # bytes of two codes each at 0 and 2 of every word, then two words in one
-            pairs = words.bitwise_or_(words >> 4).bitwise_and_(0x00FF00FF)
-            words = (pairs[:, 1::2] << 8).bitwise_or_(pairs[:, 0::2])
-        into.copy_(_by_panel(words))
+        from ramify.kernels.cpu.gemm_microkernels import NR
 
-    def _stored(self, codes: Tensor) -> Tensor:
-        """4-bit codes of integers, uint8."""
+        rows, panels = codes.numpy(), into.numpy()
+
+        def write_panels(start: int, end: int) -> None:
+            part = np.ascontiguousarray(rows[start * NR : end * NR])
+            if self._is_narrow:
+                words = self._stored(part).view(np.int32)
+                # bytes of two codes each at 0 and 2 of every word, then two words in one
+                words |= words >> 4
+                words &= 0x00FF00FF
+                words = (words[:, 1::2] << 8) | words[:, 0::2]
+            else:
+                words = part.view(np.int32)
+            missing = (end - start) * NR - len(words)
+            if missing:
+                words = np.pad(words, ((0, missing), (0, 0)))
+            panels[start:end] = words.reshape(end - start, NR, -1).transpose(0, 2, 1)
+
+        for_blocks(write_panels, len(panels), max(1, PACKED_AT_ONCE // (NR * self.in_width)))
+
+    def _stored(self, codes: NDArray[np.int8]) -> NDArray[np.uint8]:
+        """4-bit codes of integers."""
         first, *_ = levels = self.format.levels
         if levels == tuple(range(first, first + 16)):
-            return codes.sub(first).view(torch.uint8)
+            return (codes - np.int8(first)).view(np.uint8)
         table = bytearray(256)
         for code, level in enumerate(levels):
             table[level & 255] = code
-        stored = torch.empty(codes.shape, dtype=torch.uint8)
-        rows = max(1, TRANSLATED_AT_ONCE // codes.shape[1])
-        for part, into in zip(codes.split(rows), stored.split(rows), strict=True):
-            data = part.numpy().tobytes().translate(table)
-            into.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8).view_as(into))
-        return stored
+        data = bytearray(codes.tobytes().translate(table))
+        return np.frombuffer(data, np.uint8).reshape(codes.shape)
 
     def finish(self) -> QuantizedPanels:
         """Keep scales and offsets in float16 where that loses nothing."""
         if self._factors is not None:
             return self
         values = self._group_values
-        if not self._has_one_scale and all(torch.equal(v, v.half().float()) for v in values):
+        if not self._has_one_scale and all(map(fits_float16, values)):
             self._scales = self._scales.half()
             self._mins = None if self._mins is None else self._mins.half()
         return self
