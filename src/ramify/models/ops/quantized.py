@@ -90,9 +90,13 @@ class QuantizedWeight:
 
     def rows(self, index: Tensor) -> QuantizedWeight:
         """The rows of these numbers, in this order, which keep their scales and offsets."""
-        mins, factors = (None if v is None else v[index] for v in (self.mins, self.factors))
+        mins, factors = (None if v is None else _rows(v, index) for v in (self.mins, self.factors))
         return replace(
-            self, codes=self.codes[index], scales=self.scales[index], mins=mins, factors=factors
+            self,
+            codes=_rows(self.codes, index),
+            scales=_rows(self.scales, index),
+            mins=mins,
+            factors=factors,
         )
 
     def dequantize(self) -> Tensor:
@@ -112,8 +116,17 @@ class QuantizedWeight:
 Weight = Tensor | QuantizedWeight
 
 
+# In numpy, which starts no threads: see `blocks_of_rows`.
+def _rows(values: Tensor, index: Tensor) -> Tensor:
+    return torch.from_numpy(values.numpy()[index.numpy()])
+
+
+def _cat(parts: Sequence[Tensor], axis: int = 0) -> Tensor:
+    return torch.from_numpy(np.concatenate([part.numpy() for part in parts], axis))
+
+
 def fits_float16(values: Tensor) -> bool:
-    """Whether all are numbers of float16; by numpy, which starts no threads."""
+    """Whether all are numbers of float16."""
     numbers = values.numpy()
     with np.errstate(over="ignore"):
         return np.array_equal(numbers.astype(np.float16).astype(np.float32), numbers)
@@ -149,9 +162,9 @@ def concat_weights(weights: Sequence[Weight]) -> Weight:
             mins[-1] = torch.zeros_like(mins[-1])
     return QuantizedWeight(
         kind,
-        torch.cat([weight.codes for weight in quantized]),
-        torch.cat(scales),
-        torch.cat(mins) if kind.has_min else None,
+        _cat([weight.codes for weight in quantized]),
+        _cat(scales),
+        _cat(mins) if kind.has_min else None,
         quantized[0].dtype,
         _concat_factors(quantized, has_min=kind.has_min),
     )
@@ -165,8 +178,8 @@ def _concat_factors(weights: Sequence[QuantizedWeight], *, has_min: bool) -> Ten
             return None
         missing = has_min and weight.mins is None
         zeros = torch.zeros_like(weight.factors)
-        rows.append(torch.cat([weight.factors, zeros], 1) if missing else weight.factors)
-    return torch.cat(rows)
+        rows.append(_cat([weight.factors, zeros], 1) if missing else weight.factors)
+    return _cat(rows)
 
 
 def _common_format(formats: Sequence[WeightFormat], width: int) -> WeightFormat:

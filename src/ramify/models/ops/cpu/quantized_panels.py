@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -108,8 +110,7 @@ class QuantizedPanels:
                 spread = values.repeat_interleave(self._repeats, 1)[:, : into.shape[-2]]
             else:
                 spread = values
-            for part, rows in enumerate(spread.chunk(self.num_parts)):
-                into.numpy()[number, :, part] = _by_panel(rows).numpy()
+            self._assign(spread.numpy(), into[number])
 
     def _write_multiples(self, number: int, weight: QuantizedWeight) -> None:
         """Scales and offsets as integers, and their factors."""
@@ -120,13 +121,19 @@ class QuantizedPanels:
         ):
             if values is None or into is None:
                 continue
-            factors = weight.factors[:, index]
-            wide = factors.float().repeat_interleave(FACTOR_SPAN // self.group, 1)
-            multiples = (values / wide).nan_to_num_(0.0).to(torch.int8)
-            for part in range(self.num_parts):
-                into[number, :, part] = _by_panel(multiples.chunk(self.num_parts)[part])
-                rows = factors.chunk(self.num_parts)[part]
-                self._factors[number, :, part, index] = _by_panel(rows)
+            factors = weight.factors[:, index].numpy()
+            wide = factors.astype(np.float32).repeat(FACTOR_SPAN // self.group, 1)
+            # a factor of 0 has scales of 0
+            multiples = np.zeros(wide.shape, np.int8)
+            with np.errstate(invalid="ignore"):  # of damaged files
+                np.divide(values.numpy(), wide, out=multiples, where=wide != 0, casting="unsafe")
+            self._assign(multiples, into[number])
+            self._assign(factors, self._factors[number, :, :, index])
+
+    def _assign(self, values: NDArray[Any], into: Tensor) -> None:
+        """Values [out_width, n] of both parts into panels [panels, parts, n, NR]."""
+        for part, rows in enumerate(np.split(values, self.num_parts)):
+            into.numpy()[:, part] = _by_panel(torch.from_numpy(rows)).numpy()
 
     def _write_codes(self, codes: Tensor, into: Tensor) -> None:
         """Codes [out_width, in_width] into panels [panels, words, NR]; see `kernels.cpu`."""
