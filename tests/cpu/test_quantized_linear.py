@@ -154,8 +154,9 @@ from ramify.models.ops.quantized import QuantizedWeight, WeightFormat
 
 assert LANES == 8
 x = torch.randn(9, 160)
+# Offsets come first: of their sums nothing may be left in the scratch that all share.
 for levels in (range(16), range(-8, 8), NORMAL_LEVELS):
-    for mins in (None, torch.randn(20, 5)):
+    for mins in (torch.randn(20, 5), None):
         kind = WeightFormat(4, 32, mins is not None, tuple(levels))
         codes = torch.tensor(levels, dtype=torch.int8)[torch.randint(0, 16, (20, 160))]
         weight = QuantizedWeight(kind, codes, torch.rand(20, 5), mins, torch.float32)

@@ -155,7 +155,8 @@ def _round_row(
         norm_row(kind, row, gemm.width, gemm.norm, gemm.norm_kind, eps, buffer, F32)
         row, kind = buffer, F32
     round_row(row, kind, gemm.width, gemm.row_bits, 2 * gemm.block_words, words, scales, 4 * tile)
-    if gemm.mins or gemm.code_offset:
+    # Codes without levels start from their sums, which are zeros for an offset of 0.
+    if gemm.mins or (gemm.weight_kind == CODES4 and not gemm.levels):
         sum_groups(gemm, words, scales, 4 * tile, sums, 4 * tile)
 
 
