@@ -23,6 +23,8 @@ def for_blocks(function: Callable[[int, int], None], count: int, size: int) -> N
         for start in starts:
             function(start, min(count, start + size))
         return
+    # A thread has an inference mode of its own; tensors made in that mode are written to in it only.
+    in_mode = torch.inference_mode(torch.is_inference_mode_enabled())(function)
     with ThreadPoolExecutor(num_threads) as pool:
-        for _ in pool.map(lambda start: function(start, min(count, start + size)), starts):
+        for _ in pool.map(lambda start: in_mode(start, min(count, start + size)), starts):
             pass

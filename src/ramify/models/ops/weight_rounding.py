@@ -56,14 +56,14 @@ def quantize_weight(weight: Tensor, bits: Literal[4, 8], group_size: int) -> Qua
     rows, width = weight.shape
     size = group_size if bits == 4 else width if group_size == -1 else min(group_size, width)
     codes = torch.empty(rows, width, dtype=torch.int8)
-    scales = torch.empty(rows, -(-width // size) if width else 0)
+    scales = torch.empty(rows, -(-width // size) if width else 0, dtype=torch.float32)
     is_kernel = bits == 4 and _has_kernel()
     round_groups = _int8 if bits == 8 else _int4_by_kernel if is_kernel else int4_by_torch
     chunk_rows = max(1, (KERNEL_CHUNK if is_kernel else CHUNK_ELEMENTS) // max(width, 1))
 
     def round_rows(start: int, end: int) -> None:
         part = slice(start, end)
-        values = torch.zeros(end - start, scales.shape[1] * size)
+        values = torch.zeros(end - start, scales.shape[1] * size, dtype=torch.float32)
         _copy(weight[part], values[:, :width])
         whole, scale = round_groups(values.view(-1, size))
         scales[part] = scale.view(-1, scales.shape[1])
@@ -112,13 +112,14 @@ def _int4_by_kernel(values: Tensor) -> tuple[Tensor, Tensor]:
 
     num_workers = torch.get_num_threads()
     set_num_threads(num_workers)
-    codes, scales = torch.empty(values.shape, dtype=torch.int8), torch.empty(len(values))
-    scratch = torch.empty(num_workers, kernel.SCRATCH_ROWS, LANES)
+    codes = torch.empty(values.shape, dtype=torch.int8)
+    scales = torch.empty(len(values), dtype=torch.float32)
+    scratch = torch.empty(num_workers, kernel.SCRATCH_ROWS, LANES, dtype=torch.float32)
     kernel.round_groups(
         values.numpy(),
         codes.numpy(),
         scales.numpy(),
-        (torch.tensor(INT4_STEPS) / UNITS).numpy(),
+        (torch.tensor(INT4_STEPS, dtype=torch.float32) / UNITS).numpy(),
         num_workers,
         scratch.numpy(),
     )
