@@ -43,6 +43,15 @@ def odd_rows() -> Tensor:
     return weight
 
 
+def damaged_rows() -> Tensor:
+    """[6, 64]: rows with NaN or infinities among numbers, among zeros, alone; and one of -0."""
+    weight = matrix("normal", 6, 64)
+    weight[0, 3], weight[1, 40], weight[2, 5] = torch.nan, torch.inf, -torch.inf
+    weight[3], weight[4], weight[5] = 0.0, torch.nan, -0.0
+    weight[3, 7] = torch.nan
+    return weight
+
+
 def plain_int4(weight: Tensor) -> Tensor:
     """The largest element of a group becomes -8."""
     groups: Tensor = weight.unflatten(1, (-1, INT4_GROUP))
@@ -200,16 +209,20 @@ def test_the_default_dtype_of_torch_does_not_matter(bits: int, dtype: torch.dtyp
 
 
 @pytest.mark.skipif(not HAS_KERNEL, reason="the kernels need the extra ramify[cpu]")
-@pytest.mark.parametrize("kind", ["normal", "heavy", "odd"])
+@pytest.mark.parametrize("kind", ["normal", "heavy", "odd", "damaged"])
 def test_the_kernel_gives_the_bits_of_torch(kind: str) -> None:
-    """So that a model is the same on every machine."""
-    weight = odd_rows() if kind == "odd" else matrix(kind, 33, 96)
+    """So that a model is the same on every machine; a NaN may have other bits."""
+    made = {"odd": odd_rows, "damaged": damaged_rows}
+    weight = made[kind]() if kind in made else matrix(kind, 33, 96)
 
     rounded = quantize_weight(weight, 4, INT4_GROUP)
 
     codes, scales = int4_by_torch(weight.reshape(-1, INT4_GROUP))
     assert torch.equal(rounded.codes, codes.view_as(rounded.codes))
-    assert torch.equal(rounded.scales, scales.view_as(rounded.scales))
+    scales = scales.view_as(rounded.scales)
+    assert torch.equal(rounded.scales.isnan(), scales.isnan())
+    bits, expected = (values.nan_to_num().view(torch.int32) for values in (rounded.scales, scales))
+    assert torch.equal(bits, expected)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

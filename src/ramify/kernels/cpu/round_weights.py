@@ -67,7 +67,7 @@ def _code(builder: Any, number: Any) -> Any:
 
 @intrinsic
 def _to_units(_: Any, tile: Any) -> Any:
-    """Replace elements x by u = round(x / largest * UNITS); the largest is NaN if an x is not finite.
+    """Replace elements x by u = round(x / largest * UNITS); all are NaN if an x is not finite.
 
     Of two elements of equal size the positive one is the largest.
     """
@@ -82,14 +82,15 @@ def _to_units(_: Any, tile: Any) -> Any:
             checked = builder.fadd(checked, builder.fmul(x, zero))
         size = builder.fsub(zero, low)
         largest = builder.select(builder.fcmp_ordered(">=", high, size), high, low)
-        size = maximum(builder, high, size)
+        largest = builder.fadd(largest, checked)
+        size = builder.fadd(maximum(builder, high, size), checked)
         is_zero = builder.fcmp_ordered("<", size, constant(float(SMALLEST), LANES))
         divisor = builder.select(is_zero, constant(1.0, LANES), largest)
         units = builder.select(is_zero, zero, constant(float(UNITS), LANES))
         for i in range(GROUP):
             u = builder.fmul(builder.fdiv(_row(builder, tile, i), divisor), units)
             _set_row(builder, tile, i, builder.fsub(builder.fadd(u, rounding), rounding))
-        _set_row(builder, tile, _LARGEST, builder.fadd(largest, checked))
+        _set_row(builder, tile, _LARGEST, largest)
         _set_row(builder, tile, _GAIN, constant(-1.0, LANES))
         _set_row(builder, tile, _SCALE, zero)
         return context.get_dummy_value()

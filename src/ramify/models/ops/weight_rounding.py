@@ -136,7 +136,9 @@ def int4_by_torch(values: Tensor) -> tuple[Tensor, Tensor]:
     # Elements of a group lie one below the other, which makes sums over them fast.
     values = values.T.contiguous()
     high, low = values.amax(0).clamp(min=0), values.amin(0).clamp(max=0)
-    largest = torch.where(high >= -low, high, low)
+    # The sum makes zero of -0.
+    largest = torch.where(high >= -low, high, low) + 0.0
+    largest = torch.where(values.isfinite().all(0), largest, torch.nan)
     is_zero = largest.abs() < SMALLEST_INT4
     units = torch.where(is_zero, 0, UNITS)
     unit = (values / torch.where(is_zero, 1, largest) * units).round_()
@@ -150,8 +152,7 @@ def int4_by_torch(values: Tensor) -> tuple[Tensor, Tensor]:
         is_better = gain > best_gain
         best_gain = torch.where(is_better, gain, best_gain)
         best_scale = torch.where(is_better, scale, best_scale)
-    is_finite = values.isfinite().all(0)
-    scales = _as_float16(torch.where(is_finite, best_scale * (largest / UNITS), torch.nan))
+    scales = _as_float16(best_scale * (largest / UNITS))
     step = largest / scales / UNITS
     codes = _rounded(unit, torch.where(step.abs() < 1, step, 0))
     return codes.to(torch.int8).T.contiguous(), scales
