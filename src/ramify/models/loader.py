@@ -125,9 +125,16 @@ def load_model(
     compute_dtype = resolve_dtype(dtype, config)
     source, config = open_weights(path, config, dtype=compute_dtype, quantize=quantize)
     source = with_activations(source, activations, quantize, str(path))
-    return bind_decoder(
+    decoder = bind_decoder(
         source, config, dtype=compute_dtype, exact=exact, ops=ops, progress=progress, store=store
     )
+    is_quantised = any(weight.dtype is None for weight in decoder.loaded.values())
+    if activations != "int16" and not is_quantised:
+        raise ConfigError(
+            f"activations={activations!r} concerns quantised weights, and all those of {path} are widened to "
+            f"{str(compute_dtype).removeprefix('torch.')}; leave it out"
+        )
+    return decoder
 
 
 def open_weights(

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from ramify import LLM, SamplingParams
 from ramify.attention.exactness import ProbeStore
-from ramify.errors import CheckpointError, ModelError, UnsupportedModelError
+from ramify.errors import CheckpointError, ConfigError, ModelError, UnsupportedModelError
 from ramify.models.checkpoint.sources import open_source
 from ramify.models.loader import load_model, read_config
 from ramify.models.ops.quantized import QuantizedWeight
@@ -162,6 +162,17 @@ def test_widening_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     )
     assert lines[0].startswith("14 quantised matrices (bnb-4bit, 4 bits")
     assert f"are widened to float32: {wide:,} bytes in memory" in lines[0]
+
+
+@pytest.mark.parametrize("case", ["nf4", "fp8"])
+def test_activations_of_int8_need_weights_that_stay_quantised(case: str, tmp_path: Path) -> None:
+    """Where all are widened the option would do nothing, silently; where some are not it may be given."""
+    path, _ = write_pair(tmp_path / "wide", *CASES[case][:2])
+    packed, _ = write_pair(tmp_path / "packed", *CASES["gptq"][:2])
+
+    load_model(packed, activations="int8", exact=False)
+    with pytest.raises(ConfigError, match=r"all those of .* are widened to float32; leave it out"):
+        load_model(path, activations="int8", exact=False)
 
 
 def test_projections_of_unlike_formats_are_one_linear(tmp_path: Path) -> None:
