@@ -297,6 +297,8 @@ def test_a_directory_has_one_model(tmp_path: Path) -> None:
     # Not looked for among hub models.
     with pytest.raises(CheckpointError, match=r"there is no file 'absent.gguf'; name a GGUF"):
         find_checkpoint("absent.gguf")
+    with pytest.raises(CheckpointError, match="there is no directory"):
+        find_checkpoint("a\0b", offline=True)
     (tmp_path / "b.gguf").unlink()
     assert find_checkpoint(tmp_path) == tmp_path / "a.gguf"
 

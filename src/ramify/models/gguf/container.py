@@ -203,6 +203,9 @@ def is_gguf(path: Path) -> bool:
     """Whether a path is that of a GGUF file: by its name, or, without such a suffix, by its first bytes."""
     if path.suffix.lower() == SUFFIX:
         return True
+    # Names that no file can have, and pipes, are not opened.
+    if not path.is_file():
+        return False
     try:
         with path.open("rb") as file:
             return file.read(len(MAGIC)) == MAGIC
