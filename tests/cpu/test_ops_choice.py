@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -246,3 +247,36 @@ def test_experts_of_unlike_formats_are_computed_by_torch() -> None:
     routing = torch.tensor([[0.5, 0.5, 0.0]]).expand(9, 3)
     assert not isinstance(experts, GroupedExperts)
     assert torch.equal(experts(x, routing)[:1], experts(x[:1], routing[:1]))
+
+
+def test_a_verdict_about_quantised_experts_is_one_of_their_arithmetic() -> None:
+    """That of other bits, or of rows of other bits, is not taken for theirs."""
+    pytest.importorskip("numba", reason="the kernels need the extra ramify[cpu]")
+    matrix = torch.randn(64, 64, generator=torch.Generator().manual_seed(3))
+    four, eight = quantize_weight(matrix, 4, 32), quantize_weight(matrix, 8, 32)
+    short = replace(four, format=replace(four.format, row_bits=8))
+    pairs: list[tuple[Weight, Weight]] = [
+        (matrix, matrix),
+        (four, four),
+        (four, eight),
+        (short, short),
+    ]
+    operations = list[str]()
+    for gate_up, down in pairs:
+        stems = {"gate_proj": gate_up, "up_proj": gate_up, "down_proj": down}
+        weights = {
+            f"mlp.{number}.{name}.weight": weight
+            for number in range(2)
+            for name, weight in stems.items()
+        }
+        ops = CpuOps(weights, dtype=torch.float32, max_len=64, store=ProbeStore(None))
+
+        ops.experts("mlp.", num_experts=2, top_k=1, shared=None)
+
+        operations += [verdict.operation for verdict in ops.exactness()]
+    assert operations == [
+        "experts",
+        "experts, 4 bits",
+        "experts, 4 bits, 8 bits",
+        "experts, 4 bits by rows of 8",
+    ]

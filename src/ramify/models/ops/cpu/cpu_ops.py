@@ -129,9 +129,7 @@ class CpuOps(TorchOps):
         if isinstance(weight, QuantizedWeight):
             if panels_support(weight) is not None:
                 return None
-            name = f"linear, {weight.format.bits} bits"
-            if weight.format.row_bits == 8:
-                name += " by rows of 8"
+            name = f"linear, {_form(weight)}"
         norm_weight = None
         if norm is not None:
             norm_weight = self._norm_weight(norm), norm.eps
@@ -252,8 +250,10 @@ class CpuOps(TorchOps):
             return x, torch.zeros_like(scores).scatter_(1, best, scores.gather(1, best))
 
         shape = num_experts, inner, hidden_size
+        forms = dict.fromkeys(_form(w) for w in firsts if isinstance(w, QuantizedWeight))
+        operation = ", ".join(["experts", *forms])
         passes = self._probe_kernel(
-            "experts", kernel, shape, samples, dtype=self.dtype, counts=(1, 2, 5, 16, 64)
+            operation, kernel, shape, samples, dtype=self.dtype, counts=(1, 2, 5, 16, 64)
         )
         if not passes:
             return in_torch()
@@ -294,3 +294,9 @@ class CpuOps(TorchOps):
     def stack(self, layers: Sequence[DecoderLayer]) -> LayerStack:
         """See `Ops`: fused if every operation of every layer is a kernel."""
         return FusedLayers.of(layers) or LayerLoop(layers)
+
+
+def _form(weight: QuantizedWeight) -> str:
+    """The integers of a product, as the name of its operation has them."""
+    rows = " by rows of 8" if weight.format.row_bits == 8 else ""
+    return f"{weight.format.bits} bits{rows}"
