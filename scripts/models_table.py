@@ -129,9 +129,9 @@ QUANTIZED = """
 
 Codes stay packed, with the values of the format's formula; 8-bit codes with zero points and float32 scales
 are widened too. A widened matrix has the dtype of the model; one line in the log says how many there are, and
-what they take. Scales for activations are not used: rows are not rounded to 8 bits. Everything else is refused
-by name (`auto-round`, `hqq`, `modelopt`, `quark`, `torchao`, NVFP4, 2 and 3 bits, ...), and so is a layer
-whose scales are missing, too many, or of another shape.
+what they take. A checkpoint's scales for activations are not used. Everything else is
+refused by name (`auto-round`, `hqq`, `modelopt`, `quark`, `torchao`, NVFP4, 2 and 3 bits, ...), and so is a
+layer whose scales are missing, too many, or of another shape.
 
 Compared with the checkpoint of the dequantised values: logits with the same bits
 (`tests/cpu/models/test_quantized_checkpoints.py`).
@@ -144,8 +144,9 @@ int8. int8 has a scale for each 64 weights of a row; int4 has one for each 32, t
 search for the scale of least squared error.
 
 Rows (activations) are rounded to int16 before quantised weights multiply them, which costs less than bfloat16
-does. With `activations="int8"` they are rounded to 8 bits, with a scale for each group of weights: prefill and
-batches are up to twice as fast. It is an option because it changes more answers.
+does. With `activations="int8"` they are rounded to 8 bits, with a scale for each 32 or 64 elements: prefill and
+batches are up to twice as fast. It is an option because it changes more answers. A model without quantised
+weights, or with widened ones only, refuses it.
 
 `ramify info MODEL` says bits per weight, `ramify verify MODEL --against-full` measures the loss.
 

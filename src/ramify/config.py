@@ -67,7 +67,7 @@ class ModelSection:
         "embedding and LM head are int8). `off`: as they are stored. `widen`: quantised weights are "
         "dequantised, which `ramify verify --against-full` compares with.",
     )
-    # a fourth of the steps between -1 and 1 that bfloat16 has, for up to twice the speed
+    # `int8` is no default: it changes more answers than bfloat16 does
     activations: str = option(
         "int16",
         "What rows are rounded to before quantised weights multiply them: `int16`, closer to float32 than "

@@ -29,12 +29,13 @@ Buffers (NR = 2 SIMD vectors of columns; TILE_N likewise; a word is 32 bits)
     weight, bf16 tiles   likewise, with zeros up to a multiple of 32 k
     weight, 8-bit codes  word[n // NR, k // 4, n % NR] = bytes of k to k + 3
     weight, 4-bit codes  word[n // NR, k // 8, n % NR] = nibbles of k + 0, 1, 4, 5, 2, 3, 6, 7
-    scales, mins         [n // NR, group, n % NR], float32 or float16
+    scales, mins         [n // NR, group, n % NR], float32, float16, or int8 times factors
+    factors              float16 [n // NR, scales or mins, k // 256, n % NR]
     gated MLP            panels of gate and up alternate
     packed rows          A[k, r] per tile of MR rows; VNNI: word[k // 2, r]
     packed rows, tiles   bf16 [row tile, k // 32, row, k % 32], with zeros likewise
     packed rows, codes   words of int16: for each four k (k, k + 2) and (k + 1, k + 3); a float32 scale for
-                         each 128 k; sums by group of weights: see `quantized_gemm`. By tiles of int8: planes
+                         each block of k; sums by group of weights: see `quantized_gemm`. By tiles of int8: planes
                          of high and of low bytes [row tile, k // 64, plane, row, k % 64]. Of 8 bits for
                          VNNI: words of bytes x + 128, four k each; beside 4-bit codes of k + 0, 4, 2, 6
                          and 1, 5, 3, 7

@@ -56,8 +56,8 @@ class QuantizedWeight:
     scales: Tensor  # [out_width, groups] float32
     mins: Tensor | None  # [out_width, groups] float32
     dtype: torch.dtype  # that it is computed in
-    # [out_width, 1 or 2, in_width / 256] float16: scales are multiples of the first by an int8, offsets of
-    # the second, or negative ones
+    # [out_width, 1 or 2, in_width / 256] float16, of K-quants: each scale of 256 weights is an int8 times the
+    # first, each offset an int8 times the second
     factors: Tensor | None = None
 
     @classmethod
