@@ -14,15 +14,15 @@ ITEM_BYTES = (4, 2, 2, 1, 1)
 _OTHERS = range(len(ITEM_BYTES), len(ITEM_BYTES) + 5)
 BF16_VNNI, BF16_TILES, BF16_TILES_EMULATED, CODES8, CODES4 = _OTHERS
 
-# Weights of a row whose scales are multiples of one float16, and those whose offsets are, where they are.
+# Weights of a row whose scales, if they are INT8, are multiples of one float16, and their offsets of another.
 FACTOR_SPAN = 256
 
 # The integers of 4-bit codes of IQ4_NL, and of weights that are rounded at load: closer together where a
 # normal distribution has more.
 NORMAL_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
-# Elements of a row of x that share a scale, rounded to 16 bits; to 8 bits at most, and as many as a group of
-# weights. A group lies within one such block.
+# Elements of a row of x that share a scale, a block: BLOCK of 16 bits; of 8 bits as many as a group of
+# weights, between these limits. A group lies within one block.
 BLOCK, MAX_BLOCK_OF_8, MIN_BLOCK_OF_8 = 128, 64, 32
 
 CACHE_LINE = 64  # bytes
