@@ -23,7 +23,7 @@ from ramify.engine.execution.host_memory import resident_memory
 from ramify.errors import ConfigError
 from ramify.models.configs.sampling_defaults import AUTO
 from ramify.models.gguf.config import read_sampling_defaults
-from ramify.models.gguf.container import PART, SUFFIX
+from ramify.models.gguf.container import model_name
 from ramify.params import SamplingParams
 from ramify.server.app import Server
 from ramify.server.http.browser_guard import LOOPBACK_HOSTS
@@ -187,7 +187,7 @@ async def _serve(options: ServeOptions, llm: AsyncLLM, inputs: ServeInputs) -> i
     keys, record = inputs.keys, inputs.record
     if llm.tokenizer is None:
         raise ConfigError(f"{options.model} has no tokenizer, which a server needs")
-    default_name = PART.sub("", Path(options.model).name).removesuffix(SUFFIX) or options.model
+    default_name = model_name(Path(options.model)) or options.model
     service = RequestService(
         llm,
         llm.tokenizer,

@@ -21,7 +21,7 @@ from ramify.models.configs.model_config import ModelConfig
 from ramify.models.configs.pooling import PoolingConfig
 from ramify.models.gguf.architectures import ARCHITECTURES
 from ramify.models.gguf.config import read_pooling
-from ramify.models.gguf.container import read_container
+from ramify.models.gguf.container import model_name, part_paths, read_container
 from ramify.models.loader import load_model, read_config
 from ramify.models.ops.quantized import QuantizedWeight
 from tests.budget import examples
@@ -282,6 +282,17 @@ def test_a_file_is_known_by_its_first_bytes(tmp_path: Path, name: str) -> None:
 
     assert find_checkpoint(other) == other
     assert read_config(other).hidden_size == read_config(checkpoint).hidden_size
+
+
+def test_the_suffix_may_have_capital_letters(tmp_path: Path) -> None:
+    """In a directory, of parts, and where a server names its model."""
+    names = [f"M-{part:05}-of-00002.GGUF" for part in (1, 2)]
+    for name in names:
+        (tmp_path / name).write_bytes(b"GGUF")
+
+    assert find_checkpoint(tmp_path) == tmp_path / names[0]
+    assert [path.name for path in part_paths(tmp_path / names[1])] == names
+    assert {model_name(Path(name)) for name in (*names, "M.GGUF", "M.gguf", "M")} == {"M"}
 
 
 def test_a_directory_has_one_model(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from ramify.errors import CheckpointError
 from ramify.models.checkpoint.packaged import packaged_model
 from ramify.models.configs.checkpoint_files import MAX_JSON_BYTES, read_checkpoint_file
-from ramify.models.gguf.container import PART, SUFFIX, is_gguf
+from ramify.models.gguf.container import ANY_CASE, PART, is_gguf
 
 BUILT_IN = "ramify-tiny"
 INDEX = "model.safetensors.index.json"
@@ -87,7 +87,7 @@ def check_format(path: Path) -> None:
             f"{path} is an adapter (adapter_config.json) without the model that it changes; merge both "
             "with peft's merge_and_unload, and save the result"
         )
-    if (path / "config.json").is_file() or any(path.glob(f"*{SUFFIX}")):
+    if (path / "config.json").is_file() or any(path.glob(ANY_CASE)):
         return
     for name, form in (("params.json", "Mistral's own"), ("model_index.json", "the diffusers")):
         if (path / name).is_file():
@@ -106,7 +106,7 @@ def _gguf_in(path: Path) -> Path | None:
     if has_weight_files(path):
         return None
     models: dict[str, Path] = {}
-    for file in sorted(path.glob(f"*{SUFFIX}")):
+    for file in sorted(path.glob(ANY_CASE)):
         if file.is_file() and not file.name.startswith("mmproj"):
             models.setdefault(PART.sub("", file.name), file)
     if len(models) > 1:

@@ -29,7 +29,7 @@ ROPE_FREQS, ROPE_LONG, ROPE_SHORT = (
     f"rope_{name}.weight" for name in ("freqs", "factors_long", "factors_short")
 )
 TOKENIZER = "tokenizer.ggml."
-# Roles of tokens that end an answer, and tokens that do so in every model that has them.
+# Roles of tokens that end an answer, and tokens that do so in every model that has them, but for gpt-oss.
 ENDS = ("eos", "eot", "eom")
 END_TEXTS = (
     "<|eot_id|>",
@@ -40,7 +40,7 @@ END_TEXTS = (
     "<|end_of_text|>",
     "<|end|>",
 )
-# In gpt-oss "<|end|>" ends a message, after which the answer goes on.
+# of gpt-oss, where "<|end|>" ends a message, after which the answer goes on
 HARMONY_ENDS = ("<|return|>", "<|call|>")
 CONTROL = 3
 # Parameters of `generation_config.json` -> keys.

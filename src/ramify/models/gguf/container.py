@@ -18,13 +18,15 @@ from ramify.models.configs.checkpoint_files import check_checkpoint_file
 from ramify.models.gguf.tensor_types import OTHER_TYPES, TENSOR_TYPES, TensorType
 
 SUFFIX, MAGIC = ".gguf", b"GGUF"
+# of the names of files in a directory
+ANY_CASE = "*.[gG][gG][uU][fF]"
 SCALARS = dict(enumerate(["u1", "i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?"]))
 SCALARS |= {10: "<u8", 11: "<i8", 12: "<f8"}
 STRING, ARRAY = 8, 9
 MAX_STRING_BYTES = MAX_ARRAY = 1 << 30
 MAX_DIMS = MAX_DEPTH = 4
 READ_BYTES = 1 << 20
-PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
 LENGTH = struct.Struct("<Q")
 
 
@@ -249,6 +251,12 @@ def read_container(path: Path) -> Container:
     return merged
 
 
+def model_name(path: Path) -> str:
+    """The name of a model by that of its file, any part of it, or its directory: without number and suffix."""
+    name = PART.sub("", path.name)
+    return path.stem if name == path.name and path.suffix.lower() == SUFFIX else name
+
+
 def part_paths(path: Path) -> tuple[Path, ...]:
     """The files of a model by the name of any of its parts, in their order.
 
@@ -264,7 +272,8 @@ def part_paths(path: Path) -> tuple[Path, ...]:
             f"{path}: part {number} of {count} by its name; expected 1 to {count or 'the number of parts'}"
         )
     paths = tuple(
-        path.with_name(f"{stem}-{part:05}-of-{count:05}{SUFFIX}") for part in range(1, count + 1)
+        path.with_name(f"{stem}-{part:05}-of-{count:05}{path.suffix}")
+        for part in range(1, count + 1)
     )
     absent = [part.name for part in paths if not part.is_file()]
     if absent:
