@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 
 from ramify.cache import CacheEvent, CacheKey, PrefixCache, Snapshot
-from ramify.cache.key import namespace_hash
 
 
 class Mirror:
@@ -12,7 +11,8 @@ class Mirror:
     def __init__(self, snapshot: Snapshot | None = None) -> None:
         self.pages: dict[bytes, int] = {}  # page hash → page
         self.parents: dict[bytes, bytes] = {}  # page hash → that of the page before
-        self.namespaces: dict[bytes, bytes] = {}
+        self.namespaces: dict[bytes, bytes] = {}  # page hash → hash of its namespace
+        self.starts: dict[bytes, int] = {}  # page hash → pages before it
         self.sequence = 0
         if snapshot is not None:
             self.sequence = snapshot.sequence
@@ -42,22 +42,25 @@ class Mirror:
                 for (name, above), page in reversed(list(zip(chain, event.pages, strict=True))):
                     assert name not in self.parents.values(), "a page went before its followers"
                     assert (self.pages.pop(name), self.parents.pop(name)) == (page, above)
-                    assert self.namespaces.pop(name) == event.namespace
+                    assert 0 <= self.starts.pop(name) - event.start < len(names)
+                    assert self.namespaces.pop(name) == event.namespace_hash
             elif event.kind == "split":
                 assert [(name, self.parents[name]) for name in names] == chain
                 assert event.pages == [self.pages[name] for name in names]
+                assert self.starts[names[0]] == event.start
             else:
                 assert event.kind == "cleared"
-                self.pages, self.parents, self.namespaces = {}, {}, {}
+                self.pages, self.parents, self.namespaces, self.starts = {}, {}, {}, {}
 
     def _store(self, event: CacheEvent) -> None:
         assert event.kind == "stored"
-        for name, above, page in self._chain(event):
-            assert above in self.pages or above == namespace_hash(event.namespace)
+        for start, (name, above, page) in enumerate(self._chain(event), event.start):
+            assert above in self.pages or above == event.namespace_hash
             assert name not in self.pages, "a page is stored twice"
             assert page not in self.pages.values(), "a page is in two places"
-            self.pages[name], self.parents[name] = page, above
-            self.namespaces[name] = event.namespace
+            self.pages[name], self.parents[name], self.starts[name] = page, above, start
+            assert start == 1 + self.starts.get(above, -1)
+            self.namespaces[name] = event.namespace_hash
 
     @staticmethod
     def _chain(event: CacheEvent) -> list[tuple[bytes, bytes, int]]:

@@ -37,8 +37,13 @@ def test_what_is_published_is_stored_under_the_hashes_of_its_key(index: str) -> 
 
     names, stored = key("abcdefg", "n").page_hashes(2), list[tuple[bytes, int]]()
     for event in subscription.take():
-        assert (event.kind, event.namespace, event.reason) == ("stored", b"n", "")
+        assert (event.kind, event.namespace_hash, event.reason) == (
+            "stored",
+            namespace_hash(b"n"),
+            "",
+        )
         assert event.parent_hash == (stored[-1][0] if stored else namespace_hash(b"n"))
+        assert event.start == len(stored)
         stored += zip(event.page_hashes, event.pages, strict=True)
     assert stored == list(zip(names, pages, strict=True))
     assert subscription.take() == []
@@ -55,7 +60,7 @@ def test_a_hit_stores_only_what_is_new() -> None:
     (event,) = subscription.take()
     names = key("abcdefgh").page_hashes(2)
     assert (event.kind, event.page_hashes) == ("stored", names[2:])
-    assert (event.parent_hash, list(event.pages)) == (names[1], pages[2:])
+    assert (event.parent_hash, event.start, list(event.pages)) == (names[1], 2, pages[2:])
 
 
 def test_a_hit_on_whole_nodes_tells_nothing() -> None:
@@ -75,8 +80,9 @@ def test_a_hit_on_whole_nodes_tells_nothing() -> None:
         CacheEvent(
             1,
             "split",
-            b"",
             namespace_hash(b""),
+            namespace_hash(b""),
+            0,
             b"".join(key("ab").page_hashes(2)),
             cache.acquire(key("abx")).pages,
         )
@@ -123,7 +129,7 @@ def test_an_eviction_is_told_with_its_reason(
     gone = [pair for each in events for pair in zip(each.page_hashes, each.pages, strict=True)]
     assert sorted(gone) == sorted(zip(names[1:], pages[1:], strict=True))
     assert {(event.kind, event.reason) for event in events} == {("removed", reason)}
-    assert events[-1].parent_hash == names[0]
+    assert (events[-1].parent_hash, events[-1].start) == (names[0], 1)
 
 
 def test_clear_is_one_event_when_all_goes() -> None:
@@ -143,7 +149,8 @@ def test_clear_is_one_event_when_all_goes() -> None:
     subscription.take()
     assert cache.clear() == 2
     (event,) = subscription.take()
-    assert (event.kind, event.namespace, event.reason) == ("removed", b"n", "cleared")
+    expected = ("removed", namespace_hash(b"n"), "cleared")
+    assert (event.kind, event.namespace_hash, event.reason) == expected
     cache.release(lease)
 
 
@@ -200,6 +207,59 @@ def test_who_lost_events_goes_on_from_a_snapshot() -> None:
     mirror.apply(subscription.take())
 
     assert mirror.pages == content(cache)
+
+
+@INDICES
+@pytest.mark.parametrize("max_runs", [1, 3, 1000])
+def test_chunks_describe_one_moment_whatever_happens_between_them(
+    index: str, max_runs: int
+) -> None:
+    """Chunks taken while requests run and pages are evicted add up to the snapshot of the call."""
+    cache = PrefixCache(12, 2, index=index)
+    subscription = cache.subscribe()
+    for text in ("abcd", "abxy", "uvwx", "klmnop"):
+        serve(cache, text)
+    expected, chunks = cache.snapshot(), []
+
+    for at, chunk in enumerate(subscription.snapshot_chunks(max_runs)):
+        chunks.append(chunk)
+        serve(cache, chr(ord("0") + at) * 8)
+    for number, chunk in enumerate(chunks):
+        assert (chunk.sequence, chunk.digest) == (expected.sequence, expected.digest)
+        assert (chunk.number, chunk.is_last) == (number, number == len(chunks) - 1)
+        assert 1 <= len(chunk.runs) <= max_runs
+
+    assert tuple(run for chunk in chunks for run in chunk.runs) == expected.runs
+    mirror = Mirror(expected)
+    mirror.apply(subscription.take())
+    assert mirror.pages == content(cache)
+    assert subscription.digest() == (mirror.sequence, mirror.digest)
+
+
+@pytest.mark.parametrize("max_runs", [0, -1])
+def test_a_chunk_has_at_least_one_run(max_runs: int) -> None:
+    """A limit below 1 is refused; an empty cache is one empty chunk."""
+    subscription = PrefixCache(8, 2).subscribe()
+
+    with pytest.raises(ConfigError, match=f"max_runs={max_runs}"):
+        subscription.snapshot_chunks(max_runs)
+
+    (chunk,) = subscription.snapshot_chunks()
+    assert (chunk.number, chunk.runs, chunk.is_last, chunk.digest) == (0, (), True, bytes(16))
+
+
+def test_nothing_that_leaves_the_cache_has_the_namespace_in_clear() -> None:
+    """Events and snapshots have hashes in place of a namespace with its tenant and salt."""
+    cache = PrefixCache(16, 2)
+    subscription = cache.subscribe()
+
+    serve(cache, "abcd", "acme-secret")
+    serve(cache, "abxy", "acme-secret")
+    cache.evict(1)
+    events = subscription.take()
+
+    assert {event.kind for event in events} == {"stored", "split", "removed"}
+    assert "secret" not in repr((events, cache.snapshot(), list(subscription.snapshot_chunks())))
 
 
 @pytest.mark.parametrize("capacity", [0, -3])

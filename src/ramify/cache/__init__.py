@@ -19,7 +19,7 @@ hatch_build.py compiles the hot path with mypyc: `MODULES` there says which modu
 """
 
 from ramify.cache.content_atoms import Media, Salt
-from ramify.cache.events import CacheEvent, Evicted, Snapshot, Subscription
+from ramify.cache.events import CacheEvent, Evicted, Snapshot, SnapshotChunk, Subscription
 from ramify.cache.hash_index import INDICES
 from ramify.cache.key import CacheKey, namespace_of, namespace_parts
 from ramify.cache.leases import Lease
@@ -51,6 +51,7 @@ __all__ = [
     "RadixTree",
     "Salt",
     "Snapshot",
+    "SnapshotChunk",
     "Subscription",
     "namespace_of",
     "namespace_parts",

@@ -472,7 +472,8 @@ class PrefixCache:
         """Begin to log events: `stored`, `removed`, `split`, `cleared`, with page hashes.
 
         A subscriber that comes late or has lost events takes a `snapshot` and goes on with the
-        events after it. While there are subscribers, every published page is hashed.
+        events after it. While there are subscribers, every published page is hashed. The first one
+        hashes what is cached: subscribe while the cache is empty.
 
         Args:
             capacity: events kept until they are taken; the oldest are dropped and counted.
