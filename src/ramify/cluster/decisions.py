@@ -1,0 +1,116 @@
+"""What a router decides, and what it is told of a replica's work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class LoadReport(Protocol):
+    """What a replica has to do, and how fast it is. `Load`, or its form on a wire."""
+
+    @property
+    def tokens_waiting(self) -> int:
+        """Tokens to compute before a further prompt."""
+        ...
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for their first step."""
+        ...
+
+    @property
+    def num_running(self) -> int:
+        """Requests in the engine's batch."""
+        ...
+
+    @property
+    def token_s(self) -> float:
+        """Seconds to compute a token of a prompt."""
+        ...
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step that only decodes."""
+        ...
+
+    @property
+    def max_waiting(self) -> int:
+        """Requests that may wait; 0: no limit."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """See `LoadReport`."""
+
+    tokens_waiting: int
+    num_waiting: int
+    num_running: int
+    free_pages: int
+    token_s: float
+    step_s: float
+    max_waiting: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """The replica with the longest cached prefix, where another one was chosen."""
+
+    replica: str
+    cached_tokens: int
+    queue_s: float
+    reason: str  # "queue": it would take longer there; "bound": it has more than its share; "full"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Where a request goes, and why.
+
+    `reason`:
+    - "cached": nobody has a longer prefix cached
+    - "in flight": it computes the prefix at the moment, or will before this request
+    - "spill": a replica with a longer prefix has too much to do: see `alternative`
+    - "least work": nobody has anything of it
+    - "unknown cache": likewise, as far as is known: a replica's cache is not known yet
+    - "only": there is one replica
+    """
+
+    replica: str
+    reason: str
+    reservation: int  # until `Router.finished` or `Router.failed`
+    cached_tokens: int = 0  # that are expected to hit there
+    cost_s: float = 0.0  # see `router`
+    alternative: Alternative | None = None
+
+    def explain(self) -> str:
+        """The decision as a sentence."""
+        text = f"{self.reason}: {self.cached_tokens:,} tokens on {self.replica}"
+        other = self.alternative
+        if other is None:
+            return text
+        why = {
+            "queue": f"{other.queue_s:.1f} s of work before it",
+            "bound": "more than its share of requests",
+            "full": "a full queue",
+        }[other.reason]
+        return f"{text}; {other.replica} has {other.cached_tokens:,} tokens of it but {why}"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """No replica takes a request now: "no replica" is there, or all are "full"."""
+
+    reason: str
+    retry_after_s: float
+
+
+@dataclass(slots=True)
+class RouterCounters:
+    """Since the router was made. Predicted against actual tokens are those of finished requests."""
+
+    num_decisions: dict[str, int]  # by reason
+    num_refusals: dict[str, int]
+    predicted_tokens: int = 0
+    cached_tokens: int = 0
+    wrong_tokens: int = 0  # sum of the differences' absolute values

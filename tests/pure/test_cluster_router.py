@@ -1,0 +1,322 @@
+"""Where a router sends requests, why, and that nothing it reserves is left."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ramify.cache import CacheKey
+from ramify.cluster.decisions import Decision, Load, Refusal
+from ramify.cluster.mirrors import Mirrors
+from ramify.cluster.router import BOUND, FIRST_OUTPUT_TOKENS, Router
+from ramify.errors import ConfigError
+from tests.budget import examples
+from tests.pure.mirrored_replica import Replica, joined
+
+PAGE = 2
+IDLE = Load(0, 0, 0, 64, token_s=0.01, step_s=0.02)
+
+
+class Fleet:
+    """A router over replicas with real caches, without a wire."""
+
+    def __init__(self, names: str = "abc", num_pages: int = 512) -> None:
+        self.mirrors = Mirrors()
+        self.router = Router(self.mirrors, PAGE)
+        self.replicas: dict[str, Replica] = {}
+        for number, name in enumerate(names, 1):
+            self.replicas[name] = joined(self.mirrors, name, number, num_pages)
+            self.router.add(name)
+            self.router.load(name, IDLE)
+
+    def cache(self, name: str, prompt: range) -> None:
+        """Compute a prompt on a replica."""
+        replica, prompt_key = self.replicas[name], CacheKey(prompt)
+        cache = replica.cache
+        lease = cache.acquire(prompt_key)
+        lease = cache.publish(
+            lease, prompt_key, cache.reserve(len(prompt) // PAGE - len(lease.pages))
+        )
+        cache.release(lease)
+        replica.message().deliver(self.mirrors)
+
+    def choose(self, prompt: range, **options) -> Decision | Refusal:
+        return self.router.choose(CacheKey(prompt).page_hashes(PAGE), len(prompt), **options)
+
+    def decide(self, prompt: range, **options) -> Decision:
+        decision = self.choose(prompt, **options)
+        assert isinstance(decision, Decision)
+        return decision
+
+
+def test_a_prompt_goes_where_most_of_it_is_cached() -> None:
+    """Of two replicas with a part of the prompt, the one with more gets it; the hit is predicted."""
+    fleet = Fleet()
+    fleet.cache("b", range(200))
+    fleet.cache("c", range(100))
+
+    decision = fleet.decide(range(220))
+
+    assert (decision.replica, decision.reason, decision.cached_tokens) == ("b", "cached", 200)
+    assert decision.alternative is None
+    assert decision.cost_s == pytest.approx(0.4)
+
+
+def test_the_last_token_is_always_computed() -> None:
+    """A prompt that is cached whole is expected to hit all pages but the last."""
+    fleet = Fleet()
+    fleet.cache("b", range(200))
+
+    assert fleet.decide(range(200)).cached_tokens == 198
+
+
+def test_a_prefix_in_flight_counts_as_cached() -> None:
+    """Requests behind a long prompt follow it before it is computed, from the decision on."""
+    fleet = Fleet()
+    first = fleet.decide(range(400))
+
+    second = fleet.decide(range(420))
+
+    assert (second.replica, second.reason) == (first.replica, "in flight")
+    assert 380 <= second.cached_tokens <= 400
+    fleet.router.first_token(first.reservation)
+    fleet.router.first_token(second.reservation)
+    assert len(fleet.router._in_flight) == 0
+
+
+def test_a_saturated_replica_spills_and_the_reason_says_so() -> None:
+    """With 30 s of work before a prefix of 2 s, another replica computes it again."""
+    fleet = Fleet()
+    fleet.cache("b", range(200))
+    fleet.router.load("b", Load(3000, 0, 0, 64, 0.01, 0.02))
+
+    decision = fleet.decide(range(220))
+
+    assert (decision.reason, decision.cached_tokens) == ("spill", 0)
+    assert decision.replica != "b"
+    assert decision.explain() == (
+        f"spill: 0 tokens on {decision.replica}; b has 200 tokens of it but 30.0 s of work before it"
+    )
+
+
+def test_a_hot_prefix_is_computed_on_further_replicas() -> None:
+    """Requests for one prefix, all at once: no replica gets more than its share."""
+    fleet = Fleet("abcd")
+    fleet.cache("a", range(200))
+
+    chosen = Counter(fleet.decide(range(220)).replica for _ in range(40))
+
+    assert set(chosen) == set("abcd")
+    assert max(chosen.values()) <= BOUND * 10 + 2
+
+
+def test_ties_rotate() -> None:
+    """Prompts that nobody has go to all replicas in turn, though one is 2 % faster."""
+    fleet = Fleet("abcd")
+    fleet.router.load("c", Load(0, 0, 0, 64, 0.0098, 0.02))
+    chosen = []
+    for start in range(0, 8000, 1000):
+        decision = fleet.decide(range(start, start + 100))
+        fleet.router.finished(decision.reservation)
+        chosen.append(decision.replica)
+
+    assert chosen == list("abcd") * 2
+
+
+def test_a_slower_replica_gets_less() -> None:
+    """Each replica's own calibration counts."""
+    fleet = Fleet("ab")
+    fleet.router.load("a", Load(0, 0, 0, 64, 0.1, 0.2))
+
+    assert [fleet.decide(range(at, at + 100)).replica for at in (0, 1000)] == ["b", "b"]
+
+
+def test_decoding_requests_count() -> None:
+    """Of two replicas without a queue, the one that decodes for fewer requests is chosen."""
+    fleet = Fleet("ab")
+    fleet.router.load("a", Load(0, 0, 1, 64, 0.01, 0.02))
+
+    first = fleet.decide(range(100))
+
+    assert first.replica == "b"
+    assert first.cost_s == pytest.approx(2.0)
+    second = fleet.decide(range(1000, 1100), max_tokens=10)
+    assert second.replica == "a"
+    assert second.cost_s == pytest.approx(2.1)
+    assert FIRST_OUTPUT_TOKENS > 10
+
+
+def test_a_reservation_counts_from_the_decision_until_the_report_includes_it() -> None:
+    """Before any report a second prompt goes elsewhere; a report of the first takes its place."""
+    fleet = Fleet("ab")
+    first = fleet.decide(range(100))
+    assert fleet.decide(range(1000, 1100)).replica != first.replica
+    state = fleet.router._replicas[first.replica]
+    assert (state.num_unseen, state.unseen_tokens, state.num_requests) == (1, 100, 1)
+
+    fleet.router.admitted(first.reservation)
+    fleet.router.admitted(first.reservation)
+    fleet.router.load(first.replica, Load(100, 1, 0, 64, 0.01, 0.02))
+
+    assert (state.num_unseen, state.unseen_tokens, state.num_requests) == (0, 0, 1)
+
+
+def test_drained_excluded_and_different_replicas_get_nothing() -> None:
+    """A resumption stays with the identity of its first replica, and away from the dead one."""
+    fleet = Fleet("")
+    for number, (name, identity) in enumerate([("a", "x"), ("b", "x"), ("c", "y")], 1):
+        fleet.replicas[name] = joined(fleet.mirrors, name, number, 512)
+        fleet.router.add(name, identity)
+    fleet.cache("c", range(200))
+
+    assert fleet.decide(range(220), identity="x", exclude=["a"]).replica == "b"
+    fleet.router.drain("c")
+    assert fleet.decide(range(220)).replica != "c"
+    assert fleet.choose(range(220), identity="y") == Refusal("no replica", 1.0)
+    fleet.router.add("c", "z")
+    assert fleet.decide(range(220), identity="z").reason == "only"
+
+
+def test_all_full_is_refused_with_the_time_until_a_place_is_free() -> None:
+    """Retry-After is from the replica with the shortest queue, 1 to 60 s; no replica is at once."""
+    fleet = Fleet("ab")
+    fleet.router.load("a", Load(4000, 4, 8, 0, 0.01, 0.02, max_waiting=4))
+    fleet.router.load("b", Load(8000, 4, 8, 0, 0.01, 0.02, max_waiting=4))
+
+    assert fleet.choose(range(100)) == Refusal("full", 10.0)
+    fleet.router.load("b", Load(8000, 3, 8, 0, 0.01, 0.02, max_waiting=4))
+    assert fleet.decide(range(100)).replica == "b"
+    assert isinstance(fleet.choose(range(100)), Refusal)
+    assert Fleet("").choose(range(100)) == Refusal("no replica", 1.0)
+    assert fleet.router.counters.num_refusals == {"full": 2}
+
+
+def test_an_unknown_cache_is_no_miss() -> None:
+    """Until every snapshot is complete, the reason says that a cache is not known."""
+    fleet = Fleet("ab")
+    fleet.mirrors.add("a", 1)
+
+    assert fleet.decide(range(100)).reason == "unknown cache"
+    assert Fleet("ab").decide(range(100)).reason == "least work"
+
+
+def test_a_dead_replica_gives_its_reservations_back() -> None:
+    """`remove` returns them, released; what comes for them later changes nothing."""
+    fleet = Fleet("ab")
+    numbers = [fleet.decide(range(at, at + 100)) for at in range(0, 8000, 1000)]
+    lost = fleet.router.remove("a")
+
+    assert lost == [each.reservation for each in numbers if each.replica == "a"]
+    for number in lost:
+        fleet.router.admitted(number)
+        fleet.router.first_token(number)
+        fleet.router.finished(number)
+        fleet.router.failed(number)
+    fleet.router.load("a", IDLE)
+    assert fleet.router.remove("a") == []
+    assert fleet.router.num_in_flight == len(numbers) - len(lost)
+
+
+def test_a_replica_with_requests_in_flight_does_not_join_twice() -> None:
+    """`add` would forget them; the error says what to do."""
+    fleet = Fleet("a")
+    fleet.decide(range(100))
+
+    with pytest.raises(ConfigError, match="'a' has 1 requests in flight; remove it"):
+        fleet.router.add("a")
+
+
+def test_predictions_are_compared_with_what_hit() -> None:
+    """Counters add up predicted and actual tokens of finished requests."""
+    fleet = Fleet("ab")
+    fleet.cache("a", range(100))
+    for cached in (100, 90, None):
+        fleet.router.finished(fleet.decide(range(110)).reservation, 5, cached)
+
+    counters = fleet.router.counters
+    assert (counters.predicted_tokens, counters.cached_tokens, counters.wrong_tokens) == (
+        200,
+        190,
+        10,
+    )
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(seed=st.integers(0, 2**32), num_replicas=st.integers(1, 6))
+def test_no_decision_is_above_the_bound_and_every_reservation_ends(
+    seed: int, num_replicas: int
+) -> None:
+    """Random requests end, fail, are reported or not; replicas drain, leave and come back."""
+    random, names = Random(seed), "abcdef"[:num_replicas]
+    fleet = Fleet(names)
+    router, live = fleet.router, dict[int, str]()
+    for _ in range(120):
+        action = random.choice(
+            ["choose"] * 5 + ["admitted", "first", "end", "load", "leave", "drain"]
+        )
+        if action == "choose":
+            states = [each for each in router._replicas.values() if not each.is_draining]
+            before = {each.name: each.num_requests for each in states}
+            start = random.choice([0, 0, 1000, random.randrange(10**6)])
+            decision = fleet.choose(range(start, start + random.choice([1, 30, 200])))
+            if isinstance(decision, Refusal):
+                assert not [each for each in states if not each.is_full]
+                continue
+            mean = sum(before.values()) / len(before)
+            if not any(each.max_waiting for each in states):
+                assert before[decision.replica] <= BOUND * mean + 1
+            live[decision.reservation] = decision.replica
+        elif action == "load":
+            name = random.choice(names)
+            limit = random.choice([0, 0, 0, 3])
+            router.load(
+                name, Load(random.randrange(500), random.randrange(4), 2, 9, 0.01, 0.1, limit)
+            )
+        elif action == "leave":
+            name = random.choice(names)
+            assert router.remove(name) == sorted(each for each in live if live[each] == name)
+            live = {number: each for number, each in live.items() if each != name}
+            router.add(name)
+        elif action == "drain" and random.random() < 0.3:
+            router.drain(random.choice(names))
+        elif live:
+            number = random.choice(list(live))
+            if action == "admitted":
+                router.admitted(number)
+            elif action == "first":
+                router.first_token(number)
+            elif action == "end":
+                del live[number]
+                random.choice([router.finished, router.failed])(number)
+        assert router.num_in_flight == len(live)
+    for number in live:
+        router.finished(number)
+
+    assert (router.num_in_flight, len(router._in_flight)) == (0, 0)
+    for state in router._replicas.values():
+        assert (state.num_unseen, state.unseen_tokens, state.reservations) == (0, 0, set())
+
+
+@pytest.mark.parametrize("page_size", [0, -1])
+def test_a_page_has_a_token(page_size: int) -> None:
+    """A page size below 1 is refused."""
+    with pytest.raises(ConfigError, match=f"page_size={page_size}"):
+        Router(Mirrors(), page_size)
+
+
+def test_the_router_loads_nothing_heavy() -> None:
+    """Importing it loads neither torch nor gRPC nor Ray, nor the engine."""
+    script = (
+        "import sys, ramify.cluster.router; "
+        "print([name for name in ('torch', 'grpc', 'ray', 'numpy', 'ramify.engine') if name in sys.modules])"
+    )
+
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+
+    assert run.stdout.strip() == "[]"
