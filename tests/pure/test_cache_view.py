@@ -10,7 +10,8 @@ import pytest
 from ramify.cache import CacheKey, namespace_of
 from ramify.cache.key import namespace_parts
 from ramify.engine.async_llm import AsyncLLM
-from ramify.engine.cache_admin.view import AsyncCacheView, CacheView, ClearResult
+from ramify.engine.cache_admin.async_view import AsyncCacheView
+from ramify.engine.cache_admin.view import CacheView, ClearResult
 from ramify.engine.cache_admin.warmup import WarmPrompt, read_prompts
 from ramify.engine.llm import LLM
 from ramify.errors import ConfigError, InvalidParamsError, PinError, RequestError

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from ramify.config import EngineConfig, ModelSection, ResolvedConfig
-from ramify.engine.cache_admin.view import AsyncCacheView
+from ramify.engine.cache_admin.async_view import AsyncCacheView
 from ramify.engine.cache_admin.warmup import WARM_PARAMS, WarmPrompt
 from ramify.engine.context import EngineStats
 from ramify.engine.core import EngineCore

@@ -2,8 +2,9 @@
 
 In reading order:
 
-    warmup  warm-up prompts from a file or a list; public prefixes: their token ids and pins
-    view    `CacheView` and `AsyncCacheView`: stats, tree, explain, pin, clear, warm, share
+    warmup      warm-up prompts from a file or a list; public prefixes: their token ids and pins
+    view        `CacheView`: stats, tree, explain, pin, clear, warm, share
+    async_view  `AsyncCacheView`: the same calls as coroutines
 
 `llm`, `async_llm`, `sessions` and the server import this package; it reads the core and its cache, and leaves
 the computing of prompts to the callable that `llm` or `async_llm` passes in.

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from array import array
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 from ramify.cache.inspection import NodeInfo, count_pages, nodes_under, time_before, top_nodes
 from ramify.cache.key import CacheKey
@@ -29,14 +26,13 @@ from ramify.engine.core import EngineCore
 from ramify.engine.prefix_namespaces import owner_of_node
 from ramify.engine.scheduling.validation import validate_token_ids
 from ramify.engine.text.prompt_inputs import Prefix, prefix_token_ids, stable_prefix_ids
-from ramify.errors import ConfigError, InvalidParamsError, RamifyError
+from ramify.errors import ConfigError, InvalidParamsError
 from ramify.outputs import Explanation, RequestOutput
 
 if TYPE_CHECKING:
     from ramify.engine.text.tokenizer import Tokenizer
 
 PREVIEW_CHARS = 60  # of the text of a node
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +218,7 @@ class CacheView:
         Raises:
             ConfigError: the file cannot be used; nothing was computed.
         """
-        return WarmupResult.of(self._compute(_as_warm_prompts(prompts)))
+        return WarmupResult.of(self._compute(as_warm_prompts(prompts)))
 
     @whole_call
     def share(self, prompts: Path | str | Sequence[WarmPrompt]) -> WarmupResult:
@@ -244,7 +240,7 @@ class CacheView:
                 or salt, is shorter than a page, or cannot be served; nothing is shared.
             PinError: they take more than half of the pages; nothing is shared.
         """
-        prefixes = _as_warm_prompts(prompts)
+        prefixes = as_warm_prompts(prompts)
         ids = self._public_prefix_ids(prefixes)
         result = WarmupResult.of(self._compute(prefixes))
         pin_public_prefixes(self._engine, ids, result)
@@ -285,127 +281,13 @@ class CacheView:
         )
 
 
-class RunsInEngine(Protocol):
-    """Runs calls in the engine thread; `AsyncLLM` does."""
+def as_warm_prompts(prompts: object) -> Sequence[WarmPrompt]:
+    """The prompts of a list, or of a file.
 
-    async def run(self, call: Callable[[EngineCore], T]) -> T:
-        """See `AsyncLLM.run`."""
-        ...
-
-
-class AsyncCacheView:
-    """The calls of `CacheView` as coroutines; each runs in the engine thread, between two steps."""
-
-    def __init__(
-        self,
-        engine: RunsInEngine,
-        tokenizer: Tokenizer | None,
-        compute: Callable[[Sequence[WarmPrompt]], Awaitable[Sequence[RequestOutput | Exception]]],
-    ) -> None:
-        self._engine, self._tokenizer, self._compute = engine, tokenizer, compute
-
-    async def stats(self) -> CacheStats:
-        """See `CacheView.stats`."""
-        return await self._run(CacheView.stats)
-
-    async def check(self) -> None:
-        """See `CacheView.check`."""
-        await self._run(CacheView.check)
-
-    async def explain(self, prompt: Prefix, *, tenant: str = "", salt: str = "") -> Explanation:
-        """See `CacheView.explain`."""
-        ids = await self._ids(prompt, add_generation_prompt=True)
-        return await self._run(lambda view: view.explain(ids, tenant=tenant, salt=salt))
-
-    async def pin(
-        self,
-        prefix: Prefix,
-        *,
-        owner: str = "user",
-        ttl_s: float | None = None,
-        tenant: str = "",
-        salt: str = "",
-        room_tokens: int = 0,
-    ) -> Pin:
-        """See `CacheView.pin`; a caller that is cancelled leaves no pin behind."""
-        ids = await self._ids(prefix)
-        pinning = asyncio.ensure_future(
-            self._run(
-                lambda view: view.pin(
-                    ids,
-                    owner=owner,
-                    ttl_s=ttl_s,
-                    tenant=tenant,
-                    salt=salt,
-                    room_tokens=room_tokens,
-                )
-            )
-        )
-        try:
-            return await asyncio.shield(pinning)
-        except asyncio.CancelledError:  # nobody else knows the pin, so nobody could end it
-            with suppress(RamifyError):
-                await self.unpin(await pinning)
-            raise
-
-    async def unpin(self, pin: Pin | int) -> None:
-        """See `CacheView.unpin`."""
-        await self._run(lambda view: view.unpin(pin))
-
-    async def pins(self, owner: str | None = None) -> list[Pin]:
-        """See `CacheView.pins`."""
-        return await self._run(lambda view: view.pins(owner))
-
-    async def tree(self, max_nodes: int = 200) -> TreeView:
-        """See `CacheView.tree`."""
-        return await self._run(lambda view: view.tree(max_nodes))
-
-    async def clear(
-        self,
-        *,
-        prefix: Prefix | None = None,
-        tenant: str | None = None,
-        salt: str | None = None,
-        older_than_s: float | None = None,
-    ) -> ClearResult:
-        """See `CacheView.clear`."""
-        ids: Sequence[int] | None = None
-        if prefix is not None:
-            ids = await asyncio.to_thread(stable_prefix_ids, prefix, self._tokenizer)
-        return await self._run(
-            lambda view: view.clear(prefix=ids, tenant=tenant, salt=salt, older_than_s=older_than_s)
-        )
-
-    async def warm(self, prompts: Path | str | Sequence[WarmPrompt]) -> WarmupResult:
-        """See `CacheView.warm`; other requests go on meanwhile."""
-        return WarmupResult.of(
-            await self._compute(await asyncio.to_thread(_as_warm_prompts, prompts))
-        )
-
-    async def share(self, prompts: Path | str | Sequence[WarmPrompt]) -> WarmupResult:
-        """See `CacheView.share`; other requests go on meanwhile."""
-        prefixes = await asyncio.to_thread(_as_warm_prompts, prompts)
-        sizes = await self._engine.run(lambda core: (core.vocab_size, core.config.page_size))
-        make = partial(
-            public_prefix_ids, prefixes, self._tokenizer, vocab_size=sizes[0], page_size=sizes[1]
-        )
-        ids = await asyncio.to_thread(make)
-        result = WarmupResult.of(await self._compute(prefixes))
-        await self._engine.run(lambda core: pin_public_prefixes(core, ids, result))
-        return result
-
-    async def _ids(self, prefix: Prefix, *, add_generation_prompt: bool = False) -> Sequence[int]:
-        return await asyncio.to_thread(
-            prefix_token_ids, prefix, self._tokenizer, add_generation_prompt=add_generation_prompt
-        )
-
-    async def _run(self, call: Callable[[CacheView], T]) -> T:
-        return await self._engine.run(
-            lambda core: call(CacheView(core, self._tokenizer, lambda prompts: ()))
-        )
-
-
-def _as_warm_prompts(prompts: object) -> Sequence[WarmPrompt]:
+    Raises:
+        InvalidParamsError: it is neither, or the list has something else.
+        ConfigError: see `read_prompts`.
+    """
     if isinstance(prompts, list | tuple):
         for prompt in prompts:
             if not isinstance(prompt, WarmPrompt):

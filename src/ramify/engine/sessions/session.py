@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
 from ramify.cache.call_guard import CallGuard
 from ramify.cache.pins import Pin
-from ramify.engine.cache_admin.view import AsyncCacheView, CacheView
+from ramify.engine.cache_admin.async_view import AsyncCacheView
+from ramify.engine.cache_admin.view import CacheView
 from ramify.engine.call_turns import CallTurns, whole_call
 from ramify.engine.request_options import RequestOptions
 from ramify.engine.serving.streams import Stream
