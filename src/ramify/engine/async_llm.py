@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from ramify.config import EngineConfig, ModelSection, ResolvedConfig
 from ramify.engine.cache_admin.async_view import AsyncCacheView
+from ramify.engine.cache_admin.calls import ReadStats
 from ramify.engine.cache_admin.warmup import WARM_PARAMS, WarmPrompt
 from ramify.engine.context import EngineStats
 from ramify.engine.core import EngineCore
+from ramify.engine.description import EngineDescription
 from ramify.engine.request_options import RequestOptions
 from ramify.engine.serving.engine_thread import EngineThread, Health
 from ramify.engine.serving.streams import LoopDispatcher, OutputCollector, Stream
@@ -77,6 +79,7 @@ class AsyncLLM:
     def _attach_core(self, core: EngineCore, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer
         self.config: ResolvedConfig = core.config
+        self._vocab_size = core.vocab_size
         self.compile_grammar = core.compile_grammar  # for any thread
         self._engine_thread = EngineThread(core)
         self._dispatchers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopDispatcher] = (
@@ -85,6 +88,13 @@ class AsyncLLM:
         self._lock = threading.Lock()
         # If nobody closes it: the thread must not be in a step when the interpreter ends.
         self._finalizer = weakref.finalize(self, _end, self._engine_thread)
+
+    @property
+    def description(self) -> EngineDescription:
+        """Model and implementation of the engine."""
+        if self._engine is None:
+            return EngineDescription(vocab_size=self._vocab_size)
+        return self._engine.description
 
     @property
     def engine(self) -> LocalEngine:
@@ -315,11 +325,17 @@ class AsyncLLM:
     @property
     def cache(self) -> AsyncCacheView:
         """The calls of `CacheView` as coroutines."""
-        return AsyncCacheView(self, self.tokenizer, self._warm)
+        return AsyncCacheView(
+            self,
+            self.tokenizer,
+            self._warm,
+            vocab_size=self._vocab_size,
+            page_size=self.config.page_size,
+        )
 
     async def stats(self) -> EngineStats:
         """See `LLM.stats`."""
-        return await self.run(EngineCore.stats)
+        return await self.run(ReadStats())
 
     def health(self) -> Health:
         """State of the engine thread and age of its last step; does not wait for it."""

@@ -26,6 +26,7 @@ from ramify.models.gguf.config import read_sampling_defaults
 from ramify.models.gguf.container import model_name
 from ramify.params import SamplingParams
 from ramify.server.app import Server
+from ramify.server.engine_client import EngineClient
 from ramify.server.http.browser_guard import LOOPBACK_HOSTS
 from ramify.server.http.connection_limit import ConnectionLimit, raise_descriptor_limit
 from ramify.server.http.listen_address import bind_address
@@ -183,11 +184,12 @@ class ServeInputs:
         )
 
 
-async def _serve(options: ServeOptions, llm: AsyncLLM, inputs: ServeInputs) -> int:
+async def _serve(options: ServeOptions, llm: EngineClient, inputs: ServeInputs) -> int:
     keys, record = inputs.keys, inputs.record
     if llm.tokenizer is None:
         raise ConfigError(f"{options.model} has no tokenizer, which a server needs")
     default_name = model_name(Path(options.model)) or options.model
+    model = llm.description
     service = RequestService(
         llm,
         llm.tokenizer,
@@ -195,10 +197,10 @@ async def _serve(options: ServeOptions, llm: AsyncLLM, inputs: ServeInputs) -> i
         aliases=options.served_names,
         tool_call_parser=options.tool_call_parser,
         reasoning_parser=options.reasoning_parser,
-        pooling=llm.engine.pooling,
-        sampling_defaults=read_sampling_defaults(options.generation_config, llm.engine.path),
-        embedding_size=llm.engine.model_config.hidden_size,
-        wrapper=llm.engine.model_config.wrapper,
+        pooling=model.pooling,
+        sampling_defaults=read_sampling_defaults(options.generation_config, Path(model.path)),
+        embedding_size=model.hidden_size,
+        wrapper=model.wrapper,
         drops_forbidden_tools=options.drops_forbidden_tools,
         tools_first=options.tools_first,
     )
@@ -278,7 +280,7 @@ def frozen_heap() -> Iterator[None]:
         gc.unfreeze()
 
 
-async def _compile_kernels(llm: AsyncLLM) -> None:
+async def _compile_kernels(llm: EngineClient) -> None:
     """Run a prefill and a decode step, which compile kernels, before the server is ready."""
     params = SamplingParams(max_tokens=2, ignore_eos=True)
     output = await llm.generate([0] * WARM_UP_TOKENS, params)
@@ -287,12 +289,14 @@ async def _compile_kernels(llm: AsyncLLM) -> None:
     await llm.cache.clear()
 
 
-def startup_banner(url: str, service: RequestService, llm: AsyncLLM, keys: ApiKeys | None) -> str:
+def startup_banner(
+    url: str, service: RequestService, llm: EngineClient, keys: ApiKeys | None
+) -> str:
     """Model, sizes, URL and a `curl` command, as shown when the server listens."""
     config = llm.config
     rows = {
-        "model": f"{service.model} ({str(llm.engine.decoder.dtype).removeprefix('torch.')})",
-        "attention": f"{llm.engine.backend_choice.name}, "
+        "model": f"{service.model} ({llm.description.dtype})",
+        "attention": f"{llm.description.attention}, "
         + ("exact" if config.requested.attention.exact else "not exact"),
         "K/V cache": f"{config.num_pages:,} pages x {config.page_size} = "
         f"{config.kv_cache_tokens:,} tokens, at most {config.kv_cache_bytes / 2**20:,.0f} MiB",

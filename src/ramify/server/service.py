@@ -9,17 +9,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
-from ramify.cache.maintenance import evict_suffix
 from ramify.config import MAX_QUEUED_POOLS
-from ramify.engine.async_llm import AsyncLLM
-from ramify.engine.core import EngineCore
-from ramify.engine.prefix_namespaces import owner_of_namespace
-from ramify.engine.scheduling.validation import validate_token_ids
 from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import EngineStoppedError
 from ramify.models.configs.pooling import PoolingConfig
 from ramify.models.configs.sampling_defaults import SamplingDefaults
 from ramify.outputs import Explanation, StepOutput
+from ramify.server.engine_client import EngineClient
 from ramify.server.errors import ApiError, ContextLengthError
 from ramify.server.generation import Generation, GenerationRequest
 from ramify.server.grammars.constraint import AnswerConstraints
@@ -66,7 +62,7 @@ class RequestService:
 
     def __init__(
         self,
-        engine: AsyncLLM,
+        engine: EngineClient,
         tokenizer: Tokenizer,
         *,
         model: str,
@@ -163,23 +159,11 @@ class RequestService:
         self, prompt: RenderedPrompt, caller: Caller, salt: str = ""
     ) -> tuple[int, CacheMiss | None]:
         """Explain a lookup of a prompt: cached tokens, reason for the miss. Computes nothing."""
-        explanation = await self.engine.run(
-            lambda core: self._explanation(core, prompt, caller, salt)
+        explanation = await self.engine.cache.explain_to_tenant(
+            prompt.ids, tenant=caller.tenant, salt=salt
         )
         num_cached = 0 if explanation is None else explanation.hit_tokens
         return num_cached, self._cache_miss(explanation, prompt)
-
-    def _explanation(
-        self, core: EngineCore, prompt: RenderedPrompt, caller: Caller, salt: str
-    ) -> Explanation | None:
-        ids = validate_token_ids(prompt.ids, core.vocab_size)
-        if not self.prefix_cache:
-            return None
-
-        def is_own(namespace: bytes) -> bool:
-            return owner_of_namespace(namespace)[0] == caller.tenant
-
-        return core.cache.explain(core.namespaces.key(ids, caller.tenant, salt), may_tell=is_own)
 
     def _cache_miss(
         self, explanation: Explanation | None, prompt: RenderedPrompt
@@ -347,12 +331,11 @@ class RequestService:
         answers = await asyncio.to_thread(find_answers)
         if not answers:
             return
-
-        def evict(core: EngineCore) -> None:
-            prompt, tenant = request.prompt, generation.caller.tenant
-            for token_ids in answers:
-                key = core.namespaces.key(prompt.ids, tenant, request.salt, answer=token_ids)
-                evict_suffix(core.cache, key, prompt.num_stable_tokens)
-
         with suppress(EngineStoppedError):  # a drain ends the engine with the last answer
-            await self.engine.run(evict)
+            await self.engine.cache.evict_answers(
+                request.prompt.ids,
+                answers,
+                request.prompt.num_stable_tokens,
+                tenant=generation.caller.tenant,
+                salt=request.salt,
+            )

@@ -4,6 +4,7 @@ In reading order:
 
     warmup      warm-up prompts from a file or a list; public prefixes: their token ids and pins
     view        `CacheView`: stats, tree, explain, pin, clear, warm, share
+    calls       the same calls as values, to be run in the engine thread
     async_view  `AsyncCacheView`: the same calls as coroutines
 
 `llm`, `async_llm`, `sessions` and the server import this package; it reads the core and its cache, and leaves

@@ -5,20 +5,34 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 from ramify.cache.pins import Pin
 from ramify.cache.types import CacheStats
-from ramify.engine.cache_admin.view import CacheView, ClearResult, TreeView, as_warm_prompts
+from ramify.engine.cache_admin.calls import (
+    CheckCache,
+    ClearCache,
+    EndPins,
+    EvictAnswers,
+    Explain,
+    ExplainToTenant,
+    ListPins,
+    PinPrefix,
+    PinPublicPrefixes,
+    ReadCacheStats,
+    ReadTree,
+    RunsInEngine,
+    Unpin,
+)
+from ramify.engine.cache_admin.view import ClearResult, TreeView, as_warm_prompts, preview_text
 from ramify.engine.cache_admin.warmup import (
     WarmPrompt,
     WarmupResult,
-    pin_public_prefixes,
     public_prefix_ids,
 )
-from ramify.engine.core import EngineCore
 from ramify.engine.text.prompt_inputs import Prefix, prefix_token_ids, stable_prefix_ids
 from ramify.errors import RamifyError
 from ramify.outputs import Explanation, RequestOutput
@@ -26,40 +40,47 @@ from ramify.outputs import Explanation, RequestOutput
 if TYPE_CHECKING:
     from ramify.engine.text.tokenizer import Tokenizer
 
-T = TypeVar("T")
-
-
-class RunsInEngine(Protocol):
-    """Runs calls in the engine thread; `AsyncLLM` does."""
-
-    async def run(self, call: Callable[[EngineCore], T]) -> T:
-        """See `AsyncLLM.run`."""
-        ...
-
 
 class AsyncCacheView:
-    """The calls of `CacheView` as coroutines; each runs in the engine thread, between two steps."""
+    """The calls of `CacheView` as coroutines.
+
+    Prompts become token ids here; everything else runs in the engine, as a value of `calls`.
+
+    Args:
+        compute: answers warm-up prompts.
+        vocab_size, page_size: of the engine.
+    """
 
     def __init__(
         self,
         engine: RunsInEngine,
         tokenizer: Tokenizer | None,
         compute: Callable[[Sequence[WarmPrompt]], Awaitable[Sequence[RequestOutput | Exception]]],
+        *,
+        vocab_size: int,
+        page_size: int,
     ) -> None:
         self._engine, self._tokenizer, self._compute = engine, tokenizer, compute
+        self._vocab_size, self._page_size = vocab_size, page_size
 
     async def stats(self) -> CacheStats:
         """See `CacheView.stats`."""
-        return await self._run(CacheView.stats)
+        return await self._engine.run(ReadCacheStats())
 
     async def check(self) -> None:
         """See `CacheView.check`."""
-        await self._run(CacheView.check)
+        await self._engine.run(CheckCache())
 
     async def explain(self, prompt: Prefix, *, tenant: str = "", salt: str = "") -> Explanation:
         """See `CacheView.explain`."""
         ids = await self._ids(prompt, add_generation_prompt=True)
-        return await self._run(lambda view: view.explain(ids, tenant=tenant, salt=salt))
+        return await self._engine.run(Explain(ids, tenant, salt))
+
+    async def explain_to_tenant(
+        self, token_ids: Sequence[int], *, tenant: str = "", salt: str = ""
+    ) -> Explanation | None:
+        """See `CacheView.explain_to_tenant`."""
+        return await self._engine.run(ExplainToTenant(token_ids, tenant, salt))
 
     async def pin(
         self,
@@ -73,18 +94,8 @@ class AsyncCacheView:
     ) -> Pin:
         """See `CacheView.pin`; a caller that is cancelled leaves no pin behind."""
         ids = await self._ids(prefix)
-        pinning = asyncio.ensure_future(
-            self._run(
-                lambda view: view.pin(
-                    ids,
-                    owner=owner,
-                    ttl_s=ttl_s,
-                    tenant=tenant,
-                    salt=salt,
-                    room_tokens=room_tokens,
-                )
-            )
-        )
+        call = PinPrefix(ids, owner, ttl_s, tenant, salt, room_tokens)
+        pinning = asyncio.ensure_future(self._engine.run(call))
         try:
             return await asyncio.shield(pinning)
         except asyncio.CancelledError:  # nobody else knows the pin, so nobody could end it
@@ -94,15 +105,28 @@ class AsyncCacheView:
 
     async def unpin(self, pin: Pin | int) -> None:
         """See `CacheView.unpin`."""
-        await self._run(lambda view: view.unpin(pin))
+        await self._engine.run(Unpin(pin.id if isinstance(pin, Pin) else pin))
 
     async def pins(self, owner: str | None = None) -> list[Pin]:
         """See `CacheView.pins`."""
-        return await self._run(lambda view: view.pins(owner))
+        return await self._engine.run(ListPins(owner))
+
+    async def end_pins(self, owner: str) -> int:
+        """See `CacheView.end_pins`."""
+        return await self._engine.run(EndPins(owner))
 
     async def tree(self, max_nodes: int = 200) -> TreeView:
         """See `CacheView.tree`."""
-        return await self._run(lambda view: view.tree(max_nodes))
+        dump = await self._engine.run(ReadTree(max_nodes))
+        if self._tokenizer is None:
+            return dump
+        return replace(
+            dump,
+            nodes=tuple(
+                replace(node, text=preview_text(node.token_ids, self._tokenizer))
+                for node in dump.nodes
+            ),
+        )
 
     async def clear(
         self,
@@ -116,9 +140,19 @@ class AsyncCacheView:
         ids: Sequence[int] | None = None
         if prefix is not None:
             ids = await asyncio.to_thread(stable_prefix_ids, prefix, self._tokenizer)
-        return await self._run(
-            lambda view: view.clear(prefix=ids, tenant=tenant, salt=salt, older_than_s=older_than_s)
-        )
+        return await self._engine.run(ClearCache(ids, tenant, salt, older_than_s))
+
+    async def evict_answers(
+        self,
+        prompt: Sequence[int],
+        answers: Sequence[Sequence[int]],
+        num_kept: int,
+        *,
+        tenant: str = "",
+        salt: str = "",
+    ) -> None:
+        """See `CacheView.evict_answers`."""
+        await self._engine.run(EvictAnswers(prompt, answers, num_kept, tenant, salt))
 
     async def warm(self, prompts: Path | str | Sequence[WarmPrompt]) -> WarmupResult:
         """See `CacheView.warm`; other requests go on meanwhile."""
@@ -129,21 +163,19 @@ class AsyncCacheView:
     async def share(self, prompts: Path | str | Sequence[WarmPrompt]) -> WarmupResult:
         """See `CacheView.share`; other requests go on meanwhile."""
         prefixes = await asyncio.to_thread(as_warm_prompts, prompts)
-        sizes = await self._engine.run(lambda core: (core.vocab_size, core.config.page_size))
         make = partial(
-            public_prefix_ids, prefixes, self._tokenizer, vocab_size=sizes[0], page_size=sizes[1]
+            public_prefix_ids,
+            prefixes,
+            self._tokenizer,
+            vocab_size=self._vocab_size,
+            page_size=self._page_size,
         )
         ids = await asyncio.to_thread(make)
         result = WarmupResult.of(await self._compute(prefixes))
-        await self._engine.run(lambda core: pin_public_prefixes(core, ids, result))
+        await self._engine.run(PinPublicPrefixes(ids, result))
         return result
 
     async def _ids(self, prefix: Prefix, *, add_generation_prompt: bool = False) -> Sequence[int]:
         return await asyncio.to_thread(
             prefix_token_ids, prefix, self._tokenizer, add_generation_prompt=add_generation_prompt
-        )
-
-    async def _run(self, call: Callable[[CacheView], T]) -> T:
-        return await self._engine.run(
-            lambda core: call(CacheView(core, self._tokenizer, lambda prompts: ()))
         )

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ramify.cache.inspection import NodeInfo, count_pages, nodes_under, time_before, top_nodes
 from ramify.cache.key import CacheKey
+from ramify.cache.maintenance import evict_suffix
 from ramify.cache.pins import Pin
 from ramify.cache.prefix_cache import PrefixCache
 from ramify.cache.types import CacheStats, Node
@@ -23,10 +25,10 @@ from ramify.engine.cache_admin.warmup import (
 )
 from ramify.engine.call_turns import whole_call
 from ramify.engine.core import EngineCore
-from ramify.engine.prefix_namespaces import owner_of_node
+from ramify.engine.prefix_namespaces import owner_of_namespace, owner_of_node
 from ramify.engine.scheduling.validation import validate_token_ids
 from ramify.engine.text.prompt_inputs import Prefix, prefix_token_ids, stable_prefix_ids
-from ramify.errors import ConfigError, InvalidParamsError
+from ramify.errors import ConfigError, InvalidParamsError, PinError
 from ramify.outputs import Explanation, RequestOutput
 
 if TYPE_CHECKING:
@@ -117,6 +119,18 @@ class CacheView:
         return self.core.explain(self._key(prompt, tenant, salt, add_generation_prompt=True))
 
     @whole_call
+    def explain_to_tenant(
+        self, token_ids: Sequence[int], *, tenant: str = "", salt: str = ""
+    ) -> Explanation | None:
+        """`explain` without anything about the prompts of others; None: the prefix cache is off."""
+        key = self._key(token_ids, tenant, salt)
+        if not self._engine.config.requested.cache.prefix_cache:
+            return None
+        return self.core.explain(
+            key, may_tell=lambda namespace: owner_of_namespace(namespace)[0] == tenant
+        )
+
+    @whole_call
     def pin(
         self,
         prefix: Prefix,
@@ -150,6 +164,15 @@ class CacheView:
     def pins(self, owner: str | None = None) -> list[Pin]:
         """All live pins, or those of one owner, oldest first."""
         return self.core.pins(owner)
+
+    @whole_call
+    def end_pins(self, owner: str) -> int:
+        """End all pins of an owner; returns how many."""
+        own = self.core.pins(owner)
+        for pin in own:
+            with suppress(PinError):  # it has expired just now
+                self.core.unpin(pin)
+        return len(own)
 
     @whole_call
     def tree(self, max_nodes: int = 200) -> TreeView:
@@ -209,6 +232,25 @@ class CacheView:
         )
 
     @whole_call
+    def evict_answers(
+        self,
+        prompt: Sequence[int],
+        answers: Sequence[Sequence[int]],
+        num_kept: int,
+        *,
+        tenant: str = "",
+        salt: str = "",
+    ) -> None:
+        """Evict answers to a prompt, with the prompt's pages behind its first `num_kept` tokens.
+
+        Pages that requests hold or other prompts share stay.
+        """
+        ids = array("i", prompt)
+        for answer in answers:
+            key = self._engine.namespaces.key(ids, tenant, salt, answer=answer)
+            evict_suffix(self.core, key, num_kept)
+
+    @whole_call
     def warm(self, prompts: Path | str | Sequence[WarmPrompt]) -> WarmupResult:
         """Compute prompts before they are asked; returns what was computed and what was cached.
 
@@ -264,11 +306,6 @@ class CacheView:
 
     def _tree_node(self, node: NodeInfo) -> TreeNode:
         ids = tuple(token for token in array("i", node.first_atoms) if token >= 0)
-        text = ""
-        if self._tokenizer is not None:
-            text = self._tokenizer.decode(ids, skip_special_tokens=False)
-            if len(text) > PREVIEW_CHARS:
-                text = text[: PREVIEW_CHARS - 1] + "…"
         tenant, _ = owner_of_node(node)
         return TreeNode(
             **{name: getattr(node, name) for name in _COPIED_FIELDS},
@@ -277,8 +314,16 @@ class CacheView:
             tenant=tenant,
             is_stale=self._engine.namespaces.is_stale(node),
             token_ids=ids,
-            text=text,
+            text=preview_text(ids, self._tokenizer),
         )
+
+
+def preview_text(ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
+    """The beginning of the text of token ids; empty without a tokenizer."""
+    if tokenizer is None:
+        return ""
+    text = tokenizer.decode(ids, skip_special_tokens=False)
+    return text if len(text) <= PREVIEW_CHARS else text[: PREVIEW_CHARS - 1] + "…"
 
 
 def as_warm_prompts(prompts: object) -> Sequence[WarmPrompt]:

@@ -16,6 +16,7 @@ from ramify.attention.spec import AttentionSpec
 from ramify.cache.key import namespace_of
 from ramify.config import EngineConfig, ResolvedConfig, resolve
 from ramify.engine.core import EngineCore
+from ramify.engine.description import EngineDescription
 from ramify.engine.execution.host_memory import free_memory
 from ramify.engine.execution.local_executor import LocalExecutor
 from ramify.engine.execution.runner import ModelRunner
@@ -140,6 +141,19 @@ class LocalEngine:
             return sum(weight.num_bytes for weight in self.decoder.loaded.values())
         shapes = checkpoint_shapes(self.path, self.model_config).values()
         return sum(prod(shape) for shape in shapes) * self.decoder.dtype.itemsize
+
+    @property
+    def description(self) -> EngineDescription:
+        """Model and implementation, for a server."""
+        return EngineDescription(
+            path=str(self.path),
+            vocab_size=self.model_config.vocab_size,
+            dtype=str(self.decoder.dtype).removeprefix("torch."),
+            attention=self.backend_choice.name,
+            hidden_size=self.model_config.hidden_size,
+            pooling=self.pooling,
+            wrapper=self.model_config.wrapper,
+        )
 
     def exactness(self) -> list[Exactness]:
         """The implementation of each operation and of attention, with the reason for its choice."""

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ramify.engine.async_llm import AsyncLLM
 from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import CompileBusyError, InvalidParamsError, LibraryPanicError
 from ramify.params import SamplingParams, StructuredOutput
+from ramify.server.engine_client import EngineClient
 from ramify.server.errors import ApiError
 from ramify.server.grammars.tool_schemas import (
     SchemaTooLargeError,
@@ -80,7 +80,7 @@ class AnswerConstraints:
 
     def __init__(
         self,
-        engine: AsyncLLM,
+        engine: EngineClient,
         tokenizer: Tokenizer,
         output_format: OutputFormat,
         *,

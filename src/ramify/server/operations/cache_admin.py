@@ -10,7 +10,6 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 from starlette.responses import Response
 
-from ramify.engine.core import EngineCore
 from ramify.errors import EngineStoppedError, PinError
 from ramify.server.anthropic.messages_request import read_count_request
 from ramify.server.anthropic.protocol import VERSION_HEADER, CountRequest
@@ -117,15 +116,11 @@ async def clear(context: RequestContext) -> Response:
     if ends_pins and tenant is None:
         raise ApiError(400, "it needs tenant: whose pins to end", param="pins")
 
-    def end_pins(core: EngineCore) -> int:
-        own = core.cache.pins(tenant)
-        for pin in own:
-            with suppress(PinError):  # it has expired just now
-                core.cache.unpin(pin)
-        return len(own)
-
-    num_pins = await context.service.engine.run(end_pins) if ends_pins else 0
-    cleared = await context.service.engine.cache.clear(
+    num_pins = 0
+    cache = context.service.engine.cache
+    if ends_pins and tenant is not None:
+        num_pins = await cache.end_pins(tenant)
+    cleared = await cache.clear(
         prefix=query.get("prefix"),
         tenant=tenant,
         salt=query.get("salt"),
@@ -143,20 +138,17 @@ async def reset(context: RequestContext) -> Response:
 
 async def pins(context: RequestContext) -> Response:
     """GET /v1/cache/pins."""
-
-    def entries(core: EngineCore) -> list[dict[str, Any]]:
-        return [
-            {
-                "id": pin.id,
-                "owner": pin.owner,
-                "tokens": len(pin.key),
-                "pages": pin.num_pages,
-                "ttl_s": pin.ttl_s,
-            }
-            for pin in core.cache.pins()
-        ]
-
-    return json_response({"pins": await context.service.engine.run(entries)})
+    entries = [
+        {
+            "id": pin.id,
+            "owner": pin.owner,
+            "tokens": len(pin.key),
+            "pages": pin.num_pages,
+            "ttl_s": pin.ttl_s,
+        }
+        for pin in await context.service.engine.cache.pins()
+    ]
+    return json_response({"pins": entries})
 
 
 async def pin(context: RequestContext) -> Response:
@@ -265,5 +257,5 @@ async def metrics(context: RequestContext) -> Response:
     """GET /metrics; during a long step, the engine's values are those of the last scrape."""
     with suppress(TimeoutError, EngineStoppedError):
         async with asyncio.timeout(READ_S):
-            await context.service.engine.run(context.metrics.engine.read)
+            context.metrics.engine.show(await context.service.engine.stats())
     return Response(context.metrics.exposition(), media_type=CONTENT_TYPE)

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ramify.engine.context import EngineStats
-from ramify.engine.core import EngineCore
 from ramify.errors import EngineStoppedError
 from ramify.server.operations.metrics import Metrics
 from ramify.server.service import RequestService
@@ -94,6 +93,6 @@ class LoadMonitor:
             return
 
     async def _snapshot(self) -> LoadSnapshot:
-        engine = await self._service.engine.run(EngineCore.stats)
+        engine = await self._service.engine.stats()
         metrics = self._metrics
         return LoadSnapshot(metrics.num_prompt, metrics.num_output, metrics.num_saved, engine)

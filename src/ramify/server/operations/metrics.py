@@ -14,7 +14,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from ramify.engine.context import EngineStats
-from ramify.engine.core import EngineCore
 from ramify.outputs import StepOutput
 from ramify.server.generation import Generation
 
@@ -65,15 +64,14 @@ COUNTERS: tuple[EngineMetric, ...] = (
 
 
 class EngineCollector(Collector):
-    """Engine and cache metrics of one snapshot, which `read` takes before each scrape."""
+    """Engine and cache metrics of one snapshot, which `show` gets before each scrape."""
 
     def __init__(self, model: str) -> None:
         self._model = model
         self._metrics: list[Metric] = []
 
-    def read(self, core: EngineCore) -> None:
-        """Take a snapshot; in the engine's thread."""
-        stats = core.stats()
+    def show(self, stats: EngineStats) -> None:
+        """Replace the snapshot."""
         metrics: list[Metric] = []
         for family, rows in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
             for name, vllm_name, help_text, value_of in rows:

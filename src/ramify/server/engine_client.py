@@ -1,0 +1,90 @@
+"""`EngineClient`: all that the server knows of an engine, in this process or behind a network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from ramify.config import ResolvedConfig
+from ramify.engine.cache_admin.async_view import AsyncCacheView
+from ramify.engine.context import EngineStats
+from ramify.engine.description import EngineDescription
+from ramify.engine.serving.engine_thread import Health
+from ramify.engine.serving.streams import Stream
+from ramify.engine.text.prompt_inputs import Prompt
+from ramify.engine.text.tokenizer import Tokenizer
+from ramify.outputs import RequestOutput
+from ramify.params import SamplingParams
+
+
+class EngineClient(Protocol):
+    """The calls of the server; `AsyncLLM` describes them. For one event loop, but for `compile_grammar`."""
+
+    @property
+    def config(self) -> ResolvedConfig:
+        """Sizes and options of the engine."""
+        ...
+
+    @property
+    def description(self) -> EngineDescription:
+        """Model and implementation of the engine."""
+        ...
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's; None if it has none."""
+        ...
+
+    @property
+    def cache(self) -> AsyncCacheView:
+        """What an operator can see and change; warm-up and public prefixes."""
+        ...
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        salt: str = "",
+        max_shared: int | None = None,
+        explain: bool = False,
+        retention: Sequence[tuple[int, float | None]] = (),
+        cache_share: float | None = None,
+        pin_share: float | None = None,
+    ) -> Stream:
+        """The increments of an answer."""
+        ...
+
+    async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestOutput:
+        """A whole answer."""
+        ...
+
+    async def abort(self, request_id: int) -> None:
+        """Abort a live request; its reader gets an output with the finish reason `abort`.
+
+        Raises:
+            UnknownRequestError: no live request has this id.
+        """
+        ...
+
+    def compile_grammar(self, params: SamplingParams, tenant: str = "") -> None:
+        """Compile the grammar of `params.structured`; for any thread.
+
+        Raises:
+            RequestError: the grammar is invalid or not supported.
+        """
+        ...
+
+    async def stats(self) -> EngineStats:
+        """A snapshot of the engine's counters."""
+        ...
+
+    def health(self) -> Health:
+        """State of the engine; waits for nothing."""
+        ...
+
+    async def aclose(self) -> None:
+        """End it; live requests are aborted."""
+        ...
