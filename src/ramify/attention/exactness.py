@@ -143,20 +143,25 @@ def _bits(values: Tensor) -> Tensor:
 
 def machine_key() -> str:
     """Key of probe and machine: what selects a library's kernels beside shape and dtype, as one line."""
+    parts = machine_parts()
+    parts[4:4] = [f"{torch.get_num_threads()} threads"]
+    return " | ".join([f"probe {PROBE_VERSION}", *parts])
+
+
+def machine_parts() -> list[str]:
+    """What selects a library's kernels beside shape, dtype and the number of threads."""
     parts = [
-        f"probe {PROBE_VERSION}",
         platform.machine(),
         _cpu_name(),
         torch.backends.cpu.get_cpu_capability(),
         f"torch {torch.__version__}",
-        f"{torch.get_num_threads()} threads",
         f"float32 {torch.get_float32_matmul_precision()}",
         f"onednn {torch.backends.mkldnn.is_available()} {torch.backends.mkldnn.enabled}",
     ]
     for name in ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_CBWR", "RAMIFY_BF16_TILES"):
         if name in os.environ:
             parts.append(f"{name}={os.environ[name]}")
-    return " | ".join(parts)
+    return parts
 
 
 @functools.cache

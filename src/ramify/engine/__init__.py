@@ -10,6 +10,7 @@ In reading order. A line imports only lines above it; names in a line with `|` a
 - `prefix_namespaces` (which tenants share prefixes) `| request_options` (priority, tenant, cache
   options) `| stop_strings | text/` (tokenizer, chat templates, detokenizer) `| watchdog` (stuck
   steps) `| call_turns` (calls of several threads) `| description` (what a server says of it)
+  `| identity` (what the bits of answers depend on)
 - `logits/` (logits processors, grammars) `| cache_options` (pins, shares) `| embedding`
 - `request | step`: the values that everything else passes around
 - `scheduling/` (which requests a step runs) `| speculation/` (draft tokens for them)

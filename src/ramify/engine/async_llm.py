@@ -17,6 +17,7 @@ from ramify.engine.cache_admin.warmup import WARM_PARAMS, WarmPrompt
 from ramify.engine.context import EngineStats
 from ramify.engine.core import EngineCore
 from ramify.engine.description import EngineDescription
+from ramify.engine.identity import EngineIdentity
 from ramify.engine.request_options import RequestOptions
 from ramify.engine.serving.engine_thread import EngineThread, Health
 from ramify.engine.serving.streams import LoopDispatcher, OutputCollector, Stream
@@ -80,6 +81,8 @@ class AsyncLLM:
         self.tokenizer = tokenizer
         self.config: ResolvedConfig = core.config
         self._vocab_size = core.vocab_size
+        self.incarnation = core.incarnation  # 64 random bits: another engine has others
+        self._core_identity = EngineIdentity.of_namespace(core.namespaces.base, core.config)
         self.compile_grammar = core.compile_grammar  # for any thread
         self._engine_thread = EngineThread(core)
         self._dispatchers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopDispatcher] = (
@@ -95,6 +98,16 @@ class AsyncLLM:
         if self._engine is None:
             return EngineDescription(vocab_size=self._vocab_size)
         return self._engine.description
+
+    async def identity(self) -> EngineIdentity:
+        """What the bits of answers depend on; reads the checkpoint unless its digest is remembered.
+
+        Raises:
+            CheckpointError: a file of the checkpoint cannot be read.
+        """
+        if self._engine is not None:
+            return await asyncio.to_thread(self._engine.identity)
+        return self._core_identity
 
     @property
     def engine(self) -> LocalEngine:

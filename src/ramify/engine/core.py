@@ -8,6 +8,7 @@ raises in `failure_recovery`.
 from __future__ import annotations
 
 import random
+import secrets
 import time
 from array import array
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -84,6 +85,7 @@ class EngineCore:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.config = config
+        self.incarnation = secrets.randbits(64)
         self.namespaces = PrefixNamespaces(namespace, config.page_size)
         self.context = EngineContext(config, executor, clock)
         self.guard = self.cache.guard

@@ -17,10 +17,13 @@ from ramify.cache.key import namespace_of
 from ramify.config import EngineConfig, ResolvedConfig, resolve
 from ramify.engine.core import EngineCore
 from ramify.engine.description import EngineDescription
+from ramify.engine.execution.content_digest import checkpoint_files
 from ramify.engine.execution.host_memory import free_memory
+from ramify.engine.execution.identity import identity_of
 from ramify.engine.execution.local_executor import LocalExecutor
 from ramify.engine.execution.runner import ModelRunner
 from ramify.engine.execution.sampler import rejection_sample, sample_from_cdf
+from ramify.engine.identity import EngineIdentity
 from ramify.engine.logits.grammar import GrammarCompiler
 from ramify.engine.request import DetokenizerFactory
 from ramify.engine.text.detokenizer import Detokenizer
@@ -33,10 +36,9 @@ from ramify.models.checkpoint.find import find_checkpoint
 from ramify.models.checkpoint.tensors import checkpoint_shapes
 from ramify.models.configs.model_config import ModelConfig
 from ramify.models.configs.pooling import PoolingConfig
-from ramify.models.configs.quantization.config import FILES_BESIDE
 from ramify.models.decoders.decoder import CausalDecoder
 from ramify.models.gguf.config import read_pooling
-from ramify.models.gguf.container import is_gguf, part_paths
+from ramify.models.gguf.container import is_gguf
 from ramify.models.kv_cache_spec import (
     attention_spec,
     build_attention,
@@ -123,6 +125,7 @@ class LocalEngine:
                 tokenizer.to_json, vocab_size=config.vocab_size, eos_token_ids=eos_token_ids
             )
         self.weights_epoch = 0  # counts replacements
+        self._identity: tuple[int, EngineIdentity] | None = None  # with its weights_epoch
         by_rejection = requested.speculative.speculative_sampling == "rejection"
         self.core = EngineCore(
             self.config,
@@ -141,6 +144,21 @@ class LocalEngine:
             return sum(weight.num_bytes for weight in self.decoder.loaded.values())
         shapes = checkpoint_shapes(self.path, self.model_config).values()
         return sum(prod(shape) for shape in shapes) * self.decoder.dtype.itemsize
+
+    def identity(self) -> EngineIdentity:
+        """See `identity_of`; computed once for the present weights."""
+        if self._identity is None or self._identity[0] != self.weights_epoch:
+            value = identity_of(
+                self.path,
+                self.config,
+                self.decoder,
+                self.runner.pool,
+                self.exactness(),
+                ops=self.ops_choice.name,
+                attention=self.backend_choice.name,
+            )
+            self._identity = self.weights_epoch, value
+        return self._identity[1]
 
     @property
     def description(self) -> EngineDescription:
@@ -290,12 +308,8 @@ def _digest(lines: list[str]) -> str:
 def _fingerprint(path: Path) -> str:
     """Identifies the weights by path, size and modification time of the checkpoint's files."""
     digest = hashlib.blake2b(digest_size=16)
-    if is_gguf(path):
-        files = [*part_paths(path)]
-    else:
-        beside = [path / name for name in FILES_BESIDE if (path / name).is_file()]
-        files = [*sorted(path.glob("*.safetensors")), path / "config.json", *beside]
-    for file in files:
+    config = [] if is_gguf(path) else [path / "config.json"]
+    for file in [*checkpoint_files(path), *config]:
         try:
             stat = file.stat()
         except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -104,6 +105,18 @@ class Tokenizer:
     def to_json(self) -> str:
         """The tokenizer as the text of a `tokenizer.json`."""
         return self._core.to_str()
+
+    @cached_property
+    def digest(self) -> str:
+        """32 hexadecimal digits: equal ones tokenise and render chats alike."""
+        parts = [
+            self.to_json(),
+            repr(sorted(self.special_tokens.items())),
+            *self.chat_template_sources,
+        ]
+        return hashlib.blake2b(
+            "\0".join(parts).encode("utf-8", "surrogatepass"), digest_size=16
+        ).hexdigest()
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
