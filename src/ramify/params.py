@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import secrets
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from typing import Literal, Self, get_args
 
@@ -300,6 +301,13 @@ class SamplingParams:
         self._check_ends()
         self._check_scores()
         self._make_plain()
+
+    def seeded(self) -> Self:
+        """These parameters with a seed: theirs, or else a drawn one.
+
+        Whoever may send a request to a second engine draws the seed before the first.
+        """
+        return replace(self, seed=secrets.randbits(62)) if self.seed is None else self
 
     @property
     def needs_all_prompt_rows(self) -> bool:

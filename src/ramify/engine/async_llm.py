@@ -135,6 +135,7 @@ class AsyncLLM:
         retention: Sequence[tuple[int, float | None]] = (),
         cache_share: float | None = None,
         pin_share: float | None = None,
+        generated: Sequence[Sequence[int]] = (),
     ) -> Stream:
         """The increments of an answer as they are generated; for errors see `Stream`.
 
@@ -154,6 +155,11 @@ class AsyncLLM:
             pin_share: refuse pins beyond this share of the pool for the tenant, and pins that
                 leave no room for a request of `max_model_len`. None: only the budget of all pins
                 counts.
+            generated: the first tokens of each answer, which another engine has generated and
+                delivered. They count for lengths, stop strings, penalties, the grammar and usage,
+                but come neither in an increment nor with log probabilities again. With the same
+                `seed` and an equal `identity`, the tokens after them have the bits of an answer
+                that was never interrupted.
         """
         options = RequestOptions(
             priority=priority,
@@ -164,6 +170,7 @@ class AsyncLLM:
             retention=retention,
             cache_share=cache_share,
             pin_share=pin_share,
+            generated=generated,
         )
         return self._stream_prompt(prompt, params, options)
 

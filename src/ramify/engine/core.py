@@ -34,6 +34,7 @@ from ramify.engine.scheduling.scheduler import ScheduledStep, Scheduler
 from ramify.engine.scheduling.step_plan import build_step_plan
 from ramify.engine.scheduling.validation import (
     resolve_max_len,
+    validate_generated,
     validate_token_ids,
     validate_token_options,
 )
@@ -195,6 +196,9 @@ class EngineCore:
         options = (replace(options, **named) if named else options).checked()
         ids = validate_token_ids(token_ids, self.vocab_size)
         max_len = resolve_max_len(len(ids), params, self.config)
+        generated = validate_generated(
+            options.generated, params, max_len - len(ids), self.vocab_size
+        )
         validate_token_options(params, self.vocab_size)
         if params.stop and self.lifecycle.detokenizer_factory is None:
             raise InvalidParamsError("stop", params.stop, "empty: the model has no tokenizer")
@@ -207,11 +211,19 @@ class EngineCore:
             options,
             prompt=prompt,
         )
-        request.verify_cold = self._chance(self.hit_verifier.share)
+        for member, tokens in zip((request, *request.children), generated, strict=False):
+            self.lifecycle.replay(member, tokens)
+        request.verify_cold = self._chance(self.hit_verifier.share) and not generated
+        # Children begin when the prompt is computed, unless their parent has begun elsewhere.
+        members = (request, *request.children) if generated else (request,)
         try:
             self.lifecycle.register(request)
-            self.scheduler.add(request)
-            if options.cache_share is not None and self.planner.share:
+            for member in members:
+                self.scheduler.add(member)
+            for member in members:
+                if member.pending_finish_reason is not None:
+                    self.lifecycle.end_replayed(member)
+            if options.cache_share is not None and self.planner.share and not request.is_finished:
                 num_uncached = request.rank - request.virtual_arrival
                 num_cached = len(ids) - num_uncached if request.sequence.reuse else 0
                 enforce_cache_share(
@@ -222,7 +234,9 @@ class EngineCore:
                     num_cached=num_cached,
                 )
         except BaseException:  # Ctrl-C: leave no half-queued request behind
-            self.scheduler.waiting.undo_add(request)
+            for member in members:
+                self.scheduler.waiting.undo_add(member)
+            self.lifecycle.discard_outputs({request.id})
             self.lifecycle.unregister(request)
             raise
         return request.id

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from array import array
 from collections import Counter
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 from itertools import count
 
@@ -14,10 +14,15 @@ from ramify.engine.cache_options import pin_prefixes
 from ramify.engine.context import EngineContext
 from ramify.engine.hit_verifier import HitVerifier
 from ramify.engine.logits.logits_processors import GrammarMatcher, LogitsProcessor
-from ramify.engine.output_processor import flush_held_text, take_stable_text
+from ramify.engine.output_processor import (
+    append_sampled_tokens,
+    flush_held_text,
+    take_stable_text,
+)
 from ramify.engine.prefix_namespaces import owner_of_namespace
 from ramify.engine.request import DetokenizerFactory, Request
 from ramify.engine.request_options import RequestOptions
+from ramify.engine.step import SampledTokens
 from ramify.errors import InvalidParamsError, StepFailedError
 from ramify.outputs import FinishReason, PrefixReport, RequestOutput, StepOutput
 from ramify.params import SamplingParams, StructuredOutput
@@ -108,6 +113,35 @@ class RequestLifecycle:
             self.rebuild_text_state(request)
         return parent
 
+    def replay(self, request: Request, generated: Sequence[int]) -> None:
+        """Give a new request tokens that were generated and delivered before, by another engine.
+
+        They count as if they had been generated here, and are not emitted again. If they end the
+        answer, `pending_finish_reason` is set.
+
+        Raises:
+            InvalidParamsError: there are tokens after the one that ends the answer, or it is whole but
+                every prompt token must be computed.
+        """
+        append_sampled_tokens(request, SampledTokens(tuple(generated)))
+        num_valid = len(request.output_ids)
+        if num_valid < len(generated):
+            allowed = f"{num_valid} tokens: the last of these ends the answer"
+            raise InvalidParamsError("generated", f"{len(generated)} tokens", allowed)
+        if request.pending_finish_reason and request.params.needs_all_prompt_rows:
+            allowed = "less than a whole answer with prompt_logprobs: the prompt must be computed"
+            raise InvalidParamsError("generated", f"{num_valid} tokens", allowed)
+        request.num_generated = request.num_tokens_emitted = num_valid
+        request.sequence.tokens.extend(generated)
+        take_stable_text(request)  # came with the tokens
+
+    def end_replayed(self, request: Request) -> None:
+        """End a queued answer that had ended with its replayed tokens; emits its end without them."""
+        assert request.pending_finish_reason is not None
+        self.finish(request, request.pending_finish_reason)
+        request.num_chars_emitted = len(request.text)
+        self.emit(request)
+
     def rebuild_text_state(self, request: Request) -> None:
         """Give a request a new logits processor, and a detokenizer that has seen its output.
 
@@ -191,7 +225,8 @@ class RequestLifecycle:
         output = self.make_output(parent) if parent.has_ended and not parent.has_output else None
         start, request.num_tokens_emitted = request.num_tokens_emitted, len(request.output_ids)
         request.end_emitted = request.is_finished
-        is_first = request is parent and start == 0 and request.first_token_s is not None
+        is_first = start == request.num_generated and request.first_token_s is not None
+        is_first = is_first and request is parent
         if parent.id not in self.hit_verifier.running:
             self._outputs.append(
                 StepOutput(
@@ -200,7 +235,9 @@ class RequestLifecycle:
                     output,
                     request.index,
                     take_stable_text(request),
-                    tuple(request.logprobs[start:]) if with_logprobs else (),
+                    tuple(request.logprobs[start - request.num_generated :])
+                    if with_logprobs
+                    else (),
                     request.finish_reason,
                     parent.cache_report(cache_on=self._context.planner.share) if is_first else None,
                     self._prefix_report(parent)

@@ -78,11 +78,12 @@ class Request:
     num_draft_tokens: int = 0  # verified so far
     num_accepted_tokens: int = 0  # of these, correct
     output_ids: list[int] = field(default_factory=list)
+    num_generated: int = 0  # of `output_ids`: came with the request, were delivered before
     text: str = ""
     num_chars_emitted: int = 0  # of `text`
     num_tokens_emitted: int = 0  # of `output_ids`
     end_emitted: bool = False
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # of those generated here
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     pooling: PromptPooling = field(init=False)  # of `params.prompt_embedding`
     stop_strings: StopStrings | None = field(init=False)  # None if there are none
@@ -179,12 +180,16 @@ class Request:
 
     def count_computed(self, start: int) -> None:
         """Update the counters after a step that computed the sequence from token `start` on."""
-        end = self.sequence.num_computed
+        end, num_prompt = self.sequence.num_computed, len(self.prompt_ids)
         if self.cache_counts is None:
-            self.cache_counts = (self.sequence.num_read, self.sequence.num_shared)
+            read = min(self.sequence.num_read, num_prompt)
+            self.cache_counts = (read, min(self.sequence.num_shared, num_prompt - read))
             self.explanation = self.sequence.explanation
         if start < self.max_computed:
             self.recomputed += min(self.max_computed, end) - start
+        if self.num_generated:  # another engine has computed these
+            first = max(start, num_prompt, self.max_computed)
+            self.recomputed += max(0, min(end, num_prompt + self.num_generated) - first)
         self.max_computed = max(self.max_computed, end)
 
     def completion(self) -> Completion:
@@ -221,7 +226,9 @@ class Request:
         members = (self, *self.children)
         end_s = max(member.end_s for member in members if member.end_s is not None)
         decode_tokens_per_s = None
-        num_decoded = sum(max(0, len(member.output_ids) - 1) for member in members)
+        num_decoded = sum(
+            max(0, len(member.output_ids) - member.num_generated - 1) for member in members
+        )
         if self.first_token_s is not None and num_decoded:
             decode_s = end_s - self.first_token_s
             decode_tokens_per_s = num_decoded / decode_s if decode_s > 0 else None

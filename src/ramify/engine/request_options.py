@@ -28,6 +28,7 @@ class RequestOptions:
     retention: Sequence[tuple[int, float | None]] = ()  # (tokens of a prefix, seconds)
     cache_share: float | None = None
     pin_share: float | None = None
+    generated: Sequence[Sequence[int]] = ()  # by answer: token ids that were delivered before
 
     @property
     def wants_report(self) -> bool:

@@ -69,6 +69,35 @@ def resolve_max_len(num_prompt: int, params: SamplingParams, config: ResolvedCon
     return max_len
 
 
+def validate_generated(
+    generated: Sequence[Sequence[int]], params: SamplingParams, max_tokens: int, vocab_size: int
+) -> list[array[int]]:
+    """Token ids that were generated before, by answer; empty if there are none.
+
+    Args:
+        max_tokens: output tokens of an answer at most.
+
+    Raises:
+        RequestError: more answers than `params.n`, more tokens than `max_tokens`, tokens of a later
+            answer only, or not all are integers in [0, vocab_size).
+    """
+    if not isinstance(generated, list | tuple) or len(generated) > params.n:
+        raise InvalidParamsError(
+            "generated", generated, f"a list of token ids for each of n={params.n} answers"
+        )
+    answers = [validate_token_ids(ids, vocab_size) if len(ids) else array("i") for ids in generated]
+    if not any(answers):
+        return []
+    if not answers[0]:
+        allowed = "tokens of the first answer too: all answers begin in one step"
+        raise InvalidParamsError("generated", "tokens of a later answer only", allowed)
+    longest = max(map(len, answers))
+    if longest > max_tokens:
+        allowed = f"at most {max_tokens} tokens, the most that an answer may have"
+        raise InvalidParamsError("generated", f"{longest} tokens", allowed)
+    return answers
+
+
 def validate_token_options(params: SamplingParams, vocab_size: int) -> None:
     """Raise InvalidParamsError if an option names a token id that is not below `vocab_size`."""
     allowed = f"of token ids in 0..{vocab_size - 1}, those of this model"
