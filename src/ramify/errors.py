@@ -460,5 +460,17 @@ class DrainingError(RamifyError):
         )
 
 
+class NoReplicaError(RamifyError):
+    """No replica can take a request now; try again in `retry_after_s`."""
+
+    def __init__(self, retry_after_s: float, why: str = "none is connected") -> None:
+        super().__init__(f"there is no replica for this request: {why}; try again later")
+        self.retry_after_s = retry_after_s
+
+
+class ReplicaLostError(RamifyError):
+    """The replica that computed a request has gone, and no other can go on with its answer."""
+
+
 class EngineStoppedError(RamifyError):
     """The engine was closed, or a bug has ended it."""

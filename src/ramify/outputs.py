@@ -173,6 +173,8 @@ class RequestOutput:
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # the first token has none
     prompt_embedding: array[float] | None = None  # [hidden_size] float32
     error: Exception | None = field(default=None, compare=False)
+    # Another engine has gone on with the answer, whose tokens may not be those of the first.
+    resumed: bool = False
 
     @property
     def was_refused(self) -> bool:

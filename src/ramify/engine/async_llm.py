@@ -19,8 +19,13 @@ from ramify.engine.core import EngineCore
 from ramify.engine.description import EngineDescription
 from ramify.engine.identity import EngineIdentity
 from ramify.engine.request_options import RequestOptions
-from ramify.engine.serving.engine_thread import EngineThread, Health
-from ramify.engine.serving.streams import LoopDispatcher, OutputCollector, Stream
+from ramify.engine.serving.engine_thread import EngineObserver, EngineThread, Health
+from ramify.engine.serving.streams import (
+    Collector,
+    LoopDispatcher,
+    OutputCollector,
+    Stream,
+)
 from ramify.engine.sessions.session import AsyncSession, SessionOptions, open_transcript
 from ramify.engine.text.prompt_inputs import Message, Prompt, encode, encode_chat
 from ramify.engine.weight_reload import swap_weights, validate_running_mode
@@ -82,6 +87,10 @@ class AsyncLLM:
         self.config: ResolvedConfig = core.config
         self._vocab_size = core.vocab_size
         self.incarnation = core.incarnation  # 64 random bits: another engine has others
+        self._core_description = EngineDescription(
+            vocab_size=core.vocab_size,
+            eos_token_ids=tuple(sorted(core.lifecycle.eos_token_ids)),
+        )
         self._core_identity = EngineIdentity.of_namespace(core.namespaces.base, core.config)
         self.compile_grammar = core.compile_grammar  # for any thread
         self._engine_thread = EngineThread(core)
@@ -96,7 +105,7 @@ class AsyncLLM:
     def description(self) -> EngineDescription:
         """Model and implementation of the engine."""
         if self._engine is None:
-            return EngineDescription(vocab_size=self._vocab_size)
+            return self._core_description
         return self._engine.description
 
     async def identity(self) -> EngineIdentity:
@@ -252,14 +261,47 @@ class AsyncLLM:
             if isinstance(chosen, SamplingParams) and chosen.structured is not None:
                 tenant = str(options.tenant)
                 await asyncio.to_thread(self.compile_grammar, chosen, tenant)  # may take a second
-            collector = OutputCollector(self._dispatcher(), final_only=final_only)
+            collector = OutputCollector(self.dispatcher(), final_only=final_only)
             self._engine_thread.submit(collector, ids, chosen, options, prompt=text)
             return collector
 
         return Stream(submit, self._engine_thread.abort)
 
-    def _dispatcher(self) -> LoopDispatcher:
-        """The dispatcher of the running event loop."""
+    def submit(
+        self,
+        collector: Collector,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        options: RequestOptions,
+    ) -> None:
+        """Queue a request whose deliveries go to a collector; for servers of other protocols.
+
+        A grammar should be compiled before (`compile_grammar`). The collector gets the id or the
+        error that refuses the request, then its increments.
+
+        Raises:
+            EngineStoppedError, DrainingError: the engine has ended, or takes no more requests.
+        """
+        self._engine_thread.submit(collector, token_ids, params, options, prompt=None)
+
+    def abort_collector(self, collector: Collector) -> None:
+        """Abort the request of `submit`, if it has not ended; an abandoned collector gets no end."""
+        self._engine_thread.abort(collector)
+
+    def observe(self, observer: EngineObserver) -> None:
+        """Ask an observer for a report between any two steps, until `unobserve`.
+
+        Raises:
+            EngineStoppedError: the engine has ended.
+        """
+        self._engine_thread.observe(observer)
+
+    def unobserve(self, observer: EngineObserver) -> None:
+        """End `observe`."""
+        self._engine_thread.unobserve(observer)
+
+    def dispatcher(self) -> LoopDispatcher:
+        """The dispatcher of the running event loop, for collectors and observers."""
         loop = asyncio.get_running_loop()
         with self._lock:
             dispatcher = self._dispatchers.get(loop)

@@ -13,6 +13,7 @@ class EngineDescription:
 
     path: str = ""  # of the checkpoint, on the machine of the engine
     vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()  # that end an answer
     dtype: str = ""  # of weights and arithmetic, without "torch."
     attention: str = ""  # name of the attention backend
     hidden_size: int | None = None  # elements of an embedding; None: not known

@@ -7,10 +7,12 @@ from typing import Any
 from ramify.errors import (
     DrainingError,
     EngineStoppedError,
+    NoReplicaError,
     OutOfPagesError,
     OverloadedError,
     PromptTooLongError,
     RamifyError,
+    ReplicaLostError,
     RequestError,
     RequestTooLargeError,
     UnknownRequestError,
@@ -142,6 +144,11 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, DrainingError):
         wait_s = max(1, round(error.retry_after_s))
         return ApiError(503, str(error), code="draining", retry_after_s=wait_s)
+    if isinstance(error, NoReplicaError):
+        wait_s = max(1, round(error.retry_after_s))
+        return ApiError(503, str(error), code="no_replica", retry_after_s=wait_s)
+    if isinstance(error, ReplicaLostError):
+        return ApiError(503, str(error), code="replica_lost", retry_after_s=1)
     if isinstance(error, EngineStoppedError):
         return ApiError(
             503,

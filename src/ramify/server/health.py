@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ramify.engine.serving.engine_thread import Health
+from ramify.engine.serving.engine_thread import EngineState, Health
 from ramify.server.errors import ApiError
 
 RETRY_S = 5  # another server takes over within this time
@@ -25,7 +25,8 @@ class Readiness:
     def liveness_failure(self) -> str | None:
         """The reason to restart this process; None while it is alive."""
         health = self._engine()
-        if not health.is_alive and not self.is_draining:
+        is_away = health.state is EngineState.UNREACHABLE  # to start anew would not help
+        if not health.is_alive and not self.is_draining and not is_away:
             return "engine stopped"
         if health.stuck_s is not None:
             return "engine stuck"
@@ -37,6 +38,8 @@ class Readiness:
             return "draining"
         if not self.is_ready:
             return "starting"
+        if self._engine().state is EngineState.UNREACHABLE:
+            return "no replica"
         return self.liveness_failure()
 
     def reject_if_draining(self) -> None:

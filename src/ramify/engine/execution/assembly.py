@@ -166,6 +166,7 @@ class LocalEngine:
         return EngineDescription(
             path=str(self.path),
             vocab_size=self.model_config.vocab_size,
+            eos_token_ids=tuple(sorted(self.core.lifecycle.eos_token_ids)),
             dtype=str(self.decoder.dtype).removeprefix("torch."),
             attention=self.backend_choice.name,
             hidden_size=self.model_config.hidden_size,

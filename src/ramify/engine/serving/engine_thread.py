@@ -11,12 +11,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from ramify.engine.core import EngineCore
 from ramify.engine.output_processor import take_stable_text
 from ramify.engine.request_options import RequestOptions
-from ramify.engine.serving.streams import Delivery, LoopDispatcher, OutputCollector
+from ramify.engine.serving.streams import Collector, Delivery, LoopDispatcher, Receiver
 from ramify.errors import (
     ConcurrentCallError,
     DrainingError,
@@ -41,6 +41,7 @@ class EngineState(str, Enum):
     DRAINING = "draining"  # finishes its requests, takes no more
     STOPPED = "stopped"  # was closed
     DEAD = "dead"  # ended by a bug
+    UNREACHABLE = "unreachable"  # it is elsewhere, and there is no connection to it
 
     def __str__(self) -> str:
         """The value, as in JSON."""
@@ -72,6 +73,18 @@ class Command:
     is_void: Callable[[], bool] = bool  # whether nobody waits for the result any more
 
 
+class EngineObserver(Receiver, Protocol):
+    """Reports on the engine between two steps."""
+
+    def report(self, core: EngineCore, step_s: float | None) -> object | None:
+        """What `receive` is to get, None: nothing. In the engine thread; must not raise.
+
+        Args:
+            step_s: duration of the step that has just ended; None: only commands have run.
+        """
+        ...
+
+
 class EngineThread:
     """Drives a core in a thread that starts with the first command. Public methods are thread-safe.
 
@@ -96,11 +109,12 @@ class EngineThread:
         self._step_s: float | None = None
         self._is_stepping = False
         # The following attributes are for the engine thread only.
-        self._collectors: dict[int, OutputCollector] = {}
+        self._collectors: dict[int, Collector] = {}
         self._dirty: dict[LoopDispatcher, None] = {}  # to flush; a dict for its order
         self._when_idle: deque[Command] = deque()
         self._deferred: list[Command] = []  # requests that came after a command in `_when_idle`
         self._is_idle = True
+        self._observers: list[EngineObserver] = []
 
     # -- for any thread ----------------------------------------------------------------------
 
@@ -135,7 +149,7 @@ class EngineThread:
 
     def submit(
         self,
-        collector: OutputCollector,
+        collector: Collector,
         ids: Sequence[int],
         params: SamplingParams,
         options: RequestOptions,
@@ -163,7 +177,24 @@ class EngineThread:
         )
         self._post(command)
 
-    def abort(self, collector: OutputCollector) -> None:
+    def observe(self, observer: EngineObserver) -> None:
+        """Ask an observer for a report between any two steps from now on.
+
+        Raises:
+            EngineStoppedError: the engine has ended.
+        """
+        self._post(Command(lambda: self._observers.append(observer), lambda error: None))
+
+    def unobserve(self, observer: EngineObserver) -> None:
+        """End `observe`."""
+
+        def do() -> None:
+            if observer in self._observers:
+                self._observers.remove(observer)
+
+        self._post_if_running(do)
+
+    def abort(self, collector: Collector) -> None:
         """Abort the request of a collector, if it has not ended."""
 
         def do() -> None:
@@ -277,6 +308,7 @@ class EngineThread:
         if self._state is EngineState.STOPPED:
             return False
         self._run_idle_calls()
+        self._report(None)
         self._flush()  # accepted and refused requests need not wait for the step to know
         if self.core.has_unfinished:
             self._is_idle = False
@@ -304,7 +336,7 @@ class EngineThread:
         self._taken.extendleft(reversed(self._deferred))
         self._deferred = []
 
-    def _defer(self, command: Command, collector: OutputCollector) -> None:
+    def _defer(self, command: Command, collector: Collector) -> None:
         """Keep a request for after `_when_idle`; it counts towards `max_waiting` like a queued one."""
         scheduler, limit = self.core.scheduler, self.core.max_waiting
         if limit is not None and len(self._deferred) + len(scheduler.waiting) >= limit:
@@ -315,7 +347,7 @@ class EngineThread:
         else:
             self._deferred.append(command)
 
-    def _add(self, collector: OutputCollector, add_request: Callable[[], int]) -> None:
+    def _add(self, collector: Collector, add_request: Callable[[], int]) -> None:
         if collector.is_abandoned:
             return
         try:
@@ -339,7 +371,7 @@ class EngineThread:
                 self._changed.wait(CONCURRENT_CALL_RETRY_S)
             return
         finally:
-            self._step_s, self._is_stepping = time.monotonic(), False
+            begin_s, self._step_s, self._is_stepping = self._step_s, time.monotonic(), False
         for event in events:
             collector = self._collectors.get(event.request_id)
             if collector is not None:
@@ -348,6 +380,14 @@ class EngineThread:
                 elif collector.final_only:
                     continue
                 self._deliver(collector, event)
+        self._report(self._step_s - begin_s)
+
+    def _report(self, step_s: float | None) -> None:
+        for observer in self._observers:
+            report = observer.report(self.core, step_s)
+            if report is not None:
+                observer.dispatcher.put(observer, report)
+                self._dirty[observer.dispatcher] = None
 
     def _abort(self, request_id: int) -> None:
         """Abort a live request, and send its reader the final outputs."""
@@ -380,7 +420,7 @@ class EngineThread:
             raise UnknownRequestError(request_id)
         self._abort(request_id)
 
-    def _deliver(self, collector: OutputCollector, delivery: Delivery) -> None:
+    def _deliver(self, collector: Collector, delivery: Delivery) -> None:
         collector.dispatcher.put(collector, delivery)
         self._dirty[collector.dispatcher] = None
 
@@ -388,6 +428,11 @@ class EngineThread:
         dirty, self._dirty = self._dirty, {}
         for dispatcher in dirty:
             if not dispatcher.flush():  # its event loop is closed
+                self._observers = [
+                    observer
+                    for observer in self._observers
+                    if observer.dispatcher is not dispatcher
+                ]
                 for request_id, collector in list(self._collectors.items()):
                     if collector.dispatcher is dispatcher:
                         collector.is_abandoned = True

@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Self
+from typing import Any, Protocol, Self
 
 from ramify.outputs import RequestOutput, StepOutput
 
@@ -20,6 +20,37 @@ MAX_WAKEUPS = 16
 Delivery = StepOutput | int | Exception
 
 
+class Receiver(Protocol):
+    """Gets deliveries in the thread of an event loop."""
+
+    wake_scheduled: bool  # the dispatcher is going to call `wake`
+
+    @property
+    def dispatcher(self) -> LoopDispatcher:
+        """That of the event loop."""
+        ...
+
+    def receive(self, delivery: Any, /) -> None:
+        """Store a delivery; must not raise."""
+        ...
+
+    def wake(self) -> None:
+        """Handle what was stored since the last call; must not raise."""
+        ...
+
+
+class Collector(Receiver, Protocol):
+    """Gets the deliveries of one request."""
+
+    is_abandoned: bool  # nobody reads on; the engine thread reads this flag too
+    engine_request_id: int | None  # for the engine thread only
+
+    @property
+    def final_only(self) -> bool:
+        """Whether it wants only the last increment."""
+        ...
+
+
 class LoopDispatcher:
     """Carries deliveries from the engine thread to the collectors of one event loop.
 
@@ -29,14 +60,14 @@ class LoopDispatcher:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = weakref.ref(loop)
         self._lock = threading.Lock()
-        self._ready: list[tuple[OutputCollector, Delivery]] = []
-        self._new: list[tuple[OutputCollector, Delivery]] = []  # for the engine thread only
+        self._ready: list[tuple[Receiver, Any]] = []
+        self._new: list[tuple[Receiver, Any]] = []  # for the engine thread only
         self._is_called = False
-        self._to_wake: deque[OutputCollector] = deque()  # for the loop's thread only
+        self._to_wake: deque[Receiver] = deque()  # for the loop's thread only
 
-    def put(self, collector: OutputCollector, delivery: Delivery) -> None:
+    def put(self, receiver: Receiver, delivery: Any) -> None:
         """Keep a delivery for the next `flush`. For the engine thread."""
-        self._new.append((collector, delivery))
+        self._new.append((receiver, delivery))
 
     def flush(self) -> bool:
         """Hand over what was put; returns False if the loop is closed. For the engine thread."""
@@ -59,11 +90,11 @@ class LoopDispatcher:
             ready, self._ready = self._ready, []
             self._is_called = False
         is_waking = bool(self._to_wake)
-        for collector, delivery in ready:
-            collector.receive(delivery)
-            if not collector.wake_scheduled:
-                collector.wake_scheduled = True
-                self._to_wake.append(collector)
+        for receiver, delivery in ready:
+            receiver.receive(delivery)
+            if not receiver.wake_scheduled:
+                receiver.wake_scheduled = True
+                self._to_wake.append(receiver)
         if not is_waking:
             self._wake()
 
