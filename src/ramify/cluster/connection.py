@@ -1,0 +1,360 @@
+"""`Connection`: one server at a replica. Its requests end with it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import suppress
+from typing import Any
+
+from ramify.cluster.codecs import (
+    decode_params,
+    encode_error,
+    encode_result,
+    pack_floats,
+)
+from ramify.cluster.step_reports import StepReport, StepReporter, snapshot_parts
+from ramify.cluster.wire import (
+    MAX_UNSENT_BYTES,
+    Abort,
+    Add,
+    Call,
+    End,
+    FromReplica,
+    Hello,
+    Load,
+    Output,
+    Ping,
+    Pong,
+    RemoteError,
+    Return,
+    Run,
+    Step,
+    TakeSnapshot,
+    WireError,
+    decode_from_server,
+    encode,
+    step_messages,
+    unpack_ids,
+)
+from ramify.engine.async_llm import AsyncLLM
+from ramify.engine.request_options import RequestOptions
+from ramify.engine.serving.streams import Delivery, LoopDispatcher
+from ramify.errors import EngineStoppedError, RamifyError
+from ramify.outputs import RequestOutput, StepOutput
+
+logger = logging.getLogger(__name__)
+
+MAX_CALLS = 256  # that run at once
+
+
+class LinkedRequest:
+    """A request of a connection; a `Collector`."""
+
+    def __init__(
+        self,
+        key: int,
+        dispatcher: LoopDispatcher,
+        deliver: Callable[[LinkedRequest, Delivery], None],
+    ) -> None:
+        self.key = key
+        self._dispatcher, self._deliver = dispatcher, deliver
+        self.wake_scheduled = self.is_abandoned = False
+        self.engine_request_id: int | None = None
+        self.is_ending = False  # aborted; its last output is wanted
+
+    @property
+    def dispatcher(self) -> LoopDispatcher:
+        """That of the connection's event loop."""
+        return self._dispatcher
+
+    @property
+    def final_only(self) -> bool:
+        """Increments go out as they come: the server needs them if this replica dies."""
+        return False
+
+    def receive(self, delivery: Delivery) -> None:
+        """See `Receiver`."""
+        self._deliver(self, delivery)
+
+    def wake(self) -> None:
+        """See `Receiver`; everything was done by `receive`."""
+        self.wake_scheduled = False
+
+
+class Connection:
+    """Reads the messages of a server, and sends one `Step` for each step of the engine.
+
+    The engine waits for no connection: what is not sent yet is kept up to `MAX_UNSENT_BYTES`; then
+    the connection ends.
+
+    Args:
+        write: sends a message, and waits while the peer takes no more.
+        peer: its address, for logs.
+    """
+
+    def __init__(self, llm: AsyncLLM, write: Callable[[bytes], Awaitable[None]], peer: str) -> None:
+        self._llm, self._write, self.peer = llm, write, peer
+        self.failure: str | None = None  # why this side ended it
+        self._requests: dict[int, LinkedRequest] = {}
+        self._last_key = -1
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._dispatcher = llm.dispatcher()
+        self._reporter = StepReporter(self._dispatcher, self._report)
+        self._outbox: deque[bytes] = deque()
+        self._num_unsent = 0  # bytes
+        self._has_unsent = asyncio.Event()
+        self._is_over = asyncio.Event()
+        self._is_sent = asyncio.Event()
+        self._is_sent.set()
+        # The step that is being collected:
+        self._is_step_scheduled = False
+        self._outputs: list[Output] = []
+        self._accepted: list[int] = []
+        self._refused: list[tuple[int, RemoteError]] = []
+        self._load: Load | None = None
+        self._runs: list[Run] = []
+        self._num_lost = 0
+
+    async def run(self, messages: AsyncIterator[bytes]) -> None:
+        """Serve until the server ends the stream, or `fail`; then abort its requests.
+
+        Raises:
+            WireError: a message is broken.
+        """
+        self._llm.observe(self._reporter)
+        reading = asyncio.ensure_future(self._read(messages))
+        tasks: tuple[asyncio.Future[Any], ...] = (
+            reading,
+            asyncio.ensure_future(self._send_all()),
+            asyncio.ensure_future(self._is_over.wait()),
+        )
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if reading.done():
+                reading.result()
+        finally:
+            for task in (*tasks, *self._tasks):
+                task.cancel()
+            await asyncio.gather(*tasks, *self._tasks, return_exceptions=True)
+            for request in self._requests.values():
+                request.is_abandoned = True
+                self._llm.abort_collector(request)
+            self._requests.clear()
+            self._llm.unobserve(self._reporter)
+            with suppress(EngineStoppedError):
+                await asyncio.shield(self._llm.run(self._reporter.close))
+
+    def fail(self, reason: str) -> None:
+        """End the connection, for this reason."""
+        if self.failure is None:
+            self.failure = reason
+        self._is_over.set()
+
+    async def flush(self) -> None:
+        """Wait until everything was sent, or the connection has ended."""
+        self._send_step()
+        waits = [asyncio.ensure_future(event.wait()) for event in (self._is_sent, self._is_over)]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+
+    # -- sending -----------------------------------------------------------------------------
+
+    def send(self, message: FromReplica) -> None:
+        """Queue a message; never waits.
+
+        Raises:
+            WireError: it is too large.
+        """
+        self._put(encode(message))
+
+    def _put(self, body: bytes) -> None:
+        self._outbox.append(body)
+        self._num_unsent += len(body)
+        self._has_unsent.set()
+        self._is_sent.clear()
+        if self._num_unsent > MAX_UNSENT_BYTES:
+            self.fail(
+                f"{self._num_unsent:,} bytes could not be sent, at most {MAX_UNSENT_BYTES:,} are kept: "
+                "the server reads too slowly, and its requests end here"
+            )
+
+    async def _send_all(self) -> None:
+        while True:
+            await self._has_unsent.wait()
+            while self._outbox:
+                body = self._outbox.popleft()
+                await self._write(body)
+                self._num_unsent -= len(body)
+            self._has_unsent.clear()
+            self._is_sent.set()
+
+    def _schedule_step(self) -> None:
+        """Send a `Step` once all deliveries of this engine step were received."""
+        if not self._is_step_scheduled:
+            self._is_step_scheduled = True
+            asyncio.get_running_loop().call_soon(self._send_step)
+
+    def _send_step(self) -> None:
+        self._is_step_scheduled = False
+        step = Step(
+            self._outputs, self._accepted, self._refused, self._load, self._runs, self._num_lost
+        )
+        self._outputs, self._accepted, self._refused, self._runs = [], [], [], []
+        self._load, self._num_lost = None, 0
+        if step == Step():
+            return
+        try:
+            for body in step_messages(step):
+                self._put(body)
+        except WireError as error:
+            self.fail(str(error))
+
+    def _report(self, report: StepReport) -> None:
+        self._load = report.load
+        self._runs += report.runs
+        self._num_lost += report.num_lost
+        self._schedule_step()
+
+    def _deliver(self, request: LinkedRequest, delivery: Delivery) -> None:
+        if request.is_abandoned:
+            return
+        if isinstance(delivery, int):
+            self._accepted.append(request.key)
+        elif isinstance(delivery, Exception):
+            self._refused.append((request.key, encode_error(delivery)))
+            self._requests.pop(request.key, None)
+        else:
+            self._outputs.append(output_of(request.key, delivery))
+            if delivery.output is not None:
+                self._requests.pop(request.key, None)
+        self._schedule_step()
+
+    # -- reading -----------------------------------------------------------------------------
+
+    async def _read(self, messages: AsyncIterator[bytes]) -> None:
+        async for body in messages:
+            self._handle(decode_from_server(body))
+
+    def _handle(self, message: Any) -> None:
+        match message:
+            case Add():
+                if message.key <= self._last_key:
+                    raise WireError(f"request {message.key} comes after {self._last_key}")
+                self._last_key = message.key
+                request = LinkedRequest(message.key, self._dispatcher, self._deliver)
+                self._requests[message.key] = request
+                self._add(request, message)
+            case Abort():
+                self._abort(message)
+            case Call():
+                if len(self._tasks) >= MAX_CALLS:
+                    raise WireError(f"more than {MAX_CALLS} calls run at once")
+                self._start(self._call(message))
+            case Ping():
+                self.send(Pong(message.number))
+            case TakeSnapshot():
+                self._start(self._send_snapshot(message.number))
+            case Hello():
+                raise WireError("a second Hello on one connection")
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _add(self, request: LinkedRequest, message: Add) -> None:
+        ids = unpack_ids(message.token_ids)
+        generated = [unpack_ids(packed) for packed in message.generated]
+        given = message.options
+        options = RequestOptions(
+            priority=given.priority,
+            tenant=given.tenant,
+            salt=given.salt,
+            max_shared=given.max_shared,
+            explain=given.explain,
+            retention=tuple(given.retention),
+            cache_share=given.cache_share,
+            pin_share=given.pin_share,
+            generated=generated,
+        )
+        try:
+            params = decode_params(message.params)
+            if params.structured is None:
+                self._llm.submit(request, ids, params, options)
+                return
+        except RamifyError as error:
+            self._deliver(request, error)
+            return
+
+        async def compile_and_submit() -> None:
+            try:
+                await asyncio.to_thread(self._llm.compile_grammar, params, options.tenant)
+                if not request.is_abandoned:
+                    self._llm.submit(request, ids, params, options)
+                if request.is_ending:
+                    self._llm.abort_collector(request)
+            except RamifyError as error:
+                self._deliver(request, error)
+
+        self._start(compile_and_submit())
+
+    def _abort(self, message: Abort) -> None:
+        request = self._requests.get(message.key)
+        if request is None:  # it has ended meanwhile
+            return
+        if not message.wants_end:
+            request.is_abandoned = True
+            del self._requests[message.key]
+        request.is_ending = True
+        self._llm.abort_collector(request)
+
+    async def _call(self, message: Call) -> None:
+        try:
+            value = await self._llm.run(message.call)
+            self.send(Return(message.key, encode_result(value)))
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            if not isinstance(error, RamifyError):
+                logger.exception("a call of %s failed", self.peer)
+            self.send(Return(message.key, error=encode_error(error)))
+
+    async def _send_snapshot(self, number: int) -> None:
+        with suppress(EngineStoppedError):
+            snapshot = await self._llm.run(lambda core: core.cache.snapshot())
+            for part in snapshot_parts(number, snapshot):
+                self.send(part)
+
+
+def output_of(key: int, event: StepOutput) -> Output:
+    """The travelling form of an increment."""
+    return Output(
+        key,
+        list(event.new_token_ids),
+        event.text,
+        event.index,
+        event.finish_reason,
+        list(event.logprobs),
+        event.cache,
+        event.prefix,
+        None if event.output is None else end_of(event.output),
+    )
+
+
+def end_of(output: RequestOutput) -> End:
+    """The travelling form of an output, without what its increments had."""
+    completions = output.completions
+    logprobs, embedding = output.prompt_logprobs, output.prompt_embedding
+    return End(
+        [completion.finish_reason for completion in completions],
+        [completion.stop_reason for completion in completions],
+        output.metrics,
+        output.cache,
+        None if logprobs is None else list(logprobs),
+        None if embedding is None else pack_floats(embedding),
+        None if output.error is None else encode_error(output.error),
+    )

@@ -1,0 +1,217 @@
+"""`Replica`: an `AsyncLLM` behind a port, for any number of servers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import ramify
+from ramify.cache.key import namespace_of
+from ramify.cluster.connection import Connection
+from ramify.cluster.credentials import Credentials, import_grpc
+from ramify.cluster.wire import (
+    MAX_MESSAGE_BYTES,
+    METHOD,
+    PROTOCOL_VERSION,
+    Draining,
+    Hello,
+    Refused,
+    Welcome,
+    WireError,
+    decode_from_server,
+    encode,
+)
+from ramify.engine.async_llm import AsyncLLM
+from ramify.engine.core import EngineCore
+from ramify.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+HELLO_S = 10.0  # within which a connection must send its hello
+STOP_S = 1.0  # for gRPC to end its streams
+# A peer that has gone without a word is noticed by HTTP/2's pings; the third is what ends the
+# connection: without it a hung peer was noticed after 60 s.
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 1000),
+    ("grpc.keepalive_timeout_ms", 4000),
+    ("grpc.http2.ping_timeout_ms", 4000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+SERVER_OPTIONS = (
+    *CHANNEL_OPTIONS,
+    ("grpc.http2.min_ping_interval_without_data_ms", 500),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.so_reuseport", 0),
+)
+
+
+class Replica:
+    """Serves the engine of an `AsyncLLM` to servers; ends neither with one of them.
+
+    Args:
+        llm: answers, and is used by nobody else.
+        credentials: what servers must show.
+    """
+
+    def __init__(self, llm: AsyncLLM, credentials: Credentials | None = None) -> None:
+        self._llm, self._credentials = llm, credentials or Credentials()
+        self._connections: set[Connection] = set()
+        self._server: Any = None
+        self._welcome: Welcome | None = None
+        self.num_refused = 0  # connections: wrong secret, wrong hello
+        self.num_broken = 0  # connections that ended with a broken message
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> int:
+        """Listen; returns the port.
+
+        Raises:
+            ConfigError: the address cannot be bound, or is open to everybody without credentials.
+            MissingPackageError: gRPC is not installed.
+        """
+        self._credentials.check_address(host)
+        grpc = import_grpc()
+        self._welcome = await self._make_welcome()
+        server = grpc.aio.server(options=SERVER_OPTIONS)
+        handler = grpc.stream_stream_rpc_method_handler(self._serve)
+        service, _, method = METHOD.strip("/").partition("/")
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(service, {method: handler}),)
+        )
+        address = f"{host}:{port}"
+        try:
+            if self._credentials.has_tls:
+                bound = server.add_secure_port(address, self._credentials.server_credentials())
+            else:
+                bound = server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise ConfigError(f"a replica cannot listen at {address}: {error}") from error
+        await server.start()
+        self._server = server
+        logger.info("replica %016x listens at %s:%d", self._llm.incarnation, host, bound)
+        return int(bound)
+
+    async def drain(self, timeout_s: float | None = None) -> bool:
+        """Take no new requests, let the live ones finish, then end.
+
+        Returns:
+            whether all requests have finished.
+        """
+        for connection in self._connections:
+            connection.send(Draining(1.0))
+        has_finished = await self._llm.drain(timeout_s)
+        for connection in list(self._connections):
+            await connection.flush()
+        await self.close()
+        return has_finished
+
+    async def close(self) -> None:
+        """End all connections and the engine; live requests are aborted."""
+        for connection in list(self._connections):
+            connection.fail("the replica was closed")
+        if self._server is not None:
+            server, self._server = self._server, None
+            await server.stop(STOP_S)
+        await self._llm.aclose()
+
+    async def _make_welcome(self) -> Welcome:
+        llm = self._llm
+        identity = await llm.identity()
+        if llm.description.path:
+            # Of the content, not of the path: equal replicas on two machines have equal hashes.
+            namespace = namespace_of(identity=identity.digest)
+
+            def rename(core: EngineCore) -> None:
+                core.cache.clear()
+                core.namespaces.base = namespace
+
+            await llm.run(rename)
+        else:
+            namespace = await llm.run(lambda core: core.namespaces.base)
+        return Welcome(
+            PROTOCOL_VERSION,
+            llm.incarnation,
+            ramify.__version__,
+            identity,
+            namespace,
+            None if llm.tokenizer is None else llm.tokenizer.digest,
+            llm.config,
+            llm.description,
+        )
+
+    async def _serve(self, requests: AsyncIterator[bytes], context: Any) -> None:
+        """Serve one connection until it ends; the handler of gRPC."""
+        grpc, peer = import_grpc(), context.peer()
+        if not self._credentials.is_authentic(context.invocation_metadata() or ()):
+            self.num_refused += 1
+            logger.warning("refused %s: it did not send this cluster's secret", peer)
+            await context.abort(
+                grpc.StatusCode.UNAUTHENTICATED, "the secret of the cluster is missing or wrong"
+            )
+        try:
+            failure = await self._serve_peer(aiter(requests), context.write, peer)
+        except WireError as error:
+            self.num_broken += 1
+            logger.warning("%s: %s", peer, error)
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        else:
+            if failure is not None:
+                logger.warning("%s: %s", peer, failure)
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, failure)
+
+    async def _serve_peer(
+        self,
+        requests: AsyncIterator[bytes],
+        write: Callable[[bytes], Awaitable[None]],
+        peer: str,
+    ) -> str | None:
+        """Serve a peer until its stream ends; returns why this side has ended it, if it did.
+
+        Raises:
+            WireError: a message is broken.
+        """
+        reason = await self._refusal(requests)
+        if reason is not None:
+            self.num_refused += 1
+            logger.warning("refused %s: %s", peer, reason)
+            await write(encode(Refused(reason)))
+            return None
+        assert self._welcome is not None
+        await write(encode(self._welcome))
+        connection = Connection(self._llm, write, peer)
+        self._connections.add(connection)
+        try:
+            await connection.run(requests)
+        finally:
+            self._connections.discard(connection)
+        return connection.failure
+
+    async def _refusal(self, requests: AsyncIterator[bytes]) -> str | None:
+        """Why a connection is refused, by its hello; None: it is not.
+
+        Raises:
+            WireError: the first message is broken, is no hello, or does not come.
+        """
+        try:
+            async with asyncio.timeout(HELLO_S):
+                body = await anext(requests, None)
+        except TimeoutError:
+            raise WireError(f"there was no hello within {HELLO_S:g} s") from None
+        if body is None:
+            raise WireError("the connection ended before its hello")
+        hello = decode_from_server(body)
+        if not isinstance(hello, Hello):
+            raise WireError(f"the first message is a {type(hello).__name__}, not a Hello")
+        assert self._welcome is not None
+        for name, there, here in (
+            ("protocol_version", hello.protocol_version, PROTOCOL_VERSION),
+            ("page_size", hello.page_size, self._welcome.config.page_size),
+            ("tokenizer_digest", hello.tokenizer_digest, self._welcome.tokenizer_digest),
+        ):
+            if there is not None and there != here:
+                return f"{name} is {there!r} at the server and {here!r} at the replica"
+        return None
