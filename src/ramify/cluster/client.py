@@ -1,0 +1,362 @@
+"""`ClusterLLM`: replicas behind the interface of `AsyncLLM`; a server cannot tell them apart."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from ramify.cache.pins import Pin
+from ramify.cluster.credentials import Credentials
+from ramify.cluster.dispatch import Dispatch
+from ramify.cluster.merging import merged, renumbered_pin, split_id
+from ramify.cluster.remote_replica import RemoteReplica
+from ramify.cluster.remote_request import RemoteRequest
+from ramify.cluster.routes import LeastLoaded, Routes
+from ramify.cluster.wire import Welcome
+from ramify.config import ResolvedConfig
+from ramify.engine.cache_admin import calls
+from ramify.engine.cache_admin.async_view import AsyncCacheView
+from ramify.engine.cache_admin.warmup import WARM_PARAMS, WarmPrompt
+from ramify.engine.context import EngineStats
+from ramify.engine.description import EngineDescription
+from ramify.engine.logits.grammar import GrammarCompiler
+from ramify.engine.prefix_namespaces import PrefixNamespaces
+from ramify.engine.request_options import RequestOptions
+from ramify.engine.scheduling.validation import validate_token_ids
+from ramify.engine.serving.engine_thread import EngineState, Health
+from ramify.engine.serving.streams import LoopDispatcher, OutputCollector, Stream
+from ramify.engine.text.prompt_inputs import Prompt, encode
+from ramify.engine.text.tokenizer import Tokenizer
+from ramify.errors import (
+    ConfigError,
+    DrainingError,
+    EngineStoppedError,
+    InvalidParamsError,
+    NoReplicaError,
+    PinError,
+    RequestError,
+)
+from ramify.outputs import RequestOutput
+from ramify.params import SamplingParams
+
+LONG_TEXT = 8192  # characters; longer ones are tokenised in another thread
+LONG_PROMPT = 16384  # tokens; longer ones are hashed in another thread: 25 ns a token
+START_S = 120.0  # for the first replica to answer
+WARM_AT_ONCE = 64  # prompts
+
+
+class ClusterLLM:
+    """Sends each request to one of its replicas, and goes on elsewhere when that one dies.
+
+    It is an `EngineClient`. Prompts become token ids here. Unseeded requests get their seed here, so
+    that a second replica draws the tokens that the first would have drawn.
+
+    Args:
+        addresses: host and port of each replica, by name.
+        tokenizer: of the model; replicas with another one are refused.
+        routes: chooses the replica of a request; by default the one with the fewest.
+        credentials: the same as those of the replicas.
+        link_options: `ping_s` and `dead_s` of `Link`.
+
+    Use it in one event loop: `await start()`, and `await aclose()` at the end.
+    """
+
+    def __init__(
+        self,
+        addresses: Mapping[str, str],
+        tokenizer: Tokenizer | None,
+        *,
+        routes: Routes | None = None,
+        credentials: Credentials | None = None,
+        **link_options: Any,
+    ) -> None:
+        if not addresses:
+            raise ConfigError("a cluster has no replica; name at least one")
+        self.tokenizer = tokenizer
+        self.dispatch = Dispatch(
+            addresses,
+            LeastLoaded() if routes is None else routes,
+            credentials or Credentials(),
+            tokenizer_digest=None if tokenizer is None else tokenizer.digest,
+            **link_options,
+        )
+        self._is_draining = self._is_closed = False
+        self._namespaces: PrefixNamespaces | None = None
+        self._grammars: GrammarCompiler | None = None
+
+    async def start(self, timeout_s: float = START_S) -> None:
+        """Connect to the replicas; returns when one has joined.
+
+        Raises:
+            NoReplicaError: none has joined in time, or all are refused; says why.
+        """
+        try:
+            await self.dispatch.start(timeout_s)
+        except NoReplicaError:
+            await self.aclose()
+            raise
+        welcome = self._welcome
+        self._namespaces = PrefixNamespaces(welcome.namespace, welcome.config.page_size)
+        if self.tokenizer is not None:
+            self._grammars = GrammarCompiler(
+                self.tokenizer.to_json,
+                vocab_size=welcome.description.vocab_size,
+                eos_token_ids=welcome.description.eos_token_ids,
+            )
+
+    @property
+    def _welcome(self) -> Welcome:
+        """What the first replica said of itself; the others say the same."""
+        if self.dispatch.reference is None:
+            raise NoReplicaError(1.0, "none has joined yet")
+        return self.dispatch.reference
+
+    # -- what a server reads -----------------------------------------------------------------
+
+    @property
+    def config(self) -> ResolvedConfig:
+        """Sizes and options of one replica; all have the same."""
+        return self._welcome.config
+
+    @property
+    def description(self) -> EngineDescription:
+        """Model and implementation of one replica."""
+        return self._welcome.description
+
+    def health(self) -> Health:
+        """Ready while a replica is."""
+        is_busy = self.dispatch.num_live > 0
+        if self._is_closed:
+            return Health(EngineState.STOPPED, is_busy, None, None)
+        if self._is_draining:
+            return Health(EngineState.DRAINING, is_busy, None, None)
+        if not self.dispatch.has_ready:
+            return Health(EngineState.UNREACHABLE, is_busy, None, self.dispatch.why_not_ready())
+        return Health(EngineState.READY, is_busy, None, None)
+
+    async def stats(self) -> EngineStats:
+        """Sums over the replicas."""
+        stats: EngineStats = await self.run(calls.ReadStats())
+        return stats
+
+    def compile_grammar(self, params: SamplingParams, tenant: str = "") -> None:
+        """See `EngineClient`; compiles here, as the replica does."""
+        if params.structured is None:
+            return
+        if self._grammars is None:
+            raise InvalidParamsError("structured", "given", "None: the model has no tokenizer")
+        self._grammars.compile(params.structured, tenant)
+
+    # -- answers -----------------------------------------------------------------------------
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        salt: str = "",
+        max_shared: int | None = None,
+        explain: bool = False,
+        retention: Sequence[tuple[int, float | None]] = (),
+        cache_share: float | None = None,
+        pin_share: float | None = None,
+    ) -> Stream:
+        """The increments of an answer; see `AsyncLLM.stream`."""
+        options = RequestOptions(
+            priority=priority,
+            tenant=tenant,
+            salt=salt,
+            max_shared=max_shared,
+            explain=explain,
+            retention=retention,
+            cache_share=cache_share,
+            pin_share=pin_share,
+        )
+        return self._stream_prompt(prompt, params, options)
+
+    async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestOutput:
+        """A whole answer; see `AsyncLLM.generate`."""
+        return await self.stream(prompt, params).whole()
+
+    def _stream_prompt(
+        self, prompt: Prompt, params: SamplingParams | None, options: RequestOptions
+    ) -> Stream:
+        """A stream of a text or token ids; for an `AsyncSession` too."""
+        text = prompt if isinstance(prompt, str) else None
+        in_thread = text is not None and len(text) > LONG_TEXT
+        encode_prompt = partial(encode, prompt, self.tokenizer)
+        return self._stream(encode_prompt, params, options, text=text, in_thread=in_thread)
+
+    def _stream(
+        self,
+        encode_prompt: Callable[[], Sequence[int]],
+        params: SamplingParams | None,
+        options: RequestOptions,
+        *,
+        text: str | None = None,
+        in_thread: bool,
+        only: RemoteReplica | None = None,
+    ) -> Stream:
+        """A stream that encodes its prompt, in another thread if `in_thread`, and submits it.
+
+        Args:
+            only: the replica to compute it; None: the one that the routes choose.
+        """
+        chosen: Any = params or SamplingParams()
+
+        async def submit(final_only: bool) -> OutputCollector:
+            self._require_open()
+            if not isinstance(chosen, SamplingParams):
+                raise InvalidParamsError("params", chosen, "SamplingParams")
+            ids = await asyncio.to_thread(encode_prompt) if in_thread else encode_prompt()
+            tokens = validate_token_ids(ids, self.description.vocab_size)
+            if chosen.structured is not None:
+                await asyncio.to_thread(self.compile_grammar, chosen, options.tenant)
+            request = RemoteRequest(
+                self.dispatch.next_id(),
+                OutputCollector(LoopDispatcher(asyncio.get_running_loop()), final_only=final_only),
+                tokens,
+                chosen.seeded(),
+                options.checked(),
+                prompt=text,
+                page_hashes=await self._page_hashes(tokens, options),
+                now_s=time.monotonic(),
+            )
+            self.dispatch.submit(request, only=only)
+            return request.collector
+
+        return Stream(submit, self.dispatch.abandon)
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise EngineStoppedError("the cluster's client was closed; make another one")
+        if self._is_draining:
+            raise DrainingError(1.0)
+
+    async def _page_hashes(self, ids: array[int], options: RequestOptions) -> Sequence[bytes]:
+        """Hashes of a prompt's whole pages, as its replica would compute them."""
+        assert self._namespaces is not None, "start comes first"
+        key = self._namespaces.key(ids, options.tenant, options.salt)
+        page_size = self.config.page_size
+        if len(ids) > LONG_PROMPT:
+            return await asyncio.to_thread(key.page_hashes, page_size)
+        return key.page_hashes(page_size)
+
+    async def abort(self, request_id: int) -> None:
+        """See `EngineClient`."""
+        self.dispatch.abort(request_id)
+
+    # -- the caches --------------------------------------------------------------------------
+
+    @property
+    def cache(self) -> AsyncCacheView:
+        """The caches of all replicas."""
+        return AsyncCacheView(
+            self,
+            self.tokenizer,
+            self._warm,
+            vocab_size=self.description.vocab_size,
+            page_size=self.config.page_size,
+        )
+
+    async def run(self, call: Any) -> Any:
+        """Run a call of `cache_admin.calls` on every replica; returns one result.
+
+        A replica that dies meanwhile is left out. A prefix is pinned where most of it is cached.
+
+        Raises:
+            NoReplicaError: no replica is connected; also what the call raises.
+        """
+        if isinstance(call, calls.Unpin):
+            return await self._unpin(call.pin_id)
+        results = await self._run_everywhere(call)
+        if isinstance(call, calls.PinPrefix):
+            return await self._keep_longest(results)
+        if isinstance(call, calls.PinPublicPrefixes) and self._namespaces is not None:
+            for ids in call.prefixes:
+                self._namespaces.declare_public(array("i", ids))
+        return merged(call, [(replica.slot, value) for replica, value in results])
+
+    async def _run_everywhere(self, call: Any) -> list[tuple[RemoteReplica, Any]]:
+        """The results of the replicas on which a call succeeds; its error if there is none."""
+        replicas = [replica for replica in self.dispatch.replicas.values() if replica.welcome]
+        if not replicas:
+            raise NoReplicaError(1.0, self.dispatch.why_not_ready())
+        values = await asyncio.gather(
+            *(replica.call(call) for replica in replicas), return_exceptions=True
+        )
+        errors = [value for value in values if isinstance(value, BaseException)]
+        if len(errors) == len(values):
+            raise errors[0]
+        return [
+            (replica, value)
+            for replica, value in zip(replicas, values, strict=True)
+            if not isinstance(value, BaseException)
+        ]
+
+    async def _keep_longest(self, pins: Sequence[tuple[RemoteReplica, Pin]]) -> Pin:
+        """End all pins but the one of most tokens."""
+        best, pin = max(pins, key=lambda entry: len(entry[1].key))
+        others = [(replica, other) for replica, other in pins if replica is not best]
+        await asyncio.gather(
+            *(replica.call(calls.Unpin(other.id)) for replica, other in others),
+            return_exceptions=True,
+        )
+        return renumbered_pin(pin, best.slot)
+
+    async def _unpin(self, pin_id: int) -> None:
+        local, slot = split_id(pin_id)
+        for replica in self.dispatch.replicas.values():
+            if replica.slot == slot and replica.welcome is not None:
+                try:
+                    await replica.call(calls.Unpin(local))
+                except PinError as error:
+                    raise PinError(str(error).replace(str(local), str(pin_id))) from error
+                return
+        raise PinError(f"there is no pin {pin_id}")
+
+    async def _warm(self, prompts: Sequence[WarmPrompt]) -> list[RequestOutput | Exception]:
+        """Compute prompts on every replica; the results are those of the first."""
+        permits = asyncio.Semaphore(WARM_AT_ONCE)
+
+        async def compute(prompt: WarmPrompt, replica: RemoteReplica) -> RequestOutput | Exception:
+            ids = partial(prompt.ids, self.tokenizer)
+            options = RequestOptions(priority=-1, tenant=prompt.tenant, salt=prompt.salt)
+            async with permits:
+                try:
+                    stream = self._stream(ids, WARM_PARAMS, options, in_thread=True, only=replica)
+                    return await stream.whole()
+                except RequestError as error:
+                    return error
+
+        replicas = [replica for replica in self.dispatch.replicas.values() if replica.is_ready]
+        if not replicas:
+            raise NoReplicaError(1.0, self.dispatch.why_not_ready())
+        outputs = await asyncio.gather(
+            *(compute(prompt, replica) for replica in replicas for prompt in prompts)
+        )
+        return outputs[: len(prompts)]
+
+    # -- the end -----------------------------------------------------------------------------
+
+    async def drain(self, timeout_s: float | None = None) -> bool:
+        """Take no new requests, let the live ones finish, then close; the replicas live on.
+
+        Returns:
+            whether all requests have finished.
+        """
+        self._is_draining = True
+        has_finished = await self.dispatch.wait_until_idle(timeout_s)
+        await self.aclose()
+        return has_finished
+
+    async def aclose(self) -> None:
+        """Close the connections; live requests are aborted. The replicas live on."""
+        self._is_closed = True
+        await self.dispatch.close()

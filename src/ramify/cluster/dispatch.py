@@ -1,0 +1,362 @@
+"""`Dispatch`: the live requests of a `ClusterLLM`, the replicas that compute them, and who goes where."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Collection, Mapping
+from itertools import count
+from typing import Any
+
+from ramify.cluster.codecs import decode_error
+from ramify.cluster.credentials import Credentials
+from ramify.cluster.remote_replica import RemoteReplica
+from ramify.cluster.remote_request import RemoteRequest
+from ramify.cluster.routes import Decision, Refusal, Routes
+from ramify.cluster.wire import (
+    PROTOCOL_VERSION,
+    Hello,
+    Output,
+    RemoteError,
+    SnapshotPart,
+    Step,
+    Welcome,
+    WireError,
+)
+from ramify.engine.serving.streams import Collector
+from ramify.errors import (
+    DrainingError,
+    EngineStoppedError,
+    NoReplicaError,
+    OverloadedError,
+    ReplicaLostError,
+    UnknownRequestError,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_RESUMPTIONS = 2  # of a request with delivered tokens
+MAX_REROUTES = 8  # of one without
+RETRY_AFTER_S = 1.0  # while there is no replica
+# Of a replica that a request was refused by; another one may take it.
+REFUSALS_OF_ONE = (DrainingError, EngineStoppedError, OverloadedError)
+
+
+class Dispatch:
+    """Every live request is at one replica, or has ended. For one event loop.
+
+    Args:
+        addresses: host and port of each replica, by name.
+        tokenizer_digest: that a replica must have; None: any.
+        link_options: of `Link`.
+    """
+
+    def __init__(
+        self,
+        addresses: Mapping[str, str],
+        routes: Routes,
+        credentials: Credentials,
+        *,
+        tokenizer_digest: str | None,
+        **link_options: Any,
+    ) -> None:
+        self.routes = routes
+        self.replicas = {
+            name: RemoteReplica(name, slot, address, self, credentials, **link_options)
+            for slot, (name, address) in enumerate(addresses.items())
+        }
+        self.reference: Welcome | None = None  # of the first replica that ever joined
+        self.num_resumptions = self.num_reroutes = 0
+        self._tokenizer_digest = tokenizer_digest
+        self._has_joined = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._ids = count()
+        self._live: dict[int, RemoteRequest] = {}
+        self._by_collector: dict[Collector, RemoteRequest] = {}
+        self._places: dict[int, tuple[RemoteReplica, int]] = {}  # by id: replica, reservation
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+
+    async def start(self, timeout_s: float) -> None:
+        """Connect to all replicas; returns when one has joined.
+
+        Raises:
+            NoReplicaError: none has joined in time, or all are refused; says why.
+        """
+        self._tasks = [
+            asyncio.ensure_future(replica.keep_connected()) for replica in self.replicas.values()
+        ]
+        joined = asyncio.ensure_future(self._has_joined.wait())
+        ended = asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.wait(
+            (joined, asyncio.shield(ended)), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        joined.cancel()
+        if not self._has_joined.is_set():
+            raise NoReplicaError(RETRY_AFTER_S, self.why_not_ready())
+
+    async def close(self) -> None:
+        """End all connections; live requests end as aborted."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+        for request in [*self._live.values()]:
+            request.end_aborted(time.monotonic())
+            self._forget(request)
+
+    async def wait_until_idle(self, timeout_s: float | None) -> bool:
+        """Wait until no request is live; returns False after `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._is_idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have not ended."""
+        return len(self._live)
+
+    @property
+    def has_ready(self) -> bool:
+        """Whether a replica takes requests."""
+        return any(replica.is_ready for replica in self.replicas.values())
+
+    def why_not_ready(self) -> str:
+        """What is known of each replica that takes no requests."""
+        return "; ".join(
+            f"{name}: {replica.last_error or 'not connected yet'}"
+            for name, replica in self.replicas.items()
+            if not replica.is_ready
+        )
+
+    # -- requests ----------------------------------------------------------------------------
+
+    def next_id(self) -> int:
+        """The id of a new request."""
+        return next(self._ids)
+
+    def submit(self, request: RemoteRequest, *, only: RemoteReplica | None = None) -> None:
+        """Send a request to a replica; what comes of it goes to its collector.
+
+        Args:
+            only: the one replica that may take it.
+        """
+        self._live[request.id] = self._by_collector[request.collector] = request
+        self._is_idle.clear()
+        if only is not None:
+            request.refused_by |= self.replicas.keys() - {only.name}
+        self._place(request, NoReplicaError(RETRY_AFTER_S, self.why_not_ready()))
+
+    def abandon(self, collector: Collector) -> None:
+        """Nobody reads on: end the request of a collector, if it is live."""
+        request = self._by_collector.get(collector)
+        if request is not None:
+            self._leave(request, wants_end=False)
+            request.is_over = True
+            self._forget(request)
+
+    def abort(self, request_id: int) -> None:
+        """End a live request; its reader gets an output with the finish reason `abort`.
+
+        Raises:
+            UnknownRequestError: no live request has this id.
+        """
+        request = self._live.get(request_id)
+        if request is None or request.is_aborted:
+            raise UnknownRequestError(request_id)
+        request.is_aborted = True
+        self._leave(request, wants_end=True)
+
+    def _leave(self, request: RemoteRequest, *, wants_end: bool) -> None:
+        place = self._places.get(request.id)
+        if place is not None:
+            place[0].abort(request, wants_end=wants_end)
+
+    def _forget(self, request: RemoteRequest) -> None:
+        """Drop a request that has ended."""
+        self._live.pop(request.id, None)
+        self._by_collector.pop(request.collector, None)
+        place = self._places.pop(request.id, None)
+        if place is not None:
+            report = request.cache
+            cached = None if report is None else report.read_tokens + report.shared_tokens
+            self.routes.finished(place[1], request.num_output, cached)
+        if not self._live:
+            self._is_idle.set()
+
+    def _end(self, request: RemoteRequest, error: Exception) -> None:
+        request.end_with_error(error, time.monotonic())
+        self._forget(request)
+
+    # -- placing -----------------------------------------------------------------------------
+
+    def _place(self, request: RemoteRequest, last_error: Exception) -> None:
+        """Send a request to a replica; end it with `last_error` if none can take it."""
+        others = {
+            name
+            for name, replica in self.replicas.items()
+            if not replica.is_ready or not request.fits(replica.welcome)
+        }
+        decision = self._choose(request, others | request.refused_by)
+        if isinstance(decision, Refusal):
+            self._end(request, last_error)
+            return
+        replica = self.replicas[decision.replica]
+        self._places[request.id] = replica, decision.reservation
+        request.begin(replica.welcome)
+        try:
+            replica.add(request)
+        except WireError as error:
+            self._end(request, error)
+
+    def _choose(self, request: RemoteRequest, others: Collection[str]) -> Decision | Refusal:
+        if not self.replicas.keys() - others:
+            return Refusal("no replica", RETRY_AFTER_S)
+        return self.routes.choose(
+            request.page_hashes,
+            len(request.ids) + request.num_output,
+            now=time.monotonic(),
+            max_tokens=request.params.max_tokens,
+            exclude=others,
+        )
+
+    def _place_again(self, request: RemoteRequest, replica: RemoteReplica, reason: str) -> None:
+        """A replica has gone: go on elsewhere."""
+        self._give_up_place(request)
+        if request.is_over:
+            self._forget(request)
+            return
+        if request.is_aborted:
+            request.end_aborted(time.monotonic())
+            self._forget(request)
+            return
+        lost = ReplicaLostError(
+            f"replica {replica.name} has gone ({reason}), and no other one can go on with this "
+            "answer; send the request again"
+        )
+        if request.has_tokens:
+            request.num_resumptions += 1
+            self.num_resumptions += 1
+        else:
+            request.num_reroutes += 1
+            self.num_reroutes += 1
+        if request.num_resumptions > MAX_RESUMPTIONS or request.num_reroutes > MAX_REROUTES:
+            self._end(request, lost)
+        else:
+            self._place(request, lost)
+
+    def _give_up_place(self, request: RemoteRequest) -> None:
+        place = self._places.pop(request.id, None)
+        if place is not None:
+            self.routes.failed(place[1])
+
+    # -- what replicas report: `Cluster` -----------------------------------------------------
+
+    def hello(self) -> Hello:
+        """See `Cluster`."""
+        page_size = None if self.reference is None else self.reference.config.page_size
+        return Hello(PROTOCOL_VERSION, "server", page_size, self._tokenizer_digest)
+
+    def check_welcome(self, welcome: Welcome) -> str | None:
+        """See `Cluster`: what routing and tokenising depend on must be equal."""
+        first = self.reference or welcome
+        digest = welcome.tokenizer_digest
+        for name, there, here in (
+            ("page_size", welcome.config.page_size, first.config.page_size),
+            ("max_model_len", welcome.config.max_model_len, first.config.max_model_len),
+            ("vocab_size", welcome.description.vocab_size, first.description.vocab_size),
+            ("tokenizer_digest", digest, self._tokenizer_digest or digest),
+        ):
+            if there != here:
+                return f"{name} is {there!r} at the replica and {here!r} here"
+        return None
+
+    def joined(self, replica: RemoteReplica) -> None:
+        """See `Cluster`."""
+        welcome = replica.welcome
+        assert welcome is not None
+        if self.reference is None:
+            self.reference = welcome
+        mismatch = self.reference.identity.mismatch(welcome.identity)
+        if mismatch is not None:
+            logger.warning("replica %s computes other bits: %s", replica.name, mismatch)
+        self.routes.joined(
+            replica.name, welcome.incarnation, welcome.identity.digest, time.monotonic()
+        )
+        self._has_joined.set()
+        self._ask_for_snapshots()
+
+    def left(self, replica: RemoteReplica, requests: list[RemoteRequest], reason: str) -> None:
+        """See `Cluster`: its requests go on elsewhere."""
+        for request in requests:
+            self._give_up_place(request)
+        self.routes.left(replica.name)
+        for request in requests:
+            self._place_again(request, replica, reason)
+
+    def draining(self, replica: RemoteReplica) -> None:
+        """See `Cluster`."""
+        self.routes.draining(replica.name)
+
+    def step(self, replica: RemoteReplica, step: Step) -> None:
+        """See `Cluster`."""
+        welcome = replica.welcome
+        if welcome is None:
+            return
+        for key in step.accepted:
+            request = replica.requests.get(key)
+            if request is not None:
+                self.routes.admitted(self._places[request.id][1])
+                request.accept()
+        for key, remote in step.refused:
+            request = replica.requests.pop(key, None)
+            if request is not None:
+                self._refused(request, replica, remote)
+        now_s = time.monotonic()
+        for output in step.outputs:
+            request = replica.requests.get(output.key)
+            if request is not None:
+                self._receive(request, replica, output, now_s)
+        if step.runs or step.num_lost:
+            self.routes.apply(replica.name, welcome.incarnation, step.runs, step.num_lost)
+        if step.digest is not None:
+            self.routes.digest(replica.name, welcome.incarnation, *step.digest)
+        if step.load is not None:
+            self.routes.load(replica.name, step.load)
+        self._ask_for_snapshots()
+
+    def snapshot(self, replica: RemoteReplica, part: SnapshotPart) -> None:
+        """See `Cluster`."""
+        if replica.welcome is not None:
+            self.routes.snapshot(replica.name, replica.welcome.incarnation, part)
+
+    def _ask_for_snapshots(self) -> None:
+        for name, message in self.routes.due_snapshots(time.monotonic()):
+            self.replicas[name].take_snapshot(message)
+
+    def _receive(
+        self, request: RemoteRequest, replica: RemoteReplica, output: Output, now_s: float
+    ) -> None:
+        if output.index >= len(request.answers):
+            replica.disconnect(f"answer {output.index} of a request for {len(request.answers)}")
+            return
+        had_tokens = request.num_new > 0
+        request.receive(output, now_s)
+        if not had_tokens and request.num_new:
+            self.routes.first_token(self._places[request.id][1])
+        if request.is_over:
+            del replica.requests[output.key]
+            self._forget(request)
+
+    def _refused(self, request: RemoteRequest, replica: RemoteReplica, remote: RemoteError) -> None:
+        error = decode_error(remote)
+        self._give_up_place(request)
+        if isinstance(error, REFUSALS_OF_ONE):
+            request.refused_by.add(replica.name)
+            self._place(request, error)
+        else:
+            self._end(request, error)

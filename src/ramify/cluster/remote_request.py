@@ -1,0 +1,226 @@
+"""`RemoteRequest`: a request on its way through replicas, and what was delivered of its answers."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from ramify.cluster.codecs import decode_error, encode_params, unpack_floats
+from ramify.cluster.wire import Add, AddOptions, End, Output, Welcome, pack_ids
+from ramify.engine.identity import EngineIdentity
+from ramify.engine.request_options import RequestOptions
+from ramify.engine.serving.streams import OutputCollector
+from ramify.outputs import (
+    CacheReport,
+    Completion,
+    FinishReason,
+    RequestMetrics,
+    RequestOutput,
+    StepOutput,
+    TokenLogprob,
+)
+from ramify.params import SamplingParams
+
+
+@dataclass(slots=True)
+class AnswerSoFar:
+    """What has come of one answer."""
+
+    token_ids: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+
+class RemoteRequest:
+    """A request of a `ClusterLLM`. It knows no connection.
+
+    Args:
+        collector: gets its deliveries.
+        params: with a seed: a second replica draws the same tokens.
+    """
+
+    def __init__(
+        self,
+        id_: int,
+        collector: OutputCollector,
+        ids: array[int],
+        params: SamplingParams,
+        options: RequestOptions,
+        *,
+        prompt: str | None,
+        page_hashes: Sequence[bytes],
+        now_s: float,
+    ) -> None:
+        self.id, self.collector, self.ids, self.params = id_, collector, ids, params
+        self.options, self.prompt, self.page_hashes = options, prompt, page_hashes
+        self.answers = [AnswerSoFar() for _ in range(params.n)]
+        self.is_accepted = self.is_over = self.is_aborted = False
+        self.num_resumptions = 0  # since tokens were delivered
+        self.num_reroutes = 0  # before
+        self.is_resumed = False  # by an engine with another identity, or without `exact`
+        self.refused_by: set[str] = set()  # names of replicas
+        self.num_new = 0  # tokens of the present replica
+        self.key = -1  # on the present connection
+        # Of the replica with the first tokens; before them, of the present one.
+        self.identity: EngineIdentity | None = None
+        self.cache: CacheReport | None = None  # of that replica, too
+        self._arrival_s = now_s
+        self._has_prefix = False
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether any token was delivered."""
+        return any(answer.token_ids for answer in self.answers)
+
+    @property
+    def num_output(self) -> int:
+        """Tokens that were delivered, of all answers."""
+        return sum(len(answer.token_ids) for answer in self.answers)
+
+    def message(self, key: int) -> Add:
+        """The message that queues it, with what was delivered."""
+        options, generated = self.options, []
+        if self.has_tokens:
+            generated = [pack_ids(answer.token_ids) for answer in self.answers]
+        return Add(
+            key,
+            pack_ids(self.ids),
+            encode_params(self.params),
+            AddOptions(
+                options.priority,
+                options.tenant,
+                options.salt,
+                options.max_shared,
+                options.explain and not self._has_prefix,
+                [*options.retention],
+                options.cache_share,
+                options.pin_share,
+            ),
+            generated,
+        )
+
+    def fits(self, welcome: Welcome | None) -> bool:
+        """Whether a replica runs the model of the tokens that were delivered."""
+        if welcome is None:
+            return False
+        if not self.has_tokens or self.identity is None:
+            return True
+        return self.identity.has_same_weights(welcome.identity)
+
+    def begin(self, welcome: Welcome | None) -> None:
+        """A replica is going to compute it, from where the last one has stopped."""
+        assert welcome is not None
+        self.num_new = 0
+        if not self.has_tokens:
+            self.identity = welcome.identity
+        elif not welcome.identity.exact or welcome.identity != self.identity:
+            self.is_resumed = True
+
+    def accept(self) -> None:
+        """A replica has queued it; the reader gets its id, once."""
+        if not self.is_accepted:
+            self.is_accepted = True
+            self._deliver(self.id)
+
+    def receive(self, output: Output, now_s: float) -> None:
+        """Deliver an increment of a replica."""
+        answer = self.answers[output.index]
+        was_ended = answer.finish_reason is not None
+        if was_ended and output.end is None:  # a second replica says again that it has ended
+            return
+        self.num_new += len(output.token_ids)
+        answer.token_ids += output.token_ids
+        answer.texts.append(output.text)
+        answer.logprobs += output.logprobs
+        answer.finish_reason = answer.finish_reason or output.finish_reason
+        is_first = self.cache is None and output.cache is not None
+        if is_first:
+            self.cache = output.cache
+        has_report = output.prefix is not None and not self._has_prefix
+        self._has_prefix |= has_report
+        final = None if output.end is None else self._output(output.end, now_s)
+        self.is_over = final is not None
+        self._deliver(
+            StepOutput(
+                self.id,
+                tuple(output.token_ids),
+                final,
+                output.index,
+                output.text,
+                tuple(output.logprobs),
+                output.finish_reason,
+                output.cache if is_first else None,
+                output.prefix if has_report else None,
+            )
+        )
+
+    def end_with_error(self, error: Exception, now_s: float) -> None:
+        """End with an error: before any output as a refused request of an engine, else as a failed one."""
+        if self.has_tokens:
+            self._end(FinishReason.ERROR, error, now_s)
+        elif not self.is_over:
+            self.is_over = True
+            self._deliver(error)
+
+    def end_aborted(self, now_s: float) -> None:
+        """End the answers that have not ended, as an aborted request of an engine."""
+        self._end(FinishReason.ABORT, None, now_s)
+
+    def _end(self, reason: FinishReason, error: Exception | None, now_s: float) -> None:
+        if self.is_over:
+            return
+        last = 0
+        for index, answer in enumerate(self.answers):
+            if answer.finish_reason is None:
+                answer.finish_reason, last = reason, index
+        report = self.cache or CacheReport(0, 0, 0)
+        metrics = RequestMetrics(0.0, None, now_s - self._arrival_s, None)
+        completions = tuple(self._completion(answer, None) for answer in self.answers)
+        output = RequestOutput(
+            self.id, self.prompt, tuple(self.ids), completions, metrics, report, error=error
+        )
+        self.is_over = True
+        self._deliver(StepOutput(self.id, (), output, last, "", (), reason))
+
+    def _output(self, end: End, now_s: float) -> RequestOutput:
+        completions = tuple(
+            self._completion(answer, stop_reason)
+            for answer, stop_reason in zip(self.answers, end.stop_reasons, strict=True)
+        )
+        report, metrics = end.cache, end.metrics
+        if self.num_resumptions and self.cache is not None:
+            # What the second replica has computed of the prompt was computed before.
+            recomputed = end.cache.recomputed_tokens + end.cache.computed_tokens
+            report = replace(self.cache, recomputed_tokens=recomputed)
+            metrics = replace(metrics, total_s=now_s - self._arrival_s)
+        logprobs, embedding = end.prompt_logprobs, end.prompt_embedding
+        return RequestOutput(
+            request_id=self.id,
+            prompt=self.prompt,
+            prompt_token_ids=tuple(self.ids),
+            completions=completions,
+            metrics=metrics,
+            cache=report,
+            prompt_logprobs=None if logprobs is None else tuple(logprobs),
+            prompt_embedding=None if embedding is None else unpack_floats(embedding),
+            error=None if end.error is None else decode_error(end.error),
+            resumed=self.is_resumed,
+        )
+
+    def _completion(self, answer: AnswerSoFar, stop_reason: str | int | None) -> Completion:
+        assert answer.finish_reason is not None
+        return Completion(
+            "".join(answer.texts),
+            tuple(answer.token_ids),
+            answer.finish_reason,
+            None if self.params.logprobs is None else tuple(answer.logprobs),
+            stop_reason,
+        )
+
+    def _deliver(self, delivery: StepOutput | int | Exception) -> None:
+        if isinstance(delivery, StepOutput) and self.collector.final_only and not delivery.output:
+            return
+        self.collector.receive(delivery)
+        self.collector.wake()

@@ -1,0 +1,179 @@
+"""Requests of a cluster: the answers of one engine, whoever computes them, each ended once."""
+
+import asyncio
+
+import pytest
+
+from ramify.engine.cache_admin.warmup import WarmPrompt
+from ramify.engine.serving.streams import merge_outputs
+from ramify.errors import (
+    DrainingError,
+    EngineStoppedError,
+    InvalidParamsError,
+    PinError,
+    TokenOutOfRangeError,
+    UnknownRequestError,
+)
+from ramify.outputs import FinishReason
+from ramify.params import SamplingParams
+from tests.pure.async_bench import AsyncBench
+from tests.pure.cluster_bench import ClusterBench, prompts, run, until
+from tests.pure.engine_bench import expected
+
+pytest.importorskip("grpc", reason="grpcio is not installed (pip install ramify[cluster])")
+
+
+def test_answers_are_those_of_one_engine() -> None:
+    """Many requests at once: each gets its own answer, on whatever replica, and nothing is left."""
+    bench = ClusterBench()
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+
+    async def main() -> None:
+        async with bench.running():
+            outputs = await asyncio.gather(
+                *(bench.llm.generate(prompt, params) for prompt in prompts(30))
+            )
+            for prompt, output in zip(prompts(30), outputs, strict=True):
+                assert list(output.token_ids) == expected(prompt, 8, ends=())
+                assert output.finish_reason is FinishReason.LENGTH
+                assert output.usage.prompt_tokens == len(prompt)
+            assert all(member.bench.core.num_steps for member in bench.members)
+
+    run(main())
+
+
+def test_an_error_of_a_request_is_the_engine_s() -> None:
+    """What an engine refuses is refused with the same exception, and its numbers."""
+    bench = ClusterBench(1)
+
+    async def main() -> None:
+        async with bench.running():
+            with pytest.raises(TokenOutOfRangeError, match="99") as info:
+                await bench.llm.generate([3, 99])
+            assert info.value.token == 99
+            with pytest.raises(InvalidParamsError, match="logit_bias") as other:
+                await bench.llm.generate([3], SamplingParams(logit_bias={77: 1.0}))
+            assert other.value.name == "logit_bias"
+
+    run(main())
+
+
+def test_an_abort_reaches_the_replica_and_its_reader_gets_the_end() -> None:
+    """`abort` ends the request with the reason `abort`; leaving a stream ends it without a word."""
+    bench = ClusterBench(2, max_model_len=4096, pool_tokens=8192)
+    params = SamplingParams(max_tokens=3000, ignore_eos=True)
+
+    async def main() -> None:
+        async with bench.running():
+            stream = bench.llm.stream(prompts(1)[0], params)
+            first = await anext(stream)
+            await bench.llm.abort(first.request_id)
+            events = [event async for event in stream]
+            output = events[-1].output
+            assert output is not None
+            assert output.finish_reason is FinishReason.ABORT
+            with pytest.raises(UnknownRequestError):
+                await bench.llm.abort(first.request_id)
+
+            left = bench.llm.stream(prompts(1)[0], params)
+            event = await anext(left)
+            member = bench.place_of(event.request_id)
+            await left.aclose()
+            num_steps = member.bench.core.num_steps
+            await member.until_idle()
+            assert member.bench.core.num_steps <= num_steps + 20
+
+    run(main())
+
+
+def test_logprobs_explanations_and_several_answers_travel() -> None:
+    """Everything in an increment and in an output is what `AsyncLLM` gives."""
+    bench, alone = ClusterBench(1), AsyncBench()
+    params = SamplingParams(
+        max_tokens=5, n=2, logprobs=2, prompt_logprobs=1, temperature=1.0, seed=4, ignore_eos=True
+    )
+    prompt = prompts(1)[0]
+
+    async def main() -> None:
+        async with bench.running(), alone.llm:
+            for _ in range(2):
+                streams = [
+                    llm.stream(prompt, params, explain=True) for llm in (bench.llm, alone.llm)
+                ]
+                ours, theirs = [[event async for event in stream] for stream in streams]
+                assert [e.prefix for e in ours if e.prefix] == [
+                    e.prefix for e in theirs if e.prefix
+                ]
+                assert [e.cache for e in ours if e.cache] == [e.cache for e in theirs if e.cache]
+                for index in range(2):
+                    mine, other = (
+                        merge_outputs([event for event in events if event.index == index])
+                        for events in (ours, theirs)
+                    )
+                    assert mine.new_token_ids == other.new_token_ids
+                    assert (mine.text, mine.logprobs) == (other.text, other.logprobs)
+                    assert mine.finish_reason == other.finish_reason
+                got, wanted = ours[-1].output, theirs[-1].output
+                assert got is not None
+                assert wanted is not None
+                assert got.completions == wanted.completions
+                assert got.prompt_logprobs == wanted.prompt_logprobs
+                assert got.cache == wanted.cache
+                assert not got.resumed
+
+    run(main())
+
+
+def test_admin_calls_reach_every_replica() -> None:
+    """Statistics are sums, a prefix is pinned where it is cached, and clearing clears all."""
+    bench = ClusterBench(3)
+    prompt = [*range(3, 15)]
+
+    async def main() -> None:
+        async with bench.running():
+            cache = bench.llm.cache
+            warmed = await cache.warm([WarmPrompt(prompt)])
+            assert (warmed.num_prompts, warmed.num_failed) == (1, 0)
+            stats = await bench.llm.stats()
+            assert stats.cache.cached_pages == 9
+            assert stats.cache.page_size == 4
+            pin = await cache.pin(prompt, owner="me")
+            assert len(pin.key) == 12
+            assert [listed.id for listed in await cache.pins()] == [pin.id]
+            assert (await cache.clear()).num_pages == 6
+            explanation = await cache.explain_to_tenant([*prompt, 1])
+            assert explanation is not None
+            assert explanation.hit_tokens == 12
+            tree = await cache.tree(10)
+            assert [node.num_pages for node in tree.nodes] == [3]
+            await cache.unpin(pin)
+            with pytest.raises(PinError, match=str(pin.id)):
+                await cache.unpin(pin)
+            assert (await cache.clear()).num_pages == 3
+            with pytest.raises(PinError):
+                await cache.pin(prompt)
+            assert await cache.end_pins("me") == 0
+
+    run(main())
+
+
+def test_a_drained_replica_finishes_and_the_others_take_over() -> None:
+    """`drain` of a replica loses no request; a drain of the client refuses new ones."""
+    bench = ClusterBench(2)
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+
+    async def main() -> None:
+        async with bench.running():
+            tasks = [
+                asyncio.ensure_future(bench.llm.generate(prompt, params)) for prompt in prompts(8)
+            ]
+            await until(lambda: bench.llm.dispatch.num_live == 8)
+            assert await bench.members[0].replica.drain(10.0)
+            for prompt, output in zip(prompts(8), await asyncio.gather(*tasks), strict=True):
+                assert list(output.token_ids) == expected(prompt, 40, ends=())
+            assert (await bench.llm.generate(prompts(1)[0], params)).error is None
+            assert await bench.llm.drain(10.0)
+            with pytest.raises((DrainingError, EngineStoppedError)):
+                await bench.llm.generate(prompts(1)[0], params)
+
+    run(main())

@@ -1,0 +1,205 @@
+"""A replica dies: each request ends once, with the tokens of an engine that never died."""
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+
+from ramify.errors import NoReplicaError, ReplicaLostError
+from ramify.outputs import RequestOutput, StepOutput
+from ramify.params import SamplingParams
+from tests.pure.cluster_bench import ClusterBench, Member, prompts, run, until
+from tests.pure.engine_bench import Bench, expected
+
+pytest.importorskip("grpc", reason="grpcio is not installed (pip install ramify[cluster])")
+PROMPT = prompts(1)[0]
+
+
+def whole(params: SamplingParams, prompt: Sequence[int] = PROMPT) -> RequestOutput:
+    """The answer of one engine that nobody disturbs."""
+    bench = Bench()
+    request_id = bench.core.add_request(prompt, params)
+    while bench.core.has_unfinished:
+        for event in bench.core.step():
+            if event.output is not None:
+                assert event.request_id == request_id
+                return event.output
+    raise AssertionError("no output")
+
+
+async def read_and_kill(
+    bench: ClusterBench, params: SamplingParams, kill_at: set[int]
+) -> tuple[list[StepOutput], RequestOutput]:
+    """Read a stream token by token; kill the replica that computes it after these numbers of tokens."""
+    for member in bench.members:
+        member.gate.is_open = False
+    stream = bench.llm.stream(PROMPT, params)
+    request_id = await stream.accepted()
+    events: list[StepOutput] = []
+    num_tokens = 0
+    while True:
+        member = bench.place_of(request_id)
+        if num_tokens in kill_at:
+            kill_at.discard(num_tokens)
+            await member.kill()
+            await until(partial(has_left, bench, request_id, member))
+            continue
+        member.gate.allowed.release()
+        for _ in range(params.n):  # each answer gets a token in a step
+            event = await anext(stream)
+            events.append(event)
+            if event.output is not None:
+                return events, event.output
+        num_tokens += 1
+
+
+def has_left(bench: ClusterBench, request_id: int, member: Member) -> bool:
+    place = bench.llm.dispatch._places.get(request_id)
+    return place is None or bench.member_of(place[0].name) is not member
+
+
+def is_ready(bench: ClusterBench, number: int) -> bool:
+    return bench.llm.dispatch.replicas[str(number)].is_ready
+
+
+@pytest.mark.parametrize("num_tokens", range(9))
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"temperature": 1.0}, {"temperature": 1.0, "n": 2}, {"stop": ("zz",), "logprobs": 1}],
+    ids=["greedy", "sampled", "two answers", "stop strings"],
+)
+def test_a_death_after_each_token(num_tokens: int, options: dict[str, Any]) -> None:
+    """Whenever the replica dies, the client gets the undisturbed answer, each token once."""
+    params = SamplingParams(max_tokens=8, ignore_eos=True, **options)
+    bench = ClusterBench(2)
+
+    async def main() -> None:
+        async with bench.running():
+            seeded = params.seeded() if "temperature" in options else params
+            events, output = await read_and_kill(bench, seeded, {num_tokens} - {8})
+            wanted = whole(seeded)
+            assert output.completions == wanted.completions
+            for index in range(params.n):
+                own = [event for event in events if event.index == index]
+                tokens = [token for event in own for token in event.new_token_ids]
+                assert tuple(tokens) == wanted.completions[index].token_ids
+                assert "".join(event.text for event in own) == wanted.completions[index].text
+                assert sum(event.finish_reason is not None for event in own) == 1
+            assert output.usage.completion_tokens == wanted.usage.completion_tokens
+            assert output.usage.prompt_tokens == len(PROMPT)
+            assert output.error is None
+            assert not output.resumed, "both replicas are exact and have one identity"
+            dispatch = bench.llm.dispatch
+            assert dispatch.num_resumptions == (0 < num_tokens < 8)
+            assert dispatch.num_reroutes == (num_tokens == 0)
+
+    run(main())
+
+
+def test_two_resumptions_at_most() -> None:
+    """The third death of a begun answer is its end, with one error and the tokens so far."""
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    bench = ClusterBench(4)
+
+    async def main() -> None:
+        async with bench.running():
+            events, output = await read_and_kill(bench, params, {2, 4})
+            assert output.token_ids == whole(params).token_ids
+
+            stream = bench.llm.stream(PROMPT, params)
+            request_id = await stream.accepted()
+            for member in bench.members:
+                if member.replica._server is None:
+                    await member.start_again()
+            await until(lambda: all(r.is_ready for r in bench.llm.dispatch.replicas.values()))
+            for _ in range(3):
+                member = bench.place_of(request_id)
+                member.gate.allowed.release()
+                await anext(stream)
+                await member.kill()
+                await until(partial(has_left, bench, request_id, member))
+            last = await anext(stream)
+            assert last.output is not None
+            assert isinstance(last.output.error, ReplicaLostError)
+            assert 0 < len(last.output.token_ids) < 20
+            del events
+
+    run(main())
+
+
+def test_no_replica_is_an_error_at_once() -> None:
+    """Without a replica a request ends with an error that says when to try again."""
+    bench = ClusterBench(1)
+
+    async def main() -> None:
+        async with bench.running():
+            await bench.members[0].kill()
+            await until(lambda: not bench.llm.dispatch.has_ready)
+            with pytest.raises(NoReplicaError) as info:
+                await bench.llm.generate(PROMPT)
+            assert info.value.retry_after_s > 0
+            assert str(bench.llm.health().state) == "unreachable"
+            await bench.members[0].start_again()
+            await until(lambda: bench.llm.dispatch.has_ready)
+            assert (await bench.llm.generate(PROMPT)).error is None
+
+    run(main())
+
+
+def test_an_answer_goes_on_with_equal_weights_only() -> None:
+    """Tokens of other weights are never mixed: the answer ends with an error; a new one begins anew."""
+    bench = ClusterBench(1)
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+
+    async def main() -> None:
+        async with bench.running():
+            bench.members.append(Member())
+            other = bench.members[1]
+            other.bench.core.namespaces.base = b"other weights"
+            other.llm._core_identity = type(other.llm._core_identity).of_namespace(
+                b"other weights", other.bench.core.config
+            )
+            await other.start()
+            dispatch = bench.llm.dispatch
+            first = dispatch.replicas["0"]
+            member = bench.members[0]
+            member.gate.is_open = False
+            stream = bench.llm.stream(PROMPT, params)
+            await stream.accepted()
+            member.gate.allowed.release()
+            await anext(stream)
+            first.address = f"127.0.0.1:{other.port}"  # what comes back there is another model
+            await member.kill()
+            await until(lambda: bench.llm.dispatch.num_live == 0)
+            last = [event async for event in stream][-1]
+            assert last.output is not None
+            assert isinstance(last.output.error, ReplicaLostError)
+            await until(lambda: dispatch.has_ready)
+            output = await bench.llm.generate(PROMPT, params)
+            assert list(output.token_ids) == expected(PROMPT, 20, ends=())
+
+    run(main())
+
+
+def test_many_requests_and_deaths() -> None:
+    """Under load, with replicas that die and come back, every request ends once with the right tokens."""
+    bench = ClusterBench(3)
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    many = prompts(60)
+
+    async def main() -> None:
+        async with bench.running():
+            tasks = [asyncio.ensure_future(bench.llm.generate(prompt, params)) for prompt in many]
+            await until(lambda: bench.llm.dispatch.num_live > 0)
+            for number in range(3):
+                member = bench.members[number]
+                await member.kill()
+                await member.start_again()
+                await until(partial(is_ready, bench, number))
+            for prompt, output in zip(many, await asyncio.gather(*tasks), strict=True):
+                assert list(output.token_ids) == expected(prompt, 30, ends=())
+                assert output.usage.completion_tokens == 30
+
+    run(main())
