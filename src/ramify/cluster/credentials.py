@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,6 +128,7 @@ def import_grpc() -> Any:
     Raises:
         MissingPackageError: it is not installed.
     """
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else it logs each closed connection
     try:
         import grpc
         import grpc.aio

@@ -1,0 +1,327 @@
+"""Wrong, broken, silent and slow peers: each ends alone, and the replica stays up for the others."""
+
+import asyncio
+import logging
+from contextlib import suppress
+from typing import Any, Self
+
+import pytest
+
+from ramify.cluster import wire
+from ramify.cluster.client import ClusterLLM
+from ramify.cluster.credentials import Credentials, import_grpc
+from ramify.cluster.link import CHANNEL_OPTIONS
+from ramify.cluster.replica import Replica
+from ramify.errors import ConfigError, NoReplicaError
+from ramify.params import SamplingParams
+from tests.pure.cluster_bench import ClusterBench, Member, prompts, run, until
+from tests.pure.engine_bench import expected
+
+grpc = pytest.importorskip("grpc", reason="grpcio is not installed (pip install ramify[cluster])")
+PROMPT = prompts(1)[0]
+SECRET = "0123456789abcdef0123"
+
+
+class RawPeer:
+    """A connection that sends whatever it is told."""
+
+    def __init__(self, port: int, options: Any = CHANNEL_OPTIONS) -> None:
+        self.channel = import_grpc().aio.insecure_channel(f"127.0.0.1:{port}", options=options)
+        self.call = self.channel.stream_stream(wire.METHOD)()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.call.cancel()
+        await self.channel.close()
+
+    async def hello(self, **fields: Any) -> Any:
+        given: Any = {"protocol_version": wire.PROTOCOL_VERSION, "ingress": "test"} | fields
+        await self.call.write(wire.encode(wire.Hello(**given)))
+        return await self.receive()
+
+    async def receive(self) -> Any:
+        body = await self.call.read()
+        return None if body is grpc.aio.EOF else wire.decode_from_replica(body)
+
+    async def status(self) -> tuple[str, str]:
+        """How the replica has ended the stream."""
+        try:
+            while await self.call.read() is not grpc.aio.EOF:
+                pass
+        except grpc.aio.AioRpcError as error:
+            return error.code().name, error.details()
+        return (await self.call.code()).name, await self.call.details()
+
+
+async def assert_serves(bench: ClusterBench) -> None:
+    output = await bench.llm.generate(PROMPT, SamplingParams(max_tokens=4, ignore_eos=True))
+    assert list(output.token_ids) == expected(PROMPT, 4, ends=())
+
+
+def test_a_broken_message_ends_its_stream_only() -> None:
+    """Each kind of broken message ends that connection with its reason; it is counted."""
+    bench = ClusterBench(1)
+    add = wire.Add(5, wire.pack_ids([3, 4]), {"max_tokens": 3})
+
+    async def main() -> None:
+        async with bench.running():
+            replica, port = bench.members[0].replica, bench.members[0].port
+            for number, (bodies, reason) in enumerate(
+                (
+                    ([b"\xc1"], "is broken"),
+                    ([wire.encode(wire.Hello(1, "again"))], "a second Hello"),
+                    ([wire.encode(add), wire.encode(add)], "request 5 comes after 5"),
+                    ([wire.encode(wire.Add(1, b"12345", {}))], "5 bytes"),
+                ),
+                1,
+            ):
+                async with RawPeer(port) as peer:
+                    assert isinstance(await peer.hello(), wire.Welcome)
+                    for body in bodies:
+                        await peer.call.write(body)
+                    code, details = await peer.status()
+                    assert code == "INVALID_ARGUMENT"
+                    assert reason in details
+                assert replica.num_broken == number
+            async with RawPeer(port) as peer:
+                await peer.call.write(wire.encode(wire.Ping(1)))
+                assert "not a Hello" in (await peer.status())[1]
+            async with RawPeer(port) as peer:
+                await peer.call.write(b"")
+                assert (await peer.status())[0] == "INVALID_ARGUMENT"
+            await assert_serves(bench)
+
+    run(main())
+
+
+def test_a_message_beyond_the_limit_ends_its_stream_only() -> None:
+    """A peer that does not check its size is cut off before anything of it is decoded."""
+    bench = ClusterBench(1)
+
+    async def main() -> None:
+        async with bench.running():
+            options = [option for option in CHANNEL_OPTIONS if "message_length" not in option[0]]
+            replica, port = bench.members[0].replica, bench.members[0].port
+            async with RawPeer(port, options=options) as peer:
+                await peer.hello()
+                await peer.call.write(bytes(wire.MAX_MESSAGE_BYTES + 1))
+                assert (await peer.status())[0] == "RESOURCE_EXHAUSTED"
+                await until(lambda: len(replica._connections) == 1)
+            await assert_serves(bench)
+
+    run(main())
+
+
+def test_random_bytes_on_the_port() -> None:
+    """What is no HTTP/2 is closed, and nobody else notices."""
+    bench = ClusterBench(1)
+
+    async def main() -> None:
+        async with bench.running():
+            for body in (b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 50, b"\xff" * 9):
+                reader, writer = await asyncio.open_connection("127.0.0.1", bench.members[0].port)
+                writer.write(body)
+                await writer.drain()
+                async with asyncio.timeout(30):
+                    with suppress(ConnectionError):
+                        while await reader.read(4096):
+                            pass
+                writer.close()
+                with suppress(ConnectionError):
+                    await writer.wait_closed()
+            await assert_serves(bench)
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"protocol_version": 99}, "protocol_version is 99 at the server and 1 at the replica"),
+        ({"page_size": 16}, "page_size is 16 at the server and 4 at the replica"),
+        ({"tokenizer_digest": "ab"}, "tokenizer_digest is 'ab' at the server and None"),
+    ],
+)
+def test_a_wrong_hello_is_refused_with_its_reason(
+    fields: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The peer gets the reason, and the replica logs it in a line."""
+    member = Member()
+
+    async def main() -> None:
+        await member.start()
+        async with RawPeer(member.port) as peer:
+            answer = await peer.hello(**fields)
+            assert isinstance(answer, wire.Refused)
+            assert reason in answer.reason
+        assert member.replica.num_refused == 1
+        await member.replica.close()
+
+    with caplog.at_level(logging.WARNING):
+        run(main())
+    assert any(reason in record.getMessage() for record in caplog.records)
+
+
+def test_a_replica_that_does_not_fit_is_refused_by_the_server(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Another page size would make every look-up wrong: it never gets a request."""
+    bench = ClusterBench(1)
+
+    async def main() -> None:
+        other = Member(page_size=8)
+        async with bench.running():
+            await other.start()
+            llm = ClusterLLM(
+                {"a": f"127.0.0.1:{bench.members[0].port}", "b": f"127.0.0.1:{other.port}"}, None
+            )
+            await llm.start(10.0)
+            await until(lambda: any(r.last_error for r in llm.dispatch.replicas.values()))
+            ready = [replica.name for replica in llm.dispatch.replicas.values() if replica.is_ready]
+            assert len(ready) == 1
+            await llm.aclose()
+            await other.replica.close()
+
+    with caplog.at_level(logging.WARNING):
+        run(main())
+    assert any("page_size is" in record.getMessage() for record in caplog.records)
+
+
+def test_the_secret_is_needed() -> None:
+    """Without it, or with another, nothing is served; with it, everything."""
+    credentials = Credentials(secret=SECRET)
+    bench = ClusterBench(1)
+
+    async def main() -> None:
+        async with bench.running(credentials):
+            await assert_serves(bench)
+            for shown in (None, Credentials(secret="x" * 20)):
+                llm = ClusterLLM(
+                    {"a": f"127.0.0.1:{bench.members[0].port}"}, None, credentials=shown
+                )
+                with pytest.raises(NoReplicaError, match="secret of the cluster"):
+                    await llm.start(10.0)
+            assert bench.members[0].replica.num_refused == 2
+
+    run(main())
+
+
+def test_an_open_port_without_a_secret_is_refused_at_start() -> None:
+    """A replica that everybody could use does not start."""
+
+    async def main() -> None:
+        member = Member()
+        replica = Replica(member.llm)
+        with pytest.raises(ConfigError, match="secret"):
+            await replica.start("0.0.0.0")
+        await replica.close()
+
+    run(main())
+
+
+def test_a_peer_that_reads_nothing_is_left() -> None:
+    """At 8 MiB unsent its requests end with a reason; another server notices nothing."""
+    text = "x" * (1 << 20)
+
+    class Decoder:
+        def __init__(self, keep: object = False) -> None:
+            del keep
+
+        def step(self, token_id: int) -> str:
+            del token_id
+            return text
+
+        def finish(self) -> str:
+            return ""
+
+    bench = ClusterBench(1, text_decoder=Decoder)
+
+    async def main() -> None:
+        async with bench.running():
+            member = bench.members[0]
+            async with RawPeer(member.port) as peer:
+                await peer.hello()
+                params = {"max_tokens": 1000, "ignore_eos": True}
+                await peer.call.write(wire.encode(wire.Add(1, wire.pack_ids([3, 4]), params)))
+                await until(lambda: len(member.replica._connections) == 1, 30.0)
+                output = await bench.llm.generate(
+                    PROMPT, SamplingParams(max_tokens=3, ignore_eos=True)
+                )
+                assert len(output.token_ids) == 3
+                code, details = await peer.status()
+                assert code == "RESOURCE_EXHAUSTED"
+                assert "reads too slowly" in details
+            await member.until_idle()
+
+    run(main())
+
+
+class Relay:
+    """Forwards bytes to a port until it is told to stop, one direction or both."""
+
+    def __init__(self, port: int) -> None:
+        self.target, self.is_stopped = port, False
+        self.tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> int:
+        self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return int(self.server.sockets[0].getsockname()[1])
+
+    async def _serve(self, reader: Any, writer: Any) -> None:
+        up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self.target)
+        for source, target in ((reader, up_writer), (up_reader, writer)):
+            task = asyncio.ensure_future(self._forward(source, target))
+            self.tasks.add(task)
+
+    async def _forward(self, source: Any, target: Any) -> None:
+        try:
+            while body := await source.read(65536):
+                while self.is_stopped:  # noqa: ASYNC110 - until the test ends
+                    await asyncio.sleep(0.01)
+                target.write(body)
+        finally:
+            target.close()
+            with suppress(ConnectionError):
+                await target.wait_closed()
+
+    async def close(self) -> None:
+        self.server.close()
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+
+
+def test_a_partition_is_a_death() -> None:
+    """A replica that answers nothing any more, though its connection stands, loses its requests."""
+    bench = ClusterBench(2)
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+
+    async def main() -> None:
+        async with bench.running():
+            relay = Relay(bench.members[0].port)
+            addresses = {"0": f"127.0.0.1:{await relay.start()}"}
+            llm = ClusterLLM(addresses, None, ping_s=0.1, dead_s=1.0)
+            await llm.start(10.0)
+            bench.members[0].gate.is_open = False
+            stream = llm.stream(PROMPT, params)
+            await stream.accepted()
+            bench.members[0].gate.allowed.release()
+            first = await anext(stream)
+            relay.is_stopped = True
+            llm.dispatch.replicas["0"].address = f"127.0.0.1:{bench.members[1].port}"
+            await until(lambda: llm.dispatch.num_live == 0, 10.0)
+            events = [event async for event in stream]
+            assert events[-1].output is not None
+            assert events[-1].output.error is not None
+            assert "no sign of life" in str(events[-1].output.error)
+            assert events[-1].output.token_ids[:1] == first.new_token_ids[:1]
+            await until(lambda: llm.dispatch.has_ready)
+            output = await llm.generate(PROMPT, params)
+            assert list(output.token_ids) == expected(PROMPT, 20, ends=())
+            bench.members[0].gate.open()
+            await llm.aclose()
+            await relay.close()
+
+    run(main())
