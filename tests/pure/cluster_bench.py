@@ -65,7 +65,7 @@ class ClusterBench:
 
     def __init__(self, num_replicas: int = 3, **options: Any) -> None:
         self.members = [Member(**options) for _ in range(num_replicas)]
-        self.routes = LeastLoaded()
+        self.routes: LeastLoaded = LeastLoaded()
 
     @asynccontextmanager
     async def running(

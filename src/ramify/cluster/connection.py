@@ -15,7 +15,7 @@ from ramify.cluster.codecs import (
     encode_result,
     pack_floats,
 )
-from ramify.cluster.step_reports import StepReport, StepReporter, snapshot_parts
+from ramify.cluster.step_reports import StepReport, StepReporter, part_of
 from ramify.cluster.wire import (
     MAX_UNSENT_BYTES,
     Abort,
@@ -117,6 +117,7 @@ class Connection:
         self._load: Load | None = None
         self._runs: list[Run] = []
         self._num_lost = 0
+        self._digest: tuple[int, bytes] | None = None
 
     async def run(self, messages: AsyncIterator[bytes]) -> None:
         """Serve until the server ends the stream, or `fail`; then abort its requests.
@@ -201,10 +202,16 @@ class Connection:
     def _send_step(self) -> None:
         self._is_step_scheduled = False
         step = Step(
-            self._outputs, self._accepted, self._refused, self._load, self._runs, self._num_lost
+            self._outputs,
+            self._accepted,
+            self._refused,
+            self._load,
+            self._runs,
+            self._num_lost,
+            self._digest,
         )
         self._outputs, self._accepted, self._refused, self._runs = [], [], [], []
-        self._load, self._num_lost = None, 0
+        self._load, self._num_lost, self._digest = None, 0, None
         if step == Step():
             return
         try:
@@ -216,6 +223,7 @@ class Connection:
     def _report(self, report: StepReport) -> None:
         self._load = report.load
         self._runs += report.runs
+        self._digest = report.digest or self._digest
         self._num_lost += report.num_lost
         self._schedule_step()
 
@@ -325,9 +333,11 @@ class Connection:
 
     async def _send_snapshot(self, number: int) -> None:
         with suppress(EngineStoppedError):
-            snapshot = await self._llm.run(lambda core: core.cache.snapshot())
-            for part in snapshot_parts(number, snapshot):
-                self.send(part)
+            await self._llm.run(self._reporter.begin_snapshot)
+            while (chunk := await self._llm.run(self._reporter.next_chunk)) is not None:
+                self._send_step()  # events come before the snapshot that includes them
+                self.send(part_of(number, chunk))
+                await self.flush()
 
 
 def output_of(key: int, event: StepOutput) -> Output:

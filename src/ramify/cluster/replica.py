@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import ramify
+from ramify.cache.events import Subscription
 from ramify.cache.key import namespace_of
 from ramify.cluster.connection import Connection
 from ramify.cluster.credentials import Credentials, import_grpc
@@ -63,6 +64,7 @@ class Replica:
         self._connections: set[Connection] = set()
         self._server: Any = None
         self._welcome: Welcome | None = None
+        self._hashing: Subscription | None = None
         self.num_refused = 0  # connections: wrong secret, wrong hello
         self.num_broken = 0  # connections that ended with a broken message
 
@@ -132,6 +134,8 @@ class Replica:
             await llm.run(rename)
         else:
             namespace = await llm.run(lambda core: core.namespaces.base)
+        # Pages are hashed as they are stored, whether a server is connected or not.
+        self._hashing = await llm.run(lambda core: core.cache.subscribe(1))
         return Welcome(
             PROTOCOL_VERSION,
             llm.incarnation,

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ramify.cache.events import CacheEvent, Snapshot, Subscription
-from ramify.cache.key import namespace_hash
-from ramify.cluster.wire import MAX_RUNS, Load, Run, SnapshotPart
+from ramify.cache.events import CacheEvent, SnapshotChunk, Subscription
+from ramify.cluster.wire import Load, Run, SnapshotPart
 from ramify.engine.core import EngineCore
 from ramify.engine.serving.streams import LoopDispatcher
 
 MAX_EVENTS = 1 << 16  # kept for a connection; more between two steps are lost, and counted
+DIGEST_EVENTS = 256  # after as many events a digest is sent; also when the engine has nothing to do
 SMOOTHING = 0.1  # weight of the last step in the calibration
 # A step with this many tokens for each of its decoding answers is one of prompts.
 PROMPT_SHARE = 4
@@ -26,6 +26,7 @@ class StepReport:
     load: Load
     runs: list[Run]
     num_lost: int
+    digest: tuple[int, bytes] | None  # sequence of the last event, and the digest after it
 
 
 class StepReporter:
@@ -41,7 +42,8 @@ class StepReporter:
         self.wake_scheduled = False
         # For the engine thread only:
         self._subscription: Subscription | None = None
-        self._num_dropped = self._num_computed = 0
+        self._num_dropped = self._num_computed = self._num_since_digest = 0
+        self._chunks: Iterator[SnapshotChunk] = iter(())
         self._token_s, self._step_s = DEFAULT_TOKEN_S, DEFAULT_STEP_S
         self._last_load: Load | None = None
 
@@ -52,18 +54,35 @@ class StepReporter:
 
     def report(self, core: EngineCore, step_s: float | None) -> StepReport | None:
         """See `EngineObserver`; None if nothing has changed."""
-        if self._subscription is None:
-            self._subscription = core.cache.subscribe(MAX_EVENTS)
+        subscription = self._subscribed(core)
         if step_s is not None:
             self._calibrate(core, step_s)
-        events = self._subscription.take()
-        num_lost = self._subscription.num_dropped - self._num_dropped
+        events = subscription.take()
+        num_lost = subscription.num_dropped - self._num_dropped
         self._num_dropped += num_lost
         load = self._load(core)
         if load == self._last_load and not events and not num_lost:
             return None
         self._last_load = load
-        return StepReport(load, [run_of(event) for event in events], num_lost)
+        self._num_since_digest += len(events)
+        digest = None
+        if self._num_since_digest >= (DIGEST_EVENTS if core.has_unfinished else 1):
+            self._num_since_digest, digest = 0, subscription.digest()
+        return StepReport(load, [run_of(event) for event in events], num_lost, digest)
+
+    def _subscribed(self, core: EngineCore) -> Subscription:
+        if self._subscription is None:
+            self._subscription = core.cache.subscribe(MAX_EVENTS)
+        return self._subscription
+
+    def begin_snapshot(self, core: EngineCore) -> None:
+        """Take a snapshot of this moment; a call for the engine thread."""
+        self._chunks = self._subscribed(core).snapshot_chunks()
+
+    def next_chunk(self, core: EngineCore) -> SnapshotChunk | None:
+        """The next chunk of the snapshot, None after the last; a call for the engine thread."""
+        del core
+        return next(self._chunks, None)
 
     def close(self, core: EngineCore) -> None:
         """End the subscription; a call for the engine thread."""
@@ -107,25 +126,40 @@ def run_of(event: CacheEvent) -> Run:
     return Run(
         event.sequence,
         event.kind,
-        namespace_hash(event.namespace),
+        event.namespace_hash,
         event.parent_hash,
         event.hashes,
-        reason=event.reason,
+        event.start,
+        event.reason,
     )
 
 
-def snapshot_parts(request: int, snapshot: Snapshot) -> Sequence[SnapshotPart]:
-    """A snapshot in parts of at most `MAX_RUNS` runs; at least one part."""
-    runs = [run_of(event) for event in snapshot.runs]
-    starts = range(0, max(1, len(runs)), MAX_RUNS)
-    return [
-        SnapshotPart(
-            request,
-            snapshot.sequence,
-            start // MAX_RUNS,
-            runs[start : start + MAX_RUNS],
-            is_last=start == starts[-1],
-            digest=snapshot.digest,
-        )
-        for start in starts
-    ]
+def part_of(request: int, chunk: SnapshotChunk) -> SnapshotPart:
+    """The travelling form of a chunk of a snapshot."""
+    return SnapshotPart(
+        request,
+        chunk.sequence,
+        chunk.number,
+        [run_of(event) for event in chunk.runs],
+        chunk.is_last,
+        chunk.digest,
+    )
+
+
+def event_of(run: Run) -> CacheEvent:
+    """The event of `run_of`; its page ids are those of the replica and stay there."""
+    return CacheEvent(
+        run.sequence,
+        run.kind,
+        run.namespace_hash,
+        run.parent_hash,
+        run.start,
+        run.hashes,
+        reason=run.reason,
+    )
+
+
+def chunk_of(part: SnapshotPart) -> SnapshotChunk:
+    """The chunk of `part_of`."""
+    runs = tuple(map(event_of, part.runs))
+    return SnapshotChunk(part.sequence, part.number, runs, part.is_last, part.digest)

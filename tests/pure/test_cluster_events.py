@@ -1,0 +1,141 @@
+"""What a server is told of the caches of its replicas: all of it, in order, and what it adds up to."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from ramify.cluster.routes import LeastLoaded
+from ramify.cluster.step_reports import chunk_of, event_of, part_of, run_of
+from ramify.cluster.wire import Load, Run, SnapshotPart, TakeSnapshot
+from ramify.engine.core import EngineCore
+from ramify.params import SamplingParams
+from tests.pure.cluster_bench import ClusterBench, prompts, run, until
+
+pytest.importorskip("grpc", reason="grpcio is not installed (pip install ramify[cluster])")
+ONE = SamplingParams(max_tokens=1, ignore_eos=True)
+
+
+class Listening(LeastLoaded):
+    """Keeps what it is told; asks for one snapshot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs: list[Run] = []
+        self.parts: list[SnapshotPart] = []
+        self.loads: list[Load] = []
+        self.digests: list[tuple[int, bytes]] = []
+        self.sequence_at_part = -1
+        self.is_asked = False
+
+    def load(self, replica: str, load: Load) -> None:
+        self.loads.append(load)
+
+    def apply(self, replica: str, incarnation: int, runs: Sequence[Run], num_lost: int) -> None:
+        assert num_lost == 0
+        self.runs += runs
+
+    def snapshot(self, replica: str, incarnation: int, part: SnapshotPart) -> None:
+        self.parts.append(part)
+        self.sequence_at_part = self.runs[-1].sequence if self.runs else 0
+
+    def digest(self, replica: str, incarnation: int, sequence: int, digest: bytes) -> None:
+        assert not self.runs or self.runs[-1].sequence == sequence
+        self.digests.append((sequence, digest))
+
+    def due_snapshots(self, now: float) -> Sequence[tuple[str, TakeSnapshot]]:
+        if self.is_asked or len(self.runs) < 5:
+            return ()
+        self.is_asked = True
+        return [("0", TakeSnapshot(7))]
+
+
+def hashes_and_digest(core: EngineCore) -> tuple[set[bytes], bytes]:
+    snapshot = core.cache.snapshot()
+    return {h for event in snapshot.runs for h in event.page_hashes}, snapshot.digest
+
+
+def test_events_load_and_snapshots_arrive() -> None:
+    """Runs without a gap, the engine's digest, a snapshot behind its events, and a load that ends at 0."""
+    bench = ClusterBench(1)
+    routes = bench.routes = Listening()
+
+    async def main() -> None:
+        async with bench.running():
+            for prompt in prompts(12, 18):
+                await bench.llm.generate(prompt, ONE)
+            await bench.llm.cache.clear(tenant="")
+            await bench.llm.generate(prompts(1, 18)[0], ONE)
+            await until(lambda: bool(routes.parts) and routes.loads[-1].num_running == 0)
+            hashes, digest = await bench.members[0].llm.run(hashes_and_digest)
+            await until(lambda: routes.digests[-1][1] == digest)
+
+            assert [entry.sequence for entry in routes.runs] == [
+                *range(routes.runs[0].sequence, routes.runs[0].sequence + len(routes.runs))
+            ]
+            stored: set[bytes] = set()
+            for entry in routes.runs:
+                event = event_of(entry)
+                if event.kind == "stored":
+                    stored |= set(event.page_hashes)
+                elif event.kind == "removed":
+                    stored -= set(event.page_hashes)
+            assert stored == hashes
+            assert [part.request for part in routes.parts] == [7]
+            assert routes.parts[0].is_last
+            assert routes.sequence_at_part >= routes.parts[0].sequence
+            assert {entry.start for entry in routes.runs if entry.kind == "stored"} == {0}
+            assert routes.loads[-1].tokens_waiting == 0
+            assert routes.loads[-1].token_s > 0
+
+    run(main())
+
+
+def test_a_prompt_has_the_page_hashes_of_its_replica() -> None:
+    """The server hashes a prompt as the replica does: what it looks up is what was stored."""
+    bench = ClusterBench(1)
+    routes = bench.routes = Listening()
+    asked: list[Sequence[bytes]] = []
+    choose = routes.choose
+
+    def remember(page_hashes, num_tokens, **others):
+        asked.append(page_hashes)
+        return choose(page_hashes, num_tokens, **others)
+
+    routes.choose = remember  # type: ignore[method-assign]
+
+    async def main() -> None:
+        async with bench.running():
+            for tenant, salt in (("", ""), ("a", ""), ("a", "s")):
+                stream = bench.llm.stream(prompts(1, 18)[0], ONE, tenant=tenant, salt=salt)
+                await stream.whole()
+                await until(lambda: routes.loads[-1].num_running == 0 and bool(routes.runs))
+                stored = {h for entry in routes.runs for h in event_of(entry).page_hashes}
+                assert set(asked[-1]) <= stored
+                assert len(asked[-1]) == 4
+
+    run(main())
+
+
+def test_an_event_is_the_same_after_the_journey() -> None:
+    """Only page ids stay behind."""
+    bench = ClusterBench(1).members[0].bench
+    subscription = bench.core.cache.subscribe(100)
+    bench.core.add_request([*range(3, 20)], ONE)
+    while bench.core.has_unfinished:
+        bench.core.step()
+
+    for event in subscription.take():
+        arrived = event_of(run_of(event))
+        assert (arrived.sequence, arrived.kind, arrived.hashes) == (
+            event.sequence,
+            event.kind,
+            event.hashes,
+        )
+        assert (arrived.namespace_hash, arrived.parent_hash, arrived.start) == (
+            event.namespace_hash,
+            event.parent_hash,
+            event.start,
+        )
+    for chunk in subscription.snapshot_chunks():
+        arrived_chunk = chunk_of(part_of(3, chunk))
+        assert (arrived_chunk.sequence, arrived_chunk.digest) == (chunk.sequence, chunk.digest)
