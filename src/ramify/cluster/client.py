@@ -6,6 +6,7 @@ import asyncio
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -314,12 +315,10 @@ class ClusterLLM:
         local, slot = split_id(pin_id)
         for replica in self.dispatch.replicas.values():
             if replica.slot == slot and replica.welcome is not None:
-                try:
+                with suppress(PinError):
                     await replica.call(calls.Unpin(local))
-                except PinError as error:
-                    raise PinError(str(error).replace(str(local), str(pin_id))) from error
-                return
-        raise PinError(f"there is no pin {pin_id}")
+                    return
+        raise PinError(f"no such pin (id {pin_id}) here; it expired or was unpinned before")
 
     async def _warm(self, prompts: Sequence[WarmPrompt]) -> list[RequestOutput | Exception]:
         """Compute prompts on every replica; the results are those of the first."""

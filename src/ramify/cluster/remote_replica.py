@@ -29,6 +29,7 @@ from ramify.errors import ReplicaLostError
 
 logger = logging.getLogger(__name__)
 
+LEAVING = "this server ends"
 MIN_RETRY_S, MAX_RETRY_S = 0.05, 5.0  # between tries to connect
 
 
@@ -127,7 +128,7 @@ class RemoteReplica:
             raise RefusedError(reason)
         self._link, self.welcome, self.is_draining, self.last_error = link, welcome, False, None
         logger.info("replica %s: connected, %016x", self.name, welcome.incarnation)
-        reason = "this server ends"
+        reason = LEAVING
         try:
             self._cluster.joined(self)
             reason = await link.run()
@@ -138,7 +139,8 @@ class RemoteReplica:
         requests, self.requests = [*self.requests.values()], {}
         calls, self._calls = [*self._calls.values()], {}
         self.welcome, self._link = None, None
-        self._log(reason)
+        if reason != LEAVING:
+            self._log(reason)
         for _, future in calls:
             if not future.done():
                 error = ReplicaLostError(
