@@ -51,6 +51,12 @@ class ForkedCommand:
         )
         self._process.start()
 
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        assert self._process.pid is not None
+        return self._process.pid
+
     def poll(self) -> int | None:
         """The exit code, or None while it runs."""
         return self._process.exitcode

@@ -22,6 +22,7 @@ from ramify.cli.explain import explain
 from ramify.cli.generate import generate
 from ramify.cli.info import info
 from ramify.cli.lint import lint
+from ramify.cli.replica import replica
 from ramify.cli.serve import keys, serve
 from ramify.cli.simulate import simulate
 from ramify.cli.unknown_options import Command
@@ -37,6 +38,7 @@ app = typer.Typer(
 )
 for command in (
     serve,
+    replica,
     chat,
     keys,
     demo,

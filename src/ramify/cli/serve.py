@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from ramify.cli.options import DEFAULT_MODEL, PANELS, Model, engine_options, exit_on_error
+from ramify.cli.replica import Authority, Certificate, Key, Secret
 from ramify.errors import ConfigError
 
 # Headings of the help page, and the flags below them that are no engine options.
@@ -104,6 +105,17 @@ def serve(
         list[str] | None,
         SafetyOption(help="Origin whose web pages may call; repeat it, '*' is any."),
     ] = None,
+    replicas: Annotated[
+        str | None,
+        OperationsOption(
+            help="Engines in other processes: how many to start here, or HOST:PORT,HOST:PORT of "
+            "replicas that `ramify replica` has started."
+        ),
+    ] = None,
+    cluster_secret: Secret = None,
+    cluster_certificate: Certificate = None,
+    cluster_key: Key = None,
+    cluster_authority: Authority = None,
     record: Annotated[
         Path | None,
         OperationsOption(help="Append a line of token hashes per request to this file."),
@@ -140,7 +152,7 @@ def serve(
         raise typer.BadParameter(
             f"{more_names[0]!r} follows the model; more names need --served-model-name before them"
         )
-    from ramify.server.run import ServeOptions, serve
+    from ramify.server.run import OpenClient, ServeOptions, serve
 
     options = ServeOptions(
         model=model,
@@ -169,7 +181,21 @@ def serve(
         max_connections_per_address=max_connections_per_address,
     )
     with exit_on_error():
-        code = serve(options)
+        open_client: OpenClient | None = None
+        if replicas is not None:
+            from ramify.cluster.credentials import Credentials, import_grpc
+            from ramify.cluster.launch import local_cluster, parse_replicas, remote_cluster
+
+            import_grpc()
+            chosen = parse_replicas(replicas)
+            if isinstance(chosen, int):
+                open_client = partial(local_cluster, model, engine, chosen, drain_s=drain_seconds)
+            else:
+                credentials = Credentials.from_files(
+                    cluster_secret, cluster_certificate, cluster_key, cluster_authority
+                )
+                open_client = partial(remote_cluster, model, engine, chosen, credentials)
+        code = serve(options, open_client)
     raise typer.Exit(code)
 
 

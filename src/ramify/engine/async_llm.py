@@ -51,6 +51,7 @@ class AsyncLLM:
         model: as `LLM`.
         progress: bars on stderr while weights load, if it is a terminal.
         max_waiting: answers that may wait; the next request raises OverloadedError. None: any number.
+        memory_parts: engines that share this machine's memory; the pool is made for a part of it.
         options: those of `LLM`.
 
     The constructor loads the model in the caller's thread. The engine thread starts with the first
@@ -66,12 +67,15 @@ class AsyncLLM:
         *,
         progress: bool = False,
         max_waiting: int | None = MAX_WAITING,
+        memory_parts: int = 1,
         **options: Any,
     ) -> None:
         config = EngineConfig.of(model=model, max_waiting=max_waiting, **options)
         from ramify.engine.execution.assembly import LocalEngine
 
-        self._engine: LocalEngine | None = LocalEngine(config, progress=progress)
+        self._engine: LocalEngine | None = LocalEngine(
+            config, progress=progress, memory_parts=memory_parts
+        )
         self._attach_core(self._engine.core, self._engine.tokenizer)
 
     @classmethod

@@ -8,8 +8,8 @@ import ipaddress
 import logging
 import socket
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,8 @@ WARM_UP_TOKENS = 8
 # gives it up at every send. 500 streams on two busy cores: the event loop's delay was below 50 ms in
 # 92 % of the samples, with Python's default of 5 ms in 86 %.
 SWITCH_S = 0.0005
+# Opens engines that are elsewhere, and closes them again.
+OpenClient = Callable[[], AbstractAsyncContextManager[EngineClient]]
 # For uvicorn to close connections after the drain.
 CLOSE_S = 2
 
@@ -134,21 +136,26 @@ def is_local(host: str) -> bool:
         return host == "localhost"
 
 
-def serve(options: ServeOptions) -> int:
+def serve(options: ServeOptions, open_client: OpenClient | None = None) -> int:
     """Serve until a signal; returns the exit code.
+
+    Args:
+        open_client: opens engines that are elsewhere; None: loads one here.
 
     Raises:
         ConfigError, ModelError: wrong options, or a model that cannot be loaded.
     """
     with stderr_in_background(), ExitStack() as sockets:
         inputs = ServeInputs.of(options)
-        _log_to_stderr(options.log_json)
+        log_to_stderr(options.log_json)
         sys.setswitchinterval(SWITCH_S)
         for sock in inputs.sockets:
             sockets.enter_context(sock)
-        llm = AsyncLLM(options.model, progress=sys.stderr.isatty(), **options.engine)
         try:
-            return asyncio.run(_serve(options, llm, inputs))
+            if open_client is not None:
+                return asyncio.run(_serve_client(options, open_client, inputs))
+            llm = AsyncLLM(options.model, progress=sys.stderr.isatty(), **options.engine)
+            return asyncio.run(_serve_here(options, llm, inputs))
         except KeyboardInterrupt:
             return 130
 
@@ -182,6 +189,19 @@ class ServeInputs:
             record=None if options.record is None else LineFile(options.record),
             sockets=bind_address(options.host, options.port),
         )
+
+
+async def _serve_here(options: ServeOptions, llm: AsyncLLM, inputs: ServeInputs) -> int:
+    try:
+        await compile_kernels(llm)
+        return await _serve(options, llm, inputs)
+    finally:
+        await llm.aclose()
+
+
+async def _serve_client(options: ServeOptions, open_client: OpenClient, inputs: ServeInputs) -> int:
+    async with open_client() as client:
+        return await _serve(options, client, inputs)
 
 
 async def _serve(options: ServeOptions, llm: EngineClient, inputs: ServeInputs) -> int:
@@ -248,18 +268,14 @@ async def _serve(options: ServeOptions, llm: EngineClient, inputs: ServeInputs) 
         drain_s=options.drain_s,
         connections=inputs.connections,
     )
-    try:
-        await _compile_kernels(llm)
-        if inputs.public is not None:
-            public = await llm.cache.share(inputs.public)
-            logger.info("public: %s", public)
-        if inputs.warm is not None:
-            warmed = await llm.cache.warm(inputs.warm)
-            logger.info("warmed: %s", warmed)
-        with frozen_heap():
-            await listener.serve(inputs.sockets)
-    finally:
-        await llm.aclose()
+    if inputs.public is not None:
+        public = await llm.cache.share(inputs.public)
+        logger.info("public: %s", public)
+    if inputs.warm is not None:
+        warmed = await llm.cache.warm(inputs.warm)
+        logger.info("warmed: %s", warmed)
+    with frozen_heap():
+        await listener.serve(inputs.sockets)
     if listener.is_forced:
         return 130
     return 0 if listener.started else 1
@@ -280,8 +296,8 @@ def frozen_heap() -> Iterator[None]:
         gc.unfreeze()
 
 
-async def _compile_kernels(llm: EngineClient) -> None:
-    """Run a prefill and a decode step, which compile kernels, before the server is ready."""
+async def compile_kernels(llm: EngineClient) -> None:
+    """Run a prefill and a decode step, which compile kernels, before an engine is ready."""
     params = SamplingParams(max_tokens=2, ignore_eos=True)
     output = await llm.generate([0] * WARM_UP_TOKENS, params)
     if output.error is not None:
@@ -326,7 +342,8 @@ def concurrency(config: ResolvedConfig) -> str:
     return f"{text}, each of up to {config.kv_cache_tokens:,} tokens (the model allows {longest})"
 
 
-def _log_to_stderr(as_json: bool) -> None:
+def log_to_stderr(as_json: bool) -> None:
+    """Write log lines to stderr, as text or JSON; for a program of its own."""
     handler = logging.StreamHandler()
     text_formatter = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     handler.setFormatter(JsonFormatter() if as_json else text_formatter)

@@ -61,12 +61,15 @@ class LocalEngine:
     Args:
         requested: the user's options; `requested.model.model` names the checkpoint.
         progress: bars on stderr while weights load, if it is a terminal.
+        memory_parts: engines that share this machine's memory.
 
     Raises:
         ConfigError, ModelError: see `LLM`.
     """
 
-    def __init__(self, requested: EngineConfig, *, progress: bool = False) -> None:
+    def __init__(
+        self, requested: EngineConfig, *, progress: bool = False, memory_parts: int = 1
+    ) -> None:
         self.path = find_checkpoint(
             requested.model.model,
             revision=requested.model.revision,
@@ -83,7 +86,7 @@ class LocalEngine:
             model_max_len=config.max_model_len,
             default_max_len=config.default_model_len,
             token_bytes=layout.token_bytes(kv_dtype),
-            free_memory=free_memory(),
+            free_memory=free_memory() // memory_parts,
             window=longest_window(config),
         )
         self.attention_spec: AttentionSpec = attention_spec(

@@ -1,0 +1,149 @@
+"""Opens a `ClusterLLM`: over children of this process, or over replicas that were started elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import secrets
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from ramify.cluster.client import ClusterLLM
+from ramify.cluster.credentials import Credentials
+from ramify.cluster.local_processes import LocalProcesses
+from ramify.cluster.run_replica import ReplicaOptions
+from ramify.engine.text.tokenizer import Tokenizer
+from ramify.engine.text.tokenizer_files import has_tokenizer
+from ramify.errors import ConfigError
+from ramify.models.checkpoint.find import find_checkpoint
+
+MAX_REPLICAS = 64  # children of one process
+ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[^\s,:\[\]]+):([0-9]{1,5})")
+UNUSED = "127.0.0.1:1"  # until a child has said its port
+
+
+def parse_replicas(text: str) -> int | list[str]:
+    """The value of `--replicas`: a number of children, or addresses of replicas.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if text.strip().isdecimal():
+        count = int(text)
+        if not 1 <= count <= MAX_REPLICAS:
+            raise ConfigError(f"--replicas {text} but it must be in 1..{MAX_REPLICAS}")
+        return count
+    addresses = [part.strip() for part in text.split(",") if part.strip()]
+    wrong = [address for address in addresses if not _is_address(address)]
+    if wrong or not addresses:
+        raise ConfigError(
+            f"--replicas {text!r}: {wrong[0] if wrong else 'nothing'!r} is no HOST:PORT; give a number "
+            "of replicas to start here, or addresses such as 10.0.0.1:7000,10.0.0.2:7000"
+        )
+    if len(set(addresses)) < len(addresses):
+        raise ConfigError(f"--replicas {text!r} names an address twice")
+    return addresses
+
+
+def _is_address(text: str) -> bool:
+    match = ADDRESS.fullmatch(text)
+    return match is not None and 0 < int(match[2]) < 65536
+
+
+def threads_for(num_replicas: int) -> int:
+    """Threads of each of some replicas on this machine, at least 1."""
+    try:
+        num_cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on Linux
+        num_cores = os.cpu_count() or 1
+    return max(1, num_cores // num_replicas)
+
+
+@asynccontextmanager
+async def local_cluster(
+    model: str,
+    engine: Mapping[str, Any],
+    num_replicas: int,
+    *,
+    num_threads: int | None = None,
+    drain_s: float = 30.0,
+    **client_options: Any,
+) -> AsyncIterator[ClusterLLM]:
+    """Replicas on this machine, which end with the block.
+
+    Args:
+        engine: keyword arguments of each `AsyncLLM`.
+        num_threads: of each replica; None: the cores, divided.
+
+    Raises:
+        ConfigError, ModelError: wrong options, or a replica that cannot load its model.
+    """
+    secret = secrets.token_hex(32)
+    tokenizer = await asyncio.to_thread(load_tokenizer, model, engine)
+    names = [str(number) for number in range(num_replicas)]
+    client = ClusterLLM(
+        dict.fromkeys(names, UNUSED),
+        tokenizer,
+        credentials=Credentials(secret=secret),
+        **client_options,
+    )
+
+    def move(name: str, port: int) -> None:
+        client.dispatch.replicas[name].address = f"127.0.0.1:{port}"
+
+    options = ReplicaOptions(model=model, engine=engine, secret=secret, drain_s=drain_s)
+    processes = LocalProcesses(
+        names, options, num_threads=num_threads or threads_for(num_replicas), on_ready=move
+    )
+    try:
+        await processes.start()
+        await client.start()
+        yield client
+    finally:
+        await client.aclose()
+        await processes.stop(drain_s)
+
+
+@asynccontextmanager
+async def remote_cluster(
+    model: str,
+    engine: Mapping[str, Any],
+    addresses: list[str],
+    credentials: Credentials,
+    **client_options: Any,
+) -> AsyncIterator[ClusterLLM]:
+    """Replicas that were started elsewhere, and go on after the block.
+
+    Args:
+        model: whose tokenizer the replicas have.
+        engine: options that name the model's revision.
+
+    Raises:
+        NoReplicaError: none answers.
+    """
+    tokenizer = await asyncio.to_thread(load_tokenizer, model, engine)
+    client = ClusterLLM(
+        {address: address for address in addresses},
+        tokenizer,
+        credentials=credentials,
+        **client_options,
+    )
+    try:
+        await client.start()
+        yield client
+    finally:
+        await client.aclose()
+
+
+def load_tokenizer(model: str, engine: Mapping[str, Any]) -> Tokenizer | None:
+    """The tokenizer of a model; None if it has none.
+
+    Raises:
+        CheckpointError: there is no such model.
+    """
+    path = find_checkpoint(
+        model, revision=engine.get("revision"), offline=bool(engine.get("offline", False))
+    )
+    return Tokenizer.load(path) if has_tokenizer(path) else None
