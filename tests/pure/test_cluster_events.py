@@ -94,11 +94,11 @@ def test_a_prompt_has_the_page_hashes_of_its_replica() -> None:
     """The server hashes a prompt as the replica does: what it looks up is what was stored."""
     bench = ClusterBench(1)
     routes = bench.routes = Listening()
-    asked: list[Sequence[bytes]] = []
+    looked_up: list[Sequence[bytes]] = []
     choose = routes.choose
 
     def remember(page_hashes, num_tokens, **others):
-        asked.append(page_hashes)
+        looked_up.append(page_hashes)
         return choose(page_hashes, num_tokens, **others)
 
     routes.choose = remember  # type: ignore[method-assign]
@@ -110,8 +110,8 @@ def test_a_prompt_has_the_page_hashes_of_its_replica() -> None:
                 await stream.whole()
                 await until(lambda: routes.loads[-1].num_running == 0 and bool(routes.runs))
                 stored = {h for entry in routes.runs for h in event_of(entry).page_hashes}
-                assert set(asked[-1]) <= stored
-                assert len(asked[-1]) == 4
+                assert set(looked_up[-1]) <= stored
+                assert len(looked_up[-1]) == 4
 
     run(main())
 
