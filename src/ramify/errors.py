@@ -317,6 +317,18 @@ class CompileBusyError(OverloadedError):
         )
 
 
+class ClusterFullError(OverloadedError):
+    """The queues of all replicas are full; nothing was queued."""
+
+    def __init__(self, num_replicas: int, retry_after_s: float) -> None:
+        self.num_waiting, self.limit, self.retry_after_s = 0, 0, retry_after_s
+        RequestError.__init__(
+            self,
+            f"the queues of all {num_replicas} replicas are full; try again in "
+            f"{retry_after_s:.0f} s, or start more replicas",
+        )
+
+
 class TokensWaitError(OverloadedError):
     """Too many prompt tokens are queued; nothing was queued."""
 

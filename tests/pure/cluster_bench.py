@@ -2,13 +2,13 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 from ramify.cluster.client import ClusterLLM
 from ramify.cluster.credentials import Credentials
 from ramify.cluster.replica import Replica
-from ramify.cluster.routes import LeastLoaded
+from ramify.cluster.routes import CacheRoutes, LeastLoaded
 from ramify.engine.async_llm import AsyncLLM
 from tests.pure.async_bench import Gate
 from tests.pure.engine_bench import Bench
@@ -65,7 +65,7 @@ class ClusterBench:
 
     def __init__(self, num_replicas: int = 3, **options: Any) -> None:
         self.members = [Member(**options) for _ in range(num_replicas)]
-        self.routes: LeastLoaded = LeastLoaded()
+        self.routes: LeastLoaded | CacheRoutes = CacheRoutes()
 
     @asynccontextmanager
     async def running(
@@ -119,7 +119,10 @@ def run(main: Coroutine[Any, Any, T], limit_s: float = 60.0) -> T:
     async def watched() -> T:
         result = await asyncio.wait_for(main, limit_s)
         # gRPC ends the tasks of closed streams a little later.
-        await until(lambda: asyncio.all_tasks() == {asyncio.current_task()})
+        with suppress(TimeoutError):
+            await until(lambda: len(asyncio.all_tasks()) == 1, 5.0)
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        assert not left, [str(task) for task in left]
         return result
 
     return asyncio.run(watched())

@@ -1,10 +1,11 @@
 """What a server is told of the caches of its replicas: all of it, in order, and what it adds up to."""
 
+import asyncio
 from collections.abc import Sequence
 
 import pytest
 
-from ramify.cluster.routes import LeastLoaded
+from ramify.cluster.routes import CacheRoutes, LeastLoaded
 from ramify.cluster.step_reports import chunk_of, event_of, part_of, run_of
 from ramify.cluster.wire import Load, Run, SnapshotPart, TakeSnapshot
 from ramify.engine.core import EngineCore
@@ -139,3 +140,61 @@ def test_an_event_is_the_same_after_the_journey() -> None:
     for chunk in subscription.snapshot_chunks():
         arrived_chunk = chunk_of(part_of(3, chunk))
         assert (arrived_chunk.sequence, arrived_chunk.digest) == (chunk.sequence, chunk.digest)
+
+
+def test_a_conversation_stays_with_its_cache() -> None:
+    """The second turn goes where the first was computed, and hits there; mirrors equal the caches."""
+    bench = ClusterBench(3)
+    routes = bench.routes
+    assert isinstance(routes, CacheRoutes)
+
+    async def main() -> None:
+        async with bench.running():
+            stems = prompts(9, 40)
+            await asyncio.gather(*(bench.llm.generate(stem, ONE) for stem in stems))
+            assert all(member.bench.core.num_steps for member in bench.members)
+            await until_mirrored(bench)
+            num_read = 0
+            for stem in stems:
+                output = await bench.llm.generate([*stem, 1, 2, 3], ONE)
+                assert output.cache.read_tokens in (0, 40)
+                num_read += output.cache.read_tokens
+            # Steps of fake devices differ in length: a faster one may be worth computing anew.
+            assert num_read >= 5 * 40
+            counters = routes.router.counters
+            assert counters.predicted_tokens == counters.cached_tokens == num_read
+            assert counters.wrong_tokens == 0
+            assert routes.num_reserved == 0
+
+    run(main())
+
+
+async def until_mirrored(bench: ClusterBench) -> None:
+    """Wait until every mirror has the digest of its replica's cache."""
+    assert isinstance(bench.routes, CacheRoutes)
+    mirrors = bench.routes.router.mirrors
+    for name, member in zip(bench.llm.dispatch.replicas, bench.members, strict=True):
+        _, digest = await member.llm.run(hashes_and_digest)
+        own = mirrors._mirrors[name]
+        await until(lambda own=own, digest=digest: own.digest.to_bytes(16, "big") == digest)  # type: ignore[misc]
+        await until(lambda name=name: mirrors.is_known(name))  # type: ignore[misc]
+
+
+def test_mirrors_follow_a_restart() -> None:
+    """After a replica's restart nothing of its old cache counts, and its new cache is known."""
+    bench = ClusterBench(2)
+
+    async def main() -> None:
+        async with bench.running():
+            for stem in prompts(8, 24):
+                await bench.llm.generate(stem, ONE)
+            await until_mirrored(bench)
+            await bench.members[0].kill()
+            await bench.members[0].start_again()
+            await until(lambda: bench.llm.dispatch.replicas["0"].is_ready)
+            await until_mirrored(bench)
+            for stem in prompts(8, 24):
+                await bench.llm.generate(stem, ONE)
+            await until_mirrored(bench)
+
+    run(main())

@@ -16,7 +16,7 @@ from ramify.cluster.dispatch import Dispatch
 from ramify.cluster.merging import merged, renumbered_pin, split_id
 from ramify.cluster.remote_replica import RemoteReplica
 from ramify.cluster.remote_request import RemoteRequest
-from ramify.cluster.routes import LeastLoaded, Routes
+from ramify.cluster.routes import CacheRoutes, Routes
 from ramify.cluster.wire import Welcome
 from ramify.config import ResolvedConfig
 from ramify.engine.cache_admin import calls
@@ -59,7 +59,7 @@ class ClusterLLM:
     Args:
         addresses: host and port of each replica, by name.
         tokenizer: of the model; replicas with another one are refused.
-        routes: chooses the replica of a request; by default the one with the fewest.
+        routes: chooses the replica of a request; by default by what each has cached and has to do.
         credentials: the same as those of the replicas.
         link_options: `ping_s` and `dead_s` of `Link`.
 
@@ -80,7 +80,7 @@ class ClusterLLM:
         self.tokenizer = tokenizer
         self.dispatch = Dispatch(
             addresses,
-            LeastLoaded() if routes is None else routes,
+            CacheRoutes() if routes is None else routes,
             credentials or Credentials(),
             tokenizer_digest=None if tokenizer is None else tokenizer.digest,
             **link_options,

@@ -158,9 +158,11 @@ class Connection:
         """Wait until everything was sent, or the connection has ended."""
         self._send_step()
         waits = [asyncio.ensure_future(event.wait()) for event in (self._is_sent, self._is_over)]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for wait in waits:
-            wait.cancel()
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
 
     # -- sending -----------------------------------------------------------------------------
 

@@ -11,9 +11,10 @@ from typing import Any
 
 from ramify.cluster.codecs import decode_error
 from ramify.cluster.credentials import Credentials
+from ramify.cluster.decisions import Decision, Refusal
 from ramify.cluster.remote_replica import RemoteReplica
 from ramify.cluster.remote_request import RemoteRequest
-from ramify.cluster.routes import Decision, Refusal, Routes
+from ramify.cluster.routes import Routes
 from ramify.cluster.wire import (
     PROTOCOL_VERSION,
     Hello,
@@ -26,6 +27,7 @@ from ramify.cluster.wire import (
 )
 from ramify.engine.serving.streams import Collector
 from ramify.errors import (
+    ClusterFullError,
     DrainingError,
     EngineStoppedError,
     NoReplicaError,
@@ -38,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 MAX_RESUMPTIONS = 2  # of a request with delivered tokens
 MAX_REROUTES = 8  # of one without
+TICK_S = 1.0
 RETRY_AFTER_S = 1.0  # while there is no replica
 # Of a replica that a request was refused by; another one may take it.
 REFUSALS_OF_ONE = (DrainingError, EngineStoppedError, OverloadedError)
@@ -89,12 +92,19 @@ class Dispatch:
         ]
         joined = asyncio.ensure_future(self._has_joined.wait())
         ended = asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.append(asyncio.ensure_future(self._tick()))
         await asyncio.wait(
             (joined, asyncio.shield(ended)), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
         )
         joined.cancel()
         if not self._has_joined.is_set():
             raise NoReplicaError(RETRY_AFTER_S, self.why_not_ready())
+
+    async def _tick(self) -> None:
+        """Ask again for snapshots that did not come."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._ask_for_snapshots()
 
     async def close(self) -> None:
         """End all connections; live requests end as aborted."""
@@ -203,6 +213,8 @@ class Dispatch:
         }
         decision = self._choose(request, others | request.refused_by)
         if isinstance(decision, Refusal):
+            if decision.reason == "full":
+                last_error = ClusterFullError(len(self.replicas), decision.retry_after_s)
             self._end(request, last_error)
             return
         replica = self.replicas[decision.replica]
@@ -219,7 +231,6 @@ class Dispatch:
         return self.routes.choose(
             request.page_hashes,
             len(request.ids) + request.num_output,
-            now=time.monotonic(),
             max_tokens=request.params.max_tokens,
             exclude=others,
         )
@@ -284,9 +295,7 @@ class Dispatch:
         mismatch = self.reference.identity.mismatch(welcome.identity)
         if mismatch is not None:
             logger.warning("replica %s computes other bits: %s", replica.name, mismatch)
-        self.routes.joined(
-            replica.name, welcome.incarnation, welcome.identity.digest, time.monotonic()
-        )
+        self.routes.joined(replica.name, welcome)
         self._has_joined.set()
         self._ask_for_snapshots()
 

@@ -1,37 +1,21 @@
-"""`Routes`: what a `ClusterLLM` asks before it sends a request; `LeastLoaded`, where there is no router."""
+"""`Routes`: what a `ClusterLLM` asks before it sends a request; by caches and load, or by load alone."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
-from ramify.cluster.wire import Load, Run, SnapshotPart, TakeSnapshot
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """Where a request goes, and why."""
-
-    replica: str
-    reason: str
-    reservation: int  # until `finished` or `failed`
-    cached_tokens: int = 0  # that are expected to hit there
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """No replica takes a request now."""
-
-    reason: str  # "no replica" or "full"
-    retry_after_s: float
+from ramify.cluster.decisions import Decision, Refusal
+from ramify.cluster.mirrors import Mirrors
+from ramify.cluster.router import Router
+from ramify.cluster.wire import Load, Run, SnapshotPart, TakeSnapshot, Welcome
 
 
 class Routes(Protocol):
     """Decides by what each replica has cached and has to do. Knows no socket and no clock."""
 
-    def joined(self, replica: str, incarnation: int, identity: str, now: float) -> None:
+    def joined(self, replica: str, welcome: Welcome) -> None:
         """A replica takes requests; nothing is known of its cache yet."""
         ...
 
@@ -48,7 +32,6 @@ class Routes(Protocol):
         page_hashes: Sequence[bytes],
         num_tokens: int,
         *,
-        now: float,
         max_tokens: int | None = None,
         exclude: Collection[str] = (),
     ) -> Decision | Refusal:
@@ -94,6 +77,100 @@ class Routes(Protocol):
         ...
 
 
+class CacheRoutes:
+    """By what each replica has cached and has to do: `Router` over `Mirrors`.
+
+    Args:
+        stride: keep every stride-th page of a prompt, for large clusters.
+    """
+
+    def __init__(self, *, stride: int = 1) -> None:
+        self._stride = stride
+        self._router: Router | None = None  # made when the first replica joins: it says how
+
+    @property
+    def router(self) -> Router:
+        """The router; there is one once a replica has joined."""
+        assert self._router is not None, "no replica has joined"
+        return self._router
+
+    @property
+    def num_reserved(self) -> int:
+        """Reservations that have not ended."""
+        return 0 if self._router is None else self._router.num_in_flight
+
+    def joined(self, replica: str, welcome: Welcome) -> None:
+        """See `Routes`."""
+        if self._router is None:
+            mirrors = Mirrors(stride=self._stride, is_windowed=welcome.config.window is not None)
+            self._router = Router(mirrors, welcome.config.page_size)
+        self._router.mirrors.add(replica, welcome.incarnation)
+        self._router.add(replica, welcome.identity.digest)
+
+    def draining(self, replica: str) -> None:
+        """See `Routes`."""
+        self.router.drain(replica)
+
+    def left(self, replica: str) -> None:
+        """See `Routes`; what it has cached is kept until another incarnation joins in its place."""
+        self.router.remove(replica)
+
+    def choose(
+        self,
+        page_hashes: Sequence[bytes],
+        num_tokens: int,
+        *,
+        max_tokens: int | None = None,
+        exclude: Collection[str] = (),
+    ) -> Decision | Refusal:
+        """See `Routes`."""
+        return self.router.choose(page_hashes, num_tokens, max_tokens=max_tokens, exclude=exclude)
+
+    def admitted(self, reservation: int) -> None:
+        """See `Routes`."""
+        self.router.admitted(reservation)
+
+    def first_token(self, reservation: int) -> None:
+        """See `Routes`."""
+        self.router.first_token(reservation)
+
+    def finished(
+        self, reservation: int, num_output: int = 0, cached_tokens: int | None = None
+    ) -> None:
+        """See `Routes`."""
+        self.router.finished(reservation, num_output, cached_tokens)
+
+    def failed(self, reservation: int) -> None:
+        """See `Routes`."""
+        self.router.failed(reservation)
+
+    def load(self, replica: str, load: Load) -> None:
+        """See `Routes`."""
+        self.router.load(replica, load)
+
+    def apply(self, replica: str, incarnation: int, runs: Sequence[Run], num_lost: int) -> None:
+        """See `Routes`; lost events are a gap in the sequence."""
+        del num_lost
+        self.router.mirrors.apply(replica, incarnation, runs)
+
+    def snapshot(self, replica: str, incarnation: int, part: SnapshotPart) -> None:
+        """See `Routes`."""
+        self.router.mirrors.snapshot(replica, incarnation, part.request, part)
+
+    def digest(self, replica: str, incarnation: int, sequence: int, digest: bytes) -> None:
+        """See `Routes`."""
+        self.router.mirrors.digest(replica, incarnation, sequence, digest)
+
+    def due_snapshots(self, now: float) -> Sequence[tuple[str, TakeSnapshot]]:
+        """See `Routes`."""
+        if self._router is None:
+            return ()
+        return [
+            (due.replica, TakeSnapshot(due.number))
+            for due in self._router.mirrors.due_snapshots(now)
+        ]
+
+
 class LeastLoaded:
     """The replica with the fewest live requests of this server; ties rotate. Knows no cache."""
 
@@ -103,9 +180,9 @@ class LeastLoaded:
         self._drained: set[str] = set()
         self._turn = 0
 
-    def joined(self, replica: str, incarnation: int, identity: str, now: float) -> None:
+    def joined(self, replica: str, welcome: Welcome) -> None:
         """See `Routes`."""
-        del incarnation, identity, now
+        del welcome
         self._live[replica] = 0
         self._drained.discard(replica)
 
@@ -125,12 +202,11 @@ class LeastLoaded:
         page_hashes: Sequence[bytes],
         num_tokens: int,
         *,
-        now: float,
         max_tokens: int | None = None,
         exclude: Collection[str] = (),
     ) -> Decision | Refusal:
         """See `Routes`."""
-        del page_hashes, num_tokens, now, max_tokens
+        del page_hashes, num_tokens, max_tokens
         names = sorted(self._live.keys() - self._drained - set(exclude))
         if not names:
             return Refusal("no replica", 1.0)

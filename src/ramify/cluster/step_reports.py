@@ -15,8 +15,6 @@ DIGEST_EVENTS = 256  # after as many events a digest is sent; also when the engi
 SMOOTHING = 0.1  # weight of the last step in the calibration
 # A step with this many tokens for each of its decoding answers is one of prompts.
 PROMPT_SHARE = 4
-# Before a step has been measured: of a small model.
-DEFAULT_TOKEN_S, DEFAULT_STEP_S = 1e-3, 1e-2
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +42,7 @@ class StepReporter:
         self._subscription: Subscription | None = None
         self._num_dropped = self._num_computed = self._num_since_digest = 0
         self._chunks: Iterator[SnapshotChunk] = iter(())
-        self._token_s, self._step_s = DEFAULT_TOKEN_S, DEFAULT_STEP_S
+        self._token_s = self._step_s = 0.0  # 0: not measured yet
         self._last_load: Load | None = None
 
     @property
@@ -103,9 +101,9 @@ class StepReporter:
         self._num_computed = core.num_computed_tokens
         num_running = len(core.scheduler.running)
         if num_tokens > PROMPT_SHARE * max(1, num_running):
-            self._token_s += SMOOTHING * (step_s / num_tokens - self._token_s)
+            self._token_s = smoothed(self._token_s, step_s / num_tokens)
         elif num_tokens:
-            self._step_s += SMOOTHING * (step_s - self._step_s)
+            self._step_s = smoothed(self._step_s, step_s)
 
     def _load(self, core: EngineCore) -> Load:
         scheduler = core.scheduler
@@ -119,6 +117,11 @@ class StepReporter:
             step_s=self._step_s,
             max_waiting=core.max_waiting or 0,
         )
+
+
+def smoothed(mean: float, value: float) -> float:
+    """The mean after one value more; 0 is no mean yet."""
+    return mean + SMOOTHING * (value - mean) if mean else value
 
 
 def run_of(event: CacheEvent) -> Run:

@@ -183,8 +183,8 @@ class Load(Struct, frozen=True, array_like=True):
     num_waiting: int
     num_running: int  # answers
     free_pages: int  # without evicting: those with nothing, and those that can be evicted
-    token_s: float  # to compute one token of a prompt
-    step_s: float  # of a step that only decodes
+    token_s: float  # to compute one token of a prompt; 0: not measured yet
+    step_s: float  # of a step that only decodes; 0: not measured yet
     max_waiting: int = 0  # answers that may wait; 0: no limit
 
 
