@@ -12,5 +12,22 @@ What travels:
 - `codecs`: parameters, errors and results of calls in a form that travels
 - `credentials`: the secret or the certificates of a connection
 
-Importing the package, or any of these, loads neither torch nor gRPC.
+The replica's side:
+
+- `step_reports`: load and cache events, taken in the engine thread
+- `connection`: one server at a replica, and its requests
+- `replica`: the gRPC service over an `AsyncLLM`
+- `run_replica`: its process
+
+The server's side:
+
+- `link`: one connection; `remote_replica`: a replica, through one connection after the other
+- `remote_request`: a request, and what was delivered of it
+- `routes`: the router and the mirrors as the client uses them
+- `merging`: one result of a call that ran on several replicas
+- `dispatch`: who computes which request, and what becomes of it when a replica dies
+- `client`: `ClusterLLM`, which takes the place of `AsyncLLM` under the server
+- `local_processes`, `launch`: children of this process, or replicas elsewhere
+
+Importing the package, or anything of its first two parts, loads neither torch nor gRPC.
 """
