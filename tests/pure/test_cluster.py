@@ -1,9 +1,12 @@
 """Requests of a cluster: the answers of one engine, whoever computes them, each ended once."""
 
 import asyncio
+from collections.abc import AsyncIterator
 
 import pytest
 
+from ramify.cluster.connection import Connection
+from ramify.cluster.wire import Pong
 from ramify.engine.cache_admin.warmup import WarmPrompt
 from ramify.engine.serving.streams import merge_outputs
 from ramify.errors import (
@@ -153,6 +156,29 @@ def test_admin_calls_reach_every_replica() -> None:
             with pytest.raises(PinError):
                 await cache.pin(prompt)
             assert await cache.end_pins("me") == 0
+
+    run(main())
+
+
+def test_nobody_waits_for_a_connection_that_has_ended() -> None:
+    """What was still to be sent when the server left is sent to nobody: `flush` returns."""
+    bench = AsyncBench()
+
+    async def never(body: bytes) -> None:
+        del body
+        await asyncio.Event().wait()
+
+    async def nothing() -> AsyncIterator[bytes]:
+        return
+        yield
+
+    async def main() -> None:
+        async with bench.llm:
+            connection = Connection(bench.llm, never, "test")
+            connection.send(Pong(1))
+            await connection.run(nothing())
+            async with asyncio.timeout(5.0):
+                await connection.flush()
 
     run(main())
 

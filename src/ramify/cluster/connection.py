@@ -137,6 +137,7 @@ class Connection:
             if reading.done():
                 reading.result()
         finally:
+            self._is_over.set()
             for task in (*tasks, *self._tasks):
                 task.cancel()
             await asyncio.gather(*tasks, *self._tasks, return_exceptions=True)
