@@ -38,7 +38,7 @@ def replicas_of(server: Running) -> list[int]:
     own = []
     for pid in children(server.process.pid):
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        if b"ramify.cluster.run_replica" in command:
+        if b"ramify.cluster.local_child" in command:
             own.append(pid)
     return own
 

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import json
 import secrets
+from dataclasses import replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ramify.cli.cluster_options import (
+    Authority,
+    Certificate,
+    Key,
+    Replicas,
+    Secret,
+    Threads,
+    refuse_engine_options,
+)
 from ramify.cli.options import DEFAULT_MODEL, PANELS, Model, engine_options, exit_on_error
-from ramify.cli.replica import Authority, Certificate, Key, Secret
 from ramify.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ramify.server.run import OpenClient, ServeOptions
 
 # Headings of the help page, and the flags below them that are no engine options.
 MODEL, CACHE, SAFETY, OPERATIONS = "Model", "Cache", "Safety", "Operations"
@@ -29,7 +41,10 @@ class LogFormat(str, Enum):
     json = "json"
 
 
-@engine_options(panels=PANELS, max_waiting=1024)
+MAX_WAITING = 1024
+
+
+@engine_options(panels=PANELS, max_waiting=MAX_WAITING)
 def serve(
     engine: dict[str, Any],
     model: Model = DEFAULT_MODEL,
@@ -105,13 +120,8 @@ def serve(
         list[str] | None,
         SafetyOption(help="Origin whose web pages may call; repeat it, '*' is any."),
     ] = None,
-    replicas: Annotated[
-        str | None,
-        OperationsOption(
-            help="Engines in other processes: how many to start here, or HOST:PORT,HOST:PORT of "
-            "replicas that `ramify replica` has started."
-        ),
-    ] = None,
+    replicas: Replicas = None,
+    threads_per_replica: Threads = None,
     cluster_secret: Secret = None,
     cluster_certificate: Certificate = None,
     cluster_key: Key = None,
@@ -144,7 +154,7 @@ def serve(
         ),
     ] = None,
 ) -> None:
-    """Serve OpenAI's and Anthropic's APIs, prompt caching included.
+    """Serve OpenAI's and Anthropic's APIs, prompt caching included; with --replicas, by several engines.
 
     Ctrl-C drains live requests; a second Ctrl-C stops at once.
     """
@@ -152,7 +162,7 @@ def serve(
         raise typer.BadParameter(
             f"{more_names[0]!r} follows the model; more names need --served-model-name before them"
         )
-    from ramify.server.run import OpenClient, ServeOptions, serve
+    from ramify.server.run import ServeOptions, serve
 
     options = ServeOptions(
         model=model,
@@ -180,23 +190,53 @@ def serve(
         max_connections=max_connections,
         max_connections_per_address=max_connections_per_address,
     )
+    credential_files = (cluster_secret, cluster_certificate, cluster_key, cluster_authority)
     with exit_on_error():
-        open_client: OpenClient | None = None
-        if replicas is not None:
-            from ramify.cluster.credentials import Credentials, import_grpc
-            from ramify.cluster.launch import local_cluster, parse_replicas, remote_cluster
-
-            import_grpc()
-            chosen = parse_replicas(replicas)
-            if isinstance(chosen, int):
-                open_client = partial(local_cluster, model, engine, chosen, drain_s=drain_seconds)
-            else:
-                credentials = Credentials.from_files(
-                    cluster_secret, cluster_certificate, cluster_key, cluster_authority
-                )
-                open_client = partial(remote_cluster, model, engine, chosen, credentials)
-        code = serve(options, open_client)
+        if replicas is None:
+            code = serve(options)
+        else:
+            code = serve(*_cluster(options, replicas, threads_per_replica, credential_files))
     raise typer.Exit(code)
+
+
+def _cluster(
+    options: ServeOptions,
+    replicas: str,
+    threads: int | None,
+    credential_files: tuple[Path | None, ...],
+) -> tuple[ServeOptions, OpenClient]:
+    """What `serve` gets for the value of `--replicas`."""
+    from ramify.cluster.cpu_shares import shares_of_this_machine
+    from ramify.cluster.credentials import Credentials, import_grpc
+    from ramify.cluster.launch import local_cluster, parse_replicas, remote_cluster
+    from ramify.cluster.local_processes import LocalOptions
+
+    import_grpc()
+    chosen = parse_replicas(replicas)
+    if isinstance(chosen, int):
+        if any(credential_files):
+            raise ConfigError(
+                f"--replicas {chosen} starts replicas on this machine, which get a secret of their own; "
+                "leave out --cluster-secret, --cluster-certificate, --cluster-key, --cluster-authority"
+            )
+        local = LocalOptions(
+            model=options.model,
+            engine=options.engine,
+            shares=shares_of_this_machine(chosen, threads),
+            warm=options.warm,
+            public=options.public,
+            log_json=options.log_json,
+        )
+        # Each replica computes them when it starts, those that take another's place as well.
+        return replace(options, warm=None), partial(local_cluster, local)
+    if threads is not None:
+        raise ConfigError(
+            "--threads-per-replica is for replicas that this command starts; set OMP_NUM_THREADS where "
+            "`ramify replica` runs"
+        )
+    refuse_engine_options(options.engine, max_waiting=MAX_WAITING)
+    credentials = Credentials.from_files(*credential_files)
+    return options, partial(remote_cluster, options.model, options.engine, chosen, credentials)
 
 
 def keys(

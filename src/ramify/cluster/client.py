@@ -48,6 +48,7 @@ LONG_TEXT = 8192  # characters; longer ones are tokenised in another thread
 LONG_PROMPT = 16384  # tokens; longer ones are hashed in another thread: 25 ns a token
 START_S = 120.0  # for the first replica to answer
 WARM_AT_ONCE = 64  # prompts
+READY_CHECK_S = 0.02
 
 
 class ClusterLLM:
@@ -108,6 +109,22 @@ class ClusterLLM:
                 vocab_size=welcome.description.vocab_size,
                 eos_token_ids=welcome.description.eos_token_ids,
             )
+
+    async def all_ready(self, timeout_s: float = START_S) -> None:
+        """Wait until every replica takes requests.
+
+        Raises:
+            NoReplicaError: one has not joined in time; says why.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while not all(replica.is_ready for replica in self.dispatch.replicas.values()):
+            if time.monotonic() > deadline_s:
+                raise NoReplicaError(1.0, self.dispatch.why_not_ready())
+            await asyncio.sleep(READY_CHECK_S)
+
+    def move(self, name: str, address: str) -> None:
+        """Another process has taken the place of a replica, at this address."""
+        self.dispatch.replicas[name].move(address)
 
     @property
     def _welcome(self) -> Welcome:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
-import secrets
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
 from ramify.cluster.client import ClusterLLM
 from ramify.cluster.credentials import Credentials
-from ramify.cluster.local_processes import LocalProcesses
-from ramify.cluster.run_replica import ReplicaOptions
+from ramify.cluster.local_processes import STOP_S, LocalOptions, LocalProcesses
 from ramify.engine.text.tokenizer import Tokenizer
 from ramify.engine.text.tokenizer_files import has_tokenizer
 from ramify.errors import ConfigError
@@ -21,7 +18,6 @@ from ramify.models.checkpoint.find import find_checkpoint
 
 MAX_REPLICAS = 64  # children of one process
 ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[^\s,:\[\]]+):([0-9]{1,5})")
-UNUSED = "127.0.0.1:1"  # until a child has said its port
 
 
 def parse_replicas(text: str) -> int | list[str]:
@@ -52,58 +48,36 @@ def _is_address(text: str) -> bool:
     return match is not None and 0 < int(match[2]) < 65536
 
 
-def threads_for(num_replicas: int) -> int:
-    """Threads of each of some replicas on this machine, at least 1."""
-    try:
-        num_cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # not on Linux
-        num_cores = os.cpu_count() or 1
-    return max(1, num_cores // num_replicas)
-
-
 @asynccontextmanager
 async def local_cluster(
-    model: str,
-    engine: Mapping[str, Any],
-    num_replicas: int,
-    *,
-    num_threads: int | None = None,
-    drain_s: float = 30.0,
-    **client_options: Any,
+    options: LocalOptions, *, stop_s: float = STOP_S, **client_options: Any
 ) -> AsyncIterator[ClusterLLM]:
-    """Replicas on this machine, which end with the block.
+    """Replicas on this machine, all ready, which end with the block.
 
     Args:
-        engine: keyword arguments of each `AsyncLLM`.
-        num_threads: of each replica; None: the cores, divided.
+        stop_s: for a replica without requests to end by itself.
+        client_options: of `ClusterLLM`.
 
     Raises:
-        ConfigError, ModelError: wrong options, or a replica that cannot load its model.
+        ReplicaStartError: one cannot load its model.
+        CheckpointError: there is no such model.
     """
-    secret = secrets.token_hex(32)
-    tokenizer = await asyncio.to_thread(load_tokenizer, model, engine)
-    names = [str(number) for number in range(num_replicas)]
-    client = ClusterLLM(
-        dict.fromkeys(names, UNUSED),
-        tokenizer,
-        credentials=Credentials(secret=secret),
-        **client_options,
-    )
-
-    def move(name: str, port: int) -> None:
-        client.dispatch.replicas[name].address = f"127.0.0.1:{port}"
-
-    options = ReplicaOptions(model=model, engine=engine, secret=secret, drain_s=drain_s)
-    processes = LocalProcesses(
-        names, options, num_threads=num_threads or threads_for(num_replicas), on_ready=move
-    )
+    tokenizer = await asyncio.to_thread(load_tokenizer, options.model, options.engine)
+    processes = LocalProcesses(options, stop_s=stop_s)
     try:
-        await processes.start()
-        await client.start()
-        yield client
+        addresses = await processes.start()
+        client = ClusterLLM(
+            addresses, tokenizer, credentials=processes.credentials, **client_options
+        )
+        try:
+            await client.start()
+            await client.all_ready()
+            processes.keep(client.move)
+            yield client
+        finally:
+            await client.aclose()
     finally:
-        await client.aclose()
-        await processes.stop(drain_s)
+        await processes.stop()
 
 
 @asynccontextmanager

@@ -1,149 +1,245 @@
-"""`LocalProcesses`: replicas as child processes of this one; each is started again when it dies."""
+"""`LocalProcesses`: replicas as child processes of the server, on its machine."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
+import secrets
 import sys
 import time
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from ramify.cluster.run_replica import ReplicaOptions
-from ramify.errors import ConfigError
+from ramify.cluster.cpu_shares import CpuShare
+from ramify.cluster.credentials import Credentials
+from ramify.cluster.local_child import ChildSpec, Report
+from ramify.errors import RamifyError
 
 logger = logging.getLogger(__name__)
 
-MIN_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0  # before a dead child is started again
-STABLE_S = 60.0  # a child that has lived this long begins with the shortest pause again
-START_S = 600.0  # for a child to be ready: an empty kernel cache takes minutes
-KILL_S = 5.0  # after its drain
+COMMAND = (sys.executable, "-m", "ramify.cluster.local_child")
+MIN_BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0  # between an end and the next start
+STEADY_S = 60.0  # a life of this length makes the next backoff the shortest
+STOP_S = 10.0  # after the signal, to end a replica without requests
+
+
+class ReplicaStartError(RamifyError):
+    """A local replica ended before it was ready; the text says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalOptions:
+    """What all local replicas share."""
+
+    model: str
+    engine: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of `AsyncLLM`
+    shares: Sequence[CpuShare]  # one for each replica
+    warm: Path | None = None
+    public: Path | None = None
+    log_json: bool = False
 
 
 class LocalProcesses:
-    """Children by name. For one event loop.
+    """Starts replicas, starts those again that end, and ends all; for one event loop.
 
-    A child ends with this process, however that ends: its stdin is a pipe, and on Linux the kernel
-    kills it.
+    One of them compiles kernels before the others go on, so that an empty kernel cache is filled once.
+    If it has compiled any, another process takes its place: a compiler's memory is never given back.
 
     Args:
-        names: of the children.
-        options: of each.
-        num_threads: for the arithmetic of each; part of what makes two answers equal.
-        on_ready: gets name and port of a child that listens, each time that it is started.
+        command: of a child; see `local_child`.
+        min_backoff_s: from the end of a child to its next start; twice as long at each further end.
+        stop_s: for a child to end by itself.
     """
 
     def __init__(
         self,
-        names: list[str],
-        options: ReplicaOptions,
+        options: LocalOptions,
         *,
-        num_threads: int,
-        on_ready: Callable[[str, int], None],
+        command: Sequence[str] = COMMAND,
+        min_backoff_s: float = MIN_BACKOFF_S,
+        stop_s: float = STOP_S,
     ) -> None:
-        self.names = names
-        self._options = replace(options, memory_parts=len(names))
-        self._num_threads, self._on_ready = num_threads, on_ready
-        self.processes: dict[str, Process] = {}
-        self.num_restarts = 0
-        self._tasks: list[asyncio.Task[None]] = []
-        self._is_ending = False
+        secret = secrets.token_hex(32)
+        self.credentials = Credentials(secret=secret)
+        self._children = [
+            Child(number, share, options, secret, command)
+            for number, share in enumerate(options.shares)
+        ]
+        self._min_backoff_s, self._stop_s = min_backoff_s, stop_s
+        self._keepers: list[asyncio.Task[None]] = []
 
-    async def start(self) -> None:
-        """Start all children; returns when all are ready.
+    async def start(self) -> dict[str, str]:
+        """Start all; returns the address of each by name, once they are ready.
 
         Raises:
-            ConfigError: one has ended before it was ready; the others are ended.
+            ReplicaStartError: one has ended before it was ready; then all are ended.
         """
-        ready = [asyncio.get_running_loop().create_future() for _ in self.names]
-        self._tasks = [
-            asyncio.ensure_future(self._keep(name, future))
-            for name, future in zip(self.names, ready, strict=True)
+        has_kernels = asyncio.Event()
+        first, *others = self._children
+        starts = [
+            asyncio.create_task(_start(first, _at_once, then=has_kernels.set)),
+            *(asyncio.create_task(_start(child, has_kernels.wait)) for child in others),
         ]
         try:
-            async with asyncio.timeout(START_S):
-                await asyncio.gather(*ready)
-        except (ConfigError, TimeoutError) as error:
-            await self.stop(0.0)
-            text = str(error) or f"a replica was not ready within {START_S:.0f} s"
-            raise ConfigError(text) from error
+            await asyncio.gather(*starts)
+        except BaseException:
+            for start in starts:
+                start.cancel()
+            await asyncio.gather(*starts, return_exceptions=True)
+            await self.stop()
+            raise
+        return {child.name: child.address for child in self._children}
 
-    async def _keep(self, name: str, ready: asyncio.Future[None]) -> None:
-        pause_s = MIN_PAUSE_S
-        while True:
-            begin_s = time.monotonic()
-            process = await self._spawn()
-            self.processes[name] = process
-            port = await self._read_port(process)
-            if port is not None:
-                self._on_ready(name, port)
-                if not ready.done():
-                    ready.set_result(None)
-            code = await process.wait()
-            if self._is_ending:
-                return
-            if not ready.done():
-                text = f"replica {name} has ended with code {code} before it was ready; see above"
-                ready.set_exception(ConfigError(text))
-                return
-            if time.monotonic() - begin_s > STABLE_S:
-                pause_s = MIN_PAUSE_S
-            self.num_restarts += 1
-            logger.warning(
-                "replica %s has ended with code %d; it is started again in %.1f s",
-                name,
-                code,
-                pause_s,
-            )
-            await asyncio.sleep(pause_s)
-            pause_s = min(MAX_PAUSE_S, 2 * pause_s)
+    def keep(self, moved: Callable[[str, str], None]) -> None:
+        """Start replicas again that end, from now on.
 
-    async def _spawn(self) -> Process:
-        threads = str(self._num_threads)
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "ramify.cluster.run_replica",
-            stdin=PIPE,
-            stdout=PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
+        Args:
+            moved: gets the name and the address of each that was started again.
+        """
+        self._keepers = [
+            asyncio.create_task(child.keep(moved, self._min_backoff_s)) for child in self._children
+        ]
+
+    def pids(self) -> dict[str, int]:
+        """The process of each replica that runs."""
+        return {child.name: child.pid for child in self._children if child.pid is not None}
+
+    async def stop(self) -> None:
+        """End all replicas; none is left when this returns."""
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+        await asyncio.gather(*(child.stop(self._stop_s) for child in self._children))
+
+
+async def _start(
+    child: Child, may_compile: Callable[[], Awaitable[object]], then: Callable[[], object] = bool
+) -> None:
+    """Start a child, call `then`, and start the child once more if it has compiled kernels."""
+    report = await child.start(may_compile)
+    then()
+    if report.has_compiled:
+        await child.stop()
+        await child.start()
+
+
+async def _at_once() -> None:
+    """Wait for nothing."""
+
+
+class Child:
+    """One local replica, through one process after the other."""
+
+    def __init__(
+        self,
+        number: int,
+        share: CpuShare,
+        options: LocalOptions,
+        secret: str,
+        command: Sequence[str],
+    ) -> None:
+        self.name, self.address = str(number), ""
+        self._command = command
+        self._environment = {**os.environ, "OMP_NUM_THREADS": str(share.threads)}
+        self._spec = ChildSpec(
+            name=self.name,
+            model=options.model,
+            engine=dict(options.engine),
+            secret=secret,
+            parent=os.getpid(),
+            cpus=share.cpus,
+            warm=None if options.warm is None else str(options.warm.resolve()),
+            public=None if options.public is None else str(options.public.resolve()),
+            memory_parts=len(options.shares),
+            log_json=options.log_json,
         )
-        assert process.stdin is not None
+        self._process: Process | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Of its process; None while there is none."""
+        process = self._process
+        return None if process is None or process.returncode is not None else process.pid
+
+    async def start(self, may_compile: Callable[[], Awaitable[object]] = _at_once) -> Report:
+        """Start a process; returns when it is ready.
+
+        Args:
+            may_compile: awaited once the model is loaded, before kernels are compiled or read.
+
+        Raises:
+            ReplicaStartError: it has ended before; says why.
+        """
+        # A session of its own: Ctrl-C in a terminal is for the server, which drains first.
+        self._process = process = await asyncio.create_subprocess_exec(
+            *self._command, stdin=PIPE, stdout=PIPE, start_new_session=True, env=self._environment
+        )
+        assert process.stdin is not None and process.stdout is not None
         with suppress(ConnectionError):
-            process.stdin.write(msgspec.json.encode(self._options) + b"\n")
-            await process.stdin.drain()
-        return process
-
-    async def _read_port(self, process: Process) -> int | None:
-        """The port that a child listens at; None: it has ended."""
-        assert process.stdout is not None
-        line = await process.stdout.readline()
-        return int(json.loads(line)["port"]) if line else None
-
-    async def stop(self, drain_s: float) -> None:
-        """End all children: a signal to drain, and after `drain_s` the end."""
-        self._is_ending = True
-        for process in self.processes.values():
-            if process.returncode is None:
-                with suppress(ProcessLookupError):
-                    process.terminate()
-        for process in self.processes.values():
-            try:
-                async with asyncio.timeout(drain_s + KILL_S):
+            process.stdin.write(msgspec.json.encode(self._spec) + b"\n")
+            while line := await process.stdout.readline():
+                report = msgspec.json.decode(line, type=Report)
+                if report.state == "ready":
+                    self.address = f"127.0.0.1:{report.port}"
+                    return report
+                if report.state == "failed":
                     await process.wait()
-            except TimeoutError:
-                with suppress(ProcessLookupError):
-                    process.kill()
-                await process.wait()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for process in self.processes.values():
-            if process.stdin is not None:
-                process.stdin.close()
+                    raise ReplicaStartError(f"replica {self.name} cannot start: {report.error}")
+                await may_compile()
+                process.stdin.write(b"\n")
+        code = await process.wait()
+        raise ReplicaStartError(
+            f"replica {self.name} ended before it was ready: {ended(code)}; its last lines on stderr "
+            "may say why"
+        )
+
+    async def keep(self, moved: Callable[[str, str], None], min_backoff_s: float) -> None:
+        """Start it again whenever it ends, until cancelled; later if it does not live long."""
+        backoff_s, begin_s = min_backoff_s, time.monotonic()
+        while True:
+            assert self._process is not None
+            code = await self._process.wait()
+            if time.monotonic() - begin_s > STEADY_S:
+                backoff_s = min_backoff_s
+            logger.warning(
+                "replica %s has ended (%s); starting it again in %.1f s",
+                self.name,
+                ended(code),
+                backoff_s,
+            )
+            await asyncio.sleep(backoff_s)
+            backoff_s, begin_s = min(MAX_BACKOFF_S, 2 * backoff_s), time.monotonic()
+            try:
+                await self.start()
+            except (ReplicaStartError, OSError) as error:
+                logger.error("replica %s: %s", self.name, error)
+            else:
+                logger.info("replica %s is ready again at %s", self.name, self.address)
+                moved(self.name, self.address)
+
+    async def stop(self, stop_s: float = STOP_S) -> None:
+        """End its process, by force if that takes longer."""
+        process = self._process
+        if process is None:
+            return
+        with suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), stop_s)
+        except TimeoutError:
+            logger.warning("replica %s does not end; killed", self.name)
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+
+def ended(code: int) -> str:
+    """An exit code in words."""
+    return f"killed by signal {-code}" if code < 0 else f"exit code {code}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 from itertools import count
 from typing import Any, Protocol
 
@@ -89,6 +90,7 @@ class RemoteReplica:
         self.is_draining = False
         self.requests: dict[int, RemoteRequest] = {}
         self._link: Link | None = None
+        self._has_moved = asyncio.Event()
         self._keys = count()
         self._calls: dict[int, tuple[Any, asyncio.Future[Any]]] = {}
 
@@ -108,11 +110,22 @@ class RemoteReplica:
                 return
             except LinkError as error:
                 self._log(str(error))
-                await asyncio.sleep(retry_s)
+                await self._pause(retry_s)
                 retry_s = min(MAX_RETRY_S, 2 * retry_s)
             else:
                 retry_s = MIN_RETRY_S
-                await asyncio.sleep(retry_s)
+                await self._pause(retry_s)
+
+    def move(self, address: str) -> None:
+        """Connect to this address from the next try on, which is made at once if none is running."""
+        self.address = address
+        self._has_moved.set()
+
+    async def _pause(self, pause_s: float) -> None:
+        """Sleep, until `move` at most."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._has_moved.wait(), pause_s)
+        self._has_moved.clear()
 
     def _log(self, text: str) -> None:
         if text != self.last_error:

@@ -1,9 +1,8 @@
-"""`ramify replica`, and the replicas that `ramify serve --replicas N` starts: one engine behind a port."""
+"""`ramify replica`, and what each child of `ramify serve --replicas N` runs: one engine behind a port."""
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
 import logging
 import os
@@ -11,93 +10,179 @@ import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
-import msgspec
-
-from ramify.cluster.credentials import Credentials
+from ramify.cluster.credentials import Credentials, import_grpc
 from ramify.cluster.replica import Replica
 from ramify.engine.async_llm import AsyncLLM
-from ramify.errors import RamifyError
+from ramify.engine.cache_admin.warmup import WarmPrompt, read_prompts
+from ramify.server.operations.stderr_writer import stderr_in_background
 from ramify.server.run import compile_kernels, frozen_heap, log_to_stderr
 
 logger = logging.getLogger(__name__)
 
-PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
-MAX_OPTIONS_BYTES = 1 << 20
+CHECK_S = 1.0  # between looks at the engine
+ENGINE_FAILED = 1  # exit codes
+INTERRUPTED = 130
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaOptions:
-    """The options of a replica."""
+    """The options of `ramify replica`."""
 
     model: str = "ramify-tiny"
     engine: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of `AsyncLLM`
     host: str = "127.0.0.1"
     port: int = 0
-    secret: str | None = None
-    drain_s: float = 30.0
+    credentials: Credentials = field(default_factory=Credentials)
+    warm: Path | None = None
+    public: Path | None = None
+    name: str = ""  # in log lines
     log_json: bool = False
-    memory_parts: int = 1
+    drain_s: float = 30.0
+    memory_parts: int = 1  # engines that share the memory of this machine
 
 
-def run_replica(
-    options: ReplicaOptions, credentials: Credentials, *, parent: int | None = None
-) -> int:
-    """Serve an engine until a signal, then drain; returns the exit code.
+class Stages(Protocol):
+    """Who wants to know how far a replica's start is."""
 
-    Writes a line of JSON with the port to stdout once it is ready.
+    async def loaded(self) -> None:
+        """The model is loaded; kernels are compiled, or read from disk, when this returns."""
+        ...
 
-    Args:
-        parent: descriptor that is closed when the program that started this one has ended; None:
-            there is none.
+    def ready(self, port: int) -> None:
+        """Servers can connect."""
+        ...
+
+
+class StdoutStages:
+    """Writes a line of JSON with the port to stdout."""
+
+    async def loaded(self) -> None:
+        """See `Stages`."""
+
+    def ready(self, port: int) -> None:
+        """See `Stages`."""
+        sys.stdout.write(json.dumps({"port": port}) + "\n")
+        sys.stdout.flush()
+
+
+def run_replica(options: ReplicaOptions, stages: Stages) -> int:
+    """Be a replica until a signal; returns the exit code.
+
+    At the first SIGINT or SIGTERM servers send no new requests, and the live ones have `drain_s`
+    seconds to end. A second signal ends them at once.
 
     Raises:
         ConfigError, ModelError: wrong options, or a model that cannot be loaded.
+        MissingPackageError: gRPC is not installed.
     """
-    log_to_stderr(options.log_json)
-    credentials.check_address(options.host)
-    llm = AsyncLLM(options.model, memory_parts=options.memory_parts, **options.engine)
-    return asyncio.run(_serve(options, credentials, llm, parent))
+    import_grpc()
+    options.credentials.check_address(options.host)
+    public = None if options.public is None else read_prompts(options.public)
+    warm = None if options.warm is None else read_prompts(options.warm)
+    with stderr_in_background():
+        log_to_stderr(options.log_json, replica=options.name)
+        try:
+            llm = AsyncLLM(
+                options.model,
+                progress=sys.stderr.isatty(),
+                memory_parts=options.memory_parts,
+                **options.engine,
+            )
+            return asyncio.run(_serve(options, stages, llm, public, warm))
+        except KeyboardInterrupt:
+            return INTERRUPTED
 
 
 async def _serve(
-    options: ReplicaOptions, credentials: Credentials, llm: AsyncLLM, parent: int | None
+    options: ReplicaOptions,
+    stages: Stages,
+    llm: AsyncLLM,
+    public: list[WarmPrompt] | None,
+    warm: list[WarmPrompt] | None,
 ) -> int:
-    loop, ends = asyncio.get_running_loop(), asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, ends.set)
-    if parent is not None:
-        loop.add_reader(parent, ends.set)
-    replica = Replica(llm, credentials)
+    replica = Replica(llm, options.credentials)
+    signals = Signals()
     try:
+        await stages.loaded()
         await compile_kernels(llm)
         port = await replica.start(options.host, options.port)
-        sys.stdout.write(json.dumps({"port": port}) + "\n")
-        sys.stdout.flush()
+        # After the start, which gives the cache its namespace.
+        if public is not None:
+            logger.info("public: %s", await llm.cache.share(public))
+        if warm is not None:
+            logger.info("warmed: %s", await llm.cache.warm(warm))
+        signals.install()
+        stages.ready(port)
+        failure = asyncio.ensure_future(until_failure(llm))
+        first = asyncio.ensure_future(signals.first.wait())
         with frozen_heap():
-            await ends.wait()
-        logger.info("draining: live requests have %.0f s to end", options.drain_s)
-        await replica.drain(options.drain_s)
+            await asyncio.wait((failure, first), return_when=asyncio.FIRST_COMPLETED)
+        first.cancel()
+        if failure.done():
+            logger.error("%s; this replica ends", failure.result())
+            return ENGINE_FAILED
+        failure.cancel()
+        return await _drain(options, replica, signals)
     finally:
+        signals.restore()
         await replica.close()
+
+
+async def _drain(options: ReplicaOptions, replica: Replica, signals: Signals) -> int:
+    logger.info("draining: live requests have %.0f s to end", options.drain_s)
+    drained = asyncio.ensure_future(replica.drain(options.drain_s))
+    second = asyncio.ensure_future(signals.second.wait())
+    await asyncio.wait((drained, second), return_when=asyncio.FIRST_COMPLETED)
+    if not drained.done():
+        drained.cancel()
+        await asyncio.gather(drained, return_exceptions=True)
+        return INTERRUPTED
+    second.cancel()
+    if not drained.result():
+        logger.warning("requests were cut short")
     return 0
 
 
-def main() -> int:
-    """A child of `LocalProcesses`: its options are the first line of stdin, which ends with its parent."""
-    if sys.platform == "linux":  # stdin is read between two steps; this ends a busy child, too
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    line = sys.stdin.buffer.readline(MAX_OPTIONS_BYTES)
-    if not line:
-        return 1
-    options = msgspec.json.decode(line, type=ReplicaOptions)
-    try:
-        return run_replica(options, Credentials(secret=options.secret), parent=sys.stdin.fileno())
-    except RamifyError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+class Signals:
+    """SIGINT and SIGTERM as events: the first one, and any after it. Made in the main thread."""
+
+    def __init__(self) -> None:
+        self.first, self.second = asyncio.Event(), asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def install(self) -> None:
+        """Take the signals, until `restore`."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._handle)
+
+    def restore(self) -> None:
+        """Give the signals back to whoever had them."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous = {}
+
+    def _handle(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._count)
+
+    def _count(self) -> None:
+        (self.second if self.first.is_set() else self.first).set()
 
 
-if __name__ == "__main__":
-    os._exit(main())
+async def until_failure(llm: AsyncLLM, check_s: float = CHECK_S) -> str:
+    """Wait until the engine has ended; returns a text for the log.
+
+    A step that is stuck cannot be ended: the process exits at once, for another one to take its place.
+    """
+    while True:
+        health = llm.health()
+        if health.stuck_s is not None:
+            logger.critical("a step takes %.0f s already: this process ends", health.stuck_s)
+            logging.shutdown()
+            os._exit(ENGINE_FAILED)
+        if not health.is_alive:
+            return "the engine has stopped"
+        await asyncio.sleep(check_s)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from ramify.engine.async_llm import AsyncLLM
 from ramify.engine.cache_admin.warmup import WarmPrompt, read_prompts
 from ramify.engine.execution.host_memory import resident_memory
 from ramify.errors import ConfigError
+from ramify.models.checkpoint.find import find_checkpoint
 from ramify.models.configs.sampling_defaults import AUTO
 from ramify.models.gguf.config import read_sampling_defaults
 from ramify.models.gguf.container import model_name
@@ -194,17 +196,26 @@ class ServeInputs:
 async def _serve_here(options: ServeOptions, llm: AsyncLLM, inputs: ServeInputs) -> int:
     try:
         await compile_kernels(llm)
-        return await _serve(options, llm, inputs)
+        return await _serve(options, llm, inputs, Path(llm.description.path))
     finally:
         await llm.aclose()
 
 
 async def _serve_client(options: ServeOptions, open_client: OpenClient, inputs: ServeInputs) -> int:
+    find = partial(
+        find_checkpoint,
+        options.model,
+        revision=options.engine.get("revision"),
+        offline=bool(options.engine.get("offline")),
+    )
+    # The engine's own path may be one of another machine.
+    path = await asyncio.to_thread(find)
     async with open_client() as client:
-        return await _serve(options, client, inputs)
+        return await _serve(options, client, inputs, path)
 
 
-async def _serve(options: ServeOptions, llm: EngineClient, inputs: ServeInputs) -> int:
+async def _serve(options: ServeOptions, llm: EngineClient, inputs: ServeInputs, path: Path) -> int:
+    """Serve an engine that is ready; `path` is that of its checkpoint on this machine."""
     keys, record = inputs.keys, inputs.record
     if llm.tokenizer is None:
         raise ConfigError(f"{options.model} has no tokenizer, which a server needs")
@@ -218,7 +229,7 @@ async def _serve(options: ServeOptions, llm: EngineClient, inputs: ServeInputs) 
         tool_call_parser=options.tool_call_parser,
         reasoning_parser=options.reasoning_parser,
         pooling=model.pooling,
-        sampling_defaults=read_sampling_defaults(options.generation_config, Path(model.path)),
+        sampling_defaults=read_sampling_defaults(options.generation_config, path),
         embedding_size=model.hidden_size,
         wrapper=model.wrapper,
         drops_forbidden_tools=options.drops_forbidden_tools,
@@ -342,11 +353,18 @@ def concurrency(config: ResolvedConfig) -> str:
     return f"{text}, each of up to {config.kv_cache_tokens:,} tokens (the model allows {longest})"
 
 
-def log_to_stderr(as_json: bool) -> None:
-    """Write log lines to stderr, as text or JSON; for a program of its own."""
+def log_to_stderr(as_json: bool, *, replica: str = "") -> None:
+    """Write log lines to stderr, as text or JSON; for a program of its own.
+
+    Args:
+        replica: the name, for each line, of the replica that this process is; "": it is none.
+    """
+    name = f"replica {replica} " if replica else ""
+    text = logging.Formatter(f"%(asctime)s %(levelname)s {name}%(name)s: %(message)s")
     handler = logging.StreamHandler()
-    text_formatter = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
-    handler.setFormatter(JsonFormatter() if as_json else text_formatter)
+    handler.setFormatter(
+        JsonFormatter({"replica": replica} if replica else {}) if as_json else text
+    )
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO)

@@ -20,7 +20,15 @@ MAX_SEGMENTS = 1024  # of a line of the record
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a log record as a line of JSON; `extra={"fields": …}` become keys of the object."""
+    """Formats a log record as a line of JSON; `extra={"fields": …}` become keys of the object.
+
+    Args:
+        fields: keys of every object.
+    """
+
+    def __init__(self, fields: Mapping[str, object] | None = None) -> None:
+        super().__init__()
+        self._fields = fields or {}
 
     def format(self, record: logging.LogRecord) -> str:
         """See `logging.Formatter`."""
@@ -29,6 +37,7 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
+            **self._fields,
         }
         entry |= getattr(record, "fields", {})
         if record.exc_info:
