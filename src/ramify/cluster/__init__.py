@@ -27,7 +27,8 @@ The server's side:
 - `merging`: one result of a call that ran on several replicas
 - `dispatch`: who computes which request, and what becomes of it when a replica dies
 - `client`: `ClusterLLM`, which takes the place of `AsyncLLM` under the server
-- `local_processes`, `launch`: children of this process, or replicas elsewhere
+- `cpu_shares`, `local_child`, `local_processes`: replicas as children of the server
+- `launch`: opens a client over children, or over replicas elsewhere
 
 Importing the package, or anything of its first two parts, loads neither torch nor gRPC.
 """
