@@ -19,7 +19,7 @@ export PYTHON TORCH_ARGS
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-full test-pure check format options bench bench-attention bench-core bench-engine \
-  bench-quantised bench-decode bench-step bench-tool-loop bench-first-token bench-busy-cores bench-cluster bench-memory bench-families bench-analysis perf attack clients soak-core soak-engine accuracy cover-core gpu-check native \
+  bench-quantised bench-decode bench-step bench-tool-loop bench-first-token bench-busy-cores bench-cluster bench-router bench-memory bench-families bench-analysis perf attack clients soak-core soak-engine accuracy cover-core gpu-check native \
   test-native test-wheel clean FORCE
 
 help:  ## this list
@@ -98,6 +98,9 @@ bench-busy-cores: $(DEV)  ## small requests on idle cores and beside a busy loop
 
 bench-cluster: $(DEV)  ## CPU and delay that the way through a cluster adds to a token
 	@PYTHONPATH=src $(BIN)/python benchmarks/cluster_link.py $(ARGS)
+
+bench-router:  ## decisions, events and index of the cluster's router, for 100 replicas
+	@PYTHONPATH=src $(BIN)/python benchmarks/router.py $(ARGS)
 
 bench-memory: $(DEV)  ## resident memory of an engine, from Python's start to the first answer
 	@$(BIN)/python benchmarks/memory.py $(ARGS)

@@ -46,26 +46,28 @@ class _Replica:
     name: str
     identity: Hashable
     is_draining: bool = False
-    tokens_waiting: int = 0
+    # Sums of the last report and of the reservations that it does not include:
+    waiting_tokens: int = 0
+    num_requests: int = 0
     num_waiting: int = 0
-    num_reported: int = 0  # requests, of the last report
-    token_s: float = 0.0  # 0: not reported yet
-    step_s: float = 0.0
-    max_waiting: int = 0
-    # Of reservations that the last report does not include:
-    num_unseen: int = 0
+    num_unseen: int = 0  # of these reservations
     unseen_tokens: int = 0
+    token_s: float = 0.0  # 0: not reported yet
+    max_waiting: int = 0
     reservations: set[int] = field(default_factory=set)
-
-    @property
-    def num_requests(self) -> int:
-        """Live requests, those on their way included."""
-        return self.num_reported + self.num_unseen
 
     @property
     def is_full(self) -> bool:
         """Whether it would refuse a request."""
-        return 0 < self.max_waiting <= self.num_waiting + self.num_unseen
+        return 0 < self.max_waiting <= self.num_waiting
+
+    def count_unseen(self, num_requests: int, num_tokens: int) -> None:
+        """Add reservations that the last report does not include; negative: it does, or they ended."""
+        self.num_unseen += num_requests
+        self.num_requests += num_requests
+        self.num_waiting += num_requests
+        self.unseen_tokens += num_tokens
+        self.waiting_tokens += num_tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -135,10 +137,10 @@ class Router:
         state = self._replicas.get(replica)
         if state is None:
             return
-        state.tokens_waiting, state.num_waiting = load.tokens_waiting, load.num_waiting
-        state.num_reported = load.num_waiting + load.num_running
-        state.token_s, state.step_s = load.token_s, load.step_s
-        state.max_waiting = load.max_waiting
+        state.waiting_tokens = load.tokens_waiting + state.unseen_tokens
+        state.num_waiting = load.num_waiting + state.num_unseen
+        state.num_requests = load.num_running + state.num_waiting
+        state.token_s, state.max_waiting = load.token_s, load.max_waiting
 
     @property
     def num_in_flight(self) -> int:
@@ -170,46 +172,36 @@ class Router:
             for state in self._replicas.values()
             if not state.is_draining
             and (identity is None or state.identity == identity)
-            and state.name not in exclude
+            and (not exclude or state.name not in exclude)
         ]
-        ready = [state for state in able if not state.is_full]
-        if not ready:
-            return self._refuse(able)
-        limit = BOUND * sum(state.num_requests for state in able) / len(able) + 1
-        within = [state for state in ready if state.num_requests <= limit] or ready
-        cached = self._cached_tokens(page_hashes, num_tokens)
-        in_flight = self._in_flight.match(page_hashes)
-        output_tokens = self._output_tokens
-        if max_tokens is not None:
-            output_tokens = min(output_tokens, max_tokens)
-        first_token_s = self._mean_token_s(able)
-
-        costs = []
-        for state in within:
-            known = cached.get(state.name, 0)
-            if in_flight and state.name in in_flight:
-                known = max(known, self._hit_tokens(in_flight[state.name], num_tokens))
-            rows = state.num_reported + state.num_unseen
-            work = state.tokens_waiting + state.unseen_tokens
-            work += COMPUTE_WEIGHT * (num_tokens - known)
-            costs.append((state.token_s or first_token_s) * (work + rows * output_tokens))
-        least = min(costs) * TIE
-        # Ties rotate: the first in an order that begins at another replica each time.
-        turn = self._num_reserved % len(within)
-        at = next(
-            i % len(within) for i in range(turn, 2 * len(within)) if costs[i % len(within)] <= least
-        )
-        return self._reserve(
-            within[at], costs[at], cached, in_flight, able, limit, page_hashes, num_tokens
-        )
+        total = sum([state.num_requests for state in able])
+        limit = BOUND * total / len(able) + 1 if able else 0.0
+        within = [state for state in able if state.num_requests <= limit and not state.is_full]
+        if not within:
+            within = [state for state in able if not state.is_full]
+            if not within:
+                return self._refuse(able)
+        cached = self._hits(self.mirrors.match(page_hashes), num_tokens)
+        in_flight = self._hits(self._in_flight.match(page_hashes), num_tokens)
+        expected = dict(cached)
+        for name, tokens in in_flight.items():
+            expected[name] = max(tokens, expected.get(name, 0))
+        at, cost_s = self._least_cost(within, expected, num_tokens, max_tokens)
+        chosen = within[at]
+        hit = expected.get(chosen.name, 0)
+        alternative = self._alternative(able, cached, hit, limit)
+        reason = self._reason(chosen, cached, in_flight, able, alternative)
+        number = self._reserve(chosen, page_hashes, num_tokens, hit)
+        counts = self.counters.num_decisions
+        counts[reason] = counts.get(reason, 0) + 1
+        return Decision(chosen.name, reason, number, hit, cost_s, alternative)
 
     def admitted(self, reservation: int) -> None:
         """The replica has the request: its next `load` includes it."""
         request = self._reservations.get(reservation)
         if request is not None and request.is_unseen:
             request.is_unseen = False
-            request.replica.num_unseen -= 1
-            request.replica.unseen_tokens -= request.num_tokens
+            request.replica.count_unseen(-1, -request.num_tokens)
 
     def first_token(self, reservation: int) -> None:
         """The prompt is computed: what follows is in the replica's events."""
@@ -243,20 +235,48 @@ class Router:
 
     # -- inside ----------------------------------------------------------------------------
 
-    def _cached_tokens(self, page_hashes: Sequence[bytes], num_tokens: int) -> dict[str, int]:
-        pages = self.mirrors.match(page_hashes)
-        return {name: self._hit_tokens(count, num_tokens) for name, count in pages.items()}
+    def _hits(self, pages: dict[str, int], num_tokens: int) -> dict[str, int]:
+        """Tokens of hits; the last token of a prompt is computed in any case."""
+        most, size = max(0, num_tokens - 1) // self.page_size, self.page_size
+        return {name: min(count, most) * size for name, count in pages.items()}
 
-    def _hit_tokens(self, num_pages: int, num_tokens: int) -> int:
-        """Tokens of a hit; the last token of a prompt is computed in any case."""
-        return min(num_pages, max(0, num_tokens - 1) // self.page_size) * self.page_size
+    def _least_cost(
+        self,
+        states: Sequence[_Replica],
+        expected: dict[str, int],
+        num_tokens: int,
+        max_tokens: int | None,
+    ) -> tuple[int, float]:
+        """The place of the replica with the least cost, and that cost."""
+        output_tokens = self._output_tokens
+        if max_tokens is not None:
+            output_tokens = min(output_tokens, max_tokens)
+        first_token_s, get = self._mean_token_s(states), expected.get
+        costs = [
+            (state.token_s or first_token_s)
+            * (
+                state.waiting_tokens
+                + COMPUTE_WEIGHT * (num_tokens - get(state.name, 0))
+                + state.num_requests * output_tokens
+            )
+            for state in states
+        ]
+        least = min(costs) * TIE
+        # Ties rotate: the first in an order that begins at another replica each time.
+        turn = self._num_reserved % len(costs)
+        for at in range(turn, len(costs)):
+            if costs[at] <= least:
+                return at, costs[at]
+        at = next(at for at in range(turn) if costs[at] <= least)
+        return at, costs[at]
 
     def _mean_token_s(self, states: Sequence[_Replica]) -> float:
+        """For replicas that have not reported yet."""
         reported = [state.token_s for state in states if state.token_s]
         return sum(reported) / len(reported) if reported else FIRST_TOKEN_S
 
     def _queue_s(self, state: _Replica) -> float:
-        return state.token_s * (state.tokens_waiting + state.unseen_tokens)
+        return state.token_s * state.waiting_tokens
 
     def _refuse(self, full: Sequence[_Replica]) -> Refusal:
         reason, retry_s = "no replica", MIN_RETRY_S
@@ -268,52 +288,33 @@ class Router:
         return Refusal(reason, min(MAX_RETRY_S, max(MIN_RETRY_S, retry_s)))
 
     def _reserve(
-        self,
-        state: _Replica,
-        cost_s: float,
-        cached: dict[str, int],
-        in_flight: dict[str, int],
-        able: Sequence[_Replica],
-        limit: float,
-        page_hashes: Sequence[bytes],
-        num_tokens: int,
-    ) -> Decision:
-        expected = cached.get(state.name, 0)
-        shared = self._hit_tokens(in_flight.get(state.name, 0), num_tokens)
-        alternative = self._alternative(able, cached, max(expected, shared), limit)
-        expected = max(expected, shared)
-        reason = self._reason(state, cached, shared, able, alternative)
+        self, state: _Replica, page_hashes: Sequence[bytes], num_tokens: int, hit: int
+    ) -> int:
         self._num_reserved += 1
         number = self._num_reserved
-        num_computed = num_tokens - expected
         noted = self._in_flight.add(state.name, page_hashes)
-        self._reservations[number] = _Reservation(state, num_computed, expected, noted)
+        self._reservations[number] = _Reservation(state, num_tokens - hit, hit, noted)
         state.reservations.add(number)
-        state.num_unseen += 1
-        state.unseen_tokens += num_computed
-        counts = self.counters.num_decisions
-        counts[reason] = counts.get(reason, 0) + 1
-        return Decision(state.name, reason, number, expected, cost_s, alternative)
+        state.count_unseen(1, num_tokens - hit)
+        return number
 
     def _alternative(
-        self, able: Sequence[_Replica], cached: dict[str, int], expected: int, limit: float
+        self, able: Sequence[_Replica], cached: dict[str, int], hit: int, limit: float
     ) -> Alternative | None:
         """The replica with the longest cached prefix, if it has more than the chosen one."""
-        best, most = None, expected
-        for state in able if cached else ():
-            tokens = cached.get(state.name, 0)
-            if tokens > most:
-                best, most = state, tokens
-        if best is None:
+        names = [name for name, tokens in cached.items() if tokens > hit]
+        states = [state for state in able if state.name in names] if names else []
+        if not states:
             return None
+        best = max(states, key=lambda state: cached[state.name])
         reason = "full" if best.is_full else "bound" if best.num_requests > limit else "queue"
-        return Alternative(best.name, most, self._queue_s(best), reason)
+        return Alternative(best.name, cached[best.name], self._queue_s(best), reason)
 
     def _reason(
         self,
         state: _Replica,
         cached: dict[str, int],
-        shared: int,
+        in_flight: dict[str, int],
         able: Sequence[_Replica],
         alternative: Alternative | None,
     ) -> str:
@@ -322,7 +323,7 @@ class Router:
         if alternative is not None:
             return "spill"
         own = cached.get(state.name, 0)
-        if shared > own:
+        if in_flight.get(state.name, 0) > own:
             return "in flight"
         if own:
             return "cached"
