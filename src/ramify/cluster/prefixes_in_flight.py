@@ -13,7 +13,7 @@ class PrefixesInFlight:
     """Page hash → replicas with a request in flight whose prompt has that page."""
 
     def __init__(self) -> None:
-        self._replicas: dict[bytes, list[str]] = {}
+        self._replicas: dict[bytes, tuple[str, ...]] = {}  # a name for each request
 
     def __len__(self) -> int:
         return len(self._replicas)
@@ -21,13 +21,9 @@ class PrefixesInFlight:
     def add(self, replica: str, page_hashes: Sequence[bytes]) -> tuple[bytes, ...]:
         """Note the prefixes of a prompt; returns what `remove` needs."""
         noted = tuple([page_hashes[depth - 1] for depth in _noted_depths(len(page_hashes))])
-        replicas = self._replicas
+        replicas, names = self._replicas, (replica,)
         for page_hash in noted:
-            names = replicas.get(page_hash)
-            if names is None:
-                replicas[page_hash] = [replica]
-            else:
-                names.append(replica)
+            replicas[page_hash] = replicas.get(page_hash, ()) + names
         return noted
 
     def remove(self, replica: str, noted: Sequence[bytes]) -> None:
@@ -35,9 +31,11 @@ class PrefixesInFlight:
         replicas = self._replicas
         for page_hash in noted:
             names = replicas[page_hash]
-            names.remove(replica)
-            if not names:
+            if len(names) == 1:
                 del replicas[page_hash]
+            else:
+                at = names.index(replica)
+                replicas[page_hash] = names[:at] + names[at + 1 :]
 
     def match(self, page_hashes: Sequence[bytes]) -> dict[str, int]:
         """How many leading pages of a prompt each replica has in flight, from below: see the depths."""
