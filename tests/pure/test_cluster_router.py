@@ -310,6 +310,13 @@ def test_a_page_has_a_token(page_size: int) -> None:
         Router(Mirrors(), page_size)
 
 
+@pytest.mark.parametrize("bound", [0.9, float("nan")])
+def test_a_bound_is_not_below_the_mean(bound: float) -> None:
+    """With a bound below 1 no replica could take a request."""
+    with pytest.raises(ConfigError, match=f"bound={bound}"):
+        Router(Mirrors(), PAGE, bound=bound)
+
+
 def test_the_router_loads_nothing_heavy() -> None:
     """Importing it loads neither torch nor gRPC nor Ray, nor the engine."""
     script = (

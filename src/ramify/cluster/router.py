@@ -31,7 +31,7 @@ from ramify.cluster.prefixes_in_flight import PrefixesInFlight
 from ramify.errors import ConfigError
 
 COMPUTE_WEIGHT = 2  # of tokens to compute; see above
-BOUND = 1.25  # a replica with more requests than this times the mean, and one, gets none
+BOUND = 1.25  # see `Router`
 # Costs this close are equal: calibrations of equal machines differ by a few percent from minute to
 # minute, and the fastest would get every prompt that nobody has cached.
 TIE = 1.05
@@ -86,12 +86,16 @@ class Router:
     Args:
         mirrors: of the replicas' caches; the caller feeds them.
         page_size: tokens in a page of every replica.
+        bound: a replica with more requests than this times the mean, and one, gets none. A higher
+            bound keeps more sessions where their cache is, and lets single replicas have more to do.
     """
 
-    def __init__(self, mirrors: Mirrors, page_size: int) -> None:
+    def __init__(self, mirrors: Mirrors, page_size: int, *, bound: float = BOUND) -> None:
+        if not bound >= 1:
+            raise ConfigError(f"bound={bound} but it must be 1, the mean, or more")
         if page_size < 1:
             raise ConfigError(f"page_size={page_size} but a page holds at least 1 token")
-        self.mirrors, self.page_size = mirrors, page_size
+        self.mirrors, self.page_size, self.bound = mirrors, page_size, bound
         self.counters = RouterCounters(Counter(), Counter())
         self._replicas: dict[str, _Replica] = {}
         self._in_flight = PrefixesInFlight()
@@ -175,7 +179,7 @@ class Router:
             and (not exclude or state.name not in exclude)
         ]
         total = sum([state.num_requests for state in able])
-        limit = BOUND * total / len(able) + 1 if able else 0.0
+        limit = self.bound * total / len(able) + 1 if able else 0.0
         within = [state for state in able if state.num_requests <= limit and not state.is_full]
         if not within:
             within = [state for state in able if not state.is_full]
