@@ -65,7 +65,7 @@ def test_a_prompt_goes_where_most_of_it_is_cached() -> None:
 
     assert (decision.replica, decision.reason, decision.cached_tokens) == ("b", "cached", 200)
     assert decision.alternative is None
-    assert decision.cost_s == pytest.approx(0.4)
+    assert decision.cost_s == pytest.approx(0.8)
 
 
 def test_the_last_token_is_always_computed() -> None:
@@ -145,10 +145,10 @@ def test_decoding_requests_count() -> None:
     first = fleet.decide(range(100))
 
     assert first.replica == "b"
-    assert first.cost_s == pytest.approx(2.0)
+    assert first.cost_s == pytest.approx(4.0)
     second = fleet.decide(range(1000, 1100), max_tokens=10)
     assert second.replica == "a"
-    assert second.cost_s == pytest.approx(2.1)
+    assert second.cost_s == pytest.approx(4.1)
     assert FIRST_OUTPUT_TOKENS > 10
 
 
