@@ -241,6 +241,22 @@ def test_another_secret_is_refused_at_both_sides(replica: Replica, tmp_path: Pat
     assert replica.process.poll() is None
 
 
+def test_info_shows_replicas_that_run(replica: Replica, secret: Path) -> None:
+    """What each says of itself; one that does not answer has the reason, and the exit code is 1."""
+    address = f"127.0.0.1:{replica.port}"
+
+    run = run_command(
+        *("info", "--json", "--replicas", f"{address},127.0.0.1:1", "--cluster-secret", secret)
+    )
+
+    assert run.returncode == 1, run.stderr
+    facts = json.loads(run.stdout)
+    assert facts[address]["threads"] == 1
+    assert facts[address]["same bits"] == "yes"
+    assert facts[address]["incarnation"] in replica.log
+    assert "127.0.0.1:1" in facts["127.0.0.1:1"]["error"]
+
+
 def test_a_replica_outlives_servers_and_drains_at_a_signal(
     replica: Replica, secret: Path, tmp_path: Path
 ) -> None:

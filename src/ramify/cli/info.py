@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ramify.cli.cluster_options import Authority, Certificate, ClusterOption, Key, Secret
 from ramify.cli.options import DEFAULT_MODEL, AsJson, Model, engine_options, exit_on_error
+from ramify.errors import ConfigError
 
 if TYPE_CHECKING:
     from ramify.attention.backend import BackendChoice
@@ -30,19 +33,54 @@ if TYPE_CHECKING:
     "attention_backend",
     "exact",
 )
-def info(engine: dict[str, Any], model: Model = DEFAULT_MODEL, as_json: AsJson = False) -> None:
+def info(
+    engine: dict[str, Any],
+    model: Model = DEFAULT_MODEL,
+    as_json: AsJson = False,
+    replicas: Annotated[
+        str | None,
+        ClusterOption(help="Show these replicas instead: HOST:PORT,... as `ramify serve` has it."),
+    ] = None,
+    cluster_secret: Secret = None,
+    cluster_certificate: Certificate = None,
+    cluster_key: Key = None,
+    cluster_authority: Authority = None,
+) -> None:
     """Show versions, device, operations and attention backend and why, exactness, memory plan."""
     with exit_on_error():
-        from ramify.engine.llm import LLM
+        if replicas is not None:
+            files = (cluster_secret, cluster_certificate, cluster_key, cluster_authority)
+            facts = _ask_replicas(replicas, files)
+        else:
+            from ramify.engine.llm import LLM
 
-        facts = _collect_info(LLM(model, progress=True, **engine))
+            facts = _collect_info(LLM(model, progress=True, **engine))
     if as_json:
         typer.echo(json.dumps(facts, indent=2, ensure_ascii=False))
-        return
-    for section, entries in facts.items():
-        typer.echo(f"{section}:")
-        for name, value in entries.items():
-            typer.echo(f"  {name + ':':24} {value}")
+    else:
+        for section, entries in facts.items():
+            typer.echo(f"{section}:")
+            for name, value in entries.items():
+                typer.echo(f"  {name + ':':24} {value}")
+    if replicas is not None and any("error" in entries for entries in facts.values()):
+        raise typer.Exit(1)
+
+
+def _ask_replicas(replicas: str, credential_files: Sequence[Path | None]) -> dict[str, Any]:
+    """What replicas say of themselves, by address."""
+    import asyncio
+
+    from ramify.cluster.credentials import Credentials, import_grpc
+    from ramify.cluster.inspection import replica_facts
+    from ramify.cluster.launch import parse_replicas
+
+    import_grpc()
+    addresses = parse_replicas(replicas)
+    if isinstance(addresses, int):
+        raise ConfigError(
+            f"--replicas {addresses}, but info asks replicas that run: give HOST:PORT,HOST:PORT"
+        )
+    return asyncio.run(replica_facts(addresses, Credentials.from_files(*credential_files)))
 
 
 def _collect_info(llm: LLM) -> dict[str, dict[str, Any]]:

@@ -31,6 +31,7 @@ The server's side:
 - `client`: `ClusterLLM`, which takes the place of `AsyncLLM` under the server
 - `cpu_shares`, `local_child`, `local_processes`: replicas as children of the server
 - `launch`: opens a client over children, or over replicas elsewhere
+- `inspection`: what replicas say of themselves
 
 Importing the package, or anything of its first two parts, loads neither torch nor gRPC.
 """
