@@ -65,11 +65,11 @@ class Process:
         begin = len(self.log_file.read_text()) if self.port else 0
         deadline = time.monotonic() + START_S
         while True:
-            _, found, rest = self.log_file.read_text()[begin:].rpartition("\nlistening on http://")
+            _, mark, rest = self.log_file.read_text()[begin:].rpartition("\nlistening on http://")
             if self.port and is_ready(self.url):
                 self.is_down = False
                 return
-            if found and "\n" in rest:
+            if mark and "\n" in rest:
                 self.port = int(rest.split()[0].rpartition(":")[2])
             assert self.process.poll() is None, self.log_file.read_text()
             assert time.monotonic() < deadline, self.log_file.read_text()
