@@ -86,7 +86,7 @@ class Rounding:
         return self._encoded(tensor, "Q8_0" if is_table else self.form, is_counted=not is_table)
 
     def kind(self, _: str, __: str) -> str:
-        """The type of every weight, for who asks."""
+        """The type of every weight; see `WeightSource.kind`."""
         return self.form
 
     def _encoded(self, tensor: Tensor, name: str, *, is_counted: bool) -> Weight:
@@ -171,7 +171,11 @@ def main() -> None:
             print(f"| float32 | 32 | {loss.full_perplexity:.3f} | | | | |", flush=True)
             is_first = False
         total = sum(counts.values())
-        others = [f"{name} for {counts[name] / total:.0%}" for name in counts if name not in form]
+        others = [
+            f"{name} for {counts[name] / total:.0%}"
+            for name in counts
+            if name != form.partition("+")[0]
+        ]
         note = f" ({', '.join(others)} of the layers)" if others else ""
         change = loss.perplexity / loss.full_perplexity - 1
         print(

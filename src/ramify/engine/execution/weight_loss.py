@@ -174,7 +174,8 @@ def read_text(engine: LocalEngine, path: Path | None) -> list[int]:
     """
     if engine.tokenizer is None:
         raise ConfigError(
-            f"{engine.path} has no tokenizer to read a text with; put its tokenizer.json there"
+            f"{engine.path} has no tokenizer to read a text with; put its tokenizer.json there, or take a GGUF "
+            "file that has one"
         )
     token_ids = engine.tokenizer.encode(_source_text(path))
     if len(token_ids) < 2:
