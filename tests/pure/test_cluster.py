@@ -61,6 +61,19 @@ def test_an_error_of_a_request_is_the_engine_s() -> None:
     run(main())
 
 
+def test_a_request_that_does_not_travel_is_refused_and_leaves_nothing() -> None:
+    """A number beyond 64 bits fits into no message: its sender gets an error, its place is free again."""
+    bench = ClusterBench(1)
+
+    async def main() -> None:
+        async with bench.running():
+            with pytest.raises(InvalidParamsError, match="cannot be sent"):
+                await bench.llm.generate([3], SamplingParams(top_k=10**30))
+            bench.assert_nothing_reserved()
+
+    run(main())
+
+
 def test_an_abort_reaches_the_replica_and_its_reader_gets_the_end() -> None:
     """`abort` ends the request with the reason `abort`; leaving a stream ends it without a word."""
     bench = ClusterBench(2, max_model_len=4096, pool_tokens=8192)

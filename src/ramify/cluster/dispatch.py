@@ -30,6 +30,7 @@ from ramify.errors import (
     ClusterFullError,
     DrainingError,
     EngineStoppedError,
+    InvalidParamsError,
     NoReplicaError,
     OverloadedError,
     ReplicaLostError,
@@ -223,7 +224,8 @@ class Dispatch:
         try:
             replica.add(request)
         except WireError as error:
-            self._end(request, error)
+            refusal = InvalidParamsError("request", str(error), "one that fits into a message")
+            self._end(request, refusal)
 
     def _choose(self, request: RemoteRequest, others: Collection[str]) -> Decision | Refusal:
         if not self.replicas.keys() - others:

@@ -262,9 +262,12 @@ def encode(message: FromServer | FromReplica) -> bytes:
     """The bytes of a message.
 
     Raises:
-        WireError: it is larger than a message may be.
+        WireError: it is larger than a message may be, or has a value that does not travel.
     """
-    body = _encoder.encode(message)
+    try:
+        body = _encoder.encode(message)
+    except (OverflowError, TypeError, ValueError, RecursionError) as error:
+        raise WireError(f"a {type(message).__name__} cannot be sent: {error}") from error
     if len(body) > MAX_MESSAGE_BYTES:
         raise WireError(
             f"a {type(message).__name__} of {len(body):,} bytes, but a message has at most "
