@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from ramify.cluster.connection import Connection
-from ramify.cluster.wire import Pong
+from ramify.cluster.wire import MAX_CALLS, Pong
 from ramify.engine.cache_admin.warmup import WarmPrompt
 from ramify.engine.serving.streams import merge_outputs
 from ramify.errors import (
@@ -169,6 +169,39 @@ def test_admin_calls_reach_every_replica() -> None:
             with pytest.raises(PinError):
                 await cache.pin(prompt)
             assert await cache.end_pins("me") == 0
+
+    run(main())
+
+
+def test_many_calls_and_grammars_end_no_connection() -> None:
+    """More calls than run at once wait at the server; those that nobody waits for take no place for ever."""
+    bench = ClusterBench(1)
+
+    async def main() -> None:
+        async with bench.running():
+            member = bench.members[0]
+            member.gate.is_open = False
+            live = asyncio.ensure_future(bench.llm.generate(prompts(1)[0]))
+            await until(lambda: member.llm.health().is_busy)
+            for _ in range(2):
+                left = [
+                    asyncio.ensure_future(bench.llm.cache.explain_to_tenant([3] * 9))
+                    for _ in range(MAX_CALLS)
+                ]
+                await asyncio.sleep(0.05)
+                for task in left:
+                    task.cancel()
+                await asyncio.gather(*left, return_exceptions=True)
+            calls = [
+                asyncio.ensure_future(bench.llm.cache.explain_to_tenant([3] * 9))
+                for _ in range(2 * MAX_CALLS)
+            ]
+            await asyncio.sleep(0.05)
+            member.gate.is_open = True
+            member.gate.open()
+            assert None not in await asyncio.gather(*calls)
+            assert (await live).error is None
+            assert not member.replica.num_broken
 
     run(main())
 

@@ -17,6 +17,7 @@ from ramify.cluster.codecs import (
 )
 from ramify.cluster.step_reports import StepReport, StepReporter, part_of
 from ramify.cluster.wire import (
+    MAX_CALLS,
     MAX_UNSENT_BYTES,
     Abort,
     Add,
@@ -46,8 +47,6 @@ from ramify.errors import EngineStoppedError, RamifyError
 from ramify.outputs import RequestOutput, StepOutput
 
 logger = logging.getLogger(__name__)
-
-MAX_CALLS = 256  # that run at once
 
 
 class LinkedRequest:
@@ -100,6 +99,7 @@ class Connection:
         self.failure: str | None = None  # why this side ended it
         self._requests: dict[int, LinkedRequest] = {}
         self._last_key = -1
+        self._num_calls = 0  # that run
         self._tasks: set[asyncio.Task[None]] = set()
         self._dispatcher = llm.dispatcher()
         self._reporter = StepReporter(self._dispatcher, self._report)
@@ -262,7 +262,8 @@ class Connection:
             case Abort():
                 self._abort(message)
             case Call():
-                if len(self._tasks) >= MAX_CALLS:
+                self._num_calls += 1
+                if self._num_calls > MAX_CALLS:
                     raise WireError(f"more than {MAX_CALLS} calls run at once")
                 self._start(self._call(message))
             case Ping():
@@ -333,6 +334,8 @@ class Connection:
             if not isinstance(error, RamifyError):
                 logger.exception("a call of %s failed", self.peer)
             self.send(Return(message.key, error=encode_error(error)))
+        finally:
+            self._num_calls -= 1
 
     async def _send_snapshot(self, number: int) -> None:
         with suppress(EngineStoppedError):

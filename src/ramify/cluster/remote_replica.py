@@ -13,6 +13,7 @@ from ramify.cluster.credentials import Credentials
 from ramify.cluster.link import Link, LinkError, RefusedError
 from ramify.cluster.remote_request import RemoteRequest
 from ramify.cluster.wire import (
+    MAX_CALLS,
     Abort,
     Call,
     Draining,
@@ -26,7 +27,7 @@ from ramify.cluster.wire import (
     WireError,
 )
 from ramify.engine.cache_admin.calls import EngineCall
-from ramify.errors import ReplicaLostError
+from ramify.errors import RamifyError, ReplicaLostError
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,8 @@ class RemoteReplica:
         self._link: Link | None = None
         self._has_moved = asyncio.Event()
         self._keys = count()
-        self._calls: dict[int, tuple[Any, asyncio.Future[Any]]] = {}
+        self._calls: dict[int, tuple[Any, asyncio.Future[Any]]] = {}  # sent, not answered
+        self._call_permits = asyncio.Semaphore(MAX_CALLS)
 
     @property
     def is_ready(self) -> bool:
@@ -155,6 +157,7 @@ class RemoteReplica:
         if reason != LEAVING:
             self._log(reason)
         for _, future in calls:
+            self._call_permits.release()
             if not future.done():
                 error = ReplicaLostError(
                     f"replica {self.name} has gone before it answered: {reason}"
@@ -190,16 +193,19 @@ class RemoteReplica:
         Raises:
             ReplicaLostError: the connection ends before the answer; also what the call raises.
         """
-        if self._link is None:
-            raise ReplicaLostError(f"replica {self.name} is not connected")
+        await self._call_permits.acquire()
         key = next(self._keys)
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._calls[key] = call, future
         try:
+            if self._link is None:
+                raise ReplicaLostError(f"replica {self.name} is not connected")
             self._link.send(Call(key, call))  # type: ignore[arg-type]
-            return await future
-        finally:
-            self._calls.pop(key, None)
+        except RamifyError:
+            self._call_permits.release()
+            raise
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        # Until it is answered, even if nobody waits any more: it runs there.
+        self._calls[key] = call, future
+        return await future
 
     def take_snapshot(self, message: TakeSnapshot) -> None:
         """Ask for all cached pages."""
@@ -230,7 +236,10 @@ class RemoteReplica:
 
     def _finish_call(self, message: Return) -> None:
         call, future = self._calls.pop(message.key, (None, None))
-        if future is None or future.done():
+        if future is None:
+            return
+        self._call_permits.release()
+        if future.done():
             return
         try:
             if message.error is not None:

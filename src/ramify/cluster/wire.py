@@ -28,6 +28,7 @@ MAX_MESSAGE_BYTES = 16 << 20
 MAX_UNSENT_BYTES = 8 << 20  # of one connection; beyond, it is ended
 MAX_RUNS = 1000  # of pages in one message
 MAX_ANSWERS = 128  # of one request
+MAX_CALLS = 256  # of one connection that run at once; a server lets the others wait
 PING_S = 1.0
 DEAD_S = 5.0  # without any message: the other side is taken for dead
 
