@@ -208,6 +208,32 @@ def test_the_secret_is_needed() -> None:
     run(main())
 
 
+@pytest.mark.parametrize(
+    "step",
+    [
+        wire.Step(runs=[wire.Run(1 << 40, "stored", b"", b"", b"abc")]),
+        wire.Step(load=wire.Load(1, 1, 1, 1, float("nan"), 0.0)),
+        wire.Step(load=wire.Load(-1, 1, 1, 1, 0.0, 0.0)),
+    ],
+    ids=["half a hash", "no number", "negative"],
+)
+def test_an_impossible_message_of_a_replica_ends_its_connection_only(step: wire.Step) -> None:
+    """The server connects again, and goes on to route."""
+    bench = ClusterBench(1)
+
+    async def main() -> None:
+        async with bench.running():
+            await assert_serves(bench)
+            replica = bench.members[0].replica
+            [before] = replica._connections
+            before.send(step)
+            await until(lambda: before not in replica._connections and bool(replica._connections))
+            await until(lambda: bench.llm.dispatch.has_ready)
+            await assert_serves(bench)
+
+    run(main())
+
+
 def test_an_open_port_without_a_secret_is_refused_at_start() -> None:
     """A replica that everybody could use does not start."""
 

@@ -114,6 +114,11 @@ class RemoteReplica:
                 self._log(str(error))
                 await self._pause(retry_s)
                 retry_s = min(MAX_RETRY_S, 2 * retry_s)
+            except Exception:
+                # A message that is well formed but impossible ends its connection, not the attempts.
+                logger.exception("replica %s: its connection has ended by a bug", self.name)
+                await self._pause(retry_s)
+                retry_s = min(MAX_RETRY_S, 2 * retry_s)
             else:
                 retry_s = MIN_RETRY_S
                 await self._pause(retry_s)

@@ -34,6 +34,7 @@ DEAD_S = 5.0  # without any message: the other side is taken for dead
 
 Text = Annotated[str, Meta(max_length=4096)]
 Count = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(ge=0, le=3600)]  # finite, and no NaN
 PackedIds = bytes  # int32, little-endian
 
 
@@ -180,13 +181,13 @@ class Output(Struct, frozen=True, array_like=True, omit_defaults=True):
 class Load(Struct, frozen=True, array_like=True):
     """What a replica has to do, and how fast it is."""
 
-    tokens_waiting: int  # to compute before a new prompt: of the queue and of running prompts
-    num_waiting: int
-    num_running: int  # answers
-    free_pages: int  # without evicting: those with nothing, and those that can be evicted
-    token_s: float  # to compute one token of a prompt; 0: not measured yet
-    step_s: float  # of a step that only decodes; 0: not measured yet
-    max_waiting: int = 0  # answers that may wait; 0: no limit
+    tokens_waiting: Count  # to compute before a new prompt: of the queue and of running prompts
+    num_waiting: Count
+    num_running: Count  # answers
+    free_pages: Count  # without evicting: those with nothing, and those that can be evicted
+    token_s: Seconds  # to compute one token of a prompt; 0: not measured yet
+    step_s: Seconds  # of a step that only decodes; 0: not measured yet
+    max_waiting: Count = 0  # answers that may wait; 0: no limit
 
 
 class Run(Struct, frozen=True, array_like=True):
