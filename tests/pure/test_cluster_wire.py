@@ -22,7 +22,8 @@ from ramify.cluster.codecs import (
 from ramify.cluster.credentials import Credentials
 from ramify.cluster.merging import cluster_id, merged, split_id
 from ramify.engine.cache_admin import calls
-from ramify.errors import ConfigError, RamifyError, RequestError
+from ramify.errors import ConfigError, InvalidParamsError, RamifyError, RequestError
+from ramify.outputs import CacheReport, FinishReason, RequestMetrics, TokenLogprob
 from ramify.params import FreeText, SamplingParams, StructuredOutput
 from tests.pure.engine_bench import Bench
 
@@ -208,6 +209,27 @@ def test_messages_have_a_limit() -> None:
     assert [key for part in parts for key in part.accepted] == [7]
     with pytest.raises(wire.WireError):
         wire.step_messages(wire.Step([wire.Output(1, [], "x" * wire.MAX_MESSAGE_BYTES)]))
+
+
+def test_an_end_that_is_too_large_is_an_error_of_its_request() -> None:
+    """Others in the step get their outputs; one with too many log probabilities ends with an error."""
+    logprobs = [TokenLogprob(1, -0.5, dict.fromkeys(range(20), -0.5))] * 80_000
+    end = wire.End(
+        [FinishReason.LENGTH], [None], RequestMetrics(0.0, None, 0.0, None), CacheReport(0, 0, 0)
+    )
+    large = msgspec.structs.replace(end, prompt_logprobs=logprobs)
+    step = wire.Step([wire.Output(1, [3], end=end), wire.Output(2, [4], end=large)])
+
+    arrived = [wire.decode_from_replica(body) for body in wire.step_messages(step)]
+
+    outputs = {output.key: output for part in arrived for output in part.outputs}
+    assert outputs[1].end == end
+    failed = outputs[2].end
+    assert failed is not None and failed.error is not None
+    assert failed.prompt_logprobs is None
+    error = decode_error(failed.error)
+    assert isinstance(error, InvalidParamsError)
+    assert error.name == "prompt_logprobs"
 
 
 def test_broken_messages_are_refused() -> None:

@@ -176,11 +176,13 @@ class Connection:
         self._put(encode(message))
 
     def _put(self, body: bytes) -> None:
+        # A single message may be larger than what may wait.
+        is_slow = self._num_unsent > MAX_UNSENT_BYTES
         self._outbox.append(body)
         self._num_unsent += len(body)
         self._has_unsent.set()
         self._is_sent.clear()
-        if self._num_unsent > MAX_UNSENT_BYTES:
+        if is_slow:
             self.fail(
                 f"{self._num_unsent:,} bytes could not be sent, at most {MAX_UNSENT_BYTES:,} are kept: "
                 "the server reads too slowly, and its requests end here"
@@ -276,7 +278,14 @@ class Connection:
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._finish)
+
+    def _finish(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # Else its request would never end.
+            logger.error("%s: %s", self.peer, error, exc_info=error)
+            self.fail(f"a bug: {type(error).__name__}")
 
     def _add(self, request: LinkedRequest, message: Add) -> None:
         ids = unpack_ids(message.token_ids)
@@ -342,7 +351,11 @@ class Connection:
             await self._llm.run(self._reporter.begin_snapshot)
             while (chunk := await self._llm.run(self._reporter.next_chunk)) is not None:
                 self._send_step()  # events come before the snapshot that includes them
-                self.send(part_of(number, chunk))
+                try:
+                    self.send(part_of(number, chunk))
+                except WireError as error:
+                    logger.warning("%s: no snapshot: %s", self.peer, error)
+                    return
                 await self.flush()
 
 

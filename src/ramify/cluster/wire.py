@@ -338,8 +338,10 @@ def unpack_ids(packed: PackedIds) -> array[int]:
 def step_messages(step: Step) -> Sequence[bytes]:
     """The bytes of a step, in several messages if it is too large for one.
 
+    A request whose end is too large, by log probabilities of its prompt, ends with an error in its place.
+
     Raises:
-        WireError: a single output is too large.
+        WireError: a single increment is too large.
     """
     runs = step.runs
     if len(runs) > MAX_RUNS:
@@ -350,10 +352,30 @@ def step_messages(step: Step) -> Sequence[bytes]:
         return [message for part in (first, *rest) for message in step_messages(part)]
     try:
         return [encode(step)]
-    except WireError:
-        if len(step.outputs) < 2:
+    except WireError as error:
+        if not step.outputs:
             raise
+        if len(step.outputs) == 1:
+            [output] = step.outputs
+            return [encode(msgspec.structs.replace(step, outputs=[_failed(output, error)]))]
     half = len(step.outputs) // 2
     first = msgspec.structs.replace(step, outputs=step.outputs[:half])
     second = Step(outputs=step.outputs[half:])
     return [*step_messages(first), *step_messages(second)]
+
+
+def _failed(output: Output, error: WireError) -> Output:
+    """An output that is too large for a message, with the error for what makes it so.
+
+    Raises:
+        WireError: it is no end of a request.
+    """
+    if output.end is None:
+        raise error
+    message = f"the answer does not fit into a message: {error}; ask for fewer log probabilities"
+    reasons = [FinishReason.ERROR for _ in output.end.finish_reasons]
+    failed = RemoteError("InvalidParamsError", message, {"name": "prompt_logprobs"})
+    end = msgspec.structs.replace(
+        output.end, finish_reasons=reasons, prompt_logprobs=None, error=failed
+    )
+    return msgspec.structs.replace(output, finish_reason=FinishReason.ERROR, logprobs=[], end=end)
