@@ -3,10 +3,11 @@
 import asyncio
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 
 from ramify.cluster.connection import Connection
-from ramify.cluster.wire import MAX_CALLS, Pong
+from ramify.cluster.wire import MAX_CALLS, MAX_UNSENT_BYTES, Pong, Return
 from ramify.engine.cache_admin.warmup import WarmPrompt
 from ramify.engine.serving.streams import merge_outputs
 from ramify.errors import (
@@ -98,6 +99,27 @@ def test_an_abort_reaches_the_replica_and_its_reader_gets_the_end() -> None:
             num_steps = member.bench.core.num_steps
             await member.until_idle()
             assert member.bench.core.num_steps <= num_steps + 20
+
+    run(main())
+
+
+def test_closing_aborts_live_requests() -> None:
+    """They end as aborted, not as lost, and go to no other replica."""
+    bench = ClusterBench(2, max_model_len=4096, pool_tokens=8192)
+    params = SamplingParams(max_tokens=3000, ignore_eos=True)
+
+    async def main() -> None:
+        async with bench.running():
+            streams = [bench.llm.stream(prompt, params) for prompt in prompts(4)]
+            for stream in streams:
+                await anext(stream)
+            await bench.llm.aclose()
+            for stream in streams:
+                last = [event async for event in stream][-1].output
+                assert last is not None
+                assert last.error is None
+                assert last.finish_reason is FinishReason.ABORT
+            assert bench.llm.dispatch.num_resumptions == 0
 
     run(main())
 
@@ -225,6 +247,53 @@ def test_nobody_waits_for_a_connection_that_has_ended() -> None:
             await connection.run(nothing())
             async with asyncio.timeout(5.0):
                 await connection.flush()
+
+    run(main())
+
+
+def test_a_large_message_is_no_slow_reader() -> None:
+    """A message of up to the limit is sent while nothing else waits; a second one is too much."""
+    bench = AsyncBench()
+    large = Return(1, msgspec.Raw(msgspec.msgpack.encode(bytes(MAX_UNSENT_BYTES + 1))))
+
+    async def write(body: bytes) -> None:
+        del body
+
+    async def main() -> None:
+        async with bench.llm:
+            connection = Connection(bench.llm, write, "test")
+            connection.send(large)
+            assert connection.failure is None
+            connection.send(Pong(1))
+            assert connection.failure is not None
+            assert "reads too slowly" in connection.failure
+
+    run(main())
+
+
+def test_what_a_drain_cuts_short_goes_on_elsewhere() -> None:
+    """A replica that may not wait longer ends no answer: another one goes on with it."""
+    bench = ClusterBench(2)
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+
+    async def main() -> None:
+        async with bench.running():
+            for member in bench.members:
+                member.gate.is_open = False
+            stream = bench.llm.stream(prompts(1)[0], params)
+            request_id = await stream.accepted()
+            first = bench.place_of(request_id)
+            first.gate.allowed.release()
+            await anext(stream)
+            draining = asyncio.ensure_future(first.replica.drain(0.05))
+            await until(lambda: bench.place_of(request_id) is not first)
+            for member in bench.members:
+                member.gate.open()
+            output = [event async for event in stream][-1].output
+            assert output is not None
+            assert list(output.token_ids) == expected(prompts(1)[0], 20, ends=())
+            assert output.finish_reason is FinishReason.LENGTH
+            assert not await draining
 
     run(main())
 

@@ -109,13 +109,15 @@ class Dispatch:
 
     async def close(self) -> None:
         """End all connections; live requests end as aborted."""
+        # Before the connections, whose ends would send them elsewhere.
+        for request in [*self._live.values()]:
+            self._leave(request, wants_end=False)
+            request.end_aborted(time.monotonic())
+            self._forget(request)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks = []
-        for request in [*self._live.values()]:
-            request.end_aborted(time.monotonic())
-            self._forget(request)
 
     async def wait_until_idle(self, timeout_s: float | None) -> bool:
         """Wait until no request is live; returns False after `timeout_s`."""

@@ -100,16 +100,19 @@ class Replica:
     async def drain(self, timeout_s: float | None = None) -> bool:
         """Take no new requests, let the live ones finish, then end.
 
+        After `timeout_s` the connections end first: servers go on with the rest elsewhere.
+
         Returns:
             whether all requests have finished.
         """
         for connection in self._connections:
             connection.send(Draining(1.0))
-        has_finished = await self._llm.drain(timeout_s)
-        for connection in list(self._connections):
+        drained = asyncio.ensure_future(self._llm.drain())
+        done, _ = await asyncio.wait((drained,), timeout=timeout_s)
+        for connection in list(self._connections) if done else ():
             await connection.flush()
         await self.close()
-        return has_finished
+        return await drained and bool(done)
 
     async def close(self) -> None:
         """End all connections and the engine; live requests are aborted."""
