@@ -6,11 +6,13 @@ from collections.abc import Sequence
 import pytest
 
 from ramify.cluster.routes import CacheRoutes, LeastLoaded
-from ramify.cluster.step_reports import chunk_of, event_of, part_of, run_of
+from ramify.cluster.step_reports import StepReporter, chunk_of, event_of, part_of, run_of
 from ramify.cluster.wire import Load, Run, SnapshotPart, TakeSnapshot
 from ramify.engine.core import EngineCore
+from ramify.engine.serving.streams import LoopDispatcher
 from ramify.params import SamplingParams
 from tests.pure.cluster_bench import ClusterBench, prompts, run, until
+from tests.pure.engine_bench import Bench
 
 pytest.importorskip("grpc", reason="grpcio is not installed (pip install ramify[cluster])")
 ONE = SamplingParams(max_tokens=1, ignore_eos=True)
@@ -198,3 +200,24 @@ def test_mirrors_follow_a_restart() -> None:
             await until_mirrored(bench)
 
     run(main())
+
+
+def test_a_later_connection_measures_its_own_steps() -> None:
+    """What was computed before a server came is no work of the first step that it sees."""
+    core, step_s = Bench().core, 0.25
+    for prompt in prompts(20, 18):
+        core.add_request(prompt, ONE)
+    while core.has_unfinished:
+        core.step()
+    loop = asyncio.new_event_loop()
+    reporter = StepReporter(LoopDispatcher(loop), lambda report: None)
+    loop.close()
+    reporter.report(core, None)
+    core.add_request([7] * 18, ONE)
+    before = core.num_computed_tokens
+    core.step()
+
+    report = reporter.report(core, step_s)
+
+    assert report is not None
+    assert report.load.token_s == step_s / (core.num_computed_tokens - before)

@@ -71,6 +71,7 @@ class StepReporter:
     def _subscribed(self, core: EngineCore) -> Subscription:
         if self._subscription is None:
             self._subscription = core.cache.subscribe(MAX_EVENTS)
+            self._num_computed = core.num_computed_tokens  # before this connection
         return self._subscription
 
     def begin_snapshot(self, core: EngineCore) -> None:
