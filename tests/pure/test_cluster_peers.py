@@ -189,6 +189,31 @@ def test_a_replica_that_does_not_fit_is_refused_by_the_server(
     assert any("page_size is" in record.getMessage() for record in caplog.records)
 
 
+def test_a_replica_that_was_refused_may_come_back() -> None:
+    """Started anew as it should be, it gets requests; the server need not be started again."""
+    bench = ClusterBench(1)
+
+    async def main() -> None:
+        other = Member(page_size=8)
+        async with bench.running():
+            await other.start()
+            members = {"a": bench.members[0], "b": other}
+            llm = ClusterLLM({n: f"127.0.0.1:{m.port}" for n, m in members.items()}, None)
+            await llm.start(10.0)
+            replicas = llm.dispatch.replicas
+            await until(lambda: any(each.was_refused.is_set() for each in replicas.values()))
+            [name] = [name for name, each in replicas.items() if not each.is_ready]
+            await members[name].kill()
+            members[name].options = {"page_size": llm.config.page_size}
+            await members[name].start_again()
+            replicas[name].move(replicas[name].address)
+            await until(lambda: all(each.is_ready for each in replicas.values()))
+            await llm.aclose()
+            await other.replica.close()
+
+    run(main())
+
+
 def test_the_secret_is_needed() -> None:
     """Without it, or with another, nothing is served; with it, everything."""
     credentials = Credentials(secret=SECRET)

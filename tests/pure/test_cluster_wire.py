@@ -220,7 +220,7 @@ def test_an_end_that_is_too_large_is_an_error_of_its_request() -> None:
     large = msgspec.structs.replace(end, prompt_logprobs=logprobs)
     step = wire.Step([wire.Output(1, [3], end=end), wire.Output(2, [4], end=large)])
 
-    arrived = [wire.decode_from_replica(body) for body in wire.step_messages(step)]
+    arrived: list[Any] = [wire.decode_from_replica(body) for body in wire.step_messages(step)]
 
     outputs = {output.key: output for part in arrived for output in part.outputs}
     assert outputs[1].end == end

@@ -91,13 +91,16 @@ class Dispatch:
         self._tasks = [
             asyncio.ensure_future(replica.keep_connected()) for replica in self.replicas.values()
         ]
-        joined = asyncio.ensure_future(self._has_joined.wait())
-        ended = asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks.append(asyncio.ensure_future(self._tick()))
-        await asyncio.wait(
-            (joined, asyncio.shield(ended)), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
-        )
-        joined.cancel()
+        joined = asyncio.ensure_future(self._has_joined.wait())
+        refused = asyncio.gather(*(each.was_refused.wait() for each in self.replicas.values()))
+        try:
+            await asyncio.wait(
+                (joined, refused), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            joined.cancel()
+            refused.cancel()
         if not self._has_joined.is_set():
             raise NoReplicaError(RETRY_AFTER_S, self.why_not_ready())
 

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 LEAVING = "this server ends"
 MIN_RETRY_S, MAX_RETRY_S = 0.05, 5.0  # between tries to connect
+REFUSED_RETRY_S = 30.0  # whoever has started it may start it anew, as it should be
 
 
 class Cluster(Protocol):
@@ -92,6 +93,7 @@ class RemoteReplica:
         self.requests: dict[int, RemoteRequest] = {}
         self._link: Link | None = None
         self._has_moved = asyncio.Event()
+        self.was_refused = asyncio.Event()
         self._keys = count()
         self._calls: dict[int, tuple[Any, asyncio.Future[Any]]] = {}  # sent, not answered
         self._call_permits = asyncio.Semaphore(MAX_CALLS)
@@ -102,14 +104,15 @@ class RemoteReplica:
         return self.welcome is not None and not self.is_draining
 
     async def keep_connected(self) -> None:
-        """Connect, serve, and connect again, until cancelled; gives up if it is refused."""
+        """Connect, serve, and connect again, until cancelled; seldom while it is refused."""
         retry_s = MIN_RETRY_S
         while True:
             try:
                 await self._connect()
             except RefusedError as error:
                 self._log(str(error))
-                return
+                self.was_refused.set()
+                await self._pause(REFUSED_RETRY_S)
             except LinkError as error:
                 self._log(str(error))
                 await self._pause(retry_s)
