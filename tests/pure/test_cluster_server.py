@@ -1,5 +1,6 @@
 """The unchanged server over replicas: the same answers, errors and admin calls as over one engine."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,6 +12,8 @@ from ramify.cluster.client import ClusterLLM
 from ramify.cluster.replica import Replica
 from ramify.server.app import Server
 from ramify.server.engine_client import EngineClient
+from ramify.server.operations.load_monitor import LoadMonitor
+from ramify.server.operations.metrics import Metrics
 from ramify.server.service import RequestService
 from ramify.testing import FAKE_EMBEDDING_SIZE
 from tests.pure.cluster_bench import run, until
@@ -201,7 +204,7 @@ def test_metrics_and_statistics_are_sums() -> None:
 
 
 def test_without_replicas_the_server_says_so() -> None:
-    """503 at once with `Retry-After`, `/readyz` names the reason, and `/livez` stays well."""
+    """503 at once with `Retry-After`, `/readyz` names the reason; `/livez`, metrics and load line go on."""
 
     async def main() -> None:
         bench = ClusterServer(chat_template=TOOL_TEMPLATE)
@@ -211,6 +214,13 @@ def test_without_replicas_the_server_says_so() -> None:
             for replica in engine.dispatch.replicas.values():
                 replica.address = "127.0.0.1:1"
                 replica.disconnect("the test ends it")
+            lines: list[str] = []
+            metrics = Metrics("tiny")
+            monitor = asyncio.ensure_future(
+                LoadMonitor(
+                    bench.service, metrics, write_line=lines.append, tick_s=0.001, line_s=0.01
+                ).run()
+            )
             await until(lambda: not engine.dispatch.has_ready)
             answer = await bench.post("/v1/chat/completions", chat("Hello"))
             assert answer.status == 503
@@ -218,5 +228,15 @@ def test_without_replicas_the_server_says_so() -> None:
             assert int(answer.headers["retry-after"]) >= 1
             assert (await bench.call("GET", "/readyz")).status == 503
             assert (await bench.call("GET", "/livez")).status == 200
+            assert (await bench.call("GET", "/metrics")).status == 200
+            await asyncio.sleep(0.05)
+            for replica in engine.dispatch.replicas.values():
+                replica.move(f"127.0.0.1:{replica.name}")
+            await until(lambda: engine.dispatch.has_ready)
+            while not lines:
+                metrics.num_prompt += 1000
+                await asyncio.sleep(0.01)
+            monitor.cancel()
+            await asyncio.gather(monitor, return_exceptions=True)
 
     run(main())

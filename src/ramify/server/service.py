@@ -11,7 +11,7 @@ from functools import partial
 
 from ramify.config import MAX_QUEUED_POOLS
 from ramify.engine.text.tokenizer import Tokenizer
-from ramify.errors import EngineStoppedError
+from ramify.errors import EngineStoppedError, NoReplicaError, ReplicaLostError
 from ramify.models.configs.pooling import PoolingConfig
 from ramify.models.configs.sampling_defaults import SamplingDefaults
 from ramify.outputs import Explanation, StepOutput
@@ -331,7 +331,8 @@ class RequestService:
         answers = await asyncio.to_thread(find_answers)
         if not answers:
             return
-        with suppress(EngineStoppedError):  # a drain ends the engine with the last answer
+        # A drain ends the engine with the last answer; a replica takes its cache with it.
+        with suppress(EngineStoppedError, NoReplicaError, ReplicaLostError):
             await self.engine.cache.evict_answers(
                 request.prompt.ids,
                 answers,

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 from starlette.responses import Response
 
-from ramify.errors import EngineStoppedError, PinError
+from ramify.errors import EngineStoppedError, NoReplicaError, PinError, ReplicaLostError
 from ramify.server.anthropic.messages_request import read_count_request
 from ramify.server.anthropic.protocol import VERSION_HEADER, CountRequest
 from ramify.server.context import RequestContext
@@ -254,8 +254,8 @@ def render_any_request(
 
 
 async def metrics(context: RequestContext) -> Response:
-    """GET /metrics; during a long step, the engine's values are those of the last scrape."""
-    with suppress(TimeoutError, EngineStoppedError):
+    """GET /metrics; without an answer of the engine, its values are those of the last scrape."""
+    with suppress(TimeoutError, EngineStoppedError, NoReplicaError, ReplicaLostError):
         async with asyncio.timeout(READ_S):
             context.metrics.engine.show(await context.service.engine.stats())
     return Response(context.metrics.exposition(), media_type=CONTENT_TYPE)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ramify.engine.context import EngineStats
-from ramify.errors import EngineStoppedError
+from ramify.errors import EngineStoppedError, NoReplicaError, ReplicaLostError
 from ramify.server.operations.metrics import Metrics
 from ramify.server.service import RequestService
 
@@ -80,17 +80,21 @@ class LoadMonitor:
 
     async def _log_load(self) -> None:
         loop = asyncio.get_running_loop()
-        try:
-            before, before_s = await self._snapshot(), loop.time()
-            while True:
-                await asyncio.sleep(self._line_s)
+        before: LoadSnapshot | None = None
+        before_s = 0.0
+        while True:
+            try:
                 snapshot, now_s = await self._snapshot(), loop.time()
-                line = snapshot.line(before, now_s - before_s)
+            except EngineStoppedError:
+                return
+            except (NoReplicaError, ReplicaLostError):  # the engine is elsewhere, and may come back
+                before = None
+            else:
+                line = None if before is None else snapshot.line(before, now_s - before_s)
                 if line is not None:
                     self._write_line(line)
                 before, before_s = snapshot, now_s
-        except EngineStoppedError:
-            return
+            await asyncio.sleep(self._line_s)
 
     async def _snapshot(self) -> LoadSnapshot:
         engine = await self._service.engine.stats()
