@@ -11,6 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from typer.testing import CliRunner
+
+from ramify.cli import app
 from ramify.cli.cluster_options import refuse_engine_options
 from ramify.cluster.cpu_shares import CpuShare, cpu_shares, parse_cpu_list, usable_nodes
 from ramify.errors import ConfigError
@@ -121,6 +124,15 @@ def test_engine_options_are_for_the_replicas() -> None:
     refuse_engine_options({"page_size": 16, "max_waiting": 7, "offline": True}, max_waiting=7)
     with pytest.raises(ConfigError, match=r"--page-size .*`ramify replica`"):
         refuse_engine_options({"page_size": 32})
+
+
+@pytest.mark.parametrize("options", [("--threads-per-replica", "2"), ("--cluster-secret", "f")])
+def test_options_of_a_cluster_need_replicas(options: tuple[str, str]) -> None:
+    """They are refused, not ignored, where one engine serves."""
+    result = CliRunner().invoke(app, ["serve", "nothing", *options])
+
+    assert result.exit_code == 2
+    assert "give --replicas N" in result.output
 
 
 # -- processes -------------------------------------------------------------------------------------

@@ -193,6 +193,11 @@ def serve(
     credential_files = (cluster_secret, cluster_certificate, cluster_key, cluster_authority)
     with exit_on_error():
         if replicas is None:
+            if threads_per_replica is not None or any(credential_files):
+                raise ConfigError(
+                    "--threads-per-replica and --cluster-* are for a server of several engines; give "
+                    "--replicas N or --replicas HOST:PORT,... too, or leave them out"
+                )
             code = serve(options)
         else:
             code = serve(*_cluster(options, replicas, threads_per_replica, credential_files))
