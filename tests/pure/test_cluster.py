@@ -195,6 +195,26 @@ def test_admin_calls_reach_every_replica() -> None:
     run(main())
 
 
+def test_warming_survives_the_death_of_a_replica() -> None:
+    """The prompts of the one that died count as failed or not at all; the others compute theirs."""
+    bench = ClusterBench(2)
+
+    async def main() -> None:
+        async with bench.running():
+            first, second = bench.members
+            first.gate.is_open = False
+            warming = asyncio.ensure_future(
+                bench.llm.cache.warm([WarmPrompt(prompt) for prompt in prompts(3, 18)])
+            )
+            await first.gate.arrive()
+            await first.kill()
+            warmed = await warming
+            assert warmed.num_prompts == warmed.num_failed == 3
+            assert (await second.llm.cache.stats()).cached_pages > 0
+
+    run(main())
+
+
 def test_many_calls_and_grammars_end_no_connection() -> None:
     """More calls than run at once wait at the server; those that nobody waits for take no place for ever."""
     bench = ClusterBench(1)

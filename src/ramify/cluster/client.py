@@ -39,6 +39,7 @@ from ramify.errors import (
     InvalidParamsError,
     NoReplicaError,
     PinError,
+    ReplicaLostError,
     RequestError,
 )
 from ramify.outputs import RequestOutput
@@ -348,7 +349,7 @@ class ClusterLLM:
                 try:
                     stream = self._stream(ids, WARM_PARAMS, options, in_thread=True, only=replica)
                     return await stream.whole()
-                except RequestError as error:
+                except (RequestError, NoReplicaError, ReplicaLostError) as error:
                     return error
 
         replicas = [replica for replica in self.dispatch.replicas.values() if replica.is_ready]
