@@ -281,5 +281,9 @@ def test_credentials() -> None:
         Credentials().check_address("0.0.0.0")
     with pytest.raises(ConfigError, match="at least 16"):
         Credentials(secret="short")
+    for secret in ("0123456789abcdef\n0123456789abcdef", "0123456789abcdef é"):
+        with pytest.raises(ConfigError, match="printable ASCII"):
+            Credentials(secret=secret)
+    assert "0123456789abcdef" not in repr(shown)
     with pytest.raises(ConfigError, match="key and authority are missing"):
         Credentials(certificate=b"x")

@@ -6,7 +6,7 @@ import hmac
 import ipaddress
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,12 @@ class Credentials:
             that signed the certificates of both sides. All or none.
 
     Raises:
-        ConfigError: a secret is too short, or certificates are incomplete.
+        ConfigError: a secret is too short or cannot be sent, or certificates are incomplete.
     """
 
-    secret: str | None = None
+    secret: str | None = field(default=None, repr=False)
     certificate: bytes | None = None
-    key: bytes | None = None
+    key: bytes | None = field(default=None, repr=False)
     authority: bytes | None = None
 
     def __post_init__(self) -> None:
@@ -40,6 +40,11 @@ class Credentials:
             raise ConfigError(
                 f"the cluster's secret has {len(self.secret)} characters, but at least "
                 f"{MIN_SECRET_CHARS} are needed; make one with `openssl rand -hex 32`"
+            )
+        if self.secret is not None and not (self.secret.isascii() and self.secret.isprintable()):
+            raise ConfigError(
+                "the cluster's secret is not one line of printable ASCII, which is all that a "
+                "connection can send; make one with `openssl rand -hex 32`"
             )
         pems = {"certificate": self.certificate, "key": self.key, "authority": self.authority}
         missing = [name for name, pem in pems.items() if pem is None]

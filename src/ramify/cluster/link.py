@@ -89,6 +89,13 @@ class Link:
             RefusedError: the replica refuses this server, or the secret is wrong.
             LinkError: nobody answers in time, or what answers is no replica.
         """
+        try:
+            return await self._exchange(hello, timeout_s)
+        except BaseException:  # also of a server that ends meanwhile
+            await self.close()
+            raise
+
+    async def _exchange(self, hello: Hello, timeout_s: float) -> Welcome:
         grpc = import_grpc()
         if self._credentials.has_tls:
             self._channel = grpc.aio.secure_channel(
@@ -102,41 +109,32 @@ class Link:
                 await self._call.write(encode(hello))
                 body = await self._call.read()
             if body is grpc.aio.EOF:
-                await self._raise_status()
+                raise self._ended(await self._call.code(), await self._call.details())
             message = decode_from_replica(body)
         except TimeoutError:
-            await self.close()
             raise LinkError(f"{self.address} did not answer within {timeout_s:g} s") from None
         except grpc.aio.AioRpcError as error:
-            await self.close()
-            kind = LinkError
-            if error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED):
-                kind = RefusedError
-            raise kind(f"{self.address}: {error.details()}") from None
+            raise self._ended(error.code(), error.details()) from None
+        except asyncio.InvalidStateError:  # it had ended before the hello was written
+            raise self._ended(await self._call.code(), await self._call.details()) from None
         except WireError as error:
-            await self.close()
             raise RefusedError(f"{self.address} is no replica: {error}") from error
         if isinstance(message, Refused):
-            await self.close()
             raise RefusedError(f"{self.address} refuses this server: {message.reason}")
         if not isinstance(message, Welcome):
-            await self.close()
             raise RefusedError(f"{self.address} answers with a {type(message).__name__}")
         if message.protocol_version != PROTOCOL_VERSION:
-            await self.close()
             raise RefusedError(
                 f"{self.address}: protocol_version is {message.protocol_version} at the replica and "
                 f"{PROTOCOL_VERSION} at the server"
             )
         return message
 
-    async def _raise_status(self) -> None:
+    def _ended(self, code: Any, details: str | None) -> LinkError:
         grpc = import_grpc()
-        code, details = await self._call.code(), await self._call.details()
-        await self.close()
         refusals = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED)
         kind = RefusedError if code in refusals else LinkError
-        raise kind(f"{self.address}: {details or 'the connection was closed'}")
+        return kind(f"{self.address}: {details or 'the connection was closed'}")
 
     def send(self, message: FromServer) -> None:
         """Queue a message; never waits.
