@@ -1,7 +1,7 @@
 """A child of `LocalProcesses` that loads no model; told by `engine` in its spec what to do.
 
 `folder`: where it writes `NAME.starts` and `NAME.order`. `compiles`: names of those that say at their
-first start that they have compiled kernels. `fails`: names of those that say that they cannot start.
+first start that they have compiled kernels. `pool`: tokens of K/V that they say they have. `fails`: names of those that say that they cannot start.
 `dies`: of those that end without a word.
 """
 
@@ -32,6 +32,8 @@ def main() -> None:
     starts = folder / f"{name}.starts"
     with starts.open("a") as lines:
         lines.write(f"{os.getpid()} {os.environ['OMP_NUM_THREADS']}\n")
+    with (folder / f"{name}.memory").open("a") as lines:
+        lines.write(f"{spec['memory_parts']} {engine.get('kv_cache_tokens')}\n")
     is_first_start = len(starts.read_text().splitlines()) == 1
     if name in engine.get("dies", ""):
         os._exit(7)
@@ -43,7 +45,12 @@ def main() -> None:
     with (folder / "order").open("a") as lines:
         lines.write(f"{name}\n")
     has_compiled = is_first_start and name in engine.get("compiles", "")
-    report(state="ready", port=os.getpid(), has_compiled=has_compiled)
+    report(
+        state="ready",
+        port=os.getpid(),
+        has_compiled=has_compiled,
+        kv_cache_tokens=engine.get("pool", 0),
+    )
     sys.stdin.read()
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from typer.testing import CliRunner
 
 from ramify.cli import app
@@ -199,6 +198,25 @@ def test_a_killed_replica_is_started_again(tmp_path: Path) -> None:
 
     assert [len(starts(tmp_path, name)) for name in range(3)] == [1, 3, 1]
     assert_none_left(tmp_path)
+
+
+def test_a_replica_has_as_much_memory_when_it_is_started_again(tmp_path: Path) -> None:
+    """The others hold their shares by then: a part of what is free would be a part of its own share."""
+
+    async def main() -> None:
+        moves: list[str] = []
+        local = processes(tmp_path, num_replicas=2, pool=4096)
+        await local.start()
+        try:
+            local.keep(lambda name, _: moves.append(name))
+            os.kill(local.pids()["1"], signal.SIGKILL)
+            await until(lambda: moves == ["1"])
+        finally:
+            await local.stop()
+
+    run(main())
+    memory = (tmp_path / "1.memory").read_text().splitlines()
+    assert memory == ["2 None", "1 4096"]
 
 
 def test_a_replica_that_cannot_start_again_is_tried_again(tmp_path: Path) -> None:

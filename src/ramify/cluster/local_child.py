@@ -65,6 +65,7 @@ class Report(Struct, frozen=True):
 
     state: Literal["loaded", "ready", "failed"]
     port: int = 0  # once it is ready
+    kv_cache_tokens: int = 0  # likewise
     has_compiled: bool = False  # kernels, which takes memory that is never given back
     error: str = ""
 
@@ -97,9 +98,9 @@ class PipeStages:
         self.send(Report("loaded"))
         await asyncio.to_thread(self._may_compile.wait)
 
-    def ready(self, port: int) -> None:
+    def ready(self, port: int, kv_cache_tokens: int) -> None:
         """See `Stages`."""
-        self.send(Report("ready", port, self._compiler.has_compiled))
+        self.send(Report("ready", port, kv_cache_tokens, self._compiler.has_compiled))
 
     def watch(self, orders: FileIO) -> None:
         """Read what the parent sends until it has gone, then end this process."""

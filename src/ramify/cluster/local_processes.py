@@ -188,6 +188,7 @@ class Child:
                 report = msgspec.json.decode(line, type=Report)
                 if report.state == "ready":
                     self.address = f"127.0.0.1:{report.port}"
+                    self._keep_memory(report.kv_cache_tokens)
                     return report
                 if report.state == "failed":
                     await process.wait()
@@ -199,6 +200,12 @@ class Child:
             f"replica {self.name} ended before it was ready: {ended(code)}; its last lines on stderr "
             "may say why"
         )
+
+    def _keep_memory(self, kv_cache_tokens: int) -> None:
+        """Let later processes have as much K/V: the others hold theirs, what is free is its own."""
+        if kv_cache_tokens:
+            engine = {**self._spec.engine, "kv_cache_tokens": kv_cache_tokens}
+            self._spec = msgspec.structs.replace(self._spec, engine=engine, memory_parts=1)
 
     async def keep(self, moved: Callable[[str, str], None], min_backoff_s: float) -> None:
         """Start it again whenever it ends, until cancelled; later if it does not live long."""

@@ -51,8 +51,8 @@ class Stages(Protocol):
         """The model is loaded; kernels are compiled, or read from disk, when this returns."""
         ...
 
-    def ready(self, port: int) -> None:
-        """Servers can connect."""
+    def ready(self, port: int, kv_cache_tokens: int) -> None:
+        """Servers can connect; the engine has room for the K/V of these tokens."""
         ...
 
 
@@ -62,8 +62,9 @@ class StdoutStages:
     async def loaded(self) -> None:
         """See `Stages`."""
 
-    def ready(self, port: int) -> None:
+    def ready(self, port: int, kv_cache_tokens: int) -> None:
         """See `Stages`."""
+        del kv_cache_tokens
         sys.stdout.write(json.dumps({"port": port}) + "\n")
         sys.stdout.flush()
 
@@ -115,7 +116,7 @@ async def _serve(
         if warm is not None:
             logger.info("warmed: %s", await llm.cache.warm(warm))
         signals.install()
-        stages.ready(port)
+        stages.ready(port, llm.config.kv_cache_tokens)
         failure = asyncio.ensure_future(until_failure(llm))
         first = asyncio.ensure_future(signals.first.wait())
         with frozen_heap():
