@@ -93,7 +93,7 @@ class Dispatch:
         ]
         self._tasks.append(asyncio.ensure_future(self._tick()))
         joined = asyncio.ensure_future(self._has_joined.wait())
-        refused = asyncio.gather(*(each.was_refused.wait() for each in self.replicas.values()))
+        refused = asyncio.ensure_future(self._all_refused())
         try:
             await asyncio.wait(
                 (joined, refused), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
@@ -103,6 +103,11 @@ class Dispatch:
             refused.cancel()
         if not self._has_joined.is_set():
             raise NoReplicaError(RETRY_AFTER_S, self.why_not_ready())
+
+    async def _all_refused(self) -> None:
+        """Wait until every replica has refused this server once, or was refused."""
+        for replica in self.replicas.values():
+            await replica.was_refused.wait()
 
     async def _tick(self) -> None:
         """Ask again for snapshots that did not come."""
