@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ramify.errors import NoReplicaError, ReplicaLostError
-from ramify.outputs import RequestOutput, StepOutput
+from ramify.outputs import FinishReason, RequestOutput, StepOutput
 from ramify.params import SamplingParams
 from tests.pure.cluster_bench import ClusterBench, Member, prompts, run, until
 from tests.pure.engine_bench import Bench, expected
@@ -133,6 +133,31 @@ def test_the_third_death_ends_an_answer() -> None:
             assert last.output is not None
             assert isinstance(last.output.error, ReplicaLostError)
             assert last.output.token_ids == whole(params).token_ids[:3]
+
+    run(main())
+
+
+@pytest.mark.parametrize("is_lost", [False, True], ids=["closed", "lost"])
+def test_each_of_several_answers_gets_its_end(is_lost: bool) -> None:
+    """As of one engine: a stream has a finish reason for every choice, and the output comes last."""
+    params = SamplingParams(max_tokens=20, ignore_eos=True, n=3, temperature=1.0)
+    bench = ClusterBench(1)
+
+    async def main() -> None:
+        async with bench.running():
+            member = bench.members[0]
+            member.gate.is_open = False
+            stream = bench.llm.stream(PROMPT, params)
+            await stream.accepted()
+            member.gate.allowed.release()
+            for _ in range(3):
+                await anext(stream)
+            await (member.kill() if is_lost else bench.llm.aclose())
+            ends = [event async for event in stream if event.finish_reason is not None]
+            assert [event.index for event in ends] == [0, 1, 2]
+            assert [event.output is not None for event in ends] == [False, False, True]
+            reason = FinishReason.ERROR if is_lost else FinishReason.ABORT
+            assert {event.finish_reason for event in ends} == {reason}
 
     run(main())
 

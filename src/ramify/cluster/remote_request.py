@@ -171,10 +171,9 @@ class RemoteRequest:
     def _end(self, reason: FinishReason, error: Exception | None, now_s: float) -> None:
         if self.is_over:
             return
-        last = 0
-        for index, answer in enumerate(self.answers):
-            if answer.finish_reason is None:
-                answer.finish_reason, last = reason, index
+        ending = [at for at, answer in enumerate(self.answers) if answer.finish_reason is None]
+        for index in ending:
+            self.answers[index].finish_reason = reason
         report = self.cache or CacheReport(0, 0, 0)
         metrics = RequestMetrics(0.0, None, now_s - self._arrival_s, None)
         completions = tuple(self._completion(answer, None) for answer in self.answers)
@@ -182,7 +181,11 @@ class RemoteRequest:
             self.id, self.prompt, tuple(self.ids), completions, metrics, report, error=error
         )
         self.is_over = True
-        self._deliver(StepOutput(self.id, (), output, last, "", (), reason))
+        # Each answer gets its end; the last end has the output.
+        for index in ending[:-1]:
+            self._deliver(StepOutput(self.id, (), None, index, "", (), reason))
+        last = ending[-1] if ending else len(self.answers) - 1
+        self._deliver(StepOutput(self.id, (), output, last, "", (), reason if ending else None))
 
     def _output(self, end: End, now_s: float) -> RequestOutput:
         completions = tuple(
