@@ -68,6 +68,14 @@ class Replica:
         self.num_refused = 0  # connections: wrong secret, wrong hello
         self.num_broken = 0  # connections that ended with a broken message
 
+    async def prepare(self) -> None:
+        """Give the cache the namespace that equal replicas share; what it has cached is dropped.
+
+        `start` does it otherwise. Between the two, prompts can be computed that servers then find.
+        """
+        if self._welcome is None:
+            self._welcome = await self._make_welcome()
+
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> int:
         """Listen; returns the port.
 
@@ -77,7 +85,7 @@ class Replica:
         """
         self._credentials.check_address(host)
         grpc = import_grpc()
-        self._welcome = await self._make_welcome()
+        await self.prepare()
         server = grpc.aio.server(options=SERVER_OPTIONS)
         handler = grpc.stream_stream_rpc_method_handler(self._serve)
         service, _, method = METHOD.strip("/").partition("/")

@@ -109,12 +109,13 @@ async def _serve(
     try:
         await stages.loaded()
         await compile_kernels(llm)
-        port = await replica.start(options.host, options.port)
-        # After the start, which gives the cache its namespace.
+        await replica.prepare()
         if public is not None:
             logger.info("public: %s", await llm.cache.share(public))
         if warm is not None:
             logger.info("warmed: %s", await llm.cache.warm(warm))
+        # Servers that know the address connect at once.
+        port = await replica.start(options.host, options.port)
         signals.install()
         stages.ready(port, llm.config.kv_cache_tokens)
         failure = asyncio.ensure_future(until_failure(llm))
