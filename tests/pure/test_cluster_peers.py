@@ -259,6 +259,22 @@ def test_an_impossible_message_of_a_replica_ends_its_connection_only(step: wire.
     run(main())
 
 
+def test_a_replica_listens_at_an_address_of_ipv6() -> None:
+    """With brackets and without; the port is not taken for a part of the address."""
+
+    async def main() -> None:
+        for host in ("::1", "[::1]"):
+            member = Member()
+            member.replica = Replica(member.llm)
+            port = await member.replica.start(host)
+            llm = ClusterLLM({"a": f"[::1]:{port}"}, None)
+            await llm.start(10.0)
+            await llm.aclose()
+            await member.replica.close()
+
+    run(main())
+
+
 def test_an_open_port_without_a_secret_is_refused_at_start() -> None:
     """A replica that everybody could use does not start."""
 

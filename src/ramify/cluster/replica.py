@@ -92,7 +92,7 @@ class Replica:
         server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(service, {method: handler}),)
         )
-        address = f"{host}:{port}"
+        address = f"[{host}]:{port}" if ":" in host and host[0] != "[" else f"{host}:{port}"
         try:
             if self._credentials.has_tls:
                 bound = server.add_secure_port(address, self._credentials.server_credentials())
