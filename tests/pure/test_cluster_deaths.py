@@ -112,6 +112,33 @@ def test_an_answer_survives_two_deaths() -> None:
     run(main())
 
 
+def test_a_replica_that_was_full_may_take_over_later() -> None:
+    """What has refused a request before another accepted it goes on with it when that one dies."""
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    bench = ClusterBench(2)
+
+    async def main() -> None:
+        async with bench.running():
+            for member in bench.members:
+                member.gate.is_open = False
+            stream = bench.llm.stream(PROMPT, params)
+            await stream._begin()
+            [request] = bench.llm.dispatch._live.values()
+            first = bench.place_of(request.id)
+            [other] = [member for member in bench.members if member is not first]
+            request.refused_by.add(str(bench.members.index(other)))
+            await stream.accepted()
+            first.gate.allowed.release()
+            await anext(stream)
+            await first.kill()
+            other.gate.open()
+            output = [event async for event in stream][-1].output
+            assert output is not None
+            assert output.token_ids == whole(params).token_ids
+
+    run(main())
+
+
 def test_the_third_death_ends_an_answer() -> None:
     """Its reader gets one error, and the tokens so far."""
     params = SamplingParams(max_tokens=20, ignore_eos=True)

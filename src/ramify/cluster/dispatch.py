@@ -169,7 +169,7 @@ class Dispatch:
         self._live[request.id] = self._by_collector[request.collector] = request
         self._is_idle.clear()
         if only is not None:
-            request.refused_by |= self.replicas.keys() - {only.name}
+            request.allowed = frozenset({only.name})
         self._place(request, NoReplicaError(RETRY_AFTER_S, self.why_not_ready()))
 
     def abandon(self, collector: Collector) -> None:
@@ -220,7 +220,7 @@ class Dispatch:
         others = {
             name
             for name, replica in self.replicas.items()
-            if not replica.is_ready or not request.fits(replica.welcome)
+            if not (replica.is_ready and request.may_use(name) and request.fits(replica.welcome))
         }
         decision = self._choose(request, others | request.refused_by)
         if isinstance(decision, Refusal):
@@ -332,6 +332,8 @@ class Dispatch:
             request = replica.requests.get(key)
             if request is not None:
                 self.routes.admitted(self._places[request.id][1])
+                # After a death, those that were full before may have room.
+                request.refused_by.clear()
                 request.accept()
         for key, remote in step.refused:
             request = replica.requests.pop(key, None)

@@ -60,7 +60,8 @@ class RemoteRequest:
         self.num_resumptions = 0  # since tokens were delivered
         self.num_reroutes = 0  # before
         self.is_resumed = False  # by an engine with another identity, or without `exact`
-        self.refused_by: set[str] = set()  # names of replicas
+        self.refused_by: set[str] = set()  # names of replicas, until one has accepted it
+        self.allowed: frozenset[str] | None = None  # names of replicas; None: all
         self.num_new = 0  # tokens of the present replica
         self.key = -1  # on the present connection
         # Of the replica with the first tokens; before them, of the present one.
@@ -100,6 +101,10 @@ class RemoteRequest:
             ),
             generated,
         )
+
+    def may_use(self, replica: str) -> bool:
+        """Whether it may go to a replica of this name."""
+        return self.allowed is None or replica in self.allowed
 
     def fits(self, welcome: Welcome | None) -> bool:
         """Whether a replica runs the model of the tokens that were delivered."""
