@@ -225,20 +225,18 @@ def test_many_calls_and_grammars_end_no_connection() -> None:
             member.gate.is_open = False
             live = asyncio.ensure_future(bench.llm.generate(prompts(1)[0]))
             await until(lambda: member.llm.health().is_busy)
-            for _ in range(2):
-                left = [
+            [connection] = member.replica._connections
+            left, calls = (
+                [
                     asyncio.ensure_future(bench.llm.cache.explain_to_tenant([3] * 9))
-                    for _ in range(MAX_CALLS)
+                    for _ in range(count)
                 ]
-                await asyncio.sleep(0.05)
-                for task in left:
-                    task.cancel()
-                await asyncio.gather(*left, return_exceptions=True)
-            calls = [
-                asyncio.ensure_future(bench.llm.cache.explain_to_tenant([3] * 9))
-                for _ in range(2 * MAX_CALLS)
-            ]
-            await asyncio.sleep(0.05)
+                for count in (MAX_CALLS, 2 * MAX_CALLS)
+            )
+            await until(lambda: connection._num_calls == MAX_CALLS)
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
             member.gate.is_open = True
             member.gate.open()
             assert None not in await asyncio.gather(*calls)

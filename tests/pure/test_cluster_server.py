@@ -214,6 +214,7 @@ def test_without_replicas_the_server_says_so() -> None:
             for replica in engine.dispatch.replicas.values():
                 replica.address = "127.0.0.1:1"
                 replica.disconnect("the test ends it")
+            await until(lambda: not engine.dispatch.has_ready)
             lines: list[str] = []
             metrics = Metrics("tiny")
             monitor = asyncio.ensure_future(
@@ -221,7 +222,6 @@ def test_without_replicas_the_server_says_so() -> None:
                     bench.service, metrics, write_line=lines.append, tick_s=0.001, line_s=0.01
                 ).run()
             )
-            await until(lambda: not engine.dispatch.has_ready)
             answer = await bench.post("/v1/chat/completions", chat("Hello"))
             assert answer.status == 503
             assert answer.json["error"]["code"] == "no_replica"
@@ -229,13 +229,15 @@ def test_without_replicas_the_server_says_so() -> None:
             assert (await bench.call("GET", "/readyz")).status == 503
             assert (await bench.call("GET", "/livez")).status == 200
             assert (await bench.call("GET", "/metrics")).status == 200
-            await asyncio.sleep(0.05)
             for replica in engine.dispatch.replicas.values():
                 replica.move(f"127.0.0.1:{replica.name}")
             await until(lambda: engine.dispatch.has_ready)
-            while not lines:
+
+            def has_line() -> bool:
                 metrics.num_prompt += 1000
-                await asyncio.sleep(0.01)
+                return bool(lines)
+
+            await until(has_line)
             monitor.cancel()
             await asyncio.gather(monitor, return_exceptions=True)
 
