@@ -2,7 +2,7 @@
 
 `folder`: where it writes `NAME.starts` and `NAME.order`. `compiles`: names of those that say at their
 first start that they have compiled kernels. `pool`: tokens of K/V that they say they have. `fails`: names of those that say that they cannot start.
-`dies`: of those that end without a word.
+`dies`: of those that end without a word. `prints`: of those that print something else first.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ def main() -> None:
     with (folder / f"{name}.memory").open("a") as lines:
         lines.write(f"{spec['memory_parts']} {engine.get('kv_cache_tokens')}\n")
     is_first_start = len(starts.read_text().splitlines()) == 1
+    if name in engine.get("prints", ""):
+        sys.stdout.write("a package greets you\n")
     if name in engine.get("dies", ""):
         os._exit(7)
     if name in engine.get("fails", ""):

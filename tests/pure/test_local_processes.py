@@ -176,6 +176,18 @@ def test_one_that_cannot_start_ends_all(tmp_path: Path, how: str, name: str, wor
     assert_none_left(tmp_path)
 
 
+def test_what_a_child_prints_is_no_report(tmp_path: Path) -> None:
+    """A line of a package that prints when it is imported is logged, and the start goes on."""
+
+    async def main() -> None:
+        local = processes(tmp_path, num_replicas=2, prints="1")
+        assert set(await local.start()) == {"0", "1"}
+        await local.stop()
+
+    run(main())
+    assert_none_left(tmp_path)
+
+
 def test_a_killed_replica_is_started_again(tmp_path: Path) -> None:
     """Its new address is told, the others are left alone, and none is left at the end."""
 

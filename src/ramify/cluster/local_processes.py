@@ -185,7 +185,11 @@ class Child:
         with suppress(ConnectionError):
             process.stdin.write(msgspec.json.encode(self._spec) + b"\n")
             while line := await process.stdout.readline():
-                report = msgspec.json.decode(line, type=Report)
+                try:
+                    report = msgspec.json.decode(line, type=Report)
+                except msgspec.DecodeError:  # of a package that prints while it is imported
+                    logger.warning("replica %s writes to stdout: %r", self.name, line[:200])
+                    continue
                 if report.state == "ready":
                     self.address = f"127.0.0.1:{report.port}"
                     self._keep_memory(report.kv_cache_tokens)
