@@ -67,7 +67,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--replicas", default="4,16", help="fleet sizes, with commas")
     parser.add_argument("--trace", type=Path, help="a log with arrival times, such as Mooncake's")
-    parser.add_argument("--trace-rate", type=float, default=0.2, help="its speed for one replica")
+    parser.add_argument(
+        "--trace-rate",
+        type=float,
+        default=0.2,
+        help="factor of the trace's arrival rate, for each replica",
+    )
     parser.add_argument(
         "--scale", type=float, default=1.0, help="of the generated traffic's length"
     )

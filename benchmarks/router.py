@@ -75,7 +75,7 @@ class Fleet:
     def draw_load(self) -> Load:
         """A random report of a busy replica."""
         running = self.rng.randrange(64)
-        return Load(self.rng.randrange(4096), 0, running, 1000, 1e-4, 2e-2)
+        return Load(self.rng.randrange(4096), 0, running, 1e-4, 2e-2)
 
     def _store(self, place: int, chain: bytes) -> None:
         name, events = self.names[place], []
@@ -227,18 +227,18 @@ def main() -> int:
         row["index"] = {"shared by 4": index_bytes(num_replicas, num_pages, stride, 4)}
         if stride == 8:
             row["index"]["all different"] = index_bytes(num_replicas, num_pages, stride, 1)
-            worst["index_mb"] = max(each["mb"] for each in row["index"].values())
+            worst["index_mb"] = max(size["mb"] for size in row["index"].values())
         worst["event_us"] = max(worst["event_us"], row["event_us"])
-        slowest = max(each["p99_us"] for each in row["decisions"].values())
+        slowest = max(times["p99_us"] for times in row["decisions"].values())
         worst["decision_p99_us"] = max(worst["decision_p99_us"], slowest)
         results[f"stride {stride}"] = row
         print(f"\nstride {stride}: events {row['event_us']:.2f} us an entry")
-        for tokens, each in row["decisions"].items():
+        for tokens, times in row["decisions"].items():
             print(
-                f"  {int(tokens):>6,} tokens: p50 {each['p50_us']:.0f} us, p99 {each['p99_us']:.0f}"
+                f"  {int(tokens):>6,} tokens: p50 {times['p50_us']:.0f} us, p99 {times['p99_us']:.0f}"
             )
-        for kind, each in row["index"].items():
-            print(f"  index, pages {kind}: {each['entries']:,} entries, {each['mb']:.0f} MB")
+        for kind, size in row["index"].items():
+            print(f"  index, pages {kind}: {size['entries']:,} entries, {size['mb']:.0f} MB")
         if "soak_mb" in row:
             print(f"  resident MB over {num_soak:,} requests: {row['soak_mb']}")
     missed = {name: worst[name] for name, limit in LIMITS.items() if worst[name] > limit}

@@ -8,10 +8,11 @@ from typing import Any, TypeVar
 from ramify.cluster.client import ClusterLLM
 from ramify.cluster.credentials import Credentials
 from ramify.cluster.replica import Replica
-from ramify.cluster.routes import CacheRoutes, LeastLoaded
+from ramify.cluster.routes import CacheRoutes
 from ramify.engine.async_llm import AsyncLLM
 from tests.pure.async_bench import Gate
 from tests.pure.engine_bench import Bench
+from tests.pure.least_loaded import LeastLoaded
 
 T = TypeVar("T")
 PING_S, DEAD_S = 0.05, 10.0

@@ -5,14 +5,16 @@ from collections.abc import Sequence
 
 import pytest
 
-from ramify.cluster.routes import CacheRoutes, LeastLoaded
-from ramify.cluster.step_reports import StepReporter, chunk_of, event_of, part_of, run_of
+from ramify.cache.events import CacheEvent, SnapshotChunk
+from ramify.cluster.routes import CacheRoutes
+from ramify.cluster.step_reports import StepReporter, part_of, run_of
 from ramify.cluster.wire import Load, Run, SnapshotPart, TakeSnapshot
 from ramify.engine.core import EngineCore
 from ramify.engine.serving.streams import LoopDispatcher
 from ramify.params import SamplingParams
 from tests.pure.cluster_bench import ClusterBench, prompts, run, until
 from tests.pure.engine_bench import Bench
+from tests.pure.least_loaded import LeastLoaded
 
 pytest.importorskip("grpc", reason="grpcio is not installed (pip install ramify[cluster])")
 ONE = SamplingParams(max_tokens=1, ignore_eos=True)
@@ -50,6 +52,25 @@ class Listening(LeastLoaded):
             return ()
         self.is_asked = True
         return [("0", TakeSnapshot(7))]
+
+
+def event_of(run: Run) -> CacheEvent:
+    """The event of `run_of`; its page ids are those of the replica and stay there."""
+    return CacheEvent(
+        run.sequence,
+        run.kind,
+        run.namespace_hash,
+        run.parent_hash,
+        run.start,
+        run.hashes,
+        reason=run.reason,
+    )
+
+
+def chunk_of(part: SnapshotPart) -> SnapshotChunk:
+    """The chunk of `part_of`."""
+    runs = tuple(map(event_of, part.runs))
+    return SnapshotChunk(part.sequence, part.number, runs, part.is_last, part.digest)
 
 
 def hashes_and_digest(core: EngineCore) -> tuple[set[bytes], bytes]:

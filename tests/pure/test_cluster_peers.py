@@ -37,7 +37,7 @@ class RawPeer:
         await self.channel.close()
 
     async def hello(self, **fields: Any) -> Any:
-        given: Any = {"protocol_version": wire.PROTOCOL_VERSION, "ingress": "test"} | fields
+        given: Any = {"protocol_version": wire.PROTOCOL_VERSION} | fields
         await self.call.write(wire.encode(wire.Hello(**given)))
         return await self.receive()
 
@@ -71,7 +71,7 @@ def test_a_broken_message_ends_its_stream_only() -> None:
             for number, (bodies, reason) in enumerate(
                 (
                     ([b"\xc1"], "is broken"),
-                    ([wire.encode(wire.Hello(1, "again"))], "a second Hello"),
+                    ([wire.encode(wire.Hello(1))], "a second Hello"),
                     ([wire.encode(add), wire.encode(add)], "request 5 comes after 5"),
                     ([wire.encode(wire.Add(1, b"12345", {}))], "5 bytes"),
                 ),

@@ -238,7 +238,7 @@ def test_broken_messages_are_refused() -> None:
     samples = [
         wire.encode(message)
         for message in (
-            wire.Hello(1, "a"),
+            wire.Hello(1),
             wire.Add(1, wire.pack_ids([1, 2]), encode_params(PARAMS[-2]), generated=[b"1234"]),
             wire.Call(2, calls.ReadTree(5)),
             wire.Call(2, calls.ExplainToTenant([1, 2], "a")),

@@ -5,7 +5,6 @@ In reading order. Who decides knows no socket, no clock and no tensor:
 - `page_index`: which caches have a page
 - `mirrors`: what each replica has cached, from its events
 - `prefixes_in_flight`, `decisions`, `router`: which replica serves a prompt, and why
-- `hot_prefixes`: what a replica that has just joined should compute
 - `simulation`: a fleet in virtual time
 
 What travels:

@@ -47,7 +47,6 @@ class Load:
     tokens_waiting: int
     num_waiting: int
     num_running: int
-    free_pages: int
     token_s: float
     step_s: float
     max_waiting: int = 0
@@ -82,19 +81,6 @@ class Decision:
     cached_tokens: int = 0  # that are expected to hit there
     cost_s: float = 0.0  # see `router`
     alternative: Alternative | None = None
-
-    def explain(self) -> str:
-        """The decision as a sentence."""
-        text = f"{self.reason}: {self.cached_tokens:,} tokens on {self.replica}"
-        other = self.alternative
-        if other is None:
-            return text
-        why = {
-            "queue": f"{other.queue_s:.1f} s of work before it",
-            "bound": "more than its share of requests",
-            "full": "a full queue",
-        }[other.reason]
-        return f"{text}; {other.replica} has {other.cached_tokens:,} tokens of it but {why}"
 
 
 @dataclass(frozen=True, slots=True)

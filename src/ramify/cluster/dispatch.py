@@ -282,7 +282,7 @@ class Dispatch:
     def hello(self) -> Hello:
         """See `Cluster`."""
         page_size = None if self.reference is None else self.reference.config.page_size
-        return Hello(PROTOCOL_VERSION, "server", page_size, self._tokenizer_digest)
+        return Hello(PROTOCOL_VERSION, page_size, self._tokenizer_digest)
 
     def check_welcome(self, welcome: Welcome) -> str | None:
         """See `Cluster`: what routing and tokenising depend on must be equal."""

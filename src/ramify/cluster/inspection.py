@@ -31,7 +31,7 @@ async def replica_facts(
 async def _ask(address: str, credentials: Credentials, timeout_s: float) -> Welcome | LinkError:
     link = Link(address, _ignore, credentials)
     try:
-        return await link.open(Hello(PROTOCOL_VERSION, "info"), timeout_s)
+        return await link.open(Hello(PROTOCOL_VERSION), timeout_s)
     except LinkError as error:
         return error
     finally:

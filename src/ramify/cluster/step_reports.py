@@ -148,22 +148,3 @@ def part_of(request: int, chunk: SnapshotChunk) -> SnapshotPart:
         chunk.is_last,
         chunk.digest,
     )
-
-
-def event_of(run: Run) -> CacheEvent:
-    """The event of `run_of`; its page ids are those of the replica and stay there."""
-    return CacheEvent(
-        run.sequence,
-        run.kind,
-        run.namespace_hash,
-        run.parent_hash,
-        run.start,
-        run.hashes,
-        reason=run.reason,
-    )
-
-
-def chunk_of(part: SnapshotPart) -> SnapshotChunk:
-    """The chunk of `part_of`."""
-    runs = tuple(map(event_of, part.runs))
-    return SnapshotChunk(part.sequence, part.number, runs, part.is_last, part.digest)

@@ -57,7 +57,6 @@ class Hello(Struct, frozen=True, array_like=True, tag=0):
     """The first message of a stream. What is given must be equal at the replica."""
 
     protocol_version: int
-    ingress: Text  # a name for logs
     page_size: int | None = None
     tokenizer_digest: Text | None = None
 

@@ -126,7 +126,7 @@ class _Fleet:
         )
         replica = self.rule.choose(request, now_s)
         replica.add(request)
-        counts = [each.num_requests for each in self.replicas]
+        counts = [state.num_requests for state in self.replicas]
         mean = sum(counts) / len(counts)
         if mean >= BUSY_REQUESTS:
             self.imbalance.append((max(counts) - 1) / mean)

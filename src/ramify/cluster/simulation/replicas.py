@@ -85,7 +85,7 @@ class SimulatedReplica:
             tokens += self.computing.num_tokens - self.computing.num_hit
         running = self.num_decoding + (self.computing is not None)
         cost = self.cost
-        return Load(tokens, len(self.waiting), running, 0, cost.token_s, cost.step_s)
+        return Load(tokens, len(self.waiting), running, cost.token_s, cost.step_s)
 
     def begin(self, now_s: float) -> float | None:
         """Begin with the next prompt if it has a row and pages; returns when it is computed."""
