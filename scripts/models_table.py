@@ -144,8 +144,9 @@ int8. int8 has a scale for each 64 weights of a row; int4 has one for each 32, t
 search for the scale of least squared error.
 
 Rows (activations) are rounded to int16 before quantised weights multiply them, which costs less than bfloat16
-does. With `activations="int8"` they are rounded to 8 bits, with a scale for each 32 or 64 elements: prefill and
-batches are up to twice as fast. It is an option because it changes more answers. A model without quantised
+does. With `activations="int8"` they are rounded to 8 bits, with a scale for each 32 or 64 elements. A product
+of many rows takes 0.4 to 0.7 of the time; prefill of a 1.1 B model with AMX is 1.35 times as fast, a batch of
+8 1.13 times. It is an option because it changes more answers. A model without quantised
 weights, or with widened ones only, refuses it.
 
 `ramify info MODEL` says bits per weight, `ramify verify MODEL --against-full` measures the loss.

@@ -71,7 +71,7 @@ class ModelSection:
     activations: str = option(
         "int16",
         "What rows are rounded to before quantised weights multiply them: `int16`, closer to float32 than "
-        "bfloat16 is, or `int8`, up to twice as fast and less accurate (docs/models.md has figures).",
+        "bfloat16 is, or `int8`, faster for many rows and less accurate (docs/models.md has figures).",
     )
     max_model_len: int | None = option(
         None,
