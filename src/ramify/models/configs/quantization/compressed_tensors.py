@@ -7,7 +7,8 @@ from typing import Any
 
 from ramify.errors import CheckpointError, UnsupportedModelError
 from ramify.models.configs.fields import ConfigFields, shown
-from ramify.models.configs.quantization.rules import Rule, compiled, texts
+from ramify.models.configs.quantization.module_pattern import compile_pattern
+from ramify.models.configs.quantization.rules import Rule, texts
 from ramify.models.configs.quantization.scheme import Packing, Scheme
 
 LINEAR = "Linear"
@@ -53,7 +54,9 @@ def _rule(target: str, scheme: Scheme | None, fields: ConfigFields) -> Rule:
     if target == LINEAR:
         return Rule(scheme)
     if target.startswith(PATTERN_MARK):
-        return Rule(scheme, pattern=compiled(target.removeprefix(PATTERN_MARK), fields.source))
+        return Rule(
+            scheme, pattern=compile_pattern(target.removeprefix(PATTERN_MARK), fields.source)
+        )
     return Rule(scheme, name=target)
 
 

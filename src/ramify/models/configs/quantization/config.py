@@ -10,7 +10,8 @@ from typing import Any, Literal
 from ramify.errors import CheckpointError, UnsupportedModelError
 from ramify.models.configs.fields import ConfigFields, read_optional_json, shown
 from ramify.models.configs.quantization.compressed_tensors import compressed_tensors_rules
-from ramify.models.configs.quantization.rules import Rule, compiled, texts
+from ramify.models.configs.quantization.module_pattern import compile_pattern
+from ramify.models.configs.quantization.rules import Rule, texts
 from ramify.models.configs.quantization.scheme import Scheme
 
 METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "fbgemm_fp8", "bitsandbytes", "mxfp4")
@@ -114,7 +115,9 @@ def _gptq(fields: ConfigFields) -> tuple[Rule, ...]:
     if not isinstance(dynamic, Mapping):
         raise CheckpointError(f"{fields.source}: dynamic is {shown(dynamic)}; it must be an object")
     for key, changes in dynamic.items():
-        pattern = compiled(key.removeprefix("+:").removeprefix("-:"), f"{fields.source}: dynamic")
+        pattern = compile_pattern(
+            key.removeprefix("+:").removeprefix("-:"), f"{fields.source}: dynamic"
+        )
         if key.startswith("-:"):
             rules.append(Rule(None, pattern=pattern))
             continue

@@ -6,11 +6,7 @@ from dataclasses import dataclass
 
 from ramify.errors import CheckpointError
 from ramify.models.configs.fields import ConfigFields, shown
-from ramify.models.configs.quantization.module_pattern import (
-    ModulePattern,
-    PatternError,
-    compile_pattern,
-)
+from ramify.models.configs.quantization.module_pattern import ModulePattern
 from ramify.models.configs.quantization.scheme import Scheme
 
 
@@ -36,17 +32,6 @@ class Rule:
         if self.part is not None and f".{self.part}." not in f".{module}.":
             return False
         return self.pattern is None or self.pattern.matches_start(module)
-
-
-def compiled(pattern: str, source: str) -> ModulePattern:
-    """The regular expression; CheckpointError if it is none, or one that is refused."""
-    try:
-        return compile_pattern(pattern)
-    except PatternError as error:
-        raise CheckpointError(
-            f"{source} holds {shown(pattern)}, which is no regular expression that is read: {error}; name "
-            "the modules instead"
-        ) from error
 
 
 def texts(fields: ConfigFields, name: str) -> list[str]:
