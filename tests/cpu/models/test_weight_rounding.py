@@ -134,7 +134,7 @@ def test_chunks_and_short_groups_change_nothing(
     weight = matrix("normal", 7, width)
     whole = quantize_weight(weight, bits, group_size)  # type: ignore[arg-type]
 
-    for name in ("CHUNK_ELEMENTS", "KERNEL_CHUNK"):
+    for name in ("INT8_CHUNK", "TORCH_CHUNK", "KERNEL_CHUNK"):
         monkeypatch.setattr(weight_rounding, name, 150)
     chunked = quantize_weight(weight, bits, group_size)  # type: ignore[arg-type]
 
@@ -158,7 +158,8 @@ def threads() -> Iterator[None]:
 @pytest.mark.usefixtures("threads")
 def test_threads_do_not_change_bits(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """1, 2 and 3 threads, each with several chunks, and with a number of groups that none divides."""
-    monkeypatch.setattr(weight_rounding, "CHUNK_ELEMENTS", 1500)
+    for name in ("INT8_CHUNK", "TORCH_CHUNK", "KERNEL_CHUNK"):
+        monkeypatch.setattr(weight_rounding, name, 1500)
     weight, results = matrix("heavy", 101, 160), []
 
     for count in (1, 2, 3):
@@ -173,7 +174,8 @@ def test_threads_do_not_change_bits(bits: int, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.usefixtures("threads")
 def test_a_caller_may_be_in_inference_mode(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other threads, which are not in it by themselves, write to the tensors that it makes."""
-    monkeypatch.setattr(weight_rounding, "CHUNK_ELEMENTS", 1500)
+    for name in ("INT8_CHUNK", "TORCH_CHUNK", "KERNEL_CHUNK"):
+        monkeypatch.setattr(weight_rounding, name, 1500)
     torch.set_num_threads(2)
     weight = matrix("normal", 101, 160)
     expected = quantize_weight(weight, bits, 32)  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ramify.kernels.cpu.abi import NORMAL_LEVELS
 from ramify.models.gguf.tensor_types import TensorType
+from ramify.models.ops.blocks_of_rows import for_blocks
 from ramify.models.ops.quantized import QuantizedWeight, WeightFormat
 
 Bytes = NDArray[np.uint8]
@@ -34,7 +35,7 @@ class Groups(NamedTuple):
 # codes [blocks, width] int8, scales and offsets [blocks, groups]
 Decoded = tuple[NDArray[np.int8], Floats | Groups, Floats | Groups | None]
 
-CHUNK_BYTES = 1 << 22
+CHUNK_BYTES = 1 << 20
 UNSIGNED = tuple(range(16))
 SIGNED = tuple(range(-8, 8))
 E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
@@ -188,9 +189,10 @@ def decode_rows(kind: TensorType, rows: Bytes, dtype: torch.dtype) -> Tensor | Q
     values = [np.empty(groups, np.float32) for _ in range(2 if blocks.format.has_min else 1)]
     factors = np.empty((num_rows, len(values), width // kind.width), np.float16)
     has_factors = False
-    step = max(1, CHUNK_BYTES // max(1, row_bytes))
-    for start in range(0, num_rows, step):
-        part = slice(start, start + step)
+
+    def decode(start: int, end: int) -> None:
+        nonlocal has_factors
+        part = slice(start, end)
         q, *decoded = blocks.decode(rows[part].reshape(-1, kind.num_bytes))
         codes[part] = q.reshape(-1, width)
         for index, of_groups in enumerate(decoded):
@@ -200,6 +202,8 @@ def decode_rows(kind: TensorType, rows: Bytes, dtype: torch.dtype) -> Tensor | Q
                 values[index][part] = of_groups.values.reshape(-1, groups[1])
             elif of_groups is not None:
                 values[index][part] = of_groups.reshape(-1, groups[1])
+
+    for_blocks(decode, num_rows, max(1, CHUNK_BYTES // max(1, row_bytes)))
     scales, *mins = map(torch.from_numpy, values)
     return QuantizedWeight(
         blocks.format,

@@ -7,7 +7,9 @@ from functools import cache
 from itertools import pairwise
 from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ramify.errors import ConfigError
@@ -20,8 +22,8 @@ INT4_GROUP = 32
 # end, where beyond -127 or 113 it is clipped.
 INT4_STEPS = (-112, -120, -128, -136, -144, 100, 107, 114, 121, 128)
 INT8_LARGEST = 127
-# Elements that are rounded together; the kernel has threads of its own.
-CHUNK_ELEMENTS, KERNEL_CHUNK = ONE_THREAD_ELEMENTS, 1 << 20
+# Elements that are rounded together: by numpy, in torch, by the kernel, which has threads of its own.
+INT8_CHUNK, TORCH_CHUNK, KERNEL_CHUNK = 1 << 18, ONE_THREAD_ELEMENTS, 1 << 20
 FLOAT16 = torch.finfo(torch.float16)
 # The least scale that becomes a float16; less loses more than a sixteenth.
 SMALLEST_FLOAT16 = 2.0**-20
@@ -55,48 +57,69 @@ def quantize_weight(weight: Tensor, bits: Literal[4, 8], group_size: int) -> Qua
         )
     rows, width = weight.shape
     size = group_size if bits == 4 else width if group_size == -1 else min(group_size, width)
-    codes = torch.empty(rows, width, dtype=torch.int8)
-    scales = torch.empty(rows, -(-width // size) if width else 0, dtype=torch.float32)
-    is_kernel = bits == 4 and _has_kernel()
-    round_groups = _int8 if bits == 8 else _int4_by_kernel if is_kernel else int4_by_torch
-    chunk_rows = max(1, (KERNEL_CHUNK if is_kernel else CHUNK_ELEMENTS) // max(width, 1))
+    codes = np.empty((rows, width), np.int8)
+    scales = np.empty((rows, -(-width // size) if width else 0), np.float32)
+    round_groups, chunk = _int8, INT8_CHUNK
+    if bits == 4:
+        round_groups, chunk = (
+            (_int4_by_kernel, KERNEL_CHUNK) if _has_kernel() else (_int4_by_torch, TORCH_CHUNK)
+        )
+    padding = scales.shape[1] * size - width
 
     def round_rows(start: int, end: int) -> None:
-        part = slice(start, end)
-        values = torch.zeros(end - start, scales.shape[1] * size, dtype=torch.float32)
-        _copy(weight[part], values[:, :width])
-        whole, scale = round_groups(values.view(-1, size))
-        scales[part] = scale.view(-1, scales.shape[1])
-        _copy(whole.view_as(values)[:, :width], codes[part])
+        values = _as_float32(weight[start:end])
+        if padding:
+            values = np.pad(values, ((0, 0), (0, padding)))
+        whole, scale = round_groups(values.reshape(-1, size))
+        scales[start:end] = scale.reshape(end - start, -1)
+        codes[start:end] = whole.reshape(end - start, -1)[:, :width]
 
-    if is_kernel:
+    chunk_rows = max(1, chunk // max(width, 1))
+    if round_groups is _int4_by_kernel:
         for start in range(0, rows, chunk_rows):
             round_rows(start, min(rows, start + chunk_rows))
     else:
         for_blocks(round_rows, rows, chunk_rows)
     levels = NORMAL_LEVELS if bits == 4 else ()
     weight_format = WeightFormat(bits, size, levels=levels)
-    return QuantizedWeight(weight_format, codes, scales, None, weight.dtype)
+    return QuantizedWeight(
+        weight_format, torch.from_numpy(codes), torch.from_numpy(scales), None, weight.dtype
+    )
 
 
-def _copy(source: Tensor, into: Tensor) -> None:
-    """Copy a matrix in one thread; see `blocks_of_rows`."""
-    rows = max(1, CHUNK_ELEMENTS // max(1, source.shape[1]))
-    for start in range(0, len(source), rows):
-        into[start : start + rows] = source[start : start + rows]
+def _as_float32(weight: Tensor) -> NDArray[np.float32]:
+    if weight.dtype != torch.bfloat16:
+        return weight.numpy().astype(np.float32)
+    bits = weight.view(torch.int16).numpy().view(np.uint16)
+    return np.left_shift(bits, 16, dtype=np.uint32).view(np.float32)
 
 
-def _int8(values: Tensor) -> tuple[Tensor, Tensor]:
+# Infinities and NaN have scales that are not finite; a group of zeros has the scale 0.
+@np.errstate(invalid="ignore", divide="ignore", over="ignore")
+def _int8(values: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
     """[groups, size] float32 -> codes int8 and scales [groups]; scales are rounded up."""
-    scale = values.abs().amax(-1) / INT8_LARGEST
-    near = scale.half()
+    scale = _largest(np.abs(values)) / np.float32(INT8_LARGEST)
+    near = scale.astype(np.float16)
     # The next float16: positive ones are ordered as their bits are.
-    bits = near.view(torch.int16) + (near.float() < scale)
+    bits = near.view(np.int16) + (near.astype(np.float32) < scale)
     fits = (scale >= SMALLEST_FLOAT16) & (scale <= FLOAT16.max)
-    scale = torch.where(fits, bits.view(torch.float16).float(), scale)
+    scale = np.where(fits, bits.view(np.float16).astype(np.float32), scale)
+    codes = values / scale[:, None]
+    np.rint(codes, out=codes)
+    if not np.all((scale > 0) & np.isfinite(scale)):
+        np.nan_to_num(codes, copy=False, nan=0.0)
     # A scale below the normal numbers is rounded down now and then.
-    codes = (values / scale[:, None]).round_().nan_to_num_(0.0).clamp_(-INT8_LARGEST, INT8_LARGEST)
-    return codes.to(torch.int8), scale
+    np.clip(codes, -INT8_LARGEST, INT8_LARGEST, out=codes)
+    return codes.astype(np.int8), scale
+
+
+def _largest(sizes: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The largest number of each row [rows, width]; halves first, which is faster for short rows."""
+    while sizes.shape[1] > 8 and sizes.shape[1] % 2 == 0:
+        half = sizes.shape[1] // 2
+        sizes = np.maximum(sizes[:, :half], sizes[:, half:])
+    largest: NDArray[np.float32] = np.maximum.reduce(sizes, axis=1)
+    return largest
 
 
 @cache
@@ -104,7 +127,9 @@ def _has_kernel() -> bool:
     return importlib.util.find_spec("numba") is not None
 
 
-def _int4_by_kernel(values: Tensor) -> tuple[Tensor, Tensor]:
+def _int4_by_kernel(
+    values: NDArray[np.float32],
+) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
     """The same as `int4_by_torch`, bit for bit."""
     from ramify.kernels.cpu import round_weights as kernel
     from ramify.kernels.cpu.simd import LANES
@@ -112,18 +137,19 @@ def _int4_by_kernel(values: Tensor) -> tuple[Tensor, Tensor]:
 
     num_workers = torch.get_num_threads()
     set_num_threads(num_workers)
-    codes = torch.empty(values.shape, dtype=torch.int8)
-    scales = torch.empty(len(values), dtype=torch.float32)
-    scratch = torch.empty(num_workers, kernel.SCRATCH_ROWS, LANES, dtype=torch.float32)
-    kernel.round_groups(
-        values.numpy(),
-        codes.numpy(),
-        scales.numpy(),
-        (torch.tensor(INT4_STEPS, dtype=torch.float32) / UNITS).numpy(),
-        num_workers,
-        scratch.numpy(),
-    )
+    codes = np.empty(values.shape, np.int8)
+    scales = np.empty(len(values), np.float32)
+    scratch = np.empty((num_workers, kernel.SCRATCH_ROWS, LANES), np.float32)
+    steps = np.array(INT4_STEPS, np.float32) / np.float32(UNITS)
+    kernel.round_groups(values, codes, scales, steps, num_workers, scratch)
     return codes, scales
+
+
+def _int4_by_torch(
+    values: NDArray[np.float32],
+) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+    codes, scales = int4_by_torch(torch.from_numpy(values))
+    return codes.numpy(), scales.numpy()
 
 
 def int4_by_torch(values: Tensor) -> tuple[Tensor, Tensor]:
