@@ -6,7 +6,6 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from ramify.models.checkpoint.changed_weights import (
     with_activations,
 )
 from ramify.models.checkpoint.counted_weights import counted
+from ramify.models.checkpoint.heap import trim_heap
 from ramify.models.checkpoint.safetensors_files import tensor_names
 from ramify.models.checkpoint.sources import open_source
 from ramify.models.checkpoint.tensor_names import HEAD_LAYER
@@ -175,11 +175,16 @@ def bind_decoder(
     total = sum(map(source.num_bytes, source))
     with _progress("loading weights", total, progress) as advance:
         share = total // config.num_layers
+
+        def layer_bound() -> None:
+            advance(share)
+            trim_heap()
+
         bound = _ops_factory(ops, dtype)(
             weights, dtype=dtype, max_len=config.max_model_len, exact=exact, store=store
         )
         binding = BINDINGS.get(config.architecture, DENSE)
-        decoder = Decoder(config, bound, binding, loaded=loaded, on_layer=partial(advance, share))
+        decoder = Decoder(config, bound, binding, loaded=loaded, on_layer=layer_bound)
     log_widened(source, dtype)
     return decoder
 
