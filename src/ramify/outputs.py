@@ -118,12 +118,30 @@ class Explanation:
 
 
 @dataclass(frozen=True, slots=True)
+class Placement:
+    """The replica of a cluster that computes a request, and why it was chosen.
+
+    `reason` is that of a `cluster.decisions.Decision`. With "spill" another replica has more of the
+    prompt cached; `other_reason` says why it was not chosen: "queue", "bound" or "full".
+    """
+
+    replica: int  # number in the cluster, from 0
+    reason: str
+    expected_tokens: int  # of the prompt that were expected to hit there
+    other_replica: int | None = None
+    other_tokens: int = 0  # of the prompt that it has cached
+    other_queue_s: float = 0.0  # work before a further request
+    other_reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class PrefixReport:
     """Explanation and pins of a request with `explain` or `retention`, sent with its first tokens."""
 
     # Taken in the step that read the cache; None: not asked for, or an option forbade to read.
     explanation: Explanation | None
     num_pins_refused: int = 0  # prefixes of `retention` that could not be pinned
+    placement: Placement | None = None  # in a cluster
 
 
 @dataclass(frozen=True, slots=True)

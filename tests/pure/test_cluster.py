@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -139,7 +140,12 @@ def test_logprobs_explanations_and_several_answers_travel() -> None:
                     llm.stream(prompt, params, explain=True) for llm in (bench.llm, alone.llm)
                 ]
                 ours, theirs = [[event async for event in stream] for stream in streams]
-                assert [e.prefix for e in ours if e.prefix] == [
+                reports = [e.prefix for e in ours if e.prefix]
+                places = [report.placement for report in reports]
+                assert [place and (place.replica, place.reason) for place in places] == [
+                    (0, "only")
+                ]
+                assert [replace(report, placement=None) for report in reports] == [
                     e.prefix for e in theirs if e.prefix
                 ]
                 assert [e.cache for e in ours if e.cache] == [e.cache for e in theirs if e.cache]

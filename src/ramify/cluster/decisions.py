@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Protocol
+
+from ramify.outputs import Placement
 
 
 class LoadReport(Protocol):
@@ -81,6 +84,25 @@ class Decision:
     cached_tokens: int = 0  # that are expected to hit there
     cost_s: float = 0.0  # see `router`
     alternative: Alternative | None = None
+
+
+def placement_of(decision: Decision, numbers: Mapping[str, int]) -> Placement:
+    """A decision as clients see it.
+
+    Args:
+        numbers: of replicas, by name; a name may be an address.
+    """
+    other = decision.alternative
+    placement = Placement(numbers[decision.replica], decision.reason, decision.cached_tokens)
+    if other is None:
+        return placement
+    return replace(
+        placement,
+        other_replica=numbers[other.replica],
+        other_tokens=other.cached_tokens,
+        other_queue_s=other.queue_s,
+        other_reason=other.reason,
+    )
 
 
 @dataclass(frozen=True, slots=True)

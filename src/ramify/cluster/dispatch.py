@@ -11,7 +11,7 @@ from typing import Any
 
 from ramify.cluster.codecs import decode_error
 from ramify.cluster.credentials import Credentials
-from ramify.cluster.decisions import Decision, Refusal
+from ramify.cluster.decisions import Decision, Refusal, placement_of
 from ramify.cluster.remote_replica import RemoteReplica
 from ramify.cluster.remote_request import RemoteRequest
 from ramify.cluster.routes import Routes
@@ -70,6 +70,7 @@ class Dispatch:
             name: RemoteReplica(name, slot, address, self, credentials, **link_options)
             for slot, (name, address) in enumerate(addresses.items())
         }
+        self.numbers = {name: replica.slot for name, replica in self.replicas.items()}
         self.reference: Welcome | None = None  # of the first replica that ever joined
         self.num_resumptions = self.num_reroutes = 0
         self._tokenizer_digest = tokenizer_digest
@@ -229,6 +230,8 @@ class Dispatch:
             self._end(request, last_error)
             return
         replica = self.replicas[decision.replica]
+        if not request.has_tokens:
+            request.placement = placement_of(decision, self.numbers)
         self._places[request.id] = replica, decision.reservation
         request.begin(replica.welcome)
         try:

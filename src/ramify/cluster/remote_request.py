@@ -15,6 +15,8 @@ from ramify.outputs import (
     CacheReport,
     Completion,
     FinishReason,
+    Placement,
+    PrefixReport,
     RequestMetrics,
     RequestOutput,
     StepOutput,
@@ -67,6 +69,7 @@ class RemoteRequest:
         # Of the replica with the first tokens; before them, of the present one.
         self.identity: EngineIdentity | None = None
         self.cache: CacheReport | None = None  # of that replica, too
+        self.placement: Placement | None = None  # likewise
         self._arrival_s = now_s
         self._has_prefix = False
 
@@ -157,9 +160,12 @@ class RemoteRequest:
                 tuple(output.logprobs),
                 output.finish_reason,
                 output.cache if is_first else None,
-                output.prefix if has_report else None,
+                self._placed(output.prefix) if has_report else None,
             )
         )
+
+    def _placed(self, report: PrefixReport | None) -> PrefixReport | None:
+        return None if report is None else replace(report, placement=self.placement)
 
     def end_with_error(self, error: Exception, now_s: float) -> None:
         """End with an error: before any output as a refused request of an engine, else as a failed one."""
@@ -183,7 +189,14 @@ class RemoteRequest:
         metrics = RequestMetrics(0.0, None, now_s - self._arrival_s, None)
         completions = tuple(self._completion(answer, None) for answer in self.answers)
         output = RequestOutput(
-            self.id, self.prompt, tuple(self.ids), completions, metrics, report, error=error
+            self.id,
+            self.prompt,
+            tuple(self.ids),
+            completions,
+            metrics,
+            report,
+            error=error,
+            resumed=self.is_resumed,
         )
         self.is_over = True
         # Each answer gets its end; the last end has the output.

@@ -10,9 +10,10 @@ from typing import Any
 from ramify.cache.key import CacheKey
 from ramify.engine.serving.streams import Stream
 from ramify.errors import EngineStoppedError, UnknownRequestError
-from ramify.outputs import CacheReport, FinishReason, RequestOutput, StepOutput
+from ramify.outputs import CacheReport, FinishReason, Placement, RequestOutput, StepOutput
 from ramify.params import SamplingParams
 from ramify.server.answers.answer import AnswerParts, PartEvent, PlainTextParser
+from ramify.server.answers.route import route_json
 from ramify.server.history.cache_miss import CacheMiss
 from ramify.server.history.stored_requests import HistoryEntry
 from ramify.server.model_dialects.events import OutputParser
@@ -55,6 +56,8 @@ class CacheUsage:
     written: int  # computed tokens that stay cached for others: whole pages only
     miss: CacheMiss | None
     pins_refused: int = 0  # breakpoints whose prefix could not be pinned
+    placement: Placement | None = None  # in a cluster
+    resumed: bool = False  # a replica with another identity has gone on with the answer
 
     @property
     def cached(self) -> int:
@@ -71,6 +74,10 @@ class CacheUsage:
         }
         if self.pins_refused:
             payload["pins_refused"] = self.pins_refused
+        if self.resumed:
+            payload["resumed"] = True
+        if self.placement is not None:
+            payload["route"] = route_json(self.placement, self.cached)
         return payload | ({} if self.miss is None else {"miss": self.miss.as_json()})
 
 
@@ -98,6 +105,7 @@ class Generation:
     output: RequestOutput | None = None
     num_output: int = 0  # tokens so far, of all choices
     num_pins_refused: int = 0
+    placement: Placement | None = None
     is_closed: bool = False
     is_complete: bool = False  # all answers have ended, though the engine may go on
 
@@ -174,6 +182,7 @@ class Generation:
         self.num_output += len(event.new_token_ids)
         if event.prefix is not None:
             self.num_pins_refused = event.prefix.num_pins_refused
+            self.placement = event.prefix.placement
         if event.output is not None:
             self.output = event.output
             self.cache = self._cache_usage(event.output.cache)
@@ -196,6 +205,8 @@ class Generation:
             written=max(0, min(num_publishable, cached + report.computed_tokens) - cached),
             miss=self.miss,
             pins_refused=self.num_pins_refused,
+            placement=self.placement,
+            resumed=self.output is not None and self.output.resumed,
         )
 
 
@@ -237,7 +248,7 @@ async def answer_changes(
 
 
 def total_usage(generations: Sequence[Generation]) -> CacheUsage | None:
-    """Sums over generations, and the first miss; None while the usage of none is known."""
+    """Sums over generations, the first miss and placement; None while the usage of none is known."""
     usages = [generation.cache for generation in generations if generation.cache is not None]
     if not usages:
         return None
@@ -248,4 +259,6 @@ def total_usage(generations: Sequence[Generation]) -> CacheUsage | None:
         written=sum(usage.written for usage in usages),
         miss=next((usage.miss for usage in usages if usage.miss is not None), None),
         pins_refused=sum(usage.pins_refused for usage in usages),
+        placement=next((usage.placement for usage in usages if usage.placement is not None), None),
+        resumed=any(usage.resumed for usage in usages),
     )

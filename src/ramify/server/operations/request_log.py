@@ -57,6 +57,10 @@ def log_request(generation: Generation) -> None:
     }
     if generation.miss is not None and generation.miss.segment is not None:
         fields["at"] = f"{generation.miss.at_token}:{log_safe(generation.miss.segment)}"
+    if generation.placement is not None:
+        fields["replica"] = generation.placement.replica
+    if output is not None and output.resumed:
+        fields["resumed"] = True
     if output is None:
         fields |= {"end": generation.end_reason, "status": 499}
     else:
