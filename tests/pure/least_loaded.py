@@ -4,7 +4,9 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 
 from ramify.cluster.decisions import Decision, Refusal
+from ramify.cluster.routes import MirrorState
 from ramify.cluster.wire import Load, Run, SnapshotPart, TakeSnapshot, Welcome
+from ramify.server.replicas import RoutingCounts
 
 
 class LeastLoaded:
@@ -93,3 +95,12 @@ class LeastLoaded:
         """See `Routes`."""
         del now
         return ()
+
+    def mirror(self, replica: str) -> MirrorState:
+        """See `Routes`."""
+        del replica
+        return MirrorState()
+
+    def counts(self, reroutes: int, resumptions: int) -> RoutingCounts:
+        """See `Routes`."""
+        return RoutingCounts({}, {}, reroutes=reroutes, resumptions=resumptions)

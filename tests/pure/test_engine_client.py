@@ -23,6 +23,7 @@ REQUESTS: tuple[tuple[str, str, object], ...] = (
     ("GET", "/v1/cache/tree", b""),
     ("DELETE", "/v1/cache?tenant=&pins=true", b""),
     ("POST", "/reset_prefix_cache", b""),
+    ("GET", "/v1/loads", b""),
     ("GET", "/metrics", b""),
     ("GET", "/readyz", b""),
     ("GET", "/v1/models", b""),

@@ -13,6 +13,7 @@ PROMPT = f"The password of the vault is {SECRET}. " * 8
 KEYS = ApiKeys.of("key-ann", "key-bob", admin="key-admin")
 OPEN = {"/", "/livez", "/readyz", "/health", "/ping", "/version", "/openapi.json"}
 ADMIN = {"/v1/cache", "/v1/cache/tree", "/v1/cache/pins", "/v1/cache/pins/{name}"} | {
+    "/v1/loads",
     "/reset_prefix_cache",
     "/metrics",
 }

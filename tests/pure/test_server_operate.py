@@ -34,6 +34,7 @@ OPERATOR = [
     ("POST", "/v1/cache/pins"),
     ("DELETE", "/v1/cache/pins/1"),
     ("POST", "/reset_prefix_cache"),
+    ("GET", "/v1/loads"),
     ("GET", "/metrics"),
 ]
 # Metrics that vLLM's dashboards query.

@@ -28,6 +28,7 @@ The server's side:
 - `merging`: one result of a call that ran on several replicas
 - `dispatch`: who computes which request, and what becomes of it when a replica dies
 - `client`: `ClusterLLM`, which takes the place of `AsyncLLM` under the server
+- `view`: each replica by itself, for metrics, statistics and explanations
 - `cpu_shares`, `local_child`, `local_processes`: replicas as children of the server
 - `launch`: opens a client over children, or over replicas elsewhere
 - `inspection`: what replicas say of themselves

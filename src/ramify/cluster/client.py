@@ -17,6 +17,7 @@ from ramify.cluster.merging import merged, renumbered_pin, split_id
 from ramify.cluster.remote_replica import RemoteReplica
 from ramify.cluster.remote_request import RemoteRequest
 from ramify.cluster.routes import CacheRoutes, Routes
+from ramify.cluster.view import ClusterView
 from ramify.cluster.wire import Welcome
 from ramify.config import ResolvedConfig
 from ramify.engine.cache_admin import calls
@@ -145,6 +146,11 @@ class ClusterLLM:
     def description(self) -> EngineDescription:
         """Model and implementation of one replica."""
         return self._welcome.description
+
+    @property
+    def replicas(self) -> ClusterView:
+        """The replicas, each by itself."""
+        return ClusterView(self.dispatch)
 
     def health(self) -> Health:
         """Ready while a replica is."""

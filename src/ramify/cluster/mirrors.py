@@ -89,6 +89,7 @@ class MirrorCounters:
     num_late: int = 0  # of an earlier incarnation, doubled, or overtaken by later ones
     num_gaps: int = 0  # events were lost
     num_mismatches: int = 0  # a digest differed, though no event was lost
+    num_asked: int = 0  # snapshots; also the number of the last request
     num_snapshots: int = 0  # complete and right
     num_failed_snapshots: int = 0
 
@@ -155,7 +156,6 @@ class Mirrors:
         self._by_column: dict[int, _Mirror] = {}
         self._columns = 0  # bit mask of those in use
         self._forgotten: dict[int, None] = {}
-        self._num_asked = 0
 
     # -- replicas --------------------------------------------------------------------------
 
@@ -193,8 +193,9 @@ class Mirrors:
         return mirror is not None and mirror.is_complete
 
     def num_pages(self, replica: str) -> int:
-        """Pages that the index holds for a replica; of every stride-th."""
-        return self.index.num_entries(self._mirrors[replica].column)
+        """Pages that the index holds for a replica, of every stride-th; 0 for an unknown one."""
+        mirror = self._mirrors.get(replica)
+        return 0 if mirror is None else self.index.num_entries(mirror.column)
 
     # -- messages --------------------------------------------------------------------------
 
@@ -271,9 +272,10 @@ class Mirrors:
             interval_s = self._interval_s * 2 ** min(mirror.num_failures, MAX_DOUBLINGS)
             if now - mirror.last_asked_s < interval_s:
                 continue
-            self._num_asked += 1
-            mirror.snapshot, mirror.last_asked_s = _Snapshot(self._num_asked, now), now
-            due.append(SnapshotRequest(mirror.name, mirror.incarnation, self._num_asked))
+            self.counters.num_asked += 1
+            number = self.counters.num_asked
+            mirror.snapshot, mirror.last_asked_s = _Snapshot(number, now), now
+            due.append(SnapshotRequest(mirror.name, mirror.incarnation, number))
         return due
 
     # -- finding ---------------------------------------------------------------------------

@@ -90,6 +90,8 @@ class RemoteReplica:
         self.welcome: Welcome | None = None  # while it is connected
         self.last_error: str | None = None
         self.is_draining = False
+        self.num_starts = 0  # different engines that have connected
+        self._incarnation: int | None = None  # of the last one
         self.requests: dict[int, RemoteRequest] = {}
         self._link: Link | None = None
         self._has_moved = asyncio.Event()
@@ -151,6 +153,8 @@ class RemoteReplica:
             raise RefusedError(reason)
         self._link, self.welcome, self.is_draining, self.last_error = link, welcome, False, None
         logger.info("replica %s: connected, %016x", self.name, welcome.incarnation)
+        self.num_starts += welcome.incarnation != self._incarnation
+        self._incarnation = welcome.incarnation
         reason = LEAVING
         try:
             self._cluster.joined(self)

@@ -148,6 +148,11 @@ class Router:
         state.num_requests = load.num_running + state.num_waiting
         state.token_s, state.max_waiting = load.token_s, load.max_waiting
 
+    def queue_s(self, replica: str) -> float:
+        """Seconds of work that a replica has before a further request; 0 if it is not there."""
+        state = self._replicas.get(replica)
+        return 0.0 if state is None else self._queue_s(state)
+
     @property
     def num_in_flight(self) -> int:
         """Reservations that have not ended."""

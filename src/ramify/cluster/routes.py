@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from ramify.cluster.decisions import Decision, Refusal
 from ramify.cluster.mirrors import Mirrors
 from ramify.cluster.router import Router
 from ramify.cluster.wire import Load, Run, SnapshotPart, TakeSnapshot, Welcome
+from ramify.server.replicas import MirrorCounts, RoutingCounts
+
+
+@dataclass(frozen=True, slots=True)
+class MirrorState:
+    """What a router believes of one replica."""
+
+    is_known: bool = False  # no event of its cache was lost
+    num_pages: int = 0  # cached
+    queue_s: float = 0.0  # work before a further request
 
 
 class Routes(Protocol):
@@ -73,6 +84,14 @@ class Routes(Protocol):
 
     def due_snapshots(self, now: float) -> Sequence[tuple[str, TakeSnapshot]]:
         """What to ask of which replicas."""
+        ...
+
+    def mirror(self, replica: str) -> MirrorState:
+        """What is believed of a replica; of one that has not joined, nothing."""
+        ...
+
+    def counts(self, reroutes: int, resumptions: int) -> RoutingCounts:
+        """Decisions and messages so far, with counts that the caller keeps."""
         ...
 
 
@@ -168,3 +187,35 @@ class CacheRoutes:
             (due.replica, TakeSnapshot(due.number))
             for due in self._router.mirrors.due_snapshots(now)
         ]
+
+    def mirror(self, replica: str) -> MirrorState:
+        """See `Routes`."""
+        if self._router is None:
+            return MirrorState()
+        mirrors = self._router.mirrors
+        return MirrorState(
+            mirrors.is_known(replica), mirrors.num_pages(replica), self._router.queue_s(replica)
+        )
+
+    def counts(self, reroutes: int, resumptions: int) -> RoutingCounts:
+        """See `Routes`."""
+        if self._router is None:
+            return RoutingCounts({}, {}, reroutes=reroutes, resumptions=resumptions)
+        router, mirrors = self._router.counters, self._router.mirrors.counters
+        return RoutingCounts(
+            dict(router.num_decisions),
+            dict(router.num_refusals),
+            router.predicted_tokens,
+            router.cached_tokens,
+            router.wrong_tokens,
+            reroutes,
+            resumptions,
+            MirrorCounts(
+                mirrors.num_asked,
+                mirrors.num_snapshots,
+                mirrors.num_failed_snapshots,
+                mirrors.num_gaps,
+                mirrors.num_mismatches,
+                mirrors.num_late,
+            ),
+        )

@@ -108,9 +108,8 @@ class StepReporter:
 
     def _load(self, core: EngineCore) -> Load:
         scheduler = core.scheduler
-        prompts = sum(max(0, running.sequence.num_uncomputed - 1) for running in scheduler.running)
         return Load(
-            tokens_waiting=scheduler.waiting.num_uncached + prompts,
+            tokens_waiting=scheduler.num_waiting_tokens,
             num_waiting=len(scheduler.waiting),
             num_running=len(scheduler.running),
             free_pages=core.cache.num_available,

@@ -112,6 +112,11 @@ class AsyncLLM:
             return self._core_description
         return self._engine.description
 
+    @property
+    def replicas(self) -> None:
+        """None: it is one engine. A `ClusterLLM` has the engines of its cluster here."""
+        return
+
     async def identity(self) -> EngineIdentity:
         """What the bits of answers depend on; reads the checkpoint unless its digest is remembered.
 

@@ -47,6 +47,9 @@ class EngineStats:
     num_hit_checks: int  # cache hits that were recomputed cold and compared, see `verify_sample`
     num_hit_mismatches: int
     num_stuck_steps: int  # steps that took longer than `step_timeout_s`
+    num_waiting_tokens: int = (
+        0  # to compute before a further prompt: of the queue, of running prompts
+    )
 
 
 class EngineContext:
@@ -108,6 +111,7 @@ class EngineContext:
             num_hit_checks=num_hit_checks,
             num_hit_mismatches=num_hit_mismatches,
             num_stuck_steps=num_stuck_steps,
+            num_waiting_tokens=self.scheduler.num_waiting_tokens,
         )
 
     def check(self, live: Iterable[Request]) -> None:

@@ -11,6 +11,7 @@ events, answers and cache usage) → `*_response` (JSON or server-sent events). 
 - `history`: earlier requests, conversations, reasons for misses. `request_fields`: request fields of several APIs.
 - `model_dialects`: reasoning and tool calls in the text of each model family.
 - `tenants`, `errors`, `health`: keys and quotas; error responses; liveness and readiness.
-- `http`: wire format and uvicorn. `operations`: cache administration, metrics, logs.
+- `http`: wire format and uvicorn. `operations`: cache administration, metrics, loads, logs.
+- `replicas`: what a cluster shows of its engines.
 - `run`: all of it put together for `ramify serve`.
 """

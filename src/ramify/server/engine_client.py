@@ -15,6 +15,7 @@ from ramify.engine.text.prompt_inputs import Prompt
 from ramify.engine.text.tokenizer import Tokenizer
 from ramify.outputs import RequestOutput
 from ramify.params import SamplingParams
+from ramify.server.replicas import Replicas
 
 
 class EngineClient(Protocol):
@@ -33,6 +34,11 @@ class EngineClient(Protocol):
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The model's; None if it has none."""
+        ...
+
+    @property
+    def replicas(self) -> Replicas | None:
+        """The engines of a cluster, each by itself; None: this is one engine."""
         ...
 
     @property

@@ -35,6 +35,7 @@ from ramify.server.http.listen_address import bind_address
 from ramify.server.http.uvicorn_server import DrainingServer, TimeoutProtocol
 from ramify.server.operations.request_log import JsonFormatter, LineFile, log_request, trace_line
 from ramify.server.operations.stderr_writer import stderr_in_background
+from ramify.server.replicas import Replicas
 from ramify.server.service import ANY_NAME, RequestService
 from ramify.server.tenants import ApiKeys
 
@@ -331,6 +332,7 @@ def startup_banner(
         "requests": concurrency(config),
         "prefix cache": config.requested.cache.policy if service.prefix_cache else "off",
         "sampling": f"{service.sampling_defaults.summary()} where a request does not say",
+        **replica_rows(llm.replicas),
         "keys": "none" if keys is None else "needed",
         "URL": url,
     }
@@ -339,6 +341,23 @@ def startup_banner(
     body = '{"messages":[{"role":"user","content":"Hello"}]}'
     curl = f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
     return "\n".join([*lines, "", curl])
+
+
+def replica_rows(replicas: Replicas | None) -> dict[str, str]:
+    """The row of a cluster in the banner; none for one engine."""
+    if replicas is None:
+        return {}
+    states = replicas.states()
+    missing = [state for state in states if state.state != "ready"]
+    names = ", ".join(
+        state.name if state.name == str(state.number) else f"{state.number}: {state.name}"
+        for state in states
+    )
+    text = f"{len(states) - len(missing)} of {len(states)} ready ({names}); sizes are those of each"
+    for state in missing:
+        text += f"; {state.name} is {state.state}"
+        text += f": {state.error}" if state.error else ""
+    return {"replicas": text}
 
 
 def concurrency(config: ResolvedConfig) -> str:

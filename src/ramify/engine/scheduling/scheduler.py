@@ -93,6 +93,12 @@ class Scheduler:
         """Whether any request waits or runs."""
         return bool(self.waiting or self.running)
 
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens to compute before a further prompt: of waiting and of running prompts."""
+        running = sum(max(0, request.sequence.num_uncomputed - 1) for request in self.running)
+        return self.waiting.num_uncached + running
+
     def add(self, request: Request) -> None:
         """Queue a new request; a child arrived when its parent did."""
         if request.parent is not None:

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 from starlette.responses import Response
 
-from ramify.errors import EngineStoppedError, NoReplicaError, PinError, ReplicaLostError
+from ramify.cache.types import CacheStats
+from ramify.errors import EngineStoppedError, NoReplicaError, PinError
 from ramify.server.anthropic.messages_request import read_count_request
 from ramify.server.anthropic.protocol import VERSION_HEADER, CountRequest
 from ramify.server.context import RequestContext
@@ -33,6 +34,7 @@ from ramify.server.openai.responses.store import EarlierTurns, earlier_turns
 from ramify.server.openai.unsupported import CHAT_FIELDS, COMPLETION_FIELDS, RESPONSES_FIELDS
 from ramify.server.operations.metrics import CONTENT_TYPE
 from ramify.server.prompts.renderer import RenderedPrompt
+from ramify.server.replicas import ReplicaState, ReplicaStats
 from ramify.server.request_fields.unsupported_fields import decode_request
 from ramify.server.service import RequestService
 
@@ -61,18 +63,50 @@ class PinRequest(Struct, kw_only=True):
 
 async def stats(context: RequestContext) -> Response:
     """GET /v1/cache."""
-    stats = await context.service.engine.cache.stats()
+    engine = context.service.engine
+    replicas = engine.replicas
+    if replicas is None:
+        return json_response(_stats_json(await engine.cache.stats()))
+    answers = await replicas.stats(READ_S)
+    if answers.sums is None:
+        raise NoReplicaError(1.0, "none answers")
+    return json_response(
+        _stats_json(answers.sums.cache)
+        | {
+            "replicas": [
+                _state_json(state, answers.replicas.get(state.name)) for state in replicas.states()
+            ]
+        }
+    )
+
+
+def _stats_json(stats: CacheStats) -> dict[str, Any]:
     payload = {
         name: value
         for name, value in asdict(stats).items()
         if name not in ("residency", "idle", "reuse_gap")
     }
-    payload |= {
+    return payload | {
         "hit_rate": stats.hit_rate,
         "recent_hit_rate": stats.recent_hit_rate,
         "ideal_hit_rate": stats.ideal_hit_rate,
     }
-    return json_response(payload)
+
+
+def _state_json(state: ReplicaState, answer: ReplicaStats | None) -> dict[str, Any]:
+    """A replica and its cache, as far as it has answered."""
+    payload: dict[str, Any] = {
+        "replica": state.number,
+        "name": state.name,
+        "state": state.state,
+        "starts": state.num_starts,
+        "cache_is_known": state.is_mirrored,
+        "known_pages": state.mirrored_pages,
+        "queue_s": round(state.queue_s, 3),
+    }
+    if state.error is not None:
+        payload["error"] = state.error
+    return payload | ({} if answer is None else _stats_json(answer.stats.cache))
 
 
 async def tree(context: RequestContext) -> Response:
@@ -198,14 +232,25 @@ async def explain(context: RequestContext) -> Response:
         earlier = earlier_turns(request, service, tenant)
     prompt = await context.in_prompt_thread(render_any_request, request, earlier, service, tenant)
     num_cached, miss = await service.explain(prompt, context.caller, salt)
-    return json_response(
-        {
-            "prompt_tokens": len(prompt.ids),
-            "cached_tokens": num_cached,
-            "segments": [asdict(segment) for segment in prompt.segments],
-            "miss": None if miss is None else miss.as_json(),
-        }
-    )
+    payload: dict[str, Any] = {
+        "prompt_tokens": len(prompt.ids),
+        "cached_tokens": num_cached,
+        "segments": [asdict(segment) for segment in prompt.segments],
+        "miss": None if miss is None else miss.as_json(),
+    }
+    replicas = service.engine.replicas
+    if replicas is not None:
+        cached = await replicas.cached_tokens(prompt.ids, tenant, salt, READ_S)
+        payload["replicas"] = [
+            {
+                "replica": state.number,
+                "cached_tokens": cached[state.name],
+                "queue_s": round(state.queue_s, 3),
+            }
+            for state in replicas.states()
+            if state.name in cached
+        ]
+    return json_response(payload)
 
 
 def decode_any_request(
@@ -254,8 +299,17 @@ def render_any_request(
 
 
 async def metrics(context: RequestContext) -> Response:
-    """GET /metrics; without an answer of the engine, its values are those of the last scrape."""
-    with suppress(TimeoutError, EngineStoppedError, NoReplicaError, ReplicaLostError):
-        async with asyncio.timeout(READ_S):
-            context.metrics.engine.show(await context.service.engine.stats())
+    """GET /metrics; without an answer of the engine, its values are those of the last scrape.
+
+    Of a cluster, a replica that does not answer in time is not in this scrape.
+    """
+    engine, exported = context.service.engine, context.metrics
+    replicas = engine.replicas
+    exported.replicas.watch(replicas)
+    if replicas is not None:
+        exported.engine.show_replicas(await replicas.stats(READ_S))
+    else:
+        with suppress(TimeoutError, EngineStoppedError):
+            async with asyncio.timeout(READ_S):
+                exported.engine.show(await engine.stats())
     return Response(context.metrics.exposition(), media_type=CONTENT_TYPE)

@@ -16,6 +16,8 @@ from prometheus_client.registry import Collector
 from ramify.engine.context import EngineStats
 from ramify.outputs import StepOutput
 from ramify.server.generation import Generation
+from ramify.server.operations.replica_metrics import ReplicaCollector, RunningTotals
+from ramify.server.replicas import ClusterStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # Upper bounds of histogram buckets.
@@ -23,6 +25,7 @@ SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 GAP_SECONDS = (0.001, 0.003, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 1.0, 3.0, 10.0)
 TOKENS = (1, 10, 30, 100, 300, 1_000, 3_000, 10_000, 30_000, 100_000)
 
+MetricFamily = GaugeMetricFamily | CounterMetricFamily
 # (name, vLLM's name or None, help text, value in a snapshot)
 EngineMetric = tuple[str, str | None, str, Callable[[EngineStats], float]]
 
@@ -30,6 +33,7 @@ EngineMetric = tuple[str, str | None, str, Callable[[EngineStats], float]]
 GAUGES: tuple[EngineMetric, ...] = (
     ("requests_running", "num_requests_running", "requests in the running batch", lambda stats: stats.num_running),
     ("requests_waiting", "num_requests_waiting", "requests that wait to be admitted", lambda stats: stats.num_waiting),
+    ("waiting_tokens", None, "prompt tokens to compute before a further prompt", lambda stats: stats.num_waiting_tokens),
     ("kv_cache_used_share", "kv_cache_usage_perc", "share of the pages with K/V", lambda stats: 1 - stats.cache.free_pages / stats.cache.num_pages),
     ("kv_leases", None, "prefixes that requests hold now", lambda stats: stats.cache.num_leases),
     ("kv_pages", None, "pages of the pool", lambda stats: stats.cache.num_pages),
@@ -69,6 +73,7 @@ class EngineCollector(Collector):
     def __init__(self, model: str) -> None:
         self._model = model
         self._metrics: list[Metric] = []
+        self._totals = RunningTotals()  # of a cluster
 
     def show(self, stats: EngineStats) -> None:
         """Replace the snapshot."""
@@ -78,10 +83,41 @@ class EngineCollector(Collector):
                 value = float(value_of(stats))
                 metrics.append(family(f"ramify_{name}", help_text, value=value))
                 if vllm_name is not None:
-                    vllm_metric = family(f"vllm:{vllm_name}", help_text, labels=["model_name"])
-                    vllm_metric.add_metric([self._model], value)
-                    metrics.append(vllm_metric)
+                    metrics.append(self._of_vllm(family, vllm_name, help_text, value))
         self._metrics = metrics
+
+    def show_replicas(self, stats: ClusterStats) -> None:
+        """Replace the snapshot by that of a cluster.
+
+        Our names have a series for each replica. vLLM's names have one, of the whole: who reads
+        them knows one engine at an address.
+        """
+        for name, replica in stats.replicas.items():
+            counters = {row[0]: float(row[-1](replica.stats)) for row in COUNTERS}
+            self._totals.add(name, replica.incarnation, counters)
+        metrics: list[Metric] = []
+        for family, rows in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
+            for name, vllm_name, help_text, value_of in rows:
+                metric = family(f"ramify_{name}", help_text, labels=["replica"])
+                for label, replica in stats.replicas.items():
+                    metric.add_metric([label], float(value_of(replica.stats)))
+                metrics.append(metric)
+                if vllm_name is None:
+                    continue
+                if rows is COUNTERS:
+                    whole = self._totals.total(name)
+                    metrics.append(self._of_vllm(family, vllm_name, help_text, whole))
+                elif stats.sums is not None:
+                    whole = float(value_of(stats.sums))
+                    metrics.append(self._of_vllm(family, vllm_name, help_text, whole))
+        self._metrics = metrics
+
+    def _of_vllm(
+        self, family: type[MetricFamily], name: str, help_text: str, value: float
+    ) -> Metric:
+        metric = family(f"vllm:{name}", help_text, labels=["model_name"])
+        metric.add_metric([self._model], value)
+        return metric
 
     def collect(self) -> Iterable[Metric]:
         """The last snapshot."""
@@ -115,6 +151,8 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.engine = EngineCollector(model)
         self.registry.register(self.engine)
+        self.replicas = ReplicaCollector()
+        self.registry.register(self.replicas)
         self._model = model
         self.num_prompt = self.num_output = self.num_saved = 0
         self._requests = self._counter("requests", "requests that have ended", "reason")
@@ -171,6 +209,24 @@ class Metrics:
             f"vllm:{name}", help_text, ("model_name",), buckets=buckets, registry=self.registry
         )
         return DualMetric(ours.observe, vllm.labels(self._model).observe)
+
+    def describe_cache(self, page_size: int, num_pages: int) -> None:
+        """Export sizes of the cache as labels of a 1, where routers look for them."""
+        help_text, sizes = "sizes of the K/V cache, as labels", (str(page_size), str(num_pages))
+        ours = Gauge(
+            "ramify_kv_cache_config_info",
+            help_text,
+            ("page_size", "num_pages"),
+            registry=self.registry,
+        )
+        ours.labels(*sizes).set(1)
+        vllm = Gauge(
+            "vllm:cache_config_info",
+            help_text,
+            ("model_name", "block_size", "num_gpu_blocks"),
+            registry=self.registry,
+        )
+        vllm.labels(self._model, *sizes).set(1)
 
     def watch(self, name: str, help_text: str, value: Callable[[], float]) -> None:
         """Add a gauge whose value is read at each scrape."""

@@ -1,0 +1,95 @@
+"""`ClusterView`: the replicas of a `ClusterLLM` for metrics, statistics and explanations."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ramify.cluster.dispatch import Dispatch
+from ramify.cluster.merging import summed
+from ramify.cluster.remote_replica import RemoteReplica
+from ramify.engine.cache_admin import calls
+from ramify.server.replicas import ClusterStats, ReplicaState, ReplicaStats, RoutingCounts
+
+
+class ClusterView:
+    """Reads what a `Dispatch` and its replicas know; it is a `Replicas`."""
+
+    def __init__(self, dispatch: Dispatch) -> None:
+        self._dispatch = dispatch
+
+    def states(self) -> Sequence[ReplicaState]:
+        """See `Replicas`."""
+        return [self._state(replica) for replica in self._dispatch.replicas.values()]
+
+    def _state(self, replica: RemoteReplica) -> ReplicaState:
+        mirror = self._dispatch.routes.mirror(replica.name)
+        welcome = replica.welcome
+        if welcome is None:
+            state = "not connected"
+        else:
+            state = "draining" if replica.is_draining else "ready"
+        return ReplicaState(
+            replica.slot,
+            replica.name,
+            state,
+            replica.last_error,
+            None if welcome is None else welcome.incarnation,
+            replica.num_starts,
+            welcome is not None and mirror.is_known,
+            mirror.num_pages,
+            mirror.queue_s,
+        )
+
+    def counts(self) -> RoutingCounts:
+        """See `Replicas`."""
+        return self._dispatch.routes.counts(
+            self._dispatch.num_reroutes, self._dispatch.num_resumptions
+        )
+
+    async def stats(self, timeout_s: float) -> ClusterStats:
+        """See `Replicas`."""
+        incarnations = {
+            replica.name: replica.welcome.incarnation
+            for replica in self._dispatch.replicas.values()
+            if replica.welcome is not None
+        }
+        answers = await self._ask(calls.ReadStats(), timeout_s)
+        replicas = {
+            name: ReplicaStats(self._dispatch.numbers[name], incarnations[name], stats)
+            for name, stats in answers.items()
+        }
+        return ClusterStats(replicas, summed([*answers.values()]) if answers else None)
+
+    async def cached_tokens(
+        self, token_ids: Sequence[int], tenant: str, salt: str, timeout_s: float
+    ) -> Mapping[str, int]:
+        """See `Replicas`."""
+        answers = await self._ask(calls.ExplainToTenant(token_ids, tenant, salt), timeout_s)
+        return {
+            name: 0 if explanation is None else explanation.hit_tokens
+            for name, explanation in answers.items()
+        }
+
+    async def _ask(self, call: Any, timeout_s: float) -> dict[str, Any]:
+        """The results of the connected replicas that answer in time, by name."""
+        tasks = {
+            replica.name: asyncio.ensure_future(replica.call(call))
+            for replica in self._dispatch.replicas.values()
+            if replica.welcome is not None
+        }
+        if not tasks:
+            return {}
+        try:
+            await asyncio.wait(tasks.values(), timeout=timeout_s)
+        finally:
+            late = [task for task in tasks.values() if not task.done()]
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+        return {
+            name: task.result()
+            for name, task in tasks.items()
+            if not task.cancelled() and task.exception() is None
+        }
