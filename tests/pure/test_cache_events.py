@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.cache import CacheEvent, PrefixCache
-from ramify.cache.key import namespace_hash
+from ramify.cache.key import ATOM_BYTES, chain_hashes, namespace_hash
 from ramify.errors import ConfigError
 from tests.budget import examples
 from tests.pure.cache_mirror import Mirror, content
@@ -385,3 +385,28 @@ def test_a_published_page_is_mirrored_in_pieces_too() -> None:
         assert list(mirror.pages) == key("abcdefgh"[:end]).page_hashes(2)
 
     assert cache.stats().num_nodes == 1
+
+
+@INDICES
+@given(seed=SEEDS)
+@settings(max_examples=examples(15))
+def test_atoms_are_those_that_the_hashes_are_of(index: str, seed: int) -> None:
+    """Stored runs and snapshots have the tokens of their pages, for the subscriber that asks for them."""
+    cache, random = PrefixCache(24, 2, index=index), Random(seed)
+    subscription, plain = cache.subscribe(with_atoms=True), cache.subscribe()
+
+    for _ in range(25):
+        serve(cache, "".join(random.choice("ab") for _ in range(random.randint(1, 12))))
+        if random.random() < 0.2:
+            cache.evict(random.randint(1, 4))
+
+    page_bytes = 2 * ATOM_BYTES
+    events = subscription.take()
+    runs = [event for event in events if event.kind == "stored"]
+    runs += [run for chunk in subscription.snapshot_chunks(3) for run in chunk.runs]
+    assert runs
+    for run in runs:
+        assert chain_hashes(run.parent_hash, run.atoms, page_bytes) == run.hashes
+    assert not [event for event in events if event.kind != "stored" and event.atoms]
+    assert not [event for event in plain.take() if event.atoms]
+    assert not [run for chunk in plain.snapshot_chunks() for run in chunk.runs if run.atoms]

@@ -41,6 +41,7 @@ class CacheEvent:
     hashes: bytes = b""  # packed, 16 bytes each
     pages: Pages = NO_PAGES
     reason: str = ""
+    atoms: bytes = b""  # packed, of stored pages, for a subscription `with_atoms`
 
     @property
     def page_hashes(self) -> list[bytes]:
@@ -86,8 +87,8 @@ class Evicted:
 class Subscription:
     """A queue of at most `capacity` events; the oldest are dropped when it is full."""
 
-    def __init__(self, log: EventLog, capacity: int) -> None:
-        self._log = log
+    def __init__(self, log: EventLog, capacity: int, with_atoms: bool) -> None:
+        self._log, self.with_atoms = log, with_atoms
         self._events: deque[CacheEvent] = deque(maxlen=capacity)
         self.num_dropped = 0
 
@@ -110,7 +111,7 @@ class Subscription:
         Raises:
             ConfigError: `max_runs` is below 1.
         """
-        return self._log.snapshot_chunks(validate_int("max_runs", max_runs, 1))
+        return self._log.snapshot_chunks(validate_int("max_runs", max_runs, 1), self.with_atoms)
 
     def close(self) -> None:
         """End the subscription."""
@@ -137,11 +138,11 @@ class EventLog:
         self._digest = 0
         self._paused = False
 
-    def subscribe(self, capacity: int) -> Subscription:
+    def subscribe(self, capacity: int, with_atoms: bool = False) -> Subscription:
         """Start a subscription. The first one hashes all stored pages."""
         if not self.subscribers:
             self._hash_all()
-        subscription = Subscription(self, capacity)
+        subscription = Subscription(self, capacity, with_atoms)
         self.subscribers.append(subscription)
         return subscription
 
@@ -158,12 +159,13 @@ class EventLog:
         chunks = list(self.snapshot_chunks(sys.maxsize))
         return Snapshot(chunks[0].sequence, chunks[0].runs, chunks[0].digest)
 
-    def snapshot_chunks(self, max_runs: int) -> Iterator[SnapshotChunk]:
+    def snapshot_chunks(self, max_runs: int, with_atoms: bool = False) -> Iterator[SnapshotChunk]:
         """A snapshot of this moment in chunks, each made when it is taken."""
         if not self.subscribers:
             self._hash_all()
         digest = self._digest.to_bytes(HASH_BYTES, "big")
-        chunks = _chunks(_Captured(self._tree, self._hashes), self._sequence, digest, max_runs)
+        captured = _Captured(self._tree, self._hashes, with_atoms)
+        chunks = _chunks(captured, self._sequence, digest, max_runs)
         self.drop_hashes_if_unread()
         return chunks
 
@@ -313,15 +315,22 @@ class EventLog:
         """An event about a node's pages from its page `begin` on."""
         tree, root = self._tree, self._tree.root[node]
         start = tree.start[node] + begin
-        return CacheEvent(0, kind, self._root_hash(root), above, start, hashes, pages, reason)
+        atoms = b""
+        if kind == "stored" and any(reader.with_atoms for reader in self.subscribers):
+            end = begin + len(hashes) // HASH_BYTES
+            atoms = tree.edge(node)[begin * tree.page_bytes : end * tree.page_bytes]
+        return CacheEvent(
+            0, kind, self._root_hash(root), above, start, hashes, pages, reason, atoms
+        )
 
     def _put(self, event: CacheEvent) -> None:
         if self._paused:
             return
         self._sequence += 1
         numbered = replace(event, sequence=self._sequence)
+        without_atoms = replace(numbered, atoms=b"") if event.atoms else numbered
         for subscriber in self.subscribers:
-            subscriber.put(numbered)
+            subscriber.put(numbered if subscriber.with_atoms else without_atoms)
 
 
 class _Captured:
@@ -331,8 +340,10 @@ class _Captured:
     the chunks.
     """
 
-    def __init__(self, tree: RadixTree, hashes: dict[int, bytes]) -> None:
+    def __init__(self, tree: RadixTree, hashes: dict[int, bytes], with_atoms: bool) -> None:
         self.hashes, self.namespaces = dict(hashes), dict(tree.namespaces)
+        self.edges = tree.edges[:] if with_atoms else None
+        self.page_bytes = tree.page_bytes
         self.root, self.parent, self.start = tree.root[:], tree.parent[:], tree.start[:]
         self.resident, self.owned, self.pages = tree.resident[:], tree.owned[:], tree.pages[:]
 
@@ -345,6 +356,10 @@ class _Captured:
             known, parent = self.hashes[node], self.parent[node]
             begin = self.resident[node] - self.owned[node]
             above = known[: begin * HASH_BYTES][-HASH_BYTES:] or roots.get(parent)
+            atoms = b""
+            if self.edges is not None:
+                first, end = begin * self.page_bytes, self.resident[node] * self.page_bytes
+                atoms = bytes(self.edges[node][first:end])
             yield CacheEvent(
                 sequence,
                 "stored",
@@ -353,6 +368,7 @@ class _Captured:
                 self.start[node] + begin,
                 known[begin * HASH_BYTES :],
                 Pages(self.pages[node][begin * ID_BYTES :]),
+                atoms=atoms,
             )
 
 

@@ -468,17 +468,17 @@ class PrefixCache:
     # -- watching --------------------------------------------------------------------------
 
     @guarded
-    def subscribe(self, capacity: int = 16384) -> Subscription:
+    def subscribe(self, capacity: int = 16384, *, with_atoms: bool = False) -> Subscription:
         """Begin to log events: `stored`, `removed`, `split`, `cleared`, with page hashes.
 
         A subscriber that comes late or has lost events takes a `snapshot` and goes on with the
-        events after it. While there are subscribers, every published page is hashed. The first one
-        hashes what is cached: subscribe while the cache is empty.
+        events after it. The first subscriber hashes what is cached, then each published page is.
 
         Args:
             capacity: events kept until they are taken; the oldest are dropped and counted.
+            with_atoms: with the tokens of stored pages, which are the text of prompts.
         """
-        return self._store.log.subscribe(validate_int("capacity", capacity, 1))
+        return self._store.log.subscribe(validate_int("capacity", capacity, 1), with_atoms)
 
     @guarded
     def snapshot(self) -> Snapshot:
