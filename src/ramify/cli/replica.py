@@ -8,6 +8,14 @@ from typing import Annotated, Any
 import typer
 
 from ramify.cli.cluster_options import Authority, Certificate, ClusterOption, Key, Secret
+from ramify.cli.kv_event_options import (
+    Endpoint,
+    EventsForm,
+    Form,
+    Replay,
+    Topic,
+    kv_event_options,
+)
 from ramify.cli.options import DEFAULT_MODEL, PANELS, Model, engine_options, exit_on_error
 from ramify.cli.serve import CacheOption, LogFormat, OperationsOption
 
@@ -32,6 +40,10 @@ def replica(
         Path | None,
         CacheOption(help="Prefixes that all tenants may share; give servers the same file."),
     ] = None,
+    kv_events: Endpoint = None,
+    kv_events_replay: Replay = None,
+    kv_events_topic: Topic = None,
+    kv_events_form: EventsForm = Form.map,
     name: Annotated[str, OperationsOption(help="Name in each line of the log.")] = "",
     log_format: Annotated[
         LogFormat, OperationsOption(help="Format of the lines on stderr.")
@@ -61,6 +73,9 @@ def replica(
             name=name,
             log_json=log_format is LogFormat.json,
             drain_s=drain_seconds,
+            kv_events=kv_event_options(
+                kv_events, kv_events_replay, kv_events_topic, kv_events_form
+            ),
         )
         code = run_replica(options, StdoutStages())
     raise typer.Exit(code)

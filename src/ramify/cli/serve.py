@@ -21,6 +21,14 @@ from ramify.cli.cluster_options import (
     Threads,
     refuse_engine_options,
 )
+from ramify.cli.kv_event_options import (
+    Endpoint,
+    EventsForm,
+    Form,
+    Replay,
+    Topic,
+    kv_event_options,
+)
 from ramify.cli.options import DEFAULT_MODEL, PANELS, Model, engine_options, exit_on_error
 from ramify.errors import ConfigError
 
@@ -126,6 +134,10 @@ def serve(
     cluster_certificate: Certificate = None,
     cluster_key: Key = None,
     cluster_authority: Authority = None,
+    kv_events: Endpoint = None,
+    kv_events_replay: Replay = None,
+    kv_events_topic: Topic = None,
+    kv_events_form: EventsForm = Form.map,
     record: Annotated[
         Path | None,
         OperationsOption(help="Append a line of token hashes per request to this file."),
@@ -192,6 +204,8 @@ def serve(
     )
     credential_files = (cluster_secret, cluster_certificate, cluster_key, cluster_authority)
     with exit_on_error():
+        events = kv_event_options(kv_events, kv_events_replay, kv_events_topic, kv_events_form)
+        options = replace(options, kv_events=events)
         if replicas is None:
             if threads_per_replica is not None or any(credential_files):
                 raise ConfigError(
@@ -217,6 +231,11 @@ def _cluster(
     from ramify.cluster.local_processes import LocalOptions
 
     import_grpc()
+    if options.kv_events is not None:
+        raise ConfigError(
+            f"--kv-events {options.kv_events.endpoint} publishes the cache of one engine, and --replicas "
+            "has several; give it to each `ramify replica`, or leave it out"
+        )
     chosen = parse_replicas(replicas)
     if isinstance(chosen, int):
         if any(credential_files):

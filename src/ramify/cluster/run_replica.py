@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +18,8 @@ from ramify.cluster.credentials import Credentials, import_grpc
 from ramify.cluster.replica import Replica
 from ramify.engine.async_llm import AsyncLLM
 from ramify.engine.cache_admin.warmup import WarmPrompt, read_prompts
+from ramify.server.kv_events.feed import published
+from ramify.server.kv_events.options import KvEventOptions
 from ramify.server.operations.stderr_writer import stderr_in_background
 from ramify.server.run import compile_kernels, frozen_heap, log_to_stderr
 
@@ -42,6 +45,7 @@ class ReplicaOptions:
     log_json: bool = False
     drain_s: float = 30.0
     memory_parts: int = 1  # engines that share the memory of this machine
+    kv_events: KvEventOptions | None = None  # None: none are published
 
 
 class Stages(Protocol):
@@ -105,11 +109,12 @@ async def _serve(
     warm: list[WarmPrompt] | None,
 ) -> int:
     replica = Replica(llm, options.credentials)
-    signals = Signals()
+    signals, resources = Signals(), AsyncExitStack()
     try:
         await stages.loaded()
         await compile_kernels(llm)
         await replica.prepare()
+        await resources.enter_async_context(published(llm, options.kv_events))
         if public is not None:
             logger.info("public: %s", await llm.cache.share(public))
         if warm is not None:
@@ -130,6 +135,7 @@ async def _serve(
         return await _drain(options, replica, signals)
     finally:
         signals.restore()
+        await resources.aclose()
         await replica.close()
 
 

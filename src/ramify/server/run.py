@@ -33,6 +33,9 @@ from ramify.server.http.browser_guard import LOOPBACK_HOSTS
 from ramify.server.http.connection_limit import ConnectionLimit, raise_descriptor_limit
 from ramify.server.http.listen_address import bind_address
 from ramify.server.http.uvicorn_server import DrainingServer, TimeoutProtocol
+from ramify.server.kv_events.feed import KvEventFeed, published
+from ramify.server.kv_events.options import KvEventOptions
+from ramify.server.operations.kv_event_metrics import KvEventCollector
 from ramify.server.operations.request_log import JsonFormatter, LineFile, log_request, trace_line
 from ramify.server.operations.stderr_writer import stderr_in_background
 from ramify.server.replicas import Replicas
@@ -83,6 +86,7 @@ class ServeOptions:
     drain_s: float = 30.0
     max_connections: int | None = None
     max_connections_per_address: int | None = None
+    kv_events: KvEventOptions | None = None  # None: none are published
 
     def connections(self) -> ConnectionLimit:
         """The limit of connections; raises this process's limit of descriptors if it can.
@@ -197,7 +201,8 @@ class ServeInputs:
 async def _serve_here(options: ServeOptions, llm: AsyncLLM, inputs: ServeInputs) -> int:
     try:
         await compile_kernels(llm)
-        return await _serve(options, llm, inputs, Path(llm.description.path))
+        async with published(llm, options.kv_events) as feed:
+            return await _serve(options, llm, inputs, Path(llm.description.path), feed)
     finally:
         await llm.aclose()
 
@@ -215,7 +220,13 @@ async def _serve_client(options: ServeOptions, open_client: OpenClient, inputs: 
         return await _serve(options, client, inputs, path)
 
 
-async def _serve(options: ServeOptions, llm: EngineClient, inputs: ServeInputs, path: Path) -> int:
+async def _serve(
+    options: ServeOptions,
+    llm: EngineClient,
+    inputs: ServeInputs,
+    path: Path,
+    feed: KvEventFeed | None = None,
+) -> int:
     """Serve an engine that is ready; `path` is that of its checkpoint on this machine."""
     keys, record = inputs.keys, inputs.record
     if llm.tokenizer is None:
@@ -255,6 +266,8 @@ async def _serve(options: ServeOptions, llm: EngineClient, inputs: ServeInputs, 
         allowed_hosts=hosts_to_answer(options, has_keys=keys is not None),
         allowed_origins=options.allowed_origins,
     )
+    if feed is not None:
+        server.metrics.registry.register(KvEventCollector(feed))
 
     config = uvicorn.Config(
         server.app(),
