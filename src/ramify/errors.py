@@ -36,6 +36,7 @@ RamifyError
 ├─ LogError                       a log of requests cannot be read, or lacks what a command needs
 ├─ StepMemoryError                a forward pass ran out of memory
 ├─ StepFailedError                a request failed in its steps; its caller was notified
+├─ StoreUnavailableError          a store of K/V pages is closed or out of reach
 ├─ MissingPackageError            a package of one of Ramify's extras is not installed
 ├─ ConcurrentCallError            a second thread called what one thread at a time may use
 ├─ DrainingError                  the engine is shutting down and takes no new requests
@@ -426,6 +427,15 @@ class StepMemoryError(RamifyError, MemoryError):
 
 class StepFailedError(RamifyError):
     """A request failed in its steps, or by a fault of the engine; its pages are released."""
+
+
+class StoreUnavailableError(RamifyError):
+    """A store of K/V pages is closed or out of reach; requests compute without it."""
+
+    def __init__(self, store: str, reason: str, retry_after_s: float | None = None) -> None:
+        self.store, self.reason, self.retry_after_s = store, reason, retry_after_s
+        again = "" if retry_after_s is None else f"; tried again in {retry_after_s:.1f} s"
+        super().__init__(f"{store} answers no call: {reason}{again}")
 
 
 ENGINE_PACKAGES = (

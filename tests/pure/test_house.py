@@ -24,6 +24,7 @@ DECISIONS = (
     "ramify.config",
     "ramify.cache",
     "ramify.kv.block_table",
+    "ramify.kv.stores.memory",
     "ramify.attention.planner",
     "ramify.engine.request",
     "ramify.engine.scheduling.scheduler",

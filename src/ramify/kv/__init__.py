@@ -8,4 +8,5 @@ Below `kernels` and `attention`, above `cache`; decides nothing about what is ca
 - `quantize`: int8 and fp8 K/V, a scale for each token and head.
 - `flat_slots`: block table -> flat slot indices, on the device.
 - `huge_pages`: CPU tensors in 2 MB pages; weights use it too.
+- `stores`: pages outside the pool: host memory, disk, a server (no torch).
 """
