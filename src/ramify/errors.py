@@ -439,7 +439,7 @@ class StoreUnavailableError(RamifyError):
 
 
 ENGINE_PACKAGES = (
-    "torch", "safetensors", "tokenizers", "prometheus_client", "starlette", "uvicorn"
+    "torch", "safetensors", "tokenizers", "prometheus_client", "starlette", "uvicorn", "xxhash"
 )  # fmt: skip
 
 

@@ -5,4 +5,13 @@ a wrong one. Read in this order:
 
 - `page_store`: `PageStore`, the protocol, and the outcomes of its calls.
 - `memory`: pages in one block of host memory, and the faults that tests inject.
+- `segments`: `SegmentStore`, pages in segment files on disk; joins what follows.
+- `segment_format`: preamble, record, footer: encode and decode alone.
+- `payload_codec`: a record's payload, with a checksum or encrypted.
+- `page_names`: keyed hashes under which pages are stored.
+- `page_index`, `segment_table`: where each page is; hits, errors and figures.
+- `segment`, `segment_reader`, `segment_writer`: one file; reads; appends, fsync, budget and eviction.
+- `removal_log`: pages that no restart may bring back.
+- `store_directory`: lock, identity and key of a directory.
+- `file_ops`: every system call on files, so that tests can make each of them fail.
 """

@@ -129,6 +129,12 @@ class MemoryStore:
             self._removed += len(listed)
             return len(listed)
 
+    def clear(self, *, deadline: float) -> int:
+        """See PageStore."""
+        with self._lock:
+            listed = list(self._pages)
+        return self.remove_many(listed, deadline=deadline)
+
     def maintain(self) -> None:
         """See PageStore; nothing is ever due."""
 
@@ -231,6 +237,11 @@ class FaultyStore:
         """See PageStore."""
         self._before(0)
         return self.inner.remove_many(hashes, deadline=deadline)
+
+    def clear(self, *, deadline: float) -> int:
+        """See PageStore."""
+        self._before(0)
+        return self.inner.clear(deadline=deadline)
 
     def maintain(self) -> None:
         """See PageStore."""

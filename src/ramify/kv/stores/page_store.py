@@ -76,7 +76,7 @@ class StoreCounts:
     unavailable: str = ""
 
     written_pages: int = 0
-    # Of the pages that this store wrote or found, those that survive a loss of power.
+    # Of those, and of what an earlier process left unsynced: pages that survive a loss of power.
     durable_pages: int = 0
     hit_pages: int = 0
     absent_pages: int = 0
@@ -148,6 +148,14 @@ class PageStore(Protocol):
         Raises:
             StoreUnavailableError: closed, or out of reach: the caller must not use the store for these
                 pages again.
+        """
+        ...
+
+    def clear(self, *, deadline: float) -> int:
+        """Remove every page of this identity for good; returns how many were listed.
+
+        Raises:
+            StoreUnavailableError: closed, out of reach, or pages could not be deleted.
         """
         ...
 

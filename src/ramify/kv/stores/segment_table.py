@@ -1,0 +1,170 @@
+"""`SegmentTable`: the segments of a directory, the pages in them, and the figures; under one lock."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Sequence
+
+from ramify.kv.stores.page_index import Location, PageIndex
+from ramify.kv.stores.page_store import ReadOutcome
+from ramify.kv.stores.removal_log import Position
+from ramify.kv.stores.segment import OpenedSegment, Segment
+
+logger = logging.getLogger(__name__)
+
+# Damaged or unreadable pages in one segment after which nothing else in it is trusted.
+MAX_SEGMENT_ERRORS = 3
+
+
+class SegmentTable:
+    """Where each page is and what its segment is. Its calls are short and do no I/O."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._index = PageIndex()
+        self._segments: dict[int, Segment] = {}
+        # Dropped from the index; their files are still to be deleted.
+        self._condemned: list[Segment] = []
+        self._totals: Counter[str] = Counter()
+        self._num_uses = 0
+
+    def load(self, opened: Sequence[OpenedSegment], removed: dict[bytes, Position]) -> None:
+        """List what was on disk, without the pages that the removal log voids."""
+        with self._lock:
+            ordered = sorted(opened, key=lambda item: item.segment.number)
+            self._segments = {item.segment.number: item.segment for item in ordered}
+            for item in ordered:
+                self._num_uses += 1
+                item.segment.last_use = self._num_uses
+            self._index.load([(item.segment.number, item.entries) for item in ordered])
+            for name, position in removed.items():
+                location = self._index.find(name)
+                if location is not None and location < position:
+                    self._index.remove(name)
+
+    def add_segment(self, segment: Segment) -> None:
+        """List a new segment."""
+        with self._lock:
+            self._num_uses += 1
+            segment.last_use = self._num_uses
+            self._segments[segment.number] = segment
+
+    def segments(self) -> list[Segment]:
+        """Every segment, least recently used first."""
+        with self._lock:
+            return sorted(self._segments.values(), key=lambda segment: segment.last_use)
+
+    def contains_many(self, names: Sequence[bytes]) -> list[bool]:
+        """Whether each page is listed."""
+        with self._lock:
+            return self._index.contains_many(names)
+
+    def find(self, name: bytes) -> tuple[Segment, int] | None:
+        """The segment and slot of a page."""
+        with self._lock:
+            location = self._index.find(name)
+            return None if location is None else (self._segments[location[0]], location[1])
+
+    def add(self, name: bytes, segment: Segment, slot: int) -> bool:
+        """List a page that was written; False: its segment has been dropped."""
+        with self._lock:
+            if segment.number not in self._segments:
+                return False
+            self._index.add(name, (segment.number, slot))
+            return True
+
+    def remove_many(self, names: Sequence[bytes]) -> int:
+        """Remove pages from the index; returns how many were listed."""
+        with self._lock:
+            return sum(self._index.remove(name) for name in names)
+
+    def pages_in(self, segment: Segment) -> list[tuple[bytes, int]]:
+        """Name and slot of every page listed in a segment."""
+        with self._lock:
+            return list(self._index.locations_in(segment.number))
+
+    def note_read(self, name: bytes, segment: Segment, slot: int, outcome: ReadOutcome) -> None:
+        """Count a read; remove a page that could not be read, and a segment that has three of them."""
+        with self._lock:
+            self._totals[outcome.value] += 1
+            if outcome is ReadOutcome.HIT:
+                self._num_uses += 1
+                segment.last_use = self._num_uses
+                segment.hot[slot] = 1
+                return
+            self._index.remove(name, (segment.number, slot))
+            if outcome is ReadOutcome.ABSENT:
+                return
+            segment.num_errors += 1
+            first, dropped = segment.num_errors == 1, segment.num_errors == MAX_SEGMENT_ERRORS
+            if dropped:
+                self._condemn(segment)
+        if first:
+            logger.warning(
+                "a page in %s could not be read (%s); it is computed again",
+                segment.path,
+                outcome.value,
+            )
+        if dropped:
+            logger.warning(
+                "%d pages in %s could not be read: the segment is dropped",
+                MAX_SEGMENT_ERRORS,
+                segment.path,
+            )
+
+    def _condemn(self, segment: Segment) -> None:
+        if self._segments.pop(segment.number, None) is not None:
+            self._condemned.append(segment)
+            self._totals["dropped"] += self._index.remove_segment(segment.number)
+
+    def forget(self, segment: Segment) -> int:
+        """Remove a segment and its pages; returns how many pages were listed."""
+        with self._lock:
+            self._segments.pop(segment.number, None)
+            return self._index.remove_segment(segment.number)
+
+    def forget_all(self) -> tuple[list[Segment], int]:
+        """Remove everything; returns the segments, and how many pages were listed."""
+        with self._lock:
+            segments, count = [*self._segments.values()], len(self._index)
+            self._segments, self._index = {}, PageIndex()
+            return segments, count
+
+    def take_condemned(self) -> list[Segment]:
+        """The segments whose files are to be deleted; each is returned once."""
+        with self._lock:
+            condemned, self._condemned = self._condemned, []
+            return condemned
+
+    def count(self, what: str, number: int = 1) -> None:
+        """Add to a total."""
+        with self._lock:
+            self._totals[what] += number
+
+    def totals(self) -> tuple[Counter[str], int, int]:
+        """A copy of the totals, the number of pages, and the bytes allocated to all segments."""
+        with self._lock:
+            allocated = sum(segment.allocated_bytes for segment in self._segments.values())
+            allocated += sum(segment.allocated_bytes for segment in self._condemned)
+            return Counter(self._totals), len(self._index), allocated
+
+    def allocated_bytes(self) -> int:
+        """Bytes allocated to all segments whose files are there."""
+        return self.totals()[2]
+
+    def is_listed(self, segment: Segment) -> bool:
+        """Whether a segment is still there."""
+        with self._lock:
+            return segment.number in self._segments
+
+    def index_bytes(self) -> int:
+        """Bytes of the index's arrays."""
+        with self._lock:
+            return self._index.nbytes
+
+    def location(self, name: bytes) -> Location | None:
+        """Segment number and slot of a page, for tests and tools."""
+        with self._lock:
+            return self._index.find(name)

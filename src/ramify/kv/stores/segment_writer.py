@@ -1,0 +1,357 @@
+"""`SegmentWriter`: appends records, makes them durable, seals segments and keeps the budget.
+
+Written: the write has returned, the page survives the end of the process. Durable: an fdatasync
+after it has returned, the page survives a loss of power. The two are counted apart.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ramify.kv.stores.file_ops import FileOps, write_fully
+from ramify.kv.stores.page_store import StoreUnavailableError
+from ramify.kv.stores.payload_codec import PayloadCodec, encode_record
+from ramify.kv.stores.removal_log import Position
+from ramify.kv.stores.segment import (
+    OpenedSegment,
+    Segment,
+    create_segment,
+    seal_segment,
+    unseal_segment,
+)
+from ramify.kv.stores.segment_format import ENTRY, HEADER_BYTES, Geometry, entry_of
+from ramify.kv.stores.segment_reader import SegmentReader
+from ramify.kv.stores.segment_table import SegmentTable
+
+logger = logging.getLogger(__name__)
+
+SYNC_S = 5.0
+RETRY_S = 60.0
+# Pages of an evicted segment that were read are written again, unless they are few (they went cold)
+# or more than half a segment (eviction would free too little).
+MIN_HOT_SHARE, MAX_COPIED_SHARE = 0.1, 0.5
+
+FooterRow = tuple[int, int, bytes, bytes, int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignSegment:
+    """A segment of another identity in the same directory; the budget counts and evicts it first."""
+
+    path: Path
+    allocated_bytes: int
+
+
+class SegmentWriter:
+    """The one writer of a directory. Not locked: its owner is.
+
+    Args:
+        resume: the newest segment found, to which records are appended if it has room.
+        first_number: above the number of every segment that ever was.
+        foreign: segments of other identities, oldest first.
+    """
+
+    def __init__(
+        self,
+        ops: FileOps,
+        directory: Path,
+        geometry: Geometry,
+        identity: bytes,
+        codec: PayloadCodec,
+        table: SegmentTable,
+        reader: SegmentReader,
+        *,
+        budget_bytes: int,
+        resume: OpenedSegment | None,
+        first_number: int,
+        foreign: Sequence[ForeignSegment],
+        clock: Callable[[], float],
+    ) -> None:
+        self._ops, self._directory, self._geometry = ops, directory, geometry
+        self._identity, self._codec, self._clock = identity, codec, clock
+        self._table, self._reader = table, reader
+        self._budget_bytes = budget_bytes
+        self._resume, self._next_number = resume, first_number
+        self._foreign = list(foreign)
+        self._padding = bytes(geometry.record_bytes - HEADER_BYTES - geometry.payload_bytes)
+        self._active: Segment | None = None
+        self._fd = -1
+        self._rows: list[FooterRow] = []
+        self._num_unsynced, self._unsynced_since = 0, 0.0
+        self._off_reason, self._retry_at = "", 0.0
+
+    @property
+    def off_reason(self) -> str:
+        """Why nothing is written at present; empty: pages are."""
+        return self._off_reason
+
+    @property
+    def foreign_bytes(self) -> int:
+        """Bytes that other identities' segments occupy."""
+        return sum(segment.allocated_bytes for segment in self._foreign)
+
+    @property
+    def position(self) -> Position:
+        """Segment and slot of the next record; every record so far is before it."""
+        if self._active is not None:
+            return self._active.number, self._active.num_used
+        if self._resume is not None:
+            return self._resume.segment.number, self._resume.segment.num_used
+        return self._next_number, 0
+
+    def append(self, name: bytes, parent_tag: bytes, tenant_tag: bytes, page: memoryview) -> bool:
+        """Write a page and list it; False: the store takes none at present."""
+        if self._off_reason and self._clock() < self._retry_at:
+            return False
+        try:
+            # A reader may drop the active segment at any time: then the page goes to another one.
+            while not self._append_to(self._writable_segment(), name, parent_tag, tenant_tag, page):
+                self._delete_condemned()
+        except OSError as error:
+            self._turn_off(error)
+            return False
+        if self._off_reason:
+            logger.warning("%s takes pages again", self._directory)
+            self._off_reason = ""
+        self._table.count("written")
+        return True
+
+    def _append_to(
+        self, segment: Segment, name: bytes, parent_tag: bytes, tenant_tag: bytes, page: memoryview
+    ) -> bool:
+        """Write a page and list it; False: its segment has been dropped."""
+        header, pieces = encode_record(
+            self._codec, name, parent_tag, tenant_tag, page, segment.segment_id
+        )
+        slot = segment.num_used
+        offset = self._geometry.offset(slot)
+        write_fully(self._ops, self._fd, [*pieces, self._padding], offset)
+        self._rows.append(entry_of(header, slot))
+        segment.num_used += 1
+        if not self._num_unsynced:
+            self._unsynced_since = self._clock()
+        self._num_unsynced += 1
+        return self._table.add(name, segment, slot)
+
+    def maintain(self) -> None:
+        """Delete condemned segments, and fdatasync what was written 5 seconds ago."""
+        self._delete_condemned()
+        if self._num_unsynced and self._clock() - self._unsynced_since >= SYNC_S:
+            self.sync()
+
+    def sync(self) -> bool:
+        """Make every written page durable; False: that failed, and the segment was dropped."""
+        if self._active is None or not self._num_unsynced:
+            return True
+        try:
+            self._ops.datasync(self._fd)
+        except OSError as error:
+            self._drop_after_failed_sync(error)
+            return False
+        self._table.count("durable", self._num_unsynced)
+        self._num_unsynced = 0
+        return True
+
+    def close(self) -> None:
+        """Seal the active segment."""
+        resume, self._resume = self._resume, None
+        if self._active is not None:
+            self._seal()
+        elif (
+            resume is not None
+            and not resume.segment.is_sealed
+            and self._table.is_listed(resume.segment)
+        ):
+            with suppress(OSError):
+                self._continue(resume, unseal=False)
+                self._seal()
+
+    def delete_all(self, listed: Sequence[Segment]) -> None:
+        """Delete every segment; the table has forgotten them.
+
+        Raises:
+            StoreUnavailableError: a file could not be deleted and may come back at a restart.
+        """
+        self._resume = None
+        if self._active is not None:
+            self._release_active()
+        failures = []
+        for segment in (*listed, *self._table.take_condemned()):
+            try:
+                self._delete(segment)
+            except OSError as error:
+                failures.append(error)
+        try:
+            self._ops.sync_directory(self._directory)
+        except OSError as error:
+            failures.append(error)
+        if failures:
+            raise StoreUnavailableError(
+                f"the disk tier in {self._directory}",
+                f"pages that must not come back could not be deleted: {failures[0]}; delete "
+                "the directory",
+            )
+
+    def _writable_segment(self) -> Segment:
+        if self._active is not None and not self._table.is_listed(self._active):
+            self._delete_condemned()
+        if self._active is not None and self._active.is_full:
+            self._seal()
+        if self._off_reason and self._retry_at == float("inf"):
+            raise OSError(errno.EIO, self._off_reason)
+        if self._active is None:
+            self._make_room()
+            self._start_segment()
+            self._make_room()
+        assert self._active is not None
+        return self._active
+
+    def _start_segment(self) -> None:
+        resume, self._resume = self._resume, None
+        if (
+            resume is not None
+            and not resume.segment.is_full
+            and self._table.is_listed(resume.segment)
+        ):
+            self._continue(resume, unseal=True)
+            return
+        number = self._next_number
+        self._next_number += 1
+        segment, self._fd = create_segment(
+            self._ops, self._directory, number, self._geometry, self._identity
+        )
+        self._active, self._rows = segment, []
+        self._table.add_segment(segment)
+
+    def _continue(self, resume: OpenedSegment, *, unseal: bool) -> None:
+        segment = resume.segment
+        num_unsynced = 0 if segment.is_sealed else segment.num_used
+        fd = self._ops.open(segment.path, os.O_RDWR)
+        try:
+            if unseal:
+                unseal_segment(self._ops, fd, segment)
+            segment.allocated_bytes = self._ops.size(segment.path).allocated_bytes
+        except OSError:
+            with suppress(OSError):
+                self._ops.close(fd)
+            raise
+        self._active, self._fd = segment, fd
+        self._rows = resume.entries.tolist()
+        self._num_unsynced, self._unsynced_since = num_unsynced, self._clock()
+
+    def _seal(self) -> None:
+        """Sync, write the footer and close the active segment."""
+        segment = self._active
+        assert segment is not None
+        if not self.sync():
+            return
+        try:
+            seal_segment(self._ops, self._fd, segment, np.array(self._rows, ENTRY))
+        except OSError as error:
+            logger.warning("%s has no footer: %s", segment.path, error)
+            self._release_active()
+            return
+        try:
+            self._ops.datasync(self._fd)
+        except OSError as error:
+            self._drop_after_failed_sync(error)
+            return
+        with suppress(OSError):
+            segment.allocated_bytes = self._ops.size(segment.path).allocated_bytes
+        self._release_active()
+
+    def _release_active(self) -> None:
+        with suppress(OSError):
+            self._ops.close(self._fd)
+        self._active, self._fd, self._rows, self._num_unsynced = None, -1, [], 0
+
+    def _drop_after_failed_sync(self, error: OSError) -> None:
+        """Drop the active segment: the kernel may have lost its pages, and says so only once."""
+        segment = self._active
+        assert segment is not None
+        self._table.count("dropped", self._table.forget(segment))
+        self._release_active()
+        with suppress(OSError):
+            self._delete(segment)
+        self._turn_off(error, forever=True)
+
+    def _turn_off(self, error: OSError, *, forever: bool = False) -> None:
+        if not self._off_reason:
+            again = "for good" if forever else f"tried again every {RETRY_S:.0f} s"
+            logger.warning(
+                "%s takes no further pages (%s): %s; what is stored is still read",
+                self._directory,
+                again,
+                error,
+            )
+        if self._retry_at != float("inf"):
+            self._off_reason = str(error) or type(error).__name__
+            self._retry_at = float("inf") if forever else self._clock() + RETRY_S
+        self._table.count(f"write_{errno.errorcode.get(error.errno or 0, 'error').lower()}")
+
+    def _make_room(self) -> None:
+        """Delete segments until the budget holds: other identities' first, then the least recently used."""
+        num_copied = 0
+        deleted = False
+        while self._table.allocated_bytes() + self.foreign_bytes > self._budget_bytes:
+            if self._foreign:
+                with suppress(FileNotFoundError):
+                    self._ops.unlink(self._foreign[0].path)
+                self._foreign.pop(0)
+                continue
+            victim = next(
+                (segment for segment in self._table.segments() if segment is not self._active), None
+            )
+            if victim is None:
+                break
+            num_copied += self._copy_hot_pages(victim, num_copied)
+            # Deleted before it is forgotten: if that fails, its pages stay.
+            self._delete(victim)
+            self._table.count("evicted", self._table.forget(victim))
+            deleted = True
+        if deleted:
+            self._ops.sync_directory(self._directory)
+
+    def _copy_hot_pages(self, victim: Segment, num_copied: int) -> int:
+        """Write pages of a segment again that were read since they were written; returns how many."""
+        active = self._active
+        if active is None:
+            return 0
+        hot = [(name, slot) for name, slot in self._table.pages_in(victim) if victim.hot[slot]]
+        if len(hot) < MIN_HOT_SHARE * max(victim.num_used, 1):
+            return 0
+        limit = int(self._geometry.num_slots * MAX_COPIED_SHARE) - num_copied
+        page = memoryview(bytearray(self._geometry.payload_bytes - self._codec.extra_bytes))
+        count = 0
+        for name, slot in hot[: max(limit, 0)]:
+            if active.is_full:
+                break
+            header = self._reader.read_any(victim, slot, page)
+            if header is not None and header.name == name:
+                self._append_to(active, name, header.parent_tag, header.tenant_tag, page)
+                count += 1
+        self._table.count("copied", count)
+        return count
+
+    def _delete(self, segment: Segment) -> None:
+        with suppress(FileNotFoundError):
+            self._ops.unlink(segment.path)
+        self._reader.files.forget(segment.number)
+
+    def _delete_condemned(self) -> None:
+        condemned = self._table.take_condemned()
+        for segment in condemned:
+            if segment is self._active:
+                self._release_active()
+            try:
+                self._delete(segment)
+            except OSError as error:
+                logger.warning("%s could not be deleted: %s", segment.path, error)

@@ -1,0 +1,366 @@
+"""`SegmentStore`: pages in segment files on disk, crash-safe; see `segment_format` for the files."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ramify.errors import ConfigError, StoreUnavailableError
+from ramify.kv.stores.file_ops import FileOps, OsFileOps
+from ramify.kv.stores.page_names import KEY_BYTES, PageNames
+from ramify.kv.stores.page_store import (
+    PageKey,
+    ReadOutcome,
+    StoreCounts,
+    WriteOutcome,
+    check_call,
+)
+from ramify.kv.stores.payload_codec import (
+    EncryptedPayload,
+    PayloadCodec,
+    PlainPayload,
+    cache_key_tag,
+    record_payload_bytes,
+)
+from ramify.kv.stores.removal_log import RemovalLog
+from ramify.kv.stores.segment import OpenedSegment, number_of, open_segment
+from ramify.kv.stores.segment_format import FORMAT_VERSION, Geometry
+from ramify.kv.stores.segment_reader import SegmentReader
+from ramify.kv.stores.segment_table import SegmentTable
+from ramify.kv.stores.segment_writer import SegmentWriter
+from ramify.kv.stores.store_directory import StoreDirectory, StoreIdentity, Value
+
+logger = logging.getLogger(__name__)
+
+SEGMENT_BYTES = 256 << 20
+MIN_BUDGET_SEGMENTS = 2
+# What is no error by kind in the totals.
+_PLAIN_TOTALS = frozenset(
+    {"written", "durable", "hit", "absent", "late", "late_writes", "refused", "evicted", "copied",
+     "removed"}
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentOptions:
+    """Options of a disk tier.
+
+    Args:
+        identity: fields that the bytes of a page depend on beside its tokens; another value of any
+            of them is another sub-directory.
+        budget_bytes: of disk blocks, for all identities in the directory.
+        segment_bytes: of a full segment file; smaller in tests.
+        read_only: share the pages of another process, write nothing.
+        cache_key: encrypts the pages (`payload_codec.read_cache_key`); None: they are plain.
+    """
+
+    directory: Path
+    identity: Mapping[str, Value]
+    page_bytes: int
+    budget_bytes: int
+    segment_bytes: int = SEGMENT_BYTES
+    read_only: bool = False
+    cache_key: bytes | None = None
+
+    def validate(self, geometry: Geometry) -> None:
+        """Refuse values that cannot work.
+
+        Raises:
+            ConfigError: a page has no bytes, does not fit into a segment, or the budget is below two.
+        """
+        if self.page_bytes < 1 or geometry.num_slots < 1:
+            raise ConfigError(
+                f"a page of {self.page_bytes} bytes does not fit into a segment of "
+                f"{self.segment_bytes}; use a smaller page_size"
+            )
+        if not self.read_only and self.budget_bytes < MIN_BUDGET_SEGMENTS * self.segment_bytes:
+            raise ConfigError(
+                f"--cache-disk is {self.budget_bytes} bytes, but at least "
+                f"{MIN_BUDGET_SEGMENTS} segments of {self.segment_bytes} bytes are needed; "
+                f"raise it to {MIN_BUDGET_SEGMENTS * self.segment_bytes} or more"
+            )
+
+
+class SegmentStore:
+    """Pages on disk. Never returns a wrong page; what it acknowledged survives as WriteOutcome says.
+
+    Raises:
+        ConfigError: the options or the directory cannot be used.
+    """
+
+    tier = "disk"
+
+    def __init__(
+        self,
+        options: SegmentOptions,
+        *,
+        ops: FileOps | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        ops = OsFileOps() if ops is None else ops
+        codec = codec_of(options.cache_key)
+        geometry = Geometry(record_payload_bytes(codec, options.page_bytes), options.segment_bytes)
+        options.validate(geometry)
+        self.page_bytes, self.options = options.page_bytes, options
+        self._clock = clock
+        self._directory = StoreDirectory(
+            ops, options.directory, identity_of(options), read_only=options.read_only
+        )
+        try:
+            self._open(ops, codec, geometry)
+        except OSError as error:
+            self._directory.release()
+            raise ConfigError(
+                f"the cache directory {options.directory} cannot be read: {error}; choose another "
+                "--cache-dir"
+            ) from error
+        except ConfigError:
+            self._directory.release()
+            raise
+
+    def _open(self, ops: FileOps, codec: PayloadCodec, geometry: Geometry) -> None:
+        options, directory = self.options, self._directory
+        key = directory.key
+        if options.cache_key is not None:
+            key = hashlib.blake2b(key, key=options.cache_key, digest_size=KEY_BYTES).digest()
+        self._names = PageNames(key)
+        # Serialises put, remove, maintain and close; reads take only the table's lock.
+        self._write_lock = threading.Lock()
+        self._unavailable = ""
+        direct = not options.read_only and directory.supports_direct()
+        self._table = SegmentTable()
+        self._reader = SegmentReader(ops, geometry, codec, direct=direct)
+        self._removals = RemovalLog(ops, directory.path, key)
+        removed = self._removals.load()
+        opened = self._open_segments(ops, geometry)
+        self._table.load(opened, removed)
+        numbers = [number_of(path.name) or 0 for path in directory.segment_paths()]
+        numbers += [number for number, _ in removed.values()]
+        self._writer = SegmentWriter(
+            ops,
+            directory.path,
+            geometry,
+            directory.identity.digest,
+            codec,
+            self._table,
+            self._reader,
+            budget_bytes=options.budget_bytes,
+            resume=max(opened, key=lambda item: item.segment.number, default=None),
+            first_number=max(numbers, default=0) + 1,
+            foreign=[] if options.read_only else directory.foreign_segments(),
+            clock=self._clock,
+        )
+        self.start_report = self._describe_start(direct)
+
+    def _open_segments(self, ops: FileOps, geometry: Geometry) -> list[OpenedSegment]:
+        opened = []
+        for path in self._directory.segment_paths():
+            try:
+                segment = open_segment(ops, path, geometry, self._directory.identity.digest)
+            except OSError as error:
+                logger.warning("%s cannot be read: %s", path, error)
+                self._table.count("io_error")
+                continue
+            if segment is not None:
+                opened.append(segment)
+                continue
+            self._table.count("corrupt")
+            logger.warning("%s has a damaged beginning; its pages are computed again", path)
+            if not self.options.read_only:
+                try:
+                    ops.unlink(path)
+                except OSError as error:
+                    logger.warning("%s could not be deleted: %s", path, error)
+        return opened
+
+    def _describe_start(self, direct: bool) -> str:
+        _, num_pages, used_bytes = self._table.totals()
+        where = f"disk tier in {self._directory.root}"
+        how = "O_DIRECT" if direct else "the page cache"
+        if num_pages:
+            return f"{where}: {num_pages} pages, {used_bytes / 1e9:.2f} GB; cold reads by {how}"
+        difference = self._directory.nearest_difference()
+        reason = (
+            f"the nearest pages are of another identity: {difference}" if difference else "empty"
+        )
+        return f"{where}: no pages of this identity ({reason}); cold reads by {how}"
+
+    def has_many(self, hashes: Sequence[bytes], *, deadline: float) -> list[bool]:
+        """See PageStore."""
+        del deadline
+        self._check_available()
+        return self._table.contains_many(self._names.names(hashes))
+
+    def get_many(
+        self, keys: Sequence[PageKey], into: Sequence[memoryview], *, deadline: float
+    ) -> list[ReadOutcome]:
+        """See PageStore."""
+        check_call(keys, into, self.page_bytes)
+        self._check_available()
+        return [self._get(key, page, deadline) for key, page in zip(keys, into, strict=True)]
+
+    def _get(self, key: PageKey, page: memoryview, deadline: float) -> ReadOutcome:
+        if self._clock() > deadline:
+            self._table.count("late")
+            return ReadOutcome.LATE
+        name = self._names.name(key.hash)
+        location = self._table.find(name)
+        if location is None:
+            self._table.count("absent")
+            return ReadOutcome.ABSENT
+        segment, slot = location
+        outcome = self._reader.read(segment, slot, name, self._names.parent_tag(key.parent), page)
+        self._table.note_read(name, segment, slot, outcome)
+        return outcome
+
+    def put_many(
+        self, keys: Sequence[PageKey], pages: Sequence[memoryview], *, deadline: float
+    ) -> list[WriteOutcome]:
+        """See PageStore."""
+        check_call(keys, pages, self.page_bytes)
+        with self._write_lock:
+            self._check_available()
+            outcomes = [
+                self._put(key, page, deadline) for key, page in zip(keys, pages, strict=True)
+            ]
+            self._writer.maintain()
+        return outcomes
+
+    def _put(self, key: PageKey, page: memoryview, deadline: float) -> WriteOutcome:
+        if self._clock() > deadline:
+            self._table.count("late_writes")
+            return WriteOutcome.LATE
+        name = self._names.name(key.hash)
+        if self._table.find(name) is not None:
+            return WriteOutcome.PRESENT
+        if self.options.read_only or not self._writer.append(
+            name, self._names.parent_tag(key.parent), self._names.tenant_tag(key.tenant), page
+        ):
+            self._table.count("refused")
+            return WriteOutcome.REFUSED
+        return WriteOutcome.WRITTEN
+
+    def remove_many(self, hashes: Sequence[bytes], *, deadline: float) -> int:
+        """See PageStore. Durable once it has returned."""
+        del deadline
+        return self.remove_names(self._names.names(hashes))
+
+    def remove_names(self, names: Sequence[bytes]) -> int:
+        """`remove_many` for names as they are stored: for tools, which know no hashes."""
+        with self._write_lock:
+            self._check_available()
+            count = self._table.remove_many(names)
+            self._table.count("removed", count)
+            if self.options.read_only or not names:
+                return count
+            # What is before the position must be on disk before the log says that it is void.
+            self._writer.sync()
+            try:
+                self._removals.append(names, self._writer.position)
+            except OSError as error:
+                logger.warning(
+                    "removed pages could not be recorded (%s): every page in %s is deleted",
+                    error,
+                    self._directory.path,
+                )
+                self._delete_all()
+            return count
+
+    def clear(self, *, deadline: float) -> int:
+        """See PageStore."""
+        del deadline
+        with self._write_lock:
+            self._check_available()
+            return self._delete_all()
+
+    def _delete_all(self) -> int:
+        segments, count = self._table.forget_all()
+        self._table.count("removed", count)
+        if self.options.read_only:
+            return count
+        try:
+            self._writer.delete_all(segments)
+        except StoreUnavailableError as error:
+            self._unavailable = error.reason
+            raise
+        return count
+
+    def maintain(self) -> None:
+        """See PageStore."""
+        with self._write_lock:
+            if not self._unavailable and not self.options.read_only:
+                self._writer.maintain()
+
+    def sync(self) -> bool:
+        """Make every written page durable; False: that failed, and they are gone."""
+        with self._write_lock:
+            return self._writer.sync()
+
+    def counts(self) -> StoreCounts:
+        """See PageStore."""
+        totals, num_pages, allocated_bytes = self._table.totals()
+        return StoreCounts(
+            num_pages=num_pages,
+            used_bytes=allocated_bytes + self._writer.foreign_bytes,
+            budget_bytes=self.options.budget_bytes,
+            writing_off="read only" if self.options.read_only else self._writer.off_reason,
+            unavailable=self._unavailable,
+            written_pages=totals["written"],
+            durable_pages=totals["durable"],
+            hit_pages=totals["hit"],
+            absent_pages=totals["absent"],
+            late_pages=totals["late"] + totals["late_writes"],
+            refused_pages=totals["refused"],
+            evicted_pages=totals["evicted"],
+            copied_pages=totals["copied"],
+            removed_pages=totals["removed"],
+            errors=tuple(
+                sorted((kind, n) for kind, n in totals.items() if kind not in _PLAIN_TOTALS and n)
+            ),
+        )
+
+    def close(self) -> None:
+        """See PageStore. Seals the active segment and gives the lock back."""
+        with self._write_lock:
+            if self._unavailable == "closed":
+                return
+            if not self._unavailable and not self.options.read_only:
+                self._writer.maintain()
+                self._writer.close()
+            self._unavailable = "closed"
+            self._reader.files.close()
+            self._directory.release()
+
+    def _check_available(self) -> None:
+        if self._unavailable:
+            raise StoreUnavailableError(
+                f"the disk tier in {self._directory.root}", self._unavailable
+            )
+
+
+def codec_of(cache_key: bytes | None) -> PayloadCodec:
+    """How payloads are stored with this key.
+
+    Raises:
+        MissingPackageError: `cryptography` is not installed.
+    """
+    return PlainPayload() if cache_key is None else EncryptedPayload(cache_key)
+
+
+def identity_of(options: SegmentOptions) -> StoreIdentity:
+    """The identity of a directory's pages: the caller's fields, and those of the files."""
+    encryption = "none" if options.cache_key is None else cache_key_tag(options.cache_key)
+    return StoreIdentity(
+        {
+            **options.identity,
+            "page_bytes": options.page_bytes,
+            "segment_bytes": options.segment_bytes,
+            "file_format": FORMAT_VERSION,
+            "encryption": encryption,
+        }
+    )

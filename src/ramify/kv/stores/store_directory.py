@@ -1,0 +1,318 @@
+"""The directory of a disk tier: its lock, and one sub-directory for each identity.
+
+DIR/                      0700
+  lock                    flock; pid and start time, for the message to a second process
+  <identity, 32 hex>/     identity.json, key (32 random bytes, 0600), removed.log, 00000007.seg
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import mmap
+import os
+import re
+import secrets
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ramify.errors import ConfigError
+from ramify.kv.stores.file_ops import (
+    BLOCK_BYTES,
+    O_DIRECT,
+    FileOps,
+    read_exactly,
+    try_lock,
+    write_fully,
+)
+from ramify.kv.stores.page_names import KEY_BYTES
+from ramify.kv.stores.segment import number_of
+from ramify.kv.stores.segment_writer import ForeignSegment
+
+IDENTITY_FILE, KEY_FILE, LOCK_FILE, PROBE_FILE = "identity.json", "key", "lock", "probe"
+_IDENTITY_NAME = re.compile(r"[0-9a-f]{32}")
+_MAX_SMALL_FILE_BYTES = 1 << 20
+_NAMED_FIELDS = 3
+
+Value = str | int | bool
+
+
+@dataclass(frozen=True, slots=True)
+class StoreIdentity:
+    """All that the bytes of a page depend on beside its tokens: fields of text and numbers."""
+
+    fields: Mapping[str, Value] = field(hash=False)
+
+    @property
+    def digest(self) -> bytes:
+        """16 bytes, a function of all fields."""
+        lines = [f"{name}={self.fields[name]!r}" for name in sorted(self.fields)]
+        return hashlib.blake2b(
+            "\n".join(lines).encode(), digest_size=16, person=b"ramify-store"
+        ).digest()
+
+    def differing(self, other: StoreIdentity) -> list[str]:
+        """Names of the fields that differ, sorted."""
+        names = self.fields.keys() | other.fields.keys()
+        return sorted(name for name in names if self.fields.get(name) != other.fields.get(name))
+
+
+@dataclass(frozen=True, slots=True)
+class IdentityDirectory:
+    """A sub-directory with pages of one identity, as `ramify cache ls` shows it."""
+
+    path: Path
+    # None: identity.json is missing or damaged.
+    identity: StoreIdentity | None
+    num_segments: int
+    allocated_bytes: int
+    modified_s: float
+
+
+class StoreDirectory:
+    """A directory, locked for writing, with the sub-directory of one identity.
+
+    Args:
+        read_only: takes no lock and changes nothing; the sub-directory may be missing.
+
+    Raises:
+        ConfigError: it cannot be used: not writable, somebody else's, held by another process, or on
+            a file system without locks.
+    """
+
+    def __init__(
+        self, ops: FileOps, root: Path, identity: StoreIdentity, *, read_only: bool
+    ) -> None:
+        self._ops, self.root, self.identity = ops, root, identity
+        self.path = root / identity.digest.hex()
+        self._lock_fd = -1
+        self.was_there = (self.path / IDENTITY_FILE).exists()
+        if read_only:
+            if not root.is_dir():
+                raise ConfigError(f"the cache directory {root} does not exist; leave out read-only")
+            self.key = self._read_key() or secrets.token_bytes(KEY_BYTES)
+            return
+        self._create_root()
+        self._lock_fd = lock_directory(root)
+        try:
+            self.key = self._prepare()
+        except OSError as error:
+            self.release()
+            raise ConfigError(
+                f"the cache directory {root} cannot be written: {error}; give it to this user, or "
+                "choose another --cache-dir"
+            ) from error
+
+    def release(self) -> None:
+        """Give the lock back."""
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    def _create_root(self) -> None:
+        try:
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            owner = self.root.stat().st_uid
+            names = os.listdir(self.root)  # noqa: PTH208 - names, not paths
+        except OSError as error:
+            raise ConfigError(
+                f"the cache directory {self.root} cannot be used: {error}; choose another --cache-dir"
+            ) from error
+        if os.geteuid() not in {0, owner}:
+            raise ConfigError(
+                f"the cache directory {self.root} belongs to user {owner}, this is user "
+                f"{os.geteuid()}; choose another --cache-dir"
+            )
+        if names and LOCK_FILE not in names:
+            raise ConfigError(
+                f"the directory {self.root} has files ({names[0]}, ...) and is no cache directory; "
+                "name an empty or a new directory"
+            )
+
+    def _prepare(self) -> bytes:
+        """Create what is missing of the sub-directory; returns its key."""
+        self.path.mkdir(mode=0o700, exist_ok=True)
+        if not self.was_there:
+            stored = {
+                "fields": dict(self.identity.fields),
+                "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            }
+            self._write(IDENTITY_FILE, json.dumps(stored, indent=1).encode())
+        key = self._read_key()
+        if key is None:
+            key = secrets.token_bytes(KEY_BYTES)
+            self._write(KEY_FILE, key)
+        self._ops.sync_directory(self.path)
+        self._ops.sync_directory(self.root)
+        return key
+
+    def _read_key(self) -> bytes | None:
+        """The key; None: there is none, or it was never written whole."""
+        content = read_small_file(self._ops, self.path / KEY_FILE)
+        return content if content is not None and len(content) == KEY_BYTES else None
+
+    def _write(self, name: str, content: bytes) -> None:
+        fd = self._ops.open(self.path / name, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        try:
+            write_fully(self._ops, fd, [content], 0)
+            self._ops.datasync(fd)
+        finally:
+            self._ops.close(fd)
+
+    def segment_paths(self) -> list[Path]:
+        """The files of this identity's segments, by number."""
+        if not self.path.is_dir():
+            return []
+        return [
+            self.path / name for name in self._ops.names(self.path) if number_of(name) is not None
+        ]
+
+    def foreign_segments(self) -> list[ForeignSegment]:
+        """Segments of other identities, oldest first."""
+        dated = []
+        for directory in identity_paths(self.root):
+            if directory != self.path:
+                for name in self._ops.names(directory):
+                    if number_of(name) is not None:
+                        size = self._ops.size(directory / name)
+                        segment = ForeignSegment(directory / name, size.allocated_bytes)
+                        dated.append((size.modified_s, segment))
+        return [segment for _, segment in sorted(dated, key=lambda item: item[0])]
+
+    def nearest_difference(self) -> str:
+        """The fields in which the most similar other directory differs, in words; empty: no other."""
+        others = [
+            directory.identity
+            for directory in list_identities(self._ops, self.root)
+            if directory.path != self.path and directory.identity and directory.num_segments
+        ]
+        if not others:
+            return ""
+        nearest = min(others, key=lambda other: len(self.identity.differing(other)))
+        names = self.identity.differing(nearest)
+        parts = [
+            f"{name} is {self.identity.fields.get(name)!r} here and {nearest.fields.get(name)!r} there"
+            for name in names[:_NAMED_FIELDS]
+        ]
+        if len(names) > _NAMED_FIELDS:
+            parts.append(f"{len(names) - _NAMED_FIELDS} more fields differ")
+        return "; ".join(parts)
+
+    def supports_direct(self) -> bool:
+        """Whether reads may bypass the page cache: write, sync and read a probe back with O_DIRECT.
+
+        Raises:
+            ConfigError: what was written is not what is read.
+        """
+        path = self.path / PROBE_FILE
+        content = secrets.token_bytes(BLOCK_BYTES)
+        block = memoryview(mmap.mmap(-1, BLOCK_BYTES))
+        try:
+            self._write(PROBE_FILE, content)
+            if not O_DIRECT:
+                return False
+            fd = self._ops.open(path, os.O_RDONLY | O_DIRECT)
+            try:
+                count = self._ops.read(fd, [block], 0)
+            finally:
+                self._ops.close(fd)
+        except OSError:
+            return False
+        finally:
+            with suppress(OSError):
+                self._ops.unlink(path)
+        if count == BLOCK_BYTES and bytes(block) != content:
+            raise ConfigError(
+                f"the file system of {self.root} does not read back what was written; use another one"
+            )
+        return count == BLOCK_BYTES
+
+
+def lock_directory(root: Path) -> int:
+    """Lock a directory for writing; returns the descriptor that holds the lock.
+
+    Raises:
+        ConfigError: another process holds it, or the file system has no locks.
+    """
+    path = root / LOCK_FILE
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(
+            f"the cache directory {root} cannot be written: {error}; choose another --cache-dir"
+        ) from error
+    try:
+        is_locked = try_lock(fd)
+        if not is_locked:
+            holder = os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
+            raise ConfigError(
+                f"the cache directory {root} is in use by {holder}; stop it, choose another "
+                "--cache-dir, or share its pages with --cache-dir-readonly"
+            )
+        started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"process {os.getpid()}, started {started}\n".encode(), 0)
+    except OSError as error:
+        os.close(fd)
+        raise ConfigError(
+            f"the file system of {root} has no locks ({error}); put --cache-dir on a local disk"
+        ) from error
+    except ConfigError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def read_small_file(ops: FileOps, path: Path) -> bytes | None:
+    """The content of a file of at most 1 MiB; None: it is missing, unreadable or larger."""
+    try:
+        size = ops.size(path).num_bytes
+        if size > _MAX_SMALL_FILE_BYTES:
+            return None
+        fd = ops.open(path, os.O_RDONLY)
+        try:
+            return read_exactly(ops, fd, size, 0)
+        finally:
+            ops.close(fd)
+    except OSError:
+        return None
+
+
+def identity_paths(root: Path) -> list[Path]:
+    """The sub-directories of identities."""
+    return sorted(
+        path for path in root.iterdir() if _IDENTITY_NAME.fullmatch(path.name) and path.is_dir()
+    )
+
+
+def list_identities(ops: FileOps, root: Path) -> list[IdentityDirectory]:
+    """Every identity's sub-directory, with its size."""
+    directories = []
+    for path in identity_paths(root):
+        sizes = [ops.size(path / name) for name in ops.names(path) if number_of(name) is not None]
+        directories.append(
+            IdentityDirectory(
+                path,
+                _stored_identity(ops, path),
+                len(sizes),
+                sum(size.allocated_bytes for size in sizes),
+                max((size.modified_s for size in sizes), default=0.0),
+            )
+        )
+    return directories
+
+
+def _stored_identity(ops: FileOps, path: Path) -> StoreIdentity | None:
+    content = read_small_file(ops, path / IDENTITY_FILE)
+    try:
+        fields = json.loads(content or b"")["fields"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    if not isinstance(fields, dict):
+        return None
+    return StoreIdentity(
+        {str(name): value for name, value in fields.items() if isinstance(value, str | int | bool)}
+    )
