@@ -2,18 +2,26 @@
 
 import hashlib
 import math
+import os
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from ramify.kv.stores.file_ops import FileOps
 from ramify.kv.stores.page_store import PageKey, PageStore, ReadOutcome, WriteOutcome
 from ramify.kv.stores.segment_format import Geometry
 from ramify.kv.stores.segments import SegmentOptions, SegmentStore
+from ramify.kv.stores.store_identity import Value
 
 PAGE_BYTES = 200
 SEGMENT_BYTES = 16384
-IDENTITY = {"weights": "w1", "kv_dtype": "bfloat16", "page_size": 16, "threads": 2}
+IDENTITY: dict[str, Value] = {
+    "weights": "w1",
+    "kv_dtype": "bfloat16",
+    "page_size": 16,
+    "threads": 2,
+}
 
 
 def hash_of(number: int) -> bytes:
@@ -28,8 +36,8 @@ def page(number: int, num_bytes: int = PAGE_BYTES) -> memoryview:
     return memoryview(random.Random(number).randbytes(num_bytes))
 
 
-def options(directory: Path, **changes) -> SegmentOptions:
-    values = {
+def options(directory: Path, **changes: Any) -> SegmentOptions:
+    values: dict[str, Any] = {
         "directory": directory,
         "identity": IDENTITY,
         "page_bytes": PAGE_BYTES,
@@ -39,7 +47,13 @@ def options(directory: Path, **changes) -> SegmentOptions:
     return SegmentOptions(**{**values, **changes})
 
 
-def opened(directory: Path, *, ops: FileOps | None = None, clock=lambda: 0.0, **changes):
+def opened(
+    directory: Path,
+    *,
+    ops: FileOps | None = None,
+    clock: Callable[[], float] = lambda: 0.0,
+    **changes: Any,
+) -> SegmentStore:
     return SegmentStore(options(directory, **changes), ops=ops, clock=clock)
 
 
@@ -74,3 +88,5 @@ def crash(store: SegmentStore) -> None:
     """End a store as SIGKILL would: nothing is sealed, only the lock is freed."""
     store._directory.release()
     store._reader.files.close()
+    if store._writer._fd >= 0:
+        os.close(store._writer._fd)

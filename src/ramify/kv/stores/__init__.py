@@ -13,5 +13,6 @@ a wrong one. Read in this order:
 - `segment`, `segment_reader`, `segment_writer`: one file; reads; appends, fsync, budget and eviction.
 - `removal_log`: pages that no restart may bring back.
 - `store_directory`: lock, identity and key of a directory.
+- `store_identity`: all that the bytes of a page depend on beside its tokens.
 - `file_ops`: every system call on files, so that tests can make each of them fail.
 """

@@ -33,7 +33,8 @@ from ramify.kv.stores.segment_format import FORMAT_VERSION, Geometry
 from ramify.kv.stores.segment_reader import SegmentReader
 from ramify.kv.stores.segment_table import SegmentTable
 from ramify.kv.stores.segment_writer import SegmentWriter
-from ramify.kv.stores.store_directory import StoreDirectory, StoreIdentity, Value
+from ramify.kv.stores.store_directory import StoreDirectory
+from ramify.kv.stores.store_identity import StoreIdentity, Value
 
 logger = logging.getLogger(__name__)
 
@@ -228,7 +229,8 @@ class SegmentStore:
             outcomes = [
                 self._put(key, page, deadline) for key, page in zip(keys, pages, strict=True)
             ]
-            self._writer.maintain()
+            if not self.options.read_only:
+                self._writer.maintain()
         return outcomes
 
     def _put(self, key: PageKey, page: memoryview, deadline: float) -> WriteOutcome:

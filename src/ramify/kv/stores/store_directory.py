@@ -8,15 +8,13 @@ DIR/                      0700
 from __future__ import annotations
 
 import datetime
-import hashlib
 import json
 import mmap
 import os
 import re
 import secrets
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from ramify.errors import ConfigError
@@ -31,33 +29,12 @@ from ramify.kv.stores.file_ops import (
 from ramify.kv.stores.page_names import KEY_BYTES
 from ramify.kv.stores.segment import number_of
 from ramify.kv.stores.segment_writer import ForeignSegment
+from ramify.kv.stores.store_identity import StoreIdentity
 
 IDENTITY_FILE, KEY_FILE, LOCK_FILE, PROBE_FILE = "identity.json", "key", "lock", "probe"
 _IDENTITY_NAME = re.compile(r"[0-9a-f]{32}")
 _MAX_SMALL_FILE_BYTES = 1 << 20
 _NAMED_FIELDS = 3
-
-Value = str | int | bool
-
-
-@dataclass(frozen=True, slots=True)
-class StoreIdentity:
-    """All that the bytes of a page depend on beside its tokens: fields of text and numbers."""
-
-    fields: Mapping[str, Value] = field(hash=False)
-
-    @property
-    def digest(self) -> bytes:
-        """16 bytes, a function of all fields."""
-        lines = [f"{name}={self.fields[name]!r}" for name in sorted(self.fields)]
-        return hashlib.blake2b(
-            "\n".join(lines).encode(), digest_size=16, person=b"ramify-store"
-        ).digest()
-
-    def differing(self, other: StoreIdentity) -> list[str]:
-        """Names of the fields that differ, sorted."""
-        names = self.fields.keys() | other.fields.keys()
-        return sorted(name for name in names if self.fields.get(name) != other.fields.get(name))
 
 
 @dataclass(frozen=True, slots=True)

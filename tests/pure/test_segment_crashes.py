@@ -1,0 +1,210 @@
+"""Processes that are killed and machines that lose power: what was acknowledged is found, nothing is wrong."""
+
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ramify.kv.stores.segments import SegmentStore
+from tests.pure.file_faults import PowerLossOps
+from tests.pure.store_cases import (
+    SEGMENT_BYTES,
+    crash,
+    hash_of,
+    hits,
+    opened,
+    put,
+    slots_per_segment,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Writes pages of 4 KiB, reads and removes some, and acknowledges each on stdout once the store has.
+WRITER = """
+import sys
+from pathlib import Path
+from tests.pure.store_cases import *
+store = opened(Path(sys.argv[1]), page_bytes=4096, segment_bytes=1 << 20, budget_bytes=64 << 20)
+number = int(sys.argv[2])
+out = sys.stdout
+while True:
+    numbers = range(number, number + 3)
+    if all(put(store, numbers)):
+        out.write("".join(f"written {n}\\n" for n in numbers))
+        out.flush()
+    if number % 5 == 0:
+        # Announced before: a removal under way may or may not have happened.
+        out.write(f"removing {number}\\n")
+        out.flush()
+        store.remove_many([hash_of(number)], deadline=math.inf)
+        out.write(f"removed {number}\\n")
+        out.flush()
+    hits(store, [max(number - 7, 0)])
+    store.maintain()
+    number += 3
+"""
+
+
+def kill_rounds(directory: Path, num_rounds: int) -> None:
+    rng = random.Random(num_rounds)
+    written: set[int] = set()
+    removed: set[int] = set()
+    removing: set[int] = set()
+    number = 0
+    for _ in range(num_rounds):
+        child = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(directory), str(number)],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])},
+        )
+        assert child.stdout is not None
+        lines = [child.stdout.readline()]
+        time.sleep(rng.random() * 0.1)
+        child.send_signal(signal.SIGKILL)
+        lines += child.stdout.readlines()
+        child.wait()
+        child.stdout.close()
+        for line in lines:
+            # The last line may be cut.
+            if line.endswith("\n"):
+                verb, page_number = line.split()
+                sets = {"written": written, "removing": removing, "removed": removed}
+                sets[verb].add(int(page_number))
+        start = time.perf_counter()
+        store = opened(directory, page_bytes=4096, segment_bytes=1 << 20, budget_bytes=64 << 20)
+        assert time.perf_counter() - start < 2
+        assert store.counts().evicted_pages == 0
+        expected = sorted(written - removing)
+        recent = expected[-600:]
+        assert hits(store, recent) == recent
+        assert store.has_many([hash_of(n) for n in expected], deadline=math.inf) == [True] * len(
+            expected
+        )
+        assert hits(store, sorted(removed)[-100:]) == []
+        store.close()
+        number = max(written, default=0) + 10
+    assert len(written) > num_rounds and removed
+
+
+def test_no_acknowledged_page_is_lost_in_five_kills(tmp_path: Path) -> None:
+    """SIGKILL at random moments: every page acknowledged as written is found and right, none removed is."""
+    kill_rounds(tmp_path, 5)
+
+
+@pytest.mark.slow
+def test_no_acknowledged_page_is_lost_in_two_hundred_kills(tmp_path: Path) -> None:
+    """The same, two hundred times on one directory."""
+    kill_rounds(tmp_path, 200)
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("put"), st.integers(1, 9)),
+        st.tuples(st.just("sync"), st.none()),
+        st.tuples(st.just("remove"), st.integers(0, 30)),
+        st.tuples(st.just("restart"), st.none()),
+        st.tuples(st.just("kill"), st.none()),
+        st.tuples(st.just("lose power"), st.integers(0, 2**32)),
+        st.tuples(st.just("failed fsync"), st.none()),
+    ),
+    min_size=2,
+    max_size=25,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(steps=STEPS)
+def test_no_durable_page_is_lost_with_the_power(steps: list[tuple[str, int | None]]) -> None:
+    """Any unsynced block may be lost or torn: durable pages are found, none is wrong, none removed returns."""
+    with tempfile.TemporaryDirectory() as name:
+        _run_steps(Path(name), steps)
+
+
+def _run_steps(directory: Path, steps: list[tuple[str, int | None]]) -> None:
+    ops = PowerLossOps()
+    budget = 64 * SEGMENT_BYTES
+    store = opened(directory, ops=ops, budget_bytes=budget)
+    number = 0
+    durable: set[int] = set()
+    removed: set[int] = set()
+    for step, argument in (*steps, ("lose power", 7)):
+        if step == "put":
+            numbers = range(number, number + (argument or 0))
+            number = numbers.stop
+            put(store, numbers)
+        elif step == "sync":
+            store.sync()
+        elif step == "remove":
+            assert argument is not None
+            store.remove_many([hash_of(argument)], deadline=math.inf)
+            if argument < number:
+                removed.add(argument)
+        elif step == "failed fsync":
+            ops.datasync_fails = True
+            if not store.sync():
+                # The segment is gone with every page in it.
+                durable = set(hits(store, durable))
+            ops.datasync_fails = False
+        else:
+            if step == "restart":
+                store.close()
+                durable |= kept_by(directory, number)
+            else:
+                crash(store)
+            if step == "lose power":
+                ops.lose_power(random.Random(argument))
+                ops = PowerLossOps()
+            store = opened(directory, ops=ops, budget_bytes=budget)
+            kept = set(hits(store, range(number)))
+            assert durable - removed <= kept
+            assert not kept & removed
+        durable |= durable_in(store, number)
+    store.close()
+
+
+def durable_in(store: SegmentStore, count: int) -> set[int]:
+    """The pages that the store has made durable: in sealed segments, or before the last sync."""
+    writer = store._writer
+    pages = set()
+    for number in range(count):
+        location = store._table.find(store._names.name(hash_of(number)))
+        if location is not None:
+            segment, slot = location
+            is_active = segment is writer._active
+            synced = segment.num_used - writer._num_unsynced if is_active else 0
+            if segment.is_sealed or slot < synced:
+                pages.add(number)
+    return pages
+
+
+def kept_by(directory: Path, count: int) -> set[int]:
+    """The pages that another process reads."""
+    reader = opened(directory, read_only=True)
+    kept = set(hits(reader, range(count)))
+    reader.close()
+    return kept
+
+
+def test_the_power_loss_layer_loses_something(tmp_path: Path) -> None:
+    """The fake itself: with nothing synced, some draws lose pages and some tear them."""
+    outcomes = set()
+    for seed in range(20):
+        ops = PowerLossOps()
+        store = opened(tmp_path / str(seed), ops=ops)
+        put(store, range(slots_per_segment()))
+        crash(store)
+        ops.lose_power(random.Random(seed))
+        outcomes.add(len(hits(opened(tmp_path / str(seed)), range(slots_per_segment()))))
+
+    assert len(outcomes) > 2 and min(outcomes) < slots_per_segment() == max(outcomes)
