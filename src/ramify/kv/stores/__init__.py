@@ -14,5 +14,8 @@ a wrong one. Read in this order:
 - `removal_log`: pages that no restart may bring back.
 - `store_directory`: lock, identity and key of a directory.
 - `store_identity`: all that the bytes of a page depend on beside its tokens.
+- `valkey`: `ValkeyStore`, pages in a Valkey or Redis server; joins what follows.
+- `valkey_link`, `valkey_settings`: pipelines that end by a deadline; what a server's settings mean.
+- `circuit_breaker`: leaves a server alone that fails.
 - `file_ops`: every system call on files, so that tests can make each of them fail.
 """
