@@ -15,6 +15,7 @@ import typer
 
 from ramify import __version__
 from ramify.cli.analyze import analyze
+from ramify.cli.cache import cache
 from ramify.cli.calibrate import calibrate
 from ramify.cli.chat import chat
 from ramify.cli.demo import demo
@@ -52,6 +53,7 @@ for command in (
     calibrate,
 ):
     app.command(cls=Command)(command)
+app.add_typer(cache, name="cache")
 
 
 def _print_version(is_wanted: bool) -> None:

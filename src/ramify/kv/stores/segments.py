@@ -6,7 +6,7 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from ramify.kv.stores.payload_codec import (
 )
 from ramify.kv.stores.removal_log import RemovalLog
 from ramify.kv.stores.segment import OpenedSegment, number_of, open_segment
-from ramify.kv.stores.segment_format import FORMAT_VERSION, Geometry
+from ramify.kv.stores.segment_format import FORMAT_VERSION, Geometry, RecordHeader
 from ramify.kv.stores.segment_reader import SegmentReader
 from ramify.kv.stores.segment_table import SegmentTable
 from ramify.kv.stores.segment_writer import SegmentWriter
@@ -272,6 +272,28 @@ class SegmentStore:
                 )
                 self._delete_all()
             return count
+
+    def scan(self) -> Iterator[tuple[bytes, RecordHeader | None, memoryview]]:
+        """Read and verify every listed page: name, header (None: damaged), and the page until the next."""
+        page = memoryview(bytearray(self.page_bytes))
+        for segment in self._table.segments():
+            for name, slot in self._table.pages_in(segment):
+                header = self._reader.read_any(segment, slot, page)
+                yield name, header if header is not None and header.name == name else None, page
+
+    def put_record(self, header: RecordHeader, page: memoryview) -> bool:
+        """Write a page under the name of a record of a store with the same key; False: refused."""
+        with self._write_lock:
+            self._check_available()
+            is_listed = self._table.find(header.name) is not None
+            return is_listed or self._writer.append(
+                header.name, header.parent_tag, header.tenant_tag, page
+            )
+
+    def names_of_tenant(self, tenant: bytes) -> list[bytes]:
+        """The names of the pages that a tenant wrote first."""
+        tag = self._names.tenant_tag(tenant)
+        return [name for name, header, _ in self.scan() if header and header.tenant_tag == tag]
 
     def clear(self, *, deadline: float) -> int:
         """See PageStore."""

@@ -1,0 +1,128 @@
+"""`ramify cache`: list, verify, export, import and purge a disk tier that no server uses."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ramify.cli.options import exit_on_error
+
+cache = typer.Typer(
+    help="Look after a directory of --cache-dir that no server uses.", no_args_is_help=True
+)
+
+CacheDir = Annotated[Path, typer.Option("--cache-dir", help="The directory of the disk tier.")]
+Identity = Annotated[
+    str | None,
+    typer.Option(help="First digits of an identity; unset: the only one in the directory."),
+]
+CacheKey = Annotated[
+    Path | None, typer.Option(help="The key file with which the pages were encrypted.")
+]
+
+
+def _key(path: Path | None) -> bytes | None:
+    from ramify.kv.stores.payload_codec import read_cache_key
+
+    return None if path is None else read_cache_key(path)
+
+
+@cache.command("ls")
+def list_directory(cache_dir: CacheDir) -> None:
+    """List identities: size, last use, and the fields that make them."""
+    with exit_on_error():
+        from ramify.kv.stores.segment_tools import identities
+
+        for item in identities(cache_dir):
+            when = datetime.datetime.fromtimestamp(item.modified_s, datetime.UTC)
+            last = f"{when:%Y-%m-%d %H:%M}" if item.modified_s else "never"
+            typer.echo(
+                f"{item.path.name}  {item.num_segments:>6} segments  "
+                f"{item.allocated_bytes / 1e9:>9.3f} GB  last written {last}"
+            )
+            for name, value in sorted(item.identity.fields.items() if item.identity else ()):
+                typer.echo(f"    {name} = {value}")
+
+
+@cache.command("verify")
+def verify_pages(
+    cache_dir: CacheDir,
+    identity: Identity = None,
+    cache_key: CacheKey = None,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Leave damaged pages listed, and take no lock.")
+    ] = False,
+) -> None:
+    """Read every page and compare its checksum; damaged ones are removed. Exit code 1 if there are any."""
+    with exit_on_error():
+        from ramify.kv.stores import segment_tools
+
+        directory = segment_tools.choose(cache_dir, identity)
+        with segment_tools.opened(directory, cache_key=_key(cache_key), read_only=keep) as store:
+            report = segment_tools.verify(store)
+    typer.echo(f"{report.num_pages} pages, {report.num_damaged} damaged")
+    if report.num_damaged:
+        raise typer.Exit(1)
+
+
+@cache.command("export")
+def export_pages(
+    archive: Annotated[Path, typer.Argument(help="The tar file to write.")],
+    cache_dir: CacheDir,
+    identity: Identity = None,
+) -> None:
+    """Write an identity's pages to a tar file. It has the key of their names: keep it as private."""
+    with exit_on_error():
+        from ramify.kv.stores import segment_tools
+
+        count = segment_tools.export(segment_tools.choose(cache_dir, identity), archive)
+    typer.echo(f"{count} files in {archive}")
+
+
+@cache.command("import")
+def import_pages(
+    archive: Annotated[Path, typer.Argument(help="A tar file that `ramify cache export` wrote.")],
+    cache_dir: CacheDir,
+    cache_key: CacheKey = None,
+) -> None:
+    """Add the pages of an archive, each verified. Exit code 1 if some were damaged or had no room."""
+    with exit_on_error():
+        from ramify.kv.stores import segment_tools
+
+        report = segment_tools.import_archive(archive, cache_dir, cache_key=_key(cache_key))
+    typer.echo(f"{report.num_pages} pages, {report.num_damaged} damaged or refused")
+    if report.num_damaged:
+        raise typer.Exit(1)
+
+
+@cache.command("purge")
+def purge(
+    cache_dir: CacheDir,
+    identity: Identity = None,
+    tenant: Annotated[
+        str | None, typer.Option(help="Only pages that this tenant's requests wrote first.")
+    ] = None,
+    older_than: Annotated[
+        float | None, typer.Option(min=0, help="Only segments last written so many days ago.")
+    ] = None,
+    cache_key: CacheKey = None,
+) -> None:
+    """Delete an identity, or a tenant's pages or old segments of it."""
+    with exit_on_error():
+        from ramify.kv.stores import segment_tools
+
+        directory = segment_tools.choose(cache_dir, identity)
+        if older_than is not None:
+            count = segment_tools.purge_older(directory, older_than)
+            typer.echo(f"{count} segments deleted")
+        if tenant is not None:
+            with segment_tools.opened(
+                directory, cache_key=_key(cache_key), read_only=False
+            ) as store:
+                typer.echo(f"{segment_tools.purge_tenant(store, tenant)} pages removed")
+        if older_than is None and tenant is None:
+            num_bytes = segment_tools.purge_identity(directory)
+            typer.echo(f"{directory.path.name} deleted, {num_bytes / 1e9:.3f} GB")

@@ -1,0 +1,180 @@
+"""`ramify cache`: what the tools for a disk tier list, verify, copy and delete."""
+
+import io
+import math
+import os
+import tarfile
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from ramify.cli import app
+from tests.pure.store_cases import IDENTITY, PAGE_BYTES, hits, key, opened, page, put, segment_files
+from tests.pure.test_segment_faults import flip_page
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["cache", *map(str, arguments)])
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A cache directory with 30 pages of one identity; page 7 is bob's."""
+    root = tmp_path / "cache"
+    store = opened(root)
+    put(store, range(7))
+    store.put_many([key(7, b"bob")], [page(7)], deadline=math.inf)
+    put(store, range(8, 30))
+    store.close()
+    return root
+
+
+def test_ls_shows_identities_with_their_fields(directory: Path) -> None:
+    """Each identity with its size and the fields of which it is made."""
+    other = opened(directory, identity={**IDENTITY, "weights": "w2"})
+    put(other, [1])
+    other.close()
+
+    result = run("ls", "--cache-dir", directory)
+
+    assert result.exit_code == 0
+    assert result.stdout.count(" segments ") == 2
+    assert "weights = w1" in result.stdout and "weights = w2" in result.stdout
+    assert run("ls", "--cache-dir", directory / "missing").exit_code == 2
+
+
+def test_verify_finds_and_removes_damaged_pages(directory: Path) -> None:
+    """A damaged page: exit code 1, and it is gone; then all are intact."""
+    store = opened(directory)
+    flip_page(store, 3)
+    store.close()
+
+    kept = run("verify", "--cache-dir", directory, "--keep")
+    first = run("verify", "--cache-dir", directory)
+    second = run("verify", "--cache-dir", directory)
+
+    assert (kept.exit_code, kept.stdout) == (1, "30 pages, 1 damaged\n")
+    assert (first.exit_code, first.stdout) == (1, "30 pages, 1 damaged\n")
+    assert (second.exit_code, second.stdout) == (0, "29 pages, 0 damaged\n")
+
+
+def test_an_export_is_imported_elsewhere(directory: Path, tmp_path: Path) -> None:
+    """Every page that verifies is found in the new directory; a second import changes nothing."""
+    archive, target = tmp_path / "pages.tar", tmp_path / "other"
+    store = opened(directory)
+    flip_page(store, 3)
+    store.close()
+
+    exported = run("export", archive, "--cache-dir", directory)
+    imported = run("import", archive, "--cache-dir", target)
+    again = run("import", archive, "--cache-dir", target)
+
+    assert exported.exit_code == 0 and archive.stat().st_mode & 0o777 == 0o600
+    assert imported.exit_code == again.exit_code == 1  # one page is damaged
+    assert imported.stdout == "30 pages, 1 damaged or refused\n"
+    assert hits(opened(target), range(30)) == [n for n in range(30) if n != 3]
+    assert sorted(path.name for path in target.iterdir() if path.name.startswith("import")) == []
+    assert run("export", archive, "--cache-dir", directory).exit_code == 2, "overwrote an archive"
+
+
+def test_an_import_under_another_key_is_refused(directory: Path, tmp_path: Path) -> None:
+    """A directory that has the identity under its own key of names is left as it is."""
+    archive, target = tmp_path / "pages.tar", tmp_path / "other"
+    store = opened(target)
+    put(store, [50])
+    store.close()
+    run("export", archive, "--cache-dir", directory)
+
+    result = run("import", archive, "--cache-dir", target)
+
+    assert result.exit_code == 2 and "another key" in result.stderr
+    assert hits(opened(target), [0, 50]) == [50]
+
+
+@pytest.mark.parametrize(
+    "name", ["../evil", "/etc/evil", f"{'0' * 32}/../../evil", f"{'0' * 32}/evil.sh", "evil.seg"]
+)
+def test_an_archive_with_other_files_is_refused(tmp_path: Path, name: str) -> None:
+    """Nothing but files of an export is unpacked, and nothing outside the directory."""
+    archive = tmp_path / "evil.tar"
+    with tarfile.open(archive, "w") as tar:
+        member = tarfile.TarInfo(name)
+        member.size = 1
+        tar.addfile(member, io.BytesIO(b"x"))
+
+    result = run("import", archive, "--cache-dir", tmp_path / "target")
+
+    assert result.exit_code == 2 and "no export has" in result.stderr
+    assert not list(tmp_path.rglob("evil*"))[1:]
+
+
+def test_purge_deletes_what_it_names(directory: Path) -> None:
+    """A tenant's pages, old segments, a whole identity."""
+    by_tenant = run("purge", "--cache-dir", directory, "--tenant", "bob")
+    store = opened(directory)
+    left = hits(store, range(30))
+    store.close()
+    oldest = segment_files(directory)[0]
+    os.utime(oldest, (0, 0))
+    by_age = run("purge", "--cache-dir", directory, "--older-than", 1)
+    num_segments = len(segment_files(directory))
+    whole = run("purge", "--cache-dir", directory)
+
+    assert by_tenant.stdout == "1 pages removed\n"
+    assert left == [n for n in range(30) if n != 7]
+    assert by_age.stdout == "1 segments deleted\n"
+    assert num_segments > 0 and not oldest.exists()
+    assert whole.exit_code == 0 and segment_files(directory) == []
+    assert list(directory.iterdir()) == [directory / "lock"]
+
+
+def test_tools_keep_away_from_a_server(directory: Path) -> None:
+    """While a server holds the directory nothing is changed; listing and --keep are possible."""
+    store = opened(directory)
+
+    refused = [
+        run("verify", "--cache-dir", directory),
+        run("purge", "--cache-dir", directory),
+        run("export", directory / "x.tar", "--cache-dir", directory),
+    ]
+
+    assert [result.exit_code for result in refused] == [2, 2, 2]
+    assert all(f"process {os.getpid()}" in result.stderr for result in refused)
+    assert run("ls", "--cache-dir", directory).exit_code == 0
+    assert run("verify", "--cache-dir", directory, "--keep").exit_code == 0
+    assert hits(store, range(30)) == list(range(30))
+
+
+def test_an_identity_is_named_where_there_are_several(directory: Path) -> None:
+    """Several identities: the message lists them; the first digits name one."""
+    other = opened(directory, page_bytes=PAGE_BYTES + 8)
+    put(other, [1])
+    name = other._directory.path.name
+    other.close()
+
+    ambiguous = run("verify", "--cache-dir", directory)
+    chosen = run("verify", "--cache-dir", directory, "--identity", name[:8])
+
+    assert ambiguous.exit_code == 2 and name in ambiguous.stderr
+    assert chosen.stdout == "1 pages, 0 damaged\n"
+
+
+def test_encrypted_pages_need_their_key(tmp_path: Path) -> None:
+    """Without the key the tools say what is missing, with it they verify."""
+    pytest.importorskip("cryptography")
+    from ramify.kv.stores.payload_codec import read_cache_key
+
+    path = tmp_path / "key"
+    path.write_bytes(bytes(range(32)))
+    path.chmod(0o600)
+    root = tmp_path / "cache"
+    store = opened(root, cache_key=read_cache_key(path))
+    put(store, range(3))
+    store.close()
+
+    without = run("verify", "--cache-dir", root)
+    with_key = run("verify", "--cache-dir", root, "--cache-key", path)
+
+    assert without.exit_code == 2 and "--cache-key" in without.stderr
+    assert with_key.stdout == "3 pages, 0 damaged\n"
