@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.cache import CacheEvent, PrefixCache
-from ramify.cache.key import ATOM_BYTES, chain_hashes, namespace_hash
+from ramify.cache.key import chain_hashes, namespace_hash
+from ramify.cache.packed import ATOM_BYTES
 from ramify.errors import ConfigError
 from tests.budget import examples
 from tests.pure.cache_mirror import Mirror, content
