@@ -123,7 +123,8 @@ class RequestLifecycle:
             InvalidParamsError: there are tokens after the one that ends the answer, or it is whole but
                 every prompt token must be computed.
         """
-        append_sampled_tokens(request, SampledTokens(tuple(generated)))
+        sampled = SampledTokens(tuple(generated))
+        append_sampled_tokens(request, sampled, num_continued=len(generated) - 1)
         num_valid = len(request.output_ids)
         if num_valid < len(generated):
             allowed = f"{num_valid} tokens: the last of these ends the answer"

@@ -11,36 +11,44 @@ from ramify.errors import DeadEndError
 from ramify.outputs import FinishReason
 
 
-def append_sampled_tokens(request: Request, sampled: SampledTokens) -> None:
+def append_sampled_tokens(
+    request: Request, sampled: SampledTokens, *, num_continued: int = 0
+) -> None:
     """Append sampled tokens to `request`, up to the token that ends it.
 
     An answer ends with a stop token, a stop string, the end of its grammar, or at `max_len`; then
     `pending_finish_reason` is set. With `max_tokens=0` nothing is appended. If the detokenizer
     raises, `request` is unchanged.
+
+    Args:
+        num_continued: first tokens after which the grammar is known to go on. It takes them at once,
+            with the next one: a mask of allowed tokens after each would cost what sampling them did.
     """
     if request.params.max_tokens == 0:
         request.pending_finish_reason = FinishReason.LENGTH
         return
     tokens: list[int] = []
+    output_ids = [*request.output_ids]  # with `tokens`
     text, stop_reason, finish_reason = request.text, request.stop_reason, None
-    error, num_before = request.error, len(request.output_ids)
+    error = request.error
     for token in sampled.token_ids:
         tokens.append(token)
-        num_tokens = num_before + len(tokens)
+        output_ids.append(token)
+        num_tokens = len(output_ids)
         if token in request.stop_token_ids:
             finish_reason, stop_reason = FinishReason.STOP, token
             if request.params.include_stop and request.detokenizer is not None:
                 text += request.detokenizer.step(token)
         else:
             if request.detokenizer is not None:
-                num_chars, text = len(text), text + request.detokenizer.step(token)
+                num_chars = len(text)
+                text += request.detokenizer.step(token)
                 text, stop = _truncate_at_stop_string(request, text, num_chars, num_tokens)
                 if stop is not None:
                     finish_reason, stop_reason = FinishReason.STOP, stop
-            if finish_reason is None and request.logits_processor is not None:
-                finish_reason, error = _grammar_end(
-                    request.logits_processor, [*request.output_ids, *tokens]
-                )
+            processor = request.logits_processor
+            if finish_reason is None and processor is not None and len(tokens) > num_continued:
+                finish_reason, error = _grammar_end(processor, output_ids)
             if finish_reason is None and len(request.prompt_ids) + num_tokens >= request.max_len:
                 finish_reason = FinishReason.LENGTH
         if finish_reason is not None:
