@@ -59,10 +59,11 @@ class Hub(BaseHTTPRequestHandler):
         pass
 
 
-def download(name: str, cache: Path, port: int, **options: Any) -> subprocess.CompletedProcess[str]:
+def download(
+    name: str, cache: Path, port: int, find: str = "find_checkpoint", **options: Any
+) -> subprocess.CompletedProcess[str]:
     code = (
-        "from ramify.models.checkpoint.find import find_checkpoint\n"
-        f"print(find_checkpoint({name!r}, **{options!r}))"
+        f"from ramify.models.checkpoint.find import {find}\nprint({find}({name!r}, **{options!r}))"
     )
     env = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
     env |= {"HF_HUB_CACHE": str(cache), "HF_ENDPOINT": f"http://127.0.0.1:{port}"}
@@ -115,6 +116,35 @@ def test_a_hub_model_is_downloaded_once(tmp_path: Path) -> None:
     assert second.stdout == first.stdout
     assert not any("some/model" in request for request in Hub.requests[num_requests:num_later])
     assert "CheckpointError: there is no directory 'some/other'" in missing.stderr
+
+
+def test_a_tokenizer_comes_without_its_weights(tmp_path: Path) -> None:
+    """A server of replicas elsewhere downloads texts only, once; an engine gets the weights later."""
+    source = write_tiny_checkpoint(tmp_path / "source", "llama")
+    Hub.files = {file.name: file.read_bytes() for file in source.iterdir()}
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        port, cache = server.server_address[1], tmp_path / "cache"
+        first = download("some/model", cache, port, find="find_text_files")
+        has_weights = (Path(first.stdout.strip()) / "model.safetensors").exists()
+        num_requests = len(Hub.requests)
+        second = download("some/model", cache, port, find="find_text_files")
+        num_later = len(Hub.requests)
+        whole = download("some/model", cache, port)
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+    path = Path(first.stdout.strip())
+    assert first.returncode == 0, first.stderr
+    assert second.stdout == whole.stdout == first.stdout
+    assert (path / "tokenizer.json").exists()
+    assert not has_weights
+    assert not any("some/model" in request for request in Hub.requests[num_requests:num_later])
+    assert (path / "model.safetensors").exists()
 
 
 def test_without_a_network_the_error_says_so(tmp_path: Path) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from ramify.cluster.client import ClusterLLM
@@ -14,7 +15,7 @@ from ramify.cluster.local_processes import STOP_S, LocalOptions, LocalProcesses
 from ramify.engine.text.tokenizer import Tokenizer
 from ramify.engine.text.tokenizer_files import has_tokenizer
 from ramify.errors import ConfigError
-from ramify.models.checkpoint.find import find_checkpoint
+from ramify.models.checkpoint.find import find_checkpoint, find_text_files
 
 MAX_REPLICAS = 64  # children of one process
 ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[^\s,:\[\]]+):([0-9]{1,5})")
@@ -62,7 +63,10 @@ async def local_cluster(
         ReplicaStartError: one cannot load its model.
         CheckpointError: there is no such model.
     """
-    tokenizer = await asyncio.to_thread(load_tokenizer, options.model, options.engine)
+    # With the weights: children would each download them.
+    tokenizer = await asyncio.to_thread(
+        load_tokenizer, find_checkpoint, options.model, options.engine
+    )
     processes = LocalProcesses(options, stop_s=stop_s)
     try:
         addresses = await processes.start()
@@ -97,7 +101,7 @@ async def remote_cluster(
     Raises:
         NoReplicaError: none answers.
     """
-    tokenizer = await asyncio.to_thread(load_tokenizer, model, engine)
+    tokenizer = await asyncio.to_thread(load_tokenizer, find_text_files, model, engine)
     client = ClusterLLM(
         {address: address for address in addresses},
         tokenizer,
@@ -111,13 +115,16 @@ async def remote_cluster(
         await client.aclose()
 
 
-def load_tokenizer(model: str, engine: Mapping[str, Any]) -> Tokenizer | None:
+def load_tokenizer(
+    find: Callable[..., Path], model: str, engine: Mapping[str, Any]
+) -> Tokenizer | None:
     """The tokenizer of a model; None if it has none.
+
+    Args:
+        find: `find_checkpoint` or `find_text_files`.
 
     Raises:
         CheckpointError: there is no such model.
     """
-    path = find_checkpoint(
-        model, revision=engine.get("revision"), offline=bool(engine.get("offline", False))
-    )
+    path = find(model, revision=engine.get("revision"), offline=bool(engine.get("offline", False)))
     return Tokenizer.load(path) if has_tokenizer(path) else None

@@ -22,7 +22,7 @@ from ramify.engine.async_llm import AsyncLLM
 from ramify.engine.cache_admin.warmup import WarmPrompt, read_prompts
 from ramify.engine.execution.host_memory import resident_memory
 from ramify.errors import ConfigError
-from ramify.models.checkpoint.find import find_checkpoint
+from ramify.models.checkpoint.find import find_text_files
 from ramify.models.configs.sampling_defaults import AUTO
 from ramify.models.gguf.config import read_sampling_defaults
 from ramify.models.gguf.container import model_name
@@ -209,15 +209,14 @@ async def _serve_here(options: ServeOptions, llm: AsyncLLM, inputs: ServeInputs)
 
 async def _serve_client(options: ServeOptions, open_client: OpenClient, inputs: ServeInputs) -> int:
     find = partial(
-        find_checkpoint,
+        find_text_files,
         options.model,
         revision=options.engine.get("revision"),
         offline=bool(options.engine.get("offline")),
     )
-    # The engine's own path may be one of another machine.
-    path = await asyncio.to_thread(find)
     async with open_client() as client:
-        return await _serve(options, client, inputs, path)
+        # The engine's own path may be one of another machine.
+        return await _serve(options, client, inputs, await asyncio.to_thread(find))
 
 
 async def _serve(

@@ -21,7 +21,8 @@ PICKLED_ONLY = (
     "has pickled weights only ({}); loading them can run foreign code, so they are not read: save the "
     "model as safetensors first"
 )
-PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
+TEXT_PATTERNS = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
+PATTERNS = [*TEXT_PATTERNS, "*.safetensors"]
 
 
 def find_checkpoint(
@@ -39,6 +40,23 @@ def find_checkpoint(
         CheckpointError: there is no such directory, a model's package is not installed, or the hub model is
             neither cached nor can it be downloaded.
     """
+    return _find(model, revision, PATTERNS, offline=offline)
+
+
+def find_text_files(
+    model: str | Path, *, revision: str | None = None, offline: bool = False
+) -> Path:
+    """Where the tokenizer, chat template and configuration of a checkpoint are; see `find_checkpoint`.
+
+    Of a hub model no weights are downloaded.
+
+    Raises:
+        CheckpointError: see `find_checkpoint`.
+    """
+    return _find(model, revision, TEXT_PATTERNS, offline=offline)
+
+
+def _find(model: str | Path, revision: str | None, patterns: list[str], *, offline: bool) -> Path:
     if str(model) == BUILT_IN:
         built_in = importlib.resources.files("ramify") / "data" / BUILT_IN
         if not isinstance(built_in, Path) or not (built_in / "config.json").is_file():
@@ -73,7 +91,7 @@ def find_checkpoint(
     looks_local = isinstance(model, Path) or name.startswith((".", "~", os.sep))
     if looks_local or name.count("/") > 1 or not name:
         raise CheckpointError(f"there is no directory {name!r}; name a checkpoint directory")
-    return _hub_snapshot(name, revision, offline=offline)
+    return _hub_snapshot(name, revision, patterns, offline=offline)
 
 
 def check_format(path: Path) -> None:
@@ -122,8 +140,12 @@ def has_weight_files(path: Path) -> bool:
     return (path / "model.safetensors").is_file() or (path / INDEX).is_file()
 
 
-def _hub_snapshot(name: str, revision: str | None, *, offline: bool) -> Path:
-    """The directory of a hub model's snapshot in the local cache, downloaded if it is not there."""
+def _hub_snapshot(name: str, revision: str | None, patterns: list[str], *, offline: bool) -> Path:
+    """The directory of a hub model's snapshot in the local cache, downloaded if it is not there.
+
+    Args:
+        patterns: of the files that are needed, `PATTERNS` or `TEXT_PATTERNS`.
+    """
     try:
         from huggingface_hub import constants, snapshot_download
         from huggingface_hub.errors import (
@@ -142,7 +164,7 @@ def _hub_snapshot(name: str, revision: str | None, *, offline: bool) -> Path:
     try:
         cached = Path(
             snapshot_download(
-                name, revision=revision, allow_patterns=PATTERNS, local_files_only=True
+                name, revision=revision, allow_patterns=patterns, local_files_only=True
             )
         )
         file = _pickled_only(cached)
@@ -153,7 +175,8 @@ def _hub_snapshot(name: str, revision: str | None, *, offline: bool) -> Path:
                 f"with `hf download {name}`"
             )
         # A snapshot may be partial (interrupted, or of another program): download the rest.
-        if is_offline or _has_weights(cached):
+        is_whole = _has_weights(cached) if patterns is PATTERNS else _has_texts(cached)
+        if is_offline or is_whole:
             return cached
     except HFValidationError as error:
         raise CheckpointError(
@@ -167,7 +190,7 @@ def _hub_snapshot(name: str, revision: str | None, *, offline: bool) -> Path:
             ) from None
     try:
         return Path(
-            snapshot_download(name, revision=revision, allow_patterns=PATTERNS, etag_timeout=5)
+            snapshot_download(name, revision=revision, allow_patterns=patterns, etag_timeout=5)
         )
     # No such model, revision or permission; no network: httpx and urllib3 raise OSErrors of their own.
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, RuntimeError) as error:
@@ -203,3 +226,11 @@ def _has_weights(path: Path) -> bool:
         return all((path / shard).is_file() for shard in index["weight_map"].values())
     except (CheckpointError, OSError, ValueError, LookupError, TypeError, AttributeError):
         return False
+
+
+def _has_texts(path: Path) -> bool:
+    """Whether a snapshot has its configuration and a tokenizer in the usual format."""
+    return all(
+        (path / name).is_file()
+        for name in ("config.json", "tokenizer.json", "tokenizer_config.json")
+    )
