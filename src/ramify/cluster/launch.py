@@ -74,9 +74,10 @@ async def local_cluster(
             addresses, tokenizer, credentials=processes.credentials, **client_options
         )
         try:
+            # From here on: one that dies before the others are ready is started again, too.
+            processes.keep(client.move)
             await client.start()
             await client.all_ready()
-            processes.keep(client.move)
             yield client
         finally:
             await client.aclose()
