@@ -1,14 +1,24 @@
 """What a server is told of the caches of its replicas: all of it, in order, and what it adds up to."""
 
 import asyncio
+import random
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
 from ramify.cache.events import CacheEvent, SnapshotChunk
+from ramify.cluster.mirrors import Mirrors
 from ramify.cluster.routes import CacheRoutes
-from ramify.cluster.step_reports import StepReporter, part_of, run_of
-from ramify.cluster.wire import Load, Run, SnapshotPart, TakeSnapshot
+from ramify.cluster.step_reports import HASH_BYTES, PART_HASH_BYTES, StepReporter, parts_of, run_of
+from ramify.cluster.wire import (
+    MAX_MESSAGE_BYTES,
+    Load,
+    Run,
+    SnapshotPart,
+    TakeSnapshot,
+    encode,
+)
 from ramify.engine.core import EngineCore
 from ramify.engine.serving.streams import LoopDispatcher
 from ramify.params import SamplingParams
@@ -68,7 +78,7 @@ def event_of(run: Run) -> CacheEvent:
 
 
 def chunk_of(part: SnapshotPart) -> SnapshotChunk:
-    """The chunk of `part_of`."""
+    """The chunk of a part."""
     runs = tuple(map(event_of, part.runs))
     return SnapshotChunk(part.sequence, part.number, runs, part.is_last, part.digest)
 
@@ -161,8 +171,39 @@ def test_an_event_is_the_same_after_the_journey() -> None:
             event.start,
         )
     for chunk in subscription.snapshot_chunks():
-        arrived_chunk = chunk_of(part_of(3, chunk))
+        [part] = parts_of(3, chunk, chunk.number)
+        arrived_chunk = chunk_of(part)
         assert (arrived_chunk.sequence, arrived_chunk.digest) == (chunk.sequence, chunk.digest)
+
+
+def test_a_snapshot_of_long_runs_fits_into_messages() -> None:
+    """A chunk of any size travels in parts below the limit, and the mirror has all of it."""
+    step, rng = PART_HASH_BYTES // HASH_BYTES, random.Random(3)
+    lengths = (step + 5, 3, step + 1, step - 1, 7)
+    runs = [
+        CacheEvent(9, "stored", b"n" * 16, b"n" * 16, 0, rng.randbytes(length * HASH_BYTES))
+        for length in lengths
+    ]
+    pages = np.frombuffer(b"".join(run.hashes for run in runs), np.uint64).reshape(-1, 2)
+    digest = np.bitwise_xor.reduce(pages).tobytes()
+    mirrors, number = Mirrors(stride=8), 0
+    mirrors.add("a", 1)
+    [request] = mirrors.due_snapshots(0.0)
+    for at, is_last in enumerate((False, True)):
+        chunk = SnapshotChunk(9, at, tuple(runs[3 * at : 3 * at + 3]), is_last, digest)
+        for part in parts_of(request.number, chunk, number):
+            assert len(encode(part)) < MAX_MESSAGE_BYTES / 2
+            assert part.number == number
+            mirrors.snapshot("a", 1, request.number, part)
+            number += 1
+
+    assert mirrors.is_known("a")
+    assert mirrors.counters.num_failed_snapshots == 0
+    assert mirrors.num_pages("a") == sum(length // 8 for length in lengths)
+    last = runs[3].hashes
+    hashes = [last[at : at + HASH_BYTES] for at in range(0, len(last), HASH_BYTES)]
+    assert mirrors.match(hashes) == {"a": len(hashes) // 8 * 8}
+    assert number > 2
 
 
 def test_a_conversation_stays_with_its_cache() -> None:

@@ -15,7 +15,7 @@ from ramify.cluster.codecs import (
     encode_result,
     pack_floats,
 )
-from ramify.cluster.step_reports import StepReport, StepReporter, part_of
+from ramify.cluster.step_reports import StepReport, StepReporter, parts_of
 from ramify.cluster.wire import (
     MAX_CALLS,
     MAX_UNSENT_BYTES,
@@ -349,14 +349,13 @@ class Connection:
     async def _send_snapshot(self, number: int) -> None:
         with suppress(EngineStoppedError):
             await self._llm.run(self._reporter.begin_snapshot)
+            num_parts = 0
             while (chunk := await self._llm.run(self._reporter.next_chunk)) is not None:
                 self._send_step()  # events come before the snapshot that includes them
-                try:
-                    self.send(part_of(number, chunk))
-                except WireError as error:
-                    logger.warning("%s: no snapshot: %s", self.peer, error)
-                    return
-                await self.flush()
+                for part in parts_of(number, chunk, num_parts):
+                    self.send(part)
+                    num_parts += 1
+                    await self.flush()
 
 
 def output_of(key: int, event: StepOutput) -> Output:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import msgspec
+
 from ramify.cache.events import CacheEvent, SnapshotChunk, Subscription
 from ramify.cluster.wire import Load, Run, SnapshotPart
 from ramify.engine.core import EngineCore
@@ -12,6 +14,10 @@ from ramify.engine.serving.streams import LoopDispatcher
 
 MAX_EVENTS = 1 << 16  # kept for a connection; more between two steps are lost, and counted
 DIGEST_EVENTS = 256  # after as many events a digest is sent; also when the engine has nothing to do
+HASH_BYTES = 16  # of a page
+PART_HASH_BYTES = (
+    4 << 20
+)  # of a part of a snapshot, a whole number of hashes; a message may have 16 MiB
 SMOOTHING = 0.1  # weight of the last step in the calibration
 # A step with this many tokens for each of its decoding answers is one of prompts.
 PROMPT_SHARE = 4
@@ -137,13 +143,35 @@ def run_of(event: CacheEvent) -> Run:
     )
 
 
-def part_of(request: int, chunk: SnapshotChunk) -> SnapshotPart:
-    """The travelling form of a chunk of a snapshot."""
-    return SnapshotPart(
-        request,
-        chunk.sequence,
-        chunk.number,
-        [run_of(event) for event in chunk.runs],
-        chunk.is_last,
-        chunk.digest,
-    )
+def parts_of(request: int, chunk: SnapshotChunk, number: int) -> list[SnapshotPart]:
+    """The travelling form of a chunk of a snapshot: parts of at most `PART_HASH_BYTES` of hashes.
+
+    Args:
+        number: of the first part.
+    """
+    groups: list[list[Run]] = [[]]
+    num_bytes = 0
+    for event in chunk.runs:
+        for run in _pieces(run_of(event)):
+            num_bytes += len(run.hashes)
+            if num_bytes > PART_HASH_BYTES and groups[-1]:
+                groups.append([])
+                num_bytes = len(run.hashes)
+            groups[-1].append(run)
+    last = len(groups) - 1
+    return [
+        SnapshotPart(
+            request, chunk.sequence, number + at, runs, chunk.is_last and at == last, chunk.digest
+        )
+        for at, runs in enumerate(groups)
+    ]
+
+
+def _pieces(run: Run) -> Iterator[Run]:
+    """A run of a snapshot in runs of at most `PART_HASH_BYTES`, one behind the other."""
+    parent = run.parent_hash
+    for begin in range(0, max(1, len(run.hashes)), PART_HASH_BYTES):
+        hashes = run.hashes[begin : begin + PART_HASH_BYTES]
+        start = run.start + begin // HASH_BYTES
+        yield msgspec.structs.replace(run, parent_hash=parent, hashes=hashes, start=start)
+        parent = hashes[-HASH_BYTES:]

@@ -338,6 +338,7 @@ def step_messages(step: Step) -> Sequence[bytes]:
     """The bytes of a step, in several messages if it is too large for one.
 
     A request whose end is too large, by log probabilities of its prompt, ends with an error in its place.
+    A run that is too large is left out: the gap in the sequence asks for a snapshot.
 
     Raises:
         WireError: a single increment is too large.
@@ -352,6 +353,9 @@ def step_messages(step: Step) -> Sequence[bytes]:
     try:
         return [encode(step)]
     except WireError as error:
+        if step.runs:
+            others = msgspec.structs.replace(step, runs=[], digest=None)
+            return [*step_messages(others), *_run_messages(step.runs, step.digest)]
         if not step.outputs:
             raise
         if len(step.outputs) == 1:
@@ -361,6 +365,17 @@ def step_messages(step: Step) -> Sequence[bytes]:
     first = msgspec.structs.replace(step, outputs=step.outputs[:half])
     second = Step(outputs=step.outputs[half:])
     return [*step_messages(first), *step_messages(second)]
+
+
+def _run_messages(runs: list[Run], digest: tuple[int, bytes] | None) -> Sequence[bytes]:
+    """The bytes of runs in as many messages as they need, the digest in the last one."""
+    try:
+        return [encode(Step(runs=runs, digest=digest))]
+    except WireError:
+        if len(runs) == 1:
+            return [encode(Step(num_lost=1, digest=digest))]
+    half = len(runs) // 2
+    return [*_run_messages(runs[:half], None), *_run_messages(runs[half:], digest)]
 
 
 def _failed(output: Output, error: WireError) -> Output:
