@@ -28,7 +28,7 @@ from ramify.engine.serving.streams import (
 )
 from ramify.engine.sessions.session import AsyncSession, SessionOptions, open_transcript
 from ramify.engine.text.prompt_inputs import Message, Prompt, encode, encode_chat
-from ramify.engine.weight_reload import swap_weights, validate_running_mode
+from ramify.engine.weight_reload import LoadedWeights, swap_weights, validate_running_mode
 from ramify.errors import ConfigError, RequestError
 from ramify.outputs import RequestOutput
 from ramify.params import SamplingParams
@@ -386,7 +386,17 @@ class AsyncLLM:
         that wait until the live ones have ended.
         """
         validate_running_mode(running)
-        swap = await asyncio.to_thread(self.engine.load_weights, model)
+        await self.install_weights(await self.load_weights(model), running=running)
+
+    async def load_weights(self, model: str | Path) -> LoadedWeights:
+        """Load weights for `install_weights`, in another thread; see `LocalEngine.load_weights`."""
+        return await asyncio.to_thread(self.engine.load_weights, model)
+
+    async def install_weights(
+        self, swap: LoadedWeights, *, running: Literal["finish", "restart"] = "finish"
+    ) -> None:
+        """Compute with loaded weights from now on; see `reload_weights`."""
+        validate_running_mode(running)
         change = partial(swap_weights, swap=swap)
         call = (
             self._engine_thread.call_when_idle if running == "finish" else self._engine_thread.call

@@ -4,10 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Protocol
 
 from ramify.cache.key import namespace_of, namespace_parts
 from ramify.engine.core import EngineCore
+from ramify.engine.identity import EngineIdentity
 from ramify.errors import ConfigError, PinError
+
+
+class LoadedWeights(Protocol):
+    """Weights in memory, ready to replace those of an engine."""
+
+    def identity(self) -> EngineIdentity:
+        """That of the engine with these weights; may read files."""
+        ...
+
+    def __call__(self) -> bytes:
+        """Install the weights; returns the cache namespace of their K/V."""
+        ...
 
 
 def swap_weights(core: EngineCore, swap: Callable[[], bytes]) -> int:

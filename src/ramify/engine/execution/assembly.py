@@ -150,18 +150,22 @@ class LocalEngine:
 
     def identity(self) -> EngineIdentity:
         """See `identity_of`; computed once for the present weights."""
-        if self._identity is None or self._identity[0] != self.weights_epoch:
-            value = identity_of(
-                self.path,
-                self.config,
-                self.decoder,
-                self.runner.pool,
-                self.exactness(),
-                ops=self.ops_choice.name,
-                attention=self.backend_choice.name,
-            )
-            self._identity = self.weights_epoch, value
+        epoch = self.weights_epoch
+        if self._identity is None or self._identity[0] != epoch:
+            self._identity = epoch, self.identity_with(self.path, self.decoder)
         return self._identity[1]
+
+    def identity_with(self, path: Path, decoder: CausalDecoder) -> EngineIdentity:
+        """The identity that the engine has with these weights; see `identity_of`."""
+        return identity_of(
+            path,
+            self.config,
+            decoder,
+            self.runner.pool,
+            [*decoder.exactness(), *self.attention.exactness()],
+            ops=self.ops_choice.name,
+            attention=self.backend_choice.name,
+        )
 
     @property
     def description(self) -> EngineDescription:
@@ -278,6 +282,14 @@ class WeightSwap:
 
     def __init__(self, engine: LocalEngine, path: Path, decoder: CausalDecoder) -> None:
         self._engine, self._path, self._decoder = engine, path, decoder
+
+    def identity(self) -> EngineIdentity:
+        """That of the engine with these weights. Reads the checkpoint unless its digest is remembered.
+
+        Raises:
+            CheckpointError: a file of the checkpoint cannot be read.
+        """
+        return self._engine.identity_with(self._path, self._decoder)
 
     def __call__(self) -> bytes:
         """Install the weights; returns the cache namespace of their K/V."""
