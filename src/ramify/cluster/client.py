@@ -28,6 +28,7 @@ from ramify.engine.description import EngineDescription
 from ramify.engine.logits.grammar import GrammarCompiler
 from ramify.engine.prefix_namespaces import PrefixNamespaces
 from ramify.engine.request_options import RequestOptions
+from ramify.engine.scheduling.queue_limits import QueueLimits
 from ramify.engine.scheduling.validation import validate_token_ids
 from ramify.engine.serving.engine_thread import EngineState, Health
 from ramify.engine.serving.streams import LoopDispatcher, OutputCollector, Stream
@@ -151,6 +152,13 @@ class ClusterLLM:
     def replicas(self) -> ClusterView:
         """The replicas, each by itself."""
         return ClusterView(self.dispatch)
+
+    @property
+    def queue_limits(self) -> QueueLimits:
+        """Sums over the replicas that are connected."""
+        welcomes = [replica.welcome for replica in self.dispatch.replicas.values()]
+        configs = [welcome.config for welcome in welcomes if welcome is not None]
+        return QueueLimits.total([QueueLimits.of(config) for config in configs or [self.config]])
 
     def health(self) -> Health:
         """Ready while a replica is."""

@@ -19,6 +19,7 @@ from ramify.engine.core import EngineCore
 from ramify.engine.description import EngineDescription
 from ramify.engine.identity import EngineIdentity
 from ramify.engine.request_options import RequestOptions
+from ramify.engine.scheduling.queue_limits import QueueLimits
 from ramify.engine.serving.engine_thread import EngineObserver, EngineThread, Health
 from ramify.engine.serving.streams import (
     Collector,
@@ -116,6 +117,11 @@ class AsyncLLM:
     def replicas(self) -> None:
         """None: it is one engine. A `ClusterLLM` has the engines of its cluster here."""
         return
+
+    @property
+    def queue_limits(self) -> QueueLimits:
+        """How much may wait."""
+        return QueueLimits.of(self.config)
 
     async def identity(self) -> EngineIdentity:
         """What the bits of answers depend on; reads the checkpoint unless its digest is remembered.

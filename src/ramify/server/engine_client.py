@@ -9,6 +9,7 @@ from ramify.config import ResolvedConfig
 from ramify.engine.cache_admin.async_view import AsyncCacheView
 from ramify.engine.context import EngineStats
 from ramify.engine.description import EngineDescription
+from ramify.engine.scheduling.queue_limits import QueueLimits
 from ramify.engine.serving.engine_thread import Health
 from ramify.engine.serving.streams import Stream
 from ramify.engine.text.prompt_inputs import Prompt
@@ -29,6 +30,11 @@ class EngineClient(Protocol):
     @property
     def description(self) -> EngineDescription:
         """Model and implementation of the engine."""
+        ...
+
+    @property
+    def queue_limits(self) -> QueueLimits:
+        """How much may wait, in all queues together."""
         ...
 
     @property

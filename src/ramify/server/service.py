@@ -90,9 +90,6 @@ class RequestService:
         self.max_prompt_bytes = self.max_model_len * min(
             MAX_BYTES_PER_TOKEN, tokenizer.max_token_bytes
         )
-        self.max_queued_tokens = (
-            engine.config.max_waiting_tokens or MAX_QUEUED_POOLS * engine.config.kv_cache_tokens
-        )
         template = "\n".join(tokenizer.chat_template_sources)
         self.output_format = named(
             tool_call_parser,
@@ -122,6 +119,12 @@ class RequestService:
         )
         self.listeners: list[Callable[[Generation], None]] = []  # called when a request has ended
         self.event_listeners: list[Callable[[Generation, StepOutput], None]] = []
+
+    @property
+    def max_queued_tokens(self) -> int:
+        """Prompt tokens that may wait at once; replicas that join or leave change it."""
+        limit = self.engine.queue_limits.max_waiting_tokens
+        return limit or MAX_QUEUED_POOLS * self.engine.config.kv_cache_tokens
 
     def check_model(self, name: str | None) -> str:
         """The model name for the response to a request: as it was sent, or the server's own.
@@ -261,7 +264,7 @@ class RequestService:
             ApiError: 400, there are more requests than the engine's queue holds; else as `start`.
         """
         answers = [request.params.n for request in requests]
-        limit = self.engine.config.requested.scheduler.max_waiting
+        limit = self.engine.queue_limits.max_waiting
         if limit is not None and sum(answers[:-1]) >= limit:
             raise ApiError(
                 400,

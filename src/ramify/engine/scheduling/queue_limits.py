@@ -8,8 +8,10 @@ The error of a refused tenant depends on its own requests alone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ramify.config import ResolvedConfig
 from ramify.engine.scheduling.waiting_queue import WaitingQueue
 from ramify.errors import OverloadedError, TokensWaitError
 
@@ -22,6 +24,19 @@ class QueueLimits:
 
     max_waiting: int | None = None  # answers
     max_waiting_tokens: int | None = None  # uncached prompt tokens
+
+    @classmethod
+    def of(cls, config: ResolvedConfig) -> QueueLimits:
+        """Those of an engine."""
+        return cls(config.requested.scheduler.max_waiting, config.max_waiting_tokens)
+
+    @classmethod
+    def total(cls, limits: Sequence[QueueLimits]) -> QueueLimits:
+        """Sums over several queues; no limit where one of them has none."""
+        return cls(
+            _sum([each.max_waiting for each in limits]),
+            _sum([each.max_waiting_tokens for each in limits]),
+        )
 
     def check_answers(
         self, queue: WaitingQueue, tenant: str, *, num_own: int, num_all: int, now_s: float
@@ -57,6 +72,11 @@ class QueueLimits:
         if num_own and num_own + num_tokens > limit // _num_tenants(queue, tenant):
             retry_after_s = _retry_after_s(queue, tenant, now_s)
             raise TokensWaitError(num_own, num_tokens, limit, retry_after_s)
+
+
+def _sum(limits: Sequence[int | None]) -> int | None:
+    numbers = [limit for limit in limits if limit is not None]
+    return sum(numbers) if len(numbers) == len(limits) else None
 
 
 def _num_tenants(queue: WaitingQueue, tenant: str) -> int:
