@@ -266,7 +266,7 @@ def test_nobody_waits_for_a_connection_that_has_ended() -> None:
 
     async def main() -> None:
         async with bench.llm:
-            connection = Connection(bench.llm, never, "test")
+            connection = Connection(bench.llm, never, "test", lambda *_: None)
             connection.send(Pong(1))
             await connection.run(nothing())
             async with asyncio.timeout(5.0):
@@ -285,7 +285,7 @@ def test_a_large_message_is_no_slow_reader() -> None:
 
     async def main() -> None:
         async with bench.llm:
-            connection = Connection(bench.llm, write, "test")
+            connection = Connection(bench.llm, write, "test", lambda *_: None)
             connection.send(large)
             before = connection.failure
             connection.send(Pong(1))

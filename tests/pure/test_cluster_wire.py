@@ -1,6 +1,5 @@
 """Messages between server and replica: what travels arrives, and nothing broken is taken."""
 
-import random
 from array import array
 from typing import Any
 

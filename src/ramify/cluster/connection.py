@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from array import array
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import suppress
@@ -22,6 +23,7 @@ from ramify.cluster.wire import (
     Abort,
     Add,
     Call,
+    Draining,
     End,
     FromReplica,
     Hello,
@@ -30,6 +32,7 @@ from ramify.cluster.wire import (
     Ping,
     Pong,
     RemoteError,
+    ReplaceWeights,
     Return,
     Run,
     Step,
@@ -43,10 +46,13 @@ from ramify.cluster.wire import (
 from ramify.engine.async_llm import AsyncLLM
 from ramify.engine.request_options import RequestOptions
 from ramify.engine.serving.streams import Delivery, LoopDispatcher
-from ramify.errors import EngineStoppedError, RamifyError
+from ramify.errors import DrainingError, EngineStoppedError, RamifyError
 from ramify.outputs import RequestOutput, StepOutput
+from ramify.params import SamplingParams
 
 logger = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 1.0  # of a request that comes while this side drains
 
 
 class LinkedRequest:
@@ -92,11 +98,20 @@ class Connection:
     Args:
         write: sends a message, and waits while the peer takes no more.
         peer: its address, for logs.
+        replace_weights: answers a `ReplaceWeights`; it may outlive the connection.
     """
 
-    def __init__(self, llm: AsyncLLM, write: Callable[[bytes], Awaitable[None]], peer: str) -> None:
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        write: Callable[[bytes], Awaitable[None]],
+        peer: str,
+        replace_weights: Callable[[Connection, ReplaceWeights], None],
+    ) -> None:
         self._llm, self._write, self.peer = llm, write, peer
-        self.failure: str | None = None  # why this side ended it
+        self._replace_weights = replace_weights
+        self.failure: str | None = None  # why this side ended it, if by a fault
+        self._takes_requests = True
         self._requests: dict[int, LinkedRequest] = {}
         self._last_key = -1
         self._num_calls = 0  # that run
@@ -148,6 +163,29 @@ class Connection:
             self._llm.unobserve(self._reporter)
             with suppress(EngineStoppedError):
                 await asyncio.shield(self._llm.run(self._reporter.close))
+
+    def drain(self, *, is_update: bool = False) -> None:
+        """Take no more requests: the server sends them elsewhere. The live ones go on.
+
+        Args:
+            is_update: this replica goes on with other weights.
+        """
+        self._takes_requests = False
+        self.send(Draining(RETRY_AFTER_S, is_update))
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether it takes no more requests."""
+        return not self._takes_requests
+
+    async def end(self) -> None:
+        """End the connection once everything was sent."""
+        await self.flush()
+        self.close()
+
+    def close(self) -> None:
+        """End the connection, whatever is unsent."""
+        self._is_over.set()
 
     def fail(self, reason: str) -> None:
         """End the connection, for this reason."""
@@ -272,6 +310,8 @@ class Connection:
                 self.send(Pong(message.number))
             case TakeSnapshot():
                 self._start(self._send_snapshot(message.number))
+            case ReplaceWeights():
+                self._replace_weights(self, message)
             case Hello():
                 raise WireError("a second Hello on one connection")
 
@@ -305,7 +345,7 @@ class Connection:
         try:
             params = decode_params(message.params)
             if params.structured is None:
-                self._llm.submit(request, ids, params, options)
+                self._submit(request, ids, params, options)
                 return
         except RamifyError as error:
             self._deliver(request, error)
@@ -315,13 +355,29 @@ class Connection:
             try:
                 await asyncio.to_thread(self._llm.compile_grammar, params, options.tenant)
                 if not request.is_abandoned:
-                    self._llm.submit(request, ids, params, options)
+                    self._submit(request, ids, params, options)
                 if request.is_ending:
                     self._llm.abort_collector(request)
             except RamifyError as error:
                 self._deliver(request, error)
 
         self._start(compile_and_submit())
+
+    def _submit(
+        self,
+        request: LinkedRequest,
+        ids: array[int],
+        params: SamplingParams,
+        options: RequestOptions,
+    ) -> None:
+        """Queue a request.
+
+        Raises:
+            DrainingError: it comes after `drain`; the engine would compute it with other weights.
+        """
+        if not self._takes_requests:
+            raise DrainingError(RETRY_AFTER_S)
+        self._llm.submit(request, ids, params, options)
 
     def _abort(self, message: Abort) -> None:
         request = self._requests.get(message.key)

@@ -19,6 +19,7 @@ from ramify.cluster.wire import (
     Draining,
     FromReplica,
     Hello,
+    ReplaceWeights,
     Return,
     SnapshotPart,
     Step,
@@ -92,6 +93,7 @@ class RemoteReplica:
         self.is_draining = False
         self.num_starts = 0  # different engines that have connected
         self._incarnation: int | None = None  # of the last one
+        self.is_updating = False  # it drains to take requests again with other weights
         self.requests: dict[int, RemoteRequest] = {}
         self._link: Link | None = None
         self._has_moved = asyncio.Event()
@@ -116,6 +118,7 @@ class RemoteReplica:
                 self.was_refused.set()
                 await self._pause(REFUSED_RETRY_S)
             except LinkError as error:
+                self.is_updating = False
                 self._log(str(error))
                 await self._pause(retry_s)
                 retry_s = min(MAX_RETRY_S, 2 * retry_s)
@@ -151,7 +154,8 @@ class RemoteReplica:
         if reason is not None:
             await link.close()
             raise RefusedError(reason)
-        self._link, self.welcome, self.is_draining, self.last_error = link, welcome, False, None
+        self._link, self.welcome, self.last_error = link, welcome, None
+        self.is_draining = self.is_updating = False
         logger.info("replica %s: connected, %016x", self.name, welcome.incarnation)
         self.num_starts += welcome.incarnation != self._incarnation
         self._incarnation = welcome.incarnation
@@ -205,12 +209,25 @@ class RemoteReplica:
         Raises:
             ReplicaLostError: the connection ends before the answer; also what the call raises.
         """
-        await self._call_permits.acquire()
         key = next(self._keys)
+        return await self._answer(key, Call(key, call), call)  # type: ignore[arg-type]
+
+    async def replace_weights(self, model: str) -> None:
+        """Let it replace its weights; returns when they are installed, before it is connected again.
+
+        Raises:
+            ReplicaLostError: the connection ends before; also what `Replica.replace_weights` raises.
+        """
+        key = next(self._keys)
+        await self._answer(key, ReplaceWeights(key, model), None)
+
+    async def _answer(self, key: int, message: Call | ReplaceWeights, call: Any) -> Any:
+        """Send a message that a `Return` answers, and wait for it."""
+        await self._call_permits.acquire()
         try:
             if self._link is None:
                 raise ReplicaLostError(f"replica {self.name} is not connected")
-            self._link.send(Call(key, call))  # type: ignore[arg-type]
+            self._link.send(message)
         except RamifyError:
             self._call_permits.release()
             raise
@@ -241,7 +258,7 @@ class RemoteReplica:
                 self._finish_call(message)
             case Draining():
                 logger.info("replica %s: draining", self.name)
-                self.is_draining = True
+                self.is_draining, self.is_updating = True, message.is_update
                 self._cluster.draining(self)
             case _:
                 self.disconnect(f"a {type(message).__name__} after the hello")
@@ -256,6 +273,8 @@ class RemoteReplica:
         try:
             if message.error is not None:
                 future.set_exception(decode_error(message.error))
+            elif call is None:
+                future.set_result(None)
             else:
                 future.set_result(decode_result(call, message.value))
         except WireError as error:

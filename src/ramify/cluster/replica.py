@@ -10,15 +10,17 @@ from typing import Any
 import ramify
 from ramify.cache.events import Subscription
 from ramify.cache.key import namespace_of
+from ramify.cluster.codecs import encode_error
 from ramify.cluster.connection import Connection
 from ramify.cluster.credentials import Credentials, import_grpc
 from ramify.cluster.wire import (
     MAX_MESSAGE_BYTES,
     METHOD,
     PROTOCOL_VERSION,
-    Draining,
     Hello,
     Refused,
+    ReplaceWeights,
+    Return,
     Welcome,
     WireError,
     decode_from_server,
@@ -26,7 +28,7 @@ from ramify.cluster.wire import (
 )
 from ramify.engine.async_llm import AsyncLLM
 from ramify.engine.core import EngineCore
-from ramify.errors import ConfigError
+from ramify.errors import ConfigError, RamifyError
 
 logger = logging.getLogger(__name__)
 
@@ -57,24 +59,27 @@ class Replica:
     Args:
         llm: answers, and is used by nobody else.
         credentials: what servers must show.
+        warm_up: computes prompts before servers can connect, and again with other weights.
     """
 
-    def __init__(self, llm: AsyncLLM, credentials: Credentials | None = None) -> None:
-        self._llm, self._credentials = llm, credentials or Credentials()
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        credentials: Credentials | None = None,
+        *,
+        warm_up: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        self._llm, self._credentials, self._warm_up = llm, credentials or Credentials(), warm_up
         self._connections: set[Connection] = set()
+        self._updates: set[asyncio.Task[None]] = set()
+        self._is_updating = False
+        self._may_join = asyncio.Event()  # cleared while weights are replaced
+        self._may_join.set()
         self._server: Any = None
         self._welcome: Welcome | None = None
         self._hashing: Subscription | None = None
         self.num_refused = 0  # connections: wrong secret, wrong hello
         self.num_broken = 0  # connections that ended with a broken message
-
-    async def prepare(self) -> None:
-        """Give the cache the namespace that equal replicas share; what it has cached is dropped.
-
-        `start` does it otherwise. Between the two, prompts can be computed that servers then find.
-        """
-        if self._welcome is None:
-            self._welcome = await self._make_welcome()
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> int:
         """Listen; returns the port.
@@ -85,7 +90,7 @@ class Replica:
         """
         self._credentials.check_address(host)
         grpc = import_grpc()
-        await self.prepare()
+        await self._prepare()
         server = grpc.aio.server(options=SERVER_OPTIONS)
         handler = grpc.stream_stream_rpc_method_handler(self._serve)
         service, _, method = METHOD.strip("/").partition("/")
@@ -105,6 +110,16 @@ class Replica:
         logger.info("replica %016x listens at %s:%d", self._llm.incarnation, host, bound)
         return int(bound)
 
+    async def _prepare(self) -> None:
+        """Give the cache the namespace that equal replicas share, and warm it up.
+
+        What it has cached before is dropped.
+        """
+        if self._welcome is None:
+            self._welcome = await self._make_welcome()
+            if self._warm_up is not None:
+                await self._warm_up()
+
     async def drain(self, timeout_s: float | None = None) -> bool:
         """Take no new requests, let the live ones finish, then end.
 
@@ -114,7 +129,7 @@ class Replica:
             whether all requests have finished.
         """
         for connection in self._connections:
-            connection.send(Draining(1.0))
+            connection.drain()
         drained = asyncio.ensure_future(self._llm.drain())
         done, _ = await asyncio.wait((drained,), timeout=timeout_s)
         for connection in list(self._connections) if done else ():
@@ -124,12 +139,70 @@ class Replica:
 
     async def close(self) -> None:
         """End all connections and the engine; live requests are aborted."""
+        for update in self._updates:
+            update.cancel()
+        await asyncio.gather(*self._updates, return_exceptions=True)
         for connection in list(self._connections):
             connection.fail("the replica was closed")
         if self._server is not None:
             server, self._server = self._server, None
             await server.stop(STOP_S)
         await self._llm.aclose()
+
+    # -- other weights -----------------------------------------------------------------------
+
+    async def replace_weights(self, model: str) -> None:
+        """Replace the weights by others of the same model, while no request is live.
+
+        Requests go on while the weights load. Then servers send no more until the live ones have
+        ended, the weights are installed, and prompts are warm. Connections go on with the identity
+        of before, and take no requests: end them.
+
+        Raises:
+            ConfigError: weights are being replaced already.
+            ModelError, ConfigError: see `LocalEngine.load_weights`; nothing has changed.
+        """
+        if self._is_updating:
+            raise ConfigError(
+                f"the weights of this replica are being replaced; send {model!r} again when that has ended"
+            )
+        self._is_updating = True
+        try:
+            weights = await self._llm.load_weights(model)
+            # Read before requests wait; it is remembered on disk.
+            await asyncio.to_thread(weights.identity)
+            self._may_join.clear()
+            for connection in self._connections:
+                connection.drain(is_update=True)
+            await self._llm.install_weights(weights)
+            await self._llm.run(lambda core: core.cache.clear())
+            self._welcome = await self._make_welcome()
+            logger.info("computes with the weights of %s", model)
+            if self._warm_up is not None:
+                await self._warm_up()
+        finally:
+            self._is_updating = False
+            self._may_join.set()
+
+    def _answer_replace(self, asker: Connection, message: ReplaceWeights) -> None:
+        """Begin to answer a `ReplaceWeights`; goes on when the asker has gone."""
+        update = asyncio.ensure_future(self._replace_and_answer(asker, message))
+        self._updates.add(update)
+        update.add_done_callback(self._updates.discard)
+
+    async def _replace_and_answer(self, asker: Connection, message: ReplaceWeights) -> None:
+        answer = Return(message.key)
+        try:
+            await self.replace_weights(message.model)
+        except Exception as error:
+            if not isinstance(error, RamifyError):
+                logger.exception("the weights of %s could not be installed", message.model)
+            answer = Return(message.key, error=encode_error(error))
+        asker.send(answer)
+        for connection in list(self._connections):
+            # One that is refused while another goes on leaves the connections to that one.
+            if connection.is_draining and not self._is_updating:
+                await connection.end()
 
     async def _make_welcome(self) -> Welcome:
         llm = self._llm
@@ -145,8 +218,9 @@ class Replica:
             await llm.run(rename)
         else:
             namespace = await llm.run(lambda core: core.namespaces.base)
-        # Pages are hashed as they are stored, whether a server is connected or not.
-        self._hashing = await llm.run(lambda core: core.cache.subscribe(1))
+        if self._hashing is None:
+            # Pages are hashed as they are stored, whether a server is connected or not.
+            self._hashing = await llm.run(lambda core: core.cache.subscribe(1))
         return Welcome(
             PROTOCOL_VERSION,
             llm.incarnation,
@@ -195,14 +269,18 @@ class Replica:
             logger.warning("refused %s: %s", peer, reason)
             await write(encode(Refused(reason)))
             return None
+        await self._may_join.wait()
         assert self._welcome is not None
-        await write(encode(self._welcome))
-        connection = Connection(self._llm, write, peer)
+        welcome = encode(self._welcome)
+        connection = Connection(self._llm, write, peer, self._answer_replace)
         self._connections.add(connection)
         try:
+            # Nothing can come between the look at the weights and the entry above.
+            await write(welcome)
             await connection.run(requests)
         finally:
             self._connections.discard(connection)
+            connection.close()
         return connection.failure
 
     async def _refusal(self, requests: AsyncIterator[bytes]) -> str | None:

@@ -108,17 +108,18 @@ async def _serve(
     public: list[WarmPrompt] | None,
     warm: list[WarmPrompt] | None,
 ) -> int:
-    replica = Replica(llm, options.credentials)
-    signals, resources = Signals(), AsyncExitStack()
-    try:
-        await stages.loaded()
-        await compile_kernels(llm)
-        await replica.prepare()
-        await resources.enter_async_context(published(llm, options.kv_events))
+    async def warm_up() -> None:
         if public is not None:
             logger.info("public: %s", await llm.cache.share(public))
         if warm is not None:
             logger.info("warmed: %s", await llm.cache.warm(warm))
+
+    replica = Replica(llm, options.credentials, warm_up=warm_up)
+    signals, resources = Signals(), AsyncExitStack()
+    try:
+        await stages.loaded()
+        await compile_kernels(llm)
+        await resources.enter_async_context(published(llm, options.kv_events))
         # Servers that know the address connect at once.
         port = await replica.start(options.host, options.port)
         signals.install()

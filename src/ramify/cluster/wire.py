@@ -127,7 +127,17 @@ class TakeSnapshot(Struct, frozen=True, array_like=True, tag=5):
     number: Count  # of this request
 
 
-FromServer = Hello | Add | Abort | Call | Ping | TakeSnapshot
+class ReplaceWeights(Struct, frozen=True, array_like=True, tag=6):
+    """Load other weights, install them when no request is live; `Return` answers it.
+
+    Then the replica ends all its connections: a new one shows the identity of the weights.
+    """
+
+    key: Count  # as those of `Call`
+    model: Text  # a checkpoint as the replica's machine names it
+
+
+FromServer = Hello | Add | Abort | Call | Ping | TakeSnapshot | ReplaceWeights
 
 # -- from the replica ------------------------------------------------------------------------
 
@@ -214,7 +224,7 @@ class Step(Struct, frozen=True, array_like=True, tag=2):
 
 
 class Return(Struct, frozen=True, array_like=True, tag=3):
-    """The result of a `Call`, or its error."""
+    """The result of a `Call` or `ReplaceWeights`, or its error."""
 
     key: Count
     value: Raw = Raw(b"\xc0")  # nil
@@ -242,6 +252,7 @@ class Draining(Struct, frozen=True, array_like=True, tag=6):
     """The replica takes no more requests, and finishes those that it has."""
 
     retry_after_s: float
+    is_update: bool = False  # it ends this connection, and takes requests again with other weights
 
 
 FromReplica = Welcome | Refused | Step | Return | Pong | SnapshotPart | Draining
