@@ -46,7 +46,7 @@ RamifyError
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 # Of the pins that an error names.
@@ -492,6 +492,18 @@ class NoReplicaError(RamifyError):
 
 class ReplicaLostError(RamifyError):
     """The replica that computed a request has gone, and no other can go on with its answer."""
+
+
+class RolloutError(RamifyError):
+    """Some replicas have other weights than the others, since replacing them has failed at one."""
+
+    def __init__(self, model: str, replica: str, done: Sequence[str], reason: str) -> None:
+        self.model, self.replica, self.done = model, replica, tuple(done)
+        super().__init__(
+            f"replica {replica} keeps its weights: {reason}; {', '.join(done)} have those of {model!r} "
+            "already: try again, or replace them by those of before. Until then no answer goes on at a "
+            "replica with other weights"
+        )
 
 
 class EngineStoppedError(RamifyError):

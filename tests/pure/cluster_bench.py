@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 from ramify.cluster.client import ClusterLLM
@@ -10,12 +11,54 @@ from ramify.cluster.credentials import Credentials
 from ramify.cluster.replica import Replica
 from ramify.cluster.routes import CacheRoutes
 from ramify.engine.async_llm import AsyncLLM
+from ramify.engine.identity import EngineIdentity
+from ramify.errors import CheckpointError
+from ramify.testing import fake_next_token
 from tests.pure.async_bench import Gate
-from tests.pure.engine_bench import Bench
+from tests.pure.engine_bench import VOCAB, Bench
 from tests.pure.least_loaded import LeastLoaded
 
 T = TypeVar("T")
 PING_S, DEAD_S = 0.05, 10.0
+
+
+def next_token_of(model: str) -> Callable[[Sequence[int]], int]:
+    """What an engine with the weights of `model` answers; another model, another token."""
+    shift = sum(model.encode())
+    return lambda context: 1 + (fake_next_token(context, VOCAB) + shift) % (VOCAB - 1)
+
+
+def answer_of(model: str, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """The greedy answer of an engine with the weights of `model`."""
+    context = list(prompt)
+    for _ in range(num_tokens):
+        context.append(next_token_of(model)(context))
+    return context[len(prompt) :]
+
+
+class FakeWeights:
+    """The weights of a model for a fake device; `LoadedWeights`."""
+
+    def __init__(self, llm: "UpdatableLLM", model: str) -> None:
+        self.llm, self.model = llm, model
+
+    def identity(self) -> EngineIdentity:
+        return EngineIdentity.of_namespace(self.model.encode(), self.llm.config)
+
+    def __call__(self) -> bytes:
+        core: Any = self.llm._engine_thread.core
+        core.executor.device.next_token = next_token_of(self.model)
+        self.llm._core_identity = self.identity()
+        return self.model.encode()
+
+
+class UpdatableLLM(AsyncLLM):
+    """An engine over a fake device, which has the weights of any model but `broken`."""
+
+    async def load_weights(self, model: str | Path) -> FakeWeights:
+        if model == "broken":
+            raise CheckpointError("the weights of 'broken' cannot be read")
+        return FakeWeights(self, str(model))
 
 
 class Member:
@@ -30,7 +73,7 @@ class Member:
         self.bench = Bench(**self.options)
         self.gate = Gate(self.bench.device)
         self.bench.core.executor = self.gate
-        self.llm = AsyncLLM.from_core(self.bench.core)
+        self.llm = UpdatableLLM.from_core(self.bench.core)
 
     async def start(self, credentials: Credentials | None = None) -> None:
         self.replica = Replica(self.llm, credentials)

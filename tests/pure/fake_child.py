@@ -32,6 +32,8 @@ def main() -> None:
     starts = folder / f"{name}.starts"
     with starts.open("a") as lines:
         lines.write(f"{os.getpid()} {os.environ['OMP_NUM_THREADS']}\n")
+    with (folder / f"{name}.model").open("a") as lines:
+        lines.write(f"{spec['model']} {engine.get('revision')}\n")
     with (folder / f"{name}.memory").open("a") as lines:
         lines.write(f"{spec['memory_parts']} {engine.get('kv_cache_tokens')}\n")
     is_first_start = len(starts.read_text().splitlines()) == 1

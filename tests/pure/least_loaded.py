@@ -37,14 +37,15 @@ class LeastLoaded:
 
     def choose(
         self,
-        page_hashes: Sequence[bytes],
+        page_hashes: Sequence[Sequence[bytes]],
         num_tokens: int,
         *,
         max_tokens: int | None = None,
         exclude: Collection[str] = (),
+        beyond_limits: bool = False,
     ) -> Decision | Refusal:
         """See `Routes`."""
-        del page_hashes, num_tokens, max_tokens
+        del page_hashes, num_tokens, max_tokens, beyond_limits
         names = sorted(self._live.keys() - self._drained - set(exclude))
         if not names:
             return Refusal("no replica", 1.0)

@@ -132,7 +132,8 @@ def test_a_prompt_has_the_page_hashes_of_its_replica() -> None:
     choose = routes.choose
 
     def remember(page_hashes, num_tokens, **others):
-        looked_up.append(page_hashes)
+        [hashes] = page_hashes
+        looked_up.append(hashes)
         return choose(page_hashes, num_tokens, **others)
 
     routes.choose = remember  # type: ignore[method-assign]

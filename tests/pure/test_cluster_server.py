@@ -212,6 +212,47 @@ def test_statistics_are_sums() -> None:
     run(main())
 
 
+def test_weights_are_replaced_through_the_server() -> None:
+    """One request for all replicas; an error names what is wrong, and changes nothing."""
+
+    async def main() -> None:
+        bench = ClusterServer(chat_template=TOOL_TEMPLATE)
+        async with bench.serving():
+            replaced: list[str] = []
+            engine: Any = bench.service.engine
+            reload_weights = engine.reload_weights
+
+            async def remember(model: str) -> None:
+                replaced.append(model)
+
+            answer = await bench.post("/v1/weights", {"model": "second"})
+            assert (answer.status, answer.json["error"]["param"]) == (400, "model")
+            assert "from_core" in answer.json["error"]["message"]
+            assert (await bench.post("/v1/weights", {"mode": "x"})).status == 400
+            engine.reload_weights = remember
+            answer = await bench.post("/v1/weights", {"model": "second"})
+            assert (answer.status, answer.json["model"], replaced) == (200, "second", ["second"])
+            engine.reload_weights = reload_weights
+            assert (await bench.post("/v1/chat/completions", chat("Hello"))).status == 200
+
+    run(main())
+
+
+def test_limits_of_a_batch_are_those_of_all_replicas() -> None:
+    """As many prompt tokens may wait as at both."""
+
+    async def main() -> None:
+        alone = ServerBench(chat_template=TOOL_TEMPLATE)
+        bench = ClusterServer(chat_template=TOOL_TEMPLATE)
+        async with bench.serving():
+            limit = alone.llm.config.max_waiting_tokens
+            assert limit is not None
+            assert alone.service.max_queued_tokens == limit
+            assert bench.service.max_queued_tokens == 2 * limit
+
+    run(main())
+
+
 def test_without_replicas_the_server_says_so() -> None:
     """503 at once with `Retry-After`, `/readyz` names the reason; `/livez`, metrics and load line go on."""
 

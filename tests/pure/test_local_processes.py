@@ -231,6 +231,29 @@ def test_a_replica_has_as_much_memory_when_it_is_started_again(tmp_path: Path) -
     assert memory == ["2 None", "1 4096"]
 
 
+def test_a_replica_is_started_again_with_the_weights_that_it_has(tmp_path: Path) -> None:
+    """Those that replaced the first ones; a revision was that of the first. Others keep theirs."""
+
+    async def main() -> None:
+        moves: list[str] = []
+        local = processes(tmp_path, num_replicas=2, revision="r1")
+        await local.start()
+        try:
+            local.keep(lambda name, _: moves.append(name))
+            local.use_model("1", "other")
+            for number, name in enumerate("10", 1):
+                os.kill(local.pids()[name], signal.SIGKILL)
+                await until(lambda: len(moves) == number)  # noqa: B023 - waited for here
+        finally:
+            await local.stop()
+
+    run(main())
+    models = [(tmp_path / f"{name}.model").read_text().splitlines() for name in "01"]
+    assert models[0][0] == models[0][1] == models[1][0]
+    assert models[0][0].endswith(" r1")
+    assert models[1][1] == "other None"
+
+
 def test_a_replica_that_cannot_start_again_is_tried_again(tmp_path: Path) -> None:
     """Failed starts do not end the attempts."""
 

@@ -25,8 +25,11 @@ The server's side:
 - `link`: one connection; `remote_replica`: a replica, through one connection after the other
 - `remote_request`: a request, and what was delivered of it
 - `routes`: the router and the mirrors as the client uses them
+- `prompt_hashes`: page hashes of a prompt, for replicas of any weights
 - `merging`: one result of a call that ran on several replicas
-- `dispatch`: who computes which request, and what becomes of it when a replica dies
+- `parked_requests`, `tenant_shares`, `dispatch`: who computes which request, and what becomes of it when a
+  replica dies or all are full
+- `rollout`: other weights for one replica after the other
 - `client`: `ClusterLLM`, which takes the place of `AsyncLLM` under the server
 - `view`: each replica by itself, for metrics, statistics and explanations
 - `cpu_shares`, `local_child`, `local_processes`: replicas as children of the server

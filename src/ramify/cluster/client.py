@@ -8,14 +8,17 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ramify.cache.pins import Pin
 from ramify.cluster.credentials import Credentials
 from ramify.cluster.dispatch import Dispatch
 from ramify.cluster.merging import merged, renumbered_pin, split_id
+from ramify.cluster.prompt_hashes import PromptHashes
 from ramify.cluster.remote_replica import RemoteReplica
 from ramify.cluster.remote_request import RemoteRequest
+from ramify.cluster.rollout import replace_weights_in_turn
 from ramify.cluster.routes import CacheRoutes, Routes
 from ramify.cluster.view import ClusterView
 from ramify.cluster.wire import Welcome
@@ -26,7 +29,6 @@ from ramify.engine.cache_admin.warmup import WARM_PARAMS, WarmPrompt
 from ramify.engine.context import EngineStats
 from ramify.engine.description import EngineDescription
 from ramify.engine.logits.grammar import GrammarCompiler
-from ramify.engine.prefix_namespaces import PrefixNamespaces
 from ramify.engine.request_options import RequestOptions
 from ramify.engine.scheduling.queue_limits import QueueLimits
 from ramify.engine.scheduling.validation import validate_token_ids
@@ -65,6 +67,7 @@ class ClusterLLM:
         tokenizer: of the model; replicas with another one are refused.
         routes: chooses the replica of a request; by default by what each has cached and has to do.
         credentials: the same as those of the replicas.
+        replaced: gets the name of each replica whose weights `reload_weights` has replaced, and the model.
         link_options: `ping_s` and `dead_s` of `Link`.
 
     Use it in one event loop: `await start()`, and `await aclose()` at the end.
@@ -77,6 +80,7 @@ class ClusterLLM:
         *,
         routes: Routes | None = None,
         credentials: Credentials | None = None,
+        replaced: Callable[[str, str], None] | None = None,
         **link_options: Any,
     ) -> None:
         if not addresses:
@@ -89,8 +93,9 @@ class ClusterLLM:
             tokenizer_digest=None if tokenizer is None else tokenizer.digest,
             **link_options,
         )
-        self._is_draining = self._is_closed = False
-        self._namespaces: PrefixNamespaces | None = None
+        self._replaced = replaced or _nothing
+        self._is_draining = self._is_closed = self._is_replacing = False
+        self._hashes: PromptHashes | None = None
         self._grammars: GrammarCompiler | None = None
 
     async def start(self, timeout_s: float = START_S) -> None:
@@ -105,7 +110,7 @@ class ClusterLLM:
             await self.aclose()
             raise
         welcome = self._welcome
-        self._namespaces = PrefixNamespaces(welcome.namespace, welcome.config.page_size)
+        self._hashes = PromptHashes(welcome.config.page_size)
         if self.tokenizer is not None:
             self._grammars = GrammarCompiler(
                 self.tokenizer.to_json,
@@ -131,7 +136,7 @@ class ClusterLLM:
 
     @property
     def _welcome(self) -> Welcome:
-        """What the first replica said of itself; the others say the same."""
+        """What a replica said of itself; the others say the same, but for their weights for a time."""
         if self.dispatch.reference is None:
             raise NoReplicaError(1.0, "none has joined yet")
         return self.dispatch.reference
@@ -272,14 +277,14 @@ class ClusterLLM:
         if self._is_draining:
             raise DrainingError(1.0)
 
-    async def _page_hashes(self, ids: array[int], options: RequestOptions) -> Sequence[bytes]:
-        """Hashes of a prompt's whole pages, as its replica would compute them."""
-        assert self._namespaces is not None, "start comes first"
-        key = self._namespaces.key(ids, options.tenant, options.salt)
-        page_size = self.config.page_size
-        if len(ids) > LONG_PROMPT:
-            return await asyncio.to_thread(key.page_hashes, page_size)
-        return key.page_hashes(page_size)
+    async def _page_hashes(
+        self, ids: array[int], options: RequestOptions
+    ) -> Sequence[Sequence[bytes]]:
+        """Hashes of a prompt's whole pages, in each namespace that replicas have."""
+        assert self._hashes is not None, "start comes first"
+        bases = self.dispatch.namespaces()
+        make = partial(self._hashes.of, bases, ids, options.tenant, options.salt)
+        return await asyncio.to_thread(make) if len(ids) > LONG_PROMPT else make()
 
     async def abort(self, request_id: int) -> None:
         """See `EngineClient`."""
@@ -311,9 +316,9 @@ class ClusterLLM:
         results = await self._run_everywhere(call)
         if isinstance(call, calls.PinPrefix):
             return await self._keep_longest(results)
-        if isinstance(call, calls.PinPublicPrefixes) and self._namespaces is not None:
+        if isinstance(call, calls.PinPublicPrefixes) and self._hashes is not None:
             for ids in call.prefixes:
-                self._namespaces.declare_public(array("i", ids))
+                self._hashes.declare_public(array("i", ids))
         return merged(call, [(replica.slot, value) for replica, value in results])
 
     async def _run_everywhere(self, call: Any) -> list[tuple[RemoteReplica, Any]]:
@@ -357,14 +362,8 @@ class ClusterLLM:
         permits = asyncio.Semaphore(WARM_AT_ONCE)
 
         async def compute(prompt: WarmPrompt, replica: RemoteReplica) -> RequestOutput | Exception:
-            ids = partial(prompt.ids, self.tokenizer)
-            options = RequestOptions(priority=-1, tenant=prompt.tenant, salt=prompt.salt)
             async with permits:
-                try:
-                    stream = self._stream(ids, WARM_PARAMS, options, in_thread=True, only=replica)
-                    return await stream.whole()
-                except (RequestError, NoReplicaError, ReplicaLostError) as error:
-                    return error
+                return await self._warm_one(prompt, replica)
 
         replicas = [replica for replica in self.dispatch.replicas.values() if replica.is_ready]
         if not replicas:
@@ -373,6 +372,46 @@ class ClusterLLM:
             *(compute(prompt, replica) for replica in replicas for prompt in prompts)
         )
         return outputs[: len(prompts)]
+
+    async def _warm_one(
+        self, prompt: WarmPrompt, replica: RemoteReplica
+    ) -> RequestOutput | Exception:
+        """Compute a prompt on a replica."""
+        ids = partial(prompt.ids, self.tokenizer)
+        options = RequestOptions(priority=-1, tenant=prompt.tenant, salt=prompt.salt)
+        try:
+            stream = self._stream(ids, WARM_PARAMS, options, in_thread=True, only=replica)
+            return await stream.whole()
+        except (RequestError, NoReplicaError, ReplicaLostError) as error:
+            return error
+
+    # -- other weights -----------------------------------------------------------------------
+
+    async def reload_weights(self, model: str | Path) -> None:
+        """Replace the weights of all replicas, one at a time, while the others take the requests.
+
+        Every answer is computed with the weights that it began with.
+
+        Args:
+            model: a checkpoint of the same architecture, sizes and vocabulary, as the replicas'
+                machines name it.
+
+        Raises:
+            ConfigError: another call replaces them already.
+            RolloutError: one failed after others had replaced theirs.
+            NoReplicaError: none is connected.
+            ModelError, ConfigError, ReplicaLostError: the first failed; nothing has changed.
+        """
+        if self._is_replacing:
+            raise ConfigError(f"the weights are being replaced; send {str(model)!r} after that")
+        if not self.dispatch.has_ready:
+            raise NoReplicaError(1.0, self.dispatch.why_not_ready())
+        self._is_replacing = True
+        try:
+            replicas = self.dispatch.replicas.values()
+            await replace_weights_in_turn(replicas, str(model), self._replaced)
+        finally:
+            self._is_replacing = False
 
     # -- the end -----------------------------------------------------------------------------
 
@@ -391,3 +430,7 @@ class ClusterLLM:
         """Close the connections; live requests are aborted. The replicas live on."""
         self._is_closed = True
         await self.dispatch.close()
+
+
+def _nothing(name: str, model: str) -> None:
+    """Nobody wants to know whose weights were replaced."""

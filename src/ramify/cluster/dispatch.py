@@ -6,15 +6,18 @@ import asyncio
 import logging
 import time
 from collections.abc import Collection, Mapping
+from functools import partial
 from itertools import count
 from typing import Any
 
 from ramify.cluster.codecs import decode_error
 from ramify.cluster.credentials import Credentials
 from ramify.cluster.decisions import Decision, Refusal, placement_of
+from ramify.cluster.parked_requests import FULL_WAIT_S, UPDATE_WAIT_S, ParkedRequests
 from ramify.cluster.remote_replica import RemoteReplica
 from ramify.cluster.remote_request import RemoteRequest
 from ramify.cluster.routes import Routes
+from ramify.cluster.tenant_shares import TenantShares
 from ramify.cluster.wire import (
     PROTOCOL_VERSION,
     Hello,
@@ -48,11 +51,12 @@ REFUSALS_OF_ONE = (DrainingError, EngineStoppedError, OverloadedError)
 
 
 class Dispatch:
-    """Every live request is at one replica, or has ended. For one event loop.
+    """Every live request is at one replica, or is parked until one takes it. For one event loop.
 
     Args:
         addresses: host and port of each replica, by name.
         tokenizer_digest: that a replica must have; None: any.
+        full_wait_s: for an answer that was cut off, until a replica has room for the rest.
         link_options: of `Link`.
     """
 
@@ -63,6 +67,7 @@ class Dispatch:
         credentials: Credentials,
         *,
         tokenizer_digest: str | None,
+        full_wait_s: float = FULL_WAIT_S,
         **link_options: Any,
     ) -> None:
         self.routes = routes
@@ -71,7 +76,7 @@ class Dispatch:
             for slot, (name, address) in enumerate(addresses.items())
         }
         self.numbers = {name: replica.slot for name, replica in self.replicas.items()}
-        self.reference: Welcome | None = None  # of the first replica that ever joined
+        self.reference: Welcome | None = None  # of a replica that has joined
         self.num_resumptions = self.num_reroutes = 0
         self._tokenizer_digest = tokenizer_digest
         self._has_joined = asyncio.Event()
@@ -80,6 +85,9 @@ class Dispatch:
         self._live: dict[int, RemoteRequest] = {}
         self._by_collector: dict[Collector, RemoteRequest] = {}
         self._places: dict[int, tuple[RemoteReplica, int]] = {}  # by id: replica, reservation
+        self._parked = ParkedRequests()
+        self._tenants = TenantShares()
+        self._full_wait_s = full_wait_s
         self._is_idle = asyncio.Event()
         self._is_idle.set()
 
@@ -111,10 +119,13 @@ class Dispatch:
             await replica.was_refused.wait()
 
     async def _tick(self) -> None:
-        """Ask again for snapshots that did not come."""
+        """Ask again for snapshots that did not come, and for a place for each parked request."""
         while True:
             await asyncio.sleep(TICK_S)
             self._ask_for_snapshots()
+            for request, error in self._parked.in_order():
+                request.refused_by.clear()
+                self._place(request, error)
 
     async def close(self) -> None:
         """End all connections; live requests end as aborted."""
@@ -155,6 +166,11 @@ class Dispatch:
             if not replica.is_ready
         )
 
+    def namespaces(self) -> list[bytes]:
+        """Those of the replicas' caches, each once."""
+        welcomes = [replica.welcome for replica in self.replicas.values()]
+        return [*dict.fromkeys(welcome.namespace for welcome in welcomes if welcome is not None)]
+
     # -- requests ----------------------------------------------------------------------------
 
     def next_id(self) -> int:
@@ -168,6 +184,7 @@ class Dispatch:
             only: the one replica that may take it.
         """
         self._live[request.id] = self._by_collector[request.collector] = request
+        self._tenants.add(request)
         self._is_idle.clear()
         if only is not None:
             request.allowed = frozenset({only.name})
@@ -191,7 +208,11 @@ class Dispatch:
         if request is None or request.is_aborted:
             raise UnknownRequestError(request_id)
         request.is_aborted = True
-        self._leave(request, wants_end=True)
+        if request_id in self._places:
+            self._leave(request, wants_end=True)
+        else:
+            request.end_aborted(time.monotonic())
+            self._forget(request)
 
     def _leave(self, request: RemoteRequest, *, wants_end: bool) -> None:
         place = self._places.get(request.id)
@@ -200,8 +221,10 @@ class Dispatch:
 
     def _forget(self, request: RemoteRequest) -> None:
         """Drop a request that has ended."""
-        self._live.pop(request.id, None)
+        if self._live.pop(request.id, None) is not None:
+            self._tenants.remove(request)
         self._by_collector.pop(request.collector, None)
+        self._parked.remove(request)
         place = self._places.pop(request.id, None)
         if place is not None:
             report = request.cache
@@ -216,8 +239,13 @@ class Dispatch:
 
     # -- placing -----------------------------------------------------------------------------
 
-    def _place(self, request: RemoteRequest, last_error: Exception) -> None:
-        """Send a request to a replica; end it with `last_error` if none can take it."""
+    def _place(self, request: RemoteRequest, last_error: Exception) -> bool:
+        """Send a request to a replica; park it, or end it with `last_error`, if none can take it.
+
+        Returns:
+            whether a replica has got it.
+        """
+        self._parked.remove(request)
         others = {
             name
             for name, replica in self.replicas.items()
@@ -227,8 +255,10 @@ class Dispatch:
         if isinstance(decision, Refusal):
             if decision.reason == "full":
                 last_error = ClusterFullError(len(self.replicas), decision.retry_after_s)
-            self._end(request, last_error)
-            return
+            wait_s = self._wait_s(request, last_error)
+            if not self._parked.park(request, last_error, wait_s, time.monotonic()):
+                self._end(request, last_error)
+            return False
         replica = self.replicas[decision.replica]
         if not request.has_tokens:
             request.placement = placement_of(decision, self.numbers)
@@ -239,16 +269,41 @@ class Dispatch:
         except WireError as error:
             refusal = InvalidParamsError("request", str(error), "one that fits into a message")
             self._end(request, refusal)
+        return True
+
+    def _wait_s(self, request: RemoteRequest, error: Exception) -> float:
+        """How long a request that no replica takes may wait; 0: its client has to send it again."""
+        if isinstance(error, OverloadedError):
+            # A client cannot ask again for the rest of an answer.
+            return self._full_wait_s if request.has_tokens else 0.0
+        is_updating = any(
+            replica.is_updating and request.may_use(name) for name, replica in self.replicas.items()
+        )
+        return UPDATE_WAIT_S if is_updating and not request.has_tokens else 0.0
+
+    def _place_parked(self) -> None:
+        """Send parked requests to replicas in their order, up to the first that none takes."""
+        for request, error in self._parked.in_order():
+            if not self._place(request, error):
+                return
 
     def _choose(self, request: RemoteRequest, others: Collection[str]) -> Decision | Refusal:
         if not self.replicas.keys() - others:
             return Refusal("no replica", RETRY_AFTER_S)
-        return self.routes.choose(
+        choose = partial(
+            self.routes.choose,
             request.page_hashes,
             len(request.ids) + request.num_output,
             max_tokens=request.params.max_tokens,
             exclude=others,
         )
+        decision = choose()
+        if isinstance(decision, Refusal) and decision.reason == "full":
+            # One that is parked comes again.
+            welcomes = [replica.welcome for replica in self.replicas.values()]
+            if request.wait_until_s is None and self._tenants.has_share_left(request, welcomes):
+                return choose(beyond_limits=True)
+        return decision
 
     def _place_again(self, request: RemoteRequest, replica: RemoteReplica, reason: str) -> None:
         """A replica has gone: go on elsewhere."""
@@ -305,7 +360,11 @@ class Dispatch:
         """See `Cluster`."""
         welcome = replica.welcome
         assert welcome is not None
-        if self.reference is None:
+        # The weights of all may be replaced in turn, here or where the replicas run.
+        if self.reference is None or not any(
+            other.welcome is not None and other.welcome.identity == self.reference.identity
+            for other in self.replicas.values()
+        ):
             self.reference = welcome
         mismatch = self.reference.identity.mismatch(welcome.identity)
         if mismatch is not None:
@@ -313,6 +372,9 @@ class Dispatch:
         self.routes.joined(replica.name, welcome)
         self._has_joined.set()
         self._ask_for_snapshots()
+        for request, _ in self._parked.in_order():
+            request.refused_by.discard(replica.name)
+        self._place_parked()
 
     def left(self, replica: RemoteReplica, requests: list[RemoteRequest], reason: str) -> None:
         """See `Cluster`: its requests go on elsewhere."""
@@ -337,6 +399,7 @@ class Dispatch:
                 self.routes.admitted(self._places[request.id][1])
                 # After a death, those that were full before may have room.
                 request.refused_by.clear()
+                request.wait_until_s = None
                 request.accept()
         for key, remote in step.refused:
             request = replica.requests.pop(key, None)
@@ -354,6 +417,7 @@ class Dispatch:
         if step.load is not None:
             self.routes.load(replica.name, step.load)
         self._ask_for_snapshots()
+        self._place_parked()
 
     def snapshot(self, replica: RemoteReplica, part: SnapshotPart) -> None:
         """See `Cluster`."""

@@ -71,7 +71,11 @@ async def local_cluster(
     try:
         addresses = await processes.start()
         client = ClusterLLM(
-            addresses, tokenizer, credentials=processes.credentials, **client_options
+            addresses,
+            tokenizer,
+            credentials=processes.credentials,
+            replaced=processes.use_model,
+            **client_options,
         )
         try:
             # From here on: one that dies before the others are ready is started again, too.

@@ -107,6 +107,12 @@ class LocalProcesses:
             asyncio.create_task(child.keep(moved, self._min_backoff_s)) for child in self._children
         ]
 
+    def use_model(self, name: str, model: str) -> None:
+        """Let a replica load another checkpoint whenever it is started again."""
+        for child in self._children:
+            if child.name == name:
+                child.use_model(model)
+
     def pids(self) -> dict[str, int]:
         """The process of each replica that runs."""
         return {child.name: child.pid for child in self._children if child.pid is not None}
@@ -210,6 +216,12 @@ class Child:
         if kv_cache_tokens:
             engine = {**self._spec.engine, "kv_cache_tokens": kv_cache_tokens}
             self._spec = msgspec.structs.replace(self._spec, engine=engine, memory_parts=1)
+
+    def use_model(self, model: str) -> None:
+        """Load another checkpoint at the next start."""
+        # A revision belongs to the hub model of the first start.
+        engine = {name: value for name, value in self._spec.engine.items() if name != "revision"}
+        self._spec = msgspec.structs.replace(self._spec, model=model, engine=engine)
 
     async def keep(self, moved: Callable[[str, str], None], min_backoff_s: float) -> None:
         """Start it again whenever it ends, until cancelled; later if it does not live long."""

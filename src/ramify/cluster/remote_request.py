@@ -41,6 +41,7 @@ class RemoteRequest:
     Args:
         collector: gets its deliveries.
         params: with a seed: a second replica draws the same tokens.
+        page_hashes: of the prompt, in each namespace that replicas have.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class RemoteRequest:
         options: RequestOptions,
         *,
         prompt: str | None,
-        page_hashes: Sequence[bytes],
+        page_hashes: Sequence[Sequence[bytes]],
         now_s: float,
     ) -> None:
         self.id, self.collector, self.ids, self.params = id_, collector, ids, params
@@ -63,6 +64,7 @@ class RemoteRequest:
         self.num_reroutes = 0  # before
         self.is_resumed = False  # by an engine with another identity, or without `exact`
         self.refused_by: set[str] = set()  # names of replicas, until one has accepted it
+        self.wait_until_s: float | None = None  # without a replica; None: it does not wait
         self.allowed: frozenset[str] | None = None  # names of replicas; None: all
         self.num_new = 0  # tokens of the present replica
         self.key = -1  # on the present connection

@@ -165,18 +165,22 @@ class Router:
         page_hashes: Sequence[bytes],
         num_tokens: int,
         *,
+        other_hashes: Sequence[Sequence[bytes]] = (),
         max_tokens: int | None = None,
         identity: Hashable = None,
         exclude: Collection[str] = (),
+        beyond_limits: bool = False,
     ) -> Decision | Refusal:
         """Choose a replica for a prompt, and reserve its work there.
 
         Args:
             page_hashes: of the prompt's whole pages.
+            other_hashes: of the same pages at replicas with other weights, whose namespace is another.
             num_tokens: of the prompt, and of what was generated before a resumption.
             max_tokens: of the answer, if that is limited.
             identity: only replicas with an equal one; None: any.
             exclude: names of replicas that must not get it.
+            beyond_limits: also a replica whose queue is full, if all are.
         """
         able = [
             state
@@ -191,8 +195,14 @@ class Router:
         if not within:
             within = [state for state in able if not state.is_full]
             if not within:
-                return self._refuse(able)
-        cached = self._hits(self.mirrors.match(page_hashes), num_tokens)
+                if not (beyond_limits and able):
+                    return self._refuse(able)
+                within = able
+        pages = self.mirrors.match(page_hashes)
+        for hashes in other_hashes:
+            # No replica has both: it drops its pages with its weights.
+            pages |= self.mirrors.match(hashes)
+        cached = self._hits(pages, num_tokens)
         in_flight = self._hits(self._in_flight.match(page_hashes), num_tokens)
         expected = dict(cached)
         for name, tokens in in_flight.items():

@@ -39,13 +39,19 @@ class Routes(Protocol):
 
     def choose(
         self,
-        page_hashes: Sequence[bytes],
+        page_hashes: Sequence[Sequence[bytes]],
         num_tokens: int,
         *,
         max_tokens: int | None = None,
         exclude: Collection[str] = (),
+        beyond_limits: bool = False,
     ) -> Decision | Refusal:
-        """The replica for a prompt; none of `exclude`."""
+        """The replica for a prompt; none of `exclude`.
+
+        Args:
+            page_hashes: of the prompt, in each namespace that replicas have.
+            beyond_limits: also a replica whose queue is full, if all are: it decides by tenant.
+        """
         ...
 
     def admitted(self, reservation: int) -> None:
@@ -135,14 +141,23 @@ class CacheRoutes:
 
     def choose(
         self,
-        page_hashes: Sequence[bytes],
+        page_hashes: Sequence[Sequence[bytes]],
         num_tokens: int,
         *,
         max_tokens: int | None = None,
         exclude: Collection[str] = (),
+        beyond_limits: bool = False,
     ) -> Decision | Refusal:
         """See `Routes`."""
-        return self.router.choose(page_hashes, num_tokens, max_tokens=max_tokens, exclude=exclude)
+        first, *others = page_hashes or [()]
+        return self.router.choose(
+            first,
+            num_tokens,
+            other_hashes=others,
+            max_tokens=max_tokens,
+            exclude=exclude,
+            beyond_limits=beyond_limits,
+        )
 
     def admitted(self, reservation: int) -> None:
         """See `Routes`."""

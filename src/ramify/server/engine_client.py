@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
 from ramify.config import ResolvedConfig
@@ -95,6 +96,15 @@ class EngineClient(Protocol):
 
     def health(self) -> Health:
         """State of the engine; waits for nothing."""
+        ...
+
+    async def reload_weights(self, model: str | Path) -> None:
+        """Replace the weights by others of the same model.
+
+        Raises:
+            ModelError, ConfigError: they do not fit; nothing has changed.
+            RolloutError: some of several engines have them.
+        """
         ...
 
     async def aclose(self) -> None:

@@ -42,7 +42,7 @@ from ramify.server.openai.responses.protocol import (
     InputTokensRequest,
     ResponsesRequest,
 )
-from ramify.server.operations import cache_admin, loads
+from ramify.server.operations import cache_admin, loads, weights
 from ramify.server.operations.cache_admin import PinRequest
 
 Handler = Callable[[RequestContext], Awaitable[Response]]
@@ -167,6 +167,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     _admin("/v1/cache/pins", "POST", cache_admin.pin, "Pin a prefix.", PinRequest),
     _admin("/v1/cache/pins/{name}", "DELETE", cache_admin.unpin, "Unpin a prefix."),
     Endpoint("/v1/cache/explain", "POST", cache_admin.explain, "What a request to any path above would hit; runs nothing.", dict),
+    _admin("/v1/weights", "POST", weights.replace, "Replace the weights, of several engines one at a time.", weights.WeightsRequest),
     _admin("/reset_prefix_cache", "POST", cache_admin.reset, "Evict everything."),
     _admin("/v1/loads", "GET", loads.loads, "What each engine has to do, in SGLang's form.", parameters=loads.PARAMETERS, while_draining=True),
     _admin("/metrics", "GET", cache_admin.metrics, "Metrics for Prometheus.", media=TEXT, while_draining=True),

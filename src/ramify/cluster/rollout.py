@@ -1,0 +1,83 @@
+"""Rolling update: replace the weights of replicas one after the other, while the others serve."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection
+
+from ramify.cluster.remote_replica import RemoteReplica
+from ramify.errors import ReplicaLostError, RolloutError
+
+logger = logging.getLogger(__name__)
+
+REJOIN_S = 120.0  # for a replica to take requests with its weights
+CHECK_S = 0.02
+
+
+async def replace_weights_in_turn(
+    replicas: Collection[RemoteReplica],
+    model: str,
+    replaced: Callable[[str, str], None],
+    *,
+    rejoin_s: float = REJOIN_S,
+) -> None:
+    """Replace the weights of every replica that is connected, one at a time.
+
+    Each loads them while it serves, drains, installs them, and takes requests again before the next
+    one begins. It takes as long as the longest live answers, once for each replica.
+
+    Args:
+        model: a checkpoint, as each replica's machine names it.
+        replaced: gets the name of each replica that has them, or has to load them when it is started
+            again, and the model.
+
+    Raises:
+        RolloutError: a replica failed after others had replaced theirs.
+        ModelError, ConfigError, ReplicaLostError: the first one failed; nothing has changed.
+    """
+    done: dict[str, None] = {}
+    # One that starts meanwhile comes with the weights of before.
+    while (replica := _next(replicas, done)) is not None:
+        begin_s = time.monotonic()
+        try:
+            await replica.replace_weights(model)
+            await _until_ready(replica, rejoin_s)
+        except Exception as error:
+            if not done:
+                raise
+            raise RolloutError(model, replica.name, [*done], str(error)) from error
+        done[replica.name] = None
+        replaced(replica.name, model)
+        logger.info(
+            "replica %s has the weights of %s after %.1f s",
+            replica.name,
+            model,
+            time.monotonic() - begin_s,
+        )
+    for replica in replicas:
+        if replica.name not in done:
+            logger.warning("replica %s is away, and does not get the weights now", replica.name)
+            replaced(replica.name, model)
+
+
+def _next(replicas: Collection[RemoteReplica], done: Collection[str]) -> RemoteReplica | None:
+    left = (replica for replica in replicas if replica.is_ready and replica.name not in done)
+    return next(left, None)
+
+
+async def _until_ready(replica: RemoteReplica, limit_s: float) -> None:
+    """Wait until a replica takes requests.
+
+    Raises:
+        ReplicaLostError: it does not within the limit.
+    """
+    deadline_s = time.monotonic() + limit_s
+    while not replica.is_ready:
+        if time.monotonic() > deadline_s:
+            raise ReplicaLostError(
+                f"replica {replica.name} has not come back within {limit_s:g} s: "
+                f"{replica.last_error or 'it is not connected'}"
+            )
+        await asyncio.sleep(CHECK_S)
