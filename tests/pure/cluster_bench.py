@@ -128,6 +128,7 @@ class ClusterBench:
             await self.llm.start(10.0)
             await until(lambda: all(r.is_ready for r in self.llm.dispatch.replicas.values()))
             yield self
+            await self.llm._warm_up.close()  # replicas that have joined may still be warmed
             self.assert_nothing_reserved()
         finally:
             await self.llm.aclose()

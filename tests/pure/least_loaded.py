@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 
 from ramify.cluster.decisions import Decision, Refusal
-from ramify.cluster.routes import MirrorState
+from ramify.cluster.routes import HotPrompt, MirrorState
 from ramify.cluster.wire import Load, Run, SnapshotPart, TakeSnapshot, Welcome
 from ramify.server.replicas import RoutingCounts
 
@@ -55,6 +55,20 @@ class LeastLoaded:
         self._live[replica] += 1
         self._replicas[self._turn] = replica
         return Decision(replica, "least work", self._turn)
+
+    def note(
+        self, page_hashes: Sequence[Sequence[bytes]], num_shared: int, prompt: HotPrompt
+    ) -> None:
+        """See `Routes`."""
+
+    def missing(self, replica: str, max_pages: int) -> list[HotPrompt]:
+        """See `Routes`."""
+        del replica, max_pages
+        return []
+
+    def is_known(self, replica: str) -> bool:
+        """See `Routes`."""
+        return replica in self._live
 
     def admitted(self, reservation: int) -> None:
         """See `Routes`."""

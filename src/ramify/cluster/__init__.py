@@ -5,6 +5,7 @@ In reading order. Who decides knows no socket, no clock and no tensor:
 - `page_index`: which caches have a page
 - `mirrors`: what each replica has cached, from its events
 - `prefixes_in_flight`, `decisions`, `router`: which replica serves a prompt, and why
+- `hot_prefixes`: what most prompts begin with
 - `simulation`: a fleet in virtual time
 
 What travels:
@@ -29,6 +30,7 @@ The server's side:
 - `merging`: one result of a call that ran on several replicas
 - `parked_requests`, `tenant_shares`, `dispatch`: who computes which request, and what becomes of it when a
   replica dies or all are full
+- `warm_up`: what a replica that joins computes first
 - `rollout`: other weights for one replica after the other
 - `client`: `ClusterLLM`, which takes the place of `AsyncLLM` under the server
 - `view`: each replica by itself, for metrics, statistics and explanations

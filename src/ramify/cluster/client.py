@@ -21,6 +21,7 @@ from ramify.cluster.remote_request import RemoteRequest
 from ramify.cluster.rollout import replace_weights_in_turn
 from ramify.cluster.routes import CacheRoutes, Routes
 from ramify.cluster.view import ClusterView
+from ramify.cluster.warm_up import WarmUp
 from ramify.cluster.wire import Welcome
 from ramify.config import ResolvedConfig
 from ramify.engine.cache_admin import calls
@@ -96,6 +97,8 @@ class ClusterLLM:
         self._replaced = replaced or _nothing
         self._is_draining = self._is_closed = self._is_replacing = False
         self._hashes: PromptHashes | None = None
+        self._warm_up = WarmUp(self.dispatch.routes, self._warm_one)
+        self.dispatch.on_joined, self.dispatch.on_left = self._warm_up.begin, self._warm_up.end
         self._grammars: GrammarCompiler | None = None
 
     async def start(self, timeout_s: float = START_S) -> None:
@@ -319,6 +322,7 @@ class ClusterLLM:
         if isinstance(call, calls.PinPublicPrefixes) and self._hashes is not None:
             for ids in call.prefixes:
                 self._hashes.declare_public(array("i", ids))
+            self._warm_up.declare_public(call.prefixes)
         return merged(call, [(replica.slot, value) for replica, value in results])
 
     async def _run_everywhere(self, call: Any) -> list[tuple[RemoteReplica, Any]]:
@@ -358,13 +362,14 @@ class ClusterLLM:
         raise PinError(f"no such pin (id {pin_id}) here; it expired or was unpinned before")
 
     async def _warm(self, prompts: Sequence[WarmPrompt]) -> list[RequestOutput | Exception]:
-        """Compute prompts on every replica; the results are those of the first."""
+        """Compute prompts on every replica, and on those that join later; the results are the first's."""
         permits = asyncio.Semaphore(WARM_AT_ONCE)
 
         async def compute(prompt: WarmPrompt, replica: RemoteReplica) -> RequestOutput | Exception:
             async with permits:
                 return await self._warm_one(prompt, replica)
 
+        self._warm_up.remember(prompts)
         replicas = [replica for replica in self.dispatch.replicas.values() if replica.is_ready]
         if not replicas:
             raise NoReplicaError(1.0, self.dispatch.why_not_ready())
@@ -429,6 +434,7 @@ class ClusterLLM:
     async def aclose(self) -> None:
         """Close the connections; live requests are aborted. The replicas live on."""
         self._is_closed = True
+        await self._warm_up.close()
         await self.dispatch.close()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from itertools import count
 from typing import Any
@@ -16,7 +16,7 @@ from ramify.cluster.decisions import Decision, Refusal, placement_of
 from ramify.cluster.parked_requests import FULL_WAIT_S, UPDATE_WAIT_S, ParkedRequests
 from ramify.cluster.remote_replica import RemoteReplica
 from ramify.cluster.remote_request import RemoteRequest
-from ramify.cluster.routes import Routes
+from ramify.cluster.routes import HotPrompt, Routes
 from ramify.cluster.tenant_shares import TenantShares
 from ramify.cluster.wire import (
     PROTOCOL_VERSION,
@@ -79,6 +79,8 @@ class Dispatch:
         self.reference: Welcome | None = None  # of a replica that has joined
         self.num_resumptions = self.num_reroutes = 0
         self._tokenizer_digest = tokenizer_digest
+        self.on_joined: Callable[[RemoteReplica], None] = _ignore
+        self.on_left: Callable[[RemoteReplica], None] = _ignore
         self._has_joined = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._ids = count()
@@ -259,6 +261,7 @@ class Dispatch:
             if not self._parked.park(request, last_error, wait_s, time.monotonic()):
                 self._end(request, last_error)
             return False
+        self._note(request, decision)
         replica = self.replicas[decision.replica]
         if not request.has_tokens:
             request.placement = placement_of(decision, self.numbers)
@@ -270,6 +273,16 @@ class Dispatch:
             refusal = InvalidParamsError("request", str(error), "one that fits into a message")
             self._end(request, refusal)
         return True
+
+    def _note(self, request: RemoteRequest, decision: Decision) -> None:
+        """Count the cached prefix of a request of a client, when it is placed first."""
+        if request.allowed is not None or request.is_placed or not request.page_hashes:
+            return
+        request.is_placed = True
+        best = decision.alternative
+        num_shared = max(decision.cached_tokens, 0 if best is None else best.cached_tokens)
+        prompt = HotPrompt(request.ids, request.options.tenant, request.options.salt)
+        self.routes.note(request.page_hashes, num_shared, prompt)
 
     def _wait_s(self, request: RemoteRequest, error: Exception) -> float:
         """How long a request that no replica takes may wait; 0: its client has to send it again."""
@@ -375,9 +388,11 @@ class Dispatch:
         for request, _ in self._parked.in_order():
             request.refused_by.discard(replica.name)
         self._place_parked()
+        self.on_joined(replica)
 
     def left(self, replica: RemoteReplica, requests: list[RemoteRequest], reason: str) -> None:
         """See `Cluster`: its requests go on elsewhere."""
+        self.on_left(replica)
         for request in requests:
             self._give_up_place(request)
         self.routes.left(replica.name)
@@ -450,3 +465,7 @@ class Dispatch:
             self._place(request, error)
         else:
             self._end(request, error)
+
+
+def _ignore(replica: RemoteReplica) -> None:
+    """Nobody wants to know which replicas come and go."""

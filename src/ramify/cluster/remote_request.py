@@ -60,6 +60,7 @@ class RemoteRequest:
         self.options, self.prompt, self.page_hashes = options, prompt, page_hashes
         self.answers = [AnswerSoFar() for _ in range(params.n)]
         self.is_accepted = self.is_over = self.is_aborted = False
+        self.is_placed = False  # a replica was chosen for it once
         self.num_resumptions = 0  # since tokens were delivered
         self.num_reroutes = 0  # before
         self.is_resumed = False  # by an engine with another identity, or without `exact`

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from ramify.cluster.decisions import Decision, Refusal
+from ramify.cluster.hot_prefixes import HotPrefixes
 from ramify.cluster.mirrors import Mirrors
 from ramify.cluster.router import Router
 from ramify.cluster.wire import Load, Run, SnapshotPart, TakeSnapshot, Welcome
@@ -20,6 +22,19 @@ class MirrorState:
     is_known: bool = False  # no event of its cache was lost
     num_pages: int = 0  # cached
     queue_s: float = 0.0  # work before a further request
+
+
+@dataclass(frozen=True, slots=True)
+class HotPrompt:
+    """A prompt, and whose it is."""
+
+    ids: array[int]
+    tenant: str = ""
+    salt: str = ""
+
+    def cut(self, num_tokens: int) -> HotPrompt:
+        """Its first tokens."""
+        return HotPrompt(self.ids[:num_tokens], self.tenant, self.salt)
 
 
 class Routes(Protocol):
@@ -52,6 +67,20 @@ class Routes(Protocol):
             page_hashes: of the prompt, in each namespace that replicas have.
             beyond_limits: also a replica whose queue is full, if all are: it decides by tenant.
         """
+        ...
+
+    def note(
+        self, page_hashes: Sequence[Sequence[bytes]], num_shared: int, prompt: HotPrompt
+    ) -> None:
+        """Count a prompt whose first `num_shared` tokens some replica has cached."""
+        ...
+
+    def missing(self, replica: str, max_pages: int) -> list[HotPrompt]:
+        """Hot prefixes that a replica has not cached, the hottest first, of `max_pages` in all."""
+        ...
+
+    def is_known(self, replica: str) -> bool:
+        """Whether all that a replica has cached is known."""
         ...
 
     def admitted(self, reservation: int) -> None:
@@ -110,6 +139,7 @@ class CacheRoutes:
 
     def __init__(self, *, stride: int = 1) -> None:
         self._stride = stride
+        self._hot = HotPrefixes[HotPrompt]()
         self._router: Router | None = None  # made when the first replica joins: it says how
 
     @property
@@ -158,6 +188,25 @@ class CacheRoutes:
             exclude=exclude,
             beyond_limits=beyond_limits,
         )
+
+    def note(
+        self, page_hashes: Sequence[Sequence[bytes]], num_shared: int, prompt: HotPrompt
+    ) -> None:
+        """See `Routes`."""
+        self._hot.note(page_hashes[0], num_shared // self.router.page_size, prompt)
+
+    def missing(self, replica: str, max_pages: int) -> list[HotPrompt]:
+        """See `Routes`."""
+        if not len(self._hot):
+            return []
+        return [
+            prefix.prompt.cut(prefix.num_pages * self.router.page_size)
+            for prefix in self._hot.missing(self.router.mirrors, replica, max_pages)
+        ]
+
+    def is_known(self, replica: str) -> bool:
+        """See `Routes`."""
+        return self.router.mirrors.is_known(replica)
 
     def admitted(self, reservation: int) -> None:
         """See `Routes`."""

@@ -1,0 +1,134 @@
+"""A replica that joins later computes what others have: public prefixes, `--warm`, hot prefixes."""
+
+import asyncio
+from array import array
+
+import pytest
+
+from ramify.cache import CacheKey
+from ramify.engine.cache_admin.warmup import PUBLIC, WarmPrompt
+from ramify.params import SamplingParams
+from tests.pure.cluster_bench import ClusterBench, Member, prompts, run, until
+
+pytest.importorskip("grpc", reason="grpcio is not installed (pip install ramify[cluster])")
+TOKENS = SamplingParams(max_tokens=3, ignore_eos=True)
+SHARED = [*range(3, 23)]  # 5 pages
+
+
+async def num_cached(member: Member, ids: list[int]) -> int:
+    """Tokens of a prefix that a replica has cached."""
+    key = CacheKey(array("i", [*ids, 1]), member.bench.core.namespaces.base)
+    return await member.llm.run(lambda core: core.cache.match(key).num_tokens)
+
+
+async def until_cached(member: Member, ids: list[int], num_tokens: int) -> None:
+    async with asyncio.timeout(10.0):
+        while await num_cached(member, ids) < num_tokens:  # noqa: ASYNC110 - polls the engine
+            await asyncio.sleep(0.01)
+
+
+async def start_again(bench: ClusterBench, number: int) -> Member:
+    member = bench.members[number]
+    await member.kill()
+    replica = bench.llm.dispatch.replicas[str(number)]
+    await until(lambda: not replica.is_ready)
+    await member.start_again()
+    await until(lambda: replica.is_ready)
+    return member
+
+
+def test_hot_prefixes_are_computed_where_a_replica_joins() -> None:
+    """Those that several prompts began with, and no other; a request for them hits there at once."""
+    bench = ClusterBench(2)
+
+    async def main() -> None:
+        async with bench.running():
+            for end in range(6):
+                await bench.llm.generate([*SHARED, 30 + end, 31], TOKENS)
+            alone = [*range(25, 45)]
+            await bench.llm.generate(alone, TOKENS)
+            member = await start_again(bench, 1)
+            await until_cached(member, SHARED, 20)
+            await until(lambda: bench.llm.dispatch.num_live == 0)
+            assert await num_cached(member, alone) == 0
+            bench.llm.dispatch.replicas["0"].is_draining = True
+            output = await bench.llm.generate([*SHARED, 49], TOKENS)
+            assert output.cache.read_tokens == 20
+
+    run(main())
+
+
+def test_hot_prefixes_wait_until_the_replica_is_idle() -> None:
+    """Requests of clients come first: a replica takes them as soon as it has joined."""
+    bench = ClusterBench(2)
+
+    async def main() -> None:
+        async with bench.running():
+            for end in range(6):
+                await bench.llm.generate([*SHARED, 30 + end, 31], TOKENS)
+            member = bench.members[1]
+            await member.kill()
+            await until(lambda: not bench.llm.dispatch.replicas["1"].is_ready)
+            bench.llm.dispatch.replicas["0"].is_draining = True
+            await member.start_again()
+            member.gate.is_open = False
+            await until(lambda: bench.llm.dispatch.replicas["1"].is_ready)
+            live = asyncio.ensure_future(bench.llm.generate(prompts(1)[0], TOKENS))
+            await member.gate.arrive()
+            await asyncio.sleep(0.3)
+            assert bench.llm.dispatch.num_live == 1
+            member.gate.open()
+            assert (await live).error is None
+            await until_cached(member, SHARED, 20)
+            bench.llm.dispatch.replicas["0"].is_draining = False
+            await until(lambda: bench.llm.dispatch.num_live == 0)
+
+    run(main())
+
+
+def test_public_prefixes_and_warm_prompts_reach_replicas_that_join_later() -> None:
+    """Pinned and shared by all tenants there, as at those that were there."""
+    bench = ClusterBench(2)
+    warm = [*range(25, 45)]
+
+    async def main() -> None:
+        async with bench.running():
+            await bench.llm.cache.share([WarmPrompt(SHARED)])
+            await bench.llm.cache.warm([WarmPrompt(warm)])
+            member = await start_again(bench, 1)
+            await until_cached(member, SHARED, 20)
+            await until_cached(member, warm, 20)
+
+            async def is_pinned() -> bool:
+                return len(await member.llm.cache.pins(PUBLIC)) == 1
+
+            async with asyncio.timeout(10.0):
+                while not await is_pinned():  # noqa: ASYNC110 - polls the engine
+                    await asyncio.sleep(0.01)
+            bench.llm.dispatch.replicas["0"].is_draining = True
+            stream = bench.llm.stream([*SHARED, 49, 48, 47, 46, 45], TOKENS, tenant="a")
+            assert (await stream.whole()).cache.read_tokens == 20
+            await bench.llm.cache.end_pins(PUBLIC)
+
+    run(main())
+
+
+def test_other_weights_are_warmed_again() -> None:
+    """What was public and hot with the old weights is computed with those that replace them."""
+    bench = ClusterBench(2)
+
+    async def main() -> None:
+        async with bench.running():
+            await bench.llm.cache.share([WarmPrompt(SHARED)])
+            hot = [*range(24, 44)]
+            for end in range(6):
+                await bench.llm.generate([*hot, 3 + end, 4], TOKENS)
+            await bench.llm.reload_weights("new")
+            for member in bench.members:
+                await until_cached(member, SHARED, 20)
+                await until_cached(member, hot, 20)
+                assert member.bench.core.namespaces.base == b"new"
+            await until(lambda: bench.llm.dispatch.num_live == 0)
+            await bench.llm.cache.end_pins(PUBLIC)
+
+    run(main())
