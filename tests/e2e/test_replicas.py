@@ -241,6 +241,34 @@ def test_another_secret_is_refused_at_both_sides(replica: Replica, tmp_path: Pat
     assert replica.process.poll() is None
 
 
+def test_another_authority_is_refused_at_both_sides(tmp_path: Path) -> None:
+    """The server ends with the reason; the replica has a line of the handshake, and lives on."""
+    pytest.importorskip("cryptography", reason="cryptography is not installed")
+    from tests.certificates import Authority
+
+    options: dict[str, list[str]] = {}
+    for name in ("ours", "theirs"):
+        shown = Authority.make(name).credentials()
+        options[name] = []
+        for part in ("certificate", "key", "authority"):
+            file = tmp_path / f"{name}.{part}"
+            file.write_bytes(getattr(shown, part))
+            options[name] += [f"--cluster-{part}", str(file)]
+    replica = Replica(tmp_path / "log", "--port", "0", *options["ours"])
+    try:
+        address = f"127.0.0.1:{replica.port}"
+        wrong = run_command("serve", "--port", "0", "--replicas", address, *options["theirs"])
+        right = run_command("info", "--json", "--replicas", address, *options["ours"])
+        assert replica.process.poll() is None
+    finally:
+        replica.end()
+
+    assert wrong.returncode == 2
+    assert "both sides need certificates of one authority" in wrong.stderr
+    assert "Handshake failed" in replica.log
+    assert right.returncode == 0, right.stderr
+
+
 def test_info_shows_replicas_that_run(replica: Replica, secret: Path) -> None:
     """What each says of itself; one that does not answer has the reason, and the exit code is 1."""
     address = f"127.0.0.1:{replica.port}"

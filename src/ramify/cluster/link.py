@@ -44,6 +44,8 @@ CHANNEL_OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.use_local_subchannel_pool", 1),
 )
+# In gRPC's words, which come with the status of any failed connection.
+TLS_FAILURES = ("handshake", "Hostname Verification")
 
 
 class LinkError(RamifyError):
@@ -132,9 +134,16 @@ class Link:
 
     def _ended(self, code: Any, details: str | None) -> LinkError:
         grpc = import_grpc()
+        text = f"{self.address}: {details or 'the connection was closed'}"
+        if self._credentials.has_tls and any(sign in text for sign in TLS_FAILURES):
+            return RefusedError(
+                f"{text}; both sides need certificates of one authority, and the replica's must name "
+                "the address at which servers reach it"
+            )
+        if not self._credentials.has_tls and "Socket closed" in text:
+            return LinkError(f"{text}; a replica with certificates lets no server in without")
         refusals = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED)
-        kind = RefusedError if code in refusals else LinkError
-        return kind(f"{self.address}: {details or 'the connection was closed'}")
+        return (RefusedError if code in refusals else LinkError)(text)
 
     def send(self, message: FromServer) -> None:
         """Queue a message; never waits.

@@ -83,6 +83,9 @@ def run_replica(options: ReplicaOptions, stages: Stages) -> int:
         ConfigError, ModelError: wrong options, or a model that cannot be loaded.
         MissingPackageError: gRPC is not installed.
     """
+    if options.credentials.has_tls:
+        # gRPC alone knows of a failed handshake, and writes it to stderr from this level on.
+        os.environ.setdefault("GRPC_VERBOSITY", "INFO")
     import_grpc()
     options.credentials.check_address(options.host)
     public = None if options.public is None else read_prompts(options.public)

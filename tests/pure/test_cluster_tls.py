@@ -1,0 +1,106 @@
+"""Certificates: those of one authority connect, all others are refused, with a line at each side."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+
+from ramify.cluster.client import ClusterLLM
+from ramify.cluster.credentials import Credentials
+from ramify.errors import NoReplicaError
+from ramify.params import SamplingParams
+from tests.pure.cluster_bench import Member, prompts, run
+from tests.pure.engine_bench import expected
+
+pytest.importorskip("grpc", reason="grpcio is not installed (pip install ramify[cluster])")
+pytest.importorskip(
+    "cryptography", reason="cryptography is not installed (pip install ramify[dev])"
+)
+
+from tests.certificates import Authority
+
+PROMPT = prompts(1)[0]
+SECRET = "0123456789abcdef0123"
+
+
+async def connect(member: Member, credentials: Credentials | None) -> None:
+    """Connect to a replica, and let it answer.
+
+    Raises:
+        NoReplicaError: it does not let this server in.
+    """
+    llm = ClusterLLM({"a": f"127.0.0.1:{member.port}"}, None, credentials=credentials)
+    await llm.start(3.0)
+    try:
+        output = await llm.generate(PROMPT, SamplingParams(max_tokens=4, ignore_eos=True))
+        assert list(output.token_ids) == expected(PROMPT, 4, ends=())
+    finally:
+        await llm.aclose()
+
+
+def test_certificates_of_one_authority_connect() -> None:
+    """Alone, and with the secret; a wrong secret is refused behind right certificates."""
+    authority = Authority.make("ours")
+
+    async def main() -> None:
+        member = Member()
+        await member.start(authority.credentials(secret=SECRET))
+        await connect(member, authority.credentials(secret=SECRET))
+        with pytest.raises(NoReplicaError, match="secret of the cluster"):
+            await connect(member, authority.credentials())
+        await member.replica.close()
+        other = Member()
+        await other.start(authority.credentials())
+        await connect(other, authority.credentials())
+        await other.replica.close()
+
+    run(main())
+
+
+WRONG = {
+    "another authority": (
+        lambda ours, theirs: theirs.credentials(secret=SECRET),
+        "of one authority",
+    ),
+    "a key of another": (
+        lambda ours, theirs: replace(ours.credentials(secret=SECRET), key=theirs.credentials().key),
+        "of one authority",
+    ),
+    "a secret without TLS": (lambda ours, theirs: Credentials(secret=SECRET), "with certificates"),
+    "nothing": (lambda ours, theirs: None, "with certificates"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_others_are_refused(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The server says that certificates are missing or do not fit; the replica serves on."""
+    ours, theirs = Authority.make("ours"), Authority.make("theirs")
+    make, words = WRONG[kind]
+
+    async def main() -> None:
+        member = Member()
+        await member.start(ours.credentials(secret=SECRET))
+        with pytest.raises(NoReplicaError, match=words):
+            await connect(member, make(ours, theirs))
+        await connect(member, ours.credentials(secret=SECRET))
+        await member.replica.close()
+
+    with caplog.at_level(logging.WARNING):
+        run(main())
+    assert any(words in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("kind", ["another address", "no TLS at the replica"])
+def test_a_replica_that_is_not_the_one_is_refused(kind: str) -> None:
+    """A certificate of our authority but of another machine; or none."""
+    ours = Authority.make("ours")
+    shown = ours.credentials("10.1.2.3") if "address" in kind else Credentials(secret=SECRET)
+
+    async def main() -> None:
+        member = Member()
+        await member.start(shown)
+        with pytest.raises(NoReplicaError, match="must name the address"):
+            await connect(member, ours.credentials(secret=SECRET))
+        await member.replica.close()
+
+    run(main())
