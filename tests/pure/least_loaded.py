@@ -35,6 +35,9 @@ class LeastLoaded:
             number: name for number, name in self._replicas.items() if name != replica
         }
 
+    def forgotten(self, replica: str) -> None:
+        """See `Routes`."""
+
     def choose(
         self,
         page_hashes: Sequence[Sequence[bytes]],

@@ -38,7 +38,6 @@ from ramify.engine.serving.streams import LoopDispatcher, OutputCollector, Strea
 from ramify.engine.text.prompt_inputs import Prompt, encode
 from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import (
-    ConfigError,
     DrainingError,
     EngineStoppedError,
     InvalidParamsError,
@@ -64,7 +63,7 @@ class ClusterLLM:
     that a second replica draws the tokens that the first would have drawn.
 
     Args:
-        addresses: host and port of each replica, by name.
+        addresses: host and port of each replica, by name; `add` and `remove` change them.
         tokenizer: of the model; replicas with another one are refused.
         routes: chooses the replica of a request; by default by what each has cached and has to do.
         credentials: the same as those of the replicas.
@@ -84,8 +83,6 @@ class ClusterLLM:
         replaced: Callable[[str, str], None] | None = None,
         **link_options: Any,
     ) -> None:
-        if not addresses:
-            raise ConfigError("a cluster has no replica; name at least one")
         self.tokenizer = tokenizer
         self.dispatch = Dispatch(
             addresses,
@@ -136,6 +133,18 @@ class ClusterLLM:
     def move(self, name: str, address: str) -> None:
         """Another process has taken the place of a replica, at this address."""
         self.dispatch.replicas[name].move(address)
+
+    def add(self, name: str, address: str, credentials: Credentials | None = None) -> None:
+        """Use a further replica.
+
+        Args:
+            credentials: what it wants to be shown; None: those of the others.
+        """
+        self.dispatch.add(name, address, credentials)
+
+    def remove(self, name: str) -> None:
+        """Use a replica no more once its connection ends, as it does when the replica has drained."""
+        self.dispatch.remove(name)
 
     @property
     def _welcome(self) -> Welcome:

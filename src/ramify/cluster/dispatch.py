@@ -13,6 +13,7 @@ from typing import Any
 from ramify.cluster.codecs import decode_error
 from ramify.cluster.credentials import Credentials
 from ramify.cluster.decisions import Decision, Refusal, placement_of
+from ramify.cluster.merging import MAX_REPLICAS
 from ramify.cluster.parked_requests import FULL_WAIT_S, UPDATE_WAIT_S, ParkedRequests
 from ramify.cluster.remote_replica import RemoteReplica
 from ramify.cluster.remote_request import RemoteRequest
@@ -71,18 +72,19 @@ class Dispatch:
         **link_options: Any,
     ) -> None:
         self.routes = routes
-        self.replicas = {
-            name: RemoteReplica(name, slot, address, self, credentials, **link_options)
-            for slot, (name, address) in enumerate(addresses.items())
-        }
-        self.numbers = {name: replica.slot for name, replica in self.replicas.items()}
+        self._credentials, self._link_options = credentials, link_options
+        self._num_slots = 0  # ever given to replicas
+        self.replicas: dict[str, RemoteReplica] = {}
+        self.numbers: dict[str, int] = {}  # the slot of each replica
+        for name, address in addresses.items():
+            self.replicas[name] = self._make_replica(name, address, credentials)
         self.reference: Welcome | None = None  # of a replica that has joined
         self.num_resumptions = self.num_reroutes = 0
         self._tokenizer_digest = tokenizer_digest
         self.on_joined: Callable[[RemoteReplica], None] = _ignore
         self.on_left: Callable[[RemoteReplica], None] = _ignore
         self._has_joined = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
         self._ids = count()
         self._live: dict[int, RemoteRequest] = {}
         self._by_collector: dict[Collector, RemoteRequest] = {}
@@ -99,25 +101,56 @@ class Dispatch:
         Raises:
             NoReplicaError: none has joined in time, or all are refused; says why.
         """
-        self._tasks = [
-            asyncio.ensure_future(replica.keep_connected()) for replica in self.replicas.values()
-        ]
-        self._tasks.append(asyncio.ensure_future(self._tick()))
-        joined = asyncio.ensure_future(self._has_joined.wait())
-        refused = asyncio.ensure_future(self._all_refused())
+        self._tasks.add(asyncio.ensure_future(self._tick()))
+        waits: list[asyncio.Future[Any]] = [asyncio.ensure_future(self._has_joined.wait())]
+        if self.replicas:  # else those that are added may fit
+            waits.append(asyncio.ensure_future(self._all_refused()))
+        for replica in self.replicas.values():
+            self._connect(replica)
         try:
-            await asyncio.wait(
-                (joined, refused), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
-            )
+            await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            joined.cancel()
-            refused.cancel()
+            for wait in waits:
+                wait.cancel()
         if not self._has_joined.is_set():
             raise NoReplicaError(RETRY_AFTER_S, self.why_not_ready())
 
+    def add(self, name: str, address: str, credentials: Credentials | None = None) -> None:
+        """Connect to a further replica until `remove`; also to one that is leaving."""
+        replica = self.replicas.get(name)
+        if replica is None:
+            replica = self._make_replica(name, address, credentials or self._credentials)
+            self.replicas[name] = replica
+            if self._tasks:  # it has started
+                self._connect(replica)
+        replica.is_leaving = False
+
+    def remove(self, name: str) -> None:
+        """Connect no more to a replica; its present connection goes on until it ends."""
+        self.replicas[name].leave()
+
+    def _make_replica(self, name: str, address: str, credentials: Credentials) -> RemoteReplica:
+        slots = set(self.numbers.values())
+        # In turn, so that the pins of a replica that has left are not soon those of another one.
+        while (slot := self._num_slots % MAX_REPLICAS) in slots:
+            self._num_slots += 1
+        self._num_slots += 1
+        self.numbers[name] = slot
+        return RemoteReplica(name, slot, address, self, credentials, **self._link_options)
+
+    def _connect(self, replica: RemoteReplica) -> None:
+        task = asyncio.ensure_future(self._keep_connected(replica))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _keep_connected(self, replica: RemoteReplica) -> None:
+        await replica.keep_connected()
+        del self.replicas[replica.name], self.numbers[replica.name]
+        self.routes.forgotten(replica.name)
+
     async def _all_refused(self) -> None:
         """Wait until every replica has refused this server once, or was refused."""
-        for replica in self.replicas.values():
+        for replica in [*self.replicas.values()]:
             await replica.was_refused.wait()
 
     async def _tick(self) -> None:
@@ -139,7 +172,7 @@ class Dispatch:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks = []
+        self._tasks = set()
 
     async def wait_until_idle(self, timeout_s: float | None) -> bool:
         """Wait until no request is live; returns False after `timeout_s`."""

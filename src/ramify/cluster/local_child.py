@@ -44,12 +44,14 @@ class ChildSpec(Struct, frozen=True):
     memory_parts: int = 1
     drain_s: float = 30.0
     log_json: bool = False
+    host: str = "127.0.0.1"
 
     def options(self) -> ReplicaOptions:
         """The same for `run_replica`."""
         return ReplicaOptions(
             model=self.model,
             engine=self.engine,
+            host=self.host,
             credentials=Credentials(secret=self.secret),
             warm=None if self.warm is None else Path(self.warm),
             public=None if self.public is None else Path(self.public),

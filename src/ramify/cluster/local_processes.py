@@ -20,6 +20,7 @@ import msgspec
 from ramify.cluster.cpu_shares import CpuShare
 from ramify.cluster.credentials import Credentials
 from ramify.cluster.local_child import ChildSpec, Report
+from ramify.cluster.wire import address_of
 from ramify.errors import RamifyError
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,8 @@ class LocalOptions:
     warm: Path | None = None
     public: Path | None = None
     log_json: bool = False
+    host: str = "127.0.0.1"
+    drain_s: float = 30.0
 
 
 class LocalProcesses:
@@ -69,7 +72,14 @@ class LocalProcesses:
         secret = secrets.token_hex(32)
         self.credentials = Credentials(secret=secret)
         self._children = [
-            Child(number, share, options, secret, command)
+            Child(
+                str(number),
+                share,
+                options,
+                secret,
+                memory_parts=len(options.shares),
+                command=command,
+            )
             for number, share in enumerate(options.shares)
         ]
         self._min_backoff_s, self._stop_s = min_backoff_s, stop_s
@@ -84,8 +94,8 @@ class LocalProcesses:
         has_kernels = asyncio.Event()
         first, *others = self._children
         starts = [
-            asyncio.create_task(_start(first, _at_once, then=has_kernels.set)),
-            *(asyncio.create_task(_start(child, has_kernels.wait)) for child in others),
+            asyncio.create_task(start_child(first, then=has_kernels.set)),
+            *(asyncio.create_task(start_child(child, has_kernels.wait)) for child in others),
         ]
         try:
             await asyncio.gather(*starts)
@@ -125,10 +135,20 @@ class LocalProcesses:
         await asyncio.gather(*(child.stop(self._stop_s) for child in self._children))
 
 
-async def _start(
-    child: Child, may_compile: Callable[[], Awaitable[object]], then: Callable[[], object] = bool
+async def _at_once() -> None:
+    """Wait for nothing."""
+
+
+async def start_child(
+    child: Child,
+    may_compile: Callable[[], Awaitable[object]] = _at_once,
+    then: Callable[[], object] = bool,
 ) -> None:
-    """Start a child, call `then`, and start the child once more if it has compiled kernels."""
+    """Start a child, call `then`, and start the child once more if it has compiled kernels.
+
+    Raises:
+        ReplicaStartError: it has ended before it was ready; says why.
+    """
     report = await child.start(may_compile)
     then()
     if report.has_compiled:
@@ -136,23 +156,26 @@ async def _start(
         await child.start()
 
 
-async def _at_once() -> None:
-    """Wait for nothing."""
-
-
 class Child:
-    """One local replica, through one process after the other."""
+    """One local replica, through one process after the other.
+
+    Args:
+        name: in log lines.
+        memory_parts: engines that share the memory of this machine.
+    """
 
     def __init__(
         self,
-        number: int,
+        name: str,
         share: CpuShare,
         options: LocalOptions,
         secret: str,
-        command: Sequence[str],
+        *,
+        memory_parts: int,
+        command: Sequence[str] = COMMAND,
     ) -> None:
-        self.name, self.address = str(number), ""
-        self._command = command
+        self.name, self.address = name, ""
+        self._host, self._command = options.host, command
         self._environment = {**os.environ, "OMP_NUM_THREADS": str(share.threads)}
         self._spec = ChildSpec(
             name=self.name,
@@ -163,8 +186,10 @@ class Child:
             cpus=share.cpus,
             warm=None if options.warm is None else str(options.warm.resolve()),
             public=None if options.public is None else str(options.public.resolve()),
-            memory_parts=len(options.shares),
+            memory_parts=memory_parts,
             log_json=options.log_json,
+            host=options.host,
+            drain_s=options.drain_s,
         )
         self._process: Process | None = None
 
@@ -197,7 +222,7 @@ class Child:
                     logger.warning("replica %s writes to stdout: %r", self.name, line[:200])
                     continue
                 if report.state == "ready":
-                    self.address = f"127.0.0.1:{report.port}"
+                    self.address = address_of(self._host, report.port)
                     self._keep_memory(report.kv_cache_tokens)
                     return report
                 if report.state == "failed":

@@ -94,6 +94,7 @@ class RemoteReplica:
         self.num_starts = 0  # different engines that have connected
         self._incarnation: int | None = None  # of the last one
         self.is_updating = False  # it drains to take requests again with other weights
+        self.is_leaving = False  # not connected to again
         self.requests: dict[int, RemoteRequest] = {}
         self._link: Link | None = None
         self._has_moved = asyncio.Event()
@@ -108,9 +109,9 @@ class RemoteReplica:
         return self.welcome is not None and not self.is_draining
 
     async def keep_connected(self) -> None:
-        """Connect, serve, and connect again, until cancelled; seldom while it is refused."""
+        """Connect, serve, and connect again, until it leaves; seldom while it is refused."""
         retry_s = MIN_RETRY_S
-        while True:
+        while not self.is_leaving:
             try:
                 await self._connect()
             except RefusedError as error:
@@ -134,6 +135,11 @@ class RemoteReplica:
     def move(self, address: str) -> None:
         """Connect to this address from the next try on, which is made at once if none is running."""
         self.address = address
+        self._has_moved.set()
+
+    def leave(self) -> None:
+        """Let `keep_connected` return when the connection ends, or at once if there is none."""
+        self.is_leaving = True
         self._has_moved.set()
 
     async def _pause(self, pause_s: float) -> None:

@@ -23,6 +23,7 @@ from ramify.cluster.wire import (
     Return,
     Welcome,
     WireError,
+    address_of,
     decode_from_server,
     encode,
 )
@@ -97,7 +98,7 @@ class Replica:
         server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(service, {method: handler}),)
         )
-        address = f"[{host}]:{port}" if ":" in host and host[0] != "[" else f"{host}:{port}"
+        address = address_of(host, port)
         try:
             if self._credentials.has_tls:
                 bound = server.add_secure_port(address, self._credentials.server_credentials())

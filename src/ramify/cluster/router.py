@@ -153,6 +153,14 @@ class Router:
         state = self._replicas.get(replica)
         return 0.0 if state is None else self._queue_s(state)
 
+    def queues(self) -> dict[str, tuple[float, int]]:
+        """Seconds of computing that wait at each replica, and its requests, by name."""
+        first_token_s = self._mean_token_s([*self._replicas.values()])
+        return {
+            name: ((state.token_s or first_token_s) * state.waiting_tokens, state.num_requests)
+            for name, state in self._replicas.items()
+        }
+
     @property
     def num_in_flight(self) -> int:
         """Reservations that have not ended."""

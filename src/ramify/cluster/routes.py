@@ -52,6 +52,10 @@ class Routes(Protocol):
         """A replica is gone, with its cache and its reservations."""
         ...
 
+    def forgotten(self, replica: str) -> None:
+        """A replica that has left will not join again under this name."""
+        ...
+
     def choose(
         self,
         page_hashes: Sequence[Sequence[bytes]],
@@ -148,6 +152,10 @@ class CacheRoutes:
         assert self._router is not None, "no replica has joined"
         return self._router
 
+    def queues(self) -> dict[str, tuple[float, int]]:
+        """See `Router.queues`."""
+        return {} if self._router is None else self._router.queues()
+
     @property
     def num_reserved(self) -> int:
         """Reservations that have not ended."""
@@ -168,6 +176,11 @@ class CacheRoutes:
     def left(self, replica: str) -> None:
         """See `Routes`; what it has cached is kept until another incarnation joins in its place."""
         self.router.remove(replica)
+
+    def forgotten(self, replica: str) -> None:
+        """See `Routes`."""
+        if self._router is not None:
+            self._router.mirrors.remove(replica)
 
     def choose(
         self,

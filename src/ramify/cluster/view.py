@@ -50,16 +50,14 @@ class ClusterView:
 
     async def stats(self, timeout_s: float) -> ClusterStats:
         """See `Replicas`."""
-        incarnations = {
-            replica.name: replica.welcome.incarnation
+        # Taken now: a replica may leave while it is asked.
+        places = {
+            replica.name: (replica.slot, replica.welcome.incarnation)
             for replica in self._dispatch.replicas.values()
             if replica.welcome is not None
         }
         answers = await self._ask(calls.ReadStats(), timeout_s)
-        replicas = {
-            name: ReplicaStats(self._dispatch.numbers[name], incarnations[name], stats)
-            for name, stats in answers.items()
-        }
+        replicas = {name: ReplicaStats(*places[name], stats) for name, stats in answers.items()}
         return ClusterStats(replicas, summed([*answers.values()]) if answers else None)
 
     async def cached_tokens(

@@ -404,3 +404,8 @@ def _failed(output: Output, error: WireError) -> Output:
         output.end, finish_reasons=reasons, prompt_logprobs=None, error=failed
     )
     return msgspec.structs.replace(output, finish_reason=FinishReason.ERROR, logprobs=[], end=end)
+
+
+def address_of(host: str, port: int) -> str:
+    """Host and port as gRPC reads them: an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host and host[0] != "[" else f"{host}:{port}"
