@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from ramify.server.http.browser_guard import LOOPBACK_HOSTS
 from ramify.server.http.connection_limit import ConnectionLimit, raise_descriptor_limit
 from ramify.server.http.listen_address import bind_address
 from ramify.server.http.uvicorn_server import DrainingServer, TimeoutProtocol
-from ramify.server.kv_events.feed import KvEventFeed, published
+from ramify.server.kv_events.feed import published
 from ramify.server.kv_events.options import KvEventOptions
 from ramify.server.operations.kv_event_metrics import KvEventCollector
 from ramify.server.operations.request_log import JsonFormatter, LineFile, log_request, trace_line
@@ -154,26 +153,26 @@ def serve(options: ServeOptions, open_client: OpenClient | None = None) -> int:
     """
     with stderr_in_background(), ExitStack() as sockets:
         inputs = ServeInputs.of(options)
+        bound = bind_address(options.host, options.port)
         log_to_stderr(options.log_json)
         sys.setswitchinterval(SWITCH_S)
-        for sock in inputs.sockets:
+        for sock in bound:
             sockets.enter_context(sock)
         try:
             if open_client is not None:
-                return asyncio.run(_serve_client(options, open_client, inputs))
+                return asyncio.run(_serve_client(options, open_client, inputs, bound))
             llm = AsyncLLM(options.model, progress=sys.stderr.isatty(), **options.engine)
-            return asyncio.run(_serve_here(options, llm, inputs))
+            return asyncio.run(_serve_here(options, llm, inputs, bound))
         except KeyboardInterrupt:
             return 130
 
 
 @dataclass(frozen=True, slots=True)
 class ServeInputs:
-    """What `serve` needs beside the model, made before the model loads: errors come at once."""
+    """What a server needs beside the model, made before the model loads: errors come at once."""
 
     keys: ApiKeys | None
     connections: ConnectionLimit
-    sockets: list[socket.socket]  # bound, not listening
     record: LineFile | None
     public: list[WarmPrompt] | None
     warm: list[WarmPrompt] | None
@@ -183,7 +182,7 @@ class ServeInputs:
         """Read and open everything that the options name.
 
         Raises:
-            ConfigError, CheckpointError: it cannot be read, opened or bound.
+            ConfigError, CheckpointError: it cannot be read or opened.
         """
         keys, connections = options.keys(), options.connections()
         # A model of the hub has its directory only once it is loaded.
@@ -194,39 +193,57 @@ class ServeInputs:
             public=None if options.public is None else read_prompts(options.public),
             warm=None if options.warm is None else read_prompts(options.warm),
             record=None if options.record is None else LineFile(options.record),
-            sockets=bind_address(options.host, options.port),
         )
 
 
-async def _serve_here(options: ServeOptions, llm: AsyncLLM, inputs: ServeInputs) -> int:
+async def _serve_here(
+    options: ServeOptions, llm: AsyncLLM, inputs: ServeInputs, bound: list[socket.socket]
+) -> int:
     try:
         await compile_kernels(llm)
         async with published(llm, options.kv_events) as feed:
-            return await _serve(options, llm, inputs, Path(llm.description.path), feed)
+            server = await make_server(options, llm, inputs, Path(llm.description.path))
+            if feed is not None:
+                server.metrics.registry.register(KvEventCollector(feed))
+            return await _listen(make_listener(options, server, inputs), bound)
     finally:
         await llm.aclose()
 
 
-async def _serve_client(options: ServeOptions, open_client: OpenClient, inputs: ServeInputs) -> int:
-    find = partial(
-        find_text_files,
+async def _serve_client(
+    options: ServeOptions, open_client: OpenClient, inputs: ServeInputs, bound: list[socket.socket]
+) -> int:
+    async with open_client() as client:
+        # The engine's own path may be one of another machine.
+        path = await asyncio.to_thread(text_files_of, options)
+        server = await make_server(options, client, inputs, path)
+        return await _listen(make_listener(options, server, inputs), bound)
+
+
+def text_files_of(options: ServeOptions) -> Path:
+    """Where the tokenizer, the chat template and the configuration of the model are on this machine.
+
+    Raises:
+        CheckpointError: there is no such model.
+    """
+    return find_text_files(
         options.model,
         revision=options.engine.get("revision"),
         offline=bool(options.engine.get("offline")),
     )
-    async with open_client() as client:
-        # The engine's own path may be one of another machine.
-        return await _serve(options, client, inputs, await asyncio.to_thread(find))
 
 
-async def _serve(
-    options: ServeOptions,
-    llm: EngineClient,
-    inputs: ServeInputs,
-    path: Path,
-    feed: KvEventFeed | None = None,
-) -> int:
-    """Serve an engine that is ready; `path` is that of its checkpoint on this machine."""
+async def make_server(
+    options: ServeOptions, llm: EngineClient, inputs: ServeInputs, path: Path
+) -> Server:
+    """The server of an engine that is ready; `--public` and `--warm` are computed when this returns.
+
+    Args:
+        path: of the engine's checkpoint on this machine.
+
+    Raises:
+        ConfigError: the model has no tokenizer.
+    """
     keys, record = inputs.keys, inputs.record
     if llm.tokenizer is None:
         raise ConfigError(f"{options.model} has no tokenizer, which a server needs")
@@ -265,9 +282,20 @@ async def _serve(
         allowed_hosts=hosts_to_answer(options, has_keys=keys is not None),
         allowed_origins=options.allowed_origins,
     )
-    if feed is not None:
-        server.metrics.registry.register(KvEventCollector(feed))
+    if inputs.public is not None:
+        public = await llm.cache.share(inputs.public)
+        logger.info("public: %s", public)
+    if inputs.warm is not None:
+        warmed = await llm.cache.warm(inputs.warm)
+        logger.info("warmed: %s", warmed)
+    return server
 
+
+def make_listener(
+    options: ServeOptions, server: Server, inputs: ServeInputs, *, shares_port: bool = False
+) -> DrainingServer:
+    """What accepts connections for a server; see `DrainingServer`."""
+    llm = server.service.engine
     config = uvicorn.Config(
         server.app(),
         host=options.host,
@@ -284,22 +312,21 @@ async def _serve(
         http=TimeoutProtocol,
         ws="none",
     )
-    listener = DrainingServer(
+    return DrainingServer(
         config,
         server.health,
-        on_listening=lambda url: startup_banner(url, service, llm, keys),
+        on_listening=lambda url: startup_banner(url, server.service, llm, inputs.keys),
         abort=llm.aclose,
         drain_s=options.drain_s,
         connections=inputs.connections,
+        shares_port=shares_port,
     )
-    if inputs.public is not None:
-        public = await llm.cache.share(inputs.public)
-        logger.info("public: %s", public)
-    if inputs.warm is not None:
-        warmed = await llm.cache.warm(inputs.warm)
-        logger.info("warmed: %s", warmed)
+
+
+async def _listen(listener: DrainingServer, bound: list[socket.socket]) -> int:
+    """Serve until a signal; returns the exit code."""
     with frozen_heap():
-        await listener.serve(inputs.sockets)
+        await listener.serve(bound)
     if listener.is_forced:
         return 130
     return 0 if listener.started else 1

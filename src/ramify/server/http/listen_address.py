@@ -11,11 +11,13 @@ from contextlib import ExitStack
 from ramify.errors import ConfigError
 
 
-def bind_address(host: str, port: int) -> list[socket.socket]:
+def bind_address(host: str, port: int, *, is_shared: bool = False) -> list[socket.socket]:
     """Bind a socket to each address of a host; none listens yet, so clients are refused.
 
     Args:
         port: 0 takes a free one, the same for all addresses.
+        is_shared: other processes of this user may listen there as well, if theirs are shared, too;
+            the system gives each connection to one of them.
 
     Raises:
         ConfigError: the port is in use, or the address cannot be bound.
@@ -25,6 +27,8 @@ def bind_address(host: str, port: int) -> list[socket.socket]:
         for family, address in _addresses(host, port):
             sock = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
             _set_options(sock)
+            if is_shared:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             try:
                 sock.bind((address[0], port, *address[2:]))
             except OSError as error:

@@ -170,6 +170,8 @@ class DrainingServer(uvicorn.Server):
         connections: how many clients may be connected.
         on_listening: returns the banner for a URL; written to stderr.
         abort: ends live requests, with their output so far.
+        shares_port: another server listens at the same port: at the first signal this one stops
+            listening and closes idle connections, so that clients turn to the other one.
     """
 
     def __init__(
@@ -181,8 +183,10 @@ class DrainingServer(uvicorn.Server):
         abort: Callable[[], Awaitable[None]],
         drain_s: float,
         connections: ConnectionLimit,
+        shares_port: bool = False,
     ) -> None:
         super().__init__(config)
+        self._shares_port = shares_port
         self._connections = connections
         self._acceptors: list[Acceptor] = []
         self._health, self._on_listening, self._abort = health, on_listening, abort
@@ -217,9 +221,15 @@ class DrainingServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """See `uvicorn.Server`."""
+        self._stop_listening()
+        await super().shutdown(sockets)
+
+    def _stop_listening(self) -> None:
         for acceptor in self._acceptors:
             acceptor.close()
-        await super().shutdown(sockets)
+        self._acceptors = []
+        for server in self.servers:  # a socket listens until all its descriptors are closed
+            server.close()
 
     async def _listen(self, sockets: list[socket.socket] | None) -> None:
         """Listen on `sockets`, or on the configured address, and accept from there."""
@@ -262,6 +272,10 @@ class DrainingServer(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Stop when the drain is over; uvicorn calls this ten times a second and stops at True."""
         if self._deadline_s is not None and not self.should_exit:
+            if self._shares_port and self._acceptors:
+                self._stop_listening()
+                for connection in [*self.server_state.connections]:
+                    connection.shutdown()  # at once where it is idle, else after its response
             num_live = len(self.server_state.tasks)
             if time.monotonic() >= self._deadline_s:
                 logger.warning("%d requests are cut short", num_live)
