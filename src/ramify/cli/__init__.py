@@ -19,6 +19,7 @@ from ramify.cli.cache import cache
 from ramify.cli.calibrate import calibrate
 from ramify.cli.chat import chat
 from ramify.cli.demo import demo
+from ramify.cli.deploy import deploy
 from ramify.cli.explain import explain
 from ramify.cli.generate import generate
 from ramify.cli.info import info
@@ -40,6 +41,7 @@ app = typer.Typer(
 for command in (
     serve,
     replica,
+    deploy,
     chat,
     keys,
     demo,
