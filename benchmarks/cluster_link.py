@@ -1,12 +1,14 @@
 """CPU time and delay that the way through a cluster adds to a token, over engines without a model.
 
-    make bench-cluster ARGS="[--streams 32] [--rate 50] [--seconds 5] [--replicas 1] [--json]"
+    make bench-cluster ARGS="[--streams 32] [--rate 50] [--seconds 5] [--replicas 1] [--ray] [--json]"
 
 A fake engine makes a token for every stream `--rate` times a second; the token is the time at which
 it was made. Each row is one way to its reader:
 
     engine   `AsyncLLM` in this process
     link     `ClusterLLM` and replicas in processes of their own
+
+and with `--ray`, for which Ray must be installed (`pip install 'ramify[ray]'`), two more: `ray_ways.py`.
 
 "CPU" is the processor time of reader and engine processes, apart, per token; "added" is the time from
 the engine's clock to the reader. With `--rate 0` the engines do not wait: tokens per second.
@@ -157,6 +159,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=50.0)
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--ray", action="store_true", help="tokens carried by Ray beside them")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -164,13 +167,21 @@ def main() -> None:
         asyncio.run(serve_child(args))
         return
     rows = [asyncio.run(in_process(args)), asyncio.run(over_link(args))]
+    ray_itself: dict[str, Any] = {}
+    if args.ray:
+        import ray_ways
+
+        ray_rows, ray_itself = ray_ways.rows(args)
+        rows = [row | {"ray_cpu_us": 0.0} for row in rows] + ray_rows
     if args.json:
-        print(json.dumps(rows))
+        print(json.dumps({"rows": rows, "ray": ray_itself} if args.ray else rows))
         return
     names = [*rows[0]]
-    print(" | ".join(names))
+    print(" | ".join(name.rjust(10) for name in names))
     for row in rows:
-        print(" | ".join(str(row[name]).rjust(len(name)) for name in names))
+        print(" | ".join(str(row[name]).rjust(max(10, len(name))) for name in names))
+    if ray_itself:
+        print("Ray itself:", ", ".join(f"{name} {value}" for name, value in ray_itself.items()))
 
 
 if __name__ == "__main__":
