@@ -29,6 +29,7 @@ class MemoryStore:
 
     Args:
         slab: num_pages * page_bytes writable bytes, pinned memory beside a GPU; None: allocated.
+        clock: what deadlines are compared with.
 
     Raises:
         ConfigError: a size below 1, or a slab of another size.
@@ -36,7 +37,14 @@ class MemoryStore:
 
     tier = "host"
 
-    def __init__(self, page_bytes: int, num_pages: int, *, slab: memoryview | None = None) -> None:
+    def __init__(
+        self,
+        page_bytes: int,
+        num_pages: int,
+        *,
+        slab: memoryview | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         if page_bytes < 1 or num_pages < 1:
             raise ConfigError(
                 f"page_bytes={page_bytes} and num_pages={num_pages} of a host tier must be at least 1"
@@ -46,7 +54,7 @@ class MemoryStore:
                 f"a slab of {slab.nbytes} bytes for {num_pages} pages of {page_bytes}: pass "
                 f"{num_pages * page_bytes} writable bytes"
             )
-        self.page_bytes, self.num_pages = page_bytes, num_pages
+        self.page_bytes, self.num_pages, self._clock = page_bytes, num_pages, clock
         flat = (
             np.empty(page_bytes * num_pages, np.uint8)
             if slab is None
@@ -78,7 +86,7 @@ class MemoryStore:
     def _get(self, key: PageKey, buffer: memoryview, deadline: float) -> ReadOutcome:
         with self._lock:
             self._check_open()
-            if time.monotonic() > deadline:
+            if self._clock() > deadline:
                 self._late += 1
                 return ReadOutcome.LATE
             parent, slot = self._pages.get(key.hash, (b"", -1))
@@ -103,7 +111,7 @@ class MemoryStore:
     def _put(self, key: PageKey, page: memoryview, deadline: float) -> WriteOutcome:
         with self._lock:
             self._check_open()
-            if time.monotonic() > deadline:
+            if self._clock() > deadline:
                 self._late += 1
                 return WriteOutcome.LATE
             if key.hash in self._pages:
