@@ -3,6 +3,7 @@
 import random
 import tracemalloc
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -131,6 +132,30 @@ def test_a_record_of_another_place_is_not_served(sealed: Path) -> None:
     assert hits(store, range(NUM_PAGES)) == [0, 1, 3, 4, 5, 6, 7]
     store.close()
     reopened(sealed, whole).close()
+
+
+def test_a_header_of_another_name_is_not_served(sealed: Path) -> None:
+    """A payload under another page's name does not verify, even if the header's own check does."""
+    content = bytearray(segment_files(sealed)[0].read_bytes())
+    whole, segment_id = bytes(content), _segment_id(content)
+    first, second = GEOMETRY.offset(1), GEOMETRY.offset(2)
+    header = RecordHeader.decode(whole[second : second + HEADER_BYTES], segment_id)
+    other = RecordHeader.decode(whole[first : first + HEADER_BYTES], segment_id)
+    assert header is not None and other is not None
+    forged = replace(header, checksum=other.checksum).encode(segment_id)
+    payload = content[first + HEADER_BYTES : first + HEADER_BYTES + PAGE_BYTES]
+    content[second : second + HEADER_BYTES + PAGE_BYTES] = forged + payload
+
+    store = reopened(sealed, bytes(content))
+
+    assert hits(store, range(NUM_PAGES)) == [0, 1, 3, 4, 5, 6, 7]
+    store.close()
+    reopened(sealed, whole).close()
+
+
+def _segment_id(content: bytes | bytearray) -> bytes:
+    """The id in a preamble: its checksum follows it."""
+    return bytes(content[48:64])
 
 
 def test_bytes_of_a_deleted_segment_do_not_verify(sealed: Path) -> None:
