@@ -293,7 +293,8 @@ def measure(
     for first in range(half, len(pages), BATCH_PAGES):
         store.write(names[first : first + BATCH_PAGES], pages[first : first + BATCH_PAGES])
         store.sync()
-    results["write, synced"] = (len(pages) - half) * page_bytes / (time.perf_counter() - start)
+    if on_disk:
+        results["write, synced"] = (len(pages) - half) * page_bytes / (time.perf_counter() - start)
     store.reopen()
     timed_read(store, names, page_bytes, threads)
     results["warm, 1 thread"], results["warm page, s"] = timed_read(store, names, page_bytes, 1)
