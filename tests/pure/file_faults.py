@@ -13,7 +13,7 @@ from ramify.kv.stores.file_ops import O_DIRECT, FileSize, OsFileOps
 Buffers = Sequence[memoryview | bytes]
 KINDS = (
     "open", "close", "read", "write", "allocate", "truncate", "datasync", "sync_directory",
-    "unlink", "size", "names",
+    "unlink", "size", "names", "lock",
 )  # fmt: skip
 
 
@@ -90,6 +90,10 @@ class FailingOps(OsFileOps):
     def names(self, path: Path) -> list[str]:
         self._next("names")
         return super().names(path)
+
+    def lock(self, fd: int) -> bool:
+        self._next("lock")
+        return super().lock(fd)
 
 
 def _cut(fault: str | None, buffers: Buffers) -> list:

@@ -108,6 +108,28 @@ def test_any_call_may_fail_at_any_time(tmp_path: Path, kind: str) -> None:
             store.close()
 
 
+@pytest.mark.parametrize(
+    ("calls", "reason"),
+    [
+        ("lock", "has no locks"),
+        ("write", "cannot be written"),
+        ("open", "cannot be written"),
+        ("names", "cannot be read"),
+    ],
+)
+def test_a_directory_that_cannot_be_used_is_refused(
+    tmp_path: Path, calls: str, reason: str
+) -> None:
+    """A file system without locks, or one that is read-only: refused at the start, nothing stays open."""
+    ops = FailingOps(always(calls, errno.EROFS))
+
+    with pytest.raises(ConfigError, match=reason):
+        opened(tmp_path, ops=ops)
+
+    assert not ops.open_fds
+    assert put(opened(tmp_path), [1]) == [WriteOutcome.WRITTEN]
+
+
 @pytest.mark.parametrize("fault", [errno.EIO, "zero"])
 def test_a_page_that_cannot_be_read_is_a_miss_and_unlisted(
     tmp_path: Path, fault: int | str

@@ -325,8 +325,9 @@ def test_a_killed_process_leaves_no_lock(tmp_path: Path) -> None:
     """The lock of a process that was killed is free at once."""
     code = (
         "import os, signal, sys; from pathlib import Path\n"
+        "from ramify.kv.stores.file_ops import OsFileOps\n"
         "from ramify.kv.stores.store_directory import lock_directory\n"
-        "lock_directory(Path(sys.argv[1])); os.kill(os.getpid(), signal.SIGKILL)\n"
+        "lock_directory(OsFileOps(), Path(sys.argv[1])); os.kill(os.getpid(), signal.SIGKILL)\n"
     )
 
     child = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False, timeout=60)

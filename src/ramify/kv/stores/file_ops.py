@@ -76,6 +76,10 @@ class FileOps(Protocol):
         """Names in a directory, sorted."""
         ...
 
+    def lock(self, fd: int) -> bool:
+        """Take the exclusive lock of a file until it is closed; whether no other process holds it."""
+        ...
+
 
 class OsFileOps:
     """The system's own calls."""
@@ -139,6 +143,14 @@ class OsFileOps:
         """See FileOps."""
         return sorted(os.listdir(path))  # noqa: PTH208 - names, not paths
 
+    def lock(self, fd: int) -> bool:
+        """See FileOps."""
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
 
 def read_exactly(ops: FileOps, fd: int, num_bytes: int, offset: int) -> bytes:
     """Read `num_bytes` at `offset`, fewer only at the file's end."""
@@ -168,16 +180,3 @@ def write_fully(ops: FileOps, fd: int, buffers: Sequence[memoryview | bytes], of
             count -= remaining.pop(0).nbytes
         if count:
             remaining[0] = remaining[0][count:]
-
-
-def try_lock(fd: int) -> bool:
-    """Take the exclusive lock of an open file; whether nobody else holds it.
-
-    Raises:
-        OSError: the file system has no locks.
-    """
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

@@ -134,7 +134,7 @@ def export(directory: IdentityDirectory, archive: Path) -> int:
     Raises:
         ConfigError: a server holds the directory, or the archive is there already.
     """
-    lock = lock_directory(directory.path.parent)
+    lock = lock_directory(OsFileOps(), directory.path.parent)
     try:
         fd = os.open(archive, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(fd, "wb") as file, tarfile.open(fileobj=file, mode="w") as tar:
@@ -233,7 +233,7 @@ def purge_identity(directory: IdentityDirectory) -> int:
     Raises:
         ConfigError: a server holds the directory.
     """
-    lock = lock_directory(directory.path.parent)
+    lock = lock_directory(OsFileOps(), directory.path.parent)
     try:
         for path in directory.path.iterdir():
             path.unlink()
@@ -250,7 +250,7 @@ def purge_older(directory: IdentityDirectory, days: float) -> int:
         ConfigError: a server holds the directory.
     """
     before = time.time() - days * 86400
-    lock = lock_directory(directory.path.parent)
+    lock = lock_directory(OsFileOps(), directory.path.parent)
     try:
         old = [
             path

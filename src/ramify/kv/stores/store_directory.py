@@ -23,7 +23,6 @@ from ramify.kv.stores.file_ops import (
     O_DIRECT,
     FileOps,
     read_exactly,
-    try_lock,
     write_fully,
 )
 from ramify.kv.stores.page_names import KEY_BYTES
@@ -73,7 +72,7 @@ class StoreDirectory:
             self.key = self._read_key() or secrets.token_bytes(KEY_BYTES)
             return
         self._create_root()
-        self._lock_fd = lock_directory(root)
+        self._lock_fd = lock_directory(ops, root)
         try:
             self.key = self._prepare()
         except OSError as error:
@@ -86,7 +85,8 @@ class StoreDirectory:
     def release(self) -> None:
         """Give the lock back."""
         if self._lock_fd >= 0:
-            os.close(self._lock_fd)
+            with suppress(OSError):
+                self._ops.close(self._lock_fd)
             self._lock_fd = -1
 
     def _create_root(self) -> None:
@@ -208,7 +208,7 @@ class StoreDirectory:
         return count == BLOCK_BYTES
 
 
-def lock_directory(root: Path) -> int:
+def lock_directory(ops: FileOps, root: Path) -> int:
     """Lock a directory for writing; returns the descriptor that holds the lock.
 
     Raises:
@@ -216,13 +216,13 @@ def lock_directory(root: Path) -> int:
     """
     path = root / LOCK_FILE
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = ops.open(path, os.O_RDWR | os.O_CREAT)
     except OSError as error:
         raise ConfigError(
             f"the cache directory {root} cannot be written: {error}; choose another --cache-dir"
         ) from error
     try:
-        is_locked = try_lock(fd)
+        is_locked = ops.lock(fd)
         if not is_locked:
             holder = os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
             raise ConfigError(
@@ -233,12 +233,12 @@ def lock_directory(root: Path) -> int:
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"process {os.getpid()}, started {started}\n".encode(), 0)
     except OSError as error:
-        os.close(fd)
+        ops.close(fd)
         raise ConfigError(
             f"the file system of {root} has no locks ({error}); put --cache-dir on a local disk"
         ) from error
     except ConfigError:
-        os.close(fd)
+        ops.close(fd)
         raise
     return fd
 
