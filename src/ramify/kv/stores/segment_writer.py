@@ -201,8 +201,6 @@ class SegmentWriter:
             )
 
     def _writable_segment(self) -> Segment:
-        if self._active is not None and not self._table.is_listed(self._active):
-            self._delete_condemned()
         if self._active is not None and self._active.is_full:
             self._seal()
         if self._off_reason and self._retry_at == float("inf"):
