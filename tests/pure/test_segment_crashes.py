@@ -191,6 +191,27 @@ class Everything(random.Random):
         return 0.0
 
 
+def test_durable_pages_that_move_on_stay_durable(tmp_path: Path) -> None:
+    """A hot page is durable in its new segment before its old one is deleted."""
+    per_segment = slots_per_segment()
+    ops = PowerLossOps()
+    store = opened(tmp_path, ops=ops, budget_bytes=3 * SEGMENT_BYTES)
+    put(store, range(per_segment))
+    hot = list(range(0, per_segment, 2))
+    number = 1000
+    store.sync()
+    assert hits(store, hot) == hot
+
+    while not store.counts().copied_pages:
+        put(store, [number])
+        number += 1
+    assert store.counts().evicted_pages
+    crash(store)
+    ops.lose_power(Everything())
+
+    assert hits(opened(tmp_path, budget_bytes=3 * SEGMENT_BYTES), hot) == hot
+
+
 def test_a_removal_voids_no_record_written_after_a_loss_of_power(tmp_path: Path) -> None:
     """The segment may be shorter after the loss than it was when the page was removed."""
     ops = PowerLossOps()

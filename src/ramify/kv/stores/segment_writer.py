@@ -310,7 +310,11 @@ class SegmentWriter:
             )
             if victim is None:
                 break
-            num_copied += self._copy_hot_pages(victim, num_copied)
+            count = self._copy_hot_pages(victim, num_copied)
+            num_copied += count
+            # What was durable in the victim must be so elsewhere before the victim goes.
+            if count and not self.sync():
+                raise OSError(errno.EIO, self._off_reason)
             # Deleted before it is forgotten: if that fails, its pages stay.
             self._delete(victim)
             self._table.count("evicted", self._table.forget(victim))
