@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 from ramify.cache import CacheKey
 from ramify.cluster.decisions import Alternative, Decision, Load, Refusal
 from ramify.cluster.mirrors import Mirrors
-from ramify.cluster.router import BOUND, FIRST_OUTPUT_TOKENS, Router
+from ramify.cluster.prefix_home import home_of
+from ramify.cluster.recent_work import HORIZON, RecentWork
+from ramify.cluster.router import (
+    BOUND,
+    COPY_WEIGHT,
+    FIRST_OUTPUT_TOKENS,
+    FIRST_PROMPT_TOKENS,
+    LONG_WAIT,
+    Router,
+)
 from ramify.errors import ConfigError
 from tests.budget import examples
 from tests.pure.mirrored_replica import Replica, joined
@@ -23,12 +32,18 @@ PAGE = 2
 IDLE = Load(0, 0, 0, token_s=0.01, step_s=0.02)
 
 
+def idle_cost(num_tokens: int) -> float:
+    """Seconds that tokens cost on an idle replica of `IDLE`'s calibration, without other requests."""
+    long_wait = num_tokens**2 / (LONG_WAIT * FIRST_PROMPT_TOKENS)
+    return IDLE.token_s * (num_tokens + long_wait + COPY_WEIGHT * num_tokens)
+
+
 class Fleet:
     """A router over replicas with real caches, without a wire."""
 
-    def __init__(self, names: str = "abc", num_pages: int = 512) -> None:
+    def __init__(self, names: str = "abc", num_pages: int = 512, **options) -> None:
         self.mirrors = Mirrors()
-        self.router = Router(self.mirrors, PAGE)
+        self.router = Router(self.mirrors, PAGE, **options)
         self.replicas: dict[str, Replica] = {}
         for number, name in enumerate(names, 1):
             self.replicas[name] = joined(self.mirrors, name, number, num_pages)
@@ -65,7 +80,7 @@ def test_a_prompt_goes_where_most_of_it_is_cached() -> None:
 
     assert (decision.replica, decision.reason, decision.cached_tokens) == ("b", "cached", 200)
     assert decision.alternative is None
-    assert decision.cost_s == pytest.approx(0.8)
+    assert decision.cost_s == pytest.approx(idle_cost(20))
 
 
 def test_the_last_token_is_always_computed() -> None:
@@ -91,16 +106,20 @@ def test_a_prefix_in_flight_counts_as_cached() -> None:
 
 
 def test_a_saturated_replica_spills_and_the_reason_says_so() -> None:
-    """With 30 s of work before a prefix of 2 s, another replica computes it again."""
-    fleet = Fleet()
-    fleet.cache("b", range(200))
-    fleet.router.load("b", Load(3000, 0, 0, 0.01, 0.02))
+    """With 30 s of work before a prefix of 2 s, another replica computes it again.
 
-    decision = fleet.decide(range(220))
+    At 9 s it is the cost that decides, beyond the bound the request is not weighed at all.
+    """
+    for waiting, reason in ((3000, "bound"), (900, "queue")):
+        fleet = Fleet()
+        fleet.cache("b", range(200))
+        fleet.router.load("a", Load(600, 0, 0, 0.01, 0.02))
+        fleet.router.load("b", Load(waiting, 0, 0, 0.01, 0.02))
 
-    assert (decision.reason, decision.cached_tokens) == ("spill", 0)
-    assert decision.replica != "b"
-    assert decision.alternative == Alternative("b", 200, 30.0, "queue")
+        decision = fleet.decide(range(220), max_tokens=1)
+
+        assert (decision.replica, decision.reason, decision.cached_tokens) == ("c", "spill", 0)
+        assert decision.alternative == Alternative("b", 200, waiting / 100, reason)
 
 
 def test_a_hot_prefix_is_computed_on_further_replicas() -> None:
@@ -127,6 +146,75 @@ def test_ties_rotate() -> None:
     assert chosen == list("abcd") * 2
 
 
+def test_a_tie_goes_to_the_least_recent_work() -> None:
+    """Of idle replicas without the prompt, the one that was sent least of late is chosen."""
+    fleet = Fleet("abc")
+    for start, num_tokens in ((0, 100), (1000, 500), (2000, 50), (3000, 20)):
+        decision = fleet.decide(range(start, start + num_tokens))
+        fleet.router.finished(decision.reservation)
+        assert decision.replica == "abcc"[start // 1000]
+
+
+def test_recent_work_is_forgotten() -> None:
+    """After `HORIZON` requests for each replica, work counts 1/e of what is added now."""
+    recent = RecentWork()
+    recent.join("a")
+    recent.join("b")
+    recent.add("a", 1000)
+    for _ in range(2 * HORIZON):
+        recent.add("b", 0)
+    recent.add("b", 1000)
+
+    assert recent.of("a") / recent.of("b") == pytest.approx(2.718**-1, rel=0.02)
+    recent.join("c")
+    assert recent.of("c") == pytest.approx((recent.of("a") + recent.of("b")) / 2)
+    for _ in range(10_000):
+        recent.add("a", 1)
+    assert 1e-9 < recent.of("a") < 1e15
+    recent.leave("c")
+    recent.leave("c")
+
+
+def test_of_equal_prefixes_the_home_is_used() -> None:
+    """Prompts behind a prefix that all have go to its home, and elsewhere once that has more to do."""
+    fleet = Fleet("abcd")
+    for name in "abcd":
+        fleet.cache(name, range(200))
+    home = home_of(CacheKey(range(200)).page_hashes(PAGE)[-1], "abcd")
+    chosen = []
+    for start in range(1000, 7000, 1000):
+        prompt = CacheKey([*range(200), *range(start, start + 20)])
+        decision = fleet.router.choose(prompt.page_hashes(PAGE), len(prompt))
+        assert isinstance(decision, Decision)
+        assert decision.cached_tokens == 200
+        chosen.append(decision.replica)
+
+    assert chosen[:3] == [home] * 3
+    assert set(chosen[3:]) - {home}
+
+
+def test_homes_are_spread_and_stay_when_a_replica_leaves() -> None:
+    """Each of four replicas is home of about a quarter of the prefixes; only a leaver's homes move."""
+    hashes = [CacheKey([number]).page_hashes(1)[0] for number in range(2000)]
+    before = [home_of(page_hash, "abcd") for page_hash in hashes]
+    after = [home_of(page_hash, "abd") for page_hash in hashes]
+
+    assert all(400 < count < 600 for count in Counter(before).values())
+    assert all(new == old for new, old in zip(after, before, strict=True) if old != "c")
+    assert "c" not in after
+
+
+def test_a_bound_on_requests_is_an_option() -> None:
+    """No replica gets a request above the bound and one, whatever it has cached."""
+    for options, most in (({}, 40), ({"request_bound": 1.25}, 14)):
+        fleet = Fleet("abcd", **options)
+        fleet.cache("a", range(200))
+        chosen = Counter(fleet.decide(range(202), max_tokens=1).replica for _ in range(40))
+
+        assert chosen["a"] <= most
+        assert (chosen["a"] > 14) is (not options)
+
+
 def test_a_slower_replica_gets_less() -> None:
     """Each replica's own calibration counts."""
     fleet = Fleet("ab")
@@ -143,10 +231,12 @@ def test_decoding_requests_count() -> None:
     first = fleet.decide(range(100))
 
     assert first.replica == "b"
-    assert first.cost_s == pytest.approx(4.0)
+    assert first.cost_s == pytest.approx(idle_cost(100))
     second = fleet.decide(range(1000, 1100), max_tokens=10)
     assert second.replica == "a"
-    assert second.cost_s == pytest.approx(4.1)
+    # One request decodes beside its 10 tokens; on average 50 tokens wait for a replica.
+    queue = 50 / FIRST_PROMPT_TOKENS
+    assert second.cost_s == pytest.approx(idle_cost(100) + 0.01 * (10 + queue * 100), rel=0.01)
     assert FIRST_OUTPUT_TOKENS > 10
 
 
@@ -260,15 +350,21 @@ def test_no_decision_is_above_the_bound_and_every_reservation_ends(
         )
         if action == "choose":
             states = [each for each in router._replicas.values() if not each.is_draining]
-            before = {each.name: each.num_requests for each in states}
+            work = {
+                each.name: (each.token_s or 0.01)
+                * (each.waiting_tokens + each.num_requests * router._output_tokens)
+                for each in states
+            }
             start = random.choice([0, 0, 1000, random.randrange(10**6)])
-            decision = fleet.choose(range(start, start + random.choice([1, 30, 200])))
+            num_tokens = random.choice([1, 30, 200])
+            own_s = 0.01 * (num_tokens + router._output_tokens)
+            decision = fleet.choose(range(start, start + num_tokens))
             if isinstance(decision, Refusal):
                 assert not [each for each in states if not each.is_full]
                 continue
-            mean = sum(before.values()) / len(before)
+            mean = sum(work.values()) / len(work)
             if not any(each.max_waiting for each in states):
-                assert before[decision.replica] <= BOUND * mean + 1
+                assert work[decision.replica] <= BOUND * mean + own_s + 1e-9
             live[decision.reservation] = decision.replica
         elif action == "load":
             name = random.choice(names)
@@ -309,8 +405,10 @@ def test_a_page_has_a_token(page_size: int) -> None:
 @pytest.mark.parametrize("bound", [0.9, float("nan")])
 def test_a_bound_is_not_below_the_mean(bound: float) -> None:
     """With a bound below 1 no replica could take a request."""
-    with pytest.raises(ConfigError, match=f"bound={bound}"):
+    with pytest.raises(ConfigError, match=f"^bound={bound}"):
         Router(Mirrors(), PAGE, bound=bound)
+    with pytest.raises(ConfigError, match=f"request_bound={bound}"):
+        Router(Mirrors(), PAGE, request_bound=bound)
 
 
 def test_the_router_loads_nothing_heavy() -> None:

@@ -253,7 +253,7 @@ def gated(bench: ServerBench) -> Gate:
         (
             Placement(3, "spill", 0, 1, 4096, 2.14, "bound"),
             0,
-            "computed on replica 3; replica 1 has 4,096 tokens of it but more than its share of requests",
+            "computed on replica 3; replica 1 has 4,096 tokens of it but more than its share of the work",
         ),
         (
             Placement(3, "spill", 0, 1, 32, 0.0, "full"),

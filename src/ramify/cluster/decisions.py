@@ -62,7 +62,7 @@ class Alternative:
     replica: str
     cached_tokens: int
     queue_s: float
-    reason: str  # "queue": it would take longer there; "bound": it has more than its share; "full"
+    reason: str  # "queue": it would take longer there; "bound": it has more than its share of the work; "full"
 
 
 @dataclass(frozen=True, slots=True)

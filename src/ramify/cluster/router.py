@@ -3,14 +3,23 @@
 Pure: time is an argument, messages come through `Mirrors`, nothing is sent. Nothing here can make an
 answer wrong: a bad guess costs the time to compute a prefix that another replica has.
 
-The seconds that a request waits, and makes others wait, as far as replicas differ in it:
+What a request costs, in seconds of the replica's own calibration `token_s` for each of
 
-    cost = token_s * (tokens waiting + 4 * tokens to compute + output tokens * requests beside it)
+    1 * tokens to wait for: those that wait there, and those to compute
+    + tokens to wait for, squared / (5 * mean tokens that a prompt computes): long waits hurt most
+    + output tokens * requests beside it: each is a row of every step
+    + Q * tokens to compute: Q requests that wait for a prompt, the mean of the replicas, wait longer
+    + 2 * tokens to compute: the cache drops as many others
+    + 2 * tokens that hit, if another replica is the home of the prefix: a copy stays cached
 
-`token_s` is the replica's own calibration. Tokens waiting are those of its last report and of
-requests that were sent there since. Tokens to compute count four times: for this request, for those
-that come after it, and for the cached pages that theirs replace. A decoding request takes one row of each step, so every request beside it delays
-each of its output tokens by `token_s`.
+The home of a prefix is, of the replicas that have most of the prompt, the first by rendezvous
+hashing. So copies of a hot prefix are used while its home has more to do, and are evicted afterwards.
+Costs that are nearly equal go to the replica that was sent least work of late.
+
+The bound: a replica gets nothing while its work is above 1.25 times the mean and one request, this one,
+computed from nothing. Work is what waits and what is left to generate, in seconds. To send a request
+elsewhere costs its tokens once more, so it cannot pay for a smaller difference. `request_bound` bounds
+live requests likewise: more even, with fewer hits.
 """
 
 from __future__ import annotations
@@ -27,19 +36,26 @@ from ramify.cluster.decisions import (
     RouterCounters,
 )
 from ramify.cluster.mirrors import Mirrors
+from ramify.cluster.prefix_home import home_of
 from ramify.cluster.prefixes_in_flight import PrefixesInFlight
+from ramify.cluster.recent_work import RecentWork
 from ramify.errors import ConfigError
 
-# Of tokens to compute; see above. On the Mooncake conversation trace, 4 simulated replicas, 4 hits 8.1 %
-# where 2 hits 7.0 %, and the 99th percentile of the time to first token is 12.6 s, not 13.4 s.
-COMPUTE_WEIGHT = 4
+# Chosen with seeds 100 and 101 of generated traffic and the first half of Mooncake's conversation trace,
+# 4 simulated replicas; the tables of `make bench-routing` are of other seeds and of the second half.
+COPY_WEIGHT = 2.0  # with 1 conversations hit 1 point less, with 3 they wait longer and hit no more
+LONG_WAIT = (
+    5.0  # waits of as many prompts count twice: TTFT p99 of conversations 0.66 s without, 0.62 with
+)
 BOUND = 1.25  # see `Router`
 # Costs this close are equal: calibrations of equal machines differ by a few percent from minute to
 # minute, and the fastest would get every prompt that nobody has cached.
 TIE = 1.05
 FIRST_TOKEN_S = 1e-3  # before any replica has reported
-FIRST_OUTPUT_TOKENS = 128.0
-SMOOTHING = 0.02  # weight of a finished request in the mean length of answers
+FIRST_OUTPUT_TOKENS, FIRST_PROMPT_TOKENS = 128.0, 1024.0
+SMOOTHING = (
+    0.02  # weight of a finished request in the mean lengths of answers and of what prompts compute
+)
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 
 
@@ -88,22 +104,31 @@ class Router:
     Args:
         mirrors: of the replicas' caches; the caller feeds them.
         page_size: tokens in a page of every replica.
-        bound: a replica with more requests than this times the mean, and one, gets none. A higher
-            bound keeps more sessions where their cache is, and lets single replicas have more to do.
+        bound: a replica with more work than this times the mean, and one request, gets none.
+        request_bound: likewise of live requests, whatever their work; None: no such bound.
     """
 
-    def __init__(self, mirrors: Mirrors, page_size: int, *, bound: float = BOUND) -> None:
-        if not bound >= 1:
-            raise ConfigError(f"bound={bound} but it must be 1, the mean, or more")
+    def __init__(
+        self,
+        mirrors: Mirrors,
+        page_size: int,
+        *,
+        bound: float = BOUND,
+        request_bound: float | None = None,
+    ) -> None:
+        for name, value in (("bound", bound), ("request_bound", request_bound)):
+            if value is not None and not value >= 1:
+                raise ConfigError(f"{name}={value} but it must be 1, the mean, or more")
         if page_size < 1:
             raise ConfigError(f"page_size={page_size} but a page holds at least 1 token")
-        self.mirrors, self.page_size, self.bound = mirrors, page_size, bound
+        self.mirrors, self.page_size = mirrors, page_size
+        self.bound, self.request_bound = bound, request_bound
         self.counters = RouterCounters(Counter(), Counter())
         self._replicas: dict[str, _Replica] = {}
-        self._in_flight = PrefixesInFlight()
+        self._in_flight, self._recent = PrefixesInFlight(), RecentWork()
         self._reservations: dict[int, _Reservation] = {}
         self._num_reserved = 0  # ever; the number of the last reservation
-        self._output_tokens = FIRST_OUTPUT_TOKENS
+        self._output_tokens, self._prompt_tokens = FIRST_OUTPUT_TOKENS, FIRST_PROMPT_TOKENS
 
     # -- replicas --------------------------------------------------------------------------
 
@@ -123,6 +148,7 @@ class Router:
                 "and resume them before it joins again"
             )
         self._replicas[replica] = _Replica(replica, identity)
+        self._recent.join(replica)
 
     def drain(self, replica: str) -> None:
         """Send no more requests to a replica; those in flight go on."""
@@ -133,6 +159,7 @@ class Router:
         lost = self._replicas.pop(replica, None)
         if lost is None:
             return []
+        self._recent.leave(replica)
         reservations = sorted(lost.reservations)
         for number in reservations:
             self._release(number)
@@ -155,7 +182,7 @@ class Router:
 
     def queues(self) -> dict[str, tuple[float, int]]:
         """Seconds of computing that wait at each replica, and its requests, by name."""
-        first_token_s = self._mean_token_s([*self._replicas.values()])
+        first_token_s = self._default_token_s([*self._replicas.values()])
         return {
             name: ((state.token_s or first_token_s) * state.waiting_tokens, state.num_requests)
             for name, state in self._replicas.items()
@@ -197,15 +224,11 @@ class Router:
             and (identity is None or state.identity == identity)
             and (not exclude or state.name not in exclude)
         ]
-        total = sum([state.num_requests for state in able])
-        limit = self.bound * total / len(able) + 1 if able else 0.0
-        within = [state for state in able if state.num_requests <= limit and not state.is_full]
+        within = self._within_bounds(able, num_tokens)
         if not within:
-            within = [state for state in able if not state.is_full]
-            if not within:
-                if not (beyond_limits and able):
-                    return self._refuse(able)
-                within = able
+            if not (beyond_limits and able):
+                return self._refuse(able)
+            within = able
         pages = self.mirrors.match(page_hashes)
         for hashes in other_hashes:
             # No replica has both: it drops its pages with its weights.
@@ -215,10 +238,14 @@ class Router:
         expected = dict(cached)
         for name, tokens in in_flight.items():
             expected[name] = max(tokens, expected.get(name, 0))
-        at, cost_s = self._least_cost(within, expected, num_tokens, max_tokens)
-        chosen = within[at]
+        home = self._home(expected, page_hashes)
+        output_tokens = self._output_tokens
+        if max_tokens is not None:
+            output_tokens = min(output_tokens, max_tokens)
+        costs = self._costs_s(within, expected, home, num_tokens, output_tokens)
+        chosen, cost_s = self._least(within, costs)
         hit = expected.get(chosen.name, 0)
-        alternative = self._alternative(able, cached, hit, limit)
+        alternative = self._alternative(able, within, cached, hit)
         reason = self._reason(chosen, cached, in_flight, able, alternative)
         number = self._reserve(chosen, page_hashes, num_tokens, hit)
         counts = self.counters.num_decisions
@@ -269,37 +296,74 @@ class Router:
         most, size = max(0, num_tokens - 1) // self.page_size, self.page_size
         return {name: min(count, most) * size for name, count in pages.items()}
 
-    def _least_cost(
+    def _within_bounds(self, able: Sequence[_Replica], num_tokens: int) -> list[_Replica]:
+        """Those that may get a request; if all of them are full, none."""
+        if not able:
+            return []
+        output_tokens, default_s = self._output_tokens, self._default_token_s(able)
+        work_s = [
+            (state.token_s or default_s)
+            * (state.waiting_tokens + state.num_requests * output_tokens)
+            for state in able
+        ]
+        limit_s, own_tokens = self.bound * sum(work_s) / len(able), num_tokens + output_tokens
+        within = [
+            state
+            for state, seconds in zip(able, work_s, strict=True)
+            if seconds <= limit_s + (state.token_s or default_s) * own_tokens and not state.is_full
+        ]
+        if self.request_bound is not None:
+            total = sum([state.num_requests for state in able])
+            limit = self.request_bound * total / len(able) + 1
+            within = [state for state in within if state.num_requests <= limit]
+        return within or [state for state in able if not state.is_full]
+
+    def _home(self, expected: dict[str, int], page_hashes: Sequence[bytes]) -> str:
+        """The home of the longest prefix that replicas have; nobody's without a prefix."""
+        most = max(expected.values(), default=0)
+        if not most:
+            return ""
+        holders = [name for name, tokens in expected.items() if tokens == most]
+        if len(holders) == 1:
+            return holders[0]
+        return home_of(page_hashes[most // self.page_size - 1], holders)
+
+    def _costs_s(
         self,
         states: Sequence[_Replica],
         expected: dict[str, int],
+        home: str,
         num_tokens: int,
-        max_tokens: int | None,
-    ) -> tuple[int, float]:
-        """The place of the replica with the least cost, and that cost."""
-        output_tokens = self._output_tokens
-        if max_tokens is not None:
-            output_tokens = min(output_tokens, max_tokens)
-        first_token_s, get = self._mean_token_s(states), expected.get
-        costs = [
-            (state.token_s or first_token_s)
-            * (
-                state.waiting_tokens
-                + COMPUTE_WEIGHT * (num_tokens - get(state.name, 0))
-                + state.num_requests * output_tokens
-            )
-            for state in states
-        ]
-        least = min(costs) * TIE
-        # Ties rotate: the first in an order that begins at another replica each time.
-        turn = self._num_reserved % len(costs)
-        for at in range(turn, len(costs)):
-            if costs[at] <= least:
-                return at, costs[at]
-        at = next(at for at in range(turn) if costs[at] <= least)
-        return at, costs[at]
+        output_tokens: float,
+    ) -> list[float]:
+        """See the module."""
+        default_s, get = self._default_token_s(states), expected.get
+        prompt_tokens = self._prompt_tokens
+        queue = sum([state.waiting_tokens for state in states]) / len(states) / prompt_tokens
+        weight, long_wait = COPY_WEIGHT + queue, 1 / (LONG_WAIT * prompt_tokens)
+        costs = []
+        for state in states:
+            hit = get(state.name, 0)
+            compute = num_tokens - hit
+            wait = state.waiting_tokens + compute
+            tokens = wait + wait * wait * long_wait + weight * compute
+            tokens += state.num_requests * output_tokens
+            if hit and state.name != home:
+                tokens += COPY_WEIGHT * hit
+            costs.append(tokens * (state.token_s or default_s))
+        return costs
 
-    def _mean_token_s(self, states: Sequence[_Replica]) -> float:
+    def _least(self, states: Sequence[_Replica], costs: Sequence[float]) -> tuple[_Replica, float]:
+        """The replica with the least cost, and that cost. Ties rotate: the least recent work first."""
+        most = min(costs) * TIE
+        ties = [at for at, cost in enumerate(costs) if cost <= most]
+        at = ties[0]
+        if len(ties) > 1:
+            recent = self._recent.of
+            at = min(ties, key=lambda at: recent(states[at].name))
+        return states[at], costs[at]
+
+    def _default_token_s(self, states: Sequence[_Replica]) -> float:
         """For replicas that have not reported yet."""
         reported = [state.token_s for state in states if state.token_s]
         return sum(reported) / len(reported) if reported else FIRST_TOKEN_S
@@ -321,6 +385,8 @@ class Router:
     ) -> int:
         self._num_reserved += 1
         number = self._num_reserved
+        self._recent.add(state.name, num_tokens - hit + self._output_tokens)
+        self._prompt_tokens += SMOOTHING * (max(1, num_tokens - hit) - self._prompt_tokens)
         noted = self._in_flight.add(state.name, page_hashes)
         self._reservations[number] = _Reservation(state, num_tokens - hit, hit, noted)
         state.reservations.add(number)
@@ -328,7 +394,11 @@ class Router:
         return number
 
     def _alternative(
-        self, able: Sequence[_Replica], cached: dict[str, int], hit: int, limit: float
+        self,
+        able: Sequence[_Replica],
+        within: Sequence[_Replica],
+        cached: dict[str, int],
+        hit: int,
     ) -> Alternative | None:
         """The replica with the longest cached prefix, if it has more than the chosen one."""
         names = [name for name, tokens in cached.items() if tokens > hit]
@@ -336,7 +406,7 @@ class Router:
         if not states:
             return None
         best = max(states, key=lambda state: cached[state.name])
-        reason = "full" if best.is_full else "bound" if best.num_requests > limit else "queue"
+        reason = "full" if best.is_full else "queue" if best in within else "bound"
         return Alternative(best.name, cached[best.name], self._queue_s(best), reason)
 
     def _reason(

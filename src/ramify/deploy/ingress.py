@@ -24,10 +24,10 @@ from ramify.server.run import (
     SWITCH_S,
     ServeInputs,
     ServeOptions,
-    checkpoint_of,
     frozen_heap,
     make_listener,
     make_server,
+    text_files_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class Ingress:
         """
         options = self._options
         self._inputs = ServeInputs.of(options)
-        path = await asyncio.to_thread(checkpoint_of, options)
+        path = await asyncio.to_thread(text_files_of, options)
         client = await self._resources.enter_async_context(open_cluster(options, meet))
         self._server = await make_server(options, client, self._inputs, path)
         sys.setswitchinterval(SWITCH_S)

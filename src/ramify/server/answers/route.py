@@ -35,7 +35,7 @@ def route_text(placement: Placement, num_cached: int) -> str:
         return text
     reasons = {
         "queue": f"{placement.other_queue_s:.1f} s of queue",
-        "bound": "more than its share of requests",
+        "bound": "more than its share of the work",
         "full": "a full queue",
     }
     why = reasons.get(placement.other_reason, placement.other_reason)
