@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 from random import Random
 
@@ -51,6 +52,23 @@ def test_a_stride_rounds_a_match_down(stride: int, num_shared: int) -> None:
     pages = mirrors.match(key("a" * 100).page_hashes(2))
 
     assert pages.get("a", 0) == num_shared // stride * stride
+
+
+def test_the_memory_of_an_index_is_what_python_allocates() -> None:
+    """50,000 pages in two columns: within a fifth of the allocator's count."""
+    random = Random(7)
+    hashes = random.randbytes(16 * 50_000)
+    tracemalloc.start()
+    try:
+        index = PageIndex()
+        for column in (index.add_column(), index.add_column()):
+            index.store(column, index.keys(0, hashes))
+        allocated = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+
+    assert index.num_bytes == pytest.approx(allocated, rel=0.2)
+    assert PageIndex().num_bytes < 1000
 
 
 @pytest.mark.parametrize("stride", [1, 3])

@@ -8,7 +8,8 @@ import pytest
 from ramify.analysis.simulation.page_trace import PageTrace, PageTraceBuilder
 from ramify.analysis.simulation.replays.cost_model import CostModel
 from ramify.cluster.simulation.fleet import serve_trace
-from ramify.cluster.simulation.rules import RULES
+from ramify.cluster.simulation.replicas import CHUNK_TOKENS, SimulatedReplica, SimulatedRequest
+from ramify.cluster.simulation.rules import REPORT_S, RULES, RamifyRouter
 from ramify.cluster.simulation.traffic import agents, conversations
 from ramify.errors import ConfigError
 
@@ -88,6 +89,42 @@ def test_the_router_is_fairer_than_affinity_alone() -> None:
     assert runs["first page"].work_imbalance == 4
     assert runs["ramify"].work_imbalance < 1.3
     assert runs["ramify"].percentile_s(99) < runs["first page"].percentile_s(99)
+
+
+def test_each_minute_is_compared_on_its_own() -> None:
+    """A replica that computes in the first minute and one that does in the second are equal over the run."""
+    late = [(70.0, [3]), (70.1, [4])]
+    trace = trace_of((0.0, [1]), (0.1, [1]), *late, (125.0, [5]), num_output=5)
+
+    runs = {
+        rule: serve_trace(trace, RULES[rule], num_replicas=2, replica_tokens=90, cost=COST)
+        for rule in ("round robin", "first page")
+    }
+
+    # 0.036 s and 0.016 s of the two prompts and answers; the second one hits nothing elsewhere.
+    assert runs["round robin"].minutes == pytest.approx([1.0, 1.0])
+    assert runs["first page"].minutes[0] == 2
+    assert len(runs["first page"].minutes) == 2
+
+
+def test_the_router_hears_of_steps_before_a_prompt_is_computed() -> None:
+    """Of 20,000 tokens that take 20 s, whole steps are done 10 s later, as of the report's age."""
+    replica = SimulatedReplica("r0", 3_000, 10, COST, 64)
+    rule = RamifyRouter([replica], 10)
+    request = SimulatedRequest.of(0, list(range(2_000)), 2_000, 20_000, 1, 0.0)
+    rule.choose(request, 0.0).add(request)
+    replica.begin(0.0)
+    rule.changed(replica, 0.0)
+    state = rule.router._replicas["r0"]
+
+    assert state.waiting_tokens == 20_000
+    rule.take_reports(REPORT_S)
+    assert state.waiting_tokens == 20_000
+    rule.take_reports(10.0 + REPORT_S)
+    assert state.waiting_tokens == 20_000 - 4 * CHUNK_TOKENS
+    rule.take_reports(30.0)
+    assert state.waiting_tokens == 0
+    assert (state.num_requests, state.num_unseen) == (1, 0)
 
 
 def test_generated_traffic_is_the_same_in_every_run() -> None:

@@ -13,6 +13,7 @@ from ramify.cache.key import HASH_BYTES
 from ramify.errors import ConfigError
 
 KEY_BYTES, UNUSED_BITS = 8, 4
+KEY_OBJECT_BYTES = 32  # of an integer of two digits
 MAX_SHARED_MASKS = 1 << 16
 SWEPT_PER_ENTRY = 4  # entries that are swept for each entry that is stored or removed
 MAX_RETIRED = 64  # columns that wait for a sweep; beyond, the sweep is run to its end
@@ -39,6 +40,12 @@ class PageIndex:
 
     def __len__(self) -> int:
         return len(self._masks)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all entries: a table, an integer for each key, and the masks that they share."""
+        masks = sum(sys.getsizeof(mask) for mask in self._shared)
+        return sys.getsizeof(self._masks) + KEY_OBJECT_BYTES * len(self._masks) + masks
 
     def num_entries(self, column: int) -> int:
         """Pages of a column that the index holds."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from ramify.cluster.simulation.rules import RamifyRouter, Rule
 from ramify.errors import ConfigError
 
 BUSY_REQUESTS = 2.0  # for each replica: below, one request more is no imbalance
+WINDOW_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +28,13 @@ class FleetRun:
     hit_rate: float  # share of the prompts' tokens
     ttft_s: NDArray[np.float64]  # [requests] from arrival to the end of the prompt
     imbalance: NDArray[np.float64]  # [busy arrivals] most requests of a replica but one / the mean
+    minutes: NDArray[np.float64]  # [busy minutes] as `work_imbalance`, of a minute
     work_imbalance: float  # most seconds of a replica's work / the mean
     makespan_s: float
     num_events: int  # of the caches, where the rule reads them
     event_bytes_per_s: float
     num_index_entries: int
+    index_bytes: int
 
     def percentile_s(self, share: float) -> float:
         """Of the times to first token."""
@@ -85,6 +89,9 @@ class _Fleet:
         self.num_ends = 0
         self.ttft_s: list[float] = []
         self.imbalance: list[float] = []
+        self.minutes: list[float] = []
+        self.window_end_s, self.busy_before_s = WINDOW_S, np.zeros(len(replicas))
+        self.num_arrived = self.most_arrived = 0  # of a minute
         self.num_hit = 0
 
     def run(self) -> FleetRun:
@@ -92,30 +99,47 @@ class _Fleet:
         for number, start_s in enumerate(self.starts):
             while self.ends and self.ends[0][0] <= start_s:
                 now_s = self._end()
+            while start_s >= self.window_end_s:
+                self._end_window()
             self._arrive(number, start_s)
         while self.ends:
             now_s = self._end()
         busy = [replica.busy_s for replica in self.replicas]
         rule, trace = self.rule, self.trace
-        num_events = num_bytes = num_entries = 0
+        num_events = num_bytes = num_entries = index_bytes = 0
         if isinstance(rule, RamifyRouter):
+            rule.take_reports(math.inf)
             num_events, num_bytes = rule.num_events, rule.event_bytes
-            num_entries = len(rule.mirrors.index)
+            num_entries, index_bytes = len(rule.mirrors.index), rule.mirrors.index.num_bytes
             assert not rule.router.num_in_flight
         return FleetRun(
             num_requests=len(trace),
             hit_rate=self.num_hit / trace.total_tokens if trace.total_tokens else 0.0,
             ttft_s=np.array(self.ttft_s),
             imbalance=np.array(self.imbalance),
+            minutes=np.array(self.minutes),
             work_imbalance=max(busy) / (sum(busy) / len(busy)) if sum(busy) else 1.0,
             makespan_s=now_s,
             num_events=num_events,
             event_bytes_per_s=num_bytes / now_s if now_s else 0.0,
             num_index_entries=num_entries,
+            index_bytes=index_bytes,
         )
+
+    def _end_window(self) -> None:
+        busy_s = np.array([replica.busy_s for replica in self.replicas])
+        window_s = busy_s - self.busy_before_s
+        self.busy_before_s = busy_s
+        self.window_end_s += WINDOW_S
+        self.most_arrived = max(self.most_arrived, self.num_arrived)
+        is_busy = self.num_arrived * 2 >= self.most_arrived
+        self.num_arrived = 0
+        if window_s.any() and is_busy:
+            self.minutes.append(float(window_s.max() / window_s.mean()))
 
     def _arrive(self, number: int, now_s: float) -> None:
         trace = self.trace
+        self.num_arrived += 1
         request = SimulatedRequest.of(
             number,
             trace.pages(number).tolist(),

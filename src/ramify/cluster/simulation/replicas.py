@@ -12,6 +12,7 @@ from ramify.cluster.decisions import Load
 from ramify.errors import OutOfPagesError
 
 EVENT_CAPACITY = 1 << 16
+CHUNK_TOKENS = 2048  # of a prompt that a step computes
 
 
 @dataclass(eq=False, slots=True)
@@ -63,6 +64,7 @@ class SimulatedReplica:
         self.busy_s = 0.0
         self.waiting: deque[SimulatedRequest] = deque()
         self.computing: SimulatedRequest | None = None
+        self.computing_since_s = 0.0
         self.num_decoding = 0
         self.tokens_waiting = 0
 
@@ -79,13 +81,17 @@ class SimulatedReplica:
         return len(self.waiting) + (self.computing is not None) + self.num_decoding
 
     def load(self) -> Load:
-        """The report of this moment."""
-        tokens = self.tokens_waiting
-        if self.computing is not None:
-            tokens += self.computing.num_tokens - self.computing.num_hit
+        """The report when something changes; of the prompt that it computes, nothing is done yet."""
+        tokens = self.tokens_waiting + self.computing_tokens
         running = self.num_decoding + (self.computing is not None)
         cost = self.cost
         return Load(tokens, len(self.waiting), running, cost.token_s, cost.step_s)
+
+    @property
+    def computing_tokens(self) -> int:
+        """Of the prompt under way, in all."""
+        request = self.computing
+        return 0 if request is None else request.num_tokens - request.num_hit
 
     def begin(self, now_s: float) -> float | None:
         """Begin with the next prompt if it has a row and pages; returns when it is computed."""
@@ -106,7 +112,7 @@ class SimulatedReplica:
             return None
         self.waiting.popleft()
         self.tokens_waiting -= request.num_tokens - request.num_hit
-        request.lease, self.computing = lease, request
+        request.lease, self.computing, self.computing_since_s = lease, request, now_s
         request.num_hit = min(lease.num_tokens * self.page_size, request.num_tokens - 1)
         seconds = self.cost.step_s + self.cost.token_s * (request.num_tokens - request.num_hit)
         self.busy_s += seconds

@@ -5,15 +5,19 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
 from typing import Protocol
 
+import msgspec
+
 from ramify.cache import CacheEvent
 from ramify.cluster.decisions import Decision, Load
 from ramify.cluster.mirrors import Mirrors
-from ramify.cluster.router import BOUND, Router
-from ramify.cluster.simulation.replicas import SimulatedReplica, SimulatedRequest
+from ramify.cluster.router import Router
+from ramify.cluster.simulation.replicas import CHUNK_TOKENS, SimulatedReplica, SimulatedRequest
+from ramify.cluster.step_reports import run_of
 
 REPORT_S = 0.02  # from a change in a replica until the router knows it
 
@@ -132,8 +136,23 @@ class RayPrefixAffinity(PrefixTreeOfRequests):
         return min(drawn, key=lambda at: self._replicas[at].num_requests)
 
 
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """What a replica tells the router at once."""
+
+    arrival_s: float  # at the router
+    replica: str
+    events: list[CacheEvent]
+    admitted: list[int]  # reservations, as below
+    computed: list[int]
+    finished: list[SimulatedRequest]
+    load: Load
+    computing_since_s: float
+    computing_tokens: int  # of the prompt under way, which later steps make fewer
+
+
 class RamifyRouter(Rule):
-    """The router of this package, fed by the caches' events, `REPORT_S` late."""
+    """The router of this package, fed by the replicas' reports, `REPORT_S` late."""
 
     def __init__(
         self,
@@ -141,13 +160,17 @@ class RamifyRouter(Rule):
         page_size: int,
         *,
         stride: int = 1,
-        bound: float = BOUND,
+        request_bound: float | None = None,
     ) -> None:
         self.mirrors = Mirrors(stride=stride)
-        self.router = Router(self.mirrors, page_size, bound=bound)
+        self.router = Router(self.mirrors, page_size, request_bound=request_bound)
         self._replicas = {replica.name: replica for replica in replicas}
-        self._reports: deque[tuple[float, str, list[CacheEvent], list[int], Load]] = deque()
+        self._reports: deque[_Report] = deque()
         self._sent: dict[str, list[int]] = {replica.name: [] for replica in replicas}
+        self._computed: list[int] = []
+        self._finished: list[SimulatedRequest] = []
+        self._long_prompts: dict[str, _Report] = {}  # of several steps
+        self._encoder = msgspec.msgpack.Encoder()
         self.num_events = self.event_bytes = 0
         for number, replica in enumerate(replicas):
             self.mirrors.add(replica.name, number)
@@ -162,7 +185,7 @@ class RamifyRouter(Rule):
 
     def choose(self, request: SimulatedRequest, now_s: float) -> SimulatedReplica:
         """See `Rule`."""
-        self._hear(now_s)
+        self.take_reports(now_s)
         hashes = request.prompt.page_hashes(1)
         decision = self.router.choose(hashes, request.num_tokens)
         assert isinstance(decision, Decision)
@@ -170,36 +193,63 @@ class RamifyRouter(Rule):
         self._sent[decision.replica].append(decision.reservation)
         return self._replicas[decision.replica]
 
-    def changed(self, replica: SimulatedReplica, now_s: float) -> None:
-        """See `Rule`."""
-        events = replica.feed.take()
-        name = replica.name
-        self.num_events += len(events)
-        self.event_bytes += sum(48 + len(event.hashes) for event in events)
-        self._reports.append((now_s + REPORT_S, name, events, self._sent[name], replica.load()))
-        self._sent[name] = []
-
     def computed(self, request: SimulatedRequest) -> None:
         """See `Rule`."""
-        self.router.first_token(request.reservation)
+        self._computed.append(request.reservation)
 
     def finished(self, request: SimulatedRequest) -> None:
         """See `Rule`."""
-        self.router.finished(request.reservation, request.num_output, request.num_hit)
+        self._finished.append(request)
 
-    def _hear(self, now_s: float) -> None:
-        while self._reports and self._reports[0][0] <= now_s:
-            _, name, events, admitted, load = self._reports.popleft()
-            self.mirrors.apply(name, self._incarnations[name], events)
-            for reservation in admitted:
-                self.router.admitted(reservation)
-            self.router.load(name, load)
+    def changed(self, replica: SimulatedReplica, now_s: float) -> None:
+        """See `Rule`."""
+        name, events = replica.name, replica.feed.take()
+        self.num_events += len(events)
+        for event in events:
+            self.event_bytes += len(self._encoder.encode(run_of(event)))
+        report = _Report(
+            now_s + REPORT_S,
+            name,
+            events,
+            self._sent[name],
+            self._computed,
+            self._finished,
+            replica.load(),
+            replica.computing_since_s,
+            replica.computing_tokens,
+        )
+        self._reports.append(report)
+        self._sent[name], self._computed, self._finished = [], [], []
+
+    def take_reports(self, now_s: float) -> None:
+        """Apply the reports that have arrived."""
+        router = self.router
+        while self._reports and self._reports[0].arrival_s <= now_s:
+            report = self._reports.popleft()
+            for reservation in report.admitted:
+                router.admitted(reservation)
+            for reservation in report.computed:
+                router.first_token(reservation)
+            for request in report.finished:
+                router.finished(request.reservation, request.num_output, request.num_hit)
+            self.mirrors.apply(report.replica, self._incarnations[report.replica], report.events)
+            router.load(report.replica, report.load)
+            self._long_prompts.pop(report.replica, None)
+            if report.computing_tokens > CHUNK_TOKENS and report.load.token_s:
+                self._long_prompts[report.replica] = report
+        for name, report in self._long_prompts.items():
+            seconds = now_s - REPORT_S - report.computing_since_s
+            num_steps = int(seconds / (report.load.token_s * CHUNK_TOKENS))
+            if num_steps > 0:
+                num_done = min(num_steps * CHUNK_TOKENS, report.computing_tokens)
+                left = report.load.tokens_waiting - num_done
+                router.load(name, replace(report.load, tokens_waiting=left))
 
 
 RULES: dict[str, Callable[[Sequence[SimulatedReplica], int], Rule]] = {
     "ramify": RamifyRouter,
-    "ramify, stride 8": partial(RamifyRouter, stride=8),
-    "ramify, bound 2": partial(RamifyRouter, bound=2.0),
+    "ramify (stride 8)": partial(RamifyRouter, stride=8),
+    "ramify (requests bounded)": partial(RamifyRouter, request_bound=1.25),
     "round robin": RoundRobin,
     "first page": FirstPageHash,
     "tree of requests": PrefixTreeOfRequests,
