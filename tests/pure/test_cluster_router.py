@@ -206,13 +206,13 @@ def test_homes_are_spread_and_stay_when_a_replica_leaves() -> None:
 
 def test_a_bound_on_requests_is_an_option() -> None:
     """No replica gets a request above the bound and one, whatever it has cached."""
-    for options, most in (({}, 40), ({"request_bound": 1.25}, 14)):
-        fleet = Fleet("abcd", **options)
+    for bound, most in ((None, 40), (1.25, 14)):
+        fleet = Fleet("abcd", request_bound=bound)
         fleet.cache("a", range(200))
         chosen = Counter(fleet.decide(range(202), max_tokens=1).replica for _ in range(40))
 
         assert chosen["a"] <= most
-        assert (chosen["a"] > 14) is (not options)
+        assert (chosen["a"] > 14) is (bound is None)
 
 
 def test_a_slower_replica_gets_less() -> None:

@@ -272,13 +272,16 @@ class Spilling(LeastLoaded):
 
     def choose(
         self,
-        page_hashes: Sequence[bytes],
+        page_hashes: Sequence[Sequence[bytes]],
         num_tokens: int,
         *,
         max_tokens: int | None = None,
         exclude: Collection[str] = (),
+        beyond_limits: bool = False,
     ) -> Decision | Refusal:
-        decision = super().choose(page_hashes, num_tokens, exclude=exclude)
+        decision = super().choose(
+            page_hashes, num_tokens, exclude=exclude, beyond_limits=beyond_limits
+        )
         if isinstance(decision, Refusal):
             return decision
         other = next(name for name in self._live if name != decision.replica)

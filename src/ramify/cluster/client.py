@@ -38,6 +38,7 @@ from ramify.engine.serving.streams import LoopDispatcher, OutputCollector, Strea
 from ramify.engine.text.prompt_inputs import Prompt, encode
 from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import (
+    ConfigError,
     DrainingError,
     EngineStoppedError,
     InvalidParamsError,

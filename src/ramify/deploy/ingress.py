@@ -17,6 +17,7 @@ from ramify.cluster.routes import CacheRoutes
 from ramify.deploy.config import DeployConfig
 from ramify.deploy.membership import PERIOD_S, Meet, Membership
 from ramify.errors import RamifyError
+from ramify.models.checkpoint.find import find_text_files
 from ramify.server.app import Server
 from ramify.server.http.listen_address import bind_address
 from ramify.server.http.uvicorn_server import DrainingServer
@@ -73,7 +74,9 @@ async def open_cluster(
         CheckpointError: there is no such model.
         NoReplicaError: no engine has come.
     """
-    tokenizer = await asyncio.to_thread(load_tokenizer, options.model, options.engine)
+    tokenizer = await asyncio.to_thread(
+        load_tokenizer, find_text_files, options.model, options.engine
+    )
     routes = CacheRoutes()
     client = ClusterLLM({}, tokenizer, routes=routes)
     keeper = asyncio.create_task(Membership(client, routes, meet, period_s=period_s).keep())
