@@ -46,8 +46,7 @@ RamifyError
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 
 # Of the pins that an error names.
 MAX_NAMED_PINS, MAX_OWNER_CHARS = 4, 40
@@ -257,26 +256,6 @@ class LibraryPanicError(RequestError):
             f"{library} gave up on this request: {reason}; change its text, or use a checkpoint "
             "whose tokenizer is intact"
         )
-
-
-@contextmanager
-def panics_as_errors(library: str) -> Iterator[None]:
-    """Raise LibraryPanicError for a panic in the block, or in the function that this decorates.
-
-    Rust's panics arrive as a PanicException, which no `except Exception` catches. Everything else,
-    KeyboardInterrupt and SystemExit too, passes.
-
-    Args:
-        library: whose code may panic, for the message.
-    """
-    try:
-        yield
-    except BaseException as error:
-        # The class is made anew in each compiled library: it has no common base to name.
-        if type(error).__name__ != "PanicException" or isinstance(error, Exception):
-            raise
-        reason = str(error).strip().partition("\n")[0]
-        raise LibraryPanicError(library, shortened(reason)) from error
 
 
 class ChatTemplateError(RequestError):

@@ -17,7 +17,8 @@ from ramify.engine.core import EngineCore
 from ramify.engine.logits.grammar_matcher import LlguidanceMatcher
 from ramify.engine.text.detokenizer import Detokenizer
 from ramify.engine.text.tokenizer import Tokenizer
-from ramify.errors import DeadEndError, LibraryPanicError, panics_as_errors
+from ramify.errors import DeadEndError, LibraryPanicError
+from ramify.library_panics import panics_as_errors
 from ramify.outputs import FinishReason
 from ramify.server.app import Server
 from ramify.server.service import RequestService

@@ -196,13 +196,13 @@ def test_no_replica_is_an_error_at_once() -> None:
     async def main() -> None:
         async with bench.running():
             await bench.members[0].kill()
-            await until(lambda: not bench.llm.dispatch.has_ready)
+            await until(lambda: not bench.llm.dispatch.members.has_ready)
             with pytest.raises(NoReplicaError) as info:
                 await bench.llm.generate(PROMPT)
             assert info.value.retry_after_s > 0
             assert str(bench.llm.health().state) == "unreachable"
             await bench.members[0].start_again()
-            await until(lambda: bench.llm.dispatch.has_ready)
+            await until(lambda: bench.llm.dispatch.members.has_ready)
             assert (await bench.llm.generate(PROMPT)).error is None
 
     run(main())
@@ -236,7 +236,7 @@ def test_an_answer_goes_on_with_equal_weights_only() -> None:
             last = [event async for event in stream][-1]
             assert last.output is not None
             assert isinstance(last.output.error, ReplicaLostError)
-            await until(lambda: dispatch.has_ready)
+            await until(lambda: dispatch.members.has_ready)
             output = await bench.llm.generate(PROMPT, params)
             assert list(output.token_ids) == expected(PROMPT, 20, ends=())
 

@@ -90,7 +90,7 @@ def test_a_removed_replica_ends_what_it_has() -> None:
         llm.add("0", address)
         await member.kill()
         await member.start_again()
-        await until(lambda: llm.dispatch.has_ready)
+        await until(lambda: llm.dispatch.members.has_ready)
         llm.remove("0")
         await close(member)
         await until(lambda: not llm.dispatch.replicas)
@@ -117,7 +117,7 @@ def test_one_that_nobody_answers_for_is_removed_at_once() -> None:
             llm.remove(str(number))
             await until(lambda: not llm.dispatch.replicas)
         assert slots == [0, 1, 2]
-        llm.dispatch._num_slots = MAX_REPLICAS
+        llm.dispatch.members._num_slots = MAX_REPLICAS
         llm.add("again", "127.0.0.1:1")
         assert llm.dispatch.replicas["again"].slot == 0
         start.cancel()

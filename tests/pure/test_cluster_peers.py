@@ -253,7 +253,7 @@ def test_an_impossible_message_of_a_replica_ends_its_connection_only(step: wire.
             [before] = replica._connections
             before.send(step)
             await until(lambda: before not in replica._connections and bool(replica._connections))
-            await until(lambda: bench.llm.dispatch.has_ready)
+            await until(lambda: bench.llm.dispatch.members.has_ready)
             await assert_serves(bench)
 
     run(main())
@@ -384,7 +384,7 @@ def test_a_partition_is_a_death() -> None:
             assert events[-1].output.error is not None
             assert "no sign of life" in str(events[-1].output.error)
             assert events[-1].output.token_ids[:1] == first.new_token_ids[:1]
-            await until(lambda: llm.dispatch.has_ready)
+            await until(lambda: llm.dispatch.members.has_ready)
             output = await llm.generate(PROMPT, params)
             assert list(output.token_ids) == expected(PROMPT, 20, ends=())
             bench.members[0].gate.open()

@@ -264,7 +264,7 @@ def test_without_replicas_the_server_says_so() -> None:
             for replica in engine.dispatch.replicas.values():
                 replica.address = "127.0.0.1:1"
                 replica.disconnect("the test ends it")
-            await until(lambda: not engine.dispatch.has_ready)
+            await until(lambda: not engine.dispatch.members.has_ready)
             lines: list[str] = []
             metrics = Metrics("tiny")
             monitor = asyncio.ensure_future(
@@ -281,7 +281,7 @@ def test_without_replicas_the_server_says_so() -> None:
             assert (await bench.call("GET", "/metrics")).status == 200
             for replica in engine.dispatch.replicas.values():
                 replica.move(f"127.0.0.1:{replica.name}")
-            await until(lambda: engine.dispatch.has_ready)
+            await until(lambda: engine.dispatch.members.has_ready)
 
             def has_line() -> bool:
                 metrics.num_prompt += 1000

@@ -75,7 +75,7 @@ def test_weights_are_replaced_under_load(num_replicas: int) -> None:
             assert len({m.replica._welcome.identity for m in bench.members}) == 1  # type: ignore[union-attr]
             assert bench.llm.dispatch.reference is not None
             assert bench.llm.dispatch.reference.namespace == b"new"
-            assert bench.llm.dispatch.namespaces() == [b"new"]
+            assert bench.llm.dispatch.members.namespaces() == [b"new"]
             await until(lambda: bench.llm.dispatch.num_live == 0)
             assert await has_hit(bench.llm)
             assert bench.llm.dispatch.num_resumptions == 0
@@ -91,7 +91,7 @@ def test_both_versions_hit_while_they_are_side_by_side() -> None:
         async with bench.running():
             await bench.llm.dispatch.replicas["1"].replace_weights("new")
             await until(lambda: bench.llm.dispatch.replicas["1"].is_ready)
-            assert len(bench.llm.dispatch.namespaces()) == 2
+            assert len(bench.llm.dispatch.members.namespaces()) == 2
             for member in bench.members:  # each has another prompt
                 prompt = prompts(2)[bench.members.index(member)]
                 other = bench.llm.dispatch.replicas[str(1 - bench.members.index(member))]
@@ -161,10 +161,10 @@ def test_a_failure_at_a_later_replica_names_those_that_have_changed() -> None:
             with pytest.raises(RolloutError, match="replica 1 keeps its weights") as info:
                 await bench.llm.reload_weights("new")
             assert info.value.done == ("0",)
-            assert len(bench.llm.dispatch.namespaces()) == 2
+            assert len(bench.llm.dispatch.members.namespaces()) == 2
             llm.load_weights = load
             await bench.llm.reload_weights("new")
-            assert bench.llm.dispatch.namespaces() == [b"new"]
+            assert bench.llm.dispatch.members.namespaces() == [b"new"]
 
     run(main())
 
@@ -207,7 +207,7 @@ def test_another_server_of_the_replicas_notices_nothing() -> None:
             await until(lambda: len(clients.answers) > 6)
             await bench.llm.reload_weights("new")
             await other.all_ready(10.0)
-            assert other.dispatch.namespaces() == [b"new"]
+            assert other.dispatch.members.namespaces() == [b"new"]
             num_before = len(clients.answers)
             await until(lambda: len(clients.answers) > num_before + 12)
             assert set((await clients.stop())[-6:]) == {"new"}
@@ -235,7 +235,7 @@ def test_a_replica_goes_on_when_the_server_that_asked_has_gone() -> None:
             await other.aclose()
             member.gate.open()
             assert (await live).error is None
-            await until(lambda: bench.llm.dispatch.namespaces() == [b"new"])
+            await until(lambda: bench.llm.dispatch.members.namespaces() == [b"new"])
             output = await bench.llm.generate(PROMPT, TOKENS)
             assert list(output.token_ids) == answer_of("new", PROMPT, 24)
 

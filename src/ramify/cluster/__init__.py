@@ -29,6 +29,7 @@ The server's side:
 - `routes`: the router and the mirrors as the client uses them
 - `prompt_hashes`: page hashes of a prompt, for replicas of any weights
 - `merging`: one result of a call that ran on several replicas
+- `members`: the replicas, and the tasks that keep the client connected
 - `parked_requests`, `tenant_shares`, `dispatch`: who computes which request, and what becomes of it when a
   replica dies or all are full
 - `warm_up`: what a replica that joins computes first

@@ -128,7 +128,7 @@ class ClusterLLM:
         deadline_s = time.monotonic() + timeout_s
         while not all(replica.is_ready for replica in self.dispatch.replicas.values()):
             if time.monotonic() > deadline_s:
-                raise NoReplicaError(1.0, self.dispatch.why_not_ready())
+                raise NoReplicaError(1.0, self.dispatch.members.why_not_ready())
             await asyncio.sleep(READY_CHECK_S)
 
     def move(self, name: str, address: str) -> None:
@@ -141,11 +141,11 @@ class ClusterLLM:
         Args:
             credentials: what it wants to be shown; None: those of the others.
         """
-        self.dispatch.add(name, address, credentials)
+        self.dispatch.members.add(name, address, credentials)
 
     def remove(self, name: str) -> None:
         """Use a replica no more once its connection ends, as it does when the replica has drained."""
-        self.dispatch.remove(name)
+        self.dispatch.members.remove(name)
 
     @property
     def _welcome(self) -> Welcome:
@@ -185,8 +185,10 @@ class ClusterLLM:
             return Health(EngineState.STOPPED, is_busy, None, None)
         if self._is_draining:
             return Health(EngineState.DRAINING, is_busy, None, None)
-        if not self.dispatch.has_ready:
-            return Health(EngineState.UNREACHABLE, is_busy, None, self.dispatch.why_not_ready())
+        if not self.dispatch.members.has_ready:
+            return Health(
+                EngineState.UNREACHABLE, is_busy, None, self.dispatch.members.why_not_ready()
+            )
         return Health(EngineState.READY, is_busy, None, None)
 
     async def stats(self) -> EngineStats:
@@ -295,7 +297,7 @@ class ClusterLLM:
     ) -> Sequence[Sequence[bytes]]:
         """Hashes of a prompt's whole pages, in each namespace that replicas have."""
         assert self._hashes is not None, "start comes first"
-        bases = self.dispatch.namespaces()
+        bases = self.dispatch.members.namespaces()
         make = partial(self._hashes.of, bases, ids, options.tenant, options.salt)
         return await asyncio.to_thread(make) if len(ids) > LONG_PROMPT else make()
 
@@ -339,7 +341,7 @@ class ClusterLLM:
         """The results of the replicas on which a call succeeds; its error if there is none."""
         replicas = [replica for replica in self.dispatch.replicas.values() if replica.welcome]
         if not replicas:
-            raise NoReplicaError(1.0, self.dispatch.why_not_ready())
+            raise NoReplicaError(1.0, self.dispatch.members.why_not_ready())
         values = await asyncio.gather(
             *(replica.call(call) for replica in replicas), return_exceptions=True
         )
@@ -382,7 +384,7 @@ class ClusterLLM:
         self._warm_up.remember(prompts)
         replicas = [replica for replica in self.dispatch.replicas.values() if replica.is_ready]
         if not replicas:
-            raise NoReplicaError(1.0, self.dispatch.why_not_ready())
+            raise NoReplicaError(1.0, self.dispatch.members.why_not_ready())
         outputs = await asyncio.gather(
             *(compute(prompt, replica) for replica in replicas for prompt in prompts)
         )
@@ -419,8 +421,8 @@ class ClusterLLM:
         """
         if self._is_replacing:
             raise ConfigError(f"the weights are being replaced; send {str(model)!r} after that")
-        if not self.dispatch.has_ready:
-            raise NoReplicaError(1.0, self.dispatch.why_not_ready())
+        if not self.dispatch.members.has_ready:
+            raise NoReplicaError(1.0, self.dispatch.members.why_not_ready())
         self._is_replacing = True
         try:
             replicas = self.dispatch.replicas.values()

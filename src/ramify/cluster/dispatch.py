@@ -13,7 +13,7 @@ from typing import Any
 from ramify.cluster.codecs import decode_error
 from ramify.cluster.credentials import Credentials
 from ramify.cluster.decisions import Decision, Refusal, placement_of
-from ramify.cluster.merging import MAX_REPLICAS
+from ramify.cluster.members import Members
 from ramify.cluster.parked_requests import FULL_WAIT_S, UPDATE_WAIT_S, ParkedRequests
 from ramify.cluster.remote_replica import RemoteReplica
 from ramify.cluster.remote_request import RemoteRequest
@@ -72,19 +72,17 @@ class Dispatch:
         **link_options: Any,
     ) -> None:
         self.routes = routes
-        self._credentials, self._link_options = credentials, link_options
-        self._num_slots = 0  # ever given to replicas
-        self.replicas: dict[str, RemoteReplica] = {}
-        self.numbers: dict[str, int] = {}  # the slot of each replica
+        self.members = Members(self, credentials, routes.forgotten, **link_options)
         for name, address in addresses.items():
-            self.replicas[name] = self._make_replica(name, address, credentials)
+            self.members.add(name, address)
+        self.replicas = self.members.replicas
         self.reference: Welcome | None = None  # of a replica that has joined
         self.num_resumptions = self.num_reroutes = 0
         self._tokenizer_digest = tokenizer_digest
         self.on_joined: Callable[[RemoteReplica], None] = _ignore
         self.on_left: Callable[[RemoteReplica], None] = _ignore
         self._has_joined = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._ticks: asyncio.Future[None] | None = None
         self._ids = count()
         self._live: dict[int, RemoteRequest] = {}
         self._by_collector: dict[Collector, RemoteRequest] = {}
@@ -101,57 +99,18 @@ class Dispatch:
         Raises:
             NoReplicaError: none has joined in time, or all are refused; says why.
         """
-        self._tasks.add(asyncio.ensure_future(self._tick()))
+        self._ticks = asyncio.ensure_future(self._tick())
         waits: list[asyncio.Future[Any]] = [asyncio.ensure_future(self._has_joined.wait())]
         if self.replicas:  # else those that are added may fit
-            waits.append(asyncio.ensure_future(self._all_refused()))
-        for replica in self.replicas.values():
-            self._connect(replica)
+            waits.append(asyncio.ensure_future(self.members.all_refused()))
+        self.members.start()
         try:
             await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for wait in waits:
                 wait.cancel()
         if not self._has_joined.is_set():
-            raise NoReplicaError(RETRY_AFTER_S, self.why_not_ready())
-
-    def add(self, name: str, address: str, credentials: Credentials | None = None) -> None:
-        """Connect to a further replica until `remove`; also to one that is leaving."""
-        replica = self.replicas.get(name)
-        if replica is None:
-            replica = self._make_replica(name, address, credentials or self._credentials)
-            self.replicas[name] = replica
-            if self._tasks:  # it has started
-                self._connect(replica)
-        replica.is_leaving = False
-
-    def remove(self, name: str) -> None:
-        """Connect no more to a replica; its present connection goes on until it ends."""
-        self.replicas[name].leave()
-
-    def _make_replica(self, name: str, address: str, credentials: Credentials) -> RemoteReplica:
-        slots = set(self.numbers.values())
-        # In turn, so that the pins of a replica that has left are not soon those of another one.
-        while (slot := self._num_slots % MAX_REPLICAS) in slots:
-            self._num_slots += 1
-        self._num_slots += 1
-        self.numbers[name] = slot
-        return RemoteReplica(name, slot, address, self, credentials, **self._link_options)
-
-    def _connect(self, replica: RemoteReplica) -> None:
-        task = asyncio.ensure_future(self._keep_connected(replica))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _keep_connected(self, replica: RemoteReplica) -> None:
-        await replica.keep_connected()
-        del self.replicas[replica.name], self.numbers[replica.name]
-        self.routes.forgotten(replica.name)
-
-    async def _all_refused(self) -> None:
-        """Wait until every replica has refused this server once, or was refused."""
-        for replica in [*self.replicas.values()]:
-            await replica.was_refused.wait()
+            raise NoReplicaError(RETRY_AFTER_S, self.members.why_not_ready())
 
     async def _tick(self) -> None:
         """Ask again for snapshots that did not come, and for a place for each parked request."""
@@ -169,10 +128,10 @@ class Dispatch:
             self._leave(request, wants_end=False)
             request.end_aborted(time.monotonic())
             self._forget(request)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks = set()
+        if self._ticks is not None:
+            self._ticks.cancel()
+            await asyncio.gather(self._ticks, return_exceptions=True)
+        await self.members.close()
 
     async def wait_until_idle(self, timeout_s: float | None) -> bool:
         """Wait until no request is live; returns False after `timeout_s`."""
@@ -187,24 +146,6 @@ class Dispatch:
     def num_live(self) -> int:
         """Requests that have not ended."""
         return len(self._live)
-
-    @property
-    def has_ready(self) -> bool:
-        """Whether a replica takes requests."""
-        return any(replica.is_ready for replica in self.replicas.values())
-
-    def why_not_ready(self) -> str:
-        """What is known of each replica that takes no requests."""
-        return "; ".join(
-            f"{name}: {replica.last_error or 'not connected yet'}"
-            for name, replica in self.replicas.items()
-            if not replica.is_ready
-        )
-
-    def namespaces(self) -> list[bytes]:
-        """Those of the replicas' caches, each once."""
-        welcomes = [replica.welcome for replica in self.replicas.values()]
-        return [*dict.fromkeys(welcome.namespace for welcome in welcomes if welcome is not None)]
 
     # -- requests ----------------------------------------------------------------------------
 
@@ -223,7 +164,7 @@ class Dispatch:
         self._is_idle.clear()
         if only is not None:
             request.allowed = frozenset({only.name})
-        self._place(request, NoReplicaError(RETRY_AFTER_S, self.why_not_ready()))
+        self._place(request, NoReplicaError(RETRY_AFTER_S, self.members.why_not_ready()))
 
     def abandon(self, collector: Collector) -> None:
         """Nobody reads on: end the request of a collector, if it is live."""
@@ -297,7 +238,7 @@ class Dispatch:
         self._note(request, decision)
         replica = self.replicas[decision.replica]
         if not request.has_tokens:
-            request.placement = placement_of(decision, self.numbers)
+            request.placement = placement_of(decision, self.members.numbers)
         self._places[request.id] = replica, decision.reservation
         request.begin(replica.welcome)
         try:

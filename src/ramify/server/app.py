@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
-from ramify.errors import panics_as_errors
+from ramify.library_panics import panics_as_errors
 from ramify.server.anthropic.protocol import VERSION_HEADER
 from ramify.server.context import RequestContext
 from ramify.server.errors import ApiError, ContextLengthError, as_api_error

@@ -25,9 +25,9 @@ from ramify.errors import (
     CompileBusyError,
     InvalidParamsError,
     LibraryPanicError,
-    panics_as_errors,
     shortened,
 )
+from ramify.library_panics import panics_as_errors
 from ramify.params import StructuredOutput
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 import numpy as np
 
 from ramify.engine.logits.logits_processors import TokenBitmask
-from ramify.errors import DeadEndError, LibraryPanicError, panics_as_errors, shortened
+from ramify.errors import DeadEndError, LibraryPanicError, shortened
+from ramify.library_panics import panics_as_errors
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

@@ -16,7 +16,8 @@ from ramify.engine.text.chat_template import DEFAULT
 from ramify.engine.text.sentencepiece_model import Piece, PieceType, SentencePieceModel
 from ramify.engine.text.split_patterns import FALLBACK, SPLITTINGS
 from ramify.engine.text.tokenizer_limits import MAX_ADDED_TOKENS, check_tokenizer_json
-from ramify.errors import CheckpointError, UnsupportedModelError, panics_as_errors, shortened
+from ramify.errors import CheckpointError, UnsupportedModelError, shortened
+from ramify.library_panics import panics_as_errors
 from ramify.models.configs.checkpoint_files import MAX_TEMPLATE_BYTES
 from ramify.models.configs.fields import shown
 from ramify.models.gguf.config import TOKENIZER, token_id

@@ -28,8 +28,8 @@ from ramify.errors import (
     CheckpointError,
     InvalidParamsError,
     PromptTooLongError,
-    panics_as_errors,
 )
+from ramify.library_panics import panics_as_errors
 from ramify.models.configs.fields import read_optional_json
 from ramify.models.gguf.container import is_gguf, read_container
 

@@ -14,7 +14,8 @@ from ramify.engine.text.gguf_tokenizer import has_gguf_tokenizer
 from ramify.engine.text.ranked_bpe import LLAMA3_PATTERN, tekken_tokenizer, tiktoken_tokenizer
 from ramify.engine.text.sentencepiece_model import SentencePieceModel
 from ramify.engine.text.tokenizer_limits import check_tokenizer_json
-from ramify.errors import CheckpointError, panics_as_errors
+from ramify.errors import CheckpointError
+from ramify.library_panics import panics_as_errors
 from ramify.models.configs.checkpoint_files import (
     MAX_TOKENIZER_BYTES,
     check_checkpoint_file,

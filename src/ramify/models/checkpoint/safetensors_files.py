@@ -10,7 +10,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from ramify.errors import CheckpointError, LibraryPanicError, panics_as_errors, shortened
+from ramify.errors import CheckpointError, LibraryPanicError, shortened
+from ramify.library_panics import panics_as_errors
 from ramify.models.checkpoint.find import INDEX, PICKLED_ONLY, pickled_weights
 from ramify.models.configs.checkpoint_files import check_checkpoint_file
 from ramify.models.configs.fields import read_json
