@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Protocol
 
 from ramify.cache.ghosts import REASONS
 from ramify.cache.key import HASH_BYTES, chain_hashes, namespace_hash, split_hashes
@@ -84,6 +85,16 @@ class Evicted:
     reason: str
 
 
+class EventSink(Protocol):
+    """Gets each event while the change is made; must neither raise nor call the cache."""
+
+    with_atoms: bool  # whether its "stored" events carry the tokens
+
+    def put(self, event: CacheEvent) -> None:
+        """Take an event. The pages of "removed" are free by then, and not yet reused."""
+        ...
+
+
 class Subscription:
     """A queue of at most `capacity` events; the oldest are dropped when it is full."""
 
@@ -115,9 +126,7 @@ class Subscription:
 
     def close(self) -> None:
         """End the subscription."""
-        if self in self._log.subscribers:
-            self._log.subscribers.remove(self)
-            self._log.drop_hashes_if_unread()
+        self._log.detach(self)
 
     def put(self, event: CacheEvent) -> None:
         """Append an event; drops the oldest if the queue is full."""
@@ -130,7 +139,7 @@ class EventLog:
 
     def __init__(self, tree: RadixTree) -> None:
         self._tree = tree
-        self.subscribers: list[Subscription] = []
+        self.subscribers: list[EventSink] = []
         self.observers: dict[object, Callable[[Evicted], None]] = {}
         self._hashes: dict[int, bytes] = {}  # node → hashes of its stored pages
         self._pending_evictions: list[Evicted] = []
@@ -140,11 +149,21 @@ class EventLog:
 
     def subscribe(self, capacity: int, with_atoms: bool = False) -> Subscription:
         """Start a subscription. The first one hashes all stored pages."""
+        subscription = Subscription(self, capacity, with_atoms)
+        self.attach(subscription)
+        return subscription
+
+    def attach(self, sink: EventSink) -> None:
+        """Put all later events into a sink. The first one hashes all stored pages."""
         if not self.subscribers:
             self._hash_all()
-        subscription = Subscription(self, capacity, with_atoms)
-        self.subscribers.append(subscription)
-        return subscription
+        self.subscribers.append(sink)
+
+    def detach(self, sink: EventSink) -> None:
+        """End `attach`; does nothing if it has ended."""
+        if sink in self.subscribers:
+            self.subscribers.remove(sink)
+            self.drop_hashes_if_unread()
 
     def digest(self) -> tuple[int, bytes]:
         """The sequence number of the last event, and the XOR of all page hashes."""
@@ -181,7 +200,8 @@ class EventLog:
         self.subscribers, self.observers = other.subscribers, other.observers
         self._sequence = other._sequence
         for subscriber in self.subscribers:
-            subscriber._log = self  # noqa: SLF001 - of this module
+            if isinstance(subscriber, Subscription):
+                subscriber._log = self  # noqa: SLF001 - of this module
         self.cleared()
 
     # -- changes of nodes ------------------------------------------------------------------
