@@ -11,8 +11,9 @@ Read in this order:
 3. `leases` and `lease_ops`: what requests hold; `pins`: what operators keep; `window`: release of
    pages outside a sliding window.
 4. `eviction`, `eviction_queue`, `policies`, `adaptive_policy`, `ghosts`: what is evicted, what is remembered.
-5. `call_guard`: one thread at a time.
-6. `counters`, `statistics`, `events`, `explain`, `inspection`, `invariants`, `maintenance`,
+5. `tiers`, `staging`, `tier_loads`, `tier_costs`, `promotion`: pages outside the pool.
+6. `call_guard`: one thread at a time.
+7. `counters`, `statistics`, `events`, `explain`, `inspection`, `invariants`, `maintenance`,
    `draft_lookup`.
 
 hatch_build.py compiles the hot path with mypyc: `MODULES` there says which modules, and why not all.
