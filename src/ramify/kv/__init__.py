@@ -7,6 +7,8 @@ Below `kernels` and `attention`, above `cache`; decides nothing about what is ca
 - `pool`: the tensors of all pages, planes and layers.
 - `quantize`: int8 and fp8 K/V, a scale for each token and head.
 - `flat_slots`: block table -> flat slot indices, on the device.
+- `page_bytes`: a page as one run of bytes.
+- `offload`: the mover, threads that carry pages to and from `stores`.
 - `huge_pages`: CPU tensors in 2 MB pages; weights use it too.
 - `stores`: pages outside the pool: host memory, disk, a server (no torch).
 """

@@ -1,0 +1,293 @@
+"""The mover: threads that carry staging buffers to and from page stores; decides nothing.
+
+One writer keeps writes, removals and clears in order. Readers take batches in any order. The results
+wait until the thread that owns the pool takes them; until then, a buffer belongs to its job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ramify.errors import StoreUnavailableError
+from ramify.kv.stores.page_store import PageKey, PageStore, ReadOutcome, WriteOutcome
+
+logger = logging.getLogger(__name__)
+
+NUM_READERS = 4
+MAX_WRITES = 16  # pages of one `put_many`
+WRITE_LIMIT_S = 30.0  # for one `put_many`
+MAINTAIN_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PageWrite:
+    """A page in a staging buffer, for the stores of these tiers."""
+
+    key: PageKey
+    buffer: int
+    data: memoryview
+    tiers: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PageRead:
+    """Pages of one load to read from one store into staging buffers."""
+
+    load: int
+    pages: range  # of the load
+    keys: tuple[PageKey, ...]
+    buffers: tuple[int, ...]
+    views: tuple[memoryview, ...]
+    tier: str
+    deadline: float  # of `time.monotonic`
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Removal:
+    """Remove pages from every store, for good; None: all pages."""
+
+    hashes: tuple[bytes, ...] | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Written:
+    """A write has ended; its buffer is free."""
+
+    write: PageWrite
+    outcomes: dict[str, WriteOutcome]  # by tier; without the stores that did not answer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadEnded:
+    """A read has ended; its buffers are the load's, those of pages that are no HIT are free."""
+
+    read: PageRead
+    outcomes: tuple[ReadOutcome, ...]
+    end_s: float  # of `time.monotonic`
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Removed:
+    """A removal has ended. `failed` names the stores that may still have the pages."""
+
+    removal: Removal
+    failed: tuple[str, ...]
+
+
+Result = Written | ReadEnded | Removed
+
+
+class Mover(Protocol):
+    """Carries jobs out, in other threads or later; `MoverThreads`, and a fake in tests."""
+
+    def write(self, job: PageWrite | Removal) -> None:
+        """Queue a job of the writer; these keep their order."""
+
+    def read(self, job: PageRead) -> None:
+        """Queue a job of the readers."""
+
+    def take_results(self) -> list[Result]:
+        """The results since the last call."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for a result; returns whether there is one."""
+
+    def close(self, timeout_s: float) -> bool:
+        """Carry out what the writer has, then close the stores; returns whether that was in time."""
+
+
+class StoreJobs:
+    """Carries single jobs out, in the caller's thread.
+
+    Args:
+        stores: by tier.
+    """
+
+    def __init__(self, stores: Sequence[PageStore]) -> None:
+        self._stores = {store.tier: store for store in stores}
+
+    def write(self, writes: Sequence[PageWrite]) -> list[Written]:
+        """Put pages into each store that they are for."""
+        outcomes: list[dict[str, WriteOutcome]] = [{} for _ in writes]
+        for tier, store in self._stores.items():
+            mine = [index for index, write in enumerate(writes) if tier in write.tiers]
+            if not mine:
+                continue
+            try:
+                written = store.put_many(
+                    [writes[index].key for index in mine],
+                    [writes[index].data for index in mine],
+                    deadline=time.monotonic() + WRITE_LIMIT_S,
+                )
+            except StoreUnavailableError as error:
+                logger.debug("%d pages were not written: %s", len(mine), error)
+                continue
+            except Exception:
+                logger.exception("%d pages were not written to the %s tier", len(mine), tier)
+                continue
+            for index, outcome in zip(mine, written, strict=True):
+                outcomes[index][tier] = outcome
+        return [Written(write, by_tier) for write, by_tier in zip(writes, outcomes, strict=True)]
+
+    def read(self, read: PageRead) -> ReadEnded:
+        """Read pages of one store; a store that does not answer lacks them."""
+        try:
+            store = self._stores[read.tier]
+            outcomes = tuple(store.get_many(read.keys, read.views, deadline=read.deadline))
+        except StoreUnavailableError as error:
+            logger.debug("%d pages were not read: %s", len(read.keys), error)
+            outcomes = (ReadOutcome.IO_ERROR,) * len(read.keys)
+        except Exception:
+            logger.exception("%d pages were not read from the %s tier", len(read.keys), read.tier)
+            outcomes = (ReadOutcome.IO_ERROR,) * len(read.keys)
+        return ReadEnded(read, outcomes, time.monotonic())
+
+    def remove(self, removal: Removal) -> Removed:
+        """Remove pages from all stores."""
+        failed = []
+        for tier, store in self._stores.items():
+            try:
+                limit_s = time.monotonic() + WRITE_LIMIT_S
+                if removal.hashes is None:
+                    store.clear(deadline=limit_s)
+                else:
+                    store.remove_many(removal.hashes, deadline=limit_s)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the pages may be there
+                logger.warning("pages were not removed from the %s tier: %s", tier, error)
+                failed.append(tier)
+        return Removed(removal, tuple(failed))
+
+    def maintain(self) -> None:
+        """Let every store do what is due."""
+        for store in self._stores.values():
+            store.maintain()
+
+    def close(self) -> None:
+        """Close every store."""
+        for store in self._stores.values():
+            with contextlib.suppress(StoreUnavailableError):
+                store.close()
+
+
+class MoverThreads:
+    """A writer, and up to `NUM_READERS` readers. Queues hold a job per staging buffer at most.
+
+    The threads are daemons: a call that never returns does not keep the process alive.
+    """
+
+    def __init__(self, stores: Sequence[PageStore]) -> None:
+        self._jobs = StoreJobs(stores)
+        self._changed = threading.Condition()
+        self._writes: deque[PageWrite | Removal] = deque()
+        self._reads: deque[PageRead] = deque()
+        self._results: deque[Result] = deque()
+        self._has_results = threading.Condition()
+        self._is_closing = False
+        self._num_idle_readers = 0
+        self._readers: list[threading.Thread] = []
+        # Starts at once: stores need `maintain`, and the close at the end.
+        self._writer = threading.Thread(target=self._run_writer, name="ramify-tier-w", daemon=True)
+        self._writer.start()
+
+    def write(self, job: PageWrite | Removal) -> None:
+        """See `Mover.write`."""
+        with self._changed:
+            self._writes.append(job)
+            self._changed.notify_all()
+
+    def read(self, job: PageRead) -> None:
+        """See `Mover.read`."""
+        with self._changed:
+            self._reads.append(job)
+            if self._num_idle_readers < len(self._reads) and len(self._readers) < NUM_READERS:
+                name = f"ramify-tier-r{len(self._readers)}"
+                reader = threading.Thread(target=self._run_reader, name=name, daemon=True)
+                self._readers.append(reader)
+                reader.start()
+            self._changed.notify_all()
+
+    def take_results(self) -> list[Result]:
+        """See `Mover.take_results`."""
+        results = list[Result]()
+        while self._results:
+            results.append(self._results.popleft())
+        return results
+
+    def wait(self, timeout_s: float) -> bool:
+        """See `Mover.wait`."""
+        with self._has_results:
+            return self._has_results.wait_for(lambda: bool(self._results), timeout_s)
+
+    def close(self, timeout_s: float) -> bool:
+        """See `Mover.close`."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+        self._writer.join(timeout_s)
+        return not self._writer.is_alive()
+
+    def _finish(self, results: Sequence[Result]) -> None:
+        with self._has_results:
+            self._results.extend(results)
+            self._has_results.notify_all()
+
+    def _run_reader(self) -> None:
+        _lower_priority()
+        while True:
+            with self._changed:
+                self._num_idle_readers += 1
+                while not self._reads and not self._is_closing:
+                    self._changed.wait()
+                self._num_idle_readers -= 1
+                if self._is_closing:
+                    return
+                job = self._reads.popleft()
+            self._finish([self._jobs.read(job)])
+
+    def _run_writer(self) -> None:
+        _lower_priority()
+        maintained_s = time.monotonic()
+        while True:
+            with self._changed:
+                if not self._writes and not self._is_closing:
+                    self._changed.wait(MAINTAIN_S)
+                writes = self._take_writes()
+                is_over = self._is_closing and not writes
+            if is_over:
+                self._jobs.close()
+                return
+            if len(writes) == 1 and isinstance(writes[0], Removal):
+                self._finish([self._jobs.remove(writes[0])])
+            elif writes:
+                self._finish(
+                    self._jobs.write([job for job in writes if isinstance(job, PageWrite)])
+                )
+            if time.monotonic() >= maintained_s + MAINTAIN_S:
+                maintained_s = time.monotonic()
+                self._jobs.maintain()
+
+    def _take_writes(self) -> list[PageWrite | Removal]:
+        """The first removal, or the writes before it."""
+        jobs: list[PageWrite | Removal] = []
+        while self._writes and len(jobs) < MAX_WRITES:
+            if isinstance(self._writes[0], Removal):
+                if not jobs:
+                    jobs.append(self._writes.popleft())
+                break
+            jobs.append(self._writes.popleft())
+        return jobs
+
+
+def _lower_priority() -> None:
+    """Let this thread run when others do not: the forward pass needs the cores."""
+    if hasattr(os, "SCHED_BATCH"):
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

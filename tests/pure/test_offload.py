@@ -1,0 +1,171 @@
+"""The mover's threads: order of writes, failures of stores, reads that hang, the end."""
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from ramify.kv.offload import (
+    MoverThreads,
+    PageRead,
+    PageWrite,
+    ReadEnded,
+    Removal,
+    Removed,
+    Result,
+    Written,
+)
+from ramify.kv.stores.memory import FaultyStore, MemoryStore, StoreFaults
+from ramify.kv.stores.page_store import PageKey, ReadOutcome
+
+PAGE_BYTES = 64
+LIMIT_S = 20.0
+
+
+class Setup:
+    """A mover over one store whose faults the test changes."""
+
+    def __init__(self) -> None:
+        self.store = MemoryStore(PAGE_BYTES, 64)
+        self.faults = StoreFaults()
+        self.mover = MoverThreads([FaultyStore(self.store, self.faults)])
+
+    def write(self, number: int) -> PageWrite:
+        job = PageWrite(key(number), number, page(number), frozenset(["host"]))
+        self.mover.write(job)
+        return job
+
+    def read(self, *numbers: int) -> PageRead:
+        job = PageRead(
+            0,
+            range(len(numbers)),
+            tuple(map(key, numbers)),
+            tuple(numbers),
+            tuple(memoryview(bytearray(PAGE_BYTES)) for _ in numbers),
+            "host",
+            time.monotonic() + LIMIT_S,
+        )
+        self.mover.read(job)
+        return job
+
+    def results(self, count: int) -> list[Result]:
+        results: list[Result] = []
+        while len(results) < count:
+            assert self.mover.wait(LIMIT_S)
+            results += self.mover.take_results()
+        return results
+
+
+def key(number: int) -> PageKey:
+    return PageKey(b"%016d" % number, b"%016d" % (number - 1))
+
+
+def page(number: int) -> memoryview:
+    return memoryview(bytearray([number]) * PAGE_BYTES)
+
+
+@pytest.fixture
+def setup() -> Iterator[Setup]:
+    setup = Setup()
+    yield setup
+    assert setup.mover.close(LIMIT_S)
+
+
+def test_what_was_written_is_read(setup: Setup) -> None:
+    """Each page comes back as it was; each job has one result."""
+    writes = [setup.write(number) for number in range(40)]
+    written = setup.results(40)
+    reads = [setup.read(*range(start, start + 8)) for start in range(0, 40, 8)]
+    ended = setup.results(5)
+
+    assert [result.write for result in written if isinstance(result, Written)] == writes
+    assert all(result.outcomes["host"] for result in written if isinstance(result, Written))
+    assert {result.read for result in ended if isinstance(result, ReadEnded)} == set(reads)
+    for read in reads:
+        assert [view.tolist() for view in read.views] == [[n] * PAGE_BYTES for n in read.buffers]
+
+
+def test_a_removal_keeps_its_place_among_the_writes(setup: Setup) -> None:
+    """A page that was queued before it is gone afterwards, one behind it stays."""
+    setup.write(1)
+    removal = Removal(None)
+    setup.mover.write(removal)
+    setup.write(2)
+
+    results = setup.results(3)
+
+    assert [type(result) for result in results] == [Written, Removed, Written]
+    assert setup.store.has_many([key(1).hash, key(2).hash], deadline=0.0) == [False, True]
+
+
+def test_a_store_that_is_gone_loses_the_page_and_nothing_else(setup: Setup) -> None:
+    """The job ends, its buffer is free; a removal says which store may still have the pages."""
+    setup.faults.unavailable = "gone"
+    setup.write(1)
+    setup.mover.write(Removal((key(1).hash,)))
+    setup.read(1)
+
+    results = setup.results(3)
+
+    by_type = {type(result): result for result in results}
+    written, removed, ended = by_type[Written], by_type[Removed], by_type[ReadEnded]
+    assert isinstance(written, Written)
+    assert written.outcomes == {}
+    assert isinstance(removed, Removed)
+    assert removed.failed == ("host",)
+    assert isinstance(ended, ReadEnded)
+    assert ended.outcomes == (ReadOutcome.IO_ERROR,)
+    setup.faults.unavailable = ""
+
+
+def test_a_bug_of_a_store_ends_no_thread(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever it raises, the next job is carried out."""
+
+    def fail(*_: object, **__: object) -> list[object]:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(setup.store, "get_many", fail)
+        patch.setattr(setup.store, "put_many", fail)
+        setup.write(1)
+        setup.read(1)
+        setup.results(2)
+    setup.write(2)
+    setup.results(1)
+    setup.read(2)
+
+    [ended] = setup.results(1)
+    assert isinstance(ended, ReadEnded)
+    assert ended.outcomes == (ReadOutcome.HIT,)
+
+
+def test_reads_that_hang_hold_up_neither_writes_nor_the_end() -> None:
+    """All readers hang; the writer goes on, and `close` returns."""
+    setup = Setup()
+    stuck = threading.Event()
+    setup.faults.stuck = stuck
+    for number in range(8):
+        setup.read(number)
+
+    setup.write(1)
+    [written] = setup.results(1)
+    closed = setup.mover.close(LIMIT_S)
+    stuck.set()
+
+    assert isinstance(written, Written)
+    assert closed
+
+
+def test_close_writes_what_is_queued(setup: Setup) -> None:
+    """And closes the store; a second call does nothing."""
+    setup.faults.call_s = 0.001
+    for number in range(20):
+        setup.write(number)
+
+    assert setup.mover.close(LIMIT_S)
+
+    assert setup.store.counts().written_pages == 20
+    assert setup.store.counts().unavailable == "closed"
