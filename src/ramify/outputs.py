@@ -54,6 +54,8 @@ class CacheReport:
     computed_tokens: int  # computed by this request
     recomputed_tokens: int = 0  # recomputed after preemption, output tokens included
     reason: str | None = None  # why the cache was not read, if an option forbade it
+    # Of `read_tokens`: those loaded for this request, by tier (host, disk); the others were in the pool.
+    tier_tokens: dict[str, int] = field(default_factory=dict, hash=False)
 
     @property
     def prompt_tokens(self) -> int:

@@ -191,6 +191,27 @@ class FakeExecutor:
                     source * width : (source + 1) * width
                 ]
 
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page, for cache tiers."""
+        return 3 * 8 * self.page_size
+
+    def read_page(self, page: int, into: memoryview) -> None:
+        """Copy a page out, as `kv.page_bytes.PageBytes` does."""
+        into[:] = np.stack([plane[self._page(page)] for plane in self._planes()]).tobytes()
+
+    def write_page(self, page: int, data: memoryview) -> None:
+        """Copy a page in; `read` detects bytes that were never read or are another page's."""
+        words = np.frombuffer(data, np.int64).reshape(3, self.page_size)
+        for plane, column in zip(self._planes(), words, strict=True):
+            plane[self._page(page)] = column
+
+    def _page(self, page: int) -> slice:
+        return slice(page * self.page_size, (page + 1) * self.page_size)
+
+    def _planes(self) -> tuple[NDArray[np.int64], ...]:
+        return self._tokens, self._positions, self._chains.view(np.int64)
+
     def first_read(self, position: int) -> int:
         """The first position that a query at `position` reads."""
         return 0 if self.window is None else max(0, position + 1 - self.window)

@@ -8,6 +8,7 @@ from ramify.config import EngineConfig, resolve
 from ramify.engine.core import EngineCore
 from ramify.engine.request import DetokenizerFactory
 from ramify.engine.speculation.drafter import Drafter
+from ramify.engine.tier_parts import TierParts
 from ramify.outputs import FinishReason, RequestOutput, StepOutput
 from ramify.params import SamplingParams
 from ramify.testing import FakeExecutor, fake_next_token
@@ -51,6 +52,8 @@ class Bench:
     max_draft_tokens: int = 15
     check_sample: float = 0.0
     text_decoder: DetokenizerFactory = LetterDecoder
+    tiers: Callable[[FakeExecutor], TierParts] | None = None
+    step_s: float = 1.0  # of the bench's clock
     tokens: dict[int, list[int]] = field(default_factory=dict)
     answers: dict[int, dict[int, list[int]]] = field(default_factory=dict)
     texts: dict[tuple[int, int], str] = field(default_factory=dict)
@@ -93,6 +96,7 @@ class Bench:
             detokenizer_factory=self.text_decoder,
             drafter=self.drafter,
             clock=lambda: self.time,
+            tiers=None if self.tiers is None else self.tiers(self.device),
         )
 
     def add(
@@ -106,7 +110,7 @@ class Bench:
 
     def step(self) -> list[StepOutput]:
         """Run one step; asserts that each event belongs to a live request."""
-        self.time += 1.0
+        self.time += self.step_s
         events = self.core.step()
         for event in events:
             assert event.request_id not in self.outputs

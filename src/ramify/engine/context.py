@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ramify.attention.planner import RadixAttentionPlanner
 from ramify.cache.prefix_cache import PrefixCache
@@ -12,6 +12,9 @@ from ramify.config import ResolvedConfig
 from ramify.engine.request import Request
 from ramify.engine.scheduling.scheduler import Scheduler
 from ramify.engine.step import Executor
+from ramify.engine.tier_parts import TierParts, TierStats
+from ramify.engine.tiered_executor import TieredExecutor
+from ramify.engine.tiering import EngineTiering
 from ramify.errors import InvariantError
 from ramify.kv.block_table import PagedBlockTable
 
@@ -50,6 +53,8 @@ class EngineStats:
     num_waiting_tokens: int = (
         0  # to compute before a further prompt: of the queue, of running prompts
     )
+    tiers: dict[str, TierStats] = field(default_factory=dict)  # by name: host, disk
+    tier_totals: dict[str, int] = field(default_factory=dict)  # see `EngineTiering.totals`
 
 
 class EngineContext:
@@ -59,9 +64,13 @@ class EngineContext:
     """
 
     def __init__(
-        self, config: ResolvedConfig, executor: Executor, clock: Callable[[], float]
+        self,
+        config: ResolvedConfig,
+        executor: Executor,
+        clock: Callable[[], float],
+        tiers: TierParts | None = None,
     ) -> None:
-        self.config, self.executor = config, executor
+        self.config = config
         self.cache = PrefixCache(
             config.num_pages,
             config.page_size,
@@ -69,11 +78,18 @@ class EngineContext:
             window=config.window,
             clock=clock,
         )
+        self.tiering = None if tiers is None else EngineTiering(self.cache, tiers, clock)
+        self.set_executor(executor)
         self.num_steps = 0
         self.num_computed_tokens = 0
         self.num_draft_tokens = self.num_accepted_draft_tokens = 0
         self.failures = FailureCounts()
         self.reset()
+
+    def set_executor(self, executor: Executor) -> None:
+        """Run the forward passes with `executor` from now on."""
+        tiering = self.tiering
+        self.executor = executor if tiering is None else TieredExecutor(executor, tiering)
 
     def reset(self) -> None:
         """Replace block table, planner and scheduler with empty ones; keep the cache.
@@ -81,6 +97,8 @@ class EngineContext:
         Live requests are not notified; the caller does that.
         """
         config = self.config
+        if self.tiering is not None:
+            self.tiering.reset()
         self.table = PagedBlockTable(config.max_num_seqs, config.max_table_pages, config.page_size)
         self.planner = RadixAttentionPlanner(
             self.cache, self.table, share=config.requested.cache.prefix_cache
@@ -91,6 +109,7 @@ class EngineContext:
             max_batch_tokens=config.max_batch_tokens,
             coalesce_steps=config.requested.scheduler.coalesce_steps,
             fair_wait_steps=config.requested.scheduler.fair_wait_steps,
+            loads=self.tiering,
         )
 
     def stats(
@@ -112,6 +131,8 @@ class EngineContext:
             num_hit_mismatches=num_hit_mismatches,
             num_stuck_steps=num_stuck_steps,
             num_waiting_tokens=self.scheduler.num_waiting_tokens,
+            tiers={} if self.tiering is None else self.tiering.stats(),
+            tier_totals={} if self.tiering is None else self.tiering.totals(),
         )
 
     def check(self, live: Iterable[Request]) -> None:
@@ -121,6 +142,8 @@ class EngineContext:
             InvariantError: they disagree, or one of the `live` requests is in no queue.
         """
         self.cache.check()
+        if self.tiering is not None:
+            self.tiering.check()
         rows, private = set[int](), set[int]()
         num_private = 0
         for request in self.scheduler.running:

@@ -7,6 +7,7 @@ raises in `failure_recovery`.
 
 from __future__ import annotations
 
+import logging
 import random
 import secrets
 import time
@@ -40,8 +41,11 @@ from ramify.engine.scheduling.validation import (
 )
 from ramify.engine.speculation.drafter import Drafter, create_drafter, propose_drafts
 from ramify.engine.step import Executor, StepPlan
+from ramify.engine.tier_parts import TierParts
+from ramify.engine.tiering import EngineTiering
 from ramify.engine.watchdog import Watchdog
 from ramify.errors import (
+    ConcurrentCallError,
     InvalidParamsError,
     OutOfPagesError,
     UnknownRequestError,
@@ -51,6 +55,9 @@ from ramify.outputs import FinishReason, RequestOutput, StepOutput
 from ramify.params import SamplingParams, StructuredOutput
 
 _DEFAULTS = RequestOptions()
+CLOSE_LIMIT_S = 10.0  # for the pages that are to be written when an engine ends
+
+logger = logging.getLogger(__name__)
 
 
 class EngineCore:
@@ -70,6 +77,7 @@ class EngineCore:
         grammar_compiler: creates the grammar matcher of a format and a tenant; None without structured
             output.
         clock: seconds.
+        tiers: for pages that the pool has no room for; None: they are forgotten.
     """
 
     def __init__(
@@ -84,11 +92,13 @@ class EngineCore:
         drafter: Drafter | None = None,
         grammar_compiler: Callable[[StructuredOutput, str], GrammarMatcher] | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        tiers: TierParts | None = None,
     ) -> None:
         self.config = config
         self.incarnation = secrets.randbits(64)
         self.namespaces = PrefixNamespaces(namespace, config.page_size)
-        self.context = EngineContext(config, executor, clock)
+        self.context = EngineContext(config, executor, clock, tiers)
+        self.tiering = self.context.tiering
         self.guard = self.cache.guard
         self.turns = CallTurns(self.guard)
         self.lifecycle = RequestLifecycle(
@@ -145,7 +155,7 @@ class EngineCore:
 
     @executor.setter
     def executor(self, executor: Executor) -> None:
-        self.context.executor = executor
+        self.context.set_executor(executor)
 
     @property
     def num_steps(self) -> int:
@@ -233,9 +243,13 @@ class EngineCore:
                     share=options.cache_share,
                     num_cached=num_cached,
                 )
+            if self.tiering is not None and self.planner.share and not request.is_finished:
+                self.tiering.prefetch(request)
         except BaseException:  # Ctrl-C: leave no half-queued request behind
             for member in members:
                 self.scheduler.waiting.undo_add(member)
+                if self.tiering is not None:
+                    self.tiering.forget(member)
             self.lifecycle.discard_outputs({request.id})
             self.lifecycle.unregister(request)
             raise
@@ -331,6 +345,39 @@ class EngineCore:
         """Drop outputs of these requests that `step` has not returned yet."""
         self.lifecycle.discard_outputs(request_ids)
 
+    @guarded
+    def clear_tiers(self) -> None:
+        """Remove every page from the cache tiers, for good; does nothing without tiers."""
+        if self.tiering is not None:
+            self.tiering.clear()
+
+    def tend_tiers(self) -> bool:
+        """Copy pages to the cache tiers while the engine is idle; returns whether there are more."""
+        tiering = self.tiering
+        # An idle engine thread must not refuse, here, a thread that looks at the core.
+        if tiering is None or self.has_unfinished or not tiering.has_copies_left:
+            return False
+        try:
+            self._tend_tiers(tiering)
+        except ConcurrentCallError:  # another thread is inside: after the next step, then
+            return False
+        if tiering.has_copies_left:
+            tiering.wait_for_buffers()
+        return tiering.has_copies_left
+
+    @guarded
+    def _tend_tiers(self, tiering: EngineTiering) -> None:
+        tiering.tend()
+
+    @guarded
+    def close(self, limit_s: float = CLOSE_LIMIT_S) -> None:
+        """Write the cached pages to the tiers that outlive the engine, and close these.
+
+        Without tiers it does nothing. May be called twice; no step may follow.
+        """
+        if self.tiering is not None and not self.tiering.close(limit_s):
+            logger.warning("the cache tiers were not closed within %g s", limit_s)
+
     @property
     def has_unfinished(self) -> bool:
         """Whether a request waits or runs, or an output is still to be returned."""
@@ -367,10 +414,18 @@ class EngineCore:
 
     def _step(self) -> None:
         self.recovery.active_requests = ()
+        tiering = self.tiering
+        if tiering is not None:
+            tiering.poll()
+            self.scheduler.wake(tiering.take_awake())
         planned = self._plan_step()
         if planned is None:
+            if tiering is not None:
+                tiering.wait()
             return
         scheduled, plan = planned
+        if tiering is not None:
+            tiering.planned(scheduled.requests)
         try:
             result = self.executor.execute(plan)
         except BaseException as error:  # noqa: BLE001 - re-raises KeyboardInterrupt, SystemExit
@@ -378,6 +433,8 @@ class EngineCore:
             return
         self.results.process(scheduled, result)
         self.recovery.step_succeeded()
+        if tiering is not None:
+            tiering.computed(scheduled.batch.num_tokens, is_idle=not self.scheduler.has_unfinished)
 
     def _plan_step(self) -> tuple[ScheduledStep, StepPlan] | None:
         """Draft, schedule and plan the next step; None when there is nothing to do."""

@@ -226,6 +226,8 @@ class FailureRecovery:
         if "base" not in parts:
             parts = {"base": request.namespace}
         request.namespace = namespace_of(**{**parts, "apart": self._num_isolated})
+        if self._context.tiering is not None:
+            self._context.tiering.refuse_namespace(request.namespace)
         return True
 
     def on_progress(self, request: Request) -> None:
@@ -237,6 +239,8 @@ class FailureRecovery:
         if request.suspect_prefix is not None:
             suspect, request.suspect_prefix = request.suspect_prefix, None
             pages = evict_suspect_prefix(self._context.cache, suspect)
+            if self._context.tiering is not None:  # which pages hang below it there, nobody knows
+                self._context.tiering.distrust()
             self._context.executor.zero_pages(pages)
             self.counts.evicted_suspect_pages += len(pages)
             logger.error(

@@ -256,6 +256,7 @@ class OfflineDriver:
         for request in self.core.live:
             if request.parent is None:
                 self._keep(self.core.abort(request.id))
+        self.core.close()
 
     def step_unread(self) -> None:
         """Run one step; its outputs go to the next call that reads them."""

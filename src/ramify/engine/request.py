@@ -92,6 +92,7 @@ class Request:
     virtual_arrival: int = 0
     rank: int = 0
     waits_for: Request | None = None  # a running request that computes a prefix of its prompt
+    is_held: bool = False  # waits until a tier's pages of its prompt are loaded
     last_step: int = 0  # number of the last step that it was in
     admitted_step: int = 0  # number of the step that gave it its row
     num_output_admitted: int = 0  # output tokens that it had by then
@@ -100,6 +101,7 @@ class Request:
     end_s: float | None = None
     # Prompt tokens read from the cache and shared with running requests, in its first step.
     cache_counts: tuple[int, int] | None = None
+    tier_tokens: dict[str, int] = field(default_factory=dict)  # loaded for it, by tier
     explanation: Explanation | None = None  # taken with `cache_counts`, if it was asked for
     max_computed: int = 0  # largest number of leading tokens that have had K/V
     recomputed: int = 0  # tokens computed again, after preemption or recovery
@@ -219,7 +221,17 @@ class Request:
             min(len(self.prompt_ids), self.max_computed) - read - shared,
             sum(request.recomputed for request in (self, *self.children)),
             reason,
+            self._tier_tokens(read),
         )
+
+    def _tier_tokens(self, num_read: int) -> dict[str, int]:
+        """Of `num_read` tokens, those that were loaded for this request, by tier."""
+        left, tokens = num_read, dict[str, int]()
+        for tier, count in self.tier_tokens.items():
+            if used := min(count, left):
+                tokens[tier] = used
+                left -= used
+        return tokens
 
     def output(self, *, cache_on: bool) -> RequestOutput:
         """The `RequestOutput` of a parent; it and its children have ended."""

@@ -43,6 +43,8 @@ def swap_weights(core: EngineCore, swap: Callable[[], bytes]) -> int:
     for pin in core.cache.pins():
         with suppress(PinError):  # it has expired
             core.cache.unpin(pin)
+    if core.tiering is not None:
+        core.tiering.weights_replaced()
     live = [request for request in core.live if not request.is_finished]
     waiting, running = list(scheduler.waiting), list(scheduler.running)
     core.planner.release([request.sequence for request in running])

@@ -350,10 +350,10 @@ def frozen_heap() -> Iterator[None]:
 async def compile_kernels(llm: EngineClient) -> None:
     """Run a prefill and a decode step, which compile kernels, before an engine is ready."""
     params = SamplingParams(max_tokens=2, ignore_eos=True)
-    output = await llm.generate([0] * WARM_UP_TOKENS, params)
+    # It shares nothing, so that its pages are free afterwards.
+    output = await llm.stream([0] * WARM_UP_TOKENS, params, max_shared=0).whole()
     if output.error is not None:
         raise output.error
-    await llm.cache.clear()
 
 
 def startup_banner(

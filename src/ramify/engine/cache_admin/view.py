@@ -193,7 +193,7 @@ class CacheView:
     ) -> ClearResult:
         """Evict everything, or the pages that pass all given filters; also while serving.
 
-        Pages that requests and pins hold stay, and are counted. Cost: O(cached nodes).
+        The cache tiers are emptied in either case. Pages that requests and pins hold stay, and are counted. Cost: O(cached nodes).
 
         Args:
             prefix: pages of prompts that begin with it; of the prefix itself, the pages that no
@@ -202,6 +202,8 @@ class CacheView:
             tenant, salt: pages of this tenant, with this salt. With a `prefix`, "" by default.
             older_than_s: pages not used for this many seconds.
         """
+        # Which pages of the tiers a filter selects is not known: tokens and ages are in the pool only.
+        self._engine.clear_tiers()
         if prefix is None and tenant is None and salt is None and older_than_s is None:
             return ClearResult(self.core.clear(), self.core.stats().cached_pages)
         if older_than_s is not None and not (
@@ -249,6 +251,8 @@ class CacheView:
         for answer in answers:
             key = self._engine.namespaces.key(ids, tenant, salt, answer=answer)
             evict_suffix(self.core, key, num_kept)
+            if self._engine.tiering is not None:
+                self._engine.tiering.remove_key(key, num_kept)
 
     @whole_call
     def warm(self, prompts: Path | str | Sequence[WarmPrompt]) -> WarmupResult:

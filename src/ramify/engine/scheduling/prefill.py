@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from ramify.attention.planner import RadixAttentionPlanner
 from ramify.cache.key import CacheKey
@@ -28,6 +29,18 @@ class _InFlightPrefix:
     num_tokens: int  # computed, or announced by this step
 
 
+class PrefixLoads(Protocol):
+    """Loads prefixes from cache tiers for waiting requests; `engine.tiering.EngineTiering`."""
+
+    def holds(self, request: Request) -> bool:
+        """Whether a request at the head of the queue waits for a load; may begin one."""
+        ...
+
+    def forget(self, request: Request) -> None:
+        """A request was admitted, or has ended: it waits for no load."""
+        ...
+
+
 class PrefillSelector:
     """Distributes a step's prefill budget; `Scheduler` has the rules."""
 
@@ -37,8 +50,10 @@ class PrefillSelector:
         queue: WaitingQueue,
         min_chunk: int,
         max_batch_tokens: int,
+        loads: PrefixLoads | None = None,
     ) -> None:
         self._planner, self._queue, self._min_chunk = planner, queue, min_chunk
+        self._loads = loads
         self._page_size, self._max_batch_tokens = planner.page_size, max_batch_tokens
         # State of the step that `choose` works on.
         self._in_flight: dict[Request, _InFlightPrefix] = {}
@@ -169,9 +184,13 @@ class PrefillSelector:
         total = len(request.sequence.tokens)
         key, cached = self._match(request)
         if key is not None:
+            num_in_tree = cached
             leader, common, cached = self._find_in_flight_prefix(key, cached)
             if leader is not None:
                 queue.park(request, leader, common)
+                return 0
+            if self._loads is not None and cached == num_in_tree and self._loads.holds(request):
+                queue.hold(request)
                 return 0
         if key is not None and request.virtual_arrival + total - cached > request.rank:
             queue.add(request, total - cached)  # pages were evicted since it was ranked

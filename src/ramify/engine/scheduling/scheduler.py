@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ramify.attention.batch import AttentionBatch
 from ramify.attention.planner import RadixAttentionPlanner
 from ramify.engine.request import Request
-from ramify.engine.scheduling.prefill import MIN_CHUNK, PrefillSelector, Work
+from ramify.engine.scheduling.prefill import MIN_CHUNK, PrefillSelector, PrefixLoads, Work
 from ramify.engine.scheduling.row_fairness import RowFairness
 from ramify.engine.scheduling.waiting_queue import PRIORITY_TOKENS, WaitingQueue
 from ramify.errors import OutOfPagesError
@@ -60,6 +60,7 @@ class Scheduler:
         coalesce_steps: defer admissions for up to this many steps while others decode and the
             waiting prompts do not fill the budget, to prefill more of them together.
         fair_wait_steps: see `row_fairness`; 0: no request is preempted for another tenant's.
+        loads: of the cache tiers; None without tiers.
     """
 
     def __init__(
@@ -70,8 +71,9 @@ class Scheduler:
         max_batch_tokens: int,
         coalesce_steps: int = 0,
         fair_wait_steps: int = 0,
+        loads: PrefixLoads | None = None,
     ) -> None:
-        self.planner = planner
+        self.planner, self._loads = planner, loads
         self.max_num_seqs, self.max_batch_tokens = max_num_seqs, max_batch_tokens
         self.coalesce_steps = coalesce_steps
         self.waiting = WaitingQueue()
@@ -84,9 +86,8 @@ class Scheduler:
         self._num_deferred_steps = 0  # in a row, see `coalesce_steps`
         self._fairness = RowFairness(self.waiting, fair_wait_steps)
         self._blocked: Request | None = None
-        self._prefill = PrefillSelector(
-            planner, self.waiting, min(MIN_CHUNK, max(1, max_batch_tokens // 4)), max_batch_tokens
-        )
+        min_chunk = min(MIN_CHUNK, max(1, max_batch_tokens // 4))
+        self._prefill = PrefillSelector(planner, self.waiting, min_chunk, max_batch_tokens, loads)
 
     @property
     def has_unfinished(self) -> bool:
@@ -116,6 +117,8 @@ class Scheduler:
     def remove(self, request: Request) -> None:
         """Remove a request that ends; its published pages stay cached."""
         self._requeued.discard(request)
+        if self._loads is not None:
+            self._loads.forget(request)
         # A child that has not begun is in neither queue: its parent still computes the prompt.
         if not self.waiting.remove(request) and request in self.running:
             self.running.remove(request)
@@ -134,6 +137,12 @@ class Scheduler:
             request.reset_for_recompute()
             self._enqueue(request)
             self._requeued.add(request)
+
+    def wake(self, requests: Iterable[Request]) -> None:
+        """Rank requests again that were held for a load."""
+        for request in requests:
+            if request in self.waiting and request.is_held:
+                self.waiting.add(request, self._prefill.num_uncached(request))
 
     def _enqueue(self, request: Request) -> None:
         self.waiting.add(request, self._prefill.num_uncached(request))
@@ -206,6 +215,8 @@ class Scheduler:
 
     def _begin_to_run(self, request: Request) -> None:
         self.running.append(request)
+        if self._loads is not None:
+            self._loads.forget(request)
         request.admitted_step, request.num_output_admitted = self._step, len(request.output_ids)
 
     def _plan(self, chosen: Work) -> AttentionBatch:

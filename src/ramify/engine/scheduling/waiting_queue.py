@@ -45,8 +45,8 @@ class _Tenant:
 class WaitingQueue:
     """Waiting requests; `peek` returns the next to admit. Calls are O(log n), amortised.
 
-    A request may be parked behind a running one that computes its prefix. It still counts as
-    waiting, but `peek` skips it until it is woken.
+    A request may be parked behind a running one that computes its prefix, or held while a tier loads
+    it. It still counts as waiting, but `peek` skips it until it is woken.
     """
 
     def __init__(self) -> None:
@@ -98,14 +98,15 @@ class WaitingQueue:
 
     def _enqueue(self, request: Request, num_uncached: int) -> None:
         if request in self:
-            if request.rank == request.virtual_arrival + num_uncached and request.waits_for is None:
+            is_peekable = request.waits_for is None and not request.is_held
+            if request.rank == request.virtual_arrival + num_uncached and is_peekable:
                 return
             self.num_uncached -= request.rank - request.virtual_arrival
         else:
             self._num_waiting[request.tenant] += 1
         self.num_uncached += num_uncached
         request.rank = request.virtual_arrival + num_uncached
-        request.waits_for = None
+        request.waits_for, request.is_held = None, False
         self._waiting[request.id] = request
         tenant = self._tenant(request.tenant)
         begins_to_wait = not tenant.heap
@@ -123,7 +124,7 @@ class WaitingQueue:
             return False
         del self._waiting[request.id]
         self.num_uncached -= request.rank - request.virtual_arrival
-        request.waits_for = None
+        request.waits_for, request.is_held = None, False
         self._num_waiting[request.tenant] -= 1
         if not self._num_waiting[request.tenant]:
             del self._num_waiting[request.tenant]
@@ -173,7 +174,7 @@ class WaitingQueue:
         """Whether a heap entry belongs to a waiting, not parked request of this rank."""
         if self._waiting.get(number) is not request or request.rank != rank:
             return False
-        return request.waits_for is None
+        return request.waits_for is None and not request.is_held
 
     def _compact(self) -> None:
         """Drop the heap entries of requests that were admitted, aborted or re-ranked."""
@@ -292,6 +293,10 @@ class WaitingQueue:
         self._parked.setdefault(leader, []).append((num_tokens, request))
         leader.rank = min(leader.rank, request.rank)
 
+    def hold(self, request: Request) -> None:
+        """Skip a request in `peek` until `add` ranks it again: its pages are being loaded."""
+        request.is_held = True
+
     def wake(self, leader: Request, num_tokens: int) -> None:
         """Wake requests that wait for at most `num_tokens` tokens of a leader."""
         followers = self._parked.pop(leader, None)
@@ -321,6 +326,6 @@ class WaitingQueue:
         for _ in range(min(count, len(self._waiting))):
             number, request = next(iter(self._waiting.items()))
             self._waiting.move_to_end(number)
-            if request.waits_for is None:
+            if request.waits_for is None and not request.is_held:
                 requests.append(request)
         return requests

@@ -319,7 +319,7 @@ class EngineThread:
                     self._state = EngineState.STOPPED
             return self._state is EngineState.DRAINING
         else:
-            self._is_idle = not self.core.verify_next_hit()
+            self._is_idle = not (self.core.verify_next_hit() or self.core.tend_tiers())
         self._flush()
         return True
 
@@ -447,6 +447,8 @@ class EngineThread:
         for collector in self._collectors.values():
             self._deliver(collector, self._stopped_error())
         self._collectors.clear()
+        if self.error is None:
+            self.core.close()
         with self._changed:
             left = [*self._deferred, *self._when_idle, *self._taken, *self._commands]
             self._commands.clear()

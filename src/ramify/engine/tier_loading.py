@@ -1,0 +1,333 @@
+"""`CopiesIn`: loads pages of the tiers for requests that wait, and publishes them in the pool."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Sequence
+
+from ramify.cache.key import CacheKey, namespace_hash
+from ramify.cache.pages import ID_BYTES, Pages
+from ramify.cache.prefix_cache import PrefixCache
+from ramify.cache.promotion import lease_computed, publish_copies
+from ramify.cache.tier_costs import TierCosts, is_hopeless
+from ramify.cache.tier_loads import Load, LoadTable
+from ramify.cache.tiers import PageName
+from ramify.engine.request import Request
+from ramify.engine.tier_copies import CopiesOut
+from ramify.engine.tier_parts import PendingRemovals, StagingArea, TierCounts, TierParts
+from ramify.kv.offload import PageRead, ReadEnded
+from ramify.kv.stores.page_store import PageKey, ReadOutcome
+
+logger = logging.getLogger(__name__)
+
+PUBLISH_BYTES = 32 << 20  # copied in per step
+BATCH_PAGES = 16  # of a read
+LOOKUP_PAGES = 64  # asked of the stores at once
+MAX_LOADS_AHEAD = 4  # loads of requests that have not reached the head of the queue
+IDLE_WAIT_S = 0.002  # a new request waits no longer while a load is all there is to do
+STUCK_S = 5.0  # beyond its deadline
+MAX_STUCK = 3  # reads; then reading is off
+
+
+class CopiesIn:
+    """The pages that come in. For the engine's thread, between two calls of the executor.
+
+    Args:
+        copies_out: takes its copies before a page is written.
+        removals: pages that the writer has still to remove from the tiers.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        clock: Callable[[], float],
+        counts: TierCounts,
+        copies_out: CopiesOut,
+        removals: PendingRemovals,
+    ) -> None:
+        self._cache, self._clock, self._counts = cache, clock, counts
+        self._copies_out, self._removals = copies_out, removals
+        self._size = cache.page_size
+        self.costs = TierCosts()
+        self._hashes: dict[Request, tuple[int, list[bytes]]] = {}  # with the number of tokens
+        self._awake: list[Request] = []
+        self.off = ""  # why nothing is read any more
+
+    def begin(self, parts: TierParts, area: StagingArea) -> None:
+        """Read from these stores, through these buffers, from now on; nothing is in flight."""
+        self._parts, self._area = parts, area
+        self._max_published = max(1, PUBLISH_BYTES // parts.device.page_bytes)
+        self._loads: LoadTable[Request] = LoadTable()
+        self._keys: dict[int, CacheKey] = {}  # load → the key that its pages are published under
+        self._begun_s: dict[int, float] = {}  # load → its begin, of `time.monotonic`
+        self._reading: dict[PageRead, bool] = {}  # whether it was counted as stuck
+        self.off = ""
+
+    def prefetch(self, request: Request) -> None:
+        """Begin to load for a request that was just queued, if few others do."""
+        if len(self._loads) < MAX_LOADS_AHEAD:
+            self._begin_load(request)
+
+    def holds(self, request: Request) -> bool:
+        """Whether a request at the head of the queue waits for a load; begins one if that pays."""
+        load = self._loads.load_of(request) or self._begin_load(request)
+        return load is not None
+
+    def forget(self, request: Request) -> None:
+        """A request was admitted, or has ended: it waits for no load."""
+        self._leave(request)
+        self._loads.forget(request)
+        self._hashes.pop(request, None)
+
+    def reset(self) -> None:
+        """Drop all loads: the queues that their requests waited in are gone."""
+        for load in self._loads:
+            self._loads.take_waiters(load)
+            self._drop(load)
+        self._awake.clear()
+        self._hashes.clear()
+
+    def take_awake(self) -> list[Request]:
+        """The requests that wait for a load no longer."""
+        awake, self._awake = self._awake, []
+        return awake
+
+    def publish_arrived(self) -> None:
+        """Publish the pages that were read, end loads, and hand out the next reads."""
+        now_s, room = self._clock(), self._max_published
+        for load in self._loads:
+            room -= self._publish(load, room)
+            if load.is_over:
+                self._end_load(load)
+            elif self._loads.waiters(load) and self._is_too_slow(load, now_s):
+                self._give_up(load, now_s)
+            if load.is_settled:
+                self._settle(load)
+        if self._reading:
+            self._find_stuck()
+        self._pump()
+
+    def end_loads(self, hashes: Collection[bytes] | None = None) -> None:
+        """End the loads that have one of these pages; None: all."""
+        for load in self._loads:
+            if hashes is None or any(name.hash in hashes for name in load.names):
+                self._end_load(load)
+
+    def turn_off(self, reason: str) -> None:
+        """Read nothing any more, because of a fault."""
+        logger.error("the cache tiers are not read any more: %s", reason)
+        self.turn_off_quietly(reason)
+
+    def turn_off_quietly(self, reason: str) -> None:
+        """Read nothing any more."""
+        self.off = reason
+        self.end_loads()
+
+    def wait(self) -> None:
+        """Wait a moment for a load, if there is one: nothing else is to be done."""
+        if len(self._loads) and not any(load.ready() for load in self._loads):
+            self._parts.mover.wait(IDLE_WAIT_S)
+
+    def _begin_load(self, request: Request) -> Load | None:
+        """A load for a request to wait for; None: no tier has its next page, or computing is sooner."""
+        if self.off or not self._loads.may_load(request):
+            return None
+        sequence = request.sequence
+        if not sequence.reuse:
+            return None
+        key = sequence.key(len(sequence.tokens))
+        first = self._cache.match(key).num_pages
+        end = (len(key) - 1) // self._size
+        if first >= end:
+            return None
+        tenant = request.tenant.encode("utf-8", "surrogatepass")
+        self._copies_out.queue.set_tenant(namespace_hash(key.namespace), tenant)
+        hashes = self._hashes_of(request, key)
+        if shared := self._loads.continuing_with(hashes[first]):
+            self._loads.join(request, shared)
+            return shared
+        tiers = self._tiers_of(hashes[first:end])
+        if not tiers:
+            return None
+        now_s, num_tokens = self._clock(), len(tiers) * self._size
+        if not self.costs.pays(tiers[0], len(tiers), num_tokens, now_s):
+            self._counts.loads_refused += 1
+            self._loads.exhaust(request)
+            return None
+        parents = [hashes[first - 1] if first else namespace_hash(key.namespace), *hashes[first:]]
+        names = [
+            PageName(page_hash, parent, tenant)
+            for page_hash, parent in zip(hashes[first:], parents, strict=False)
+        ][: len(tiers)]
+        deadline_s = now_s + self.costs.limit_s(num_tokens)
+        load = self._loads.begin(request, first, names, tiers, now_s, deadline_s)
+        self._keys[load.number], self._begun_s[load.number] = key, time.monotonic()
+        self._counts.loads += 1
+        self._pump()
+        return load
+
+    def _hashes_of(self, request: Request, key: CacheKey) -> list[bytes]:
+        known = self._hashes.get(request)
+        if known is None or known[0] != len(key):
+            known = self._hashes[request] = len(key), key.page_hashes(self._size)
+        return known[1]
+
+    def _tiers_of(self, hashes: Sequence[bytes]) -> list[str]:
+        """The fastest tier of each page, up to the first page that none has."""
+        tiers: list[str] = []
+        for begin in range(0, len(hashes), LOOKUP_PAGES):
+            chunk = hashes[begin : begin + LOOKUP_PAGES]
+            listed = [
+                (store.tier, self._parts.listed(store, chunk)) for store in self._parts.stores
+            ]
+            for index, page_hash in enumerate(chunk):
+                tier = next((tier for tier, has in listed if has[index]), None)
+                if tier is None or self._removals.has(page_hash):
+                    return tiers
+                tiers.append(tier)
+        return tiers
+
+    def _pump(self) -> None:
+        """Hand the next pages of the loads to the readers, as far as there are buffers."""
+        for load in self._loads:
+            while pages := load.next_batch(BATCH_PAGES):
+                buffers: list[int] = []
+                while len(buffers) < len(pages):
+                    buffer = self._area.ledger.take_for_read()
+                    if buffer is None:
+                        break
+                    buffers.append(buffer)
+                if not buffers:
+                    return
+                pages = pages[: len(buffers)]
+                load.requested(pages)
+                # A late page is still worth having: it enters as a warm one.
+                limit_s = max(0.0, load.deadline_s - self._clock()) + STUCK_S
+                read = PageRead(
+                    load.number,
+                    pages,
+                    tuple(PageKey(*load.names[page]) for page in pages),
+                    tuple(buffers),
+                    tuple(self._area.views[buffer] for buffer in buffers),
+                    load.tiers[pages.start],
+                    time.monotonic() + limit_s,
+                )
+                self._reading[read] = False
+                self._parts.mover.read(read)
+
+    def _publish(self, load: Load, most: int) -> int:
+        """Put the pages that have arrived into the tree; returns how many."""
+        ready = load.ready()[: max(0, most)]
+        if not ready or load.is_over:
+            return 0
+        cache, size, key = self._cache, self._size, self._keys[load.number]
+        lease = lease_computed(cache, key, (load.first + len(load.names)) * size)
+        begin = load.first + load.num_published
+        known = lease.num_tokens // size - begin
+        if known < 0:  # pages before it were evicted meanwhile
+            cache.release(lease)
+            self._area.free(load.cut(load.num_published))
+            return 0
+        self._area.free(load.published(min(known, len(ready))))  # somebody computed them meanwhile
+        ready = ready[known:]
+        # Those that the lease holds are not available any more.
+        ready = ready[: cache.num_available]
+        private = b""
+        try:
+            if ready:
+                private = cache.reserve(len(ready)).packed
+                self._copies_out.take_evicted()
+                for page, buffer in zip(Pages(private), ready, strict=True):
+                    self._parts.device.write_page(page, self._area.views[buffer])
+                end = begin + known + len(ready)
+                lease, private = publish_copies(cache, lease, key.prefix(end * size), private)
+                num_published = len(ready) - len(private) // ID_BYTES
+                self._count_published(load, num_published)
+                self._area.free(load.published(num_published))
+                if private:  # another request computes the next page
+                    self._area.free(load.cut(load.num_published))
+        finally:
+            cache.release(lease, Pages(private))
+        return len(ready)
+
+    def _count_published(self, load: Load, count: int) -> None:
+        for page in range(load.num_published, load.num_published + count):
+            tier = load.tiers[page]
+            self._counts.loaded[tier] = self._counts.loaded.get(tier, 0) + 1
+            for request in self._loads.waiters(load):
+                tokens = request.tier_tokens
+                tokens[tier] = tokens.get(tier, 0) + self._size
+
+    def _is_too_slow(self, load: Load, now_s: float) -> bool:
+        elapsed_s, limit_s = now_s - load.begin_s, load.deadline_s - load.begin_s
+        return is_hopeless(elapsed_s, limit_s, load.num_arrived, len(load.names))
+
+    def _give_up(self, load: Load, now_s: float) -> None:
+        """Let the requests of a load compute; its pages still enter, as warm ones."""
+        self._counts.loads_late += 1
+        self.costs.loaded(load.tiers[0], max(1, load.num_arrived), now_s - load.begin_s)
+        waiters = self._loads.take_waiters(load)
+        for request in waiters:
+            self._loads.exhaust(request)
+        self._awake.extend(waiters)
+
+    def _end_load(self, load: Load) -> None:
+        """Wake who waits for a load, and drop what is left of it."""
+        self._awake.extend(self._loads.take_waiters(load))
+        self._drop(load)
+
+    def _leave(self, request: Request) -> None:
+        load = self._loads.leave(request)
+        if load is not None:  # nobody waits for it any more
+            self._drop(load)
+
+    def _drop(self, load: Load) -> None:
+        self._area.free(load.drop())
+        if load.is_settled:
+            self._settle(load)
+
+    def _settle(self, load: Load) -> None:
+        if self._loads.get(load.number) is load:
+            self._loads.settle(load)
+            del self._keys[load.number], self._begun_s[load.number]
+
+    # -- results -------------------------------------------------------------------------------
+
+    def read_ended(self, result: ReadEnded) -> None:
+        """Give the pages of a read to their load, and free the other buffers."""
+        read = result.read
+        self._reading.pop(read, None)
+        load = self._loads.get(read.load)
+        assert load is not None, "a load is forgotten while it is read"
+        for page, buffer, outcome in zip(read.pages, read.buffers, result.outcomes, strict=True):
+            if outcome:
+                self._area.ledger.fill(buffer)
+                if not load.arrived(page, buffer):
+                    self._area.ledger.free(buffer)
+            else:
+                self._area.ledger.free(buffer)
+                self._area.free(load.failed(page))
+                if outcome is ReadOutcome.LATE:  # the store still has it: do not try again
+                    for request in self._loads.waiters(load):
+                        self._loads.exhaust(request)
+                if outcome is not ReadOutcome.ABSENT:
+                    kinds = self._counts.read_errors
+                    kinds[outcome.value] = kinds.get(outcome.value, 0) + 1
+        if not load.num_reading and load.num_requested >= load.end:
+            seconds = result.end_s - self._begun_s[load.number]
+            self.costs.loaded(read.tier, load.end, seconds)
+
+    def _find_stuck(self) -> None:
+        now_s = time.monotonic()
+        for read, is_counted in self._reading.items():
+            if not is_counted and now_s > read.deadline + STUCK_S:
+                self._reading[read] = True
+                self._counts.stuck_reads += 1
+                if self._counts.stuck_reads == MAX_STUCK:
+                    self.turn_off(f"{MAX_STUCK} reads did not return")
+
+    def check(self) -> None:
+        """Raise InvariantError if a buffer or a load has not one owner."""
+        self._loads.check()
+        self._area.ledger.check([buffer for load in self._loads for buffer in load.buffers])

@@ -1,0 +1,157 @@
+"""What the tiers of an engine are made of: the pool's device, stores, mover, staging buffers, counts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ramify.cache.staging import StagingLedger
+from ramify.errors import StoreUnavailableError
+from ramify.kv.offload import Mover, Removal
+from ramify.kv.stores.page_store import PageStore, StoreCounts
+
+STAGING_BYTES = 64 << 20
+MIN_BUFFERS = 4
+MAX_BUFFERS = 1024  # of tiny pages
+READ_SHARE = 4  # 1 / READ_SHARE of the buffers is kept for reads
+LOOKUP_LIMIT_S = 0.005
+
+
+class PageDevice(Protocol):
+    """Holds the pages of the pool; `kv.page_bytes.PageBytes`, and `testing.FakeExecutor`."""
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page."""
+        ...
+
+    def read_page(self, page: int, into: memoryview) -> None:
+        """Copy a page of the pool into a buffer."""
+        ...
+
+    def write_page(self, page: int, data: memoryview) -> None:
+        """Copy a buffer into a page of the pool."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierParts:
+    """What an engine needs for tiers.
+
+    Args:
+        device: of the pool.
+        stores: fastest first; one per kind.
+        mover: carries out jobs over the same stores.
+        staging_bytes: of all buffers between pool and stores.
+        reopen: the parts for other weights, once the mover is closed; None: the same serve all.
+    """
+
+    device: PageDevice
+    stores: tuple[PageStore, ...]
+    mover: Mover
+    staging_bytes: int = STAGING_BYTES
+    reopen: Callable[[], TierParts] | None = None
+
+    def listed(self, store: PageStore, hashes: Sequence[bytes]) -> list[bool]:
+        """Which pages a store has; none if it does not answer."""
+        try:
+            return store.has_many(hashes, deadline=time.monotonic() + LOOKUP_LIMIT_S)
+        except StoreUnavailableError:
+            return [False] * len(hashes)
+
+
+@dataclass(slots=True)
+class TierCounts:
+    """Pages since the engine was built, by what became of them."""
+
+    queued: int = 0  # to the writer
+    written: dict[str, int] = field(default_factory=dict)  # by tier; those it had included
+    not_written: int = 0  # refused, or the store did not answer
+    dropped: int = 0  # evicted while every staging buffer was in use
+    loaded: dict[str, int] = field(default_factory=dict)  # by tier; published in the pool
+    loads: int = 0
+    loads_late: int = 0  # their requests computed, since that was sooner
+    loads_refused: int = 0  # not begun, since computing was sooner
+    read_errors: dict[str, int] = field(default_factory=dict)  # pages by `ReadOutcome`
+    stuck_reads: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """Figures of one tier; totals since its store was opened, except where noted."""
+
+    pages: int  # now
+    used_bytes: int  # now
+    budget_bytes: int
+    written_pages: int
+    durable_pages: int  # of those written or found: they survive a loss of power
+    loaded_pages: int  # into the pool, by this engine
+    evicted_pages: int
+    refused_pages: int  # not written: the disk is full, or cannot be written
+    failed_reads: int  # pages whose checksum, length or read failed
+    is_writable: int  # now: 1, or 0
+    is_available: int  # now: 1, or 0
+
+    @classmethod
+    def of(cls, counts: StoreCounts, num_loaded: int) -> TierStats:
+        """The figures of a store whose pages were loaded `num_loaded` times."""
+        return cls(
+            pages=counts.num_pages,
+            used_bytes=counts.used_bytes,
+            budget_bytes=counts.budget_bytes,
+            written_pages=counts.written_pages,
+            durable_pages=counts.durable_pages,
+            loaded_pages=num_loaded,
+            evicted_pages=counts.evicted_pages,
+            refused_pages=counts.refused_pages,
+            failed_reads=sum(count for _, count in counts.errors),
+            is_writable=int(not counts.writing_off),
+            is_available=int(not counts.unavailable),
+        )
+
+
+class PendingRemovals:
+    """Removals that the writer has still to carry out: stores may still list their pages."""
+
+    def __init__(self) -> None:
+        self._removals: dict[Removal, None] = {}
+
+    def add(self, removal: Removal) -> None:
+        """Wait for a removal."""
+        self._removals[removal] = None
+
+    def discard(self, removal: Removal) -> None:
+        """A removal was carried out."""
+        self._removals.pop(removal, None)
+
+    def clear(self) -> None:
+        """Wait for none: the stores are others."""
+        self._removals.clear()
+
+    def has(self, page_hash: bytes) -> bool:
+        """Whether a page is to be removed."""
+        return any(
+            removal.hashes is None or page_hash in removal.hashes for removal in self._removals
+        )
+
+
+class StagingArea:
+    """The staging buffers and their ledger.
+
+    Args:
+        page_bytes: of each buffer.
+        staging_bytes: of all buffers; there are `MIN_BUFFERS` at least.
+    """
+
+    def __init__(self, page_bytes: int, staging_bytes: int) -> None:
+        num_buffers = max(MIN_BUFFERS, min(MAX_BUFFERS, staging_bytes // page_bytes))
+        self.ledger = StagingLedger(num_buffers, max(1, num_buffers // READ_SHARE))
+        slab = memoryview(bytearray(num_buffers * page_bytes))
+        self.views = [slab[at * page_bytes : (at + 1) * page_bytes] for at in range(num_buffers)]
+
+    def free(self, buffers: Iterable[int]) -> None:
+        """Take buffers back from their owners."""
+        for buffer in buffers:
+            self.ledger.free(buffer)

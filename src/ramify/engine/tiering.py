@@ -1,0 +1,242 @@
+"""`EngineTiering`: joins the cache tiers to the step: copies out, loads for waiting requests, removals.
+
+For the engine's thread, between two calls of the executor. `cache.tiers` and `cache.tier_loads` have
+the decisions, `kv.offload` the threads.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+
+from ramify.cache.key import CacheKey, namespace_hash
+from ramify.cache.prefix_cache import PrefixCache
+from ramify.engine.request import Request
+from ramify.engine.tier_copies import CopiesOut
+from ramify.engine.tier_loading import IDLE_WAIT_S, CopiesIn
+from ramify.engine.tier_parts import PendingRemovals, StagingArea, TierCounts, TierParts, TierStats
+from ramify.kv.offload import ReadEnded, Removal, Removed, Written
+
+CLOSE_LIMIT_S = 10.0  # for the stores of old weights
+DROPPED_LIMIT_S = 1.0  # for those of an engine that was not closed
+MIN_STEP_TOKENS = 32  # of a step that tells how long a token takes: prefill, not decode
+
+
+class EngineTiering:
+    """The tiers of one engine.
+
+    Args:
+        clock: seconds, the engine's.
+    """
+
+    def __init__(self, cache: PrefixCache, parts: TierParts, clock: Callable[[], float]) -> None:
+        self._clock, self._size = clock, cache.page_size
+        self.counts, self._removals = TierCounts(), PendingRemovals()
+        self._out = CopiesOut(cache, self.counts)
+        self._in = CopiesIn(cache, clock, self.counts, self._out, self._removals)
+        self._queue = self._out.queue
+        self._is_closed = False
+        self._step_begin_s = 0.0
+        self._begin(parts)
+
+    def _begin(self, parts: TierParts) -> None:
+        """Use these stores, with nothing in flight."""
+        self._parts = parts
+        # If nobody closes them: another engine may open the directory then.
+        self._finalizer = weakref.finalize(self, parts.mover.close, DROPPED_LIMIT_S)
+        self._area = StagingArea(parts.device.page_bytes, parts.staging_bytes)
+        self._removals.clear()
+        self._out.begin(parts, self._area)
+        self._in.begin(parts, self._area)
+
+    # -- copies out ----------------------------------------------------------------------------
+
+    def before_writes(self) -> None:
+        """Take copies of evicted pages: what the executor does next may overwrite them."""
+        self._remove_copies()
+        self._out.take_evicted()
+
+    def planned(self, requests: Sequence[Request]) -> None:
+        """Queue the pages that requests begin to read from the tree: they are used a second time."""
+        self._step_begin_s = self._clock()
+        for request in requests:
+            sequence = request.sequence
+            if request.cache_counts is None and sequence.num_read and sequence.lease is not None:
+                self._queue.add_lazy(sequence.lease.pages[: sequence.num_read // self._size])
+
+    def computed(self, num_tokens: int, *, is_idle: bool) -> None:
+        """A step of `num_tokens` tokens has ended, the last one for now if `is_idle`."""
+        if num_tokens >= MIN_STEP_TOKENS:
+            self._in.costs.computed(num_tokens, self._clock() - self._step_begin_s)
+        if is_idle:
+            self.before_writes()
+            self._out.take_lazy(self._queue.num_lazy)
+
+    def copy_lazily(self) -> None:
+        """Copy out a few cached pages that wait for it, beside a step."""
+        self._out.take_lazy()
+
+    # -- removals ------------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Remove every page from every tier, for good."""
+        self._queue.take_removed()
+        self._queue.take_urgent()
+        self._remove(Removal(None))
+
+    def distrust(self) -> None:
+        """Remove every page from every tier, and copy none that is in the pool: some are damaged."""
+        self._queue.forget()
+        self.clear()
+
+    def refuse_namespace(self, namespace: bytes) -> None:
+        """Never copy pages of a namespace."""
+        self._queue.refuse_namespace(namespace_hash(namespace))
+
+    def remove_key(self, key: CacheKey, num_kept: int) -> None:
+        """Remove the pages of a key behind its first `num_kept` tokens."""
+        hashes = key.page_hashes(self._size)[num_kept // self._size :]
+        if hashes:
+            self._remove(Removal(tuple(hashes)))
+
+    def weights_replaced(self) -> None:
+        """Use the stores of the present weights; what is in flight for the old ones is dropped."""
+        self.reset()
+        self._queue.forget()
+        self._queue.take_removed()
+        reopen = self._parts.reopen
+        if reopen is None:
+            return
+        self._finalizer.detach()
+        self._parts.mover.close(CLOSE_LIMIT_S)
+        self._begin(reopen())
+
+    def _remove_copies(self) -> None:
+        if hashes := self._queue.take_removed():
+            self._remove(Removal(tuple(hashes)))
+
+    def _remove(self, removal: Removal) -> None:
+        self._removals.add(removal)
+        self._in.end_loads(None if removal.hashes is None else set(removal.hashes))
+        self._parts.mover.write(removal)
+
+    def _removed(self, result: Removed) -> None:
+        self._removals.discard(result.removal)
+        if result.failed:
+            self._in.turn_off(f"pages could not be removed from {', '.join(result.failed)}")
+
+    # -- loads ---------------------------------------------------------------------------------
+
+    def prefetch(self, request: Request) -> None:
+        """Begin to load for a request that was just queued, if few others do."""
+        self._remove_copies()
+        self._in.prefetch(request)
+
+    def holds(self, request: Request) -> bool:
+        """See `PrefixLoads.holds`."""
+        self._remove_copies()
+        return self._in.holds(request)
+
+    def forget(self, request: Request) -> None:
+        """See `PrefixLoads.forget`."""
+        self._in.forget(request)
+
+    def reset(self) -> None:
+        """Drop all loads: the queues that their requests waited in are gone."""
+        self._in.reset()
+
+    def poll(self) -> None:
+        """Take the mover's results: free buffers, and publish the pages that have been read."""
+        for result in self._parts.mover.take_results():
+            if isinstance(result, Written):
+                self._out.ended(result)
+            elif isinstance(result, ReadEnded):
+                self._in.read_ended(result)
+            else:
+                self._removed(result)
+        self._remove_copies()
+        self._in.publish_arrived()
+
+    def take_awake(self) -> list[Request]:
+        """The requests that wait for a load no longer."""
+        return self._in.take_awake()
+
+    def wait(self) -> None:
+        """Wait a moment for a load, if there is one: nothing else is to be done."""
+        self._in.wait()
+
+    # -- an idle engine ------------------------------------------------------------------------
+
+    @property
+    def has_copies_left(self) -> bool:
+        """Whether pages wait to be copied out."""
+        return self._queue.num_lazy > 0 or self._queue.num_urgent > 0
+
+    def tend(self) -> None:
+        """Go on with copies while the engine is idle."""
+        self.before_writes()
+        self.poll()
+        self._out.take_lazy(self._queue.num_lazy)
+
+    def wait_for_buffers(self) -> None:
+        """Wait a moment for the writer, so that copies can go on."""
+        self._parts.mover.wait(IDLE_WAIT_S)
+
+    # -- state ---------------------------------------------------------------------------------
+
+    @property
+    def reading_off(self) -> str:
+        """Why nothing is read from the tiers any more; empty: it is."""
+        return self._in.off
+
+    @property
+    def num_buffers_in_use(self) -> int:
+        """Staging buffers that are not free."""
+        return self._area.ledger.num_in_use
+
+    def stats(self) -> dict[str, TierStats]:
+        """The figures of each store, by tier."""
+        loaded = self.counts.loaded
+        return {
+            store.tier: TierStats.of(store.counts(), loaded.get(store.tier, 0))
+            for store in self._parts.stores
+        }
+
+    def totals(self) -> dict[str, int]:
+        """Totals of the engine's traffic with its tiers, by name."""
+        counts = self.counts
+        return {
+            "loads": counts.loads,
+            "late_loads": counts.loads_late,
+            "refused_loads": counts.loads_refused,
+            "dropped_pages": counts.dropped,
+            "unwritten_pages": counts.not_written,
+            "stuck_reads": counts.stuck_reads,
+        }
+
+    def check(self) -> None:
+        """Raise InvariantError if a page, a staging buffer or a load has not one owner."""
+        self._queue.check()
+        self._in.check()
+
+    def close(self, limit_s: float) -> bool:
+        """Write every cached page that outlives the engine, then close the stores.
+
+        Returns whether that was done within `limit_s`. A second call does nothing.
+        """
+        if self._is_closed:
+            return True
+        self._is_closed = True
+        end_s = time.monotonic() + limit_s
+        self._in.turn_off_quietly("the engine is closed")
+        self.before_writes()
+        self._out.take_everything()
+        while self._queue.num_lazy and (left_s := end_s - time.monotonic()) > 0:
+            self.poll()
+            self._out.take_lazy(self._queue.num_lazy)
+            if self._queue.num_lazy:
+                self._parts.mover.wait(min(left_s, 1.0))
+        self._out.detach()
+        self._finalizer.detach()
+        return self._parts.mover.close(max(0.0, end_s - time.monotonic()))

@@ -1,0 +1,144 @@
+"""An engine with cache tiers over a fake device, and a mover that works when the test says so."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ramify.engine.tier_parts import STAGING_BYTES, TierParts
+from ramify.engine.tiering import EngineTiering
+from ramify.kv.offload import PageRead, PageWrite, Removal, Result, StoreJobs
+from ramify.kv.stores.memory import MemoryStore
+from ramify.kv.stores.page_store import PageStore
+from ramify.testing import FakeExecutor
+from tests.pure.engine_bench import Bench
+
+POISON = 0xA5
+
+
+class ManualMover:
+    """Carries out jobs one by one; `wait` carries out one if `works_in_wait`."""
+
+    def __init__(self, stores: Sequence[PageStore], *, works_in_wait: bool = True) -> None:
+        self.jobs = StoreJobs(stores)
+        self.works_in_wait, self.is_closed = works_in_wait, False
+        self.writes: deque[PageWrite | Removal] = deque()
+        self.reads: list[PageRead] = []
+        self.results: list[Result] = []
+
+    def write(self, job: PageWrite | Removal) -> None:
+        self.writes.append(job)
+
+    def read(self, job: PageRead) -> None:
+        for view in job.views:  # whatever is used of it must come from the store
+            view[:] = bytes([POISON]) * len(view)
+        self.reads.append(job)
+
+    def run_write(self) -> None:
+        """The oldest job of the writer."""
+        if not self.writes:
+            return
+        job = self.writes.popleft()
+        if isinstance(job, Removal):
+            self.results.append(self.jobs.remove(job))
+        else:
+            self.results += self.jobs.write([job])
+            job.data[:] = bytes([POISON]) * len(job.data)
+
+    def run_read(self, number: int = 0) -> None:
+        """A job of the readers; any may come first."""
+        if self.reads:
+            self.results.append(self.jobs.read(self.reads.pop(number % len(self.reads))))
+
+    def run_all(self) -> None:
+        while self.writes:
+            self.run_write()
+        while self.reads:
+            self.run_read()
+
+    def take_results(self) -> list[Result]:
+        results, self.results = self.results, []
+        return results
+
+    def wait(self, timeout_s: float) -> bool:
+        if self.works_in_wait and not self.results:
+            if self.reads:
+                self.run_read()
+            else:
+                self.run_write()
+        return bool(self.results)
+
+    def close(self, timeout_s: float) -> bool:
+        self.run_all()
+        self.is_closed = True
+        return True
+
+
+def memory_tier(tier: str, num_pages: int, page_bytes: int) -> MemoryStore:
+    """A store in memory under the name of another tier."""
+    store = MemoryStore(page_bytes, num_pages)
+    store.tier = tier
+    return store
+
+
+@dataclass
+class TierBench(Bench):
+    """A bench whose pool is backed by stores in memory."""
+
+    pool_tokens: int = 64
+    max_model_len: int = 256
+    step_s: float = 0.0  # no load is late
+    host_pages: int = 0
+    disk_pages: int = 256
+    stores: list[PageStore] = field(default_factory=list)
+    works_in_wait: bool = True
+    staging_bytes: int = STAGING_BYTES
+
+    def __post_init__(self) -> None:
+        page_bytes = FakeExecutor(1, self.page_size).page_bytes
+        if not self.stores:
+            sizes = {"host": self.host_pages, "disk": self.disk_pages}
+            self.stores = [
+                memory_tier(tier, count, page_bytes) for tier, count in sizes.items() if count
+            ]
+        self.mover = ManualMover(self.stores, works_in_wait=self.works_in_wait)
+        self.tiers = lambda device: TierParts(
+            device=device,
+            stores=tuple(self.stores),
+            mover=self.mover,
+            staging_bytes=self.staging_bytes,
+        )
+        super().__post_init__()
+
+    @property
+    def tiering(self) -> EngineTiering:
+        tiering = self.core.tiering
+        assert tiering is not None
+        return tiering
+
+    def check(self) -> None:
+        super().check()
+        self.core.context.check(self.core.live)
+
+    def answer(self, prompt: Sequence[int], max_tokens: int = 1) -> int:
+        """Answer a prompt with nothing else to do; returns its id."""
+        request_id = self.add(prompt, max_tokens=max_tokens, ignore_eos=True)
+        self.run()
+        return request_id
+
+    def read_tokens(self, request_id: int) -> int:
+        """Tokens of its prompt that were in the pool when it began."""
+        return self.outputs[request_id].cache.read_tokens
+
+    def settle(self) -> None:
+        """Finish all that the mover has to do, and take its results."""
+        is_busy = True
+        while is_busy:
+            self.core.tend_tiers()
+            is_busy = bool(self.mover.writes or self.mover.reads or self.mover.results)
+            self.mover.run_all()
+            self.tiering.poll()
+        self.core.scheduler.wake(self.tiering.take_awake())
+
+    def num_stored(self, tier: str) -> int:
+        counts = {store.tier: store.counts().num_pages for store in self.stores}
+        return counts[tier]
