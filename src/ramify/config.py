@@ -15,6 +15,7 @@ from ramify.cache.policies import POLICIES
 from ramify.errors import ConfigError, PoolTooSmallError, UnknownOptionError
 from ramify.foreign_names import ENGINE_NAMES, PARAM_NAMES, python_advice
 from ramify.params import SAMPLING_FIELDS
+from ramify.tier_options import TierSection
 
 DTYPES = ("auto", "float32", "bfloat16")
 QUANTIZE = ("off", "int8", "int4", "widen")
@@ -228,6 +229,7 @@ class EngineConfig:
 
     model: ModelSection = field(default_factory=ModelSection)
     cache: CacheSection = field(default_factory=CacheSection)
+    tiers: TierSection = field(default_factory=TierSection)
     scheduler: SchedulerSection = field(default_factory=SchedulerSection)
     attention: AttentionSection = field(default_factory=AttentionSection)
     speculative: SpeculativeSection = field(default_factory=SpeculativeSection)
@@ -248,7 +250,7 @@ class EngineConfig:
         for name, value in options.items():
             if name not in section_of:
                 raise UnknownOptionError(name, section_of, option_advice(name))
-            is_path = name == "model" and isinstance(value, Path)
+            is_path = name in ("model", "cache_dir") and isinstance(value, Path)
             values[section_of[name]][name] = str(value) if is_path else _plain(value)
         config = cls(**{name: section(**values[name]) for name, section in SECTIONS.items()})
         config.validate()
@@ -307,6 +309,7 @@ class EngineConfig:
         ):
             if choice not in choices:
                 raise ConfigError(f"{name}={choice!r} but it must be one of {choices}")
+        self.tiers.validate(prefix_cache=self.cache.prefix_cache)
         backend = self.attention.attention_backend
         if not isinstance(backend, str):
             raise ConfigError(f"attention_backend={backend!r} but it must be a name")
@@ -343,6 +346,7 @@ def _plain(value: object) -> object:
 SECTIONS: dict[str, type[Any]] = {
     "model": ModelSection,
     "cache": CacheSection,
+    "tiers": TierSection,
     "scheduler": SchedulerSection,
     "attention": AttentionSection,
     "speculative": SpeculativeSection,

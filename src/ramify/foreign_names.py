@@ -143,7 +143,6 @@ ENGINE_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("use_mmap", "mmap", "no_mmap", "use_mlock", "mlock"), _MAPPED),
     "trust_remote_code": _NO_CODE,
     "download_dir": _HUB_CACHE,
-    "cache_dir": _HUB_CACHE,
     "hf_token": "set HF_TOKEN in the environment",
     "token": "set HF_TOKEN in the environment",
     "local_files_only": "use `offline`",

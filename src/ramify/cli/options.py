@@ -49,6 +49,7 @@ PANELS = {
     "model": "Model",
     "attention": "Model",
     "cache": "Cache",
+    "tiers": "Cache",
     "scheduler": "Load",
     "speculative": "Speculation",
     "self_check": "Self-checks",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 
 from ramify.config import ResolvedConfig
 
@@ -11,6 +11,8 @@ from ramify.config import ResolvedConfig
 WEIGHT_FIELDS = ("weights", "weight_types", "model")
 # Raise it with a change that alters the bits of K/V or of answers.
 ARITHMETIC_VERSION = 1
+# What the bits of K/V depend on beside their format and the weights.
+ARITHMETIC_FIELDS = ("arithmetic_version", "arithmetic", "threads")
 NAMED = 4  # differing fields that a message names
 
 
@@ -54,6 +56,20 @@ class EngineIdentity:
     def digest(self) -> str:
         """32 hexadecimal digits, a function of all fields."""
         lines = [f"{field.name}={getattr(self, field.name)!r}" for field in fields(self)]
+        return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
+
+    def kv_fields(self) -> dict[str, str | int | bool]:
+        """The fields that K/V depends on: with `exact` its bits, without only its meaning."""
+        values: dict[str, str | int | bool] = asdict(self)
+        del values["sampling"]
+        for name in () if self.exact else ARITHMETIC_FIELDS:
+            del values[name]
+        return values
+
+    @property
+    def kv_digest(self) -> str:
+        """32 hexadecimal digits, a function of `kv_fields`."""
+        lines = [f"{name}={value!r}" for name, value in self.kv_fields().items()]
         return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
 
     def differing(self, other: EngineIdentity) -> tuple[str, ...]:

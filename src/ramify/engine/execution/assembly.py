@@ -21,6 +21,7 @@ from ramify.engine.execution.content_digest import checkpoint_files
 from ramify.engine.execution.host_memory import free_memory
 from ramify.engine.execution.identity import identity_of
 from ramify.engine.execution.local_executor import LocalExecutor
+from ramify.engine.execution.open_tiers import open_tiers
 from ramify.engine.execution.runner import ModelRunner
 from ramify.engine.execution.sampler import rejection_sample, sample_from_cdf
 from ramify.engine.identity import EngineIdentity
@@ -129,6 +130,7 @@ class LocalEngine:
             )
         self.weights_epoch = 0  # counts replacements
         self._identity: tuple[int, EngineIdentity] | None = None  # with its weights_epoch
+        tiers = open_tiers(self.config, pool, self.identity)
         by_rejection = requested.speculative.speculative_sampling == "rejection"
         self.core = EngineCore(
             self.config,
@@ -138,6 +140,7 @@ class LocalEngine:
             namespace=self._namespace(self.path, self.decoder, self.weights_epoch),
             detokenizer_factory=detokenizer_factory,
             grammar_compiler=self.grammar_compiler.compile if self.grammar_compiler else None,
+            tiers=tiers,
         )
 
     @property
@@ -218,7 +221,10 @@ class LocalEngine:
                 f"the new weights need {needed:,} bytes beside the old ones but "
                 f"only {free:,} are free; restart with the new checkpoint instead"
             )
-        return WeightSwap(self, path, self._load_model(path, progress=progress))
+        decoder = self._load_model(path, progress=progress)
+        if self.config.requested.tiers.is_used:  # reads the files once, not in the engine's thread
+            self.identity_with(path, decoder)
+        return WeightSwap(self, path, decoder)
 
     def max_weight_bytes(self, path: Path, config: ModelConfig) -> int:
         """Most bytes that other weights of this model take: in full precision where the type is another than now.
@@ -262,7 +268,12 @@ class LocalEngine:
         )
 
     def _namespace(self, path: Path, decoder: CausalDecoder, epoch: int) -> bytes:
-        """The cache namespace of the K/V that the weights in `path` compute."""
+        """The cache namespace of the K/V that the weights in `path` compute.
+
+        With cache tiers it is the same in every process that computes the same bits.
+        """
+        if self.config.requested.tiers.is_used:
+            return namespace_of(kv=self.identity_with(path, decoder).kv_digest)
         later: dict[str, int | str] = {"epoch": epoch} if epoch else {}
         activations = self.config.requested.model.activations
         if activations != "int16":

@@ -1,0 +1,72 @@
+"""Opens the cache tiers of an engine that is built from a checkpoint."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from ramify.config import ResolvedConfig
+from ramify.engine.identity import EngineIdentity
+from ramify.engine.tier_parts import TierParts
+from ramify.errors import ConfigError, RamifyError
+from ramify.kv.offload import MoverThreads
+from ramify.kv.page_bytes import PageBytes
+from ramify.kv.pool import KVPool
+from ramify.kv.stores.memory import MemoryStore
+from ramify.kv.stores.page_store import PageStore
+from ramify.kv.stores.segments import SegmentOptions, SegmentStore
+
+logger = logging.getLogger(__name__)
+
+
+def open_tiers(
+    config: ResolvedConfig, pool: KVPool, identity: Callable[[], EngineIdentity]
+) -> TierParts | None:
+    """The tiers that the options ask for; None: none.
+
+    Args:
+        identity: of the present weights; also called after they were replaced.
+
+    Raises:
+        ConfigError: the directory cannot be used, or a tier has no room for a page.
+    """
+    options = config.requested.tiers
+    if not options.is_used:
+        return None
+    device = PageBytes(pool)
+    host: MemoryStore | None = None
+    if options.host_bytes:
+        num_pages = options.host_bytes // device.page_bytes
+        if not num_pages:
+            raise ConfigError(
+                f"cache_host={options.cache_host!r} is less than a page of {device.page_bytes:,} "
+                "bytes; use a larger one, or leave it out"
+            )
+        host = MemoryStore(device.page_bytes, num_pages)
+
+    def parts() -> TierParts:
+        stores: list[PageStore] = [] if host is None else [host]
+        if options.cache_dir is not None:
+            disk = SegmentStore(
+                SegmentOptions(
+                    directory=Path(options.cache_dir).expanduser(),
+                    identity=identity().kv_fields(),
+                    page_bytes=device.page_bytes,
+                    budget_bytes=options.disk_bytes,
+                )
+            )
+            logger.info("%s", disk.start_report)
+            stores.append(disk)
+        return TierParts(
+            device=device, stores=tuple(stores), mover=MoverThreads(stores), reopen=reopen
+        )
+
+    def reopen() -> TierParts:
+        try:
+            return parts()
+        except RamifyError as error:
+            logger.error("there are no cache tiers for the new weights: %s", error)
+            return TierParts(device=device, stores=(), mover=MoverThreads(()), reopen=reopen)
+
+    return parts()

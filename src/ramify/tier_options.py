@@ -1,0 +1,92 @@
+"""Options of the cache tiers: pages that outlive the pool, in host memory and on disk."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from ramify.errors import ConfigError
+
+UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+BINARY_UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def _option(default: Any, help: str) -> Any:  # noqa: A002 - the word of typer and argparse
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierSection:
+    """Pages that the pool has no room for: in host memory, and on disk, where a restart finds them.
+
+    A page goes to the tiers when it is evicted, and to the disk already when it is used a second time.
+    Pages that a waiting request needs are read back where that is sooner than computing them.
+    """
+
+    cache_dir: str | None = _option(
+        None,
+        "Directory of the disk tier; made if needed. Engines with other weights, options or CPUs can share it: each "
+        "finds its own pages. `None`: no disk tier.",
+    )
+    # a thousand pages of an 8B model, 25 thousand of a small one
+    cache_disk: str = _option(
+        "10GB",
+        "Most disk space of `cache_dir`, in bytes or as `50GB`, `512MiB`.",
+    )
+    cache_host: str | None = _option(
+        None,
+        "Size of a tier in host memory, in bytes or as `2GB`; useful beside a GPU, on a CPU for tests. `None`: none.",
+    )
+
+    @property
+    def disk_bytes(self) -> int:
+        """`cache_disk` in bytes."""
+        return parse_size("cache_disk", self.cache_disk)
+
+    @property
+    def host_bytes(self) -> int:
+        """`cache_host` in bytes; 0 without a host tier."""
+        return 0 if self.cache_host is None else parse_size("cache_host", self.cache_host)
+
+    @property
+    def is_used(self) -> bool:
+        """Whether there is any tier."""
+        return self.cache_dir is not None or self.host_bytes > 0
+
+    def validate(self, *, prefix_cache: bool) -> None:
+        """Raise ConfigError for a value outside its range.
+
+        Args:
+            prefix_cache: whether the engine shares prefixes at all.
+        """
+        if self.cache_dir is not None and (
+            not isinstance(self.cache_dir, str) or not self.cache_dir
+        ):
+            raise ConfigError(f"cache_dir={self.cache_dir!r} but it must be a directory")
+        if self.disk_bytes < 1:
+            raise ConfigError(
+                f"cache_disk={self.cache_disk!r} but it must be above 0; leave out cache_dir"
+            )
+        if self.is_used and not prefix_cache:
+            raise ConfigError(
+                "cache_dir and cache_host need prefix_cache=True: without it no page is shared"
+            )
+        assert self.host_bytes >= 0
+
+
+def parse_size(name: str, value: object) -> int:
+    """A size in bytes, of an integer or of a text like `50GB` or `512MiB`.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", str(value), re.IGNORECASE)
+    if match is None or not isinstance(value, str) or (match[3] and not match[2]):
+        raise ConfigError(
+            f"{name}={value!r} but it must be a number of bytes, or like 50GB or 512MiB"
+        )
+    units = BINARY_UNITS if match[3] else UNITS
+    return int(float(match[1]) * units[match[2].upper()])

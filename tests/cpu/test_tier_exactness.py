@@ -1,0 +1,196 @@
+"""Answers are the same bits whether K/V was computed, or came from memory, from disk, or after a restart."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ramify.engine.llm import LLM
+from ramify.outputs import RequestOutput
+from ramify.params import SamplingParams
+from ramify.testing import write_tiny_checkpoint
+
+PAGE = 4
+POOL_PAGES = 24  # a prompt and its answer, and a few pages more
+PARAMS = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True, logprobs=3)
+WINDOW = {"sliding_window": 20}
+MIXED = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "float32": ("llama", {}, {}),
+    "bfloat16": ("qwen3", {}, {"dtype": "bfloat16"}),
+    "int8": ("qwen2", {}, {"kv_dtype": "int8"}),
+    "window": ("mistral", WINDOW, {}),
+    "window of some layers": ("qwen2", MIXED, {}),
+    "torch": ("llama", {}, {"ops": "torch"}),
+}
+
+
+def prompts() -> list[list[int]]:
+    """Two prefixes with three suffixes each; the two do not fit in the pool together."""
+    prefixes = [[(7 * at + start) % 90 + 3 for at in range(61)] for start in (1, 50)]
+    return [[*prefix, *range(10, 10 + length)] for length in (1, 6, 11) for prefix in prefixes]
+
+
+@pytest.fixture(scope="module", params=[*CASES, "mla", "mla with an index"])
+def model(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Any]]:
+    """A tiny checkpoint, and the options of its engines."""
+    path = tmp_path_factory.mktemp("tiers") / "model"
+    name = request.param
+    if name in CASES:
+        family, overrides, options = CASES[name]
+        return write_tiny_checkpoint(path, family, **overrides), options  # type: ignore[arg-type]
+    from tests.cpu.deepseek_cases import save_oracle
+
+    return save_oracle("v3" if name == "mla" else "v32", path).path, {}
+
+
+@pytest.fixture
+def open_llm(model: tuple[Path, dict[str, Any]]) -> Iterator[Callable[..., LLM]]:
+    """Makes engines of the model with a pool of a few pages, and closes them."""
+    path, options = model
+    engines: list[LLM] = []
+
+    def make(**others: Any) -> LLM:
+        sizes = {"page_size": PAGE, "kv_cache_tokens": POOL_PAGES * PAGE, "max_batch_tokens": 16}
+        llm = LLM(path, max_model_len=POOL_PAGES * PAGE, **{**sizes, **options, **others})
+        engines.append(llm)
+        return llm
+
+    yield make
+    for llm in engines:
+        llm.close()
+
+
+def bits(output: RequestOutput) -> tuple[object, ...]:
+    """Tokens, and the bits of their log probabilities."""
+    assert output.error is None
+    logprobs = output.completions[0].logprobs
+    assert logprobs is not None
+    values = [
+        (entry.logprob.hex(), {t: p.hex() for t, p in entry.top.items()}) for entry in logprobs
+    ]
+    return output.token_ids, values
+
+
+def run(llm: LLM) -> tuple[list[tuple[object, ...]], dict[str, int]]:
+    """The answers to all prompts, one after another, and the prompt tokens loaded by tier."""
+    answers, loaded = [], dict[str, int]()
+    for prompt in prompts():
+        [output] = llm.generate([prompt], PARAMS)
+        answers.append(bits(output))
+        for tier, count in output.cache.tier_tokens.items():
+            loaded[tier] = loaded.get(tier, 0) + count
+        settle(llm)
+    return answers, loaded
+
+
+def settle(llm: LLM) -> None:
+    """Wait until the writer has written what it has."""
+    tiering = llm.core.tiering
+    while tiering is not None and (tiering.num_buffers_in_use or tiering.has_copies_left):
+        tiering.wait_for_buffers()
+        tiering.tend()
+
+
+def test_cold_host_disk_and_restarted_answers_are_the_same_bits(
+    open_llm: Callable[..., LLM], tmp_path: Path
+) -> None:
+    """With a pool that holds one prompt, each second prompt comes from a tier."""
+    cold, _ = run(open_llm(prefix_cache=False))
+    disk = {"cache_dir": str(tmp_path / "pages"), "cache_disk": "600MB"}
+
+    from_host, host_tokens = run(open_llm(cache_host="4MB"))
+    with open_llm(**disk) as llm:
+        from_disk, disk_tokens = run(llm)
+    with open_llm(**disk) as llm:
+        restarted, restarted_tokens = run(llm)
+    both, both_tokens = run(open_llm(**disk, cache_host="20kB"))
+
+    assert from_host == from_disk == restarted == both == cold
+    assert host_tokens["host"] > 100
+    assert disk_tokens["disk"] > 100
+    # The first prompt too.
+    assert restarted_tokens["disk"] > disk_tokens["disk"]
+    assert both_tokens["disk"] > 100
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("identity") / "model", "llama")
+
+
+def disk_tokens(path: Path, directory: Path, **options: Any) -> int:
+    """Tokens of a prompt that an engine with this directory loads; it leaves its pages there."""
+    sizes: dict[str, Any] = {"page_size": PAGE, "kv_cache_tokens": 256, "max_model_len": 128}
+    tier = {"cache_dir": directory, "cache_disk": "600MB"}
+    with LLM(path, **{**sizes, **tier, **options}) as llm:
+        [output] = llm.generate([prompts()[0]], PARAMS)
+        return output.cache.tier_tokens.get("disk", 0)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"page_size": 8},
+        {"kv_dtype": "int8"},
+        {"exact": False},
+        {"ops": "torch"},
+        {"dtype": "bfloat16"},
+    ],
+    ids=str,
+)
+def test_an_engine_of_another_identity_reads_nothing(
+    llama: Path, tmp_path: Path, changed: dict[str, Any]
+) -> None:
+    """And the first one still reads its own pages afterwards."""
+    assert disk_tokens(llama, tmp_path) == 0
+
+    assert disk_tokens(llama, tmp_path, **changed) == 0
+
+    assert disk_tokens(llama, tmp_path) == 60
+
+
+def test_another_number_of_threads_reads_nothing_under_exact(llama: Path, tmp_path: Path) -> None:
+    """The bits of K/V may depend on it; without `exact` the pages are as good."""
+    num_threads = torch.get_num_threads()
+    counts = [disk_tokens(llama, tmp_path / str(exact), exact=exact) for exact in (True, False)]
+    try:
+        torch.set_num_threads(num_threads + 1)
+        counts += [disk_tokens(llama, tmp_path / str(e), exact=e) for e in (True, False)]
+    finally:
+        torch.set_num_threads(num_threads)
+
+    assert counts == [0, 0, 0, 60]
+
+
+def test_a_copy_of_the_checkpoint_reads_the_same_pages(llama: Path, tmp_path: Path) -> None:
+    """Pages are named by the content of the weights, not by their path."""
+    copy = write_tiny_checkpoint(tmp_path / "copy", "llama")
+    other = write_tiny_checkpoint(tmp_path / "other", "llama", seed=1)
+    assert disk_tokens(llama, tmp_path / "pages") == 0
+
+    assert disk_tokens(other, tmp_path / "pages") == 0
+    assert disk_tokens(copy, tmp_path / "pages") == 60
+
+
+def test_reloaded_weights_use_their_own_pages(llama: Path, tmp_path: Path) -> None:
+    """A page of the old weights is not read with the new ones, and is good when they return."""
+    other = write_tiny_checkpoint(tmp_path / "other", "llama", seed=1)
+    [prompt] = prompts()[:1]
+    tier: dict[str, Any] = {"cache_dir": tmp_path / "pages", "cache_disk": "600MB"}
+    with LLM(llama, page_size=PAGE, kv_cache_tokens=256, max_model_len=128, **tier) as llm:
+        [old] = llm.generate([prompt], PARAMS)
+        llm.generate([prompt], PARAMS)
+        settle(llm)
+        llm.reload_weights(other)
+        [new] = llm.generate([prompt], PARAMS)
+        llm.reload_weights(llama)
+        [back] = llm.generate([prompt], PARAMS)
+
+    assert new.cache.read_tokens == 0
+    assert back.cache.read_tokens == 60
+    assert bits(back) == bits(old) != bits(new)

@@ -1,0 +1,59 @@
+"""Options of the cache tiers: sizes, and what is refused at start."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ramify.config import EngineConfig
+from ramify.errors import ConfigError
+from ramify.tier_options import parse_size
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("50GB", 50 * 10**9),
+        ("512MiB", 512 << 20),
+        ("1.5 gib", 3 << 29),
+        ("4096", 4096),
+        ("2k", 2000),
+        (4096, 4096),
+        ("0", 0),
+    ],
+)
+def test_a_size_is_a_number_with_or_without_a_unit(text: object, num_bytes: int) -> None:
+    """Decimal units, and binary ones with an i."""
+    assert parse_size("cache_disk", text) == num_bytes
+
+
+@pytest.mark.parametrize("value", ["", "GB", "5XB", "-1", "1e9", "5iB", True, -1, 1.5, None])
+def test_what_is_no_size_is_refused(value: object) -> None:
+    """The message names the value and the way out."""
+    with pytest.raises(ConfigError, match="must be a number of bytes, or like 50GB"):
+        parse_size("cache_disk", value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cache_disk": "much"}, "cache_disk='much'"),
+        ({"cache_dir": "x", "cache_disk": "0"}, "must be above 0"),
+        ({"cache_dir": ""}, "must be a directory"),
+        ({"cache_dir": "x", "prefix_cache": False}, "need prefix_cache=True"),
+        ({"cache_host": "1GB", "prefix_cache": False}, "need prefix_cache=True"),
+    ],
+)
+def test_an_impossible_option_is_refused(options: dict[str, Any], message: str) -> None:
+    """Before any weight is read."""
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig.of(**options)
+
+
+def test_a_directory_may_be_a_path() -> None:
+    """Without a directory and a host size there are no tiers."""
+    assert EngineConfig.of(cache_dir=Path("x")).tiers.cache_dir == "x"
+    assert EngineConfig.of(cache_dir="x").tiers.is_used
+    assert EngineConfig.of(cache_host="1GB").tiers.is_used
+    assert not EngineConfig.of(cache_host="0").tiers.is_used
+    assert not EngineConfig.of().tiers.is_used
