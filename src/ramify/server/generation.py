@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ramify.cache.key import CacheKey
@@ -58,6 +58,7 @@ class CacheUsage:
     pins_refused: int = 0  # breakpoints whose prefix could not be pinned
     placement: Placement | None = None  # in a cluster
     resumed: bool = False  # a replica with another identity has gone on with the answer
+    tiers: Mapping[str, int] = field(default_factory=dict)  # of `read`, by tier: host, disk
 
     @property
     def cached(self) -> int:
@@ -72,6 +73,8 @@ class CacheUsage:
             "computed": self.computed,
             "written": self.written,
         }
+        if self.tiers:
+            payload["read_by_tier"] = {"pool": self.read - sum(self.tiers.values()), **self.tiers}
         if self.pins_refused:
             payload["pins_refused"] = self.pins_refused
         if self.resumed:
@@ -207,6 +210,7 @@ class Generation:
             pins_refused=self.num_pins_refused,
             placement=self.placement,
             resumed=self.output is not None and self.output.resumed,
+            tiers=report.tier_tokens,
         )
 
 

@@ -17,6 +17,7 @@ from ramify.engine.context import EngineStats
 from ramify.outputs import StepOutput
 from ramify.server.generation import Generation
 from ramify.server.operations.replica_metrics import ReplicaCollector, RunningTotals
+from ramify.server.operations.tier_metrics import tier_metrics
 from ramify.server.replicas import ClusterStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -84,7 +85,7 @@ class EngineCollector(Collector):
                 metrics.append(family(f"ramify_{name}", help_text, value=value))
                 if vllm_name is not None:
                     metrics.append(self._of_vllm(family, vllm_name, help_text, value))
-        self._metrics = metrics
+        self._metrics = [*metrics, *tier_metrics({"": stats})]
 
     def show_replicas(self, stats: ClusterStats) -> None:
         """Replace the snapshot by that of a cluster.
@@ -110,7 +111,8 @@ class EngineCollector(Collector):
                 elif stats.sums is not None:
                     whole = float(value_of(stats.sums))
                     metrics.append(self._of_vllm(family, vllm_name, help_text, whole))
-        self._metrics = metrics
+        by_replica = {label: replica.stats for label, replica in stats.replicas.items()}
+        self._metrics = [*metrics, *tier_metrics(by_replica)]
 
     def _of_vllm(
         self, family: type[MetricFamily], name: str, help_text: str, value: float

@@ -1,0 +1,66 @@
+"""Metrics of the cache tiers, and the tokens that a request reads by tier."""
+
+import re
+from pathlib import Path
+
+from ramify.params import SamplingParams
+from ramify.server.operations.tier_metrics import tier_metrics
+from tests.pure.engine_bench import Bench
+from tests.pure.tier_bench import TierBench
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "tiers.md"
+A, B, C = [7] * 33, [9] * 45, [11] * 45
+
+
+def loaded_bench() -> TierBench:
+    """A bench that has loaded a prompt from its host tier."""
+    bench = TierBench(host_pages=64)
+    for prompt in (A, B, C):
+        bench.answer(prompt)
+        bench.settle()
+    return bench
+
+
+def test_the_table_has_every_metric_of_a_tier() -> None:
+    """And there are none without tiers."""
+    bench = loaded_bench()
+
+    metrics = tier_metrics({"": bench.core.stats()})
+
+    names = {
+        f"{metric.name}_total" if metric.type == "counter" else metric.name for metric in metrics
+    }
+    assert names == set(
+        re.findall(r"^\| `(ramify_tier_\w+)`", PAGE.read_text("utf-8"), re.MULTILINE)
+    )
+    assert tier_metrics({"": Bench().core.stats()}) == []
+
+
+def test_the_figures_are_those_of_the_tiers() -> None:
+    """By tier, and in a cluster by replica."""
+    bench = loaded_bench()
+    again = bench.answer(A)
+    loaded = bench.tiering.counts.loaded["host"]
+
+    by_name = {metric.name: metric for metric in tier_metrics({"r1": bench.core.stats()})}
+
+    samples = {
+        (sample.labels["replica"], sample.labels["tier"]): sample.value
+        for sample in by_name["ramify_tier_loaded_pages"].samples
+    }
+    assert samples == {("r1", "host"): loaded, ("r1", "disk"): 0}
+    assert bench.outputs[again].cache.tier_tokens == {"host": loaded * 4}
+
+
+def test_tokens_by_tier_are_no_more_than_those_read() -> None:
+    """What was loaded for a request may be evicted again before it runs."""
+    bench = TierBench()
+    request_id = bench.core.add_request(A, SamplingParams(max_tokens=1))
+    [request] = bench.core.live
+    request.tier_tokens = {"host": 8, "disk": 100}
+    request.cache_counts = (20, 0)
+
+    report = request.cache_report(cache_on=True)
+
+    assert request.id == request_id
+    assert report.tier_tokens == {"host": 8, "disk": 12}
