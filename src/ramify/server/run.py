@@ -395,7 +395,6 @@ def replica_rows(replicas: Replicas | None) -> dict[str, str]:
     text = f"{len(states) - len(missing)} of {len(states)} ready ({names}); sizes are those of each"
     for state in missing:
         text += f"; {state.name} is {state.state}"
-        text += f": {state.error}" if state.error else ""
     return {"replicas": text}
 
 
