@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from ramify.cache.key import CacheKey
 from ramify.cli import app
+from ramify.cluster.run_replica import ReplicaOptions, StdoutStages, run_replica
 from ramify.engine.core import EngineCore
 from ramify.errors import ConfigError
 from ramify.params import SamplingParams
@@ -19,6 +20,7 @@ from ramify.server.kv_events.feed import KvEventFeed, published
 from ramify.server.kv_events.form import EventForm
 from ramify.server.kv_events.options import KvEventOptions
 from ramify.server.operations.kv_event_metrics import KvEventCollector
+from ramify.server.run import ServeInputs, ServeOptions
 from tests.pure.async_bench import AsyncBench
 from tests.pure.test_prefix_cache import serve
 
@@ -434,8 +436,24 @@ def test_a_used_port_is_named() -> None:
             with pytest.raises(ConfigError, match=f"cannot be published at {used}"):
                 async with published(bench.llm, KvEventOptions(used)):
                     pass
+            for options in (KvEventOptions(used), KvEventOptions(HERE, used)):
+                with pytest.raises(ConfigError, match=f"cannot be published at {used}"):
+                    options.check_free()
+        KvEventOptions(used).check_free()
 
     run(main)
+
+
+def test_a_used_port_ends_the_start_before_the_model_loads() -> None:
+    """The model does not exist, which would be the error otherwise; both commands look first."""
+    pytest.importorskip("grpc", reason="grpcio is not installed (pip install ramify[cluster])")
+    with zmq.Context() as context, context.socket(zmq.PUB) as taken:
+        port = taken.bind_to_random_port("tcp://127.0.0.1")
+        options = KvEventOptions(f"tcp://127.0.0.1:{port}")
+        with pytest.raises(ConfigError, match=f"cannot be published at .*{port}"):
+            ServeInputs.of(ServeOptions(model="/nowhere/model", port=0, kv_events=options))
+        with pytest.raises(ConfigError, match=f"cannot be published at .*{port}"):
+            run_replica(ReplicaOptions(model="/nowhere/model", kv_events=options), StdoutStages())
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,8 @@ def run_replica(options: ReplicaOptions, stages: Stages) -> int:
         os.environ.setdefault("GRPC_VERBOSITY", "INFO")
     import_grpc()
     options.credentials.check_address(options.host)
+    if options.kv_events is not None:
+        options.kv_events.check_free()
     public = None if options.public is None else read_prompts(options.public)
     warm = None if options.warm is None else read_prompts(options.warm)
     with stderr_in_background():

@@ -185,6 +185,8 @@ class ServeInputs:
             ConfigError, CheckpointError: it cannot be read or opened.
         """
         keys, connections = options.keys(), options.connections()
+        if options.kv_events is not None:
+            options.kv_events.check_free()
         # A model of the hub has its directory only once it is loaded.
         read_sampling_defaults(options.generation_config, Path(options.model))
         return cls(

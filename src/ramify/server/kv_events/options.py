@@ -41,12 +41,44 @@ class KvEventOptions:
                 )
         import_zmq()
 
+    def check_free(self) -> None:
+        """Bind the endpoints and release them: errors come before the model loads.
+
+        Raises:
+            ConfigError: one cannot be bound.
+        """
+        zmq = import_zmq()
+        context = zmq.Context()
+        try:
+            for endpoint in filter(None, (self.endpoint, self.replay)):
+                bound_socket(context, zmq.PUB, endpoint).close(linger=0)
+        finally:
+            context.term()
+
     @property
     def is_local(self) -> bool:
         """Whether only this machine can connect."""
         return all(
             endpoint.startswith(LOOPBACK) for endpoint in (self.endpoint, self.replay) if endpoint
         )
+
+
+def bound_socket(context: Any, kind: int, endpoint: str) -> Any:
+    """A socket that listens.
+
+    Raises:
+        ConfigError: the endpoint cannot be bound.
+    """
+    made = context.socket(kind)
+    made.ipv6 = "[" in endpoint
+    try:
+        made.bind(endpoint)
+    except import_zmq().ZMQError as error:
+        made.close(linger=0)
+        raise ConfigError(
+            f"KV events cannot be published at {endpoint}: {error}; give a free port of this machine"
+        ) from error
+    return made
 
 
 def import_zmq() -> Any:

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ramify.cache.events import CacheEvent, SnapshotChunk
-from ramify.errors import ConfigError
 from ramify.server.kv_events.form import BatchEncoder, EventForm
-from ramify.server.kv_events.options import KvEventOptions, import_zmq
+from ramify.server.kv_events.options import KvEventOptions, bound_socket, import_zmq
 
 logger = logging.getLogger(__name__)
 
@@ -80,12 +79,12 @@ class KvEventSockets:
         self._queued: deque[Item] = deque()
         self._kept: deque[tuple[int, bytes]] = deque()
         self._num_kept_bytes = 0
-        self._behind: list[
-            tuple[bytes, int]
-        ] = []  # clients that wait for an `Answer`, and from where
+        # Clients that wait for an `Answer`, and the first sequence that each has missed.
+        self._behind: list[tuple[bytes, int]] = []
         self._is_over = self._has_warned = False
         zmq = import_zmq()
         self._zmq, self._context = zmq, zmq.Context()
+        self._context.sndhwm = MAX_UNSENT
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
         self._waker.setblocking(False)
@@ -101,17 +100,8 @@ class KvEventSockets:
         self._thread.start()
 
     def _bound(self, kind: int, endpoint: str) -> Any:
-        made = self._context.socket(kind)
+        made = bound_socket(self._context, kind, endpoint)
         made.linger = LINGER_MS
-        made.sndhwm = MAX_UNSENT
-        made.ipv6 = "[" in endpoint
-        try:
-            made.bind(endpoint)
-        except self._zmq.ZMQError as error:
-            made.close()
-            raise ConfigError(
-                f"KV events cannot be published at {endpoint}: {error}; give a free port of this machine"
-            ) from error
         return made
 
     def _address(self, bound: Any) -> str:
