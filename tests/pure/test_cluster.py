@@ -99,7 +99,8 @@ def test_an_abort_reaches_the_replica_and_its_reader_gets_the_end() -> None:
             await left.aclose()
             num_steps = member.bench.core.num_steps
             await member.until_idle()
-            assert member.bench.core.num_steps <= num_steps + 20
+            # Steps take no time here, and the message takes some: far fewer than the 3,000 left.
+            assert member.bench.core.num_steps <= num_steps + 1000
 
     run(main())
 
