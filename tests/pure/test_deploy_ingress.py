@@ -85,8 +85,9 @@ def test_a_server_follows_the_launcher(caplog: pytest.LogCaptureFixture) -> None
         for ids in prompts(4):
             output = await client.generate(ids, SHORT)
             assert list(output.token_ids) == expected(ids, 4, ends=())
-        await until(lambda: set(launcher.work[-1]) == {"e0", "e1"})
-        assert launcher.work[-1]["e0"][1] == 0
+        # Both are named, and have nothing to do once the last reports are there.
+        idle = {"e0": (0.0, 0), "e1": (0.0, 0)}
+        await until(lambda: dict(launcher.work[-1]) == idle)
 
         launcher.roster = Roster([engines[1][1]], is_complete=False)
         count = len(launcher.work)
