@@ -344,7 +344,17 @@ def deploy(config: DeployConfig) -> None:
     try:
         serve.run(application(config), name=config.name, route_prefix=prefix)
     except (RayError, RayServeException, RuntimeError) as error:
-        raise DeployError(f"the deployment {config.name} has failed: {error}") from error
+        reason = _reason(config.name) or error
+        raise DeployError(f"the deployment {config.name} has failed: {reason}") from error
+
+
+def _reason(name: str) -> str:
+    """The last line of what Serve says of each part that is not well."""
+    application = serve.status().applications.get(name)
+    if application is None:
+        return ""
+    messages = [part.message.strip() for part in application.deployments.values()]
+    return "; ".join(message.splitlines()[-1] for message in messages if message)
 
 
 def end(config: DeployConfig) -> int:
