@@ -241,32 +241,46 @@ def test_another_secret_is_refused_at_both_sides(replica: Replica, tmp_path: Pat
     assert replica.process.poll() is None
 
 
-def test_another_authority_is_refused_at_both_sides(tmp_path: Path) -> None:
-    """The server ends with the reason; the replica has a line of the handshake, and lives on."""
+def test_other_certificates_are_refused_at_both_sides(tmp_path: Path, secret: Path) -> None:
+    """The server ends with the reason; the replica has a line of the handshake, and lives on.
+
+    A replica that the server does not trust is refused by the server alone.
+    """
     pytest.importorskip("cryptography", reason="cryptography is not installed")
     from tests.certificates import Authority
 
-    options: dict[str, list[str]] = {}
+    parts = ("certificate", "key", "authority")
     for name in ("ours", "theirs"):
         shown = Authority.make(name).credentials()
-        options[name] = []
-        for part in ("certificate", "key", "authority"):
-            file = tmp_path / f"{name}.{part}"
-            file.write_bytes(getattr(shown, part))
-            options[name] += [f"--cluster-{part}", str(file)]
-    replica = Replica(tmp_path / "log", "--port", "0", *options["ours"])
+        for part in parts:
+            (tmp_path / f"{name}.{part}").write_bytes(getattr(shown, part))
+
+    def options(name: str, authority: str) -> list[str]:
+        files = [tmp_path / f"{name}.certificate", tmp_path / f"{name}.key"]
+        files.append(tmp_path / f"{authority}.authority")
+        pairs = zip(parts, files, strict=True)
+        return [word for part, file in pairs for word in (f"--cluster-{part}", str(file))]
+
+    replica = Replica(tmp_path / "log", "--port", "0", *options("ours", "ours"))
     try:
-        address = f"127.0.0.1:{replica.port}"
-        wrong = run_command("serve", "--port", "0", "--replicas", address, *options["theirs"])
-        right = run_command("info", "--json", "--replicas", address, *options["ours"])
+        joining = ("--replicas", f"127.0.0.1:{replica.port}")
+        foreign = run_command("serve", "--port", "0", *joining, *options("theirs", "theirs"))
+        assert "Handshake failed" not in replica.log
+        mixed = run_command("info", "--json", *joining, *options("theirs", "ours"))
+        assert "CERTIFICATE_VERIFY_FAILED" in replica.log
+        plain = run_command("info", "--json", *joining, "--cluster-secret", str(secret))
+        assert "WRONG_VERSION_NUMBER" in replica.log
+        right = run_command("info", "--json", *joining, *options("ours", "ours"))
         assert replica.process.poll() is None
     finally:
         replica.end()
 
-    assert wrong.returncode == 2
-    assert "both sides need certificates of one authority" in wrong.stderr
-    assert "Handshake failed" in replica.log
+    assert foreign.returncode == 2
+    assert "both sides need certificates of one authority" in foreign.stderr
+    assert (mixed.returncode, plain.returncode) == (1, 1)
+    assert "a replica with certificates lets no server in without" in plain.stdout
     assert right.returncode == 0, right.stderr
+    assert mixed.stdout != right.stdout
 
 
 def test_info_shows_replicas_that_run(replica: Replica, secret: Path) -> None:

@@ -16,6 +16,7 @@ ADMIN = {"/v1/cache", "/v1/cache/tree", "/v1/cache/pins", "/v1/cache/pins/{name}
     "/v1/loads",
     "/reset_prefix_cache",
     "/metrics",
+    "/v1/weights",
 }
 
 
