@@ -20,6 +20,7 @@ STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("add"), st.sampled_from(NAMES), st.integers(0, 3)),
         st.tuples(st.just("remove"), st.sampled_from(NAMES), st.none()),
+        st.tuples(st.just("remove newest"), st.sampled_from(NAMES), st.none()),
         st.tuples(st.just("remove segment"), st.none(), st.integers(0, 3)),
     ),
     max_size=60,
@@ -31,42 +32,57 @@ def entries_of(names: list[bytes]) -> np.ndarray:
     return np.array(rows, ENTRY)
 
 
+def newest(places: list[Location]) -> Location | None:
+    return places[-1] if places else None
+
+
 @given(
     on_disk=st.lists(st.lists(st.sampled_from(NAMES), max_size=6), max_size=4),
     steps=STEPS,
     min_new=st.integers(0, 8),
 )
 def test_the_index_agrees_with_a_dict(on_disk, steps, min_new: int) -> None:
-    """Whatever is loaded, added and removed, with merges at any time: names map to their newest place."""
+    """Whatever is loaded, added and removed, with merges at any time: names map to their places, in order."""
     index = PageIndex()
     index.load([(number, entries_of(names)) for number, names in enumerate(on_disk)])
-    model: dict[bytes, Location] = {
-        name: (number, slot)
-        for number, names in enumerate(on_disk)
-        for slot, name in enumerate(names)
-    }
+    model: dict[bytes, list[Location]] = {name: [] for name in NAMES}
+    for number, names in enumerate(on_disk):
+        for slot, name in enumerate(names):
+            model[name].append((number, slot))
     limit, page_index._MIN_NEW = page_index._MIN_NEW, min_new
     try:
         for slot, (step, name, number) in enumerate(steps, start=100):
             if step == "add":
                 index.add(name, (number, slot))
-                model[name] = (number, slot)
+                model[name] = [(number, slot)]
             elif step == "remove":
-                assert index.remove(name) == (model.pop(name, None) is not None)
+                assert index.remove(name) == bool(model[name])
+                model[name] = []
+            elif step == "remove newest":
+                location = index.find(name)
+                assert location == newest(model[name])
+                if location is not None:
+                    assert index.remove(name, location)
+                    model[name].pop()
+                    assert not index.remove(name, location)
             else:
-                gone = [name for name, (segment, _) in model.items() if segment == number]
-                assert index.remove_segment(number) == len(gone)
-                for name in gone:
-                    del model[name]
-            assert len(index) == len(model)
+                places = sum(len(listed) for listed in model.values())
+                model = {
+                    name: [place for place in listed if place[0] != number]
+                    for name, listed in model.items()
+                }
+                left = sum(len(listed) for listed in model.values())
+                assert index.remove_segment(number) == places - left
+            assert len(index) == sum(len(listed) for listed in model.values())
     finally:
         page_index._MIN_NEW = limit
 
-    assert {name: index.find(name) for name in NAMES} == {name: model.get(name) for name in NAMES}
-    assert index.contains_many(NAMES) == [name in model for name in NAMES]
+    assert {name: index.locations(name) for name in NAMES} == model
+    assert [index.find(name) for name in NAMES] == [newest(model[name]) for name in NAMES]
+    assert index.contains_many(NAMES) == [bool(model[name]) for name in NAMES]
     for number in range(4):
-        listed = dict(index.locations_in(number))
-        assert listed == {n: slot for n, (segment, slot) in model.items() if segment == number}
+        listed = [(n, place[1]) for n in NAMES for place in model[n] if place[0] == number]
+        assert sorted(index.locations_in(number)) == sorted(listed)
 
 
 def test_a_million_pages_open_in_two_seconds(tmp_path: Path) -> None:

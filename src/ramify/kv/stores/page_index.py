@@ -38,7 +38,10 @@ class PageIndex:
         return self._high.nbytes + self._low.nbytes + self._segments.nbytes + self._slots.nbytes
 
     def load(self, segments: Sequence[tuple[int, Entries]]) -> None:
-        """List the entries of all segments found at start; of equal names, the newest segment's."""
+        """List the entries of all segments found at start, by number.
+
+        A page may be in two of them: the newest is tried first.
+        """
         counts = [len(entries) for _, entries in segments]
         total = sum(counts)
         high, low = np.empty(total, np.uint64), np.empty(total, np.uint64)
@@ -54,22 +57,19 @@ class PageIndex:
         self._high, self._low = high[order], low[order]
         self._segments, self._slots = numbers[order], slots[order]
         self._num_live = total
-        self._drop_older_duplicates()
-
-    def _drop_older_duplicates(self) -> None:
-        for row in np.flatnonzero(self._high[1:] == self._high[:-1]):
-            name = join_name(int(self._high[row]), int(self._low[row]))
-            rows = self._rows(name)
-            for older in rows[:-1]:
-                self._kill(older)
 
     def find(self, name: bytes) -> Location | None:
-        """Where a page is; None: it is not listed."""
+        """The newest place of a page; None: it is not listed."""
         location = self._new.get(name)
         if location is not None:
             return location
         rows = self._rows(name)
-        return (int(self._segments[rows[-1]]), int(self._slots[rows[-1]])) if rows else None
+        return self._location(rows[-1]) if rows else None
+
+    def locations(self, name: bytes) -> list[Location]:
+        """Every place of a page, oldest first: two after a crash while it was being moved."""
+        listed = [self._location(row) for row in self._rows(name)]
+        return [*listed, self._new[name]] if name in self._new else listed
 
     def add(self, name: bytes, location: Location) -> None:
         """List a page, or list it elsewhere."""
@@ -80,14 +80,14 @@ class PageIndex:
             self._merge()
 
     def remove(self, name: bytes, location: Location | None = None) -> bool:
-        """Remove a page, or only its entry for one place; whether there was one."""
-        current = self.find(name)
-        if current is None or (location is not None and current != location):
-            return False
-        if self._new.pop(name, None) is None:
-            for row in self._rows(name):
-                self._kill(row)
-        return True
+        """Remove a page, or one place of it; whether that was listed."""
+        is_new = name in self._new and location in {None, self._new[name]}
+        if is_new:
+            del self._new[name]
+        rows = [row for row in self._rows(name) if location in {None, self._location(row)}]
+        for row in rows:
+            self._kill(row)
+        return is_new or bool(rows)
 
     def remove_segment(self, number: int) -> int:
         """Remove every page of a segment; returns how many were listed."""
@@ -139,6 +139,9 @@ class PageIndex:
                 rows.append(row)
             row += 1
         return rows
+
+    def _location(self, row: int) -> Location:
+        return int(self._segments[row]), int(self._slots[row])
 
     def _kill(self, row: int) -> None:
         self._slots[row] = _DEAD

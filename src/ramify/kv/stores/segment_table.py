@@ -40,9 +40,9 @@ class SegmentTable:
                 item.segment.last_use = self._num_uses
             self._index.load([(item.segment.number, item.entries) for item in ordered])
             for name, position in removed.items():
-                location = self._index.find(name)
-                if location is not None and location < position:
-                    self._index.remove(name)
+                for location in self._index.locations(name):
+                    if location < position:
+                        self._index.remove(name, location)
 
     def add_segment(self, segment: Segment) -> None:
         """List a new segment."""
@@ -88,7 +88,8 @@ class SegmentTable:
     def note_read(self, name: bytes, segment: Segment, slot: int, outcome: ReadOutcome) -> None:
         """Count a read; remove a page that could not be read, and a segment that has three of them."""
         with self._lock:
-            self._totals[outcome.value] += 1
+            if outcome is not ReadOutcome.ABSENT:
+                self._totals[outcome.value] += 1
             if outcome is ReadOutcome.HIT:
                 self._num_uses += 1
                 segment.last_use = self._num_uses

@@ -209,14 +209,17 @@ class SegmentStore:
         if self._clock() > deadline:
             self._table.count("late")
             return ReadOutcome.LATE
-        name = self._names.name(key.hash)
-        location = self._table.find(name)
-        if location is None:
+        name, parent_tag = self._names.name(key.hash), self._names.parent_tag(key.parent)
+        outcome = ReadOutcome.ABSENT
+        # A failed read removes its place; the page may have another, or have moved meanwhile.
+        while (location := self._table.find(name)) is not None:
+            segment, slot = location
+            outcome = self._reader.read(segment, slot, name, parent_tag, page)
+            self._table.note_read(name, segment, slot, outcome)
+            if outcome:
+                return outcome
+        if outcome is ReadOutcome.ABSENT:
             self._table.count("absent")
-            return ReadOutcome.ABSENT
-        segment, slot = location
-        outcome = self._reader.read(segment, slot, name, self._names.parent_tag(key.parent), page)
-        self._table.note_read(name, segment, slot, outcome)
         return outcome
 
     def put_many(
