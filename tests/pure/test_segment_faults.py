@@ -7,6 +7,7 @@ import resource
 import signal
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,8 +45,20 @@ def check_table(store: SegmentStore) -> None:
     assert all(slot < table._segments[number].num_used for number, slot in listed)
 
 
-def large_store(directory: Path, ops: FailingOps) -> SegmentStore:
-    return opened(directory, ops=ops, page_bytes=LARGE, budget_bytes=3 * SEGMENT_BYTES)
+def large_store(directory: Path, ops: FailingOps, **changes: Any) -> SegmentStore:
+    return opened(directory, ops=ops, page_bytes=LARGE, budget_bytes=3 * SEGMENT_BYTES, **changes)
+
+
+def read_beside(directory: Path, ops: FailingOps, absent: list[int]) -> None:
+    """Follow the writer of a directory for a while from a read-only store."""
+    try:
+        reader = large_store(directory, ops, read_only=True)
+    except ConfigError:
+        return
+    reader.maintain()
+    assert hits(reader, absent) == []
+    hits(reader, range(4))
+    reader.close()
 
 
 def life(directory: Path, ops: FailingOps) -> list[int]:
@@ -66,6 +79,7 @@ def life(directory: Path, ops: FailingOps) -> list[int]:
             put(store, range(start + 200, start + 200 + 2 * PER_LARGE))
             store.maintain()
             check_table(store)
+            read_beside(directory, ops, removed)
         except StoreUnavailableError:
             pass
         store.close()

@@ -11,6 +11,7 @@ a wrong one. Read in this order:
 - `page_names`: keyed hashes under which pages are stored.
 - `page_index`, `segment_table`: where each page is; hits, errors and figures.
 - `segment`, `segment_reader`, `segment_writer`: one file; reads; appends, fsync, budget and eviction.
+- `segment_follower`: what a read-only store does to see what the writer adds.
 - `removal_log`: pages that no restart may bring back.
 - `store_directory`: lock, identity and key of a directory.
 - `store_identity`: all that the bytes of a page depend on beside its tokens.

@@ -39,6 +39,8 @@ class RemovalLog:
     def load(self) -> dict[bytes, Position]:
         """Name -> position before which its records are void. A torn tail is left out.
 
+        May be called again: another process may have appended.
+
         Raises:
             OSError: the log is there and cannot be read.
         """

@@ -11,6 +11,7 @@ from ramify.kv.stores.page_index import Location, PageIndex
 from ramify.kv.stores.page_store import ReadOutcome
 from ramify.kv.stores.removal_log import Position
 from ramify.kv.stores.segment import OpenedSegment, Segment
+from ramify.kv.stores.segment_format import join_name
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +40,27 @@ class SegmentTable:
                 self._num_uses += 1
                 item.segment.last_use = self._num_uses
             self._index.load([(item.segment.number, item.entries) for item in ordered])
+        self.void(removed)
+
+    def void(self, removed: dict[bytes, Position]) -> None:
+        """Remove the pages that the removal log voids: those written before their positions."""
+        with self._lock:
             for name, position in removed.items():
                 for location in self._index.locations(name):
                     if location < position:
                         self._index.remove(name, location)
+
+    def extend(self, opened: OpenedSegment) -> None:
+        """List a segment, or the records that were appended to it since it was listed."""
+        with self._lock:
+            segment = opened.segment
+            listed = self._segments.setdefault(segment.number, segment)
+            num_known = listed.num_used if listed is not segment else 0
+            listed.num_used, listed.is_sealed = segment.num_used, segment.is_sealed
+            listed.allocated_bytes = segment.allocated_bytes
+            for entry in opened.entries[opened.entries["slot"] >= num_known]:
+                name = join_name(int(entry["high"]), int(entry["low"]))
+                self._index.add(name, (segment.number, int(entry["slot"])))
 
     def add_segment(self, segment: Segment) -> None:
         """List a new segment."""

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from ramify.kv.stores.payload_codec import (
 )
 from ramify.kv.stores.removal_log import RemovalLog
 from ramify.kv.stores.segment import OpenedSegment, number_of, open_segment
+from ramify.kv.stores.segment_follower import SegmentFollower
 from ramify.kv.stores.segment_format import FORMAT_VERSION, Geometry, RecordHeader
 from ramify.kv.stores.segment_reader import SegmentReader
 from ramify.kv.stores.segment_table import SegmentTable
@@ -155,6 +157,9 @@ class SegmentStore:
             first_number=max(numbers, default=0) + 1,
             foreign=[] if options.read_only else directory.foreign_segments(),
             clock=self._clock,
+        )
+        self._follower = SegmentFollower(
+            ops, directory, geometry, self._table, self._reader, self._removals, self._clock
         )
         self.start_report = self._describe_start(direct)
 
@@ -315,12 +320,19 @@ class SegmentStore:
         except StoreUnavailableError as error:
             self._unavailable = error.reason
             raise
+        # No segment is left of which it speaks.
+        with suppress(OSError):
+            self._removals.discard()
         return count
 
     def maintain(self) -> None:
         """See PageStore."""
         with self._write_lock:
-            if not self._unavailable and not self.options.read_only:
+            if self._unavailable:
+                return
+            if self.options.read_only:
+                self._follower.maintain()
+            else:
                 self._writer.maintain()
 
     def sync(self) -> bool:
