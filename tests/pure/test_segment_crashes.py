@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.kv.stores.segments import SegmentStore
+from tests.budget import examples
 from tests.pure.file_faults import PowerLossOps
 from tests.pure.store_cases import (
     SEGMENT_BYTES,
@@ -103,7 +104,6 @@ def test_no_acknowledged_page_is_lost_in_five_kills(tmp_path: Path) -> None:
     kill_rounds(tmp_path, 5)
 
 
-@pytest.mark.slow
 def test_no_acknowledged_page_is_lost_in_two_hundred_kills(tmp_path: Path) -> None:
     """The same, two hundred times on one directory."""
     kill_rounds(tmp_path, 200)
@@ -126,7 +126,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(600), deadline=None)
 @given(steps=STEPS, num_segments=st.sampled_from([2, 3, 64]))
 def test_no_durable_page_is_lost_with_the_power(
     steps: list[tuple[str, int | None]], num_segments: int

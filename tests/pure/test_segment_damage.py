@@ -25,6 +25,7 @@ from ramify.kv.stores.segment_format import (
     entry_of,
 )
 from ramify.kv.stores.segments import SegmentStore
+from tests.budget import examples
 from tests.pure.store_cases import PAGE_BYTES, SEGMENT_BYTES, hits, opened, put, segment_files
 
 NUM_PAGES = 8
@@ -73,12 +74,12 @@ def reopened(directory: Path, content: bytes) -> SegmentStore:
 
 @pytest.mark.parametrize("region", regions(SEGMENT_BYTES))
 def test_flipped_bits_are_never_served(sealed: Path, region: str) -> None:
-    """A hundred flips in each region: every page that is read is right, other pages are not lost."""
+    """Flips in each region, a hundred in a full run: every page that is read is right, other pages are not lost."""
     content = segment_files(sealed)[0].read_bytes()
     start, end = regions(len(content))[region]
     rng = random.Random(region)
 
-    for _ in range(100):
+    for _ in range(examples(100)):
         damaged = bytearray(content)
         damaged[rng.randrange(start, end)] ^= 1 << rng.randrange(8)
         store = reopened(sealed, bytes(damaged))
