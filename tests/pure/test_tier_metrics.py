@@ -2,8 +2,10 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 from ramify.params import SamplingParams
+from ramify.server.generation import CacheUsage, total_usage
 from ramify.server.operations.tier_metrics import tier_metrics
 from tests.pure.engine_bench import Bench
 from tests.pure.tier_bench import TierBench
@@ -64,3 +66,20 @@ def test_tokens_by_tier_are_no_more_than_those_read() -> None:
 
     assert request.id == request_id
     assert report.tier_tokens == {"host": 8, "disk": 12}
+
+
+def test_an_answer_of_several_prompts_adds_up_what_each_read_by_tier() -> None:
+    """And says what was in the pool."""
+    usages = [
+        CacheUsage(read=48, shared=0, computed=1, written=0, miss=None, tiers={"disk": 32}),
+        CacheUsage(
+            read=16, shared=0, computed=1, written=0, miss=None, tiers={"disk": 8, "host": 8}
+        ),
+        CacheUsage(read=16, shared=0, computed=1, written=0, miss=None),
+    ]
+
+    total = total_usage([SimpleNamespace(cache=usage) for usage in usages])  # type: ignore[misc]
+
+    assert total is not None
+    assert total.as_json()["read_by_tier"] == {"pool": 32, "disk": 40, "host": 8}
+    assert "read_by_tier" not in usages[2].as_json()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -256,6 +257,9 @@ def total_usage(generations: Sequence[Generation]) -> CacheUsage | None:
     usages = [generation.cache for generation in generations if generation.cache is not None]
     if not usages:
         return None
+    tiers = Counter[str]()
+    for usage in usages:
+        tiers.update(usage.tiers)
     return CacheUsage(
         read=sum(usage.read for usage in usages),
         shared=sum(usage.shared for usage in usages),
@@ -265,4 +269,5 @@ def total_usage(generations: Sequence[Generation]) -> CacheUsage | None:
         pins_refused=sum(usage.pins_refused for usage in usages),
         placement=next((usage.placement for usage in usages if usage.placement is not None), None),
         resumed=any(usage.resumed for usage in usages),
+        tiers=dict(tiers),
     )
