@@ -34,6 +34,10 @@ class TierSection:
         "10GB",
         "Most disk space of `cache_dir`, in bytes or as `50GB`, `512MiB`.",
     )
+    cache_dir_readonly: bool = _option(
+        False,
+        "Read pages of a `cache_dir` that another process writes, and write none: a directory has one writer.",
+    )
     cache_host: str | None = _option(
         None,
         "Size of a tier in host memory, in bytes or as `2GB`; useful beside a GPU, on a CPU for tests. `None`: none.",
@@ -67,6 +71,14 @@ class TierSection:
         if self.disk_bytes < 1:
             raise ConfigError(
                 f"cache_disk={self.cache_disk!r} but it must be above 0; leave out cache_dir"
+            )
+        if not isinstance(self.cache_dir_readonly, bool):
+            raise ConfigError(
+                f"cache_dir_readonly={self.cache_dir_readonly!r} but it must be True or False"
+            )
+        if self.cache_dir_readonly and self.cache_dir is None:
+            raise ConfigError(
+                "cache_dir_readonly=True without cache_dir; say whose pages to read, or leave it out"
             )
         if self.is_used and not prefix_cache:
             raise ConfigError(

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ramify.engine.llm import LLM
+from ramify.errors import ConfigError
 from ramify.outputs import RequestOutput
 from ramify.params import SamplingParams
 from ramify.testing import write_tiny_checkpoint
@@ -175,6 +176,30 @@ def test_a_copy_of_the_checkpoint_reads_the_same_pages(llama: Path, tmp_path: Pa
 
     assert disk_tokens(other, tmp_path / "pages") == 0
     assert disk_tokens(copy, tmp_path / "pages") == 60
+
+
+def test_a_second_engine_reads_the_pages_of_the_first_and_writes_none(
+    llama: Path, tmp_path: Path
+) -> None:
+    """A directory has one writer; another engine shares its pages by an option."""
+    sizes: dict[str, Any] = {"page_size": PAGE, "kv_cache_tokens": 256, "max_model_len": 128}
+    tier: dict[str, Any] = {"cache_dir": tmp_path, "cache_disk": "600MB"}
+    with LLM(llama, **sizes, **tier) as writer:
+        [cold] = writer.generate([prompts()[0]], PARAMS)
+        writer.generate([prompts()[0]], PARAMS)
+        settle(writer)
+        with pytest.raises(ConfigError, match="in use by process"):
+            LLM(llama, **sizes, **tier)
+        with LLM(llama, **sizes, **tier, cache_dir_readonly=True) as reader:
+            [shared] = reader.generate([prompts()[0]], PARAMS)
+            reader.generate([prompts()[1]], PARAMS)
+            reader.generate([prompts()[1]], PARAMS)
+            settle(reader)
+            assert reader.stats().tier_totals["unwritten_pages"] == 0
+
+    assert shared.cache.tier_tokens == {"disk": 60}
+    assert bits(shared) == bits(cold)
+    assert disk_tokens(llama, tmp_path) == 60
 
 
 def test_reloaded_weights_use_their_own_pages(llama: Path, tmp_path: Path) -> None:

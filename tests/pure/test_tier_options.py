@@ -39,6 +39,8 @@ def test_what_is_no_size_is_refused(value: object) -> None:
     [
         ({"cache_disk": "much"}, "cache_disk='much'"),
         ({"cache_dir": "x", "cache_disk": "0"}, "must be above 0"),
+        ({"cache_dir_readonly": True}, "without cache_dir"),
+        ({"cache_dir": "x", "cache_dir_readonly": 1}, "must be True or False"),
         ({"cache_dir": ""}, "must be a directory"),
         ({"cache_dir": "x", "prefix_cache": False}, "need prefix_cache=True"),
         ({"cache_host": "1GB", "prefix_cache": False}, "need prefix_cache=True"),

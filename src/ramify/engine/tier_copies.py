@@ -77,5 +77,6 @@ class CopiesOut:
             store.tier
             for store in self._parts.stores
             if (is_evicted or store.tier != "host")
+            and store.tier not in self._parts.read_only
             and not self._parts.listed(store, [page_hash])[0]
         )

@@ -44,6 +44,7 @@ class TierParts:
         device: of the pool.
         stores: fastest first; one per kind.
         mover: carries out jobs over the same stores.
+        read_only: tiers that get no pages.
         staging_bytes: of all buffers between pool and stores.
         reopen: the parts for other weights, once the mover is closed; None: the same serve all.
     """
@@ -51,6 +52,7 @@ class TierParts:
     device: PageDevice
     stores: tuple[PageStore, ...]
     mover: Mover
+    read_only: frozenset[str] = frozenset()
     staging_bytes: int = STAGING_BYTES
     reopen: Callable[[], TierParts] | None = None
 

@@ -54,12 +54,17 @@ def open_tiers(
                     identity=identity().kv_fields(),
                     page_bytes=device.page_bytes,
                     budget_bytes=options.disk_bytes,
+                    read_only=options.cache_dir_readonly,
                 )
             )
             logger.info("%s", disk.start_report)
             stores.append(disk)
         return TierParts(
-            device=device, stores=tuple(stores), mover=MoverThreads(stores), reopen=reopen
+            device=device,
+            stores=tuple(stores),
+            mover=MoverThreads(stores),
+            read_only=frozenset(["disk"] if options.cache_dir_readonly else []),
+            reopen=reopen,
         )
 
     def reopen() -> TierParts:
