@@ -129,7 +129,7 @@ class ContextLengthError(ApiError):
 def as_api_error(error: BaseException) -> ApiError:
     """The error response for any exception: 4xx for the client's, 500 and 503 for the server's.
 
-    A 500 does not quote the exception.
+    A 500 does not quote the exception, nor do errors of a cluster: they name replicas, by address.
     """
     if isinstance(error, ApiError):
         return error
@@ -146,9 +146,13 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(503, str(error), code="draining", retry_after_s=wait_s)
     if isinstance(error, NoReplicaError):
         wait_s = max(1, round(error.retry_after_s))
-        return ApiError(503, str(error), code="no_replica", retry_after_s=wait_s)
+        message = f"no engine can take this request now; try again in {wait_s} s"
+        return ApiError(503, message, code="no_replica", retry_after_s=wait_s)
     if isinstance(error, ReplicaLostError):
-        return ApiError(503, str(error), code="replica_lost", retry_after_s=1)
+        message = "the engine that computed this answer has gone, and no other can go on with it"
+        return ApiError(
+            503, f"{message}; send the request again", code="replica_lost", retry_after_s=1
+        )
     if isinstance(error, EngineStoppedError):
         return ApiError(
             503,
