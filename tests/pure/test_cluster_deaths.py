@@ -98,6 +98,22 @@ def test_a_death_after_each_token(num_tokens: int, options: dict[str, Any]) -> N
     run(main())
 
 
+def test_a_resumed_answer_is_no_wrong_prediction() -> None:
+    """What the router expected of the second replica is not compared with the hit on the first."""
+    bench = ClusterBench(2)
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+
+    async def main() -> None:
+        async with bench.running():
+            first = await bench.llm.generate(PROMPT, params)
+            _, output = await read_and_kill(bench, params, {2})
+            assert output.cache.read_tokens > first.cache.read_tokens == 0
+            counts = bench.llm.replicas.counts()
+            assert (counts.resumptions, counts.wrong_tokens) == (1, 0)
+
+    run(main())
+
+
 def test_an_answer_survives_two_deaths() -> None:
     """A third replica ends what two have begun."""
     params = SamplingParams(max_tokens=20, ignore_eos=True)

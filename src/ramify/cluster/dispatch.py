@@ -203,8 +203,10 @@ class Dispatch:
         self._parked.remove(request)
         place = self._places.pop(request.id, None)
         if place is not None:
-            report = request.cache
-            cached = None if report is None else report.read_tokens + report.shared_tokens
+            report, cached = request.cache, None
+            # After a resumption the report is that of another replica than this prediction.
+            if report is not None and not request.num_resumptions:
+                cached = report.read_tokens + report.shared_tokens
             self.routes.finished(place[1], request.num_output, cached)
         if not self._live:
             self._is_idle.set()
