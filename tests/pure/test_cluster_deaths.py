@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ramify.cluster.dispatch import MAX_RESUMPTIONS
 from ramify.errors import NoReplicaError, ReplicaLostError
 from ramify.outputs import FinishReason, RequestOutput, StepOutput
 from ramify.params import SamplingParams
@@ -269,7 +270,8 @@ def test_many_requests_and_deaths() -> None:
         async with bench.running():
             tasks = [asyncio.ensure_future(bench.llm.generate(prompt, params)) for prompt in many]
             await until(lambda: bench.llm.dispatch.num_live > 0)
-            for number in range(3):
+            # Not more: a request may be where each of them dies.
+            for number in range(MAX_RESUMPTIONS):
                 member = bench.members[number]
                 await member.kill()
                 await member.start_again()
