@@ -60,6 +60,14 @@ def test_series_have_a_replica_and_vllms_names_have_none() -> None:
             for name in names:
                 assert series["ramify_kv_pages", f'replica="{name}"'] == 512
             assert ("ramify_kv_pages", "") not in series
+            sizes = [labels for name, labels in series if name == "ramify_kv_cache_config_info"]
+            assert len(sizes) == 2
+            for name in names:
+                assert f'num_pages="512",page_size="16",replica="{name}"' in sizes
+            assert (
+                "vllm:cache_config_info",
+                'block_size="16",model_name="tiny",num_gpu_blocks="1024"',
+            ) in series
             looked_up = [
                 series["ramify_cache_lookup_tokens_total", f'replica="{name}"'] for name in names
             ]
@@ -84,6 +92,7 @@ def test_one_engine_has_the_series_without_a_label() -> None:
     series = run(main())
 
     assert series["ramify_kv_pages", ""] == 512
+    assert series["ramify_kv_cache_config_info", 'num_pages="512",page_size="16"'] == 1
     assert not [key for key in series if "replica" in key[0] or "replica" in key[1]]
 
 
@@ -150,6 +159,39 @@ def test_a_replica_that_is_gone_is_down_and_has_no_series() -> None:
             banner = replica_rows(client.replicas)["replicas"]
             assert banner.startswith("1 of 2 ready")
             assert f"{gone.name} is not connected" in banner
+
+    run(main())
+
+
+def test_a_busy_replica_has_its_last_values() -> None:
+    """A replica in a long step answers too late: what it had before stands in, until it is gone."""
+
+    async def main() -> None:
+        bench = ClusterServer(chat_template=TOOL_TEMPLATE)
+        gates = [gated(bench), gated(bench.other)]
+        for gate in gates:
+            gate.is_open = True
+        async with bench.serving() as client:
+            view = client.replicas
+            before = await view.stats(10.0)
+            assert len(before.replicas) == 2
+            gates[0].is_open = gates[1].is_open = False
+            answering = asyncio.ensure_future(bench.post(*APIS["chat"]))
+            await until(lambda: bool(client.dispatch._places))
+            busy = next(iter(client.dispatch._places.values()))[0]
+            await gates[busy.slot].arrive()
+            late = await view.stats(0.05)
+            gates[1 - busy.slot].open()
+            busy.address = "127.0.0.1:1"
+            busy.disconnect("the test ends it")
+            await until(lambda: busy.welcome is None)
+            gates[busy.slot].open()
+            assert (await answering).status == 200
+            gone = await view.stats(10.0)
+            assert late.replicas[busy.name] == before.replicas[busy.name]
+            assert late.sums is not None
+            assert late.sums.cache.num_pages == 1024
+            assert busy.name not in gone.replicas
 
     run(main())
 
@@ -337,7 +379,7 @@ def test_errors_name_no_replica(api: str) -> None:
             for replica in client.dispatch.replicas.values():
                 replica.address = "127.0.0.1:1"
                 replica.disconnect("the test ends it")
-            await until(lambda: not client.dispatch.has_ready)
+            await until(lambda: not client.dispatch.members.has_ready)
             answer = await bench.post(*APIS[api])
             assert answer.status == 503
             text = answer.body.decode()

@@ -28,6 +28,7 @@ from ramify.cluster.wire import (
     WireError,
 )
 from ramify.engine.cache_admin.calls import EngineCall
+from ramify.engine.context import EngineStats
 from ramify.errors import RamifyError, ReplicaLostError
 
 logger = logging.getLogger(__name__)
@@ -95,6 +96,7 @@ class RemoteReplica:
         self._incarnation: int | None = None  # of the last one
         self.is_updating = False  # it drains to take requests again with other weights
         self.is_leaving = False  # not connected to again
+        self.last_stats: EngineStats | None = None  # that the connected engine has answered
         self.requests: dict[int, RemoteRequest] = {}
         self._link: Link | None = None
         self._has_moved = asyncio.Event()
@@ -175,7 +177,7 @@ class RemoteReplica:
     def _lose(self, reason: str) -> None:
         requests, self.requests = [*self.requests.values()], {}
         calls, self._calls = [*self._calls.values()], {}
-        self.welcome, self._link = None, None
+        self.welcome, self._link, self.last_stats = None, None, None
         if reason != LEAVING:
             self._log(reason)
         for _, future in calls:

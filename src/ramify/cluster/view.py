@@ -51,14 +51,22 @@ class ClusterView:
     async def stats(self, timeout_s: float) -> ClusterStats:
         """See `Replicas`."""
         # Taken now: a replica may leave while it is asked.
-        places = {
-            replica.name: (replica.slot, replica.welcome.incarnation)
+        connected = {
+            replica: replica.welcome.incarnation
             for replica in self._dispatch.replicas.values()
             if replica.welcome is not None
         }
         answers = await self._ask(calls.ReadStats(), timeout_s)
-        replicas = {name: ReplicaStats(*places[name], stats) for name, stats in answers.items()}
-        return ClusterStats(replicas, summed([*answers.values()]) if answers else None)
+        replicas: dict[str, ReplicaStats] = {}
+        for replica, incarnation in connected.items():
+            stats = answers.get(replica.name)
+            if replica.welcome is not None and replica.welcome.incarnation == incarnation:
+                # In a long step it answers late: what it had before is nearer to the truth than 0.
+                replica.last_stats = stats = stats or replica.last_stats
+            if stats is not None:
+                replicas[replica.name] = ReplicaStats(replica.slot, incarnation, stats)
+        values = [replica.stats for replica in replicas.values()]
+        return ClusterStats(replicas, summed(values) if values else None)
 
     async def cached_tokens(
         self, token_ids: Sequence[int], tenant: str, salt: str, timeout_s: float

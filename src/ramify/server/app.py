@@ -86,9 +86,6 @@ class Server:
             "memory of /v1/conversations",
             lambda: service.conversations.num_bytes,
         )
-        config, replicas = service.engine.config, service.engine.replicas
-        num_engines = 1 if replicas is None else len(replicas.states())
-        self.metrics.describe_cache(config.page_size, num_engines * config.num_pages)
         self.health = Readiness(service.engine.health)
         self.ping_s = PING_S
         self.bodies = BodyBudget()

@@ -35,7 +35,7 @@ class ReplicaStats:
 
 @dataclass(frozen=True, slots=True)
 class ClusterStats:
-    """The counters of the replicas that have answered."""
+    """The counters of the connected replicas, as far as each has ever answered."""
 
     replicas: Mapping[str, ReplicaStats]  # by name
     sums: EngineStats | None  # None: none has answered
@@ -79,7 +79,7 @@ class Replicas(Protocol):
         ...
 
     async def stats(self, timeout_s: float) -> ClusterStats:
-        """Of the replicas that answer in time."""
+        """Of the connected replicas; of one that does not answer in time, the last that it had."""
         ...
 
     async def cached_tokens(

@@ -299,10 +299,7 @@ def render_any_request(
 
 
 async def metrics(context: RequestContext) -> Response:
-    """GET /metrics; without an answer of the engine, its values are those of the last scrape.
-
-    Of a cluster, a replica that does not answer in time is not in this scrape.
-    """
+    """GET /metrics; without an answer of the engine, its values are those of the last scrape."""
     engine, exported = context.service.engine, context.metrics
     replicas = engine.replicas
     exported.replicas.watch(replicas)

@@ -26,6 +26,8 @@ SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 GAP_SECONDS = (0.001, 0.003, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 1.0, 3.0, 10.0)
 TOKENS = (1, 10, 30, 100, 300, 1_000, 3_000, 10_000, 30_000, 100_000)
 
+SIZES, SIZES_TEXT = "ramify_kv_cache_config_info", "sizes of the K/V cache, as labels of a 1"
+
 MetricFamily = GaugeMetricFamily | CounterMetricFamily
 # (name, vLLM's name or None, help text, value in a snapshot)
 EngineMetric = tuple[str, str | None, str, Callable[[EngineStats], float]]
@@ -68,6 +70,11 @@ COUNTERS: tuple[EngineMetric, ...] = (
 # fmt: on
 
 
+def _sizes(stats: EngineStats) -> list[str]:
+    """Tokens of a page and number of pages, where routers look for them: in labels."""
+    return [str(stats.cache.page_size), str(stats.cache.num_pages)]
+
+
 class EngineCollector(Collector):
     """Engine and cache metrics of one snapshot, which `show` gets before each scrape."""
 
@@ -85,7 +92,14 @@ class EngineCollector(Collector):
                 metrics.append(family(f"ramify_{name}", help_text, value=value))
                 if vllm_name is not None:
                     metrics.append(self._of_vllm(family, vllm_name, help_text, value))
-        self._metrics = [*metrics, *tier_metrics({"": stats})]
+        sizes = GaugeMetricFamily(SIZES, SIZES_TEXT, labels=["page_size", "num_pages"])
+        sizes.add_metric(_sizes(stats), 1.0)
+        self._metrics = [
+            *metrics,
+            *tier_metrics({"": stats}),
+            sizes,
+            self._sizes_of_vllm(stats),
+        ]
 
     def show_replicas(self, stats: ClusterStats) -> None:
         """Replace the snapshot by that of a cluster.
@@ -112,7 +126,19 @@ class EngineCollector(Collector):
                     whole = float(value_of(stats.sums))
                     metrics.append(self._of_vllm(family, vllm_name, help_text, whole))
         by_replica = {label: replica.stats for label, replica in stats.replicas.items()}
+        sizes = GaugeMetricFamily(SIZES, SIZES_TEXT, labels=["replica", "page_size", "num_pages"])
+        for label, replica in stats.replicas.items():
+            sizes.add_metric([label, *_sizes(replica.stats)], 1.0)
+        metrics.append(sizes)
+        if stats.sums is not None:
+            metrics.append(self._sizes_of_vllm(stats.sums))
         self._metrics = [*metrics, *tier_metrics(by_replica)]
+
+    def _sizes_of_vllm(self, stats: EngineStats) -> Metric:
+        labels = ["model_name", "block_size", "num_gpu_blocks"]
+        metric = GaugeMetricFamily("vllm:cache_config_info", SIZES_TEXT, labels=labels)
+        metric.add_metric([self._model, *_sizes(stats)], 1.0)
+        return metric
 
     def _of_vllm(
         self, family: type[MetricFamily], name: str, help_text: str, value: float
@@ -211,24 +237,6 @@ class Metrics:
             f"vllm:{name}", help_text, ("model_name",), buckets=buckets, registry=self.registry
         )
         return DualMetric(ours.observe, vllm.labels(self._model).observe)
-
-    def describe_cache(self, page_size: int, num_pages: int) -> None:
-        """Export sizes of the cache as labels of a 1, where routers look for them."""
-        help_text, sizes = "sizes of the K/V cache, as labels", (str(page_size), str(num_pages))
-        ours = Gauge(
-            "ramify_kv_cache_config_info",
-            help_text,
-            ("page_size", "num_pages"),
-            registry=self.registry,
-        )
-        ours.labels(*sizes).set(1)
-        vllm = Gauge(
-            "vllm:cache_config_info",
-            help_text,
-            ("model_name", "block_size", "num_gpu_blocks"),
-            registry=self.registry,
-        )
-        vllm.labels(self._model, *sizes).set(1)
 
     def watch(self, name: str, help_text: str, value: Callable[[], float]) -> None:
         """Add a gauge whose value is read at each scrape."""
