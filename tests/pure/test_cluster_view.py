@@ -238,6 +238,7 @@ def test_loads_of_one_engine_and_of_replicas() -> None:
             assert single["loads"][0]["max_total_num_tokens"] == 8192
             assert single["loads"][0]["num_used_tokens"] == 0
         bench = ClusterServer(chat_template=TOOL_TEMPLATE)
+        bench.other = ServerBench(chat_template=TOOL_TEMPLATE, max_num_seqs=3)
         gates = [gated(bench), gated(bench.other)]
         async with bench.serving():
             answering = [
@@ -259,6 +260,8 @@ def test_loads_of_one_engine_and_of_replicas() -> None:
                 await asyncio.sleep(0.01)
             loads = (await reading).json
             assert sorted(entry["dp_rank"] for entry in loads["loads"]) == [0, 1]
+            limits = {entry["dp_rank"]: entry["max_running_requests"] for entry in loads["loads"]}
+            assert limits == {0: 16, 1: 3}
             assert loads["aggregate"]["total_running_reqs"] == 2
             assert all(entry["num_used_tokens"] > 0 for entry in loads["loads"])
             total = sum(entry["num_total_tokens"] for entry in loads["loads"])

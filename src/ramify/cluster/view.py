@@ -52,19 +52,21 @@ class ClusterView:
         """See `Replicas`."""
         # Taken now: a replica may leave while it is asked.
         connected = {
-            replica: replica.welcome.incarnation
+            replica: replica.welcome
             for replica in self._dispatch.replicas.values()
             if replica.welcome is not None
         }
         answers = await self._ask(calls.ReadStats(), timeout_s)
         replicas: dict[str, ReplicaStats] = {}
-        for replica, incarnation in connected.items():
+        for replica, welcome in connected.items():
             stats = answers.get(replica.name)
-            if replica.welcome is not None and replica.welcome.incarnation == incarnation:
+            if replica.welcome is welcome:
                 # In a long step it answers late: what it had before is nearer to the truth than 0.
                 replica.last_stats = stats = stats or replica.last_stats
             if stats is not None:
-                replicas[replica.name] = ReplicaStats(replica.slot, incarnation, stats)
+                replicas[replica.name] = ReplicaStats(
+                    replica.slot, welcome.incarnation, welcome.config.max_num_seqs, stats
+                )
         values = [replica.stats for replica in replicas.values()]
         return ClusterStats(replicas, summed(values) if values else None)
 

@@ -30,6 +30,7 @@ class ReplicaStats:
 
     number: int
     incarnation: int
+    max_num_seqs: int  # of its batch
     stats: EngineStats
 
 

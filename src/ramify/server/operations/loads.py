@@ -28,15 +28,14 @@ async def loads(context: RequestContext) -> Response:
     """
     rank, sections = _read_query(context)
     engine = context.service.engine
-    max_running = engine.config.max_num_seqs
     if engine.replicas is None:
-        entries = [_entry(0, "0", await engine.stats(), max_running)]
+        entries = [_entry(0, "0", await engine.stats(), engine.config.max_num_seqs)]
     else:
         answers = await engine.replicas.stats(READ_S)
         if not answers.replicas:
             raise NoReplicaError(1.0, "none answers")
         entries = [
-            _entry(replica.number, name, replica.stats, max_running)
+            _entry(replica.number, name, replica.stats, replica.max_num_seqs)
             for name, replica in answers.replicas.items()
         ]
     if rank is not None:
