@@ -478,6 +478,7 @@ def test_what_others_can_read_is_known(endpoint: str, is_local: bool) -> None:
     [
         (["serve", "nothing", "--kv-events-topic", "kv"], "give --kv-events"),
         (["serve", "nothing", "--kv-events-replay", HERE], "give --kv-events"),
+        (["serve", "nothing", "--kv-events-form", "array"], "give --kv-events"),
         (["serve", "nothing", "--kv-events", "nowhere"], "no endpoint"),
         (["serve", "nothing", "--kv-events", HERE, "--replicas", "2"], "ramify replica"),
         (["replica", "nothing", "--kv-events", "nowhere"], "no endpoint"),

@@ -69,7 +69,11 @@ def kv_event_options(
         MissingPackageError: pyzmq is not installed.
     """
     if endpoint is None:
-        given = {"--kv-events-replay": replay, "--kv-events-topic": topic}
+        given = {
+            "--kv-events-replay": replay,
+            "--kv-events-topic": topic,
+            "--kv-events-form": None if form is Form.map else form.value,
+        }
         for flag, value in given.items():
             if value is not None:
                 raise ConfigError(
