@@ -132,7 +132,7 @@ class KvEventFeed:
         if not self.sockets.is_dropping:
             logger.warning("KV events come faster than they are published: some are dropped")
         self.num_dropped += num_events
-        self.sockets.is_dropping = True
+        self.sockets.begin_dropping()
 
     def _serve(self, core: HasCache) -> None:
         """What the sockets ask for: a snapshot for clients, or one after drops."""

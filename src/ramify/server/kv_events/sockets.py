@@ -80,7 +80,7 @@ class KvEventSockets:
         self._kept: deque[tuple[int, bytes]] = deque()
         self._num_kept_bytes = 0
         # Clients that wait for an `Answer`, and the first sequence that each has missed.
-        self._behind: list[tuple[bytes, int]] = []
+        self._behind: dict[bytes, int] = {}
         self._is_over = self._has_warned = False
         zmq = import_zmq()
         self._zmq, self._context = zmq, zmq.Context()
@@ -121,6 +121,11 @@ class KvEventSockets:
         """Publish or send a snapshot; events after its moment are put later."""
         self._queued.append(snapshot)
         self._wake()
+
+    def begin_dropping(self) -> None:
+        """Ask for a `Resync` once there is room; until then events are dropped."""
+        self.is_dropping = True
+        self._wake()  # everything may be published already
 
     @property
     def has_waiting_clients(self) -> bool:
@@ -207,14 +212,16 @@ class KvEventSockets:
         return [self._encoder.cleared(now_s), *(body for body in bodies if body is not None)]
 
     def _answer_behind(self, parts: Sequence[Sequence[CacheEvent]]) -> None:
-        clients, self._behind = self._behind, []
-        for client, first in clients:
-            bodies = self._snapshot(parts)
-            # Their sequences must be those that the client has missed.
-            if len(bodies) > self.num_published - first:
-                bodies = self._snapshot([[run for part in parts for run in part]])
-            begin = self.num_published - len(bodies)
-            self._send_again(client, list(enumerate(bodies, begin)))
+        clients, self._behind = self._behind, {}
+        if not clients:
+            return
+        bodies = self._snapshot(parts)
+        # Their sequences must be those that each client has missed.
+        if len(bodies) > self.num_published - max(clients.values()):
+            bodies = self._snapshot([[run for part in parts for run in part]])
+        batches = list(enumerate(bodies, self.num_published - len(bodies)))
+        for client in clients:
+            self._send_again(client, batches)
 
     def _answer_replay(self) -> None:
         assert self._replay is not None
@@ -222,15 +229,18 @@ class KvEventSockets:
         if len(frames) != 3 or len(frames[2]) != 8:
             if not self._has_warned:
                 logger.warning(
-                    "a request for replay is not an empty frame and 8 bytes; such ones are ignored"
+                    "a request for replay has frames of %s bytes, not an empty one and one of 8: it and "
+                    "all further ones of that kind are ignored",
+                    [len(frame) for frame in frames[1:]],
                 )
             self._has_warned = True
             return
         client, first = frames[0], int.from_bytes(frames[2], "big")
         oldest = self._kept[0][0] if self._kept else self.num_published
         if first < oldest:
-            self._behind.append((client, first))
-            if len(self._behind) == 1:
+            is_asked = bool(self._behind)
+            self._behind[client] = first
+            if not is_asked:
                 self._ask_engine()
             return
         self._send_again(client, [kept for kept in self._kept if kept[0] >= first])
