@@ -33,6 +33,10 @@ APIS: dict[str, tuple[str, Any]] = {
 }
 
 
+# Else streams of these have no usage.
+WITH_USAGE = {"stream_options": {"include_usage": True}}
+
+
 def samples(answer: Answer) -> dict[tuple[str, str], float]:
     """The samples of an exposition, by name and labels."""
     return {
@@ -342,17 +346,43 @@ def test_the_route_is_in_the_answer(api: str) -> None:
         bench = ClusterServer(chat_template=TOOL_TEMPLATE, routes=Spilling())
         async with bench.serving():
             path, body = APIS[api]
-            route = (await bench.post(path, body)).json["usage"]["ramify_cache"]["route"]
-            here, there = route["replica"], 1 - route["replica"]
-            assert here in (0, 1)
-            assert route["reason"] == "spill"
-            assert route["instead_of"] == {
-                "replica": there,
-                "cached": 4096,
-                "queue_s": 2.14,
-                "reason": "queue",
-            }
-            assert f"replica {there} has 4,096 tokens of it but 2.1 s of queue" in route["text"]
+            whole = (await bench.post(path, body)).json
+            streamed = body | {"stream": True}
+            streamed |= WITH_USAGE if api in ("chat", "completions") else {}
+            events = (await bench.post(path, streamed)).events
+            last = [usage for event in events if (usage := usage_of(event))][-1]
+            for usage in (usage_of(whole), last):
+                route = usage["route"]
+                here, there = route["replica"], 1 - route["replica"]
+                assert here in (0, 1)
+                assert route["reason"] == "spill"
+                assert route["instead_of"] == {
+                    "replica": there,
+                    "cached": 4096,
+                    "queue_s": 2.14,
+                    "reason": "queue",
+                }
+                assert f"replica {there} has 4,096 tokens of it but 2.1 s of queue" in route["text"]
+
+    run(main())
+
+
+def usage_of(payload: dict[str, Any]) -> Any:
+    """`usage.ramify_cache` of a response, or of an event of a stream; None if it has none."""
+    holder = payload.get("response", payload)
+    return (holder.get("usage") or {}).get("ramify_cache")
+
+
+def test_several_prompts_have_no_route() -> None:
+    """A request with several prompts may be at several replicas: its sums name none of them."""
+
+    async def main() -> None:
+        bench = ClusterServer(chat_template=TOOL_TEMPLATE)
+        async with bench.serving():
+            body = {"prompt": [LONG, "Hello"], "max_tokens": 1}
+            usage = usage_of((await bench.post("/v1/completions", body)).json)
+            assert usage["computed"] > 0
+            assert "route" not in usage
 
     run(main())
 

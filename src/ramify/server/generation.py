@@ -253,7 +253,10 @@ async def answer_changes(
 
 
 def total_usage(generations: Sequence[Generation]) -> CacheUsage | None:
-    """Sums over generations, the first miss and placement; None while the usage of none is known."""
+    """Sums over generations, and the first miss; None while the usage of none is known.
+
+    Several may be at several replicas: the sums have no placement.
+    """
     usages = [generation.cache for generation in generations if generation.cache is not None]
     if not usages:
         return None
@@ -267,7 +270,7 @@ def total_usage(generations: Sequence[Generation]) -> CacheUsage | None:
         written=sum(usage.written for usage in usages),
         miss=next((usage.miss for usage in usages if usage.miss is not None), None),
         pins_refused=sum(usage.pins_refused for usage in usages),
-        placement=next((usage.placement for usage in usages if usage.placement is not None), None),
+        placement=usages[0].placement if len(usages) == 1 else None,
         resumed=any(usage.resumed for usage in usages),
         tiers=dict(tiers),
     )
