@@ -276,7 +276,9 @@ def test_loads_of_one_engine_and_of_replicas() -> None:
             assert "queues" not in second[0]
             for query in ("dp_rank=x", "include=nothing", "format=prometheus"):
                 assert (await bench.call("GET", f"/v1/loads?{query}")).status == 400
-            assert (await bench.call("GET", "/v1/loads?dp_rank=7")).status == 404
+            unknown = await bench.call("GET", "/v1/loads?dp_rank=7")
+            assert unknown.status == 404
+            assert "there are 0, 1" in unknown.body.decode()
 
     run(main())
 

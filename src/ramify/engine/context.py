@@ -50,9 +50,8 @@ class EngineStats:
     num_hit_checks: int  # cache hits that were recomputed cold and compared, see `verify_sample`
     num_hit_mismatches: int
     num_stuck_steps: int  # steps that took longer than `step_timeout_s`
-    num_waiting_tokens: int = (
-        0  # to compute before a further prompt: of the queue, of running prompts
-    )
+    # To compute before a further prompt: of the queue, of running prompts.
+    num_waiting_tokens: int = 0
     tiers: dict[str, TierStats] = field(default_factory=dict)  # by name: host, disk
     tier_totals: dict[str, int] = field(default_factory=dict)  # see `EngineTiering.totals`
 

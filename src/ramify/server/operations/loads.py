@@ -39,9 +39,10 @@ async def loads(context: RequestContext) -> Response:
             for name, replica in answers.replicas.items()
         ]
     if rank is not None:
+        ranks = ", ".join(str(entry["dp_rank"]) for entry in entries)
         entries = [entry for entry in entries if entry["dp_rank"] == rank]
         if not entries:
-            raise ApiError(404, f"there is no engine {rank}", param="dp_rank")
+            raise ApiError(404, f"no engine {rank} answers; there are {ranks}", param="dp_rank")
     if sections is not None and not sections & {"all", "queues"}:
         for entry in entries:
             del entry["queues"]
@@ -73,7 +74,7 @@ def _read_query(context: RequestContext) -> tuple[int | None, set[str] | None]:
     text = query.get("dp_rank")
     rank = None if text is None else whole_number(text)
     if text is not None and rank is None:
-        raise ApiError(400, f"{text[:50]!r} is no whole number", param="dp_rank")
+        raise ApiError(400, f"{text[:50]!r} is no number of an engine, as 0", param="dp_rank")
     if query.get("format", "json") != "json":
         raise ApiError(400, "only json is known here; Prometheus reads /metrics", param="format")
     if not (include := query.get("include")):
