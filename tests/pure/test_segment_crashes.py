@@ -304,6 +304,25 @@ def kept_by(directory: Path, count: int) -> set[int]:
     return kept
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_a_hot_page_is_durable_where_it_moved_to(tmp_path: Path, seed: int) -> None:
+    """A durable page whose segment is evicted is durable elsewhere before the segment's file is deleted."""
+    per_segment = slots_per_segment()
+    ops = PowerLossOps()
+    store = opened(tmp_path, ops=ops, budget_bytes=3 * SEGMENT_BYTES)
+    put(store, range(per_segment))
+    hot = hits(store, range(0, per_segment, 3))
+    number = 1000
+    while not store.counts().copied_pages:
+        put(store, [number])
+        number += 1
+
+    crash(store)
+    ops.lose_power(random.Random(seed))
+
+    assert hits(opened(tmp_path, budget_bytes=3 * SEGMENT_BYTES), hot) == hot
+
+
 def test_the_power_loss_layer_loses_something(tmp_path: Path) -> None:
     """The fake itself: with nothing synced, some draws lose pages and some tear them."""
     outcomes = set()

@@ -223,6 +223,26 @@ def test_hot_pages_are_copied_on(tmp_path: Path) -> None:
     assert hits(opened(tmp_path, budget_bytes=3 * SEGMENT_BYTES), hot) == hot
 
 
+def test_hot_pages_that_fill_the_last_segment_leave_the_next_page_a_new_one(tmp_path: Path) -> None:
+    """Copies may take the last slots of a segment that a restart goes on with: no record lies behind its end."""
+    per_segment = slots_per_segment()
+    store = opened(tmp_path)
+    put(store, range(2 * per_segment))
+    put(store, range(200, 200 + per_segment - 8))
+    store.close()
+    used = sum(path.stat().st_blocks * 512 for path in segment_files(tmp_path))
+    store = opened(tmp_path, budget_bytes=used)
+    hits(store, range(11))
+    get(store, per_segment)
+
+    assert put(store, [300]) == [WriteOutcome.WRITTEN]
+
+    assert store.counts().copied_pages == 8
+    assert hits(store, [300]) == [300]
+    store.close()
+    assert hits(opened(tmp_path, budget_bytes=used), [*range(8), 300]) == [*range(8), 300]
+
+
 def test_one_hot_page_in_a_cold_segment_is_not_copied(tmp_path: Path) -> None:
     """Below a tenth of a segment, pages that were read go with it."""
     per_segment = slots_per_segment()

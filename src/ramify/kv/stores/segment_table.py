@@ -37,8 +37,7 @@ class SegmentTable:
             ordered = sorted(opened, key=lambda item: item.segment.number)
             self._segments = {item.segment.number: item.segment for item in ordered}
             for item in ordered:
-                self._num_uses += 1
-                item.segment.last_use = self._num_uses
+                self._note_use(item.segment)
             self._index.load([(item.segment.number, item.entries) for item in ordered])
         self.void(removed)
 
@@ -65,8 +64,7 @@ class SegmentTable:
     def add_segment(self, segment: Segment) -> None:
         """List a new segment."""
         with self._lock:
-            self._num_uses += 1
-            segment.last_use = self._num_uses
+            self._note_use(segment)
             self._segments[segment.number] = segment
 
     def segments(self) -> list[Segment]:
@@ -91,6 +89,7 @@ class SegmentTable:
             if segment.number not in self._segments:
                 return False
             self._index.add(name, (segment.number, slot))
+            self._note_use(segment)
             return True
 
     def remove_many(self, names: Sequence[bytes]) -> int:
@@ -109,8 +108,7 @@ class SegmentTable:
             if outcome is not ReadOutcome.ABSENT:
                 self._totals[outcome.value] += 1
             if outcome is ReadOutcome.HIT:
-                self._num_uses += 1
-                segment.last_use = self._num_uses
+                self._note_use(segment)
                 segment.hot[slot] = 1
                 return
             self._index.remove(name, (segment.number, slot))
@@ -132,6 +130,10 @@ class SegmentTable:
                 MAX_SEGMENT_ERRORS,
                 segment.path,
             )
+
+    def _note_use(self, segment: Segment) -> None:
+        self._num_uses += 1
+        segment.last_use = self._num_uses
 
     def _condemn(self, segment: Segment) -> None:
         if self._segments.pop(segment.number, None) is not None:

@@ -201,16 +201,18 @@ class SegmentWriter:
             )
 
     def _writable_segment(self) -> Segment:
-        if self._active is not None and self._active.is_full:
-            self._seal()
-        if self._off_reason and self._retry_at == float("inf"):
-            raise OSError(errno.EIO, self._off_reason)
-        if self._active is None:
+        """The active segment, with a free slot; started if there is none."""
+        while True:
+            if self._active is not None and self._active.is_full:
+                self._seal()
+            if self._off_reason and self._retry_at == float("inf"):
+                raise OSError(errno.EIO, self._off_reason)
+            if self._active is not None:
+                return self._active
             self._make_room()
             self._start_segment()
+            # Copies of hot pages may take every slot that is left.
             self._make_room()
-        assert self._active is not None
-        return self._active
 
     def _start_segment(self) -> None:
         resume, self._resume = self._resume, None
@@ -312,7 +314,7 @@ class SegmentWriter:
                 break
             count = self._copy_hot_pages(victim, num_copied)
             num_copied += count
-            # What was durable in the victim must be so elsewhere before the victim goes.
+            # A durable page stays durable: its copy is on disk before its file is deleted.
             if count and not self.sync():
                 raise OSError(errno.EIO, self._off_reason)
             # Deleted before it is forgotten: if that fails, its pages stay.
@@ -337,9 +339,11 @@ class SegmentWriter:
             if active.is_full:
                 break
             header = self._reader.read_any(victim, slot, page)
-            if header is not None and header.name == name:
-                self._append_to(active, name, header.parent_tag, header.tenant_tag, page)
-                count += 1
+            if header is None or header.name != name:
+                continue
+            if not self._append_to(active, name, header.parent_tag, header.tenant_tag, page):
+                break
+            count += 1
         self._table.count("copied", count)
         return count
 
