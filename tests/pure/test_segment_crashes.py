@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ramify.kv.stores.page_store import WriteOutcome
 from ramify.kv.stores.segments import SegmentStore
 from tests.budget import examples
 from tests.pure.file_faults import PowerLossOps
@@ -321,6 +322,33 @@ def test_a_hot_page_is_durable_where_it_moved_to(tmp_path: Path, seed: int) -> N
     ops.lose_power(random.Random(seed))
 
     assert hits(opened(tmp_path, budget_bytes=3 * SEGMENT_BYTES), hot) == hot
+
+
+def test_records_torn_by_a_crash_are_not_listed(tmp_path: Path) -> None:
+    """Headers whose payload is torn: the pages are written again, and never drop the durable ones beside them."""
+    store = opened(tmp_path)
+    put(store, range(5))
+    store.sync()
+    put(store, range(5, 10))
+    geometry = store._writer._geometry
+    crash(store)
+    with segment_files(tmp_path)[0].open("r+b") as file:
+        for slot in (5, 6, 8, 9):
+            file.seek(geometry.offset(slot) + 150)
+            file.write(bytes(50))
+
+    store = opened(tmp_path)
+
+    assert put(store, range(10)) == [
+        *[WriteOutcome.PRESENT] * 5,
+        *[WriteOutcome.WRITTEN] * 2,
+        WriteOutcome.PRESENT,
+        *[WriteOutcome.WRITTEN] * 2,
+    ]
+    assert hits(store, range(10)) == list(range(10))
+    assert store.counts().errors == ()
+    store.close()
+    assert hits(opened(tmp_path), range(10)) == list(range(10))
 
 
 def test_the_power_loss_layer_loses_something(tmp_path: Path) -> None:

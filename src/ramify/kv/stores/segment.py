@@ -109,7 +109,7 @@ def open_segment(
 ) -> OpenedSegment | None:
     """A segment with its records; None: it is not one of this directory, or its preamble is damaged.
 
-    Payloads are not read: each is verified when it is.
+    Payloads are not read: without a footer, an entry may be a header before a torn payload.
 
     Raises:
         OSError: the file cannot be read.

@@ -11,6 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from ramify.errors import ConfigError, StoreUnavailableError
 from ramify.kv.stores.file_ops import FileOps, OsFileOps
 from ramify.kv.stores.page_names import KEY_BYTES, PageNames
@@ -173,7 +175,7 @@ class SegmentStore:
                 self._table.count("io_error")
                 continue
             if segment is not None:
-                opened.append(segment)
+                opened.append(self._without_torn_records(segment))
                 continue
             self._table.count("corrupt")
             logger.warning("%s has a damaged beginning; its pages are computed again", path)
@@ -183,6 +185,22 @@ class SegmentStore:
                 except OSError as error:
                     logger.warning("%s could not be deleted: %s", path, error)
         return opened
+
+    def _without_torn_records(self, opened: OpenedSegment) -> OpenedSegment:
+        """A segment without a footer lists what its headers say: keep the records whose payload is whole.
+
+        A crash may leave a header before a torn payload. Listed, such a page would not be written
+        again, and three reads of such pages would drop the durable ones in the segment.
+        """
+        segment = opened.segment
+        if segment.is_sealed:
+            return opened
+        page = memoryview(bytearray(self.page_bytes))
+        is_whole = [
+            self._reader.read_any(segment, slot, page) is not None
+            for slot in opened.entries["slot"].tolist()
+        ]
+        return OpenedSegment(segment, opened.entries[np.array(is_whole, bool)])
 
     def _describe_start(self, direct: bool) -> str:
         _, num_pages, used_bytes = self._table.totals()
