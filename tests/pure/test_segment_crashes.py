@@ -238,7 +238,7 @@ def test_a_torn_copy_gives_way_to_the_whole_one(tmp_path: Path) -> None:
     store = opened(tmp_path)
 
     assert hits(store, range(slots_per_segment() + 1)) == list(range(slots_per_segment() + 1))
-    assert store.counts().errors == (("corrupt", 1),)
+    assert store.counts().errors == ()
     # A removal voids both.
     store.remove_many([hash_of(3)], deadline=math.inf)
     store.close()

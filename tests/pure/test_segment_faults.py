@@ -210,9 +210,9 @@ def test_a_reader_deletes_nothing(tmp_path: Path) -> None:
     """A read-only store drops a bad segment from its own index only."""
     store = opened(tmp_path)
     put(store, range(5))
+    reader = opened(tmp_path, read_only=True)
     for number in range(3):
         flip_page(store, number)
-    reader = opened(tmp_path, read_only=True)
 
     assert hits(reader, range(5)) == []
     put(reader, [9])
