@@ -1,7 +1,7 @@
 """`LeastLoaded`: routes that know no cache, for tests of everything else."""
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from ramify.cluster.decisions import Decision, Refusal
 from ramify.cluster.routes import HotPrompt, MirrorState
@@ -119,6 +119,6 @@ class LeastLoaded:
         del replica
         return MirrorState()
 
-    def counts(self, reroutes: int, resumptions: int) -> RoutingCounts:
+    def counts(self, refusals: Mapping[str, int], reroutes: int, resumptions: int) -> RoutingCounts:
         """See `Routes`."""
-        return RoutingCounts({}, {}, reroutes=reroutes, resumptions=resumptions)
+        return RoutingCounts({}, refusals, reroutes=reroutes, resumptions=resumptions)

@@ -217,6 +217,7 @@ def test_no_replica_is_an_error_at_once() -> None:
             with pytest.raises(NoReplicaError) as info:
                 await bench.llm.generate(PROMPT)
             assert info.value.retry_after_s > 0
+            assert bench.llm.replicas.counts().refusals == {"no replica": 1}
             assert str(bench.llm.health().state) == "unreachable"
             await bench.members[0].start_again()
             await until(lambda: bench.llm.dispatch.members.has_ready)

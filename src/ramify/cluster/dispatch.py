@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from itertools import count
@@ -87,6 +88,7 @@ class Dispatch:
         self._live: dict[int, RemoteRequest] = {}
         self._by_collector: dict[Collector, RemoteRequest] = {}
         self._places: dict[int, tuple[RemoteReplica, int]] = {}  # by id: replica, reservation
+        self.refusals: Counter[str] = Counter()  # requests that no replica took, by reason
         self._parked = ParkedRequests()
         self._tenants = TenantShares()
         self._full_wait_s = full_wait_s
@@ -235,6 +237,9 @@ class Dispatch:
                 last_error = ClusterFullError(len(self.replicas), decision.retry_after_s)
             wait_s = self._wait_s(request, last_error)
             if not self._parked.park(request, last_error, wait_s, time.monotonic()):
+                self.refusals[
+                    "full" if isinstance(last_error, OverloadedError) else "no replica"
+                ] += 1
                 self._end(request, last_error)
             return False
         self._note(request, decision)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -129,7 +129,7 @@ class Routes(Protocol):
         """What is believed of a replica; of one that has not joined, nothing."""
         ...
 
-    def counts(self, reroutes: int, resumptions: int) -> RoutingCounts:
+    def counts(self, refusals: Mapping[str, int], reroutes: int, resumptions: int) -> RoutingCounts:
         """Decisions and messages so far, with counts that the caller keeps."""
         ...
 
@@ -274,14 +274,14 @@ class CacheRoutes:
             mirrors.is_known(replica), mirrors.num_pages(replica), self._router.queue_s(replica)
         )
 
-    def counts(self, reroutes: int, resumptions: int) -> RoutingCounts:
+    def counts(self, refusals: Mapping[str, int], reroutes: int, resumptions: int) -> RoutingCounts:
         """See `Routes`."""
         if self._router is None:
-            return RoutingCounts({}, {}, reroutes=reroutes, resumptions=resumptions)
+            return RoutingCounts({}, refusals, reroutes=reroutes, resumptions=resumptions)
         router, mirrors = self._router.counters, self._router.mirrors.counters
         return RoutingCounts(
             dict(router.num_decisions),
-            dict(router.num_refusals),
+            refusals,
             router.predicted_tokens,
             router.cached_tokens,
             router.wrong_tokens,

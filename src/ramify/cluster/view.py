@@ -44,8 +44,9 @@ class ClusterView:
 
     def counts(self) -> RoutingCounts:
         """See `Replicas`."""
-        return self._dispatch.routes.counts(
-            self._dispatch.num_reroutes, self._dispatch.num_resumptions
+        dispatch = self._dispatch
+        return dispatch.routes.counts(
+            dict(dispatch.refusals), dispatch.num_reroutes, dispatch.num_resumptions
         )
 
     async def stats(self, timeout_s: float) -> ClusterStats:
