@@ -1,13 +1,22 @@
 """A replica dies: each request ends once, with the tokens of an engine that never died."""
 
 import asyncio
+from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 
 from ramify.cluster.dispatch import MAX_RESUMPTIONS
+from ramify.cluster.remote_request import RemoteRequest
+from ramify.cluster.wire import PROTOCOL_VERSION, Output, Welcome
+from ramify.engine.core import EngineCore
+from ramify.engine.description import EngineDescription
+from ramify.engine.identity import EngineIdentity
+from ramify.engine.request_options import RequestOptions
+from ramify.engine.serving.streams import LoopDispatcher, OutputCollector
 from ramify.errors import NoReplicaError, ReplicaLostError
 from ramify.outputs import FinishReason, RequestOutput, StepOutput
 from ramify.params import SamplingParams
@@ -204,6 +213,37 @@ def test_each_of_several_answers_gets_its_end(is_lost: bool) -> None:
             assert {event.finish_reason for event in ends} == {reason}
 
     run(main())
+
+
+def test_a_replica_that_refuses_has_not_gone_on() -> None:
+    """`resumed` is of the replica whose tokens came, not of one with another identity that was full."""
+    core = Bench().core
+    first = EngineIdentity.of_namespace(core.namespaces.base, core.config)
+    other = replace(first, threads=first.threads + 1)
+
+    async def main() -> list[bool]:
+        collector = OutputCollector(LoopDispatcher(asyncio.get_running_loop()), final_only=False)
+        params = SamplingParams(max_tokens=8, seed=1)
+        ids = array("i", PROMPT)
+        request = RemoteRequest(
+            0, collector, ids, params, RequestOptions(), prompt=None, page_hashes=(), now_s=0.0
+        )
+        flags = []
+        # Tokens of the first; nothing of one that refuses; tokens of an equal one, and of another.
+        for identity, token_ids in ((first, [5]), (other, []), (first, [6]), (other, [7])):
+            request.begin(welcome_of(core, identity))
+            if token_ids:
+                request.receive(Output(0, token_ids), 0.0)
+            flags.append(request.is_resumed)
+        return flags
+
+    assert run(main()) == [False, False, False, True]
+
+
+def welcome_of(core: EngineCore, identity: EngineIdentity) -> Welcome:
+    description = EngineDescription(vocab_size=core.vocab_size, eos_token_ids=())
+    base = core.namespaces.base
+    return Welcome(PROTOCOL_VERSION, 1, "1", identity, base, None, core.config, description)
 
 
 def test_no_replica_is_an_error_at_once() -> None:

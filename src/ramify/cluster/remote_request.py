@@ -75,6 +75,7 @@ class RemoteRequest:
         self.placement: Placement | None = None  # likewise
         self._arrival_s = now_s
         self._has_prefix = False
+        self._is_elsewhere = False  # its tokens may not be those of the first replica
 
     @property
     def has_tokens(self) -> bool:
@@ -126,8 +127,9 @@ class RemoteRequest:
         self.num_new = 0
         if not self.has_tokens:
             self.identity = welcome.identity
-        elif not welcome.identity.exact or welcome.identity != self.identity:
-            self.is_resumed = True
+        self._is_elsewhere = self.has_tokens and (
+            not welcome.identity.exact or welcome.identity != self.identity
+        )
 
     def accept(self) -> None:
         """A replica has queued it; the reader gets its id, once."""
@@ -142,6 +144,7 @@ class RemoteRequest:
         if was_ended and output.end is None:  # a second replica says again that it has ended
             return
         self.num_new += len(output.token_ids)
+        self.is_resumed |= self._is_elsewhere and bool(output.token_ids)
         answer.token_ids += output.token_ids
         answer.texts.append(output.text)
         answer.logprobs += output.logprobs
