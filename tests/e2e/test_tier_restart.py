@@ -1,0 +1,69 @@
+"""Servers over one cache directory: the first request after a restart is answered from disk."""
+
+import json
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.conftest import Running, start_server
+
+PROMPT = "Mara has 14 lamps. The violin is in the attic. " * 12 + "Where?"
+BODY = {"model": "ramify-tiny", "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "logprobs": 2}
+
+
+def answer(server: Running) -> tuple[Any, dict[str, Any]]:
+    """The choice of one answer, and where the tokens of its prompt came from."""
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(
+        f"{server.url}/v1/completions", json.dumps(BODY).encode(), headers
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        payload = json.load(response)
+    return payload["choices"][0], payload["usage"]["ramify_cache"]
+
+
+def until_on_disk(server: Running, num_pages: int) -> None:
+    """Wait until the disk tier has written this many pages."""
+    deadline = time.monotonic() + 60
+    row = f'ramify_tier_written_pages_total{{tier="disk"}} {num_pages:.1f}\n'
+    while time.monotonic() < deadline:
+        with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as response:
+            if row in response.read().decode():
+                return
+        time.sleep(0.05)
+    raise AssertionError(f"{num_pages} pages were not written in 60 s")
+
+
+def test_a_server_after_a_restart_answers_its_first_request_from_disk(tmp_path: Path) -> None:
+    """After SIGTERM even a prompt that was asked once; the answer has the same bits."""
+    options = ("--cache-dir", str(tmp_path / "pages"), "--cache-disk", "600MB")
+    first = start_server(tmp_path / "first", *options)
+    cold, computed = answer(first)
+    assert first.stop() == 0
+
+    second = start_server(tmp_path / "second", *options)
+    warm, read = answer(second)
+    assert second.stop() == 0
+
+    assert computed["read"] == 0
+    assert read["read_by_tier"] == {"pool": 0, "disk": computed["written"]}
+    assert warm == cold
+
+
+def test_a_server_after_a_kill_has_the_pages_that_were_used_twice(tmp_path: Path) -> None:
+    """SIGKILL loses nothing that was acknowledged as written."""
+    options = ("--cache-dir", str(tmp_path / "pages"), "--cache-disk", "600MB")
+    first = start_server(tmp_path / "first", *options)
+    cold, computed = answer(first)
+    answer(first)
+    until_on_disk(first, computed["written"] // 16)
+    first.process.kill()
+    first.process.wait()
+
+    second = start_server(tmp_path / "second", *options)
+    warm, read = answer(second)
+    assert second.stop() == 0
+
+    assert read["read_by_tier"] == {"pool": 0, "disk": computed["written"]}
+    assert warm == cold
