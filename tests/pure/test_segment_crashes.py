@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -349,6 +350,52 @@ def test_records_torn_by_a_crash_are_not_listed(tmp_path: Path) -> None:
     assert store.counts().errors == ()
     store.close()
     assert hits(opened(tmp_path), range(10)) == list(range(10))
+
+
+class LoseAll(random.Random):
+    """Draws with which a loss of power undoes everything that was not synced."""
+
+    def random(self) -> float:
+        return 0.0
+
+    def choice(self, seq: Any) -> Any:
+        return seq[-1]
+
+
+def test_a_page_written_again_after_a_removal_is_durable(tmp_path: Path) -> None:
+    """Killed, removed after the restart, then the power goes: slots used again are after the removal."""
+    ops = PowerLossOps()
+    store = opened(tmp_path, ops=ops)
+    put(store, range(5))
+    store.sync()
+    put(store, range(5, 20))
+    crash(store)
+    store = opened(tmp_path, ops=ops)
+    store.remove_many([hash_of(0)], deadline=math.inf)
+    crash(store)
+    ops.lose_power(LoseAll())
+
+    store = opened(tmp_path)
+    put(store, [0])
+    store.close()
+
+    assert hits(opened(tmp_path), [0, 1]) == [0, 1]
+
+
+def test_pages_of_a_killed_process_become_durable_without_a_write(tmp_path: Path) -> None:
+    """What a process left unsynced is synced by the next one, though it writes nothing."""
+    ops = PowerLossOps()
+    store = opened(tmp_path, ops=ops)
+    put(store, range(5))
+    crash(store)
+    store = opened(tmp_path, ops=ops)
+
+    store.maintain()
+    crash(store)
+    ops.lose_power(LoseAll())
+
+    assert store.counts().durable_pages == 5
+    assert hits(opened(tmp_path), range(5)) == [0, 1, 2, 3, 4]
 
 
 def test_the_power_loss_layer_loses_something(tmp_path: Path) -> None:

@@ -144,13 +144,16 @@ class SegmentWriter:
     def maintain(self) -> None:
         """Delete condemned segments, and fdatasync what was written 5 seconds ago."""
         self._delete_condemned()
+        self._seal_left_open()
         if self._num_unsynced and self._clock() - self._unsynced_since >= SYNC_S:
             self.sync()
 
     def sync(self) -> bool:
         """Make every written page durable; False: that failed, and the segment was dropped."""
+        was_off = self._off_for_good
+        self._seal_left_open()
         if self._active is None or not self._num_unsynced:
-            return True
+            return was_off or not self._off_for_good
         try:
             self._ops.datasync(self._fd)
         except OSError as error:
@@ -162,17 +165,30 @@ class SegmentWriter:
 
     def close(self) -> None:
         """Seal the active segment."""
-        resume, self._resume = self._resume, None
+        self._seal_left_open()
         if self._active is not None:
             self._seal()
-        elif (
-            resume is not None
-            and not resume.segment.is_sealed
-            and self._table.is_listed(resume.segment)
+
+    def _seal_left_open(self) -> None:
+        """Seal the newest segment if an earlier process ended without: that makes its pages durable."""
+        resume = self._resume
+        if (
+            resume is None
+            or self._active is not None
+            or resume.segment.is_sealed
+            or not self._table.is_listed(resume.segment)
         ):
-            with suppress(OSError):
-                self._continue(resume, unseal=False)
-                self._seal()
+            return
+        try:
+            self._continue(resume, unseal=False)
+        except OSError as error:
+            # Its slots must not be used again: a loss of power may free slots that a removal is after.
+            logger.warning("%s could not be sealed: %s", resume.segment.path, error)
+            self._resume = None
+            return
+        self._seal()
+        if not resume.segment.is_sealed:
+            self._resume = None
 
     def delete_all(self, listed: Sequence[Segment]) -> None:
         """Delete every segment; the table has forgotten them.
@@ -200,12 +216,16 @@ class SegmentWriter:
                 "the directory",
             )
 
+    @property
+    def _off_for_good(self) -> bool:
+        return self._retry_at == float("inf")
+
     def _writable_segment(self) -> Segment:
         """The active segment, with a free slot; started if there is none."""
         while True:
             if self._active is not None and self._active.is_full:
                 self._seal()
-            if self._off_reason and self._retry_at == float("inf"):
+            if self._off_for_good:
                 raise OSError(errno.EIO, self._off_reason)
             if self._active is not None:
                 return self._active
@@ -215,6 +235,9 @@ class SegmentWriter:
             self._make_room()
 
     def _start_segment(self) -> None:
+        self._seal_left_open()
+        if self._off_for_good:
+            raise OSError(errno.EIO, self._off_reason)
         resume, self._resume = self._resume, None
         if (
             resume is not None
@@ -292,7 +315,7 @@ class SegmentWriter:
                 again,
                 error,
             )
-        if self._retry_at != float("inf"):
+        if not self._off_for_good:
             self._off_reason = str(error) or type(error).__name__
             self._retry_at = float("inf") if forever else self._clock() + RETRY_S
         self._table.count(f"write_{errno.errorcode.get(error.errno or 0, 'error').lower()}")
