@@ -219,3 +219,17 @@ def test_reloaded_weights_use_their_own_pages(llama: Path, tmp_path: Path) -> No
     assert new.cache.read_tokens == 0
     assert back.cache.read_tokens == 60
     assert bits(back) == bits(old) != bits(new)
+
+
+def test_the_host_tier_serves_reloaded_weights(llama: Path) -> None:
+    """It begins anew: what it held was of the old weights."""
+    sizes: dict[str, Any] = {"page_size": PAGE, "kv_cache_tokens": POOL_PAGES * PAGE}
+    with LLM(llama, max_model_len=POOL_PAGES * PAGE, cache_host="4MB", **sizes) as llm:
+        before, _ = run(llm)
+        llm.reload_weights(llama)
+        after, tokens = run(llm)
+        assert llm.core.tiering is not None
+        assert llm.core.tiering.reading_off == ""
+
+    assert after == before
+    assert tokens["host"] > 0

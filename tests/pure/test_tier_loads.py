@@ -110,12 +110,32 @@ def test_requests_share_a_load_and_leave_it() -> None:
     load = table.begin("first", 0, names, ["disk"] * 3, 0.0, 1.0)
     assert table.continuing_with(names[0].hash) is load
     assert table.continuing_with(names[1].hash) is None
-    table.join("second", load)
+    table.join("second", load, 3)
 
     assert table.leave("first") is None
     table.check()
     assert table.leave("second") is load
     assert table.leave("second") is None
+    table.check()
+
+
+def test_a_request_waits_for_its_own_pages_only() -> None:
+    """One whose prompt leaves the load's after two pages goes on when these are there."""
+    table = LoadTable[str]()
+    names = [PageName(b"%016d" % page, b"parent") for page in range(3)]
+    load = table.begin("long", 0, names, ["disk"] * 3, 0.0, 1.0)
+    table.join("short", load, 2)
+    load.requested(range(3))
+    for page in range(3):
+        load.arrived(page, page)
+
+    load.published(1)
+    assert table.take_served(load) == []
+    load.published(1)
+
+    assert table.take_served(load) == ["short"]
+    assert table.load_of("short") is None
+    assert table.waiters(load) == ["long"]
     table.check()
 
 
@@ -151,6 +171,19 @@ def test_an_evicted_page_is_urgent_and_a_removed_one_goes_from_the_tiers() -> No
     assert queue.num_lazy == 0
     assert queue.name_of(3) == PageName(b"a" * 16, b"parent")
     queue.check()
+
+
+def test_an_evicted_page_that_is_removed_is_not_copied_behind_its_removal() -> None:
+    """Computed again and removed before the first page was copied: the copy would outlive the removal."""
+    queue = WriteQueue(8)
+    queue.put(event("stored", [1, 2], b"ab"))
+    queue.put(event("removed", [1, 2], b"ab", "window"))
+    queue.put(event("stored", [5], b"b"))
+
+    queue.put(event("removed", [5], b"b", "predicate"))
+
+    assert [page for page, _ in queue.take_urgent()] == [1]
+    assert queue.take_removed() == [b"b" * 16]
 
 
 def test_a_refused_namespace_has_no_names() -> None:

@@ -144,6 +144,22 @@ def test_two_requests_wait_for_one_load() -> None:
     assert [bench.read_tokens(request_id) for request_id in ids] == [32, 32]
 
 
+def test_tokens_by_tier_are_those_of_the_prompt() -> None:
+    """A prompt that leaves another one's load after three pages has read these from the tier."""
+    long, short = [7] * 12 + [8] * 21, [7] * 12 + [5] * 9
+    first = TierBench()
+    first.answer(long)
+    first.core.close()
+    bench = TierBench(stores=first.stores)
+
+    ids = [bench.add(prompt, max_tokens=2, ignore_eos=True) for prompt in (long, short)]
+    bench.run()
+
+    assert bench.tiering.counts.loads == 1
+    tokens = [bench.outputs[request_id].cache.tier_tokens for request_id in ids]
+    assert tokens == [{"disk": 32}, {"disk": 12}]
+
+
 def test_a_late_load_lets_its_request_compute_and_its_pages_enter_as_warm() -> None:
     """A request waits for a load no longer than computing would take."""
     first = TierBench()

@@ -128,6 +128,9 @@ class LoadTable(Generic[Waiter]):
         self._loads: dict[int, Load] = {}
         self._waiters: dict[int, list[Waiter]] = {}
         self._load_of: dict[Waiter, Load] = {}
+        self._needs: dict[
+            Waiter, int
+        ] = {}  # pages of its load, from the first on, that are its own
         self._num_loads: dict[Waiter, int] = {}  # of a live request
         self._numbers = 0
 
@@ -174,24 +177,39 @@ class LoadTable(Generic[Waiter]):
         load = Load(self._numbers, first, names, tiers, begin_s, deadline_s)
         self._loads[load.number] = load
         self._waiters[load.number] = []
-        self.join(request, load)
+        self.join(request, load, len(load.names))
         return load
 
-    def join(self, request: Waiter, load: Load) -> None:
-        """Let a request wait for a load."""
+    def join(self, request: Waiter, load: Load, num_pages: int) -> None:
+        """Let a request wait for the first `num_pages` pages of a load."""
         self._waiters[load.number].append(request)
-        self._load_of[request] = load
+        self._load_of[request], self._needs[request] = load, num_pages
         self._num_loads[request] = self._num_loads.get(request, 0) + 1
 
     def waiters(self, load: Load) -> Sequence[Waiter]:
         """The requests that wait for a load."""
         return self._waiters[load.number]
 
+    def needs(self, request: Waiter) -> int:
+        """Pages of its load, from the first on, that a waiting request has in its prompt."""
+        return self._needs[request]
+
+    def take_served(self, load: Load) -> list[Waiter]:
+        """The requests of a load whose own pages are all published; they wait no longer."""
+        served = [
+            request
+            for request in self._waiters[load.number]
+            if self._needs[request] <= load.num_published
+        ]
+        for request in served:
+            self.leave(request)
+        return served
+
     def take_waiters(self, load: Load) -> list[Waiter]:
         """The requests of a load, which wait no longer."""
         waiters, self._waiters[load.number] = self._waiters[load.number], []
         for request in waiters:
-            del self._load_of[request]
+            del self._load_of[request], self._needs[request]
         return waiters
 
     def leave(self, request: Waiter) -> Load | None:
@@ -199,6 +217,7 @@ class LoadTable(Generic[Waiter]):
         load = self._load_of.pop(request, None)
         if load is None:
             return None
+        del self._needs[request]
         self._waiters[load.number].remove(request)
         return None if self._waiters[load.number] else load
 

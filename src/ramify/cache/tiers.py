@@ -9,7 +9,7 @@ owner. What is loaded for waiting requests is in `tier_loads`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Final, NamedTuple
 
 from ramify.cache.events import CacheEvent
@@ -102,7 +102,9 @@ class WriteQueue:
             name, self._names[page] = self._names[page], None
             self._lazy.pop(page, None)
             if not is_kept:
-                self._removed.append(event.hashes[index * HASH_BYTES : (index + 1) * HASH_BYTES])
+                page_hash = event.hashes[index * HASH_BYTES : (index + 1) * HASH_BYTES]
+                self._removed.append(page_hash)
+                self.discard_urgent({page_hash})
             elif name is not None:
                 self._urgent[page] = name
 
@@ -128,6 +130,11 @@ class WriteQueue:
         """Up to `count` pages that are in the tree, oldest first; the queue forgets them."""
         pages = [page for page, _ in zip(self._lazy, range(count), strict=False)]
         return [(page, self._lazy.pop(page)) for page in pages]
+
+    def discard_urgent(self, hashes: Collection[bytes]) -> None:
+        """Copy no evicted page of these hashes: it is removed, or would be written behind its removal."""
+        for page in [page for page, name in self._urgent.items() if name.hash in hashes]:
+            del self._urgent[page]
 
     def take_removed(self) -> list[bytes]:
         """Hashes of pages whose copies must go from every tier."""

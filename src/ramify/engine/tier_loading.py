@@ -62,6 +62,7 @@ class CopiesIn:
         self._keys: dict[int, CacheKey] = {}  # load → the key that its pages are published under
         self._begun_s: dict[int, float] = {}  # load → its begin, of `time.monotonic`
         self._reading: dict[PageRead, bool] = {}  # whether it was counted as stuck
+        self._num_stuck = 0
         self.off = ""
 
     def prefetch(self, request: Request) -> None:
@@ -98,6 +99,7 @@ class CopiesIn:
         now_s, room = self._clock(), self._max_published
         for load in self._loads:
             room -= self._publish(load, room)
+            self._wake_served(load)
             if load.is_over:
                 self._end_load(load)
             elif self._loads.waiters(load) and self._is_too_slow(load, now_s):
@@ -126,7 +128,8 @@ class CopiesIn:
 
     def wait(self) -> None:
         """Wait a moment for a load, if there is one: nothing else is to be done."""
-        if len(self._loads) and not any(load.ready() for load in self._loads):
+        is_blocked = not self._cache.num_available  # pages that have arrived find no room
+        if len(self._loads) and (is_blocked or not any(load.ready() for load in self._loads)):
             self._parts.mover.wait(IDLE_WAIT_S)
 
     def _begin_load(self, request: Request) -> Load | None:
@@ -145,7 +148,7 @@ class CopiesIn:
         self._copies_out.queue.set_tenant(namespace_hash(key.namespace), tenant)
         hashes = self._hashes_of(request, key)
         if shared := self._loads.continuing_with(hashes[first]):
-            self._loads.join(request, shared)
+            self._loads.join(request, shared, _num_common(shared, hashes[first:end]))
             return shared
         tiers = self._tiers_of(hashes[first:end])
         if not tiers:
@@ -256,8 +259,16 @@ class CopiesIn:
             tier = load.tiers[page]
             self._counts.loaded[tier] = self._counts.loaded.get(tier, 0) + 1
             for request in self._loads.waiters(load):
-                tokens = request.tier_tokens
-                tokens[tier] = tokens.get(tier, 0) + self._size
+                if page < self._loads.needs(request):
+                    tokens = request.tier_tokens
+                    tokens[tier] = tokens.get(tier, 0) + self._size
+
+    def _wake_served(self, load: Load) -> None:
+        """Wake the requests whose own pages are all there; without others, the rest is not read."""
+        served = self._loads.take_served(load)
+        self._awake.extend(served)
+        if served and not self._loads.waiters(load) and not load.is_over:
+            self._drop(load)
 
     def _is_too_slow(self, load: Load, now_s: float) -> bool:
         elapsed_s, limit_s = now_s - load.begin_s, load.deadline_s - load.begin_s
@@ -324,10 +335,21 @@ class CopiesIn:
             if not is_counted and now_s > read.deadline + STUCK_S:
                 self._reading[read] = True
                 self._counts.stuck_reads += 1
-                if self._counts.stuck_reads == MAX_STUCK:
+                self._num_stuck += 1
+                if self._num_stuck == MAX_STUCK:
                     self.turn_off(f"{MAX_STUCK} reads did not return")
 
     def check(self) -> None:
         """Raise InvariantError if a buffer or a load has not one owner."""
         self._loads.check()
         self._area.ledger.check([buffer for load in self._loads for buffer in load.buffers])
+
+
+def _num_common(load: Load, hashes: Sequence[bytes]) -> int:
+    """Pages of a load, from the first on, that a prompt has whose next pages are these."""
+    num_pages = load.num_published
+    for name, page_hash in zip(load.names[num_pages:], hashes, strict=False):
+        if name.hash != page_hash:
+            break
+        num_pages += 1
+    return num_pages

@@ -98,6 +98,7 @@ class EngineTiering:
         """Remove the pages of a key behind its first `num_kept` tokens."""
         hashes = key.page_hashes(self._size)[num_kept // self._size :]
         if hashes:
+            self._queue.discard_urgent(set(hashes))
             self._remove(Removal(tuple(hashes)))
 
     def weights_replaced(self) -> None:

@@ -53,6 +53,8 @@ def swap_weights(core: EngineCore, swap: Callable[[], bytes]) -> int:
     for request in live:  # includes children in no queue, whose parent computes the prompt
         request.verify_cold = False
         request.namespace = _with_base(request.namespace, old, core.namespaces.base)
+        if core.tiering is not None and "apart" in namespace_parts(request.namespace):
+            core.tiering.refuse_namespace(request.namespace)
         request.reset_for_recompute()
     scheduler.requeue([*running, *waiting])
     return len(live)

@@ -35,18 +35,17 @@ def open_tiers(
     if not options.is_used:
         return None
     device = PageBytes(pool)
-    host: MemoryStore | None = None
-    if options.host_bytes:
-        num_pages = options.host_bytes // device.page_bytes
-        if not num_pages:
-            raise ConfigError(
-                f"cache_host={options.cache_host!r} is less than a page of {device.page_bytes:,} "
-                "bytes; use a larger one, or leave it out"
-            )
-        host = MemoryStore(device.page_bytes, num_pages)
+    num_host_pages = options.host_bytes // device.page_bytes
+    if options.host_bytes and not num_host_pages:
+        raise ConfigError(
+            f"cache_host={options.cache_host!r} is less than a page of {device.page_bytes:,} "
+            "bytes; use a larger one, or leave it out"
+        )
 
     def parts() -> TierParts:
-        stores: list[PageStore] = [] if host is None else [host]
+        stores: list[PageStore] = []
+        if num_host_pages:
+            stores.append(MemoryStore(device.page_bytes, num_host_pages))
         if options.cache_dir is not None:
             disk = SegmentStore(
                 SegmentOptions(
