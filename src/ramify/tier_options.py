@@ -38,6 +38,11 @@ class TierSection:
         False,
         "Read pages of a `cache_dir` that another process writes, and write none: a directory has one writer.",
     )
+    cache_key: str | None = _option(
+        None,
+        "File whose content encrypts the pages of `cache_dir` with AES-256-GCM; for its owner only, 16 bytes or more. "
+        "K/V reveals the prompt to whoever has the weights. Needs the extra `encryption`. `None`: pages are plain.",
+    )
     cache_host: str | None = _option(
         None,
         "Size of a tier in host memory, in bytes or as `2GB`; useful beside a GPU, on a CPU for tests. `None`: none.",
@@ -79,6 +84,15 @@ class TierSection:
         if self.cache_dir_readonly and self.cache_dir is None:
             raise ConfigError(
                 "cache_dir_readonly=True without cache_dir; say whose pages to read, or leave it out"
+            )
+        if self.cache_key is not None and (
+            not isinstance(self.cache_key, str) or not self.cache_key
+        ):
+            raise ConfigError(f"cache_key={self.cache_key!r} but it must be a file")
+        if self.cache_key is not None and self.cache_dir is None:
+            raise ConfigError(
+                f"cache_key={self.cache_key!r} without cache_dir; say whose pages to encrypt, or "
+                "leave it out"
             )
         if self.is_used and not prefix_cache:
             raise ConfigError(

@@ -233,3 +233,50 @@ def test_the_host_tier_serves_reloaded_weights(llama: Path) -> None:
 
     assert after == before
     assert tokens["host"] > 0
+
+
+def key_file(path: Path, byte: bytes = b"k") -> Path:
+    """A key that only its owner may read."""
+    path.write_bytes(byte * 32)
+    path.chmod(0o600)
+    return path
+
+
+def test_encrypted_pages_are_the_same_bits_after_a_restart(llama: Path, tmp_path: Path) -> None:
+    """The tag of AES-GCM verifies them in place of the checksum."""
+    pytest.importorskip("cryptography")
+    tier: dict[str, Any] = {
+        "cache_dir": tmp_path / "pages",
+        "cache_disk": "600MB",
+        "cache_key": key_file(tmp_path / "key"),
+    }
+    sizes: dict[str, Any] = {"page_size": PAGE, "kv_cache_tokens": 256, "max_model_len": 128}
+    with LLM(llama, **sizes) as llm:
+        [cold] = llm.generate([prompts()[0]], PARAMS)
+    with LLM(llama, **sizes, **tier) as llm:
+        llm.generate([prompts()[0]], PARAMS)
+    with LLM(llama, **sizes, **tier) as llm:
+        [restarted] = llm.generate([prompts()[0]], PARAMS)
+
+    assert restarted.cache.tier_tokens == {"disk": 60}
+    assert bits(restarted) == bits(cold)
+
+
+def test_pages_of_another_cache_key_are_not_read(llama: Path, tmp_path: Path) -> None:
+    """Neither with another key nor without; the first key still reads its own afterwards."""
+    pytest.importorskip("cryptography")
+    pages, key = tmp_path / "pages", key_file(tmp_path / "key")
+    other = key_file(tmp_path / "other", b"o")
+
+    counts = [disk_tokens(llama, pages, cache_key=path) for path in (key, other, None, key)]
+
+    assert counts == [0, 0, 0, 60]
+
+
+def test_a_cache_key_that_others_may_read_is_refused(llama: Path, tmp_path: Path) -> None:
+    """At start, with the way out."""
+    key = key_file(tmp_path / "key")
+    key.chmod(0o644)
+
+    with pytest.raises(ConfigError, match="run: chmod 600"):
+        disk_tokens(llama, tmp_path / "pages", cache_key=key)

@@ -42,6 +42,9 @@ def test_what_is_no_size_is_refused(value: object) -> None:
         ({"cache_dir_readonly": True}, "without cache_dir"),
         ({"cache_dir": "x", "cache_dir_readonly": 1}, "must be True or False"),
         ({"cache_dir": ""}, "must be a directory"),
+        ({"cache_key": "key"}, "cache_key='key' without cache_dir"),
+        ({"cache_key": "key", "cache_host": "1GB"}, "without cache_dir"),
+        ({"cache_dir": "x", "cache_key": ""}, "must be a file"),
         ({"cache_dir": "x", "prefix_cache": False}, "need prefix_cache=True"),
         ({"cache_host": "1GB", "prefix_cache": False}, "need prefix_cache=True"),
     ],
@@ -55,6 +58,7 @@ def test_an_impossible_option_is_refused(options: dict[str, Any], message: str) 
 def test_a_directory_may_be_a_path() -> None:
     """Without a directory and a host size there are no tiers."""
     assert EngineConfig.of(cache_dir=Path("x")).tiers.cache_dir == "x"
+    assert EngineConfig.of(cache_dir="x", cache_key=Path("key")).tiers.cache_key == "key"
     assert EngineConfig.of(cache_dir="x").tiers.is_used
     assert EngineConfig.of(cache_host="1GB").tiers.is_used
     assert not EngineConfig.of(cache_host="0").tiers.is_used

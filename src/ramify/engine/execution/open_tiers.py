@@ -15,6 +15,7 @@ from ramify.kv.page_bytes import PageBytes
 from ramify.kv.pool import KVPool
 from ramify.kv.stores.memory import MemoryStore
 from ramify.kv.stores.page_store import PageStore
+from ramify.kv.stores.payload_codec import read_cache_key
 from ramify.kv.stores.segments import SegmentOptions, SegmentStore
 
 logger = logging.getLogger(__name__)
@@ -29,11 +30,16 @@ def open_tiers(
         identity: of the present weights; also called after they were replaced.
 
     Raises:
-        ConfigError: the directory cannot be used, or a tier has no room for a page.
+        ConfigError: the directory or the cache key cannot be used, or a tier has no room for a page.
+        MissingPackageError: there is a cache key, and `cryptography` is not installed.
     """
     options = config.requested.tiers
     if not options.is_used:
         return None
+    # Read once: a reload of weights must not find another key, and every page lost.
+    cache_key = (
+        None if options.cache_key is None else read_cache_key(Path(options.cache_key).expanduser())
+    )
     device = PageBytes(pool)
     num_host_pages = options.host_bytes // device.page_bytes
     if options.host_bytes and not num_host_pages:
@@ -54,6 +60,7 @@ def open_tiers(
                     page_bytes=device.page_bytes,
                     budget_bytes=options.disk_bytes,
                     read_only=options.cache_dir_readonly,
+                    cache_key=cache_key,
                 )
             )
             logger.info("%s", disk.start_report)
