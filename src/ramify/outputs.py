@@ -64,6 +64,20 @@ class CacheReport:
 
 
 @dataclass(frozen=True, slots=True)
+class TierMiss:
+    """Why pages of a prompt that a tier had were computed.
+
+    `reason` is "slower": computing was sooner, so no load began; "late": the load came too late;
+    or of a page that could not be read: "corrupt", "io_error" or "absent".
+    """
+
+    tier: str
+    reason: str
+    begin: int  # tokens of the prompt before the first of these pages
+    end: int  # and before the first page behind them
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
     """Result of `explain`: the tokens that a key would hit, and the reason for the miss.
 
@@ -95,9 +109,12 @@ class Explanation:
     pin_refused: str = ""
     other_namespace: bytes | None = None
     other_tokens: int = 0
+    tier_miss: TierMiss | None = None  # a tier had the next page, and it was computed
 
     def __str__(self) -> str:
         summary = f"{self.hit_tokens} of {self.num_tokens} tokens found; "
+        if self.tier_miss is not None:
+            summary += f"{self.tier_miss.tier} had the next page ({self.tier_miss.reason}); "
         match self.reason:
             case "hit":
                 return summary + "that is all there is to find"

@@ -8,6 +8,7 @@ import pytest
 from ramify.engine.weight_reload import swap_weights
 from ramify.kv.stores.memory import FaultyStore, StoreFaults
 from ramify.kv.stores.page_store import ReadOutcome
+from ramify.outputs import TierMiss
 from ramify.params import SamplingParams
 from ramify.testing import FakeExecutor
 from tests.pure.engine_bench import Bench, expected
@@ -109,6 +110,9 @@ def test_a_page_that_cannot_be_read_ends_the_load_before_it(outcome: ReadOutcome
 
     assert second.outputs[again].token_ids == tuple(expected(A, 3, ends=()))
     assert second.read_tokens(again) == 5 * PAGE
+    miss = second.explanations[again].tier_miss
+    assert miss is not None
+    assert (miss.tier, miss.reason, miss.begin) == ("disk", outcome.value, 5 * PAGE)
     errors = {} if outcome is ReadOutcome.ABSENT else {outcome.value: 1}
     assert second.tiering.counts.read_errors == errors
 
@@ -170,11 +174,31 @@ def test_a_late_load_lets_its_request_compute_and_its_pages_enter_as_warm() -> N
     late = bench.answer(A)
     assert bench.read_tokens(late) == 0
     assert bench.tiering.counts.loads_late == 1
+    miss = bench.explanations[late].tier_miss
+    assert miss is not None
+    assert (miss.tier, miss.reason) == ("disk", "late")
     bench.core.cache.clear()
     bench.settle()
 
     again = bench.answer(A)
     assert bench.read_tokens(again) == 32
+
+
+def test_a_prompt_that_is_computed_sooner_than_loaded_says_so() -> None:
+    """The miss names the tier that had the next page; without one it names none."""
+    first = TierBench()
+    first.answer(A)
+    first.core.close()
+    bench = TierBench(stores=first.stores)
+    costs = bench.tiering._in.costs
+    costs.computed(1000, 1.0)
+    costs.loaded("disk", 1, 1.0)
+
+    refused, unknown = bench.answer(A), bench.answer(B)
+
+    assert bench.explanations[refused].tier_miss == TierMiss("disk", "slower", 0, 32)
+    assert bench.explanations[unknown].tier_miss is None
+    assert "disk had the next page (slower)" in str(bench.explanations[refused])
 
 
 def test_an_aborted_request_leaves_no_buffer_behind() -> None:

@@ -9,6 +9,8 @@ from ramify.engine.tiering import EngineTiering
 from ramify.kv.offload import PageRead, PageWrite, Removal, Result, StoreJobs
 from ramify.kv.stores.memory import MemoryStore
 from ramify.kv.stores.page_store import PageStore
+from ramify.outputs import Explanation, StepOutput
+from ramify.params import SamplingParams
 from ramify.testing import FakeExecutor
 from tests.pure.engine_bench import Bench
 
@@ -92,6 +94,7 @@ class TierBench(Bench):
     stores: list[PageStore] = field(default_factory=list)
     works_in_wait: bool = True
     staging_bytes: int = STAGING_BYTES
+    explanations: dict[int, Explanation] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         page_bytes = FakeExecutor(1, self.page_size).page_bytes
@@ -120,10 +123,19 @@ class TierBench(Bench):
         self.core.context.check(self.core.live)
 
     def answer(self, prompt: Sequence[int], max_tokens: int = 1) -> int:
-        """Answer a prompt with nothing else to do; returns its id."""
-        request_id = self.add(prompt, max_tokens=max_tokens, ignore_eos=True)
+        """Answer a prompt with nothing else to do, and explain its miss; returns its id."""
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        request_id = self.core.add_request(prompt, params, explain=True)
+        self.tokens[request_id] = []
         self.run()
         return request_id
+
+    def step(self) -> list[StepOutput]:
+        events = super().step()
+        for event in events:
+            if event.prefix is not None and event.prefix.explanation is not None:
+                self.explanations[event.request_id] = event.prefix.explanation
+        return events
 
     def read_tokens(self, request_id: int) -> int:
         """Tokens of its prompt that were in the pool when it began."""

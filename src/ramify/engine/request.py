@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from ramify.attention.planner import RadixSequence
@@ -20,6 +20,7 @@ from ramify.outputs import (
     FinishReason,
     RequestMetrics,
     RequestOutput,
+    TierMiss,
     TokenLogprob,
 )
 from ramify.params import SamplingParams
@@ -102,6 +103,7 @@ class Request:
     # Prompt tokens read from the cache and shared with running requests, in its first step.
     cache_counts: tuple[int, int] | None = None
     tier_tokens: dict[str, int] = field(default_factory=dict)  # loaded for it, by tier
+    tier_miss: TierMiss | None = None  # the last one, while it waited
     explanation: Explanation | None = None  # taken with `cache_counts`, if it was asked for
     max_computed: int = 0  # largest number of leading tokens that have had K/V
     recomputed: int = 0  # tokens computed again, after preemption or recovery
@@ -186,7 +188,7 @@ class Request:
         if self.cache_counts is None:
             read = min(self.sequence.num_read, num_prompt)
             self.cache_counts = (read, min(self.sequence.num_shared, num_prompt - read))
-            self.explanation = self.sequence.explanation
+            self.explanation = self._with_tier_miss(self.sequence.explanation)
         if start < self.max_computed:
             self.recomputed += min(self.max_computed, end) - start
         if self.num_generated:  # another engine has computed these
@@ -223,6 +225,16 @@ class Request:
             reason,
             self._tier_tokens(read),
         )
+
+    def _with_tier_miss(self, explanation: Explanation | None) -> Explanation | None:
+        """Add why the next page was not loaded, if a tier had it."""
+        miss = self.tier_miss
+        if explanation is None or miss is None or explanation.reason == "pending":
+            return explanation
+        # Others may have computed these pages meanwhile: then the hit ends elsewhere.
+        if not miss.begin <= explanation.hit_tokens < miss.end:
+            return explanation
+        return replace(explanation, tier_miss=miss)
 
     def _tier_tokens(self, num_read: int) -> dict[str, int]:
         """Of `num_read` tokens, those that were loaded for this request, by tier."""

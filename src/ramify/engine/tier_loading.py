@@ -18,6 +18,7 @@ from ramify.engine.tier_copies import CopiesOut
 from ramify.engine.tier_parts import PendingRemovals, StagingArea, TierCounts, TierParts
 from ramify.kv.offload import PageRead, ReadEnded
 from ramify.kv.stores.page_store import PageKey, ReadOutcome
+from ramify.outputs import TierMiss
 
 logger = logging.getLogger(__name__)
 
@@ -156,6 +157,8 @@ class CopiesIn:
         now_s, num_tokens = self._clock(), len(tiers) * self._size
         if not self.costs.pays(tiers[0], len(tiers), num_tokens, now_s):
             self._counts.loads_refused += 1
+            begin = first * self._size
+            request.tier_miss = TierMiss(tiers[0], "slower", begin, begin + num_tokens)
             self._loads.exhaust(request)
             return None
         parents = [hashes[first - 1] if first else namespace_hash(key.namespace), *hashes[first:]]
@@ -277,11 +280,23 @@ class CopiesIn:
     def _give_up(self, load: Load, now_s: float) -> None:
         """Let the requests of a load compute; its pages still enter, as warm ones."""
         self._counts.loads_late += 1
+        self._explain(load, "late", load.num_published, len(load.names))
         self.costs.loaded(load.tiers[0], max(1, load.num_arrived), now_s - load.begin_s)
         waiters = self._loads.take_waiters(load)
         for request in waiters:
             self._loads.exhaust(request)
         self._awake.extend(waiters)
+
+    def _explain(self, load: Load, reason: str, begin: int, end: int) -> None:
+        """Tell who waits for a load why these pages of it are computed; the earliest page counts."""
+        begin_token, end_token = ((load.first + page) * self._size for page in (begin, end))
+        miss = TierMiss(load.tiers[begin], reason, begin_token, end_token)
+        for request in self._loads.waiters(load):
+            other = request.tier_miss
+            # One before this load is of an earlier load, and was overcome.
+            is_overcome = other is not None and other.begin < load.first * self._size
+            if other is None or is_overcome or begin_token <= other.begin:
+                request.tier_miss = miss
 
     def _end_load(self, load: Load) -> None:
         """Wake who waits for a load, and drop what is left of it."""
@@ -319,6 +334,7 @@ class CopiesIn:
             else:
                 self._area.ledger.free(buffer)
                 self._area.free(load.failed(page))
+                self._explain(load, outcome.value, page, page + 1)
                 if outcome is ReadOutcome.LATE:  # the store still has it: do not try again
                     for request in self._loads.waiters(load):
                         self._loads.exhaust(request)

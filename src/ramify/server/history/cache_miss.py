@@ -36,6 +36,9 @@ class CacheMiss:
     got: str | None = None  # this prompt's text from `at_token` on
     evicted_ago_s: float | None = None
     evicted_by: str | None = None
+    tier: str | None = None  # had the next page
+    # Why it was not loaded: slower, late, corrupt, io_error, absent.
+    tier_reason: str | None = None
     warning: str | None = None  # what makes the miss dearer than it had to be
 
     def as_json(self) -> dict[str, object]:
@@ -78,6 +81,7 @@ def explain_miss(
         had = decode(sibling[begin : begin + SHOWN_TOKENS])
         warning = _tools_warning(prompt, at_token, sibling[begin:])
     is_shown = reason in ("diverged", "evicted", "other_namespace")
+    tier_miss = explanation.tier_miss
     return CacheMiss(
         reason,
         at_token,
@@ -86,6 +90,8 @@ def explain_miss(
         decode(prompt.ids[at_token : at_token + SHOWN_TOKENS]) if is_shown else None,
         explanation.evicted_ago_s if reason == "evicted" else None,
         explanation.evicted_by if reason == "evicted" else None,
+        None if tier_miss is None else tier_miss.tier,
+        None if tier_miss is None else tier_miss.reason,
         warning,
     )
 
