@@ -20,7 +20,7 @@ export PYTHON TORCH_ARGS
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-full test-pure check format options bench bench-attention bench-core bench-engine \
-  bench-quantised bench-decode bench-step bench-tool-loop bench-first-token bench-busy-cores bench-cluster bench-router bench-memory bench-families bench-analysis perf attack clients soak-core soak-engine accuracy cover-core gpu-check native bench-routing \
+  bench-quantised bench-decode bench-step bench-tool-loop bench-first-token bench-busy-cores bench-cluster bench-router bench-memory bench-families bench-analysis perf attack clients soak-core soak-engine accuracy cover-core gpu-check native bench-routing bench-prediction \
   test-native test-wheel clean FORCE
 
 help:  ## this list
@@ -105,6 +105,9 @@ bench-router:  ## decisions, events and index of the cluster's router, for 100 r
 
 bench-routing: $(DEV)  ## routing rules beside each other in a simulated fleet: hit rate, waiting, imbalance
 	@PYTHONPATH=src $(BIN)/python benchmarks/cluster_simulation.py $(ARGS)
+
+bench-prediction: $(DEV)  ## hit rate of four engines here beside the simulator's prediction of it
+	@PYTHONPATH=src $(BIN)/python benchmarks/cluster_prediction.py $(ARGS)
 
 bench-memory: $(DEV)  ## resident memory of an engine, from Python's start to the first answer
 	@$(BIN)/python benchmarks/memory.py $(ARGS)
