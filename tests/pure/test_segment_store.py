@@ -1,5 +1,6 @@
 """The disk tier: what is kept, what is found after a restart, what makes room, who may use it."""
 
+import errno
 import hashlib
 import math
 import os
@@ -14,6 +15,7 @@ import pytest
 from ramify.errors import ConfigError, StoreUnavailableError
 from ramify.kv.stores.page_store import PageKey, ReadOutcome, WriteOutcome
 from ramify.kv.stores.payload_codec import read_cache_key
+from tests.pure.file_faults import FailingOps, no_fault
 from tests.pure.store_cases import (
     IDENTITY,
     PAGE_BYTES,
@@ -439,6 +441,25 @@ def test_a_lost_key_file_is_a_cold_start(tmp_path: Path) -> None:
     assert hits(store, range(3)) == []
     put(store, range(3))
     store.close()
+    assert hits(opened(tmp_path), range(3)) == [0, 1, 2]
+
+
+def test_a_key_file_that_cannot_be_read_is_kept(tmp_path: Path) -> None:
+    """No descriptor left, or a failing disk: the start is refused, and a later one has every page."""
+    store = opened(tmp_path)
+    put(store, range(3))
+    store.close()
+
+    class NoKey(FailingOps):
+        def open(self, path: Path, flags: int) -> int:
+            if path.name == "key" and flags == os.O_RDONLY:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return super().open(path, flags)
+
+    for read_only in (False, True):
+        with pytest.raises(ConfigError, match="Too many open files"):
+            opened(tmp_path, ops=NoKey(no_fault), read_only=read_only)
+
     assert hits(opened(tmp_path), range(3)) == [0, 1, 2]
 
 

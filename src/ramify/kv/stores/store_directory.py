@@ -8,6 +8,7 @@ DIR/                      0700
 from __future__ import annotations
 
 import datetime
+import errno
 import json
 import mmap
 import os
@@ -75,6 +76,9 @@ class StoreDirectory:
         self._lock_fd = lock_directory(ops, root)
         try:
             self.key = self._prepare()
+        except ConfigError:
+            self.release()
+            raise
         except OSError as error:
             self.release()
             raise ConfigError(
@@ -127,9 +131,30 @@ class StoreDirectory:
         return key
 
     def _read_key(self) -> bytes | None:
-        """The key; None: there is none, or it was never written whole."""
-        content = read_small_file(self._ops, self.path / KEY_FILE)
-        return content if content is not None and len(content) == KEY_BYTES else None
+        """The key; None: there is none, or it was never written whole.
+
+        Raises:
+            ConfigError: it is there and cannot be read: another key would void every page.
+        """
+        path = self.path / KEY_FILE
+        try:
+            if self._ops.size(path).num_bytes != KEY_BYTES:
+                return None
+            fd = self._ops.open(path, os.O_RDONLY)
+            try:
+                content = read_exactly(self._ops, fd, KEY_BYTES, 0)
+            finally:
+                self._ops.close(fd)
+            if len(content) != KEY_BYTES:
+                raise OSError(errno.EIO, f"{len(content)} of {KEY_BYTES} bytes were read")
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise ConfigError(
+                f"the key of the pages, {path}, cannot be read: {error}; start again once it can, "
+                "or delete it to start without pages"
+            ) from error
+        return content
 
     def _write(self, name: str, content: bytes) -> None:
         fd = self._ops.open(self.path / name, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
