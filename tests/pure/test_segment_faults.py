@@ -321,6 +321,30 @@ def test_pages_that_cannot_be_deleted_close_the_store(tmp_path: Path) -> None:
         get(store, 1)
 
 
+def test_clear_deletes_segments_that_could_not_be_opened(tmp_path: Path) -> None:
+    """Unreadable at the start, a segment counts in the budget; cleared, it is gone at the next start."""
+    ops = FailingOps(no_fault)
+    store = opened(tmp_path, ops=ops)
+    put(store, range(PER_SEGMENT))
+    store.close()
+    size = segment_files(tmp_path)[0].stat()
+
+    class NoSegments(FailingOps):
+        def open(self, path: Path, flags: int) -> int:
+            if path.suffix == ".seg":
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return super().open(path, flags)
+
+    store = opened(tmp_path, ops=NoSegments(no_fault))
+    used_bytes = store.counts().used_bytes
+    store.clear(deadline=math.inf)
+    left_bytes = store.counts().used_bytes
+    store.close()
+
+    assert (used_bytes, left_bytes) == (size.st_blocks * 512, 0)
+    assert segment_files(tmp_path) == [] and hits(opened(tmp_path), range(PER_SEGMENT)) == []
+
+
 def test_a_damaged_beginning_costs_its_segment_only(tmp_path: Path) -> None:
     """A segment whose preamble is damaged is deleted; the others are read."""
     store = opened(tmp_path)

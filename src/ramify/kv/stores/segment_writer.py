@@ -21,6 +21,7 @@ from ramify.kv.stores.page_store import StoreUnavailableError
 from ramify.kv.stores.payload_codec import PayloadCodec, encode_record
 from ramify.kv.stores.removal_log import Position
 from ramify.kv.stores.segment import (
+    SUFFIX,
     OpenedSegment,
     Segment,
     create_segment,
@@ -44,7 +45,10 @@ FooterRow = tuple[int, int, bytes, bytes, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class ForeignSegment:
-    """A segment of another identity in the same directory; the budget counts and evicts it first."""
+    """A file whose pages are not listed; the budget counts and evicts it first.
+
+    A segment of another identity, or one that could not be opened or deleted.
+    """
 
     path: Path
     allocated_bytes: int
@@ -56,7 +60,7 @@ class SegmentWriter:
     Args:
         resume: the newest segment found, to which records are appended if it has room.
         first_number: above the number of every segment that ever was.
-        foreign: segments of other identities, oldest first.
+        foreign: segments whose pages are not listed, oldest first.
     """
 
     def __init__(
@@ -95,7 +99,7 @@ class SegmentWriter:
 
     @property
     def foreign_bytes(self) -> int:
-        """Bytes that other identities' segments occupy."""
+        """Bytes of segments whose pages are not listed: other identities', and damaged ones."""
         return sum(segment.allocated_bytes for segment in self._foreign)
 
     @property
@@ -191,7 +195,7 @@ class SegmentWriter:
             self._resume = None
 
     def delete_all(self, listed: Sequence[Segment]) -> None:
-        """Delete every segment; the table has forgotten them.
+        """Delete every segment file, listed or not; the table has forgotten them.
 
         Raises:
             StoreUnavailableError: a file could not be deleted and may come back at a restart.
@@ -200,11 +204,23 @@ class SegmentWriter:
         if self._active is not None:
             self._release_active()
         failures = []
-        for segment in (*listed, *self._table.take_condemned()):
+        segments = [*listed, *self._table.take_condemned()]
+        paths = {segment.path for segment in segments}
+        try:
+            # Files that could not be opened at the start, or deleted since, would be listed again.
+            names = self._ops.names(self._directory)
+            paths |= {self._directory / name for name in names if name.endswith(SUFFIX)}
+        except OSError as error:
+            failures.append(error)
+        for path in sorted(paths):
             try:
-                self._delete(segment)
+                with suppress(FileNotFoundError):
+                    self._ops.unlink(path)
             except OSError as error:
                 failures.append(error)
+        for segment in segments:
+            self._reader.files.forget(segment.number)
+        self._foreign = [item for item in self._foreign if item.path not in paths]
         try:
             self._ops.sync_directory(self._directory)
         except OSError as error:
@@ -384,3 +400,4 @@ class SegmentWriter:
                 self._delete(segment)
             except OSError as error:
                 logger.warning("%s could not be deleted: %s", segment.path, error)
+                self._foreign.append(ForeignSegment(segment.path, segment.allocated_bytes))

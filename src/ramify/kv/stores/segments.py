@@ -142,7 +142,8 @@ class SegmentStore:
         self._reader = SegmentReader(ops, geometry, codec, direct=direct)
         self._removals = RemovalLog(ops, directory.path, key)
         removed = self._removals.load()
-        opened = self._open_segments(ops, geometry)
+        unlisted: list[Path] = []
+        opened = self._open_segments(ops, geometry, unlisted)
         self._table.load(opened, removed)
         numbers = [number_of(path.name) or 0 for path in directory.segment_paths()]
         numbers += [number for number, _ in removed.values()]
@@ -157,7 +158,9 @@ class SegmentStore:
             budget_bytes=options.budget_bytes,
             resume=max(opened, key=lambda item: item.segment.number, default=None),
             first_number=max(numbers, default=0) + 1,
-            foreign=[] if options.read_only else directory.foreign_segments(),
+            foreign=[]
+            if options.read_only
+            else [*directory.foreign_segments(), *directory.unlisted_segments(unlisted)],
             clock=self._clock,
         )
         self._follower = SegmentFollower(
@@ -165,7 +168,10 @@ class SegmentStore:
         )
         self.start_report = self._describe_start(direct)
 
-    def _open_segments(self, ops: FileOps, geometry: Geometry) -> list[OpenedSegment]:
+    def _open_segments(
+        self, ops: FileOps, geometry: Geometry, unlisted: list[Path]
+    ) -> list[OpenedSegment]:
+        """The segments on disk; files that stay there without being listed go to `unlisted`."""
         opened = []
         for path in self._directory.segment_paths():
             try:
@@ -173,6 +179,7 @@ class SegmentStore:
             except OSError as error:
                 logger.warning("%s cannot be read: %s", path, error)
                 self._table.count("io_error")
+                unlisted.append(path)
                 continue
             if segment is not None:
                 opened.append(self._without_torn_records(segment))
@@ -184,6 +191,7 @@ class SegmentStore:
                     ops.unlink(path)
                 except OSError as error:
                     logger.warning("%s could not be deleted: %s", path, error)
+                    unlisted.append(path)
         return opened
 
     def _without_torn_records(self, opened: OpenedSegment) -> OpenedSegment:

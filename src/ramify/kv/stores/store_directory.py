@@ -14,6 +14,7 @@ import mmap
 import os
 import re
 import secrets
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -183,6 +184,16 @@ class StoreDirectory:
                         segment = ForeignSegment(directory / name, size.allocated_bytes)
                         dated.append((size.modified_s, segment))
         return [segment for _, segment in sorted(dated, key=lambda item: item[0])]
+
+    def unlisted_segments(self, paths: Sequence[Path]) -> list[ForeignSegment]:
+        """Files of this identity whose pages are not listed, with what they occupy (0: not known)."""
+        segments = []
+        for path in paths:
+            allocated_bytes = 0
+            with suppress(OSError):
+                allocated_bytes = self._ops.size(path).allocated_bytes
+            segments.append(ForeignSegment(path, allocated_bytes))
+        return segments
 
     def nearest_difference(self) -> str:
         """The fields in which the most similar other directory differs, in words; empty: no other."""
