@@ -1,5 +1,6 @@
 """Damaged bytes in every region of segments: detected or harmless, never served, never a large allocation."""
 
+import math
 import random
 import tracemalloc
 from collections.abc import Iterator
@@ -26,7 +27,15 @@ from ramify.kv.stores.segment_format import (
 )
 from ramify.kv.stores.segments import SegmentStore
 from tests.budget import examples
-from tests.pure.store_cases import PAGE_BYTES, SEGMENT_BYTES, hits, opened, put, segment_files
+from tests.pure.store_cases import (
+    PAGE_BYTES,
+    SEGMENT_BYTES,
+    hash_of,
+    hits,
+    opened,
+    put,
+    segment_files,
+)
 
 NUM_PAGES = 8
 GEOMETRY = Geometry(PAGE_BYTES, SEGMENT_BYTES)
@@ -111,6 +120,45 @@ def test_truncated_segments_give_what_is_whole(sealed: Path) -> None:
         num_whole = max((length - PREAMBLE_BYTES) // GEOMETRY.record_bytes, 0)
         assert intact == list(range(min(num_whole, NUM_PAGES)))
     reopened(sealed, content).close()
+
+
+def flip_byte(path: Path, offset: int) -> None:
+    """Damage one byte of a file."""
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 0xFF
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_removal_log_damaged_in_the_middle_drops_every_page(
+    tmp_path: Path, read_only: bool
+) -> None:
+    """Whose entry is lost is not known, so no page is served; later removals hold, too."""
+    store = opened(tmp_path)
+    put(store, range(NUM_PAGES))
+    store.remove_many([hash_of(n) for n in range(3)], deadline=math.inf)
+    store.close()
+    flip_byte(next(tmp_path.glob("*/removed.log")), 40)
+
+    store = opened(tmp_path, read_only=read_only)
+    store.maintain()
+    served = hits(store, range(NUM_PAGES))
+    store.close()
+
+    assert served == []
+    assert bool(segment_files(tmp_path)) == read_only
+    assert hits(opened(tmp_path), range(NUM_PAGES)) == []
+
+
+def test_a_torn_end_of_the_removal_log_drops_no_page(tmp_path: Path) -> None:
+    """The last entry is damaged: a crash while it was written, and nothing was acknowledged."""
+    store = opened(tmp_path)
+    put(store, range(NUM_PAGES))
+    store.remove_many([hash_of(0), hash_of(1)], deadline=math.inf)
+    store.close()
+    flip_byte(next(tmp_path.glob("*/removed.log")), -1)
+
+    assert hits(opened(tmp_path), range(NUM_PAGES)) == list(range(1, NUM_PAGES))
 
 
 def test_a_record_of_another_place_is_not_served(sealed: Path) -> None:

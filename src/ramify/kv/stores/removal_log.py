@@ -35,15 +35,22 @@ class RemovalLog:
         self._ops, self._path = ops, directory / FILE_NAME
         self._seed = int.from_bytes(seed[:8], "little")
         self._num_bytes = 0
+        self._has_gap = False
+
+    @property
+    def has_gap(self) -> bool:
+        """Whether `load` met a damaged entry before a good one: a removal that is not known."""
+        return self._has_gap
 
     def load(self) -> dict[bytes, Position]:
-        """Name -> position before which its records are void. A torn tail is left out.
+        """Name -> position before which its records are void. A torn tail is left out, see `has_gap`.
 
         May be called again: another process may have appended.
 
         Raises:
             OSError: the log is there and cannot be read.
         """
+        self._has_gap = has_damage = False
         try:
             size = self._ops.size(self._path).num_bytes
             fd = self._ops.open(self._path, os.O_RDONLY)
@@ -57,7 +64,9 @@ class RemovalLog:
         for start in range(0, len(content) - _ENTRY_BYTES + 1, _ENTRY_BYTES):
             entry = content[start : start + _ENTRY_BYTES]
             if entry[_ENTRY.size :] != self._check(entry[: _ENTRY.size]):
-                break
+                has_damage = True
+                continue
+            self._has_gap |= has_damage
             name, number, slot = _ENTRY.unpack_from(entry)
             removed[name] = max(removed.get(name, (0, 0)), (number, slot))
             self._num_bytes = start + _ENTRY_BYTES
@@ -92,7 +101,7 @@ class RemovalLog:
         """
         if self._num_bytes:
             self._ops.unlink(self._path)
-            self._num_bytes = 0
+            self._num_bytes, self._has_gap = 0, False
 
     def _check(self, entry: bytes) -> bytes:
         return xxhash.xxh3_64_digest(entry, seed=self._seed)[:_CHECK_BYTES]

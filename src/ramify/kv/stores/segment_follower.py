@@ -51,6 +51,11 @@ class SegmentFollower:
     def _follow(self) -> None:
         # Before the segments: what is written after a removal counts.
         removed = self._removals.load()
+        if self._removals.has_gap:
+            # Some removals are not known. The writer deletes every page at its next start.
+            self._table.forget_all()
+            self._sizes.clear()
+            return
         present = set()
         for path in self._directory.segment_paths():
             number = number_of(path.name)

@@ -30,7 +30,7 @@ from ramify.kv.stores.payload_codec import (
     cache_key_tag,
     record_payload_bytes,
 )
-from ramify.kv.stores.removal_log import RemovalLog
+from ramify.kv.stores.removal_log import Position, RemovalLog
 from ramify.kv.stores.segment import OpenedSegment, number_of, open_segment
 from ramify.kv.stores.segment_follower import SegmentFollower
 from ramify.kv.stores.segment_format import FORMAT_VERSION, Geometry, RecordHeader
@@ -141,9 +141,9 @@ class SegmentStore:
         self._table = SegmentTable()
         self._reader = SegmentReader(ops, geometry, codec, direct=direct)
         self._removals = RemovalLog(ops, directory.path, key)
-        removed = self._removals.load()
+        removed = self._load_removals()
         unlisted: list[Path] = []
-        opened = self._open_segments(ops, geometry, unlisted)
+        opened = [] if self._removals.has_gap else self._open_segments(ops, geometry, unlisted)
         self._table.load(opened, removed)
         numbers = [number_of(path.name) or 0 for path in directory.segment_paths()]
         numbers += [number for number, _ in removed.values()]
@@ -167,6 +167,21 @@ class SegmentStore:
             ops, directory, geometry, self._table, self._reader, self._removals, self._clock
         )
         self.start_report = self._describe_start(direct)
+
+    def _load_removals(self) -> dict[bytes, Position]:
+        """What the removal log voids; if some of it is not known, every page is dropped."""
+        removed = self._removals.load()
+        if self._removals.has_gap:
+            logger.warning(
+                "the log of removed pages in %s is damaged, so that any page may be a removed one: "
+                "all of them are dropped",
+                self._directory.path,
+            )
+            self._table.count("corrupt")
+            if not self.options.read_only:
+                self._directory.delete_segments()
+                self._removals.discard()
+        return removed
 
     def _open_segments(
         self, ops: FileOps, geometry: Geometry, unlisted: list[Path]

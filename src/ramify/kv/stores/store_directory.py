@@ -173,6 +173,16 @@ class StoreDirectory:
             self.path / name for name in self._ops.names(self.path) if number_of(name) is not None
         ]
 
+    def delete_segments(self) -> None:
+        """Delete every segment of this identity.
+
+        Raises:
+            OSError: one could not be deleted.
+        """
+        for path in self.segment_paths():
+            self._ops.unlink(path)
+        self._ops.sync_directory(self.path)
+
     def foreign_segments(self) -> list[ForeignSegment]:
         """Segments of other identities, oldest first."""
         dated = []
