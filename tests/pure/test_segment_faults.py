@@ -162,6 +162,23 @@ def test_a_page_that_cannot_be_read_is_a_miss_and_unlisted(
     assert store.counts().errors == ((outcome.value, 1),)
 
 
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+def test_a_process_without_descriptors_drops_no_segment(tmp_path: Path, code: int) -> None:
+    """Reads that open no file are errors, and no damage: the segment stays, and its other pages."""
+    ops = FailingOps(no_fault)
+    store = opened(tmp_path, ops=ops)
+    put(store, range(PER_SEGMENT))
+    ops.plan = always("open", code)
+
+    outcomes = [get(store, number) for number in range(4)]
+
+    ops.plan = no_fault
+    store.maintain()
+    assert outcomes == [ReadOutcome.IO_ERROR] * 4
+    assert store.counts().errors == (("io_error", 4),)
+    assert hits(store, range(PER_SEGMENT)) == list(range(4, PER_SEGMENT))
+
+
 def test_a_wrong_checksum_is_a_miss_and_the_page_can_be_written_again(tmp_path: Path) -> None:
     """A changed byte of a payload: a miss, counted; the page written again is read."""
     store = opened(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import threading
@@ -22,6 +23,8 @@ from ramify.kv.stores.segment_format import (
     align,
 )
 
+# The process or the system has no descriptor or no memory left.
+EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 _MAX_OPEN = 128
 
 
@@ -128,13 +131,19 @@ class SegmentReader:
     def read(
         self, segment: Segment, slot: int, name: bytes, parent_tag: bytes, page: memoryview
     ) -> ReadOutcome:
-        """Read a page to `page`, whose content means something only after HIT."""
+        """Read a page to `page`, whose content means something only after HIT.
+
+        Raises:
+            OSError: one of EXHAUSTED, which says nothing of the segment.
+        """
         try:
             with self.files.reading(segment) as (fd, direct_fd):
                 head, stored = self._fetch(fd, direct_fd, slot, page)
         except FileNotFoundError:
             return ReadOutcome.ABSENT  # evicted since it was looked up
-        except OSError:
+        except OSError as error:
+            if error.errno in EXHAUSTED:
+                raise
             return ReadOutcome.IO_ERROR
         intact = stored is not None and decode_record(
             self._codec, head, stored, page, name, parent_tag, segment.segment_id

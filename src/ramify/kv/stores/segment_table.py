@@ -30,6 +30,7 @@ class SegmentTable:
         self._condemned: list[Segment] = []
         self._totals: Counter[str] = Counter()
         self._num_uses = 0
+        self._is_exhausted = False
 
     def load(self, opened: Sequence[OpenedSegment], removed: dict[bytes, Position]) -> None:
         """List what was on disk, without the pages that the removal log voids."""
@@ -129,6 +130,20 @@ class SegmentTable:
                 "%d pages in %s could not be read: the segment is dropped",
                 MAX_SEGMENT_ERRORS,
                 segment.path,
+            )
+
+    def note_exhausted(self, name: bytes, segment: Segment, slot: int, error: OSError) -> None:
+        """Count a read for which this process had no descriptor or memory; remove the page only."""
+        with self._lock:
+            first, self._is_exhausted = not self._is_exhausted, True
+            self._totals[ReadOutcome.IO_ERROR.value] += 1
+            self._index.remove(name, (segment.number, slot))
+        if first:
+            logger.warning(
+                "%s could not be read for lack of resources (%s); raise the limit of open files "
+                "(ulimit -n) or free memory",
+                segment.path,
+                error,
             )
 
     def _note_use(self, segment: Segment) -> None:

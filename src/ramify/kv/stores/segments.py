@@ -260,7 +260,11 @@ class SegmentStore:
         # A failed read removes its place; the page may have another, or have moved meanwhile.
         while (location := self._table.find(name)) is not None:
             segment, slot = location
-            outcome = self._reader.read(segment, slot, name, parent_tag, page)
+            try:
+                outcome = self._reader.read(segment, slot, name, parent_tag, page)
+            except OSError as error:
+                self._table.note_exhausted(name, segment, slot, error)
+                return ReadOutcome.IO_ERROR
             self._table.note_read(name, segment, slot, outcome)
             if outcome:
                 return outcome
