@@ -210,6 +210,33 @@ def test_what_was_removed_while_the_server_was_stopped_does_not_come_back(
     assert hits(connected(server), range(4)) == [0, 1]
 
 
+def test_a_call_in_flight_does_not_reopen_a_store_that_owes_a_clear(server: ValkeyServer) -> None:
+    """A clear fails while another call is answered: no page is served until the clear was made."""
+    clock = Clock()
+    store = connected(server, clock=clock)
+    put(store, range(4))
+    exchange = store._link.exchange
+
+    def cleared_meanwhile(commands, deadline):
+        answers = exchange(commands, deadline)
+        store._link.exchange = exchange
+        server.pause()
+        with pytest.raises(StoreUnavailableError):
+            store.clear(deadline=soon())
+        server.resume()
+        return answers
+
+    store._link.exchange = cleared_meanwhile
+    assert get(store, 0) is ReadOutcome.ABSENT
+    with pytest.raises(StoreUnavailableError):
+        get(store, 1)
+    clock.now += 1
+    store.maintain()
+
+    assert store.counts().unavailable == ""
+    assert hits(store, range(4)) == [] and hits(connected(server), range(4)) == []
+
+
 def test_a_full_server_refuses_pages_and_is_read() -> None:
     """noeviction is named at the start; once full, pages are refused for a minute, reads go on."""
     server = ValkeyServer("--maxmemory", "6mb", "--maxmemory-policy", "noeviction")
@@ -372,7 +399,7 @@ def test_a_closed_store_answers_no_call(server: ValkeyServer) -> None:
 
 
 def test_the_pause_doubles_up_to_a_minute() -> None:
-    """Three failures in a row open the breaker; pauses are 1, 2, 4 … 60 s; a success starts over."""
+    """Three failures in a row open the breaker; pauses are 1, 2, 4 … 60 s; a probe starts over."""
     clock = Clock()
     breaker = CircuitBreaker(clock)
 
@@ -393,4 +420,6 @@ def test_the_pause_doubles_up_to_a_minute() -> None:
         breaker.open("dead")
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
     breaker.note_success()
+    assert breaker.reason == "dead", "only a probe lets calls pass"
+    breaker.close()
     assert breaker.reason == ""

@@ -53,6 +53,12 @@ class CircuitBreaker:
         self._probe_at = self._clock() + self._backoff_s
 
     def note_success(self) -> None:
-        """Let calls pass."""
+        """End a row of failures. Calls that were stopped stay so: only `close` lets them pass."""
+        with self._lock:
+            if not self._reason:
+                self._num_failures = 0
+
+    def close(self) -> None:
+        """Let calls pass: a probe has succeeded."""
         with self._lock:
             self._num_failures, self._backoff_s, self._reason = 0, FIRST_BACKOFF_S, ""

@@ -134,7 +134,7 @@ class ValkeyStore:
         if exchange.failure:
             raise self._unavailable(exchange.reason)
         return [
-            reply == 1 and name not in self._owed
+            reply == 1 and not self._is_owed(name)
             for name, reply in zip(names, exchange.replies, strict=True)
         ]
 
@@ -188,7 +188,7 @@ class ValkeyStore:
     def _decode(self, key: PageKey, page: memoryview, reply: object) -> ReadOutcome:
         if not isinstance(reply, bytes):
             return ReadOutcome.CORRUPT
-        if not reply or self._key(key.hash) in self._owed:
+        if not reply or self._is_owed(self._key(key.hash)):
             return ReadOutcome.ABSENT
         if len(reply) != self._record_bytes:
             return ReadOutcome.CORRUPT
@@ -265,7 +265,7 @@ class ValkeyStore:
         self._check_available()
         exchange = self._exchange([("UNLINK", name) for name in names], deadline, 0)
         if exchange.failure:
-            self._breaker.open(exchange.reason)
+            self._stop(exchange.reason)
             raise self._unavailable(exchange.reason)
         count = sum(reply for reply in exchange.replies if isinstance(reply, int))
         with self._lock:
@@ -275,8 +275,33 @@ class ValkeyStore:
 
     def clear(self, *, deadline: float) -> int:
         """See PageStore. Removes the pages that other engines of this identity wrote, too."""
-        self._owes_clear = True
+        with self._lock:
+            self._owes_clear = True
         self._check_available()
+        try:
+            return self._clear(deadline)
+        except StoreUnavailableError as error:
+            self._stop(error.reason)
+            raise
+
+    def _clear(self, deadline: float) -> int:
+        with self._lock:
+            owed = set(self._owed)
+        try:
+            count = self._unlink_all(deadline)
+        except StoreUnavailableError:
+            with self._lock:
+                # Another call may have cleared meanwhile, and unset it.
+                self._owes_clear = True
+            raise
+        with self._lock:
+            self._owes_clear = False
+            self._owed -= owed
+            self._totals["removed"] += count
+        return count
+
+    def _unlink_all(self, deadline: float) -> int:
+        """Delete every key of this identity; returns how many."""
         count, cursor = 0, b"0"
         while True:
             scan = self._exchange(
@@ -284,23 +309,24 @@ class ValkeyStore:
             )
             reply = scan.replies[0] if scan.replies else None
             if scan.failure or not isinstance(reply, list):
-                reason = scan.reason or "it cannot list its keys"
-                self._breaker.open(reason)
-                raise self._unavailable(reason)
+                raise self._unavailable(scan.reason or "it cannot list its keys")
             cursor, names = reply
             if names:
                 removal = self._exchange([("UNLINK", *names)], deadline, 0)
                 if removal.failure:
-                    self._breaker.open(removal.reason)
                     raise self._unavailable(removal.reason)
                 count += sum(reply for reply in removal.replies if isinstance(reply, int))
             if cursor == b"0":
-                break
-        self._owes_clear = False
-        with self._lock:
-            self._owed.clear()
-            self._totals["removed"] += count
-        return count
+                return count
+
+    def _is_owed(self, name: bytes) -> bool:
+        """Whether a page was removed or cleared, and the server may not know it yet."""
+        return self._owes_clear or name in self._owed
+
+    def _stop(self, reason: str) -> None:
+        """Stop calls until a probe has paid what is owed."""
+        if not self._breaker.reason:
+            self._breaker.open(reason)
 
     def maintain(self) -> None:
         """See PageStore. Tries a server again that failed, and pays what removals are owed."""
@@ -320,22 +346,38 @@ class ValkeyStore:
         if self._warning:
             return False
         self._warning = valkey_settings.warning(answers)
-        self._breaker.note_success()
-        try:
-            if self._owes_clear:
-                self.clear(deadline=deadline)
-            elif self._owed:
-                names = list(self._owed)
-                removal = self._link.exchange([("UNLINK", name) for name in names], deadline)
-                if removal.failure:
-                    self._warning = removal.reason
-                    return False
-                with self._lock:
-                    self._owed.difference_update(names)
-        except StoreUnavailableError as error:
-            self._warning = error.reason
-            return False
+        while not self._close_if_nothing_is_owed():
+            try:
+                self._pay(deadline)
+            except StoreUnavailableError as error:
+                self._warning = error.reason
+                return False
         return True
+
+    def _close_if_nothing_is_owed(self) -> bool:
+        # Under the lock: a removal that comes later finds that it can be made at once.
+        with self._lock:
+            if self._owes_clear or self._owed:
+                return False
+            self._breaker.close()
+            return True
+
+    def _pay(self, deadline: float) -> None:
+        """Remove what is owed.
+
+        Raises:
+            StoreUnavailableError: the server failed again.
+        """
+        if self._owes_clear:
+            self._clear(deadline)
+            return
+        with self._lock:
+            names = list(self._owed)
+        removal = self._exchange([("UNLINK", name) for name in names], deadline, 0)
+        if removal.failure:
+            raise self._unavailable(removal.reason)
+        with self._lock:
+            self._owed.difference_update(names)
 
     def counts(self) -> StoreCounts:
         """See PageStore. How many pages the server has is not known."""
