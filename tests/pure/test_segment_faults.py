@@ -400,6 +400,36 @@ def test_a_file_that_vanished_is_a_miss(tmp_path: Path) -> None:
     assert store.has_many([hash_of(n) for n in range(3)], deadline=math.inf) == [False] * 3
 
 
+@pytest.mark.parametrize("end", ["clear", "close"])
+def test_a_file_deleted_while_it_is_opened_is_not_kept_open(tmp_path: Path, end: str) -> None:
+    """A segment is deleted, or the store closed, during an open: its descriptor ends with the read."""
+
+    class EndsDuringOpen(FailingOps):
+        is_armed = False
+
+        def open(self, path: Path, flags: int) -> int:
+            fd = super().open(path, flags)
+            if self.is_armed and path.suffix == ".seg":
+                self.is_armed = False
+                if end == "clear":
+                    store.clear(deadline=math.inf)
+                else:
+                    store.close()
+            return fd
+
+    ops = EndsDuringOpen(no_fault)
+    store = opened(tmp_path, ops=ops)
+    put(store, range(PER_SEGMENT))
+    store.close()
+    store = opened(tmp_path, ops=ops)
+    before = set(ops.open_fds)
+    ops.is_armed = True
+
+    get(store, 1)
+
+    assert not ops.is_armed and ops.open_fds <= before
+
+
 def test_a_read_that_does_not_return_stops_no_other_call(tmp_path: Path) -> None:
     """While one read hangs, others read, write, count and maintain; when it returns its page is right."""
     stuck, go_on = threading.Event(), threading.Event()

@@ -43,6 +43,8 @@ class OpenFiles:
         self._ops, self._direct = ops, direct
         self._lock = threading.Lock()
         self._files: OrderedDict[int, _OpenFile] = OrderedDict()
+        self._num_forgets = 0
+        self._is_closed = False
 
     @contextmanager
     def reading(self, segment: Segment) -> Iterator[tuple[int, int]]:
@@ -58,14 +60,15 @@ class OpenFiles:
             self._release(file)
 
     def _acquire(self, segment: Segment) -> _OpenFile:
-        file = self._use(segment.number, None)
-        if file is None:
-            # Outside the lock: an open that does not return must not stop other reads.
-            opened = self._open(segment)
-            file = self._use(segment.number, opened)
-            if file is not opened:
-                self._close(opened)
-        assert file is not None
+        file = self._use(segment.number)
+        if file is not None:
+            return file
+        num_forgets = self._num_forgets
+        # Outside the lock: an open that does not return must not stop other reads.
+        opened = self._open(segment)
+        file = self._keep(segment.number, opened, num_forgets)
+        if file is not opened:
+            self._close(opened)
         return file
 
     def _open(self, segment: Segment) -> _OpenFile:
@@ -77,13 +80,29 @@ class OpenFiles:
                 direct_fd = self._ops.open(segment.path, os.O_RDONLY | O_DIRECT)
         return _OpenFile(fd, direct_fd)
 
-    def _use(self, number: int, opened: _OpenFile | None) -> _OpenFile | None:
-        """The open file of a segment, else `opened`, with one more user."""
+    def _use(self, number: int) -> _OpenFile | None:
+        """The open file of a segment, with one more user; None: it is not open."""
         with self._lock:
-            file = self._files.setdefault(number, opened) if opened else self._files.get(number)
-            if file is None:
-                return None
+            file = self._files.get(number)
+            if file is not None:
+                file.num_users += 1
+                self._files.move_to_end(number)
+            return file
+
+    def _keep(self, number: int, opened: _OpenFile, num_forgets: int) -> _OpenFile:
+        """The open file of a segment, else `opened`, with one more user.
+
+        Args:
+            num_forgets: before the file was opened.
+        """
+        with self._lock:
+            file = self._files.get(number, opened)
             file.num_users += 1
+            if file is opened and (self._is_closed or self._num_forgets != num_forgets):
+                # It may have been deleted since: a descriptor that stays open would keep its blocks.
+                file.is_doomed = True
+                return file
+            self._files[number] = file
             self._files.move_to_end(number)
             while len(self._files) > _MAX_OPEN:
                 self._doom(self._files.popitem(last=False)[1])
@@ -98,6 +117,7 @@ class OpenFiles:
     def forget(self, number: int) -> None:
         """Close a segment's descriptors, once the reads under way have ended."""
         with self._lock:
+            self._num_forgets += 1
             file = self._files.pop(number, None)
             if file is not None:
                 self._doom(file)
@@ -105,6 +125,7 @@ class OpenFiles:
     def close(self) -> None:
         """Close every descriptor, once the reads under way have ended."""
         with self._lock:
+            self._is_closed = True
             while self._files:
                 self._doom(self._files.popitem()[1])
 
