@@ -337,6 +337,57 @@ def test_a_foreign_server_is_a_bounded_wait_and_a_reason(
         store.close()
 
 
+@pytest.mark.parametrize(
+    "error",
+    ["LOADING dataset in memory", "NOAUTH Authentication required.", "NOPERM no", "MASTERDOWN x"],
+)
+def test_an_error_of_the_server_itself_deletes_nothing(server: ValkeyServer, error: str) -> None:
+    """A server that answers reads by an error: IO_ERROR, no UNLINK, and no further call."""
+    healthy = connected(server)
+    put(healthy, [1])
+    commands: list[str] = []
+    with foreign_server(b"-" + error.encode() + b"\r\n") as url:
+        store = connected(server)
+        own, foreign = store._link, ValkeyLink(url)
+        exchange = foreign.exchange
+
+        def noted(sent, deadline):
+            commands.extend(str(command[0]) for command in sent)
+            return exchange(sent, deadline)
+
+        foreign.exchange = noted
+        store._link = foreign
+        outcome = get(store, 1)
+        with pytest.raises(StoreUnavailableError):
+            get(store, 1)
+        own.close()
+        store.close()
+
+    assert (outcome, commands) == (ReadOutcome.IO_ERROR, ["GETRANGE"])
+    assert get(healthy, 1)
+
+
+def test_connecting_ends_at_the_deadline() -> None:
+    """A server that accepts no connection costs a call its deadline, not the time to connect."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        address = listener.getsockname()
+        # Connections that nobody accepts fill the queue: a further one waits.
+        waiting = [socket.socket() for _ in range(4)]
+        for connection in waiting:
+            connection.setblocking(False)
+            connection.connect_ex(address)
+        link = ValkeyLink(f"valkey://127.0.0.1:{address[1]}")
+        start = time.monotonic()
+        answers = link.exchange([("PING",)], start + 0.1)
+        elapsed_s = time.monotonic() - start
+        for connection in waiting:
+            connection.close()
+
+    assert answers.failure == "timeout" and elapsed_s < 0.5
+
+
 def test_a_server_that_is_not_there_is_no_error() -> None:
     """Start goes on, the report says why; requests compute."""
     store = ValkeyStore("unix:///nowhere/at/all", identity=IDENTITY, page_bytes=PAGE_BYTES)

@@ -130,7 +130,7 @@ class ValkeyStore:
         """See PageStore."""
         self._check_available()
         names = [self._key(page_hash) for page_hash in hashes]
-        exchange = self._exchange([("EXISTS", name) for name in names], deadline, 0)
+        exchange = self._answered([("EXISTS", name) for name in names], deadline, 0)
         if exchange.failure:
             raise self._unavailable(exchange.reason)
         return [
@@ -164,7 +164,7 @@ class ValkeyStore:
         commands: list[Command] = [
             ("GETRANGE", self._key(key.hash), 0, self._record_bytes) for key in keys
         ]
-        exchange = self._exchange(commands, deadline, len(keys) * self._record_bytes)
+        exchange = self._answered(commands, deadline, len(keys) * self._record_bytes)
         outcomes = [
             self._decode(key, page, reply)
             for key, page, reply in zip(keys, into, exchange.replies, strict=False)
@@ -186,6 +186,8 @@ class ValkeyStore:
         return outcomes
 
     def _decode(self, key: PageKey, page: memoryview, reply: object) -> ReadOutcome:
+        if isinstance(reply, ReplyError) and not reply.is_wrong_type:
+            return ReadOutcome.IO_ERROR
         if not isinstance(reply, bytes):
             return ReadOutcome.CORRUPT
         if not reply or self._is_owed(self._key(key.hash)):
@@ -263,7 +265,7 @@ class ValkeyStore:
         with self._lock:
             self._owed.update(names)
         self._check_available()
-        exchange = self._exchange([("UNLINK", name) for name in names], deadline, 0)
+        exchange = self._answered([("UNLINK", name) for name in names], deadline, 0)
         if exchange.failure:
             self._stop(exchange.reason)
             raise self._unavailable(exchange.reason)
@@ -304,7 +306,7 @@ class ValkeyStore:
         """Delete every key of this identity; returns how many."""
         count, cursor = 0, b"0"
         while True:
-            scan = self._exchange(
+            scan = self._answered(
                 [("SCAN", cursor, "MATCH", self._prefix + b"*", "COUNT", _SCAN_COUNT)], deadline, 0
             )
             reply = scan.replies[0] if scan.replies else None
@@ -312,7 +314,7 @@ class ValkeyStore:
                 raise self._unavailable(scan.reason or "it cannot list its keys")
             cursor, names = reply
             if names:
-                removal = self._exchange([("UNLINK", *names)], deadline, 0)
+                removal = self._answered([("UNLINK", *names)], deadline, 0)
                 if removal.failure:
                     raise self._unavailable(removal.reason)
                 count += sum(reply for reply in removal.replies if isinstance(reply, int))
@@ -373,7 +375,7 @@ class ValkeyStore:
             return
         with self._lock:
             names = list(self._owed)
-        removal = self._exchange([("UNLINK", name) for name in names], deadline, 0)
+        removal = self._answered([("UNLINK", name) for name in names], deadline, 0)
         if removal.failure:
             raise self._unavailable(removal.reason)
         with self._lock:
@@ -384,7 +386,7 @@ class ValkeyStore:
         with self._lock:
             totals = Counter(self._totals)
             refused = self._refused_reason if self._clock() < self._refused_until else ""
-        kinds = ("corrupt", "io_error", "timeout", "connection", "protocol")
+        kinds = ("corrupt", "io_error", "timeout", "connection", "protocol", "refused_calls")
         return StoreCounts(
             num_pages=0,
             used_bytes=0,
@@ -408,6 +410,17 @@ class ValkeyStore:
     def _key(self, page_hash: bytes) -> bytes:
         return self._prefix + self._names.name(page_hash)
 
+    def _answered(self, commands: Sequence[Command], deadline: float, num_bytes: int) -> Exchange:
+        """`_exchange` in which an error of the server itself is a failure, and stops calls."""
+        exchange = self._exchange(commands, deadline, num_bytes)
+        for reply in exchange.replies:
+            if isinstance(reply, ReplyError) and not reply.is_wrong_type and not exchange.failure:
+                exchange.failure, exchange.reason = "refused", reply.message
+                with self._lock:
+                    self._totals["refused_calls"] += 1
+                self._stop(reply.message)
+        return exchange
+
     def _exchange(self, commands: Sequence[Command], deadline: float, num_bytes: int) -> Exchange:
         if not commands:
             return Exchange()
@@ -420,8 +433,12 @@ class ValkeyStore:
                 with self._lock:
                     self._bytes_per_s += 0.2 * (num_bytes / exchange.elapsed_s - self._bytes_per_s)
             return exchange
+        kind = "refused_calls" if exchange.failure == "refused" else exchange.failure
         with self._lock:
-            self._totals[exchange.failure] += 1
+            self._totals[kind] += 1
+        if exchange.failure == "refused":
+            self._stop(exchange.reason)
+            return exchange
         # A caller's short deadline alone says nothing about the server.
         silent = not exchange.replies and exchange.elapsed_s >= SILENT_S
         if exchange.failure != "timeout" or silent or limit <= deadline:

@@ -29,13 +29,18 @@ class ReplyError:
     def __init__(self, message: str) -> None:
         self.message = message
 
+    @property
+    def is_wrong_type(self) -> bool:
+        """Whether the key holds a value of another type: all other errors are the server's."""
+        return self.message.startswith("WRONGTYPE")
+
 
 @dataclass(slots=True)
 class Exchange:
     """The answers to a pipeline, fewer than its commands if it failed.
 
     Args:
-        failure: what ended it early: "timeout", "connection" or "protocol"; empty: nothing did.
+        failure: what ended it early: "timeout", "connection", "protocol" or "refused"; empty: nothing did.
     """
 
     replies: list[Any] = field(default_factory=list)
@@ -47,9 +52,8 @@ class Exchange:
 class _DeadlineSocket:
     """A socket whose calls end at `deadline`, a value of time.monotonic()."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self.deadline = time.monotonic() + CONNECT_S
+    def __init__(self, sock: socket.socket, deadline: float) -> None:
+        self._sock, self.deadline = sock, deadline
 
     def _arm(self) -> None:
         remaining = self.deadline - time.monotonic()
@@ -110,8 +114,14 @@ class ValkeyLink:
         base = arguments.pop("connection_class", connection.Connection)
 
         class DeadlineConnection(base):  # type: ignore[valid-type,misc]
+            def connect_by(self, deadline: float) -> None:
+                self.connect_deadline = min(deadline, time.monotonic() + CONNECT_S)
+                # A timeout of 0 would not wait at all, which is another error.
+                self.socket_connect_timeout = max(self.connect_deadline - time.monotonic(), 1e-3)
+                self.connect()
+
             def _connect(self) -> _DeadlineSocket:
-                self.bounded: _DeadlineSocket = _DeadlineSocket(super()._connect())
+                self.bounded = _DeadlineSocket(super()._connect(), self.connect_deadline)
                 return self.bounded
 
         self._connection_class = DeadlineConnection
@@ -135,7 +145,7 @@ class ValkeyLink:
         exceptions = self._exceptions
         connection = self._take()
         try:
-            connection.connect()
+            connection.connect_by(deadline)
             connection.bounded.deadline = deadline
             connection.send_packed_command(connection.pack_commands(commands), check_health=False)
             for _ in commands:
@@ -146,6 +156,8 @@ class ValkeyLink:
                 exchange.replies.append(reply)
         except (exceptions.TimeoutError, TimeoutError) as error:
             exchange.failure, exchange.reason = "timeout", str(error) or "timed out"
+        except (exceptions.BusyLoadingError, exceptions.AuthenticationError) as error:
+            exchange.failure, exchange.reason = "refused", str(error) or type(error).__name__
         except exceptions.InvalidResponse as error:
             exchange.failure, exchange.reason = "protocol", f"not the protocol of Valkey: {error}"
         except (exceptions.ValkeyError, OSError) as error:
