@@ -1,6 +1,7 @@
 """`ramify cache`: what the tools for a disk tier list, verify, copy and delete."""
 
 import io
+import json
 import math
 import os
 import tarfile
@@ -107,6 +108,70 @@ def test_an_archive_with_other_files_is_refused(tmp_path: Path, name: str) -> No
 
     assert result.exit_code == 2 and "no export has" in result.stderr
     assert not list(tmp_path.rglob("evil*"))[1:]
+
+
+def hostile(directory: Path, archive: Path, change: str) -> None:
+    """An export of a directory, changed as somebody might who wants to harm its importer."""
+    source = segment_files(directory)[0].parent
+    if change == "no key":
+        (source / "key").unlink()
+    elif change in {"huge segments", "no page bytes"}:
+        path = source / "identity.json"
+        stored = json.loads(path.read_text())
+        field, value = (
+            ("segment_bytes", 1 << 40) if change == "huge segments" else ("page_bytes", 0)
+        )
+        stored["fields"][field] = value
+        path.write_text(json.dumps(stored))
+    elif change == "two names of a number":
+        segment = segment_files(directory)[0]
+        (source / f"0{segment.name}").write_bytes(segment.read_bytes())
+    with tarfile.open(archive, "w:gz" if change == "compressed" else "w") as tar:
+        for path in sorted(source.iterdir()):
+            member = tar.gettarinfo(path, f"{source.name}/{path.name}")
+            if change == "sparse" and path.suffix == ".seg":
+                member.pax_headers = {"GNU.sparse.size": "16384", "GNU.sparse.map": "0,16384"}
+            with path.open("rb") as file:
+                tar.addfile(member, file)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("no key", "key file of 0 bytes"),
+        ("huge segments", "segment_bytes"),
+        ("no page bytes", "page_bytes 0"),
+        ("two names of a number", "no export has"),
+        ("compressed", "cannot be read"),
+        ("sparse", "with holes"),
+    ],
+)
+def test_a_hostile_archive_is_refused_with_a_reason(
+    directory: Path, tmp_path: Path, change: str, reason: str
+) -> None:
+    """Sizes, names, compression and holes that no export has: exit code 2, and no identity is made."""
+    archive, target = tmp_path / "evil.tar", tmp_path / "target"
+    hostile(directory, archive, change)
+
+    result = run("import", archive, "--cache-dir", target)
+
+    assert result.exit_code == 2 and reason in " ".join(result.stderr.split())
+    assert list(target.iterdir()) == []
+
+
+def test_an_import_into_somebody_elses_directory_creates_nothing(
+    directory: Path, tmp_path: Path
+) -> None:
+    """A directory with other files and no lock is left as it is."""
+    archive, target = tmp_path / "pages.tar", tmp_path / "home"
+    run("export", archive, "--cache-dir", directory)
+    target.mkdir()
+    (target / "letter.txt").write_text("dear")
+
+    result = run("import", archive, "--cache-dir", target)
+
+    assert result.exit_code == 2 and "no cache directory" in " ".join(result.stderr.split())
+    assert list(target.iterdir()) == [target / "letter.txt"]
 
 
 def test_purge_deletes_what_it_names(directory: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,8 @@ from ramify.kv.stores.segment_format import (
 
 SUFFIX = ".seg"
 _NUMBER_DIGITS = 8
+# Eight digits, or nine without a leading zero: each number has one name, and fits into 32 bits.
+_NAME = re.compile(r"([0-9]{8}|[1-9][0-9]{8})\.seg")
 
 
 class Segment:
@@ -72,10 +75,9 @@ def path_of(directory: Path, number: int) -> Path:
 
 
 def number_of(name: str) -> int | None:
-    """The number in a file's name; None: it is no segment."""
-    stem, suffix = name[: -len(SUFFIX)], name[-len(SUFFIX) :]
-    is_number = len(stem) >= _NUMBER_DIGITS and stem.isascii() and stem.isdigit()
-    return int(stem) if suffix == SUFFIX and is_number else None
+    """The number in a file's name as `path_of` writes it; None: it is no segment."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def create_segment(

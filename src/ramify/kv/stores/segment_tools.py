@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ramify.errors import ConfigError
 from ramify.kv.stores.file_ops import OsFileOps
+from ramify.kv.stores.page_names import KEY_BYTES
 from ramify.kv.stores.payload_codec import cache_key_tag
 from ramify.kv.stores.removal_log import FILE_NAME as REMOVAL_FILE
 from ramify.kv.stores.segment import number_of
@@ -22,6 +23,7 @@ from ramify.kv.stores.store_directory import (
     IDENTITY_FILE,
     KEY_FILE,
     IdentityDirectory,
+    check_is_cache_directory,
     list_identities,
     lock_directory,
 )
@@ -29,7 +31,9 @@ from ramify.kv.stores.store_directory import (
 # Fields of an identity that the store adds to the caller's.
 _OWN_FIELDS = frozenset({"page_bytes", "segment_bytes", "file_format", "encryption"})
 _UNLIMITED_BYTES = 1 << 62
-_MAX_MEMBER_BYTES = 1 << 30
+# Buffers and preallocated files have the sizes that an identity names: one from elsewhere is bounded.
+MAX_SEGMENT_BYTES = 1 << 30
+_MAX_MEMBER_BYTES = MAX_SEGMENT_BYTES
 _MEMBER = re.compile(r"[0-9a-f]{32}/[A-Za-z0-9.]+")
 _OTHER_FILES = frozenset({IDENTITY_FILE, KEY_FILE, REMOVAL_FILE})
 
@@ -92,6 +96,11 @@ def _options(
         raise ConfigError(
             f"{directory.path}/{IDENTITY_FILE} is damaged; remove the directory with: ramify cache "
             f"purge --identity {directory.path.name}"
+        )
+    if not 1 <= page_bytes <= segment_bytes <= MAX_SEGMENT_BYTES:
+        raise ConfigError(
+            f"{directory.path}/{IDENTITY_FILE} has page_bytes {page_bytes} and segment_bytes "
+            f"{segment_bytes}; a page has 1 byte or more, a segment at most {MAX_SEGMENT_BYTES}"
         )
     encryption = "none" if cache_key is None else cache_key_tag(cache_key)
     if fields.get("encryption") != encryption:
@@ -156,10 +165,16 @@ def import_archive(archive: Path, root: Path, *, cache_key: bytes | None) -> Pag
     """Copy the pages of an exported identity that verify; those that are there already are kept.
 
     Raises:
-        ConfigError: the archive is none of `export`, or the directory has this identity under another
-            key of names, or a server holds it.
+        ConfigError: the archive is none of `export`, or the directory is no cache directory, has this
+            identity under another key of names, or is held by a server.
     """
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_is_cache_directory(root, os.listdir(root))  # noqa: PTH208 - names, not paths
+    except OSError as error:
+        raise ConfigError(
+            f"the cache directory {root} cannot be used: {error}; choose another --cache-dir"
+        ) from error
     with tempfile.TemporaryDirectory(prefix="import-", dir=root) as name:
         unpacked = Path(name)
         _unpack(archive, unpacked)
@@ -188,11 +203,13 @@ def import_archive(archive: Path, root: Path, *, cache_key: bytes | None) -> Pag
 def _unpack(archive: Path, directory: Path) -> None:
     """Unpack the files of one identity; nothing else, and nothing elsewhere."""
     try:
-        with tarfile.open(archive) as tar:
+        with tarfile.open(archive, "r:") as tar:
             for member in tar:
                 name = member.name.partition("/")[2]
                 if not member.isfile() or not _MEMBER.fullmatch(member.name) or not _is_ours(name):
                     raise ConfigError(f"{archive} has {member.name!r}, which no export has")
+                if member.issparse():
+                    raise ConfigError(f"{archive} has {member.name!r} with holes, as no export has")
                 if member.size > _MAX_MEMBER_BYTES:
                     raise ConfigError(
                         f"{archive} has {member.name!r} of {member.size} bytes; at most "
@@ -211,7 +228,15 @@ def _unpack(archive: Path, directory: Path) -> None:
 
 def _copy_key(source: Path, target: Path) -> None:
     """Give a new identity the archive's key; an existing one must have the same."""
-    key = (source / KEY_FILE).read_bytes()
+    try:
+        key = (source / KEY_FILE).read_bytes()
+    except FileNotFoundError:
+        key = b""
+    if len(key) != KEY_BYTES:
+        raise ConfigError(
+            f"the archive has a key file of {len(key)} bytes, {KEY_BYTES} are needed to find its "
+            "pages; export them again"
+        )
     path = target / KEY_FILE
     if path.exists():
         if path.read_bytes() != key:

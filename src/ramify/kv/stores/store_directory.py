@@ -108,11 +108,7 @@ class StoreDirectory:
                 f"the cache directory {self.root} belongs to user {owner}, this is user "
                 f"{os.geteuid()}; choose another --cache-dir"
             )
-        if names and LOCK_FILE not in names:
-            raise ConfigError(
-                f"the directory {self.root} has files ({names[0]}, ...) and is no cache directory; "
-                "name an empty or a new directory"
-            )
+        check_is_cache_directory(self.root, names)
 
     def _prepare(self) -> bytes:
         """Create what is missing of the sub-directory; returns its key."""
@@ -252,6 +248,19 @@ class StoreDirectory:
                 f"the file system of {self.root} does not read back what was written; use another one"
             )
         return count == BLOCK_BYTES
+
+
+def check_is_cache_directory(root: Path, names: Sequence[str]) -> None:
+    """Refuse a directory with files of somebody else.
+
+    Raises:
+        ConfigError: it has files, and none of them is a cache directory's lock.
+    """
+    if names and LOCK_FILE not in names:
+        raise ConfigError(
+            f"the directory {root} has files ({names[0]}, ...) and is no cache directory; "
+            "name an empty or a new directory"
+        )
 
 
 def lock_directory(ops: FileOps, root: Path) -> int:
