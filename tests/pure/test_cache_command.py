@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from ramify.cli import app
+from ramify.kv.stores.file_ops import OsFileOps
 from tests.pure.store_cases import IDENTITY, PAGE_BYTES, hits, key, opened, page, put, segment_files
 from tests.pure.test_segment_faults import flip_page
 
@@ -192,6 +193,28 @@ def test_purge_deletes_what_it_names(directory: Path) -> None:
     assert num_segments > 0 and not oldest.exists()
     assert whole.exit_code == 0 and segment_files(directory) == []
     assert list(directory.iterdir()) == [directory / "lock"]
+
+
+def test_what_purge_deletes_stays_deleted_after_a_loss_of_power(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The directories are synced after the names of segments and of the identity are gone."""
+    identity = segment_files(directory)[0].parent
+    synced: list[tuple[Path, int]] = []
+    monkeypatch.setattr(
+        OsFileOps,
+        "sync_directory",
+        lambda _, path: synced.append((path, len([*path.glob("*.seg"), *path.glob("*/key")]))),
+    )
+    for path in segment_files(directory):
+        os.utime(path, (0, 0))
+
+    run("purge", "--cache-dir", directory, "--older-than", 1)
+    by_age = synced.copy()
+    run("purge", "--cache-dir", directory)
+
+    assert by_age == [(identity, 0)]
+    assert synced[1:] == [(identity, 0), (directory, 0)]
 
 
 def test_tools_keep_away_from_a_server(directory: Path) -> None:

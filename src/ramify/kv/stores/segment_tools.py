@@ -253,29 +253,33 @@ def _copy_key(source: Path, target: Path) -> None:
 
 
 def purge_identity(directory: IdentityDirectory) -> int:
-    """Delete an identity's directory; returns the bytes of its segments.
+    """Delete an identity's directory, durably; returns the bytes of its segments.
 
     Raises:
         ConfigError: a server holds the directory.
     """
-    lock = lock_directory(OsFileOps(), directory.path.parent)
+    ops = OsFileOps()
+    lock = lock_directory(ops, directory.path.parent)
     try:
         for path in directory.path.iterdir():
             path.unlink()
+        ops.sync_directory(directory.path)
         directory.path.rmdir()
+        ops.sync_directory(directory.path.parent)
     finally:
         os.close(lock)
     return directory.allocated_bytes
 
 
 def purge_older(directory: IdentityDirectory, days: float) -> int:
-    """Delete segments that were last written more than so many days ago; returns how many.
+    """Delete segments that were last written more than so many days ago, durably; returns how many.
 
     Raises:
         ConfigError: a server holds the directory.
     """
     before = time.time() - days * 86400
-    lock = lock_directory(OsFileOps(), directory.path.parent)
+    ops = OsFileOps()
+    lock = lock_directory(ops, directory.path.parent)
     try:
         old = [
             path
@@ -284,11 +288,15 @@ def purge_older(directory: IdentityDirectory, days: float) -> int:
         ]
         for path in old:
             path.unlink()
+        ops.sync_directory(directory.path)
     finally:
         os.close(lock)
     return len(old)
 
 
 def purge_tenant(store: SegmentStore, tenant: str) -> int:
-    """Remove the pages that a tenant wrote first; returns how many."""
+    """Remove the pages that a tenant wrote first; returns how many.
+
+    They are never served again; their bytes stay on disk until their segments are deleted.
+    """
     return store.remove_names(store.names_of_tenant(tenant.encode()))
