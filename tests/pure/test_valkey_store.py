@@ -210,7 +210,9 @@ def test_what_was_removed_while_the_server_was_stopped_does_not_come_back(
     assert hits(connected(server), range(4)) == [0, 1]
 
 
-def test_a_call_in_flight_does_not_reopen_a_store_that_owes_a_clear(server: ValkeyServer) -> None:
+def test_a_call_in_flight_does_not_reopen_a_store_that_owes_a_clear(
+    server: ValkeyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A clear fails while another call is answered: no page is served until the clear was made."""
     clock = Clock()
     store = connected(server, clock=clock)
@@ -219,14 +221,14 @@ def test_a_call_in_flight_does_not_reopen_a_store_that_owes_a_clear(server: Valk
 
     def cleared_meanwhile(commands, deadline):
         answers = exchange(commands, deadline)
-        store._link.exchange = exchange
+        monkeypatch.setattr(store._link, "exchange", exchange)
         server.pause()
         with pytest.raises(StoreUnavailableError):
             store.clear(deadline=soon())
         server.resume()
         return answers
 
-    store._link.exchange = cleared_meanwhile
+    monkeypatch.setattr(store._link, "exchange", cleared_meanwhile)
     assert get(store, 0) is ReadOutcome.ABSENT
     with pytest.raises(StoreUnavailableError):
         get(store, 1)
@@ -341,7 +343,9 @@ def test_a_foreign_server_is_a_bounded_wait_and_a_reason(
     "error",
     ["LOADING dataset in memory", "NOAUTH Authentication required.", "NOPERM no", "MASTERDOWN x"],
 )
-def test_an_error_of_the_server_itself_deletes_nothing(server: ValkeyServer, error: str) -> None:
+def test_an_error_of_the_server_itself_deletes_nothing(
+    server: ValkeyServer, error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A server that answers reads by an error: IO_ERROR, no UNLINK, and no further call."""
     healthy = connected(server)
     put(healthy, [1])
@@ -355,7 +359,7 @@ def test_an_error_of_the_server_itself_deletes_nothing(server: ValkeyServer, err
             commands.extend(str(command[0]) for command in sent)
             return exchange(sent, deadline)
 
-        foreign.exchange = noted
+        monkeypatch.setattr(foreign, "exchange", noted)
         store._link = foreign
         outcome = get(store, 1)
         with pytest.raises(StoreUnavailableError):
