@@ -10,7 +10,7 @@ from ramify.cluster.credentials import Credentials
 from ramify.cluster.merging import MAX_REPLICAS
 from ramify.cluster.remote_replica import RemoteReplica
 from ramify.cluster.routes import CacheRoutes
-from ramify.errors import NoReplicaError
+from ramify.errors import ConfigError, NoReplicaError
 from ramify.params import SamplingParams
 from tests.pure.cluster_bench import Member, prompts, run, until
 from tests.pure.engine_bench import expected
@@ -125,3 +125,11 @@ def test_one_that_nobody_answers_for_is_removed_at_once() -> None:
         await llm.aclose()
 
     run(main())
+
+
+def test_one_server_has_a_limit_of_replicas() -> None:
+    """Their numbers are part of the ids of pins."""
+    llm = ClusterLLM({str(number): "127.0.0.1:1" for number in range(MAX_REPLICAS)}, None)
+
+    with pytest.raises(ConfigError, match="replica 1025 of one server, and the most are 1024"):
+        llm.add("more", "127.0.0.1:1")

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from ramify.cluster.codecs import encode_error
 from ramify.cluster.routes import CacheRoutes
 from ramify.engine.scheduling.queue_limits import QueueLimits
 from ramify.errors import ClusterFullError, OverloadedError, ReplicaLostError
@@ -182,5 +183,28 @@ def test_an_answer_that_waits_for_room_can_be_ended(how: str) -> None:
             assert len(bench.llm.dispatch._parked) == 0
             release(bench)
             await asyncio.gather(*others, return_exceptions=True)
+
+    run(main())
+
+
+def test_an_aborted_request_that_is_refused_goes_nowhere_else() -> None:
+    """The replica's refusal may cross the abort: the answer ends as aborted."""
+    bench = ClusterBench(2)
+
+    async def main() -> None:
+        async with bench.running():
+            for member in bench.members:
+                member.gate.is_open = False
+            [task] = send(bench, 1)
+            dispatch = bench.llm.dispatch
+            await until(lambda: dispatch.num_live == 1)
+            [request] = dispatch._live.values()
+            replica, _ = dispatch._places[request.id]
+            del replica.requests[request.key]
+            request.is_aborted = True
+            dispatch._refused(request, replica, encode_error(OverloadedError(1, 1, 1.0)))
+            assert (await task).finish_reason is FinishReason.ABORT
+            assert dispatch.num_live == 0
+            release(bench)
 
     run(main())

@@ -2,11 +2,13 @@
 
 import asyncio
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ramify.cluster.client import ClusterLLM
+from ramify.cluster.rollout import replace_weights_in_turn
 from ramify.errors import CheckpointError, ConfigError, ReplicaLostError, RolloutError
 from ramify.params import SamplingParams
 from tests.pure.cluster_bench import ClusterBench, answer_of, prompts, run, until
@@ -261,3 +263,33 @@ def test_a_replica_that_was_started_again_with_other_weights_is_hit() -> None:
             assert await has_hit(bench.llm)
 
     run(main())
+
+
+class RestartedReplica:
+    """Ends once it has answered, and comes back as another process with the weights of before."""
+
+    name, is_ready, last_error = "1", True, None
+
+    def __init__(self) -> None:
+        self.welcome = SimpleNamespace(incarnation=1)
+
+    async def replace_weights(self, model: str) -> None:
+        self.welcome = SimpleNamespace(incarnation=2)
+
+
+def test_a_replica_that_came_back_as_another_process_has_not_the_weights() -> None:
+    """Its keeper started it with those of before, so the update has failed."""
+    names: list[str] = []
+
+    with pytest.raises(ReplicaLostError, match="replica 1 ended before"):
+        run(replace_weights_in_turn([RestartedReplica()], "new", lambda *n: names.append(n[0])))  # type: ignore[list-item]
+
+    assert names == []
+
+
+def test_the_weights_of_a_deployment_are_those_of_its_file() -> None:
+    """An engine that is started later would have others."""
+    llm = ClusterLLM({}, None, fixed_weights=True)
+
+    with pytest.raises(ConfigError, match="change it there and deploy again"):
+        run(llm.reload_weights("new"))

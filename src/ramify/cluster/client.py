@@ -69,6 +69,7 @@ class ClusterLLM:
         routes: chooses the replica of a request; by default by what each has cached and has to do.
         credentials: the same as those of the replicas.
         replaced: gets the name of each replica whose weights `reload_weights` has replaced, and the model.
+        fixed_weights: refuse `reload_weights`, since whoever starts the replicas names their weights.
         link_options: `ping_s` and `dead_s` of `Link`.
 
     Use it in one event loop: `await start()`, and `await aclose()` at the end.
@@ -82,6 +83,7 @@ class ClusterLLM:
         routes: Routes | None = None,
         credentials: Credentials | None = None,
         replaced: Callable[[str, str], None] | None = None,
+        fixed_weights: bool = False,
         **link_options: Any,
     ) -> None:
         self.tokenizer = tokenizer
@@ -92,7 +94,7 @@ class ClusterLLM:
             tokenizer_digest=None if tokenizer is None else tokenizer.digest,
             **link_options,
         )
-        self._replaced = replaced or _nothing
+        self._replaced, self._fixed_weights = replaced or _nothing, fixed_weights
         self._is_draining = self._is_closed = self._is_replacing = False
         self._hashes: PromptHashes | None = None
         self._warm_up = WarmUp(self.dispatch.routes, self._warm_one)
@@ -414,11 +416,16 @@ class ClusterLLM:
                 machines name it.
 
         Raises:
-            ConfigError: another call replaces them already.
+            ConfigError: another call replaces them already, or `fixed_weights`.
             RolloutError: one failed after others had replaced theirs.
             NoReplicaError: none is connected.
             ModelError, ConfigError, ReplicaLostError: the first failed; nothing has changed.
         """
+        if self._fixed_weights:
+            raise ConfigError(
+                f"model={str(model)!r}: engines that are started later load the model of the deployment's "
+                "file; change it there and deploy again"
+            )
         if self._is_replacing:
             raise ConfigError(f"the weights are being replaced; send {str(model)!r} after that")
         if not self.dispatch.members.has_ready:

@@ -112,6 +112,7 @@ class Connection:
         self._replace_weights = replace_weights
         self.failure: str | None = None  # why this side ended it, if by a fault
         self._takes_requests = True
+        self.awaits_weights = False  # it takes no requests until this replica has other weights
         self._requests: dict[int, LinkedRequest] = {}
         self._last_key = -1
         self._num_calls = 0  # that run
@@ -170,13 +171,8 @@ class Connection:
         Args:
             is_update: this replica goes on with other weights.
         """
-        self._takes_requests = False
+        self._takes_requests, self.awaits_weights = False, is_update
         self.send(Draining(RETRY_AFTER_S, is_update))
-
-    @property
-    def is_draining(self) -> bool:
-        """Whether it takes no more requests."""
-        return not self._takes_requests
 
     async def end(self) -> None:
         """End the connection once everything was sent."""

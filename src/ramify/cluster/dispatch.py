@@ -118,10 +118,14 @@ class Dispatch:
         """Ask again for snapshots that did not come, and for a place for each parked request."""
         while True:
             await asyncio.sleep(TICK_S)
-            self._ask_for_snapshots()
-            for request, error in self._parked.in_order():
-                request.refused_by.clear()
-                self._place(request, error)
+            try:
+                self._ask_for_snapshots()
+                for request, error in self._parked.in_order():
+                    request.refused_by.clear()
+                    self._place(request, error)
+            except Exception:
+                # Without it parked requests would wait for ever.
+                logger.exception("requests that wait were not looked at, by a bug")
 
     async def close(self) -> None:
         """End all connections; live requests end as aborted."""
@@ -441,7 +445,10 @@ class Dispatch:
     def _refused(self, request: RemoteRequest, replica: RemoteReplica, remote: RemoteError) -> None:
         error = decode_error(remote)
         self._give_up_place(request)
-        if isinstance(error, REFUSALS_OF_ONE):
+        if request.is_aborted:  # the refusal has crossed the abort
+            request.end_aborted(time.monotonic())
+            self._forget(request)
+        elif isinstance(error, REFUSALS_OF_ONE):
             request.refused_by.add(replica.name)
             self._place(request, error)
         else:

@@ -9,6 +9,7 @@ from typing import Any
 from ramify.cluster.credentials import Credentials
 from ramify.cluster.merging import MAX_REPLICAS
 from ramify.cluster.remote_replica import Cluster, RemoteReplica
+from ramify.errors import ConfigError
 
 
 class Members:
@@ -58,7 +59,11 @@ class Members:
         return [*dict.fromkeys(welcome.namespace for welcome in welcomes if welcome is not None)]
 
     def add(self, name: str, address: str, credentials: Credentials | None = None) -> None:
-        """Connect to a further replica until `remove`; also to one that is leaving."""
+        """Connect to a further replica until `remove`; also to one that is leaving.
+
+        Raises:
+            ConfigError: there are `MAX_REPLICAS`.
+        """
         replica = self.replicas.get(name)
         if replica is None:
             replica = self._make(name, address, credentials or self._credentials)
@@ -90,6 +95,11 @@ class Members:
         self._tasks = set()
 
     def _make(self, name: str, address: str, credentials: Credentials) -> RemoteReplica:
+        if len(self.replicas) >= MAX_REPLICAS:
+            raise ConfigError(
+                f"{name} would be replica {len(self.replicas) + 1} of one server, and the most are "
+                f"{MAX_REPLICAS}; start another server for it"
+            )
         slots = {replica.slot for replica in self.replicas.values()}
         # In turn, so that the pins of a replica that has left are not soon those of another one.
         while (slot := self._num_slots % MAX_REPLICAS) in slots:

@@ -117,6 +117,7 @@ class RemoteReplica:
             try:
                 await self._connect()
             except RefusedError as error:
+                self.is_updating = False
                 self._log(str(error))
                 self.was_refused.set()
                 await self._pause(REFUSED_RETRY_S)
@@ -127,6 +128,7 @@ class RemoteReplica:
                 retry_s = min(MAX_RETRY_S, 2 * retry_s)
             except Exception:
                 # A message that is well formed but impossible ends its connection, not the attempts.
+                self.is_updating = False
                 logger.exception("replica %s: its connection has ended by a bug", self.name)
                 await self._pause(retry_s)
                 retry_s = min(MAX_RETRY_S, 2 * retry_s)

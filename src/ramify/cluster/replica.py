@@ -202,7 +202,7 @@ class Replica:
         asker.send(answer)
         for connection in list(self._connections):
             # One that is refused while another goes on leaves the connections to that one.
-            if connection.is_draining and not self._is_updating:
+            if connection.awaits_weights and not self._is_updating:
                 await connection.end()
 
     async def _make_welcome(self) -> Welcome:

@@ -42,8 +42,14 @@ async def replace_weights_in_turn(
     while (replica := _next(replicas, done)) is not None:
         begin_s = time.monotonic()
         try:
+            incarnation = _incarnation(replica)
             await replica.replace_weights(model)
             await _until_ready(replica, rejoin_s)
+            if _incarnation(replica) != incarnation:
+                raise ReplicaLostError(
+                    f"replica {replica.name} ended before it took requests with the new weights, and was "
+                    "started again with those of before; send the request again"
+                )
         except Exception as error:
             if not done:
                 raise
@@ -60,6 +66,10 @@ async def replace_weights_in_turn(
         if replica.name not in done:
             logger.warning("replica %s is away, and does not get the weights now", replica.name)
             replaced(replica.name, model)
+
+
+def _incarnation(replica: RemoteReplica) -> int | None:
+    return None if replica.welcome is None else replica.welcome.incarnation
 
 
 def _next(replicas: Collection[RemoteReplica], done: Collection[str]) -> RemoteReplica | None:

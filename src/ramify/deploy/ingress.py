@@ -78,7 +78,7 @@ async def open_cluster(
         load_tokenizer, find_text_files, options.model, options.engine
     )
     routes = CacheRoutes()
-    client = ClusterLLM({}, tokenizer, routes=routes)
+    client = ClusterLLM({}, tokenizer, routes=routes, fixed_weights=True)
     keeper = asyncio.create_task(Membership(client, routes, meet, period_s=period_s).keep())
     try:
         await client.start(FIRST_ENGINE_S)

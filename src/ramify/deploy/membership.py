@@ -74,6 +74,9 @@ class Membership:
                     level = logging.WARNING if self._names else logging.INFO
                     logger.log(level, "the engines cannot be listed: %s", error)
                 self._last_error = str(error)
+            except Exception:
+                # Without it engines would come and go unseen.
+                logger.exception("the engines were not looked at, by a bug")
             else:
                 self._last_error = ""
             await asyncio.sleep(self._period_s)
