@@ -64,6 +64,10 @@ def test_no_pattern_takes_long(text: str) -> None:
         ("[z-a]", "bad character range"),
         ("a" * 1000, "1000 characters, above 512"),
         ("a{10}b{ 101}", "1010 copies, above 1000"),
+        ("(" * 10 + "a" + ")+" * 10, "1024 copies, above 1000"),
+        ("(?x)" + "(" * 10 + "a" + ") #\n +" * 10, "1024 copies, above 1000"),
+        ("(" * 10 + "a" + "){1,}" * 10, "1024 copies, above 1000"),
+        ("(" * 10 + "a" + "){1,2}" * 10, "1024 copies, above 1000"),
         ("a\\", "bad escape"),
     ],
 )
@@ -73,6 +77,13 @@ def test_what_is_refused(text: str, reason: str) -> None:
         CheckpointError, match=f"^config.json: dynamic holds .*{reason}.*name the modules"
     ):
         compile_pattern(text, "config.json: dynamic")
+
+
+def test_any_number_of_repeats_that_cannot_be_nested_is_read() -> None:
+    """Of characters and classes: they copy no others."""
+    text = r"\d+[ab]+\w{1,2}.+" * 20
+
+    assert not compile_pattern(text, "file").matches_start("model")
 
 
 def test_a_match_that_takes_too_long_is_refused() -> None:

@@ -16,8 +16,11 @@ from ramify.errors import CheckpointError
 from ramify.models.configs.fields import shown
 
 MAX_PATTERN_CHARS = 512
-MAX_COPIES = 1000  # product of all counts in {...}
+MAX_COPIES = 1000  # product of what every count copies
 COUNT = re.compile(r"\{\s*(\d+)")
+# A repeat of what may be a group, so may hold others: `(...)+` is compiled as `(...)(...)*`, {n,} and {n,m}
+# as n copies and one more.
+GROUP_REPEAT = re.compile(r"(?<![\w.\]])(?:\+|\{\s*\d+\s*,)")
 LIMIT_S = 0.1  # of a match; those of real files take microseconds
 
 
@@ -66,6 +69,7 @@ def _limited(text: str) -> regex.Pattern[str]:
     if len(text) > MAX_PATTERN_CHARS:
         raise ValueError(f"it has {len(text)} characters, above {MAX_PATTERN_CHARS}")
     copies = prod(max(1, int(count)) for count in COUNT.findall(text))
+    copies *= 2 ** len(GROUP_REPEAT.findall(text))
     if copies > MAX_COPIES:
-        raise ValueError(f"its counts make {copies} copies, above {MAX_COPIES}")
+        raise ValueError(f"its counts and + make {copies} copies, above {MAX_COPIES}")
     return regex.compile(text)
