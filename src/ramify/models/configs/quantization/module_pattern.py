@@ -72,4 +72,4 @@ def _limited(text: str) -> regex.Pattern[str]:
     copies *= 2 ** len(GROUP_REPEAT.findall(text))
     if copies > MAX_COPIES:
         raise ValueError(f"its counts and + make {copies} copies, above {MAX_COPIES}")
-    return regex.compile(text)
+    return regex.compile(text, flags=regex.V0)
