@@ -193,8 +193,11 @@ def test_statistics_are_sums() -> None:
         async with bench.serving():
             for _ in range(3):
                 assert (await bench.post("/v1/chat/completions", chat("Hello " * 30))).status == 200
-            stats = (await bench.call("GET", "/v1/cache")).json
-            assert stats["num_pages"] == 2 * 512
+            stats: dict[str, Any] = {}
+            # On a loaded machine a replica may miss the limit; it is in the sums once it has answered.
+            while stats.get("num_pages") != 2 * 512:
+                stats = (await bench.call("GET", "/v1/cache")).json
+                assert stats["num_pages"] in {512, 2 * 512}
             assert stats["page_size"] == 16
             assert stats["cached_pages"] > 0
             body = {"prompt": "Hello " * 30}
