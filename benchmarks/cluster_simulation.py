@@ -51,7 +51,7 @@ class Workload:
     """The same traffic for every rule."""
 
     name: str
-    traces: list[PageTrace]  # one for each seed
+    traces: list[PageTrace]  # by seed
     replica_tokens: int
     speed_up: float = 1.0
 

@@ -118,7 +118,6 @@ class RouterCounters:
     """Since the router was made. Predicted against actual tokens are those of finished requests."""
 
     num_decisions: dict[str, int]  # by reason
-    num_refusals: dict[str, int]
     predicted_tokens: int = 0
     cached_tokens: int = 0
     wrong_tokens: int = 0  # sum of the differences' absolute values

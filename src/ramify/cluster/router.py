@@ -123,7 +123,7 @@ class Router:
             raise ConfigError(f"page_size={page_size} but a page holds at least 1 token")
         self.mirrors, self.page_size = mirrors, page_size
         self.bound, self.request_bound = bound, request_bound
-        self.counters = RouterCounters(Counter(), Counter())
+        self.counters = RouterCounters(Counter())
         self._replicas: dict[str, _Replica] = {}
         self._in_flight, self._recent = PrefixesInFlight(), RecentWork()
         self._reservations: dict[int, _Reservation] = {}
@@ -224,7 +224,8 @@ class Router:
             and (identity is None or state.identity == identity)
             and (not exclude or state.name not in exclude)
         ]
-        within = self._within_bounds(able, num_tokens)
+        default_s = self._default_token_s(able)
+        within = self._within_bounds(able, num_tokens, default_s)
         if not within:
             if not (beyond_limits and able):
                 return self._refuse(able)
@@ -242,7 +243,7 @@ class Router:
         output_tokens = self._output_tokens
         if max_tokens is not None:
             output_tokens = min(output_tokens, max_tokens)
-        costs = self._costs_s(within, expected, home, num_tokens, output_tokens)
+        costs = self._costs_s(within, expected, home, num_tokens, output_tokens, default_s)
         chosen, cost_s = self._least(within, costs)
         hit = expected.get(chosen.name, 0)
         alternative = self._alternative(able, within, cached, hit)
@@ -296,11 +297,13 @@ class Router:
         most, size = max(0, num_tokens - 1) // self.page_size, self.page_size
         return {name: min(count, most) * size for name, count in pages.items()}
 
-    def _within_bounds(self, able: Sequence[_Replica], num_tokens: int) -> list[_Replica]:
+    def _within_bounds(
+        self, able: Sequence[_Replica], num_tokens: int, default_s: float
+    ) -> list[_Replica]:
         """Those that may get a request; if all of them are full, none."""
         if not able:
             return []
-        output_tokens, default_s = self._output_tokens, self._default_token_s(able)
+        output_tokens = self._output_tokens
         work_s = [
             (state.token_s or default_s)
             * (state.waiting_tokens + state.num_requests * output_tokens)
@@ -335,9 +338,10 @@ class Router:
         home: str,
         num_tokens: int,
         output_tokens: float,
+        default_s: float,
     ) -> list[float]:
         """See the module."""
-        default_s, get = self._default_token_s(states), expected.get
+        get = expected.get
         prompt_tokens = self._prompt_tokens
         queue = sum([state.waiting_tokens for state in states]) / len(states) / prompt_tokens
         weight, long_wait = COPY_WEIGHT + queue, 1 / (LONG_WAIT * prompt_tokens)
@@ -377,7 +381,6 @@ class Router:
             # A place in a queue is free when the first of its requests has been computed.
             reason = "full"
             retry_s = min(self._queue_s(state) / max(1, state.num_waiting) for state in full)
-        self.counters.num_refusals[reason] = self.counters.num_refusals.get(reason, 0) + 1
         return Refusal(reason, min(MAX_RETRY_S, max(MIN_RETRY_S, retry_s)))
 
     def _reserve(

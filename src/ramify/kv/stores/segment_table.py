@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 
-from ramify.kv.stores.page_index import Location, PageIndex
+from ramify.kv.stores.page_index import PageIndex
 from ramify.kv.stores.page_store import ReadOutcome
 from ramify.kv.stores.removal_log import Position
 from ramify.kv.stores.segment import OpenedSegment, Segment
@@ -199,8 +199,3 @@ class SegmentTable:
         """Bytes of the index's arrays."""
         with self._lock:
             return self._index.nbytes
-
-    def location(self, name: bytes) -> Location | None:
-        """Segment number and slot of a page, for tests and tools."""
-        with self._lock:
-            return self._index.find(name)
