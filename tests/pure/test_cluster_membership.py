@@ -101,6 +101,34 @@ def test_a_removed_replica_ends_what_it_has() -> None:
     run(main())
 
 
+def test_a_replica_that_is_leaving_may_come_back_elsewhere() -> None:
+    """Added again at another address and with another secret, it is connected to there in the end."""
+    members = [Member(max_model_len=4096, pool_tokens=8192) for _ in range(2)]
+
+    async def main() -> None:
+        for member, secret in zip(members, SECRETS, strict=False):
+            await member.start(secret)
+        llm = ClusterLLM({"0": f"127.0.0.1:{members[0].port}"}, None, credentials=SECRETS[0])
+        await llm.start(10.0)
+        stream = llm.stream(prompts(1)[0], LONG)
+        await anext(stream)
+
+        llm.remove("0")
+        llm.add("0", f"127.0.0.1:{members[1].port}", SECRETS[1])
+        events = [event async for event in stream]
+        assert events[-1].output is not None
+        assert llm.dispatch.num_resumptions == 0
+        await close(members[0])
+        await until(lambda: llm.dispatch.replicas["0"].num_starts == 2)
+
+        await llm.generate(prompts(2)[1], SHORT)
+        assert members[1].bench.core.num_steps
+        await llm.aclose()
+        await close(members[1])
+
+    run(main())
+
+
 def test_one_that_nobody_answers_for_is_removed_at_once() -> None:
     """Between two tries to connect as well; its number is given to another one late."""
 

@@ -12,10 +12,12 @@ from ramify.cluster.client import ClusterLLM
 from ramify.cluster.credentials import Credentials, import_grpc
 from ramify.cluster.link import CHANNEL_OPTIONS
 from ramify.cluster.replica import Replica
-from ramify.errors import ConfigError, NoReplicaError
+from ramify.engine.cache_admin.calls import ReadStats
+from ramify.errors import ConfigError, NoReplicaError, ReplicaLostError
 from ramify.params import SamplingParams
 from tests.pure.cluster_bench import ClusterBench, Member, prompts, run, until
 from tests.pure.engine_bench import expected
+from tests.pure.least_loaded import LeastLoaded
 
 grpc = pytest.importorskip("grpc", reason="grpcio is not installed (pip install ramify[cluster])")
 PROMPT = prompts(1)[0]
@@ -253,6 +255,47 @@ def test_an_impossible_message_of_a_replica_ends_its_connection_only(step: wire.
             [before] = replica._connections
             before.send(step)
             await until(lambda: before not in replica._connections and bool(replica._connections))
+            await until(lambda: bench.llm.dispatch.members.has_ready)
+            await assert_serves(bench)
+
+    run(main())
+
+
+class Faulty(LeastLoaded):
+    """Fails once at a replica's load, by a bug."""
+
+    is_armed = False
+
+    def load(self, replica: str, load: wire.Load) -> None:
+        if self.is_armed:
+            self.is_armed = False
+            raise ZeroDivisionError("planted")
+
+
+def test_a_connection_that_ends_by_a_bug_says_so() -> None:
+    """The calls that it had fail with the bug, not with the end of this server; another one is made."""
+    bench = ClusterBench(1)
+    routes = bench.routes = Faulty()
+
+    async def main() -> None:
+        async with bench.running():
+            replica = bench.llm.dispatch.replicas["0"]
+            gate = bench.members[0].gate
+            gate.is_open = False
+            stream = bench.llm.stream(PROMPT, SamplingParams(max_tokens=2, ignore_eos=True))
+            await stream.accepted()
+            await gate.arrive()
+            call = asyncio.ensure_future(replica.call(ReadStats()))
+            await until(lambda: bool(replica._calls))
+            routes.is_armed = True
+            [connection] = bench.members[0].replica._connections
+            connection.send(wire.Step(load=wire.Load(1, 1, 1, 1, 0.0, 0.0)))
+            for lost in (call, stream.whole()):
+                with pytest.raises(
+                    ReplicaLostError, match="a bug here: ZeroDivisionError: planted"
+                ):
+                    await lost
+            gate.open()
             await until(lambda: bench.llm.dispatch.members.has_ready)
             await assert_serves(bench)
 

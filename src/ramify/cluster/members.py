@@ -59,17 +59,21 @@ class Members:
         return [*dict.fromkeys(welcome.namespace for welcome in welcomes if welcome is not None)]
 
     def add(self, name: str, address: str, credentials: Credentials | None = None) -> None:
-        """Connect to a further replica until `remove`; also to one that is leaving.
+        """Connect to a replica until `remove`.
+
+        A replica with this name that is here, or is leaving, stays: its next connection is to `address`.
 
         Raises:
             ConfigError: there are `MAX_REPLICAS`.
         """
+        shown = credentials or self._credentials
         replica = self.replicas.get(name)
         if replica is None:
-            replica = self._make(name, address, credentials or self._credentials)
-            self.replicas[name] = replica
+            self.replicas[name] = replica = self._make(name, address, shown)
             if self._is_started:
                 self._connect(replica)
+        else:
+            replica.move(address, shown)
         replica.is_leaving = False
 
     def remove(self, name: str) -> None:

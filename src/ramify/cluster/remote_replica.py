@@ -29,7 +29,7 @@ from ramify.cluster.wire import (
 )
 from ramify.engine.cache_admin.calls import EngineCall
 from ramify.engine.context import EngineStats
-from ramify.errors import RamifyError, ReplicaLostError
+from ramify.errors import ReplicaLostError
 
 logger = logging.getLogger(__name__)
 
@@ -136,9 +136,13 @@ class RemoteReplica:
                 retry_s = MIN_RETRY_S
                 await self._pause(retry_s)
 
-    def move(self, address: str) -> None:
-        """Connect to this address from the next try on, which is made at once if none is running."""
-        self.address = address
+    def move(self, address: str, credentials: Credentials | None = None) -> None:
+        """Connect to this address from the next try on, which is made at once if none is running.
+
+        Args:
+            credentials: to be shown there; None: those of before.
+        """
+        self.address, self._credentials = address, credentials or self._credentials
         self._has_moved.set()
 
     def leave(self) -> None:
@@ -173,6 +177,10 @@ class RemoteReplica:
         try:
             self._cluster.joined(self)
             reason = await link.run()
+        except Exception as error:
+            reason = f"a bug here: {type(error).__name__}: {error}"
+            await link.close()
+            raise
         finally:
             self._lose(reason)
 
@@ -238,7 +246,7 @@ class RemoteReplica:
             if self._link is None:
                 raise ReplicaLostError(f"replica {self.name} is not connected")
             self._link.send(message)
-        except RamifyError:
+        except Exception:
             self._call_permits.release()
             raise
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -287,5 +295,8 @@ class RemoteReplica:
                 future.set_result(None)
             else:
                 future.set_result(decode_result(call, message.value))
-        except WireError as error:
+        except Exception as error:
+            # Else its caller would wait for ever.
             future.set_exception(error)
+            if not isinstance(error, WireError):
+                raise
