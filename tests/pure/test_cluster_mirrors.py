@@ -113,7 +113,7 @@ def test_a_released_head_does_not_remove_the_tail() -> None:
 
 
 def test_messages_of_an_earlier_incarnation_change_nothing() -> None:
-    """What a replica sent before its restart does not come back, nor does its old incarnation."""
+    """What a replica sent before its restart does not come back."""
     mirrors = Mirrors()
     before = joined(mirrors, incarnation=1)
     serve(before.cache, "abcd")
@@ -123,9 +123,23 @@ def test_messages_of_an_earlier_incarnation_change_nothing() -> None:
     late.deliver(mirrors)
 
     assert mirrors.match(key("abcd").page_hashes(2)) == {}
-    assert not mirrors.add("a", 1)
     assert_mirrored(mirrors, after)
-    assert mirrors.counters.num_late == 3
+    assert mirrors.counters.num_late == 2
+
+
+def test_an_address_may_lead_to_an_earlier_engine_again() -> None:
+    """Two engines behind one address, by turns: the mirror is that of the engine that is connected."""
+    mirrors = Mirrors()
+    engines = [Replica("a", number, PrefixCache(64, 2), capacity=1000) for number in (1, 2)]
+    serve(engines[0].cache, "abcd")
+    for turn, engine in enumerate(engines * 2):
+        mirrors.add("a", engine.incarnation)
+        for request in mirrors.due_snapshots(10.0 * turn):
+            engine.ask(request, max_runs=9)
+        serve(engine.cache, "efghijkl"[: 2 * turn + 2])
+        engine.message().deliver(mirrors)
+
+        assert_mirrored(mirrors, engine)
 
 
 def test_the_same_engine_may_come_back() -> None:
@@ -135,7 +149,10 @@ def test_the_same_engine_may_come_back() -> None:
     serve(replica.cache, "abcd")
     replica.message().deliver(mirrors)
 
-    assert mirrors.add("a", 1)
+    mirrors.leave("a")
+    assert not mirrors.is_known("a")
+    assert not mirrors.are_known(["a"])
+    mirrors.add("a", 1)
 
     assert not mirrors.is_known("a")
     assert mirrors.match(key("abcd").page_hashes(2)) == {"a": 2}
@@ -169,6 +186,26 @@ def test_one_snapshot_is_in_flight_and_a_silent_one_is_asked_for_again() -> None
 
     assert moments[:4] == [0.0, 10.0, 20.0, 30.0]
     assert moments[-1] - moments[-2] == MAX_INTERVAL_S
+
+
+def test_a_replica_that_is_away_is_not_asked() -> None:
+    """However long: it is asked as soon as it is connected again, and no failure is counted for it."""
+    mirrors = Mirrors(snapshot_timeout_s=TIMEOUT_S, snapshot_interval_s=INTERVAL_S)
+    replica = Replica("a", 1, PrefixCache(64, 2))
+    mirrors.add("a", 1)
+    replica.ask(mirrors.due_snapshots(0.0)[0])
+
+    mirrors.leave("a")
+    assert not [now for now in range(1, 1000) if mirrors.due_snapshots(float(now))]
+    mirrors.add("a", 1)
+    replica.ask(mirrors.due_snapshots(1000.0)[0])
+    replica.message().deliver(mirrors)
+
+    assert_mirrored(mirrors, replica)
+    assert (mirrors.counters.num_asked, mirrors.counters.num_failed_snapshots) == (2, 1)
+    mirrors.leave("a")
+    mirrors.leave("nobody")
+    assert mirrors.counters.num_failed_snapshots == 1
 
 
 def test_a_snapshot_that_comes_in_slowly_is_waited_for() -> None:
@@ -214,7 +251,7 @@ def test_a_wrong_digest_asks_for_a_snapshot() -> None:
     message.deliver(mirrors)
 
     assert not mirrors.is_known("a")
-    assert mirrors.counters.num_mismatches == 1
+    assert (mirrors.counters.num_gaps, mirrors.counters.num_mismatches) == (0, 1)
     assert [each.replica for each in mirrors.due_snapshots(1.0)] == ["a"]
 
 

@@ -53,7 +53,7 @@ class MirrorMachine(RuleBasedStateMachine):
         cache = PrefixCache(self.random.randint(6, 24), 2, window=self.window)
         incarnation = self.random.getrandbits(64)
         self.replicas[name] = Replica(name, incarnation, cache, self.random.getrandbits(32))
-        assert self.mirrors.add(name, incarnation)
+        self.mirrors.add(name, incarnation)
 
     def _pick(self) -> Replica:
         return self.replicas[self.random.choice(list(self.replicas))]
@@ -164,8 +164,14 @@ class MirrorMachine(RuleBasedStateMachine):
             return
         if self.random.random() < 0.5:
             self.mirrors.remove(replica.name)
-        assert self.mirrors.add(replica.name, replica.incarnation)
-        self.last_asked_s.pop((replica.name, replica.incarnation), None)
+            self.last_asked_s.pop((replica.name, replica.incarnation), None)
+        else:
+            self.mirrors.leave(replica.name)
+        num_asked = len(self.requests)
+        self.now_s += 2 * MAX_INTERVAL_S
+        self._ask()
+        assert replica.name not in [request.replica for request in self.requests[num_asked:]]
+        self.mirrors.add(replica.name, replica.incarnation)
 
     @rule(num_steps=st.integers(1, 40))
     def busy_minute(self, num_steps: int) -> None:

@@ -16,7 +16,6 @@ from typing import Protocol
 from ramify.cache.key import HASH_BYTES
 from ramify.cluster.page_index import PageIndex
 
-MAX_FORGOTTEN = 4096  # incarnations of replicas that have restarted
 MAX_DOUBLINGS = 5  # of the interval between two snapshots that fail
 
 
@@ -120,6 +119,7 @@ class _Mirror:
     sequence: int = 0
     digest: int = 0
     is_complete: bool = False  # a snapshot was applied, and every event since
+    is_away: bool = False  # not connected
     snapshot: _Snapshot | None = None
     last_asked_s: float = float("-inf")
     num_failures: int = 0  # of snapshots, one after the other
@@ -155,30 +155,25 @@ class Mirrors:
         self._mirrors: dict[str, _Mirror] = {}
         self._by_column: dict[int, _Mirror] = {}
         self._columns = 0  # bit mask of those in use
-        self._forgotten: dict[int, None] = {}
 
     # -- replicas --------------------------------------------------------------------------
 
-    def add(self, replica: str, incarnation: int) -> bool:
-        """Begin to mirror a replica, or go on after its connection was lost.
-
-        Returns False, and changes nothing, if the incarnation is one that a later one replaced.
-        """
-        if incarnation in self._forgotten:
-            self.counters.num_late += 1
-            return False
+    def add(self, replica: str, incarnation: int) -> None:
+        """Begin to mirror a replica that is connected, or go on after its connection was lost."""
         mirror = self._mirrors.get(replica)
-        if mirror is not None and mirror.incarnation == incarnation:
-            mirror.is_complete, mirror.snapshot = False, None
-            return True
-        if mirror is not None:
+        if mirror is None or mirror.incarnation != incarnation:
             self.remove(replica)
-            self._forgotten[mirror.incarnation] = None
-            if len(self._forgotten) > MAX_FORGOTTEN:
-                del self._forgotten[next(iter(self._forgotten))]
-        self._mirrors[replica] = mirror = _Mirror(replica, incarnation, -1)
-        self._take_column(mirror)
-        return True
+            self._mirrors[replica] = mirror = _Mirror(replica, incarnation, -1)
+            self._take_column(mirror)
+        mirror.is_complete, mirror.snapshot, mirror.is_away = False, None, False
+
+    def leave(self, replica: str) -> None:
+        """Ask for nothing until `add`, since the connection has ended; what was cached stays."""
+        mirror = self._mirrors.get(replica)
+        if mirror is not None:
+            if mirror.snapshot is not None:
+                self._fail_snapshot(mirror)
+            mirror.is_complete, mirror.is_away = False, True
 
     def remove(self, replica: str) -> None:
         """End the mirror of a replica, if there is one."""
@@ -191,6 +186,15 @@ class Mirrors:
         """Whether the mirror is the replica's cache, as of its last message."""
         mirror = self._mirrors.get(replica)
         return mirror is not None and mirror.is_complete
+
+    def are_known(self, replicas: Iterable[str]) -> bool:
+        """Whether all of the mirrors are; see `is_known`."""
+        get = self._mirrors.get
+        for replica in replicas:
+            mirror = get(replica)
+            if mirror is None or not mirror.is_complete:
+                return False
+        return True
 
     def num_pages(self, replica: str) -> int:
         """Pages that the index holds for a replica, of every stride-th; 0 for an unknown one."""
@@ -209,6 +213,7 @@ class Mirrors:
                 self.counters.num_late += 1
                 continue
             if event.sequence != mirror.sequence + 1:
+                self.counters.num_gaps += mirror.follows
                 self._lose(mirror)
             mirror.sequence = event.sequence
             self._apply_event(mirror, event)
@@ -251,6 +256,7 @@ class Mirrors:
         if mirror is None or not mirror.follows or sequence < mirror.sequence:
             return
         if sequence > mirror.sequence:
+            self.counters.num_gaps += 1
             self._lose(mirror)
         elif int.from_bytes(digest, "big") != mirror.digest:
             self.counters.num_mismatches += 1
@@ -260,6 +266,8 @@ class Mirrors:
         """The snapshots to ask for now; at most one is in flight for each replica."""
         due = []
         for mirror in self._mirrors.values():
+            if mirror.is_complete or mirror.is_away:
+                continue
             snapshot = mirror.snapshot
             if snapshot is not None:
                 if snapshot.next_part > snapshot.seen_part:
@@ -267,8 +275,6 @@ class Mirrors:
                 if now - snapshot.asked_s < self._timeout_s:
                     continue
                 self._fail_snapshot(mirror)
-            if mirror.is_complete:
-                continue
             interval_s = self._interval_s * 2 ** min(mirror.num_failures, MAX_DOUBLINGS)
             if now - mirror.last_asked_s < interval_s:
                 continue
@@ -328,9 +334,7 @@ class Mirrors:
             mirror.snapshot.is_cleared = True
 
     def _lose(self, mirror: _Mirror) -> None:
-        """Events are missing: the mirror is a guess until the next snapshot."""
-        if mirror.follows:
-            self.counters.num_gaps += 1
+        """The mirror is a guess until the next snapshot."""
         mirror.is_complete = False
         if mirror.snapshot is not None and mirror.snapshot.next_part:
             self._fail_snapshot(mirror)

@@ -176,6 +176,7 @@ class CacheRoutes:
     def left(self, replica: str) -> None:
         """See `Routes`; what it has cached is kept until another incarnation joins in its place."""
         self.router.remove(replica)
+        self.router.mirrors.leave(replica)
 
     def forgotten(self, replica: str) -> None:
         """See `Routes`."""
