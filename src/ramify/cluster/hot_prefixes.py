@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -16,16 +16,33 @@ Prompt = TypeVar("Prompt")
 
 @dataclass(frozen=True, slots=True)
 class HotPrefix(Generic[Prompt]):
-    """The first `num_pages` pages of a prompt, which about `count` prompts began with."""
+    """The first pages of a prompt, which about `count` prompts began with.
 
-    page_hashes: tuple[bytes, ...]
+    `page_hashes` has them in each namespace that replicas had when it was last seen.
+    """
+
+    page_hashes: tuple[tuple[bytes, ...], ...]
     prompt: Prompt
     count: float
 
     @property
     def num_pages(self) -> int:
         """Pages that are shared."""
-        return len(self.page_hashes)
+        return len(self.page_hashes[0])
+
+    @property
+    def last_pages(self) -> tuple[bytes, ...]:
+        """The hash of the last page in each namespace: each stands for the whole prefix."""
+        return tuple([hashes[-1] for hashes in self.page_hashes])
+
+    def num_cached(self, mirrors: Mirrors, replica: str) -> int:
+        """Pages of it that a replica has."""
+        return max(mirrors.match(hashes).get(replica, 0) for hashes in self.page_hashes)
+
+    def missing_pages(self, num_cached: int, covered: set[bytes]) -> int:
+        """Pages behind the first `num_cached` that are in no namespace among `covered`."""
+        pages = zip(*[hashes[num_cached:] for hashes in self.page_hashes], strict=True)
+        return sum([covered.isdisjoint(page) for page in pages])
 
 
 class HotPrefixes(Generic[Prompt]):
@@ -39,35 +56,54 @@ class HotPrefixes(Generic[Prompt]):
         if limit < 1:
             raise ConfigError(f"limit={limit} but at least 1 prefix is kept")
         self._limit = limit
-        self._prefixes: dict[bytes, HotPrefix[Prompt]] = {}  # by the hash of the last page
-        self._num_noted = 0
+        self._prefixes: dict[int, HotPrefix[Prompt]] = {}  # by number; seen last is last
+        self._numbers: dict[bytes, int] = {}  # by hash of the last page, in any namespace
+        self._num_noted = self._num_put = 0
 
     def __len__(self) -> int:
         return len(self._prefixes)
 
-    def note(self, page_hashes: Sequence[bytes], num_shared: int, prompt: Prompt) -> None:
+    def note(self, page_hashes: Sequence[Sequence[bytes]], num_shared: int, prompt: Prompt) -> None:
         """Count a prompt whose first `num_shared` pages some replica has cached.
 
         Args:
+            page_hashes: of the prompt, in each namespace that replicas have.
             prompt: what the caller needs to compute the prefix, kept as it is.
         """
         self._num_noted += 1
         if self._num_noted % HALVE_EVERY == 0:
             self._halve()
-        if not 0 < num_shared <= len(page_hashes):
+        if not 0 < num_shared <= min(map(len, page_hashes), default=0):
             return
-        last = page_hashes[num_shared - 1]
-        known = self._prefixes.pop(last, None)
-        if known is not None:
-            # Behind all others: of equal counts, the one that was not seen for longest goes first.
-            self._prefixes[last] = HotPrefix(known.page_hashes, known.prompt, known.count + 1)
-            return
-        count = 1.0
-        if len(self._prefixes) >= self._limit:
-            rarest = min(self._prefixes, key=lambda page: self._prefixes[page].count)
+        shared = tuple([tuple(hashes[:num_shared]) for hashes in page_hashes])
+        known = self._take([hashes[-1] for hashes in shared])
+        count = 1.0 + sum(prefix.count for prefix in known)
+        if known:
+            prompt = known[0].prompt
+        elif len(self._prefixes) >= self._limit:
+            rarest = min(self._prefixes.values(), key=lambda prefix: prefix.count)
             # It may have been seen as often as the one that it replaces, and forgotten.
-            count += self._prefixes.pop(rarest).count
-        self._prefixes[last] = HotPrefix(tuple(page_hashes[:num_shared]), prompt, count)
+            count += sum(prefix.count for prefix in self._take(rarest.last_pages))
+        self._put(HotPrefix(shared, prompt, count))
+
+    def _take(self, last_pages: Iterable[bytes]) -> list[HotPrefix[Prompt]]:
+        """Take out the prefixes that have one of these last pages.
+
+        That is one, but a prefix that was seen in two namespaces before any replica had both is two.
+        """
+        numbers = {self._numbers[page] for page in last_pages if page in self._numbers}
+        taken = [self._prefixes.pop(number) for number in sorted(numbers)]
+        for prefix in taken:
+            for page in prefix.last_pages:
+                del self._numbers[page]
+        return taken
+
+    def _put(self, prefix: HotPrefix[Prompt]) -> None:
+        # Behind all others: of equal counts, the one that was not seen for longest goes first.
+        self._num_put += 1
+        self._prefixes[self._num_put] = prefix
+        for page in prefix.last_pages:
+            self._numbers[page] = self._num_put
 
     def missing(self, mirrors: Mirrors, replica: str, max_pages: int) -> list[HotPrefix[Prompt]]:
         """The prefixes to compute on a replica, hottest first, of at most `max_pages` in all.
@@ -83,21 +119,19 @@ class HotPrefixes(Generic[Prompt]):
             reverse=True,
         )
         for prefix in order:
-            if prefix.count < 2 or prefix.page_hashes[-1] in covered:
+            if prefix.count < 2 or not covered.isdisjoint(prefix.last_pages):
                 continue
-            num_cached = mirrors.match(prefix.page_hashes).get(replica, 0)
-            stride = mirrors.index.stride
-            num_new = sum(1 for page in prefix.page_hashes[num_cached:] if page not in covered)
+            num_cached, stride = prefix.num_cached(mirrors, replica), mirrors.index.stride
+            num_new = prefix.missing_pages(num_cached, covered)
             if num_cached >= prefix.num_pages // stride * stride > 0 or num_new > max_pages:
                 continue
             max_pages -= num_new
-            covered.update(prefix.page_hashes)
+            covered.update(*prefix.page_hashes)
             chosen.append(prefix)
         return chosen
 
     def _halve(self) -> None:
-        self._prefixes = {
-            last: HotPrefix(prefix.page_hashes, prefix.prompt, prefix.count / 2)
-            for last, prefix in self._prefixes.items()
-            if prefix.count >= 1
-        }
+        prefixes, self._prefixes, self._numbers = self._prefixes, {}, {}
+        for prefix in prefixes.values():
+            if prefix.count >= 1:
+                self._put(HotPrefix(prefix.page_hashes, prefix.prompt, prefix.count / 2))

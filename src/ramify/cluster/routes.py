@@ -207,16 +207,15 @@ class CacheRoutes:
         self, page_hashes: Sequence[Sequence[bytes]], num_shared: int, prompt: HotPrompt
     ) -> None:
         """See `Routes`."""
-        self._hot.note(page_hashes[0], num_shared // self.router.page_size, prompt)
+        num_pages = num_shared // self.router.page_size
+        self._hot.note(page_hashes, num_pages, prompt.cut(num_pages * self.router.page_size))
 
     def missing(self, replica: str, max_pages: int) -> list[HotPrompt]:
         """See `Routes`."""
         if not len(self._hot):
             return []
-        return [
-            prefix.prompt.cut(prefix.num_pages * self.router.page_size)
-            for prefix in self._hot.missing(self.router.mirrors, replica, max_pages)
-        ]
+        missing = self._hot.missing(self.router.mirrors, replica, max_pages)
+        return [prefix.prompt for prefix in missing]
 
     def is_known(self, replica: str) -> bool:
         """See `Routes`."""
