@@ -1,14 +1,20 @@
 """A replica that joins later computes what others have: public prefixes, `--warm`, hot prefixes."""
 
 import asyncio
+import logging
 from array import array
+from typing import Any
 
 import pytest
 
 from ramify.cache import CacheKey
+from ramify.cluster.credentials import Credentials
+from ramify.cluster.remote_replica import RemoteReplica
+from ramify.cluster.warm_up import WarmUp
 from ramify.engine.cache_admin.warmup import PUBLIC, WarmPrompt
 from ramify.params import SamplingParams
 from tests.pure.cluster_bench import ClusterBench, Member, prompts, run, until
+from tests.pure.least_loaded import LeastLoaded
 
 pytest.importorskip("grpc", reason="grpcio is not installed (pip install ramify[cluster])")
 TOKENS = SamplingParams(max_tokens=3, ignore_eos=True)
@@ -84,6 +90,66 @@ def test_hot_prefixes_wait_until_the_replica_is_idle() -> None:
             await until(lambda: bench.llm.dispatch.num_live == 0)
 
     run(main())
+
+
+def test_hot_prefixes_do_not_wait_for_ever() -> None:
+    """A replica that always has a request is warmed beside them."""
+    bench = ClusterBench(2)
+
+    async def main() -> None:
+        async with bench.running():
+            for end in range(6):
+                await bench.llm.generate([*SHARED, 30 + end, 31], TOKENS)
+            member = bench.members[1]
+            await member.kill()
+            replica = bench.llm.dispatch.replicas["1"]
+            await until(lambda: not replica.is_ready)
+            bench.llm.dispatch.replicas["0"].is_draining = True
+
+            async def ask_again_and_again() -> None:
+                while True:
+                    await bench.llm.generate(prompts(1)[0], TOKENS)
+
+            await member.start_again()
+            await until(lambda: replica.is_ready)
+            clients = [asyncio.ensure_future(ask_again_and_again()) for _ in range(3)]
+            await until_cached(member, SHARED, 20)
+            for client in clients:
+                client.cancel()
+            await asyncio.gather(*clients, return_exceptions=True)
+            bench.llm.dispatch.replicas["0"].is_draining = False
+            await until(lambda: bench.llm.dispatch.num_live == 0)
+
+    run(main())
+
+
+def test_a_part_that_fails_is_logged_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    """Public prefixes that cannot be computed, by a bug or not, leave the warm-up prompts."""
+    computed: list[Any] = []
+
+    async def compute(prompt: WarmPrompt, replica: RemoteReplica) -> Any:
+        del replica
+        if prompt.prompt == SHARED:
+            raise ZeroDivisionError("planted")
+        computed.append(prompt)
+        return ValueError("refused")
+
+    async def main() -> None:
+        cluster: Any = None
+        replica = RemoteReplica("9", 9, "127.0.0.1:1", cluster, Credentials())
+        warm_up = WarmUp(LeastLoaded(), compute)
+        warm_up.declare_public([SHARED])
+        warm_up.remember([WarmPrompt([7, 8])])
+        warm_up.begin(replica)
+        await until(lambda: bool(computed))
+        await asyncio.sleep(0)
+        await warm_up.close()
+
+    with caplog.at_level(logging.WARNING):
+        run(main())
+    messages = [record.getMessage() for record in caplog.records]
+    assert "replica 9: a part of its warm-up has ended by a bug" in messages
+    assert "replica 9: a prompt was not warmed: refused" in messages
 
 
 def test_public_prefixes_and_warm_prompts_reach_replicas_that_join_later() -> None:

@@ -7,6 +7,7 @@ import logging
 from array import array
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 
 from ramify.cluster.remote_replica import RemoteReplica
 from ramify.cluster.routes import HotPrompt, Routes
@@ -21,6 +22,7 @@ MAX_PROMPTS = 1024  # that are remembered
 POOL_SHARE = 0.5  # of a replica's pages, for hot prefixes
 KNOWN_S = 10.0  # until the snapshot of a cache has come
 CHECK_S = 0.05
+IDLE_S = 2.0  # that a hot prefix waits for a moment without requests
 Compute = Callable[[WarmPrompt, RemoteReplica], Awaitable[RequestOutput | Exception]]
 
 
@@ -28,7 +30,7 @@ class WarmUp:
     """Public prefixes, then warm-up prompts, then the prefixes that most requests share.
 
     The replica takes requests meanwhile. Hot prefixes are computed one after the other, each when the
-    replica has no request of this server.
+    replica has no request of this server, or, if it is never without, `IDLE_S` later beside them.
 
     Args:
         compute: computes a prompt at a replica, with the lowest priority.
@@ -68,13 +70,15 @@ class WarmUp:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run(self, replica: RemoteReplica) -> None:
-        try:
-            await self._share(replica)
-            for prompt in [*self._prompts]:
-                self._log(replica, await self._compute(prompt, replica))
-            await self._compute_hot(replica)
-        except RamifyError as error:
-            self._log(replica, error)
+        for part in (self._share, self._compute_prompts, self._compute_hot):
+            try:
+                await part(replica)
+            except RamifyError as error:
+                self._log(replica, error)
+            except Exception:
+                logger.exception(
+                    "replica %s: a part of its warm-up has ended by a bug", replica.name
+                )
 
     async def _share(self, replica: RemoteReplica) -> None:
         if not self._public:
@@ -82,6 +86,10 @@ class WarmUp:
         prefixes = [*self._public]
         results = [await self._compute(WarmPrompt(ids.tolist()), replica) for ids in prefixes]
         await replica.call(PinPublicPrefixes(prefixes, WarmupResult.of(results)))
+
+    async def _compute_prompts(self, replica: RemoteReplica) -> None:
+        for prompt in [*self._prompts]:
+            self._log(replica, await self._compute(prompt, replica))
 
     async def _compute_hot(self, replica: RemoteReplica) -> None:
         if replica.welcome is None:
@@ -93,8 +101,7 @@ class WarmUp:
             await asyncio.sleep(CHECK_S)
         computed: list[HotPrompt] = []
         for prompt in self._routes.missing(replica.name, max_pages):
-            while replica.requests:  # noqa: ASYNC110 - whoever ends them
-                await asyncio.sleep(CHECK_S)
+            await self._until_idle(replica)
             warm = WarmPrompt(prompt.ids.tolist(), prompt.tenant, prompt.salt)
             self._log(replica, await self._compute(warm, replica))
             computed.append(prompt)
@@ -106,6 +113,12 @@ class WarmUp:
                 len(computed),
                 num_tokens,
             )
+
+    async def _until_idle(self, replica: RemoteReplica) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(IDLE_S):
+                while replica.requests:  # noqa: ASYNC110 - whoever ends them
+                    await asyncio.sleep(CHECK_S)
 
     def _log(self, replica: RemoteReplica, result: RequestOutput | Exception) -> None:
         error = result if isinstance(result, Exception) else result.error
