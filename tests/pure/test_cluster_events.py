@@ -10,7 +10,14 @@ import pytest
 from ramify.cache.events import CacheEvent, SnapshotChunk
 from ramify.cluster.mirrors import Mirrors
 from ramify.cluster.routes import CacheRoutes
-from ramify.cluster.step_reports import HASH_BYTES, PART_HASH_BYTES, StepReporter, parts_of, run_of
+from ramify.cluster.step_reports import (
+    HASH_BYTES,
+    PART_HASH_BYTES,
+    StepReporter,
+    parts_of,
+    run_of,
+    smoothed,
+)
 from ramify.cluster.wire import (
     MAX_MESSAGE_BYTES,
     Load,
@@ -263,6 +270,19 @@ def test_mirrors_follow_a_restart() -> None:
             await until_mirrored(bench)
 
     run(main())
+
+
+def test_a_step_in_which_a_replica_was_stopped_is_forgotten_soon() -> None:
+    """One step of a thousand times the mean looks a third slower; a slower machine is believed in time."""
+    mean = smoothed(0.0, 1e-4)
+
+    assert smoothed(mean, 0.1) == pytest.approx(1.3e-4)
+    for _ in range(40):
+        mean = smoothed(mean, 1e-3)
+    assert mean == pytest.approx(1e-3, rel=0.1)
+    for _ in range(60):
+        mean = smoothed(mean, 1e-4)
+    assert mean == pytest.approx(1e-4, rel=0.1)
 
 
 def test_a_later_connection_measures_its_own_steps() -> None:

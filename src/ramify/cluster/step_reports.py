@@ -19,6 +19,9 @@ PART_HASH_BYTES = (
     4 << 20
 )  # of a part of a snapshot, a whole number of hashes; a message may have 16 MiB
 SMOOTHING = 0.1  # weight of the last step in the calibration
+# Times the mean that a step counts at most: this process may have been stopped in it, and a replica
+# that looks a thousand times slower gets no prompts with which to measure anew.
+MAX_JUMP = 4.0
 # A step with this many tokens for each of its decoding answers is one of prompts.
 PROMPT_SHARE = 4
 
@@ -126,8 +129,8 @@ class StepReporter:
 
 
 def smoothed(mean: float, value: float) -> float:
-    """The mean after one value more; 0 is no mean yet."""
-    return mean + SMOOTHING * (value - mean) if mean else value
+    """The mean after one value more, which counts `MAX_JUMP` means at most; 0 is no mean yet."""
+    return mean + SMOOTHING * (min(value, MAX_JUMP * mean) - mean) if mean else value
 
 
 def run_of(event: CacheEvent) -> Run:
