@@ -90,13 +90,13 @@ class Fleet:
         self.event_s += time.thread_time() - begin
         self.num_entries += len(chain) // HASH_BYTES
 
-    def prompt(self, num_pages: int) -> list[bytes]:
+    def prompt(self, num_pages: int) -> tuple[bytes, ...]:
         """A prompt that begins with cached pages and ends with others; a tenth has none cached."""
         chain = self.rng.choice(self.chains)
         known = self.rng.choice((0, *range(1, 10))) * min(num_pages, len(chain) // HASH_BYTES) // 10
         packed = chain[: known * HASH_BYTES]
         packed += self.rng.randbytes((num_pages - known) * HASH_BYTES)
-        return [packed[at : at + HASH_BYTES] for at in range(0, len(packed), HASH_BYTES)]
+        return tuple([packed[at : at + HASH_BYTES] for at in range(0, len(packed), HASH_BYTES)])
 
     def decide(self, page_hashes: Sequence[bytes]) -> tuple[Decision, float]:
         """A decision, and seconds of this thread: other programs' share of the core is not in it."""

@@ -193,6 +193,23 @@ def test_of_equal_prefixes_the_home_is_used() -> None:
     assert set(chosen[3:]) - {home}
 
 
+def test_a_replica_that_drains_is_no_home() -> None:
+    """Nor is one that is gone: of the others, one is the home, and its copy costs nothing."""
+    for leave in (Router.drain, Router.remove):
+        fleet = Fleet("abcd")
+        for name in "abcd":
+            fleet.cache(name, range(200))
+        last_page = CacheKey(range(200)).page_hashes(PAGE)[-1]
+        first = home_of(last_page, "abcd")
+        leave(fleet.router, first)
+
+        decision = fleet.decide(range(220))
+
+        assert decision.replica == home_of(last_page, set("abcd") - {first})
+        assert decision.cost_s == pytest.approx(idle_cost(20))
+        assert decision.alternative is None
+
+
 def test_homes_are_spread_and_stay_when_a_replica_leaves() -> None:
     """Each of four replicas is home of about a quarter of the prefixes; only a leaver's homes move."""
     hashes = [CacheKey([number]).page_hashes(1)[0] for number in range(2000)]

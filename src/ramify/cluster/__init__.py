@@ -4,7 +4,7 @@ In reading order. Who decides knows no socket, no clock and no tensor:
 
 - `page_index`: which caches have a page
 - `mirrors`: what each replica has cached, from its events
-- `prefixes_in_flight`, `prefix_home`, `recent_work`: what the router knows besides
+- `prefixes_in_flight`, `prefix_home`, `recent_work`, `replica_work`: what the router knows besides
 - `decisions`, `router`: which replica serves a prompt, and why
 - `hot_prefixes`: what most prompts begin with
 - `simulation`: a fleet in virtual time

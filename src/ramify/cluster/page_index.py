@@ -169,27 +169,16 @@ class PageIndex:
         end = len(page_hashes) // stride
         begin, alive = 0, columns  # `alive` have the first `begin` of the pages kept
         while alive and begin < end:
-            low, high, step = begin, begin + 1, 1
-            # Double the step while all of them have the page, then halve the gap.
-            while True:
-                at = min(high, end)
-                mask = get(_key(page_hashes[at * stride - 1]), 0) & alive
-                if mask != alive:
-                    high = at
-                    break
-                low = at
-                if at == end:
-                    high = end + 1
-                    break
-                step *= 2
-                high = at + step
-            while high - low > 1:
-                at = (low + high) // 2
+            # All of them have page `low`, not all have page `high`: those in `mask`.
+            low, high, mask = begin, end + 1, 0
+            at = begin + 1
+            while low < at < high:
                 middle = get(_key(page_hashes[at * stride - 1]), 0) & alive
                 if middle == alive:
                     low = at
                 else:
                     high, mask = at, middle
+                at = (low + high) // 2
             if high > end:
                 break
             if low:

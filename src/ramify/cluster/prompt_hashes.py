@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from ramify.engine.prefix_namespaces import PrefixNamespaces
 
@@ -24,14 +24,18 @@ class PromptHashes:
 
     def declare_public(self, ids: array[int]) -> None:
         """Let all tenants share the whole pages of a prefix, at every replica."""
+        if ids in self._public:
+            return
         self._public.append(ids)
         for namespaces in self._by_base.values():
             namespaces.declare_public(ids)
 
     def of(
         self, bases: Iterable[bytes], ids: array[int], tenant: str, salt: str
-    ) -> list[Sequence[bytes]]:
+    ) -> list[tuple[bytes, ...]]:
         """The hashes of a prompt's whole pages in each namespace, in their order.
+
+        In tuples: the garbage collector looks at a tuple of bytes once, at a list again and again.
 
         Args:
             bases: the namespaces in use; what is kept of others is dropped.
@@ -39,7 +43,7 @@ class PromptHashes:
         # Long prompts are hashed in another thread.
         self._by_base = in_use = {base: self._namespaces(base) for base in bases}
         return [
-            namespaces.key(ids, tenant, salt).page_hashes(self._page_size)
+            tuple(namespaces.key(ids, tenant, salt).page_hashes(self._page_size))
             for namespaces in in_use.values()
         ]
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ramify.cluster.decisions import (
     Alternative,
@@ -37,8 +37,9 @@ from ramify.cluster.decisions import (
 )
 from ramify.cluster.mirrors import Mirrors
 from ramify.cluster.prefix_home import home_of
-from ramify.cluster.prefixes_in_flight import PrefixesInFlight
+from ramify.cluster.prefixes_in_flight import Edge, PrefixesInFlight
 from ramify.cluster.recent_work import RecentWork
+from ramify.cluster.replica_work import ReplicaWork
 from ramify.errors import ConfigError
 
 # Chosen with seeds 100 and 101 of generated traffic and the first half of Mooncake's conversation trace,
@@ -60,40 +61,11 @@ MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 
 
 @dataclass(slots=True, eq=False)
-class _Replica:
-    name: str
-    identity: Hashable
-    is_draining: bool = False
-    # Sums of the last report and of the reservations that it does not include:
-    waiting_tokens: int = 0
-    num_requests: int = 0
-    num_waiting: int = 0
-    num_unseen: int = 0  # of these reservations
-    unseen_tokens: int = 0
-    token_s: float = 0.0  # 0: not reported yet
-    max_waiting: int = 0
-    reservations: set[int] = field(default_factory=set)
-
-    @property
-    def is_full(self) -> bool:
-        """Whether it would refuse a request."""
-        return 0 < self.max_waiting <= self.num_waiting
-
-    def count_unseen(self, num_requests: int, num_tokens: int) -> None:
-        """Add reservations that the last report does not include; negative: it does, or they ended."""
-        self.num_unseen += num_requests
-        self.num_requests += num_requests
-        self.num_waiting += num_requests
-        self.unseen_tokens += num_tokens
-        self.waiting_tokens += num_tokens
-
-
-@dataclass(slots=True, eq=False)
 class _Reservation:
-    replica: _Replica
+    replica: ReplicaWork
     num_tokens: int  # to compute
     cached_tokens: int
-    noted: tuple[bytes, ...]  # of `PrefixesInFlight`
+    noted: Edge | None  # of `PrefixesInFlight`
     is_unseen: bool = True
     is_computed: bool = False
 
@@ -124,7 +96,9 @@ class Router:
         self.mirrors, self.page_size = mirrors, page_size
         self.bound, self.request_bound = bound, request_bound
         self.counters = RouterCounters(Counter())
-        self._replicas: dict[str, _Replica] = {}
+        self._replicas: dict[str, ReplicaWork] = {}
+        self._open: dict[str, ReplicaWork] = {}  # those that are not drained
+        self._silent: set[str] = set()  # names of those that have not reported how fast they are
         self._in_flight, self._recent = PrefixesInFlight(), RecentWork()
         self._reservations: dict[int, _Reservation] = {}
         self._num_reserved = 0  # ever; the number of the last reservation
@@ -147,33 +121,46 @@ class Router:
                 f"replica {replica!r} has {len(before.reservations)} requests in flight; remove it "
                 "and resume them before it joins again"
             )
-        self._replicas[replica] = _Replica(replica, identity)
+        self._replicas[replica] = ReplicaWork(replica, identity)
+        self._silent.add(replica)
         self._recent.join(replica)
+        self._in_flight.join(replica)
+        self._find_open()
 
     def drain(self, replica: str) -> None:
         """Send no more requests to a replica; those in flight go on."""
         self._replicas[replica].is_draining = True
+        self._find_open()
 
     def remove(self, replica: str) -> list[int]:
         """Forget a replica; returns the reservations that it had, which are released."""
         lost = self._replicas.pop(replica, None)
         if lost is None:
             return []
-        self._recent.leave(replica)
         reservations = sorted(lost.reservations)
         for number in reservations:
             self._release(number)
+        self._silent.discard(replica)
+        self._recent.leave(replica)
+        self._in_flight.leave(replica)
+        self._find_open()
         return reservations
+
+    def _find_open(self) -> None:
+        self._open = {
+            name: state for name, state in self._replicas.items() if not state.is_draining
+        }
 
     def load(self, replica: str, load: LoadReport) -> None:
         """Take a replica's report, which includes every request that was `admitted` before."""
         state = self._replicas.get(replica)
         if state is None:
             return
-        state.waiting_tokens = load.tokens_waiting + state.unseen_tokens
-        state.num_waiting = load.num_waiting + state.num_unseen
-        state.num_requests = load.num_running + state.num_waiting
-        state.token_s, state.max_waiting = load.token_s, load.max_waiting
+        state.report(load)
+        if load.token_s:
+            self._silent.discard(replica)
+        else:
+            self._silent.add(replica)
 
     def queue_s(self, replica: str) -> float:
         """Seconds of work that a replica has before a further request; 0 if it is not there."""
@@ -182,9 +169,8 @@ class Router:
 
     def queues(self) -> dict[str, tuple[float, int]]:
         """Seconds of computing that wait at each replica, and its requests, by name."""
-        first_token_s = self._default_token_s([*self._replicas.values()])
         return {
-            name: ((state.token_s or first_token_s) * state.waiting_tokens, state.num_requests)
+            name: (self._queue_s(state), int(state.num_requests))
             for name, state in self._replicas.items()
         }
 
@@ -217,13 +203,7 @@ class Router:
             exclude: names of replicas that must not get it.
             beyond_limits: also a replica whose queue is full, if all are.
         """
-        able = [
-            state
-            for state in self._replicas.values()
-            if not state.is_draining
-            and (identity is None or state.identity == identity)
-            and (not exclude or state.name not in exclude)
-        ]
+        able = self._able(identity, exclude)
         default_s = self._default_token_s(able)
         within = self._within_bounds(able, num_tokens, default_s)
         if not within:
@@ -243,7 +223,7 @@ class Router:
         output_tokens = self._output_tokens
         if max_tokens is not None:
             output_tokens = min(output_tokens, max_tokens)
-        costs = self._costs_s(within, expected, home, num_tokens, output_tokens, default_s)
+        costs = self._costs_s(within, expected, home, float(num_tokens), output_tokens, default_s)
         chosen, cost_s = self._least(within, costs)
         hit = expected.get(chosen.name, 0)
         alternative = self._alternative(able, within, cached, hit)
@@ -292,14 +272,26 @@ class Router:
 
     # -- inside ----------------------------------------------------------------------------
 
+    def _able(self, identity: Hashable, exclude: Collection[str]) -> Sequence[ReplicaWork]:
+        """The replicas that may get a request; see `choose`."""
+        able = [*self._open.values()]
+        if identity is not None:
+            able = [state for state in able if state.identity == identity]
+        if exclude and not self._replicas.keys().isdisjoint(exclude):
+            able = [state for state in able if state.name not in exclude]
+        return able
+
     def _hits(self, pages: dict[str, int], num_tokens: int) -> dict[str, int]:
-        """Tokens of hits; the last token of a prompt is computed in any case."""
+        """Tokens of hits by replica; the last token of a prompt is computed in any case."""
         most, size = max(0, num_tokens - 1) // self.page_size, self.page_size
-        return {name: min(count, most) * size for name, count in pages.items()}
+        # What a replica has cached that is away or drained is of no use.
+        return {
+            name: min(count, most) * size for name, count in pages.items() if name in self._open
+        }
 
     def _within_bounds(
-        self, able: Sequence[_Replica], num_tokens: int, default_s: float
-    ) -> list[_Replica]:
+        self, able: Sequence[ReplicaWork], num_tokens: int, default_s: float
+    ) -> Sequence[ReplicaWork]:
         """Those that may get a request; if all of them are full, none."""
         if not able:
             return []
@@ -333,31 +325,39 @@ class Router:
 
     def _costs_s(
         self,
-        states: Sequence[_Replica],
+        states: Sequence[ReplicaWork],
         expected: dict[str, int],
         home: str,
-        num_tokens: int,
+        num_tokens: float,
         output_tokens: float,
         default_s: float,
     ) -> list[float]:
         """See the module."""
-        get = expected.get
         prompt_tokens = self._prompt_tokens
         queue = sum([state.waiting_tokens for state in states]) / len(states) / prompt_tokens
         weight, long_wait = COPY_WEIGHT + queue, 1 / (LONG_WAIT * prompt_tokens)
-        costs = []
-        for state in states:
-            hit = get(state.name, 0)
-            compute = num_tokens - hit
-            wait = state.waiting_tokens + compute
-            tokens = wait + wait * wait * long_wait + weight * compute
-            tokens += state.num_requests * output_tokens
-            if hit and state.name != home:
-                tokens += COPY_WEIGHT * hit
-            costs.append(tokens * (state.token_s or default_s))
+        holders = [self._open[name] for name in expected]
+        for state in holders:
+            state.hit_tokens = float(expected[state.name])
+            state.copied_tokens = 0.0 if state.name == home else state.hit_tokens
+        costs = [
+            (
+                (wait := state.waiting_tokens + (compute := num_tokens - state.hit_tokens))
+                + wait * wait * long_wait
+                + weight * compute
+                + state.num_requests * output_tokens
+                + COPY_WEIGHT * state.copied_tokens
+            )
+            * (state.token_s or default_s)
+            for state in states
+        ]
+        for state in holders:
+            state.hit_tokens = state.copied_tokens = 0.0
         return costs
 
-    def _least(self, states: Sequence[_Replica], costs: Sequence[float]) -> tuple[_Replica, float]:
+    def _least(
+        self, states: Sequence[ReplicaWork], costs: Sequence[float]
+    ) -> tuple[ReplicaWork, float]:
         """The replica with the least cost, and that cost. Ties rotate: the least recent work first."""
         most = min(costs) * TIE
         ties = [at for at, cost in enumerate(costs) if cost <= most]
@@ -367,15 +367,18 @@ class Router:
             at = min(ties, key=lambda at: recent(states[at].name))
         return states[at], costs[at]
 
-    def _default_token_s(self, states: Sequence[_Replica]) -> float:
+    def _default_token_s(self, states: Sequence[ReplicaWork]) -> float:
         """For replicas that have not reported yet."""
+        if not self._silent:
+            return 0.0
         reported = [state.token_s for state in states if state.token_s]
         return sum(reported) / len(reported) if reported else FIRST_TOKEN_S
 
-    def _queue_s(self, state: _Replica) -> float:
-        return state.token_s * state.waiting_tokens
+    def _queue_s(self, state: ReplicaWork) -> float:
+        token_s = state.token_s or self._default_token_s([*self._replicas.values()])
+        return token_s * state.waiting_tokens
 
-    def _refuse(self, full: Sequence[_Replica]) -> Refusal:
+    def _refuse(self, full: Sequence[ReplicaWork]) -> Refusal:
         reason, retry_s = "no replica", MIN_RETRY_S
         if full:
             # A place in a queue is free when the first of its requests has been computed.
@@ -384,7 +387,7 @@ class Router:
         return Refusal(reason, min(MAX_RETRY_S, max(MIN_RETRY_S, retry_s)))
 
     def _reserve(
-        self, state: _Replica, page_hashes: Sequence[bytes], num_tokens: int, hit: int
+        self, state: ReplicaWork, page_hashes: Sequence[bytes], num_tokens: int, hit: int
     ) -> int:
         self._num_reserved += 1
         number = self._num_reserved
@@ -398,14 +401,14 @@ class Router:
 
     def _alternative(
         self,
-        able: Sequence[_Replica],
-        within: Sequence[_Replica],
+        able: Sequence[ReplicaWork],
+        within: Sequence[ReplicaWork],
         cached: dict[str, int],
         hit: int,
     ) -> Alternative | None:
         """The replica with the longest cached prefix, if it has more than the chosen one."""
-        names = [name for name, tokens in cached.items() if tokens > hit]
-        states = [state for state in able if state.name in names] if names else []
+        longer = {name for name, tokens in cached.items() if tokens > hit}
+        states = [state for state in able if state.name in longer] if longer else []
         if not states:
             return None
         best = max(states, key=lambda state: cached[state.name])
@@ -414,10 +417,10 @@ class Router:
 
     def _reason(
         self,
-        state: _Replica,
+        state: ReplicaWork,
         cached: dict[str, int],
         in_flight: dict[str, int],
-        able: Sequence[_Replica],
+        able: Sequence[ReplicaWork],
         alternative: Alternative | None,
     ) -> str:
         if len(able) == 1:
@@ -429,7 +432,7 @@ class Router:
             return "in flight"
         if own:
             return "cached"
-        if all(self.mirrors.is_known(other.name) for other in able):
+        if self.mirrors.are_known([other.name for other in able]):
             return "least work"
         return "unknown cache"
 
