@@ -14,6 +14,7 @@ from ramify.kv.offload import (
     Removal,
     Removed,
     Result,
+    StoreJobs,
     Written,
 )
 from ramify.kv.stores.memory import FaultyStore, MemoryStore, StoreFaults
@@ -157,6 +158,47 @@ def test_reads_that_hang_hold_up_neither_writes_nor_the_end() -> None:
 
     assert isinstance(written, Written)
     assert closed
+
+
+def test_a_store_that_cannot_be_maintained_holds_up_no_other(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever it raises is logged, and the stores behind it do what is due."""
+    stores = [MemoryStore(PAGE_BYTES, 1), MemoryStore(PAGE_BYTES, 1)]
+    stores[1].tier = "disk"
+    maintained = []
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(stores[0], "maintain", fail)
+    monkeypatch.setattr(stores[1], "maintain", lambda: maintained.append("disk"))
+
+    StoreJobs(stores).maintain()
+
+    assert maintained == ["disk"]
+    assert "host tier was not maintained" in caplog.text
+
+
+def test_a_write_that_hangs_does_not_hold_up_the_end() -> None:
+    """`close` says within its limit that the writer has not finished; its thread keeps no process alive."""
+    setup = Setup()
+    hanging, go_on = threading.Event(), threading.Event()
+
+    def hang(_: float) -> None:
+        hanging.set()
+        go_on.wait(LIMIT_S)
+
+    setup.faults.call_s, setup.faults.wait = 1.0, hang
+    setup.write(1)
+    assert hanging.wait(LIMIT_S)
+
+    is_closed = setup.mover.close(0.05)
+
+    assert not is_closed
+    assert all(thread.daemon for thread in threading.enumerate() if "tier-w" in thread.name)
+    go_on.set()
+    assert setup.mover.close(LIMIT_S)
 
 
 def test_close_writes_what_is_queued(setup: Setup) -> None:

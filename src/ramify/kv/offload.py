@@ -167,8 +167,12 @@ class StoreJobs:
 
     def maintain(self) -> None:
         """Let every store do what is due."""
-        for store in self._stores.values():
-            store.maintain()
+        for tier, store in self._stores.items():
+            try:
+                store.maintain()
+            except Exception:
+                # A bug of one store must not end the writer of all.
+                logger.exception("the %s tier was not maintained", tier)
 
     def close(self) -> None:
         """Close every store."""
