@@ -1,5 +1,6 @@
 """`ramify cache`: what the tools for a disk tier list, verify, copy and delete."""
 
+import errno
 import io
 import json
 import math
@@ -12,6 +13,7 @@ from typer.testing import CliRunner, Result
 
 from ramify.cli import app
 from ramify.kv.stores.file_ops import OsFileOps
+from ramify.kv.stores.store_directory import list_identities
 from tests.pure.store_cases import IDENTITY, PAGE_BYTES, hits, key, opened, page, put, segment_files
 from tests.pure.test_segment_faults import flip_page
 
@@ -78,6 +80,47 @@ def test_an_export_is_imported_elsewhere(directory: Path, tmp_path: Path) -> Non
     assert hits(opened(target), range(30)) == [n for n in range(30) if n != 3]
     assert sorted(path.name for path in target.iterdir() if path.name.startswith("import")) == []
     assert run("export", archive, "--cache-dir", directory).exit_code == 2, "overwrote an archive"
+
+
+def test_an_export_that_fails_leaves_no_archive(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part of one would refuse the next export."""
+    archive = tmp_path / "pages.tar"
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tarfile.TarFile, "add", fail)
+        failed = run("export", archive, "--cache-dir", directory)
+
+    assert failed.exit_code == 2 and os.strerror(errno.ENOSPC) in failed.stderr
+    assert not archive.exists()
+    assert run("export", archive, "--cache-dir", directory).exit_code == 0
+
+
+def test_files_that_cannot_be_deleted_are_a_line_and_no_traceback(directory: Path) -> None:
+    """What the system says, and exit code 2."""
+    identity = next(directory.glob("*/key")).parent
+    (identity / "a directory of somebody").mkdir()
+
+    result = run("purge", "--cache-dir", directory)
+
+    assert result.exit_code == 2
+    assert "somebody" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_ls_goes_on_when_a_server_deletes_a_segment(directory: Path) -> None:
+    """Between the listing and a look at a file, a server beside it may evict that."""
+
+    class Evicting(OsFileOps):
+        def names(self, path: Path) -> list[str]:
+            return [*super().names(path), "00000999.seg"]
+
+    [listed] = list_identities(Evicting(), directory)
+
+    assert listed.num_segments == len(segment_files(directory))
 
 
 def test_an_import_under_another_key_is_refused(directory: Path, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from ramify.kv.stores.segments import SegmentStore
 from tests.budget import examples
 from tests.pure.file_faults import PowerLossOps
 from tests.pure.store_cases import (
+    PAGE_BYTES,
     SEGMENT_BYTES,
     crash,
     hash_of,
@@ -128,22 +129,35 @@ STEPS = st.lists(
 )
 
 
+# Bytes of a page and of a segment: 30 records in 16 KiB; 9 records in 64 KiB, each over two or three
+# blocks, so that a loss of power tears pages and not only whole records.
+SHAPES = {"small": (PAGE_BYTES, SEGMENT_BYTES), "torn": (6000, 65536)}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 @settings(max_examples=examples(600), deadline=None)
 @given(steps=STEPS, num_segments=st.sampled_from([2, 3, 64]))
 def test_no_durable_page_is_lost_with_the_power(
-    steps: list[tuple[str, int | None]], num_segments: int
+    shape: str, steps: list[tuple[str, int | None]], num_segments: int
 ) -> None:
     """Any unsynced block may be lost or torn: durable pages that were not evicted are found, none is wrong.
 
     And no page that was removed returns. Small budgets evict segments and move their hot pages.
     """
+    page_bytes, segment_bytes = SHAPES[shape]
     with tempfile.TemporaryDirectory() as name:
-        _run_steps(Path(name), steps, num_segments * SEGMENT_BYTES)
+        _run_steps(
+            Path(name),
+            steps,
+            page_bytes=page_bytes,
+            segment_bytes=segment_bytes,
+            budget_bytes=num_segments * segment_bytes,
+        )
 
 
-def _run_steps(directory: Path, steps: list[tuple[str, int | None]], budget: int) -> None:
+def _run_steps(directory: Path, steps: list[tuple[str, int | None]], **sizes: Any) -> None:
     ops = PowerLossOps()
-    store = opened(directory, ops=ops, budget_bytes=budget)
+    store = opened(directory, ops=ops, **sizes)
     number = 0
     durable: set[int] = set()
     removed: set[int] = set()
@@ -176,13 +190,13 @@ def _run_steps(directory: Path, steps: list[tuple[str, int | None]], budget: int
         else:
             if step == "restart":
                 store.close()
-                durable |= kept_by(directory, number)
+                durable |= kept_by(directory, number, **sizes)
             else:
                 crash(store)
             if step == "lose power":
                 ops.lose_power(random.Random(argument))
                 ops = PowerLossOps()
-            store = opened(directory, ops=ops, budget_bytes=budget)
+            store = opened(directory, ops=ops, **sizes)
             kept = set(hits(store, range(number)))
             assert durable <= kept
             assert not kept & removed
@@ -298,9 +312,9 @@ def durable_in(store: SegmentStore, count: int) -> set[int]:
     return pages
 
 
-def kept_by(directory: Path, count: int) -> set[int]:
+def kept_by(directory: Path, count: int, **sizes: Any) -> set[int]:
     """The pages that another process reads."""
-    reader = opened(directory, read_only=True)
+    reader = opened(directory, read_only=True, **sizes)
     kept = set(hits(reader, range(count)))
     reader.close()
     return kept

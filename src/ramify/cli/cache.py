@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from ramify.cli.options import exit_on_error
+from ramify.errors import RamifyError
 
 cache = typer.Typer(
     help="Look after a directory of --cache-dir that no server uses.", no_args_is_help=True
@@ -23,6 +24,9 @@ CacheKey = Annotated[
     Path | None, typer.Option(help="The key file with which the pages were encrypted.")
 ]
 
+# Files that cannot be read or deleted are the user's to mend, too.
+_ERRORS = (RamifyError, OSError)
+
 
 def _key(path: Path | None) -> bytes | None:
     from ramify.kv.stores.payload_codec import read_cache_key
@@ -33,7 +37,7 @@ def _key(path: Path | None) -> bytes | None:
 @cache.command("ls")
 def list_directory(cache_dir: CacheDir) -> None:
     """List identities: size, last use, and the fields that make them."""
-    with exit_on_error():
+    with exit_on_error(_ERRORS):
         from ramify.kv.stores.segment_tools import identities
 
         for item in identities(cache_dir):
@@ -57,7 +61,7 @@ def verify_pages(
     ] = False,
 ) -> None:
     """Read every page and compare its checksum; damaged ones are removed. Exit code 1 if there are any."""
-    with exit_on_error():
+    with exit_on_error(_ERRORS):
         from ramify.kv.stores import segment_tools
 
         directory = segment_tools.choose(cache_dir, identity)
@@ -75,7 +79,7 @@ def export_pages(
     identity: Identity = None,
 ) -> None:
     """Write an identity's pages to a tar file. It has the key of their names: keep it as private."""
-    with exit_on_error():
+    with exit_on_error(_ERRORS):
         from ramify.kv.stores import segment_tools
 
         count = segment_tools.export(segment_tools.choose(cache_dir, identity), archive)
@@ -89,7 +93,7 @@ def import_pages(
     cache_key: CacheKey = None,
 ) -> None:
     """Add the pages of an archive, each verified. Exit code 1 if some were damaged or had no room."""
-    with exit_on_error():
+    with exit_on_error(_ERRORS):
         from ramify.kv.stores import segment_tools
 
         report = segment_tools.import_archive(archive, cache_dir, cache_key=_key(cache_key))
@@ -111,7 +115,7 @@ def purge(
     cache_key: CacheKey = None,
 ) -> None:
     """Delete an identity, or a tenant's pages or old segments of it."""
-    with exit_on_error():
+    with exit_on_error(_ERRORS):
         from ramify.kv.stores import segment_tools
 
         directory = segment_tools.choose(cache_dir, identity)

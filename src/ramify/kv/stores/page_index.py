@@ -27,6 +27,8 @@ class PageIndex:
         self._slots: NDArray[np.uint32] = np.empty(0, np.uint32)
         self._new: dict[bytes, Location] = {}
         self._num_live = 0
+        # Whether a page was in two places when the index was loaded.
+        self.has_duplicates = False
 
     def __len__(self) -> int:
         """Pages listed."""
@@ -57,6 +59,8 @@ class PageIndex:
         self._high, self._low = high[order], low[order]
         self._segments, self._slots = numbers[order], slots[order]
         self._num_live = total
+        same = (self._high[1:] == self._high[:-1]) & (self._low[1:] == self._low[:-1])
+        self.has_duplicates = bool(same.any())
 
     def find(self, name: bytes) -> Location | None:
         """The newest place of a page; None: it is not listed."""

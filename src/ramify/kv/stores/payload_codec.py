@@ -209,7 +209,9 @@ def read_cache_key(path: Path) -> bytes:
         ConfigError: the file cannot be read, is shorter than 16 bytes, or others may read it.
     """
     try:
-        content, mode = path.read_bytes()[: _MAX_KEY_FILE_BYTES + 1], path.stat().st_mode
+        with path.open("rb") as file:
+            content = file.read(_MAX_KEY_FILE_BYTES + 1)
+        mode = path.stat().st_mode
     except OSError as error:
         raise ConfigError(f"the cache key {path} cannot be read: {error}") from error
     if not _MIN_KEY_FILE_BYTES <= len(content) <= _MAX_KEY_FILE_BYTES:

@@ -31,6 +31,9 @@ class SegmentTable:
         self._totals: Counter[str] = Counter()
         self._num_uses = 0
         self._is_exhausted = False
+        # Pages on disk that are not listed, since a read of theirs failed: a restart lists them again.
+        self._unread: set[bytes] = set()
+        self._has_hidden = False
 
     def load(self, opened: Sequence[OpenedSegment], removed: dict[bytes, Position]) -> None:
         """List what was on disk, without the pages that the removal log voids."""
@@ -40,6 +43,8 @@ class SegmentTable:
             for item in ordered:
                 self._note_use(item.segment)
             self._index.load([(item.segment.number, item.entries) for item in ordered])
+            # Where one of two records moves on, the other stays behind unlisted.
+            self._has_hidden |= self._index.has_duplicates
         self.void(removed)
 
     def void(self, removed: dict[bytes, Position]) -> None:
@@ -98,6 +103,23 @@ class SegmentTable:
         with self._lock:
             return sum(self._index.remove(name) for name in names)
 
+    def note_hidden(self) -> None:
+        """Files or records that are not listed may be listed after a restart: any page may be there."""
+        with self._lock:
+            self._has_hidden = True
+
+    def on_disk(self, names: Sequence[bytes]) -> list[bytes]:
+        """Those of these pages of which there may be a record on disk, listed or not."""
+        with self._lock:
+            if self._has_hidden:
+                return list(names)
+            listed = self._index.contains_many(names)
+            unread = self._unread
+            return [
+                name for name, is_listed in zip(names, listed, strict=True)
+                if is_listed or name in unread
+            ]  # fmt: skip
+
     def pages_in(self, segment: Segment) -> list[tuple[bytes, int]]:
         """Name and slot of every page listed in a segment."""
         with self._lock:
@@ -115,6 +137,7 @@ class SegmentTable:
             self._index.remove(name, (segment.number, slot))
             if outcome is ReadOutcome.ABSENT:
                 return
+            self._unread.add(name)
             segment.num_errors += 1
             first, dropped = segment.num_errors == 1, segment.num_errors == MAX_SEGMENT_ERRORS
             if dropped:
@@ -138,6 +161,7 @@ class SegmentTable:
             first, self._is_exhausted = not self._is_exhausted, True
             self._totals[ReadOutcome.IO_ERROR.value] += 1
             self._index.remove(name, (segment.number, slot))
+            self._unread.add(name)
         if first:
             logger.warning(
                 "%s could not be read for lack of resources (%s); raise the limit of open files "
@@ -153,6 +177,7 @@ class SegmentTable:
     def _condemn(self, segment: Segment) -> None:
         if self._segments.pop(segment.number, None) is not None:
             self._condemned.append(segment)
+            self._has_hidden = True
             self._totals["dropped"] += self._index.remove_segment(segment.number)
 
     def forget(self, segment: Segment) -> int:

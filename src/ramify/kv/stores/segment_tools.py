@@ -146,10 +146,15 @@ def export(directory: IdentityDirectory, archive: Path) -> int:
     lock = lock_directory(OsFileOps(), directory.path.parent)
     try:
         fd = os.open(archive, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(fd, "wb") as file, tarfile.open(fileobj=file, mode="w") as tar:
-            names = [name for name in sorted(os.listdir(directory.path)) if _is_ours(name)]  # noqa: PTH208
-            for name in names:
-                tar.add(directory.path / name, f"{directory.path.name}/{name}", recursive=False)
+        try:
+            with os.fdopen(fd, "wb") as file, tarfile.open(fileobj=file, mode="w") as tar:
+                names = [name for name in sorted(os.listdir(directory.path)) if _is_ours(name)]  # noqa: PTH208
+                for name in names:
+                    tar.add(directory.path / name, f"{directory.path.name}/{name}", recursive=False)
+        except BaseException:
+            # A part of an archive would only stand in the way of the next one.
+            archive.unlink(missing_ok=True)
+            raise
         return len(names)
     except OSError as error:
         raise ConfigError(f"{archive} cannot be written: {error}") from error

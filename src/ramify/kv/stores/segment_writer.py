@@ -146,9 +146,15 @@ class SegmentWriter:
         return self._table.add(name, segment, slot)
 
     def maintain(self) -> None:
-        """Delete condemned segments, and fdatasync what was written 5 seconds ago."""
+        """Delete condemned segments, keep the budget, and fdatasync what was written 5 seconds ago."""
         self._delete_condemned()
         self._seal_left_open()
+        if self._active is None and not self._off_reason:
+            # The budget may be lower than at the last start, and pages are only read.
+            try:
+                self._make_room()
+            except OSError as error:
+                self._turn_off(error)
         if self._num_unsynced and self._clock() - self._unsynced_since >= SYNC_S:
             self.sync()
 
@@ -189,10 +195,12 @@ class SegmentWriter:
             # Its slots must not be used again: a loss of power may free slots that a removal is after.
             logger.warning("%s could not be sealed: %s", resume.segment.path, error)
             self._resume = None
+            self._table.note_hidden()
             return
         self._seal()
         if not resume.segment.is_sealed:
             self._resume = None
+            self._table.note_hidden()
 
     def delete_all(self, listed: Sequence[Segment]) -> None:
         """Delete every segment file, listed or not; the table has forgotten them.
@@ -317,6 +325,7 @@ class SegmentWriter:
         segment = self._active
         assert segment is not None
         self._table.count("dropped", self._table.forget(segment))
+        self._table.note_hidden()
         self._release_active()
         with suppress(OSError):
             self._delete(segment)
@@ -339,7 +348,6 @@ class SegmentWriter:
     def _make_room(self) -> None:
         """Delete segments until the budget holds: other identities' first, then the least recently used."""
         num_copied = 0
-        deleted = False
         while self._table.allocated_bytes() + self.foreign_bytes > self._budget_bytes:
             if self._foreign:
                 with suppress(FileNotFoundError):
@@ -357,11 +365,14 @@ class SegmentWriter:
             if count and not self.sync():
                 raise OSError(errno.EIO, self._off_reason)
             # Deleted before it is forgotten: if that fails, its pages stay.
-            self._delete(victim)
-            self._table.count("evicted", self._table.forget(victim))
-            deleted = True
-        if deleted:
-            self._ops.sync_directory(self._directory)
+            try:
+                self._delete(victim)
+                self._table.count("evicted", self._table.forget(victim))
+                self._ops.sync_directory(self._directory)
+            except OSError:
+                # The file may be there after a restart, with pages that moved on or are not listed.
+                self._table.note_hidden()
+                raise
 
     def _copy_hot_pages(self, victim: Segment, num_copied: int) -> int:
         """Write pages of a segment again that were read since they were written; returns how many."""

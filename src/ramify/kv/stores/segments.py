@@ -112,12 +112,15 @@ class SegmentStore:
         geometry = Geometry(record_payload_bytes(codec, options.page_bytes), options.segment_bytes)
         options.validate(geometry)
         self.page_bytes, self.options = options.page_bytes, options
-        self._clock = clock
+        self._ops, self._codec, self._geometry, self._clock = ops, codec, geometry, clock
+        # Serialises put, remove, maintain and close; reads take only the table's lock.
+        self._write_lock = threading.Lock()
+        self._unavailable = ""
         self._directory = StoreDirectory(
             ops, options.directory, identity_of(options), read_only=options.read_only
         )
         try:
-            self._open(ops, codec, geometry)
+            self._open()
         except OSError as error:
             self._directory.release()
             raise ConfigError(
@@ -128,15 +131,13 @@ class SegmentStore:
             self._directory.release()
             raise
 
-    def _open(self, ops: FileOps, codec: PayloadCodec, geometry: Geometry) -> None:
+    def _open(self) -> None:
+        ops, codec, geometry = self._ops, self._codec, self._geometry
         options, directory = self.options, self._directory
         key = directory.key
         if options.cache_key is not None:
             key = hashlib.blake2b(key, key=options.cache_key, digest_size=KEY_BYTES).digest()
         self._names = PageNames(key)
-        # Serialises put, remove, maintain and close; reads take only the table's lock.
-        self._write_lock = threading.Lock()
-        self._unavailable = ""
         direct = not options.read_only and directory.supports_direct()
         self._table = SegmentTable()
         self._reader = SegmentReader(ops, geometry, codec, direct=direct)
@@ -145,6 +146,11 @@ class SegmentStore:
         unlisted: list[Path] = []
         opened = [] if self._removals.has_gap else self._open_segments(ops, geometry, unlisted)
         self._table.load(opened, removed)
+        newest = max(opened, key=lambda item: item.segment.number, default=None)
+        # The writer seals the newest before anything else. Of others, what lies behind a damaged
+        # header is not known.
+        if unlisted or any(not item.segment.is_sealed for item in opened if item is not newest):
+            self._table.note_hidden()
         numbers = [number_of(path.name) or 0 for path in directory.segment_paths()]
         numbers += [number for number, _ in removed.values()]
         self._writer = SegmentWriter(
@@ -156,7 +162,7 @@ class SegmentStore:
             self._table,
             self._reader,
             budget_bytes=options.budget_bytes,
-            resume=max(opened, key=lambda item: item.segment.number, default=None),
+            resume=newest,
             first_number=max(numbers, default=0) + 1,
             foreign=[]
             if options.read_only
@@ -309,14 +315,19 @@ class SegmentStore:
         """`remove_many` for names as they are stored: for tools, which know no hashes."""
         with self._write_lock:
             self._check_available()
+            on_disk: list[bytes] = []
+            if not self.options.read_only:
+                # Seals what a killed process left open: then no record lies unlisted behind its end.
+                self._writer.maintain()
+                on_disk = self._table.on_disk(names)
             count = self._table.remove_many(names)
             self._table.count("removed", count)
-            if self.options.read_only or not names:
+            if not on_disk:
                 return count
             # What is before the position must be on disk before the log says that it is void.
             self._writer.sync()
             try:
-                self._removals.append(names, self._writer.position)
+                self._removals.append(on_disk, self._writer.position)
             except OSError as error:
                 logger.warning(
                     "removed pages could not be recorded (%s): every page in %s is deleted",
@@ -375,15 +386,25 @@ class SegmentStore:
         with self._write_lock:
             if self._unavailable:
                 return
-            if self.options.read_only:
-                self._follower.maintain()
-            else:
+            if not self.options.read_only:
                 self._writer.maintain()
+            elif self._directory.has_key or self._open_late():
+                self._follower.maintain()
+
+    def _open_late(self) -> bool:
+        """Open the pages of a writer that made the directory after this reader; whether it has."""
+        try:
+            if self._directory.find_key():
+                self._open()
+        except (OSError, ConfigError) as error:
+            self._directory.has_key = False  # tried again at the next call
+            logger.warning("%s cannot be read: %s", self._directory.path, error)
+        return self._directory.has_key
 
     def sync(self) -> bool:
         """Make every written page durable; False: that failed, and they are gone."""
         with self._write_lock:
-            return self._writer.sync()
+            return self.options.read_only or self._writer.sync()
 
     def counts(self) -> StoreCounts:
         """See PageStore."""

@@ -34,6 +34,8 @@ from ramify.kv.stores.store_identity import StoreIdentity
 
 IDENTITY_FILE, KEY_FILE, LOCK_FILE, PROBE_FILE = "identity.json", "key", "lock", "probe"
 _IDENTITY_NAME = re.compile(r"[0-9a-f]{32}")
+# What a new ext4 file system has.
+_EMPTY_DISK_NAME = "lost+found"
 _MAX_SMALL_FILE_BYTES = 1 << 20
 _NAMED_FIELDS = 3
 
@@ -67,16 +69,18 @@ class StoreDirectory:
         self._ops, self.root, self.identity = ops, root, identity
         self.path = root / identity.digest.hex()
         self._lock_fd = -1
-        self.was_there = (self.path / IDENTITY_FILE).exists()
         if read_only:
             if not root.is_dir():
                 raise ConfigError(f"the cache directory {root} does not exist; leave out read-only")
-            self.key = self._read_key() or secrets.token_bytes(KEY_BYTES)
+            key = self._read_key()
+            self.has_key = key is not None
+            # Until there is one, no page is found under the names that this one gives.
+            self.key = key or secrets.token_bytes(KEY_BYTES)
             return
         self._create_root()
         self._lock_fd = lock_directory(ops, root)
         try:
-            self.key = self._prepare()
+            self.key, self.has_key = self._prepare(), True
         except ConfigError:
             self.release()
             raise
@@ -93,6 +97,18 @@ class StoreDirectory:
             with suppress(OSError):
                 self._ops.close(self._lock_fd)
             self._lock_fd = -1
+
+    def find_key(self) -> bool:
+        """Look again for the key of a directory that had none; whether it has one.
+
+        Raises:
+            ConfigError: it is there and cannot be read.
+        """
+        key = self._read_key()
+        if key is None:
+            return False
+        self.key, self.has_key = key, True
+        return True
 
     def _create_root(self) -> None:
         try:
@@ -113,7 +129,8 @@ class StoreDirectory:
     def _prepare(self) -> bytes:
         """Create what is missing of the sub-directory; returns its key."""
         self.path.mkdir(mode=0o700, exist_ok=True)
-        if not self.was_there:
+        # Else it is missing, or a crash cut it.
+        if _stored_identity(self._ops, self.path) != self.identity:
             stored = {
                 "fields": dict(self.identity.fields),
                 "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -256,9 +273,10 @@ def check_is_cache_directory(root: Path, names: Sequence[str]) -> None:
     Raises:
         ConfigError: it has files, and none of them is a cache directory's lock.
     """
-    if names and LOCK_FILE not in names:
+    others = [name for name in names if name != _EMPTY_DISK_NAME]
+    if others and LOCK_FILE not in names:
         raise ConfigError(
-            f"the directory {root} has files ({names[0]}, ...) and is no cache directory; "
+            f"the directory {root} has files ({others[0]}, ...) and is no cache directory; "
             "name an empty or a new directory"
         )
 
@@ -274,19 +292,16 @@ def lock_directory(ops: FileOps, root: Path) -> int:
         fd = ops.open(path, os.O_RDWR | os.O_CREAT)
     except OSError as error:
         raise ConfigError(
-            f"the cache directory {root} cannot be written: {error}; choose another --cache-dir"
+            f"the cache directory {root} cannot be written: {error}; choose another --cache-dir, "
+            "or read its pages with --cache-dir-readonly"
         ) from error
     try:
-        is_locked = ops.lock(fd)
-        if not is_locked:
+        if not ops.lock(fd):
             holder = os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
             raise ConfigError(
                 f"the cache directory {root} is in use by {holder}; stop it, choose another "
                 "--cache-dir, or share its pages with --cache-dir-readonly"
             )
-        started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"process {os.getpid()}, started {started}\n".encode(), 0)
     except OSError as error:
         ops.close(fd)
         raise ConfigError(
@@ -295,6 +310,11 @@ def lock_directory(ops: FileOps, root: Path) -> int:
     except ConfigError:
         ops.close(fd)
         raise
+    # The lock holds without its text: on a full disk pages are still read.
+    with suppress(OSError):
+        started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        ops.truncate(fd, 0)
+        write_fully(ops, fd, [f"process {os.getpid()}, started {started}\n".encode()], 0)
     return fd
 
 
@@ -321,10 +341,14 @@ def identity_paths(root: Path) -> list[Path]:
 
 
 def list_identities(ops: FileOps, root: Path) -> list[IdentityDirectory]:
-    """Every identity's sub-directory, with its size."""
+    """Every identity's sub-directory, with its size; a server may delete files meanwhile."""
     directories = []
     for path in identity_paths(root):
-        sizes = [ops.size(path / name) for name in ops.names(path) if number_of(name) is not None]
+        sizes = []
+        for name in ops.names(path):
+            if number_of(name) is not None:
+                with suppress(FileNotFoundError):
+                    sizes.append(ops.size(path / name))
         directories.append(
             IdentityDirectory(
                 path,
