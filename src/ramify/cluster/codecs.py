@@ -88,6 +88,7 @@ def _as_tuples(value: Any) -> Any:
 # -- errors ----------------------------------------------------------------------------------
 
 _PLAIN = (str, int, float, type(None))
+_OF_EXCEPTIONS = frozenset(dir(BaseException))  # such as `args`, which takes no number
 
 
 def encode_error(error: BaseException) -> RemoteError:
@@ -108,7 +109,7 @@ def decode_error(remote: RemoteError) -> RamifyError:
     error = kind.__new__(kind)
     error.args = (remote.message,)
     for name, value in remote.attributes.items():
-        if isinstance(value, _PLAIN) and not name.startswith("_"):
+        if isinstance(value, _PLAIN) and not name.startswith("_") and name not in _OF_EXCEPTIONS:
             setattr(error, name, value)
     return error
 

@@ -431,9 +431,6 @@ class Dispatch:
     def _receive(
         self, request: RemoteRequest, replica: RemoteReplica, output: Output, now_s: float
     ) -> None:
-        if output.index >= len(request.answers):
-            replica.disconnect(f"answer {output.index} of a request for {len(request.answers)}")
-            return
         had_tokens = request.num_new > 0
         request.receive(output, now_s)
         if not had_tokens and request.num_new:

@@ -6,8 +6,10 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 from ramify.cluster.codecs import decode_error, encode_params, unpack_floats
-from ramify.cluster.wire import Add, AddOptions, End, Output, Welcome, pack_ids
+from ramify.cluster.wire import Add, AddOptions, End, Output, Welcome, WireError, pack_ids
 from ramify.engine.identity import EngineIdentity
 from ramify.engine.request_options import RequestOptions
 from ramify.engine.serving.streams import OutputCollector
@@ -138,23 +140,38 @@ class RemoteRequest:
             self._deliver(self.id)
 
     def receive(self, output: Output, now_s: float) -> None:
-        """Deliver an increment of a replica."""
-        answer = self.answers[output.index]
-        was_ended = answer.finish_reason is not None
-        if was_ended and output.end is None:  # a second replica says again that it has ended
-            return
+        """Deliver an increment of a replica.
+
+        Raises:
+            WireError: it cannot belong to this request; nothing of it counts.
+        """
+        self._check(output)
+        answer, end = self.answers[output.index], output.end
+        reason = output.finish_reason
+        if answer.finish_reason is not None:
+            if end is None:  # a second replica says again that it has ended
+                return
+            # Or has gone on with it: an error at the first replica is none at the second.
+            output, reason = (
+                msgspec.structs.replace(output, token_ids=[], text="", logprobs=[]),
+                None,
+            )
+        elif end is not None:
+            reason = reason or end.finish_reasons[output.index]
         self.num_new += len(output.token_ids)
         self.is_resumed |= self._is_elsewhere and bool(output.token_ids)
         answer.token_ids += output.token_ids
         answer.texts.append(output.text)
         answer.logprobs += output.logprobs
-        answer.finish_reason = answer.finish_reason or output.finish_reason
+        answer.finish_reason = answer.finish_reason or reason
+        if end is not None:
+            self._end_others(output.index, end.finish_reasons)
         is_first = self.cache is None and output.cache is not None
         if is_first:
             self.cache = output.cache
         has_report = output.prefix is not None and not self._has_prefix
         self._has_prefix |= has_report
-        final = None if output.end is None else self._output(output.end, now_s)
+        final = None if end is None else self._output(end, now_s)
         self.is_over = final is not None
         self._deliver(
             StepOutput(
@@ -164,11 +181,33 @@ class RemoteRequest:
                 output.index,
                 output.text,
                 tuple(output.logprobs),
-                output.finish_reason,
+                reason,
                 output.cache if is_first else None,
                 self._placed(output.prefix) if has_report else None,
             )
         )
+
+    def _check(self, output: Output) -> None:
+        """Raise WireError unless an increment has a place in this request."""
+        num_answers, end = len(self.answers), output.end
+        if output.index >= num_answers:
+            raise WireError(f"answer {output.index} of a request for {num_answers} answers")
+        if end is None:
+            return
+        if not len(end.finish_reasons) == len(end.stop_reasons) == num_answers:
+            raise WireError(
+                f"an end with {len(end.finish_reasons)} finish and {len(end.stop_reasons)} stop reasons "
+                f"of a request for {num_answers} answers"
+            )
+        if end.prompt_embedding is not None:
+            unpack_floats(end.prompt_embedding)
+
+    def _end_others(self, index: int, reasons: Sequence[FinishReason]) -> None:
+        """End every live answer but one, whose increment has the end of the request."""
+        for other, (answer, reason) in enumerate(zip(self.answers, reasons, strict=True)):
+            if other != index and answer.finish_reason is None:
+                answer.finish_reason = reason
+                self._deliver(StepOutput(self.id, (), None, other, "", (), reason))
 
     def _placed(self, report: PrefixReport | None) -> PrefixReport | None:
         return None if report is None else replace(report, placement=self.placement)

@@ -179,7 +179,7 @@ class Output(Struct, frozen=True, array_like=True, omit_defaults=True):
     key: Count
     token_ids: list[int]
     text: str = ""
-    index: int = 0
+    index: Count = 0
     finish_reason: FinishReason | None = None
     logprobs: list[TokenLogprob] = []
     cache: CacheReport | None = None
