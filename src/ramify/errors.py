@@ -479,9 +479,9 @@ class RolloutError(RamifyError):
     def __init__(self, model: str, replica: str, done: Sequence[str], reason: str) -> None:
         self.model, self.replica, self.done = model, replica, tuple(done)
         super().__init__(
-            f"replica {replica} keeps its weights: {reason}; {', '.join(done)} have those of {model!r} "
-            "already: try again, or replace them by those of before. Until then no answer goes on at a "
-            "replica with other weights"
+            f"replica {replica} has other weights: {reason}; {', '.join(done) or 'none'} of the others have "
+            f"those of {model!r}: try again, or replace them by those of before. Until then no answer "
+            "goes on at a replica with other weights"
         )
 
 

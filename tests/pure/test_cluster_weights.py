@@ -2,16 +2,15 @@
 
 import asyncio
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ramify.cluster.client import ClusterLLM
-from ramify.cluster.rollout import replace_weights_in_turn
 from ramify.errors import CheckpointError, ConfigError, ReplicaLostError, RolloutError
 from ramify.params import SamplingParams
 from tests.pure.cluster_bench import ClusterBench, answer_of, prompts, run, until
+from tests.pure.engine_bench import expected
 
 pytest.importorskip("grpc", reason="grpcio is not installed (pip install ramify[cluster])")
 PROMPT = prompts(1)[0]
@@ -160,7 +159,7 @@ def test_a_failure_at_a_later_replica_names_those_that_have_changed() -> None:
             llm: Any = bench.members[1].llm
             load = llm.load_weights
             llm.load_weights = lambda _: load("broken")
-            with pytest.raises(RolloutError, match="replica 1 keeps its weights") as info:
+            with pytest.raises(RolloutError, match="replica 1 has other weights") as info:
                 await bench.llm.reload_weights("new")
             assert info.value.done == ("0",)
             assert len(bench.llm.dispatch.members.namespaces()) == 2
@@ -265,26 +264,74 @@ def test_a_replica_that_was_started_again_with_other_weights_is_hit() -> None:
     run(main())
 
 
-class RestartedReplica:
-    """Ends once it has answered, and comes back as another process with the weights of before."""
+def test_a_failure_after_the_weights_were_installed_shows_them() -> None:
+    """Else an answer of the weights of before would go on here, with others."""
+    bench = ClusterBench(1)
 
-    name, is_ready, last_error = "1", True, None
+    async def main() -> None:
+        async with bench.running():
+            member = bench.members[0]
+            llm: Any = member.llm
+            install = llm.install_weights
 
-    def __init__(self) -> None:
-        self.welcome = SimpleNamespace(incarnation=1)
+            async def half(weights: Any) -> None:
+                await install(weights)
+                raise CheckpointError("the tiers cannot be opened again")
 
-    async def replace_weights(self, model: str) -> None:
-        self.welcome = SimpleNamespace(incarnation=2)
+            llm.install_weights = half
+            with pytest.raises(CheckpointError, match="the tiers cannot"):
+                await bench.llm.reload_weights("new")
+            await bench.llm.all_ready(10.0)
+            welcome = bench.llm.dispatch.replicas["0"].welcome
+            assert welcome is not None
+            assert (welcome.namespace, welcome.identity) == (b"new", member.llm._core_identity)
+            output = await bench.llm.generate(PROMPT, TOKENS)
+            assert list(output.token_ids) == answer_of("new", PROMPT, 24)
+
+    run(main())
 
 
-def test_a_replica_that_came_back_as_another_process_has_not_the_weights() -> None:
-    """Its keeper started it with those of before, so the update has failed."""
-    names: list[str] = []
+def test_weights_are_in_use_though_prompts_are_not_warm(caplog: pytest.LogCaptureFixture) -> None:
+    """The request succeeds, and the log says what has failed; an error or a bug."""
+    bench = ClusterBench(1)
+    errors: list[Exception] = [CheckpointError("no prompts"), KeyError("a bug")]
 
-    with pytest.raises(ReplicaLostError, match="replica 1 ended before"):
-        run(replace_weights_in_turn([RestartedReplica()], "new", lambda *n: names.append(n[0])))  # type: ignore[list-item]
+    async def fail() -> None:
+        raise errors.pop(0)
 
-    assert names == []
+    async def main() -> None:
+        async with bench.running():
+            bench.members[0].replica._warm_up = fail
+            await bench.llm.reload_weights("new")
+            await bench.llm.reload_weights("newer")
+            assert bench.llm.dispatch.members.namespaces() == [b"newer"]
+
+    run(main())
+
+    assert "prompts are not warm with the weights of now: no prompts" in caplog.text
+    assert "KeyError: 'a bug'" in caplog.text
+
+
+def test_a_replica_that_does_not_know_its_weights_ends() -> None:
+    """Whoever keeps it starts it anew; it never connects with an identity that may be wrong."""
+    bench = ClusterBench(2)
+
+    async def main() -> None:
+        async with bench.running():
+            llm: Any = bench.members[0].llm
+
+            async def unknown() -> Any:
+                raise CheckpointError("a file of the checkpoint is gone")
+
+            llm.identity = unknown
+            with pytest.raises(CheckpointError, match="is gone"):
+                await bench.llm.reload_weights("new")
+            assert not llm.health().is_alive
+            for prompt in prompts(4):  # at the other one, with the weights of before
+                output = await bench.llm.generate(prompt, TOKENS)
+                assert list(output.token_ids) == expected(prompt, 24, ends=())
+
+    run(main())
 
 
 def test_the_weights_of_a_deployment_are_those_of_its_file() -> None:

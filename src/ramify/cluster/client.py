@@ -273,6 +273,8 @@ class ClusterLLM:
             tokens = validate_token_ids(ids, self.description.vocab_size)
             if chosen.structured is not None:
                 await asyncio.to_thread(self.compile_grammar, chosen, options.tenant)
+            page_hashes = await self._page_hashes(tokens, options)
+            self._require_open()  # it may have been closed meanwhile
             request = RemoteRequest(
                 self.dispatch.next_id(),
                 OutputCollector(LoopDispatcher(asyncio.get_running_loop()), final_only=final_only),
@@ -280,7 +282,7 @@ class ClusterLLM:
                 chosen.seeded(),
                 options.checked(),
                 prompt=text,
-                page_hashes=await self._page_hashes(tokens, options),
+                page_hashes=page_hashes,
                 now_s=time.monotonic(),
             )
             self.dispatch.submit(request, only=only)

@@ -116,6 +116,7 @@ class Connection:
         self._requests: dict[int, LinkedRequest] = {}
         self._last_key = -1
         self._num_calls = 0  # that run
+        self._snapshot = -1  # number of the last one that was asked for
         self._tasks: set[asyncio.Task[None]] = set()
         self._dispatcher = llm.dispatcher()
         self._reporter = StepReporter(self._dispatcher, self._report)
@@ -156,12 +157,13 @@ class Connection:
             self._is_over.set()
             for task in (*tasks, *self._tasks):
                 task.cancel()
-            await asyncio.gather(*tasks, *self._tasks, return_exceptions=True)
+            # Before anything is awaited: this may be cancelled once more.
             for request in self._requests.values():
                 request.is_abandoned = True
                 self._llm.abort_collector(request)
             self._requests.clear()
             self._llm.unobserve(self._reporter)
+            await asyncio.gather(*tasks, *self._tasks, return_exceptions=True)
             with suppress(EngineStoppedError):
                 await asyncio.shield(self._llm.run(self._reporter.close))
 
@@ -174,9 +176,9 @@ class Connection:
         self._takes_requests, self.awaits_weights = False, is_update
         self.send(Draining(RETRY_AFTER_S, is_update))
 
-    async def end(self) -> None:
-        """End the connection once everything was sent."""
-        await self.flush()
+    async def end(self, limit_s: float) -> None:
+        """End the connection once everything was sent, or after a time."""
+        await self.flush(limit_s)
         self.close()
 
     def close(self) -> None:
@@ -189,12 +191,12 @@ class Connection:
             self.failure = reason
         self._is_over.set()
 
-    async def flush(self) -> None:
-        """Wait until everything was sent, or the connection has ended."""
+    async def flush(self, limit_s: float | None = None) -> None:
+        """Wait until everything was sent, the connection has ended, or a time is over."""
         self._send_step()
         waits = [asyncio.ensure_future(event.wait()) for event in (self._is_sent, self._is_over)]
         try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(waits, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for wait in waits:
                 wait.cancel()
@@ -305,6 +307,7 @@ class Connection:
             case Ping():
                 self.send(Pong(message.number))
             case TakeSnapshot():
+                self._snapshot = message.number
                 self._start(self._send_snapshot(message.number))
             case ReplaceWeights():
                 self._replace_weights(self, message)
@@ -402,7 +405,11 @@ class Connection:
         with suppress(EngineStoppedError):
             await self._llm.run(self._reporter.begin_snapshot)
             num_parts = 0
-            while (chunk := await self._llm.run(self._reporter.next_chunk)) is not None:
+            # One that was asked for later takes its place, and the chunks that are left.
+            while number == self._snapshot:
+                chunk = await self._llm.run(self._reporter.next_chunk)
+                if chunk is None:
+                    return
                 self._send_step()  # events come before the snapshot that includes them
                 for part in parts_of(number, chunk, num_parts):
                     self.send(part)

@@ -230,14 +230,17 @@ class RemoteReplica:
         key = next(self._keys)
         return await self._answer(key, Call(key, call), call)  # type: ignore[arg-type]
 
-    async def replace_weights(self, model: str) -> None:
+    async def replace_weights(self, model: str, expected: str = "") -> None:
         """Let it replace its weights; returns when they are installed, before it is connected again.
+
+        Args:
+            expected: see `Replica.replace_weights`.
 
         Raises:
             ReplicaLostError: the connection ends before; also what `Replica.replace_weights` raises.
         """
         key = next(self._keys)
-        await self._answer(key, ReplaceWeights(key, model), None)
+        await self._answer(key, ReplaceWeights(key, model, expected), None)
 
     async def _answer(self, key: int, message: Call | ReplaceWeights, call: Any) -> Any:
         """Send a message that a `Return` answers, and wait for it."""
@@ -295,8 +298,9 @@ class RemoteReplica:
                 future.set_result(None)
             else:
                 future.set_result(decode_result(call, message.value))
+        except WireError as error:
+            future.set_exception(error)
         except Exception as error:
             # Else its caller would wait for ever.
-            future.set_exception(error)
-            if not isinstance(error, WireError):
-                raise
+            future.set_exception(WireError(f"the answer to a call is broken: {error}"))
+            raise

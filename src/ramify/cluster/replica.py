@@ -29,12 +29,14 @@ from ramify.cluster.wire import (
 )
 from ramify.engine.async_llm import AsyncLLM
 from ramify.engine.core import EngineCore
-from ramify.errors import ConfigError, RamifyError
+from ramify.engine.weight_reload import LoadedWeights
+from ramify.errors import ConfigError, EngineStoppedError, RamifyError
 
 logger = logging.getLogger(__name__)
 
 HELLO_S = 10.0  # within which a connection must send its hello
 STOP_S = 1.0  # for gRPC to end its streams
+FLUSH_S = 5.0  # for a server to read what is left before its connection is ended
 # A peer that has gone without a word is noticed by HTTP/2's pings; the third is what ends the
 # connection: without it a hung peer was noticed after 60 s.
 CHANNEL_OPTIONS = (
@@ -73,7 +75,7 @@ class Replica:
         self._llm, self._credentials, self._warm_up = llm, credentials or Credentials(), warm_up
         self._connections: set[Connection] = set()
         self._updates: set[asyncio.Task[None]] = set()
-        self._is_updating = False
+        self._is_updating = self._is_draining = self._is_closed = False
         self._may_join = asyncio.Event()  # cleared while weights are replaced
         self._may_join.set()
         self._server: Any = None
@@ -129,17 +131,19 @@ class Replica:
         Returns:
             whether all requests have finished.
         """
+        self._is_draining = True
         for connection in self._connections:
             connection.drain()
         drained = asyncio.ensure_future(self._llm.drain())
         done, _ = await asyncio.wait((drained,), timeout=timeout_s)
-        for connection in list(self._connections) if done else ():
-            await connection.flush()
+        if done:
+            await asyncio.gather(*(each.flush(FLUSH_S) for each in self._connections))
         await self.close()
         return await drained and bool(done)
 
     async def close(self) -> None:
         """End all connections and the engine; live requests are aborted."""
+        self._is_closed = True
         for update in self._updates:
             update.cancel()
         await asyncio.gather(*self._updates, return_exceptions=True)
@@ -152,20 +156,30 @@ class Replica:
 
     # -- other weights -----------------------------------------------------------------------
 
-    async def replace_weights(self, model: str) -> None:
+    async def replace_weights(self, model: str, expected: str = "") -> None:
         """Replace the weights by others of the same model, while no request is live.
 
         Requests go on while the weights load. Then servers send no more until the live ones have
         ended, the weights are installed, and prompts are warm. Connections go on with the identity
         of before, and take no requests: end them.
 
+        Args:
+            expected: digest of the identity that the weights replace; "": any.
+
         Raises:
-            ConfigError: weights are being replaced already.
+            ConfigError: weights are being replaced already, or were since the caller has looked.
             ModelError, ConfigError: see `LocalEngine.load_weights`; nothing has changed.
         """
         if self._is_updating:
             raise ConfigError(
                 f"the weights of this replica are being replaced; send {model!r} again when that has ended"
+            )
+        assert self._welcome is not None, "start comes first"
+        if expected not in ("", self._welcome.identity.digest):
+            raise ConfigError(
+                f"the weights of this replica were replaced after the replacement by {model!r} began, as "
+                f"another server does: their identity is {self._welcome.identity.digest} and not "
+                f"{expected}; send {model!r} again when the other replacement has ended"
             )
         self._is_updating = True
         try:
@@ -175,15 +189,43 @@ class Replica:
             self._may_join.clear()
             for connection in self._connections:
                 connection.drain(is_update=True)
-            await self._llm.install_weights(weights)
-            await self._llm.run(lambda core: core.cache.clear())
-            self._welcome = await self._make_welcome()
+            await self._install(weights)
             logger.info("computes with the weights of %s", model)
-            if self._warm_up is not None:
-                await self._warm_up()
+            await self._warm_up_again()
         finally:
             self._is_updating = False
             self._may_join.set()
+
+    async def _install(self, weights: LoadedWeights) -> None:
+        """Install weights when no request is live. Whatever fails, the identity is that of the engine."""
+        try:
+            await self._llm.install_weights(weights)
+        except Exception:
+            # It may have failed after the weights were installed.
+            await self._look_at_identity()
+            raise
+        await self._look_at_identity()
+
+    async def _look_at_identity(self) -> None:
+        """Let servers that connect know what the engine computes with."""
+        try:
+            self._welcome = await self._make_welcome()
+        except Exception:
+            # With a wrong identity, answers of other weights would go on here.
+            logger.critical("what this replica computes with is not known any more: it ends")
+            await self._llm.aclose()
+            raise
+
+    async def _warm_up_again(self) -> None:
+        """Warm up with other weights, which are in use whether that succeeds or not."""
+        if self._warm_up is None:
+            return
+        try:
+            await self._warm_up()
+        except RamifyError as error:
+            logger.warning("prompts are not warm with the weights of now: %s", error)
+        except Exception:
+            logger.exception("prompts are not warm with the weights of now, by a bug")
 
     def _answer_replace(self, asker: Connection, message: ReplaceWeights) -> None:
         """Begin to answer a `ReplaceWeights`; goes on when the asker has gone."""
@@ -194,7 +236,7 @@ class Replica:
     async def _replace_and_answer(self, asker: Connection, message: ReplaceWeights) -> None:
         answer = Return(message.key)
         try:
-            await self.replace_weights(message.model)
+            await self.replace_weights(message.model, message.expected)
         except Exception as error:
             if not isinstance(error, RamifyError):
                 logger.exception("the weights of %s could not be installed", message.model)
@@ -203,22 +245,22 @@ class Replica:
         for connection in list(self._connections):
             # One that is refused while another goes on leaves the connections to that one.
             if connection.awaits_weights and not self._is_updating:
-                await connection.end()
+                await connection.end(FLUSH_S)
 
     async def _make_welcome(self) -> Welcome:
         llm = self._llm
         identity = await llm.identity()
-        if llm.description.path:
-            # Of the content, not of the path: equal replicas on two machines have equal hashes.
-            namespace = namespace_of(identity=identity.digest)
+        # Of the content, not of the path: equal replicas on two machines have equal hashes.
+        namespace = namespace_of(identity=identity.digest) if llm.description.path else None
+        before = None if self._welcome is None else self._welcome.namespace
 
-            def rename(core: EngineCore) -> None:
-                core.cache.clear()
-                core.namespaces.base = namespace
+        def rename(core: EngineCore) -> bytes:
+            if core.namespaces.base != before:
+                core.cache.clear()  # nothing of it would be found
+                core.namespaces.base = namespace or core.namespaces.base
+            return core.namespaces.base
 
-            await llm.run(rename)
-        else:
-            namespace = await llm.run(lambda core: core.namespaces.base)
+        base = await llm.run(rename)
         if self._hashing is None:
             # Pages are hashed as they are stored, whether a server is connected or not.
             self._hashing = await llm.run(lambda core: core.cache.subscribe(1))
@@ -227,7 +269,7 @@ class Replica:
             llm.incarnation,
             ramify.__version__,
             identity,
-            namespace,
+            base,
             None if llm.tokenizer is None else llm.tokenizer.digest,
             llm.config,
             llm.description,
@@ -271,6 +313,8 @@ class Replica:
             await write(encode(Refused(reason)))
             return None
         await self._may_join.wait()
+        if self._is_closed:
+            return "the replica was closed"
         assert self._welcome is not None
         welcome = encode(self._welcome)
         connection = Connection(self._llm, write, peer, self._answer_replace)
@@ -278,7 +322,11 @@ class Replica:
         try:
             # Nothing can come between the look at the weights and the entry above.
             await write(welcome)
+            if self._is_draining:
+                connection.drain()
             await connection.run(requests)
+        except EngineStoppedError as error:
+            return str(error)
         finally:
             self._connections.discard(connection)
             connection.close()

@@ -135,6 +135,7 @@ class ReplaceWeights(Struct, frozen=True, array_like=True, tag=6):
 
     key: Count  # as those of `Call`
     model: Text  # a checkpoint as the replica's machine names it
+    expected: Text = ""  # digest of the identity that is to be replaced; "": any
 
 
 FromServer = Hello | Add | Abort | Call | Ping | TakeSnapshot | ReplaceWeights
