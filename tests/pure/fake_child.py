@@ -3,6 +3,7 @@
 `folder`: where it writes `NAME.starts` and `NAME.order`. `compiles`: names of those that say at their
 first start that they have compiled kernels. `pool`: tokens of K/V that they say they have. `fails`: names of those that say that they cannot start.
 `dies`: of those that end without a word. `prints`: of those that print something else first.
+`lingers`: of those that say that they cannot start, and stay. `shouts`: of those that print a line without an end.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import NoReturn
 
@@ -44,6 +46,13 @@ def main() -> None:
     if name in engine.get("fails", ""):
         report(state="failed", error="the model is nowhere")
         os._exit(2)
+    if name in engine.get("lingers", ""):
+        report(state="failed", error="the model is nowhere")
+        time.sleep(600)
+    if name in engine.get("shouts", ""):
+        sys.stdout.write("x" * 200_000)
+        sys.stdout.flush()
+        time.sleep(600)
     report(state="loaded")
     sys.stdin.readline()
     with (folder / "order").open("a") as lines:

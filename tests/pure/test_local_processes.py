@@ -164,6 +164,8 @@ def test_one_replica_compiles_kernels_for_all(tmp_path: Path) -> None:
         ("fails", "1", "replica 1 cannot start: the model is nowhere"),
         ("fails", "0", "replica 0 cannot start: the model is nowhere"),
         ("dies", "2", "replica 2 ended before it was ready: exit code 7"),
+        ("lingers", "1", "replica 1 cannot start: the model is nowhere"),
+        ("shouts", "1", "replica 1 writes a line to stdout that is no report"),
     ],
 )
 def test_one_that_cannot_start_ends_all(tmp_path: Path, how: str, name: str, words: str) -> None:
@@ -209,6 +211,33 @@ def test_a_killed_replica_is_started_again(tmp_path: Path) -> None:
     run(main())
 
     assert [len(starts(tmp_path, name)) for name in range(3)] == [1, 3, 1]
+    assert_none_left(tmp_path)
+
+
+def test_a_bug_does_not_end_the_attempts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is in the log, and the replica is started again when it ends the next time."""
+
+    async def main() -> None:
+        moves: list[str] = []
+
+        def moved(name: str, _: str) -> None:
+            moves.append(name)
+            if len(moves) == 1:
+                raise KeyError(name)
+
+        local = processes(tmp_path, num_replicas=1)
+        await local.start()
+        try:
+            local.keep(moved)
+            for number in (1, 2):
+                os.kill(local.pids()["0"], signal.SIGKILL)
+                await until(lambda: len(moves) == number)  # noqa: B023 - waited for here
+        finally:
+            await local.stop()
+
+    run(main())
+
+    assert "replica 0 does not serve, by a bug" in caplog.text
     assert_none_left(tmp_path)
 
 

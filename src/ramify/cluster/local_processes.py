@@ -212,10 +212,25 @@ class Child:
         self._process = process = await asyncio.create_subprocess_exec(
             *self._command, stdin=PIPE, stdout=PIPE, start_new_session=True, env=self._environment
         )
+        try:
+            return await self._until_ready(process, may_compile)
+        except Exception:
+            # One that is not ready is of no use, and would keep the next one waiting.
+            await self.stop()
+            raise
+
+    async def _until_ready(
+        self, process: Process, may_compile: Callable[[], Awaitable[object]]
+    ) -> Report:
+        """Read what a process reports until it is ready.
+
+        Raises:
+            ReplicaStartError: it ends, or reports what nobody can read.
+        """
         assert process.stdin is not None and process.stdout is not None
         with suppress(ConnectionError):
             process.stdin.write(msgspec.json.encode(self._spec) + b"\n")
-            while line := await process.stdout.readline():
+            while line := await self._line(process.stdout):
                 try:
                     report = msgspec.json.decode(line, type=Report)
                 except msgspec.DecodeError:  # of a package that prints while it is imported
@@ -226,15 +241,28 @@ class Child:
                     self._keep_memory(report.kv_cache_tokens)
                     return report
                 if report.state == "failed":
-                    await process.wait()
                     raise ReplicaStartError(f"replica {self.name} cannot start: {report.error}")
                 await may_compile()
                 process.stdin.write(b"\n")
-        code = await process.wait()
+        try:
+            code = await asyncio.wait_for(process.wait(), STOP_S)
+        except TimeoutError:
+            raise ReplicaStartError(
+                f"replica {self.name} has closed its stdout, so nobody can know when it is ready; its "
+                "last lines on stderr may say why"
+            ) from None
         raise ReplicaStartError(
             f"replica {self.name} ended before it was ready: {ended(code)}; its last lines on stderr "
             "may say why"
         )
+
+    async def _line(self, stdout: asyncio.StreamReader) -> bytes:
+        try:
+            return await stdout.readline()
+        except ValueError as error:
+            raise ReplicaStartError(
+                f"replica {self.name} writes a line to stdout that is no report: {error}"
+            ) from error
 
     def _keep_memory(self, kv_cache_tokens: int) -> None:
         """Let later processes have as much K/V: the others hold theirs, what is free is its own."""
@@ -266,11 +294,13 @@ class Child:
             backoff_s, begin_s = min(MAX_BACKOFF_S, 2 * backoff_s), time.monotonic()
             try:
                 await self.start()
-            except (ReplicaStartError, OSError) as error:
-                logger.error("replica %s: %s", self.name, error)
-            else:
                 logger.info("replica %s is ready again at %s", self.name, self.address)
                 moved(self.name, self.address)
+            except (ReplicaStartError, OSError) as error:
+                logger.error("replica %s: %s", self.name, error)
+            except Exception:
+                # Without further attempts it would never serve again.
+                logger.exception("replica %s does not serve, by a bug", self.name)
 
     async def stop(self, stop_s: float = STOP_S) -> None:
         """End its process, by force if that takes longer."""
