@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -141,7 +141,7 @@ class Placement:
     """The replica of a cluster that computes a request, and why it was chosen.
 
     `reason` is that of a `cluster.decisions.Decision`. With "spill" another replica has more of the
-    prompt cached; `other_reason` says why it was not chosen: "queue", "bound" or "full".
+    prompt cached; `other_reason` says why it was not chosen: "queue", "bound", "full" or "busy".
     """
 
     replica: int  # number in the cluster, from 0
@@ -149,8 +149,14 @@ class Placement:
     expected_tokens: int  # of the prompt that were expected to hit there
     other_replica: int | None = None
     other_tokens: int = 0  # of the prompt that it has cached
-    other_queue_s: float = 0.0  # work before a further request
+    other_queue_s: float | None = None  # work before a further request; None: not to be told
     other_reason: str = ""
+
+    def without_load(self) -> Placement:
+        """The same for a reader who may not know how much others have to be computed."""
+        if self.other_replica is None:
+            return self
+        return replace(self, other_queue_s=None, other_reason="busy")
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from ramify.server.engine_client import EngineClient
 from ramify.server.operations.load_monitor import LoadMonitor
 from ramify.server.operations.metrics import Metrics
 from ramify.server.service import RequestService
+from ramify.server.tenants import ApiKeys
 from ramify.testing import FAKE_EMBEDDING_SIZE
 from tests.pure.cluster_bench import run, until
 from tests.pure.server_bench import TOOL_TEMPLATE, Answer, ServerBench, chat
@@ -96,11 +97,14 @@ class ClusterServer(ServerBench):
 
     Args:
         routes: of the cluster; None: the usual ones.
+        keys: of the server; None: everybody is the operator.
     """
 
-    def __init__(self, *, routes: Routes | None = None, **options: Any) -> None:
+    def __init__(
+        self, *, routes: Routes | None = None, keys: ApiKeys | None = None, **options: Any
+    ) -> None:
         super().__init__(**options)
-        self.routes = routes
+        self.routes, self.keys = routes, keys
         self.other = ServerBench(chat_template=TOOL_TEMPLATE)
 
     @asynccontextmanager
@@ -118,7 +122,7 @@ class ClusterServer(ServerBench):
         self.service = RequestService(
             engine, tokenizer, model="tiny", embedding_size=FAKE_EMBEDDING_SIZE
         )
-        self.server = Server(self.service)
+        self.server = Server(self.service, self.keys)
         self.app = self.server.app(self._lifespan)
         self.server.health.is_ready = True
         try:

@@ -15,6 +15,7 @@ from ramify.outputs import Placement
 from ramify.server.answers.route import route_text
 from ramify.server.operations.replica_metrics import RunningTotals
 from ramify.server.run import replica_rows
+from ramify.server.tenants import ApiKeys
 from tests.pure.async_bench import Gate
 from tests.pure.cluster_bench import run, until
 from tests.pure.least_loaded import LeastLoaded
@@ -311,6 +312,12 @@ def gated(bench: ServerBench) -> Gate:
             0,
             "computed on replica 3; replica 1 has 32 tokens of it but a full queue",
         ),
+        (
+            Placement(3, "spill", 0, 1, 32, 2.14, "full").without_load(),
+            0,
+            "computed on replica 3; replica 1 has 32 tokens of it but is busy",
+        ),
+        (Placement(3, "cached", 1024).without_load(), 1024, "hit on replica 3"),
     ],
 )
 def test_a_placement_as_a_sentence(placement: Placement, num_cached: int, text: str) -> None:
@@ -341,30 +348,30 @@ class Spilling(LeastLoaded):
 
 
 @pytest.mark.parametrize("api", APIS)
-def test_the_route_is_in_the_answer(api: str) -> None:
-    """`usage.ramify_cache.route` of each API names the replica, and the one that has more of the prompt."""
+@pytest.mark.parametrize("key", ["key-admin", "key-ann"])
+def test_the_route_is_in_the_answer(api: str, key: str) -> None:
+    """It names the replica, and the one that has more of the prompt; the operator sees the work there."""
 
     async def main() -> None:
-        bench = ClusterServer(chat_template=TOOL_TEMPLATE, routes=Spilling())
+        keys = ApiKeys.of("key-ann", admin="key-admin")
+        bench = ClusterServer(chat_template=TOOL_TEMPLATE, routes=Spilling(), keys=keys)
         async with bench.serving():
             path, body = APIS[api]
-            whole = (await bench.post(path, body)).json
+            whole = (await bench.post(path, body, key)).json
             streamed = body | {"stream": True}
             streamed |= WITH_USAGE if api in ("chat", "completions") else {}
-            events = (await bench.post(path, streamed)).events
+            events = (await bench.post(path, streamed, key)).events
             last = [usage for event in events if (usage := usage_of(event))][-1]
             for usage in (usage_of(whole), last):
                 route = usage["route"]
                 here, there = route["replica"], 1 - route["replica"]
                 assert here in (0, 1)
                 assert route["reason"] == "spill"
-                assert route["instead_of"] == {
-                    "replica": there,
-                    "cached": 4096,
-                    "queue_s": 2.14,
-                    "reason": "queue",
-                }
-                assert f"replica {there} has 4,096 tokens of it but 2.1 s of queue" in route["text"]
+                is_admin = key == "key-admin"
+                load = {"queue_s": 2.14, "reason": "queue"} if is_admin else {"reason": "busy"}
+                assert route["instead_of"] == {"replica": there, "cached": 4096, **load}
+                why = "2.1 s of queue" if is_admin else "is busy"
+                assert f"replica {there} has 4,096 tokens of it but {why}" in route["text"]
 
     run(main())
 
@@ -403,17 +410,21 @@ def test_one_engine_has_no_route() -> None:
 
 
 def test_an_explanation_has_the_cached_tokens_of_each_replica() -> None:
-    """`/v1/cache/explain` says what would hit where; the best is `cached_tokens`."""
+    """`/v1/cache/explain` says what would hit where; the best is `cached_tokens`. Tenants see no load."""
 
     async def main() -> None:
-        bench = ClusterServer(chat_template=TOOL_TEMPLATE)
+        keys = ApiKeys.of("key-ann", admin="key-admin")
+        bench = ClusterServer(chat_template=TOOL_TEMPLATE, keys=keys)
         async with bench.serving():
-            answer = await bench.post("/v1/chat/completions", chat(LONG))
-            place = answer.json["usage"]["ramify_cache"]["route"]["replica"]
-            report = (await bench.post("/v1/cache/explain", chat(LONG))).json
-            cached = {part["replica"]: part["cached_tokens"] for part in report["replicas"]}
-            assert cached == {place: report["cached_tokens"], 1 - place: 0}
-            assert report["cached_tokens"] > 0
+            for key in ("key-ann", "key-admin"):
+                answer = await bench.post("/v1/chat/completions", chat(LONG), key)
+                place = answer.json["usage"]["ramify_cache"]["route"]["replica"]
+                report = (await bench.post("/v1/cache/explain", chat(LONG), key)).json
+                cached = {part["replica"]: part["cached_tokens"] for part in report["replicas"]}
+                assert cached == {place: report["cached_tokens"], 1 - place: 0}
+                assert report["cached_tokens"] > 0
+                for part in report["replicas"]:
+                    assert ("queue_s" in part) == (key == "key-admin")
 
     run(main())
 

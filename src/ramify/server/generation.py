@@ -186,7 +186,10 @@ class Generation:
         self.num_output += len(event.new_token_ids)
         if event.prefix is not None:
             self.num_pins_refused = event.prefix.num_pins_refused
-            self.placement = event.prefix.placement
+            placement = event.prefix.placement
+            if placement is not None and not self.caller.is_admin:
+                placement = placement.without_load()
+            self.placement = placement
         if event.output is not None:
             self.output = event.output
             self.cache = self._cache_usage(event.output.cache)

@@ -22,9 +22,10 @@ def route_json(placement: Placement, num_cached: int) -> dict[str, Any]:
         payload["instead_of"] = {
             "replica": placement.other_replica,
             "cached": placement.other_tokens,
-            "queue_s": round(placement.other_queue_s, 3),
             "reason": placement.other_reason,
         }
+        if placement.other_queue_s is not None:
+            payload["instead_of"]["queue_s"] = round(placement.other_queue_s, 3)
     return payload | {"text": route_text(placement, num_cached)}
 
 
@@ -34,9 +35,10 @@ def route_text(placement: Placement, num_cached: int) -> str:
     if placement.other_replica is None:
         return text
     reasons = {
-        "queue": f"{placement.other_queue_s:.1f} s of queue",
+        "queue": f"{placement.other_queue_s or 0.0:.1f} s of queue",
         "bound": "more than its share of the work",
         "full": "a full queue",
+        "busy": "is busy",
     }
     why = reasons.get(placement.other_reason, placement.other_reason)
     other = f"replica {placement.other_replica} has {placement.other_tokens:,} tokens of it"

@@ -241,12 +241,11 @@ async def explain(context: RequestContext) -> Response:
     replicas = service.engine.replicas
     if replicas is not None:
         cached = await replicas.cached_tokens(prompt.ids, tenant, salt, READ_S)
+        # How much others have to be computed is the operator's.
+        is_admin = context.caller.is_admin
         payload["replicas"] = [
-            {
-                "replica": state.number,
-                "cached_tokens": cached[state.name],
-                "queue_s": round(state.queue_s, 3),
-            }
+            {"replica": state.number, "cached_tokens": cached[state.name]}
+            | ({"queue_s": round(state.queue_s, 3)} if is_admin else {})
             for state in replicas.states()
             if state.name in cached
         ]
