@@ -19,7 +19,8 @@ ROOT = Path(__file__).parents[2]
 PROMPT = prompts(1)[0]
 
 
-def test_a_stuck_step_ends_its_process_and_no_answer() -> None:
+@pytest.mark.parametrize("is_draining", [False, True], ids=["serving", "draining"])
+def test_a_stuck_step_ends_its_process_and_no_answer(is_draining: bool) -> None:
     """Exit code 1 for whoever starts it again, a line that says why, and the tokens of one engine."""
     with subprocess.Popen(
         [sys.executable, "-m", "tests.pure.stuck_replica"],
@@ -41,6 +42,8 @@ def test_a_stuck_step_ends_its_process_and_no_answer() -> None:
             llm.dispatch.replicas["b"].is_draining = True
             stream = llm.stream(PROMPT, SamplingParams(max_tokens=20, ignore_eos=True))
             events = [await anext(stream)]
+            if is_draining:
+                process.terminate()
             llm.dispatch.replicas["b"].is_draining = False
             events += [event async for event in stream]
             output = events[-1].output

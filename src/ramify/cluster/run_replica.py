@@ -121,6 +121,7 @@ async def _serve(
 
     replica = Replica(llm, options.credentials, warm_up=warm_up)
     signals, resources = Signals(), AsyncExitStack()
+    failure: asyncio.Future[str] | None = None
     try:
         await stages.loaded()
         await compile_kernels(llm)
@@ -137,12 +138,14 @@ async def _serve(
         if failure.done():
             logger.error("%s; this replica ends", failure.result())
             return ENGINE_FAILED
-        failure.cancel()
         return await _drain(options, replica, signals)
     finally:
         signals.restore()
         await resources.aclose()
         await replica.close()
+        # Not before: the end of an engine waits for its step, which may get stuck meanwhile.
+        if failure is not None:
+            failure.cancel()
 
 
 async def _drain(options: ReplicaOptions, replica: Replica, signals: Signals) -> int:
