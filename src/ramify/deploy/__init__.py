@@ -9,6 +9,7 @@ In reading order:
 - `scaling`: how many engines a load needs
 - `ingress`: the server over replicas that come and go
 - `engine_process`: an engine in a child process
+- `end_signals`: the signals that end a deployment
 - `ray_serve`: both as deployments of Ray Serve; the only file that imports Ray
 
 Importing the package, or `config` or `scaling`, loads neither torch nor Ray.

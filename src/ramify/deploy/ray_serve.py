@@ -14,9 +14,10 @@ import hashlib
 import logging
 import math
 import os
-import signal
 import sys
-import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import msgspec
 
 import ramify
 from ramify.deploy.config import DeployConfig, config_of
+from ramify.deploy.end_signals import INTERRUPTED, EndSignals
 from ramify.deploy.engine_process import STOP_S, EngineProcess
 from ramify.deploy.ingress import Ingress, serve_options
 from ramify.deploy.membership import PERIOD_S, Meet, MeetError, Member, Roster, Work
@@ -57,11 +59,17 @@ MEET_S = 5.0  # for all engines to answer a server
 HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 1.0, 10.0
 # From leaving Serve's list to the drain: servers meet whoever has come in this one's place, and connect.
 LEAVE_S = 4 * PERIOD_S
+END_S, END_CHECK_S = (
+    90.0,
+    0.1,
+)  # for a deployment to end, beyond its drain; HAProxy takes 36 s of it
 MAX_STARTS = 3  # of a replica that cannot start, before the deployment has failed
 LOOK_BACK_S, METRICS_PERIOD_S = 5.0, 1.0
 # One event loop: gRPC for asyncio can be used in one only, and Serve uses it as well. And asyncio's own.
 ONE_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", "RAY_USE_UVLOOP": "0"}
 HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"
+# What Ray and Serve raise where they cannot do what they are to do.
+RAY_ERRORS = (RayError, RayServeException, ConnectionError, TimeoutError, ValueError, RuntimeError)
 OF_ENGINES = (
     "model",
     "engine",
@@ -269,8 +277,8 @@ def version_of(options: list[Any]) -> str:
 def run(config: DeployConfig) -> int:
     """Deploy, or change what is deployed; returns the exit code.
 
-    Without an address Ray is started here, and everything ends at a signal. With one, the deployment
-    stays when this returns.
+    Without an address Ray is started here, and everything ends at a signal; a second signal does not
+    wait for live requests. With an address, the deployment stays when this returns.
 
     Raises:
         ConfigError: see `ServeOptions.keys`, or the port is taken.
@@ -283,23 +291,25 @@ def run(config: DeployConfig) -> int:
     if is_local:
         for sock in bind_address(options.host, options.port):
             sock.close()
-    connect(config)
+    code = 0
     try:
+        connect(config)
+        start_serve(config)
         deploy(config)
-        stopped = threading.Event()
-        if is_local:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, lambda *_: stopped.set())
         sys.stderr.write(banner(config) + "\n")
         if is_local:
-            stopped.wait()
-            logger.info("live requests have %.0f s to end", config.drain_s)
-            serve.delete(config.name)
+            with EndSignals() as signals:
+                signals.wait()
+                logger.info("live requests have %.0f s to end", config.drain_s)
+                delete(config)
+            shut_down_serve()
+    except KeyboardInterrupt:
+        logger.warning("ended at once" if is_local else "what was deployed goes on")
+        code = INTERRUPTED
     finally:
-        if is_local:
-            serve.shutdown()
+        # Ray that was started here ends with all its processes.
         ray.shutdown()
-    return 0
+    return code
 
 
 def connect(config: DeployConfig) -> None:
@@ -313,7 +323,7 @@ def connect(config: DeployConfig) -> None:
     surge = 2 if config.surge else 1
     needed = config.max_replicas * surge * config.resources.cpus
     needed += 2 * config.ingress.count * config.ingress.cpus
-    try:
+    with as_deploy_error(f"Ray at {config.address or 'this machine'}"):
         if config.address is None:
             ray.init(
                 address="local",
@@ -325,13 +335,37 @@ def connect(config: DeployConfig) -> None:
             )
         else:
             ray.init(address=config.address)
+
+
+def start_serve(config: DeployConfig) -> None:
+    """Start Serve, unless it runs.
+
+    Raises:
+        DeployError: it does not start.
+    """
+    with as_deploy_error(f"Serve of Ray at {config.address or 'this machine'}"):
         if config.ingress.haproxy:
             http = {"host": config.ingress.host, "port": config.ingress.port}
             serve.start(proxy_location="EveryNode", http_options=http)
         else:
             serve.start(proxy_location="Disabled")
-    except (RayError, RayServeException, ConnectionError, ValueError, RuntimeError) as error:
-        raise DeployError(f"Ray at {config.address or 'this machine'}: {error}") from error
+
+
+def shut_down_serve() -> None:
+    """End Serve's own processes; those that do not end are ended with Ray."""
+    try:
+        serve.shutdown()
+    except RAY_ERRORS as error:
+        logger.warning("Serve does not end by itself: %s", error)
+
+
+@contextmanager
+def as_deploy_error(what: str) -> Iterator[None]:
+    """Raise what Ray and Serve raise as a DeployError."""
+    try:
+        yield
+    except RAY_ERRORS as error:
+        raise DeployError(f"{what}: {type(error).__name__}: {error}") from error
 
 
 def deploy(config: DeployConfig) -> None:
@@ -343,14 +377,17 @@ def deploy(config: DeployConfig) -> None:
     prefix = "/" if config.ingress.haproxy else None
     try:
         serve.run(application(config), name=config.name, route_prefix=prefix)
-    except (RayError, RayServeException, RuntimeError) as error:
+    except RAY_ERRORS as error:
         reason = _reason(config.name) or error
         raise DeployError(f"the deployment {config.name} has failed: {reason}") from error
 
 
 def _reason(name: str) -> str:
-    """The last line of what Serve says of each part that is not well."""
-    application = serve.status().applications.get(name)
+    """The last line of what Serve says of each part that is not well; "" if it says nothing."""
+    try:
+        application = serve.status().applications.get(name)
+    except RAY_ERRORS:  # the error that led here says more
+        return ""
     if application is None:
         return ""
     messages = [part.message.strip() for part in application.deployments.values()]
@@ -361,14 +398,40 @@ def end(config: DeployConfig) -> int:
     """Drain and end a deployment; returns the exit code.
 
     Raises:
-        DeployError: Ray cannot be reached.
+        DeployError: Ray cannot be reached, there is no such deployment, or it does not end.
     """
     connect(config)
     try:
-        serve.delete(config.name)
+        with as_deploy_error(f"Ray at {config.address}"):
+            names = serve.status().applications
+        if config.name not in names:
+            raise DeployError(
+                f"there is no deployment {config.name!r} at {config.address}, but "
+                f"{', '.join(map(repr, names)) or 'none'}; give the file whose `name` is to end"
+            )
+        delete(config)
     finally:
         ray.shutdown()
     return 0
+
+
+def delete(config: DeployConfig) -> None:
+    """Let a deployment drain and end; returns when it has. Serve itself would wait for 60 s at most.
+
+    Raises:
+        DeployError: it does not end.
+    """
+    limit_s = config.drain_s + END_S
+    deadline_s = time.monotonic() + limit_s
+    with as_deploy_error(f"the deployment {config.name}"):
+        serve.delete(config.name, _blocking=False)
+        while config.name in serve.status().applications:
+            if time.monotonic() > deadline_s:
+                raise DeployError(
+                    f"the deployment {config.name} has not ended within {limit_s:.0f} s, which is "
+                    f"`drain_s` and {END_S:.0f} s; `ray status` and the logs of Serve may say why"
+                )
+            time.sleep(END_CHECK_S)
 
 
 def banner(config: DeployConfig) -> str:
