@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import ipaddress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from cryptography import x509
@@ -12,7 +13,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from ramify.cluster.credentials import Credentials
+from ramify.cluster.credentials import Credentials, TlsFiles
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Authority:
         return cls(key, _signed(name, key, name, key, is_authority=True))
 
     def credentials(self, address: str = "127.0.0.1", **others: Any) -> Credentials:
-        """Those of a machine at an address."""
+        """Those of a machine at an address; or of machines with a name, whatever their addresses."""
         key = ec.generate_private_key(ec.SECP256R1())
         issuer = self.certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value
         certificate = _signed("machine", key, issuer, self.key, address=address)
@@ -42,6 +43,15 @@ class Authority:
             authority=_pem(self.certificate),
             **others,
         )
+
+
+def write(credentials: Credentials, folder: Path, name: str | None = None) -> TlsFiles:
+    """Write credentials to files of a folder, which is made."""
+    folder.mkdir()
+    for part in ("certificate", "key", "authority"):
+        (folder / part).write_bytes(getattr(credentials, part))
+    paths = {part: str(folder / part) for part in ("certificate", "key", "authority")}
+    return TlsFiles(**paths, name=name)
 
 
 def _pem(certificate: Any) -> bytes:
@@ -70,6 +80,9 @@ def _signed(
         .add_extension(x509.BasicConstraints(ca=is_authority, path_length=None), critical=True)
     )
     if address is not None:
-        names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))])
+        name_of: Any = x509.DNSName(address)
+        if address[0].isdecimal():
+            name_of = x509.IPAddress(ipaddress.ip_address(address))
+        names = x509.SubjectAlternativeName([name_of])
         builder = builder.add_extension(names, critical=False)
     return builder.sign(issuer_key, hashes.SHA256())

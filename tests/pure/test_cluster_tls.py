@@ -2,22 +2,26 @@
 
 import logging
 from dataclasses import replace
+from pathlib import Path
 
+import msgspec
 import pytest
 
 from ramify.cluster.client import ClusterLLM
 from ramify.cluster.credentials import Credentials
-from ramify.errors import NoReplicaError
+from ramify.errors import ConfigError, NoReplicaError
 from ramify.params import SamplingParams
 from tests.pure.cluster_bench import Member, prompts, run
 from tests.pure.engine_bench import expected
 
 pytest.importorskip("grpc", reason="grpcio is not installed (pip install ramify[cluster])")
+pytest.importorskip("starlette")
 pytest.importorskip(
     "cryptography", reason="cryptography is not installed (pip install ramify[dev])"
 )
 
-from tests.certificates import Authority
+from ramify.cluster.local_child import ChildSpec
+from tests.certificates import Authority, write
 
 PROMPT = prompts(1)[0]
 SECRET = "0123456789abcdef0123"
@@ -104,3 +108,53 @@ def test_a_replica_that_is_not_the_one_is_refused(kind: str) -> None:
         await member.replica.close()
 
     run(main())
+
+
+def test_a_name_takes_the_place_of_addresses() -> None:
+    """One certificate for engines that are placed anywhere; another name is refused as another address."""
+    ours = Authority.make("ours")
+
+    async def main() -> None:
+        member = Member()
+        await member.start(ours.credentials("engine.chat"))
+        await connect(member, ours.credentials(name="engine.chat"))
+        for name in ("engine.other", None):
+            with pytest.raises(NoReplicaError, match="must name the address"):
+                await connect(member, ours.credentials(name=name))
+        await member.replica.close()
+
+    run(main())
+
+
+def test_wrong_files_are_refused_at_start(tmp_path: Path) -> None:
+    """gRPC would listen with them, or say that the address cannot be bound; the line names the file."""
+    ours, theirs = Authority.make("ours").credentials(), Authority.make("theirs").credentials()
+    files = write(ours, tmp_path / "ours")
+    other = write(theirs, tmp_path / "theirs")
+    text = tmp_path / "text"
+    text.write_text("no PEM")
+
+    assert files.credentials(SECRET) == replace(ours, secret=SECRET)
+    for changes, words in (
+        ({"key": other.key}, "its key without a password: .*KEY_VALUES_MISMATCH"),
+        ({"key": str(text)}, "text are no certificate in PEM and its key"),
+        ({"certificate": str(text)}, "text and .*key are no certificate"),
+        ({"authority": str(text)}, "text is no certificate in PEM"),
+        ({"authority": str(tmp_path / "none")}, "No such file.*none"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            msgspec.structs.replace(files, **changes).credentials()
+
+
+def test_a_child_reads_the_files_of_its_deployment(tmp_path: Path) -> None:
+    """At each start, beside the secret that it is told."""
+    ours = Authority.make("ours").credentials()
+    files = write(ours, tmp_path / "ours", name="engine.chat")
+    spec = ChildSpec("0", "none", {}, SECRET, 1, files)
+
+    sent = msgspec.json.decode(msgspec.json.encode(spec), type=ChildSpec)
+
+    assert sent.options().credentials == replace(ours, secret=SECRET, name="engine.chat")
+    assert msgspec.structs.replace(spec, tls=None).options().credentials == Credentials(
+        secret=SECRET
+    )

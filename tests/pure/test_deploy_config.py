@@ -8,12 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec import Struct
 
 from ramify.deploy.config import (
     SECTIONS,
     DeployConfig,
     Replicas,
-    Section,
     config_of,
     read_config,
 )
@@ -82,6 +82,7 @@ def test_an_empty_file_is_one_engine_of_the_tiny_model(tmp_path: Path) -> None:
         ({"replica": 2}, ("'replica'", "replicas", "ingress")),
         ({"ingress": {"prot": 1}}, ("'ingress.prot'", "ingress.port")),
         ({"replicas": {"least": 1}}, ("'replicas.least'", "replicas.min")),
+        ({"tls": {"cert": "a"}}, ("'tls.cert'", "tls.certificate")),
         ({"engine": {"kv_cache_token": 1}}, ("'kv_cache_token'", "kv_cache_tokens")),
         ({"tensor_parallel": 2}, ("'tensor_parallel'", "one process", "resources.threads")),
         ({"resources": {"tensor-parallel-size": 2}}, ("tensor-parallel-size", "one process")),
@@ -118,6 +119,7 @@ def test_unknown_names_are_refused_by_name(document: object, names: tuple[str, .
         ({"engine": {"page_size": 0}}, ("page_size",)),
         ({"engine": 3}, ("$.engine",)),
         ({"model": 3}, ("$.model",)),
+        ({"tls": {"certificate": "a", "key": "b"}}, ("`authority`", "$.tls")),
     ],
 )
 def test_wrong_values_are_refused(document: object, names: tuple[str, ...]) -> None:
@@ -181,7 +183,7 @@ def test_the_page_has_every_field() -> None:
     """Of the file and its sections."""
     page = (ROOT / "docs" / "cluster.md").read_text("utf-8").partition("## On Ray")[2]
 
-    sections: list[type[Section]] = [DeployConfig, *SECTIONS.values()]
+    sections: list[type[Struct]] = [DeployConfig, *SECTIONS.values()]
     for section in sections:
         for field in section.__struct_fields__:
             assert f"`{field}`" in page, field

@@ -21,10 +21,10 @@ from ramify.cluster.replica import Replica
 from ramify.cluster.routes import CacheRoutes
 from ramify.deploy.config import DeployConfig, Resources, config_of
 from ramify.deploy.engine_process import EngineProcess
-from ramify.deploy.ingress import Ingress, IngressError, serve_options
+from ramify.deploy.ingress import Ingress, IngressError, open_cluster, serve_options
 from ramify.deploy.membership import MeetError, Member, Membership, Roster, Work
 from ramify.deploy.scaling import NUM_REQUESTS, WAIT_S
-from ramify.errors import ConfigError
+from ramify.errors import ConfigError, NoReplicaError
 from ramify.params import SamplingParams
 from ramify.server.http.uvicorn_server import DrainingServer
 from ramify.server.run import ServeOptions
@@ -108,6 +108,34 @@ def test_a_server_follows_the_launcher(caplog: pytest.LogCaptureFixture) -> None
     run(main())
 
     assert caplog.text.count("the engines cannot be listed: no engine yet") == 1
+
+
+def test_engines_and_servers_show_certificates(tmp_path: Path) -> None:
+    """With files that are given; who has the secret of an engine but no certificate is refused."""
+    certificates = pytest.importorskip(
+        "tests.certificates", reason="cryptography is not installed (pip install ramify[dev])"
+    )
+    ours = certificates.Authority.make("ours").credentials("engine.chat")
+    tls = certificates.write(ours, tmp_path / "tls", name="engine.chat")
+    secret = "s" * 32
+
+    async def main() -> None:
+        llm, _ = fake_engine()
+        replica = Replica(llm, tls.credentials(secret))
+        address = f"127.0.0.1:{await replica.start()}"
+        launcher = Launcher()
+        launcher.roster = Roster([Member("e", address, secret)])
+        options = ServeOptions(model="ramify-tiny")
+        async with open_cluster(options, launcher.meet, tls) as client:
+            output = await client.generate("Hello", SHORT)
+            assert output.usage.completion_tokens == 4
+        for shown in (Credentials(secret=secret), tls.credentials("t" * 32)):
+            stranger = ClusterLLM({"e": address}, None, credentials=shown)
+            with pytest.raises(NoReplicaError, match=r"without|secret of the cluster"):
+                await stranger.start(3.0)
+        await replica.close()
+
+    run(main())
 
 
 def fake_process(folder: Path, *, now: list[float], **engine: str) -> EngineProcess:

@@ -145,6 +145,7 @@ def test_only_what_changed_is_replaced(ray_serve: Any) -> None:
     for fields in ({"engine": {"page_size": 32}}, {"resources": {"threads": 2}}):
         assert versions(ray_serve, **fields)[0] == server
         assert versions(ray_serve, **fields)[1] != engine
-    other = versions(ray_serve, model="another")
-    assert other[0] != server
-    assert other[1] != engine
+    tls = {"certificate": "a", "key": "b", "authority": "c"}
+    for fields in ({"model": "another"}, {"tls": tls}):
+        assert versions(ray_serve, **fields)[0] != server
+        assert versions(ray_serve, **fields)[1] != engine

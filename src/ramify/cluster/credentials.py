@@ -5,10 +5,13 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import os
+import ssl
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from ramify.errors import ConfigError, MissingPackageError
 
@@ -25,6 +28,7 @@ class Credentials:
             where others can read the network.
         certificate, key, authority: PEM of this side's certificate, its key, and of the authority
             that signed the certificates of both sides. All or none.
+        name: that certificates of replicas have, in place of the address of each.
 
     Raises:
         ConfigError: a secret is too short or cannot be sent, or certificates are incomplete.
@@ -34,6 +38,7 @@ class Credentials:
     certificate: bytes | None = None
     key: bytes | None = field(default=None, repr=False)
     authority: bytes | None = None
+    name: str | None = None
 
     def __post_init__(self) -> None:
         if self.secret is not None and len(self.secret) < MIN_SECRET_CHARS:
@@ -65,10 +70,11 @@ class Credentials:
         """Credentials that are read from files.
 
         Raises:
-            ConfigError: a file cannot be read; else as the class.
+            ConfigError: a file cannot be read, or holds no certificate or key, or another key than that
+                of the certificate; else as the class.
         """
         try:
-            return cls(
+            credentials = cls(
                 secret=None if secret is None else secret.read_text("utf-8").strip(),
                 certificate=None if certificate is None else certificate.read_bytes(),
                 key=None if key is None else key.read_bytes(),
@@ -76,6 +82,9 @@ class Credentials:
             )
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"a file of the cluster's credentials: {error}") from error
+        if certificate is not None and key is not None and authority is not None:
+            _check_files(certificate, key, authority)
+        return credentials
 
     @property
     def has_tls(self) -> bool:
@@ -114,9 +123,50 @@ class Credentials:
             [(self.key, self.certificate)], self.authority, require_client_auth=True
         )
 
+    def channel_options(self) -> tuple[tuple[str, str], ...]:
+        """For a connection to a replica: the name that its certificate has."""
+        return () if self.name is None else (("grpc.ssl_target_name_override", self.name),)
+
     def channel_credentials(self) -> Any:
         """For a connection to a replica with certificates."""
         return import_grpc().ssl_channel_credentials(self.authority, self.key, self.certificate)
+
+
+class TlsFiles(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Paths of PEM files, and the `name` of `Credentials`. Each process reads them when it starts."""
+
+    certificate: str
+    key: str
+    authority: str
+    name: str | None = None
+
+    def credentials(self, secret: str | None = None) -> Credentials:
+        """The credentials that they hold, with a secret.
+
+        Raises:
+            ConfigError: see `Credentials.from_files`.
+        """
+        paths = (Path(self.certificate), Path(self.key), Path(self.authority))
+        return replace(Credentials.from_files(None, *paths), secret=secret, name=self.name)
+
+
+def _check_files(certificate: Path, key: Path, authority: Path) -> None:
+    """Raise ConfigError unless these are PEM, and the key is that of the certificate.
+
+    gRPC says nothing of it: with a wrong file it cannot listen, or no peer can connect.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        # An encrypted key would else be asked for at the terminal.
+        context.load_cert_chain(certificate, key, password=lambda: b"")
+    except (ssl.SSLError, ValueError) as error:
+        raise ConfigError(
+            f"{certificate} and {key} are no certificate in PEM and its key without a password: {error}"
+        ) from error
+    try:
+        context.load_verify_locations(authority)
+    except ssl.SSLError as error:
+        raise ConfigError(f"{authority} is no certificate in PEM: {error}") from error
 
 
 def is_loopback(host: str) -> bool:

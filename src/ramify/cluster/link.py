@@ -100,8 +100,9 @@ class Link:
     async def _exchange(self, hello: Hello, timeout_s: float) -> Welcome:
         grpc = import_grpc()
         if self._credentials.has_tls:
+            options = (*CHANNEL_OPTIONS, *self._credentials.channel_options())
             self._channel = grpc.aio.secure_channel(
-                self.address, self._credentials.channel_credentials(), options=CHANNEL_OPTIONS
+                self.address, self._credentials.channel_credentials(), options=options
             )
         else:
             self._channel = grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)

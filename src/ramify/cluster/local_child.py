@@ -20,7 +20,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
-from ramify.cluster.credentials import Credentials
+from ramify.cluster.credentials import Credentials, TlsFiles
 from ramify.cluster.run_replica import ReplicaOptions, run_replica
 from ramify.errors import RamifyError
 
@@ -38,6 +38,7 @@ class ChildSpec(Struct, frozen=True):
     engine: dict[str, Any]
     secret: str
     parent: int  # its process id
+    tls: TlsFiles | None = None
     cpus: tuple[int, ...] = ()
     warm: str | None = None
     public: str | None = None
@@ -47,12 +48,17 @@ class ChildSpec(Struct, frozen=True):
     host: str = "127.0.0.1"
 
     def options(self) -> ReplicaOptions:
-        """The same for `run_replica`."""
+        """The same for `run_replica`.
+
+        Raises:
+            ConfigError: see `Credentials.from_files`.
+        """
+        secret, tls = self.secret, self.tls
         return ReplicaOptions(
             model=self.model,
             engine=self.engine,
             host=self.host,
-            credentials=Credentials(secret=self.secret),
+            credentials=Credentials(secret=secret) if tls is None else tls.credentials(secret),
             warm=None if self.warm is None else Path(self.warm),
             public=None if self.public is None else Path(self.public),
             name=self.name,

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from ramify.cluster.cpu_shares import CpuShare
-from ramify.cluster.credentials import Credentials
+from ramify.cluster.credentials import Credentials, TlsFiles
 from ramify.cluster.local_child import ChildSpec, Report
 from ramify.cluster.wire import address_of
 from ramify.errors import RamifyError
@@ -46,6 +46,7 @@ class LocalOptions:
     public: Path | None = None
     log_json: bool = False
     host: str = "127.0.0.1"
+    tls: TlsFiles | None = None
     drain_s: float = 30.0
 
 
@@ -189,6 +190,7 @@ class Child:
             memory_parts=memory_parts,
             log_json=options.log_json,
             host=options.host,
+            tls=options.tls,
             drain_s=options.drain_s,
         )
         self._process: Process | None = None

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from ramify.cluster.credentials import TlsFiles
 from ramify.config import EngineConfig
 from ramify.errors import ConfigError, MissingPackageError, UnknownOptionError
 
@@ -97,6 +98,7 @@ class DeployConfig(Section, frozen=True, kw_only=True):
     scaling: Scaling = Scaling()
     ingress: Ingress = Ingress()
     secret_file: str | None = None  # None: every engine draws a secret
+    tls: TlsFiles | None = None  # certificates of engines and servers, which then encrypt
     warm: str | None = None
     public: str | None = None
     surge: bool = False  # an update starts an engine before it ends another
@@ -149,11 +151,12 @@ class DeployConfig(Section, frozen=True, kw_only=True):
         return self
 
 
-SECTIONS: dict[str, type[Section]] = {
+SECTIONS: dict[str, type[Struct]] = {
     "replicas": Replicas,
     "resources": Resources,
     "scaling": Scaling,
     "ingress": Ingress,
+    "tls": TlsFiles,
 }
 
 
@@ -206,7 +209,7 @@ def config_of(document: object) -> DeployConfig:
 
 
 def _known_names(
-    mapping: dict[Any, Any], section: type[Section], prefix: str = ""
+    mapping: dict[Any, Any], section: type[Struct], prefix: str = ""
 ) -> dict[str, Any]:
     """The entries of a mapping by the names of fields.
 

@@ -56,6 +56,7 @@ class EngineProcess:
             public=None if config.public is None else Path(config.public),
             log_json=config.log_json,
             host=host,
+            tls=config.tls,
             drain_s=config.drain_s,
         )
         share = CpuShare(config.resources.num_threads)

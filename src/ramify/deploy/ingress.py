@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ramify.cluster.client import ClusterLLM
+from ramify.cluster.credentials import TlsFiles
 from ramify.cluster.launch import load_tokenizer
 from ramify.cluster.routes import CacheRoutes
 from ramify.deploy.config import DeployConfig
@@ -66,20 +67,23 @@ def serve_options(config: DeployConfig) -> ServeOptions:
 
 @asynccontextmanager
 async def open_cluster(
-    options: ServeOptions, meet: Meet, *, period_s: float = PERIOD_S
+    options: ServeOptions, meet: Meet, tls: TlsFiles | None = None, *, period_s: float = PERIOD_S
 ) -> AsyncIterator[ClusterLLM]:
     """A client over the engines that `meet` names, once the first has joined.
 
     Raises:
+        ConfigError: see `TlsFiles.credentials`.
         CheckpointError: there is no such model.
         NoReplicaError: no engine has come.
     """
     tokenizer = await asyncio.to_thread(
         load_tokenizer, find_text_files, options.model, options.engine
     )
+    credentials = None if tls is None else tls.credentials()
     routes = CacheRoutes()
     client = ClusterLLM({}, tokenizer, routes=routes, fixed_weights=True)
-    keeper = asyncio.create_task(Membership(client, routes, meet, period_s=period_s).keep())
+    membership = Membership(client, routes, meet, credentials=credentials, period_s=period_s)
+    keeper = asyncio.create_task(membership.keep())
     try:
         await client.start(FIRST_ENGINE_S)
         yield client
@@ -90,10 +94,14 @@ async def open_cluster(
 
 
 class Ingress:
-    """A server: `open` it, then let it `listen`, or give its `app` to another program's listener."""
+    """A server: `open` it, then let it `listen`, or give its `app` to another program's listener.
 
-    def __init__(self, options: ServeOptions) -> None:
-        self._options = options
+    Args:
+        tls: certificates that engines want to be shown.
+    """
+
+    def __init__(self, options: ServeOptions, tls: TlsFiles | None = None) -> None:
+        self._options, self._tls = options, tls
         self._resources = AsyncExitStack()
         self._server: Server | None = None
         self._inputs: ServeInputs | None = None
@@ -110,7 +118,7 @@ class Ingress:
         options = self._options
         self._inputs = ServeInputs.of(options)
         path = await asyncio.to_thread(text_files_of, options)
-        client = await self._resources.enter_async_context(open_cluster(options, meet))
+        client = await self._resources.enter_async_context(open_cluster(options, meet, self._tls))
         self._server = await make_server(options, client, self._inputs, path)
         sys.setswitchinterval(SWITCH_S)
         self._resources.enter_context(frozen_heap())

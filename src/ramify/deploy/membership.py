@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ramify.cluster.client import ClusterLLM
 from ramify.cluster.credentials import Credentials
@@ -54,13 +54,20 @@ class Membership:
     Args:
         routes: of the client.
         meet: may raise `MeetError`: then the members stay as they are.
+        credentials: of this server, to which the secret of each engine is added.
     """
 
     def __init__(
-        self, client: ClusterLLM, routes: CacheRoutes, meet: Meet, *, period_s: float = PERIOD_S
+        self,
+        client: ClusterLLM,
+        routes: CacheRoutes,
+        meet: Meet,
+        *,
+        credentials: Credentials | None = None,
+        period_s: float = PERIOD_S,
     ) -> None:
         self._client, self._routes, self._meet = client, routes, meet
-        self._period_s = period_s
+        self._credentials, self._period_s = credentials or Credentials(), period_s
         self._names: set[str] = set()
         self._last_error = ""
 
@@ -93,7 +100,8 @@ class Membership:
             if member.name not in self._names:
                 logger.info("engine %s has come, at %s", member.name, member.address)
                 self._names.add(member.name)
-                self._client.add(member.name, member.address, Credentials(secret=member.secret))
+                shown = replace(self._credentials, secret=member.secret)
+                self._client.add(member.name, member.address, shown)
         for name in self._names - names if roster.is_complete else ():
             logger.info("engine %s goes", name)
             self._names.remove(name)

@@ -75,6 +75,7 @@ OF_ENGINES = (
     "engine",
     "resources",
     "secret_file",
+    "tls",
     "warm",
     "public",
     "drain_s",
@@ -131,7 +132,7 @@ class PortServer:
 
     async def __init__(self, config: DeployConfig, engines: Any) -> None:  # type: ignore[misc]
         log_to_stderr(config.log_json)
-        self._ingress = Ingress(serve_options(config))
+        self._ingress = Ingress(serve_options(config), config.tls)
         await self._ingress.open(meeting(engines))
         await self._ingress.listen()
 
@@ -150,7 +151,7 @@ class ProxiedServer:
 
     async def __init__(self, config: DeployConfig, engines: Any) -> None:  # type: ignore[misc]
         log_to_stderr(config.log_json)
-        self._ingress = Ingress(serve_options(config))
+        self._ingress = Ingress(serve_options(config), config.tls)
         await self._ingress.open(meeting(engines))
 
     def __serve_build_asgi_app__(self) -> Any:
@@ -235,7 +236,7 @@ def application(config: DeployConfig) -> Any:
     )(server)
     # Serve itself draws a version each time, and replaces every process at any change.
     of_engine = [getattr(config, field) for field in OF_ENGINES]
-    of_server = [serve_options(config), config.ingress.haproxy]
+    of_server = [serve_options(config), config.ingress.haproxy, config.tls]
     engines = engines.options(version=version_of(of_engine), _internal=True)
     servers = servers.options(version=version_of(of_server), _internal=True)
     return servers.bind(config, engines.bind(config))
