@@ -23,7 +23,7 @@ import statistics
 import time
 import tracemalloc
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -90,18 +90,17 @@ class Fleet:
         self.event_s += time.thread_time() - begin
         self.num_entries += len(chain) // HASH_BYTES
 
-    def prompt(self, num_pages: int) -> tuple[bytes, ...]:
-        """A prompt that begins with cached pages and ends with others; a tenth has none cached."""
+    def prompt(self, num_pages: int) -> bytes:
+        """The page hashes of a prompt that begins with cached pages and ends with others; a tenth has none cached."""
         chain = self.rng.choice(self.chains)
         known = self.rng.choice((0, *range(1, 10))) * min(num_pages, len(chain) // HASH_BYTES) // 10
-        packed = chain[: known * HASH_BYTES]
-        packed += self.rng.randbytes((num_pages - known) * HASH_BYTES)
-        return tuple([packed[at : at + HASH_BYTES] for at in range(0, len(packed), HASH_BYTES)])
+        return chain[: known * HASH_BYTES] + self.rng.randbytes((num_pages - known) * HASH_BYTES)
 
-    def decide(self, page_hashes: Sequence[bytes]) -> tuple[Decision, float]:
+    def decide(self, page_hashes: bytes) -> tuple[Decision, float]:
         """A decision, and seconds of this thread: other programs' share of the core is not in it."""
+        num_tokens = len(page_hashes) // HASH_BYTES * PAGE_SIZE + 1
         begin = time.thread_time()
-        decision = self.router.choose(page_hashes, len(page_hashes) * PAGE_SIZE + 1)
+        decision = self.router.choose(page_hashes, num_tokens)
         seconds = time.thread_time() - begin
         assert isinstance(decision, Decision)
         return decision, seconds
@@ -141,7 +140,7 @@ def hashing() -> dict[str, float]:
         times = []
         for _ in range(7):
             begin = time.thread_time()
-            key.page_hashes(PAGE_SIZE)
+            key.packed_hashes(PAGE_SIZE)
             times.append(time.thread_time() - begin)
         result[str(num_tokens)] = statistics.median(times) * 1e6
     return result

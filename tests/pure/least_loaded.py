@@ -40,7 +40,7 @@ class LeastLoaded:
 
     def choose(
         self,
-        page_hashes: Sequence[Sequence[bytes]],
+        page_hashes: Sequence[bytes],
         num_tokens: int,
         *,
         max_tokens: int | None = None,
@@ -59,9 +59,7 @@ class LeastLoaded:
         self._replicas[self._turn] = replica
         return Decision(replica, "least work", self._turn)
 
-    def note(
-        self, page_hashes: Sequence[Sequence[bytes]], num_shared: int, prompt: HotPrompt
-    ) -> None:
+    def note(self, page_hashes: Sequence[bytes], num_shared: int, prompt: HotPrompt) -> None:
         """See `Routes`."""
 
     def missing(self, replica: str, max_pages: int) -> list[HotPrompt]:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from ramify.cache.events import CacheEvent, SnapshotChunk
+from ramify.cache.key import split_hashes
 from ramify.cluster.mirrors import Mirrors
 from ramify.cluster.routes import CacheRoutes
 from ramify.cluster.step_reports import (
@@ -135,12 +136,12 @@ def test_a_prompt_has_the_page_hashes_of_its_replica() -> None:
     """The server hashes a prompt as the replica does: what it looks up is what was stored."""
     bench = ClusterBench(1)
     routes = bench.routes = Listening()
-    looked_up: list[Sequence[bytes]] = []
+    looked_up: list[list[bytes]] = []
     choose = routes.choose
 
     def remember(page_hashes, num_tokens, **others):
         [hashes] = page_hashes
-        looked_up.append(hashes)
+        looked_up.append(split_hashes(hashes))
         return choose(page_hashes, num_tokens, **others)
 
     routes.choose = remember  # type: ignore[method-assign]
@@ -209,8 +210,7 @@ def test_a_snapshot_of_long_runs_fits_into_messages() -> None:
     assert mirrors.counters.num_failed_snapshots == 0
     assert mirrors.num_pages("a") == sum(length // 8 for length in lengths)
     last = runs[3].hashes
-    hashes = [last[at : at + HASH_BYTES] for at in range(0, len(last), HASH_BYTES)]
-    assert mirrors.match(hashes) == {"a": len(hashes) // 8 * 8}
+    assert mirrors.match(last) == {"a": len(last) // HASH_BYTES // 8 * 8}
     assert number > 2
 
 

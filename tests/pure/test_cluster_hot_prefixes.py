@@ -14,7 +14,7 @@ from tests.pure.test_prefix_cache import key, serve
 
 def noted(hot: HotPrefixes[str], text: str, num_shared: int, times: int = 1) -> None:
     for _ in range(times):
-        hot.note([key(text).page_hashes(2)], num_shared, text)
+        hot.note([key(text).packed_hashes(2)], num_shared, text)
 
 
 def test_the_hottest_prefixes_come_first_and_only_those_that_lack() -> None:
@@ -55,7 +55,7 @@ def test_a_prefix_is_one_in_all_namespaces() -> None:
     mirrors, hot = Mirrors(), HotPrefixes[str](limit=2)
     replica = joined(mirrors, "a", 1)
     joined(mirrors, "b", 2)
-    old, new = (key("abcdefgh", weights).page_hashes(2) for weights in ("old", "new"))
+    old, new = (key("abcdefgh", weights).packed_hashes(2) for weights in ("old", "new"))
     serve(replica.cache, "abcdefgh", "new")
     replica.message().deliver(mirrors)
 
@@ -69,7 +69,7 @@ def test_a_prefix_is_one_in_all_namespaces() -> None:
     hot.note([old, new], 2, "abcd")
     assert [each.num_pages for each in hot.missing(mirrors, "b", 4)] == [4]
     for text in ("klmn", "opqr", "stuv"):
-        hot.note([key(text).page_hashes(2)], 2, text)
+        hot.note([key(text).packed_hashes(2)], 2, text)
     assert (len(hot), len(hot._numbers)) == (2, 2)
 
 
@@ -77,8 +77,8 @@ def test_rare_prefixes_make_room_for_hot_ones() -> None:
     """Of 200 prefixes the limit of 8 are kept, the hot one among them; memory stays bounded."""
     hot = HotPrefixes[int](limit=8)
     for at in range(200):
-        hot.note([CacheKey([at, at]).page_hashes(1)], 2, at)
-        hot.note([CacheKey([7000, 7001]).page_hashes(1)], 2, -1)
+        hot.note([CacheKey([at, at]).packed_hashes(1)], 2, at)
+        hot.note([CacheKey([7000, 7001]).packed_hashes(1)], 2, -1)
 
     assert len(hot) == 8
     mirrors = Mirrors()
@@ -91,7 +91,7 @@ def test_what_was_hot_once_is_forgotten() -> None:
     hot = HotPrefixes[str]()
     noted(hot, "abcd", 2, times=3)
     for _ in range(3 * HALVE_EVERY):
-        hot.note([[]], 0, "")
+        hot.note([b""], 0, "")
 
     assert len(hot) == 0
 

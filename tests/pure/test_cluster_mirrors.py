@@ -9,6 +9,7 @@ from random import Random
 import pytest
 
 from ramify.cache import CacheKey, PrefixCache
+from ramify.cache.key import HASH_BYTES
 from ramify.cache.window import release_outside_window
 from ramify.cluster.mirrors import Mirrors
 from ramify.cluster.page_index import PageIndex
@@ -33,11 +34,11 @@ def test_the_longest_prefix_of_each_replica_is_matched() -> None:
         serve(replica.cache, text)
         replica.message().deliver(mirrors)
 
-    assert mirrors.match(key("abcdefghij").page_hashes(2)) == {"a": 4, "b": 2}
-    assert mirrors.match(key("abcd").page_hashes(2)) == {"a": 2, "b": 2}
-    assert mirrors.match(key("xxabcd").page_hashes(2)) == {"c": 3}
-    assert mirrors.match(key("zz").page_hashes(2)) == {}
-    assert mirrors.match([]) == {}
+    assert mirrors.match(key("abcdefghij").packed_hashes(2)) == {"a": 4, "b": 2}
+    assert mirrors.match(key("abcd").packed_hashes(2)) == {"a": 2, "b": 2}
+    assert mirrors.match(key("xxabcd").packed_hashes(2)) == {"c": 3}
+    assert mirrors.match(key("zz").packed_hashes(2)) == {}
+    assert mirrors.match(b"") == {}
 
 
 @pytest.mark.parametrize("stride", [1, 2, 3, 8])
@@ -49,7 +50,7 @@ def test_a_stride_rounds_a_match_down(stride: int, num_shared: int) -> None:
     serve(replica.cache, "a" * 2 * num_shared + "xy")
     replica.message().deliver(mirrors)
 
-    pages = mirrors.match(key("a" * 100).page_hashes(2))
+    pages = mirrors.match(key("a" * 100).packed_hashes(2))
 
     assert pages.get("a", 0) == num_shared // stride * stride
 
@@ -75,20 +76,20 @@ def test_the_memory_of_an_index_is_what_python_allocates() -> None:
 def test_any_lengths_are_matched_as_caches_match_them(stride: int) -> None:
     """Of 40 caches with prefixes of random lengths, each is matched with its length."""
     random, index = Random(7), PageIndex(stride)
-    names = key("".join(map(chr, range(200, 700)))).page_hashes(1)
+    names = key("".join(map(chr, range(200, 700)))).packed_hashes(1)
     for _ in range(60):
-        hashes, lengths = names[: random.randint(0, 500)], dict[int, int]()
+        num_pages, lengths = random.randint(0, 500), dict[int, int]()
+        hashes = names[: HASH_BYTES * num_pages]
         for _ in range(40):
             column = index.add_column()
             lengths[column] = random.choice((0, 1, 2, 33, random.randint(0, 500)))
-            index.store(column, index.keys(0, b"".join(names[: lengths[column]])))
+            index.store(column, index.keys(0, names[: HASH_BYTES * lengths[column]]))
         columns = sum(1 << column for column in lengths)
 
         matched = index.match_prefixes(hashes, columns)
 
         expected = {
-            column: min(length, len(hashes)) // stride * stride
-            for column, length in lengths.items()
+            column: min(length, num_pages) // stride * stride for column, length in lengths.items()
         }
         assert matched == {column: depth for column, depth in expected.items() if depth}
         assert matched == index.match_last(hashes, columns)
@@ -108,7 +109,7 @@ def test_a_released_head_does_not_remove_the_tail() -> None:
 
     replica.message().deliver(mirrors)
 
-    assert mirrors.match(prompt.page_hashes(4)) == {"a": 10}
+    assert mirrors.match(prompt.packed_hashes(4)) == {"a": 10}
     assert mirrors.num_pages("a") == 2
 
 
@@ -122,7 +123,7 @@ def test_messages_of_an_earlier_incarnation_change_nothing() -> None:
     after = joined(mirrors, incarnation=2)
     late.deliver(mirrors)
 
-    assert mirrors.match(key("abcd").page_hashes(2)) == {}
+    assert mirrors.match(key("abcd").packed_hashes(2)) == {}
     assert_mirrored(mirrors, after)
     assert mirrors.counters.num_late == 2
 
@@ -155,9 +156,9 @@ def test_the_same_engine_may_come_back() -> None:
     mirrors.add("a", 1)
 
     assert not mirrors.is_known("a")
-    assert mirrors.match(key("abcd").page_hashes(2)) == {"a": 2}
+    assert mirrors.match(key("abcd").packed_hashes(2)) == {"a": 2}
     mirrors.remove("a")
-    assert mirrors.match(key("abcd").page_hashes(2)) == {}
+    assert mirrors.match(key("abcd").packed_hashes(2)) == {}
     joined(mirrors, incarnation=1)
 
 
@@ -171,10 +172,10 @@ def test_one_replicas_eviction_leaves_the_others_pages() -> None:
     for replica in replicas:
         replica.message().deliver(mirrors)
 
-    assert mirrors.match(key("abcd").page_hashes(2)) == {"a": 1, "b": 2}
+    assert mirrors.match(key("abcd").packed_hashes(2)) == {"a": 1, "b": 2}
     replicas[0].cache.clear()
     replicas[0].message().deliver(mirrors)
-    assert mirrors.match(key("abcd").page_hashes(2)) == {"b": 2}
+    assert mirrors.match(key("abcd").packed_hashes(2)) == {"b": 2}
     assert_mirrored(mirrors, replicas[0])
 
 
@@ -270,7 +271,7 @@ def test_a_clear_voids_the_parts_still_to_come() -> None:
     for _ in range(2):
         replica.message().deliver(mirrors)
 
-    assert mirrors.match(key("efgh").page_hashes(2)) == {}
+    assert mirrors.match(key("efgh").packed_hashes(2)) == {}
     assert_mirrored(mirrors, replica)
 
 

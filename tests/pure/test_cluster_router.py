@@ -62,7 +62,7 @@ class Fleet:
         replica.message().deliver(self.mirrors)
 
     def choose(self, prompt: range, **options) -> Decision | Refusal:
-        return self.router.choose(CacheKey(prompt).page_hashes(PAGE), len(prompt), **options)
+        return self.router.choose(CacheKey(prompt).packed_hashes(PAGE), len(prompt), **options)
 
     def decide(self, prompt: range, **options) -> Decision:
         decision = self.choose(prompt, **options)
@@ -184,7 +184,7 @@ def test_of_equal_prefixes_the_home_is_used() -> None:
     chosen = []
     for start in range(1000, 7000, 1000):
         prompt = CacheKey([*range(200), *range(start, start + 20)])
-        decision = fleet.router.choose(prompt.page_hashes(PAGE), len(prompt))
+        decision = fleet.router.choose(prompt.packed_hashes(PAGE), len(prompt))
         assert isinstance(decision, Decision)
         assert decision.cached_tokens == 200
         chosen.append(decision.replica)

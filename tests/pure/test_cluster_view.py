@@ -330,7 +330,7 @@ class Spilling(LeastLoaded):
 
     def choose(
         self,
-        page_hashes: Sequence[Sequence[bytes]],
+        page_hashes: Sequence[bytes],
         num_tokens: int,
         *,
         max_tokens: int | None = None,

@@ -8,15 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.cache import CacheKey
-from ramify.cluster.prefixes_in_flight import DEPTH_STEPS, PrefixesInFlight
+from ramify.cache.key import split_hashes
+from ramify.cluster.prefixes_in_flight import DEPTH_STEPS, Edge, PrefixesInFlight
 from tests.budget import examples
 
 
-def hashes_of(*tokens: int) -> list[bytes]:
-    return CacheKey(tokens).page_hashes(1)
+def hashes_of(*tokens: int) -> bytes:
+    return CacheKey(tokens).packed_hashes(1)
 
 
-def draw_prompt(random: Random) -> list[bytes]:
+def draw_prompt(random: Random) -> bytes:
     """One of four stems, cut off somewhere, and something of its own behind it."""
     stem, length = random.randrange(4), random.choice((3, 20, 200))
     own = [random.randrange(3) for _ in range(random.randrange(length))]
@@ -31,26 +32,27 @@ def test_it_is_the_longest_prefix_that_a_request_shares(seed: int) -> None:
     compared = {0}
     for (begin, _), (end, step) in zip(((0, 0), *DEPTH_STEPS), DEPTH_STEPS, strict=False):
         compared |= set(range(begin + step, min(end, 500) + 1, step))
-    live: list[tuple[str, list[bytes], object]] = []
+    live: list[tuple[str, bytes, Edge | None]] = []
     for replica in "abc":
         prefixes.join(replica)
     for _ in range(40):
         if live and random.random() < 0.4:
             replica, _, noted = live.pop(random.randrange(len(live)))
-            prefixes.remove(replica, noted)  # type: ignore[arg-type]
+            prefixes.remove(replica, noted)
         else:
             replica, prompt = random.choice("abc"), draw_prompt(random)
             live.append((replica, prompt, prefixes.add(replica, prompt)))
         prompt = draw_prompt(random)
         expected = dict.fromkeys("abc", 0)
         for replica, other, _ in live:
-            num_shared = sum(page == own for page, own in zip(prompt, other, strict=False))
+            pages = zip(split_hashes(prompt), split_hashes(other), strict=False)
+            num_shared = sum(page == own for page, own in pages)
             depth = max(depth for depth in compared if depth <= num_shared)
             expected[replica] = max(depth, expected[replica])
 
         assert prefixes.match(prompt) == {name: at for name, at in expected.items() if at}
     for replica, _, noted in live:
-        prefixes.remove(replica, noted)  # type: ignore[arg-type]
+        prefixes.remove(replica, noted)
 
     assert len(prefixes) == 0
 
@@ -95,7 +97,7 @@ def test_a_prompt_without_a_page_has_nothing() -> None:
     prefixes = PrefixesInFlight()
     prefixes.join("a")
 
-    assert prefixes.add("a", []) is None
-    assert prefixes.match([]) == {}
+    assert prefixes.add("a", b"") is None
+    assert prefixes.match(b"") == {}
     prefixes.remove("a", None)
     assert len(prefixes) == 0

@@ -182,6 +182,10 @@ class CacheKey:
         return key
 
     def page_hashes(self, page_size: int) -> list[bytes]:
+        """The hashes of `packed_hashes`, each by itself."""
+        return split_hashes(self.packed_hashes(page_size))
+
+    def packed_hashes(self, page_size: int) -> bytes:
         """A 16-byte hash of each whole page and its prefix, for external stores.
 
         `hash(i) = BLAKE2b-128(hash(i - 1) + atoms of page i as little-endian int32)`; before the
@@ -189,10 +193,9 @@ class CacheKey:
         follow the page's atoms. The same in every process.
         """
         whole = self.num_pages(page_size) * page_size * ATOM_BYTES
-        packed = chain_hashes(
+        return chain_hashes(
             namespace_hash(self.namespace), self.atoms[:whole], page_size * ATOM_BYTES, self.marks
         )
-        return split_hashes(packed)
 
     def tokens(self) -> array[int]:
         """The atoms as integers."""

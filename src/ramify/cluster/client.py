@@ -296,10 +296,8 @@ class ClusterLLM:
         if self._is_draining:
             raise DrainingError(1.0)
 
-    async def _page_hashes(
-        self, ids: array[int], options: RequestOptions
-    ) -> Sequence[Sequence[bytes]]:
-        """Hashes of a prompt's whole pages, in each namespace that replicas have."""
+    async def _page_hashes(self, ids: array[int], options: RequestOptions) -> Sequence[bytes]:
+        """Hashes of a prompt's whole pages, packed, in each namespace that replicas have."""
         assert self._hashes is not None, "start comes first"
         bases = self.dispatch.members.namespaces()
         make = partial(self._hashes.of, bases, ids, options.tenant, options.salt)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from ramify.cache.key import HASH_BYTES, split_hashes
 from ramify.cluster.mirrors import Mirrors
 from ramify.errors import ConfigError
 
@@ -21,19 +22,19 @@ class HotPrefix(Generic[Prompt]):
     `page_hashes` has them in each namespace that replicas had when it was last seen.
     """
 
-    page_hashes: tuple[tuple[bytes, ...], ...]
+    page_hashes: tuple[bytes, ...]  # packed
     prompt: Prompt
     count: float
 
     @property
     def num_pages(self) -> int:
         """Pages that are shared."""
-        return len(self.page_hashes[0])
+        return len(self.page_hashes[0]) // HASH_BYTES
 
     @property
     def last_pages(self) -> tuple[bytes, ...]:
         """The hash of the last page in each namespace: each stands for the whole prefix."""
-        return tuple([hashes[-1] for hashes in self.page_hashes])
+        return tuple([hashes[-HASH_BYTES:] for hashes in self.page_hashes])
 
     def num_cached(self, mirrors: Mirrors, replica: str) -> int:
         """Pages of it that a replica has."""
@@ -41,8 +42,8 @@ class HotPrefix(Generic[Prompt]):
 
     def missing_pages(self, num_cached: int, covered: set[bytes]) -> int:
         """Pages behind the first `num_cached` that are in no namespace among `covered`."""
-        pages = zip(*[hashes[num_cached:] for hashes in self.page_hashes], strict=True)
-        return sum([covered.isdisjoint(page) for page in pages])
+        pages = zip(*map(split_hashes, self.page_hashes), strict=True)
+        return sum([covered.isdisjoint(page) for page in [*pages][num_cached:]])
 
 
 class HotPrefixes(Generic[Prompt]):
@@ -63,20 +64,21 @@ class HotPrefixes(Generic[Prompt]):
     def __len__(self) -> int:
         return len(self._prefixes)
 
-    def note(self, page_hashes: Sequence[Sequence[bytes]], num_shared: int, prompt: Prompt) -> None:
+    def note(self, page_hashes: Sequence[bytes], num_shared: int, prompt: Prompt) -> None:
         """Count a prompt whose first `num_shared` pages some replica has cached.
 
         Args:
-            page_hashes: of the prompt, in each namespace that replicas have.
+            page_hashes: of the prompt, packed, in each namespace that replicas have.
             prompt: what the caller needs to compute the prefix, kept as it is.
         """
         self._num_noted += 1
         if self._num_noted % HALVE_EVERY == 0:
             self._halve()
-        if not 0 < num_shared <= min(map(len, page_hashes), default=0):
+        num_bytes = num_shared * HASH_BYTES
+        if not 0 < num_bytes <= min(map(len, page_hashes), default=0):
             return
-        shared = tuple([tuple(hashes[:num_shared]) for hashes in page_hashes])
-        known = self._take([hashes[-1] for hashes in shared])
+        shared = tuple([hashes[:num_bytes] for hashes in page_hashes])
+        known = self._take([hashes[-HASH_BYTES:] for hashes in shared])
         count = 1.0 + sum(prefix.count for prefix in known)
         if known:
             prompt = known[0].prompt
@@ -126,7 +128,7 @@ class HotPrefixes(Generic[Prompt]):
             if num_cached >= prefix.num_pages // stride * stride > 0 or num_new > max_pages:
                 continue
             max_pages -= num_new
-            covered.update(*prefix.page_hashes)
+            covered.update(*map(split_hashes, prefix.page_hashes))
             chosen.append(prefix)
         return chosen
 

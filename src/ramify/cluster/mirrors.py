@@ -286,8 +286,12 @@ class Mirrors:
 
     # -- finding ---------------------------------------------------------------------------
 
-    def match(self, page_hashes: Sequence[bytes]) -> dict[str, int]:
-        """How many leading pages of a prompt each replica has; replicas with none are left out."""
+    def match(self, page_hashes: bytes) -> dict[str, int]:
+        """How many leading pages of a prompt each replica has; replicas with none are left out.
+
+        Args:
+            page_hashes: packed, 16 bytes each.
+        """
         index = self.index
         find = index.match_last if self._is_windowed else index.match_prefixes
         by_column, pages = self._by_column, dict[str, int]()

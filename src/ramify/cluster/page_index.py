@@ -7,7 +7,7 @@ pages with the same key cost a wrong guess of a router, in 1 of 20,000 fleets of
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from ramify.cache.key import HASH_BYTES
 from ramify.errors import ConfigError
@@ -153,27 +153,28 @@ class PageIndex:
         """Whether a column has a page; for pages that the index keeps."""
         return bool(self._masks.get(_key(page_hash), 0) >> column & 1)
 
-    def match_prefixes(self, page_hashes: Sequence[bytes], columns: int) -> dict[int, int]:
+    def match_prefixes(self, page_hashes: bytes, columns: int) -> dict[int, int]:
         """How many leading pages each of the columns has; columns with none are left out.
 
         Takes a column that has a page to have all pages before it, as caches without a window do.
 
         Args:
-            page_hashes: of a prompt, from its first page on.
+            page_hashes: of a prompt, from its first page on; packed, 16 bytes each.
             columns: bit mask.
 
         Cost: O(log pages) look-ups for each length that some column has.
         """
         stride, get = self.stride, self._masks.get
         depths: dict[int, int] = {}
-        end = len(page_hashes) // stride
+        halves = memoryview(page_hashes).cast("Q")
+        end = len(halves) // (2 * stride)
         begin, alive = 0, columns  # `alive` have the first `begin` of the pages kept
         while alive and begin < end:
             # All of them have page `low`, not all have page `high`: those in `mask`.
             low, high, mask = begin, end + 1, 0
             at = begin + 1
             while low < at < high:
-                middle = get(_key(page_hashes[at * stride - 1]), 0) & alive
+                middle = get(halves[2 * (at * stride - 1)] >> UNUSED_BITS, 0) & alive
                 if middle == alive:
                     low = at
                 else:
@@ -188,19 +189,19 @@ class PageIndex:
             _note_depths(depths, alive, end * stride)
         return depths
 
-    def match_last(self, page_hashes: Sequence[bytes], columns: int) -> dict[int, int]:
+    def match_last(self, page_hashes: bytes, columns: int) -> dict[int, int]:
         """Pages up to the last that each of the columns has, whatever it has before.
 
         For caches that release pages outside a sliding window: a query does not read them.
 
         Cost: O(pages) look-ups.
         """
-        stride, get = self.stride, self._masks.get
+        get, keys = self._masks.get, self.keys(0, page_hashes)
         depths: dict[int, int] = {}
-        for at in range(len(page_hashes) // stride, 0, -1):
-            mask = get(_key(page_hashes[at * stride - 1]), 0) & columns
+        for at in range(len(keys), 0, -1):
+            mask = get(keys[at - 1], 0) & columns
             if mask:
-                _note_depths(depths, mask, at * stride)
+                _note_depths(depths, mask, at * self.stride)
                 columns ^= mask
                 if not columns:
                     break

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+from ramify.cache.key import HASH_BYTES
 
 # Pages at which prefixes are compared: (up to this depth, every so many). A prompt of 2,048 pages has
 # 83 of them, and a prefix in flight is known to 6 % or 8 pages of its length.
@@ -13,20 +15,22 @@ COUNT_BITS = 32  # of the requests of a replica, more than any has
 
 
 def _compared_pages() -> Iterator[int]:
+    """Numbers of these pages, from 1."""
     begin = 0
     for end, step in DEPTH_STEPS:
-        yield from range(begin + step - 1, end, step)
+        yield from range(begin + step, end + 1, step)
         begin = end
 
 
-_PAGES = tuple(_compared_pages())  # their numbers, from 0
+_PAGES = tuple(_compared_pages())
+_ENDS = tuple([HASH_BYTES * page for page in _PAGES])  # of their hashes, packed
 
 
 @dataclass(slots=True, eq=False)
 class Edge:
     """Pages that the same requests have: of `_PAGES` those from `begin` to before `end`."""
 
-    page_hashes: Sequence[bytes]  # of a prompt that has them
+    page_hashes: bytes  # of a prompt that has them
     begin: int
     end: int
     # The digits of a number in base `2**COUNT_BITS`, one for each replica: its requests.
@@ -34,27 +38,31 @@ class Edge:
     parent: Edge | None  # with the pages before
     followers: dict[bytes, Edge]  # with pages behind, by hash of their first one
 
-    def shared_end(self, page_hashes: Sequence[bytes], num_compared: int) -> int:
+    def shared_end(self, page_hashes: bytes, num_compared: int) -> int:
         """Where a prompt parts from this edge, whose first page it has."""
-        own = self.page_hashes
-        end = min(self.end, num_compared)
+        own, low, at = self.page_hashes, self.begin + 1, min(self.end, num_compared)
+        high = at + 1
         # Hashes are chained: prompts with an equal one are equal up to it.
-        if own[_PAGES[end - 1]] == page_hashes[_PAGES[end - 1]]:
-            return end
-        low, high = self.begin + 1, end - 1
-        while low < high:
-            middle = (low + high + 1) // 2
-            if own[_PAGES[middle - 1]] == page_hashes[_PAGES[middle - 1]]:
-                low = middle
+        while low < high - 1:
+            if _hash_at(own, at - 1) == _hash_at(page_hashes, at - 1):
+                low = at
             else:
-                high = middle - 1
+                high = at
+            at = (low + high) // 2
         return low
+
+
+def _hash_at(page_hashes: bytes, at: int) -> bytes:
+    """The hash of a page of `_PAGES`."""
+    end = _ENDS[at]
+    return page_hashes[end - HASH_BYTES : end]
 
 
 class PrefixesInFlight:
     """A radix tree of the prompts in flight, in page hashes; each edge counts its requests by replica.
 
-    A prompt adds an edge or two, however long it is, and however many requests have its pages.
+    A prompt adds an edge or two, however long it is, and however many requests have its pages. Page
+    hashes are packed, 16 bytes each.
     """
 
     def __init__(self) -> None:
@@ -83,13 +91,13 @@ class PrefixesInFlight:
         """Forget a replica, after `remove` of all its requests."""
         self._free.append(self._digits.pop(replica))
 
-    def add(self, replica: str, page_hashes: Sequence[bytes]) -> Edge | None:
-        """Note a prompt, whose hashes stay as they are; returns what `remove` needs."""
+    def add(self, replica: str, page_hashes: bytes) -> Edge | None:
+        """Note a prompt; returns what `remove` needs."""
         request = 1 << COUNT_BITS * self._digits[replica]
         edge: Edge | None = None
         begin, num_compared, edges = 0, _num_compared(len(page_hashes)), self._first
         while begin < num_compared:
-            first = page_hashes[_PAGES[begin]]
+            first = _hash_at(page_hashes, begin)
             known = edges.get(first)
             if known is None:
                 edge = edges[first] = Edge(page_hashes, begin, num_compared, 0, edge, {})
@@ -104,9 +112,9 @@ class PrefixesInFlight:
     def _split(self, lower: Edge, end: int, edges: dict[bytes, Edge]) -> Edge:
         """Cut an edge in two; returns the upper part. Whoever ends at the edge holds the lower one."""
         hashes = lower.page_hashes
-        followers = {hashes[_PAGES[end]]: lower}
+        followers = {_hash_at(hashes, end): lower}
         upper = Edge(hashes, lower.begin, end, lower.counts, lower.parent, followers)
-        edges[hashes[_PAGES[lower.begin]]] = upper
+        edges[_hash_at(hashes, lower.begin)] = upper
         lower.begin, lower.parent = end, upper
         self._num_edges += 1
         return upper
@@ -118,20 +126,20 @@ class PrefixesInFlight:
             edge.counts -= request
             if not edge.counts:
                 edges = self._first if edge.parent is None else edge.parent.followers
-                del edges[edge.page_hashes[_PAGES[edge.begin]]]
+                del edges[_hash_at(edge.page_hashes, edge.begin)]
                 self._num_edges -= 1
             edge = edge.parent
 
-    def match(self, page_hashes: Sequence[bytes]) -> dict[str, int]:
+    def match(self, page_hashes: bytes) -> dict[str, int]:
         """How many leading pages of a prompt each replica has in flight, from below: see the depths."""
         shared: list[tuple[int, int]] = []  # counts, and pages, of one edge after the other
         end, num_compared, edges = 0, _num_compared(len(page_hashes)), self._first
         while end < num_compared:
-            edge = edges.get(page_hashes[_PAGES[end]])
+            edge = edges.get(_hash_at(page_hashes, end))
             if edge is None:
                 break
             end = edge.shared_end(page_hashes, num_compared)
-            shared.append((edge.counts, _PAGES[end - 1] + 1))
+            shared.append((edge.counts, _PAGES[end - 1]))
             if end < edge.end:
                 break
             edges = edge.followers
@@ -155,6 +163,6 @@ def _digits_in(counts: int) -> Iterator[int]:
         counts &= ~(_DIGIT << COUNT_BITS * place)
 
 
-def _num_compared(num_pages: int) -> int:
-    """How many of `_PAGES` a prompt of this length has."""
-    return bisect_left(_PAGES, num_pages)
+def _num_compared(num_bytes: int) -> int:
+    """How many of `_PAGES` a prompt has whose packed hashes have this length."""
+    return bisect_right(_ENDS, num_bytes)

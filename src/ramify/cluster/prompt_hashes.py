@@ -30,12 +30,10 @@ class PromptHashes:
         for namespaces in self._by_base.values():
             namespaces.declare_public(ids)
 
-    def of(
-        self, bases: Iterable[bytes], ids: array[int], tenant: str, salt: str
-    ) -> list[tuple[bytes, ...]]:
+    def of(self, bases: Iterable[bytes], ids: array[int], tenant: str, salt: str) -> list[bytes]:
         """The hashes of a prompt's whole pages in each namespace, in their order.
 
-        In tuples: the garbage collector looks at a tuple of bytes once, at a list again and again.
+        Packed, 16 bytes each: lists of thousands of them would be work for the garbage collector.
 
         Args:
             bases: the namespaces in use; what is kept of others is dropped.
@@ -43,7 +41,7 @@ class PromptHashes:
         # Long prompts are hashed in another thread.
         self._by_base = in_use = {base: self._namespaces(base) for base in bases}
         return [
-            tuple(namespaces.key(ids, tenant, salt).page_hashes(self._page_size))
+            namespaces.key(ids, tenant, salt).packed_hashes(self._page_size)
             for namespaces in in_use.values()
         ]
 

@@ -43,7 +43,7 @@ class RemoteRequest:
     Args:
         collector: gets its deliveries.
         params: with a seed: a second replica draws the same tokens.
-        page_hashes: of the prompt, in each namespace that replicas have.
+        page_hashes: of the prompt, packed, in each namespace that replicas have.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class RemoteRequest:
         options: RequestOptions,
         *,
         prompt: str | None,
-        page_hashes: Sequence[Sequence[bytes]],
+        page_hashes: Sequence[bytes],
         now_s: float,
     ) -> None:
         self.id, self.collector, self.ids, self.params = id_, collector, ids, params

@@ -28,6 +28,7 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 
+from ramify.cache.key import HASH_BYTES
 from ramify.cluster.decisions import (
     Alternative,
     Decision,
@@ -183,10 +184,10 @@ class Router:
 
     def choose(
         self,
-        page_hashes: Sequence[bytes],
+        page_hashes: bytes,
         num_tokens: int,
         *,
-        other_hashes: Sequence[Sequence[bytes]] = (),
+        other_hashes: Sequence[bytes] = (),
         max_tokens: int | None = None,
         identity: Hashable = None,
         exclude: Collection[str] = (),
@@ -195,7 +196,7 @@ class Router:
         """Choose a replica for a prompt, and reserve its work there.
 
         Args:
-            page_hashes: of the prompt's whole pages.
+            page_hashes: of the prompt's whole pages; packed, 16 bytes each.
             other_hashes: of the same pages at replicas with other weights, whose namespace is another.
             num_tokens: of the prompt, and of what was generated before a resumption.
             max_tokens: of the answer, if that is limited.
@@ -313,7 +314,7 @@ class Router:
             within = [state for state in within if state.num_requests <= limit]
         return within or [state for state in able if not state.is_full]
 
-    def _home(self, expected: dict[str, int], page_hashes: Sequence[bytes]) -> str:
+    def _home(self, expected: dict[str, int], page_hashes: bytes) -> str:
         """The home of the longest prefix that replicas have; nobody's without a prefix."""
         most = max(expected.values(), default=0)
         if not most:
@@ -321,7 +322,8 @@ class Router:
         holders = [name for name, tokens in expected.items() if tokens == most]
         if len(holders) == 1:
             return holders[0]
-        return home_of(page_hashes[most // self.page_size - 1], holders)
+        end = most // self.page_size * HASH_BYTES
+        return home_of(page_hashes[end - HASH_BYTES : end], holders)
 
     def _costs_s(
         self,
@@ -386,9 +388,7 @@ class Router:
             retry_s = min(self._queue_s(state) / max(1, state.num_waiting) for state in full)
         return Refusal(reason, min(MAX_RETRY_S, max(MIN_RETRY_S, retry_s)))
 
-    def _reserve(
-        self, state: ReplicaWork, page_hashes: Sequence[bytes], num_tokens: int, hit: int
-    ) -> int:
+    def _reserve(self, state: ReplicaWork, page_hashes: bytes, num_tokens: int, hit: int) -> int:
         self._num_reserved += 1
         number = self._num_reserved
         self._recent.add(state.name, num_tokens - hit + self._output_tokens)

@@ -58,7 +58,7 @@ class Routes(Protocol):
 
     def choose(
         self,
-        page_hashes: Sequence[Sequence[bytes]],
+        page_hashes: Sequence[bytes],
         num_tokens: int,
         *,
         max_tokens: int | None = None,
@@ -68,14 +68,12 @@ class Routes(Protocol):
         """The replica for a prompt; none of `exclude`.
 
         Args:
-            page_hashes: of the prompt, in each namespace that replicas have.
+            page_hashes: of the prompt, packed, in each namespace that replicas have.
             beyond_limits: also a replica whose queue is full, if all are: it decides by tenant.
         """
         ...
 
-    def note(
-        self, page_hashes: Sequence[Sequence[bytes]], num_shared: int, prompt: HotPrompt
-    ) -> None:
+    def note(self, page_hashes: Sequence[bytes], num_shared: int, prompt: HotPrompt) -> None:
         """Count a prompt whose first `num_shared` tokens some replica has cached."""
         ...
 
@@ -185,7 +183,7 @@ class CacheRoutes:
 
     def choose(
         self,
-        page_hashes: Sequence[Sequence[bytes]],
+        page_hashes: Sequence[bytes],
         num_tokens: int,
         *,
         max_tokens: int | None = None,
@@ -193,7 +191,7 @@ class CacheRoutes:
         beyond_limits: bool = False,
     ) -> Decision | Refusal:
         """See `Routes`."""
-        first, *others = page_hashes or [()]
+        first, *others = page_hashes or [b""]
         return self.router.choose(
             first,
             num_tokens,
@@ -203,9 +201,7 @@ class CacheRoutes:
             beyond_limits=beyond_limits,
         )
 
-    def note(
-        self, page_hashes: Sequence[Sequence[bytes]], num_shared: int, prompt: HotPrompt
-    ) -> None:
+    def note(self, page_hashes: Sequence[bytes], num_shared: int, prompt: HotPrompt) -> None:
         """See `Routes`."""
         num_pages = num_shared // self.router.page_size
         self._hot.note(page_hashes, num_pages, prompt.cut(num_pages * self.router.page_size))

@@ -186,7 +186,7 @@ class RamifyRouter(Rule):
     def choose(self, request: SimulatedRequest, now_s: float) -> SimulatedReplica:
         """See `Rule`."""
         self.take_reports(now_s)
-        hashes = request.prompt.page_hashes(1)
+        hashes = request.prompt.packed_hashes(1)
         decision = self.router.choose(hashes, request.num_tokens)
         assert isinstance(decision, Decision)
         request.reservation = decision.reservation
