@@ -142,10 +142,15 @@ def test_only_what_changed_is_replaced(ray_serve: Any) -> None:
 
     assert versions(ray_serve) == (server, engine)
     assert versions(ray_serve, replicas=3, scaling={"wait_s": 9}) == (server, engine)
-    for fields in ({"engine": {"page_size": 32}}, {"resources": {"threads": 2}}):
+    of_engines: list[dict[str, Any]] = [
+        {"engine": {"page_size": 32}},
+        {"resources": {"threads": 2}},
+    ]
+    for fields in of_engines:
         assert versions(ray_serve, **fields)[0] == server
         assert versions(ray_serve, **fields)[1] != engine
     tls = {"certificate": "a", "key": "b", "authority": "c"}
-    for fields in ({"model": "another"}, {"tls": tls}):
+    of_both: list[dict[str, Any]] = [{"model": "another"}, {"tls": tls}]
+    for fields in of_both:
         assert versions(ray_serve, **fields)[0] != server
         assert versions(ray_serve, **fields)[1] != engine
