@@ -34,10 +34,10 @@ def changed(name: str) -> EngineIdentity:
 def pages_found(directory: Path, identity: EngineIdentity, **options: Any) -> tuple[list[int], str]:
     """The pages that a start finds, and what it reports; it leaves a page of its own."""
     store = opened(directory, identity=identity.kv_fields(), **options)
-    found, report = hits(store, PAGES), store.start_report
+    pages, report = hits(store, PAGES), store.start_report
     put(store, [PAGES.stop])
     store.close()
-    return found, report
+    return pages, report
 
 
 @pytest.fixture
@@ -52,9 +52,9 @@ def directory(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("name", IDENTITY.kv_fields())
 def test_a_change_of_one_field_gives_no_hit(directory: Path, name: str) -> None:
     """And is named at the start; the old identity finds every page afterwards."""
-    found, report = pages_found(directory, changed(name))
+    pages, report = pages_found(directory, changed(name))
 
-    assert found == [] and f"{name} is " in report
+    assert pages == [] and f"{name} is " in report
     assert pages_found(directory, IDENTITY)[0] == list(PAGES)
 
 
@@ -67,9 +67,9 @@ def test_another_geometry_of_the_files_gives_no_hit(
     directory: Path, options: dict[str, int]
 ) -> None:
     """Lengths of pages and segments belong to the identity of a directory."""
-    found, report = pages_found(directory, IDENTITY, **options)
+    pages, report = pages_found(directory, IDENTITY, **options)
 
-    assert found == [] and f"{next(iter(options))} is " in report
+    assert pages == [] and f"{next(iter(options))} is " in report
     assert pages_found(directory, IDENTITY)[0] == list(PAGES)
 
 
