@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ramify.attention.exactness import batch_variant_row_counts
-from ramify.kernels.cpu.abi import BF16_TILES, BF16_TILES_EMULATED
+from ramify.kernels.cpu.abi import BF16, BF16_TILES, BF16_TILES_EMULATED, BF16_VNNI
 from ramify.models.ops.cpu.linear import PackedLinear
 from ramify.models.ops.protocol import Activation
 
@@ -173,6 +173,33 @@ def test_a_variable_chooses_the_arithmetic_of_a_process(setting: str, kind: obje
     assert kind_of_a_process(setting) == (
         str((BF16_TILES if targets.has_tiles() else None) if kind == "either" else kind)
     )
+
+
+@pytest.mark.parametrize(
+    ("cpu", "features", "is_fast"),
+    [
+        ("znver4", ("avx512bf16",), True),
+        ("znver6", ("avx512bf16", "avx512fp16"), True),
+        ("cooperlake", ("avx512bf16",), True),
+        ("sapphirerapids", ("avx512bf16", "avx512fp16"), False),
+        ("icelake-server", (), False),
+    ],
+)
+@pytest.mark.parametrize("width", [64, 31])
+def test_without_tiles_the_faster_instructions_multiply(
+    cpu: str, features: tuple[str, ...], is_fast: bool, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dot products on AMD and before AMX, else FMA; FMA for an odd width."""
+    monkeypatch.setattr(targets, "_HOST_FEATURES", dict.fromkeys(features, True))
+    monkeypatch.setattr("llvmlite.binding.get_host_cpu_name", lambda: cpu)
+    monkeypatch.setattr(targets, "has_bf16_dot", lambda: "avx512bf16" in features)
+    monkeypatch.setattr(tile_choice, "bf16_tile_kind", lambda: None)
+    targets.has_fast_bf16_dot.cache_clear()
+
+    kind = tile_choice.bf16_weight_kind(width)
+
+    targets.has_fast_bf16_dot.cache_clear()
+    assert kind == (BF16_VNNI if is_fast and width == 64 else BF16)
 
 
 def test_another_setting_of_the_variable_is_refused() -> None:

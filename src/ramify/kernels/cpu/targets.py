@@ -89,6 +89,18 @@ def has_bf16_dot() -> bool:
     return _may_use(BF16_DOT_FEATURES)
 
 
+@functools.cache
+def has_fast_bf16_dot() -> bool:
+    """Whether bf16 dot products are faster than FMA on this machine.
+
+    AMD's compute twice as many products a cycle as FMA, Intel's of the generation with AMX half as
+    many: those matter where the system keeps tiles from a process.
+    """
+    has_amx_generation = bool(_HOST_FEATURES.get("avx512fp16"))
+    is_amd = llvmlite.binding.get_host_cpu_name().startswith("znver")
+    return has_bf16_dot() and (is_amd or not has_amx_generation)
+
+
 def has_int16_dot() -> bool:
     """Whether kernels may use AVX-512's dot products of int16, as Numba is configured to compile."""
     return _may_use(INT16_DOT_FEATURES)

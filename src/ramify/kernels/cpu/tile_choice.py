@@ -1,4 +1,4 @@
-"""Whether this process multiplies weights in bfloat16 by tiles; for the host, no kernel imports it."""
+"""What this process multiplies weights in bfloat16 with; for the host, no kernel imports it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import functools
 import os
 
 from ramify.errors import ConfigError
-from ramify.kernels.cpu.abi import BF16_TILES, BF16_TILES_EMULATED
-from ramify.kernels.cpu.targets import has_tiles
+from ramify.kernels.cpu.abi import BF16, BF16_TILES, BF16_TILES_EMULATED, BF16_VNNI
+from ramify.kernels.cpu.targets import has_fast_bf16_dot, has_tiles
 
 # "off": bfloat16 without tiles, "emulated": with the arithmetic of tiles on any machine.
 TILES_VARIABLE = "RAMIFY_BF16_TILES"
+_NAMES = {BF16: "fma", BF16_VNNI: "dot", BF16_TILES: "tiles", BF16_TILES_EMULATED: "tiles"}
 
 
 @functools.cache
@@ -26,3 +27,22 @@ def bf16_tile_kind() -> int | None:
     if setting:
         return BF16_TILES_EMULATED if setting == "emulated" else None
     return BF16_TILES if has_tiles() else None
+
+
+def bf16_weight_kind(width: int) -> int:
+    """The kind of a weight [n, width] in bfloat16 that is packed in this process.
+
+    Tiles, else dot products where they are faster than FMA on widened elements and `width` is even.
+
+    Raises:
+        ConfigError: see `bf16_tile_kind`.
+    """
+    tiles = bf16_tile_kind()
+    if tiles is not None:
+        return tiles
+    return BF16_VNNI if has_fast_bf16_dot() and width % 2 == 0 else BF16
+
+
+def bf16_arithmetic() -> str:
+    """What the bits of products with weights in bfloat16 depend on: "fma", "dot" or "tiles"."""
+    return _NAMES[bf16_weight_kind(2)]

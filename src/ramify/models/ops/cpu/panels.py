@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ramify.kernels.cpu.abi import BF16, BF16_VNNI, F32
+from ramify.kernels.cpu.abi import BF16, F32
 from ramify.kernels.cpu.op_records import GemmOp
 from ramify.kernels.cpu.threads import ROW_KINDS
 from ramify.kv import huge_pages
@@ -69,16 +69,15 @@ class FloatPanels:
 
     def __init__(self, like: Tensor, *, num_matrices: int = 1, num_parts: int = 1) -> None:
         from ramify.kernels.cpu.gemm_microkernels import NR
-        from ramify.kernels.cpu.simd import HAS_BF16_DOT
-        from ramify.kernels.cpu.tile_choice import bf16_tile_kind
+        from ramify.kernels.cpu.tile_choice import bf16_weight_kind
         from ramify.kernels.cpu.tile_gemm import packed_depth
 
         self._in_width, self._num_parts = like.shape[1], num_parts
         self._kind, width = ROW_KINDS[like.dtype], self._in_width
-        if self._kind == BF16 and (tile_kind := bf16_tile_kind()) is not None:
-            self._kind, width = tile_kind, 2 * packed_depth(width, tile_kind)
-        elif self._kind == BF16 and HAS_BF16_DOT and width % 2 == 0:
-            self._kind = BF16_VNNI
+        if self._kind == BF16:
+            self._kind = bf16_weight_kind(width)
+        if self._kind not in (F32, BF16):
+            width = 2 * packed_depth(width, self._kind)
         num_groups = -(-(like.shape[0] // num_parts) // NR)
         shape = num_matrices, num_groups, num_parts, width, NR
         self._panels = huge_pages.zeros(shape, like.dtype)
