@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from ramify.attention import exactness
 from ramify.config import EngineConfig
 from ramify.engine.execution.assembly import LocalEngine
 from ramify.engine.execution.content_digest import DigestStore, content_digest
 from ramify.engine.execution.identity import canonical
 from ramify.engine.identity import EngineIdentity
 from ramify.errors import CheckpointError
+from ramify.kernels.cpu import tile_choice
+from ramify.kernels.cpu.abi import BF16, BF16_VNNI
 from ramify.testing import write_tiny_checkpoint
 
 OPTIONS: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
@@ -62,6 +65,23 @@ def test_an_option_that_changes_bits_changes_its_field(
     differing = identity(checkpoint).differing(identity(checkpoint, **options))
 
     assert set(names) <= set(differing)
+
+
+def test_instructions_that_a_process_has_not_are_part_of_it(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hypervisor keeps them from a processor, or the system keeps tiles from a process."""
+    here, fields = identity(checkpoint), exactness._cpu_fields()
+    fewer = fields | {"flags": fields.get("flags", "").replace("avx", "none")}
+    monkeypatch.setattr(exactness, "_cpu_fields", lambda: fewer)
+    masked = identity(checkpoint)
+    monkeypatch.undo()
+    other = BF16 if tile_choice.bf16_weight_kind(2) == BF16_VNNI else BF16_VNNI
+    monkeypatch.setattr(tile_choice, "bf16_weight_kind", lambda width: other)
+
+    refused = identity(checkpoint)
+
+    assert here.differing(masked) == here.differing(refused) == ("arithmetic",)
 
 
 def test_threads_are_part_of_it(checkpoint: Path) -> None:

@@ -35,6 +35,8 @@ PROBE_VERSION = 2
 FP32_ROW_MULTIPLE = 8
 # Rows of a matmul where kernels depend on their number: AMX multiplies 16 or 32 at a time.
 BLOCK_ROWS = 32
+# Of the instructions in /proc/cpuinfo: x86's and Arm's for vectors and matrices.
+VECTOR_FLAGS = ("amx", "asimd", "avx", "bf16", "f16c", "fma", "fphp", "i8mm", "sme", "sve")
 TILE_WIDTH = 32  # elements of a row that AMX reads at a time in bfloat16
 # A small row count is tried at several offsets, which cover `MANY_ROWS` rows: one output in thousands
 # shows a difference. `FEW_ROWS` where a row of the result has `WIDE` elements or more.
@@ -143,9 +145,8 @@ def _bits(values: Tensor) -> Tensor:
 
 def machine_key() -> str:
     """Key of probe and machine: what selects a library's kernels beside shape and dtype, as one line."""
-    parts = machine_parts()
-    parts[4:4] = [f"{torch.get_num_threads()} threads"]
-    return " | ".join([f"probe {PROBE_VERSION}", *parts])
+    threads = f"{torch.get_num_threads()} threads"
+    return " | ".join([f"probe {PROBE_VERSION}", *machine_parts(), threads])
 
 
 def machine_parts() -> list[str]:
@@ -153,6 +154,7 @@ def machine_parts() -> list[str]:
     parts = [
         platform.machine(),
         _cpu_name(),
+        _vector_instructions(),
         torch.backends.cpu.get_cpu_capability(),
         f"torch {torch.__version__}",
         f"float32 {torch.get_float32_matmul_precision()}",
@@ -165,16 +167,25 @@ def machine_parts() -> list[str]:
 
 
 @functools.cache
-def _cpu_name() -> str:
+def _cpu_fields() -> dict[str, str]:
+    """What Linux says of the first processor; empty elsewhere."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
-        return platform.processor()
-    for line in lines:
-        name, _, value = line.partition(":")
-        if name.strip() == "model name":
-            return value.strip()
-    return platform.processor()
+        return {}
+    pairs = (line.partition(":") for line in text.partition("\n\n")[0].splitlines())
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def _cpu_name() -> str:
+    return _cpu_fields().get("model name") or platform.processor()
+
+
+def _vector_instructions() -> str:
+    """A hypervisor may keep some from a processor, whose name stays."""
+    fields = _cpu_fields()
+    flags = (fields.get("flags") or fields.get("Features") or "").split()
+    return " ".join(sorted(flag for flag in flags if flag.startswith(VECTOR_FLAGS)))
 
 
 def cache_folder() -> Path | None:

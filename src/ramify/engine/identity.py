@@ -10,7 +10,7 @@ from ramify.config import ResolvedConfig
 # What makes two engines run different models, whatever they compute with.
 WEIGHT_FIELDS = ("weights", "weight_types", "model")
 # Raise it with a change that alters the bits of K/V or of answers.
-ARITHMETIC_VERSION = 1
+ARITHMETIC_VERSION = 2
 # What the bits of K/V depend on beside their format and the weights.
 ARITHMETIC_FIELDS = ("arithmetic_version", "arithmetic", "threads")
 NAMED = 4  # differing fields that a message names

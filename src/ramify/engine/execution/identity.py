@@ -54,6 +54,7 @@ def identity_of(
                 f"ops {ops}",
                 f"attention {attention}",
                 f"activations {requested.model.activations}",
+                f"bfloat16 by {_bf16_arithmetic(ops)}",
                 *machine_parts(),
                 _digest(strategies),
             ]
@@ -61,6 +62,14 @@ def identity_of(
         threads=torch.get_num_threads(),
         sampling=requested.speculative.speculative_sampling,
     )
+
+
+def _bf16_arithmetic(ops: str) -> str:
+    if ops != "cpu":
+        return "torch"
+    from ramify.kernels.cpu.tile_choice import bf16_arithmetic
+
+    return bf16_arithmetic()
 
 
 def canonical(value: object) -> str:
