@@ -35,11 +35,15 @@ class CpuBackend:
     """The compiled kernels as an `AttentionBackend`: plan, plane views, scratch, launch."""
 
     def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
-        from ramify.kernels.cpu import attention_args, paged_attention, simd
+        from ramify.kernels.cpu import attention_args, attention_tiles, paged_attention, simd
+        from ramify.kernels.cpu.tile_choice import bf16_tile_kind
 
         self.spec, self.device = spec, device
         self._kernels, self._args = paged_attention, attention_args
         self._has_bf16_dot = simd.HAS_BF16_DOT
+        # A score is a sum of whole tiles.
+        is_whole = spec.head_dim % attention_tiles.STEP == 0
+        self._tiles = (bf16_tile_kind() or 0) if is_whole else 0
         self.num_workers = max(1, torch.get_num_threads())
         self._value_stride = -(-spec.v_head_dim // simd.TILE_N) * simd.TILE_N
         self._state_width = round_up_to_cache_line(4 * (self._value_stride + 2)) // 4
@@ -194,6 +198,7 @@ class CpuBackend:
         params = self._args.AttentionParams(
             plan.state_head_stride, plan.page_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.v_head_dim,
             self._value_stride, window, self.num_workers, float(spec.soft_cap or 0.0), float(spec.scale), sinks,
+            self._tiles,
         )  # fmt: skip
         self._reserve(params, plan)
         set_num_threads(self.num_workers)

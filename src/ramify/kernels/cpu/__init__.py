@@ -54,6 +54,9 @@ Rules that keep the bits (the same for a row in whatever batch)
     - A process that may use tiles of bf16 (AMX) multiplies all rows of weights in bf16 by them: their sums are
       not those of VNNI. `tile_microkernels` has their order and an emulation, `tile_choice` the variable that
       chooses it, or switches tiles off.
+    - Attention over K/V in bf16 likewise, if a key is a multiple of 32 elements: packed blocks by tiles,
+      few rows in place by FMA with the same sums (`attention_tiles`, `decode_microkernels_tiles`).
+    - Without tiles `tile_choice` takes dot products where they are faster than FMA on widened elements.
     - Sums of tiles end in + 0.0: -0 and trailing zero products vanish. `maximum` is compare + select,
       which fixes the result for NaN. A first block is copied into `state`, not merged.
     - Codes: sums of a group are exact integers; one chain of FMA over groups, in ascending order.

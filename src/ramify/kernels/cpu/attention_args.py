@@ -132,6 +132,8 @@ class AttentionParams(NamedTuple):
     soft_cap: float  # 0: none
     scale: float  # of queries
     sinks: int  # address of a float32 logit per head, or 0
+    # BF16_TILES or BF16_TILES_EMULATED: planes that are VNNI have the sums of tiles; 0: of dot products
+    tiles: int
 
 
 def storage_kind(plane: Any) -> int:

@@ -101,6 +101,16 @@ def _prefetch_rows(block: KVBlock, begin: int, end: int) -> None:
 
 
 @jit
+def prefetch_range_rows(prefetch_range: PrefetchRange) -> None:
+    """Prefetch all of a range into L2."""
+    begin, end = prefetch_range.begin, prefetch_range.end
+    _prefetch_rows(prefetch_range.keys, begin, end)
+    # MLA: the latents are both keys and values
+    if prefetch_range.values.plane.address != prefetch_range.keys.plane.address:
+        _prefetch_rows(prefetch_range.values, begin, end)
+
+
+@jit
 def packed_block_gemm(
     num_rows: int, a: int, a_stride: int, b: int, b_tile: int, c: int, c_stride: int,
     depth: int, num_columns: int, scale: float, plane: KVPlane, prefetch_range: PrefetchRange,
@@ -135,9 +145,8 @@ def packed_block_gemm(
                 attention_tile_1(plane, a_at, a_stride, b_at, TILE_N, c_at, c_stride, depth, scale)
             if prefetched < prefetch_range.end:
                 end = min(prefetched + keys_per_tile, prefetch_range.end)
-                _prefetch_rows(prefetch_range.keys, prefetched, end)
-                # MLA: the latents are both keys and values
-                if prefetch_range.values.plane.address != prefetch_range.keys.plane.address:
-                    _prefetch_rows(prefetch_range.values, prefetched, end)
+                prefetch_range_rows(
+                    PrefetchRange(prefetch_range.keys, prefetch_range.values, prefetched, end)
+                )
                 prefetched = end
         row += rows

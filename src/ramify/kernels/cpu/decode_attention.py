@@ -20,12 +20,14 @@ from ramify.kernels.cpu.attention_args import (
     is_vnni,
     item_bytes,
 )
+from ramify.kernels.cpu.attention_tiles import STEP
 from ramify.kernels.cpu.decode_microkernels import (
     KEYS_PER_VECTOR,
     ROW_TILES,
     pv_in_place,
     qk_in_place,
 )
+from ramify.kernels.cpu.decode_microkernels_tiles import pv_in_place_tiles, qk_in_place_tiles
 from ramify.kernels.cpu.decode_microkernels_vnni import pv_in_place_vnni
 from ramify.kernels.cpu.jit import jit
 from ramify.kernels.cpu.online_softmax import (
@@ -122,6 +124,12 @@ def _qk(
                 num_rows = min(_MAX_ROW_TILE, block.num_rows - r)
                 prefetch_rows = _prefetch_share(target, h, block.num_heads, r)
                 into = block.scores + 4 * (BLOCK_KEYS * (h * padded_rows + r) + begin - low)
+                if is_vnni(plane) and params.tiles:
+                    qk_in_place_tiles(plane, source, block.key_offsets + 8 * begin, -(-count // KEYS_PER_VECTOR),
+                        depth, block.queries + 4 * depth * (h * block.num_rows + r), num_rows - 1,
+                        _row_tile(num_rows), into, 4 * BLOCK_KEYS, np.float32(params.scale),
+                        prefetch_rows)  # fmt: skip
+                    continue
                 qk_in_place(plane, source, block.key_offsets + 8 * begin, scales.ctypes.data,
                     -(-count // KEYS_PER_VECTOR), depth, block.queries + 4 * depth * (h * block.num_rows + r),
                     num_rows - 1, _row_tile(num_rows), into, 4 * BLOCK_KEYS, np.float32(params.scale),
@@ -155,6 +163,11 @@ def _pv(
                 weights = block.scores + 4 * BLOCK_KEYS * row
                 if is_vnni(plane):
                     weights += 2 * (begin - low)
+                    if params.tiles:
+                        pv_in_place_tiles(plane, source, block.value_offsets + 8 * begin, 0, count, plane.width,
+                            weights, 4 * BLOCK_KEYS, num_rows - 1, _row_tile(num_rows), into, 4 * stride,
+                            prefetch_rows)  # fmt: skip
+                        continue
                     pv_in_place_vnni(plane, source, block.value_offsets + 8 * begin, 0, count, plane.width,
                         weights, 4 * BLOCK_KEYS, num_rows - 1, _row_tile(num_rows), into, 4 * stride,
                         prefetch_rows)  # fmt: skip
@@ -233,6 +246,15 @@ def pv_visible_only_vnni(
     begin, end = keys
     for d in range(params.value_stride):
         store_f32(into + 4 * d, 0.0)
+    if params.tiles:  # each STEP keys of the block by themselves
+        first = begin
+        while first < end:
+            after = min(end, (first // STEP + 1) * STEP)
+            pv_in_place_tiles(plane, source, offsets + 8 * (first - begin), first % 2, after - first, plane.width,
+                weights + 4 * (first // 2), 4 * BLOCK_KEYS, 0, 1, into, 4 * params.value_stride,
+                (source, offsets, 1, 1))  # fmt: skip
+            first = after
+        return
     pv_in_place_vnni(plane, source, offsets, begin % 2, end - begin, plane.width, weights + 4 * (begin // 2),
         4 * BLOCK_KEYS, 0, 1, into, 4 * params.value_stride, (source, offsets, 1, 1))  # fmt: skip
 

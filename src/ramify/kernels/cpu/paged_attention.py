@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ramify.kernels.cpu.abi import BF16, BLOCK_KEYS, F32
+from ramify.kernels.cpu.abi import BF16, BF16_TILES, BLOCK_KEYS, F32
 from ramify.kernels.cpu.attention_args import (
     AttentionParams,
     InPlaceBlock,
@@ -27,7 +27,20 @@ from ramify.kernels.cpu.attention_args import (
     QueryRows,
     is_vnni,
 )
-from ramify.kernels.cpu.attention_microkernels import packed_block_gemm
+from ramify.kernels.cpu.attention_microkernels import packed_block_gemm, prefetch_range_rows
+from ramify.kernels.cpu.attention_tiles import (
+    STEP,
+    fill_value_words,
+    flush_subnormals,
+    multiply_packed_block,
+    restore_subnormals,
+)
+from ramify.kernels.cpu.code_tiles import (
+    TILE_BYTES,
+    TILE_ROWS,
+    configure_code_tiles,
+    release_code_tiles,
+)
 from ramify.kernels.cpu.decode_attention import (
     MAX_IN_PLACE_ROWS,
     attend_block_in_place,
@@ -54,14 +67,16 @@ from ramify.kernels.cpu.task_queue import next_task
 from ramify.kernels.cpu.workers import run_workers
 
 _PADDED_IN_PLACE_ROWS = padded_row_count(MAX_IN_PLACE_ROWS)
+_MAX_TILE_ROWS = max(TILE_M, TILE_ROWS)  # rows of a head that are computed at once
 
 
 def attention_scratch_floats(params: AttentionParams, max_rows: int) -> int:
     """Scratch of a worker in floats; no task has more than `max_rows` rows, all heads counted."""
     packed = BLOCK_KEYS * (params.key_dim + params.value_stride)
-    tiled = max(TILE_M, padded_row_count(MAX_IN_PLACE_ROWS) * params.num_kv_heads)
+    tiled = max(_MAX_TILE_ROWS, padded_row_count(MAX_IN_PLACE_ROWS) * params.num_kv_heads)
     tile = tiled * (BLOCK_KEYS + params.value_stride + 2)
-    floats = packed + tile + 3 * BLOCK_KEYS + max_rows * params.key_dim
+    queries = (max_rows + TILE_ROWS - 1) * params.key_dim  # tiles read beyond the last
+    floats = packed + tile + 3 * BLOCK_KEYS + queries
     return -(-(floats + 2 * (7 * BLOCK_KEYS + 3 * max_rows)) // 16) * 16
 
 
@@ -84,8 +99,13 @@ def _attend_packed_tile(
     tile_queries = queries + 4 * depth * first_row
     key_words = depth // 2 if is_vnni(keys.plane) else depth
     packed_keys = keys.packed + low // TILE_N * (4 * TILE_N * key_words)
-    packed_block_gemm(num_rows, tile_queries, depth, packed_keys, 4 * TILE_N * key_words, scores, BLOCK_KEYS,
-        key_words, width, np.float32(params.scale), keys.plane, prefetch_range)  # fmt: skip
+    if is_vnni(keys.plane) and params.tiles:
+        multiply_packed_block(params.tiles, num_rows, tile_queries, 4 * depth, packed_keys, 4 * TILE_N * key_words,
+            scores, 4 * BLOCK_KEYS, depth, width, np.float32(params.scale))  # fmt: skip
+        prefetch_range_rows(prefetch_range)
+    else:
+        packed_block_gemm(num_rows, tile_queries, depth, packed_keys, 4 * TILE_N * key_words, scores, BLOCK_KEYS,
+            key_words, width, np.float32(params.scale), keys.plane, prefetch_range)  # fmt: skip
     for r in range(num_rows):  # all rows first: the exponentials of a row wait for its max
         end = num_visible[first_row + r] - low
         row_stats[2 * r] = mask_and_row_max(params, scores + 4 * BLOCK_KEYS * r, end, width)
@@ -123,6 +143,11 @@ def _pv(
     if is_vnni(values.plane):
         low, words, block_words = low // 2, -(-words // 2), BLOCK_KEYS // 2
     packed = values.packed + 4 * TILE_N * low
+    if is_vnni(values.plane) and params.tiles:
+        depth = -(-(high - key_range[0]) // STEP) * STEP
+        multiply_packed_block(params.tiles, num_rows, weights, 4 * BLOCK_KEYS, packed, 4 * TILE_N * block_words, into,
+            4 * stride, depth, stride, np.float32(1.0))  # fmt: skip
+        return
     no_prefetch = PrefetchRange(prefetch_range.keys, prefetch_range.values, 0, 0)
     packed_block_gemm(num_rows, weights, BLOCK_KEYS, packed, 4 * TILE_N * block_words, into, stride, words, stride,
         np.float32(1.0), values.plane, no_prefetch)  # fmt: skip
@@ -130,12 +155,14 @@ def _pv(
 
 @jit
 def _load_query(
-    rows: QueryRows, plane: KVPlane, token: int, head: int, params: AttentionParams, into: int
-) -> None:
-    """Load a query row: float32, times `scale`; VNNI: bf16, unchanged."""
+    rows: QueryRows, plane: KVPlane, token: int, head: int, params: AttentionParams, in_place: bool, into: int
+) -> None:  # fmt: skip
+    """Load a query row: float32, times `scale`; VNNI: bf16, unchanged; tiles in place: widened to float32."""
     depth, scale = params.key_dim, np.float32(params.scale)
     row = rows.queries + rows.stride * token + (4 if rows.kind == F32 else 2) * depth * head
-    if is_vnni(plane):
+    if is_vnni(plane) and params.tiles and in_place:
+        scale_to_f32(row, into, depth, np.float32(1.0), rows.kind)
+    elif is_vnni(plane):
         copy_row(into, row, depth // 2)
     else:
         scale_to_f32(row, into, depth, scale, rows.kind)
@@ -227,8 +254,15 @@ def attend_task(
         and readable_in_place(value_plane)
         and not rope_plane.width
     )
-    num_tiles = -(-num_rows // TILE_M)
-    tile_rows = max(TILE_M, _PADDED_IN_PLACE_ROWS * num_kv_heads)
+    by_tiles = is_vnni(key_plane) and params.tiles != 0
+    rows_at_once = TILE_ROWS if by_tiles else TILE_M
+    num_tiles = -(-num_rows // rows_at_once)
+    mode = 0
+    if by_tiles:
+        mode = flush_subnormals()
+        if params.tiles == BF16_TILES and not in_place:
+            configure_code_tiles(TILE_ROWS, TILE_BYTES)
+    tile_rows = max(_MAX_TILE_ROWS, _PADDED_IN_PLACE_ROWS * num_kv_heads)
     packed_keys = data_address(scratch)
     packed_values = packed_keys + 4 * BLOCK_KEYS * key_dim
     scores = packed_values + 4 * BLOCK_KEYS * value_stride
@@ -267,7 +301,7 @@ def attend_task(
                 row = head * params.state_head_stride + tokens[first + t]
                 query_row = (h - head0) * num_rows + t * group_heads + g
                 query = queries + 4 * key_dim * query_row
-                _load_query(rows, key_plane, tokens[first + t], head, params, query)
+                _load_query(rows, key_plane, tokens[first + t], head, params, in_place, query)
                 if split >= 0:  # group0 is 0 here
                     row = splits[split, 2] + (block0 - splits[split, 0]) * count * num_heads
                     row += (h * count + t) * group_heads + g
@@ -338,6 +372,10 @@ def attend_task(
                 rope_start = key_plane.width // 2 if is_vnni(key_plane) else key_plane.width
                 pack_keys(rope_block, packed_keys + 4 * TILE_N * rope_start, key_words, num_keys)
             pack_values(value_block, packed_values, value_stride, num_keys)
+            if by_tiles:
+                fill_value_words(
+                    packed_values, 2 * TILE_N * BLOCK_KEYS, value_stride // TILE_N, num_keys
+                )
             head_queries = queries + 4 * key_dim * (h - head0) * num_rows
             # Prefetch K/V of the next head; behind the last head, of the next block or task.
             next_head, num_next_keys = h + 1, num_keys
@@ -353,8 +391,8 @@ def attend_task(
                 begin = tile * num_next_keys // num_tiles
                 end = (tile + 1) * num_next_keys // num_tiles
                 prefetch_range = PrefetchRange(next_key_block, next_value_block, begin, end)
-                r = tile * TILE_M
-                _attend_packed_tile(params, head_queries, min(TILE_M, num_rows - r), r, num_visible, key_block,
+                r = tile * rows_at_once
+                _attend_packed_tile(params, head_queries, min(rows_at_once, num_rows - r), r, num_visible, key_block,
                     value_block, block_output, scores, row_stats, state, state_rows[(h - head0) * num_rows:],
                     prefetch_range)  # fmt: skip
     if split < 0:
@@ -368,6 +406,10 @@ def attend_task(
     elif next_task(data_address(counters) + 8 * (1 + split)) == splits[split, 3] - 1:
         counters[1 + split] = 0  # for the next launch
         _merge_splits(params, tasks[task_index], splits[split], tokens, positions, rows, state)
+    if by_tiles:
+        restore_subnormals(mode)
+        if params.tiles == BF16_TILES and not in_place:
+            release_code_tiles()
     return next_index if next_index >= 0 else next_task(task_counter)
 
 

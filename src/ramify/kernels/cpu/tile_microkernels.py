@@ -46,13 +46,28 @@ TILE_WORDS = 16  # of a row of A, and rows of B: 32 elements of K
 B_STEP = 4 * NR * TILE_WORDS  # bytes of a micro-panel for TILE_WORDS
 
 _C_TILES, _A_TILES, _B_TILES = (0, 1, 2, 3), (4, 5), (6, 7)
-_FLUSH_SUBNORMALS = 0x9FC0  # MXCSR: read and written as zeros; no exceptions, round to nearest
+FLUSH_SUBNORMALS = 0x9FC0  # MXCSR: read and written as zeros; no exceptions, round to nearest
 _int = types.int64
 _byte = ir.IntType(8)
 
 
 def _tile_call(builder: Any, name: str, *args: Any) -> None:
     call_function(builder, f"llvm.x86.{name}", ir.VoidType(), *args)
+
+
+def move_tile(builder: Any, name: str, tile: int, address: Any, stride: Any) -> None:
+    """Load or store a tile, `name` is the instruction; `stride` in bytes from row to row."""
+    _tile_call(builder, name, _tile(tile), _pointer(builder, address), stride)
+
+
+def multiply_tile(builder: Any, c: int, a: int, b: int) -> None:
+    """c += a @ b."""
+    _tile_call(builder, "tdpbf16ps", *map(_tile, (c, a, b)))
+
+
+def zero_tile(builder: Any, tile: int) -> None:
+    """Set a tile to zeros."""
+    _tile_call(builder, "tilezero", _tile(tile))
 
 
 def _tile(number: int) -> Any:
@@ -68,9 +83,6 @@ def _emit_tiles(builder: Any, num_row_tiles: int, args: list[Any]) -> None:
     a, rows, a_stride, b, start, start_row, c, steps, prefetch_at, prefetch_lines = args
     row_bytes, wide_row_bytes = i64(TILE_BYTES), i64(4 * NR)
 
-    def move(name: str, tile: int, address: Any, stride: Any) -> None:
-        _tile_call(builder, name, _tile(tile), _pointer(builder, address), stride)
-
     # A tile of C for each row tile and half of the panel.
     blocks = [(r, half) for r in range(num_row_tiles) for half in (0, 1)]
     c_tiles = dict(zip(blocks, _C_TILES, strict=False))
@@ -81,7 +93,7 @@ def _emit_tiles(builder: Any, num_row_tiles: int, args: list[Any]) -> None:
         return builder.add(row_tile, i64(TILE_BYTES * half))
 
     for block, tile in c_tiles.items():
-        move("tileloadd64", tile, c_address(block, start, start_row), start_row)
+        move_tile(builder, "tileloadd64", tile, c_address(block, start, start_row), start_row)
     with cgutils.for_range(builder, steps) as loop:
         a_at = builder.add(a, builder.mul(loop.index, builder.mul(rows, row_bytes)))
         b_at = offset(builder, b, loop.index, B_STEP)
@@ -91,18 +103,19 @@ def _emit_tiles(builder: Any, num_row_tiles: int, args: list[Any]) -> None:
             emit_prefetch(builder, offset(builder, fetch_at, lines.index, CACHE_LINE), 2)
         for r in range(num_row_tiles):
             a_tile = builder.add(a_at, builder.mul(a_stride, i64(r)))
-            move("tileloadd64", _A_TILES[r], a_tile, row_bytes)
+            move_tile(builder, "tileloadd64", _A_TILES[r], a_tile, row_bytes)
             for half, b_tile in enumerate(_B_TILES):
                 if r == 0:
                     half_at = builder.add(b_at, i64(TILE_BYTES * half))
-                    move("tileloadd64", b_tile, half_at, wide_row_bytes)
-                tiles = c_tiles[r, half], _A_TILES[r], b_tile
-                _tile_call(builder, "tdpbf16ps", *map(_tile, tiles))
+                    move_tile(builder, "tileloadd64", b_tile, half_at, wide_row_bytes)
+                multiply_tile(builder, c_tiles[r, half], _A_TILES[r], b_tile)
     for block, tile in c_tiles.items():
-        move("tilestored64", tile, c_address(block, c, wide_row_bytes), wide_row_bytes)
+        move_tile(
+            builder, "tilestored64", tile, c_address(block, c, wide_row_bytes), wide_row_bytes
+        )
 
 
-def _emit_row(builder: Any, a: Any, a_step: Any, b: Any, start: Any, c: Any, steps: Any) -> None:
+def emit_row(builder: Any, a: Any, a_step: Any, b: Any, start: Any, c: Any, steps: Any) -> None:
     """c[NR] = start[NR] + products of a row of A, `a_step` bytes from tile to tile, and a micro-panel, by FMA."""
     offsets = [i64(4 * LANES * v) for v in range(NR // LANES)]
     totals = [cgutils.alloca_once(builder, vector_type(LANES)) for _ in offsets]
@@ -137,7 +150,18 @@ def _emit_emulation(builder: Any, num_row_tiles: int, args: list[Any]) -> None:
             index = builder.add(loop.index, builder.mul(rows, i64(r)))
             start_at = builder.add(start, builder.mul(index, start_row))
             c_at = offset(builder, c, index, 4 * NR)
-            _emit_row(builder, row, a_step, b, start_at, c_at, steps)
+            emit_row(builder, row, a_step, b, start_at, c_at, steps)
+
+
+def call_mxcsr(builder: Any, name: str, at: Any) -> None:
+    """Load or store the mode of arithmetic; `at` points to 32 bits.
+
+    The fences keep loads and stores, and so the arithmetic between them, on their side.
+    """
+    builder.fence("seq_cst", "singlethread")
+    pointer = builder.bitcast(at, _byte.as_pointer())
+    call_function(builder, f"llvm.x86.sse.{name}", ir.VoidType(), pointer)
+    builder.fence("seq_cst", "singlethread")
 
 
 @contextmanager
@@ -148,19 +172,11 @@ def _subnormals_as_zeros(builder: Any) -> Iterator[None]:
         return
     before, during = (cgutils.alloca_once(builder, i32) for _ in range(2))
 
-    def call(name: str, at: Any) -> None:
-        # The fences keep loads and stores, and so the arithmetic between them, inside.
-        builder.fence("seq_cst", "singlethread")
-        call_function(
-            builder, f"llvm.x86.sse.{name}", ir.VoidType(), builder.bitcast(at, _byte.as_pointer())
-        )
-        builder.fence("seq_cst", "singlethread")
-
-    builder.store(i32(_FLUSH_SUBNORMALS), during)
-    call("stmxcsr", before)
-    call("ldmxcsr", during)
+    builder.store(i32(FLUSH_SUBNORMALS), during)
+    call_mxcsr(builder, "stmxcsr", before)
+    call_mxcsr(builder, "ldmxcsr", during)
     yield
-    call("ldmxcsr", before)
+    call_mxcsr(builder, "ldmxcsr", before)
 
 
 @intrinsic
