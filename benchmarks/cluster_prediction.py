@@ -26,7 +26,6 @@ import numpy as np
 from machine import commit, cpu_model
 
 from ramify.analysis.simulation.page_trace import PageTrace
-from ramify.analysis.simulation.replays.cost_model import CostModel
 from ramify.cluster.client import ClusterLLM
 from ramify.cluster.cpu_shares import shares_of_this_machine
 from ramify.cluster.launch import local_cluster
@@ -36,6 +35,7 @@ from ramify.cluster.simulation.rules import RULES
 from ramify.cluster.simulation.traffic import PAGE_SIZE, sessions
 from ramify.outputs import RequestOutput
 from ramify.params import SamplingParams
+from ramify.step_cost import CostModel
 
 MODEL = "ramify-tiny"
 MAX_ROWS = 64

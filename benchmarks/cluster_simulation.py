@@ -33,11 +33,11 @@ from machine import commit, cpu_model
 
 from ramify.analysis.log_files import read_log
 from ramify.analysis.simulation.page_trace import PageTrace
-from ramify.analysis.simulation.replays.cost_model import CostModel
 from ramify.analysis.simulation.sources import page_trace
 from ramify.cluster.simulation import traffic
 from ramify.cluster.simulation.fleet import FleetRun, serve_trace
 from ramify.cluster.simulation.rules import RULES
+from ramify.step_cost import CostModel
 
 COST = CostModel(step_s=0.02, token_s=1e-4, read_s=0.0)
 MAX_ROWS = 64

@@ -12,12 +12,13 @@ from typer.testing import CliRunner
 
 from ramify.analysis.records import LoggedRequest, Segment, SegmentKind, TextForm
 from ramify.analysis.simulation.replays.calibration import Stopwatch, calibrate
-from ramify.analysis.simulation.replays.cost_model import CostModel, StepSample, fit_cost
+from ramify.analysis.simulation.replays.cost_model import StepSample, fit_cost
 from ramify.analysis.simulation.replays.engine_replay import EngineRun, replay_engine
 from ramify.analysis.simulation.sources import page_trace
 from ramify.cli import app
 from ramify.engine.llm import LLM
 from ramify.params import SamplingParams
+from ramify.step_cost import CostModel
 
 CONCURRENT = 16
 PAGE = 16

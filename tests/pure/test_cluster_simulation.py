@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from ramify.analysis.simulation.page_trace import PageTrace, PageTraceBuilder
-from ramify.analysis.simulation.replays.cost_model import CostModel
 from ramify.cluster.simulation.fleet import serve_trace
 from ramify.cluster.simulation.replicas import CHUNK_TOKENS, SimulatedReplica, SimulatedRequest
 from ramify.cluster.simulation.rules import REPORT_S, RULES, RamifyRouter
 from ramify.cluster.simulation.traffic import agents, conversations
 from ramify.errors import ConfigError
+from ramify.step_cost import CostModel
 
 COST = CostModel(step_s=0.01, token_s=0.001, read_s=0.0)
 

@@ -25,8 +25,8 @@ from ramify.analysis.reader import ReadQuality
 from ramify.analysis.records import LoggedRequest
 from ramify.analysis.report.analyze import analyze, read_corpus
 from ramify.analysis.report.writers.as_json import analysis_as_json
-from ramify.analysis.simulation.replays.cost_model import CostModel
 from ramify.errors import RamifyError
+from ramify.step_cost import CostModel
 
 Json = dict[str, Any]
 Place = list[Any]  # file, line, index of a request

@@ -7,8 +7,8 @@ from pathlib import Path
 from typer.main import get_command
 
 from ramify.analysis import simulate
-from ramify.analysis.simulation.replays.cost_model import CostModel
 from ramify.cli import app
+from ramify.step_cost import CostModel
 from tests.pure.analysis.simulated_traces import hashed_request
 
 PAGE = (Path(__file__).parents[3] / "docs" / "simulate.md").read_text(encoding="utf-8")

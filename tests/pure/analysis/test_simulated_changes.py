@@ -13,10 +13,11 @@ from ramify.analysis.records import LoggedRequest, Segment, SegmentKind, Usage
 from ramify.analysis.simulation.calls import simulate
 from ramify.analysis.simulation.kv_bytes import kv_token_bytes
 from ramify.analysis.simulation.replays.cache_replay import replay
-from ramify.analysis.simulation.replays.cost_model import CostModel, StepSample, fit_cost
+from ramify.analysis.simulation.replays.cost_model import StepSample, fit_cost
 from ramify.analysis.simulation.replays.engine_replay import replay_engine
 from ramify.analysis.simulation.sources import page_trace
 from ramify.errors import CheckpointError, ConfigError
+from ramify.step_cost import CostModel
 from tests.pure.analysis.simulated_traces import (
     BLOCK,
     PATHS,

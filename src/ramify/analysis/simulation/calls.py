@@ -19,12 +19,12 @@ from ramify.analysis.simulation.capacities import (
     parse_lifetime,
 )
 from ramify.analysis.simulation.kv_bytes import kv_token_bytes
-from ramify.analysis.simulation.replays.cost_model import CostModel
 from ramify.analysis.simulation.results import Simulation
 from ramify.analysis.simulation.run import SimulationOptions, simulate_trace
 from ramify.analysis.simulation.sources import corpus_trace, page_trace
 from ramify.analysis.tokens import Tokenizer
 from ramify.errors import LogError
+from ramify.step_cost import CostModel
 
 Files = str | PathLike[str] | Iterable[str | PathLike[str]]
 Log = Corpus | Files | Iterable[LoggedRequest]

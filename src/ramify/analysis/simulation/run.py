@@ -20,12 +20,12 @@ from ramify.analysis.simulation.curves.reuse import ReuseRuns
 from ramify.analysis.simulation.curves.stack_distances import lru_curve
 from ramify.analysis.simulation.page_trace import PageTrace
 from ramify.analysis.simulation.replays.cache_replay import ReplayResult, replay
-from ramify.analysis.simulation.replays.cost_model import CostModel
 from ramify.analysis.simulation.replays.engine_replay import replay_engine
 from ramify.analysis.simulation.results import Simulation, TraceFacts
 from ramify.analysis.simulation.sources import TraceSource
 from ramify.cache import POLICIES
 from ramify.errors import ConfigError
+from ramify.step_cost import CostModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

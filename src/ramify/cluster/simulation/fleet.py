@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ramify.analysis.simulation.page_trace import PageTrace
-from ramify.analysis.simulation.replays.cost_model import CostModel
 from ramify.cluster.simulation.replicas import SimulatedReplica, SimulatedRequest
 from ramify.cluster.simulation.rules import RamifyRouter, Rule
 from ramify.errors import ConfigError
+from ramify.step_cost import CostModel
 
 BUSY_REQUESTS = 2.0  # for each replica: below, one request more is no imbalance
 WINDOW_S = 60.0

@@ -6,10 +6,10 @@ from array import array
 from collections import deque
 from dataclasses import dataclass, field
 
-from ramify.analysis.simulation.replays.cost_model import CostModel
 from ramify.cache import CacheKey, Lease, PrefixCache
 from ramify.cluster.decisions import Load
 from ramify.errors import OutOfPagesError
+from ramify.step_cost import CostModel
 
 EVENT_CAPACITY = 1 << 16
 CHUNK_TOKENS = 2048  # of a prompt that a step computes

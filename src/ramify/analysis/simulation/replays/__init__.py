@@ -1,5 +1,5 @@
 """Replays of a trace in real code.
 
-`cache_replay` runs `PrefixCache`. `engine_replay` runs `EngineCore`, with a clock that advances by the
-`cost_model`, whose constants `calibration` measures.
+`cache_replay` runs `PrefixCache`. `engine_replay` runs `EngineCore`, with a clock that advances by a
+`CostModel`, whose constants `calibration` measures and `cost_model` fits.
 """

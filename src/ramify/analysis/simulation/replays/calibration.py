@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ramify.analysis.progress import Progress, ignore_progress
-from ramify.analysis.simulation.replays.cost_model import CostModel, StepSample, fit_cost
+from ramify.analysis.simulation.replays.cost_model import StepSample, fit_cost
 from ramify.engine.step import Executor, StepPlan, StepResult
 from ramify.errors import ConfigError
 from ramify.params import SamplingParams
+from ramify.step_cost import CostModel
 
 if TYPE_CHECKING:
     from ramify.engine.core import EngineCore

@@ -15,12 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ramify.analysis.simulation.page_trace import PageTrace
-from ramify.analysis.simulation.replays.cost_model import CostModel
 from ramify.config import EngineConfig, resolve
 from ramify.engine.core import EngineCore
 from ramify.engine.step import SampledTokens, StepPlan, StepResult
 from ramify.errors import RequestError
 from ramify.params import SamplingParams
+from ramify.step_cost import CostModel
 
 VOCAB_SIZE = 2**31 - 1  # tokens are page ids
 PERCENTILES = (50, 90, 95, 99)
