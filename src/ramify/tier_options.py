@@ -43,6 +43,11 @@ class TierSection:
         "File whose content encrypts the pages of `cache_dir` with AES-256-GCM; for its owner only, 16 bytes or more. "
         "K/V reveals the prompt to whoever has the weights. Needs the extra `encryption`. `None`: pages are plain.",
     )
+    cache_cost: str | None = _option(
+        None,
+        "File that `ramify calibrate MODEL --json FILE` wrote: what computing takes here, for the choice between "
+        "loading a page and computing it. `None`: estimated at the start, and corrected by the steps that are run.",
+    )
     cache_host: str | None = _option(
         None,
         "Size of a tier in host memory, in bytes or as `2GB`; useful beside a GPU, on a CPU for tests. `None`: none.",
@@ -93,6 +98,15 @@ class TierSection:
             raise ConfigError(
                 f"cache_key={self.cache_key!r} without cache_dir; say whose pages to encrypt, or "
                 "leave it out"
+            )
+        if self.cache_cost is not None and (
+            not isinstance(self.cache_cost, str) or not self.cache_cost
+        ):
+            raise ConfigError(f"cache_cost={self.cache_cost!r} but it must be a file")
+        if self.cache_cost is not None and not self.is_used:
+            raise ConfigError(
+                f"cache_cost={self.cache_cost!r} without cache_dir or cache_host: nothing is loaded; "
+                "add one, or leave it out"
             )
         if self.is_used and not prefix_cache:
             raise ConfigError(

@@ -16,6 +16,8 @@ from ramify.testing import write_tiny_checkpoint
 PAGE = 4
 POOL_PAGES = 24  # a prompt and its answer, and a few pages more
 PARAMS = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True, logprobs=3)
+# By this file computing is so slow that every load pays, whatever a busy machine measures.
+SLOW = str(Path(__file__).parents[1] / "slow_steps.json")
 WINDOW = {"sliding_window": 20}
 MIXED = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -102,9 +104,9 @@ def test_cold_host_disk_and_restarted_answers_are_the_same_bits(
 ) -> None:
     """With a pool that holds one prompt, each second prompt comes from a tier."""
     cold, _ = run(open_llm(prefix_cache=False))
-    disk = {"cache_dir": str(tmp_path / "pages"), "cache_disk": "600MB"}
+    disk = {"cache_dir": str(tmp_path / "pages"), "cache_disk": "600MB", "cache_cost": SLOW}
 
-    from_host, host_tokens = run(open_llm(cache_host="4MB"))
+    from_host, host_tokens = run(open_llm(cache_host="4MB", cache_cost=SLOW))
     with open_llm(**disk) as llm:
         from_disk, disk_tokens = run(llm)
     with open_llm(**disk) as llm:
@@ -127,7 +129,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def disk_tokens(path: Path, directory: Path, **options: Any) -> int:
     """Tokens of a prompt that an engine with this directory loads; it leaves its pages there."""
     sizes: dict[str, Any] = {"page_size": PAGE, "kv_cache_tokens": 256, "max_model_len": 128}
-    tier = {"cache_dir": directory, "cache_disk": "600MB"}
+    tier = {"cache_dir": directory, "cache_disk": "600MB", "cache_cost": SLOW}
     with LLM(path, **{**sizes, **tier, **options}) as llm:
         [output] = llm.generate([prompts()[0]], PARAMS)
         return output.cache.tier_tokens.get("disk", 0)
@@ -183,7 +185,7 @@ def test_a_second_engine_reads_the_pages_of_the_first_and_writes_none(
 ) -> None:
     """A directory has one writer; another engine shares its pages by an option."""
     sizes: dict[str, Any] = {"page_size": PAGE, "kv_cache_tokens": 256, "max_model_len": 128}
-    tier: dict[str, Any] = {"cache_dir": tmp_path, "cache_disk": "600MB"}
+    tier: dict[str, Any] = {"cache_dir": tmp_path, "cache_disk": "600MB", "cache_cost": SLOW}
     with LLM(llama, **sizes, **tier) as writer:
         [cold] = writer.generate([prompts()[0]], PARAMS)
         writer.generate([prompts()[0]], PARAMS)
@@ -206,7 +208,11 @@ def test_reloaded_weights_use_their_own_pages(llama: Path, tmp_path: Path) -> No
     """A page of the old weights is not read with the new ones, and is good when they return."""
     other = write_tiny_checkpoint(tmp_path / "other", "llama", seed=1)
     [prompt] = prompts()[:1]
-    tier: dict[str, Any] = {"cache_dir": tmp_path / "pages", "cache_disk": "600MB"}
+    tier: dict[str, Any] = {
+        "cache_dir": tmp_path / "pages",
+        "cache_disk": "600MB",
+        "cache_cost": SLOW,
+    }
     with LLM(llama, page_size=PAGE, kv_cache_tokens=256, max_model_len=128, **tier) as llm:
         [old] = llm.generate([prompt], PARAMS)
         llm.generate([prompt], PARAMS)
@@ -223,8 +229,12 @@ def test_reloaded_weights_use_their_own_pages(llama: Path, tmp_path: Path) -> No
 
 def test_the_host_tier_serves_reloaded_weights(llama: Path) -> None:
     """It begins anew: what it held was of the old weights."""
-    sizes: dict[str, Any] = {"page_size": PAGE, "kv_cache_tokens": POOL_PAGES * PAGE}
-    with LLM(llama, max_model_len=POOL_PAGES * PAGE, cache_host="4MB", **sizes) as llm:
+    sizes: dict[str, Any] = {
+        "page_size": PAGE,
+        "kv_cache_tokens": POOL_PAGES * PAGE,
+        "max_model_len": POOL_PAGES * PAGE,
+    }
+    with LLM(llama, cache_host="4MB", cache_cost=SLOW, **sizes) as llm:
         before, _ = run(llm)
         llm.reload_weights(llama)
         after, tokens = run(llm)
@@ -248,6 +258,7 @@ def test_encrypted_pages_are_the_same_bits_after_a_restart(llama: Path, tmp_path
     tier: dict[str, Any] = {
         "cache_dir": tmp_path / "pages",
         "cache_disk": "600MB",
+        "cache_cost": SLOW,
         "cache_key": key_file(tmp_path / "key"),
     }
     sizes: dict[str, Any] = {"page_size": PAGE, "kv_cache_tokens": 256, "max_model_len": 128}

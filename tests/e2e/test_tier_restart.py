@@ -11,6 +11,10 @@ from tests.e2e.conftest import Running, start_server
 PROMPT = "Mara has 14 lamps. The violin is in the attic. " * 12 + "Where?"
 BODY = {"model": "ramify-tiny", "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "logprobs": 2}
 
+# By this file computing is so slow that every load pays, whatever a busy machine measures.
+SLOW = str(Path(__file__).parents[1] / "slow_steps.json")
+OPTIONS = ("--cache-disk", "600MB", "--cache-cost", SLOW)
+
 
 def answer(server: Running) -> tuple[Any, dict[str, Any]]:
     """The choice of one answer, and where the tokens of its prompt came from."""
@@ -37,7 +41,7 @@ def until_on_disk(server: Running, num_pages: int) -> None:
 
 def test_a_server_after_a_restart_answers_its_first_request_from_disk(tmp_path: Path) -> None:
     """After SIGTERM even a prompt that was asked once; the answer has the same bits."""
-    options = ("--cache-dir", str(tmp_path / "pages"), "--cache-disk", "600MB")
+    options = (*OPTIONS, "--cache-dir", str(tmp_path / "pages"))
     first = start_server(tmp_path / "first", *options)
     cold, computed = answer(first)
     assert first.stop() == 0
@@ -53,7 +57,7 @@ def test_a_server_after_a_restart_answers_its_first_request_from_disk(tmp_path: 
 
 def test_a_server_after_a_kill_has_the_pages_that_were_used_twice(tmp_path: Path) -> None:
     """SIGKILL loses nothing that was acknowledged as written."""
-    options = ("--cache-dir", str(tmp_path / "pages"), "--cache-disk", "600MB")
+    options = (*OPTIONS, "--cache-dir", str(tmp_path / "pages"))
     first = start_server(tmp_path / "first", *options)
     cold, computed = answer(first)
     answer(first)

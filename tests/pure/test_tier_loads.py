@@ -7,13 +7,6 @@ from hypothesis import strategies as st
 from ramify.cache.events import CacheEvent
 from ramify.cache.pages import Pages
 from ramify.cache.staging import StagingLedger
-from ramify.cache.tier_costs import (
-    NUM_SAMPLES,
-    RETRY_S,
-    UNKNOWN_LIMIT_S,
-    TierCosts,
-    is_hopeless,
-)
 from ramify.cache.tier_loads import MAX_LOADS, Load, LoadTable
 from ramify.cache.tiers import PageName, WriteQueue
 from ramify.errors import InvariantError
@@ -208,39 +201,3 @@ def test_a_cleared_cache_has_no_names() -> None:
     queue.put(event("cleared", [], b""))
 
     assert (queue.take_urgent(), queue.take_lazy(4), [*queue.named_pages()]) == ([], [], [])
-
-
-def test_a_tier_that_is_slower_than_computing_is_refused_and_tried_again() -> None:
-    """Its load may be over: one load in `RETRY_S` measures it anew."""
-    costs = TierCosts()
-    assert costs.limit_s(100) == UNKNOWN_LIMIT_S
-    assert costs.pays("disk", 10, 160, 0.0)
-    for _ in range(NUM_SAMPLES):
-        costs.computed(100, 0.1)
-        costs.loaded("disk", 10, 10.0)
-
-    assert not costs.pays("disk", 10, 160, 0.0)
-    assert not costs.pays("disk", 10, 160, RETRY_S / 2)
-    assert costs.pays("host", 10, 160, RETRY_S / 2)
-    assert costs.pays("disk", 10, 160, RETRY_S)
-    costs.loaded("disk", 10, 0.01)
-    assert costs.pays("disk", 10, 160, RETRY_S)
-    assert costs.limit_s(160) == pytest.approx(0.16)
-
-
-@pytest.mark.parametrize(
-    ("elapsed_s", "num_arrived", "expected"),
-    [
-        (0.05, 0, False),  # less than a tenth of the limit
-        (0.2, 0, True),
-        (0.2, 20, False),  # all of them in 1.0 s
-        (0.2, 19, True),
-        (0.9, 99, False),
-        (1.0, 99, True),
-    ],
-)
-def test_a_load_that_would_end_too_late_is_given_up_early(
-    elapsed_s: float, num_arrived: int, expected: bool
-) -> None:
-    """100 pages whose tokens are computed in 1 s."""
-    assert is_hopeless(elapsed_s, 1.0, num_arrived, 100) is expected

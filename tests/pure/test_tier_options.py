@@ -45,6 +45,8 @@ def test_what_is_no_size_is_refused(value: object) -> None:
         ({"cache_key": "key"}, "cache_key='key' without cache_dir"),
         ({"cache_key": "key", "cache_host": "1GB"}, "without cache_dir"),
         ({"cache_dir": "x", "cache_key": ""}, "must be a file"),
+        ({"cache_dir": "x", "cache_cost": ""}, "must be a file"),
+        ({"cache_cost": "cost.json"}, "without cache_dir or cache_host"),
         ({"cache_dir": "x", "prefix_cache": False}, "need prefix_cache=True"),
         ({"cache_host": "1GB", "prefix_cache": False}, "need prefix_cache=True"),
     ],

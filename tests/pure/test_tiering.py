@@ -190,9 +190,7 @@ def test_a_prompt_that_is_computed_sooner_than_loaded_says_so() -> None:
     first.answer(A)
     first.core.close()
     bench = TierBench(stores=first.stores)
-    costs = bench.tiering._in.costs
-    costs.computed(1000, 1.0)
-    costs.loaded("disk", 1, 1.0)
+    bench.tiering.measurements.costs.probe_ended("disk", [(1, 100.0)])
 
     refused, unknown = bench.answer(A), bench.answer(B)
 
@@ -347,6 +345,7 @@ def test_a_load_whose_prefix_was_evicted_meanwhile_is_dropped() -> None:
     bench = TierBench(stores=first.stores, works_in_wait=False, step_s=1.0)
     bench.answer(A[:17])
     bench.settle()
+    bench.tiering.measurements.costs.probe_ended("disk", [(1, 0.0)])
     late = bench.tiering.counts.loads
     request_id = bench.add(A, max_tokens=2, ignore_eos=True)
     assert [len(read.pages) for read in bench.mover.reads] == [4]

@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 
 from ramify.engine.tier_parts import STAGING_BYTES, TierParts
 from ramify.engine.tiering import EngineTiering
-from ramify.kv.offload import PageRead, PageWrite, Removal, Result, StoreJobs
+from ramify.kv.offload import PageRead, PageWrite, Probe, Removal, Result, StoreJobs
 from ramify.kv.stores.memory import MemoryStore
 from ramify.kv.stores.page_store import PageStore
 from ramify.outputs import Explanation, StepOutput
 from ramify.params import SamplingParams
+from ramify.step_cost import CostModel
 from ramify.testing import FakeExecutor
 from tests.pure.engine_bench import Bench
 
@@ -30,7 +31,10 @@ class ManualMover:
     def write(self, job: PageWrite | Removal) -> None:
         self.writes.append(job)
 
-    def read(self, job: PageRead) -> None:
+    def read(self, job: PageRead | Probe) -> None:
+        if isinstance(job, Probe):
+            self.results.append(self.jobs.probe(job))
+            return
         for view in job.views:  # whatever is used of it must come from the store
             view[:] = bytes([POISON]) * len(view)
         self.reads.append(job)
@@ -89,6 +93,7 @@ class TierBench(Bench):
     pool_tokens: int = 64
     max_model_len: int = 256
     step_s: float = 0.0  # no load is late
+    token_s: float = 1.0  # that a token is expected to take
     host_pages: int = 0
     disk_pages: int = 256
     stores: list[PageStore] = field(default_factory=list)
@@ -108,6 +113,7 @@ class TierBench(Bench):
             device=device,
             stores=tuple(self.stores),
             mover=self.mover,
+            step_model=CostModel(step_s=0.0, token_s=self.token_s, read_s=0.0),
             staging_bytes=self.staging_bytes,
         )
         super().__post_init__()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final, Generic, TypeVar
 
+from ramify.cache.tier_costs import Wait
 from ramify.cache.tiers import PageName
 from ramify.errors import InvariantError
 
@@ -25,7 +26,7 @@ class Load:
         first: pages of the prompt before its first page.
         names: of its pages, in order; at least one.
         tiers: for each page, the store that has it.
-        deadline_s: when a request that waits had better compute.
+        expected_end_s: when all of its pages are expected to be there.
     """
 
     def __init__(
@@ -35,10 +36,10 @@ class Load:
         names: Sequence[PageName],
         tiers: Sequence[str],
         begin_s: float,
-        deadline_s: float,
+        expected_end_s: float,
     ) -> None:
         self.number, self.first, self.names, self.tiers = number, first, tuple(names), tuple(tiers)
-        self.begin_s, self.deadline_s = begin_s, deadline_s
+        self.begin_s, self.expected_end_s = begin_s, expected_end_s
         self.num_requested = 0  # handed to readers
         self.num_published = 0
         self.end = len(self.names)  # pages from here on are not read: one failed, or nobody waits
@@ -63,8 +64,17 @@ class Load:
 
     @property
     def num_arrived(self) -> int:
-        """Pages that were read, published or not."""
-        return self.num_published + len(self._buffers)
+        """Pages that were read, from the first on without a gap, published or not."""
+        return self.num_published + len(self.ready())
+
+    @property
+    def unread_tiers(self) -> Sequence[str]:
+        """The tier of each page that no reader has brought yet, or nearly so."""
+        return (
+            ()
+            if self.is_dropped
+            else self.tiers[self.num_published + len(self._buffers) : self.end]
+        )
 
     def next_batch(self, max_pages: int) -> range:
         """The next pages to read, all of one store; empty: there are none."""
@@ -94,6 +104,10 @@ class Load:
         """End the load before a page that cannot be read; returns the buffers behind it."""
         self.num_reading -= 1
         return self.cut(page)
+
+    def stop(self) -> None:
+        """Read no further page; those that are being read are still published."""
+        self.end = min(self.end, self.num_requested)
 
     def cut(self, page: int) -> list[int]:
         """End the load before a page; returns the buffers of this page and those behind it."""
@@ -128,9 +142,9 @@ class LoadTable(Generic[Waiter]):
         self._loads: dict[int, Load] = {}
         self._waiters: dict[int, list[Waiter]] = {}
         self._load_of: dict[Waiter, Load] = {}
-        self._needs: dict[
-            Waiter, int
-        ] = {}  # pages of its load, from the first on, that are its own
+        # Pages of its load, from the first on, that are its own.
+        self._needs: dict[Waiter, int] = {}
+        self._waits: dict[Waiter, Wait] = {}  # of requests that could run
         self._num_loads: dict[Waiter, int] = {}  # of a live request
         self._numbers = 0
 
@@ -170,11 +184,11 @@ class LoadTable(Generic[Waiter]):
         names: Sequence[PageName],
         tiers: Sequence[str],
         begin_s: float,
-        deadline_s: float,
+        expected_end_s: float,
     ) -> Load:
         """Begin a load that `request` waits for."""
         self._numbers += 1
-        load = Load(self._numbers, first, names, tiers, begin_s, deadline_s)
+        load = Load(self._numbers, first, names, tiers, begin_s, expected_end_s)
         self._loads[load.number] = load
         self._waiters[load.number] = []
         self.join(request, load, len(load.names))
@@ -194,6 +208,14 @@ class LoadTable(Generic[Waiter]):
         """Pages of its load, from the first on, that a waiting request has in its prompt."""
         return self._needs[request]
 
+    def begin_wait(self, request: Waiter, wait: Wait) -> None:
+        """A request of a load could run; until then, no time counts against its load."""
+        self._waits[request] = wait
+
+    def wait_of(self, request: Waiter) -> Wait | None:
+        """Since when and how long a request of a load waits for nothing else; None: it does not."""
+        return self._waits.get(request)
+
     def take_served(self, load: Load) -> list[Waiter]:
         """The requests of a load whose own pages are all published; they wait no longer."""
         served = [
@@ -210,6 +232,7 @@ class LoadTable(Generic[Waiter]):
         waiters, self._waiters[load.number] = self._waiters[load.number], []
         for request in waiters:
             del self._load_of[request], self._needs[request]
+            self._waits.pop(request, None)
         return waiters
 
     def leave(self, request: Waiter) -> Load | None:
@@ -218,6 +241,7 @@ class LoadTable(Generic[Waiter]):
         if load is None:
             return None
         del self._needs[request]
+        self._waits.pop(request, None)
         self._waiters[load.number].remove(request)
         return None if self._waiters[load.number] else load
 

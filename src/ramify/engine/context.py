@@ -77,7 +77,15 @@ class EngineContext:
             window=config.window,
             clock=clock,
         )
-        self.tiering = None if tiers is None else EngineTiering(self.cache, tiers, clock)
+        self.tiering: EngineTiering | None = None
+        if tiers is not None:
+            self.tiering = EngineTiering(
+                self.cache,
+                tiers,
+                clock,
+                max_step_tokens=config.max_batch_tokens,
+                max_model_len=config.max_model_len,
+            )
         self.set_executor(executor)
         self.num_steps = 0
         self.num_computed_tokens = 0

@@ -434,7 +434,7 @@ class EngineCore:
         self.results.process(scheduled, result)
         self.recovery.step_succeeded()
         if tiering is not None:
-            tiering.computed(scheduled.batch.num_tokens, is_idle=not self.scheduler.has_unfinished)
+            tiering.computed(scheduled.batch, is_idle=not self.scheduler.has_unfinished)
 
     def _plan_step(self) -> tuple[ScheduledStep, StepPlan] | None:
         """Draft, schedule and plan the next step; None when there is nothing to do."""

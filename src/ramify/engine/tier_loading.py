@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from ramify.cache.key import CacheKey, namespace_hash
 from ramify.cache.pages import ID_BYTES, Pages
 from ramify.cache.prefix_cache import PrefixCache
 from ramify.cache.promotion import lease_computed, publish_copies
-from ramify.cache.tier_costs import TierCosts, is_hopeless
 from ramify.cache.tier_loads import Load, LoadTable
 from ramify.cache.tiers import PageName
 from ramify.engine.request import Request
 from ramify.engine.tier_copies import CopiesOut
+from ramify.engine.tier_measurements import TierMeasurements
 from ramify.engine.tier_parts import PendingRemovals, StagingArea, TierCounts, TierParts
 from ramify.kv.offload import PageRead, ReadEnded
 from ramify.kv.stores.page_store import PageKey, ReadOutcome
@@ -27,7 +29,7 @@ BATCH_PAGES = 16  # of a read
 LOOKUP_PAGES = 64  # asked of the stores at once
 MAX_LOADS_AHEAD = 4  # loads of requests that have not reached the head of the queue
 IDLE_WAIT_S = 0.002  # a new request waits no longer while a load is all there is to do
-STUCK_S = 5.0  # beyond its deadline
+STUCK_S = 5.0  # beyond the time that a read is expected to take
 MAX_STUCK = 3  # reads; then reading is off
 
 
@@ -35,6 +37,7 @@ class CopiesIn:
     """The pages that come in. For the engine's thread, between two calls of the executor.
 
     Args:
+        measurements: what loading and computing take.
         copies_out: takes its copies before a page is written.
         removals: pages that the writer has still to remove from the tiers.
     """
@@ -44,13 +47,14 @@ class CopiesIn:
         cache: PrefixCache,
         clock: Callable[[], float],
         counts: TierCounts,
+        measurements: TierMeasurements,
         copies_out: CopiesOut,
         removals: PendingRemovals,
     ) -> None:
         self._cache, self._clock, self._counts = cache, clock, counts
+        self._measurements, self._costs = measurements, measurements.costs
         self._copies_out, self._removals = copies_out, removals
         self._size = cache.page_size
-        self.costs = TierCosts()
         self._hashes: dict[Request, tuple[int, list[bytes]]] = {}  # with the number of tokens
         self._awake: list[Request] = []
         self.off = ""  # why nothing is read any more
@@ -61,7 +65,6 @@ class CopiesIn:
         self._max_published = max(1, PUBLISH_BYTES // parts.device.page_bytes)
         self._loads: LoadTable[Request] = LoadTable()
         self._keys: dict[int, CacheKey] = {}  # load → the key that its pages are published under
-        self._begun_s: dict[int, float] = {}  # load → its begin, of `time.monotonic`
         self._reading: dict[PageRead, bool] = {}  # whether it was counted as stuck
         self._num_stuck = 0
         self.off = ""
@@ -69,12 +72,19 @@ class CopiesIn:
     def prefetch(self, request: Request) -> None:
         """Begin to load for a request that was just queued, if few others do."""
         if len(self._loads) < MAX_LOADS_AHEAD:
-            self._begin_load(request)
+            self._begin_load(request, self._clock())
 
     def holds(self, request: Request) -> bool:
-        """Whether a request at the head of the queue waits for a load; begins one if that pays."""
-        load = self._loads.load_of(request) or self._begin_load(request)
-        return load is not None
+        """Whether a request that could run waits for a load instead; begins one if that pays."""
+        now_s = self._clock()
+        load = self._loads.load_of(request) or self._begin_load(request, now_s, could_run=True)
+        if load is None:
+            return False
+        if self._loads.wait_of(request) is None:
+            first, num_tokens = load.first + load.num_published, len(request.sequence.tokens)
+            wait = self._costs.wait(now_s, load.expected_end_s, first, num_tokens)
+            self._loads.begin_wait(request, wait)
+        return True
 
     def forget(self, request: Request) -> None:
         """A request was admitted, or has ended: it waits for no load."""
@@ -103,8 +113,8 @@ class CopiesIn:
             self._wake_served(load)
             if load.is_over:
                 self._end_load(load)
-            elif self._loads.waiters(load) and self._is_too_slow(load, now_s):
-                self._give_up(load, now_s)
+            else:
+                self._give_up_lost(load, now_s)
             if load.is_settled:
                 self._settle(load)
         if self._reading:
@@ -133,8 +143,14 @@ class CopiesIn:
         if len(self._loads) and (is_blocked or not any(load.ready() for load in self._loads)):
             self._parts.mover.wait(IDLE_WAIT_S)
 
-    def _begin_load(self, request: Request) -> Load | None:
-        """A load for a request to wait for; None: no tier has its next page, or computing is sooner."""
+    def _begin_load(
+        self, request: Request, now_s: float, *, could_run: bool = False
+    ) -> Load | None:
+        """A load for a request to wait for; None: no tier has its next page, or computing is sooner.
+
+        Args:
+            could_run: computing is final then, and counted.
+        """
         if self.off or not self._loads.may_load(request):
             return None
         sequence = request.sequence
@@ -154,24 +170,42 @@ class CopiesIn:
         tiers = self._tiers_of(hashes[first:end])
         if not tiers:
             return None
-        now_s, num_tokens = self._clock(), len(tiers) * self._size
-        if not self.costs.pays(tiers[0], len(tiers), num_tokens, now_s):
-            self._counts.loads_refused += 1
-            begin = first * self._size
-            request.tier_miss = TierMiss(tiers[0], "slower", begin, begin + num_tokens)
-            self._loads.exhaust(request)
+        plan = self._costs.plan(tiers, first, len(key), self._num_queued())
+        if plan.num_pages < len(tiers):
+            self._measurements.refused(tiers[plan.num_pages])
+            if could_run or plan.num_pages:
+                self._count_refused(request, first, tiers, plan.num_pages)
+        if not plan.num_pages:
             return None
         parents = [hashes[first - 1] if first else namespace_hash(key.namespace), *hashes[first:]]
         names = [
             PageName(page_hash, parent, tenant)
             for page_hash, parent in zip(hashes[first:], parents, strict=False)
-        ][: len(tiers)]
-        deadline_s = now_s + self.costs.limit_s(num_tokens)
-        load = self._loads.begin(request, first, names, tiers, now_s, deadline_s)
-        self._keys[load.number], self._begun_s[load.number] = key, time.monotonic()
+        ][: plan.num_pages]
+        load = self._loads.begin(request, first, names, tiers, now_s, now_s + plan.load_s)
+        self._keys[load.number] = key
         self._counts.loads += 1
         self._pump()
         return load
+
+    def _num_queued(self) -> Counter[str]:
+        """Pages that the loads in flight have still to read, by tier."""
+        queued: Counter[str] = Counter()
+        for load in self._loads:
+            queued.update(load.unread_tiers)
+        return queued
+
+    def _count_refused(
+        self, request: Request, first: int, tiers: Sequence[str], num_loaded: int
+    ) -> None:
+        """A request computes pages that the tiers have, those behind the first `num_loaded`."""
+        self._counts.loads_refused += not num_loaded
+        for tier, count in Counter(tiers[num_loaded:]).items():
+            self._counts.computed[tier] = self._counts.computed.get(tier, 0) + count
+        begin, end = ((first + page) * self._size for page in (num_loaded, len(tiers)))
+        request.tier_miss = TierMiss(tiers[num_loaded], "slower", begin, end)
+        if not num_loaded:
+            self._loads.exhaust(request)
 
     def _hashes_of(self, request: Request, key: CacheKey) -> list[bytes]:
         known = self._hashes.get(request)
@@ -209,7 +243,7 @@ class CopiesIn:
                 pages = pages[: len(buffers)]
                 load.requested(pages)
                 # A late page is still worth having: it enters as a warm one.
-                limit_s = max(0.0, load.deadline_s - self._clock()) + STUCK_S
+                limit_s = max(0.0, load.expected_end_s - self._clock()) + STUCK_S
                 read = PageRead(
                     load.number,
                     pages,
@@ -269,29 +303,53 @@ class CopiesIn:
     def _wake_served(self, load: Load) -> None:
         """Wake the requests whose own pages are all there; without others, the rest is not read."""
         served = self._loads.take_served(load)
+        for tier in set(load.tiers) if served else ():
+            self._costs.in_time(tier)
         self._awake.extend(served)
         if served and not self._loads.waiters(load) and not load.is_over:
             self._drop(load)
 
-    def _is_too_slow(self, load: Load, now_s: float) -> bool:
-        elapsed_s, limit_s = now_s - load.begin_s, load.deadline_s - load.begin_s
-        return is_hopeless(elapsed_s, limit_s, load.num_arrived, len(load.names))
+    def _give_up_lost(self, load: Load, now_s: float) -> None:
+        """Let those requests of a load compute that would lose by waiting on.
 
-    def _give_up(self, load: Load, now_s: float) -> None:
-        """Let the requests of a load compute; its pages still enter, as warm ones."""
+        What was read, and what is being read, still enters the pool; nothing more is read for nobody.
+        """
+        lost = [
+            request for request in self._loads.waiters(load) if self._is_lost(load, request, now_s)
+        ]
+        if not lost:
+            return
         self._counts.loads_late += 1
-        self._explain(load, "late", load.num_published, len(load.names))
-        self.costs.loaded(load.tiers[0], max(1, load.num_arrived), now_s - load.begin_s)
-        waiters = self._loads.take_waiters(load)
-        for request in waiters:
+        arrived = load.num_published
+        self._explain(load, lost, "late", arrived, len(load.names))
+        self._costs.late(load.tiers[min(load.num_arrived, len(load.tiers) - 1)], now_s)
+        for request in lost:
+            for tier in load.tiers[arrived : self._loads.needs(request)]:
+                self._counts.computed[tier] = self._counts.computed.get(tier, 0) + 1
+            self._loads.leave(request)
             self._loads.exhaust(request)
-        self._awake.extend(waiters)
+        self._awake.extend(lost)
+        if not self._loads.waiters(load):
+            load.stop()
 
-    def _explain(self, load: Load, reason: str, begin: int, end: int) -> None:
-        """Tell who waits for a load why these pages of it are computed; the earliest page counts."""
+    def _is_lost(self, load: Load, request: Request, now_s: float) -> bool:
+        wait = self._loads.wait_of(request)
+        if wait is None:
+            return False
+        num_arrived, last = load.num_arrived, self._loads.needs(request)
+        left_s = math.inf
+        if num_arrived:
+            left_s = (now_s - load.begin_s) * max(0, last - num_arrived) / num_arrived
+        next_page = load.first + min(num_arrived, last)
+        return self._costs.is_lost(wait, now_s, next_page, load.first + last, left_s)
+
+    def _explain(
+        self, load: Load, requests: Iterable[Request], reason: str, begin: int, end: int
+    ) -> None:
+        """Tell requests of a load why these pages of it are computed; the earliest page counts."""
         begin_token, end_token = ((load.first + page) * self._size for page in (begin, end))
         miss = TierMiss(load.tiers[begin], reason, begin_token, end_token)
-        for request in self._loads.waiters(load):
+        for request in requests:
             other = request.tier_miss
             # One before this load is of an earlier load, and was overcome.
             is_overcome = other is not None and other.begin < load.first * self._size
@@ -316,7 +374,7 @@ class CopiesIn:
     def _settle(self, load: Load) -> None:
         if self._loads.get(load.number) is load:
             self._loads.settle(load)
-            del self._keys[load.number], self._begun_s[load.number]
+            del self._keys[load.number]
 
     # -- results -------------------------------------------------------------------------------
 
@@ -334,16 +392,14 @@ class CopiesIn:
             else:
                 self._area.ledger.free(buffer)
                 self._area.free(load.failed(page))
-                self._explain(load, outcome.value, page, page + 1)
+                self._explain(load, self._loads.waiters(load), outcome.value, page, page + 1)
                 if outcome is ReadOutcome.LATE:  # the store still has it: do not try again
                     for request in self._loads.waiters(load):
                         self._loads.exhaust(request)
                 if outcome is not ReadOutcome.ABSENT:
                     kinds = self._counts.read_errors
                     kinds[outcome.value] = kinds.get(outcome.value, 0) + 1
-        if not load.num_reading and load.num_requested >= load.end:
-            seconds = result.end_s - self._begun_s[load.number]
-            self.costs.loaded(read.tier, load.end, seconds)
+        self._measurements.read_ended(load, result)
 
     def _find_stuck(self) -> None:
         now_s = time.monotonic()

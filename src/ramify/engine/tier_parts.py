@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ramify.cache.staging import StagingLedger
+from ramify.cache.tier_costs import StepModel, TierSpeed
 from ramify.errors import StoreUnavailableError
 from ramify.kv.offload import Mover, Removal
 from ramify.kv.stores.page_store import PageStore, StoreCounts
@@ -44,6 +45,8 @@ class TierParts:
         device: of the pool.
         stores: fastest first; one per kind.
         mover: carries out jobs over the same stores.
+        step_model: what computing takes.
+        is_calibrated: the model holds as it is; else the engine's own steps correct it.
         read_only: tiers that get no pages.
         staging_bytes: of all buffers between pool and stores.
         reopen: the parts for other weights, once the mover is closed; None: the same serve all.
@@ -52,6 +55,8 @@ class TierParts:
     device: PageDevice
     stores: tuple[PageStore, ...]
     mover: Mover
+    step_model: StepModel
+    is_calibrated: bool = False
     read_only: frozenset[str] = frozenset()
     staging_bytes: int = STAGING_BYTES
     reopen: Callable[[], TierParts] | None = None
@@ -73,6 +78,8 @@ class TierCounts:
     not_written: int = 0  # refused, or the store did not answer
     dropped: int = 0  # evicted while every staging buffer was in use
     loaded: dict[str, int] = field(default_factory=dict)  # by tier; published in the pool
+    # By tier; it had them, and they were computed since that was sooner.
+    computed: dict[str, int] = field(default_factory=dict)
     loads: int = 0
     loads_late: int = 0  # their requests computed, since that was sooner
     loads_refused: int = 0  # not begun, since computing was sooner
@@ -95,10 +102,24 @@ class TierStats:
     failed_reads: int  # pages whose checksum, length or read failed
     is_writable: int  # now: 1, or 0
     is_available: int  # now: 1, or 0
+    computed_pages: int = 0  # that it had, and that this engine computed since that was sooner
+    latency_s: float = 0.0  # of a load, now; 0: not measured
+    bytes_per_s: float = 0.0  # of a load, now; 0: not measured
+    pays_from_pages: int = (
+        0  # now: loads of so many pages and more are sooner than computing; 0: none
+    )
 
     @classmethod
-    def of(cls, counts: StoreCounts, num_loaded: int) -> TierStats:
-        """The figures of a store whose pages were loaded `num_loaded` times."""
+    def of(
+        cls,
+        counts: StoreCounts,
+        speed: TierSpeed,
+        *,
+        page_bytes: int,
+        num_loaded: int,
+        num_computed: int,
+    ) -> TierStats:
+        """The figures of a store whose pages were loaded, or computed instead, so many times."""
         return cls(
             pages=counts.num_pages,
             used_bytes=counts.used_bytes,
@@ -111,6 +132,10 @@ class TierStats:
             failed_reads=sum(count for _, count in counts.errors),
             is_writable=int(not counts.writing_off),
             is_available=int(not counts.unavailable),
+            computed_pages=num_computed,
+            latency_s=speed.latency_s or 0.0,
+            bytes_per_s=page_bytes / speed.page_s if speed.page_s else 0.0,
+            pays_from_pages=speed.pays_from or 0,
         )
 
 

@@ -10,17 +10,19 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 
+from ramify.attention.batch import AttentionBatch
 from ramify.cache.key import CacheKey, namespace_hash
 from ramify.cache.prefix_cache import PrefixCache
+from ramify.cache.tier_costs import TierSpeed
 from ramify.engine.request import Request
 from ramify.engine.tier_copies import CopiesOut
 from ramify.engine.tier_loading import IDLE_WAIT_S, CopiesIn
+from ramify.engine.tier_measurements import START_LIMIT_S, TierMeasurements
 from ramify.engine.tier_parts import PendingRemovals, StagingArea, TierCounts, TierParts, TierStats
-from ramify.kv.offload import ReadEnded, Removal, Removed, Written
+from ramify.kv.offload import ProbeEnded, ReadEnded, Removal, Removed, Written
 
 CLOSE_LIMIT_S = 10.0  # for the stores of old weights
 DROPPED_LIMIT_S = 1.0  # for those of an engine that was not closed
-MIN_STEP_TOKENS = 32  # of a step that tells how long a token takes: prefill, not decode
 
 
 class EngineTiering:
@@ -28,16 +30,33 @@ class EngineTiering:
 
     Args:
         clock: seconds, the engine's.
+        max_step_tokens: of a prompt in one step.
+        max_model_len: of a prompt.
     """
 
-    def __init__(self, cache: PrefixCache, parts: TierParts, clock: Callable[[], float]) -> None:
-        self._clock, self._size = clock, cache.page_size
+    def __init__(
+        self,
+        cache: PrefixCache,
+        parts: TierParts,
+        clock: Callable[[], float],
+        *,
+        max_step_tokens: int,
+        max_model_len: int,
+    ) -> None:
+        self._size = cache.page_size
         self.counts, self._removals = TierCounts(), PendingRemovals()
+        self.measurements = TierMeasurements(
+            parts.step_model,
+            clock,
+            is_calibrated=parts.is_calibrated,
+            page_size=cache.page_size,
+            max_step_tokens=max_step_tokens,
+            max_model_len=max_model_len,
+        )
         self._out = CopiesOut(cache, self.counts)
-        self._in = CopiesIn(cache, clock, self.counts, self._out, self._removals)
+        self._in = CopiesIn(cache, clock, self.counts, self.measurements, self._out, self._removals)
         self._queue = self._out.queue
         self._is_closed = False
-        self._step_begin_s = 0.0
         self._begin(parts)
 
     def _begin(self, parts: TierParts) -> None:
@@ -49,6 +68,10 @@ class EngineTiering:
         self._removals.clear()
         self._out.begin(parts, self._area)
         self._in.begin(parts, self._area)
+        self.measurements.begin(parts)
+        end_s = time.monotonic() + START_LIMIT_S
+        while self.measurements.is_probing and parts.mover.wait(max(0.0, end_s - time.monotonic())):
+            self.poll()
 
     # -- copies out ----------------------------------------------------------------------------
 
@@ -59,16 +82,15 @@ class EngineTiering:
 
     def planned(self, requests: Sequence[Request]) -> None:
         """Queue the pages that requests begin to read from the tree: they are used a second time."""
-        self._step_begin_s = self._clock()
+        self.measurements.step_begun()
         for request in requests:
             sequence = request.sequence
             if request.cache_counts is None and sequence.num_read and sequence.lease is not None:
                 self._queue.add_lazy(sequence.lease.pages[: sequence.num_read // self._size])
 
-    def computed(self, num_tokens: int, *, is_idle: bool) -> None:
-        """A step of `num_tokens` tokens has ended, the last one for now if `is_idle`."""
-        if num_tokens >= MIN_STEP_TOKENS:
-            self._in.costs.computed(num_tokens, self._clock() - self._step_begin_s)
+    def computed(self, batch: AttentionBatch, *, is_idle: bool) -> None:
+        """A step has ended, the last one for now if `is_idle`."""
+        self.measurements.step_ended(batch)
         if is_idle:
             self.before_writes()
             self._out.take_lazy(self._queue.num_lazy)
@@ -154,6 +176,8 @@ class EngineTiering:
                 self._out.ended(result)
             elif isinstance(result, ReadEnded):
                 self._in.read_ended(result)
+            elif isinstance(result, ProbeEnded):
+                self.measurements.probe_ended(result)
             else:
                 self._removed(result)
         self._remove_copies()
@@ -198,11 +222,21 @@ class EngineTiering:
 
     def stats(self) -> dict[str, TierStats]:
         """The figures of each store, by tier."""
-        loaded = self.counts.loaded
+        loaded, computed, speeds = self.counts.loaded, self.counts.computed, self.speeds()
         return {
-            store.tier: TierStats.of(store.counts(), loaded.get(store.tier, 0))
+            store.tier: TierStats.of(
+                store.counts(),
+                speeds[store.tier],
+                page_bytes=store.page_bytes,
+                num_loaded=loaded.get(store.tier, 0),
+                num_computed=computed.get(store.tier, 0),
+            )
             for store in self._parts.stores
         }
+
+    def speeds(self) -> dict[str, TierSpeed]:
+        """What each tier is worth to this engine, by tier."""
+        return self.measurements.speeds()
 
     def totals(self) -> dict[str, int]:
         """Totals of the engine's traffic with its tiers, by name."""

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 NUM_READERS = 4
 MAX_WRITES = 16  # pages of one `put_many`
 WRITE_LIMIT_S = 30.0  # for one `put_many`
+PROBE_PAGES = 8  # of the longest read of a probe
+PROBE_BYTES = 16 << 20
 MAINTAIN_S = 1.0
 
 
@@ -51,6 +53,14 @@ class PageRead:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Probe:
+    """Measure the reads of one store, with pages of its own choice."""
+
+    tier: str
+    deadline: float  # of `time.monotonic`; no read begins later
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Removal:
     """Remove pages from every store, for good; None: all pages."""
 
@@ -71,7 +81,8 @@ class ReadEnded:
 
     read: PageRead
     outcomes: tuple[ReadOutcome, ...]
-    end_s: float  # of `time.monotonic`
+    begin_s: float  # of the mover's clock, when a reader took it
+    end_s: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,7 +93,15 @@ class Removed:
     failed: tuple[str, ...]
 
 
-Result = Written | ReadEnded | Removed
+@dataclass(frozen=True, slots=True, eq=False)
+class ProbeEnded:
+    """A probe has ended. `reads` has the pages and seconds of each read; none: there was no page."""
+
+    probe: Probe
+    reads: tuple[tuple[int, float], ...]
+
+
+Result = Written | ReadEnded | Removed | ProbeEnded
 
 
 class Mover(Protocol):
@@ -91,7 +110,7 @@ class Mover(Protocol):
     def write(self, job: PageWrite | Removal) -> None:
         """Queue a job of the writer; these keep their order."""
 
-    def read(self, job: PageRead) -> None:
+    def read(self, job: PageRead | Probe) -> None:
         """Queue a job of the readers."""
 
     def take_results(self) -> list[Result]:
@@ -139,6 +158,7 @@ class StoreJobs:
 
     def read(self, read: PageRead) -> ReadEnded:
         """Read pages of one store; a store that does not answer lacks them."""
+        begin_s = time.monotonic()
         try:
             store = self._stores[read.tier]
             outcomes = tuple(store.get_many(read.keys, read.views, deadline=read.deadline))
@@ -148,7 +168,27 @@ class StoreJobs:
         except Exception:
             logger.exception("%d pages were not read from the %s tier", len(read.keys), read.tier)
             outcomes = (ReadOutcome.IO_ERROR,) * len(read.keys)
-        return ReadEnded(read, outcomes, time.monotonic())
+        return ReadEnded(read, outcomes, begin_s, time.monotonic())
+
+    def probe(self, probe: Probe) -> ProbeEnded:
+        """Time two reads of a page, and one of several pages."""
+        reads: list[tuple[int, float]] = []
+        try:
+            store = self._stores[probe.tier]
+            num_pages = max(1, min(PROBE_PAGES, PROBE_BYTES // store.page_bytes))
+            # Written to once, so that no read is charged for the memory.
+            pages = [memoryview(bytearray(b"\1" * store.page_bytes)) for _ in range(num_pages)]
+            for into in (pages[:1], pages[:1], pages):
+                begin_s = time.monotonic()
+                if begin_s > probe.deadline:
+                    break
+                if num_read := store.read_any(into, deadline=probe.deadline):
+                    reads.append((num_read, time.monotonic() - begin_s))
+        except StoreUnavailableError as error:
+            logger.debug("the %s tier was not measured: %s", probe.tier, error)
+        except Exception:
+            logger.exception("the %s tier was not measured", probe.tier)
+        return ProbeEnded(probe, tuple(reads))
 
     def remove(self, removal: Removal) -> Removed:
         """Remove pages from all stores."""
@@ -191,7 +231,7 @@ class MoverThreads:
         self._jobs = StoreJobs(stores)
         self._changed = threading.Condition()
         self._writes: deque[PageWrite | Removal] = deque()
-        self._reads: deque[PageRead] = deque()
+        self._reads: deque[PageRead | Probe] = deque()
         self._results: deque[Result] = deque()
         self._has_results = threading.Condition()
         self._is_closing = False
@@ -207,7 +247,7 @@ class MoverThreads:
             self._writes.append(job)
             self._changed.notify_all()
 
-    def read(self, job: PageRead) -> None:
+    def read(self, job: PageRead | Probe) -> None:
         """See `Mover.read`."""
         with self._changed:
             self._reads.append(job)
@@ -254,7 +294,8 @@ class MoverThreads:
                 if self._is_closing:
                     return
                 job = self._reads.popleft()
-            self._finish([self._jobs.read(job)])
+            result = self._jobs.probe(job) if isinstance(job, Probe) else self._jobs.read(job)
+            self._finish([result])
 
     def _run_writer(self) -> None:
         _lower_priority()

@@ -22,6 +22,7 @@ from ramify.engine.execution.host_memory import free_memory
 from ramify.engine.execution.identity import identity_of
 from ramify.engine.execution.local_executor import LocalExecutor
 from ramify.engine.execution.open_tiers import open_tiers
+from ramify.engine.execution.prefill_probe import step_model
 from ramify.engine.execution.runner import ModelRunner
 from ramify.engine.execution.sampler import rejection_sample, sample_from_cdf
 from ramify.engine.identity import EngineIdentity
@@ -130,7 +131,12 @@ class LocalEngine:
             )
         self.weights_epoch = 0  # counts replacements
         self._identity: tuple[int, EngineIdentity] | None = None  # with its weights_epoch
-        tiers = open_tiers(self.config, pool, self.identity)
+        tiers = open_tiers(
+            self.config,
+            pool,
+            self.identity,
+            lambda: step_model(self.config, self.runner, self.model_config),
+        )
         by_rejection = requested.speculative.speculative_sampling == "rejection"
         self.core = EngineCore(
             self.config,

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+from ramify.cache.tier_costs import StepModel
 from ramify.config import ResolvedConfig
 from ramify.engine.identity import EngineIdentity
 from ramify.engine.tier_parts import TierParts
@@ -22,12 +23,16 @@ logger = logging.getLogger(__name__)
 
 
 def open_tiers(
-    config: ResolvedConfig, pool: KVPool, identity: Callable[[], EngineIdentity]
+    config: ResolvedConfig,
+    pool: KVPool,
+    identity: Callable[[], EngineIdentity],
+    measure_steps: Callable[[], StepModel],
 ) -> TierParts | None:
     """The tiers that the options ask for; None: none.
 
     Args:
         identity: of the present weights; also called after they were replaced.
+        measure_steps: what computing takes; called once, if there are tiers.
 
     Raises:
         ConfigError: the directory or the cache key cannot be used, or a tier has no room for a page.
@@ -47,6 +52,8 @@ def open_tiers(
             f"cache_host={options.cache_host!r} is less than a page of {device.page_bytes:,} "
             "bytes; use a larger one, or leave it out"
         )
+
+    step_model = measure_steps()
 
     def parts() -> TierParts:
         stores: list[PageStore] = []
@@ -69,6 +76,8 @@ def open_tiers(
             device=device,
             stores=tuple(stores),
             mover=MoverThreads(stores),
+            step_model=step_model,
+            is_calibrated=options.cache_cost is not None,
             read_only=frozenset(["disk"] if options.cache_dir_readonly else []),
             reopen=reopen,
         )
@@ -78,6 +87,12 @@ def open_tiers(
             return parts()
         except RamifyError as error:
             logger.error("there are no cache tiers for the new weights: %s", error)
-            return TierParts(device=device, stores=(), mover=MoverThreads(()), reopen=reopen)
+            return TierParts(
+                device=device,
+                stores=(),
+                mover=MoverThreads(()),
+                step_model=step_model,
+                reopen=reopen,
+            )
 
     return parts()

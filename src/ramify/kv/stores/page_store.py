@@ -128,6 +128,19 @@ class PageStore(Protocol):
         """
         ...
 
+    def read_any(self, into: Sequence[memoryview], *, deadline: float) -> int:
+        """Read pages of the store's own choice, so that the caller can time it; returns how many.
+
+        Fewer where the store has no page, or `deadline` has passed. Counts and moves no page.
+
+        Args:
+            into: as in `get_many`; what it holds afterwards is undefined.
+
+        Raises:
+            StoreUnavailableError: closed, or out of reach.
+        """
+        ...
+
     def put_many(
         self, keys: Sequence[PageKey], pages: Sequence[memoryview], *, deadline: float
     ) -> list[WriteOutcome]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -277,6 +278,22 @@ class SegmentStore:
         if outcome is ReadOutcome.ABSENT:
             self._table.count("absent")
         return outcome
+
+    def read_any(self, into: Sequence[memoryview], *, deadline: float) -> int:
+        """See PageStore. Consecutive records from a random one on, which the page cache may lack."""
+        self._check_available()
+        segments = [segment for segment in self._table.segments() if segment.num_used]
+        if not segments:
+            return 0
+        segment = random.choice(segments)  # noqa: S311 - a sample, no secret
+        first = random.randrange(max(1, segment.num_used - len(into) + 1))  # noqa: S311
+        num_read = 0
+        slots = range(first, min(first + len(into), segment.num_used))
+        for slot, page in zip(slots, into, strict=False):
+            if self._clock() > deadline:
+                break
+            num_read += self._reader.read_any(segment, slot, page) is not None
+        return num_read
 
     def put_many(
         self, keys: Sequence[PageKey], pages: Sequence[memoryview], *, deadline: float

@@ -45,6 +45,8 @@ REFUSED_S = 60.0
 # No answer at all after this long is a failure of the server, whatever the caller's deadline.
 SILENT_S = 0.05
 _SCAN_COUNT = 1000
+SCRATCH_NAME = b"scratch"  # no page has it: names are 16 bytes
+SCRATCH_S = 60
 
 
 class ValkeyStore:
@@ -201,6 +203,19 @@ class ValkeyStore:
         name, parent_tag = self._names.name(key.hash), self._names.parent_tag(key.parent)
         intact = decode_record(self._codec, reply, stored, page, name, parent_tag, self._digest)
         return ReadOutcome.HIT if intact else ReadOutcome.CORRUPT
+
+    def read_any(self, into: Sequence[memoryview], *, deadline: float) -> int:
+        """See PageStore. Reads a scratch value, which expires: whose pages the server has is not known."""
+        self._check_available()
+        name, value = self._prefix + SCRATCH_NAME, bytes(self._record_bytes)
+        num_bytes = (len(into) + 1) * self._record_bytes
+        commands: list[Command] = [("SET", name, value, "NX", "EX", SCRATCH_S)]
+        commands += [("GETRANGE", name, 0, self._record_bytes)] * len(into)
+        exchange = self._exchange(commands, deadline, num_bytes)
+        return sum(
+            isinstance(reply, bytes) and len(reply) == self._record_bytes
+            for reply in exchange.replies[1:]
+        )
 
     def put_many(
         self, keys: Sequence[PageKey], pages: Sequence[memoryview], *, deadline: float

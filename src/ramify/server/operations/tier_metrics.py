@@ -19,11 +19,15 @@ TIER_GAUGES: tuple[TierMetric, ...] = (
     ("tier_budget_bytes", "most that a tier may use", lambda tier: tier.budget_bytes),
     ("tier_writable", "1: the tier takes pages now", lambda tier: tier.is_writable),
     ("tier_available", "1: the tier answers now", lambda tier: tier.is_available),
+    ("tier_latency_seconds", "what a load takes beside its pages; 0: not measured", lambda tier: tier.latency_s),
+    ("tier_bytes_per_second", "rate of a load; 0: not measured", lambda tier: tier.bytes_per_s),
+    ("tier_pays_from_pages", "shortest load that is sooner than computing; 0: none is", lambda tier: tier.pays_from_pages),
 )
 TIER_COUNTERS: tuple[TierMetric, ...] = (
     ("tier_written_pages", "pages written; they survive the end of the process if the tier does", lambda tier: tier.written_pages),
     ("tier_durable_pages", "pages written or kept that survive a loss of power", lambda tier: tier.durable_pages),
     ("tier_loaded_pages", "pages loaded into the pool", lambda tier: tier.loaded_pages),
+    ("tier_computed_pages", "pages that the tier had, computed since that was sooner", lambda tier: tier.computed_pages),
     ("tier_evicted_pages", "pages that left the tier for others", lambda tier: tier.evicted_pages),
     ("tier_refused_pages", "pages that the tier did not take", lambda tier: tier.refused_pages),
     ("tier_failed_reads", "pages whose checksum or read failed", lambda tier: tier.failed_reads),
