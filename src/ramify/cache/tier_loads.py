@@ -45,7 +45,7 @@ class Load:
         self.end = len(self.names)  # pages from here on are not read: one failed, or nobody waits
         self.num_reading = 0  # in the hands of readers
         self._buffers: dict[int, int] = {}  # page of the load → buffer with its bytes
-        self.is_dropped = False
+        self.is_dropped = self.is_stopped = False
 
     @property
     def is_over(self) -> bool:
@@ -106,7 +106,8 @@ class Load:
         return self.cut(page)
 
     def stop(self) -> None:
-        """Read no further page; those that are being read are still published."""
+        """Read no further page; those that are being read are still published, for nobody."""
+        self.is_stopped = True
         self.end = min(self.end, self.num_requested)
 
     def cut(self, page: int) -> list[int]:
@@ -171,9 +172,11 @@ class LoadTable(Generic[Waiter]):
         self._num_loads[request] = MAX_LOADS
 
     def continuing_with(self, page_hash: bytes) -> Load | None:
-        """A load that is not over and publishes this page next."""
+        """A load that is not over, nor was given up, and publishes this page next."""
         for load in self._loads.values():
-            if not load.is_over and load.names[load.num_published].hash == page_hash:
+            if load.is_over or load.is_stopped:
+                continue
+            if load.names[load.num_published].hash == page_hash:
                 return load
         return None
 
