@@ -61,6 +61,15 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PageLookUp:
+    """Ask a store beyond a network which pages it lists."""
+
+    tier: str
+    hashes: tuple[bytes, ...]
+    deadline: float  # of `time.monotonic`
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Removal:
     """Remove pages from every store, for good; None: all pages."""
 
@@ -101,7 +110,16 @@ class ProbeEnded:
     reads: tuple[tuple[int, float], ...]
 
 
-Result = Written | ReadEnded | Removed | ProbeEnded
+@dataclass(frozen=True, slots=True, eq=False)
+class LookedUp:
+    """A look-up has ended."""
+
+    look_up: PageLookUp
+    listed: tuple[bool, ...] | None  # of each page; None: the store did not answer
+
+
+ReaderJob = PageRead | Probe | PageLookUp
+Result = Written | ReadEnded | Removed | ProbeEnded | LookedUp
 
 
 class Mover(Protocol):
@@ -110,8 +128,8 @@ class Mover(Protocol):
     def write(self, job: PageWrite | Removal) -> None:
         """Queue a job of the writer; these keep their order."""
 
-    def read(self, job: PageRead | Probe) -> None:
-        """Queue a job of the readers."""
+    def read(self, job: ReaderJob) -> None:
+        """Queue a job of the readers; a look-up goes before all others, for it is short."""
 
     def take_results(self) -> list[Result]:
         """The results since the last call."""
@@ -156,6 +174,16 @@ class StoreJobs:
                 outcomes[index][tier] = outcome
         return [Written(write, by_tier) for write, by_tier in zip(writes, outcomes, strict=True)]
 
+    def run(self, job: ReaderJob) -> ReadEnded | ProbeEnded | LookedUp:
+        """Carry out a job of the readers."""
+        match job:
+            case PageRead():
+                return self.read(job)
+            case Probe():
+                return self.probe(job)
+            case PageLookUp():
+                return self.look_up(job)
+
     def read(self, read: PageRead) -> ReadEnded:
         """Read pages of one store; a store that does not answer lacks them."""
         begin_s = time.monotonic()
@@ -190,6 +218,18 @@ class StoreJobs:
             logger.exception("the %s tier was not measured", probe.tier)
         return ProbeEnded(probe, tuple(reads))
 
+    def look_up(self, job: PageLookUp) -> LookedUp:
+        """Ask a store which pages it lists."""
+        try:
+            listed = self._stores[job.tier].has_many(job.hashes, deadline=job.deadline)
+        except StoreUnavailableError as error:
+            logger.debug("%d pages were not looked up: %s", len(job.hashes), error)
+        except Exception:
+            logger.exception("pages were not looked up in the %s tier", job.tier)
+        else:
+            return LookedUp(job, tuple(listed))
+        return LookedUp(job, None)
+
     def remove(self, removal: Removal) -> Removed:
         """Remove pages from all stores."""
         failed = []
@@ -221,19 +261,47 @@ class StoreJobs:
                 store.close()
 
 
+class ResultQueue:
+    """Results of the threads of one or several movers."""
+
+    def __init__(self) -> None:
+        self._results: deque[Result] = deque()
+        self._has_results = threading.Condition()
+
+    def put(self, results: Sequence[Result]) -> None:
+        """Append results, and wake who waits."""
+        with self._has_results:
+            self._results.extend(results)
+            self._has_results.notify_all()
+
+    def take(self) -> list[Result]:
+        """All results since the last call."""
+        results = list[Result]()
+        while self._results:
+            results.append(self._results.popleft())
+        return results
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for a result; returns whether there is one."""
+        with self._has_results:
+            return self._has_results.wait_for(lambda: bool(self._results), timeout_s)
+
+
 class MoverThreads:
     """A writer, and up to `NUM_READERS` readers. Queues hold a job per staging buffer at most.
 
     The threads are daemons: a call that never returns does not keep the process alive.
+
+    Args:
+        results: where results go, if other movers share it.
     """
 
-    def __init__(self, stores: Sequence[PageStore]) -> None:
+    def __init__(self, stores: Sequence[PageStore], results: ResultQueue | None = None) -> None:
         self._jobs = StoreJobs(stores)
+        self._results = ResultQueue() if results is None else results
         self._changed = threading.Condition()
         self._writes: deque[PageWrite | Removal] = deque()
-        self._reads: deque[PageRead | Probe] = deque()
-        self._results: deque[Result] = deque()
-        self._has_results = threading.Condition()
+        self._reads: deque[ReaderJob] = deque()
         self._is_closing = False
         self._num_idle_readers = 0
         self._readers: list[threading.Thread] = []
@@ -247,10 +315,13 @@ class MoverThreads:
             self._writes.append(job)
             self._changed.notify_all()
 
-    def read(self, job: PageRead | Probe) -> None:
+    def read(self, job: ReaderJob) -> None:
         """See `Mover.read`."""
         with self._changed:
-            self._reads.append(job)
+            if isinstance(job, PageLookUp):
+                self._reads.appendleft(job)
+            else:
+                self._reads.append(job)
             if self._num_idle_readers < len(self._reads) and len(self._readers) < NUM_READERS:
                 name = f"ramify-tier-r{len(self._readers)}"
                 reader = threading.Thread(target=self._run_reader, name=name, daemon=True)
@@ -260,28 +331,23 @@ class MoverThreads:
 
     def take_results(self) -> list[Result]:
         """See `Mover.take_results`."""
-        results = list[Result]()
-        while self._results:
-            results.append(self._results.popleft())
-        return results
+        return self._results.take()
 
     def wait(self, timeout_s: float) -> bool:
         """See `Mover.wait`."""
-        with self._has_results:
-            return self._has_results.wait_for(lambda: bool(self._results), timeout_s)
+        return self._results.wait(timeout_s)
 
     def close(self, timeout_s: float) -> bool:
         """See `Mover.close`."""
+        self.begin_close()
+        self._writer.join(max(0.0, timeout_s))
+        return not self._writer.is_alive()
+
+    def begin_close(self) -> None:
+        """Let the threads end; `close` waits for that."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
-        self._writer.join(timeout_s)
-        return not self._writer.is_alive()
-
-    def _finish(self, results: Sequence[Result]) -> None:
-        with self._has_results:
-            self._results.extend(results)
-            self._has_results.notify_all()
 
     def _run_reader(self) -> None:
         _lower_priority()
@@ -294,8 +360,7 @@ class MoverThreads:
                 if self._is_closing:
                     return
                 job = self._reads.popleft()
-            result = self._jobs.probe(job) if isinstance(job, Probe) else self._jobs.read(job)
-            self._finish([result])
+            self._results.put([self._jobs.run(job)])
 
     def _run_writer(self) -> None:
         _lower_priority()
@@ -310,9 +375,9 @@ class MoverThreads:
                 self._jobs.close()
                 return
             if len(writes) == 1 and isinstance(writes[0], Removal):
-                self._finish([self._jobs.remove(writes[0])])
+                self._results.put([self._jobs.remove(writes[0])])
             elif writes:
-                self._finish(
+                self._results.put(
                     self._jobs.write([job for job in writes if isinstance(job, PageWrite)])
                 )
             if time.monotonic() >= maintained_s + MAINTAIN_S:

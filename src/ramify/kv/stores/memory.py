@@ -7,7 +7,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -274,7 +274,8 @@ class FaultyStore:
 
     def counts(self) -> StoreCounts:
         """See PageStore."""
-        return self.inner.counts()
+        counts = self.inner.counts()
+        return replace(counts, unavailable=self.faults.unavailable or counts.unavailable)
 
     def close(self) -> None:
         """See PageStore."""

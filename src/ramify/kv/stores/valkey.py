@@ -239,14 +239,28 @@ class ValkeyStore:
             return [WriteOutcome.LATE] * len(keys)
         if self._clock() < self._refused_until:
             return [WriteOutcome.REFUSED] * len(keys)
+        # Pages that another engine wrote are not sent again; TOUCH also keeps them from eviction.
+        touched = self._answered([("TOUCH", self._key(key.hash)) for key in keys], deadline, 0)
+        if touched.failure:
+            return [self._not_written(touched)] * len(keys)
+        lacking = [index for index, reply in enumerate(touched.replies) if reply != 1]
         commands: list[Command] = [
-            ("SET", self._key(key.hash), self._record(key, page), "NX")
-            for key, page in zip(keys, pages, strict=True)
+            ("SET", self._key(keys[index].hash), self._record(keys[index], pages[index]), "NX")
+            for index in lacking
         ]
-        exchange = self._exchange(commands, deadline, len(keys) * self._record_bytes)
-        outcomes = [self._written(reply) for reply in exchange.replies]
-        missing = WriteOutcome.LATE if exchange.failure == "timeout" else WriteOutcome.REFUSED
-        return outcomes + [missing] * (len(keys) - len(outcomes))
+        exchange = self._exchange(commands, deadline, len(lacking) * self._record_bytes)
+        outcomes = [WriteOutcome.PRESENT] * len(keys)
+        for position, index in enumerate(lacking):
+            has_answer = position < len(exchange.replies)
+            outcomes[index] = (
+                self._written(exchange.replies[position])
+                if has_answer
+                else self._not_written(exchange)
+            )
+        return outcomes
+
+    def _not_written(self, exchange: Exchange) -> WriteOutcome:
+        return WriteOutcome.LATE if exchange.failure == "timeout" else WriteOutcome.REFUSED
 
     def _record(self, key: PageKey, page: memoryview) -> bytes:
         _, pieces = encode_record(
