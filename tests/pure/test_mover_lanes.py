@@ -33,7 +33,8 @@ class Setup:
 
     def look_up(self, *numbers: int) -> PageLookUp:
         hashes = tuple(key(number).hash for number in numbers)
-        job = PageLookUp("remote", hashes, time.monotonic() + LIMIT_S)
+        begin_s = time.monotonic()
+        job = PageLookUp("remote", hashes, begin_s, begin_s + LIMIT_S)
         self.mover.read(job)
         return job
 

@@ -38,7 +38,20 @@ class TierMachine(RuleBasedStateMachine):
     @initialize(
         page_size=st.sampled_from([1, 2, 4]),
         num_spare=st.integers(1, 4),
-        sizes=st.sampled_from([(0, 500), (3, 500), (200, 0), (200, 5), (0, 5), (200, 500)]),
+        sizes=st.sampled_from(
+            [
+                (0, 500, 0),
+                (3, 500, 0),
+                (200, 0, 0),
+                (200, 5, 0),
+                (0, 5, 0),
+                (200, 500, 0),
+                (0, 0, 500),
+                (0, 5, 500),
+                (3, 5, 9),
+                (0, 500, 500),
+            ]
+        ),
         staging_pages=st.sampled_from([4, 6, 100]),
         window=st.sampled_from([None, None, 6]),
         step_s=st.sampled_from([0.0, 0.2, 1.0]),
@@ -47,7 +60,7 @@ class TierMachine(RuleBasedStateMachine):
         self,
         page_size: int,
         num_spare: int,
-        sizes: tuple[int, int],
+        sizes: tuple[int, int, int],
         staging_pages: int,
         window: int | None,
         step_s: float,
@@ -57,7 +70,7 @@ class TierMachine(RuleBasedStateMachine):
         num_pages = -(-LONGEST // page_size) + num_spare
         self.stores = [
             FaultyStore(memory_tier(tier, count, page_bytes), self.faults)
-            for tier, count in zip(("host", "disk"), sizes, strict=True)
+            for tier, count in zip(("host", "disk", "remote"), sizes, strict=True)
             if count
         ]
         self.shape: dict[str, Any] = {
@@ -131,6 +144,10 @@ class TierMachine(RuleBasedStateMachine):
         for _ in range(count):
             self.bench.mover.run_write()
 
+    @rule()
+    def a_look_up_ends(self) -> None:
+        self.bench.mover.run_look_up()
+
     @rule(number=st.integers(0, 7))
     def a_read_ends(self, number: int) -> None:
         self.bench.mover.run_read(number)
@@ -194,6 +211,7 @@ class TierMachine(RuleBasedStateMachine):
     def the_engine_restarts(self, is_orderly: bool) -> None:
         """Over the same stores; with `is_orderly` it was closed, else it was killed."""
         if is_orderly and not self.faults.unavailable:
+            self.bench.mover.works_in_wait = True
             self.bench.core.close()
         self.start()
 

@@ -2,11 +2,20 @@
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ramify.engine.tier_parts import STAGING_BYTES, TierParts
 from ramify.engine.tiering import EngineTiering
-from ramify.kv.offload import PageRead, PageWrite, Probe, Removal, Result, StoreJobs
+from ramify.kv.offload import (
+    PageLookUp,
+    PageRead,
+    PageWrite,
+    Probe,
+    ReaderJob,
+    Removal,
+    Result,
+    StoreJobs,
+)
 from ramify.kv.stores.memory import MemoryStore
 from ramify.kv.stores.page_store import PageStore
 from ramify.outputs import Explanation, StepOutput
@@ -26,18 +35,29 @@ class ManualMover:
         self.works_in_wait, self.is_closed = works_in_wait, False
         self.writes: deque[PageWrite | Removal] = deque()
         self.reads: list[PageRead] = []
+        self.look_ups: deque[PageLookUp] = deque()
+        self.answer_s = 0.0  # that a look-up is said to have taken
         self.results: list[Result] = []
 
     def write(self, job: PageWrite | Removal) -> None:
         self.writes.append(job)
 
-    def read(self, job: PageRead | Probe) -> None:
+    def read(self, job: ReaderJob) -> None:
         if isinstance(job, Probe):
             self.results.append(self.jobs.probe(job))
+            return
+        if isinstance(job, PageLookUp):
+            self.look_ups.append(job)
             return
         for view in job.views:  # whatever is used of it must come from the store
             view[:] = bytes([POISON]) * len(view)
         self.reads.append(job)
+
+    def run_look_up(self) -> None:
+        """The oldest look-up."""
+        if self.look_ups:
+            answer = self.jobs.look_up(self.look_ups.popleft())
+            self.results.append(replace(answer, end_s=answer.look_up.begin_s + self.answer_s))
 
     def run_write(self) -> None:
         """The oldest job of the writer."""
@@ -58,6 +78,8 @@ class ManualMover:
     def run_all(self) -> None:
         while self.writes:
             self.run_write()
+        while self.look_ups:
+            self.run_look_up()
         while self.reads:
             self.run_read()
 
@@ -67,7 +89,9 @@ class ManualMover:
 
     def wait(self, timeout_s: float) -> bool:
         if self.works_in_wait and not self.results:
-            if self.reads:
+            if self.look_ups:
+                self.run_look_up()
+            elif self.reads:
                 self.run_read()
             else:
                 self.run_write()
@@ -96,6 +120,7 @@ class TierBench(Bench):
     token_s: float = 1.0  # that a token is expected to take
     host_pages: int = 0
     disk_pages: int = 256
+    remote_pages: int = 0
     stores: list[PageStore] = field(default_factory=list)
     works_in_wait: bool = True
     staging_bytes: int = STAGING_BYTES
@@ -104,7 +129,7 @@ class TierBench(Bench):
     def __post_init__(self) -> None:
         page_bytes = FakeExecutor(1, self.page_size).page_bytes
         if not self.stores:
-            sizes = {"host": self.host_pages, "disk": self.disk_pages}
+            sizes = {"host": self.host_pages, "disk": self.disk_pages, "remote": self.remote_pages}
             self.stores = [
                 memory_tier(tier, count, page_bytes) for tier, count in sizes.items() if count
             ]
@@ -115,6 +140,7 @@ class TierBench(Bench):
             mover=self.mover,
             step_model=CostModel(step_s=0.0, token_s=self.token_s, read_s=0.0),
             staging_bytes=self.staging_bytes,
+            distant="remote" if any(store.tier == "remote" for store in self.stores) else "",
         )
         super().__post_init__()
 
@@ -152,7 +178,9 @@ class TierBench(Bench):
         is_busy = True
         while is_busy:
             self.core.tend_tiers()
-            is_busy = bool(self.mover.writes or self.mover.reads or self.mover.results)
+            is_busy = bool(
+                self.mover.writes or self.mover.reads or self.mover.look_ups or self.mover.results
+            )
             self.mover.run_all()
             self.tiering.poll()
         self.core.scheduler.wake(self.tiering.take_awake())

@@ -16,9 +16,10 @@ from ramify.cache.tier_loads import Load, LoadTable
 from ramify.cache.tiers import PageName
 from ramify.engine.request import Request
 from ramify.engine.tier_copies import CopiesOut
+from ramify.engine.tier_look_ups import LookUps
 from ramify.engine.tier_measurements import TierMeasurements
 from ramify.engine.tier_parts import PendingRemovals, StagingArea, TierCounts, TierParts
-from ramify.kv.offload import PageRead, ReadEnded
+from ramify.kv.offload import LookedUp, PageRead, ReadEnded
 from ramify.kv.stores.page_store import PageKey, ReadOutcome
 from ramify.outputs import TierMiss
 
@@ -55,6 +56,7 @@ class CopiesIn:
         self._measurements, self._costs = measurements, measurements.costs
         self._copies_out, self._removals = copies_out, removals
         self._size = cache.page_size
+        self._look_ups = LookUps(cache.page_size, clock, counts, copies_out)
         self._hashes: dict[Request, tuple[int, list[bytes]]] = {}  # with the number of tokens
         self._awake: list[Request] = []
         self.off = ""  # why nothing is read any more
@@ -68,18 +70,21 @@ class CopiesIn:
         self._reading: dict[PageRead, bool] = {}  # whether it was counted as stuck
         self._num_stuck = 0
         self.off = ""
+        self._look_ups.begin(parts)
 
     def prefetch(self, request: Request) -> None:
         """Begin to load for a request that was just queued, if few others do."""
-        if len(self._loads) < MAX_LOADS_AHEAD:
+        if len(self._loads) + self._look_ups.num_waiting < MAX_LOADS_AHEAD:
             self._begin_load(request, self._clock())
 
     def holds(self, request: Request) -> bool:
         """Whether a request that could run waits for a load instead; begins one if that pays."""
         now_s = self._clock()
+        if self._look_ups.holds(request):
+            return True
         load = self._loads.load_of(request) or self._begin_load(request, now_s, could_run=True)
         if load is None:
-            return False
+            return self._look_ups.holds(request)
         if self._loads.wait_of(request) is None:
             first, num_tokens = load.first + load.num_published, len(request.sequence.tokens)
             wait = self._costs.wait(now_s, load.expected_end_s, first, num_tokens)
@@ -90,6 +95,7 @@ class CopiesIn:
         """A request was admitted, or has ended: it waits for no load."""
         self._leave(request)
         self._loads.forget(request)
+        self._look_ups.forget(request)
         self._hashes.pop(request, None)
 
     def reset(self) -> None:
@@ -97,6 +103,7 @@ class CopiesIn:
         for load in self._loads:
             self._loads.take_waiters(load)
             self._drop(load)
+        self._look_ups.reset()
         self._awake.clear()
         self._hashes.clear()
 
@@ -108,6 +115,8 @@ class CopiesIn:
     def publish_arrived(self) -> None:
         """Publish the pages that were read, end loads, and hand out the next reads."""
         now_s, room = self._clock(), self._max_published
+        for request in self._look_ups.take_late():
+            self._go_on(request)
         for load in self._loads:
             room -= self._publish(load, room)
             self._wake_served(load)
@@ -120,6 +129,19 @@ class CopiesIn:
         if self._reading:
             self._find_stuck()
         self._pump()
+
+    def looked_up(self, result: LookedUp) -> None:
+        """Take the answer to a look-up, and begin to load what it lists."""
+        request = self._look_ups.ended(result)
+        if request is not None:
+            self._go_on(request)
+
+    def _go_on(self, request: Request) -> None:
+        """Begin a load for a request whose look-up has ended; wake it if it waits for nothing more."""
+        if not request.is_held:
+            self._begin_load(request, self._clock())
+        elif not self.holds(request):
+            self._awake.append(request)
 
     def end_loads(self, hashes: Collection[bytes] | None = None) -> None:
         """End the loads that have one of these pages; None: all."""
@@ -140,13 +162,17 @@ class CopiesIn:
     def wait(self) -> None:
         """Wait a moment for a load, if there is one: nothing else is to be done."""
         is_blocked = not self._cache.num_available  # pages that have arrived find no room
-        if len(self._loads) and (is_blocked or not any(load.ready() for load in self._loads)):
+        has_ready = any(load.ready() for load in self._loads)
+        is_waiting = self._look_ups.num_waiting > 0 or len(self._loads) > 0
+        if is_waiting and (is_blocked or not has_ready):
             self._parts.mover.wait(IDLE_WAIT_S)
 
     def _begin_load(
         self, request: Request, now_s: float, *, could_run: bool = False
     ) -> Load | None:
         """A load for a request to wait for; None: no tier has its next page, or computing is sooner.
+
+        Where the store beyond a network may have further pages, it is asked first, and None returned.
 
         Args:
             could_run: computing is final then, and counted.
@@ -167,8 +193,8 @@ class CopiesIn:
         if shared := self._loads.continuing_with(hashes[first]):
             self._loads.join(request, shared, _num_common(shared, hashes[first:end]))
             return shared
-        tiers = self._tiers_of(hashes[first:end])
-        if not tiers:
+        tiers = self._tiers_of(request, hashes[first:end])
+        if self._look_up(request, hashes, first, tiers, len(key)) or not tiers:
             return None
         plan = self._costs.plan(tiers, first, len(key), self._num_queued())
         if plan.num_pages < len(tiers):
@@ -187,6 +213,30 @@ class CopiesIn:
         self._counts.loads += 1
         self._pump()
         return load
+
+    def _look_up(
+        self,
+        request: Request,
+        hashes: Sequence[bytes],
+        first: int,
+        tiers: Sequence[str],
+        num_tokens: int,
+    ) -> bool:
+        """Ask the store beyond a network for the pages behind those of `tiers`, if they would pay.
+
+        Returns whether it was asked.
+        """
+        distant, unknown = self._parts.distant, first + len(tiers)
+        end = (num_tokens - 1) // self._size
+        if not distant or unknown >= end or not self._look_ups.may_ask(request, unknown):
+            return False
+        hoped = [*tiers, *[distant] * (end - unknown)]
+        plan = self._costs.plan(hoped, first, num_tokens, self._num_queued())
+        if plan.num_pages <= len(tiers):
+            self._measurements.refused(distant)
+            return False
+        self._look_ups.ask(request, hashes[unknown:end], unknown, plan.compute_s)
+        return True
 
     def _num_queued(self) -> Counter[str]:
         """Pages that the loads in flight have still to read, by tier."""
@@ -213,16 +263,17 @@ class CopiesIn:
             known = self._hashes[request] = len(key), key.page_hashes(self._size)
         return known[1]
 
-    def _tiers_of(self, hashes: Sequence[bytes]) -> list[str]:
-        """The fastest tier of each page, up to the first page that none has."""
+    def _tiers_of(self, request: Request, hashes: Sequence[bytes]) -> list[str]:
+        """The fastest tier of each page, up to the first page that none is known to have."""
         tiers: list[str] = []
+        near, distant = self._parts.near, self._parts.distant
         for begin in range(0, len(hashes), LOOKUP_PAGES):
             chunk = hashes[begin : begin + LOOKUP_PAGES]
-            listed = [
-                (store.tier, self._parts.listed(store, chunk)) for store in self._parts.stores
-            ]
+            listed = [(store.tier, self._parts.listed(store, chunk)) for store in near]
             for index, page_hash in enumerate(chunk):
                 tier = next((tier for tier, has in listed if has[index]), None)
+                if tier is None and self._look_ups.lists(request, page_hash):
+                    tier = distant
                 if tier is None or self._removals.has(page_hash):
                     return tiers
                 tiers.append(tier)
@@ -385,6 +436,8 @@ class CopiesIn:
         load = self._loads.get(read.load)
         assert load is not None, "a load is forgotten while it is read"
         for page, buffer, outcome in zip(read.pages, read.buffers, result.outcomes, strict=True):
+            if read.tier == self._parts.distant and outcome is not ReadOutcome.LATE:
+                self._copies_out.note_distant([load.names[page].hash], are_there=bool(outcome))
             if outcome:
                 self._area.ledger.fill(buffer)
                 if not load.arrived(page, buffer):
@@ -414,6 +467,7 @@ class CopiesIn:
     def check(self) -> None:
         """Raise InvariantError if a buffer or a load has not one owner."""
         self._loads.check()
+        self._look_ups.check()
         self._area.ledger.check([buffer for load in self._loads for buffer in load.buffers])
 
 

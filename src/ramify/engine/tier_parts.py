@@ -48,6 +48,9 @@ class TierParts:
         step_model: what computing takes.
         is_calibrated: the model holds as it is; else the engine's own steps correct it.
         read_only: tiers that get no pages.
+        distant: the tier beyond a network, the last of `stores`: the engine's thread never waits for it,
+            the mover's threads ask it. It remembers removals that it could not make, and makes them
+            before it is read again. Empty: none.
         staging_bytes: of all buffers between pool and stores.
         reopen: the parts for other weights, once the mover is closed; None: the same serve all.
     """
@@ -58,11 +61,22 @@ class TierParts:
     step_model: StepModel
     is_calibrated: bool = False
     read_only: frozenset[str] = frozenset()
+    distant: str = ""
     staging_bytes: int = STAGING_BYTES
     reopen: Callable[[], TierParts] | None = None
 
+    @property
+    def near(self) -> tuple[PageStore, ...]:
+        """The stores of this machine, fastest first."""
+        return tuple(store for store in self.stores if store.tier != self.distant)
+
+    @property
+    def distant_store(self) -> PageStore | None:
+        """The store beyond a network; None: there is none."""
+        return next((store for store in self.stores if store.tier == self.distant), None)
+
     def listed(self, store: PageStore, hashes: Sequence[bytes]) -> list[bool]:
-        """Which pages a store has; none if it does not answer."""
+        """Which pages a store of this machine has; none if it does not answer."""
         try:
             return store.has_many(hashes, deadline=time.monotonic() + LOOKUP_LIMIT_S)
         except StoreUnavailableError:
@@ -85,6 +99,8 @@ class TierCounts:
     loads_refused: int = 0  # not begun, since computing was sooner
     read_errors: dict[str, int] = field(default_factory=dict)  # pages by `ReadOutcome`
     stuck_reads: int = 0
+    look_ups: int = 0  # of the store beyond a network
+    look_ups_late: int = 0  # their requests did not wait for the answer, or not to the end
 
 
 @dataclass(frozen=True, slots=True)

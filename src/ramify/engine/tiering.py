@@ -19,7 +19,7 @@ from ramify.engine.tier_copies import CopiesOut
 from ramify.engine.tier_loading import IDLE_WAIT_S, CopiesIn
 from ramify.engine.tier_measurements import START_LIMIT_S, TierMeasurements
 from ramify.engine.tier_parts import PendingRemovals, StagingArea, TierCounts, TierParts, TierStats
-from ramify.kv.offload import ProbeEnded, ReadEnded, Removal, Removed, Written
+from ramify.kv.offload import LookedUp, ProbeEnded, ReadEnded, Removal, Removed, Written
 
 CLOSE_LIMIT_S = 10.0  # for the stores of old weights
 DROPPED_LIMIT_S = 1.0  # for those of an engine that was not closed
@@ -93,7 +93,7 @@ class EngineTiering:
         self.measurements.step_ended(batch)
         if is_idle:
             self.before_writes()
-            self._out.take_lazy(self._queue.num_lazy)
+            self._out.take_lazy(self._out.num_waiting)
 
     def copy_lazily(self) -> None:
         """Copy out a few cached pages that wait for it, beside a step."""
@@ -141,13 +141,15 @@ class EngineTiering:
 
     def _remove(self, removal: Removal) -> None:
         self._removals.add(removal)
+        self._out.removed(removal.hashes)
         self._in.end_loads(None if removal.hashes is None else set(removal.hashes))
         self._parts.mover.write(removal)
 
     def _removed(self, result: Removed) -> None:
         self._removals.discard(result.removal)
-        if result.failed:
-            self._in.turn_off(f"pages could not be removed from {', '.join(result.failed)}")
+        # The store beyond a network owes the removal, and serves nothing before it has made it.
+        if failed := [tier for tier in result.failed if tier != self._parts.distant]:
+            self._in.turn_off(f"pages could not be removed from {', '.join(failed)}")
 
     # -- loads ---------------------------------------------------------------------------------
 
@@ -178,6 +180,8 @@ class EngineTiering:
                 self._in.read_ended(result)
             elif isinstance(result, ProbeEnded):
                 self.measurements.probe_ended(result)
+            elif isinstance(result, LookedUp):
+                self._in.looked_up(result)
             else:
                 self._removed(result)
         self._remove_copies()
@@ -196,13 +200,13 @@ class EngineTiering:
     @property
     def has_copies_left(self) -> bool:
         """Whether pages wait to be copied out."""
-        return self._queue.num_lazy > 0 or self._queue.num_urgent > 0
+        return self._out.num_waiting > 0 or self._queue.num_urgent > 0
 
     def tend(self) -> None:
         """Go on with copies while the engine is idle."""
         self.before_writes()
         self.poll()
-        self._out.take_lazy(self._queue.num_lazy)
+        self._out.take_lazy(self._out.num_waiting)
 
     def wait_for_buffers(self) -> None:
         """Wait a moment for the writer, so that copies can go on."""
@@ -248,6 +252,8 @@ class EngineTiering:
             "dropped_pages": counts.dropped,
             "unwritten_pages": counts.not_written,
             "stuck_reads": counts.stuck_reads,
+            "look_ups": counts.look_ups,
+            "late_look_ups": counts.look_ups_late,
         }
 
     def check(self) -> None:
@@ -267,10 +273,10 @@ class EngineTiering:
         self._in.turn_off_quietly("the engine is closed")
         self.before_writes()
         self._out.take_everything()
-        while self._queue.num_lazy and (left_s := end_s - time.monotonic()) > 0:
+        while self._out.num_waiting and (left_s := end_s - time.monotonic()) > 0:
             self.poll()
-            self._out.take_lazy(self._queue.num_lazy)
-            if self._queue.num_lazy:
+            self._out.take_lazy(self._out.num_waiting)
+            if self._out.num_waiting:
                 self._parts.mover.wait(min(left_s, 1.0))
         self._out.detach()
         self._finalizer.detach()

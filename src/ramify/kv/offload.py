@@ -66,7 +66,8 @@ class PageLookUp:
 
     tier: str
     hashes: tuple[bytes, ...]
-    deadline: float  # of `time.monotonic`
+    begin_s: float  # of `time.monotonic`
+    deadline: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,6 +117,7 @@ class LookedUp:
 
     look_up: PageLookUp
     listed: tuple[bool, ...] | None  # of each page; None: the store did not answer
+    end_s: float  # of `time.monotonic`
 
 
 ReaderJob = PageRead | Probe | PageLookUp
@@ -227,8 +229,8 @@ class StoreJobs:
         except Exception:
             logger.exception("pages were not looked up in the %s tier", job.tier)
         else:
-            return LookedUp(job, tuple(listed))
-        return LookedUp(job, None)
+            return LookedUp(job, tuple(listed), time.monotonic())
+        return LookedUp(job, None, time.monotonic())
 
     def remove(self, removal: Removal) -> Removed:
         """Remove pages from all stores."""
