@@ -1,4 +1,4 @@
-"""Options of the cache tiers: pages that outlive the pool, in host memory and on disk."""
+"""Options of the cache tiers: pages that outlive the pool, in host memory, on disk and on a server."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, Final
 from ramify.errors import ConfigError
 
 UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+STORE_SCHEMES: Final = ("valkey", "valkeys", "redis", "rediss", "unix")
 BINARY_UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -18,9 +19,10 @@ def _option(default: Any, help: str) -> Any:  # noqa: A002 - the word of typer a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSection:
-    """Pages that the pool has no room for: in host memory, and on disk, where a restart finds them.
+    """Pages that the pool has no room for: in host memory, on disk, and on a server that engines share.
 
-    A page goes to the tiers when it is evicted, and to the disk already when it is used a second time.
+    A page goes to the tiers when it is evicted, and to disk and server, where a restart finds it,
+    already when it is used a second time.
     Pages that a waiting request needs are read back where that is sooner than computing them.
     """
 
@@ -40,7 +42,8 @@ class TierSection:
     )
     cache_key: str | None = _option(
         None,
-        "File whose content encrypts the pages of `cache_dir` with AES-256-GCM; for its owner only, 16 bytes or more. "
+        "File whose content encrypts the pages of `cache_dir` and `cache_store` with AES-256-GCM; for its owner only, "
+        "16 bytes or more. "
         "K/V reveals the prompt to whoever has the weights. Needs the extra `encryption`. `None`: pages are plain.",
     )
     cache_cost: str | None = _option(
@@ -51,6 +54,12 @@ class TierSection:
     cache_host: str | None = _option(
         None,
         "Size of a tier in host memory, in bytes or as `2GB`; useful beside a GPU, on a CPU for tests. `None`: none.",
+    )
+
+    cache_store: str | None = _option(
+        None,
+        "Valkey or Redis server whose pages several engines share: `valkey://HOST`, `redis://HOST`, with TLS "
+        "`valkeys://` or `rediss://`, or `unix://PATH`. Needs the extra `remote`. `None`: none.",
     )
 
     @property
@@ -66,7 +75,7 @@ class TierSection:
     @property
     def is_used(self) -> bool:
         """Whether there is any tier."""
-        return self.cache_dir is not None or self.host_bytes > 0
+        return self.cache_dir is not None or self.cache_store is not None or self.host_bytes > 0
 
     def validate(self, *, prefix_cache: bool) -> None:
         """Raise ConfigError for a value outside its range.
@@ -94,10 +103,11 @@ class TierSection:
             not isinstance(self.cache_key, str) or not self.cache_key
         ):
             raise ConfigError(f"cache_key={self.cache_key!r} but it must be a file")
-        if self.cache_key is not None and self.cache_dir is None:
+        _check_store(self.cache_store)
+        if self.cache_key is not None and self.cache_dir is None and self.cache_store is None:
             raise ConfigError(
-                f"cache_key={self.cache_key!r} without cache_dir; say whose pages to encrypt, or "
-                "leave it out"
+                f"cache_key={self.cache_key!r} without cache_dir and cache_store; say whose pages to "
+                "encrypt, or leave it out"
             )
         if self.cache_cost is not None and (
             not isinstance(self.cache_cost, str) or not self.cache_cost
@@ -105,14 +115,27 @@ class TierSection:
             raise ConfigError(f"cache_cost={self.cache_cost!r} but it must be a file")
         if self.cache_cost is not None and not self.is_used:
             raise ConfigError(
-                f"cache_cost={self.cache_cost!r} without cache_dir or cache_host: nothing is loaded; "
-                "add one, or leave it out"
+                f"cache_cost={self.cache_cost!r} without cache_dir, cache_host or cache_store: "
+                "nothing is loaded; add one, or leave it out"
             )
         if self.is_used and not prefix_cache:
             raise ConfigError(
-                "cache_dir and cache_host need prefix_cache=True: without it no page is shared"
+                "cache_dir, cache_host and cache_store need prefix_cache=True: without it no page is shared"
             )
         assert self.host_bytes >= 0
+
+
+def _check_store(url: object) -> None:
+    if url is None:
+        return
+    scheme, separator, where = url.partition("://") if isinstance(url, str) else ("", "", "")
+    if scheme not in STORE_SCHEMES or not where:
+        # The rest of the URL may have a password.
+        shown = f"{scheme}://…" if separator else repr(url)
+        raise ConfigError(
+            f"cache_store={shown} but it must be {', '.join(f'{s}://HOST' for s in STORE_SCHEMES[:-1])} or "
+            "unix://PATH"
+        )
 
 
 def parse_size(name: str, value: object) -> int:

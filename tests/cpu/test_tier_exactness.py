@@ -12,6 +12,7 @@ from ramify.errors import ConfigError
 from ramify.outputs import RequestOutput
 from ramify.params import SamplingParams
 from ramify.testing import write_tiny_checkpoint
+from tests.pure.valkey_server import ValkeyServer
 
 PAGE = 4
 POOL_PAGES = 24  # a prompt and its answer, and a few pages more
@@ -91,6 +92,17 @@ def run(llm: LLM) -> tuple[list[tuple[object, ...]], dict[str, int]]:
     return answers, loaded
 
 
+@pytest.fixture
+def server() -> Iterator[ValkeyServer]:
+    """A shared store; the test is skipped where there is no server or no client."""
+    pytest.importorskip(
+        "valkey", reason="the shared store needs valkey: pip install 'ramify[remote]'"
+    )
+    server = ValkeyServer("--maxmemory", "200mb", "--maxmemory-policy", "allkeys-lru")
+    yield server
+    server.close()
+
+
 def settle(llm: LLM) -> None:
     """Wait until the writer has written what it has."""
     tiering = llm.core.tiering
@@ -119,6 +131,27 @@ def test_cold_host_disk_and_restarted_answers_are_the_same_bits(
     # The first prompt too.
     assert restarted_tokens["disk"] > disk_tokens["disk"]
     assert both_tokens["disk"] > 100
+
+
+def test_answers_from_a_shared_store_are_the_same_bits(
+    open_llm: Callable[..., LLM], server: ValkeyServer, tmp_path: Path
+) -> None:
+    """By the engine that wrote the pages, by another one, and beside a disk too small for all."""
+    cold, _ = run(open_llm(prefix_cache=False))
+    store = {"cache_store": server.url, "cache_cost": SLOW}
+    disk = {"cache_dir": str(tmp_path / "pages"), "cache_disk": "600MB"}
+
+    with open_llm(**store) as llm:
+        first, first_tokens = run(llm)
+    with open_llm(**store) as llm:
+        other, other_tokens = run(llm)
+    both, both_tokens = run(open_llm(**disk, **store, cache_host="20kB"))
+
+    assert first == other == both == cold
+    assert first_tokens["remote"] > 100
+    # The first prompt too.
+    assert other_tokens["remote"] > first_tokens["remote"]
+    assert both_tokens["remote"] > 0
 
 
 @pytest.fixture(scope="module")

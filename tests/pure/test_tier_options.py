@@ -42,11 +42,19 @@ def test_what_is_no_size_is_refused(value: object) -> None:
         ({"cache_dir_readonly": True}, "without cache_dir"),
         ({"cache_dir": "x", "cache_dir_readonly": 1}, "must be True or False"),
         ({"cache_dir": ""}, "must be a directory"),
-        ({"cache_key": "key"}, "cache_key='key' without cache_dir"),
+        ({"cache_key": "key"}, "cache_key='key' without cache_dir and cache_store"),
         ({"cache_key": "key", "cache_host": "1GB"}, "without cache_dir"),
+        (
+            {"cache_store": "localhost:6379"},
+            "cache_store='localhost:6379' but it must be valkey://",
+        ),
+        ({"cache_store": "http://:secret@host"}, "cache_store=http://… but"),
+        ({"cache_store": "valkey://"}, r"or unix://PATH"),
+        ({"cache_store": 6379}, "cache_store=6379 but"),
+        ({"cache_store": "unix:///s", "prefix_cache": False}, "need prefix_cache=True"),
         ({"cache_dir": "x", "cache_key": ""}, "must be a file"),
         ({"cache_dir": "x", "cache_cost": ""}, "must be a file"),
-        ({"cache_cost": "cost.json"}, "without cache_dir or cache_host"),
+        ({"cache_cost": "cost.json"}, "without cache_dir, cache_host or cache_store"),
         ({"cache_dir": "x", "prefix_cache": False}, "need prefix_cache=True"),
         ({"cache_host": "1GB", "prefix_cache": False}, "need prefix_cache=True"),
     ],
@@ -62,6 +70,7 @@ def test_a_directory_may_be_a_path() -> None:
     assert EngineConfig.of(cache_dir=Path("x")).tiers.cache_dir == "x"
     assert EngineConfig.of(cache_dir="x", cache_key=Path("key")).tiers.cache_key == "key"
     assert EngineConfig.of(cache_dir="x").tiers.is_used
+    assert EngineConfig.of(cache_store="unix:///s", cache_key="key").tiers.is_used
     assert EngineConfig.of(cache_host="1GB").tiers.is_used
     assert not EngineConfig.of(cache_host="0").tiers.is_used
     assert not EngineConfig.of().tiers.is_used

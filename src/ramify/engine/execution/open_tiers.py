@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from ramify.config import ResolvedConfig
 from ramify.engine.identity import EngineIdentity
 from ramify.engine.tier_parts import TierParts
 from ramify.errors import ConfigError, RamifyError
+from ramify.kv.mover_lanes import MoverLanes
 from ramify.kv.offload import MoverThreads
 from ramify.kv.page_bytes import PageBytes
 from ramify.kv.pool import KVPool
@@ -18,6 +20,7 @@ from ramify.kv.stores.memory import MemoryStore
 from ramify.kv.stores.page_store import PageStore
 from ramify.kv.stores.payload_codec import read_cache_key
 from ramify.kv.stores.segments import SegmentOptions, SegmentStore
+from ramify.kv.stores.valkey import ValkeyStore
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +38,10 @@ def open_tiers(
         measure_steps: what computing takes; called once, if there are tiers.
 
     Raises:
-        ConfigError: the directory or the cache key cannot be used, or a tier has no room for a page.
-        MissingPackageError: there is a cache key, and `cryptography` is not installed.
+        ConfigError: the directory, the store's URL or the cache key cannot be used, or a tier has no room
+            for a page.
+        MissingPackageError: there is a cache key, and `cryptography` is not installed, or a store, and
+            `valkey` is not.
     """
     options = config.requested.tiers
     if not options.is_used:
@@ -55,8 +60,7 @@ def open_tiers(
 
     step_model = measure_steps()
 
-    def parts() -> TierParts:
-        stores: list[PageStore] = []
+    def open_stores(stores: list[PageStore]) -> None:
         if num_host_pages:
             stores.append(MemoryStore(device.page_bytes, num_host_pages))
         if options.cache_dir is not None:
@@ -70,15 +74,41 @@ def open_tiers(
                     cache_key=cache_key,
                 )
             )
-            logger.info("%s", disk.start_report)
             stores.append(disk)
+            logger.info("%s", disk.start_report)
+        if options.cache_store is not None:
+            remote = ValkeyStore(
+                options.cache_store,
+                identity=identity().kv_fields(),
+                page_bytes=device.page_bytes,
+                cache_key=cache_key,
+            )
+            stores.append(remote)
+            logger.log(
+                logging.WARNING if remote.counts().unavailable else logging.INFO,
+                "%s",
+                remote.start_report,
+            )
+
+    def parts() -> TierParts:
+        stores: list[PageStore] = []
+        try:
+            open_stores(stores)
+        except BaseException:
+            # Another engine may try next, in this process too.
+            for store in stores:
+                with contextlib.suppress(RamifyError):
+                    store.close()
+            raise
+        distant = "" if options.cache_store is None else ValkeyStore.tier
         return TierParts(
             device=device,
             stores=tuple(stores),
-            mover=MoverThreads(stores),
+            mover=MoverLanes(stores, [distant]) if distant else MoverThreads(stores),
             step_model=step_model,
             is_calibrated=options.cache_cost is not None,
             read_only=frozenset(["disk"] if options.cache_dir_readonly else []),
+            distant=distant,
             reopen=reopen,
         )
 
