@@ -54,6 +54,10 @@ class Backend(Protocol):
         """Yield pieces of text, then the usage. Closing the generator ends the request."""
         ...
 
+    def close(self) -> None:
+        """End the engine, if it is of this process: what it has cached goes to its tiers."""
+        ...
+
 
 class ChatError(RamifyError):
     """A turn failed; the conversation can continue."""
@@ -95,6 +99,9 @@ class RemoteBackend:
             raise ChatError(f"{error.code}: {_message_of(error.read())}") from error
         except (OSError, http.client.HTTPException) as error:
             raise ChatError(str(error)) from error
+
+    def close(self) -> None:
+        """See `Backend`; the server goes on."""
 
     def answer(self, messages: list[Message]) -> Generator[str | TurnUsage]:
         """See `Backend`."""
@@ -153,6 +160,10 @@ class LocalBackend:
         if self._llm.tokenizer is None or not self._llm.tokenizer.has_chat_template:
             raise ConfigError(f"{model} has no chat template, which a conversation needs")
         self._params = params
+
+    def close(self) -> None:
+        """See `Backend`."""
+        self._llm.close()
 
     def answer(self, messages: list[Message]) -> Generator[str | TurnUsage]:
         """See `Backend`."""
@@ -290,4 +301,5 @@ def chat(
         else:
             params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
             backend = LocalBackend(model or DEFAULT_MODEL, params, engine)
-    Chat(backend, lines=read_line, out=sys.stdout, notes=sys.stderr, system=system).run()
+    with closing(backend):
+        Chat(backend, lines=read_line, out=sys.stdout, notes=sys.stderr, system=system).run()

@@ -75,12 +75,13 @@ def generate(
             ignore_eos=ignore_eos,
             logprobs=logprobs,
         )
-        llm = LLM(model, progress=True, **engine)
-        if chat or system is not None:
-            conversations = [_messages(system, text) for text in texts]
-            outputs = llm.chat(conversations, params, progress=progress)
-        else:
-            outputs = llm.generate(texts, params, progress=progress)
+        # Its end writes the pages that are cached to the tiers.
+        with LLM(model, progress=True, **engine) as llm:
+            if chat or system is not None:
+                conversations = [_messages(system, text) for text in texts]
+                outputs = llm.chat(conversations, params, progress=progress)
+            else:
+                outputs = llm.generate(texts, params, progress=progress)
     if as_json:
         answers = [_output_json(output) for output in outputs]
         typer.echo(json.dumps(answers, indent=2, ensure_ascii=False))

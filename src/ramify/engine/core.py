@@ -378,6 +378,12 @@ class EngineCore:
         if self.tiering is not None and not self.tiering.close(limit_s):
             logger.warning("the cache tiers were not closed within %g s", limit_s)
 
+    @guarded
+    def abandon(self, limit_s: float = CLOSE_LIMIT_S) -> None:
+        """Close the tiers and write nothing: the engine has ended by a bug. No step may follow."""
+        if self.tiering is not None and not self.tiering.abandon(limit_s):
+            logger.warning("the cache tiers were not closed within %g s", limit_s)
+
     @property
     def has_unfinished(self) -> bool:
         """Whether a request waits or runs, or an output is still to be returned."""

@@ -252,10 +252,14 @@ class OfflineDriver:
     def close(self) -> None:
         """Abort every live request; streams end with their outputs, and none begins."""
         self._is_closed = True
-        self._drop_abandoned()
-        for request in self.core.live:
-            if request.parent is None:
-                self._keep(self.core.abort(request.id))
+        try:
+            self._drop_abandoned()
+            for request in self.core.live:
+                if request.parent is None:
+                    self._keep(self.core.abort(request.id))
+        except BaseException:
+            self.core.abandon()
+            raise
         self.core.close()
 
     def step_unread(self) -> None:

@@ -266,10 +266,16 @@ class EngineTiering:
 
         Returns whether that was done within `limit_s`. A second call does nothing.
         """
-        if self._is_closed:
-            return True
-        self._is_closed = True
         end_s = time.monotonic() + limit_s
+        try:
+            if not self._is_closed:
+                self._write_everything(end_s)
+        finally:
+            # Whatever failed: the next engine on the directory must not be refused.
+            was_closed = self.abandon(end_s - time.monotonic())
+        return was_closed
+
+    def _write_everything(self, end_s: float) -> None:
         self._in.turn_off_quietly("the engine is closed")
         self.before_writes()
         self._out.take_everything()
@@ -278,6 +284,15 @@ class EngineTiering:
             self._out.take_lazy(self._out.num_waiting)
             if self._out.num_waiting:
                 self._parts.mover.wait(min(left_s, 1.0))
+
+    def abandon(self, limit_s: float) -> bool:
+        """Close the stores without a copy of what is in the pool: nobody knows whether it is right.
+
+        Returns whether that was done within `limit_s`. A second call does nothing.
+        """
+        if self._is_closed:
+            return True
+        self._is_closed = True
         self._out.detach()
         self._finalizer.detach()
-        return self._parts.mover.close(max(0.0, end_s - time.monotonic()))
+        return self._parts.mover.close(max(0.0, limit_s))

@@ -15,7 +15,7 @@ from ramify.attention.paged import PagedBackend
 from ramify.attention.spec import AttentionSpec
 from ramify.cache.key import namespace_of
 from ramify.config import EngineConfig, ResolvedConfig, resolve
-from ramify.engine.core import EngineCore
+from ramify.engine.core import CLOSE_LIMIT_S, EngineCore
 from ramify.engine.description import EngineDescription
 from ramify.engine.execution.content_digest import checkpoint_files
 from ramify.engine.execution.host_memory import free_memory
@@ -138,16 +138,21 @@ class LocalEngine:
             lambda: step_model(self.config, self.runner, self.model_config),
         )
         by_rejection = requested.speculative.speculative_sampling == "rejection"
-        self.core = EngineCore(
-            self.config,
-            LocalExecutor(self.runner, rejection_sample if by_rejection else sample_from_cdf),
-            vocab_size=config.vocab_size,
-            eos_token_ids=eos_token_ids,
-            namespace=self._namespace(self.path, self.decoder, self.weights_epoch),
-            detokenizer_factory=detokenizer_factory,
-            grammar_compiler=self.grammar_compiler.compile if self.grammar_compiler else None,
-            tiers=tiers,
-        )
+        try:
+            self.core = EngineCore(
+                self.config,
+                LocalExecutor(self.runner, rejection_sample if by_rejection else sample_from_cdf),
+                vocab_size=config.vocab_size,
+                eos_token_ids=eos_token_ids,
+                namespace=self._namespace(self.path, self.decoder, self.weights_epoch),
+                detokenizer_factory=detokenizer_factory,
+                grammar_compiler=self.grammar_compiler.compile if self.grammar_compiler else None,
+                tiers=tiers,
+            )
+        except BaseException:
+            if tiers is not None:  # else its directory is locked until the process ends
+                tiers.mover.close(CLOSE_LIMIT_S)
+            raise
 
     @property
     def num_weight_bytes(self) -> int:

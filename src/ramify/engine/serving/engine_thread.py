@@ -438,6 +438,16 @@ class EngineThread:
                         collector.is_abandoned = True
                         self._abort(request_id)
 
+    def _close_core(self) -> None:
+        """Close the tiers of the core; those who wait for the end are told in any case."""
+        try:
+            if self.error is None:
+                self.core.close()
+            else:
+                self.core.abandon()
+        except Exception:
+            logger.exception("the cache tiers were not closed in order")
+
     def _shut_down(self) -> None:
         """Abort live requests, fail the commands that are left, and notify all who wait."""
         has_readers = any(not collector.is_abandoned for collector in self._collectors.values())
@@ -447,8 +457,8 @@ class EngineThread:
         for collector in self._collectors.values():
             self._deliver(collector, self._stopped_error())
         self._collectors.clear()
-        if self.error is None:
-            self.core.close()
+        self._flush()  # before the tiers, which may take seconds
+        self._close_core()
         with self._changed:
             left = [*self._deferred, *self._when_idle, *self._taken, *self._commands]
             self._commands.clear()
