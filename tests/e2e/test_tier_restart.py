@@ -9,19 +9,18 @@ from typing import Any
 from tests.e2e.conftest import Running, start_server
 
 PROMPT = "Mara has 14 lamps. The violin is in the attic. " * 12 + "Where?"
-BODY = {"model": "ramify-tiny", "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "logprobs": 2}
+BODY = {"model": "ramify-tiny", "max_tokens": 8, "temperature": 0, "logprobs": 2}
 
 # By this file computing is so slow that every load pays, whatever a busy machine measures.
 SLOW = str(Path(__file__).parents[1] / "slow_steps.json")
 OPTIONS = ("--cache-disk", "600MB", "--cache-cost", SLOW)
 
 
-def answer(server: Running) -> tuple[Any, dict[str, Any]]:
+def answer(server: Running, prompt: str = PROMPT) -> tuple[Any, dict[str, Any]]:
     """The choice of one answer, and where the tokens of its prompt came from."""
     headers = {"content-type": "application/json"}
-    request = urllib.request.Request(
-        f"{server.url}/v1/completions", json.dumps(BODY).encode(), headers
-    )
+    body = json.dumps({**BODY, "prompt": prompt}).encode()
+    request = urllib.request.Request(f"{server.url}/v1/completions", body, headers)
     with urllib.request.urlopen(request, timeout=60) as response:
         payload = json.load(response)
     return payload["choices"][0], payload["usage"]["ramify_cache"]

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from ramify.engine.tier_parts import STAGING_BYTES, TierParts
+from ramify.engine.tier_parts import STAGING_BYTES, STUCK_S, TierParts
 from ramify.engine.tiering import EngineTiering
 from ramify.kv.offload import (
     PageLookUp,
@@ -124,6 +124,7 @@ class TierBench(Bench):
     stores: list[PageStore] = field(default_factory=list)
     works_in_wait: bool = True
     staging_bytes: int = STAGING_BYTES
+    stuck_s: float = STUCK_S
     explanations: dict[int, Explanation] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -141,6 +142,7 @@ class TierBench(Bench):
             step_model=CostModel(step_s=0.0, token_s=self.token_s, read_s=0.0),
             staging_bytes=self.staging_bytes,
             distant="remote" if any(store.tier == "remote" for store in self.stores) else "",
+            stuck_s=self.stuck_s,
         )
         super().__post_init__()
 

@@ -30,7 +30,6 @@ BATCH_PAGES = 16  # of a read
 LOOKUP_PAGES = 64  # asked of the stores at once
 MAX_LOADS_AHEAD = 4  # loads of requests that have not reached the head of the queue
 IDLE_WAIT_S = 0.002  # a new request waits no longer while a load is all there is to do
-STUCK_S = 5.0  # beyond the time that a read is expected to take
 MAX_STUCK = 3  # reads; then reading is off
 
 
@@ -294,7 +293,7 @@ class CopiesIn:
                 pages = pages[: len(buffers)]
                 load.requested(pages)
                 # A late page is still worth having: it enters as a warm one.
-                limit_s = max(0.0, load.expected_end_s - self._clock()) + STUCK_S
+                limit_s = max(0.0, load.expected_end_s - self._clock()) + self._parts.stuck_s
                 read = PageRead(
                     load.number,
                     pages,
@@ -457,7 +456,7 @@ class CopiesIn:
     def _find_stuck(self) -> None:
         now_s = time.monotonic()
         for read, is_counted in self._reading.items():
-            if not is_counted and now_s > read.deadline + STUCK_S:
+            if not is_counted and now_s > read.deadline + self._parts.stuck_s:
                 self._reading[read] = True
                 self._counts.stuck_reads += 1
                 self._num_stuck += 1

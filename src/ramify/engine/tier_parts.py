@@ -18,6 +18,7 @@ MIN_BUFFERS = 4
 MAX_BUFFERS = 1024  # of tiny pages
 READ_SHARE = 4  # 1 / READ_SHARE of the buffers is kept for reads
 LOOKUP_LIMIT_S = 0.005
+STUCK_S = 5.0
 
 
 class PageDevice(Protocol):
@@ -52,6 +53,8 @@ class TierParts:
             the mover's threads ask it. It remembers removals that it could not make, and makes them
             before it is read again. Empty: none.
         staging_bytes: of all buffers between pool and stores.
+        stuck_s: a read may take so long beyond its request's patience, and as long again until it
+            counts as stuck.
         reopen: the parts for other weights, once the mover is closed; None: the same serve all.
     """
 
@@ -63,6 +66,7 @@ class TierParts:
     read_only: frozenset[str] = frozenset()
     distant: str = ""
     staging_bytes: int = STAGING_BYTES
+    stuck_s: float = STUCK_S
     reopen: Callable[[], TierParts] | None = None
 
     @property
