@@ -107,6 +107,7 @@ def test_no_acknowledged_page_is_lost_in_five_kills(tmp_path: Path) -> None:
     kill_rounds(tmp_path, 5)
 
 
+@pytest.mark.timeout(1800)
 def test_no_acknowledged_page_is_lost_in_two_hundred_kills(tmp_path: Path) -> None:
     """The same, two hundred times on one directory."""
     kill_rounds(tmp_path, 200)

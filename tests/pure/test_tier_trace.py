@@ -16,6 +16,7 @@ import pytest
 from ramify.config import EngineConfig, resolve
 from ramify.engine.core import EngineCore
 from ramify.engine.tier_parts import TierParts
+from ramify.kv.offload import Mover
 from ramify.kv.stores.page_store import PageStore
 from ramify.kv.stores.segment_format import Geometry
 from ramify.params import SamplingParams
@@ -79,7 +80,7 @@ def trace() -> Iterator[list[int]]:
 
 
 def engine(
-    num_pages: int, policy: str, store: PageStore | None = None, mover: ManualMover | None = None
+    num_pages: int, policy: str, store: PageStore | None = None, mover: Mover | None = None
 ) -> EngineCore:
     """An engine over a fake device, with a store as its tier."""
     config = resolve(
@@ -148,6 +149,7 @@ def replay_with_disk(directory: Path) -> tuple[Replay, Budget]:
 
 
 @pytest.mark.skipif(not MOONCAKE.exists(), reason=f"the Mooncake trace is not at {MOONCAKE}")
+@pytest.mark.timeout(1800)
 def test_a_small_pool_with_a_disk_hits_like_a_pool_of_the_disks_size(tmp_path: Path) -> None:
     """Within one point of the hit rate; files and disk blocks stay within the budget all the time."""
     large = replay(engine(DISK_PAGES, "lru"), None, None)
