@@ -33,7 +33,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,13 +42,15 @@ import xxhash
 from arguments import count, names
 from machine import commit, cpu_model
 
-from ramify.kv.stores.page_store import PageKey, PageStore
+from ramify.kv.stores.page_store import PageKey, PageStore, ReadOutcome, WriteOutcome
 from ramify.kv.stores.segments import SegmentOptions, SegmentStore
 from ramify.kv.stores.valkey import ValkeyStore
 
 BATCH_PAGES = 16
 READ_BYTES = 4 << 20
 CHECKSUM_BYTES = 16
+# A shared server's call ends at a limit of its own, which a busy machine may miss: made again, timed.
+LATE_CALLS = 20
 IDENTITY = {"benchmark": "tiers"}
 
 
@@ -77,7 +79,11 @@ class Stored:
         self._make, self._store = make, make()
 
     def write(self, names: Sequence[bytes], pages: Sequence[memoryview]) -> None:
-        outcomes = self._store.put_many(_keys(names), pages, deadline=math.inf)
+        outcomes = [WriteOutcome.LATE]
+        for _ in range(LATE_CALLS):
+            outcomes = self._store.put_many(_keys(names), pages, deadline=math.inf)
+            if WriteOutcome.LATE not in outcomes:
+                break
         if not all(outcomes):
             raise RuntimeError(f"pages were not written: {self._store.counts()}")
 
@@ -86,7 +92,12 @@ class Stored:
             self._store.sync()
 
     def read(self, names: Sequence[bytes], into: Sequence[memoryview]) -> None:
-        if not all(self._store.get_many(_keys(names), into, deadline=math.inf)):
+        outcomes = [ReadOutcome.LATE]
+        for _ in range(LATE_CALLS):
+            outcomes = self._store.get_many(_keys(names), into, deadline=math.inf)
+            if ReadOutcome.LATE not in outcomes:
+                break
+        if not all(outcomes):
             raise RuntimeError(f"pages were not read: {self._store.counts()}")
 
     def reopen(self) -> None:
@@ -232,7 +243,10 @@ def disk_rate(root: Path, num_bytes: int, threads: int) -> float:
             file.write(block)
         os.fdatasync(file.fileno())
     drop_page_cache(root)
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    except OSError as error:
+        sys.exit(f"{root} has no O_DIRECT ({error}): name a directory of the disk with --dir")
 
     def read(offsets: Sequence[int]) -> None:
         buffer = mmap.mmap(-1, READ_BYTES)
@@ -279,8 +293,10 @@ def measure(
 ) -> dict[str, float]:
     """One round of one store: writes, synced writes, warm and cold reads."""
     page_bytes = pages[0].nbytes
-    names = [hashlib.blake2b(bytes([i % 256, i // 256]), digest_size=16).digest()
-             for i in range(len(pages))]  # fmt: skip
+    names = [
+        hashlib.blake2b(number.to_bytes(8, "little"), digest_size=16).digest()
+        for number in range(len(pages))
+    ]
     store = make(root)
     half = len(pages) // 2
     start = time.perf_counter()
@@ -380,7 +396,10 @@ def main() -> None:
         "megabytes": arguments.megabytes,
         "pages": {},
     }
-    with valkey_server() as url:
+    if "lmdb" in arguments.stores and importlib.util.find_spec("lmdb") is None:
+        sys.exit("no LMDB: pip install lmdb, or leave lmdb out of --stores")
+    server = valkey_server() if "valkey" in arguments.stores else nullcontext("")
+    with server as url:
         for text in arguments.page_bytes.split(","):
             report["pages"][text] = run(arguments, int(text), url)
     if arguments.json:
