@@ -20,7 +20,7 @@ export PYTHON TORCH_ARGS
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-full test-pure check format options bench bench-attention bench-core bench-engine \
-  bench-quantised bench-decode bench-step bench-tool-loop bench-first-token bench-busy-cores bench-cluster bench-router bench-memory bench-families bench-analysis perf attack clients soak-core soak-engine accuracy cover-core gpu-check native bench-routing bench-prediction \
+  bench-quantised bench-decode bench-step bench-tool-loop bench-first-token bench-busy-cores bench-cluster bench-replicas bench-router bench-memory bench-families bench-analysis perf attack clients soak-core soak-engine accuracy cover-core gpu-check native bench-routing bench-prediction \
   test-native test-wheel clean FORCE
 
 help:  ## this list
@@ -99,6 +99,9 @@ bench-busy-cores: $(DEV)  ## small requests on idle cores and beside a busy loop
 
 bench-cluster: $(DEV)  ## CPU and delay that the way through a cluster adds to a token
 	@PYTHONPATH=src $(BIN)/python benchmarks/cluster_link.py $(ARGS)
+
+bench-replicas: $(DEV)  ## start and memory of replicas beside those of one engine
+	@PYTHONPATH=src $(BIN)/python benchmarks/replica_start.py $(ARGS)
 
 bench-router:  ## decisions, events and index of the cluster's router, for 100 replicas
 	@PYTHONPATH=src $(BIN)/python benchmarks/router.py $(ARGS)

@@ -11,7 +11,8 @@ it was made. Each row is one way to its reader:
 and with `--ray`, for which Ray must be installed (`pip install 'ramify[ray]'`), two more: `ray_ways.py`.
 
 "CPU" is the processor time of reader and engine processes, apart, per token; "added" is the time from
-the engine's clock to the reader. With `--rate 0` the engines do not wait: tokens per second.
+the engine's clock to the reader. With `--rate 0` the engines do not wait: tokens per second, and
+"first" is the time from a request to its first token, one request after the other.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from ramify.params import SamplingParams
 TICKS_PER_S = 100_000
 VOCAB = 1 << 30
 PROMPT = [1] * 8
+NUM_FIRST = 300  # requests
 
 
 class PacedExecutor:
@@ -95,6 +97,18 @@ async def read(llm: Any, seconds: float, delays: list[float]) -> int:
     return num_tokens
 
 
+async def first_token_ms(llm: Any) -> list[float]:
+    """From a request to its first token, with nothing else to compute."""
+    times = []
+    for _ in range(NUM_FIRST):
+        begin_s = time.perf_counter()
+        stream = llm.stream(PROMPT, SamplingParams(max_tokens=30_000, ignore_eos=True))
+        await anext(stream)
+        times.append((time.perf_counter() - begin_s) * 1e3)
+        await stream.aclose()
+    return times
+
+
 async def measure(
     name: str, llm: Any, args: argparse.Namespace, pids: Sequence[int]
 ) -> dict[str, Any]:
@@ -106,6 +120,10 @@ async def measure(
     own, theirs = time.process_time() - begin_cpu, child_cpu_s(pids) - begin_child
     total = sum(counts)
     cuts = statistics.quantiles(delays, n=100)
+    first = {}
+    if not args.rate:  # else it is the wait for the next tick
+        times = statistics.quantiles(await first_token_ms(llm), n=100)
+        first = {"first_ms_p50": round(times[49], 2), "first_ms_p99": round(times[98], 2)}
     return {
         "way": name,
         "streams": args.streams,
@@ -114,6 +132,7 @@ async def measure(
         "engine_cpu_us": round(theirs / total * 1e6, 1),
         "added_ms_p50": round(cuts[49], 2),
         "added_ms_p99": round(cuts[98], 2),
+        **first,
     }
 
 
@@ -179,7 +198,7 @@ def main() -> None:
     names = [*rows[0]]
     print(" | ".join(name.rjust(10) for name in names))
     for row in rows:
-        print(" | ".join(str(row[name]).rjust(max(10, len(name))) for name in names))
+        print(" | ".join(str(row.get(name, "")).rjust(max(10, len(name))) for name in names))
     if ray_itself:
         print("Ray itself:", ", ".join(f"{name} {value}" for name, value in ray_itself.items()))
 
