@@ -39,7 +39,7 @@ def check_bounds(tiering: EngineTiering, mover: MoverThreads) -> None:
     """No queue has more jobs than there are staging buffers."""
     num_buffers = tiering._area.ledger.num_buffers
     assert len(mover._writes) + len(mover._reads) <= num_buffers
-    assert len(mover._results) <= num_buffers
+    assert len(mover._results._results) <= num_buffers
     assert tiering.num_buffers_in_use <= num_buffers
 
 

@@ -20,6 +20,7 @@ from ramify.kv.offload import Mover
 from ramify.kv.stores.page_store import PageStore
 from ramify.kv.stores.segment_format import Geometry
 from ramify.params import SamplingParams
+from ramify.step_cost import CostModel
 from ramify.testing import FakeExecutor
 from tests.pure.analysis.simulated_traces import MOONCAKE
 from tests.pure.store_cases import opened
@@ -33,6 +34,7 @@ PAGE_BYTES = FakeExecutor(1, 1).page_bytes
 SEGMENT_BYTES = 256 << 10
 QUESTION = 200_000  # a last token that no block has: the last token of a prompt is always computed
 PARAMS = SamplingParams(max_tokens=1, ignore_eos=True)
+SLOW = CostModel(step_s=0.0, token_s=1.0, read_s=0.0)  # every page that the disk has is loaded
 
 
 class NoText:
@@ -102,7 +104,7 @@ def engine(
         clock=lambda: 0.0,
         tiers=None
         if store is None or mover is None
-        else TierParts(device=device, stores=(store,), mover=mover),
+        else TierParts(device=device, stores=(store,), mover=mover, step_model=SLOW),
     )
 
 

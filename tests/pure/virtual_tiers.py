@@ -12,10 +12,12 @@ from ramify.engine.tier_parts import TierParts
 from ramify.kv.offload import (
     NUM_READERS,
     PROBE_PAGES,
+    PageLookUp,
     PageRead,
     PageWrite,
     Probe,
     ProbeEnded,
+    ReaderJob,
     Removal,
     Result,
     StoreJobs,
@@ -82,7 +84,8 @@ class VirtualMover:
         else:
             self.ended += self.jobs.write([job])
 
-    def read(self, job: PageRead | Probe) -> None:
+    def read(self, job: ReaderJob) -> None:
+        assert not isinstance(job, PageLookUp)  # of a store beyond a network
         begin_s = max(self.time.now, heapq.heappop(self.free_s))
         result = None
         if isinstance(job, Probe):
