@@ -159,15 +159,17 @@ def test_what_arrived_before_a_load_was_given_up_is_not_computed() -> None:
 
 
 def test_a_load_of_a_request_that_cannot_run_yet_may_take_its_time() -> None:
-    """One row: while the first request answers, the second one's pages come, hardly sooner than computed."""
+    """One row: while the first request answers, the second one's pages come, slower than computed."""
     prompts = [prompt_of(0, 60), prompt_of(NUM_PAGES, NUM_PAGES * PAGE + 1)]
     alone_s = VirtualEngine(COST).ttft(prompts[1])
-    engines = [engine(Link(0.0, 0.016), max_num_seqs=1), VirtualEngine(COST, max_num_seqs=1)]
+    link = Link(0.0, 0.01)
+    engines = [engine(link, max_num_seqs=1), VirtualEngine(COST, max_num_seqs=1)]
     seconds = []
     for each in engines:
         for _ in range(2):  # the tier's first reads end, and are taken
             each.ttft(prompts[0])
-        _, second = (each.add(prompt, max_tokens=300) for prompt in prompts)
+        link.page_s = 0.02
+        _, second = (each.add(prompt, max_tokens=400) for prompt in prompts)
         begin_s = each.time.now
         seconds.append(each.finish()[second] - begin_s)
 
@@ -181,3 +183,4 @@ def test_a_load_of_a_request_that_cannot_run_yet_may_take_its_time() -> None:
 def test_the_longest_prompt_fits() -> None:
     """Of the engines above."""
     assert NUM_PAGES * PAGE + 64 < MAX_LEN
+    assert 60 + 400 < MAX_LEN
