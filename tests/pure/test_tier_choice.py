@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from ramify.cache.tier_costs import LEAST_LIMIT_S, RETRY_S
 from ramify.step_cost import CostModel
 from tests.budget import examples
-from tests.pure.virtual_tiers import MAX_LEN, PAGE, Link, VirtualEngine, filled_store
+from tests.pure.virtual_tiers import PAGE, Link, VirtualEngine, filled_store
 
 NUM_PAGES = 96
 KNOWN = [7 + at % 13 for at in range(NUM_PAGES * PAGE)]
@@ -178,9 +178,3 @@ def test_a_load_of_a_request_that_cannot_run_yet_may_take_its_time() -> None:
     assert (tiering.counts.loads, tiering.counts.loads_late) == (1, 0)
     assert tiering.counts.loaded["disk"] == NUM_PAGES
     assert seconds[0] < seconds[1] - 0.9 * alone_s
-
-
-def test_the_longest_prompt_fits() -> None:
-    """Of the engines above."""
-    assert NUM_PAGES * PAGE + 64 < MAX_LEN
-    assert 60 + 400 < MAX_LEN

@@ -96,6 +96,9 @@ class VirtualMover:
         self.num_reads += 1
         heapq.heappush(self.flying, (end_s, self.num_reads, job, begin_s, result))
 
+    def look_up(self, job: PageLookUp) -> None:
+        raise AssertionError("the store is of this machine")
+
     def _transfer(self, begin_s: float, num_pages: int) -> float:
         start_s = max(begin_s + self.link.latency_s, self.link_free_s)
         self.link_free_s = start_s + num_pages * self.link.page_s
