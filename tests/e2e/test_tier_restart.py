@@ -6,6 +6,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from ramify.kv.stores import segment_tools
 from tests.e2e.conftest import Running, start_server
 
 PROMPT = "Mara has 14 lamps. The violin is in the attic. " * 12 + "Where?"
@@ -70,3 +71,20 @@ def test_a_server_after_a_kill_has_the_pages_that_were_used_twice(tmp_path: Path
 
     assert read["read_by_tier"] == {"pool": 0, "disk": computed["written"]}
     assert warm == cold
+
+
+def test_replicas_of_one_directory_write_below_it(tmp_path: Path) -> None:
+    """Two replicas start with the same options; one of them computed the prompt and has written it."""
+    pages = tmp_path / "pages"
+    options = ("--replicas", "2", "--cache-dir", str(pages), "--cache-disk", "1200MB")
+    server = start_server(tmp_path / "log", *options)
+    _, computed = answer(server)
+    assert server.stop() == 0
+
+    assert sorted(path.name for path in pages.iterdir()) == ["replica-0", "replica-1"]
+    num_pages = 0
+    for path in pages.iterdir():
+        directory = segment_tools.choose(path, None)
+        with segment_tools.opened(directory, cache_key=None, read_only=True) as store:
+            num_pages += segment_tools.verify(store).num_pages
+    assert num_pages == computed["written"] // 16

@@ -20,6 +20,7 @@ import msgspec
 from ramify.cluster.cpu_shares import CpuShare
 from ramify.cluster.credentials import Credentials, TlsFiles
 from ramify.cluster.local_child import ChildSpec, Report
+from ramify.cluster.tier_shares import tier_share
 from ramify.cluster.wire import address_of
 from ramify.errors import RamifyError
 
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 COMMAND = (sys.executable, "-m", "ramify.cluster.local_child")
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0  # between an end and the next start
 STEADY_S = 60.0  # a life of this length makes the next backoff the shortest
-STOP_S = 10.0  # after the signal, to end a replica without requests
+STOP_S = 15.0  # after the signal, to end a replica without requests, whose tiers take 10 s at most
 
 
 class ReplicaStartError(RamifyError):
@@ -181,7 +182,7 @@ class Child:
         self._spec = ChildSpec(
             name=self.name,
             model=options.model,
-            engine=dict(options.engine),
+            engine=tier_share(options.engine, name, len(options.shares)),
             secret=secret,
             parent=os.getpid(),
             cpus=share.cpus,
