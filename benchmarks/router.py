@@ -5,8 +5,10 @@
     make bench-router ARGS="--json out.json"
 
 Chains of pages are random hashes, as a cache's are. Two fleets: in the first every chain is on four
-replicas, in the second all pages are different, the worst case of an index. Hashing a prompt is
-stated apart, since the server does it once for each request, whatever the number of replicas.
+replicas, in the second all pages are different, the worst case of an index. One prefix is on all
+replicas: prompts behind it are a row of their own, each beside 500 others in flight behind it. Hashing
+a prompt is stated apart, since the server does it once for each request, whatever the number of
+replicas; so are the garbage collector's pauses, with what was made before left out, as in the server.
 
 The limits, for 100 replicas x 100,000 pages: a decision 200 us at the 99th percentile for prompts up
 to 32k tokens, events 5 us an entry, the index 100 MB at stride 8, and no growth over 10^6 requests.
@@ -23,9 +25,10 @@ import statistics
 import time
 import tracemalloc
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from machine import commit, cpu_model
 
@@ -38,6 +41,8 @@ from ramify.cluster.router import Router
 PAGE_SIZE = 16
 RUN_PAGES = 16  # of a run of pages in events
 PROMPT_TOKENS = (1_024, 4_096, 32_768)
+HOT_PAGES = 600  # of the prefix that all replicas have
+NUM_LIVE = 500
 NUM_DECISIONS = 2_000
 LIMITS = {"decision_p99_us": 200.0, "event_us": 5.0, "index_mb": 100.0}
 
@@ -71,6 +76,9 @@ class Fleet:
                 # Copies are on replicas that lie apart, and all of them get as many chains.
                 place = (number + copy * (num_replicas // shared or 1)) % num_replicas
                 self._store(place, chain)
+        self.hot = self.rng.randbytes(HASH_BYTES * HOT_PAGES)
+        for place in range(num_replicas):
+            self._store(place, self.hot)
 
     def draw_load(self) -> Load:
         """A random report of a busy replica."""
@@ -96,6 +104,10 @@ class Fleet:
         known = self.rng.choice((0, *range(1, 10))) * min(num_pages, len(chain) // HASH_BYTES) // 10
         return chain[: known * HASH_BYTES] + self.rng.randbytes((num_pages - known) * HASH_BYTES)
 
+    def hot_prompt(self) -> bytes:
+        """The page hashes of a prompt behind the prefix that all replicas have."""
+        return self.hot + self.rng.randbytes(HASH_BYTES * self.rng.randrange(1, 64))
+
     def decide(self, page_hashes: bytes) -> tuple[Decision, float]:
         """A decision, and seconds of this thread: other programs' share of the core is not in it."""
         num_tokens = len(page_hashes) // HASH_BYTES * PAGE_SIZE + 1
@@ -107,29 +119,63 @@ class Fleet:
 
 
 def decisions(fleet: Fleet) -> dict[str, Any]:
-    """Times of decisions by prompt length, with 500 requests in flight."""
+    """Times of decisions by prompt, with `NUM_LIVE` requests in flight."""
     result = {}
     for num_tokens in PROMPT_TOKENS:
-        live: list[int] = []
-        times: list[float] = []
-        prompts = (fleet.prompt(num_tokens // PAGE_SIZE) for _ in range(NUM_DECISIONS))
-        for page_hashes in prompts:
-            decision, seconds = fleet.decide(page_hashes)
+        num_pages = num_tokens // PAGE_SIZE
+        result[f"{num_tokens:,} tokens"] = times_of(fleet, partial(fleet.prompt, num_pages))
+    result["behind one prefix"] = times_of(fleet, fleet.hot_prompt)
+    return result
+
+
+def times_of(fleet: Fleet, draw_prompt: Callable[[], bytes]) -> dict[str, float]:
+    """Times of decisions, and the longest pause of the garbage collector in them."""
+    live: list[int] = []
+    times: list[float] = []
+    gc.collect()
+    gc.freeze()
+    with Pauses() as pauses:
+        for _ in range(NUM_DECISIONS):
+            decision, seconds = fleet.decide(draw_prompt())
             times.append(seconds * 1e6)
             live.append(decision.reservation)
-            if len(live) > 500:
+            if len(live) > NUM_LIVE:
                 fleet.router.finished(live.pop(0), 100)
             name = fleet.rng.choice(fleet.names)
             fleet.router.load(name, fleet.draw_load())
-        for number in live:
-            fleet.router.finished(number)
-        times.sort()
-        result[str(num_tokens)] = {
-            "p50_us": statistics.median(times),
-            "p99_us": times[int(len(times) * 0.99)],
-            "max_us": times[-1],
-        }
-    return result
+    gc.unfreeze()
+    for number in live:
+        fleet.router.finished(number)
+    times.sort()
+    return {
+        "p50_us": statistics.median(times),
+        "p99_us": times[int(len(times) * 0.99)],
+        "max_us": times[-1],
+        "num_gc": len(pauses.seconds),
+        "longest_gc_us": max(pauses.seconds, default=0.0) * 1e6,
+    }
+
+
+class Pauses:
+    """The garbage collector's pauses within a `with` block, in seconds of this thread."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._begin_s = 0.0
+
+    def __enter__(self) -> Self:
+        gc.callbacks.append(self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        gc.callbacks.remove(self._note)
+
+    def _note(self, phase: str, info: dict[str, int]) -> None:
+        del info
+        if phase == "start":
+            self._begin_s = time.thread_time()
+        else:
+            self.seconds.append(time.thread_time() - self._begin_s)
 
 
 def hashing() -> dict[str, float]:
@@ -181,7 +227,7 @@ def soak(fleet: Fleet, num_requests: int) -> Iterator[tuple[int, float]]:
             fleet.sequences[decision.replica] += 1
             cleared = CacheEvent(fleet.sequences[decision.replica], "cleared")
             fleet.mirrors.apply(decision.replica, place, [cleared])
-        if len(live) > 500:
+        if len(live) > NUM_LIVE:
             fleet.router.finished(live.pop(0), 100, 0)
         if number % (num_requests // 10) == 0:
             yield number, resident_mb()
@@ -232,9 +278,10 @@ def main() -> int:
         worst["decision_p99_us"] = max(worst["decision_p99_us"], slowest)
         results[f"stride {stride}"] = row
         print(f"\nstride {stride}: events {row['event_us']:.2f} us an entry")
-        for tokens, times in row["decisions"].items():
+        for kind, times in row["decisions"].items():
             print(
-                f"  {int(tokens):>6,} tokens: p50 {times['p50_us']:.0f} us, p99 {times['p99_us']:.0f}"
+                f"  {kind:>17}: p50 {times['p50_us']:.0f} us, p99 {times['p99_us']:.0f}, longest "
+                f"{times['max_us']:.0f}; longest collection {times['longest_gc_us']:.0f}"
             )
         for kind, size in row["index"].items():
             print(f"  index, pages {kind}: {size['entries']:,} entries, {size['mb']:.0f} MB")

@@ -214,7 +214,5 @@ def _key(page_hash: bytes) -> int:
 
 
 def _note_depths(depths: dict[int, int], columns: int, num_pages: int) -> None:
-    while columns:
-        lowest = columns & -columns
-        depths[lowest.bit_length() - 1] = num_pages
-        columns ^= lowest
+    bits = reversed(bin(columns))
+    depths.update([(column, num_pages) for column, bit in enumerate(bits) if bit == "1"])

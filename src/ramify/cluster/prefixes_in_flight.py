@@ -5,13 +5,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import compress
 
 from ramify.cache.key import HASH_BYTES
 
 # Pages at which prefixes are compared: (up to this depth, every so many). A prompt of 2,048 pages has
 # 83 of them, and a prefix in flight is known to 6 % or 8 pages of its length.
 DEPTH_STEPS = ((8, 1), (128, 8), (1 << 17, 32))
-COUNT_BITS = 32  # of the requests of a replica, more than any has
+COUNT_BYTES, COUNT_BITS = 4, 32  # of the requests of a replica, more than any has
 
 
 def _compared_pages() -> Iterator[int]:
@@ -144,23 +145,11 @@ class PrefixesInFlight:
                 break
             edges = edge.followers
         depths: dict[str, int] = {}
-        seen = 0  # all bits of the digits of replicas in `depths`
-        for counts, num_pages in reversed(shared):
-            for place in _digits_in(counts & ~seen):
-                depths[self._names[place]] = num_pages
-                seen |= _DIGIT << COUNT_BITS * place
+        for counts, num_pages in shared:
+            digits = counts.to_bytes(COUNT_BYTES * len(self._names), "little")
+            names = compress(self._names, memoryview(digits).cast("I"))
+            depths.update(dict.fromkeys(names, num_pages))
         return depths
-
-
-_DIGIT = (1 << COUNT_BITS) - 1
-
-
-def _digits_in(counts: int) -> Iterator[int]:
-    """The places of the digits that are not 0."""
-    while counts:
-        place = ((counts & -counts).bit_length() - 1) // COUNT_BITS
-        yield place
-        counts &= ~(_DIGIT << COUNT_BITS * place)
 
 
 def _num_compared(num_bytes: int) -> int:

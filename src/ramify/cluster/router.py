@@ -219,7 +219,8 @@ class Router:
         in_flight = self._hits(self._in_flight.match(page_hashes), num_tokens)
         expected = dict(cached)
         for name, tokens in in_flight.items():
-            expected[name] = max(tokens, expected.get(name, 0))
+            if tokens > expected.get(name, 0):
+                expected[name] = tokens
         home = self._home(expected, page_hashes)
         output_tokens = self._output_tokens
         if max_tokens is not None:
@@ -286,8 +287,12 @@ class Router:
         """Tokens of hits by replica; the last token of a prompt is computed in any case."""
         most, size = max(0, num_tokens - 1) // self.page_size, self.page_size
         # What a replica has cached that is away or drained is of no use.
+        present = self._open
         return {
-            name: min(count, most) * size for name, count in pages.items() if name in self._open
+            # `min` would be a call for each of a hundred replicas.
+            name: (count if count < most else most) * size  # noqa: FURB136
+            for name, count in pages.items()
+            if name in present
         }
 
     def _within_bounds(
