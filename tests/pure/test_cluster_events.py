@@ -10,6 +10,7 @@ import pytest
 from ramify.cache.events import CacheEvent, SnapshotChunk
 from ramify.cache.key import split_hashes
 from ramify.cluster.mirrors import Mirrors
+from ramify.cluster.router import FIRST_OUTPUT_TOKENS, SMOOTHING
 from ramify.cluster.routes import CacheRoutes
 from ramify.cluster.step_reports import (
     HASH_BYTES,
@@ -237,6 +238,22 @@ def test_a_conversation_stays_with_its_cache() -> None:
             assert counters.predicted_tokens == counters.cached_tokens == num_read
             assert counters.wrong_tokens == 0
             assert routes.num_reserved == 0
+
+    run(main())
+
+
+def test_several_answers_count_with_their_mean() -> None:
+    """The router expects of a request what one answer has: a replica reports each as a request."""
+    bench = ClusterBench(1)
+    routes = bench.routes
+    assert isinstance(routes, CacheRoutes)
+
+    async def main() -> None:
+        async with bench.running():
+            params = SamplingParams(n=2, max_tokens=4, ignore_eos=True, temperature=1.0)
+            await bench.llm.generate(prompts(1)[0], params)
+            changed = SMOOTHING * (4 - FIRST_OUTPUT_TOKENS)
+            assert routes.router._output_tokens == FIRST_OUTPUT_TOKENS + changed
 
     run(main())
 

@@ -155,6 +155,16 @@ def test_a_tie_goes_to_the_least_recent_work() -> None:
         assert decision.replica == "abcc"[start // 1000]
 
 
+def test_recent_work_has_no_more_output_than_a_request_may_have() -> None:
+    """A prompt of 100 tokens for one more is less than one of 50 with an answer of any length."""
+    fleet = Fleet("ab")
+    for start, num_tokens, limit in ((0, 100, 1), (1000, 50, None)):
+        decision = fleet.decide(range(start, start + num_tokens), max_tokens=limit)
+        fleet.router.finished(decision.reservation)
+
+    assert fleet.decide(range(2000, 2020)).replica == "a"
+
+
 def test_recent_work_is_forgotten() -> None:
     """After `HORIZON` requests for each replica, work counts 1/e of what is added now."""
     recent = RecentWork()

@@ -213,7 +213,8 @@ class Dispatch:
             # After a resumption the report is that of another replica than this prediction.
             if report is not None and not request.num_resumptions:
                 cached = report.read_tokens + report.shared_tokens
-            self.routes.finished(place[1], request.num_output, cached)
+            # A replica counts each answer as a request.
+            self.routes.finished(place[1], request.num_output // request.params.n, cached)
         if not self._live:
             self._is_idle.set()
 

@@ -230,7 +230,7 @@ class Router:
         hit = expected.get(chosen.name, 0)
         alternative = self._alternative(able, within, cached, hit)
         reason = self._reason(chosen, cached, in_flight, able, alternative)
-        number = self._reserve(chosen, page_hashes, num_tokens, hit)
+        number = self._reserve(chosen, page_hashes, num_tokens - hit, hit, output_tokens)
         counts = self.counters.num_decisions
         counts[reason] = counts.get(reason, 0) + 1
         return Decision(chosen.name, reason, number, hit, cost_s, alternative)
@@ -255,7 +255,7 @@ class Router:
         """The request has ended.
 
         Args:
-            num_output: tokens of its answer.
+            num_output: tokens of its answer; of several answers, the mean.
             cached_tokens: of its prompt, that had hit; None: not known.
         """
         request = self._release(reservation)
@@ -393,15 +393,22 @@ class Router:
             retry_s = min(self._queue_s(state) / max(1, state.num_waiting) for state in full)
         return Refusal(reason, min(MAX_RETRY_S, max(MIN_RETRY_S, retry_s)))
 
-    def _reserve(self, state: ReplicaWork, page_hashes: bytes, num_tokens: int, hit: int) -> int:
+    def _reserve(
+        self,
+        state: ReplicaWork,
+        page_hashes: bytes,
+        to_compute: int,
+        hit: int,
+        output_tokens: float,
+    ) -> int:
         self._num_reserved += 1
         number = self._num_reserved
-        self._recent.add(state.name, num_tokens - hit + self._output_tokens)
-        self._prompt_tokens += SMOOTHING * (max(1, num_tokens - hit) - self._prompt_tokens)
+        self._recent.add(state.name, to_compute + output_tokens)
+        self._prompt_tokens += SMOOTHING * (max(1, to_compute) - self._prompt_tokens)
         noted = self._in_flight.add(state.name, page_hashes)
-        self._reservations[number] = _Reservation(state, num_tokens - hit, hit, noted)
+        self._reservations[number] = _Reservation(state, to_compute, hit, noted)
         state.reservations.add(number)
-        state.count_unseen(1, num_tokens - hit)
+        state.count_unseen(1, to_compute)
         return number
 
     def _alternative(

@@ -96,7 +96,11 @@ class Routes(Protocol):
     def finished(
         self, reservation: int, num_output: int = 0, cached_tokens: int | None = None
     ) -> None:
-        """The request has ended; `cached_tokens` of its prompt had hit, if that is known."""
+        """The request has ended; `cached_tokens` of its prompt had hit, if that is known.
+
+        Args:
+            num_output: tokens of its answer; of several answers, the mean.
+        """
         ...
 
     def failed(self, reservation: int) -> None:
