@@ -1,6 +1,7 @@
 """Requests of a cluster: the answers of one engine, whoever computes them, each ended once."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
@@ -9,12 +10,14 @@ import pytest
 
 from ramify.cluster.connection import Connection
 from ramify.cluster.wire import MAX_CALLS, MAX_UNSENT_BYTES, Pong, Return
-from ramify.engine.cache_admin.warmup import WarmPrompt
+from ramify.engine.cache_admin.calls import PinPublicPrefixes
+from ramify.engine.cache_admin.warmup import PUBLIC, WarmPrompt, WarmupResult
 from ramify.engine.serving.streams import merge_outputs
 from ramify.errors import (
     DrainingError,
     EngineStoppedError,
     InvalidParamsError,
+    InvariantError,
     PinError,
     TokenOutOfRangeError,
     UnknownRequestError,
@@ -200,6 +203,34 @@ def test_admin_calls_reach_every_replica() -> None:
             assert await cache.end_pins("me") == 0
 
     run(main())
+
+
+def test_what_fails_on_one_replica_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """A check fails if one cache is wrong; another call has the other's result, and a line in the log."""
+    bench = ClusterBench(2)
+
+    async def main() -> None:
+        async with bench.running():
+            await bench.llm.cache.check()
+            engine = bench.members[1].llm
+            page = await engine.run(lambda core: core.cache._store.ledger._free.pop())
+            with pytest.raises(InvariantError):
+                await bench.llm.cache.check()
+            await engine.run(lambda core: core.cache._store.ledger._free.append(page))
+            await bench.llm.cache.check()
+            prefix = prompts(1, 8)[0]
+            await bench.llm.cache.warm([WarmPrompt(prefix)])
+            await engine.cache.clear()
+            await bench.llm.run(PinPublicPrefixes([prefix], WarmupResult(1, 8, 0)))
+            await bench.llm.cache.end_pins(PUBLIC)
+
+    with caplog.at_level(logging.WARNING):
+        run(main())
+    failed = [record.getMessage() for record in caplog.records if "failed" in record.getMessage()]
+    assert len(failed) == 1
+    assert failed[0].startswith(
+        "replica 1: PinPublicPrefixes failed: of public prefix 1 only 0 of 8"
+    )
 
 
 def test_warming_survives_the_death_of_a_replica() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -49,6 +50,8 @@ from ramify.errors import (
 )
 from ramify.outputs import RequestOutput
 from ramify.params import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 LONG_TEXT = 8192  # characters; longer ones are tokenised in another thread
 LONG_PROMPT = 16384  # tokens; longer ones are hashed in another thread: 25 ns a token
@@ -340,7 +343,11 @@ class ClusterLLM:
         return merged(call, [(replica.slot, value) for replica, value in results])
 
     async def _run_everywhere(self, call: Any) -> list[tuple[RemoteReplica, Any]]:
-        """The results of the replicas on which a call succeeds; its error if there is none."""
+        """The results of the replicas on which a call succeeds; its error if there is none.
+
+        A check fails if it does anywhere. What fails on some replicas only is a line in the log; a
+        prefix can be pinned where it is cached only.
+        """
         replicas = [replica for replica in self.dispatch.replicas.values() if replica.welcome]
         if not replicas:
             raise NoReplicaError(1.0, self.dispatch.members.why_not_ready())
@@ -348,8 +355,16 @@ class ClusterLLM:
             *(replica.call(call) for replica in replicas), return_exceptions=True
         )
         errors = [value for value in values if isinstance(value, BaseException)]
+        failures = [error for error in errors if not isinstance(error, ReplicaLostError)]
+        if failures and isinstance(call, calls.CheckCache):
+            raise failures[0]
         if len(errors) == len(values):
             raise errors[0]
+        for replica, value in zip(replicas, values, strict=True):
+            if value in failures and not isinstance(call, calls.PinPrefix):
+                logger.warning(
+                    "replica %s: %s failed: %s", replica.name, type(call).__name__, value
+                )
         return [
             (replica, value)
             for replica, value in zip(replicas, values, strict=True)
