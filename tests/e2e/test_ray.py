@@ -1,5 +1,6 @@
 """`ramify deploy`: a server and two engines on a Ray cluster of this machine."""
 
+import asyncio
 import importlib.util
 import json
 import os
@@ -10,12 +11,21 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 
+pytest.importorskip(
+    "cryptography", reason="cryptography is not installed (pip install ramify[dev])"
+)
+
+from ramify.cluster.credentials import Credentials
+from ramify.cluster.inspection import replica_facts
+from tests.certificates import Authority, write
 from tests.e2e.conftest import START_S, is_ready
 from tests.e2e.test_replicas import has_ended, until
 
@@ -61,10 +71,12 @@ def free_port() -> int:
 
 
 class Deployment:
-    """`ramify deploy`, ready."""
+    """`ramify deploy`, ready; its engines and servers show certificates."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.port = folder, free_port()
+    def __init__(self, folder: Path, num_engines: int = 2) -> None:
+        self.folder, self.port, self.num_engines = folder, free_port(), num_engines
+        authority = Authority.make("ours").credentials("engine.test")
+        self.tls = write(authority, folder / "tls", name="engine.test")
         self.url, self.log_file = f"http://127.0.0.1:{self.port}", folder / "log"
         with self.log_file.open("wb") as log:
             self.process = subprocess.Popen(
@@ -87,7 +99,8 @@ class Deployment:
             "name": "test",
             "model": "ramify-tiny",
             "engine": {"kv_cache_tokens": kv_cache_tokens},
-            "replicas": 2,
+            "replicas": self.num_engines,
+            "tls": msgspec.to_builtins(self.tls),
             "resources": {"cpus": 1, "threads": 1},
             "ingress": {"port": self.port},
             "drain_s": 20,
@@ -124,7 +137,13 @@ class Deployment:
 
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    deployment = Deployment(tmp_path_factory.mktemp("ray"))
+    with ended(Deployment(tmp_path_factory.mktemp("ray"))) as deployment:
+        yield deployment
+
+
+@contextmanager
+def ended(deployment: Deployment) -> Iterator[Deployment]:
+    """End it with the block, whatever has happened."""
     below = descendants(deployment.process.pid)
     yield deployment
     deployment.client.close()
@@ -158,6 +177,18 @@ def test_answers_are_those_of_one_engine(deployment: Deployment, tmp_path: Path)
     finally:
         alone.kill()
         alone.wait()
+
+
+def test_strangers_are_refused_by_engines(deployment: Deployment) -> None:
+    """Without a certificate, and with one but not the secret that the engine has drawn."""
+    address = deployment.log.partition(" has come, at ")[2].split()[0]
+
+    for credentials, words in (
+        (Credentials(), "with certificates"),
+        (deployment.tls.credentials("s" * 32), "secret of the cluster"),
+    ):
+        facts = asyncio.run(replica_facts([address], credentials))
+        assert words in facts[address]["error"]
 
 
 def test_an_answer_survives_its_engine(deployment: Deployment) -> None:
@@ -239,3 +270,16 @@ def test_nothing_is_left(deployment: Deployment) -> None:
     with socket.socket() as sock:
         assert sock.connect_ex(("127.0.0.1", deployment.port)) != 0
     assert "Traceback" not in deployment.log
+
+
+def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
+    """It does not wait for streams; no process is left."""
+    with ended(Deployment(tmp_path, num_engines=1)) as deployment:
+        below = descendants(deployment.process.pid)
+        deployment.process.send_signal(signal.SIGTERM)
+        until(lambda: "live requests have 20 s" in deployment.log, "it does not drain")
+        deployment.process.send_signal(signal.SIGTERM)
+
+        assert deployment.process.wait(60) == 130, deployment.log
+        assert "ended at once" in deployment.log
+        until(lambda: all(map(has_ended, below)), "processes are left")

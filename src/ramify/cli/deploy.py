@@ -40,6 +40,8 @@ def deploy(
                 "--delete needs --address, or `address` in the file: of the Ray cluster"
             )
         from ramify.deploy.ray_serve import end, run
+        from ramify.server.run import log_to_stderr
 
+        log_to_stderr(deployment.log_json)
         code = end(deployment) if delete else run(deployment)
     raise typer.Exit(code)
