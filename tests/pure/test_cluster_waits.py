@@ -145,7 +145,7 @@ def test_a_bug_of_the_background_is_in_the_log(caplog: pytest.LogCaptureFixture)
             routes: Any = bench.routes
             routes.missing = fail
             bench.llm.dispatch.replicas["0"].disconnect("the network")
-            await until(lambda: "prompts were not warmed" in caplog.text)
+            await until(lambda: "warm-up has ended by a bug" in caplog.text)
             await until(lambda: bench.llm.dispatch.members.has_ready)
             assert (await bench.llm.generate(PROMPT, SHORT)).error is None
 
@@ -171,7 +171,7 @@ def test_the_reason_of_a_bug_is_not_the_end_of_this_server(
             answer = asyncio.ensure_future(replica.call(calls.ReadStats()))
             await asyncio.sleep(0)
             connection.send(wire.Step(runs=[wire.Run(1 << 40, "stored", b"", b"", b"abc")]))
-            with pytest.raises(Exception, match="gone before it answered: a bug: "):
+            with pytest.raises(Exception, match="gone before it answered: a bug here: "):
                 await answer
             assert (await live).error is None  # at the other one
             member.gate.open()
