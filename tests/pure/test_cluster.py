@@ -233,6 +233,28 @@ def test_what_fails_on_one_replica_is_told(caplog: pytest.LogCaptureFixture) -> 
     )
 
 
+def test_the_log_names_a_replica_that_has_erased_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """One that is away keeps its cache, and comes back with it."""
+    bench = ClusterBench(2)
+
+    async def main() -> None:
+        async with bench.running():
+            await bench.llm.cache.clear()
+            assert not caplog.messages
+            await bench.members[1].kill()
+            await until(lambda: bench.llm.dispatch.replicas["1"].welcome is None)
+            await bench.llm.cache.clear()
+            await bench.members[1].start_again()
+            await bench.llm.all_ready(10.0)
+
+    with caplog.at_level(logging.WARNING):
+        run(main())
+
+    lines = [line for line in caplog.messages if "ClearCache" in line]
+    assert len(lines) == 1
+    assert "ClearCache was not run on replica 1 (" in lines[0]
+
+
 def test_warming_survives_the_death_of_a_replica() -> None:
     """The prompts of the one that died count as failed or not at all; the others compute theirs."""
     bench = ClusterBench(2)

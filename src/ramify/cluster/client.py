@@ -58,6 +58,8 @@ LONG_PROMPT = 16384  # tokens; longer ones are hashed in another thread: 25 ns a
 START_S = 120.0  # for the first replica to answer
 WARM_AT_ONCE = 64  # prompts
 READY_CHECK_S = 0.02
+# Calls after which nobody expects a replica to have what they name.
+ERASING = (calls.ClearCache, calls.EvictAnswers, calls.EndPins)
 
 
 class ClusterLLM:
@@ -360,16 +362,38 @@ class ClusterLLM:
             raise failures[0]
         if len(errors) == len(values):
             raise errors[0]
-        for replica, value in zip(replicas, values, strict=True):
-            if value in failures and not isinstance(call, calls.PinPrefix):
-                logger.warning(
-                    "replica %s: %s failed: %s", replica.name, type(call).__name__, value
-                )
+        if isinstance(call, ERASING):
+            self._log_missed(call, dict(zip(replicas, values, strict=True)))
+        elif not isinstance(call, calls.PinPrefix):
+            for replica, value in zip(replicas, values, strict=True):
+                if value in failures:
+                    logger.warning(
+                        "replica %s: %s failed: %s", replica.name, type(call).__name__, value
+                    )
         return [
             (replica, value)
             for replica, value in zip(replicas, values, strict=True)
             if not isinstance(value, BaseException)
         ]
+
+    def _log_missed(self, call: Any, values: Mapping[RemoteReplica, Any]) -> None:
+        """Log the replicas that have not erased what the others have."""
+        missed = {
+            replica.name: str(value)
+            for replica, value in values.items()
+            if isinstance(value, BaseException)
+        }
+        for name, replica in self.dispatch.replicas.items():
+            if replica not in values:
+                missed[name] = replica.last_error or "not connected"
+        for name, reason in missed.items():
+            logger.warning(
+                "%s was not run on replica %s (%s): unless its engine has ended, it has what the others "
+                "have erased",
+                type(call).__name__,
+                name,
+                reason,
+            )
 
     async def _keep_longest(self, pins: Sequence[tuple[RemoteReplica, Pin]]) -> Pin:
         """End all pins but the one of most tokens."""
