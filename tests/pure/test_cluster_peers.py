@@ -235,6 +235,24 @@ def test_the_secret_is_needed() -> None:
     run(main())
 
 
+def test_who_lacks_the_secret_is_told_so_however_late_it_writes() -> None:
+    """A stream that has ended before the hello shows an error of gRPC's own, and would be tried again."""
+    bench = ClusterBench(1)
+
+    async def main() -> None:
+        async with bench.running(Credentials(secret=SECRET)):
+            replica = bench.members[0].replica
+            async with RawPeer(bench.members[0].port) as peer:
+                await until(lambda: replica.num_refused == 1)
+                await asyncio.sleep(0.05)  # whatever the replica sends has come
+                await peer.call.write(wire.encode(wire.Hello(wire.PROTOCOL_VERSION)))
+                assert (await peer.status())[0] == "UNAUTHENTICATED"
+            async with RawPeer(bench.members[0].port) as silent:
+                assert (await silent.status())[0] == "UNAUTHENTICATED"
+
+    run(main())
+
+
 @pytest.mark.parametrize(
     "step",
     [

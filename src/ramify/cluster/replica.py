@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import ramify
@@ -35,7 +36,7 @@ from ramify.errors import ConfigError, EngineStoppedError, RamifyError
 logger = logging.getLogger(__name__)
 
 HELLO_S = 10.0  # within which a connection must send its hello
-STOP_S = 1.0  # for gRPC to end its streams
+STOP_S = 1.0  # for gRPC to end its streams, and for the hello of a peer that is refused
 FLUSH_S = 5.0  # for a server to read what is left before its connection is ended
 # A peer that has gone without a word is noticed by HTTP/2's pings; the third is what ends the
 # connection: without it a hung peer was noticed after 60 s.
@@ -277,15 +278,19 @@ class Replica:
 
     async def _serve(self, requests: AsyncIterator[bytes], context: Any) -> None:
         """Serve one connection until it ends; the handler of gRPC."""
-        grpc, peer = import_grpc(), context.peer()
+        grpc, peer, messages = import_grpc(), context.peer(), aiter(requests)
         if not self._credentials.is_authentic(context.invocation_metadata() or ()):
             self.num_refused += 1
             logger.warning("refused %s: it did not send this cluster's secret", peer)
+            # Where its hello cannot be written any more, gRPC shows it that in place of the reason.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(STOP_S):
+                    await anext(messages, None)
             await context.abort(
                 grpc.StatusCode.UNAUTHENTICATED, "the secret of the cluster is missing or wrong"
             )
         try:
-            failure = await self._serve_peer(aiter(requests), context.write, peer)
+            failure = await self._serve_peer(messages, context.write, peer)
         except WireError as error:
             self.num_broken += 1
             logger.warning("%s: %s", peer, error)
