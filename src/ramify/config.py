@@ -250,7 +250,9 @@ class EngineConfig:
         for name, value in options.items():
             if name not in section_of:
                 raise UnknownOptionError(name, section_of, option_advice(name))
-            is_path = name in ("model", "cache_dir", "cache_key") and isinstance(value, Path)
+            is_path = name in ("model", "cache_dir", "cache_key", "cache_cost") and isinstance(
+                value, Path
+            )
             values[section_of[name]][name] = str(value) if is_path else _plain(value)
         config = cls(**{name: section(**values[name]) for name, section in SECTIONS.items()})
         config.validate()

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
+from typing import Any, Final
 
 
 class FinishReason(str, Enum):
@@ -63,6 +63,17 @@ class CacheReport:
         return self.read_tokens + self.shared_tokens + self.computed_tokens
 
 
+TIER_PLACES: Final = {"host": "in host memory", "disk": "on disk", "remote": "in the shared store"}
+TIER_REASONS: Final = {
+    "slower": "computing was cheaper",
+    "late": "the load came too late",
+    "corrupt": "failed its checksum",
+    "io_error": "could not be read",
+    "absent": "gone when it was to be read",
+    "unanswered": "which did not answer in time",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class TierMiss:
     """Why pages of a prompt that a tier had were computed.
@@ -75,6 +86,11 @@ class TierMiss:
     reason: str
     begin: int  # tokens of the prompt before the first of these pages
     end: int  # and before the first page behind them
+
+    def __str__(self) -> str:
+        """As in "on disk, computing was cheaper"."""
+        place = TIER_PLACES.get(self.tier, f"in the tier {self.tier}")
+        return f"{place}, {TIER_REASONS.get(self.reason, self.reason)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +130,7 @@ class Explanation:
     def __str__(self) -> str:
         summary = f"{self.hit_tokens} of {self.num_tokens} tokens found; "
         if self.tier_miss is not None:
-            summary += f"{self.tier_miss.tier} had the next page ({self.tier_miss.reason}); "
+            summary += f"the next page is {self.tier_miss}; "
         match self.reason:
             case "hit":
                 return summary + "that is all there is to find"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -181,6 +182,28 @@ def test_info_tells_ops_backend_exactness_and_memory(checkpoint: Path) -> None:
     assert any(name.startswith("attention ") for name in report["exactness"])
     assert {"weights", "K/V per token", "K/V pool", "resident"} <= set(report["memory"])
     assert "at most" in report["memory"]["K/V pool"]
+
+
+def test_info_tells_from_how_many_pages_a_tier_pays(checkpoint: Path, tmp_path: Path) -> None:
+    """Or that none was read yet, or that computing is faster at any length; without tiers nothing."""
+    steps = {"step_s": 0.0, "token_s": 1.0, "read_s": 0.0}
+    costs = {"slow": steps, "fast": {**steps, "token_s": 0.0}}
+    for name, cost in costs.items():
+        (tmp_path / name).write_text(json.dumps(cost))
+    tiers = ("--cache-host", "20MB", "--cache-dir", tmp_path / "pages", "--cache-disk", "600MB")
+
+    reports = {
+        name: json.loads(
+            ramify("info", checkpoint, *tiers, "--cache-cost", tmp_path / name, "--json").stdout
+        )["cache tiers"]
+        for name in costs
+    }
+
+    assert re.match(r"[\d.e-]+ ms and .*: pays from 1 page \(16 tokens\); a page: computed in 16",
+                    reports["slow"]["host"])  # fmt: skip
+    assert "computing is faster at any length; " in reports["fast"]["host"]
+    assert reports["slow"]["disk"] == "not measured: nothing was read yet"
+    assert "cache tiers" not in json.loads(ramify("info", checkpoint, "--json").stdout)
 
 
 def test_ops_torch_uses_nothing_compiled(checkpoint: Path) -> None:

@@ -69,6 +69,7 @@ def test_a_directory_may_be_a_path() -> None:
     """Without a directory and a host size there are no tiers."""
     assert EngineConfig.of(cache_dir=Path("x")).tiers.cache_dir == "x"
     assert EngineConfig.of(cache_dir="x", cache_key=Path("key")).tiers.cache_key == "key"
+    assert EngineConfig.of(cache_dir="x", cache_cost=Path("cost")).tiers.cache_cost == "cost"
     assert EngineConfig.of(cache_dir="x").tiers.is_used
     assert EngineConfig.of(cache_store="unix:///s", cache_key="key").tiers.is_used
     assert EngineConfig.of(cache_host="1GB").tiers.is_used

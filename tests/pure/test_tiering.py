@@ -196,7 +196,7 @@ def test_a_prompt_that_is_computed_sooner_than_loaded_says_so() -> None:
 
     assert bench.explanations[refused].tier_miss == TierMiss("disk", "slower", 0, 32)
     assert bench.explanations[unknown].tier_miss is None
-    assert "disk had the next page (slower)" in str(bench.explanations[refused])
+    assert "the next page is on disk, computing was cheaper; " in str(bench.explanations[refused])
 
 
 def test_an_aborted_request_leaves_no_buffer_behind() -> None:

@@ -1,4 +1,4 @@
-"""`ramify info`: versions, device, weights, operations and attention backend and why, exactness, memory."""
+"""`ramify info`: versions, device, weights, operations and attention backend and why, memory, tiers."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from ramify.engine.llm import LLM
     from ramify.models.ops.registry import OpsChoice
 
+MEASURE_LIMIT_S = 3.0  # for the first reads of all cache tiers
+
 
 @engine_options(
     "dtype",
@@ -32,6 +34,13 @@ if TYPE_CHECKING:
     "ops",
     "attention_backend",
     "exact",
+    "cache_dir",
+    "cache_disk",
+    "cache_dir_readonly",
+    "cache_key",
+    "cache_store",
+    "cache_host",
+    "cache_cost",
 )
 def info(
     engine: dict[str, Any],
@@ -54,7 +63,8 @@ def info(
         else:
             from ramify.engine.llm import LLM
 
-            facts = _collect_info(LLM(model, progress=True, **engine))
+            with LLM(model, progress=True, **engine) as llm:
+                facts = _collect_info(llm)
     if as_json:
         typer.echo(json.dumps(facts, indent=2, ensure_ascii=False))
     else:
@@ -146,7 +156,29 @@ def _collect_info(llm: LLM) -> dict[str, dict[str, Any]]:
             "resident": _mib(resident_memory()),
             "free": _mib(free_memory()),
         },
+        **_tiers(llm),
     }
+
+
+def _tiers(llm: LLM) -> dict[str, dict[str, str]]:
+    """What each cache tier is worth, as a section; none without tiers."""
+    tiering = llm.core.tiering
+    if tiering is None:
+        return {}
+    tiering.wait_for_probes(MEASURE_LIMIT_S)
+    page_bytes, page_size = llm.config.page_size * llm.config.token_bytes, llm.config.page_size
+    facts: dict[str, str] = {}
+    for tier, speed in tiering.speeds().items():
+        if speed.latency_s is None or speed.page_s is None:
+            facts[tier] = f"not measured: {speed.reason}"
+            continue
+        rate = f"{page_bytes / speed.page_s / 1e6:,.0f} MB/s" if speed.page_s else "any rate"
+        pays = ""
+        if speed.pays_from is not None:
+            pages = "1 page" if speed.pays_from == 1 else f"{speed.pays_from:,} pages"
+            pays = f"pays from {pages} ({speed.pays_from * page_size:,} tokens); "
+        facts[tier] = f"{1e3 * speed.latency_s:.3g} ms and {rate}: {pays}{speed.reason}"
+    return {"cache tiers": facts}
 
 
 def _window(plan: ResolvedConfig) -> str:

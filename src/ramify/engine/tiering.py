@@ -69,9 +69,7 @@ class EngineTiering:
         self._out.begin(parts, self._area)
         self._in.begin(parts, self._area)
         self.measurements.begin(parts)
-        end_s = time.monotonic() + START_LIMIT_S
-        while self.measurements.is_probing and parts.mover.wait(max(0.0, end_s - time.monotonic())):
-            self.poll()
+        self.wait_for_probes(START_LIMIT_S)
 
     # -- copies out ----------------------------------------------------------------------------
 
@@ -237,6 +235,12 @@ class EngineTiering:
             )
             for store in self._parts.stores
         }
+
+    def wait_for_probes(self, limit_s: float) -> None:
+        """Wait until every tier is measured, at most `limit_s`."""
+        end_s, mover = time.monotonic() + limit_s, self._parts.mover
+        while self.measurements.is_probing and mover.wait(max(0.0, end_s - time.monotonic())):
+            self.poll()
 
     def speeds(self) -> dict[str, TierSpeed]:
         """What each tier is worth to this engine, by tier."""
