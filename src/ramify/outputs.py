@@ -102,9 +102,9 @@ class Explanation:
     - "hit": everything that can hit does; at least one token is always computed;
     - "page_tail": less than a page is left, and pages are shared whole;
     - "pending": the next page is being computed by another request;
-    - "evicted": the next page was cached. `evicted_by` is the reason (capacity, asked, cleared,
-      predicate, window: released outside the sliding window, or withdrawn: its step failed or its
-      drafts were rejected), `evicted_ago_s` the time since, `idle_s` how long it had been unused
+    - "evicted": the next page was cached. `evicted_by` is the reason (capacity, session_ended: evicted
+      first, since its session had ended, asked, cleared, predicate, window: released outside the
+      sliding window, or withdrawn: its step failed or its drafts were rejected), `evicted_ago_s` the time since, `idle_s` how long it had been unused
       by then; `pin_refused` says why it was not pinned;
     - "diverged": a cached prompt is equal up to token `diverged_at`, and differs there. `sibling`
       holds its atoms from the end of the hit on, as packed int32. Where only one of the two has a
@@ -139,10 +139,13 @@ class Explanation:
             case "pending":
                 return summary + "the next page is being computed"
             case "evicted":
+                why = self.evicted_by
+                if why == "session_ended":
+                    why = "evicted first: its session was ended"
                 refused = f", after a pin was refused ({self.pin_refused})" * bool(self.pin_refused)
                 return summary + (
                     f"the next {self.evicted_tokens} were evicted {self.evicted_ago_s:.1f} s ago "
-                    f"({self.evicted_by}), idle for {self.idle_s:.1f} s{refused}"
+                    f"({why}), idle for {self.idle_s:.1f} s{refused}"
                 )
             case "diverged":
                 return summary + f"a cached prompt is the same up to token {self.diverged_at}"

@@ -12,6 +12,7 @@ from ramify.cache.key import chain_hashes
 from ramify.cache.lease_ops import LeaseOps
 from ramify.cache.node_store import NodeStore
 from ramify.cache.pages import ID_BYTES, pack_pages
+from ramify.cache.session_table import Session
 from ramify.errors import LeaseError, PageOwnershipError
 
 Found = tuple[list[int], int, int]  # what a tree finds: nodes, a node in part, how much of it
@@ -128,9 +129,11 @@ class DuplicatesReturned(PrefixCache):
 class DeadLeaseReleased(PrefixCache):
     """A lease can be released again, which takes its pins off once more."""
 
-    def release(self, lease: Lease, private: Sequence[int] = ()) -> None:
+    def release(
+        self, lease: Lease, private: Sequence[int] = (), session: Session | None = None
+    ) -> None:
         try:
-            super().release(lease, private)
+            super().release(lease, private, session)
         except LeaseError:
             if lease.id in self._registry._live:
                 raise
@@ -231,8 +234,10 @@ class OnePageTooFew(Rewired):
 class PrivateLeaked(PrefixCache):
     """A request that ends does not give its private pages back."""
 
-    def release(self, lease: Lease, private: Sequence[int] = ()) -> None:
-        super().release(lease)
+    def release(
+        self, lease: Lease, private: Sequence[int] = (), session: Session | None = None
+    ) -> None:
+        super().release(lease, (), session)
 
 
 class _LeakingStore(NodeStore):

@@ -193,7 +193,9 @@ def test_evictions_are_counted_by_reason(
     evict(cache)
 
     stats = cache.stats()
-    none = dict.fromkeys(("capacity", "asked", "cleared", "predicate", "window"), 0)
+    none = dict.fromkeys(
+        ("capacity", "session_ended", "asked", "cleared", "predicate", "window"), 0
+    )
     assert stats.evictions == {**none, reason: 3}
     assert stats.evicted_pages == 3
     assert stats.ghost_pages == 5

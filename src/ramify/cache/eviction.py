@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ramify.cache.ghosts import CLEARED, PREDICATE
+from ramify.cache.ghosts import CAPACITY, CLEARED, ENDED, PREDICATE
 from ramify.cache.node_store import NodeStore
+from ramify.cache.tree import SESSION_ENDED
 from ramify.cache.types import Node
 
 
 def evict(store: NodeStore, num_pages: int, reason: int) -> int:
-    """Evict up to `num_pages` pages in the order of the policy; returns how many."""
+    """Evict up to `num_pages` pages in the order of the policy; returns how many.
+
+    For want of capacity, the reason of pages of ended sessions is `ENDED`.
+    """
     tree, queue, evicted, now_s = store.tree, store.queue, 0, store.clock()
-    resident, ticket = tree.resident, queue.ticket
+    resident, ticket, session = tree.resident, queue.ticket, tree.session
+    of_ended = ENDED if reason == CAPACITY else reason
     while evicted < num_pages and (node := queue.first()):
         while True:
-            evicted += evict_from(store, node, num_pages - evicted, reason, now_s)
+            why = of_ended if session[node] == SESSION_ENDED else reason
+            evicted += evict_from(store, node, num_pages - evicted, why, now_s)
             if resident[node]:
                 if not ticket[node]:
                     queue.push(node)
@@ -61,7 +67,8 @@ def evict_from(store: NodeStore, node: int, num_pages: int, reason: int, now_s: 
     A leaf that keeps none leaves the queue; the caller queues its parent.
     """
     tree, log = store.tree, store.log
-    store.policy.on_evict(node)
+    if tree.session[node] != SESSION_ENDED:  # else the policy has not chosen it
+        store.policy.on_evict(node)
     owned, cut, begin = tree.owned[node], num_pages, tree.resident[node] - num_pages
     if owned <= num_pages:  # what was released of it goes too
         cut, begin = owned, tree.resident[node] - owned
@@ -83,7 +90,9 @@ def evict_from(store: NodeStore, node: int, num_pages: int, reason: int, now_s: 
 
 def _same_rank(store: NodeStore, node: int, other: int) -> bool:
     """Whether two nodes have the same place in the eviction order."""
-    policy = store.policy
+    policy, session = store.policy, store.tree.session
+    if (session[node] == SESSION_ENDED) != (session[other] == SESSION_ENDED):
+        return False
     return policy.segment(node) == policy.segment(other) and policy.rank(node) == policy.rank(other)
 
 

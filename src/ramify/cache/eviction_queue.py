@@ -5,9 +5,14 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 from itertools import count
-from typing import Protocol
+from typing import Final, Protocol
 
-from ramify.cache.tree import RadixTree
+from ramify.cache.tree import SESSION_ENDED, RadixTree
+
+# Tickets of nodes that are in no heap.
+NOT_QUEUED: Final = 0
+IN_SEGMENT: Final = -1
+GOES_FIRST: Final = -2
 
 
 class Policy(Protocol):
@@ -54,6 +59,8 @@ class Segment:
 class EvictionQueue:
     """Evictable leaves in the order of a policy: O(1) at either end, O(log n) in between.
 
+    Leaves of ended sessions come before all others, in the order in which they came.
+
     With LRU nearly all leaves are pushed at an end: the leaf just released is the newest, and a
     parent that has become a leaf is about as old as its last child. The linked lists are columns of
     numbers, so that the garbage collector has nothing to traverse.
@@ -63,7 +70,9 @@ class EvictionQueue:
         self._policy = policy
         self._segments: dict[int, Segment] = {}
         self.changed = set[int]()  # segments that changed; a policy clears it
-        self.ticket = tree.column(0)  # 0: not queued, -1: in a list, else the ticket in a heap
+        self._session = tree.session
+        self._ended = Segment()  # leaves of ended sessions, in a list
+        self.ticket = tree.column(NOT_QUEUED)
         self._after = tree.column(0)
         self._before = tree.column(0)
         self._segment_of = tree.column(0)
@@ -72,6 +81,9 @@ class EvictionQueue:
 
     def push(self, node: int) -> None:
         """Insert a leaf that has become evictable."""
+        if self._session[node] == SESSION_ENDED:
+            self._push_first(node)
+            return
         policy = self._policy
         number, rank = policy.segment(node), policy.rank(node)
         segment = self._segments.get(number)
@@ -79,7 +91,7 @@ class EvictionQueue:
             segment = self._segments[number] = Segment()
         self.changed.add(number)
         self._segment_of[node] = number
-        self.ticket[node] = -1
+        self.ticket[node] = IN_SEGMENT
         self.num_queued += 1
         head, tail = segment.head, segment.tail
         if not tail:
@@ -92,6 +104,16 @@ class EvictionQueue:
             segment.head = node
         else:
             self._push_unordered(segment, rank, node)
+
+    def _push_first(self, node: int) -> None:
+        segment, tail = self._ended, self._ended.tail
+        self.ticket[node] = GOES_FIRST
+        self.num_queued += 1
+        if tail:
+            self._before[node], self._after[tail] = tail, node
+        else:
+            segment.head = node
+        segment.tail = node
 
     def _push_unordered(self, segment: Segment, rank: float, node: int) -> None:
         self.ticket[node] = ticket = next(self._tickets)
@@ -106,30 +128,37 @@ class EvictionQueue:
     def remove(self, node: int) -> None:
         """Remove a node that is pinned, evicted or no longer a leaf."""
         ticket, number = self.ticket[node], self._segment_of[node]
+        self.ticket[node] = NOT_QUEUED
+        self.num_queued -= 1
+        if ticket == GOES_FIRST:
+            self._unlink(node, self._ended)
+            return
         segment = self._segments[number]
         self.changed.add(number)
-        self.ticket[node] = 0
-        self.num_queued -= 1
-        if ticket == -1:
-            before, after = self._before[node], self._after[node]
-            if before:
-                self._after[before] = after
-                self._before[node] = 0
-            else:
-                segment.head = after
-            if after:
-                self._before[after] = before
-                self._after[node] = 0
-            else:
-                segment.tail = before
+        if ticket == IN_SEGMENT:
+            self._unlink(node, segment)
         else:
             segment.num_unordered -= 1
         if not segment.head and not segment.num_unordered:
             del self._segments[number]
 
+    def _unlink(self, node: int, segment: Segment) -> None:
+        """Take a node out of a segment's list."""
+        before, after = self._before[node], self._after[node]
+        if before:
+            self._after[before] = after
+            self._before[node] = 0
+        else:
+            segment.head = after
+        if after:
+            self._before[after] = before
+            self._after[node] = 0
+        else:
+            segment.tail = before
+
     def first(self) -> int:
         """The leaf to evict next, which stays in the queue; 0 when nothing is evictable."""
-        return self._policy.victim(self._segments, self)
+        return self._ended.head or self._policy.victim(self._segments, self)
 
     def first_of(self, segment: Segment) -> int:
         """The leaf of the lowest rank in a segment."""
@@ -144,7 +173,7 @@ class EvictionQueue:
 
     def nodes(self) -> Iterable[int]:
         """All nodes in the queue, in no particular order."""
-        for segment in self._segments.values():
+        for segment in (self._ended, *self._segments.values()):
             node = segment.head
             while node:
                 yield node

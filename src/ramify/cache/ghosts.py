@@ -7,8 +7,8 @@ from collections.abc import Callable
 from ramify.cache.tree import RadixTree
 
 # Reasons of eviction; a column holds the index of each node's.
-REASONS = ("capacity", "asked", "cleared", "predicate", "window", "withdrawn")
-CAPACITY, ASKED, CLEARED, PREDICATE, WINDOW, WITHDRAWN = range(len(REASONS))
+REASONS = ("capacity", "session_ended", "asked", "cleared", "predicate", "window", "withdrawn")
+CAPACITY, ENDED, ASKED, CLEARED, PREDICATE, WINDOW, WITHDRAWN = range(len(REASONS))
 
 
 class Ghosts:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 
+from ramify.cache.eviction_queue import GOES_FIRST, NOT_QUEUED
 from ramify.cache.leases import Lease
 from ramify.cache.node_store import NodeStore
 from ramify.cache.pages import ID_BYTES, Pages
-from ramify.cache.tree import RadixTree
+from ramify.cache.tree import SESSION_ENDED, RadixTree
 from ramify.errors import InvariantError
 
 
@@ -24,6 +25,7 @@ def check_cache(store: NodeStore, leases: Collection[Lease]) -> None:
     _check_leases(tree, leases, nodes)
     _check_queue(store, nodes)
     _check_ghosts(store, nodes)
+    _check_sessions(store, nodes)
 
 
 def expect(holds: object, message: str) -> None:
@@ -125,3 +127,18 @@ def _check_ghosts(store: NodeStore, nodes: list[int]) -> None:
     for node in listed:
         below = [rank[child] for child in tree.children(node) if child in rank]
         expect(max(below, default=-1) < rank[node], "a ghost would be forgotten before its child")
+
+
+def _check_sessions(store: NodeStore, nodes: list[int]) -> None:
+    tree, ticket = store.tree, store.queue.ticket
+    for node in nodes:
+        owner, above = tree.session[node], tree.session[tree.parent[node]]
+        expect(
+            not store.sessions.is_alive(owner) or above in (owner, 0),
+            "a node's session has not used the node above it",
+        )
+        goes_first = ticket[node] == GOES_FIRST
+        expect(
+            ticket[node] == NOT_QUEUED or goes_first == (owner == SESSION_ENDED),
+            "the queue has a node of an ended session among others",
+        )

@@ -13,6 +13,7 @@ from ramify.cache.node_store import NodeStore
 from ramify.cache.packed import ATOM_BYTES
 from ramify.cache.pages import ID_BYTES, Pages, pack_pages
 from ramify.cache.pins import PinTable
+from ramify.cache.session_table import Session
 from ramify.cache.types import validate_int
 from ramify.errors import LeaseError, OutOfPagesError
 
@@ -174,7 +175,7 @@ class LeaseOps:
         length = len(left) // ID_BYTES * size
         return self._registry.replace(lease, lease.full_key, length, left), Pages(packed)
 
-    def release(self, lease: Any, private: Any) -> None:
+    def release(self, lease: Any, private: Any, session: Session | None) -> None:
         """See `PrefixCache.release`."""
         self._registry.require(lease, withdrawn=True)
         packed = pack_pages(private)
@@ -193,7 +194,7 @@ class LeaseOps:
         _, hit_tokens, _, _, lookup_number = lease.lookup_counts
         # The first lookup of the request has informed the policy of the pages that it hit.
         num_known = hit_tokens // self._page_size if lookup_number else 0
-        self._store.release_used(lease.node, num_known, lookup_number)
+        self._store.release_used(lease.node, num_known, lookup_number, session)
 
     def reserve(self, num_pages: Any) -> Pages:
         """See `PrefixCache.reserve`."""

@@ -126,6 +126,7 @@ def reset(cache: PrefixCache) -> int:
     old, new = cache._store, fresh._store
     new.counters, new.num_lookups = old.counters, old.num_lookups
     new.log.adopt_subscribers(old.log)
+    new.sessions.adopt(old.sessions)
     num_pins = len(cache._pin_table)
     fresh._pin_table.max_pages = cache._pin_table.max_pages
     # Numbers go on, so that no old lease or pin passes for a new one.

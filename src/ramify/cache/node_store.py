@@ -16,6 +16,7 @@ from ramify.cache.ghosts import WITHDRAWN, Ghosts
 from ramify.cache.key import CacheKey
 from ramify.cache.packed import ATOM_BYTES, piece, shared_pages
 from ramify.cache.pages import ID_BYTES, PageLedger
+from ramify.cache.session_table import Session, SessionTable
 from ramify.cache.tree import RadixTree
 
 # A leaf that would exceed this gets a child instead: growing copies the whole leaf.
@@ -43,7 +44,8 @@ class NodeStore:
         self.ledger = PageLedger(num_pages)
         self.policy = policy(tree, num_pages)
         self.queue = EvictionQueue(tree, self.policy)
-        self.ghosts = Ghosts(tree, ghost_pages, self.policy.on_forget)
+        self.sessions = SessionTable(tree, self.queue, clock)
+        self.ghosts = Ghosts(tree, ghost_pages, self._on_forget)
         self.counters = CacheCounters(log_every)
         self.log = EventLog(tree)
         self.clock = clock
@@ -85,13 +87,15 @@ class NodeStore:
             at = tree.parent[at]
         self._finish_unpin(node, at, num_unpinned)
 
-    def release_used(self, node: int, num_known: int, since: int) -> None:
+    def release_used(self, node: int, num_known: int, since: int, session: Session | None) -> None:
         """Drop a reference to a node and its ancestors, which a request has used until now.
 
         Only this call refreshes recency and informs the policy: a lookup may still be cancelled.
         The request's lookup had the number `since` and hit `num_known` pages.
         """
         tree = self.tree
+        if self.sessions.is_used:
+            self.sessions.claim(node, session)
         ref_count, parent = tree.ref_count, tree.parent
         last_access, last_access_s = tree.last_access, tree.last_access_s
         num_lookups, now_s, num_unpinned, at = self.num_lookups, self.clock(), 0, node
@@ -116,6 +120,12 @@ class NodeStore:
             self.policy.on_release(new, known, tree.start[node] + tree.length[node])
         finally:
             self._finish_unpin(node, at, num_unpinned)
+
+    def _on_forget(self, node: int, num_pages: int) -> None:
+        """Pages of a node stop being ghosts; if it has no others, it is about to leave the tree."""
+        self.policy.on_forget(node, num_pages)
+        if self.tree.session[node] > 0 and not self.tree.resident[node]:
+            self.sessions.forget(node)
 
     def _finish_unpin(self, node: int, root: int, num_pages: int) -> None:
         """Drop the root's reference; `num_pages` pages up from `node` have become evictable."""

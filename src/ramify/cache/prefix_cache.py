@@ -26,6 +26,7 @@ from ramify.cache.node_store import NodeStore
 from ramify.cache.pages import Pages, pack_pages
 from ramify.cache.pins import Pin, validate_ttl
 from ramify.cache.policies import POLICIES
+from ramify.cache.session_table import Session
 from ramify.cache.statistics import collect_stats
 from ramify.cache.tree import RadixTree
 from ramify.cache.types import CacheStats, Match, Node, validate_int
@@ -239,23 +240,24 @@ class PrefixCache:
         """
         self._lease_ops.cancel(lease)
 
-    def release(self, lease: Lease, private: Sequence[int] = ()) -> None:
-        """End a lease. The `private` pages become free; published pages stay cached.
+    def release(
+        self, lease: Lease, private: Sequence[int] = (), session: Session | None = None
+    ) -> None:
+        """End a lease of a request, which was in `session`; published pages stay cached.
 
-        Pages that this lease announced and never published become free too.
+        The `private` pages become free, and those that it announced and never published.
 
         Raises:
-            LeaseError: the lease is not live, or others depend on pages that it announced
-                (`withdraw` first).
+            LeaseError: it is not live, or others depend on what it announced (`withdraw` first).
             PageOwnershipError: a page of `private` is not private.
         """
         guard = self.guard
         if guard.thread:
             guard.require("PrefixCache.release")
-            return self._lease_ops.release(lease, private)
+            return self._lease_ops.release(lease, private, session)
         guard.thread = UNNAMED
         try:
-            self._lease_ops.release(lease, private)
+            self._lease_ops.release(lease, private, session)
         finally:
             guard.thread = 0
 
@@ -335,10 +337,7 @@ class PrefixCache:
 
     @guarded
     def evict(self, num_pages: int) -> int:
-        """Evict up to `num_pages` pages in the policy's order, leaves first; returns how many.
-
-        Cost: O(log leaves) for each leaf that loses pages.
-        """
+        """Evict up to `num_pages` pages in the policy's order, leaves first; returns how many."""
         self._pin_table.expire()
         return eviction.evict(self._store, validate_int("num_pages", num_pages), ASKED)
 

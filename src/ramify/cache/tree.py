@@ -20,6 +20,8 @@ from ramify.cache.types import Node
 from ramify.errors import ConfigError
 
 MAX_NEW_IDS: Final = 1024  # columns double up to here, then grow by this many entries
+# In `RadixTree.session`: the node's session has ended.
+SESSION_ENDED: Final = -1
 
 Value = TypeVar("Value")
 
@@ -82,6 +84,7 @@ class RadixTree:
         self.hits = self.column(0, inherited=True)
         self.priority = self.column(0, inherited=True)
         self.last_access = self.column(0, inherited=True)
+        self.session = self.column(0, inherited=True)  # see `session_table`
 
     def column(
         self, empty: Value, *, inherited: bool = False, reset: bool | None = None

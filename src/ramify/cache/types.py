@@ -117,6 +117,7 @@ class CacheStats:
     ghost_pages: int  # evicted and still remembered
     num_nodes: int
     num_leases: int  # without the leases of pins
+    num_sessions: int  # alive
     lookups: int
     lookup_tokens: int
     hit_tokens: int
@@ -125,6 +126,7 @@ class CacheStats:
     recent_hit_tokens: int
     evicted_pages: int  # for any reason
     evictions: dict[str, int]  # pages by reason
+    ended_sessions: int
     residency: Histogram  # seconds from publish to eviction, by page
     idle: Histogram  # seconds from the last use to eviction, by page
     reuse_gap: Histogram  # seconds from the last use to the next hit, by lookup
