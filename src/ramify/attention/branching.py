@@ -69,7 +69,7 @@ class Branching:
             self._batches.forget()
             sequence.lease = shorter = self._cache.fork(lease, num_tokens)
             self._by_lease[shorter.id] = self._by_lease.pop(lease.id)
-            self._cache.release(lease, self._window.owned(sequence.private))
+            self._cache.release(lease, self._window.owned(sequence.private), sequence.session)
             sequence.private = []
             assert sequence.row is not None
             self._table.truncate(sequence.row, len(shorter.pages))

@@ -454,7 +454,8 @@ class RadixAttentionPlanner:
 
     def _release_sequence(self, sequence: RadixSequence) -> None:
         assert sequence.lease is not None
-        self.cache.release(sequence.lease, self._window.owned(sequence.private))
+        private = self._window.owned(sequence.private)
+        self.cache.release(sequence.lease, private, sequence.session)
         if sequence in self._awaiting_leader:
             self._awaiting_leader.remove(sequence)
         self._forget_pages(sequence)

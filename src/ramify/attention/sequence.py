@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from ramify.cache.content_atoms import Media, Salt
 from ramify.cache.key import CacheKey
 from ramify.cache.leases import Lease
+from ramify.cache.session_table import Session
 from ramify.outputs import Explanation
 
 
@@ -17,7 +18,8 @@ class RadixSequence:
     """A request in the planner: its tokens, pages, and how far its K/V is computed.
 
     The caller writes `tokens`, by appending between steps, and `num_draft` until `commit`; it sets
-    `has_looked_up` of a sequence that goes on where another ended. `namespace`, `reuse`, `media`, `salts`, `max_shared` and `may_tell` are fixed. Only the planner
+    `has_looked_up` of a sequence that goes on where another ended. `namespace`, `reuse`, `media`, `salts`,
+    `max_shared`, `may_tell` and `session` are fixed. Only the planner
     writes the other fields; everyone may read them.
 
     `reuse=False` reads nothing from the cache but publishes its own pages. Tokens of a `media`
@@ -47,6 +49,7 @@ class RadixSequence:
     max_shared: int | None = field(default=None, kw_only=True)  # tokens that others may reuse
     may_tell: Callable[[bytes], bool] | None = field(default=None, kw_only=True)
     explanation: Explanation | None = field(default=None, kw_only=True)
+    session: Session | None = field(default=None, kw_only=True)  # whose pages it uses
 
     def __post_init__(self) -> None:
         tokens: object = self.tokens
@@ -67,6 +70,7 @@ class RadixSequence:
             media=self.media,
             salts=self.salts,
             max_shared=self.max_shared,
+            session=self.session,
         )
 
     def shareable(self, num_tokens: int) -> int:

@@ -158,6 +158,7 @@ _RESULTS: dict[type, Any] = {
     calls.Unpin: None,
     calls.ListPins: list[WirePin],
     calls.EndPins: int,
+    calls.EndSession: int | None,
     calls.PinPublicPrefixes: None,
 }
 _decoders = {kind: msgspec.msgpack.Decoder(result) for kind, result in _RESULTS.items()}

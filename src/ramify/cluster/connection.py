@@ -339,6 +339,7 @@ class Connection:
             retention=tuple(given.retention),
             cache_share=given.cache_share,
             pin_share=given.pin_share,
+            session=given.session,
             generated=generated,
         )
         try:

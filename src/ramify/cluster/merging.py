@@ -40,6 +40,9 @@ def merged(call: Any, results: Sequence[tuple[int, Any]]) -> Any:
     match call:
         case calls.ReadStats() | calls.ReadCacheStats() | calls.ClearCache() | calls.EndPins():
             return summed(values)
+        case calls.EndSession():  # it may have been at several replicas, or at none
+            known_pages = [value for value in values if value is not None]
+            return sum(known_pages) if known_pages else None
         case calls.Explain() | calls.ExplainToTenant():
             known = [value for value in values if isinstance(value, Explanation)]
             return max(known, key=lambda value: value.hit_tokens, default=None)

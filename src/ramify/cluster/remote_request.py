@@ -107,6 +107,7 @@ class RemoteRequest:
                 [*options.retention],
                 options.cache_share,
                 options.pin_share,
+                options.session,
             ),
             generated,
         )

@@ -72,6 +72,7 @@ class AddOptions(Struct, frozen=True, array_like=True):
     retention: list[tuple[int, float | None]] = []
     cache_share: float | None = None
     pin_share: float | None = None
+    session: str = ""
 
 
 class Add(Struct, frozen=True, array_like=True, tag=1):
@@ -104,6 +105,7 @@ AnyCall = (
     | calls.Unpin
     | calls.ListPins
     | calls.EndPins
+    | calls.EndSession
     | calls.PinPublicPrefixes
 )
 

@@ -154,6 +154,7 @@ class AsyncLLM:
         priority: int = 0,
         tenant: str = "",
         salt: str = "",
+        session: str = "",
         max_shared: int | None = None,
         explain: bool = False,
         retention: Sequence[tuple[int, float | None]] = (),
@@ -168,6 +169,8 @@ class AsyncLLM:
         Args:
             prompt: a text or token ids.
             priority, tenant, salt: see `LLM.generate`.
+            session: the tenant's name for the conversation that it is a turn of: pages that no other
+                session uses are evicted first once `cache.end_session` ends it.
             max_shared: share only this many of the first tokens with other requests; None: all.
             explain: say why no more of the prompt was cached, at the moment of the lookup.
             retention: prefixes of the prompt to pin, in whole pages, once they are computed: pairs
@@ -189,6 +192,7 @@ class AsyncLLM:
             priority=priority,
             tenant=tenant,
             salt=salt,
+            session=session,
             max_shared=max_shared,
             explain=explain,
             retention=retention,

@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import count
 
 from ramify.cache import Salt
+from ramify.cache.sessions import open_session
 from ramify.engine.cache_options import pin_prefixes
 from ramify.engine.context import EngineContext
 from ramify.engine.hit_verifier import HitVerifier
@@ -107,7 +108,11 @@ class RequestLifecycle:
             child.seed = parent.seed + index
             child.index, child.parent = index, parent
             parent.children.append(child)
+        cache, session = self._context.cache, None
+        if options.session:
+            session = open_session(cache, tenant, options.session)
         for request in (parent, *parent.children):
+            request.sequence.session = session
             request.options, request.priority, request.tenant = options, options.priority, tenant
             request.sequence.max_shared = options.max_shared
             self.rebuild_text_state(request)

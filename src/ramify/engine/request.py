@@ -171,6 +171,7 @@ class Request:
         )
         self.sequence.may_tell = old.may_tell if self.cache_counts is None else None
         self.sequence.has_looked_up = old.has_looked_up
+        self.sequence.session = old.session
         if self.params.needs_all_prompt_rows:
             # They forbid reading the cache until all are known.
             has_logprobs = len(self.prompt_logprobs) == len(self.prompt_ids) - 1

@@ -23,6 +23,7 @@ class RequestOptions:
     priority: int = 0
     tenant: str = ""
     salt: str = ""
+    session: str = ""
     max_shared: int | None = None
     explain: bool = False
     retention: Sequence[tuple[int, float | None]] = ()  # (tokens of a prefix, seconds)
@@ -62,7 +63,7 @@ class RequestOptions:
             isinstance(limit, bool) or not isinstance(limit, int) or limit < 0
         ):
             raise InvalidParamsError("max_shared", limit, "None or a number of tokens >= 0")
-        for name in ("tenant", "salt"):
+        for name in ("tenant", "salt", "session"):
             value = getattr(self, name)
             if not isinstance(value, str):
                 raise InvalidParamsError(name, value, "a text")

@@ -12,6 +12,7 @@ from ramify.cache.key import CacheKey, namespace_hash
 from ramify.cache.pages import ID_BYTES, Pages
 from ramify.cache.prefix_cache import PrefixCache
 from ramify.cache.promotion import lease_computed, publish_copies
+from ramify.cache.session_table import Session
 from ramify.cache.tier_loads import Load, LoadTable
 from ramify.cache.tiers import PageName
 from ramify.engine.request import Request
@@ -66,6 +67,7 @@ class CopiesIn:
         self._max_published = max(1, PUBLISH_BYTES // parts.device.page_bytes)
         self._loads: LoadTable[Request] = LoadTable()
         self._keys: dict[int, CacheKey] = {}  # load → the key that its pages are published under
+        self._sessions: dict[int, Session | None] = {}  # load → that of its first request
         self._reading: dict[PageRead, bool] = {}  # whether it was counted as stuck
         self._num_stuck = 0
         self.off = ""
@@ -209,6 +211,7 @@ class CopiesIn:
         ][: plan.num_pages]
         load = self._loads.begin(request, first, names, tiers, now_s, now_s + plan.load_s)
         self._keys[load.number] = key
+        self._sessions[load.number] = sequence.session
         self._counts.loads += 1
         self._pump()
         return load
@@ -312,11 +315,12 @@ class CopiesIn:
         if not ready or load.is_over:
             return 0
         cache, size, key = self._cache, self._size, self._keys[load.number]
+        session = self._sessions[load.number]
         lease = lease_computed(cache, key, (load.first + len(load.names)) * size)
         begin = load.first + load.num_published
         known = lease.num_tokens // size - begin
         if known < 0:  # pages before it were evicted meanwhile
-            cache.release(lease)
+            cache.release(lease, session=session)
             self._area.free(load.cut(load.num_published))
             return 0
         self._area.free(load.published(min(known, len(ready))))  # somebody computed them meanwhile
@@ -338,7 +342,7 @@ class CopiesIn:
                 if private:  # another request computes the next page
                     self._area.free(load.cut(load.num_published))
         finally:
-            cache.release(lease, Pages(private))
+            cache.release(lease, Pages(private), session)
         return len(ready)
 
     def _count_published(self, load: Load, count: int) -> None:
@@ -424,7 +428,7 @@ class CopiesIn:
     def _settle(self, load: Load) -> None:
         if self._loads.get(load.number) is load:
             self._loads.settle(load)
-            del self._keys[load.number]
+            del self._keys[load.number], self._sessions[load.number]
 
     # -- results -------------------------------------------------------------------------------
 

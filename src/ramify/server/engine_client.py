@@ -61,6 +61,7 @@ class EngineClient(Protocol):
         priority: int = 0,
         tenant: str = "",
         salt: str = "",
+        session: str = "",
         max_shared: int | None = None,
         explain: bool = False,
         retention: Sequence[tuple[int, float | None]] = (),

@@ -16,6 +16,7 @@ from ramify.engine.cache_admin.calls import (
     CheckCache,
     ClearCache,
     EndPins,
+    EndSession,
     EvictAnswers,
     Explain,
     ExplainToTenant,
@@ -114,6 +115,10 @@ class AsyncCacheView:
     async def end_pins(self, owner: str) -> int:
         """See `CacheView.end_pins`."""
         return await self._engine.run(EndPins(owner))
+
+    async def end_session(self, name: str, *, tenant: str = "") -> int | None:
+        """See `CacheView.end_session`."""
+        return await self._engine.run(EndSession(name, tenant))
 
     async def tree(self, max_nodes: int = 200) -> TreeView:
         """See `CacheView.tree`."""

@@ -170,6 +170,16 @@ class EndPins(Struct, frozen=True, tag=True):
         return _view(core).end_pins(self.owner)
 
 
+class EndSession(Struct, frozen=True, tag=True):
+    """`CacheView.end_session`."""
+
+    name: str
+    tenant: str = ""
+
+    def __call__(self, core: EngineCore) -> int | None:
+        return _view(core).end_session(self.name, tenant=self.tenant)
+
+
 class PinPublicPrefixes(Struct, frozen=True, tag=True):
     """`pin_public_prefixes`, after they were computed with this result."""
 

@@ -15,6 +15,7 @@ from ramify.cache.key import CacheKey
 from ramify.cache.maintenance import evict_suffix
 from ramify.cache.pins import Pin
 from ramify.cache.prefix_cache import PrefixCache
+from ramify.cache.sessions import end_session
 from ramify.cache.types import CacheStats, Node
 from ramify.engine.cache_admin.warmup import (
     WarmPrompt,
@@ -173,6 +174,14 @@ class CacheView:
             with suppress(PinError):  # it has expired just now
                 self.core.unpin(pin)
         return len(own)
+
+    @whole_call
+    def end_session(self, name: str, *, tenant: str = "") -> int | None:
+        """End a session: its pages that no other request has used are evicted before all others.
+
+        Returns how many pages; None if no session of this tenant and name is alive.
+        """
+        return end_session(self.core, tenant, name)
 
     @whole_call
     def tree(self, max_nodes: int = 200) -> TreeView:

@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
 from ramify.cache.call_guard import CallGuard
@@ -20,7 +22,7 @@ from ramify.engine.request_options import RequestOptions
 from ramify.engine.serving.streams import Stream
 from ramify.engine.sessions.transcript import Savepoint, Transcript
 from ramify.engine.text.prompt_inputs import Message, Prompt, check_template_options
-from ramify.errors import EngineStoppedError, InvalidParamsError, PinError
+from ramify.errors import EngineStoppedError, InvalidParamsError, PinError, RamifyError
 from ramify.outputs import FinishReason, RequestOutput, StepOutput
 from ramify.params import SamplingParams
 
@@ -37,7 +39,7 @@ class AnswersPrompts(Protocol):
 
     @property
     def cache(self) -> CacheView:
-        """Has `pin` and `unpin`."""
+        """Has `pin`, `unpin` and `end_session`."""
 
     def _answer(
         self, prompt: Prompt, params: SamplingParams, options: RequestOptions
@@ -50,7 +52,7 @@ class StreamsAnswers(Protocol):
 
     @property
     def cache(self) -> AsyncCacheView:
-        """Has `pin` and `unpin`."""
+        """Has `pin`, `unpin` and `end_session`."""
 
     def _stream_prompt(
         self, prompt: Prompt, params: SamplingParams, options: RequestOptions
@@ -77,13 +79,33 @@ class SessionOptions:
             raise InvalidParamsError("ttl_s", ttl_s, "None or more than 0 seconds")
 
 
+class _Family:
+    """A session and its forks, which the cache knows by one name, and those that are not closed."""
+
+    def __init__(self) -> None:
+        self.name = f"session:{secrets.token_hex(8)}"
+        self.numbers = count()
+        self.open = set[int]()  # numbers of those that are not closed
+
+
 class _BaseSession(Generic[Engine]):
     """The state of `Session` and `AsyncSession`: a transcript, and the pin of the last turn."""
 
     turns: CallTurns
 
-    def __init__(self, llm: Engine, transcript: Transcript, options: SessionOptions) -> None:
-        self._llm, self._transcript, self._options = llm, transcript, options
+    def __init__(
+        self,
+        llm: Engine,
+        transcript: Transcript,
+        options: SessionOptions,
+        family: _Family | None = None,
+    ) -> None:
+        self._llm, self._transcript = llm, transcript
+        self._family = _Family() if family is None else family
+        self._number = next(self._family.numbers)
+        self._family.open.add(self._number)
+        request = replace(options.request, session=self._family.name)
+        self._options = replace(options, request=request)
         self._pinned: Pin | None = None
         self._pin_refused: str | None = None
         self._is_busy = False  # an answer of an `AsyncSession` is running
@@ -139,7 +161,10 @@ class _BaseSession(Generic[Engine]):
         """`count` new sessions that continue from here independently; this one is unchanged."""
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise InvalidParamsError("count", count, "an integer >= 1")
-        return [type(self)(self._llm, self._transcript.copy(), self._options) for _ in range(count)]
+        return [
+            type(self)(self._llm, self._transcript.copy(), self._options, self._family)
+            for _ in range(count)
+        ]
 
     def _begin_turn(self, params: SamplingParams | None) -> tuple[Sequence[int], SamplingParams]:
         """Prompt ids and parameters of the next turn.
@@ -153,7 +178,13 @@ class _BaseSession(Generic[Engine]):
         if chosen.n != 1:
             raise InvalidParamsError("n", chosen.n, "1: a session has one answer; fork it for more")
         self._require_idle("generate")
+        self._family.open.add(self._number)
         return self._transcript.prompt_ids(), chosen
+
+    def _leave_family(self) -> bool:
+        """Whether this session is closed now, and all its forks are."""
+        self._family.open.discard(self._number)
+        return not self._family.open
 
     def _require_idle(self, call: str) -> None:
         """Raise InvalidParamsError while an answer is running: it continues the present transcript."""
@@ -182,9 +213,13 @@ class Session(_BaseSession[AnswersPrompts]):
     """
 
     def __init__(
-        self, llm: AnswersPrompts, transcript: Transcript, options: SessionOptions
+        self,
+        llm: AnswersPrompts,
+        transcript: Transcript,
+        options: SessionOptions,
+        family: _Family | None = None,
     ) -> None:
-        super().__init__(llm, transcript, options)
+        super().__init__(llm, transcript, options, family)
         self.turns = llm.turns
 
     @whole_call
@@ -209,9 +244,16 @@ class Session(_BaseSession[AnswersPrompts]):
 
     @whole_call
     def close(self) -> None:
-        """Unpin the last turn. Its K/V stays cached until it is evicted."""
+        """Unpin the last turn, and let the session's pages go.
+
+        Once all its forks are closed too, pages that no other request has used are evicted first.
+        """
         pin, self._pinned = self._pinned, None
         self._unpin(pin)
+        if self._leave_family():
+            request = self._options.request
+            with suppress(EngineStoppedError):
+                self._llm.cache.end_session(request.session, tenant=request.tenant)
 
     def __enter__(self) -> Self:
         return self
@@ -245,9 +287,13 @@ class AsyncSession(_BaseSession[StreamsAnswers]):
     """A `Session` over an `AsyncLLM`: answers are awaited or streamed."""
 
     def __init__(
-        self, llm: StreamsAnswers, transcript: Transcript, options: SessionOptions
+        self,
+        llm: StreamsAnswers,
+        transcript: Transcript,
+        options: SessionOptions,
+        family: _Family | None = None,
     ) -> None:
-        super().__init__(llm, transcript, options)
+        super().__init__(llm, transcript, options, family)
         self.turns = CallTurns(CallGuard())
 
     async def generate(self, params: SamplingParams | None = None) -> RequestOutput:
@@ -267,6 +313,10 @@ class AsyncSession(_BaseSession[StreamsAnswers]):
         self._num_closed += 1
         pin, self._pinned = self._pinned, None
         await self._unpin(pin)
+        if self._leave_family():
+            request = self._options.request
+            with suppress(RamifyError):  # the engine has ended, or no replica answers
+                await self._llm.cache.end_session(request.session, tenant=request.tenant)
 
     async def __aenter__(self) -> Self:
         return self
