@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -35,6 +35,8 @@ from ramify.server.service import MAX_BYTES_PER_TOKEN, RequestService
 from ramify.server.tenants import Caller
 
 SMALL_BODY = 1 << 16  # bytes; decoded on the event loop in a few milliseconds
+SESSION_HEADER = "x-session-id"
+MAX_SESSION_CHARS = 256
 WARNING_HEADER = "X-Ramify-Warning"
 MAX_WARNING_CHARS = 1000  # of the whole header
 T = TypeVar("T")
@@ -139,8 +141,34 @@ class RequestContext:
         finally:
             quotas.release(self.caller, 0, charge)
 
-    async def start(self, generation_request: GenerationRequest, *, prefix: str) -> Generation:
+    def in_session(self, request: GenerationRequest, implied: str = "") -> GenerationRequest:
+        """The request in the session that its body names, else its header, else in `implied`.
+
+        Raises:
+            ApiError: 400, the header is too long, or it ends a session and names none.
+        """
+        header = self.request.headers.get(SESSION_HEADER, "")
+        if len(header) > MAX_SESSION_CHARS:
+            raise ApiError(
+                400,
+                f"the header {SESSION_HEADER} has {len(header)} characters; at most "
+                f"{MAX_SESSION_CHARS}",
+                param=SESSION_HEADER,
+            )
+        name = request.session or header or implied
+        if request.ends_session and not name:
+            raise ApiError(
+                400,
+                f"no session is named; send session_id or the header {SESSION_HEADER}",
+                param="end_session",
+            )
+        return replace(request, session=name)
+
+    async def start(
+        self, generation_request: GenerationRequest, *, prefix: str, implied_session: str = ""
+    ) -> Generation:
         """Start a generation as `RequestService.start` does; it ends with the HTTP request."""
+        generation_request = self.in_session(generation_request, implied_session)
         for message in generation_request.warnings:
             self.warn(message)
         generation = await self.until_done_or_disconnect(

@@ -29,6 +29,8 @@ class GenerationRequest:
     history_entry: HistoryEntry
     params: SamplingParams
     salt: str = ""
+    session: str = ""  # name of the session that it is a turn of
+    ends_session: bool = False
     priority: int = 0
     is_prewarm: bool = False  # compute and cache the prompt; the response has no text
     is_chat: bool = False  # a later request may send the answer back as a message

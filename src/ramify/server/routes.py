@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ramify import __version__
-from ramify.server import model_list
+from ramify.server import model_list, sessions
 from ramify.server.anthropic import endpoints as anthropic
 from ramify.server.anthropic.protocol import VERSION_HEADER, CountRequest, MessageRequest
 from ramify.server.context import RequestContext
@@ -151,6 +151,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint("/v1/conversations/{name}/items/{item}", "DELETE", conversations.delete_item, "Delete an item."),
     _anthropic("/v1/messages", "POST", anthropic.messages, "Answer, in Anthropic's form.", MessageRequest, streams=True),
     _anthropic("/v1/messages/count_tokens", "POST", anthropic.count_tokens, "Count a prompt's tokens.", CountRequest),
+    Endpoint("/v1/sessions/{name:path}", "DELETE", sessions.delete_session, "End a session: its pages are evicted first.", dialect="by_header"),
     Endpoint("/v1/models", "GET", model_list.list_models, "The models that are served.", dialect="by_header", parameters=model_list.PAGE_PARAMETERS),
     Endpoint("/v1/models/{name:path}", "GET", model_list.get_model, "A model.", dialect="by_header"),
     Endpoint("/tokenize", "POST", openai.tokenize, "Text to token ids.", TokenizeRequest),

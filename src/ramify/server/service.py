@@ -207,6 +207,7 @@ class RequestService:
                 priority=request.priority,
                 tenant=caller.tenant,
                 salt=request.salt,
+                session=request.session,
                 max_shared=request.history_entry.max_shared,
                 explain=True,
                 retention=tuple(
@@ -229,7 +230,7 @@ class RequestService:
                 publishes=self.prefix_cache,
                 on_end=self._account,
                 on_event=self.event_listeners,
-                after_end=self._evict_reasoning,
+                after_end=self._after_end,
                 abort=self.engine.abort,
             )
             return generation
@@ -300,6 +301,16 @@ class RequestService:
             self.history.put(caller.tenant, generation.id, entry)
         for listener in self.listeners:
             listener(generation)
+
+    async def _after_end(self, generation: Generation) -> None:
+        await self._evict_reasoning(generation)
+        if generation.request.ends_session:
+            await self.let_session_go(generation.caller.tenant, generation.request.session)
+
+    async def let_session_go(self, tenant: str, name: str) -> None:
+        """End a session, if it is alive and the engine runs."""
+        with suppress(EngineStoppedError, NoReplicaError, ReplicaLostError):
+            await self.engine.cache.end_session(name, tenant=tenant)
 
     async def _evict_reasoning(self, generation: Generation) -> None:
         """Evict an answer's K/V if it contains reasoning that the next prompt will not repeat.

@@ -65,7 +65,12 @@ def messages_to_generation(
             max_tokens=max(1, request.max_tokens),
             stop=request.stop_sequences or (),
         ),
-        cache=replace(conversation.cache, salt=request.cache_salt or ""),
+        cache=replace(
+            conversation.cache,
+            salt=request.cache_salt or "",
+            session=request.session_id or "",
+            ends_session=bool(request.end_session),
+        ),
         priority=request.priority,
         is_prewarm=request.max_tokens == 0,
         is_streamed=bool(request.stream),

@@ -157,4 +157,6 @@ class MessageRequest(CountRequest, kw_only=True):
     service_tier: str | None = None
     speed: str | None = None
     cache_salt: CacheSalt | None = None
+    session_id: Name | None = None
+    end_session: bool | None = None
     priority: Priority = 0

@@ -52,12 +52,16 @@ class CacheOptions:
 
     Args:
         salt: separates its prefixes from those of requests with another.
+        session: name of the session that it is a turn of; empty: the body names none.
+        ends_session: the session ends with it.
         max_breakpoints: of the messages and tools; the last are kept.
         end_ttl_s: of a further breakpoint at the end of what the next turn shares; None: there is none.
         shares_breakpoints_only: nothing behind the last breakpoint stays cached for other requests.
     """
 
     salt: str = ""
+    session: str = ""
+    ends_session: bool = False
     max_breakpoints: int = MAX_BREAKPOINTS
     end_ttl_s: float | None = None
     shares_breakpoints_only: bool = False

@@ -58,6 +58,8 @@ def to_generation(
         entry,
         params,
         salt=conversation.cache.salt,
+        session=conversation.cache.session,
+        ends_session=conversation.cache.ends_session,
         priority=conversation.priority,
         is_prewarm=conversation.is_prewarm,
         is_chat=True,

@@ -104,6 +104,8 @@ def completion_to_generations(
                 history_entry=entry,
                 params=params,
                 salt=cache.salt,
+                session=cache.session,
+                ends_session=cache.ends_session,
                 priority=request.priority or 0,
                 is_prewarm=request.is_prewarm,
                 warnings=tuple(warnings),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ramify.engine.text.tokenizer import Tokenizer
@@ -152,13 +153,18 @@ def cache_options(request: Sampling) -> CacheOptions:
     The implicit breakpoint at the prompt's end counts among `MAX_BREAKPOINTS`. It is cached in any case,
     and pinned only if the request sets a lifetime.
     """
-    options, salt = request.prompt_cache_options or PromptCacheOptions(), request.cache_salt or ""
+    options = request.prompt_cache_options or PromptCacheOptions()
+    cache = CacheOptions(
+        salt=request.cache_salt or "",
+        session=request.session_id or "",
+        ends_session=bool(request.end_session),
+    )
     if options.mode == "explicit":
-        return CacheOptions(salt=salt, shares_breakpoints_only=True)
+        return replace(cache, shares_breakpoints_only=True)
     is_pinned = options.ttl is not None or bool(options.prewarm)
     is_pinned |= request.prompt_cache_retention == "24h"
-    return CacheOptions(
-        salt=salt,
+    return replace(
+        cache,
         max_breakpoints=MAX_BREAKPOINTS - 1,
         end_ttl_s=breakpoint_ttl_s(request) if is_pinned else None,
     )

@@ -213,6 +213,8 @@ class Sampling(Struct, kw_only=True):
     prompt_cache_options: PromptCacheOptions | None = None
     prompt_cache_retention: CacheRetention | None = None
     cache_salt: CacheSalt | None = None
+    session_id: Name | None = None
+    end_session: bool | None = None  # with this request
     priority: Priority | None = None
     user: str | None = None
     # vLLM's

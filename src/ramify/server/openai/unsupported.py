@@ -125,7 +125,7 @@ _NEUTRAL = {
 # Fields of both completion endpoints that leave the answer's text as it is: an API without them treats
 # them as unknown.
 _NO_EFFECT = frozenset(
-    "model user priority stream_options prompt_cache_key prompt_cache_options "
+    "model user priority session_id end_session stream_options prompt_cache_key prompt_cache_options "
     "prompt_cache_retention return_token_ids return_tokens_as_token_ids".split()
 )
 

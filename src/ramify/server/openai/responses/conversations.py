@@ -28,6 +28,7 @@ from ramify.server.openai.responses.protocol import (
 )
 from ramify.server.openai.responses.store import (
     Item,
+    conversation_session,
     numbered_items,
     page_of_items,
     stored_conversation,
@@ -67,9 +68,10 @@ async def update_conversation(context: RequestContext) -> Response:
 
 
 async def delete_conversation(context: RequestContext) -> Response:
-    """DELETE /v1/conversations/{name}: its items as well."""
-    name = _named(context).id
-    context.service.conversations.forget(context.caller.tenant, name)
+    """DELETE /v1/conversations/{name}: its items as well, and its session ends."""
+    name, tenant = _named(context).id, context.caller.tenant
+    context.service.conversations.forget(tenant, name)
+    await context.service.let_session_go(tenant, conversation_session(name))
     return context.json({"id": name, "object": "conversation.deleted", "deleted": True})
 
 

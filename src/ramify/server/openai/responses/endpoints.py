@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import AsyncGenerator
 
 import msgspec
@@ -25,6 +26,7 @@ from ramify.server.openai.responses.replay import replayed_events
 from ramify.server.openai.responses.request import TranslatedRequest, response_to_generation
 from ramify.server.openai.responses.response import ResponsesResponseBuilder
 from ramify.server.openai.responses.store import (
+    CHAIN_PREFIX,
     StoredResponse,
     earlier_turns,
     items_by_id,
@@ -43,7 +45,12 @@ async def create_response(context: RequestContext) -> Response:
     translated = await _translate(context, request)
     conversation, num_items = translated.earlier.conversation, len(translated.items)
     check_room(context.service, conversation, num_items, context.num_body_bytes)
-    generation = await context.start(translated.generation_request, prefix="resp_")
+    session = translated.earlier.session
+    if not session and request.store is not False:  # for the responses that will continue it
+        session = CHAIN_PREFIX + secrets.token_hex(8)
+    generation = await context.start(
+        translated.generation_request, prefix="resp_", implied_session=session
+    )
     builder = ResponsesResponseBuilder(context.service, request, translated, generation)
     return await context.respond(builder, stream=request.stream, on_error=_error_event)
 
@@ -78,10 +85,11 @@ async def get_response(context: RequestContext) -> Response:
 
 
 async def delete_response(context: RequestContext) -> Response:
-    """DELETE /v1/responses/{name}."""
-    _named(context)
-    name = context.request.path_params["name"]
+    """DELETE /v1/responses/{name}; the last of those that continue each other ends their session."""
+    chain, name = _named(context).chain, context.request.path_params["name"]
     context.service.history.forget(context.caller.tenant, name)
+    if chain.is_own and chain.last == name:
+        await context.service.let_session_go(context.caller.tenant, chain.session)
     return context.json({"id": name, "object": "response", "deleted": True})
 
 

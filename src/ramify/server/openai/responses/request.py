@@ -115,6 +115,8 @@ def _chat_options(request: ResponsesRequest, tool_choice: Any) -> ChatRequest:
         prompt_cache_retention=request.prompt_cache_retention,
         parallel_tool_calls=request.parallel_tool_calls,
         cache_salt=request.cache_salt,
+        session_id=request.session_id,
+        end_session=request.end_session,
     )
 
 

@@ -23,7 +23,13 @@ from ramify.server.openai.responses.conversations import append_to_conversation
 from ramify.server.openai.responses.items import OutputItems
 from ramify.server.openai.responses.protocol import Reasoning, ResponsesRequest
 from ramify.server.openai.responses.request import TranslatedRequest
-from ramify.server.openai.responses.store import StoredResponse, joined_lists, numbered_items
+from ramify.server.openai.responses.store import (
+    CHAIN_PREFIX,
+    ResponseChain,
+    StoredResponse,
+    joined_lists,
+    numbered_items,
+)
 from ramify.server.prompts.renderer import KnownPrefix
 from ramify.server.service import RequestService
 
@@ -169,9 +175,18 @@ class ResponsesResponseBuilder:
         if not is_stored:
             return
         packed_input = joined_lists([earlier.packed_items(), encode_json(items)])
-        stored = StoredResponse(packed_input, encode_json(body), known, delta_lens)
+        chain = self._chain()
+        chain.last = name
+        stored = StoredResponse(packed_input, encode_json(body), known, delta_lens, chain)
         entry = self.generation.request.history_entry.without_text()
         self.service.history.put(tenant, name, replace(entry, response=stored))
+
+    def _chain(self) -> ResponseChain:
+        """The chain that the response continues, unless its session is another."""
+        earlier, session = self.translated.earlier.response, self.generation.request.session
+        if earlier is not None and earlier.chain.session == session:
+            return earlier.chain
+        return ResponseChain(session, session.startswith(CHAIN_PREFIX))
 
     def _known(self, output: RequestOutput) -> tuple[KnownPrefix, ...]:
         """The prompt with the answer, then without, as texts with their token ids."""

@@ -23,6 +23,8 @@ from ramify.server.service import RequestService
 Item = dict[str, Any]
 MAX_REFERENCES = 1024  # of one request
 MAX_PAGE, DEFAULT_PAGE = 100, 20
+# Of the names of sessions of responses whose client names none.
+CHAIN_PREFIX = "responses:"
 # An item's id names the response or conversation that holds it, so that no index is needed.
 ITEM_ID = re.compile(r"[a-z]{2,5}_([0-9a-f]{32})_[io][0-9]{1,9}")
 ID_PREFIXES = {
@@ -49,6 +51,19 @@ def item_id(kind: str, owner: str, number: int, *, is_output: bool = False) -> s
     return f"{prefix}_{owner.partition('_')[2]}_{'o' if is_output else 'i'}{number}"
 
 
+@dataclass(slots=True, eq=False)
+class ResponseChain:
+    """Responses that continue each other, in one session.
+
+    `is_own`: the session is the chain's, and ends when `last`, the id of the newest response, is
+    deleted. Else the client has named it, and ends it.
+    """
+
+    session: str
+    is_own: bool
+    last: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
     """A response that a later request may continue or fetch by its id.
@@ -60,6 +75,7 @@ class StoredResponse:
     packed_body: bytes
     known: tuple[KnownPrefix, ...]  # the prompt with the answer, then without
     delta_lens: array[int]  # characters of each delta that the stream had; empty: no stream
+    chain: ResponseChain
 
     @property
     def body(self) -> msgspec.Raw:
@@ -160,6 +176,13 @@ class EarlierTurns:
     owners: tuple[StoredResponse | StoredConversation, ...] = ()  # of the items that it refers to
 
     @property
+    def session(self) -> str:
+        """The session of what is continued; empty if nothing is."""
+        if self.conversation is not None:
+            return conversation_session(self.conversation.id)
+        return "" if self.response is None else self.response.chain.session
+
+    @property
     def known(self) -> tuple[KnownPrefix, ...]:
         """Texts with their token ids, for the prompt to keep."""
         source = self.response or self.conversation
@@ -192,6 +215,11 @@ class EarlierTurns:
                 items |= {name: own[name] for name in self.references & own.keys()}
         packed = b"[" + b",".join(map(bytes, items.values())) + b"]"
         return dict(zip(items, decode_items(packed, "input"), strict=True))
+
+
+def conversation_session(name: str) -> str:
+    """The session of a conversation's responses."""
+    return f"conversation:{name}"
 
 
 def packed_items_of(source: StoredResponse | StoredConversation) -> bytes:
