@@ -46,12 +46,16 @@ class PacedExecutor:
 
     def __init__(self, rate: float) -> None:
         self._period_s = 1 / rate if rate else 0.0
+        self._result = StepResult({}, {})
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def begin(self, plan: StepPlan) -> None:
         if self._period_s:
             time.sleep(self._period_s - time.monotonic() % self._period_s)
         sampled = SampledTokens((now_ticks(),))
-        return StepResult({spec.request_id: sampled for spec in plan.samples}, {})
+        self._result = StepResult({spec.request_id: sampled for spec in plan.samples}, {})
+
+    def finish(self) -> StepResult:
+        return self._result
 
     def zero_pages(self, pages: Sequence[int]) -> None:
         pass

@@ -39,7 +39,7 @@ class Stopwatch:
             if isinstance(value, property) and value.fget is not None:
                 setattr(kind, name, property(self._timed(part, value.fget), value.fset))
             elif callable(value) and not isinstance(value, type):
-                setattr(kind, name, self._timed(part, value, step=steps and name == "execute"))
+                setattr(kind, name, self._timed(part, value, step=steps and name == "begin"))
 
     def reset(self) -> None:
         """Set all times and the step count to zero."""

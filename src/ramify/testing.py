@@ -94,12 +94,24 @@ class FakeExecutor:
         self.num_steps = 0  # failed ones included
         self.num_computed_tokens = 0  # of the steps that did not fail
         self.num_erased_pages = 0
+        self._result: StepResult | None = None  # of a step that was begun and is not finished
         self._tokens = np.zeros(num_pages * page_size, np.int64)
         self._positions = np.full(num_pages * page_size, _NEVER, np.int64)
         self._chains = np.zeros(num_pages * page_size, np.uint64)
 
+    def begin(self, plan: StepPlan) -> None:
+        """See `Executor.begin`; runs the whole step, as `execute` does."""
+        self._result = None
+        self._result = self.execute(plan)
+
+    def finish(self) -> StepResult:
+        """See `Executor.finish`."""
+        result, self._result = self._result, None
+        assert result is not None, "finish without begin"
+        return result
+
     def execute(self, plan: StepPlan) -> StepResult:
-        """See `Executor.execute`.
+        """Run a step and return its result at once.
 
         Raises:
             AssertionError: a request reads what is not there, or two write to one slot.

@@ -33,6 +33,7 @@ from ramify.models.kv_cache_spec import (
 )
 from ramify.outputs import RequestOutput
 from ramify.params import SamplingParams
+from tests.pure.whole_steps import WholeSteps, run_step
 
 CPU = torch.device("cpu")
 LLAMA3_ROPE = {
@@ -111,7 +112,7 @@ class RecordingRunner(ModelRunner):
 
 
 @dataclass
-class RecordingExecutor:
+class RecordingExecutor(WholeSteps):
     """Records the row of logits of every drawn token, and fills free pages with NaN.
 
     It fills them before each step, so that a step that reads stale K/V gets NaN.
@@ -125,7 +126,7 @@ class RecordingExecutor:
         assert self.cache is not None
         spoil_free_pages(self.runner.pool, self.cache)
         self.runner.last.clear()
-        result = LocalExecutor(self.runner).execute(plan)
+        result = run_step(LocalExecutor(self.runner), plan)
         row = 0
         for draw in plan.samples:
             positions = self.rows.setdefault(draw.request_id, {})

@@ -36,6 +36,7 @@ from ramify.models.loader import load_model
 from ramify.outputs import Completion, FinishReason, RequestOutput
 from ramify.params import SamplingParams
 from ramify.testing import write_tiny_checkpoint
+from tests.pure.whole_steps import WholeSteps, run_step
 
 MAX_TOKENS = 160  # of a request, prompt and answers
 TINY: dict[str, Any] = {
@@ -172,7 +173,7 @@ class SmallModel:
 
 
 @dataclass
-class Saboteur:
+class Saboteur(WholeSteps):
     """An executor that injects faults into steps, copies, decoders and eviction observers."""
 
     runner: ModelRunner
@@ -206,7 +207,7 @@ class Saboteur:
             self._raise(kind, plan)
         if kind == "page":
             self._spoil_page()
-        result = self.inner.execute(plan)
+        result = run_step(self.inner, plan)
         if kind.endswith("late"):
             self._spoil(plan.batch.slot_mapping.tolist())
             self._raise(kind.removesuffix(" late"), plan)

@@ -10,12 +10,13 @@ from ramify.engine.core import EngineCore
 from ramify.engine.step import StepPlan, StepResult
 from ramify.testing import FakeExecutor
 from tests.pure.engine_bench import Bench, expected
+from tests.pure.whole_steps import WholeSteps
 
 T = TypeVar("T")
 LIMIT_S = 60.0  # a test that hangs fails with its stack
 
 
-class Gate:
+class Gate(WholeSteps):
     """An executor that computes a step when it is allowed one."""
 
     def __init__(self, device: FakeExecutor) -> None:

@@ -27,6 +27,7 @@ from ramify import __version__
 from ramify.engine.step import StepPlan, StepResult
 from ramify.testing import FakeExecutor, fake_next_token
 from tests.pure.server_bench import Answer, ServerBench
+from tests.pure.whole_steps import WholeSteps
 
 MAX_TEXT_CHARS = (
     1600  # of a recorded request or prompt; a longer text is its beginning and a digest
@@ -130,7 +131,7 @@ def filled(value: Any, answers: Sequence[Answer]) -> Any:
     return value
 
 
-class PacedExecutor:
+class PacedExecutor(WholeSteps):
     """Runs a step when the event loop has taken all tokens of the step before it.
 
     A reader that comes late gets the tokens of several steps as a single increment.
@@ -140,7 +141,7 @@ class PacedExecutor:
         self.device, self._loop = device, loop
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """See `Executor.execute`."""
+        """See `WholeSteps.execute`."""
         asyncio.run_coroutine_threadsafe(self._until_idle(), self._loop).result()
         return self.device.execute(plan)
 

@@ -12,6 +12,7 @@ from ramify.outputs import FinishReason
 from ramify.params import SamplingParams
 from ramify.testing import FakeExecutor
 from tests.pure.engine_bench import Bench, expected
+from tests.pure.whole_steps import WholeSteps
 
 
 def test_a_step_that_fails_once_is_tried_again() -> None:
@@ -29,7 +30,7 @@ def test_a_step_that_fails_once_is_tried_again() -> None:
     assert bench.device.num_erased_pages > 0
 
 
-class Refusing:
+class Refusing(WholeSteps):
     """An executor that fails every step in which a certain token is computed."""
 
     def __init__(self, inner: FakeExecutor, token: int) -> None:
@@ -202,7 +203,7 @@ def test_what_an_aborted_request_computed_stays_warm() -> None:
     assert output.cache.read_tokens == 32
 
 
-class Tainting:
+class Tainting(WholeSteps):
     """An executor after whose steps the K/V of a request is not finite while a token is known."""
 
     def __init__(self, inner: FakeExecutor, token: int, *, times: int) -> None:

@@ -18,6 +18,7 @@ from ramify.errors import (
 from ramify.outputs import FinishReason
 from ramify.testing import FakeExecutor
 from tests.pure.engine_bench import Bench, LetterDecoder, expected
+from tests.pure.whole_steps import WholeSteps
 
 STEM = [7] * 9
 
@@ -177,7 +178,7 @@ def test_repairs_for_ever_end_those_that_make_no_progress() -> None:
 
 
 @dataclass
-class Raising:
+class Raising(WholeSteps):
     """An executor whose copies, erasures and eviction observer raise."""
 
     inner: FakeExecutor
@@ -393,7 +394,7 @@ def test_branches_can_be_aborted_when_the_first_answer_has_ended() -> None:
 
 
 @dataclass
-class Cramped:
+class Cramped(WholeSteps):
     """An executor that runs out of memory above a number of tokens per step."""
 
     inner: FakeExecutor

@@ -21,6 +21,7 @@ from tests.pure.test_engine_repair import (
     miscount_what_is_evictable,
     served,
 )
+from tests.pure.whole_steps import WholeSteps
 
 GUESSED = np.array([0b00000110], np.uint8)
 
@@ -168,7 +169,7 @@ def test_scheduling_that_raises_again_and_again_ends_with_whom_it_is_about(
     assert_answered(bench, prompts)
 
 
-class _Damaged:
+class _Damaged(WholeSteps):
     """Executor that fails requests that read a page in `pages`, until `zero_pages` erases it."""
 
     def __init__(self, inner: FakeExecutor) -> None:

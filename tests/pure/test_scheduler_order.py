@@ -21,6 +21,7 @@ from ramify.errors import ConfigError, OverloadedError, PromptTooLongError
 from ramify.params import SamplingParams
 from tests.budget import examples
 from tests.pure.engine_bench import Bench, expected
+from tests.pure.whole_steps import WholeSteps
 
 
 def begun(bench: Bench, keys: Sequence[int]) -> list[int]:
@@ -319,7 +320,7 @@ def test_tenants_are_served_the_same_number_of_tokens() -> None:
     served = {"heavy": 0, "light": 0}
     execute = bench.device.execute
 
-    class Counting:
+    class Counting(WholeSteps):
         def __getattr__(self, name: str) -> Any:
             return getattr(bench.device, name)
 

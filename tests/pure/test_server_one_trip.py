@@ -12,6 +12,7 @@ from ramify.params import SamplingParams
 from ramify.testing import FakeExecutor
 from tests.pure.async_bench import AsyncBench
 from tests.pure.server_bench import ServerBench, chat, run
+from tests.pure.whole_steps import WholeSteps
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 PROMPT = "The violin is in the attic, behind the lamps of Mara. " * 8
@@ -24,7 +25,7 @@ def message(text: str, **others: Any) -> dict[str, Any]:
     return body | others
 
 
-class StepGate:
+class StepGate(WholeSteps):
     """An executor that stops before each step until it is allowed one."""
 
     def __init__(self, device: FakeExecutor) -> None:

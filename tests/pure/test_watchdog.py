@@ -6,8 +6,10 @@ import threading
 import pytest
 
 from ramify.engine.serving.engine_thread import EngineThread
+from ramify.engine.step import StepPlan, StepResult
 from ramify.engine.watchdog import Watchdog
 from tests.pure.engine_bench import Bench
+from tests.pure.whole_steps import WholeSteps
 
 
 class Clock:
@@ -52,15 +54,15 @@ def test_an_engine_that_hangs_in_its_device_is_seen_from_another_thread() -> Non
     bench.core.watchdog = Watchdog(5.0, clock=clock)
     execute = bench.device.execute
 
-    class Hanging:
+    class Hanging(WholeSteps):
         zero_pages, copy_pages = bench.device.zero_pages, bench.device.copy_pages
 
-        def execute(self, plan: object) -> object:
+        def execute(self, plan: StepPlan) -> StepResult:
             entered.set()
             assert leave.wait(60)
-            return execute(plan)  # type: ignore[arg-type]
+            return execute(plan)
 
-    bench.core.executor = Hanging()  # type: ignore[assignment]
+    bench.core.executor = Hanging()
     key = bench.add([1, 2, 3], max_tokens=1)
     thread = threading.Thread(target=bench.step)
     thread.start()

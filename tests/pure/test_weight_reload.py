@@ -18,12 +18,13 @@ from ramify.params import SamplingParams
 from ramify.testing import FakeExecutor
 from tests.pure.async_bench import AsyncBench, run
 from tests.pure.engine_bench import Bench, expected
+from tests.pure.whole_steps import WholeSteps
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 EPOCH = b"new weights"
 
 
-class Aging:
+class Aging(WholeSteps):
     """A fake device that marks each slot with the weights that wrote it and checks every read."""
 
     def __init__(self, device: FakeExecutor) -> None:

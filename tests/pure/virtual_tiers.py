@@ -53,11 +53,14 @@ class TimedExecutor:
     def __init__(self, inner: FakeExecutor, cost: CostModel, time: VirtualTime) -> None:
         self.inner, self.cost, self.time = inner, cost, time
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def begin(self, plan: StepPlan) -> None:
         batch = plan.batch
         num_reads = float(batch.positions.sum()) + batch.num_tokens
         self.time.now += self.cost.step(batch.num_tokens, num_reads)
-        return self.inner.execute(plan)
+        self.inner.begin(plan)
+
+    def finish(self) -> StepResult:
+        return self.inner.finish()
 
     def zero_pages(self, pages: Sequence[int]) -> None:
         self.inner.zero_pages(pages)

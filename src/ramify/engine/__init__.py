@@ -2,7 +2,7 @@
 
 A request's way: `core.add_request` validates and queues it → `scheduler.schedule` chooses the
 step's requests and has `attention.planner` plan their pages → `step_plan` builds the `StepPlan` →
-`executor.execute` runs the model and samples → `result_processor` commits the K/V and updates the
+the executor runs the model and samples → `result_processor` commits the K/V and updates the
 requests → `lifecycle.emit` collects a `StepOutput` for the caller.
 
 In reading order. A line imports only lines above it; names in a line with `|` are independent:

@@ -433,7 +433,8 @@ class EngineCore:
         if tiering is not None:
             tiering.planned(scheduled.requests)
         try:
-            result = self.executor.execute(plan)
+            self.executor.begin(plan)
+            result = self.executor.finish()
         except BaseException as error:  # noqa: BLE001 - re-raises KeyboardInterrupt, SystemExit
             self.recovery.step_failed(scheduled, error)
             return

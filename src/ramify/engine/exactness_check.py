@@ -24,7 +24,7 @@ from ramify.engine.core import EngineCore
 from ramify.engine.execution.local_executor import LocalExecutor
 from ramify.engine.execution.runner import ModelRunner
 from ramify.engine.llm import LLM
-from ramify.engine.step import StepPlan, StepResult
+from ramify.engine.step import StepPlan
 from ramify.errors import ConfigError
 from ramify.kv.pool import KVPool
 from ramify.params import SamplingParams
@@ -103,12 +103,11 @@ class _DigestingExecutor(LocalExecutor):
         self._digesting_runner = runner
         self.digests: dict[int, dict[int, bytes]] = {}
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        result = super().execute(plan)
+    def begin(self, plan: StepPlan) -> None:
+        super().begin(plan)
         if plan.samples:
             for spec, digest in zip(plan.samples, self._digesting_runner.digests, strict=True):
                 self.digests.setdefault(spec.request_id, {})[spec.position] = digest
-        return result
 
 
 class _Instance:

@@ -82,13 +82,28 @@ class StepResult:
 
 
 class Executor(Protocol):
-    """Runs step plans. `ramify.testing.FakeExecutor` does so without a model."""
+    """Runs step plans. `ramify.testing.FakeExecutor` does so without a model.
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Write the step's K/V to its pages, attend, and sample.
+    A step is begun, then finished; one is in flight at a time. Calls take effect in the order in
+    which they are made, so that pages zeroed or copied after `begin` are those of the step or of
+    what follows it. After `begin` or `finish` has raised, no step is in flight.
+    """
+
+    def begin(self, plan: StepPlan) -> None:
+        """Start to write the step's K/V to its pages, to attend, and to sample.
+
+        Returns before that is done, if the device works by itself; on a CPU it is done then. A step
+        that was begun and never finished is dropped.
 
         Raises:
             StepMemoryError: out of memory; a step of fewer tokens may fit.
+        """
+
+    def finish(self) -> StepResult:
+        """Wait for the step that was begun; returns its result.
+
+        Raises:
+            StepMemoryError: see `begin`.
         """
 
     def zero_pages(self, pages: Sequence[int]) -> None:

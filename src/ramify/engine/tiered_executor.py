@@ -17,11 +17,15 @@ class TieredExecutor:
     def __init__(self, inner: Executor, tiering: EngineTiering) -> None:
         self.inner, self._tiering = inner, tiering
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """See `Executor.execute`."""
+    def begin(self, plan: StepPlan) -> None:
+        """See `Executor.begin`."""
         self._tiering.before_writes()
         self._tiering.copy_lazily()
-        return self.inner.execute(plan)
+        self.inner.begin(plan)
+
+    def finish(self) -> StepResult:
+        """See `Executor.finish`."""
+        return self.inner.finish()
 
     def zero_pages(self, pages: Sequence[int]) -> None:
         """See `Executor.zero_pages`."""

@@ -37,21 +37,29 @@ class LocalExecutor:
 
     def __init__(self, runner: ModelRunner, sample_fn: SampleFn = sample_from_cdf) -> None:
         self.runner, self._sample_fn = runner, sample_fn
+        self._result: StepResult | None = None  # of a step that was begun and is not finished
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """See `Executor.execute`.
+    def begin(self, plan: StepPlan) -> None:
+        """See `Executor.begin`; computes the whole step.
 
         Requests whose hidden rows or logits are not finite are in `StepResult.failed`.
         """
+        self._result = None
         try:
-            return self._execute(plan)
+            self._result = self._compute(plan)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
             lines = str(error).strip().splitlines() or [type(error).__name__]
             raise StepMemoryError(plan.batch.num_tokens, lines[0]) from error
 
-    def _execute(self, plan: StepPlan) -> StepResult:
+    def finish(self) -> StepResult:
+        """See `Executor.finish`."""
+        result, self._result = self._result, None
+        assert result is not None, "finish without begin"
+        return result
+
+    def _compute(self, plan: StepPlan) -> StepResult:
         hidden = self.runner.forward(plan)
         specs, failed = plan.samples, dict[int, Exception]()
         samples_every_row = [spec.row for spec in specs] == [*range(plan.batch.num_tokens)]

@@ -32,11 +32,15 @@ class Stopwatch:
     num_tokens: int = 0
     num_reads: int = 0
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """See `Executor.execute`."""
+    def begin(self, plan: StepPlan) -> None:
+        """See `Executor.begin`."""
         self.num_tokens = plan.batch.num_tokens
         self.num_reads = int(plan.batch.positions.sum()) + self.num_tokens
-        return self.inner.execute(plan)
+        self.inner.begin(plan)
+
+    def finish(self) -> StepResult:
+        """See `Executor.finish`."""
+        return self.inner.finish()
 
     def zero_pages(self, pages: Sequence[int]) -> None:
         """See `Executor.zero_pages`."""

@@ -100,9 +100,10 @@ class _CostedDevice:
     def __init__(self, cost: CostModel) -> None:
         self.cost, self.now_s = cost, 0.0
         self.tokens: dict[int, NDArray[np.int32]] = {}  # of live requests, answers included
+        self._result = StepResult({}, {})  # of the step that was begun last
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """See `Executor.execute`."""
+    def begin(self, plan: StepPlan) -> None:
+        """See `Executor.begin`; moves the clock on by the time of the step."""
         batch = plan.batch
         self.now_s += self.cost.step(
             batch.num_tokens, float(batch.positions.sum()) + batch.num_tokens
@@ -111,7 +112,11 @@ class _CostedDevice:
             spec.request_id: SampledTokens((int(self.tokens[spec.request_id][spec.position]),))
             for spec in plan.samples
         }
-        return StepResult(sampled, {})
+        self._result = StepResult(sampled, {})
+
+    def finish(self) -> StepResult:
+        """See `Executor.finish`."""
+        return self._result
 
     def zero_pages(self, pages: Sequence[int]) -> None:
         """See `Executor.zero_pages`; there is nothing to zero."""
