@@ -213,11 +213,12 @@ class HitDensityPolicy:
 
     def _count_out(self, number: int, age_step: int, pages: int) -> None:
         alive = self._alive[number]
-        left = alive[age_step] - pages
-        if left:
+        # After an interrupted call, fewer pages may be counted than there are.
+        left = alive.get(age_step, 0) - pages
+        if left > 0:
             alive[age_step] = left
         else:
-            del alive[age_step]
+            alive.pop(age_step, None)
 
     def _begin_age_step(self) -> None:
         """Start an age step: count the pages that reach the start of a bin as at risk in it."""
