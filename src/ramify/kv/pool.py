@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ramify.errors import ConfigError
@@ -54,6 +56,13 @@ class KVPool:
         self._planes = [
             {name: _zeros(shape, stored, self.device) for name, (shape, stored) in shapes.items()}
             for _ in range(layout.num_layers)
+        ]
+        # Views as bytes: a copy of a page through them takes a third of the time of torch's indexing.
+        self._byte_views: list[NDArray[np.uint8]] = [
+            plane.view(torch.uint8).numpy()
+            for planes in self._planes
+            for plane in planes.values()
+            if self.device.type == "cpu"
         ]
         # Views with one row per slot, of float planes in nhd: making one costs as much as the checks.
         self._flat_planes = [
@@ -166,6 +175,11 @@ class KVPool:
         if len(set(target)) != len(target):
             raise ConfigError(f"a target page is named twice in {list(target)}")
         source_index, target_index = self._page_index(source), self._page_index(target)
+        if self._byte_views and not set(source) & set(target):
+            for view in self._byte_views:
+                for begin, end in zip(source, target, strict=True):
+                    view[end] = view[begin]
+            return
         for planes in self._planes:
             for plane in map(_as_indexable, planes.values()):
                 plane.index_copy_(0, target_index, plane.index_select(0, source_index))
