@@ -12,7 +12,7 @@ from ramify.errors import ConfigError
 from ramify.testing import FakeExecutor
 from tests.budget import IS_FULL
 from tests.pure.engine_bench import expected
-from tests.pure.file_faults import KINDS, FailingOps, no_fault, nth
+from tests.pure.file_faults import KINDS, FailingOps, always, no_fault, nth
 from tests.pure.store_cases import SEGMENT_BYTES, opened
 from tests.pure.test_segment_faults import FAULTS
 from tests.pure.tier_bench import TierBench
@@ -99,8 +99,9 @@ def test_reads_that_do_not_return_cost_requests_their_patience_and_turn_the_tier
     first = TierBench(disk_pages=500)
     ask(first, PROMPTS)
     first.core.close()
-    bench = TierBench(stores=first.stores, works_in_wait=False, step_s=0.01, stuck_s=0.0)
-    bench.answer([9] * 64)  # tells how long a token takes
+    bench = TierBench(
+        stores=first.stores, works_in_wait=False, step_s=0.01, token_s=0.001, stuck_s=0.5
+    )
 
     assert ask_without_reads(bench, PROMPTS[:3]) == 0
     late = bench.tiering.counts.loads_late
@@ -118,10 +119,55 @@ def test_reads_that_do_not_return_cost_requests_their_patience_and_turn_the_tier
 
 
 def ask_without_reads(bench: TierBench, prompts: list[list[int]]) -> int:
-    """Answer prompts while the mover reads nothing; returns the tokens read from the tier."""
-    num_loaded = 0
-    for prompt in prompts:
-        request_id = bench.answer(prompt, max_tokens=2)
-        assert list(bench.outputs[request_id].token_ids) == expected(prompt, 2, ends=())
-        num_loaded += bench.outputs[request_id].cache.tier_tokens.get("disk", 0)
-    return num_loaded
+    """Answer prompts that come together while nothing is read; returns the tokens read from the tier."""
+    request_ids = [bench.add(prompt, max_tokens=2, ignore_eos=True) for prompt in prompts]
+    bench.run()
+    outputs = [bench.outputs[request_id] for request_id in request_ids]
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert list(output.token_ids) == expected(prompt, 2, ends=())
+    return sum(output.cache.tier_tokens.get("disk", 0) for output in outputs)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+def test_a_disk_that_takes_no_page_costs_no_request(tmp_path: Path, code: int) -> None:
+    """Writing off, reading on, told by the metrics; a minute later it is tried again."""
+    now = [0.0]
+    ops = FailingOps(no_fault)
+    store = opened(
+        tmp_path,
+        ops=ops,
+        clock=lambda: now[0],
+        page_bytes=PAGE_BYTES,
+        budget_bytes=8 * SEGMENT_BYTES,
+    )
+    bench = TierBench(stores=[store], staging_bytes=32 * PAGE_BYTES)
+    ask(bench, PROMPTS[:3])
+    ops.plan = always("allocate write", code)
+
+    num_loaded = ask(bench, [*PROMPTS[3:], *PROMPTS[:2]])
+    full = bench.tiering.stats()["disk"]
+    ops.plan, now[0] = no_fault, 61.0
+    ask(bench, PROMPTS[3:])
+    again = bench.tiering.stats()["disk"]
+
+    assert num_loaded >= 44  # the first prompt was written whole
+    assert (full.is_writable, full.is_available) == (0, 1)
+    assert full.refused_pages == bench.tiering.totals()["unwritten_pages"] > 0
+    assert again.is_writable == 1 and again.written_pages > full.written_pages
+    end(bench, ops)
+
+
+def test_a_failed_fsync_costs_pages_and_no_request(tmp_path: Path) -> None:
+    """Its segment is gone and nothing more is written; what was synced before is read."""
+    ops = FailingOps(no_fault)
+    bench = disk_bench(tmp_path, ops)
+    ask(bench, PROMPTS[:3])
+    written = bench.tiering.stats()["disk"].pages
+    ops.plan = always("datasync")
+
+    ask(bench, [*PROMPTS[3:], *PROMPTS[:3]])
+
+    stats = bench.tiering.stats()["disk"]
+    assert stats.is_writable == 0 and stats.pages < written
+    assert bench.tiering.reading_off == ""
+    end(bench, ops)

@@ -34,7 +34,6 @@ PAGE_BYTES = FakeExecutor(1, 1).page_bytes
 SEGMENT_BYTES = 256 << 10
 QUESTION = 200_000  # a last token that no block has: the last token of a prompt is always computed
 PARAMS = SamplingParams(max_tokens=1, ignore_eos=True)
-SLOW = CostModel(step_s=0.0, token_s=1.0, read_s=0.0)  # every page that the disk has is loaded
 
 
 class NoText:
@@ -104,7 +103,12 @@ def engine(
         clock=lambda: 0.0,
         tiers=None
         if store is None or mover is None
-        else TierParts(device=device, stores=(store,), mover=mover, step_model=SLOW),
+        else TierParts(
+            device=device,
+            stores=(store,),
+            mover=mover,
+            step_model=CostModel(step_s=0.0, token_s=1.0, read_s=0.0),
+        ),
     )
 
 
