@@ -11,7 +11,7 @@ from ramify.engine.llm import LLM
 from ramify.errors import ConfigError
 from ramify.outputs import RequestOutput
 from ramify.params import SamplingParams
-from ramify.testing import write_tiny_checkpoint
+from ramify.testing import TinyFamily, write_tiny_checkpoint
 from tests.pure.valkey_server import ValkeyServer
 
 PAGE = 4
@@ -201,6 +201,41 @@ def test_another_number_of_threads_reads_nothing_under_exact(llama: Path, tmp_pa
         torch.set_num_threads(num_threads)
 
     assert counts == [0, 0, 0, 60]
+
+
+@pytest.mark.parametrize("variable", ["ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA"])
+def test_another_instruction_set_reads_nothing_under_exact(
+    llama: Path, tmp_path: Path, variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What selects a library's instructions is part of the identity; without it the pages are back."""
+    assert disk_tokens(llama, tmp_path) == 0
+
+    with monkeypatch.context() as patch:
+        patch.setenv(variable, "avx2")
+        assert disk_tokens(llama, tmp_path) == 0
+
+    assert disk_tokens(llama, tmp_path) == 60
+
+
+@pytest.mark.parametrize(
+    ("family", "changed"),
+    [("llama", {"rope_theta": 20_000.0}), ("mistral", {"sliding_window": 24})],
+)
+def test_equal_weights_of_another_configuration_read_nothing(
+    tmp_path: Path, family: TinyFamily, changed: dict[str, Any]
+) -> None:
+    """K/V depends on rope and windows, which no weight shows; the first one still reads its own."""
+    paths = [
+        write_tiny_checkpoint(tmp_path / name, family, **overrides)
+        for name, overrides in (("one", WINDOW), ("other", {**WINDOW, **changed}))
+    ]
+    weights = [(path / "model.safetensors").read_bytes() for path in paths]
+    directory = tmp_path / "pages"
+    assert weights[0] == weights[1] and disk_tokens(paths[0], directory) == 0
+
+    assert disk_tokens(paths[1], directory) == 0
+
+    assert disk_tokens(paths[0], directory) == 60
 
 
 def test_a_copy_of_the_checkpoint_reads_the_same_pages(llama: Path, tmp_path: Path) -> None:
