@@ -69,10 +69,10 @@ def test_a_session_ends_with_its_last_request(
     """`end_session` ends it when the answer is complete; without a name it is refused."""
 
     async def main(bench: ServerBench) -> None:
-        asked = body | {"stream": stream}
-        assert (await bench.call("POST", path, asked, headers=HEADER)).status == 200
+        posted = body | {"stream": stream}
+        assert (await bench.call("POST", path, posted, headers=HEADER)).status == 200
         assert await alive(bench) == 1
-        last = asked | {"end_session": True}
+        last = posted | {"end_session": True}
         assert (await bench.call("POST", path, last, headers=HEADER)).status == 200
         assert await alive(bench) == 0
 

@@ -380,11 +380,8 @@ class ClusterLLM:
 
     def _log_missed(self, call: Any, values: Mapping[RemoteReplica, Any]) -> None:
         """Log the replicas that have not erased what the others have."""
-        missed = {
-            replica.name: str(value)
-            for replica, value in values.items()
-            if isinstance(value, BaseException)
-        }
+        errors = {key: value for key, value in values.items() if isinstance(value, BaseException)}
+        missed = {replica.name: str(error) for replica, error in errors.items()}
         for name, replica in self.dispatch.replicas.items():
             if replica not in values:
                 missed[name] = replica.last_error or "not connected"
