@@ -153,7 +153,7 @@ class Mirrors:
         self._is_windowed = is_windowed
         self._timeout_s, self._interval_s = snapshot_timeout_s, snapshot_interval_s
         self._mirrors: dict[str, _Mirror] = {}
-        self._by_column: dict[int, _Mirror] = {}
+        self._names: dict[int, str] = {}  # by column
         self._columns = 0  # bit mask of those in use
 
     # -- replicas --------------------------------------------------------------------------
@@ -294,11 +294,11 @@ class Mirrors:
         """
         index = self.index
         find = index.match_last if self._is_windowed else index.match_prefixes
-        by_column, pages = self._by_column, dict[str, int]()
-        for column, num_pages in find(page_hashes, self._columns).items():
-            name = by_column[column].name
-            if num_pages > pages.get(name, 0):
-                pages[name] = num_pages
+        names, by_column = self._names, find(page_hashes, self._columns)
+        pages = {names[column]: num_pages for column, num_pages in by_column.items()}
+        if len(pages) < len(by_column):  # a snapshot is about to replace the content of a column
+            for column, num_pages in by_column.items():
+                pages[names[column]] = max(num_pages, pages[names[column]])
         return pages
 
     # -- inside ----------------------------------------------------------------------------
@@ -367,11 +367,11 @@ class Mirrors:
 
     def _take_column(self, mirror: _Mirror) -> None:
         mirror.column = self.index.add_column()
-        self._by_column[mirror.column] = mirror
+        self._names[mirror.column] = mirror.name
         self._columns |= 1 << mirror.column
 
     def _drop_column(self, column: int) -> None:
-        del self._by_column[column]
+        del self._names[column]
         self._columns &= ~(1 << column)
         self.index.drop_column(column)
 

@@ -16,7 +16,9 @@ def home_of(page_hash: bytes, replicas: Iterable[str]) -> str:
         page_hash: of the last page of the prefix.
     """
     prefix = int.from_bytes(page_hash[:8], "little") | 1
-    return max([(prefix * _factor(name) & _MASK, name) for name in replicas])[1]
+    names = [*replicas]
+    weights = [prefix * factor & _MASK for factor in map(_factor, names)]
+    return names[weights.index(max(weights))]
 
 
 @lru_cache(maxsize=4096)
