@@ -211,6 +211,8 @@ class Replica:
         """Let servers that connect know what the engine computes with."""
         try:
             self._welcome = await self._make_welcome()
+        except EngineStoppedError:  # it ends already
+            raise
         except Exception:
             # With a wrong identity, answers of other weights would go on here.
             logger.critical("what this replica computes with is not known any more: it ends")
