@@ -29,6 +29,7 @@ from ramify.cli.serve import keys, serve
 from ramify.cli.simulate import simulate
 from ramify.cli.unknown_options import Command
 from ramify.cli.verify import verify
+from ramify.cli.warm import warm
 from ramify.errors import MissingPackageError
 
 app = typer.Typer(
@@ -53,6 +54,7 @@ for command in (
     explain,
     simulate,
     calibrate,
+    warm,
 ):
     app.command(cls=Command)(command)
 app.add_typer(cache, name="cache")

@@ -351,6 +351,15 @@ class EngineCore:
         if self.tiering is not None:
             self.tiering.clear()
 
+    @guarded
+    def flush_tiers(self) -> None:
+        """Write every cached page to the tiers that outlive the engine; returns when that is done.
+
+        Steps wait for it; without tiers it does nothing.
+        """
+        if self.tiering is not None and not self.tiering.flush():
+            logger.warning("the cache tiers do not answer: not every cached page was written")
+
     def tend_tiers(self) -> bool:
         """Copy pages to the cache tiers while the engine is idle; returns whether there are more."""
         tiering = self.tiering

@@ -22,6 +22,7 @@ from ramify.engine.tier_parts import PendingRemovals, StagingArea, TierCounts, T
 from ramify.kv.offload import LookedUp, ProbeEnded, ReadEnded, Removal, Removed, Written
 
 CLOSE_LIMIT_S = 10.0  # for the stores of old weights
+STALLED_S = 60.0  # without a result, twice what a store may take for a write
 DROPPED_LIMIT_S = 1.0  # for those of an engine that was not closed
 
 
@@ -278,6 +279,21 @@ class EngineTiering:
             # Whatever failed: the next engine on the directory must not be refused.
             was_closed = self.abandon(end_s - time.monotonic())
         return was_closed
+
+    def flush(self) -> bool:
+        """Write every cached page that outlives the engine.
+
+        Returns whether that was done; False: a store did nothing for a minute.
+        """
+        self.before_writes()
+        self._out.take_everything()
+        while True:
+            self.poll()
+            self._out.take_lazy(self._out.num_waiting)
+            if not self._out.num_waiting and not self._area.ledger.num_in_use:
+                return True
+            if not self._parts.mover.wait(STALLED_S):
+                return False
 
     def _write_everything(self, end_s: float) -> None:
         self._in.turn_off_quietly("the engine is closed")

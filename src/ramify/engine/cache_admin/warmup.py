@@ -64,6 +64,19 @@ class WarmupResult:
                 cached += result.cache.read_tokens + result.cache.shared_tokens
         return cls(total, computed, cached, len(errors), tuple(errors[:MAX_ERRORS]))
 
+    @classmethod
+    def sum(cls, results: Iterable[WarmupResult]) -> WarmupResult:
+        """Add up the results of several warm-ups."""
+        results = [*results]
+        errors = tuple(error for result in results for error in result.errors)
+        return cls(
+            sum(result.num_prompts for result in results),
+            sum(result.computed_tokens for result in results),
+            sum(result.found_tokens for result in results),
+            sum(result.num_failed for result in results),
+            errors[:MAX_ERRORS],
+        )
+
 
 def read_prompts(path: Path) -> list[WarmPrompt]:
     """The prompts of a file; blank lines are skipped.
