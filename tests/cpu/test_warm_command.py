@@ -34,7 +34,7 @@ def test_a_directory_that_was_filled_offline_serves_the_first_request(tmp_path: 
     assert result.exit_code == 0, result.output
     assert "4 prompts" in result.output
     assert "pages written, 0 refused" in result.output
-    tier = {"cache_dir": pages, "cache_disk": "600MB", "cache_cost": SLOW}
+    tier: dict[str, Any] = {"cache_dir": pages, "cache_disk": "600MB", "cache_cost": SLOW}
     params = SamplingParams(max_tokens=1)
     with LLM("ramify-tiny", **SIZES, **tier) as llm:
         outputs = llm.generate(PROMPTS[:3], params) + llm.generate(PROMPTS[3:], params, tenant="a")
