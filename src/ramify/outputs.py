@@ -54,7 +54,7 @@ class CacheReport:
     computed_tokens: int  # computed by this request
     recomputed_tokens: int = 0  # recomputed after preemption, output tokens included
     reason: str | None = None  # why the cache was not read, if an option forbade it
-    # Of `read_tokens`: those loaded for this request, by tier (host, disk); the others were in the pool.
+    # Of `read_tokens`: those loaded for this request, by tier (host, disk, remote); the others were in the pool.
     tier_tokens: dict[str, int] = field(default_factory=dict, hash=False)
 
     @property
@@ -79,13 +79,21 @@ class TierMiss:
     """Why pages of a prompt that a tier had were computed.
 
     `reason` is "slower": computing was sooner, so no load began; "late": the load came too late;
-    or of a page that could not be read: "corrupt", "io_error" or "absent".
+    or of a page that could not be read: "corrupt", "io_error" or "absent". "unanswered": a store
+    beyond a network did not say in time whether it has them.
     """
 
     tier: str
     reason: str
     begin: int  # tokens of the prompt before the first of these pages
     end: int  # and before the first page behind them
+
+    @property
+    def summary(self) -> str:
+        """What became of the next page, in words."""
+        if self.reason == "unanswered":
+            return f"{self.tier} did not say in time whether it has the next page"
+        return f"{self.tier} had the next page ({self.reason})"
 
     def __str__(self) -> str:
         """As in "on disk, computing was cheaper"."""
