@@ -67,8 +67,7 @@ def evict_from(store: NodeStore, node: int, num_pages: int, reason: int, now_s: 
     A leaf that keeps none leaves the queue; the caller queues its parent.
     """
     tree, log = store.tree, store.log
-    if tree.session[node] != SESSION_ENDED:  # else the policy has not chosen it
-        store.policy.on_evict(node)
+    store.policy.on_evict(node)
     owned, cut, begin = tree.owned[node], num_pages, tree.resident[node] - num_pages
     if owned <= num_pages:  # what was released of it goes too
         cut, begin = owned, tree.resident[node] - owned

@@ -7,7 +7,7 @@ from math import exp2, log2
 
 from ramify.cache.adaptive_policy import HitDensityPolicy
 from ramify.cache.eviction_queue import EvictionQueue, Policy, Segment
-from ramify.cache.tree import RadixTree
+from ramify.cache.tree import SESSION_ENDED, RadixTree
 
 # pools of pages looked up, after which a use counts half
 LFU_HALF_LIFE = 4
@@ -95,7 +95,12 @@ class Scored:
             score[node] = self._rescore(node, self._num_pages_looked_up, self._floor, score[node])
 
     def on_evict(self, node: int) -> None:
-        """Raise the floor to the highest score evicted (the inflation of GreedyDual)."""
+        """Raise the floor to the highest score evicted (the inflation of GreedyDual).
+
+        The score of a node whose session has ended is not why it goes.
+        """
+        if self._tree.session[node] == SESSION_ENDED:
+            return
         self._floor = max(self._floor, self._score[node])
 
     def on_forget(self, node: int, num_pages: int) -> None:
