@@ -44,6 +44,10 @@ def simulate(
     warm_up: Annotated[
         float, typer.Option(help="Share of the requests that fill the cache, not counted.")
     ] = 0.0,
+    end_sessions: Annotated[
+        str | None,
+        typer.Option(help="Replay again, each session ended so long after its last request: 10."),
+    ] = None,
     cost: Annotated[
         Path | None,
         typer.Option(help="File of `ramify calibrate`: replay the engine, with TTFT."),
@@ -71,6 +75,7 @@ def simulate(
                 page_size=page_size,
                 insert_outputs=insert_outputs,
                 warm_up=warm_up,
+                end_sessions=end_sessions,
                 cost=cost,
                 max_num_seqs=max_num_seqs,
                 max_batch_tokens=max_batch_tokens,
@@ -98,6 +103,9 @@ def summary(result: Simulation) -> str:
     doubled = {int(capacity): rate for capacity, rate in extra.get("double_capacity", {}).items()}
     columns = {"LRU": dict(result.one_pass_lru), "2x memory": doubled}
     columns |= {f"replay {name}": rates for name, rates in result.curve.items()}
+    ended = extra.get("ended_sessions", {"curve": {}})
+    for name, rates in ended["curve"].items():
+        columns[f"{name}, ended"] = {int(capacity): rate for capacity, rate in rates.items()}
     columns["Belady"] = dict(result.belady)
     lines.append(f"{'capacity':>10}" + "".join(f"{name:>16}" for name in columns))
     kv = extra.get("kv")
@@ -109,6 +117,12 @@ def summary(result: Simulation) -> str:
         size = f"  {kv['gigabytes'][str(capacity)]:,.2f} GB" if kv else ""
         lines.append(f"{capacity_label(capacity):>10}{rates}{size}")
     lines += [f"{'infinite':>10}{result.infinite:>16.2%}", ""]
+    if ended["curve"]:
+        how = "inferred from prefixes" * ended["is_inferred"] or "as logged"
+        lines.append(
+            f"ended: {ended['num_sessions']:,} sessions ({how}), each ended {ended['after_s']:g} s "
+            "after its last request"
+        )
     if result.ttl:
         lines.append("lifetime since the last use, without a limit of size:")
         lines += [f"{lifetime:>9g}s{rate:>16.2%}" for lifetime, rate in result.ttl.items()]

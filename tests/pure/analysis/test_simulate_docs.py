@@ -20,6 +20,7 @@ def test_every_key_of_the_report_is_documented() -> None:
         [hashed_request((0, 1), number) for number in range(4)],
         capacity=40,
         policy="lru",
+        end_sessions=1,
         cost=CostModel(step_s=0.1, token_s=0.0, read_s=0.0),
         model="ramify-tiny",
     ).to_json()

@@ -90,6 +90,7 @@ def reuse_of(tree: RequestTree) -> ReuseRuns:
         num_tokens=np.array(num_tokens, np.int64),
         num_output=np.full(len(num_tokens), -1, np.int64),
         start_s=np.full(len(num_tokens), np.nan),
+        session=np.full(len(num_tokens), -1, np.int32),
     )
     return ReuseRuns(
         trace,

@@ -39,6 +39,7 @@ def simulate(
     page_size: int | None = None,
     insert_outputs: bool = False,
     warm_up: float = 0.0,
+    end_sessions: str | float | None = None,
     cost: CostModel | str | PathLike[str] | None = None,
     max_num_seqs: int = 64,
     max_batch_tokens: int = 512,
@@ -59,6 +60,8 @@ def simulate(
         page_size: tokens; None: the blocks of a hashed trace, 16 for texts.
         insert_outputs: cache answers too, as soon as a request arrives.
         warm_up: share of the requests that fill the cache and are not counted.
+        end_sessions: seconds, or `5m`: replay again with each session ended this long after its last
+            request. Sessions that the log does not name are inferred from prefixes.
         cost: of steps, or the file that `ramify calibrate` wrote; replays the real engine, whose
             size is `max_num_seqs` and `max_batch_tokens`.
         model: checkpoint directory, config.json or built-in model, for capacities in bytes.
@@ -79,6 +82,9 @@ def simulate(
         policies=tuple(_items(policy)),
         lifetimes_s=tuple(parse_lifetime(item) for item in _items(ttl)),
         warm_up=warm_up,
+        end_sessions_s=None
+        if end_sessions is None
+        else parse_lifetime(end_sessions, "end_sessions"),
         cost=cost if cost is None or isinstance(cost, CostModel) else CostModel.load(Path(cost)),
         max_num_seqs=max_num_seqs,
         max_batch_tokens=max_batch_tokens,

@@ -52,17 +52,20 @@ def parse_capacity(text: str | int, *, token_bytes: int | None = None) -> int:
     )
 
 
-def parse_lifetime(text: str | float) -> float:
-    """A time to live in seconds: `300`, `5m`, `1h`.
+def parse_lifetime(text: str | float, name: str = "ttl") -> float:
+    """A time in seconds: `300`, `5m`, `1h`.
+
+    Args:
+        name: of the option, for errors.
 
     Raises:
         ConfigError: it is no duration.
     """
     if isinstance(text, int | float):
         return float(text)
-    number, unit = _split(text, "ttl", "300, 5m or 1h")
+    number, unit = _split(text, name, "300, 5m or 1h")
     if unit not in _SECONDS:
-        raise ConfigError(f"ttl={text!r} has the unknown unit {unit!r}; use 300, 5m or 1h")
+        raise ConfigError(f"{name}={text!r} has the unknown unit {unit!r}; use 300, 5m or 1h")
     return number * _SECONDS[unit]
 
 

@@ -35,6 +35,7 @@ class PageTrace:
     num_tokens: NDArray[np.int64]  # [requests] of the prompt
     num_output: NDArray[np.int64]  # [requests] tokens of the answer; -1: not logged
     start_s: NDArray[np.float64]  # [requests] arrival; nan: not logged
+    session: NDArray[np.int32]  # [requests] number of the session; -1: not logged
 
     def __len__(self) -> int:
         return len(self.num_tokens)
@@ -68,6 +69,7 @@ class PageTrace:
             num_tokens=self.num_tokens[requests],
             num_output=self.num_output[requests],
             start_s=self.start_s[requests],
+            session=self.session[requests],
         )
 
 
@@ -81,6 +83,8 @@ class PageTraceBuilder:
         self._lengths, self._lookups = array("i"), array("i")
         self._num_tokens, self._num_output = array("q"), array("q")
         self._start_s = array("d")
+        self._session = array("i")
+        self._sessions: dict[Hashable, int] = {}
         self._scopes: dict[Hashable, int] = {}
         self._fresh = FIRST_FRESH  # key of a page that nobody else has
 
@@ -97,6 +101,7 @@ class PageTraceBuilder:
         num_fresh_pages: int = 0,
         num_output: int | None = None,
         start_s: float | None = None,
+        session: Hashable = None,
     ) -> None:
         """Add a request.
 
@@ -105,6 +110,7 @@ class PageTraceBuilder:
             scope: requests of different scopes share nothing.
             num_lookup_pages: pages of the prompt; None: all of `keys`.
             num_fresh_pages: pages of the answer that no other request has, after those of `keys`.
+            session: its name; None: not logged.
         """
         salt = self._scope_salt(scope)
         if salt:
@@ -123,6 +129,8 @@ class PageTraceBuilder:
         self._num_tokens.append(num_tokens)
         self._num_output.append(-1 if num_output is None else num_output)
         self._start_s.append(float("nan") if start_s is None else start_s)
+        number = -1 if session is None else self._sessions.setdefault(session, len(self._sessions))
+        self._session.append(number)
         if len(self._keys) >= CHUNK_PAGES:
             self._pack()
 
@@ -144,6 +152,7 @@ class PageTraceBuilder:
             num_tokens=np.array(self._num_tokens, np.int64),
             num_output=np.array(self._num_output, np.int64),
             start_s=np.array(self._start_s, np.float64),
+            session=np.array(self._session, np.int32),
         )
         if trace.has_times and bool((np.diff(trace.start_s) < 0).any()):
             return trace.select(np.argsort(trace.start_s, kind="stable"))

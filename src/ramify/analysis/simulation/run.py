@@ -21,6 +21,7 @@ from ramify.analysis.simulation.curves.stack_distances import lru_curve
 from ramify.analysis.simulation.page_trace import PageTrace
 from ramify.analysis.simulation.replays.cache_replay import ReplayResult, replay
 from ramify.analysis.simulation.replays.engine_replay import replay_engine
+from ramify.analysis.simulation.replays.sessions import with_sessions
 from ramify.analysis.simulation.results import Simulation, TraceFacts
 from ramify.analysis.simulation.sources import TraceSource
 from ramify.cache import POLICIES
@@ -37,6 +38,8 @@ class SimulationOptions:
     policies: tuple[str, ...] = ("lru", "auto")
     lifetimes_s: tuple[float, ...] = DEFAULT_LIFETIMES_S
     warm_up: float = 0.0  # share of the requests that fill the cache and are not counted
+    # Replay again, with each session ended this long after its last request.
+    end_sessions_s: float | None = None
     cost: CostModel | None = None  # replay the real engine with it
     max_num_seqs: int = 64  # of the engine
     max_batch_tokens: int = 512
@@ -55,6 +58,10 @@ class SimulationOptions:
         for lifetime in self.lifetimes_s:
             if not lifetime > 0:
                 raise ConfigError(f"ttl={lifetime} but a time to live is more than 0 seconds")
+        if self.end_sessions_s is not None and not 0 <= self.end_sessions_s < float("inf"):
+            raise ConfigError(
+                f"end_sessions={self.end_sessions_s} but it must be a number of seconds, 0 or more"
+            )
 
 
 @dataclass
@@ -84,6 +91,11 @@ def simulate_trace(
     """
     trace = source.trace
     options.validate(trace.page_size)
+    if options.end_sessions_s is not None and not trace.has_times:
+        raise ConfigError(
+            f"end_sessions={options.end_sessions_s} but the log has requests without a time; leave it "
+            "out"
+        )
     run = _Run(trace, options, progress or ignore_progress)
     facts = TraceFacts(
         num_requests=len(trace),
@@ -144,6 +156,8 @@ class _Run:
             results[capacity] = replay(
                 self.trace, capacity, policy, first_counted=self.first_counted, progress=progress
             )
+        if self.options.end_sessions_s is not None:
+            self._replay_ended(self.options.end_sessions_s)
         if self.options.cost is not None:
             self._replay_engine(self.options.cost)
 
@@ -158,6 +172,27 @@ class _Run:
 
     def _advance(self, part: str, before: int, total: int, request: int) -> None:
         self.report(part, before + request, total)
+
+    def _replay_ended(self, after_s: float) -> None:
+        """The cache with sessions that end, by policy and capacity."""
+        trace, is_inferred = with_sessions(self.trace)
+        rates: dict[str, dict[str, float]] = {}
+        self.parts.extra["ended_sessions"] = {
+            "after_s": after_s,
+            "num_sessions": len(np.unique(trace.session[trace.session >= 0])),
+            "is_inferred": is_inferred,
+            "curve": rates,
+        }
+        for policy, capacity, progress in self._replays("ended sessions, "):
+            result = replay(
+                trace,
+                capacity,
+                policy,
+                first_counted=self.first_counted,
+                end_sessions_s=after_s,
+                progress=progress,
+            )
+            rates.setdefault(policy, {})[str(capacity)] = result.hit_rate
 
     def _replay_engine(self, cost: CostModel) -> None:
         """The engine itself, by policy and capacity."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -159,6 +159,7 @@ class _PageReader:
             num_fresh_pages=self._num_fresh(hashed.num_tokens, num_pages, num_output),
             num_output=num_output,
             start_s=request.start_s,
+            session=_session_of(request),
         )
 
     def _add_text(self, request: LoggedRequest, settings: list[int], prompt: list[int]) -> None:
@@ -181,6 +182,7 @@ class _PageReader:
             num_fresh_pages=num_fresh,
             num_output=num_output,
             start_s=request.start_s,
+            session=_session_of(request),
         )
         self._kinds["text"] += 1
         self._kinds["incomplete"] += not request.has_full_text
@@ -194,3 +196,8 @@ class _PageReader:
     def _tokens(self, units: Iterable[int]) -> Tokens:
         parts = [self._corpus.tokens(unit) for unit in units]
         return np.concatenate(parts) if parts else np.zeros(0, np.uint64)
+
+
+def _session_of(request: LoggedRequest) -> Hashable:
+    """Its conversation, which is one of its file and cache scope; None: it is not logged."""
+    return None if request.conversation is None else (request.cache_scope, request.conversation)

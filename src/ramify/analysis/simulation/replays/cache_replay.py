@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from ramify.analysis.simulation.page_trace import PageTrace
+from ramify.analysis.simulation.replays.sessions import ends_by_time
 from ramify.cache import CacheKey, PrefixCache
 from ramify.cache.packed import ATOM_BYTES
+from ramify.cache.sessions import end_session, open_session
 
 DEPTH_POLICIES = ("cost",)  # they read how many tokens precede a page
 # A lookup hits a proper prefix; this atom, which no page id equals, makes the whole pages proper.
@@ -41,6 +44,7 @@ def replay(
     policy: str,
     *,
     first_counted: int = 0,
+    end_sessions_s: float | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> ReplayResult:
     """Serve the requests one after the other: look up, evict, publish, release.
@@ -50,6 +54,7 @@ def replay(
     last of them, for a lookup leaves a token to compute.
 
     Args:
+        end_sessions_s: end each session this long after its last request; None: never. Needs times.
         progress: gets the number of requests done, now and then.
     """
     now_s = 0.0
@@ -65,9 +70,15 @@ def replay(
     starts = trace.start_s.tolist() if trace.has_times else []
     lookups, num_tokens = trace.num_lookup_pages.tolist(), trace.num_tokens.tolist()
     num_hit = num_counted = num_uncached = 0
+    ends = deque([] if end_sessions_s is None else ends_by_time(trace, end_sessions_s))
+    numbers = trace.session.tolist() if ends else [-1] * len(trace)
     for request in range(len(trace)):
         if starts:
             now_s = starts[request] - starts[0]
+        while ends and ends[0][0] <= starts[request]:
+            end_session(cache, "", str(ends.popleft()[1]))
+        number = numbers[request]
+        session = None if number < 0 else open_session(cache, "", str(number))
         page_ids = trace.pages(request)
         atoms = (page_ids if atoms_per_page == 1 else page_ids.repeat(atoms_per_page)).tobytes()
         prompt = atoms[: lookups[request] * page_bytes]
@@ -83,7 +94,7 @@ def replay(
         num_uncached += num_kept < num_missing
         pages = cache.reserve(num_kept)
         computed = CacheKey(atoms[: (num_hit_pages + num_kept) * page_bytes])
-        cache.release(cache.publish(lease, computed, pages))
+        cache.release(cache.publish(lease, computed, pages), session=session)
         if progress is not None and not request % REPORT_EVERY:
             progress(request)
     return ReplayResult(num_counted, num_hit, num_uncached)
