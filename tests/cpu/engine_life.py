@@ -221,7 +221,7 @@ class Saboteur(WholeSteps):
     def _tainted(self, plan: StepPlan, result: StepResult, index: int) -> StepResult:
         name = plan.request_ids[index]
         result.sampled.pop(name, None)
-        return replace(result, failed={**result.failed, name: FloatingPointError("tainted")})
+        return replace(result, failed={**result.failed, name: "tainted"})
 
     def _raise(self, kind: str, plan: StepPlan) -> None:
         if kind == "interrupt":

@@ -245,5 +245,5 @@ def test_a_nonfinite_row_fails_its_request_sampled_or_not(
     result = run_step(LocalExecutor(runner), plan)
 
     assert list(result.failed) == [1]
-    assert "the hidden state of request 1 at position 30 is not finite" in str(result.failed[1])
+    assert "the hidden state of request 1 at position 30 is not finite" in result.failed[1]
     assert result.sampled == {seq: sound.sampled[seq] for seq in seqs if seq != 1}

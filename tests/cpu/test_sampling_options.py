@@ -293,8 +293,7 @@ def test_a_mask_that_leaves_the_end_only_allows_it() -> None:
     row[:] = -np.inf
     row[8] = 1.0
     _, failed = sample_batch(row[None], [draw_of(only)])
-    assert isinstance(failed[7], FloatingPointError)
-    assert "no token is left for request 7 at position 1" in str(failed[7])
+    assert "no token is left for request 7 at position 1" in failed[7]
 
 
 # -- batches ---------------------------------------------------------------------------------

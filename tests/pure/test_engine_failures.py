@@ -212,12 +212,12 @@ class Tainting(WholeSteps):
     def execute(self, plan: StepPlan) -> StepResult:
         result = self.inner.execute(plan)
         bounds = plan.batch.cu_seqlens_q
-        failed: dict[int, Exception] = {}
+        failed: dict[int, str] = {}
         for index, name in enumerate(plan.request_ids):
             ids = plan.token_ids[bounds[index] : bounds[index + 1]]
             if self.times and self.token in ids:
                 self.times -= 1
-                failed[name] = FloatingPointError("not finite")
+                failed[name] = "not finite"
                 result.sampled.pop(name, None)
         return replace(result, failed=failed)
 

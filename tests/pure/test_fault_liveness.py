@@ -176,11 +176,11 @@ class _Damaged(WholeSteps):
         self.inner, self.pages = inner, set[int]()
 
     def execute(self, plan: StepPlan) -> StepResult:
-        result, failed = self.inner.execute(plan), dict[int, Exception]()
+        result, failed = self.inner.execute(plan), dict[int, str]()
         for i, key in enumerate(plan.request_ids):
             slots = plan.batch.kv_slots(i)[: plan.batch.num_cached[i]]
             if self.pages & {int(slot) // 4 for slot in slots}:
-                failed[key] = FloatingPointError("not finite")
+                failed[key] = "not finite"
                 result.sampled.pop(key, None)
         return replace(result, failed=failed)
 

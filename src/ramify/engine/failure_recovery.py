@@ -97,14 +97,18 @@ class FailureRecovery:
         for request in scheduled.requests:
             self._count_failure(request, error)
 
-    def requests_failed(self, scheduled: ScheduledStep, errors: dict[int, Exception]) -> None:
-        """Roll back the requests of a step that failed, and those that read their pages."""
+    def requests_failed(self, scheduled: ScheduledStep, reasons: dict[int, str]) -> None:
+        """Roll back the requests of a step that failed, and those that read their pages.
+
+        Args:
+            reasons: see `StepResult.failed`.
+        """
         failed: dict[Request, Exception] = {}
         for request in scheduled.requests:
             group = (request, *request.pending_children)
-            failed_ids = [member.id for member in group if member.id in errors]
+            failed_ids = [member.id for member in group if member.id in reasons]
             if failed_ids:
-                failed[request] = errors[failed_ids[0]]
+                failed[request] = FloatingPointError(reasons[failed_ids[0]])
         total = len(scheduled.requests)
         first = next(iter(failed.values()))
         logger.warning("%d of %d requests of a step failed: %s", len(failed), total, first)

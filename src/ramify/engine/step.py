@@ -1,4 +1,7 @@
-"""The interface of core and executor: `StepPlan` down, `StepResult` up; the `Executor` protocol."""
+"""The interface of core and executor: `StepPlan` down, `StepResult` up; the `Executor` protocol.
+
+Both are values that can be pickled, so that the executor may be in other processes.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +79,8 @@ class StepResult:
 
     sampled: dict[int, SampledTokens]
     prompt_logprobs: dict[int, tuple[TokenLogprob, ...]]
-    failed: dict[int, Exception] = field(default_factory=dict)  # their K/V must not be used
+    # Why the hidden states or logits of a request are not finite; its K/V must not be used.
+    failed: dict[int, str] = field(default_factory=dict)
     # [rows, hidden_size] each
     embeddings: dict[int, NDArray[np.float32]] = field(default_factory=dict)
 

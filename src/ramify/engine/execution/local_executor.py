@@ -61,7 +61,7 @@ class LocalExecutor:
 
     def _compute(self, plan: StepPlan) -> StepResult:
         hidden = self.runner.forward(plan)
-        specs, failed = plan.samples, dict[int, Exception]()
+        specs, failed = plan.samples, dict[int, str]()
         samples_every_row = [spec.row for spec in specs] == [*range(plan.batch.num_tokens)]
         # If every row is sampled, `sample_batch` finds a row that is not finite by its logits.
         if not samples_every_row:
@@ -105,18 +105,15 @@ class LocalExecutor:
         parts = np.split(self.runner.embeddings(hidden, rows).numpy(), ends[:-1])
         return {spec.request_id: part for spec, part in zip(specs, parts, strict=True)}
 
-    def _nonfinite_requests(self, plan: StepPlan, hidden: Tensor) -> dict[int, Exception]:
-        """Errors of the requests that have a hidden row which is not finite, by request id."""
-        failed: dict[int, Exception] = {}
+    def _nonfinite_requests(self, plan: StepPlan, hidden: Tensor) -> dict[int, str]:
+        """What is wrong with the requests that have a hidden row which is not finite, by request id."""
+        failed: dict[int, str] = {}
         for index in self.runner.nonfinite_rows(hidden):
             seq = int(np.searchsorted(plan.batch.cu_seqlens_q, index, side="right")) - 1
             failed.setdefault(
                 plan.request_ids[seq],
-                FloatingPointError(
-                    f"the hidden state of request {plan.request_ids[seq]} at position "
-                    f"{plan.batch.positions[index]} is not finite; the weights or the K/V are "
-                    "damaged"
-                ),
+                f"the hidden state of request {plan.request_ids[seq]} at position "
+                f"{plan.batch.positions[index]} is not finite; the weights or the K/V are damaged",
             )
         return failed
 

@@ -79,15 +79,15 @@ def rejection_sample(
 
 def sample_batch(
     logits: Rows, specs: Sequence[SampleSpec], sample_fn: SampleFn = sample_from_cdf
-) -> tuple[dict[int, SampledTokens], dict[int, FloatingPointError]]:
-    """Sampled tokens by request id, and errors by request id.
+) -> tuple[dict[int, SampledTokens], dict[int, str]]:
+    """Sampled tokens by request id, and why others have none, by request id.
 
     Args:
         logits: [sum of 1 + len(spec.draft), vocab_size], in the order of `specs`.
         sample_fn: draws a token at a temperature > 0.
     """
     sampled: dict[int, SampledTokens] = {}
-    failed: dict[int, FloatingPointError] = {}
+    failed: dict[int, str] = {}
     likeliest = logits.argmax(axis=1)  # the lowest id of equals; a NaN wins over all numbers
     are_finite = np.isfinite(logits[np.arange(len(logits)), likeliest]).tolist()
     tokens = likeliest.tolist()
@@ -103,7 +103,7 @@ def sample_batch(
                 logits[start:end], spec, tokens[start:end], are_finite[start:end], sample_fn
             )
         except FloatingPointError as error:
-            failed[spec.request_id] = error
+            failed[spec.request_id] = str(error)
         start = end
     return sampled, failed
 
