@@ -108,7 +108,8 @@ class Explanation:
     `reason` is one of
 
     - "hit": everything that can hit does; at least one token is always computed;
-    - "page_tail": less than a page is left, and pages are shared whole;
+    - "page_tail": less than a page is left, and pages are shared whole; tokens in part of a page may
+      be copied (`copied_tokens`), up to the last one, which makes it a "hit";
     - "pending": the next page is being computed by another request;
     - "evicted": the next page was cached. `evicted_by` is the reason (capacity, session_ended: evicted
       first, since its session had ended, asked, cleared, predicate, window: released outside the
@@ -122,7 +123,7 @@ class Explanation:
     """
 
     num_tokens: int  # length of the key
-    hit_tokens: int
+    hit_tokens: int  # in whole pages
     reason: str
     diverged_at: int | None = None
     sibling: bytes = field(default=b"", repr=False)
@@ -134,9 +135,24 @@ class Explanation:
     other_namespace: bytes | None = None
     other_tokens: int = 0
     tier_miss: TierMiss | None = None  # a tier had the next page, and it was computed
+    copied_tokens: int = 0  # after those of `hit_tokens`, copied from part of a page
+
+    @property
+    def read_tokens(self) -> int:
+        """Tokens that are not computed: whole pages, and what is copied from part of a page."""
+        return self.hit_tokens + self.copied_tokens
+
+    def with_copied(self, num_tokens: int) -> Explanation:
+        """This explanation where `num_tokens` tokens behind the hit are copied from part of a page."""
+        is_all = self.reason == "page_tail" and self.hit_tokens + num_tokens == self.num_tokens - 1
+        reason = "hit" if is_all else self.reason
+        return replace(self, copied_tokens=num_tokens, reason=reason)
 
     def __str__(self) -> str:
-        summary = f"{self.hit_tokens} of {self.num_tokens} tokens found; "
+        summary = f"{self.read_tokens} of {self.num_tokens} tokens found"
+        if self.copied_tokens:
+            summary += f", {self.copied_tokens} of them in part of a page"
+        summary += "; "
         if self.tier_miss is not None:
             summary += f"the next page is {self.tier_miss}; "
         match self.reason:
@@ -159,7 +175,7 @@ class Explanation:
                 return summary + f"a cached prompt is the same up to token {self.diverged_at}"
             case "namespace":
                 return summary + f"another namespace has {self.other_tokens}"
-        verb = "goes on" if self.hit_tokens else "begins"
+        verb = "goes on" if self.read_tokens else "begins"
         return summary + f"nothing cached or remembered {verb} like this"
 
 

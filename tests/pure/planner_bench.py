@@ -42,11 +42,15 @@ class Bench:
         share: bool = True,
         num_rows: int = 8,
         cache_type: type[PrefixCache] = PrefixCache,
+        partial_pages: bool = False,
+        window: int | None = None,
     ) -> None:
-        self.cache = cache_type(num_pages, page_size)
+        self.cache = cache_type(num_pages, page_size, window=window)
         self.table = PagedBlockTable(num_rows, num_pages, page_size)
-        self.planner = RadixAttentionPlanner(self.cache, self.table, share=share)
-        self.device = FakeExecutor(num_pages, page_size, vocab_size=VOCAB)
+        self.planner = RadixAttentionPlanner(
+            self.cache, self.table, share=share, partial_pages=partial_pages
+        )
+        self.device = FakeExecutor(num_pages, page_size, vocab_size=VOCAB, window=window)
 
     def plan(
         self, *sequences: RadixSequence, num_new: Sequence[int] | None = None
@@ -62,6 +66,7 @@ class Bench:
 
     def execute(self, batch: AttentionBatch, *sequences: RadixSequence) -> list[int | None]:
         """Run the step; returns the drawn token of each sequence whose last token was in it."""
+        self.device.copy_pages([(copy.source, copy.target) for copy in batch.page_copies])
         ids: list[int] = []
         draws = []
         for index, sequence in enumerate(sequences):

@@ -60,11 +60,24 @@ class PlannerMachine(RuleBasedStateMachine):
         num_pages=st.integers(1, 40),
         share=st.sampled_from([True, True, True, False]),
         window=st.sampled_from([None, None, 2, 3, 7, 16, 33]),
+        partial_pages=st.booleans(),
+        evicts_before_copies=st.booleans(),
     )
-    def make(self, page_size: int, num_pages: int, share: bool, window: int | None) -> None:
+    def make(
+        self,
+        page_size: int,
+        num_pages: int,
+        share: bool,
+        window: int | None,
+        partial_pages: bool,
+        evicts_before_copies: bool,
+    ) -> None:
+        self.evicts_before_copies = evicts_before_copies
         self.cache = CountingCache(num_pages, page_size, window=window)
         self.table = PagedBlockTable(MAX_LIVE, -(-MAX_TOKENS // page_size), page_size)
-        self.planner = CountingPlanner(self.cache, self.table, share=share)
+        self.planner = CountingPlanner(
+            self.cache, self.table, share=share, partial_pages=partial_pages
+        )
         self.device = FakeExecutor(num_pages, page_size, vocab_size=VOCAB, window=window)
         self.live: list[RadixSequence] = []
         self.page_size = page_size
@@ -136,6 +149,11 @@ class PlannerMachine(RuleBasedStateMachine):
             return
         assert self.cache.num_reserved - reserved == self.planner.demand
         self.assert_built_anew(batch, chosen)
+        if batch.page_copies and self.evicts_before_copies:
+            self.cache.evict(1000)
+            free = [page for page in range(self.cache.num_pages) if self.cache.is_free(page)]
+            self.device.zero_pages(free)
+        self.device.copy_pages([(copy.source, copy.target) for copy in batch.page_copies])
         ids: list[int] = []
         draws = []
         for index, sequence in enumerate(chosen):
@@ -160,7 +178,7 @@ class PlannerMachine(RuleBasedStateMachine):
         ]
         leases = [sequence.lease for sequence in chosen if sequence.lease is not None]
         anew = AttentionBatch.build(extends, self.planner.table, self.cache.sharing(leases))
-        for name in (field.name for field in fields(AttentionBatch)):
+        for name in {field.name for field in fields(AttentionBatch)} - {"page_copies"}:
             actual, expected = getattr(batch, name), getattr(anew, name)
             assert np.array_equal(actual, expected), name
             assert getattr(actual, "dtype", None) == getattr(expected, "dtype", None), name
@@ -319,6 +337,8 @@ class PlannerMachine(RuleBasedStateMachine):
                 tuple(sequence.private),
                 sequence.num_computed,
                 sequence.num_planned,
+                sequence.num_copied,
+                sequence.source,
             )
             for sequence in self.live
         ]

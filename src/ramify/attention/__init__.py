@@ -3,8 +3,8 @@
 Public names resolve on first use: importing this package loads no torch. `models`, `engine` and
 `cli` import it; it imports `kernels`, `kv`, `cache`, `outputs` and `errors`. Read in this order:
 
-1. `sequence`, `planner` with `branching` and `repair`, `page_demand`, `window_release`: requests →
-   pages, through the prefix cache (no torch).
+1. `sequence`, `planner` with `branching` and `repair`, `page_demand`, `partial_reuse`,
+   `window_release`: requests → pages, through the prefix cache (no torch).
 2. `batch`, `batch_reuse`: the metadata of a step, `AttentionBatch` (no torch).
 3. `spec`, `backend`: a model's attention shape; the backend protocol, table and selection.
 4. `backends/`: an implementation per file; `gather` is what several of them share, `inputs` validates
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ramify.attention.backend import AttentionBackend as AttentionBackend
     from ramify.attention.backend import select_backend as select_backend
-    from ramify.attention.batch import AttentionBatch, Extend, PagedKVArrays
+    from ramify.attention.batch import AttentionBatch, Extend, PageCopy, PagedKVArrays
     from ramify.attention.blocks.attention_block import RadixAttentionBlock as RadixAttentionBlock
     from ramify.attention.blocks.paged_kv_cache import (
         RadixAttentionWithPagedKVCache as RadixAttentionWithPagedKVCache,
@@ -39,6 +39,7 @@ _HOMES = {
     "AttentionBatch": "batch",
     "AttentionSpec": "spec",
     "Extend": "batch",
+    "PageCopy": "batch",
     "PagedKVArrays": "batch",
     "RadixAttentionBlock": "blocks.attention_block",
     "RadixAttentionPlanner": "planner",
@@ -50,7 +51,14 @@ _HOMES = {
 }
 
 # A star import takes only the names that need no torch.
-__all__ = ["AttentionBatch", "Extend", "PagedKVArrays", "RadixAttentionPlanner", "RadixSequence"]
+__all__ = [
+    "AttentionBatch",
+    "Extend",
+    "PageCopy",
+    "PagedKVArrays",
+    "RadixAttentionPlanner",
+    "RadixSequence",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from operator import add, itemgetter
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,14 @@ class Extend:
     def kv_len(self) -> int:
         """Tokens whose K/V exists once this step has written its own."""
         return self.num_cached + self.num_new
+
+
+class PageCopy(NamedTuple):
+    """Part of a cached page that a request goes on from, in a page of its own."""
+
+    source: int  # page; it stays as it is until the step is committed, abandoned or released
+    target: int
+    num_tokens: int  # the first ones of the page; the request does not compute them
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,6 +59,8 @@ class AttentionBatch:
     `shared_with[i]` is an earlier request of the batch, or -1: the first `shared_len[i]` tokens of
     both are in the same pages, so that a backend may read them once for both. The radix tree
     knows this; it never changes a result.
+
+    Before the step writes K/V, the pages of `page_copies` have to be copied, all planes of them.
     """
 
     cu_seqlens_q: NDArray[np.int32]  # [B + 1] offsets of each request's query rows
@@ -63,6 +74,7 @@ class AttentionBatch:
     page_size: int
     max_q_len: int
     max_kv_len: int
+    page_copies: tuple[PageCopy, ...] = ()
 
     @property
     def num_seqs(self) -> int:

@@ -118,7 +118,8 @@ def pages_needed(
             if follows and group:
                 usable = atoms[: (len(sequence.tokens) - 1) // page_size * page_bytes]
                 shared = max(common_pages(usable, other, page_bytes, start) for other in group)
-                held, begin = held + shared, begin + shared * page_size
+                if shared:  # it goes on behind what it would have copied
+                    held, begin = held + shared, (num_leased + shared) * page_size
             end = min(len(sequence.tokens), begin + limit)
             shareable = sequence.shareable(end)
             announced = atoms[: shareable // page_size * page_bytes]

@@ -16,6 +16,7 @@ from ramify.attention.batch import AttentionBatch
 from ramify.attention.batch_reuse import BatchReuse
 from ramify.attention.branching import Branching
 from ramify.attention.page_demand import PlanEntry, pages_needed, split_decodes, validate_plannable
+from ramify.attention.partial_reuse import PartialReuse
 from ramify.attention.sequence import RadixSequence
 from ramify.attention.window_release import WindowRelease
 from ramify.cache.call_guard import guarded
@@ -42,6 +43,8 @@ class RadixAttentionPlanner:
         table: a row per live sequence; same page size as the cache.
         max_pool_pages: pages of the K/V pool; the cache must not have more. None: no check.
         share: False gives every sequence its own pages and publishes nothing.
+        partial_pages: where a prompt leaves the cache inside a page, copy what it shares with that
+            page. Then the caller has to run `AttentionBatch.page_copies` before each step.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class RadixAttentionPlanner:
         *,
         max_pool_pages: int | None = None,
         share: bool = True,
+        partial_pages: bool = False,
     ) -> None:
         if table.page_size != cache.page_size:
             raise ConfigError(
@@ -62,6 +66,7 @@ class RadixAttentionPlanner:
         self.guard = cache.guard
         self.page_size = cache.page_size
         self._window = WindowRelease(cache, table, share=share)
+        self.partial = PartialReuse(cache, table, is_on=partial_pages and share)
         self._order = count(1)
         self._by_lease: dict[int, RadixSequence] = {}  # by lease id
         self._awaiting_leader: list[RadixSequence] = []  # committed before their leader
@@ -107,10 +112,8 @@ class RadixAttentionPlanner:
             for sequence, _, key in entries:
                 if sequence.lease is None:
                     self._attach(sequence, key)
-            needed = self._pages_needed(entries, len(needing_page))
-            if needed and needed > self.cache.num_available:
-                self._batches.forget()
-                self._window.make_room(needed, [*self._by_lease.values(), *fresh])
+                    self.partial.attach(sequence, key)
+            self._make_room(entries, fresh, len(needing_page))
             announced = False
             for sequence, limit, key in entries:
                 assert sequence.lease is not None
@@ -120,14 +123,17 @@ class RadixAttentionPlanner:
                     first = sequence.lease
                     self._attach(sequence, key)
                     replaced.append(first)
+                    self.partial.reattached(sequence, first)
                 announced |= self._allocate(sequence, limit, key)
             self._append_pages(needing_page, undo)
             for sequence in decodes:
                 sequence.num_planned = 1
             batch = self._batches.build(sequences, num_decodes=len(decodes))
+            batch = self.partial.with_copies(batch, fresh)
             while replaced:
                 self.cache.cancel(replaced[-1])
                 replaced.pop()
+            self.partial.count_hits(fresh)
             for sequence in fresh:
                 sequence.has_looked_up = True
         except BaseException as error:
@@ -158,6 +164,23 @@ class RadixAttentionPlanner:
             is_released=self._window.is_released,
         )
 
+    def _make_room(
+        self, entries: Sequence[PlanEntry], fresh: Sequence[RadixSequence], num_needing_page: int
+    ) -> None:
+        """Make sure that the pages of a plan can be reserved; `fresh` sequences are attached.
+
+        Raises:
+            OutOfPagesError: they cannot; no page was freed.
+        """
+        needed = self._pages_needed(entries, num_needing_page)
+        if not needed or needed <= self.cache.num_available:
+            return
+        if self.partial.drop(fresh):  # the pinned sources may be what is missing
+            needed = self._pages_needed(entries, num_needing_page)
+        if needed > self.cache.num_available:
+            self._batches.forget()
+            self._window.make_room(needed, [*self._by_lease.values(), *fresh])
+
     def _attach(self, sequence: RadixSequence, key: CacheKey | None) -> None:
         """Lease the cached prefix; an empty one if the sequence must not reuse the cache."""
         reused = key if key is not None and sequence.reuse else CacheKey(b"", sequence.namespace)
@@ -168,6 +191,7 @@ class RadixAttentionPlanner:
         """Undo `_attach`, and give the row back."""
         assert sequence.lease is not None
         sequence.has_looked_up = sequence.lease.is_again
+        self.partial.end(sequence)
         self.cache.cancel(sequence.lease)
         self._forget_pages(sequence)
 
@@ -182,9 +206,8 @@ class RadixAttentionPlanner:
             sequence.num_read = sequence.num_computed - sequence.num_shared
             if sequence.may_tell is not None and key is not None and sequence.reuse:
                 # before its own pages are announced
-                sequence.explanation = self.cache.explain(
-                    key, may_tell=sequence.may_tell, pending=True
-                )
+                explanation = self.cache.explain(key, may_tell=sequence.may_tell, pending=True)
+                sequence.explanation = explanation.with_copied(sequence.num_copied)
             sequence.row = self.table.allocate()
             self.table.append(sequence.row, sequence.lease.pages)
         sequence.num_planned = min(limit, sequence.num_uncomputed)
@@ -297,6 +320,8 @@ class RadixAttentionPlanner:
             sequence.num_planned = sequence.num_draft = 0
             lease = sequence.lease
             assert lease is not None
+            if sequence.source is not None:
+                self.partial.end(sequence)
             if end < lease.num_tokens:
                 self._retract(sequence, end)
                 waiting.append(sequence)
@@ -454,6 +479,7 @@ class RadixAttentionPlanner:
 
     def _release_sequence(self, sequence: RadixSequence) -> None:
         assert sequence.lease is not None
+        self.partial.end(sequence)
         private = self._window.owned(sequence.private)
         self.cache.release(sequence.lease, private, sequence.session)
         if sequence in self._awaiting_leader:
@@ -469,4 +495,4 @@ class RadixAttentionPlanner:
             self.table.release(sequence.row)
         sequence.lease, sequence.row, sequence.private = None, None, []
         sequence.num_computed = sequence.num_planned = 0
-        sequence.num_read = sequence.num_shared = 0
+        sequence.num_read = sequence.num_shared = sequence.num_copied = 0

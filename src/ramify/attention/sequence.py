@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from ramify.cache.content_atoms import Media, Salt
 from ramify.cache.key import CacheKey
 from ramify.cache.leases import Lease
+from ramify.cache.partial_page import PartialPage
 from ramify.cache.session_table import Session
 from ramify.outputs import Explanation
 
@@ -35,10 +36,12 @@ class RadixSequence:
     num_computed: int = 0  # committed tokens: their K/V is in the pages
     num_planned: int = 0  # tokens computed by the plan that is not committed yet
     num_read: int = 0  # cache-hit tokens: computed before the first plan
+    num_copied: int = 0  # of `num_read`: copied from part of a cached page
     num_shared: int = 0  # tokens attached in flight: another sequence computes them
     row: int | None = None
     lease: Lease | None = None
     private: list[int] = field(default_factory=list)  # pages after the lease's
+    source: PartialPage | None = None  # that the plan copies from; pinned until it is committed
     released: bool = False
     # Number of its last plan that was not a plain decode; a leader's is below its followers'.
     order: int = 0

@@ -9,7 +9,7 @@ Read in this order:
 2. `tree`, over `packed` and `gc_untracked`: the nodes; `child_index`: the child that begins with a
    page; `hash_index`: pages by hash, in its place; `node_store`: the nodes together with their pages.
 3. `leases` and `lease_ops`: what requests hold; `pins`: what operators keep; `window`: release of
-   pages outside a sliding window.
+   pages outside a sliding window; `partial_page`: a page that a prompt leaves in the middle.
 4. `eviction`, `eviction_queue`, `policies`, `adaptive_policy`, `ghosts`: what is evicted, what is remembered.
 5. `tiers`, `staging`, `tier_loads`, `tier_costs`, `promotion`: pages outside the pool.
 6. `call_guard`: one thread at a time.

@@ -23,6 +23,7 @@ class CacheCounters:
     def __init__(self, log_every: int) -> None:
         self.log_every = log_every
         self.lookups = self.tokens = self.hit_tokens = self.ideal_tokens = 0
+        self.copied_tokens = 0  # of `hit_tokens`
         self.evictions = [0] * len(REASONS)  # pages, by reason
         self._residency = [0] * (_MAX_BITS + 1)  # pages, by bits of the time
         self._idle = [0] * (_MAX_BITS + 1)
@@ -64,6 +65,15 @@ class CacheCounters:
         self.hit_tokens -= hit_tokens
         self.ideal_tokens -= ideal_tokens
         self._reuse_gap[gap] -= 1
+
+    def copied(self, num_tokens: int, num_ideal: int) -> None:
+        """Count tokens that were copied from part of a page as hits of a lookup counted before.
+
+        An infinite cache that shares whole pages only would have hit all but `num_ideal` of them.
+        """
+        self.copied_tokens += num_tokens
+        self.hit_tokens += num_tokens
+        self.ideal_tokens += num_ideal
 
     def evicted(self, reason: int, num_pages: int, age_s: float, idle_s: float) -> None:
         """Count pages evicted `age_s` after they were computed and `idle_s` after their last use."""

@@ -174,12 +174,8 @@ class CacheKey:
         """The first `num_tokens` atoms, or all there are, in the same namespace."""
         if num_tokens < 0:
             raise InvalidKeyError(f"a prefix of {num_tokens} tokens; num_tokens must be 0 or more")
-        key = CacheKey.__new__(CacheKey)
-        object.__setattr__(key, "atoms", self.atoms[: num_tokens * ATOM_BYTES])
-        object.__setattr__(key, "namespace", self.namespace)
         marks = slice_atoms(self.marks, 0, num_tokens) if self.marks else ()
-        object.__setattr__(key, "marks", marks)
-        return key
+        return key_of_atoms(self.atoms[: num_tokens * ATOM_BYTES], self.namespace, marks)
 
     def page_hashes(self, page_size: int) -> list[bytes]:
         """The hashes of `packed_hashes`, each by itself."""
@@ -202,6 +198,15 @@ class CacheKey:
         return array("i", self.atoms)
 
 
+def key_of_atoms(atoms: bytes, namespace: bytes, marks: ContentAtoms) -> CacheKey:
+    """The key of packed atoms of another key or of the tree, with their content atoms."""
+    key = CacheKey.__new__(CacheKey)
+    object.__setattr__(key, "atoms", atoms)
+    object.__setattr__(key, "namespace", namespace)
+    object.__setattr__(key, "marks", marks)
+    return key
+
+
 def atoms_of(key: CacheKey) -> bytes:
     """The atoms of a key that a caller passed.
 
@@ -219,10 +224,7 @@ def _unpickled(atoms: bytes, namespace: bytes, content: ContentAtoms) -> CacheKe
     renumbered = array("i", atoms)
     for at, content_atom in content:
         renumbered[at] = content_atom.atom
-    key = CacheKey(b"", namespace)
-    object.__setattr__(key, "atoms", renumbered.tobytes())
-    object.__setattr__(key, "marks", content)
-    return key
+    return key_of_atoms(renumbered.tobytes(), namespace, content)
 
 
 def namespace_hash(namespace: bytes) -> bytes:

@@ -39,4 +39,5 @@ def collect_stats(store: NodeStore, registry: LeaseRegistry, pins: PinTable) -> 
         residency=residency,
         idle=idle,
         reuse_gap=reuse_gap,
+        copied_tokens=counters.copied_tokens,
     )

@@ -130,6 +130,7 @@ class CacheStats:
     residency: Histogram  # seconds from publish to eviction, by page
     idle: Histogram  # seconds from the last use to eviction, by page
     reuse_gap: Histogram  # seconds from the last use to the next hit, by lookup
+    copied_tokens: int = 0  # of `hit_tokens`: copied from part of a page, see `partial_page`
 
     @property
     def hit_rate(self) -> float:
