@@ -66,7 +66,7 @@ def test_a_second_server_waits_for_the_first() -> None:
         async with bench.running():
             first = bench.members[0]
             first.gate.is_open = False
-            live = asyncio.ensure_future(bench.llm.generate(PROMPT, TOKENS))
+            live = asyncio.ensure_future(first.llm.generate(PROMPT, TOKENS))
             await first.gate.arrive()
             other = await another_server(bench)
             rolling = asyncio.ensure_future(bench.llm.reload_weights("new"))
