@@ -65,3 +65,18 @@ def test_a_stuck_step_ends_its_process_and_no_answer(is_draining: bool) -> None:
     assert code == 1
     assert re.search("CRITICAL.*:a step takes . s already: this process ends", log)
     assert "stuck_replica.py" in log  # the stack of the step
+
+
+def test_the_end_of_an_engine_does_not_wait_for_a_stuck_step() -> None:
+    """A server of one engine that drains: its process ends, with the line that says why."""
+    process = subprocess.run(
+        [sys.executable, "-m", "tests.pure.stuck_server"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert process.returncode == 1, process.stderr
+    assert re.search("CRITICAL.*:a step takes . s already: this process ends", process.stderr)

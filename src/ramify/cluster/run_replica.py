@@ -20,14 +20,13 @@ from ramify.engine.async_llm import AsyncLLM
 from ramify.engine.cache_admin.warmup import WarmPrompt, read_prompts
 from ramify.server.kv_events.feed import published
 from ramify.server.kv_events.options import KvEventOptions
+from ramify.server.operations.engine_end import CHECK_S, ENGINE_FAILED, exit_if_stuck
 from ramify.server.operations.stderr_writer import stderr_in_background
 from ramify.server.run import compile_kernels, frozen_heap, log_to_stderr
 
 logger = logging.getLogger(__name__)
 
-CHECK_S = 1.0  # between looks at the engine
-ENGINE_FAILED = 1  # exit codes
-INTERRUPTED = 130
+INTERRUPTED = 130  # exit code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,10 +195,7 @@ async def until_failure(llm: AsyncLLM, check_s: float = CHECK_S) -> str:
     """
     while True:
         health = llm.health()
-        if health.stuck_s is not None:
-            logger.critical("a step takes %.0f s already: this process ends", health.stuck_s)
-            logging.shutdown()
-            os._exit(ENGINE_FAILED)
+        exit_if_stuck(health)
         if not health.is_alive:
             return "the engine has stopped"
         await asyncio.sleep(check_s)

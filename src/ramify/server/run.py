@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from ramify.server.http.listen_address import bind_address
 from ramify.server.http.uvicorn_server import DrainingServer, TimeoutProtocol
 from ramify.server.kv_events.feed import published
 from ramify.server.kv_events.options import KvEventOptions
+from ramify.server.operations.engine_end import end_engine
 from ramify.server.operations.kv_event_metrics import KvEventCollector
 from ramify.server.operations.request_log import JsonFormatter, LineFile, log_request, trace_line
 from ramify.server.operations.stderr_writer import stderr_in_background
@@ -209,7 +211,7 @@ async def _serve_here(
                 server.metrics.registry.register(KvEventCollector(feed))
             return await _listen(make_listener(options, server, inputs), bound)
     finally:
-        await llm.aclose()
+        await end_engine(llm)
 
 
 async def _serve_client(
@@ -318,7 +320,7 @@ def make_listener(
         config,
         server.health,
         on_listening=lambda url: startup_banner(url, server.service, llm, inputs.keys),
-        abort=llm.aclose,
+        abort=partial(end_engine, llm),
         drain_s=options.drain_s,
         connections=inputs.connections,
         shares_port=shares_port,
