@@ -70,6 +70,7 @@ TIER_REASONS: Final = {
     "corrupt": "failed its checksum",
     "io_error": "could not be read",
     "absent": "gone when it was to be read",
+    "evicted": "or was: evicted for others",
     "unanswered": "which did not answer in time",
 }
 
@@ -80,20 +81,13 @@ class TierMiss:
 
     `reason` is "slower": computing was sooner, so no load began; "late": the load came too late;
     or of a page that could not be read: "corrupt", "io_error" or "absent". "unanswered": a store
-    beyond a network did not say in time whether it has them.
+    beyond a network did not say in time whether it has them. "evicted": it had them, before others.
     """
 
     tier: str
     reason: str
     begin: int  # tokens of the prompt before the first of these pages
     end: int  # and before the first page behind them
-
-    @property
-    def summary(self) -> str:
-        """What became of the next page, in words."""
-        if self.reason == "unanswered":
-            return f"{self.tier} did not say in time whether it has the next page"
-        return f"{self.tier} had the next page ({self.reason})"
 
     def __str__(self) -> str:
         """As in "on disk, computing was cheaper"."""

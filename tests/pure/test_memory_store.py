@@ -5,6 +5,7 @@ import math
 import pytest
 
 from ramify.errors import ConfigError, StoreUnavailableError
+from ramify.kv.stores.evicted_names import EvictedNames
 from ramify.kv.stores.memory import FaultyStore, MemoryStore, StoreFaults
 from ramify.kv.stores.page_store import PageKey, PageStore, ReadOutcome, WriteOutcome
 
@@ -120,3 +121,24 @@ def test_faults_are_as_ordered() -> None:
     faults.unavailable = "paused"
     with pytest.raises(StoreUnavailableError, match="paused"):
         get(store, 2)
+
+
+def test_the_last_evicted_pages_are_remembered() -> None:
+    """Not those that are back, were removed by order, or were never there."""
+    store = MemoryStore(PAGE_BYTES, 2)
+    put(store, 1, 2, 3, 4)
+    put(store, 1)
+    store.remove_many([key(2).hash], deadline=math.inf)
+
+    evicted = store.were_evicted([key(number).hash for number in (1, 2, 3, 4, 9)])
+
+    assert evicted == [False, False, True, False, False]
+
+
+def test_evicted_names_have_a_bound() -> None:
+    """The oldest are forgotten first."""
+    names = EvictedNames(max_names=2)
+
+    names.add([bytes([number]) * 16 for number in (1, 2, 3)])
+
+    assert [bytes([number]) * 16 in names for number in (1, 2, 3)] == [False, True, True]

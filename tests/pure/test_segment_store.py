@@ -207,6 +207,15 @@ def test_the_budget_holds_and_the_least_recently_used_segment_goes(tmp_path: Pat
     assert store.counts().num_pages <= 5 * per_segment
     newest = range(12 * per_segment - 2 * per_segment, 12 * per_segment)
     assert hits(store, newest) == list(newest)
+    # What was evicted, and nothing else, is remembered so; a page that is written again is not.
+    listed = store.has_many([hash_of(n) for n in range(12 * per_segment)], deadline=math.inf)
+    evicted = store.were_evicted([hash_of(n) for n in range(12 * per_segment)])
+    assert evicted == [not is_there for is_there in listed]
+    assert store.were_evicted([hash_of(10**6)]) == [False]
+    put(store, [0])
+    assert store.were_evicted([hash_of(0)]) == [False]
+    store.clear(deadline=math.inf)
+    assert not any(store.were_evicted([hash_of(n) for n in range(12 * per_segment)]))
 
 
 def test_hot_pages_are_copied_on(tmp_path: Path) -> None:

@@ -199,6 +199,21 @@ def test_a_prompt_that_is_computed_sooner_than_loaded_says_so() -> None:
     assert "the next page is on disk, computing was cheaper; " in str(bench.explanations[refused])
 
 
+def test_a_page_that_a_tier_evicted_for_others_is_explained_so() -> None:
+    """Written there, and gone since; a prompt that no tier ever had names none."""
+    bench = TierBench(disk_pages=12)
+    for prompt in (A, B, C):
+        bench.answer(prompt)
+        bench.answer(prompt)
+        bench.settle()
+
+    again, unknown = bench.answer(A), bench.answer([13] * 33)
+
+    assert bench.explanations[again].tier_miss == TierMiss("disk", "evicted", 0, 1)
+    assert "on disk, or was: evicted for others" in str(bench.explanations[again])
+    assert bench.explanations[unknown].tier_miss is None
+
+
 def test_an_aborted_request_leaves_no_buffer_behind() -> None:
     """Its load is dropped; what a reader still holds comes back when the read ends."""
     first = TierBench()

@@ -195,7 +195,12 @@ class CopiesIn:
             self._loads.join(request, shared, _num_common(shared, hashes[first:end]))
             return shared
         tiers = self._tiers_of(request, hashes[first:end])
-        if self._look_up(request, hashes, first, tiers, len(key)) or not tiers:
+        if self._look_up(request, hashes, first, tiers, len(key)):
+            return None
+        behind = first + len(tiers)
+        if could_run and behind < end and request.tier_miss is None:
+            request.tier_miss = self._parts.eviction_of(hashes[behind], behind * self._size)
+        if not tiers:
             return None
         plan = self._costs.plan(tiers, first, len(key), self._num_queued())
         if plan.num_pages < len(tiers):

@@ -12,6 +12,7 @@ from ramify.cache.tier_costs import StepModel, TierSpeed
 from ramify.errors import StoreUnavailableError
 from ramify.kv.offload import Mover, Removal
 from ramify.kv.stores.page_store import PageStore, StoreCounts
+from ramify.outputs import TierMiss
 
 STAGING_BYTES = 64 << 20
 MIN_BUFFERS = 4
@@ -78,6 +79,17 @@ class TierParts:
     def distant_store(self) -> PageStore | None:
         """The store beyond a network; None: there is none."""
         return next((store for store in self.stores if store.tier == self.distant), None)
+
+    def eviction_of(self, page_hash: bytes, begin: int) -> TierMiss | None:
+        """Which store of this machine had a page and evicted it; None: none remembers it.
+
+        Args:
+            begin: tokens of the prompt before the page.
+        """
+        for store in self.near:
+            if store.were_evicted([page_hash])[0]:
+                return TierMiss(store.tier, "evicted", begin, begin + 1)
+        return None
 
     def listed(self, store: PageStore, hashes: Sequence[bytes]) -> list[bool]:
         """Which pages a store of this machine has; none if it does not answer."""

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ramify.errors import ConfigError, StoreUnavailableError
+from ramify.kv.stores.evicted_names import EvictedNames
 from ramify.kv.stores.page_store import (
     PageKey,
     PageStore,
@@ -67,6 +68,7 @@ class MemoryStore:
         # Hash -> parent and slot, least recently used first.
         self._pages: OrderedDict[bytes, tuple[bytes, int]] = OrderedDict()
         self._free = deque(range(num_pages))
+        self._evicted_names = EvictedNames()
         self._closed = False
         self._written = self._hits = self._absent = self._late = self._evicted = self._removed = 0
 
@@ -76,6 +78,11 @@ class MemoryStore:
         with self._lock:
             self._check_open()
             return [page_hash in self._pages for page_hash in hashes]
+
+    def were_evicted(self, hashes: Sequence[bytes]) -> list[bool]:
+        """See PageStore."""
+        with self._lock:
+            return [page_hash in self._evicted_names for page_hash in hashes]
 
     def get_many(
         self, keys: Sequence[PageKey], into: Sequence[memoryview], *, deadline: float
@@ -128,11 +135,14 @@ class MemoryStore:
                 self._pages.move_to_end(key.hash)
                 return WriteOutcome.PRESENT
             if not self._free:
-                self._drop(next(iter(self._pages)))
+                oldest = next(iter(self._pages))
+                self._drop(oldest)
+                self._evicted_names.add([oldest])
                 self._evicted += 1
             slot = self._free.popleft()
             np.copyto(self._slots[slot], np.frombuffer(page, np.uint8))
             self._pages[key.hash] = (key.parent, slot)
+            self._evicted_names.discard(key.hash)
             self._written += 1
             return WriteOutcome.WRITTEN
 
@@ -142,6 +152,8 @@ class MemoryStore:
         with self._lock:
             self._check_open()
             listed = [page_hash for page_hash in dict.fromkeys(hashes) if page_hash in self._pages]
+            for page_hash in hashes:
+                self._evicted_names.discard(page_hash)
             for page_hash in listed:
                 self._drop(page_hash)
             self._removed += len(listed)
@@ -150,6 +162,7 @@ class MemoryStore:
     def clear(self, *, deadline: float) -> int:
         """See PageStore."""
         with self._lock:
+            self._evicted_names.clear()
             listed = list(self._pages)
         return self.remove_many(listed, deadline=deadline)
 
@@ -218,6 +231,10 @@ class FaultyStore:
         """See PageStore."""
         self._before(0)
         return self.inner.has_many(hashes, deadline=deadline)
+
+    def were_evicted(self, hashes: Sequence[bytes]) -> list[bool]:
+        """See PageStore."""
+        return self.inner.were_evicted(hashes)
 
     def get_many(
         self, keys: Sequence[PageKey], into: Sequence[memoryview], *, deadline: float

@@ -111,6 +111,13 @@ class PageStore(Protocol):
         """
         ...
 
+    def were_evicted(self, hashes: Sequence[bytes]) -> list[bool]:
+        """Whether each page made room for others since the store was opened, as far as it remembers.
+
+        For explanations: no call of another process, and nothing is raised.
+        """
+        ...
+
     def get_many(
         self, keys: Sequence[PageKey], into: Sequence[memoryview], *, deadline: float
     ) -> list[ReadOutcome]:

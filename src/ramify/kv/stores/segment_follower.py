@@ -76,7 +76,7 @@ class SegmentFollower:
                 self._table.extend(opened)
         for segment in self._table.segments():
             if segment.number not in present:
-                self._table.forget(segment)
+                self._table.evict(segment)
                 self._reader.files.forget(segment.number)
                 self._sizes.pop(segment.number, None)
         self._table.void(removed)

@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 
+from ramify.kv.stores.evicted_names import EvictedNames
 from ramify.kv.stores.page_index import PageIndex
 from ramify.kv.stores.page_store import ReadOutcome
 from ramify.kv.stores.removal_log import Position
@@ -25,6 +26,7 @@ class SegmentTable:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._index = PageIndex()
+        self._evicted = EvictedNames()
         self._segments: dict[int, Segment] = {}
         # Dropped from the index; their files are still to be deleted.
         self._condemned: list[Segment] = []
@@ -95,12 +97,15 @@ class SegmentTable:
             if segment.number not in self._segments:
                 return False
             self._index.add(name, (segment.number, slot))
+            self._evicted.discard(name)
             self._note_use(segment)
             return True
 
     def remove_many(self, names: Sequence[bytes]) -> int:
         """Remove pages from the index; returns how many were listed."""
         with self._lock:
+            for name in names:
+                self._evicted.discard(name)
             return sum(self._index.remove(name) for name in names)
 
     def note_hidden(self) -> None:
@@ -186,9 +191,22 @@ class SegmentTable:
             self._segments.pop(segment.number, None)
             return self._index.remove_segment(segment.number)
 
+    def evict(self, segment: Segment) -> int:
+        """Remove a segment and its pages, whose names are remembered; returns how many were listed."""
+        with self._lock:
+            self._segments.pop(segment.number, None)
+            self._evicted.add(name for name, _ in self._index.locations_in(segment.number))
+            return self._index.remove_segment(segment.number)
+
+    def were_evicted(self, names: Sequence[bytes]) -> list[bool]:
+        """Whether each page was evicted with its segment, as far as that is remembered."""
+        with self._lock:
+            return [name in self._evicted for name in names]
+
     def forget_all(self) -> tuple[list[Segment], int]:
         """Remove everything; returns the segments, and how many pages were listed."""
         with self._lock:
+            self._evicted.clear()
             segments, count = [*self._segments.values()], len(self._index)
             self._segments, self._index = {}, PageIndex()
             return segments, count

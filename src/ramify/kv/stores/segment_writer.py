@@ -367,7 +367,7 @@ class SegmentWriter:
             # Deleted before it is forgotten: if that fails, its pages stay.
             try:
                 self._delete(victim)
-                self._table.count("evicted", self._table.forget(victim))
+                self._table.count("evicted", self._table.evict(victim))
                 self._ops.sync_directory(self._directory)
             except OSError:
                 # The file may be there after a restart, with pages that moved on or are not listed.

@@ -250,6 +250,10 @@ class SegmentStore:
         self._check_available()
         return self._table.contains_many(self._names.names(hashes))
 
+    def were_evicted(self, hashes: Sequence[bytes]) -> list[bool]:
+        """See PageStore."""
+        return self._table.were_evicted(self._names.names(hashes))
+
     def get_many(
         self, keys: Sequence[PageKey], into: Sequence[memoryview], *, deadline: float
     ) -> list[ReadOutcome]:

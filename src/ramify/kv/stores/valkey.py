@@ -140,6 +140,10 @@ class ValkeyStore:
             for name, reply in zip(names, exchange.replies, strict=True)
         ]
 
+    def were_evicted(self, hashes: Sequence[bytes]) -> list[bool]:
+        """See PageStore; what the server evicts it does not say."""
+        return [False] * len(hashes)
+
     def get_many(
         self, keys: Sequence[PageKey], into: Sequence[memoryview], *, deadline: float
     ) -> list[ReadOutcome]:

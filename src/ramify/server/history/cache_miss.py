@@ -37,7 +37,7 @@ class CacheMiss:
     evicted_ago_s: float | None = None
     evicted_by: str | None = None
     tier: str | None = None  # had the next page
-    # Why it was not loaded: slower, late, corrupt, io_error, absent; unanswered: nobody knows in time.
+    # Why it was not loaded: slower, late, corrupt, io_error, absent, evicted; unanswered: nobody knows in time.
     tier_reason: str | None = None
     warning: str | None = None  # what makes the miss dearer than it had to be
 
