@@ -43,6 +43,9 @@ class CacheEvent:
     pages: Pages = NO_PAGES
     reason: str = ""
     atoms: bytes = b""  # packed, of stored pages, for a subscription `with_atoms`
+    tier: str = (
+        ""  # that has the pages; empty: the pool. Subscriptions of a cache get those of the pool.
+    )
 
     @property
     def page_hashes(self) -> list[bytes]:

@@ -57,10 +57,19 @@ EventsForm = Annotated[
         rich_help_panel=PANEL,
     ),
 ]
+Tiers = Annotated[
+    bool,
+    typer.Option(
+        "--kv-events-tiers",
+        help="Publish what goes to the cache tiers and leaves them, too, for readers that tell one medium "
+        "from another: CPU, DISK, EXTERNAL.",
+        rich_help_panel=PANEL,
+    ),
+]
 
 
 def kv_event_options(
-    endpoint: str | None, replay: str | None, topic: str | None, form: Form
+    endpoint: str | None, replay: str | None, topic: str | None, form: Form, tiers: bool
 ) -> KvEventOptions | None:
     """What to publish where; None: nothing.
 
@@ -73,6 +82,7 @@ def kv_event_options(
             "--kv-events-replay": replay,
             "--kv-events-topic": topic,
             "--kv-events-form": None if form is Form.map else form.value,
+            "--kv-events-tiers": tiers or None,
         }
         for flag, value in given.items():
             if value is not None:
@@ -84,4 +94,4 @@ def kv_event_options(
     from ramify.server.kv_events.form import EventForm
     from ramify.server.kv_events.options import KvEventOptions
 
-    return KvEventOptions(endpoint, replay or "", topic or "", EventForm(form.value))
+    return KvEventOptions(endpoint, replay or "", topic or "", EventForm(form.value), tiers)

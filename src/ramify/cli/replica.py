@@ -13,6 +13,7 @@ from ramify.cli.kv_event_options import (
     EventsForm,
     Form,
     Replay,
+    Tiers,
     Topic,
     kv_event_options,
 )
@@ -44,6 +45,7 @@ def replica(
     kv_events_replay: Replay = None,
     kv_events_topic: Topic = None,
     kv_events_form: EventsForm = Form.map,
+    kv_events_tiers: Tiers = False,
     name: Annotated[str, OperationsOption(help="Name in each line of the log.")] = "",
     log_format: Annotated[
         LogFormat, OperationsOption(help="Format of the lines on stderr.")
@@ -74,7 +76,7 @@ def replica(
             log_json=log_format is LogFormat.json,
             drain_s=drain_seconds,
             kv_events=kv_event_options(
-                kv_events, kv_events_replay, kv_events_topic, kv_events_form
+                kv_events, kv_events_replay, kv_events_topic, kv_events_form, kv_events_tiers
             ),
         )
         code = run_replica(options, StdoutStages())

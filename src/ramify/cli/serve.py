@@ -26,6 +26,7 @@ from ramify.cli.kv_event_options import (
     EventsForm,
     Form,
     Replay,
+    Tiers,
     Topic,
     kv_event_options,
 )
@@ -138,6 +139,7 @@ def serve(
     kv_events_replay: Replay = None,
     kv_events_topic: Topic = None,
     kv_events_form: EventsForm = Form.map,
+    kv_events_tiers: Tiers = False,
     record: Annotated[
         Path | None,
         OperationsOption(help="Append a line of token hashes per request to this file."),
@@ -204,7 +206,9 @@ def serve(
     )
     credential_files = (cluster_secret, cluster_certificate, cluster_key, cluster_authority)
     with exit_on_error():
-        events = kv_event_options(kv_events, kv_events_replay, kv_events_topic, kv_events_form)
+        events = kv_event_options(
+            kv_events, kv_events_replay, kv_events_topic, kv_events_form, kv_events_tiers
+        )
         options = replace(options, kv_events=events)
         if replicas is None:
             if threads_per_replica is not None or any(credential_files):

@@ -41,6 +41,7 @@ from ramify.engine.scheduling.validation import (
 )
 from ramify.engine.speculation.drafter import Drafter, create_drafter, propose_drafts
 from ramify.engine.step import Executor, StepPlan
+from ramify.engine.tier_events import TierEvents
 from ramify.engine.tier_parts import TierParts
 from ramify.engine.tiering import EngineTiering
 from ramify.engine.watchdog import Watchdog
@@ -359,6 +360,11 @@ class EngineCore:
         """
         if self.tiering is not None and not self.tiering.flush():
             logger.warning("the cache tiers do not answer: not every cached page was written")
+
+    @property
+    def tier_events(self) -> TierEvents | None:
+        """What the tiers got and lost; None without tiers. For the engine's thread."""
+        return None if self.tiering is None else self.tiering.events
 
     def tend_tiers(self) -> bool:
         """Copy pages to the cache tiers while the engine is idle; returns whether there are more."""

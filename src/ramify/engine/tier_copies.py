@@ -8,6 +8,7 @@ from ramify.cache.prefix_cache import PrefixCache
 from ramify.cache.promotion import attach_sink
 from ramify.cache.tiers import PageName, WriteQueue
 from ramify.engine.tier_distant import DistantCopies
+from ramify.engine.tier_events import TierEvents
 from ramify.engine.tier_parts import StagingArea, TierCounts, TierParts
 from ramify.kv.offload import PageWrite, Written
 from ramify.kv.stores.page_store import PageKey
@@ -22,11 +23,13 @@ class CopiesOut:
         self.queue = WriteQueue(cache.num_pages)
         self.detach = attach_sink(cache, self.queue)
         self._counts = counts
+        self.events = TierEvents()
 
     def begin(self, parts: TierParts, area: StagingArea) -> None:
         """Write to these stores, through these buffers, from now on."""
         self._parts, self._area = parts, area
         self._max_lazy = max(1, LAZY_BYTES // parts.device.page_bytes)
+        self.events.removed_everywhere(None)
         self._distant = DistantCopies(parts, self.queue, area.ledger.num_buffers)
 
     @property
@@ -71,17 +74,30 @@ class CopiesOut:
         stored = [tier for tier, outcome in result.outcomes.items() if outcome]
         for tier in stored:
             self._counts.written[tier] = self._counts.written.get(tier, 0) + 1
+            self.events.stored(tier, write.key.hash, write.key.parent)
         self._counts.not_written += len(stored) < len(write.tiers)
         if write.tiers == self._distant.tiers:
             self._distant.ended(write.key.hash, is_stored=bool(stored))
 
     def note_distant(self, hashes: Iterable[bytes], *, are_there: bool) -> None:
         """Believe that the store beyond a network has these pages, or lacks them."""
+        hashes = [*hashes]
         self._distant.note(hashes, are_there=are_there)
+        if not are_there:
+            self.events.removed(self._parts.distant, hashes)
 
     def removed(self, hashes: Collection[bytes] | None) -> None:
         """These pages go from every tier; None: all."""
         self._distant.forget(hashes)
+        self.events.removed_everywhere(hashes)
+
+    def check_announced(self) -> None:
+        """Compare some of the pages that were announced with the stores of this machine."""
+        for store in self._parts.near:
+            hashes = self.events.take_unchecked(store.tier)
+            listed = self._parts.listed(store, hashes) if hashes else []
+            lacking = [page for page, has in zip(hashes, listed, strict=True) if not has]
+            self.events.removed(store.tier, lacking)
 
     def _copy_here(self, page: int, name: PageName, *, is_evicted: bool) -> bool:
         """Hand a copy to the writer of this machine's stores, for those that lack it.

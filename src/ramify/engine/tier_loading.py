@@ -446,6 +446,8 @@ class CopiesIn:
         for page, buffer, outcome in zip(read.pages, read.buffers, result.outcomes, strict=True):
             if read.tier == self._parts.distant and outcome is not ReadOutcome.LATE:
                 self._copies_out.note_distant([load.names[page].hash], are_there=bool(outcome))
+            elif not outcome and outcome is not ReadOutcome.LATE:
+                self._copies_out.events.removed(read.tier, [load.names[page].hash])
             if outcome:
                 self._area.ledger.fill(buffer)
                 if not load.arrived(page, buffer):

@@ -16,12 +16,14 @@ from ramify.cache.prefix_cache import PrefixCache
 from ramify.cache.tier_costs import TierSpeed
 from ramify.engine.request import Request
 from ramify.engine.tier_copies import CopiesOut
+from ramify.engine.tier_events import TierEvents
 from ramify.engine.tier_loading import IDLE_WAIT_S, CopiesIn
 from ramify.engine.tier_measurements import START_LIMIT_S, TierMeasurements
 from ramify.engine.tier_parts import PendingRemovals, StagingArea, TierCounts, TierParts, TierStats
 from ramify.kv.offload import LookedUp, ProbeEnded, ReadEnded, Removal, Removed, Written
 
 CLOSE_LIMIT_S = 10.0  # for the stores of old weights
+CHECK_S = 1.0  # between two looks at what was announced of the tiers
 STALLED_S = 60.0  # without a result, twice what a store may take for a write
 DROPPED_LIMIT_S = 1.0  # for those of an engine that was not closed
 
@@ -58,6 +60,7 @@ class EngineTiering:
         self._in = CopiesIn(cache, clock, self.counts, self.measurements, self._out, self._removals)
         self._queue = self._out.queue
         self._is_closed = False
+        self._clock, self._checked_s = clock, clock()
         self._begin(parts)
 
     def _begin(self, parts: TierParts) -> None:
@@ -185,6 +188,9 @@ class EngineTiering:
                 self._removed(result)
         self._remove_copies()
         self._in.publish_arrived()
+        if self.events.is_open and (now_s := self._clock()) >= self._checked_s + CHECK_S:
+            self._checked_s = now_s
+            self._out.check_announced()
 
     def take_awake(self) -> list[Request]:
         """The requests that wait for a load no longer."""
@@ -198,8 +204,10 @@ class EngineTiering:
 
     @property
     def has_copies_left(self) -> bool:
-        """Whether pages wait to be copied out."""
-        return self._out.num_waiting > 0 or self._queue.num_urgent > 0
+        """Whether pages wait to be copied out; or events to be read, where somebody reads them."""
+        if self._out.num_waiting or self._queue.num_urgent:
+            return True
+        return self.events.is_open and (self.num_buffers_in_use > 0 or self.events.num_untaken > 0)
 
     def tend(self) -> None:
         """Go on with copies while the engine is idle."""
@@ -212,6 +220,11 @@ class EngineTiering:
         self._parts.mover.wait(IDLE_WAIT_S)
 
     # -- state ---------------------------------------------------------------------------------
+
+    @property
+    def events(self) -> TierEvents:
+        """What the tiers got and lost, for routers outside."""
+        return self._out.events
 
     @property
     def reading_off(self) -> str:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
+from itertools import chain
 from typing import Any, Protocol
 
-from ramify.cache.events import Subscription
+from ramify.cache.events import SnapshotChunk, Subscription
 from ramify.cache.prefix_cache import PrefixCache
 from ramify.config import ResolvedConfig
 from ramify.engine.serving.streams import LoopDispatcher
+from ramify.engine.tier_events import TierEvents
 from ramify.errors import EngineStoppedError
 from ramify.server.kv_events.form import BatchEncoder
 from ramify.server.kv_events.options import KvEventOptions
@@ -28,6 +30,11 @@ class HasCache(Protocol):
     @property
     def cache(self) -> PrefixCache:
         """The prefix cache."""
+        ...
+
+    @property
+    def tier_events(self) -> TierEvents | None:
+        """What the cache tiers got and lost; None without tiers."""
         ...
 
 
@@ -74,6 +81,8 @@ class KvEventFeed:
         # For the engine thread only:
         self._subscription: Subscription | None = None
         self._num_lost = 0
+        self._publishes_tiers = options.tiers
+        self._tier_events: TierEvents | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         encoder = BatchEncoder(options.form, llm.config.page_size)
         self.sockets = KvEventSockets(options, encoder, self._ask_engine, **limits)
@@ -98,12 +107,23 @@ class KvEventFeed:
     def _begin(self, core: HasCache) -> None:
         subscription = core.cache.subscribe(MAX_EVENTS, with_atoms=True)
         self._subscription = subscription
-        self.sockets.put_snapshot(Resync(subscription.snapshot_chunks()))
+        if self._publishes_tiers and core.tier_events is not None:
+            self._tier_events = core.tier_events
+            self._tier_events.open()
+        self.sockets.put_snapshot(Resync(self._snapshot(subscription)))
 
     def _end(self, core: HasCache) -> None:
         del core
         if self._subscription is not None:
             self._subscription.close()
+        if self._tier_events is not None:
+            self._tier_events.close()
+
+    def _snapshot(self, subscription: Subscription) -> Iterator[SnapshotChunk]:
+        """The pool's pages, and those that were announced of the tiers."""
+        announced = () if self._tier_events is None else self._tier_events.announced()
+        tiers = [SnapshotChunk(0, 0, announced, is_last=False, digest=b"")] if announced else []
+        return chain(subscription.snapshot_chunks(), tiers)
 
     def report(self, core: HasCache, step_s: float | None) -> None:
         """See `EngineObserver`: nothing to deliver to the event loop."""
@@ -114,7 +134,11 @@ class KvEventFeed:
         subscription = self._subscription
         assert subscription is not None
         events = subscription.take()
-        num_lost = subscription.num_dropped - self._num_lost
+        num_dropped = subscription.num_dropped
+        if self._tier_events is not None:
+            events += self._tier_events.take()
+            num_dropped += self._tier_events.num_dropped
+        num_lost = num_dropped - self._num_lost
         if num_lost:
             self._num_lost += num_lost
             self._drop(num_lost)
@@ -126,7 +150,7 @@ class KvEventFeed:
         self.num_dropped += len(events)
         if self.sockets.has_room:
             self.sockets.is_dropping = False
-            self.sockets.put_snapshot(Resync(subscription.snapshot_chunks()))
+            self.sockets.put_snapshot(Resync(self._snapshot(subscription)))
 
     def _drop(self, num_events: int) -> None:
         if not self.sockets.is_dropping:
@@ -140,7 +164,7 @@ class KvEventFeed:
         self._forward()
         assert self._subscription is not None
         if self.sockets.has_waiting_clients:
-            self.sockets.put_snapshot(Answer(self._subscription.snapshot_chunks()))
+            self.sockets.put_snapshot(Answer(self._snapshot(self._subscription)))
 
     # -- in other threads --------------------------------------------------------------------
 

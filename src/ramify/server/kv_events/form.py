@@ -18,8 +18,9 @@ from ramify.cache.events import CacheEvent
 from ramify.cache.key import HASH_BYTES
 
 RANK = 0  # of one engine
-# The name of the tier that attention reads from, whatever it is made of.
-MEDIUM = "GPU"
+# What readers call the pool, whatever it is made of, and the tiers: the first two as vLLM, which has
+# no others, the last two as SGLang.
+MEDIUMS = {"": "GPU", "host": "CPU", "disk": "DISK", "remote": "EXTERNAL"}
 
 
 class EventForm(str, Enum):
@@ -59,12 +60,14 @@ class BatchEncoder:
                     token_ids=token_ids(event.atoms),
                     block_size=self._page_size,
                     lora_id=None,
-                    medium=MEDIUM,
+                    medium=MEDIUMS[event.tier],
                     lora_name=None,
                 )
             case "removed":
                 return self._written(
-                    "BlockRemoved", block_hashes=block_hashes(event.hashes), medium=MEDIUM
+                    "BlockRemoved",
+                    block_hashes=block_hashes(event.hashes),
+                    medium=MEDIUMS[event.tier],
                 )
             case _:
                 return self._written("AllBlocksCleared")

@@ -21,6 +21,7 @@ class KvEventOptions:
         endpoint: that the publisher binds: tcp://HOST:PORT or ipc://PATH.
         replay: that answers requests for missed batches; "": none.
         topic: the first frame of each message.
+        tiers: publish what the cache tiers store and remove, too.
 
     Raises:
         ConfigError: an endpoint is none that a publisher can bind.
@@ -31,6 +32,7 @@ class KvEventOptions:
     replay: str = ""
     topic: str = ""
     form: EventForm = EventForm.map
+    tiers: bool = False
 
     def __post_init__(self) -> None:
         for flag, value in (("--kv-events", self.endpoint), ("--kv-events-replay", self.replay)):
