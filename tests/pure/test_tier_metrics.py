@@ -1,6 +1,7 @@
 """Metrics of the cache tiers, and the tokens that a request reads by tier."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -52,6 +53,25 @@ def test_the_figures_are_those_of_the_tiers() -> None:
     }
     assert samples == {("r1", "host"): loaded, ("r1", "disk"): 0}
     assert bench.outputs[again].cache.tier_tokens == {"host": loaded * 4}
+
+
+def test_errors_are_told_apart_by_kind_and_a_server_has_no_size() -> None:
+    """What a shared server holds of this engine is not known: no figure stands for it."""
+    bench = loaded_bench()
+    stats = bench.core.stats()
+    remote = replace(stats.tiers["disk"], budget_bytes=0, errors={"timeout": 3, "corrupt": 1})
+    stats = replace(stats, tiers={**stats.tiers, "remote": remote})
+
+    by_name = {metric.name: metric for metric in tier_metrics({"": stats})}
+
+    errors = {
+        (sample.labels["tier"], sample.labels["kind"]): sample.value
+        for sample in by_name["ramify_tier_errors"].samples
+    }
+    assert errors == {("remote", "timeout"): 3, ("remote", "corrupt"): 1}
+    for name, tiers in (("ramify_tier_pages", {"host", "disk"}),
+                        ("ramify_tier_available", {"host", "disk", "remote"})):  # fmt: skip
+        assert {sample.labels["tier"] for sample in by_name[name].samples} == tiers
 
 
 def test_tokens_by_tier_are_no_more_than_those_read() -> None:

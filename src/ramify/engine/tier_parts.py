@@ -140,6 +140,7 @@ class TierStats:
     pays_from_pages: int = (
         0  # now: loads of so many pages and more are sooner than computing; 0: none
     )
+    errors: dict[str, int] = field(default_factory=dict)  # pages or calls, by kind
 
     @classmethod
     def of(
@@ -168,6 +169,7 @@ class TierStats:
             latency_s=speed.latency_s or 0.0,
             bytes_per_s=page_bytes / speed.page_s if speed.page_s else 0.0,
             pays_from_pages=speed.pays_from or 0,
+            errors=dict(counts.errors),
         )
 
 

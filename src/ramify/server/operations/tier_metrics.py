@@ -23,6 +23,8 @@ TIER_GAUGES: tuple[TierMetric, ...] = (
     ("tier_bytes_per_second", "rate of a load; 0: not measured", lambda tier: tier.bytes_per_s),
     ("tier_pays_from_pages", "shortest load that is sooner than computing; 0: none is", lambda tier: tier.pays_from_pages),
 )
+# A shared server does not say how many pages of an engine it has.
+OF_THE_BUDGET = frozenset(("tier_pages", "tier_used_bytes", "tier_budget_bytes"))
 TIER_COUNTERS: tuple[TierMetric, ...] = (
     ("tier_written_pages", "pages written; they survive the end of the process if the tier does", lambda tier: tier.written_pages),
     ("tier_durable_pages", "pages written or kept that survive a loss of power", lambda tier: tier.durable_pages),
@@ -50,12 +52,21 @@ def tier_metrics(replicas: Mapping[str, EngineStats]) -> list[Metric]:
             metric = family(f"ramify_{name}", help_text, labels=[*labels, "tier"])
             for replica, stats in replicas.items():
                 for tier, figures in stats.tiers.items():
+                    if name in OF_THE_BUDGET and not figures.budget_bytes:
+                        continue
                     metric.add_metric([replica, tier][-len(labels) - 1 :], float(value_in(figures)))
             metrics.append(metric)
+    errors = CounterMetricFamily(
+        "ramify_tier_errors", "failed reads and calls by kind", labels=[*labels, "tier", "kind"]
+    )
+    for replica, stats in replicas.items():
+        for tier, figures in stats.tiers.items():
+            for kind, count in figures.errors.items():
+                errors.add_metric([replica, tier, kind][-len(labels) - 2 :], float(count))
     totals = CounterMetricFamily(
         "ramify_tier_events", "loads and pages by what became of them", labels=[*labels, "event"]
     )
     for replica, stats in replicas.items():
         for event, count in stats.tier_totals.items():
             totals.add_metric([replica, event][-len(labels) - 1 :], float(count))
-    return [*metrics, totals]
+    return [*metrics, errors, totals]
