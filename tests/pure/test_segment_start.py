@@ -80,6 +80,24 @@ def test_a_reader_that_started_first_finds_what_is_written_later(tmp_path: Path)
     assert hits(reader, range(3)) == [0, 1, 2]
 
 
+def test_a_reader_follows_a_writer_that_gives_a_number_again(tmp_path: Path) -> None:
+    """Cleared and started again, a directory begins with the first number: another segment than before."""
+    writer = opened(tmp_path)
+    put(writer, range(3))
+    reader = opened(tmp_path, read_only=True)
+    assert hits(reader, range(3)) == [0, 1, 2]
+    writer.clear(deadline=math.inf)
+    writer.close()
+
+    writer = opened(tmp_path)
+    put(writer, range(2, 6))
+    reader.maintain()
+
+    assert [path.name for path in segment_files(tmp_path)] == ["00000001.seg"]
+    assert hits(reader, range(6)) == [2, 3, 4, 5]
+    assert reader.counts().errors == ()
+
+
 def test_a_reader_never_syncs_the_segment_of_a_writer(tmp_path: Path) -> None:
     """To a read-only store the open segment looks like one that a crash left: it must stay as it is."""
     writer = opened(tmp_path)

@@ -72,8 +72,8 @@ class SegmentFollower:
                 continue  # deleted since it was listed
             self._sizes[number] = size
             # None: the writer has created the file and not yet written its preamble.
-            if opened is not None:
-                self._table.extend(opened)
+            if opened is not None and self._table.extend(opened):
+                self._reader.files.forget(number)
         for segment in self._table.segments():
             if segment.number not in present:
                 self._table.evict(segment)

@@ -57,10 +57,18 @@ class SegmentTable:
                     if location < position:
                         self._index.remove(name, location)
 
-    def extend(self, opened: OpenedSegment) -> None:
-        """List a segment, or the records that were appended to it since it was listed."""
+    def extend(self, opened: OpenedSegment) -> bool:
+        """List a segment, or the records that were appended to it since it was listed.
+
+        Returns whether it took the place of another one of its number: the directory was cleared.
+        """
         with self._lock:
             segment = opened.segment
+            before = self._segments.get(segment.number)
+            is_replaced = before is not None and before.segment_id != segment.segment_id
+            if is_replaced:
+                del self._segments[segment.number]
+                self._index.remove_segment(segment.number)
             listed = self._segments.setdefault(segment.number, segment)
             num_known = listed.num_used if listed is not segment else 0
             listed.num_used, listed.is_sealed = segment.num_used, segment.is_sealed
@@ -68,6 +76,7 @@ class SegmentTable:
             for entry in opened.entries[opened.entries["slot"] >= num_known]:
                 name = join_name(int(entry["high"]), int(entry["low"]))
                 self._index.add(name, (segment.number, int(entry["slot"])))
+            return is_replaced
 
     def add_segment(self, segment: Segment) -> None:
         """List a new segment."""
