@@ -9,7 +9,9 @@ from ramify.cache.pages import Pages
 from ramify.cache.staging import StagingLedger
 from ramify.cache.tier_loads import MAX_LOADS, Load, LoadTable
 from ramify.cache.tiers import PageName, WriteQueue
+from ramify.engine.tier_parts import PendingRemovals
 from ramify.errors import InvariantError
+from ramify.kv.offload import Removal
 
 
 def load_of(tiers: list[str], number: int = 1) -> Load:
@@ -201,3 +203,19 @@ def test_a_cleared_cache_has_no_names() -> None:
     queue.put(event("cleared", [], b""))
 
     assert (queue.take_urgent(), queue.take_lazy(4), [*queue.named_pages()]) == ([], [], [])
+
+
+def test_a_page_waits_for_every_removal_of_it() -> None:
+    """Two removals of a page, and one of all pages: it may be read once all of them are made."""
+    first, second = Removal((b"a", b"b")), Removal((b"a",))
+    everything = Removal(None)
+    pending = PendingRemovals()
+    for removal in (first, second, everything):
+        pending.add(removal)
+    states = []
+
+    for removal in (everything, first, first, second):
+        pending.discard(removal)
+        states.append((pending.has(b"a"), pending.has(b"b"), pending.has(b"c")))
+
+    assert states == [(True, True, False), (True, False, False), (True, False, False), (False,) * 3]

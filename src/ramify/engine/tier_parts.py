@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -177,25 +178,36 @@ class PendingRemovals:
     """Removals that the writer has still to carry out: stores may still list their pages."""
 
     def __init__(self) -> None:
-        self._removals: dict[Removal, None] = {}
+        self._removals: set[Removal] = set()
+        # Removals of each page; under None those of all pages. A writer that hangs leaves many.
+        self._num_removals: Counter[bytes | None] = Counter()
 
     def add(self, removal: Removal) -> None:
         """Wait for a removal."""
-        self._removals[removal] = None
+        self._removals.add(removal)
+        self._num_removals.update(_pages_of(removal))
 
     def discard(self, removal: Removal) -> None:
         """A removal was carried out."""
-        self._removals.pop(removal, None)
+        if removal in self._removals:
+            self._removals.discard(removal)
+            for page_hash in _pages_of(removal):
+                self._num_removals[page_hash] -= 1
+                if not self._num_removals[page_hash]:
+                    del self._num_removals[page_hash]
 
     def clear(self) -> None:
         """Wait for none: the stores are others."""
         self._removals.clear()
+        self._num_removals.clear()
 
     def has(self, page_hash: bytes) -> bool:
         """Whether a page is to be removed."""
-        return any(
-            removal.hashes is None or page_hash in removal.hashes for removal in self._removals
-        )
+        return page_hash in self._num_removals or None in self._num_removals
+
+
+def _pages_of(removal: Removal) -> tuple[bytes | None, ...]:
+    return (None,) if removal.hashes is None else removal.hashes
 
 
 class StagingArea:
