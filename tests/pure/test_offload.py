@@ -160,24 +160,26 @@ def test_reads_that_hang_hold_up_neither_writes_nor_the_end() -> None:
     assert closed
 
 
-def test_a_store_that_cannot_be_maintained_holds_up_no_other(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("call", ["maintain", "close"])
+def test_a_store_that_cannot_be_maintained_or_closed_holds_up_no_other(
+    call: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whatever it raises is logged, and the stores behind it do what is due."""
     stores = [MemoryStore(PAGE_BYTES, 1), MemoryStore(PAGE_BYTES, 1)]
     stores[1].tier = "disk"
-    maintained = []
+    done = []
 
     def fail() -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(stores[0], "maintain", fail)
-    monkeypatch.setattr(stores[1], "maintain", lambda: maintained.append("disk"))
+    monkeypatch.setattr(stores[0], call, fail)
+    monkeypatch.setattr(stores[1], call, lambda: done.append("disk"))
+    jobs = StoreJobs(stores)
 
-    StoreJobs(stores).maintain()
+    {"maintain": jobs.maintain, "close": jobs.close}[call]()
 
-    assert maintained == ["disk"]
-    assert "host tier was not maintained" in caplog.text
+    assert done == ["disk"]
+    assert f"host tier was not {call.removesuffix('e')}" in caplog.text
 
 
 def test_a_write_that_hangs_does_not_hold_up_the_end() -> None:

@@ -258,9 +258,14 @@ class StoreJobs:
 
     def close(self) -> None:
         """Close every store."""
-        for store in self._stores.values():
-            with contextlib.suppress(StoreUnavailableError):
+        for tier, store in self._stores.items():
+            try:
                 store.close()
+            except StoreUnavailableError as error:
+                logger.debug("the %s tier was not closed: %s", tier, error)
+            except Exception:
+                # The stores behind it have pages to make durable.
+                logger.exception("the %s tier was not closed", tier)
 
 
 class ResultQueue:
