@@ -27,6 +27,7 @@ from ramify.cli.lint import lint
 from ramify.cli.replica import replica
 from ramify.cli.serve import keys, serve
 from ramify.cli.simulate import simulate
+from ramify.cli.top import top
 from ramify.cli.unknown_options import Command
 from ramify.cli.verify import verify
 from ramify.cli.warm import warm
@@ -48,6 +49,7 @@ for command in (
     demo,
     generate,
     info,
+    top,
     verify,
     analyze,
     lint,
