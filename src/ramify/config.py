@@ -78,6 +78,12 @@ class ModelSection:
         None,
         "Longest request in tokens, prompt and output together. `None`: the model's own context.",
     )
+    # exact arithmetic is for CPUs
+    device: str = option(
+        "auto",
+        "Device that computes: `cpu`, `cuda`, `cuda:1`, or `auto`, which is the CPU. CUDA needs `exact=False`, "
+        "weights that are not quantised and no MLA, has no cache tiers, and has not run on a GPU yet.",
+    )
     ops: str = option(
         "auto",
         "Operations of the model: `cpu` (compiled kernels), `torch` (plain torch, attention "

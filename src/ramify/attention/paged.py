@@ -56,7 +56,7 @@ class PagedAttention:
         if rows is not None:
             if not len(rows):
                 return torch.empty_like(q)
-            plan = self.backend.plan(select_rows(self.batch, rows.numpy()))
+            plan = self.backend.plan(select_rows(self.batch, rows.cpu().numpy()))
         planes = self.pool.planes(layer)
         if sinks is None:
             return self.backend.run(plan, layer, q, planes)

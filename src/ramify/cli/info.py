@@ -31,6 +31,7 @@ MEASURE_LIMIT_S = 3.0  # for the first reads of all cache tiers
     "kv_cache_memory",
     "max_num_seqs",
     "max_model_len",
+    "device",
     "ops",
     "attention_backend",
     "exact",
@@ -100,7 +101,7 @@ def _collect_info(llm: LLM) -> dict[str, dict[str, Any]]:
 
     import ramify
     from ramify.attention.backend import BACKENDS
-    from ramify.engine.execution.host_memory import free_memory, resident_memory
+    from ramify.engine.execution.host_memory import resident_memory
     from ramify.engine.execution.weight_loss import known_loss
     from ramify.models.checkpoint.loaded_weights import weight_figures
     from ramify.models.configs.sampling_defaults import AUTO
@@ -117,7 +118,8 @@ def _collect_info(llm: LLM) -> dict[str, dict[str, Any]]:
             "torch": torch.__version__,
         },
         "device": {
-            "kind": "cpu",
+            "kind": llm.engine.device_choice.name,
+            "chosen": llm.engine.device_choice.reason,
             "vector instructions": torch.backends.cpu.get_cpu_capability(),
             "threads": torch.get_num_threads(),
         },
@@ -154,7 +156,7 @@ def _collect_info(llm: LLM) -> dict[str, dict[str, Any]]:
             "resident as it is written",
             "K/V window": _window(plan),
             "resident": _mib(resident_memory()),
-            "free": _mib(free_memory()),
+            "free": _mib(llm.engine.device_choice.free_memory()),
         },
         **_tiers(llm),
     }

@@ -18,6 +18,7 @@ from ramify.cli.options import DEFAULT_MODEL, AsJson, Model, engine_options, exi
     "activations",
     "kv_dtype",
     "page_size",
+    "device",
     "ops",
     "attention_backend",
     "exact",

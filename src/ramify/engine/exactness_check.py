@@ -90,7 +90,7 @@ class _DigestingRunner(ModelRunner):
     def logits(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
         logits = super().logits(hidden, rows)
         self.digests = [
-            hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in logits.numpy()
+            hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in logits.cpu().numpy()
         ]
         return logits
 
@@ -129,7 +129,9 @@ class _Instance:
             free_memory=0,
         )
         pool = runner.pool
-        self.pool = KVPool(pool.layout, config.num_pages, config.page_size, dtype=pool.dtype)
+        self.pool = KVPool(
+            pool.layout, config.num_pages, config.page_size, dtype=pool.dtype, device=pool.device
+        )
         self.executor = _DigestingExecutor(
             _DigestingRunner(runner, self.pool, whole_steps=sizes.whole_steps)
         )

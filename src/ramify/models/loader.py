@@ -22,6 +22,7 @@ from ramify.models.checkpoint.changed_weights import (
 )
 from ramify.models.checkpoint.counted_weights import counted
 from ramify.models.checkpoint.heap import trim_heap
+from ramify.models.checkpoint.on_device import WeightsOnDevice
 from ramify.models.checkpoint.safetensors_files import tensor_names
 from ramify.models.checkpoint.sources import open_source
 from ramify.models.checkpoint.tensor_names import HEAD_LAYER
@@ -41,6 +42,7 @@ from ramify.models.gguf.container import is_gguf, read_container
 from ramify.models.hf.config import read_hf_config
 from ramify.models.ops.quantized import Weight
 from ramify.models.ops.registry import OpsFactory, select_ops
+from ramify.models.ops.torch_ops import CPU
 
 # By architecture; all others are dense.
 BINDINGS: dict[str, DecoderBinding] = {
@@ -96,6 +98,7 @@ def load_model(
     progress: bool = False,
     store: ProbeStore | None = None,
     max_model_len: int | None = None,
+    device: torch.device = CPU,
 ) -> Decoder:
     """Load a checkpoint of one of our own families into a decoder that is ready to run.
 
@@ -107,6 +110,7 @@ def load_model(
         activations: see `with_activations`; without effect on operations in torch.
         progress: show progress bars if stderr is a terminal.
         max_model_len: of the engine, by default `ModelConfig.default_model_len`.
+        device: of the weights and of the arithmetic.
 
     Raises:
         CheckpointError, UnsupportedModelError: see `read_config` and `open_source`.
@@ -126,7 +130,14 @@ def load_model(
     source, config = open_weights(path, config, dtype=compute_dtype, quantize=quantize)
     source = with_activations(source, activations, quantize, str(path))
     decoder = bind_decoder(
-        source, config, dtype=compute_dtype, exact=exact, ops=ops, progress=progress, store=store
+        source,
+        config,
+        dtype=compute_dtype,
+        exact=exact,
+        ops=ops,
+        progress=progress,
+        store=store,
+        device=device,
     )
     is_quantised = any(weight.dtype is None for weight in decoder.loaded.values())
     if activations != "int16" and not is_quantised:
@@ -160,18 +171,21 @@ def bind_decoder(
     ops: str | OpsFactory = "auto",
     progress: bool = False,
     store: ProbeStore | None = None,
+    device: torch.device = CPU,
 ) -> Decoder:
     """Bind the weights of a source to operations; reads all of them.
 
     Args:
         config: see `ModelConfig.at_context`.
         dtype: of arithmetic; that of the source's weights.
-        exact, ops, progress, store: see `load_model`.
+        exact, ops, progress, store, device: see `load_model`.
     """
     source, loaded = counted(source)
     weights: Mapping[str, Weight] = source
     if config.mla is None:
         weights = OrderedWeights(source, config)
+    if device.type != "cpu":
+        weights = WeightsOnDevice(weights, device)
     total = sum(map(source.num_bytes, source))
     with _progress("loading weights", total, progress) as advance:
         share = total // config.num_layers
@@ -180,8 +194,13 @@ def bind_decoder(
             advance(share)
             trim_heap()
 
-        bound = _ops_factory(ops, dtype)(
-            weights, dtype=dtype, max_len=config.max_model_len, exact=exact, store=store
+        bound = _ops_factory(ops, dtype, device)(
+            weights,
+            dtype=dtype,
+            max_len=config.max_model_len,
+            exact=exact,
+            store=store,
+            device=device,
         )
         binding = BINDINGS.get(config.architecture, DENSE)
         decoder = Decoder(config, bound, binding, loaded=loaded, on_layer=layer_bound)
@@ -199,6 +218,7 @@ def load_decoder(
     activations: str = "int16",
     progress: bool = False,
     max_model_len: int | None = None,
+    device: torch.device = CPU,
 ) -> CausalDecoder:
     """Load any checkpoint directory: with `load_model`, or through transformers.
 
@@ -215,6 +235,12 @@ def load_decoder(
             activations=activations,
             progress=progress,
             max_model_len=max_model_len,
+            device=device,
+        )
+    if device.type != "cpu":
+        raise ConfigError(
+            f"device={str(device)!r}, but {path} runs through transformers ({config.architecture}), which "
+            "is checked on a CPU only; use device='cpu'"
         )
     for name, value in (("quantize", quantize), ("activations", activations)):
         if value in FORMATS:
@@ -230,13 +256,13 @@ def load_decoder(
         config,
         dtype=compute_dtype,
         exact=exact,
-        make_ops=_ops_factory(ops, compute_dtype),
+        make_ops=_ops_factory(ops, compute_dtype, device),
         max_len=config.max_model_len,
     )
 
 
-def _ops_factory(ops: str | OpsFactory, dtype: torch.dtype) -> OpsFactory:
-    return select_ops(ops, dtype, torch.device("cpu")).factory if isinstance(ops, str) else ops
+def _ops_factory(ops: str | OpsFactory, dtype: torch.dtype, device: torch.device) -> OpsFactory:
+    return select_ops(ops, dtype, device).factory if isinstance(ops, str) else ops
 
 
 def resolve_dtype(dtype: str, config: ModelConfig) -> torch.dtype:

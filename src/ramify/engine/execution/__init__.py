@@ -10,6 +10,7 @@ In reading order:
                     and values that are not finite
     runner          `ModelRunner`: batch arrays to tensors, one forward pass over the paged K/V
     sampler         logits to tokens and log probabilities (numpy)
+    device          the device of an engine, by its option; what is refused elsewhere than on a CPU
     host_memory     bytes that this process may still allocate
 
 `llm` and `async_llm` import `assembly` when a checkpoint is loaded, so that `import ramify` stays

@@ -7,8 +7,6 @@ from functools import partial
 from math import prod
 from pathlib import Path
 
-import torch
-
 from ramify.attention.backend import COMPILED_BACKENDS, BackendChoice, select_backend
 from ramify.attention.exactness import Exactness
 from ramify.attention.paged import PagedBackend
@@ -18,7 +16,7 @@ from ramify.config import EngineConfig, ResolvedConfig, resolve
 from ramify.engine.core import CLOSE_LIMIT_S, EngineCore
 from ramify.engine.description import EngineDescription
 from ramify.engine.execution.content_digest import checkpoint_files
-from ramify.engine.execution.host_memory import free_memory
+from ramify.engine.execution.device import DeviceChoice, check_computable, choose_device
 from ramify.engine.execution.identity import identity_of
 from ramify.engine.execution.local_executor import LocalExecutor
 from ramify.engine.execution.open_tiers import open_tiers
@@ -80,6 +78,11 @@ class LocalEngine:
         self.model_config: ModelConfig = read_config(self.path)
         self.pooling: PoolingConfig = read_pooling(self.path)
         config, exact = self.model_config, requested.attention.exact
+        self.device_choice: DeviceChoice = choose_device(requested.model.device)
+        device = self.device_choice.device
+        check_computable(
+            device, exact=exact, is_mla=config.mla is not None, has_tiers=requested.tiers.is_used
+        )
         dtype = resolve_dtype(requested.model.dtype, config)
         self.kv_dtype = kv_dtype = resolve_kv_dtype(requested.cache.kv_dtype, dtype)
         layout = kv_layout(config)
@@ -88,7 +91,7 @@ class LocalEngine:
             model_max_len=config.max_model_len,
             default_max_len=config.default_model_len,
             token_bytes=layout.token_bytes(kv_dtype),
-            free_memory=free_memory() // memory_parts,
+            free_memory=self.device_choice.free_memory() // memory_parts,
             window=longest_window(config),
         )
         self.attention_spec: AttentionSpec = attention_spec(
@@ -98,7 +101,6 @@ class LocalEngine:
             exact=exact,
             kv_dtype=kv_dtype,
         )
-        device = torch.device("cpu")
         self.ops_choice: OpsChoice = select_ops(requested.model.ops, dtype, device)
         if requested.model.activations != "int16" and self.ops_choice.name != "cpu":
             raise ConfigError(
@@ -113,7 +115,9 @@ class LocalEngine:
         )
         self.tokenizer: Tokenizer | None = _load_tokenizer(self.path)
         self.decoder: CausalDecoder = self._load_model(self.path, progress=progress)
-        pool = KVPool(layout, self.config.num_pages, self.config.page_size, dtype=kv_dtype)
+        pool = KVPool(
+            layout, self.config.num_pages, self.config.page_size, dtype=kv_dtype, device=device
+        )
         self.attention: PagedBackend = build_attention(
             config, self.attention_spec, self.backend_choice.backend
         )
@@ -177,6 +181,7 @@ class LocalEngine:
             decoder,
             self.runner.pool,
             [*decoder.exactness(), *self.attention.exactness()],
+            device=self.device_choice.name,
             ops=self.ops_choice.name,
             attention=self.backend_choice.name,
         )
@@ -226,7 +231,7 @@ class LocalEngine:
                 f"and not {getattr(self.model_config, name)!r}; weights can only be replaced by "
                 "those of the same model, so start another engine for it"
             )
-        free, needed = free_memory(), self.max_weight_bytes(path, config)
+        free, needed = self.device_choice.free_memory(), self.max_weight_bytes(path, config)
         if free and needed > free:
             raise ConfigError(
                 f"the new weights need {needed:,} bytes beside the old ones but "
@@ -276,6 +281,7 @@ class LocalEngine:
             activations=requested.model.activations,
             progress=progress,
             max_model_len=self.config.max_model_len,
+            device=self.device_choice.device,
         )
 
     def _namespace(self, path: Path, decoder: CausalDecoder, epoch: int) -> bytes:
@@ -289,6 +295,8 @@ class LocalEngine:
         activations = self.config.requested.model.activations
         if activations != "int16":
             later["activations"] = activations
+        if self.device_choice.device.type != "cpu":
+            later["device"] = self.device_choice.name
         return namespace_of(
             model=_fingerprint(path),
             weight_types=_weight_types(decoder),

@@ -24,6 +24,7 @@ def identity_of(
     pool: KVPool,
     exactness: Sequence[Exactness],
     *,
+    device: str,
     ops: str,
     attention: str,
 ) -> EngineIdentity:
@@ -31,6 +32,7 @@ def identity_of(
 
     Args:
         exactness: the strategy of each operation and of attention.
+        device: its name.
         ops, attention: names of the implementations.
 
     Raises:
@@ -51,6 +53,7 @@ def identity_of(
         exact=requested.attention.exact,
         arithmetic=" | ".join(
             [
+                *([] if device == "cpu" else [f"device {device}"]),
                 f"ops {ops}",
                 f"attention {attention}",
                 f"activations {requested.model.activations}",

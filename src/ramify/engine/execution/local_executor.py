@@ -70,7 +70,7 @@ class LocalExecutor:
         sampled: dict[int, SampledTokens] = {}
         if specs:
             rows = [spec.row + offset for spec in specs for offset in range(len(spec.draft) + 1)]
-            logits = self.runner.logits(hidden, rows).numpy()
+            logits = self.runner.logits(hidden, rows).cpu().numpy()
             sampled, unsampled = sample_batch(logits, specs, self._sample_fn)
             if unsampled:  # a hidden row that is not finite is the better reason
                 failed |= unsampled | self._nonfinite_requests(plan, hidden)
@@ -87,7 +87,7 @@ class LocalExecutor:
         logprobs: list[TokenLogprob] = []
         for begin in range(0, len(spec.targets), SCORED_ROWS):
             targets, first = spec.targets[begin : begin + SCORED_ROWS], spec.first_row + begin
-            logits = self.runner.logits(hidden, range(first, first + len(targets))).numpy()
+            logits = self.runner.logits(hidden, range(first, first + len(targets))).cpu().numpy()
             logprobs += [
                 token_logprob(row, target, spec.num_logprobs)
                 for row, target in zip(logits, targets, strict=True)
@@ -102,7 +102,7 @@ class LocalExecutor:
             row for spec in specs for row in range(spec.first_row, spec.first_row + spec.num_rows)
         ]
         ends = np.cumsum([spec.num_rows for spec in specs])
-        parts = np.split(self.runner.embeddings(hidden, rows).numpy(), ends[:-1])
+        parts = np.split(self.runner.embeddings(hidden, rows).cpu().numpy(), ends[:-1])
         return {spec.request_id: part for spec, part in zip(specs, parts, strict=True)}
 
     def _nonfinite_requests(self, plan: StepPlan, hidden: Tensor) -> dict[int, str]:

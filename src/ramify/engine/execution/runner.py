@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -20,7 +20,8 @@ class ModelRunner:
     """A model, its K/V pool and its attention backend.
 
     Steps are padded to a multiple of `row_multiple` rows, by default the model's own, without which
-    its bits are not exact. Padding rows write their K/V to the pool's padding page.
+    its bits are not exact. Padding rows write their K/V to the pool's padding page. Model and pool are
+    on one device.
     """
 
     # Least number of rows to leave out after the last layer's K/V: leaving out fewer takes as long
@@ -42,10 +43,12 @@ class ModelRunner:
     def output_rows(self, step: StepPlan) -> Tensor | None:
         """Rows [R] int64, ascending, that the whole last layer computes; None for all rows.
 
-        All rows where `row_multiple` pads them, because a selection would need padding again.
+        All rows where `row_multiple` pads them, because a selection would need padding again, and
+        off the CPU, which a selection would wait for.
         """
         max_rows = step.batch.num_tokens - self.min_pruned_rows
-        if step.all_rows or self.row_multiple > 1 or len(step.samples) > max_rows:
+        may_prune = self.row_multiple == 1 and self.pool.device.type == "cpu"
+        if step.all_rows or not may_prune or len(step.samples) > max_rows:
             return None
         rows = {spec.row + offset for spec in step.samples for offset in range(len(spec.draft) + 1)}
         return None if len(rows) > max_rows else torch.tensor(sorted(rows), dtype=torch.int64)
@@ -67,22 +70,36 @@ class ModelRunner:
             spare = self.pool.padding_page * page_size + np.arange(num_padding) % page_size
             token_ids, positions = (np.pad(x, (0, num_padding)) for x in (token_ids, positions))
             slots = np.concatenate([slots, spare])
-        attention = PagedAttention(self.backend, self.pool, batch, torch.from_numpy(slots))
-        step = ForwardStep(torch.from_numpy(positions), attention, self.output_rows(plan))
-        hidden = self.model.forward(torch.from_numpy(token_ids), step)
+        tensors = map(torch.from_numpy, (token_ids, positions, slots))
+        on_device = tensors if self.pool.device.type == "cpu" else self._upload(*tensors)
+        ids, at, written = on_device
+        attention = PagedAttention(self.backend, self.pool, batch, written)
+        step = ForwardStep(at, attention, self.output_rows(plan))
+        hidden = self.model.forward(ids, step)
         return hidden[: batch.num_tokens] if num_padding else hidden
+
+    def _upload(self, *rows: Tensor) -> Iterable[Tensor]:
+        """Tensors of one length on the device, by one copy."""
+        together, device = torch.stack(rows), self.pool.device
+        if device.type == "cuda":
+            # torch keeps the pinned memory until the copy is done.
+            together = together.pin_memory()
+        return together.to(device, non_blocking=True)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
         """Logits [len(rows), vocab_size] float32 of these rows of `hidden`, the result of `forward`."""
         if len(rows) != len(hidden) or [*rows] != [*range(len(hidden))]:
-            hidden = hidden[torch.as_tensor([*rows], dtype=torch.int64)]
+            hidden = hidden[self._indices(rows)]
         return self.model.logits(hidden)
 
     @torch.inference_mode()
     def embeddings(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
         """Final norm of these rows of `hidden`: [len(rows), hidden_size] float32."""
-        return self.model.embeddings(hidden[torch.as_tensor([*rows], dtype=torch.int64)])
+        return self.model.embeddings(hidden[self._indices(rows)])
+
+    def _indices(self, rows: Sequence[int]) -> Tensor:
+        return torch.as_tensor([*rows], dtype=torch.int64, device=self.pool.device)
 
     @torch.inference_mode()
     def nonfinite_rows(self, hidden: Tensor) -> list[int]:

@@ -13,7 +13,7 @@ from ramify.errors import ConfigError
 from ramify.models.ops.cpu.cpu_ops import CpuOps
 from ramify.models.ops.protocol import Ops
 from ramify.models.ops.quantized import Weight
-from ramify.models.ops.torch_ops import TorchOps
+from ramify.models.ops.torch_ops import CPU, TorchOps
 
 # In the order of "auto".
 OPS: Mapping[str, type[TorchOps]] = {"cpu": CpuOps, "torch": TorchOps}
@@ -30,6 +30,7 @@ class OpsFactory(Protocol):
         max_len: int,
         exact: bool = True,
         store: ProbeStore | None = None,
+        device: torch.device = CPU,
     ) -> Ops:
         """Bind to these weights."""
         ...

@@ -1,0 +1,95 @@
+"""The device that an engine computes on: chosen once, from its option, and handed down from there."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+
+from ramify.engine.execution.host_memory import free_memory
+from ramify.errors import ConfigError
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceChoice:
+    """The device, and the reason why it is this one."""
+
+    device: torch.device
+    reason: str
+
+    @property
+    def name(self) -> str:
+        """`cpu`, or the number of a CUDA device and what it calls itself."""
+        if self.device.type == "cpu":
+            return "cpu"
+        return f"{self.device} ({torch.cuda.get_device_name(self.device)})"
+
+    def free_memory(self) -> int:
+        """Bytes of the device that could be allocated now; 0 if unknown."""
+        if self.device.type == "cpu":
+            return free_memory()
+        return torch.cuda.mem_get_info(self.device)[0]
+
+
+def choose_device(name: str) -> DeviceChoice:
+    """The device of that name: `auto`, `cpu`, `cuda` or `cuda:N`.
+
+    `auto` is the CPU, which alone has compiled kernels and exact arithmetic.
+
+    Raises:
+        ConfigError: there is no such device here, or no such name.
+    """
+    if name == "cpu":
+        return DeviceChoice(CPU, "asked for")
+    if name == "auto":
+        return DeviceChoice(CPU, f"auto: exact arithmetic is for CPUs; {_cuda_found()}")
+    number = re.fullmatch(r"cuda(?::(\d{1,3}))?", name)
+    if number is None:
+        raise ConfigError(f"device={name!r} does not exist; use auto, cpu, cuda or cuda:N")
+    index, count = int(number[1] or 0), torch.cuda.device_count()
+    if index >= count:
+        way_out = f"cuda:0 to cuda:{count - 1}, or cpu" if count else "device='cpu'"
+        if torch.version.cuda is None:
+            way_out = "a torch that is built with CUDA (pytorch.org/get-started), or device='cpu'"
+        raise ConfigError(f"device={name!r} is not there: {_cuda_found()}; use {way_out}")
+    return DeviceChoice(torch.device("cuda", index), "asked for")
+
+
+def _cuda_found() -> str:
+    """What this torch has of CUDA: its build, and the devices that it finds."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA"
+    count = torch.cuda.device_count()
+    found = f"{count} device{'s' * (count != 1)}" if count else "no device"
+    return f"torch {torch.__version__} is built with CUDA {torch.version.cuda} and finds {found}"
+
+
+def check_computable(device: torch.device, *, exact: bool, is_mla: bool, has_tiers: bool) -> None:
+    """Refuse what needs a CPU.
+
+    Args:
+        is_mla: the model has latent attention.
+
+    Raises:
+        ConfigError: the device is another, and one of them is true.
+    """
+    if device.type == "cpu":
+        return
+    if exact:
+        raise ConfigError(
+            f"exact=True is proven for the CPU only, and this engine computes on {device}; use "
+            "exact=False (--no-exact), with which a cache hit may change roundings, or device='cpu'"
+        )
+    if is_mla:
+        raise ConfigError(
+            f"latent attention (MLA) plans its steps for a CPU, and this engine computes on {device}; "
+            "use device='cpu'"
+        )
+    if has_tiers:
+        raise ConfigError(
+            f"cache tiers copy pages of a pool in host memory, and this engine computes on {device}; "
+            "leave the options of the tiers out, or use device='cpu'"
+        )

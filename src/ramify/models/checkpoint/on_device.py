@@ -1,0 +1,36 @@
+"""Weights of a checkpoint on the device that computes with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from ramify.errors import ConfigError
+from ramify.models.ops.quantized import QuantizedWeight, Weight
+
+
+class WeightsOnDevice(Mapping[str, Weight]):
+    """Weights that are copied to `device` as they are asked for, and not kept.
+
+    Raises:
+        ConfigError: a weight is quantised, and the device is no CPU.
+    """
+
+    def __init__(self, weights: Mapping[str, Weight], device: torch.device) -> None:
+        self._weights, self._device = weights, device
+
+    def __getitem__(self, name: str) -> Weight:
+        weight = self._weights[name]
+        if isinstance(weight, QuantizedWeight):
+            raise ConfigError(
+                f"{name} is quantised, and only the CPU multiplies by integers; use "
+                f"quantize='widen' on {self._device}, or device='cpu'"
+            )
+        return weight.to(self._device)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)

@@ -1,0 +1,36 @@
+"""An engine on a CUDA device beside the engine on the CPU."""
+
+from pathlib import Path
+
+import pytest
+
+from ramify.engine.llm import LLM
+from ramify.params import SamplingParams
+from ramify.testing import write_tiny_checkpoint
+
+STEM = [60 + i % 7 for i in range(40)]
+PROMPTS = [[*STEM, 70 + i, 71] for i in range(4)] + [[5, 6, 7]]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("backend", ["auto", "sdpa"])
+def test_answers_are_those_of_the_cpu(family: str, backend: str, tmp_path: Path) -> None:
+    """Greedy answers in float32, cold and from the cache, are those of the engine on the CPU."""
+    path = write_tiny_checkpoint(tmp_path / family, family)  # type: ignore[arg-type]
+    params = SamplingParams(max_tokens=16, ignore_eos=True)
+    expected = LLM(path, kv_cache_tokens=2048, device="cpu").generate(PROMPTS, params)
+    llm = LLM(
+        path,
+        kv_cache_tokens=2048,
+        device="cuda",
+        exact=False,
+        dtype="float32",
+        attention_backend=backend,
+    )
+
+    for is_warm in (False, True):
+        outputs = llm.generate(PROMPTS, params)
+
+        assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
+        assert bool(outputs[0].cache.read_tokens) == is_warm
+    assert llm.engine.runner.pool.device.type == "cuda"
