@@ -385,8 +385,13 @@ def test_what_may_not_be_shared_is_not_copied() -> None:
 def test_released_pages_outside_a_window_are_no_source(window: int) -> None:
     """With windows, prompts that leave a long one anywhere get the right answer."""
     bench = bench_of(num_pages=9, window=window)
-    bench.run(first := sequence_of(range(10, 40)))
+    taken = bench.cache.reserve(4)
+    first = sequence_of(range(10, 40))  # 8 pages: those outside the window make room
+    while first.num_uncomputed:
+        bench.run(first, num_new=[3])
     bench.planner.release([first])
+    assert bench.cache.stats().evictions["window"] > 0
+    bench.cache.give_back(taken)
     for length in range(1, 30):
         sequence = sequence_of([*range(10, 10 + length), 90, 91])
         while sequence.num_uncomputed:
