@@ -55,7 +55,7 @@ class InstantExecutor:
         raise AssertionError("no step fails")
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
-        raise AssertionError("nothing branches")
+        pass  # prompts that leave the common head inside a page
 
 
 class Cell:

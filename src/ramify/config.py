@@ -119,6 +119,12 @@ class CacheSection:
         True,
         "Share the K/V of common prefixes. With `exact` it never changes an answer.",
     )
+    # a copy of a page takes less time than a token in any model that was measured
+    partial_pages: bool = option(
+        True,
+        "Where a prompt leaves the cached ones inside a page, copy the tokens that it shares with that "
+        "page instead of computing them.",
+    )
     # auto follows the traffic; the others are fixed rules
     policy: str = option(
         "auto",
@@ -289,6 +295,7 @@ class EngineConfig:
                 raise ConfigError(f"{name}={value!r} but it must be an integer >= {least}")
         for name, flag in (
             ("prefix_cache", self.cache.prefix_cache),
+            ("partial_pages", self.cache.partial_pages),
             ("exact", self.attention.exact),
         ):
             if not isinstance(flag, bool):

@@ -38,8 +38,8 @@ def test_options_are_for_all_prompts_or_for_each() -> None:
         [PROMPT] * 4, sampling(1), tenant=["a", "a", "b", ""], salt=["", "x", "", ""]
     )
 
-    assert [output.cache.read_tokens for output in outputs] == [4, 0, 0, 0]
-    assert llm.generate(PROMPT, sampling(1), priority=3)[0].cache.read_tokens == 4
+    assert [output.cache.read_tokens for output in outputs] == [7, 0, 0, 0]
+    assert llm.generate(PROMPT, sampling(1), priority=3)[0].cache.read_tokens == 7
     with pytest.raises(InvalidParamsError, match="2 values"):
         llm.generate([PROMPT] * 3, tenant=["a", "b"])
     [refused] = llm.generate(PROMPT, priority="x")  # type: ignore[arg-type]
@@ -162,7 +162,7 @@ def test_statistics_count_requests_and_work() -> None:
 
     assert (now.num_running, now.num_waiting, now.num_steps) == (1, 2, 1)
     assert (later.num_running, later.num_waiting, later.num_preemptions) == (0, 0, 0)
-    assert later.num_computed_tokens == 8 + 4 + 4 + 3  # the first page is shared
+    assert later.num_computed_tokens == 8 + 1 + 1 + 3  # all but the last token is read
     assert later.cache == llm.cache.stats()
     assert llm.run(lambda core: core.num_steps) == later.num_steps
 

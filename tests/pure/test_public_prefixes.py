@@ -22,6 +22,7 @@ from ramify.server.tenants import ApiKeys, Caller, Quota, hash_key
 from tests.pure.async_bench import AsyncBench
 from tests.pure.engine_bench import Bench, expected
 from tests.pure.server_bench import Answer, ServerBench, chat, run
+from tests.pure.test_partial_pages import common as num_common
 
 ONE = SamplingParams(max_tokens=1)
 STEM = list(range(1, 15))  # three pages of 4 and a half
@@ -47,7 +48,7 @@ def test_all_tenants_read_its_whole_pages_and_nothing_behind_them() -> None:
     assert [read(llm, prompt, tenant) for tenant in "abab"] == [12, 12, 28, 28]
     assert [read(llm, prompt, "a", "s") for _ in range(2)] == [12, 28]
     assert read(llm, prompt, "") == 12
-    assert read(llm, STEM[:12], "c") == 8  # its last page is computed anew, as in every prompt
+    assert read(llm, STEM[:12], "c") == 11  # its last token is computed, as in every prompt
     assert read(llm, [*STEM[:11], 49, 5, 5], "c") == 0  # not all of the prefix: nobody's but c's
     assert {node.tenant for node in llm.cache.tree().nodes} == {"", "a", "b", "c"}
     assert not any(node.is_stale for node in llm.cache.tree().nodes)
@@ -126,7 +127,7 @@ def test_the_longest_prefix_counts_and_requests_go_on_through_everything() -> No
     assert sum(bench.outputs[request_id].metrics.preemptions for request_id in request_ids)
     assert bench.core.recovery.counts.rebuilds == 0
     llm.cache.clear(tenant="d")
-    assert [read(llm, [*prompt, 7], tenant) for tenant in "dd"] == [12, 16]
+    assert [read(llm, [*prompt, 7], tenant) for tenant in "dd"] == [12, 19]
     swap_weights(bench.core, lambda: b"the third ones")
     assert {node.is_stale for node in llm.cache.tree().nodes} == {True}
     assert [read(llm, [*STEM, 7, 8, 9], tenant) for tenant in "abb"] == [0, 12, 16]
@@ -147,7 +148,7 @@ TOKENS = st.lists(st.integers(1, 3), min_size=1, max_size=14)
 def test_a_tenant_reads_what_is_public_or_his_own(
     public: list[list[int]], requests: list[tuple[str, list[int]]]
 ) -> None:
-    """A tenant hits its own prefixes and the longest declared prefix that matches whole."""
+    """A tenant hits its own pages and the longest declared prefix that matches whole, to the token."""
     llm = LLM.from_core(Bench().core)
     declared = [prefix[: len(prefix) // 4 * 4] for prefix in public if len(prefix) >= 4]
     llm.cache.share([WarmPrompt(prefix) for prefix in declared])
@@ -157,10 +158,10 @@ def test_a_tenant_reads_what_is_public_or_his_own(
         common = max(
             (len(prefix) for prefix in declared if prompt[: len(prefix)] == prefix), default=0
         )
-        whole = [at for at in range(0, len(prompt), 4) if at <= len(prompt) - 1]
         shared = (f"{tenant} behind {common}") if common else tenant
-        known = [at for at in whole if at <= common or (shared, tuple(prompt[:at])) in seen]
-        assert read(llm, prompt, tenant) == max(known, default=0)
+        own = [pages for owner, pages in seen if owner == shared]
+        known = [num_common(prompt[:-1], pages) for pages in own]
+        assert read(llm, prompt, tenant) == max([*known, min(common, len(prompt) - 1)])
         seen |= {(shared, tuple(prompt[:at])) for at in range(4, len(prompt) + 1, 4)}
 
 

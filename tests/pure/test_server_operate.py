@@ -286,7 +286,7 @@ def test_a_request_has_one_line(empty: Live, caplog: pytest.LogCaptureFixture) -
     cold, warm, rejected = caplog.records
     count = len(ids(text))
     assert f"prompt={count} hit=0 miss=cold" in cold.getMessage()
-    assert f"prompt={count} hit={(count - 1) // 4 * 4} miss=" in warm.getMessage()
+    assert f"prompt={count} hit={count - 1} miss=-" in warm.getMessage()
     assert "output=4 end=length ttft_ms=" in warm.getMessage()
     assert "status=400 param=temperature" in rejected.getMessage()
     assert "fake" not in rejected.getMessage()

@@ -339,7 +339,9 @@ def test_a_pool_of_one_prompt_with_a_tier_hits_like_one_without_limit(
             answer = expected(prompt, 2, ends=())
             assert list(bench.outputs[request_id].token_ids) == answer
             shared = max((_common(prompt[:-1], other) for other in seen), default=0)
-            assert bench.read_tokens(request_id) == shared // page_size * page_size
+            # Whole pages come back from the tier; part of a page is copied if it is in the pool.
+            whole = shared // page_size * page_size
+            assert whole <= bench.read_tokens(request_id) <= shared
             seen.append(prompt + answer[:-1])
 
     failures = bench.core.context.failures

@@ -45,7 +45,7 @@ def merged(call: Any, results: Sequence[tuple[int, Any]]) -> Any:
             return sum(known_pages) if known_pages else None
         case calls.Explain() | calls.ExplainToTenant():
             known = [value for value in values if isinstance(value, Explanation)]
-            return max(known, key=lambda value: value.hit_tokens, default=None)
+            return max(known, key=lambda value: value.read_tokens, default=None)
         case calls.ListPins():
             return [renumbered_pin(pin, slot) for slot, pins in results for pin in pins]
         case calls.ReadTree():

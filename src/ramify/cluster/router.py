@@ -256,7 +256,8 @@ class Router:
 
         Args:
             num_output: tokens of its answer; of several answers, the mean.
-            cached_tokens: of its prompt, that had hit; None: not known.
+            cached_tokens: of its prompt, that had hit; None: not known. Counted in whole pages, as
+                the prediction is: mirrors know no more.
         """
         request = self._release(reservation)
         if request is None:
@@ -264,6 +265,7 @@ class Router:
         if num_output:
             self._output_tokens += SMOOTHING * (num_output - self._output_tokens)
         if cached_tokens is not None:
+            cached_tokens = cached_tokens // self.page_size * self.page_size
             self.counters.predicted_tokens += request.cached_tokens
             self.counters.cached_tokens += cached_tokens
             self.counters.wrong_tokens += abs(request.cached_tokens - cached_tokens)

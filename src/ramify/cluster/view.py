@@ -77,7 +77,7 @@ class ClusterView:
         """See `Replicas`."""
         answers = await self._ask(calls.ExplainToTenant(token_ids, tenant, salt), timeout_s)
         return {
-            name: 0 if explanation is None else explanation.hit_tokens
+            name: 0 if explanation is None else explanation.read_tokens
             for name, explanation in answers.items()
         }
 

@@ -107,8 +107,12 @@ class EngineContext:
         if self.tiering is not None:
             self.tiering.reset()
         self.table = PagedBlockTable(config.max_num_seqs, config.max_table_pages, config.page_size)
+        cache_options = config.requested.cache
         self.planner = RadixAttentionPlanner(
-            self.cache, self.table, share=config.requested.cache.prefix_cache
+            self.cache,
+            self.table,
+            share=cache_options.prefix_cache,
+            partial_pages=cache_options.partial_pages,
         )
         self.scheduler = Scheduler(
             self.planner,

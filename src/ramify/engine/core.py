@@ -448,6 +448,8 @@ class EngineCore:
         if tiering is not None:
             tiering.planned(scheduled.requests)
         try:
+            if copies := scheduled.batch.page_copies:
+                self.executor.copy_pages([(copy.source, copy.target) for copy in copies])
             self.executor.begin(plan)
             result = self.executor.finish()
         except BaseException as error:  # noqa: BLE001 - re-raises KeyboardInterrupt, SystemExit

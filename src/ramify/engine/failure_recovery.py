@@ -20,6 +20,7 @@ from contextlib import suppress
 
 from ramify.cache.key import namespace_of, namespace_parts
 from ramify.cache.maintenance import evict_suspect_prefix, reset
+from ramify.cache.partial_page import key_of_partial_page
 from ramify.engine.context import EngineContext
 from ramify.engine.lifecycle import RequestLifecycle
 from ramify.engine.request import Request
@@ -221,9 +222,12 @@ class FailureRecovery:
             return False
         page_size = self._context.config.page_size
         num_read = min(sequence.num_computed // page_size * page_size, sequence.lease.num_tokens)
-        if not num_read:
+        if sequence.source is not None:
+            request.suspect_prefix = key_of_partial_page(self._context.cache, sequence.source)
+        elif num_read:
+            request.suspect_prefix = sequence.key(num_read)
+        else:
             return False
-        request.suspect_prefix = sequence.key(num_read)
         # A new namespace each time: pages that it published in the last one may be damaged too.
         self._num_isolated += 1
         parts = namespace_parts(request.namespace)

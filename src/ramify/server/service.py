@@ -165,7 +165,7 @@ class RequestService:
         explanation = await self.engine.cache.explain_to_tenant(
             prompt.ids, tenant=caller.tenant, salt=salt
         )
-        num_cached = 0 if explanation is None else explanation.hit_tokens
+        num_cached = 0 if explanation is None else explanation.read_tokens
         return num_cached, self._cache_miss(explanation, prompt)
 
     def _cache_miss(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from ramify.cache.inspection import NodeInfo, count_pages, nodes_under, time_before, top_nodes
 from ramify.cache.key import CacheKey
 from ramify.cache.maintenance import evict_suffix
+from ramify.cache.partial_page import count_partial_tokens
 from ramify.cache.pins import Pin
 from ramify.cache.prefix_cache import PrefixCache
 from ramify.cache.sessions import end_session
@@ -117,7 +118,7 @@ class CacheView:
     @whole_call
     def explain(self, prompt: Prefix, *, tenant: str = "", salt: str = "") -> Explanation:
         """Explain a lookup of this prompt: tokens that hit, reason for the miss. Changes nothing."""
-        return self.core.explain(self._key(prompt, tenant, salt, add_generation_prompt=True))
+        return self._explain(self._key(prompt, tenant, salt, add_generation_prompt=True))
 
     @whole_call
     def explain_to_tenant(
@@ -127,9 +128,17 @@ class CacheView:
         key = self._key(token_ids, tenant, salt)
         if not self._engine.config.requested.cache.prefix_cache:
             return None
-        return self.core.explain(
+        return self._explain(
             key, may_tell=lambda namespace: owner_of_namespace(namespace)[0] == tenant
         )
+
+    def _explain(
+        self, key: CacheKey, may_tell: Callable[[bytes], bool] | None = None
+    ) -> Explanation:
+        explanation = self.core.explain(key, may_tell=may_tell)
+        if not self._engine.config.requested.cache.partial_pages:
+            return explanation
+        return explanation.with_copied(count_partial_tokens(self.core, key))
 
     @whole_call
     def pin(

@@ -183,8 +183,8 @@ class PrefillSelector:
         queue, page_size = self._queue, self._page_size
         total = len(request.sequence.tokens)
         key, cached = self._match(request)
+        num_in_tree = cached
         if key is not None:
-            num_in_tree = cached
             leader, common, cached = self._find_in_flight_prefix(key, cached)
             if leader is not None:
                 queue.park(request, leader, common)
@@ -201,6 +201,8 @@ class PrefillSelector:
         is_alone = not (self._running or self._num_decodes or self._admitted)
         if num_pages > num_free_pages and not is_alone:
             return None
+        if key is not None and cached == num_in_tree:
+            cached += self._planner.partial.count(key)
         num_new = self._chunk(cached, total - cached)
         if not num_new:
             return None

@@ -66,10 +66,10 @@ def explain_miss(
     reason = REASONS[explanation.reason]
     if reason == "hit":
         return None
-    at_token = explanation.hit_tokens
-    if reason == "page_tail" and at_token == 0:
+    at_token = explanation.read_tokens
+    if reason == "page_tail" and explanation.hit_tokens == 0:
         reason = "shorter_than_a_page"
-    elif reason == "cold" and _continues(prompt, at_token, page_size):
+    elif reason == "cold" and _continues(prompt, explanation.hit_tokens, page_size):
         reason = "new_turn"
     if reason == "diverged" and explanation.diverged_at is not None:
         at_token = explanation.diverged_at

@@ -49,6 +49,7 @@ GAUGES: tuple[EngineMetric, ...] = (
 COUNTERS: tuple[EngineMetric, ...] = (
     ("cache_lookup_tokens", "prefix_cache_queries", "prompt tokens looked up", lambda stats: stats.cache.lookup_tokens),
     ("cache_hit_tokens", "prefix_cache_hits", "prompt tokens that hit", lambda stats: stats.cache.hit_tokens),
+    ("cache_copied_tokens", None, "prompt tokens that hit and were copied from part of a page", lambda stats: stats.cache.copied_tokens),
     ("cache_evicted_pages", None, "pages evicted", lambda stats: stats.cache.evicted_pages),
     ("cache_session_pages", None, "pages evicted first because their session was ended", lambda stats: stats.cache.evictions.get("session_ended", 0)),
     ("ended_sessions", None, "sessions that were ended", lambda stats: stats.cache.ended_sessions),

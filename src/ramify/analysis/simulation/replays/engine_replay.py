@@ -83,6 +83,8 @@ def replay_engine(
             policy=policy,
             max_num_seqs=max_num_seqs,
             max_batch_tokens=max_batch_tokens,
+            # A log of page hashes does not say what prompts share inside a page.
+            partial_pages=False,
             check_sample=0.0,
         ),
         model_max_len=2**31 - 1,
