@@ -10,7 +10,8 @@ from tests.pure.cluster_bench import ClusterBench
 from tests.pure.engine_bench import Bench
 
 PROMPT = list(range(2, 14))
-PARAMS = SamplingParams(max_tokens=4, ignore_eos=True)
+NUM_NEW = 4  # tokens of an answer
+PARAMS = SamplingParams(max_tokens=NUM_NEW, ignore_eos=True)
 
 
 def ended_pages(bench: Bench) -> int:
@@ -32,7 +33,7 @@ def test_a_closed_session_lets_its_pages_go() -> None:
     session.close()
 
     assert (llm.cache.stats().num_sessions, llm.cache.stats().ended_sessions) == (0, 1)
-    assert ended_pages(bench) == (len(PROMPT) + PARAMS.max_tokens - 1) // 2
+    assert ended_pages(bench) == (len(PROMPT) + NUM_NEW - 1) // 2
 
 
 def test_forks_keep_the_pages_of_a_closed_session() -> None:
@@ -51,7 +52,7 @@ def test_forks_keep_the_pages_of_a_closed_session() -> None:
     fork.close()
 
     assert llm.cache.stats().ended_sessions == 1
-    num_pages = (len(PROMPT) + 2 * PARAMS.max_tokens + 2 - 1) // 2
+    num_pages = (len(PROMPT) + 2 * NUM_NEW + 2 - 1) // 2
     assert ended_pages(bench) == num_pages - 2
 
 

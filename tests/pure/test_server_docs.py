@@ -48,7 +48,7 @@ def test_options_and_routes_exist() -> None:
     group: Any = typer.main.get_command(app)
     known = {
         option
-        for name in ("serve", "chat")
+        for name in ("serve", "chat", "top")
         for parameter in group.commands[name].params
         for option in parameter.opts
     }
