@@ -120,10 +120,10 @@ class Damaged(WholeSteps):
 
     def execute(self, plan: StepPlan) -> StepResult:
         result = self.inner.execute(plan)
-        failed: dict[int, Exception] = {}
+        failed: dict[int, str] = {}
         for index, name in enumerate(plan.request_ids):
             if self.damaged & set(plan.batch.block_table[index].tolist()):
-                failed[name] = FloatingPointError("not finite")
+                failed[name] = "not finite"
                 result.sampled.pop(name, None)
         return replace(result, failed=failed)
 
