@@ -63,8 +63,8 @@ def _cuda_found() -> str:
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA"
     count = torch.cuda.device_count()
-    found = f"{count} device{'s' * (count != 1)}" if count else "no device"
-    return f"torch {torch.__version__} is built with CUDA {torch.version.cuda} and finds {found}"
+    devices = f"{count} device{'s' * (count != 1)}" if count else "no device"
+    return f"torch {torch.__version__} is built with CUDA {torch.version.cuda} and finds {devices}"
 
 
 def check_computable(device: torch.device, *, exact: bool, is_mla: bool, has_tiers: bool) -> None:
