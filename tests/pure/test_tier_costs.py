@@ -128,17 +128,25 @@ def test_a_tier_that_never_pays_says_so() -> None:
     )
 
 
-def test_nothing_is_loaded_from_a_tier_while_it_is_measured() -> None:
-    """Until its first reads have ended, its speed may be anything; one without pages is tried."""
+def test_a_tier_that_was_never_measured_is_tried() -> None:
+    """Before its first reads have ended too: the first request after a start is worth most."""
     costs = costs_of()
     costs.probe_begun("disk")
-    assert costs.plan(["disk"], 0, 17, {}).num_pages == 0
+    assert costs.plan(["disk"], 0, 17, {}).num_pages == 1
     assert costs.speed_of("disk", 10).reason == "its first reads have not ended"
 
     costs.probe_ended("disk", [])
 
     assert costs.plan(["disk"], 0, 17, {}).num_pages == 1
     assert costs.speed_of("disk", 10).reason == "nothing was read yet"
+
+
+def test_nothing_is_loaded_from_a_tier_while_it_is_measured_again() -> None:
+    """What is known of it is in doubt."""
+    costs = costs_of(disk=(0.0, 0.001))
+    costs.probe_begun("disk")
+
+    assert costs.plan(["disk"], 0, 17, {}).num_pages == 0
 
 
 def test_a_tier_that_is_slower_than_computing_is_measured_again() -> None:

@@ -194,7 +194,7 @@ class TierCosts:
             state.pause_s = min(RETRY_S, 2 * state.pause_s)
 
     def probe_begun(self, tier: str) -> None:
-        """A tier is being measured: no load begins until that ends."""
+        """A tier is being measured: if it was before, no load begins until that ends."""
         self._tier(tier).is_probing = True
 
     def probe_ended(self, tier: str, reads: Iterable[tuple[int, float]]) -> None:
@@ -240,7 +240,8 @@ class TierCosts:
             while at < len(tiers) and tiers[at] == tier:
                 at += 1
             state = self._tier(tier)
-            if state.is_probing or state.is_doubtful:
+            # Before the first reads of all have ended, a load tells as much, for a tenth of computing.
+            if state.is_doubtful or (state.is_probing and state.speed.is_known):
                 break
             if state.speed.is_known:
                 latency_s = max(latency_s, state.speed.latency_s)
