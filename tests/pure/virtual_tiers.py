@@ -9,6 +9,7 @@ from ramify.engine.core import EngineCore
 from ramify.engine.step import StepPlan, StepResult
 from ramify.engine.tier_measurements import PROBE_LIMIT_S
 from ramify.engine.tier_parts import TierParts
+from ramify.engine.tiering import EngineTiering
 from ramify.kv.offload import (
     NUM_READERS,
     PROBE_PAGES,
@@ -77,8 +78,8 @@ class VirtualMover:
         self.free_s = [0.0] * NUM_READERS  # when each reader is
         self.link_free_s = 0.0
         self.ended: list[Result] = []
-        # In flight: end, number, job, begin and the result of a probe.
-        self.flying: list[tuple[float, int, PageRead | Probe, float, Result | None]] = []
+        # In flight: end, number, job, begin and the result of a probe or a look-up.
+        self.flying: list[tuple[float, int, ReaderJob, float, Result | None]] = []
         self.num_reads = 0
 
     def write(self, job: PageWrite | Removal) -> None:
@@ -88,19 +89,20 @@ class VirtualMover:
             self.ended += self.jobs.write([job])
 
     def read(self, job: ReaderJob) -> None:
-        assert not isinstance(job, PageLookUp)  # of a store beyond a network
         begin_s = max(self.time.now, heapq.heappop(self.free_s))
-        result = None
-        if isinstance(job, Probe):
+        result: Result | None = None
+        if isinstance(job, PageLookUp):
+            answer = self.jobs.look_up(job)
+            end_s = begin_s + self.link.latency_s
+            took_s = end_s - self.time.now
+            result = replace(answer, end_s=job.begin_s + took_s)
+        elif isinstance(job, Probe):
             result, end_s = self._probe(job, begin_s)
         else:
             end_s = self._transfer(begin_s, len(job.pages))
         heapq.heappush(self.free_s, end_s)
         self.num_reads += 1
         heapq.heappush(self.flying, (end_s, self.num_reads, job, begin_s, result))
-
-    def look_up(self, job: PageLookUp) -> None:
-        raise AssertionError("the store is of this machine")
 
     def _transfer(self, begin_s: float, num_pages: int) -> float:
         start_s = max(begin_s + self.link.latency_s, self.link_free_s)
@@ -174,6 +176,7 @@ class VirtualEngine:
                 mover=VirtualMover(self.store, self.link, self.time),
                 step_model=self.model or self.cost,
                 is_calibrated=self.is_calibrated,
+                distant="remote" if self.store.tier == "remote" else "",
                 staging_bytes=self.staging_pages * device.page_bytes,
             )
         self.core = EngineCore(
@@ -183,6 +186,12 @@ class VirtualEngine:
             clock=lambda: self.time.now,
             tiers=tiers,
         )
+
+    @property
+    def tiering(self) -> EngineTiering:
+        tiering = self.core.tiering
+        assert tiering is not None
+        return tiering
 
     def add(self, prompt: Sequence[int], max_tokens: int = 1) -> int:
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
@@ -207,9 +216,9 @@ class VirtualEngine:
         return seconds
 
 
-def filled_store(prompt: Sequence[int]) -> MemoryStore:
-    """A store that has the pages of a prompt."""
-    store = memory_tier("disk", 512, FakeExecutor(1, PAGE).page_bytes)
+def filled_store(prompt: Sequence[int], tier: str = "disk") -> MemoryStore:
+    """A store that has the pages of a prompt; "remote" is beyond a network."""
+    store = memory_tier(tier, 512, FakeExecutor(1, PAGE).page_bytes)
     engine = VirtualEngine(CostModel(0.0, 0.0, 0.0), store=store)
     engine.add(prompt)
     engine.finish()
