@@ -6,8 +6,11 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from ramify.kv.stores import segment_tools
 from tests.e2e.conftest import Running, start_server
+from tests.pure.valkey_server import ValkeyServer
 
 PROMPT = "Mara has 14 lamps. The violin is in the attic. " * 12 + "Where?"
 BODY = {"model": "ramify-tiny", "max_tokens": 8, "temperature": 0, "logprobs": 2}
@@ -71,6 +74,31 @@ def test_a_server_after_a_kill_has_the_pages_that_were_used_twice(tmp_path: Path
 
     assert read["read_by_tier"] == {"pool": 0, "disk": computed["written"]}
     assert warm == cold
+
+
+def test_a_server_reads_from_a_shared_store_what_another_one_wrote(tmp_path: Path) -> None:
+    """Usage, and the metrics by tier, say so; both servers go on when the store has gone."""
+    pytest.importorskip("valkey", reason="needs valkey: pip install 'ramify[remote]'")
+    store = ValkeyServer("--maxmemory", "200mb", "--maxmemory-policy", "allkeys-lru")
+    try:
+        options = ("--cache-store", store.url, "--cache-cost", SLOW)
+        first = start_server(tmp_path / "first", *options)
+        cold, computed = answer(first)
+        assert first.stop() == 0
+        second = start_server(tmp_path / "second", *options)
+        warm, read = answer(second)
+        with urllib.request.urlopen(f"{second.url}/metrics", timeout=10) as response:
+            metrics = response.read().decode()
+    finally:
+        store.close()
+    again, _ = answer(second)
+    assert second.stop() == 0
+
+    assert read["read_by_tier"] == {"pool": 0, "remote": computed["written"]}
+    assert warm == again == cold
+    num_pages = computed["written"] // 16
+    assert f'ramify_tier_loaded_pages_total{{tier="remote"}} {num_pages:.1f}' in metrics
+    assert 'ramify_tier_available{tier="remote"} 1.0' in metrics
 
 
 def test_replicas_of_one_directory_write_below_it(tmp_path: Path) -> None:
