@@ -127,6 +127,31 @@ def test_a_page_that_is_split_off_later_stays_pinned() -> None:
     assert cache.evict(16) == 4
 
 
+def test_a_node_that_has_lost_its_last_pages_is_pinned_as_far_as_it_is_there() -> None:
+    """Its evicted rest is cut off; others may compute it again while the page is pinned."""
+    cache = PrefixCache(16, 4)
+    publish(cache, CacheKey(range(16)))
+    cache.evict(2)
+    key = CacheKey([0, 1, 9])
+    lease = cache.acquire(key)
+
+    partial = pin_partial_page(cache, lease, key)
+
+    assert partial is not None
+    assert partial.num_tokens == 2
+    cache.check()
+    for tokens in (range(16), range(12)):
+        publish(cache, CacheKey(tokens))
+        cache.check()
+    cache.evict(16)
+    assert not cache.is_free(partial.page)
+    unpin_partial_page(cache, partial)
+    cache.release(lease)
+    cache.check()
+    cache.evict(16)
+    assert cache.stats().free_pages == 16
+
+
 def test_pages_that_are_not_computed_or_evicted_are_no_source() -> None:
     """A page that another request still computes has no K/V yet; an evicted page has none any more."""
     cache = PrefixCache(8, 4)

@@ -76,6 +76,8 @@ def pin_partial_page(cache: PrefixCache, lease: Lease, key: CacheKey) -> Partial
     child, num_tokens = _nearest_child(tree, node, key.atoms, lease.num_tokens * ATOM_BYTES)
     if not child:
         return None
+    if tree.resident[child] < tree.length[child]:  # a node that is held is resident in full
+        child = store.split(child, tree.resident[child])
     store.pin_path(tree.root[child], tree.path(child))
     # It ends at the node of the page but holds no more than the prefix before it.
     source = cache._registry.open(lease.full_key, lease.num_tokens, lease.packed_pages, child)
