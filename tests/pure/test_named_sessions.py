@@ -1,5 +1,7 @@
 """Sessions of the library and of clusters: a name for their pages, which go first when they are closed."""
 
+from typing import Any
+
 import pytest
 
 from ramify.engine.llm import LLM
@@ -120,3 +122,33 @@ def test_a_session_ends_at_every_replica() -> None:
             assert await llm.cache.end_session("s", tenant="ann") is None
 
     run(main())
+
+
+def test_a_tenants_share_takes_ended_sessions_first() -> None:
+    """Where a tenant must give up its own pages, those of its ended session go before older ones."""
+    bench = Bench(page_size=2, pool_tokens=64, max_model_len=48)
+    llm = LLM.from_core(bench.core)
+
+    def serve(first: int, **options: Any) -> None:
+        prompt = [first] * 16
+        bench.core.add_request(
+            prompt, SamplingParams(max_tokens=1), tenant="ann", cache_share=0.5, **options
+        )
+        while bench.core.has_unfinished:
+            bench.core.step()
+
+    serve(2)
+    serve(3, session="s")
+    pages = llm.cache.end_session("s", tenant="ann")
+    bench.core.add_request([9] * 24, SamplingParams(max_tokens=1), tenant="bob")
+    while bench.core.has_unfinished:
+        bench.core.step()
+    serve(4)
+
+    assert pages == 8
+    hits = [
+        llm.cache.explain([first] * 17, tenant=tenant).hit_tokens
+        for first, tenant in ((2, "ann"), (3, "ann"), (9, "bob"))
+    ]
+    assert hits[0] == hits[2] == 16
+    assert hits[1] < 16

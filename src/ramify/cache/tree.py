@@ -428,6 +428,7 @@ class RadixTree:
             num_children=self.resident_children[node],
             salt=self.salt_of(node),
             num_released=self.resident[node] - self.owned[node],
+            session_ended=self.session[node] == SESSION_ENDED,
         )
 
     def salt_of(self, node: int) -> bytes | None:

@@ -86,6 +86,7 @@ class Node:
     num_children: int  # children with resident pages
     salt: bytes | None = None  # the last salt between the root and its end
     num_released: int = 0  # of `pages`: the first ones, freed since they are outside the window
+    session_ended: bool = False  # it goes first
 
     @property
     def is_pending(self) -> bool:

@@ -22,7 +22,7 @@ def enforce_cache_share(
 ) -> None:
     """Evict the tenant's own least recently used pages if a prompt needs others' pages.
 
-    At most the pages by which the tenant would exceed its share. The cached prefix of the prompt
+    Those of its ended sessions before all others. At most the pages by which the tenant would exceed its share. The cached prefix of the prompt
     stays. Cost: O(cached nodes) if the free pages do not suffice, else O(1).
 
     Args:
@@ -35,7 +35,7 @@ def enforce_cache_share(
     if num_needed <= 0:
         return
     atoms, page_bytes = key.atoms, size * ATOM_BYTES
-    leaves: list[tuple[int, int]] = []  # last access, number of pages
+    leaves: list[tuple[int, int]] = []  # rank, number of pages
 
     def is_own(node: Node) -> bool:
         return owner_of_node(node)[0] == tenant
@@ -46,9 +46,12 @@ def enforce_cache_share(
             node.atoms[:page_bytes], node.start * page_bytes
         )
 
+    def rank_of(node: Node) -> int:
+        return -1 if node.session_ended else node.last_access
+
     def visit(node: Node) -> bool:
         if node.is_leaf and is_evictable(node):
-            leaves.append((node.last_access, len(node.pages) - node.num_released))
+            leaves.append((rank_of(node), len(node.pages) - node.num_released))
         return is_own(node)
 
     num_over = count_pages(cache, visit) + num_needed - int(share * stats.num_pages)
@@ -57,8 +60,8 @@ def enforce_cache_share(
         return
     leaves.sort()
     last = bisect_left(list(accumulate(num_pages for _, num_pages in leaves)), num_evict)
-    newest, _ = leaves[min(last, len(leaves) - 1)]
-    cache.evict_if(lambda node: node.last_access <= newest and is_evictable(node), num_evict)
+    highest, _ = leaves[min(last, len(leaves) - 1)]
+    cache.evict_if(lambda node: rank_of(node) <= highest and is_evictable(node), num_evict)
 
 
 def pin_prefixes(
