@@ -10,7 +10,8 @@ Read in this order:
    page; `hash_index`: pages by hash, in its place; `node_store`: the nodes together with their pages.
 3. `leases` and `lease_ops`: what requests hold; `pins`: what operators keep; `window`: release of
    pages outside a sliding window; `partial_page`: a page that a prompt leaves in the middle.
-4. `eviction`, `eviction_queue`, `policies`, `adaptive_policy`, `ghosts`: what is evicted, what is remembered.
+4. `eviction`, `eviction_queue`, `policies`, `adaptive_policy`, `ghosts`: what is evicted, what is remembered;
+   `session_table`, `sessions`: whose pages go first.
 5. `tiers`, `staging`, `tier_loads`, `tier_costs`, `promotion`: pages outside the pool.
 6. `call_guard`: one thread at a time.
 7. `counters`, `statistics`, `events`, `explain`, `inspection`, `invariants`, `maintenance`,

@@ -16,7 +16,7 @@ from typing import Final
 from ramify.cache.eviction_queue import EvictionQueue
 from ramify.cache.tree import SESSION_ENDED, RadixTree
 
-MAX_SESSIONS: Final = 16384  # about 700 bytes each, with one branch
+MAX_SESSIONS: Final = 16384  # 370 bytes each, with one branch
 IDLE_S: Final = 3600.0  # a session without a request for this long is forgotten
 MAX_BRANCHES: Final = 16  # of a session; the nodes of older branches keep their recency
 
