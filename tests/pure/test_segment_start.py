@@ -20,6 +20,7 @@ from ramify.kv.stores.store_directory import IDENTITY_FILE, list_identities
 from tests.pure.file_faults import FailingOps, always, no_fault, nth
 from tests.pure.store_cases import (
     SEGMENT_BYTES,
+    crash,
     get,
     hash_of,
     hits,
@@ -112,6 +113,21 @@ def test_a_reader_never_syncs_the_segment_of_a_writer(tmp_path: Path) -> None:
     put(writer, [3])
     writer.close()
     assert hits(opened(tmp_path), range(4)) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("read_only", [True, False])
+def test_a_start_that_fails_leaves_no_file_open(tmp_path: Path, read_only: bool) -> None:
+    """The segment that a crash left open has been read when the directory cannot be listed."""
+    store = opened(tmp_path)
+    put(store, range(3))
+    crash(store)
+    ops = FailingOps(nth("names", 1, errno.EIO))
+
+    with pytest.raises(ConfigError, match="cannot be read"):
+        opened(tmp_path, ops=ops, read_only=read_only)
+
+    assert ops.calls["read"] > 3 and not ops.open_fds
+    assert hits(opened(tmp_path), range(3)) == [0, 1, 2]
 
 
 def test_a_lower_budget_holds_before_anything_is_written(tmp_path: Path) -> None:

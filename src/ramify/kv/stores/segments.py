@@ -133,7 +133,6 @@ class SegmentStore:
             raise
 
     def _open(self) -> None:
-        ops, codec, geometry = self._ops, self._codec, self._geometry
         options, directory = self.options, self._directory
         key = directory.key
         if options.cache_key is not None:
@@ -141,8 +140,19 @@ class SegmentStore:
         self._names = PageNames(key)
         direct = not options.read_only and directory.supports_direct()
         self._table = SegmentTable()
-        self._reader = SegmentReader(ops, geometry, codec, direct=direct)
-        self._removals = RemovalLog(ops, directory.path, key)
+        self._reader = SegmentReader(self._ops, self._geometry, self._codec, direct=direct)
+        self._removals = RemovalLog(self._ops, directory.path, key)
+        try:
+            self._list_pages()
+            self.start_report = self._describe_start(direct)
+        except BaseException:
+            # Segments without a footer have been read.
+            self._reader.files.close()
+            raise
+
+    def _list_pages(self) -> None:
+        ops, geometry = self._ops, self._geometry
+        options, directory = self.options, self._directory
         removed = self._load_removals()
         unlisted: list[Path] = []
         opened = [] if self._removals.has_gap else self._open_segments(ops, geometry, unlisted)
@@ -159,7 +169,7 @@ class SegmentStore:
             directory.path,
             geometry,
             directory.identity.digest,
-            codec,
+            self._codec,
             self._table,
             self._reader,
             budget_bytes=options.budget_bytes,
@@ -173,7 +183,6 @@ class SegmentStore:
         self._follower = SegmentFollower(
             ops, directory, geometry, self._table, self._reader, self._removals, self._clock
         )
-        self.start_report = self._describe_start(direct)
 
     def _load_removals(self) -> dict[bytes, Position]:
         """What the removal log voids; if some of it is not known, every page is dropped."""
