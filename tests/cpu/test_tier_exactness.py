@@ -291,7 +291,8 @@ def test_reloaded_weights_use_their_own_pages(llama: Path, tmp_path: Path) -> No
         [back] = llm.generate([prompt], PARAMS)
 
     assert new.cache.read_tokens == 0
-    assert back.cache.read_tokens == 60
+    # All but the last token, which is always computed: the common tokens of the last page too.
+    assert back.cache.read_tokens == len(prompt) - 1
     assert bits(back) == bits(old) != bits(new)
 
 
