@@ -75,6 +75,7 @@ def life(directory: Path, ops: FailingOps) -> int:
     return num_loaded
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kind", KINDS)
 def test_requests_go_on_whichever_call_of_the_system_fails(tmp_path: Path, kind: str) -> None:
     """The n-th call of a kind fails, for a hundred n in a full run: answers are right, nothing leaks.
