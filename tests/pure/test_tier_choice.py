@@ -60,30 +60,6 @@ def test_a_slow_server_costs_a_tenth_at_every_hit_rate(num_pages: int, is_measur
         assert slow.ttft(prompt) <= SHARE * without
 
 
-@pytest.mark.parametrize("num_pages", [0, 1, 8, 24, 48, 72, 96])
-@pytest.mark.parametrize("is_measured", [True, False])
-def test_a_slow_server_costs_a_tenth_at_every_hit_rate(num_pages: int, is_measured: bool) -> None:
-    """Look-ups take 200 ms too: also where nothing was read yet that would tell."""
-    prompt = prompt_of(num_pages, NUM_PAGES * PAGE + 1)
-    without = VirtualEngine(COST).ttft(prompt)
-    slow = VirtualEngine(COST, store=REMOTE, link=SLOW)
-    if not is_measured:
-        slow.tiering.measurements.costs.probe_ended("remote", [])
-
-    for _ in range(5):
-        assert slow.ttft(prompt) <= SHARE * without
-
-
-@pytest.mark.parametrize("num_pages", [8, 96])
-def test_a_fast_server_is_looked_up_and_loaded(num_pages: int) -> None:
-    """A round trip for the answer, one for the pages."""
-    fast = VirtualEngine(COST, store=REMOTE, link=Link(0.0005, 0.0005))
-
-    seconds = fast.ttft(prompt_of(num_pages, num_pages * PAGE + 1))
-
-    assert seconds <= 0.001 + num_pages * 0.0005 + COST.step(1, num_pages * PAGE + 1) + 1e-9
-
-
 @pytest.mark.parametrize("num_pages", [8, 96])
 def test_a_fast_server_is_looked_up_and_loaded(num_pages: int) -> None:
     """A round trip for the answer, one for the pages."""
