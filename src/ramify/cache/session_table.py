@@ -141,7 +141,9 @@ class SessionTable:
         self._alive.move_to_end(session.name)
 
     def _drop(self, session: Session) -> None:
-        del self._alive[session.name], self._by_number[session.number]
+        # In this order: what an interrupt leaves is a session that owns nothing, until it is dropped.
+        self._by_number.pop(session.number, None)
+        del self._alive[session.name]
 
     def _hasten(self, session: Session) -> int:
         """Put the nodes of an ended session first in the order of eviction; returns how many pages."""
