@@ -27,7 +27,7 @@ FAST, WHOLE = 10_000, pytest.param(100_000, marks=pytest.mark.slow)
 MAX_BYTES = 128 << 20
 PARAMS = SamplingParams(max_tokens=3, logit_bias={3: 1.5}, stop=["a", "b"], seed=4)
 FROM_SERVER = [
-    wire.Hello(1, 4, "ab"),
+    wire.Hello(wire.PROTOCOL_VERSION, 4, "ab"),
     wire.Add(1, wire.pack_ids([3, 4, 5]), encode_params(PARAMS), generated=[b"1234"]),
     wire.Add(
         2,

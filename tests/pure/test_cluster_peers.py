@@ -73,7 +73,7 @@ def test_a_broken_message_ends_its_stream_only() -> None:
             for number, (bodies, reason) in enumerate(
                 (
                     ([b"\xc1"], "is broken"),
-                    ([wire.encode(wire.Hello(1))], "a second Hello"),
+                    ([wire.encode(wire.Hello(wire.PROTOCOL_VERSION))], "a second Hello"),
                     ([wire.encode(add), wire.encode(add)], "request 5 comes after 5"),
                     ([wire.encode(wire.Add(1, b"12345", {}))], "5 bytes"),
                 ),

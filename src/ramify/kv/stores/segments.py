@@ -439,6 +439,7 @@ class SegmentStore:
     def counts(self) -> StoreCounts:
         """See PageStore."""
         totals, num_pages, allocated_bytes = self._table.totals()
+        errors = sorted(item for item in totals.items() if item[0] not in _PLAIN_TOTALS and item[1])
         return StoreCounts(
             num_pages=num_pages,
             used_bytes=allocated_bytes + self._writer.foreign_bytes,
@@ -454,9 +455,7 @@ class SegmentStore:
             evicted_pages=totals["evicted"],
             copied_pages=totals["copied"],
             removed_pages=totals["removed"],
-            errors=tuple(
-                sorted((kind, n) for kind, n in totals.items() if kind not in _PLAIN_TOTALS and n)
-            ),
+            errors=tuple(errors),
         )
 
     def close(self) -> None:
