@@ -119,7 +119,6 @@ class CacheSection:
         True,
         "Share the K/V of common prefixes. With `exact` it never changes an answer.",
     )
-    # a copy of a page takes less time than a token in any model that was measured
     partial_pages: bool = option(
         True,
         "Where a prompt leaves the cached ones inside a page, copy the tokens that it shares with that "

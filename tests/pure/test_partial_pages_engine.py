@@ -49,7 +49,7 @@ def test_the_explanation_says_what_the_request_then_reads() -> None:
     bench = Bench(page_size=16)
     llm = LLM.from_core(bench.core)
     prompt = [1 + at % 40 for at in range(50)]
-    llm.generate([prompt], SamplingParams(max_tokens=20, ignore_eos=True))
+    [first] = llm.generate([prompt], SamplingParams(max_tokens=20, ignore_eos=True))
     other = [*prompt[:45], 47, 48, 49]
 
     explanation = llm.cache.explain(other)
@@ -57,8 +57,12 @@ def test_the_explanation_says_what_the_request_then_reads() -> None:
 
     assert (explanation.hit_tokens, explanation.copied_tokens) == (32, 13)
     assert explanation.read_tokens == output.usage.cached_tokens == 45
-    assert llm.cache.explain(prompt).reason == "hit"
-    assert llm.cache.explain(prompt).read_tokens == 49
+    assert (llm.cache.explain(prompt).reason, llm.cache.explain(prompt).read_tokens) == (
+        "page_tail",
+        48,
+    )
+    whole = llm.cache.explain([*prompt, *first.token_ids[:10]])
+    assert (whole.reason, whole.read_tokens) == ("hit", 59)
 
 
 def test_a_tenant_reads_no_page_of_another_in_part() -> None:
