@@ -84,6 +84,21 @@ def test_instructions_that_a_process_has_not_are_part_of_it(
     assert here.differing(masked) == here.differing(refused) == ("arithmetic",)
 
 
+@pytest.mark.parametrize("ops", ["cpu", "torch"])
+@pytest.mark.parametrize("function", ["has_avx512", "has_bf16_dot"])
+def test_what_kernels_are_compiled_for_is_part_of_it(
+    checkpoint: Path, ops: str, function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numba's configuration decides it; with torch's operations attention alone depends on it."""
+    here = identity(checkpoint, ops=ops, attention_backend="cpu")
+    has = getattr(tile_choice, function)()
+    monkeypatch.setattr(tile_choice, function, lambda: not has)
+
+    other = identity(checkpoint, ops=ops, attention_backend="cpu")
+
+    assert here.differing(other) == ("arithmetic",)
+
+
 def test_threads_are_part_of_it(checkpoint: Path) -> None:
     """The number of threads has a field of its own, and no other field has it."""
     here, num_threads = identity(checkpoint), torch.get_num_threads()

@@ -57,7 +57,7 @@ def identity_of(
                 f"ops {ops}",
                 f"attention {attention}",
                 f"activations {requested.model.activations}",
-                f"bfloat16 by {_bf16_arithmetic(ops)}",
+                f"kernels {_kernel_arithmetic(ops, attention)}",
                 *machine_parts(),
                 _digest(strategies),
             ]
@@ -67,12 +67,12 @@ def identity_of(
     )
 
 
-def _bf16_arithmetic(ops: str) -> str:
-    if ops != "cpu":
-        return "torch"
-    from ramify.kernels.cpu.tile_choice import bf16_arithmetic
+def _kernel_arithmetic(ops: str, attention: str) -> str:
+    if "cpu" not in (ops, attention):
+        return "none"
+    from ramify.kernels.cpu.tile_choice import kernel_arithmetic
 
-    return bf16_arithmetic()
+    return kernel_arithmetic()
 
 
 def canonical(value: object) -> str:

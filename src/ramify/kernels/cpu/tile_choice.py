@@ -1,4 +1,4 @@
-"""What this process multiplies weights in bfloat16 with; for the host, no kernel imports it."""
+"""What this process multiplies bfloat16 with; for the host, no kernel imports it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ import os
 
 from ramify.errors import ConfigError
 from ramify.kernels.cpu.abi import BF16, BF16_TILES, BF16_TILES_EMULATED, BF16_VNNI
-from ramify.kernels.cpu.targets import has_fast_bf16_dot, has_tiles
+from ramify.kernels.cpu.targets import (
+    has_avx512,
+    has_bf16_dot,
+    has_fast_bf16_dot,
+    has_tiles,
+)
 
 # "off": bfloat16 without tiles, "emulated": with the arithmetic of tiles on any machine.
 TILES_VARIABLE = "RAMIFY_BF16_TILES"
@@ -43,6 +48,12 @@ def bf16_weight_kind(width: int) -> int:
     return BF16_VNNI if has_fast_bf16_dot() and width % 2 == 0 else BF16
 
 
-def bf16_arithmetic() -> str:
-    """What the bits of products with weights in bfloat16 depend on: "fma", "dot" or "tiles"."""
-    return _NAMES[bf16_weight_kind(2)]
+def kernel_arithmetic() -> str:
+    """What the bits of kernels depend on beside the machine: Numba's configuration, the system, `TILES_VARIABLE`.
+
+    Weights in bfloat16 are multiplied by "fma", "dot" or "tiles"; sums go by lane of a vector;
+    attention takes bfloat16 by dot products where kernels have them, or by tiles.
+    """
+    lanes = 16 if has_avx512() else 8
+    dot = "with" if has_bf16_dot() else "without"
+    return f"{lanes} lanes {dot} dot products, bfloat16 by {_NAMES[bf16_weight_kind(2)]}"
