@@ -43,12 +43,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def runner_of(
-    folder: Path, family: str, dtype: str, *, kv_dtype: torch.dtype | None = None
+    folder: Path,
+    family: str,
+    dtype: str,
+    *,
+    kv_dtype: torch.dtype | None = None,
+    head_dim: int | None = None,
 ) -> ModelRunner:
-    path = folder / family
+    """`head_dim`: another one than the family's in `DENSE`."""
+    path, changes = folder / family, dict(DENSE[family])
+    if head_dim is not None:
+        path, changes["head_dim"] = folder / f"{family}-{head_dim}", head_dim
     if not path.exists():
         named = cast(TinyFamily, family)
-        write_tiny_checkpoint(path, named, tokenizer=False, num_hidden_layers=3, **DENSE[family])
+        write_tiny_checkpoint(path, named, tokenizer=False, num_hidden_layers=3, **changes)
     model = load_model(path, dtype=dtype, ops="cpu")
     plane_dtype = kv_dtype or model.dtype
     pool = KVPool(kv_layout(model.config), NUM_PAGES, PAGE, dtype=plane_dtype)
@@ -137,6 +145,19 @@ def test_the_bits_are_those_of_attention_layer_by_layer(
     fused = outcome(runner, CASES[case])
 
     for tensor, reference in zip(fused, expected, strict=True):
+        assert_same_bits(tensor, reference)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_steps_with_attention_by_tiles_have_the_same_bits(folder: Path, case: str) -> None:
+    """Heads of a multiple of 32 in bfloat16: tiles of weights and of attention take turns, where there are tiles."""
+    by_layer, runner = (runner_of(folder, "llama", "bfloat16", head_dim=64) for _ in range(2))
+    call_attention_by_layer(by_layer)
+    assert fused_attention_of(runner) is not None
+
+    fused = outcome(runner, CASES[case])
+
+    for tensor, reference in zip(fused, outcome(by_layer, CASES[case]), strict=True):
         assert_same_bits(tensor, reference)
 
 
