@@ -113,6 +113,18 @@ def test_a_value_that_is_not_finite_stays_with_the_rows_that_see_it() -> None:
     assert out[39, :3, 3].isinf().all()
 
 
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("count", [4, 40])
+def test_other_operations_keep_subnormals(count: int) -> None:
+    """In all threads that attention ran in, with rows in place and with packed blocks."""
+    spec = SPECS["groups"]
+    tiny = torch.full((1 << 20,), 1e-40)
+
+    run(CpuBackend(spec, CPU), step_of(spec, (count,) * len(LENGTHS)))
+
+    assert torch.equal((tiny * 1.0).view(torch.int32), tiny.view(torch.int32))
+
+
 def sum_by_tiles(x: Tensor, y: Tensor) -> np.ndarray:
     """x [m, k] @ y [n, k] with the sums of `tile_microkernels`; k is filled up with zeros."""
     padding = (0, -x.shape[1] % 32)
