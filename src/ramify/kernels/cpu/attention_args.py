@@ -42,7 +42,7 @@ class BF16Plane(KVPlane):
 
 
 class BF16VnniPlane(KVPlane):
-    """Bfloat16 for bf16 dot products: all planes, queries and softmax weights are VNNI then."""
+    """Bfloat16 for bf16 dot products or tiles: all planes, queries and softmax weights are VNNI then."""
 
     kind, vnni = BF16, True
 
@@ -99,7 +99,8 @@ class InPlaceBlock(NamedTuple):
     # address of [BLOCK_KEYS] int64: bytes from the plane's address; readable `PREFETCH_KEYS` further
     key_offsets: int
     value_offsets: int
-    queries: int  # address of [num_heads, num_rows, key_dim] float32; VNNI: bf16, half of each row
+    # address of [num_heads, num_rows, key_dim] float32; VNNI without tiles: bf16, half of each row
+    queries: int
     scores: int  # address of [num_heads, padded rows, BLOCK_KEYS] float32; weights afterwards
     block_output: int  # address of [num_heads, padded rows, value_stride] float32
     next_offsets: int  # of the keys of the next block, which may be the next task's first
