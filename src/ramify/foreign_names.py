@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 _CONTEXT = "use `max_model_len`"
 _POOL = "use `kv_cache_tokens` or `kv_cache_memory`"
-_CPU = "Ramify runs on CPU; inference on a GPU is not served yet"
+_CPU = "Ramify runs on CPU; device='cuda' is one GPU, by plain torch operations"
 _ONE_PROCESS = "parallel processes are not served yet; one process uses all cores"
 _THREADS = "set OMP_NUM_THREADS in the environment"
 _QUANTIZED = "use `quantize`; a checkpoint that is quantised says so itself"
@@ -92,7 +92,7 @@ ENGINE_NAMES: Mapping[str, str] = {
     "schedule_policy": "each request has a `priority`; leave it out",
     "schedule_conservativeness": "the scheduler preempts when pages run out; leave it out",
     # devices and processes
-    **dict.fromkeys(("device", "device_map", "main_gpu", "gpu", "gpus", "num_gpus", "cuda"), _CPU),
+    **dict.fromkeys(("device_map", "main_gpu", "gpu", "gpus", "num_gpus", "cuda"), _CPU),
     **dict.fromkeys(
         ("n_gpu_layers", "gpu_layers", "ngl", "split_mode", "tensor_split", "gpu_id"), _CPU
     ),

@@ -1,6 +1,7 @@
 """`ramify deploy` over a Ray that starts nothing: what it asks for, in which order, and how it ends."""
 
 import importlib
+import logging
 import os
 import signal
 import sys
@@ -35,7 +36,11 @@ def ray_serve(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     for name, module in ray.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delitem(sys.modules, NAME, raising=False)
+    root = logging.getLogger()
+    handlers, level = [*root.handlers], root.level
     yield importlib.import_module(NAME)
+    root.handlers[:] = handlers
+    root.setLevel(level)
     sys.modules.pop(NAME, None)
 
 

@@ -57,7 +57,7 @@ OTHER_WORDS = {
         ("enable_prefix_caching", "on by default"),
         ("disable_radix_cache", "prefix_cache=False"),
         ("tensor_parallel_size", "not served yet"),
-        ("device", "runs on CPU"),
+        ("device_map", "runs on CPU"),
         ("n_gpu_layers", "runs on CPU"),
         ("quantization", "use quantize"),
         ("torch_dtype", "use dtype"),
@@ -180,7 +180,7 @@ def test_advice_has_flags_on_the_command_line() -> None:
         ("serve", "--gpu-memory-utilization", "use --kv-cache-tokens or --kv-cache-memory"),
         ("serve", "--enable-prefix-caching", "--no-prefix-cache turns it off"),
         ("serve", "--no-enable-prefix-caching", "--no-prefix-cache turns it off"),
-        ("serve", "--device", "runs on CPU"),
+        ("serve", "--device-map", "runs on CPU"),
         ("serve", "--quantization", "use --quantize"),
         ("serve", "--model", "the model is the first argument"),
         ("serve", "--model-path", "the model is the first argument"),
@@ -190,7 +190,7 @@ def test_advice_has_flags_on_the_command_line() -> None:
         ("generate", "-n", "use --max-tokens"),
         ("generate", "-p", "use --prompt"),
         ("chat", "--ctx-size", "use --max-model-len"),
-        ("info", "--device", "runs on CPU"),
+        ("info", "--device-map", "runs on CPU"),
     ],
 )
 def test_a_flag_of_another_engine_names_ours(command: str, flag: str, ours: str) -> None:
@@ -206,7 +206,7 @@ def test_a_flag_of_another_engine_names_ours(command: str, flag: str, ours: str)
 def test_a_misspelt_flag_still_suggests_the_similar_one() -> None:
     """What no engine has is answered as before; so is a flag of a command without an engine."""
     misspelt = CliRunner().invoke(app, ["serve", "--pagesize", "3"], env={"COLUMNS": "300"})
-    other = CliRunner().invoke(app, ["lint", "--device", "3"], env={"COLUMNS": "300"})
+    other = CliRunner().invoke(app, ["lint", "--device-map", "3"], env={"COLUMNS": "300"})
 
     assert "--page-size" in misspelt.output
     assert "runs on CPU" not in other.output

@@ -195,6 +195,7 @@ def builder(
         """What the builder reads of a generation request."""
 
         is_prewarm = ends_after_call = False
+        session = real.generation_request.session
         new_parser = staticmethod(played.new_parser)
         prompt, params = real.generation_request.prompt, real.generation_request.params
         history_entry = real.generation_request.history_entry

@@ -17,11 +17,22 @@ class WindowMachine(LifeMachine):
         num_pages=st.integers(1, 12),
         share=st.sampled_from([True, True, True, False]),
         window=st.integers(2, 14),
+        partial_pages=st.booleans(),
+        evicts_before_copies=st.booleans(),
     )
-    def make(self, page_size: int, num_pages: int, share: bool, window: int | None) -> None:
+    def make(
+        self,
+        page_size: int,
+        num_pages: int,
+        share: bool,
+        window: int | None,
+        partial_pages: bool,
+        evicts_before_copies: bool,
+    ) -> None:
         """The pool has `num_pages` pages more than a window."""
         assert window is not None
-        super().make(page_size, -(-window // page_size) + num_pages, share, window)
+        num_pages += -(-window // page_size)
+        super().make(page_size, num_pages, share, window, partial_pages, evicts_before_copies)
 
     @rule(
         stem=st.sampled_from(["aaaaaaaaaaaa", "aaaaaaab", "aaaaaaaaaaaaaaaaaab"]),
