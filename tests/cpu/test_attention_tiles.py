@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from ramify.attention.backends.cpu import CpuBackend
 from ramify.attention.spec import AttentionSpec
@@ -22,6 +21,7 @@ from tests.cpu.attention_cases import (
     run,
     spec_of,
 )
+from tests.cpu.test_bf16_tiles import tile_sums
 
 BF16 = torch.bfloat16
 SPECS = {
@@ -125,24 +125,6 @@ def test_other_operations_keep_subnormals(count: int) -> None:
     assert torch.equal((tiny * 1.0).view(torch.int32), tiny.view(torch.int32))
 
 
-def sum_by_tiles(x: Tensor, y: Tensor) -> np.ndarray:
-    """x [m, k] @ y [n, k] with the sums of `tile_microkernels`; k is filled up with zeros."""
-    padding = (0, -x.shape[1] % 32)
-    pairs = [
-        torch.nn.functional.pad(part.double(), padding).numpy().reshape(len(part), -1, 16, 2)
-        for part in (x, y)
-    ]
-    total = np.zeros((len(x), len(y)), np.float32)
-    for step in range(pairs[0].shape[1]):
-        halves = np.zeros((2, len(x), len(y)), np.float32)
-        for k in range(16):
-            for half in (0, 1):
-                products = np.outer(*(part[:, step, k, half] for part in pairs))
-                halves[half] = (halves[half].astype(np.float64) + products).astype(np.float32)
-        total += halves[0] + halves[1]
-    return total
-
-
 @pytest.mark.usefixtures("emulated")
 def test_sums_are_those_of_the_formula() -> None:
     """Scores 0 make all weights 1: the output is the sum of values over their number, rounded."""
@@ -158,6 +140,8 @@ def test_sums_are_those_of_the_formula() -> None:
     places = torch.tensor([rows[0][i // 8] * 8 + i % 8 for i in range(77)])
     values = planes["v"].flatten(0, 1)[places, 0]
     visible = torch.ones(77, 77).tril().to(BF16)
-    expected = sum_by_tiles(visible, values.T) / np.arange(1, 78, dtype=np.float32)[:, None]
+    expected = (
+        tile_sums(visible, values.T, torch.zeros(32)) / np.arange(1, 78, dtype=np.float32)[:, None]
+    )
     assert torch.equal(out[:, 0], torch.from_numpy(expected).to(BF16))
     assert torch.equal(out[:, 1], out[:, 0])

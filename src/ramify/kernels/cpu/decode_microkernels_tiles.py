@@ -23,6 +23,7 @@ from ramify.kernels.cpu.decode_microkernels import (
     load_offset,
     store_accumulators,
 )
+from ramify.kernels.cpu.decode_microkernels_vnni import for_each_key_pair
 from ramify.kernels.cpu.kv_pack import transpose_keys_vnni
 from ramify.kernels.cpu.simd import (
     bf16_to_f32,
@@ -149,14 +150,13 @@ def pv_in_place_tiles(
         _, source, offsets, first_is_odd, count, width = args[:6]
         weights, stride, last, tile, into, into_stride = args[6:12]
         prefetch = line_prefetcher(builder, cgutils.unpack_tuple(builder, args[12], 4))
-        num_pairs = builder.lshr(builder.sub(count, first_is_odd), i64(1))
-        num_unpaired = builder.and_(builder.sub(count, first_is_odd), i64(1))
 
         def add_columns(num_rows: int, at_once: int, begin: Any, steps: Any) -> None:
             """Add to `steps` * `at_once` elements of each row, from element `begin` on."""
             rows = row_addresses(builder, weights, stride, last, num_rows)
             lanes = 16 if at_once >= 16 else 8
             vectors = range(0, at_once, lanes)
+            num_lines = max(1, 2 * at_once * ITEM_BYTES[BF16] // CACHE_LINE)
             halves = [[_zeros(builder, len(vectors), lanes) for _ in rows] for _ in range(2)]
             totals = _zeros(builder, len(vectors), lanes)
             with cgutils.for_range(builder, steps) as loop:
@@ -165,7 +165,7 @@ def pv_in_place_tiles(
                 for accs in (*halves[0], *halves[1]):
                     _clear(builder, accs, lanes)
 
-                def add_pair(keys: tuple[Any, Any], word: Any) -> None:
+                def add_pair(keys: list[Any], word: Any) -> None:
                     """Add the values of two keys (indices, or None), times word `word` of the weights."""
                     pairs = [
                         split_bf16_words(
@@ -187,16 +187,9 @@ def pv_in_place_tiles(
                             for pair, accs in zip(pairs, halves[half], strict=True):
                                 _add(builder, pair[half], y, accs[v])
 
-                with builder.if_then(builder.icmp_signed("!=", first_is_odd, i64(0)), likely=False):
-                    add_pair((None, i64(0)), i64(0))
-                with cgutils.for_range(builder, num_pairs) as loop_pairs:
-                    key = builder.add(first_is_odd, builder.mul(loop_pairs.index, i64(2)))
-                    prefetch(max(1, 2 * at_once * ITEM_BYTES[BF16] // CACHE_LINE))
-                    word = builder.add(first_is_odd, loop_pairs.index)
-                    add_pair((key, builder.add(key, i64(1))), word)
-                with builder.if_then(builder.icmp_signed("!=", num_unpaired, i64(0)), likely=False):
-                    key = builder.sub(count, i64(1))
-                    add_pair((key, None), builder.add(first_is_odd, num_pairs))
+                for_each_key_pair(
+                    builder, first_is_odd, count, add_pair, lambda: prefetch(num_lines)
+                )
                 out_row = offset(builder, into, column, 4)
                 for even, odd in zip(*halves, strict=True):
                     addresses = [builder.add(out_row, i64(4 * element)) for element in vectors]

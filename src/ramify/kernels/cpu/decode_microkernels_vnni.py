@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -51,6 +52,33 @@ def _load_value_pairs(
     return words
 
 
+def for_each_key_pair(
+    builder: Any,
+    first_is_odd: Any,
+    count: Any,
+    add_pair: Callable[[list[Any], Any], None],
+    prefetch: Callable[[], None],
+) -> None:
+    """Emit `add_pair` for the keys of each word of weights, ascending, and a prefetch for each whole one.
+
+    Args:
+        first_is_odd: 1 if key 0 belongs to the second half of the first word.
+        count: keys.
+        add_pair: takes the indices of two keys, None for one that is not there, and that of the word.
+    """
+    num_keys = builder.sub(count, first_is_odd)
+    num_pairs, num_unpaired = builder.lshr(num_keys, i64(1)), builder.and_(num_keys, i64(1))
+    with builder.if_then(builder.icmp_signed("!=", first_is_odd, i64(0)), likely=False):
+        add_pair([None, i64(0)], i64(0))
+    with cgutils.for_range(builder, num_pairs) as pairs:
+        key = builder.add(first_is_odd, builder.mul(pairs.index, i64(2)))
+        prefetch()
+        add_pair([key, builder.add(key, i64(1))], builder.add(first_is_odd, pairs.index))
+    with builder.if_then(builder.icmp_signed("!=", num_unpaired, i64(0)), likely=False):
+        key = builder.sub(count, i64(1))
+        add_pair([key, None], builder.add(first_is_odd, num_pairs))
+
+
 @intrinsic
 def pv_in_place_vnni(
     _: Any, plane: Any, source: Any, offsets: Any, first_is_odd: Any, count: Any, width: Any, weights: Any,
@@ -69,14 +97,13 @@ def pv_in_place_vnni(
         _, source, offsets, first_is_odd, count, width = args[:6]
         weights, stride, last, tile, into, into_stride = args[6:12]
         prefetch = line_prefetcher(builder, cgutils.unpack_tuple(builder, args[12], 4))
-        num_pairs = builder.lshr(builder.sub(count, first_is_odd), i64(1))
-        num_unpaired = builder.and_(builder.sub(count, first_is_odd), i64(1))
 
         def add_columns(num_rows: int, at_once: int, begin: Any, steps: Any) -> None:
             """Add to `steps` * `at_once` elements of each row, from element `begin` on."""
             rows = row_addresses(builder, weights, stride, last, num_rows)
             lanes = 16 if at_once >= 32 else 8
             vectors = range(0, at_once, lanes)
+            num_lines = max(1, 2 * at_once * ITEM_BYTES[BF16] // CACHE_LINE)
             sums = [
                 [cgutils.alloca_once(builder, vector_type(lanes)) for _ in vectors] for _ in rows
             ]
@@ -100,17 +127,9 @@ def pv_in_place_vnni(
                         weight = load_broadcast(builder, row, word, lanes)
                         accumulate_rows(builder, bf16_dot, weight, values, accs)
 
-                with builder.if_then(builder.icmp_signed("!=", first_is_odd, i64(0)), likely=False):
-                    add_pair([None, i64(0)], i64(0))
-                with cgutils.for_range(builder, num_pairs) as pairs:
-                    key = builder.add(first_is_odd, builder.mul(pairs.index, i64(2)))
-                    prefetch(max(1, 2 * at_once * ITEM_BYTES[BF16] // CACHE_LINE))
-                    add_pair(
-                        [key, builder.add(key, i64(1))], builder.add(first_is_odd, pairs.index)
-                    )
-                with builder.if_then(builder.icmp_signed("!=", num_unpaired, i64(0)), likely=False):
-                    key = builder.sub(count, i64(1))
-                    add_pair([key, None], builder.add(first_is_odd, num_pairs))
+                for_each_key_pair(
+                    builder, first_is_odd, count, add_pair, lambda: prefetch(num_lines)
+                )
                 for accs, out_addresses in zip(sums, addresses, strict=True):
                     store_accumulators(builder, accs, out_addresses)
 
