@@ -4,8 +4,8 @@
     make bench-families ARGS="--families gemma3,qwen3-moe --rounds 9 --engines ramify"
 
 Each family is a random checkpoint of 0.35 to 0.4 B parameters, written by transformers. Cells: prefill
-of one prompt of 512 tokens, decode of 1 and of 8 requests after 128 tokens. The engines of a family
-and Ramify on the Llama take turns within a round, on new prompts.
+of one prompt of 512 tokens, decode of 1 and of 8 requests after 128 tokens, once all their prompts are
+computed. The engines of a family and Ramify on the Llama take turns within a round, on new prompts.
 
 `x roofline` is the time over the least possible one: arithmetic at the measured matmul peak, or weights
 and K/V at the measured read bandwidth, whichever takes longer. Of experts, prefill reads all, and a
@@ -103,8 +103,8 @@ class Cell:
         return Task([], [prompts], self.num_new)
 
     def seconds(self, reply: Mapping[str, Any]) -> float:
-        """Of the prompt, or between two tokens."""
-        return float(reply["total_s" if self.num_new == 1 else "between_s"])
+        """Of the prompt, or of a decode step: between two tokens of the request that starts last."""
+        return float(reply["total_s" if self.num_new == 1 else "decode_s"])
 
 
 CELLS = (Cell(1, 512, 1), Cell(1, 128, 33), Cell(8, 128, 33))

@@ -63,7 +63,7 @@ def carry_out(engine: Engine, task: Task) -> dict[str, Any]:
     if task.before:
         engine.generate(task.before, task.before_new)
     talks: list[list[int]] = [[] for _ in task.turns[0]]
-    total, cpu, tokens, first, between = 0.0, 0.0, [], [], []
+    total, cpu, tokens, first, between, decode = 0.0, 0.0, [], [], [], []
     facts: dict[str, float] = {}
     for prompts in task.turns:
         talks = [talk + prompt for talk, prompt in zip(talks, prompts, strict=True)]
@@ -76,8 +76,10 @@ def carry_out(engine: Engine, task: Task) -> dict[str, Any]:
         talks = [talk + new_ids for talk, new_ids in zip(talks, output.tokens, strict=True)]
         first += output.first_s
         if task.num_new > 1:
-            pairs = zip(output.first_s, output.last_s, strict=True)
+            pairs = list(zip(output.first_s, output.last_s, strict=True))
             between += [(last - begin) / (task.num_new - 1) for begin, last in pairs]
+            begin, last = max(pairs)
+            decode.append((last - begin) / (task.num_new - 1))
         for name, value in output.facts.items():
             facts[name] = facts.get(name, 0.0) + value
     return {
@@ -85,6 +87,8 @@ def carry_out(engine: Engine, task: Task) -> dict[str, Any]:
         "cpu_s": cpu,  # of all threads of this process
         "ttft_s": median(first) if first else None,
         "between_s": median(between) if between else None,
+        # Of the request that starts last: the prompts of the others are computed by then.
+        "decode_s": median(decode) if decode else None,
         "tokens": tokens,
         "facts": facts,
     }

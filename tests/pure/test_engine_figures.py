@@ -4,7 +4,7 @@ import random
 from typing import Any
 
 import pytest
-from engines.contract import Entry
+from engines.contract import Answer, Entry
 from engines.judge import LIMIT, Verdict, hidden, judge, mismatches
 from engines.models import shape_of
 from engines.overhead import inside
@@ -15,7 +15,8 @@ from engines.run import Cell, ratios
 from engines.speculation import EDIT_EVERY, PROMPT, edited, until_repeated
 from engines.stats import median_interval, paired_ratios
 from engines.stopwatch import Stopwatch
-from engines.workloads import WORKLOADS, task_of
+from engines.worker import carry_out
+from engines.workloads import WORKLOADS, Task, task_of
 
 KNOWN = Machine(peak=487e9, bandwidth=48.8e9, value_bytes=4)
 
@@ -37,6 +38,24 @@ def cell(name: str, *totals: float, failed: str = "") -> Cell:
         sample: dict[str, Any] = {"total_s": total, "ttft_s": None, "between_s": None}
         made.samples.append(sample | {"tokens": [[1, 2]], "facts": {}})
     return made
+
+
+class Waiting:
+    """An engine whose third request starts two seconds late, since its prompt is computed last."""
+
+    def generate(self, prompts: Any, num_new: int) -> Answer:
+        tokens = [[7] * num_new for _ in prompts]
+        return Answer(tokens, [1.0, 1.0, 3.0], [6.0, 6.0, 7.0])
+
+
+def test_a_decode_step_holds_no_prompt_of_others() -> None:
+    """`decode_s` is of the request that starts last; `between_s`, what most of them see, is longer."""
+    engine: Any = Waiting()
+
+    reply = carry_out(engine, Task([], [[[1], [2], [3]]], 5))
+
+    assert reply["decode_s"] == 1.0
+    assert reply["between_s"] == 1.25
 
 
 # -- roofline ------------------------------------------------------------------------------------
