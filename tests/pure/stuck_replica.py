@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+import threading
 import time
 
 from ramify.cluster.run_replica import ReplicaOptions, StdoutStages, _serve
 from ramify.engine.step import StepPlan, StepResult
+from ramify.testing import FakeExecutor
 from tests.pure.async_bench import Gate
 from tests.pure.cluster_bench import Member
 
@@ -20,8 +22,13 @@ class Stuck(Gate):
 
     num_left = 0  # 0: not counted yet
 
+    def __init__(self, device: FakeExecutor) -> None:
+        super().__init__(device)
+        self.is_stuck = threading.Event()
+
     def execute(self, plan: StepPlan) -> StepResult:
         if self.num_left == 1:
+            self.is_stuck.set()
             time.sleep(3600)
         self.num_left -= self.num_left > 0
         return super().execute(plan)
