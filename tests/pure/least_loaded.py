@@ -52,12 +52,24 @@ class LeastLoaded:
         names = sorted(self._live.keys() - self._drained - set(exclude))
         if not names:
             return Refusal("no replica", 1.0)
-        self._turn += 1
-        turn = self._turn % len(names)
+        turn = (self._turn + 1) % len(names)
         replica = min(names[turn:] + names[:turn], key=lambda name: self._live[name])
+        return self._reserve(replica, "least work")
+
+    def _reserve(self, replica: str, reason: str) -> Decision:
+        self._turn += 1
         self._live[replica] += 1
         self._replicas[self._turn] = replica
-        return Decision(replica, "least work", self._turn)
+        return Decision(replica, reason, self._turn)
+
+    def assign(
+        self, replica: str, page_hashes: Sequence[bytes], num_tokens: int
+    ) -> Decision | Refusal:
+        """See `Routes`."""
+        del page_hashes, num_tokens
+        if replica not in self._live.keys() - self._drained:
+            return Refusal("no replica", 1.0)
+        return self._reserve(replica, "assigned")
 
     def note(self, page_hashes: Sequence[bytes], num_shared: int, prompt: HotPrompt) -> None:
         """See `Routes`."""

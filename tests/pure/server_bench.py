@@ -27,6 +27,7 @@ from ramify.server.generation import Generation
 from ramify.server.service import RequestService
 from ramify.server.tenants import ApiKeys
 from ramify.testing import FAKE_EMBEDDING_SIZE, FakeExecutor
+from tests.pure.async_bench import Gate
 
 T = TypeVar("T")
 LIMIT_S = 300.0
@@ -279,3 +280,11 @@ def ask(path: str, body: object, *, next_text: str | None = None, **options: Any
             return await bench.post(path, body)
 
     return run(main())
+
+
+def gated(bench: ServerBench) -> Gate:
+    """The device of an engine behind a gate that is closed."""
+    gate = Gate(bench.device)
+    gate.is_open = False
+    bench.core.executor = gate
+    return gate

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.cache import CacheKey
-from ramify.cluster.decisions import Alternative, Decision, Load, Refusal
+from ramify.cluster.decisions import Alternative, Decision, Load, Refusal, RouterCounters
 from ramify.cluster.mirrors import Mirrors
 from ramify.cluster.prefix_home import home_of
 from ramify.cluster.recent_work import HORIZON, RecentWork
@@ -280,6 +280,28 @@ def test_a_reservation_counts_from_the_decision_until_the_report_includes_it() -
     fleet.router.load(first.replica, Load(100, 1, 0, 0.01, 0.02))
 
     assert (state.num_unseen, state.unseen_tokens, state.num_requests) == (0, 0, 1)
+
+
+def test_a_prompt_that_warms_a_replica_is_work_but_no_decision() -> None:
+    """It waits at the replica that it is assigned to; counters and mean lengths stay as they are."""
+    fleet = Fleet("ab")
+    fleet.cache("a", range(200))
+    router, prompt = fleet.router, CacheKey(range(220))
+    means = router._output_tokens, router._prompt_tokens
+
+    warm = router.assign("b", prompt.packed_hashes(PAGE), len(prompt))
+
+    assert isinstance(warm, Decision)
+    assert (warm.replica, warm.reason, warm.cached_tokens) == ("b", "assigned", 0)
+    assert router.queue_s("b") == pytest.approx(220 * IDLE.token_s)
+    assert set(router._in_flight.match(prompt.packed_hashes(PAGE))) == {"b"}
+    router.finished(warm.reservation, 1, 200)
+    assert (router._output_tokens, router._prompt_tokens) == means
+    assert router.counters == RouterCounters({})
+    assert (router.num_in_flight, router.queue_s("b")) == (0, 0)
+    router.drain("b")
+    assert router.assign("b", b"", 220) == Refusal("no replica", 1.0)
+    assert router.assign("c", b"", 220) == Refusal("no replica", 1.0)
 
 
 def test_drained_excluded_and_different_replicas_get_nothing() -> None:

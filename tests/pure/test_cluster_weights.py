@@ -47,7 +47,6 @@ class Clients:
 
 async def has_hit(llm: ClusterLLM) -> bool:
     """Whether a prompt that was answered before is routed to its pages, and hits them."""
-    await llm._warm_up.close()  # its requests would be counted, too
     await until(lambda: llm.dispatch.num_live == 0)
     await llm.generate(PROMPT, TOKENS)
     counters = llm.dispatch.routes.router.counters  # type: ignore[attr-defined]

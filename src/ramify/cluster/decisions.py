@@ -76,6 +76,7 @@ class Decision:
     - "least work": nobody has anything of it
     - "unknown cache": likewise, as far as is known: a replica's cache is not known yet
     - "only": there is one replica
+    - "assigned": see `Router.assign`; clients' requests never have it
     """
 
     replica: str
@@ -115,7 +116,7 @@ class Refusal:
 
 @dataclass(slots=True)
 class RouterCounters:
-    """Since the router was made. Predicted against actual tokens are those of finished requests."""
+    """Of `Router.choose`, since the router was made. Predicted and actual tokens are of finished requests."""
 
     num_decisions: dict[str, int]  # by reason
     predicted_tokens: int = 0

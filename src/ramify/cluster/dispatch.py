@@ -163,13 +163,14 @@ class Dispatch:
         """Send a request to a replica; what comes of it goes to its collector.
 
         Args:
-            only: the one replica that may take it.
+            only: the replica whose cache it warms; no other one takes it, and no metric of routing
+                counts it.
         """
         self._live[request.id] = self._by_collector[request.collector] = request
         self._tenants.add(request)
         self._is_idle.clear()
         if only is not None:
-            request.allowed = frozenset({only.name})
+            request.only = only.name
         self._place(request, NoReplicaError(RETRY_AFTER_S, self.members.why_not_ready()))
 
     def abandon(self, collector: Collector) -> None:
@@ -242,16 +243,14 @@ class Dispatch:
                 last_error = ClusterFullError(len(self.replicas), decision.retry_after_s)
             wait_s = self._wait_s(request, last_error)
             if not self._parked.park(request, last_error, wait_s, time.monotonic()):
-                self.refusals[
-                    "full" if isinstance(last_error, OverloadedError) else "no replica"
-                ] += 1
-                self._end(request, last_error)
+                self._reject(request, last_error)
             return False
         self._note(request, decision)
         replica = self.replicas[decision.replica]
         if not request.has_tokens:
             request.placement = placement_of(decision, self.members.numbers)
         self._places[request.id] = replica, decision.reservation
+        self._count_move(request)
         request.begin(replica.welcome)
         try:
             replica.add(request)
@@ -262,13 +261,30 @@ class Dispatch:
 
     def _note(self, request: RemoteRequest, decision: Decision) -> None:
         """Count the cached prefix of a request of a client, when it is placed first."""
-        if request.allowed is not None or request.is_placed or not request.page_hashes:
+        if request.only is not None or request.is_placed or not request.page_hashes:
             return
         request.is_placed = True
         best = decision.alternative
         num_shared = max(decision.cached_tokens, 0 if best is None else best.cached_tokens)
         prompt = HotPrompt(request.ids, request.options.tenant, request.options.salt)
         self.routes.note(request.page_hashes, num_shared, prompt)
+
+    def _count_move(self, request: RemoteRequest) -> None:
+        """Count a request that goes on at another replica than the one that has gone."""
+        if not request.is_cut_off:
+            return
+        request.is_cut_off = False
+        if request.has_tokens:
+            self.num_resumptions += 1
+        else:
+            self.num_reroutes += 1
+
+    def _reject(self, request: RemoteRequest, error: Exception) -> None:
+        """End a request that no replica takes."""
+        if request.only is None:
+            reason = "full" if isinstance(error, OverloadedError) else "no replica"
+            self.refusals[reason] += 1
+        self._end(request, error)
 
     def _wait_s(self, request: RemoteRequest, error: Exception) -> float:
         """How long a request that no replica takes may wait; 0: its client has to send it again."""
@@ -289,10 +305,13 @@ class Dispatch:
     def _choose(self, request: RemoteRequest, others: Collection[str]) -> Decision | Refusal:
         if not self.replicas.keys() - others:
             return Refusal("no replica", RETRY_AFTER_S)
+        num_tokens = len(request.ids) + request.num_output
+        if request.only is not None:
+            return self.routes.assign(request.only, request.page_hashes, num_tokens)
         choose = partial(
             self.routes.choose,
             request.page_hashes,
-            len(request.ids) + request.num_output,
+            num_tokens,
             max_tokens=request.params.max_tokens,
             exclude=others,
         )
@@ -318,12 +337,11 @@ class Dispatch:
             f"replica {replica.name} has gone ({reason}), and no other one can go on with this "
             "answer; send the request again"
         )
+        request.is_cut_off = request.only is None
         if request.has_tokens:
             request.num_resumptions += 1
-            self.num_resumptions += 1
         else:
             request.num_reroutes += 1
-            self.num_reroutes += 1
         if request.num_resumptions > MAX_RESUMPTIONS or request.num_reroutes > MAX_REROUTES:
             self._end(request, lost)
         else:

@@ -63,12 +63,13 @@ class RemoteRequest:
         self.answers = [AnswerSoFar() for _ in range(params.n)]
         self.is_accepted = self.is_over = self.is_aborted = False
         self.is_placed = False  # a replica was chosen for it once
+        self.is_cut_off = False  # its replica has gone, and no other one has it yet
         self.num_resumptions = 0  # since tokens were delivered
         self.num_reroutes = 0  # before
         self.is_resumed = False  # by an engine with another identity, or without `exact`
         self.refused_by: set[str] = set()  # names of replicas, until one has accepted it
         self.wait_until_s: float | None = None  # without a replica; None: it does not wait
-        self.allowed: frozenset[str] | None = None  # names of replicas; None: all
+        self.only: str | None = None  # name of the replica that it warms; None: any replica
         self.num_new = 0  # tokens of the present replica
         self.key = -1  # on the present connection
         # Of the replica with the first tokens; before them, of the present one.
@@ -114,7 +115,7 @@ class RemoteRequest:
 
     def may_use(self, replica: str) -> bool:
         """Whether it may go to a replica of this name."""
-        return self.allowed is None or replica in self.allowed
+        return self.only in {None, replica}
 
     def fits(self, welcome: Welcome | None) -> bool:
         """Whether a replica runs the model of the tokens that were delivered."""

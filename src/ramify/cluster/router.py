@@ -67,6 +67,7 @@ class _Reservation:
     num_tokens: int  # to compute
     cached_tokens: int
     noted: Edge | None  # of `PrefixesInFlight`
+    is_decision: bool  # by `choose`: its end is counted
     is_unseen: bool = True
     is_computed: bool = False
 
@@ -211,11 +212,7 @@ class Router:
             if not (beyond_limits and able):
                 return self._refuse(able)
             within = able
-        pages = self.mirrors.match(page_hashes)
-        for hashes in other_hashes:
-            # No replica has both: it drops its pages with its weights.
-            pages |= self.mirrors.match(hashes)
-        cached = self._hits(pages, num_tokens)
+        cached = self._cached(page_hashes, other_hashes, num_tokens)
         in_flight = self._hits(self._in_flight.match(page_hashes), num_tokens)
         expected = dict(cached)
         for name, tokens in in_flight.items():
@@ -230,10 +227,38 @@ class Router:
         hit = expected.get(chosen.name, 0)
         alternative = self._alternative(able, within, cached, hit)
         reason = self._reason(chosen, cached, in_flight, able, alternative)
-        number = self._reserve(chosen, page_hashes, num_tokens - hit, hit, output_tokens)
+        self._prompt_tokens += SMOOTHING * (max(1, num_tokens - hit) - self._prompt_tokens)
+        number = self._reserve(
+            chosen, page_hashes, num_tokens - hit, hit, output_tokens, is_decision=True
+        )
         counts = self.counters.num_decisions
         counts[reason] = counts.get(reason, 0) + 1
         return Decision(chosen.name, reason, number, hit, cost_s, alternative)
+
+    def assign(
+        self,
+        replica: str,
+        page_hashes: bytes,
+        num_tokens: int,
+        *,
+        other_hashes: Sequence[bytes] = (),
+    ) -> Decision | Refusal:
+        """Reserve the work of a prompt at a given replica, to warm its cache. It refuses, if it is full.
+
+        The work counts there as any other. Counters and the mean lengths that costs depend on are of
+        `choose` alone: nobody has asked for the prompt, and its answer is thrown away.
+
+        Args:
+            page_hashes, other_hashes, num_tokens: see `choose`.
+        """
+        state = self._open.get(replica)
+        if state is None:
+            return Refusal("no replica", MIN_RETRY_S)
+        hit = self._cached(page_hashes, other_hashes, num_tokens).get(replica, 0)
+        number = self._reserve(
+            state, page_hashes, num_tokens - hit, hit, output_tokens=0.0, is_decision=False
+        )
+        return Decision(replica, "assigned", number, hit)
 
     def admitted(self, reservation: int) -> None:
         """The replica has the request: its next `load` includes it."""
@@ -260,7 +285,7 @@ class Router:
                 the prediction is: mirrors know no more.
         """
         request = self._release(reservation)
-        if request is None:
+        if request is None or not request.is_decision:
             return
         if num_output:
             self._output_tokens += SMOOTHING * (num_output - self._output_tokens)
@@ -284,6 +309,16 @@ class Router:
         if exclude and not self._replicas.keys().isdisjoint(exclude):
             able = [state for state in able if state.name not in exclude]
         return able
+
+    def _cached(
+        self, page_hashes: bytes, other_hashes: Sequence[bytes], num_tokens: int
+    ) -> dict[str, int]:
+        """Tokens of a prompt that are cached, by replica."""
+        pages = self.mirrors.match(page_hashes)
+        for hashes in other_hashes:
+            # No replica has both: it drops its pages with its weights.
+            pages |= self.mirrors.match(hashes)
+        return self._hits(pages, num_tokens)
 
     def _hits(self, pages: dict[str, int], num_tokens: int) -> dict[str, int]:
         """Tokens of hits by replica; the last token of a prompt is computed in any case."""
@@ -402,13 +437,14 @@ class Router:
         to_compute: int,
         hit: int,
         output_tokens: float,
+        *,
+        is_decision: bool,
     ) -> int:
         self._num_reserved += 1
         number = self._num_reserved
         self._recent.add(state.name, to_compute + output_tokens)
-        self._prompt_tokens += SMOOTHING * (max(1, to_compute) - self._prompt_tokens)
         noted = self._in_flight.add(state.name, page_hashes)
-        self._reservations[number] = _Reservation(state, to_compute, hit, noted)
+        self._reservations[number] = _Reservation(state, to_compute, hit, noted, is_decision)
         state.reservations.add(number)
         state.count_unseen(1, to_compute)
         return number

@@ -73,6 +73,15 @@ class Routes(Protocol):
         """
         ...
 
+    def assign(
+        self, replica: str, page_hashes: Sequence[bytes], num_tokens: int
+    ) -> Decision | Refusal:
+        """Reserve the work of a prompt at a replica that the caller has chosen, to warm its cache.
+
+        It is no decision: neither it nor its end is counted.
+        """
+        ...
+
     def note(self, page_hashes: Sequence[bytes], num_shared: int, prompt: HotPrompt) -> None:
         """Count a prompt whose first `num_shared` tokens some replica has cached."""
         ...
@@ -204,6 +213,13 @@ class CacheRoutes:
             exclude=exclude,
             beyond_limits=beyond_limits,
         )
+
+    def assign(
+        self, replica: str, page_hashes: Sequence[bytes], num_tokens: int
+    ) -> Decision | Refusal:
+        """See `Routes`."""
+        first, *others = page_hashes or [b""]
+        return self.router.assign(replica, first, num_tokens, other_hashes=others)
 
     def note(self, page_hashes: Sequence[bytes], num_shared: int, prompt: HotPrompt) -> None:
         """See `Routes`."""

@@ -77,7 +77,12 @@ def _states(states: Iterable[ReplicaState]) -> Iterable[Metric]:
 
 def _counts(counts: RoutingCounts) -> Iterable[Metric]:
     mirrors = counts.mirrors
-    yield _by_label("routing_decisions", "requests sent", "reason", counts.decisions)
+    yield _by_label(
+        "routing_decisions",
+        "replicas chosen for requests; one that is sent elsewhere is counted again",
+        "reason",
+        counts.decisions,
+    )
     yield _by_label("routing_refusals", "requests that no replica took", "reason", counts.refusals)
     for name, help_text, value in (
         ("routing_predicted_tokens", "prompt tokens expected to hit", counts.predicted_tokens),
