@@ -28,8 +28,8 @@ The server's side:
 - `remote_request`: a request, and what was delivered of it
 - `routes`: the router and the mirrors as the client uses them
 - `prompt_hashes`: page hashes of a prompt, for replicas of any weights
-- `merging`: one result of a call that ran on several replicas
 - `members`: the replicas, and the tasks that keep the client connected
+- `merging`, `admin_calls`: calls about caches and pins that run on every replica, and their one result
 - `parked_requests`, `tenant_shares`, `dispatch`: who computes which request, and what becomes of it when a
   replica dies or all are full
 - `warm_up`: what a replica that joins computes first

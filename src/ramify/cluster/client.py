@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ramify.cache.pins import Pin
+from ramify.cluster.admin_calls import AdminCalls
 from ramify.cluster.credentials import Credentials
 from ramify.cluster.dispatch import Dispatch
-from ramify.cluster.merging import merged, renumbered_pin, split_id
+from ramify.cluster.members import RETRY_AFTER_S
 from ramify.cluster.prompt_hashes import PromptHashes
 from ramify.cluster.remote_replica import RemoteReplica
 from ramify.cluster.remote_request import RemoteRequest
@@ -44,22 +42,17 @@ from ramify.errors import (
     EngineStoppedError,
     InvalidParamsError,
     NoReplicaError,
-    PinError,
     ReplicaLostError,
     RequestError,
 )
 from ramify.outputs import RequestOutput
 from ramify.params import SamplingParams
 
-logger = logging.getLogger(__name__)
-
 LONG_TEXT = 8192  # characters; longer ones are tokenised in another thread
 LONG_PROMPT = 16384  # tokens; longer ones are hashed in another thread: 25 ns a token
 START_S = 120.0  # for the first replica to answer
 WARM_AT_ONCE = 64  # prompts
 READY_CHECK_S = 0.02
-# Calls after which nobody expects a replica to have what they name.
-ERASING = (calls.ClearCache, calls.EvictAnswers, calls.EndPins)
 
 
 class ClusterLLM:
@@ -102,6 +95,7 @@ class ClusterLLM:
         self._replaced, self._fixed_weights = replaced or _nothing, fixed_weights
         self._is_draining = self._is_closed = self._is_replacing = False
         self._hashes: PromptHashes | None = None
+        self._admin_calls = AdminCalls(self.dispatch.members)
         self._warm_up = WarmUp(self.dispatch.routes, self._warm_one)
         self.dispatch.on_joined, self.dispatch.on_left = self._warm_up.begin, self._warm_up.end
         self._grammars: GrammarCompiler | None = None
@@ -135,7 +129,7 @@ class ClusterLLM:
         deadline_s = time.monotonic() + timeout_s
         while not all(replica.is_ready for replica in self.dispatch.replicas.values()):
             if time.monotonic() > deadline_s:
-                raise NoReplicaError(1.0, self.dispatch.members.why_not_ready())
+                raise NoReplicaError(RETRY_AFTER_S, self.dispatch.members.why_not_ready())
             await asyncio.sleep(READY_CHECK_S)
 
     def move(self, name: str, address: str) -> None:
@@ -158,7 +152,7 @@ class ClusterLLM:
     def _welcome(self) -> Welcome:
         """What a replica said of itself; the others say the same, but for their weights for a time."""
         if self.dispatch.reference is None:
-            raise NoReplicaError(1.0, "none has joined yet")
+            raise NoReplicaError(RETRY_AFTER_S, "none has joined yet")
         return self.dispatch.reference
 
     # -- what a server reads -----------------------------------------------------------------
@@ -328,90 +322,13 @@ class ClusterLLM:
         )
 
     async def run(self, call: Any) -> Any:
-        """Run a call of `cache_admin.calls` on every replica; returns one result.
-
-        A replica that dies meanwhile is left out. A prefix is pinned where most of it is cached.
-
-        Raises:
-            NoReplicaError: no replica is connected; also what the call raises.
-        """
-        if isinstance(call, calls.Unpin):
-            return await self._unpin(call.pin_id)
-        results = await self._run_everywhere(call)
-        if isinstance(call, calls.PinPrefix):
-            return await self._keep_longest(results)
+        """Run a call of `cache_admin.calls` on every replica; see `AdminCalls.run`."""
+        result = await self._admin_calls.run(call)
         if isinstance(call, calls.PinPublicPrefixes) and self._hashes is not None:
             for ids in call.prefixes:
                 self._hashes.declare_public(array("i", ids))
             self._warm_up.declare_public(call.prefixes)
-        return merged(call, [(replica.slot, value) for replica, value in results])
-
-    async def _run_everywhere(self, call: Any) -> list[tuple[RemoteReplica, Any]]:
-        """The results of the replicas on which a call succeeds; its error if there is none.
-
-        A check fails if it does anywhere. What fails on some replicas only is a line in the log; a
-        prefix can be pinned where it is cached only.
-        """
-        replicas = [replica for replica in self.dispatch.replicas.values() if replica.welcome]
-        if not replicas:
-            raise NoReplicaError(1.0, self.dispatch.members.why_not_ready())
-        values = await asyncio.gather(
-            *(replica.call(call) for replica in replicas), return_exceptions=True
-        )
-        errors = [value for value in values if isinstance(value, BaseException)]
-        failures = [error for error in errors if not isinstance(error, ReplicaLostError)]
-        if failures and isinstance(call, calls.CheckCache):
-            raise failures[0]
-        if len(errors) == len(values):
-            raise errors[0]
-        if isinstance(call, ERASING):
-            self._log_missed(call, dict(zip(replicas, values, strict=True)))
-        elif not isinstance(call, calls.PinPrefix):
-            for replica, value in zip(replicas, values, strict=True):
-                if value in failures:
-                    logger.warning(
-                        "replica %s: %s failed: %s", replica.name, type(call).__name__, value
-                    )
-        return [
-            (replica, value)
-            for replica, value in zip(replicas, values, strict=True)
-            if not isinstance(value, BaseException)
-        ]
-
-    def _log_missed(self, call: Any, values: Mapping[RemoteReplica, Any]) -> None:
-        """Log the replicas that have not erased what the others have."""
-        errors = {key: value for key, value in values.items() if isinstance(value, BaseException)}
-        missed = {replica.name: str(error) for replica, error in errors.items()}
-        for name, replica in self.dispatch.replicas.items():
-            if replica not in values:
-                missed[name] = replica.last_error or "not connected"
-        for name, reason in missed.items():
-            logger.warning(
-                "%s was not run on replica %s (%s): unless its engine has ended, it has what the others "
-                "have erased",
-                type(call).__name__,
-                name,
-                reason,
-            )
-
-    async def _keep_longest(self, pins: Sequence[tuple[RemoteReplica, Pin]]) -> Pin:
-        """End all pins but the one of most tokens."""
-        best, pin = max(pins, key=lambda entry: len(entry[1].key))
-        others = [(replica, other) for replica, other in pins if replica is not best]
-        await asyncio.gather(
-            *(replica.call(calls.Unpin(other.id)) for replica, other in others),
-            return_exceptions=True,
-        )
-        return renumbered_pin(pin, best.slot)
-
-    async def _unpin(self, pin_id: int) -> None:
-        local, slot = split_id(pin_id)
-        for replica in self.dispatch.replicas.values():
-            if replica.slot == slot and replica.welcome is not None:
-                with suppress(PinError):
-                    await replica.call(calls.Unpin(local))
-                    return
-        raise PinError(f"no such pin (id {pin_id}) here; it expired or was unpinned before")
+        return result
 
     async def _warm(self, prompts: Sequence[WarmPrompt]) -> list[RequestOutput | Exception]:
         """Compute prompts on every replica, and on those that join later; the results are the first's."""
@@ -424,7 +341,7 @@ class ClusterLLM:
         self._warm_up.remember(prompts)
         replicas = [replica for replica in self.dispatch.replicas.values() if replica.is_ready]
         if not replicas:
-            raise NoReplicaError(1.0, self.dispatch.members.why_not_ready())
+            raise NoReplicaError(RETRY_AFTER_S, self.dispatch.members.why_not_ready())
         outputs = await asyncio.gather(
             *(compute(prompt, replica) for replica in replicas for prompt in prompts)
         )
@@ -467,7 +384,7 @@ class ClusterLLM:
         if self._is_replacing:
             raise ConfigError(f"the weights are being replaced; send {str(model)!r} after that")
         if not self.dispatch.members.has_ready:
-            raise NoReplicaError(1.0, self.dispatch.members.why_not_ready())
+            raise NoReplicaError(RETRY_AFTER_S, self.dispatch.members.why_not_ready())
         self._is_replacing = True
         try:
             replicas = self.dispatch.replicas.values()

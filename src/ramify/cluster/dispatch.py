@@ -14,7 +14,7 @@ from typing import Any
 from ramify.cluster.codecs import decode_error
 from ramify.cluster.credentials import Credentials
 from ramify.cluster.decisions import Decision, Refusal, placement_of
-from ramify.cluster.members import Members
+from ramify.cluster.members import RETRY_AFTER_S, Members
 from ramify.cluster.parked_requests import FULL_WAIT_S, UPDATE_WAIT_S, ParkedRequests
 from ramify.cluster.remote_replica import RemoteReplica
 from ramify.cluster.remote_request import RemoteRequest
@@ -47,7 +47,6 @@ logger = logging.getLogger(__name__)
 MAX_RESUMPTIONS = 2  # of a request with delivered tokens
 MAX_REROUTES = 8  # of one without
 TICK_S = 1.0
-RETRY_AFTER_S = 1.0  # while there is no replica
 # Of a replica that a request was refused by; another one may take it.
 REFUSALS_OF_ONE = (DrainingError, EngineStoppedError, OverloadedError)
 

@@ -11,6 +11,8 @@ from ramify.cluster.merging import MAX_REPLICAS
 from ramify.cluster.remote_replica import Cluster, RemoteReplica
 from ramify.errors import ConfigError
 
+RETRY_AFTER_S = 1.0  # while there is no replica
+
 
 class Members:
     """Connects to each replica until it is removed and has ended. For one event loop.
