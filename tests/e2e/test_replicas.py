@@ -244,14 +244,15 @@ def test_another_secret_is_refused_at_both_sides(replica: Replica, tmp_path: Pat
 def test_other_certificates_are_refused_at_both_sides(tmp_path: Path, secret: Path) -> None:
     """The server ends with the reason; the replica has a line of the handshake, and lives on.
 
-    A replica that the server does not trust is refused by the server alone.
+    A replica that the server does not trust is refused by the server alone. Its certificate has a name
+    in place of its address, so a server needs that name.
     """
     pytest.importorskip("cryptography", reason="cryptography is not installed")
     from tests.certificates import Authority
 
     parts = ("certificate", "key", "authority")
     for name in ("ours", "theirs"):
-        shown = Authority.make(name).credentials()
+        shown = Authority.make(name).credentials("engine.chat")
         for part in parts:
             (tmp_path / f"{name}.{part}").write_bytes(getattr(shown, part))
 
@@ -263,21 +264,29 @@ def test_other_certificates_are_refused_at_both_sides(tmp_path: Path, secret: Pa
 
     replica = Replica(tmp_path / "log", "--port", "0", *options("ours", "ours"))
     try:
-        joining = ("--replicas", f"127.0.0.1:{replica.port}")
+        at = ("--replicas", f"127.0.0.1:{replica.port}")
+        joining = (*at, "--cluster-certificate-name", "engine.chat")
         foreign = run_command("serve", "--port", "0", *joining, *options("theirs", "theirs"))
         assert "Handshake failed" not in replica.log
         mixed = run_command("info", "--json", *joining, *options("theirs", "ours"))
         assert "CERTIFICATE_VERIFY_FAILED" in replica.log
-        plain = run_command("info", "--json", *joining, "--cluster-secret", str(secret))
+        plain = run_command("info", "--json", *at, "--cluster-secret", str(secret))
         assert "WRONG_VERSION_NUMBER" in replica.log
+        unnamed = run_command("info", "--json", *at, *options("ours", "ours"))
         right = run_command("info", "--json", *joining, *options("ours", "ours"))
+        server = start_server(tmp_path / "server", *joining, *options("ours", "ours"))
+        assert last_reason(server.openai().chat.completions.create(**LONG)) == "length"
+        for client in server.clients.values():
+            client.close()
+        assert server.stop() == 0
         assert replica.process.poll() is None
     finally:
         replica.end()
 
     assert foreign.returncode == 2
     assert "both sides need certificates of one authority" in foreign.stderr
-    assert (mixed.returncode, plain.returncode) == (1, 1)
+    assert (mixed.returncode, plain.returncode, unnamed.returncode) == (1, 1, 1)
+    assert "must name the address at which servers reach it" in unnamed.stdout
     assert "a replica with certificates lets no server in without" in plain.stdout
     assert right.returncode == 0, right.stderr
     assert mixed.stdout != right.stdout

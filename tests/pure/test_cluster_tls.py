@@ -118,8 +118,11 @@ def test_a_name_takes_the_place_of_addresses() -> None:
         member = Member()
         await member.start(ours.credentials("engine.chat"))
         await connect(member, ours.credentials(name="engine.chat"))
-        for name in ("engine.other", None):
-            with pytest.raises(NoReplicaError, match="must name the address"):
+        for name, words in (
+            ("engine.other", "must have the name 'engine.other'"),
+            (None, "must name the address"),
+        ):
+            with pytest.raises(NoReplicaError, match=words):
                 await connect(member, ours.credentials(name=name))
         await member.replica.close()
 
@@ -144,6 +147,15 @@ def test_wrong_files_are_refused_at_start(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             msgspec.structs.replace(files, **changes).credentials()
+
+
+def test_a_name_without_certificates_is_refused(tmp_path: Path) -> None:
+    """Beside a secret alone, nothing would be compared with it."""
+    secret = tmp_path / "secret"
+    secret.write_text(SECRET)
+
+    with pytest.raises(ConfigError, match="is the name of replicas' certificates"):
+        Credentials.from_files(secret, name="engine.chat")
 
 
 def test_a_child_reads_the_files_of_its_deployment(tmp_path: Path) -> None:

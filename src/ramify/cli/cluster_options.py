@@ -37,6 +37,14 @@ Authority = Annotated[
         "--cluster-authority", help="PEM file: certificate of the authority that signed both."
     ),
 ]
+CertificateName = Annotated[
+    str | None,
+    ClusterOption(
+        "--cluster-certificate-name",
+        help="Name that the certificates of all replicas have (`subjectAltName=DNS:NAME`), where they do "
+        "not name the addresses of --replicas.",
+    ),
+]
 Replicas = Annotated[
     str | None,
     ClusterOption(

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ramify.cli.cluster_options import Authority, Certificate, ClusterOption, Key, Secret
+from ramify.cli.cluster_options import (
+    Authority,
+    Certificate,
+    CertificateName,
+    ClusterOption,
+    Key,
+    Secret,
+)
 from ramify.cli.options import DEFAULT_MODEL, AsJson, Model, engine_options, exit_on_error
 from ramify.errors import ConfigError
 
@@ -55,12 +62,13 @@ def info(
     cluster_certificate: Certificate = None,
     cluster_key: Key = None,
     cluster_authority: Authority = None,
+    cluster_certificate_name: CertificateName = None,
 ) -> None:
     """Show versions, device, operations and attention backend and why, exactness, memory plan."""
     with exit_on_error():
         if replicas is not None:
             files = (cluster_secret, cluster_certificate, cluster_key, cluster_authority)
-            facts = _ask_replicas(replicas, files)
+            facts = _ask_replicas(replicas, files, cluster_certificate_name)
         else:
             from ramify.engine.llm import LLM
 
@@ -77,7 +85,9 @@ def info(
         raise typer.Exit(1)
 
 
-def _ask_replicas(replicas: str, credential_files: Sequence[Path | None]) -> dict[str, Any]:
+def _ask_replicas(
+    replicas: str, credential_files: Sequence[Path | None], certificate_name: str | None
+) -> dict[str, Any]:
     """What replicas say of themselves, by address."""
     import asyncio
 
@@ -91,7 +101,8 @@ def _ask_replicas(replicas: str, credential_files: Sequence[Path | None]) -> dic
         raise ConfigError(
             f"--replicas {addresses}, but info asks replicas that run: give HOST:PORT,HOST:PORT"
         )
-    return asyncio.run(replica_facts(addresses, Credentials.from_files(*credential_files)))
+    credentials = Credentials.from_files(*credential_files, name=certificate_name)
+    return asyncio.run(replica_facts(addresses, credentials))
 
 
 def _collect_info(llm: LLM) -> dict[str, dict[str, Any]]:

@@ -15,6 +15,7 @@ import typer
 from ramify.cli.cluster_options import (
     Authority,
     Certificate,
+    CertificateName,
     Key,
     Replicas,
     Secret,
@@ -135,6 +136,7 @@ def serve(
     cluster_certificate: Certificate = None,
     cluster_key: Key = None,
     cluster_authority: Authority = None,
+    cluster_certificate_name: CertificateName = None,
     kv_events: Endpoint = None,
     kv_events_replay: Replay = None,
     kv_events_topic: Topic = None,
@@ -211,14 +213,24 @@ def serve(
         )
         options = replace(options, kv_events=events)
         if replicas is None:
-            if threads_per_replica is not None or any(credential_files):
+            if threads_per_replica is not None or any(
+                (*credential_files, cluster_certificate_name)
+            ):
                 raise ConfigError(
                     "--threads-per-replica and --cluster-* are for a server of several engines; give "
                     "--replicas N or --replicas HOST:PORT,... too, or leave them out"
                 )
             code = serve(options)
         else:
-            code = serve(*_cluster(options, replicas, threads_per_replica, credential_files))
+            code = serve(
+                *_cluster(
+                    options,
+                    replicas,
+                    threads_per_replica,
+                    credential_files,
+                    cluster_certificate_name,
+                )
+            )
     raise typer.Exit(code)
 
 
@@ -227,6 +239,7 @@ def _cluster(
     replicas: str,
     threads: int | None,
     credential_files: tuple[Path | None, ...],
+    certificate_name: str | None,
 ) -> tuple[ServeOptions, OpenClient]:
     """What `serve` gets for the value of `--replicas`."""
     from ramify.cluster.cpu_shares import shares_of_this_machine
@@ -242,10 +255,11 @@ def _cluster(
         )
     chosen = parse_replicas(replicas)
     if isinstance(chosen, int):
-        if any(credential_files):
+        if any((*credential_files, certificate_name)):
             raise ConfigError(
                 f"--replicas {chosen} starts replicas on this machine, which get a secret of their own; "
-                "leave out --cluster-secret, --cluster-certificate, --cluster-key, --cluster-authority"
+                "leave out --cluster-secret, --cluster-certificate, --cluster-certificate-name, "
+                "--cluster-key, --cluster-authority"
             )
         local = LocalOptions(
             model=options.model,
@@ -263,7 +277,7 @@ def _cluster(
             "`ramify replica` runs"
         )
     refuse_engine_options(options.engine, max_waiting=MAX_WAITING)
-    credentials = Credentials.from_files(*credential_files)
+    credentials = Credentials.from_files(*credential_files, name=certificate_name)
     return options, partial(remote_cluster, options.model, options.engine, chosen, credentials)
 
 

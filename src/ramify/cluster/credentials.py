@@ -58,6 +58,11 @@ class Credentials:
                 f"TLS needs certificate, key and authority, but {' and '.join(missing)} "
                 f"{'is' if len(missing) == 1 else 'are'} missing; give all three or none"
             )
+        if self.name is not None and missing:
+            raise ConfigError(
+                f"{self.name!r} is the name of replicas' certificates, but without certificate, key and "
+                "authority none are shown; give all three, or no name"
+            )
 
     @classmethod
     def from_files(
@@ -66,8 +71,13 @@ class Credentials:
         certificate: Path | None = None,
         key: Path | None = None,
         authority: Path | None = None,
+        *,
+        name: str | None = None,
     ) -> Credentials:
         """Credentials that are read from files.
+
+        Args:
+            name: see the class.
 
         Raises:
             ConfigError: a file cannot be read, or holds no certificate or key, or another key than that
@@ -79,6 +89,7 @@ class Credentials:
                 certificate=None if certificate is None else certificate.read_bytes(),
                 key=None if key is None else key.read_bytes(),
                 authority=None if authority is None else authority.read_bytes(),
+                name=name,
             )
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"a file of the cluster's credentials: {error}") from error
@@ -147,7 +158,7 @@ class TlsFiles(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             ConfigError: see `Credentials.from_files`.
         """
         paths = (Path(self.certificate), Path(self.key), Path(self.authority))
-        return replace(Credentials.from_files(None, *paths), secret=secret, name=self.name)
+        return replace(Credentials.from_files(None, *paths, name=self.name), secret=secret)
 
 
 def _check_files(certificate: Path, key: Path, authority: Path) -> None:

@@ -137,9 +137,13 @@ class Link:
         grpc = import_grpc()
         text = f"{self.address}: {details or 'the connection was closed'}"
         if self._credentials.has_tls and any(sign in text for sign in TLS_FAILURES):
+            name = self._credentials.name
+            wanted = (
+                f"have the name {name!r}" if name else "name the address at which servers reach it"
+            )
             return RefusedError(
-                f"{text}; both sides need certificates of one authority, and the replica's must name "
-                "the address at which servers reach it"
+                f"{text}; both sides need certificates of one authority, and the replica's must {wanted}; "
+                "give servers another name with --cluster-certificate-name"
             )
         if not self._credentials.has_tls and "Socket closed" in text:
             return LinkError(f"{text}; a replica with certificates lets no server in without")
