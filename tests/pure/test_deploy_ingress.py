@@ -126,9 +126,12 @@ def test_engines_and_servers_show_certificates(tmp_path: Path) -> None:
         launcher = Launcher()
         launcher.roster = Roster([Member("e", address, secret)])
         options = ServeOptions(model="ramify-tiny")
-        async with open_cluster(options, launcher.meet, tls) as client:
+        async with open_cluster(options, launcher.meet, tls, stride=8) as client:
             output = await client.generate("Hello", SHORT)
             assert output.usage.completion_tokens == 4
+            routes = client.dispatch.routes
+            assert isinstance(routes, CacheRoutes)
+            assert routes.router.mirrors.index.stride == 8
         for shown in (Credentials(secret=secret), tls.credentials("t" * 32)):
             stranger = ClusterLLM({"e": address}, None, credentials=shown)
             with pytest.raises(NoReplicaError, match=r"without|secret of the cluster"):

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from ramify.cli import app
-from ramify.cli.cluster_options import refuse_engine_options
+from ramify.cli.cluster_options import ClusterOptions, refuse_engine_options
+from ramify.cli.serve import _cluster
 from ramify.cluster.cpu_shares import CpuShare, cpu_shares, parse_cpu_list, usable_nodes
 from ramify.errors import ConfigError
 from tests.pure.cluster_bench import run, until
@@ -21,6 +23,7 @@ from tests.pure.cluster_bench import run, until
 pytest.importorskip("starlette")
 
 from ramify.cluster.local_processes import LocalOptions, LocalProcesses, ReplicaStartError
+from ramify.server.run import ServeOptions
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_child.py")))
 
@@ -125,13 +128,30 @@ def test_engine_options_are_for_the_replicas() -> None:
         refuse_engine_options({"page_size": 32})
 
 
-@pytest.mark.parametrize("options", [("--threads-per-replica", "2"), ("--cluster-secret", "f")])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--threads-per-replica", "2"),
+        ("--cluster-secret", "f"),
+        ("--cluster-certificate-name", "a"),
+        ("--routing-stride", "8"),
+    ],
+)
 def test_options_of_a_cluster_need_replicas(options: tuple[str, str]) -> None:
     """They are refused, not ignored, where one engine serves."""
     result = CliRunner().invoke(app, ["serve", "nothing", *options])
 
     assert result.exit_code == 2
     assert "give --replicas N" in result.output
+
+
+@pytest.mark.parametrize("replicas", ["2", "127.0.0.1:1"])
+def test_the_routes_of_a_cluster_have_the_stride(replicas: str) -> None:
+    """With children and with replicas that run elsewhere."""
+    _, open_client = _cluster(ServeOptions(), replicas, ClusterOptions(routing_stride=8))
+
+    assert isinstance(open_client, partial)
+    assert open_client.keywords["routes"].stride == 8
 
 
 # -- processes -------------------------------------------------------------------------------------

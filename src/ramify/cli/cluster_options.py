@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -60,8 +60,41 @@ Threads = Annotated[
         "divided by --replicas.",
     ),
 ]
+Stride = Annotated[
+    int,
+    ClusterOption(
+        "--routing-stride",
+        min=1,
+        help="Remember every N-th page of what replicas have cached: an N-th of the memory, and hits are "
+        "expected in steps of N pages. 8 is for a hundred replicas.",
+    ),
+]
 # Engine options that a server over other engines uses: it reads the tokenizer of the model.
 OF_THE_CHECKPOINT = ("revision", "offline")
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterOptions:
+    """Options of `ramify serve` for several engines, as they were given."""
+
+    replicas: str | None = None
+    threads_per_replica: int | None = None
+    credential_files: tuple[Path | None, ...] = ()  # secret, certificate, key, authority
+    certificate_name: str | None = None
+    routing_stride: int = 1
+
+    @property
+    def has_credentials(self) -> bool:
+        """Whether a secret, a certificate or its name is given."""
+        return any(self.credential_files) or self.certificate_name is not None
+
+    def require_replicas(self) -> None:
+        """Raise ConfigError if one of the others is given: a single engine has no use for it."""
+        if self.threads_per_replica is not None or self.has_credentials or self.routing_stride != 1:
+            raise ConfigError(
+                "--threads-per-replica, --routing-stride and --cluster-* are for a server of several "
+                "engines; give --replicas N or --replicas HOST:PORT,... too, or leave them out"
+            )
 
 
 def refuse_engine_options(engine: Mapping[str, Any], **defaults: object) -> None:

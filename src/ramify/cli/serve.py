@@ -16,9 +16,11 @@ from ramify.cli.cluster_options import (
     Authority,
     Certificate,
     CertificateName,
+    ClusterOptions,
     Key,
     Replicas,
     Secret,
+    Stride,
     Threads,
     refuse_engine_options,
 )
@@ -137,6 +139,7 @@ def serve(
     cluster_key: Key = None,
     cluster_authority: Authority = None,
     cluster_certificate_name: CertificateName = None,
+    routing_stride: Stride = 1,
     kv_events: Endpoint = None,
     kv_events_replay: Replay = None,
     kv_events_topic: Topic = None,
@@ -206,46 +209,35 @@ def serve(
         max_connections=max_connections,
         max_connections_per_address=max_connections_per_address,
     )
-    credential_files = (cluster_secret, cluster_certificate, cluster_key, cluster_authority)
+    cluster = ClusterOptions(
+        replicas,
+        threads_per_replica,
+        (cluster_secret, cluster_certificate, cluster_key, cluster_authority),
+        cluster_certificate_name,
+        routing_stride,
+    )
     with exit_on_error():
         events = kv_event_options(
             kv_events, kv_events_replay, kv_events_topic, kv_events_form, kv_events_tiers
         )
         options = replace(options, kv_events=events)
         if replicas is None:
-            if threads_per_replica is not None or any(
-                (*credential_files, cluster_certificate_name)
-            ):
-                raise ConfigError(
-                    "--threads-per-replica and --cluster-* are for a server of several engines; give "
-                    "--replicas N or --replicas HOST:PORT,... too, or leave them out"
-                )
+            cluster.require_replicas()
             code = serve(options)
         else:
-            code = serve(
-                *_cluster(
-                    options,
-                    replicas,
-                    threads_per_replica,
-                    credential_files,
-                    cluster_certificate_name,
-                )
-            )
+            code = serve(*_cluster(options, replicas, cluster))
     raise typer.Exit(code)
 
 
 def _cluster(
-    options: ServeOptions,
-    replicas: str,
-    threads: int | None,
-    credential_files: tuple[Path | None, ...],
-    certificate_name: str | None,
+    options: ServeOptions, replicas: str, cluster: ClusterOptions
 ) -> tuple[ServeOptions, OpenClient]:
     """What `serve` gets for the value of `--replicas`."""
     from ramify.cluster.cpu_shares import shares_of_this_machine
     from ramify.cluster.credentials import Credentials, import_grpc
     from ramify.cluster.launch import local_cluster, parse_replicas, remote_cluster
     from ramify.cluster.local_processes import LocalOptions
+    from ramify.cluster.routes import CacheRoutes
 
     import_grpc()
     if options.kv_events is not None:
@@ -253,9 +245,10 @@ def _cluster(
             f"--kv-events {options.kv_events.endpoint} publishes the cache of one engine, and --replicas "
             "has several; give it to each `ramify replica`, or leave it out"
         )
-    chosen = parse_replicas(replicas)
+    chosen, threads = parse_replicas(replicas), cluster.threads_per_replica
+    routes = CacheRoutes(stride=cluster.routing_stride)
     if isinstance(chosen, int):
-        if any((*credential_files, certificate_name)):
+        if cluster.has_credentials:
             raise ConfigError(
                 f"--replicas {chosen} starts replicas on this machine, which get a secret of their own; "
                 "leave out --cluster-secret, --cluster-certificate, --cluster-certificate-name, "
@@ -270,15 +263,17 @@ def _cluster(
             log_json=options.log_json,
         )
         # Each replica computes them when it starts, those that take another's place as well.
-        return replace(options, warm=None), partial(local_cluster, local)
+        return replace(options, warm=None), partial(local_cluster, local, routes=routes)
     if threads is not None:
         raise ConfigError(
             "--threads-per-replica is for replicas that this command starts; set OMP_NUM_THREADS where "
             "`ramify replica` runs"
         )
     refuse_engine_options(options.engine, max_waiting=MAX_WAITING)
-    credentials = Credentials.from_files(*credential_files, name=certificate_name)
-    return options, partial(remote_cluster, options.model, options.engine, chosen, credentials)
+    credentials = Credentials.from_files(*cluster.credential_files, name=cluster.certificate_name)
+    return options, partial(
+        remote_cluster, options.model, options.engine, chosen, credentials, routes=routes
+    )
 
 
 def keys(

@@ -153,7 +153,7 @@ class CacheRoutes:
     """
 
     def __init__(self, *, stride: int = 1) -> None:
-        self._stride = stride
+        self.stride = stride
         self._hot = HotPrefixes[HotPrompt]()
         self._router: Router | None = None  # made when the first replica joins: it says how
 
@@ -175,7 +175,7 @@ class CacheRoutes:
     def joined(self, replica: str, welcome: Welcome) -> None:
         """See `Routes`."""
         if self._router is None:
-            mirrors = Mirrors(stride=self._stride, is_windowed=welcome.config.window is not None)
+            mirrors = Mirrors(stride=self.stride, is_windowed=welcome.config.window is not None)
             self._router = Router(mirrors, welcome.config.page_size)
         self._router.mirrors.add(replica, welcome.incarnation)
         self._router.add(replica, welcome.identity.digest)

@@ -85,6 +85,7 @@ class Ingress(Section, frozen=True, kw_only=True):
     allowed_origins: list[str] = []
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
+    routing_stride: int = 1
 
 
 class DeployConfig(Section, frozen=True, kw_only=True):
@@ -136,6 +137,7 @@ class DeployConfig(Section, frozen=True, kw_only=True):
             ("ingress.port", self.ingress.port, 1, 65535),
             ("ingress.count", self.ingress.count, 1, MAX_REPLICAS),
             ("ingress.cpus", self.ingress.cpus, 0, math.inf),
+            ("ingress.routing_stride", self.ingress.routing_stride, 1, math.inf),
             ("drain_s", self.drain_s, 0, math.inf),
         ):
             if not least <= value <= most:

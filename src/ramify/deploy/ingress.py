@@ -67,9 +67,17 @@ def serve_options(config: DeployConfig) -> ServeOptions:
 
 @asynccontextmanager
 async def open_cluster(
-    options: ServeOptions, meet: Meet, tls: TlsFiles | None = None, *, period_s: float = PERIOD_S
+    options: ServeOptions,
+    meet: Meet,
+    tls: TlsFiles | None = None,
+    *,
+    stride: int = 1,
+    period_s: float = PERIOD_S,
 ) -> AsyncIterator[ClusterLLM]:
     """A client over the engines that `meet` names, once the first has joined.
+
+    Args:
+        stride: of `CacheRoutes`.
 
     Raises:
         ConfigError: see `TlsFiles.credentials`.
@@ -80,7 +88,7 @@ async def open_cluster(
         load_tokenizer, find_text_files, options.model, options.engine
     )
     credentials = None if tls is None else tls.credentials()
-    routes = CacheRoutes()
+    routes = CacheRoutes(stride=stride)
     client = ClusterLLM({}, tokenizer, routes=routes, fixed_weights=True)
     membership = Membership(client, routes, meet, credentials=credentials, period_s=period_s)
     keeper = asyncio.create_task(membership.keep())
@@ -98,10 +106,13 @@ class Ingress:
 
     Args:
         tls: certificates that engines want to be shown.
+        stride: of `CacheRoutes`.
     """
 
-    def __init__(self, options: ServeOptions, tls: TlsFiles | None = None) -> None:
-        self._options, self._tls = options, tls
+    def __init__(
+        self, options: ServeOptions, tls: TlsFiles | None = None, *, stride: int = 1
+    ) -> None:
+        self._options, self._tls, self._stride = options, tls, stride
         self._resources = AsyncExitStack()
         self._server: Server | None = None
         self._inputs: ServeInputs | None = None
@@ -118,7 +129,9 @@ class Ingress:
         options = self._options
         self._inputs = ServeInputs.of(options)
         path = await asyncio.to_thread(text_files_of, options)
-        client = await self._resources.enter_async_context(open_cluster(options, meet, self._tls))
+        client = await self._resources.enter_async_context(
+            open_cluster(options, meet, self._tls, stride=self._stride)
+        )
         self._server = await make_server(options, client, self._inputs, path)
         sys.setswitchinterval(SWITCH_S)
         self._resources.enter_context(frozen_heap())
@@ -159,3 +172,8 @@ class Ingress:
             self._listener.handle_exit(signal.SIGTERM, None)
             await asyncio.gather(self._serving, return_exceptions=True)
         await self._resources.aclose()
+
+
+def ingress_of(config: DeployConfig) -> Ingress:
+    """A server of a deployment."""
+    return Ingress(serve_options(config), config.tls, stride=config.ingress.routing_stride)

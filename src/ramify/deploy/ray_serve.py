@@ -27,7 +27,7 @@ import ramify
 from ramify.deploy.config import DeployConfig, config_of
 from ramify.deploy.end_signals import INTERRUPTED, EndSignals
 from ramify.deploy.engine_process import STOP_S, EngineProcess
-from ramify.deploy.ingress import Ingress, serve_options
+from ramify.deploy.ingress import ingress_of, serve_options
 from ramify.deploy.membership import PERIOD_S, Meet, MeetError, Member, Roster, Work
 from ramify.deploy.scaling import WaitPolicy
 from ramify.errors import MissingPackageError, RamifyError
@@ -132,7 +132,7 @@ class PortServer:
 
     async def __init__(self, config: DeployConfig, engines: Any) -> None:  # type: ignore[misc]
         log_to_stderr(config.log_json)
-        self._ingress = Ingress(serve_options(config), config.tls)
+        self._ingress = ingress_of(config)
         await self._ingress.open(meeting(engines))
         await self._ingress.listen()
 
@@ -151,7 +151,7 @@ class ProxiedServer:
 
     async def __init__(self, config: DeployConfig, engines: Any) -> None:  # type: ignore[misc]
         log_to_stderr(config.log_json)
-        self._ingress = Ingress(serve_options(config), config.tls)
+        self._ingress = ingress_of(config)
         await self._ingress.open(meeting(engines))
 
     def __serve_build_asgi_app__(self) -> Any:
@@ -236,7 +236,8 @@ def application(config: DeployConfig) -> Any:
     )(server)
     # Serve itself draws a version each time, and replaces every process at any change.
     of_engine = [getattr(config, field) for field in OF_ENGINES]
-    of_server = [serve_options(config), config.ingress.haproxy, config.tls]
+    ingress = config.ingress
+    of_server = [serve_options(config), ingress.haproxy, config.tls, ingress.routing_stride]
     engines = engines.options(version=version_of(of_engine), _internal=True)
     servers = servers.options(version=version_of(of_server), _internal=True)
     return servers.bind(config, engines.bind(config))
