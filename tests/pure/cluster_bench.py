@@ -151,6 +151,13 @@ class ClusterBench:
         return self.member_of(self.llm.dispatch._places[request_id][0].name)
 
 
+async def until_warm(llm: ClusterLLM) -> None:
+    """Wait until all caches are known and no replica is being warmed: from then on engines do what is asked."""
+    tasks = llm._warm_up._tasks
+    await until(lambda: all(task.done() for task in tasks.values()))
+    await until(lambda: all(state.is_mirrored for state in llm.replicas.states()))
+
+
 async def until(condition: Callable[[], bool], limit_s: float = 10.0) -> None:
     """Wait until a condition holds."""
     async with asyncio.timeout(limit_s):

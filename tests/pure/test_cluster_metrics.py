@@ -10,7 +10,7 @@ import pytest
 from ramify.engine.cache_admin.warmup import WarmPrompt
 from ramify.server.operations.replica_metrics import RunningTotals
 from ramify.server.run import replica_rows
-from tests.pure.cluster_bench import run, until
+from tests.pure.cluster_bench import run, until, until_warm
 from tests.pure.server_bench import TOOL_TEMPLATE, Answer, ServerBench, chat, gated
 from tests.pure.test_cluster_server import ClusterServer
 
@@ -88,7 +88,7 @@ def test_the_clusters_own_metrics() -> None:
         bench = ClusterServer(chat_template=TOOL_TEMPLATE)
         async with bench.serving() as client:
             names = list(client.dispatch.replicas)
-            await until(lambda: all(state.is_mirrored for state in client.replicas.states()))
+            await until_warm(client)
             for _ in range(3):
                 assert (await bench.post("/v1/chat/completions", chat(LONG))).status == 200
             series = await metrics_of(bench)
@@ -155,6 +155,7 @@ def test_a_replica_that_is_gone_is_down_and_has_no_series() -> None:
     async def main() -> None:
         bench = ClusterServer(chat_template=TOOL_TEMPLATE)
         async with bench.serving() as client:
+            await until_warm(client)
             for _ in range(2):
                 assert (await bench.post("/v1/chat/completions", chat(LONG))).status == 200
             before = await metrics_of(bench)
