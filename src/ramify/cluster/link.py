@@ -138,12 +138,12 @@ class Link:
         text = f"{self.address}: {details or 'the connection was closed'}"
         if self._credentials.has_tls and any(sign in text for sign in TLS_FAILURES):
             name = self._credentials.name
-            wanted = (
-                f"have the name {name!r}" if name else "name the address at which servers reach it"
-            )
+            wanted = "name the address at which servers reach it, or have the name of"
+            if name is not None:
+                wanted = f"have the name {name!r} of"
             return RefusedError(
-                f"{text}; both sides need certificates of one authority, and the replica's must {wanted}; "
-                "give servers another name with --cluster-certificate-name"
+                f"{text}; both sides need certificates of one authority, and the replica's must {wanted} "
+                "--cluster-certificate-name (`tls.name` of a deployment)"
             )
         if not self._credentials.has_tls and "Socket closed" in text:
             return LinkError(f"{text}; a replica with certificates lets no server in without")
