@@ -55,7 +55,8 @@ from machine import commit, cpu_model
 from tier_surroundings import drop_page_cache, valkey_server
 
 from ramify.kv.stores.page_store import PageKey, PageStore, ReadOutcome, WriteOutcome
-from ramify.kv.stores.segments import SegmentOptions, SegmentStore
+from ramify.kv.stores.segment_options import SegmentOptions
+from ramify.kv.stores.segments import SegmentStore
 from ramify.kv.stores.valkey import ValkeyStore
 
 BATCH_PAGES = 16

@@ -11,7 +11,8 @@ from typing import Any
 from ramify.kv.stores.file_ops import FileOps
 from ramify.kv.stores.page_store import PageKey, PageStore, ReadOutcome, WriteOutcome
 from ramify.kv.stores.segment_format import Geometry
-from ramify.kv.stores.segments import SegmentOptions, SegmentStore
+from ramify.kv.stores.segment_options import SegmentOptions
+from ramify.kv.stores.segments import SegmentStore
 from ramify.kv.stores.store_identity import Value
 
 PAGE_BYTES = 200

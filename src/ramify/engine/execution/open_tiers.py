@@ -19,7 +19,8 @@ from ramify.kv.pool import KVPool
 from ramify.kv.stores.memory import MemoryStore
 from ramify.kv.stores.page_store import PageStore
 from ramify.kv.stores.payload_codec import read_cache_key
-from ramify.kv.stores.segments import SegmentOptions, SegmentStore
+from ramify.kv.stores.segment_options import SegmentOptions
+from ramify.kv.stores.segments import SegmentStore
 from ramify.kv.stores.valkey import ValkeyStore
 
 logger = logging.getLogger(__name__)

@@ -6,6 +6,7 @@ a wrong one. Read in this order:
 - `page_store`: `PageStore`, the protocol, and the outcomes of its calls.
 - `memory`: pages in one block of host memory, and the faults that tests inject.
 - `segments`: `SegmentStore`, pages in segment files on disk; joins what follows.
+- `segment_options`, `segment_listing`: its options; what a start finds on disk.
 - `segment_format`: preamble, record, footer: encode and decode alone.
 - `payload_codec`: a record's payload, with a checksum or encrypted.
 - `page_names`: keyed hashes under which pages are stored.

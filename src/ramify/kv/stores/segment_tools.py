@@ -18,7 +18,8 @@ from ramify.kv.stores.page_names import KEY_BYTES
 from ramify.kv.stores.payload_codec import cache_key_tag
 from ramify.kv.stores.removal_log import FILE_NAME as REMOVAL_FILE
 from ramify.kv.stores.segment import number_of
-from ramify.kv.stores.segments import SegmentOptions, SegmentStore, identity_of
+from ramify.kv.stores.segment_options import SegmentOptions, identity_of
+from ramify.kv.stores.segments import SegmentStore
 from ramify.kv.stores.store_directory import (
     IDENTITY_FILE,
     KEY_FILE,

@@ -7,12 +7,8 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
-
-import numpy as np
 
 from ramify.errors import ConfigError, StoreUnavailableError
 from ramify.kv.stores.file_ops import FileOps, OsFileOps
@@ -24,72 +20,24 @@ from ramify.kv.stores.page_store import (
     WriteOutcome,
     check_call,
 )
-from ramify.kv.stores.payload_codec import (
-    EncryptedPayload,
-    PayloadCodec,
-    PlainPayload,
-    cache_key_tag,
-    record_payload_bytes,
-)
-from ramify.kv.stores.removal_log import Position, RemovalLog
-from ramify.kv.stores.segment import OpenedSegment, number_of, open_segment
+from ramify.kv.stores.payload_codec import record_payload_bytes
+from ramify.kv.stores.removal_log import RemovalLog
 from ramify.kv.stores.segment_follower import SegmentFollower
-from ramify.kv.stores.segment_format import FORMAT_VERSION, Geometry, RecordHeader
+from ramify.kv.stores.segment_format import Geometry, RecordHeader
+from ramify.kv.stores.segment_listing import SegmentSearch
+from ramify.kv.stores.segment_options import SegmentOptions, codec_of, identity_of
 from ramify.kv.stores.segment_reader import SegmentReader
 from ramify.kv.stores.segment_table import SegmentTable
 from ramify.kv.stores.segment_writer import SegmentWriter
 from ramify.kv.stores.store_directory import StoreDirectory
-from ramify.kv.stores.store_identity import StoreIdentity, Value
 
 logger = logging.getLogger(__name__)
 
-SEGMENT_BYTES = 256 << 20
-MIN_BUDGET_SEGMENTS = 2
 # What is no error by kind in the totals.
 _PLAIN_TOTALS = frozenset(
     {"written", "durable", "hit", "absent", "late", "late_writes", "refused", "evicted", "copied",
      "removed"}
 )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SegmentOptions:
-    """Options of a disk tier.
-
-    Args:
-        identity: fields that the bytes of a page depend on beside its tokens; another value of any
-            of them is another sub-directory.
-        budget_bytes: of disk blocks, for all identities in the directory.
-        segment_bytes: of a full segment file; smaller in tests.
-        read_only: share the pages of another process, write nothing.
-        cache_key: encrypts the pages (`payload_codec.read_cache_key`); None: they are plain.
-    """
-
-    directory: Path
-    identity: Mapping[str, Value]
-    page_bytes: int
-    budget_bytes: int
-    segment_bytes: int = SEGMENT_BYTES
-    read_only: bool = False
-    cache_key: bytes | None = None
-
-    def validate(self, geometry: Geometry) -> None:
-        """Refuse values that cannot work.
-
-        Raises:
-            ConfigError: a page has no bytes, does not fit into a segment, or the budget is below two.
-        """
-        if self.page_bytes < 1 or geometry.num_slots < 1:
-            raise ConfigError(
-                f"a page of {self.page_bytes} bytes does not fit into a segment of "
-                f"{self.segment_bytes}; use a smaller page_size"
-            )
-        if not self.read_only and self.budget_bytes < MIN_BUDGET_SEGMENTS * self.segment_bytes:
-            raise ConfigError(
-                f"--cache-disk is {self.budget_bytes} bytes, but at least "
-                f"{MIN_BUDGET_SEGMENTS} segments of {self.segment_bytes} bytes are needed; "
-                f"raise it to {MIN_BUDGET_SEGMENTS * self.segment_bytes} or more"
-            )
 
 
 class SegmentStore:
@@ -153,17 +101,19 @@ class SegmentStore:
     def _list_pages(self) -> None:
         ops, geometry = self._ops, self._geometry
         options, directory = self.options, self._directory
-        removed = self._load_removals()
-        unlisted: list[Path] = []
-        opened = [] if self._removals.has_gap else self._open_segments(ops, geometry, unlisted)
-        self._table.load(opened, removed)
-        newest = max(opened, key=lambda item: item.segment.number, default=None)
-        # The writer seals the newest before anything else. Of others, what lies behind a damaged
-        # header is not known.
-        if unlisted or any(not item.segment.is_sealed for item in opened if item is not newest):
+        search = SegmentSearch(
+            ops,
+            directory,
+            geometry,
+            self._table,
+            self._reader,
+            page_bytes=options.page_bytes,
+            read_only=options.read_only,
+        )
+        listing = search.find(self._removals)
+        self._table.load(listing.segments, listing.removed)
+        if listing.has_hidden_pages:
             self._table.note_hidden()
-        numbers = [number_of(path.name) or 0 for path in directory.segment_paths()]
-        numbers += [number for number, _ in removed.values()]
         self._writer = SegmentWriter(
             ops,
             directory.path,
@@ -173,73 +123,16 @@ class SegmentStore:
             self._table,
             self._reader,
             budget_bytes=options.budget_bytes,
-            resume=newest,
-            first_number=max(numbers, default=0) + 1,
+            resume=listing.newest,
+            first_number=listing.first_number,
             foreign=[]
             if options.read_only
-            else [*directory.foreign_segments(), *directory.unlisted_segments(unlisted)],
+            else [*directory.foreign_segments(), *directory.unlisted_segments(listing.unlisted)],
             clock=self._clock,
         )
         self._follower = SegmentFollower(
             ops, directory, geometry, self._table, self._reader, self._removals, self._clock
         )
-
-    def _load_removals(self) -> dict[bytes, Position]:
-        """What the removal log voids; if some of it is not known, every page is dropped."""
-        removed = self._removals.load()
-        if self._removals.has_gap:
-            logger.warning(
-                "the log of removed pages in %s is damaged, so that any page may be a removed one: "
-                "all of them are dropped",
-                self._directory.path,
-            )
-            self._table.count("corrupt")
-            if not self.options.read_only:
-                self._directory.delete_segments()
-                self._removals.discard()
-        return removed
-
-    def _open_segments(
-        self, ops: FileOps, geometry: Geometry, unlisted: list[Path]
-    ) -> list[OpenedSegment]:
-        """The segments on disk; files that stay there without being listed go to `unlisted`."""
-        opened = []
-        for path in self._directory.segment_paths():
-            try:
-                segment = open_segment(ops, path, geometry, self._directory.identity.digest)
-            except OSError as error:
-                logger.warning("%s cannot be read: %s", path, error)
-                self._table.count("io_error")
-                unlisted.append(path)
-                continue
-            if segment is not None:
-                opened.append(self._without_torn_records(segment))
-                continue
-            self._table.count("corrupt")
-            logger.warning("%s has a damaged beginning; its pages are computed again", path)
-            if not self.options.read_only:
-                try:
-                    ops.unlink(path)
-                except OSError as error:
-                    logger.warning("%s could not be deleted: %s", path, error)
-                    unlisted.append(path)
-        return opened
-
-    def _without_torn_records(self, opened: OpenedSegment) -> OpenedSegment:
-        """A segment without a footer lists what its headers say: keep the records whose payload is whole.
-
-        A crash may leave a header before a torn payload. Listed, such a page would not be written
-        again, and three reads of such pages would drop the durable ones in the segment.
-        """
-        segment = opened.segment
-        if segment.is_sealed:
-            return opened
-        page = memoryview(bytearray(self.page_bytes))
-        is_whole = [
-            self._reader.read_any(segment, slot, page) is not None
-            for slot in opened.entries["slot"].tolist()
-        ]
-        return OpenedSegment(segment, opened.entries[np.array(is_whole, bool)])
 
     def _describe_start(self, direct: bool) -> str:
         _, num_pages, used_bytes = self._table.totals()
@@ -475,26 +368,3 @@ class SegmentStore:
             raise StoreUnavailableError(
                 f"the disk tier in {self._directory.root}", self._unavailable
             )
-
-
-def codec_of(cache_key: bytes | None) -> PayloadCodec:
-    """How payloads are stored with this key.
-
-    Raises:
-        MissingPackageError: `cryptography` is not installed.
-    """
-    return PlainPayload() if cache_key is None else EncryptedPayload(cache_key)
-
-
-def identity_of(options: SegmentOptions) -> StoreIdentity:
-    """The identity of a directory's pages: the caller's fields, and those of the files."""
-    encryption = "none" if options.cache_key is None else cache_key_tag(options.cache_key)
-    return StoreIdentity(
-        {
-            **options.identity,
-            "page_bytes": options.page_bytes,
-            "segment_bytes": options.segment_bytes,
-            "file_format": FORMAT_VERSION,
-            "encryption": encryption,
-        }
-    )
