@@ -5,6 +5,8 @@ import io
 import json
 import math
 import os
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
@@ -12,8 +14,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from ramify.cli import app
+from ramify.errors import ConfigError
 from ramify.kv.stores.file_ops import OsFileOps
-from ramify.kv.stores.store_directory import list_identities
+from ramify.kv.stores.store_directory import list_identities, lock_directory
 from tests.pure.store_cases import IDENTITY, PAGE_BYTES, hits, key, opened, page, put, segment_files
 from tests.pure.test_segment_faults import flip_page
 
@@ -200,7 +203,53 @@ def test_a_hostile_archive_is_refused_with_a_reason(
     result = run("import", archive, "--cache-dir", target)
 
     assert result.exit_code == 2 and reason in " ".join(result.stderr.split())
-    assert list(target.iterdir()) == []
+    assert [path.name for path in target.iterdir()] == ["lock"]
+
+
+def test_what_a_killed_import_leaves_is_deleted_by_the_next_writer(
+    directory: Path, tmp_path: Path
+) -> None:
+    """Killed with everything unpacked; nothing else that looks like it goes, and a reader deletes nothing."""
+    archive, target = tmp_path / "pages.tar", tmp_path / "other"
+    run("export", archive, "--cache-dir", directory)
+    script = (
+        "import os, sys; from pathlib import Path; from ramify.kv.stores import segment_tools as tools\n"
+        "tools._copy_key = lambda *_: os.kill(os.getpid(), 9)\n"
+        "tools.import_archive(Path(sys.argv[1]), Path(sys.argv[2]), cache_key=None)"
+    )
+    killed = subprocess.run([sys.executable, "-c", script, archive, target], check=False)
+    left, *_ = target.glob("import-*/*/*.seg")
+    for name in ("import-notes", "import-of-2026-01"):
+        (target / name).mkdir()
+    (target / "import-abcdefgh").symlink_to(tmp_path)
+
+    opened(target, read_only=True, identity={"weights": "other"}).close()
+    was_left = left.exists()
+    opened(target, identity={"weights": "other"}).close()
+
+    assert killed.returncode == -9
+    assert was_left and not left.exists()
+    names = {path.name for path in target.glob("import-*")}
+    assert names == {"import-notes", "import-of-2026-01", "import-abcdefgh"}
+    assert archive.exists()
+    assert run("import", archive, "--cache-dir", target).exit_code == 0
+
+
+def test_an_import_is_alone(directory: Path, tmp_path: Path) -> None:
+    """Beside another import, or a server, it is refused before it unpacks anything, and deletes nothing."""
+    archive, target = tmp_path / "pages.tar", tmp_path / "other"
+    run("export", archive, "--cache-dir", directory)
+    target.mkdir()
+    lock = lock_directory(OsFileOps(), target)
+    (target / "import-12345678").mkdir()
+
+    result = run("import", archive, "--cache-dir", target)
+    with pytest.raises(ConfigError, match="in use by process"):
+        opened(target)
+    os.close(lock)
+
+    assert result.exit_code == 2 and "in use by process" in " ".join(result.stderr.split())
+    assert sorted(path.name for path in target.iterdir()) == ["import-12345678", "lock"]
 
 
 def test_an_import_into_somebody_elses_directory_creates_nothing(

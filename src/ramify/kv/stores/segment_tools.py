@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ramify.errors import ConfigError
@@ -22,9 +22,11 @@ from ramify.kv.stores.segment_options import SegmentOptions, identity_of
 from ramify.kv.stores.segments import SegmentStore
 from ramify.kv.stores.store_directory import (
     IDENTITY_FILE,
+    IMPORT_PREFIX,
     KEY_FILE,
     IdentityDirectory,
     check_is_cache_directory,
+    delete_unpacked,
     list_identities,
     lock_directory,
 )
@@ -181,29 +183,37 @@ def import_archive(archive: Path, root: Path, *, cache_key: bytes | None) -> Pag
         raise ConfigError(
             f"the cache directory {root} cannot be used: {error}; choose another --cache-dir"
         ) from error
-    with tempfile.TemporaryDirectory(prefix="import-", dir=root) as name:
-        unpacked = Path(name)
-        _unpack(archive, unpacked)
-        source = choose(unpacked, None)
-        options = _options(source, cache_key=cache_key, read_only=True)
-        _copy_key(source.path, root / source.path.name)
-        target_options = SegmentOptions(
-            directory=root,
-            identity=options.identity,
-            page_bytes=options.page_bytes,
-            budget_bytes=_UNLIMITED_BYTES,
-            segment_bytes=options.segment_bytes,
-            cache_key=cache_key,
-        )
-        count = refused = 0
-        with (
-            closing(SegmentStore(options)) as reader,
-            closing(SegmentStore(target_options)) as target,
-        ):
-            for _, header, page in reader.scan():
-                count += 1
-                refused += header is None or not target.put_record(header, page)
-        return PageReport(count, refused)
+    # First of all: no unpacking for a directory that a server holds, and whoever gets the lock next
+    # may delete what a killed import has left.
+    lock = lock_directory(OsFileOps(), root)
+    try:
+        delete_unpacked(root)
+        with tempfile.TemporaryDirectory(prefix=IMPORT_PREFIX, dir=root) as name:
+            return _import_unpacked(archive, Path(name), root, cache_key, lock)
+    finally:
+        # The lock of the target is another descriptor of the same open file.
+        os.close(lock)
+
+
+def _import_unpacked(
+    archive: Path, unpacked: Path, root: Path, cache_key: bytes | None, lock: int
+) -> PageReport:
+    _unpack(archive, unpacked)
+    source = choose(unpacked, None)
+    options = _options(source, cache_key=cache_key, read_only=True)
+    _copy_key(source.path, root / source.path.name)
+    target_options = replace(
+        options, directory=root, budget_bytes=_UNLIMITED_BYTES, read_only=False
+    )
+    count = refused = 0
+    with (
+        closing(SegmentStore(options)) as reader,
+        closing(SegmentStore(target_options, lock_fd=os.dup(lock))) as target,
+    ):
+        for _, header, page in reader.scan():
+            count += 1
+            refused += header is None or not target.put_record(header, page)
+    return PageReport(count, refused)
 
 
 def _unpack(archive: Path, directory: Path) -> None:
@@ -251,7 +261,6 @@ def _copy_key(source: Path, target: Path) -> None:
                 "told apart from the archive's; import into an empty directory"
             )
         return
-    (target.parent / "lock").touch(mode=0o600)
     target.mkdir(mode=0o700, exist_ok=True)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     os.write(fd, key)

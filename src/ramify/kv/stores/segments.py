@@ -43,6 +43,9 @@ _PLAIN_TOTALS = frozenset(
 class SegmentStore:
     """Pages on disk. Never returns a wrong page; what it acknowledged survives as WriteOutcome says.
 
+    Args:
+        lock_fd: the lock of the directory, if the caller has it; given back by `close`.
+
     Raises:
         ConfigError: the options or the directory cannot be used.
     """
@@ -55,6 +58,7 @@ class SegmentStore:
         *,
         ops: FileOps | None = None,
         clock: Callable[[], float] = time.monotonic,
+        lock_fd: int | None = None,
     ) -> None:
         ops = OsFileOps() if ops is None else ops
         codec = codec_of(options.cache_key)
@@ -66,7 +70,11 @@ class SegmentStore:
         self._write_lock = threading.Lock()
         self._unavailable = ""
         self._directory = StoreDirectory(
-            ops, options.directory, identity_of(options), read_only=options.read_only
+            ops,
+            options.directory,
+            identity_of(options),
+            read_only=options.read_only,
+            lock_fd=lock_fd,
         )
         try:
             self._open()

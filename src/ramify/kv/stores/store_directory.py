@@ -2,6 +2,7 @@
 
 DIR/                      0700
   lock                    flock; pid and start time, for the message to a second process
+  import-<8 letters>/     an archive unpacked by `ramify cache import`, while it holds the lock
   <identity, 32 hex>/     identity.json, key (32 random bytes, 0600), removed.log, 00000007.seg
 """
 
@@ -10,10 +11,12 @@ from __future__ import annotations
 import datetime
 import errno
 import json
+import logging
 import mmap
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,8 +35,13 @@ from ramify.kv.stores.segment import number_of
 from ramify.kv.stores.segment_writer import ForeignSegment
 from ramify.kv.stores.store_identity import StoreIdentity
 
+logger = logging.getLogger(__name__)
+
 IDENTITY_FILE, KEY_FILE, LOCK_FILE, PROBE_FILE = "identity.json", "key", "lock", "probe"
+IMPORT_PREFIX = "import-"
 _IDENTITY_NAME = re.compile(r"[0-9a-f]{32}")
+# As `tempfile.mkdtemp` draws them.
+_IMPORT_NAME = re.compile(IMPORT_PREFIX + "[a-z0-9_]{8}")
 # What a new ext4 file system has.
 _EMPTY_DISK_NAME = "lost+found"
 _MAX_SMALL_FILE_BYTES = 1 << 20
@@ -57,6 +65,7 @@ class StoreDirectory:
 
     Args:
         read_only: takes no lock and changes nothing; the sub-directory may be missing.
+        lock_fd: of `lock_directory`, if the caller has it; closed by `release`.
 
     Raises:
         ConfigError: it cannot be used: not writable, somebody else's, held by another process, or on
@@ -64,7 +73,13 @@ class StoreDirectory:
     """
 
     def __init__(
-        self, ops: FileOps, root: Path, identity: StoreIdentity, *, read_only: bool
+        self,
+        ops: FileOps,
+        root: Path,
+        identity: StoreIdentity,
+        *,
+        read_only: bool,
+        lock_fd: int | None = None,
     ) -> None:
         self._ops, self.root, self.identity = ops, root, identity
         self.path = root / identity.digest.hex()
@@ -77,8 +92,12 @@ class StoreDirectory:
             # Until there is one, no page is found under the names that this one gives.
             self.key = key or secrets.token_bytes(KEY_BYTES)
             return
-        self._create_root()
-        self._lock_fd = lock_directory(ops, root)
+        if lock_fd is None:
+            self._create_root()
+            self._lock_fd = lock_directory(ops, root)
+            delete_unpacked(root)
+        else:
+            self._lock_fd = lock_fd
         try:
             self.key, self.has_key = self._prepare(), True
         except ConfigError:
@@ -279,6 +298,18 @@ def check_is_cache_directory(root: Path, names: Sequence[str]) -> None:
             f"the directory {root} has files ({others[0]}, ...) and is no cache directory; "
             "name an empty or a new directory"
         )
+
+
+def delete_unpacked(root: Path) -> None:
+    """Delete what killed imports have left in a directory that the caller has locked.
+
+    An import holds the lock as long as its files are there, so no live one is hit.
+    """
+    with suppress(OSError):
+        for path in root.iterdir():
+            if _IMPORT_NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+                logger.warning("%s is what an import that was killed has left; deleted", path)
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def lock_directory(ops: FileOps, root: Path) -> int:
