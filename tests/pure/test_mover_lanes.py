@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from ramify.kv.mover_jobs import LookedUp, PageLookUp, PageWrite, Removal, Removed, Result, Written
 from ramify.kv.mover_lanes import MoverLanes
-from ramify.kv.offload import LookedUp, PageLookUp, PageWrite, Removal, Removed, Result, Written
 from ramify.kv.stores.memory import FaultyStore, StoreFaults
 from tests.pure.test_offload import LIMIT_S, PAGE_BYTES, key, page
 from tests.pure.tier_bench import memory_tier

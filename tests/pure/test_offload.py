@@ -5,20 +5,14 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from ramify.kv.offload import (
-    MoverThreads,
-    PageRead,
-    PageWrite,
-    ReadEnded,
-    Removal,
-    Removed,
-    Result,
-    StoreJobs,
-    Written,
-)
+from ramify.kv.mover_jobs import PageRead, PageWrite, ReadEnded, Removal, Removed, Result, Written
+from ramify.kv.offload import MoverThreads, StoreJobs, WriterQueue
 from ramify.kv.stores.memory import FaultyStore, MemoryStore, StoreFaults
 from ramify.kv.stores.page_store import PageKey, ReadOutcome
+from tests.budget import examples
 
 PAGE_BYTES = 64
 LIMIT_S = 20.0
@@ -98,6 +92,85 @@ def test_a_removal_keeps_its_place_among_the_writes(setup: Setup) -> None:
 
     assert [type(result) for result in results] == [Written, Removed, Written]
     assert setup.store.has_many([key(1).hash, key(2).hash], deadline=0.0) == [False, True]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("wrc"), st.integers(0, 4), st.integers(0, 4)), max_size=25)
+)
+@settings(max_examples=examples(200))
+def test_removals_that_go_together_leave_the_pages_that_they_would_one_by_one(steps) -> None:
+    """A removal is carried out before writes of other pages only; a clear replaces those that wait."""
+    queue, carried_out, alone = WriterQueue(), set[bytes](), set[bytes]()
+    ended: list[PageWrite | Removal] = []
+    jobs = [job_of(*step) for step in steps]
+    for job in jobs:
+        carry_out(job, alone)
+        ended += queue.put(job)
+
+    while taken := queue.take():
+        assert len({type(job) for job in taken}) == 1
+        for job in taken:
+            carry_out(job, carried_out)
+            ended.append(job)
+
+    assert carried_out == alone
+    assert {id(job) for job in ended} == {id(job) for job in jobs} and len(ended) == len(jobs)
+
+
+def job_of(kind: str, first: int, second: int) -> PageWrite | Removal:
+    if kind == "w":
+        return PageWrite(key(first), first, page(first), frozenset(["host"]))
+    return Removal(None if kind == "c" else (key(first).hash, key(second).hash))
+
+
+def carry_out(job: PageWrite | Removal, pages: set[bytes]) -> None:
+    if isinstance(job, PageWrite):
+        pages.add(job.key.hash)
+    elif job.hashes is None:
+        pages.clear()
+    else:
+        pages.difference_update(job.hashes)
+
+
+class HangingStore(MemoryStore):
+    """A store whose writes wait for `gate`, and which notes how many pages are removed at once."""
+
+    def __init__(self) -> None:
+        super().__init__(PAGE_BYTES, 64)
+        self.gate, self.begun = threading.Event(), threading.Event()
+        self.removals: list[int] = []
+
+    def put_many(self, keys, pages, *, deadline):
+        self.begun.set()
+        self.gate.wait(LIMIT_S)
+        return super().put_many(keys, pages, deadline=deadline)
+
+    def remove_many(self, hashes, *, deadline):
+        self.removals.append(len(hashes))
+        return super().remove_many(hashes, deadline=deadline)
+
+
+def test_removals_wait_for_a_hanging_writer_in_one_call() -> None:
+    """Ten behind a write that hangs are one call of the store; one of all pages takes their place."""
+    store = HangingStore()
+    mover = MoverThreads([store])
+    mover.write(PageWrite(key(1), 1, page(1), frozenset(["host"])))
+    assert store.begun.wait(LIMIT_S)
+    replaced = [Removal((key(number).hash,)) for number in range(1000)]
+    for removal in [*replaced, Removal(None)]:
+        mover.write(removal)
+
+    ended = mover.take_results()
+    last = [Removal((key(number).hash,)) for number in range(10)]
+    for removal in last:
+        mover.write(removal)
+    store.gate.set()
+    assert mover.close(LIMIT_S)
+
+    assert [result.removal for result in ended if isinstance(result, Removed)] == replaced
+    assert len([result for result in mover.take_results() if isinstance(result, Removed)]) == 11
+    assert store.removals[-1] == 10
+    assert store.counts().num_pages == 0
 
 
 def test_a_store_that_is_gone_loses_the_page_and_nothing_else(setup: Setup) -> None:

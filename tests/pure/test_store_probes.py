@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ramify.kv.offload import PROBE_PAGES, MoverThreads, Probe, ProbeEnded, StoreJobs
+from ramify.kv.mover_jobs import Probe, ProbeEnded
+from ramify.kv.offload import PROBE_PAGES, MoverThreads, StoreJobs
 from ramify.kv.stores.memory import FaultyStore, MemoryStore, StoreFaults
 from ramify.kv.stores.page_store import PageStore
 from ramify.kv.stores.valkey import ValkeyStore

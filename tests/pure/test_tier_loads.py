@@ -11,7 +11,7 @@ from ramify.cache.tier_loads import MAX_LOADS, Load, LoadTable
 from ramify.cache.tiers import PageName, WriteQueue
 from ramify.engine.tier_parts import PendingRemovals
 from ramify.errors import InvariantError
-from ramify.kv.offload import Removal
+from ramify.kv.mover_jobs import Removal
 
 
 def load_of(tiers: list[str], number: int = 1) -> Load:

@@ -6,16 +6,17 @@ from dataclasses import dataclass, field, replace
 
 from ramify.engine.tier_parts import STAGING_BYTES, STUCK_S, TierParts
 from ramify.engine.tiering import EngineTiering
-from ramify.kv.offload import (
+from ramify.kv.mover_jobs import (
     PageLookUp,
     PageRead,
     PageWrite,
     Probe,
     ReaderJob,
     Removal,
+    Removed,
     Result,
-    StoreJobs,
 )
+from ramify.kv.offload import StoreJobs
 from ramify.kv.stores.memory import MemoryStore
 from ramify.kv.stores.page_store import PageStore
 from ramify.outputs import Explanation, StepOutput
@@ -65,7 +66,7 @@ class ManualMover:
             return
         job = self.writes.popleft()
         if isinstance(job, Removal):
-            self.results.append(self.jobs.remove(job))
+            self.results.append(Removed(job, self.jobs.remove(job.hashes)))
         else:
             self.results += self.jobs.write([job])
             job.data[:] = bytes([POISON]) * len(job.data)

@@ -10,9 +10,7 @@ from ramify.engine.step import StepPlan, StepResult
 from ramify.engine.tier_measurements import PROBE_LIMIT_S
 from ramify.engine.tier_parts import TierParts
 from ramify.engine.tiering import EngineTiering
-from ramify.kv.offload import (
-    NUM_READERS,
-    PROBE_PAGES,
+from ramify.kv.mover_jobs import (
     PageLookUp,
     PageRead,
     PageWrite,
@@ -20,9 +18,10 @@ from ramify.kv.offload import (
     ProbeEnded,
     ReaderJob,
     Removal,
+    Removed,
     Result,
-    StoreJobs,
 )
+from ramify.kv.offload import NUM_READERS, PROBE_PAGES, StoreJobs
 from ramify.kv.stores.memory import MemoryStore
 from ramify.params import SamplingParams
 from ramify.step_cost import CostModel
@@ -84,7 +83,7 @@ class VirtualMover:
 
     def write(self, job: PageWrite | Removal) -> None:
         if isinstance(job, Removal):
-            self.ended.append(self.jobs.remove(job))
+            self.ended.append(Removed(job, self.jobs.remove(job.hashes)))
         else:
             self.ended += self.jobs.write([job])
 

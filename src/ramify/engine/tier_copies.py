@@ -10,7 +10,7 @@ from ramify.cache.tiers import PageName, WriteQueue
 from ramify.engine.tier_distant import DistantCopies
 from ramify.engine.tier_events import TierEvents
 from ramify.engine.tier_parts import StagingArea, TierCounts, TierParts
-from ramify.kv.offload import PageWrite, Written
+from ramify.kv.mover_jobs import PageWrite, Written
 from ramify.kv.stores.page_store import PageKey
 
 LAZY_BYTES = 1 << 20  # copied out per step that has other work; one page at least

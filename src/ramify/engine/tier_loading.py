@@ -20,7 +20,7 @@ from ramify.engine.tier_copies import CopiesOut
 from ramify.engine.tier_look_ups import LookUps
 from ramify.engine.tier_measurements import TierMeasurements
 from ramify.engine.tier_parts import PendingRemovals, StagingArea, TierCounts, TierParts
-from ramify.kv.offload import LookedUp, PageRead, ReadEnded
+from ramify.kv.mover_jobs import LookedUp, PageRead, ReadEnded
 from ramify.kv.stores.page_store import PageKey, ReadOutcome
 from ramify.outputs import TierMiss
 

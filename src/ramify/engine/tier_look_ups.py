@@ -15,7 +15,7 @@ from ramify.cache.tier_look_ups import (
 from ramify.engine.request import Request
 from ramify.engine.tier_copies import CopiesOut
 from ramify.engine.tier_parts import TierCounts, TierParts
-from ramify.kv.offload import LookedUp, PageLookUp
+from ramify.kv.mover_jobs import LookedUp, PageLookUp
 from ramify.outputs import TierMiss
 
 MAX_IN_FLIGHT = 64  # look-ups; a server that is so far behind gets no more

@@ -11,7 +11,7 @@ from ramify.attention.batch import AttentionBatch
 from ramify.cache.tier_costs import StepModel, TierCosts, TierSpeed
 from ramify.cache.tier_loads import Load
 from ramify.engine.tier_parts import TierParts
-from ramify.kv.offload import Probe, ProbeEnded, ReadEnded
+from ramify.kv.mover_jobs import Probe, ProbeEnded, ReadEnded
 
 MIN_PROMPT_TOKENS = 32  # of a step that tells how long a token takes: prefill, not decode
 START_LIMIT_S = 0.05  # that the start of an engine waits for the first reads of all tiers

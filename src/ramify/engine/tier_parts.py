@@ -11,7 +11,8 @@ from typing import Protocol
 from ramify.cache.staging import StagingLedger
 from ramify.cache.tier_costs import StepModel, TierSpeed
 from ramify.errors import StoreUnavailableError
-from ramify.kv.offload import Mover, Removal
+from ramify.kv.mover_jobs import Removal
+from ramify.kv.offload import Mover
 from ramify.kv.stores.page_store import PageStore, StoreCounts
 from ramify.outputs import TierMiss
 
@@ -179,8 +180,13 @@ class PendingRemovals:
 
     def __init__(self) -> None:
         self._removals: set[Removal] = set()
-        # Removals of each page; under None those of all pages. A writer that hangs leaves many.
+        # Removals of each page; under None those of all pages.
         self._num_removals: Counter[bytes | None] = Counter()
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of all removals; one of all pages counts as one."""
+        return self._num_removals.total()
 
     def add(self, removal: Removal) -> None:
         """Wait for a removal."""

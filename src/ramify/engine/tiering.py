@@ -6,6 +6,7 @@ the decisions, `kv.offload` the threads.
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -20,12 +21,16 @@ from ramify.engine.tier_events import TierEvents
 from ramify.engine.tier_loading import IDLE_WAIT_S, CopiesIn
 from ramify.engine.tier_measurements import START_LIMIT_S, TierMeasurements
 from ramify.engine.tier_parts import PendingRemovals, StagingArea, TierCounts, TierParts, TierStats
-from ramify.kv.offload import LookedUp, ProbeEnded, ReadEnded, Removal, Removed, Written
+from ramify.kv.mover_jobs import LookedUp, ProbeEnded, ReadEnded, Removal, Removed, Written
 
 CLOSE_LIMIT_S = 10.0  # for the stores of old weights
 CHECK_S = 1.0  # between two looks at what was announced of the tiers
 STALLED_S = 60.0  # without a result, twice what a store may take for a write
 DROPPED_LIMIT_S = 1.0  # for those of an engine that was not closed
+# Removed pages that wait for a writer that hangs, beside four times those of the pool.
+MAX_REMOVED_PAGES = 65_536
+
+logger = logging.getLogger(__name__)
 
 
 class EngineTiering:
@@ -48,6 +53,7 @@ class EngineTiering:
     ) -> None:
         self._size = cache.page_size
         self.counts, self._removals = TierCounts(), PendingRemovals()
+        self._max_removed = max(MAX_REMOVED_PAGES, 4 * cache.num_pages)
         self.measurements = TierMeasurements(
             parts.step_model,
             clock,
@@ -142,6 +148,14 @@ class EngineTiering:
             self._remove(Removal(tuple(hashes)))
 
     def _remove(self, removal: Removal) -> None:
+        num_pages = len(removal.hashes or ()) + self._removals.num_pages
+        if removal.hashes is not None and num_pages > self._max_removed:
+            logger.warning(
+                "%d removed pages wait for the cache tiers, whose writer is slow or hangs: every page is "
+                "removed from them instead",
+                num_pages,
+            )
+            removal = Removal(None)
         self._removals.add(removal)
         self._out.removed(removal.hashes)
         self._in.end_loads(None if removal.hashes is None else set(removal.hashes))
@@ -236,6 +250,11 @@ class EngineTiering:
         """Staging buffers that are not free."""
         return self._area.ledger.num_in_use
 
+    @property
+    def num_removed_pages(self) -> int:
+        """Removed pages that the writer has still to remove from the tiers."""
+        return self._removals.num_pages
+
     def stats(self) -> dict[str, TierStats]:
         """The figures of each store, by tier."""
         loaded, computed, speeds = self.counts.loaded, self.counts.computed, self.speeds()
@@ -328,4 +347,11 @@ class EngineTiering:
         self._is_closed = True
         self._out.detach()
         self._finalizer.detach()
-        return self._parts.mover.close(max(0.0, limit_s))
+        was_closed = self._parts.mover.close(max(0.0, limit_s))
+        if not was_closed and (num_pages := self._removals.num_pages):
+            logger.error(
+                "%d pages were removed and the cache tiers may still have them, since their writer "
+                "hangs: delete the cache directory, or a restart may read them",
+                num_pages,
+            )
+        return was_closed

@@ -5,15 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Sequence
 
-from ramify.kv.offload import (
-    MoverThreads,
-    PageWrite,
-    ReaderJob,
-    Removal,
-    Removed,
-    Result,
-    ResultQueue,
-)
+from ramify.kv.mover_jobs import PageWrite, ReaderJob, Removal, Removed, Result
+from ramify.kv.offload import MoverThreads, ResultQueue
 from ramify.kv.stores.page_store import PageStore
 
 

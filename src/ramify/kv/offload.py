@@ -13,11 +13,24 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from ramify.errors import StoreUnavailableError
-from ramify.kv.stores.page_store import PageKey, PageStore, ReadOutcome, WriteOutcome
+from ramify.kv.mover_jobs import (
+    LookedUp,
+    PageLookUp,
+    PageRead,
+    PageWrite,
+    Probe,
+    ProbeEnded,
+    ReadEnded,
+    ReaderJob,
+    Removal,
+    Removed,
+    Result,
+    Written,
+)
+from ramify.kv.stores.page_store import PageStore, ReadOutcome, WriteOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -27,101 +40,6 @@ WRITE_LIMIT_S = 30.0  # for one `put_many`
 PROBE_PAGES = 8  # of the longest read of a probe
 PROBE_BYTES = 16 << 20
 MAINTAIN_S = 1.0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PageWrite:
-    """A page in a staging buffer, for the stores of these tiers."""
-
-    key: PageKey
-    buffer: int
-    data: memoryview
-    tiers: frozenset[str]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PageRead:
-    """Pages of one load to read from one store into staging buffers."""
-
-    load: int
-    pages: range  # of the load
-    keys: tuple[PageKey, ...]
-    buffers: tuple[int, ...]
-    views: tuple[memoryview, ...]
-    tier: str
-    deadline: float  # of `time.monotonic`
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Probe:
-    """Measure the reads of one store, with pages of its own choice."""
-
-    tier: str
-    deadline: float  # of `time.monotonic`; no read begins later
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PageLookUp:
-    """Ask a store beyond a network which pages it lists."""
-
-    tier: str
-    hashes: tuple[bytes, ...]
-    begin_s: float  # of `time.monotonic`
-    deadline: float
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Removal:
-    """Remove pages from every store, for good; None: all pages."""
-
-    hashes: tuple[bytes, ...] | None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Written:
-    """A write has ended; its buffer is free."""
-
-    write: PageWrite
-    outcomes: dict[str, WriteOutcome]  # by tier; without the stores that did not answer
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ReadEnded:
-    """A read has ended; its buffers are the load's, those of pages that are no HIT are free."""
-
-    read: PageRead
-    outcomes: tuple[ReadOutcome, ...]
-    begin_s: float  # of the mover's clock, when a reader took it
-    end_s: float
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Removed:
-    """A removal has ended. `failed` names the stores that may still have the pages."""
-
-    removal: Removal
-    failed: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ProbeEnded:
-    """A probe has ended. `reads` has the pages and seconds of each read; none: there was no page."""
-
-    probe: Probe
-    reads: tuple[tuple[int, float], ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LookedUp:
-    """A look-up has ended."""
-
-    look_up: PageLookUp
-    listed: tuple[bool, ...] | None  # of each page; None: the store did not answer
-    end_s: float  # of `time.monotonic`
-
-
-ReaderJob = PageRead | Probe | PageLookUp
-Result = Written | ReadEnded | Removed | ProbeEnded | LookedUp
 
 
 class Mover(Protocol):
@@ -232,20 +150,20 @@ class StoreJobs:
             return LookedUp(job, tuple(listed), time.monotonic())
         return LookedUp(job, None, time.monotonic())
 
-    def remove(self, removal: Removal) -> Removed:
-        """Remove pages from all stores."""
+    def remove(self, hashes: Sequence[bytes] | None) -> tuple[str, ...]:
+        """Remove pages from all stores; None: all pages. Returns the tiers that may still have them."""
         failed = []
         for tier, store in self._stores.items():
             try:
                 limit_s = time.monotonic() + WRITE_LIMIT_S
-                if removal.hashes is None:
+                if hashes is None:
                     store.clear(deadline=limit_s)
                 else:
-                    store.remove_many(removal.hashes, deadline=limit_s)
+                    store.remove_many(hashes, deadline=limit_s)
             except Exception as error:  # noqa: BLE001 - whatever it is, the pages may be there
                 logger.warning("pages were not removed from the %s tier: %s", tier, error)
                 failed.append(tier)
-        return Removed(removal, tuple(failed))
+        return tuple(failed)
 
     def maintain(self) -> None:
         """Let every store do what is due."""
@@ -294,8 +212,61 @@ class ResultQueue:
             return self._has_results.wait_for(lambda: bool(self._results), timeout_s)
 
 
+class WriterQueue:
+    """The jobs of a writer: a write per staging buffer at most, and removals. Not locked: its owner is.
+
+    Nothing bounds removals while a store hangs but that a removal of all pages takes the place of those
+    that wait: `EngineTiering` sends one before there are too many.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: deque[PageWrite | Removal] = deque()
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def put(self, job: PageWrite | Removal) -> list[Removal]:
+        """Append a job; returns the removals that it makes needless, which leave the queue."""
+        needless: list[Removal] = []
+        if isinstance(job, Removal) and job.hashes is None:
+            needless = [waiting for waiting in self._jobs if isinstance(waiting, Removal)]
+            self._jobs = deque(item for item in self._jobs if isinstance(item, PageWrite))
+        self._jobs.append(job)
+        return needless
+
+    def take(self) -> list[PageWrite] | list[Removal]:
+        """The next jobs, of one kind; none: the queue is empty."""
+        if self._jobs and isinstance(self._jobs[0], Removal):
+            return self._take_removals()
+        writes: list[PageWrite] = []
+        while self._jobs and len(writes) < MAX_WRITES and isinstance(self._jobs[0], PageWrite):
+            job = self._jobs.popleft()
+            assert isinstance(job, PageWrite)
+            writes.append(job)
+        return writes
+
+    def _take_removals(self) -> list[Removal]:
+        """The first removal, and others that no write of one of their pages precedes: one fsync for all."""
+        first = self._jobs.popleft()
+        assert isinstance(first, Removal)
+        removals, left = [first], deque[PageWrite | Removal]()
+        written: set[bytes] = set()
+        is_open = first.hashes is not None
+        for job in self._jobs:
+            if isinstance(job, PageWrite):
+                written.add(job.key.hash)
+                left.append(job)
+            elif is_open and job.hashes is not None and written.isdisjoint(job.hashes):
+                removals.append(job)
+            else:
+                is_open = is_open and job.hashes is not None
+                left.append(job)
+        self._jobs = left
+        return removals
+
+
 class MoverThreads:
-    """A writer, and up to `NUM_READERS` readers. Queues hold a job per staging buffer at most.
+    """A writer, and up to `NUM_READERS` readers. Queues hold a job per staging buffer, and removals.
 
     The threads are daemons: a call that never returns does not keep the process alive.
 
@@ -307,7 +278,7 @@ class MoverThreads:
         self._jobs = StoreJobs(stores)
         self._results = ResultQueue() if results is None else results
         self._changed = threading.Condition()
-        self._writes: deque[PageWrite | Removal] = deque()
+        self._writes = WriterQueue()
         self._reads: deque[ReaderJob] = deque()
         self._is_closing = False
         self._num_idle_readers = 0
@@ -319,8 +290,10 @@ class MoverThreads:
     def write(self, job: PageWrite | Removal) -> None:
         """See `Mover.write`."""
         with self._changed:
-            self._writes.append(job)
+            needless = self._writes.put(job)
             self._changed.notify_all()
+        if needless:
+            self._results.put([Removed(removal, ()) for removal in needless])
 
     def read(self, job: ReaderJob) -> None:
         """See `Mover.read`."""
@@ -376,31 +349,27 @@ class MoverThreads:
             with self._changed:
                 if not self._writes and not self._is_closing:
                     self._changed.wait(MAINTAIN_S)
-                writes = self._take_writes()
-                is_over = self._is_closing and not writes
+                jobs = self._writes.take()
+                is_over = self._is_closing and not jobs
             if is_over:
                 self._jobs.close()
                 return
-            if len(writes) == 1 and isinstance(writes[0], Removal):
-                self._results.put([self._jobs.remove(writes[0])])
-            elif writes:
-                self._results.put(
-                    self._jobs.write([job for job in writes if isinstance(job, PageWrite)])
-                )
+            self._carry_out(jobs)
             if time.monotonic() >= maintained_s + MAINTAIN_S:
                 maintained_s = time.monotonic()
                 self._jobs.maintain()
 
-    def _take_writes(self) -> list[PageWrite | Removal]:
-        """The first removal, or the writes before it."""
-        jobs: list[PageWrite | Removal] = []
-        while self._writes and len(jobs) < MAX_WRITES:
-            if isinstance(self._writes[0], Removal):
-                if not jobs:
-                    jobs.append(self._writes.popleft())
-                break
-            jobs.append(self._writes.popleft())
-        return jobs
+    def _carry_out(self, jobs: Sequence[PageWrite] | Sequence[Removal]) -> None:
+        writes = [job for job in jobs if isinstance(job, PageWrite)]
+        removals = [job for job in jobs if isinstance(job, Removal)]
+        if writes:
+            self._results.put(self._jobs.write(writes))
+        if removals:
+            pages = None
+            if removals[0].hashes is not None:
+                pages = [page for removal in removals for page in removal.hashes or ()]
+            failed = self._jobs.remove(pages)
+            self._results.put([Removed(removal, failed) for removal in removals])
 
 
 def _lower_priority() -> None:

@@ -16,6 +16,8 @@ from ramify.kv.stores.segment_format import join_name
 
 logger = logging.getLogger(__name__)
 
+# Names of pages whose read failed; beyond, any page may be on disk without being listed.
+MAX_UNREAD = 65_536
 # Damaged or unreadable pages in one segment after which nothing else in it is trusted.
 MAX_SEGMENT_ERRORS = 3
 
@@ -151,7 +153,7 @@ class SegmentTable:
             self._index.remove(name, (segment.number, slot))
             if outcome is ReadOutcome.ABSENT:
                 return
-            self._unread.add(name)
+            self._note_unread(name)
             segment.num_errors += 1
             first, dropped = segment.num_errors == 1, segment.num_errors == MAX_SEGMENT_ERRORS
             if dropped:
@@ -175,7 +177,7 @@ class SegmentTable:
             first, self._is_exhausted = not self._is_exhausted, True
             self._totals[ReadOutcome.IO_ERROR.value] += 1
             self._index.remove(name, (segment.number, slot))
-            self._unread.add(name)
+            self._note_unread(name)
         if first:
             logger.warning(
                 "%s could not be read for lack of resources (%s); raise the limit of open files "
@@ -183,6 +185,12 @@ class SegmentTable:
                 segment.path,
                 error,
             )
+
+    def _note_unread(self, name: bytes) -> None:
+        self._unread.add(name)
+        if len(self._unread) > MAX_UNREAD:
+            self._unread.clear()
+            self._has_hidden = True
 
     def _note_use(self, segment: Segment) -> None:
         self._num_uses += 1

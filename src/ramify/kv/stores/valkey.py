@@ -47,6 +47,8 @@ SILENT_S = 0.05
 _SCAN_COUNT = 1000
 SCRATCH_NAME = b"scratch"  # no page has it: names are 16 bytes
 SCRATCH_S = 60
+# Names of removed pages that wait for a server that is out of reach: beyond, all pages of the identity go.
+MAX_OWED = 1 << 18
 
 
 class ValkeyStore:
@@ -109,7 +111,7 @@ class ValkeyStore:
         self._refused_until, self._refused_reason = 0.0, ""
         # Removed while the server was out of reach: removed before it is used again.
         self._owed: set[bytes] = set()
-        self._owes_clear = False
+        self._owes_clear, self._num_overflows = False, 0
         self._is_closed = False
         self._warning = ""
         if not self._probe():
@@ -297,6 +299,9 @@ class ValkeyStore:
         names = [self._key(page_hash) for page_hash in hashes]
         with self._lock:
             self._owed.update(names)
+            if self._breaker.reason and len(self._owed) > MAX_OWED:
+                self._owed.clear()
+                self._owes_clear, self._num_overflows = True, self._num_overflows + 1
         self._check_available()
         exchange = self._answered([("UNLINK", name) for name in names], deadline, 0)
         if exchange.failure:
@@ -321,7 +326,7 @@ class ValkeyStore:
 
     def _clear(self, deadline: float) -> int:
         with self._lock:
-            owed = set(self._owed)
+            owed, num_overflows = set(self._owed), self._num_overflows
         try:
             count = self._unlink_all(deadline)
         except StoreUnavailableError:
@@ -330,7 +335,8 @@ class ValkeyStore:
                 self._owes_clear = True
             raise
         with self._lock:
-            self._owes_clear = False
+            # Names that overflowed meanwhile may be of keys that the scan had passed.
+            self._owes_clear = self._num_overflows != num_overflows
             self._owed -= owed
             self._totals["removed"] += count
         return count
