@@ -5,7 +5,11 @@ from array import array
 
 import pytest
 
+from ramify.cache.key import CacheKey
+from ramify.cache.sessions import end_session
+from ramify.engine.tiering import MAX_REMOVED_PAGES
 from ramify.engine.weight_reload import swap_weights
+from ramify.kv.mover_jobs import Removal
 from ramify.kv.stores.memory import FaultyStore, StoreFaults
 from ramify.kv.stores.page_store import ReadOutcome
 from ramify.outputs import TierMiss
@@ -258,6 +262,53 @@ def test_pages_that_a_predicate_evicts_leave_the_tiers() -> None:
     bench.settle()
 
     assert bench.num_stored("disk") == 0
+
+
+def test_removals_that_a_hanging_writer_leaves_waiting_have_a_bound(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Beyond it every page is removed in their place, and none is read before that is done."""
+    bench = TierBench(works_in_wait=False)
+    bench.answer(A)
+    bench.answer(A)
+    bench.settle()
+    bench.answer(B)
+    bench.answer(C)
+    for salt in range(3):
+        bench.tiering.remove_key(CacheKey([salt] * (MAX_REMOVED_PAGES * PAGE // 2)), 0)
+
+    again = bench.answer(A, max_tokens=3)
+    removals = [job for job in bench.mover.writes if isinstance(job, Removal)]
+    bench.settle()
+
+    assert [removal.hashes is None for removal in removals] == [False, False, True]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert bench.read_tokens(again) == 0
+    assert bench.tiering.num_removed_pages == 0
+    assert bench.outputs[again].token_ids == tuple(expected(A, 3, ends=()))
+
+
+@pytest.mark.parametrize("num_uses", [1, 2])
+def test_pages_of_an_ended_session_are_written_no_more_and_stay_where_they_are(
+    num_uses: int,
+) -> None:
+    """Used once they are on no tier, and get on none; used twice they are there, and are read again."""
+    bench = TierBench()
+    for _ in range(num_uses):
+        bench.core.add_request(A, _params(), session="s")
+        while bench.core.has_unfinished:
+            bench.core.step()
+    bench.settle()
+    end_session(bench.core.cache, "", "s")
+
+    bench.answer(B)
+    bench.answer(C)
+    bench.settle()
+    again = bench.answer(A, max_tokens=3)
+
+    assert bench.core.cache.stats().evictions["session_ended"] == 8
+    assert bench.read_tokens(again) == (0 if num_uses == 1 else 32)
+    assert bench.outputs[again].token_ids == tuple(expected(A, 3, ends=()))
 
 
 def test_other_weights_never_read_the_pages_of_the_old_ones() -> None:

@@ -16,8 +16,11 @@ from ramify.cache.events import CacheEvent
 from ramify.cache.key import HASH_BYTES
 from ramify.errors import InvariantError
 
-# Reasons of an eviction that says nothing against the page: it is copied out. All others remove it.
+# Reasons of an eviction that says nothing against the page: it is copied out.
 DEMOTING: Final = frozenset(("capacity", "window"))
+# Of one that says that the page is hardly read again: it is not copied, and what tiers have of it stays.
+# All other reasons remove it from the tiers.
+LEAVING: Final = frozenset(("session_ended",))
 
 
 class PageName(NamedTuple):
@@ -98,14 +101,15 @@ class WriteQueue:
 
     def _evicted(self, event: CacheEvent) -> None:
         is_kept = event.reason in DEMOTING
+        is_removed = not is_kept and event.reason not in LEAVING
         for index, page in enumerate(event.pages):
             name, self._names[page] = self._names[page], None
             self._lazy.pop(page, None)
-            if not is_kept:
+            if is_removed:
                 page_hash = event.hashes[index * HASH_BYTES : (index + 1) * HASH_BYTES]
                 self._removed.append(page_hash)
                 self.discard_urgent({page_hash})
-            elif name is not None:
+            elif is_kept and name is not None:
                 self._urgent[page] = name
 
     def forget(self) -> None:
