@@ -28,11 +28,15 @@ class Authority:
         key = ec.generate_private_key(ec.SECP256R1())
         return cls(key, _signed(name, key, name, key, is_authority=True))
 
-    def credentials(self, address: str = "127.0.0.1", **others: Any) -> Credentials:
+    def credentials(
+        self, address: str = "127.0.0.1", *, is_expired: bool = False, **others: Any
+    ) -> Credentials:
         """Those of a machine at an address; or of machines with a name, whatever their addresses."""
         key = ec.generate_private_key(ec.SECP256R1())
         issuer = self.certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value
-        certificate = _signed("machine", key, issuer, self.key, address=address)
+        certificate = _signed(
+            "machine", key, issuer, self.key, address=address, is_expired=is_expired
+        )
         return Credentials(
             certificate=_pem(certificate),
             key=key.private_bytes(
@@ -67,8 +71,9 @@ def _signed(
     *,
     is_authority: bool = False,
     address: str | None = None,
+    is_expired: bool = False,
 ) -> Any:
-    now = datetime.datetime.now(datetime.UTC)
+    now = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=2 if is_expired else 0)
     builder = (
         x509.CertificateBuilder()
         .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))

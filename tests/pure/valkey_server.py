@@ -21,6 +21,23 @@ def server_binary() -> str | None:
     return shutil.which("valkey-server") or shutil.which("redis-server")
 
 
+def tls_server_binary() -> str | None:
+    """A server of the system that is built with TLS; None: there is none. That of the wheel is not."""
+    for name in ("valkey-server", "redis-server"):
+        binary = shutil.which(name)
+        if binary is not None:
+            # It ends at once: for lack of a certificate, or of TLS.
+            tried = subprocess.run(
+                [binary, "--tls-port", "1", "--port", "0", "--save", ""],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            if "No tls-cert-file configured" in tried.stdout:
+                return binary
+    return None
+
+
 class ValkeyServer:
     """A server without persistence; its socket lies in a directory of its own, for short paths."""
 

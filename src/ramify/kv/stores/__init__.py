@@ -18,6 +18,7 @@ a wrong one. Read in this order:
 - `store_identity`: all that the bytes of a page depend on beside its tokens.
 - `valkey`: `ValkeyStore`, pages in a Valkey or Redis server; joins what follows.
 - `valkey_link`, `valkey_settings`: pipelines that end by a deadline; what a server's settings mean.
+- `valkey_tls`: options of TLS, and its errors in words.
 - `circuit_breaker`: leaves a server alone that fails.
 - `file_ops`: every system call on files, so that tests can make each of them fail.
 """

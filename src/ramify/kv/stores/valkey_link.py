@@ -7,6 +7,7 @@ end. Here a call ends at its deadline, however many reads it takes.
 from __future__ import annotations
 
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Sequence
@@ -15,11 +16,13 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from ramify.errors import ConfigError, MissingPackageError
+from ramify.kv.stores import valkey_tls
 
 CONNECT_S = 1.0
 _READ_BYTES = 1 << 18
 _MAX_IDLE = 8
 _SCHEMES = frozenset({"valkey", "valkeys", "redis", "rediss", "unix"})
+_SECRET_OPTIONS = frozenset({"password", "ssl_password"})
 Command = tuple[bytes | str | int, ...]
 
 
@@ -83,6 +86,10 @@ class _DeadlineSocket:
         self._sock.close()
 
 
+class _HandshakeTimeoutError(TimeoutError):
+    """A server that takes connections and does not answer to TLS, as one does on a plain port."""
+
+
 class ValkeyLink:
     """Connections to one server. Any number of threads; each call has a connection to itself.
 
@@ -90,7 +97,7 @@ class ValkeyLink:
         url: valkey://, redis://, with TLS valkeys:// or rediss://, or unix://PATH.
 
     Raises:
-        ConfigError: no such URL.
+        ConfigError: no such URL, or options in its query that there are not.
         MissingPackageError: `valkey` is not installed.
     """
 
@@ -112,8 +119,25 @@ class ValkeyLink:
         except ValueError as error:
             raise ConfigError(f"the store {shown_url(url)!r} is no URL: {error}") from error
         base = arguments.pop("connection_class", connection.Connection)
+        self._host = str(arguments.get("host", "localhost"))
+        context = None
+        # What may be the reason where a connection ends before its first answer.
+        self._hint = ""
+        if parts.scheme in ("valkey", "redis"):
+            self._hint = "; a port for TLS needs valkeys://"
+        elif parts.scheme in ("valkeys", "rediss"):
+            self._hint = (
+                f"; if it wants a certificate of its clients, give {valkey_tls.CERTIFICATE_WANTED}"
+            )
+            # The client's own class verifies no name, and reads the system's authorities each time.
+            base, context = (
+                connection.Connection,
+                valkey_tls.take_context(arguments, shown_url(url)),
+            )
 
         class DeadlineConnection(base):  # type: ignore[valid-type,misc]
+            has_answered = False
+
             def connect_by(self, deadline: float) -> None:
                 self.connect_deadline = min(deadline, time.monotonic() + CONNECT_S)
                 # A timeout of 0 would not wait at all, which is another error.
@@ -121,7 +145,18 @@ class ValkeyLink:
                 self.connect()
 
             def _connect(self) -> _DeadlineSocket:
-                self.bounded = _DeadlineSocket(super()._connect(), self.connect_deadline)
+                sock = super()._connect()
+                if context is not None:
+                    try:
+                        sock.settimeout(max(self.connect_deadline - time.monotonic(), 1e-3))
+                        sock = context.wrap_socket(sock, server_hostname=self.host)
+                    except TimeoutError as error:
+                        sock.close()
+                        raise _HandshakeTimeoutError(valkey_tls.NO_HANDSHAKE) from error
+                    except OSError:
+                        sock.close()
+                        raise
+                self.bounded = _DeadlineSocket(sock, self.connect_deadline)
                 return self.bounded
 
         self._connection_class = DeadlineConnection
@@ -134,6 +169,13 @@ class ValkeyLink:
             "lib_version": None,
         }
         self.shown_url = shown_url(url)
+        try:
+            self._connection_class(**self._arguments)
+        except (TypeError, ValueError, self._exceptions.ValkeyError) as error:
+            raise ConfigError(
+                f"the store {self.shown_url!r} has an option in its query that the client does not "
+                f"take: {error}"
+            ) from error
         self._lock = threading.Lock()
         self._idle: list[Any] = []
         self._is_closed = False
@@ -154,18 +196,29 @@ class ValkeyLink:
                 except exceptions.ResponseError as error:
                     reply = ReplyError(str(error))
                 exchange.replies.append(reply)
+                connection.has_answered = True
         except (exceptions.TimeoutError, TimeoutError) as error:
-            exchange.failure, exchange.reason = "timeout", str(error) or "timed out"
+            cause = error.__context__
+            shown = cause if isinstance(cause, _HandshakeTimeoutError) else error
+            exchange.failure, exchange.reason = "timeout", str(shown) or "timed out"
         except (exceptions.BusyLoadingError, exceptions.AuthenticationError) as error:
             exchange.failure, exchange.reason = "refused", str(error) or type(error).__name__
         except exceptions.InvalidResponse as error:
             exchange.failure, exchange.reason = "protocol", f"not the protocol of Valkey: {error}"
         except (exceptions.ValkeyError, OSError) as error:
-            exchange.failure, exchange.reason = "connection", str(error) or type(error).__name__
+            exchange.failure, exchange.reason = "connection", self._describe(error, connection)
         finally:
             self._give_back(connection, usable=len(exchange.replies) == len(commands))
         exchange.elapsed_s = time.monotonic() - start
         return exchange
+
+    def _describe(self, error: Exception, connection: Any) -> str:
+        cut = (ConnectionResetError, BrokenPipeError, ssl.SSLEOFError)
+        is_cut = isinstance(error.__context__, cut) or "closed by server" in str(error)
+        if is_cut:
+            hint = "" if connection.has_answered else self._hint
+            return f"it has ended the connection{hint}"
+        return valkey_tls.explain(error, self._host) or str(error) or type(error).__name__
 
     def _take(self) -> Any:
         with self._lock:
@@ -196,9 +249,15 @@ class ValkeyLink:
 
 
 def shown_url(url: str) -> str:
-    """A URL without its password."""
+    """A URL without its passwords."""
     parts = urlsplit(url)
-    if not parts.password:
-        return url
-    host = parts.netloc.rpartition("@")[2]
-    return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{host}"))
+    if parts.password:
+        host = parts.netloc.rpartition("@")[2]
+        parts = parts._replace(netloc=f"{parts.username or ''}:***@{host}")
+    options = [
+        f"{name}=***" if name in _SECRET_OPTIONS else option
+        for option in parts.query.split("&")
+        for name in [option.partition("=")[0]]
+    ]
+    shown = parts._replace(query="&".join(options))
+    return url if shown == urlsplit(url) else urlunsplit(shown)
