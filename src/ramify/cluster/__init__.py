@@ -37,6 +37,7 @@ The server's side:
 - `client`: `ClusterLLM`, which takes the place of `AsyncLLM` under the server
 - `view`: each replica by itself, for metrics, statistics and explanations
 - `cpu_shares`, `local_child`, `local_processes`: replicas as children of the server
+- `tier_shares`, `tier_claims`: a cache directory for each replica of a machine
 - `launch`: opens a client over children, or over replicas elsewhere
 - `inspection`: what replicas say of themselves
 

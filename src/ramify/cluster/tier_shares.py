@@ -9,11 +9,18 @@ from typing import Any
 from ramify.tier_options import TierSection, parse_size
 
 
+def has_own_directory(engine: Mapping[str, Any]) -> bool:
+    """Whether an engine with these options writes to a cache directory, which can have one writer only.
+
+    Readers of another process's pages share its directory.
+    """
+    return engine.get("cache_dir") is not None and not engine.get("cache_dir_readonly")
+
+
 def tier_share(engine: Mapping[str, Any], name: str, num_replicas: int) -> dict[str, Any]:
     """The engine options of one of `num_replicas` replicas that are given the same ones.
 
-    A directory has one writer, so each writes to a directory below it. A restart finds its own pages
-    by the same name. Readers of another process's pages share its directory.
+    Each writes to a directory below theirs, which it finds by its name after a restart.
 
     Args:
         name: of the replica, the same after a restart.
@@ -21,11 +28,17 @@ def tier_share(engine: Mapping[str, Any], name: str, num_replicas: int) -> dict[
     Raises:
         ConfigError: `cache_disk` is no size.
     """
-    own = dict(engine)
-    directory = engine.get("cache_dir")
-    if directory is None or engine.get("cache_dir_readonly") or num_replicas < 2:
-        return own
-    own["cache_dir"] = str(Path(directory) / f"replica-{name}")
+    if num_replicas < 2 or not has_own_directory(engine):
+        return dict(engine)
+    return with_directory(engine, Path(engine["cache_dir"]) / f"replica-{name}", num_replicas)
+
+
+def with_directory(engine: Mapping[str, Any], directory: Path, num_replicas: int) -> dict[str, Any]:
+    """The engine options of a replica that writes to a directory, with its share of the budget.
+
+    Raises:
+        ConfigError: `cache_disk` is no size.
+    """
     budget = engine.get("cache_disk", TierSection().cache_disk)
-    own["cache_disk"] = str(parse_size("cache_disk", budget) // num_replicas)
-    return own
+    share = parse_size("cache_disk", budget) // num_replicas
+    return {**engine, "cache_dir": str(directory), "cache_disk": str(share)}

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from ramify.cluster.cpu_shares import CpuShare
 from ramify.cluster.credentials import Credentials
 from ramify.cluster.local_processes import COMMAND, Child, LocalOptions, start_child
+from ramify.cluster.tier_claims import TierClaim, claim_directory
+from ramify.cluster.tier_shares import has_own_directory, with_directory
 from ramify.deploy.config import DeployConfig
 from ramify.deploy.membership import Member, Work
 from ramify.deploy.scaling import NUM_REQUESTS, WAIT_S
@@ -27,10 +30,15 @@ STOP_S = 10.0  # beyond the drain
 class EngineProcess:
     """Starts an engine, says where it is, and ends it.
 
+    A cache directory is claimed for it below that of the options, until `stop` or the end of this process.
+
     Args:
         host: to listen at.
         memory_parts: engines that share the memory of this machine.
         command: of the child.
+
+    Raises:
+        ConfigError: the cache directory cannot be used.
     """
 
     def __init__(
@@ -48,9 +56,14 @@ class EngineProcess:
             secret = Credentials.from_files(Path(config.secret_file)).secret or ""
         self._name, self._secret, self._clock = secrets.token_hex(3), secret, clock
         self._stop_s = config.drain_s + STOP_S
+        engine, self._claim = config.engine, _claim_for(config.engine)
+        if self._claim is not None:
+            # An update that starts an engine before it ends another has twice as many.
+            num_engines = memory_parts * (2 if config.surge else 1)
+            engine = with_directory(engine, self._claim.directory, num_engines)
         options = LocalOptions(
             model=config.model,
-            engine=config.engine,
+            engine=engine,
             shares=(),
             warm=None if config.warm is None else Path(config.warm),
             public=None if config.public is None else Path(config.public),
@@ -93,3 +106,12 @@ class EngineProcess:
     async def stop(self) -> None:
         """Drain and end it; by force if that takes too long."""
         await self._child.stop(self._stop_s)
+        if self._claim is not None:
+            self._claim.release()
+
+
+def _claim_for(engine: Mapping[str, Any]) -> TierClaim | None:
+    """A directory for an engine with these options; None: it writes to none."""
+    if not has_own_directory(engine):
+        return None
+    return claim_directory(Path(engine["cache_dir"]).expanduser())
