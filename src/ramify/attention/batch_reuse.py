@@ -28,20 +28,35 @@ class BatchReuse:
 
     def build(self, sequences: Sequence[RadixSequence], *, num_decodes: int) -> AttentionBatch:
         """The metadata of planned sequences, of which `num_decodes` are plain decodes."""
-        num_seqs = len(sequences)
-        if not sequences or self._sequences != list(sequences):
-            leases = [sequence.lease for sequence in sequences if sequence.lease is not None]
-            self._sharing = sharing_arrays(self._cache.sharing(leases), num_seqs)
-            self._rows = np.array([sequence.row for sequence in sequences], np.int64)
-            self._sequences, self._decode = list(sequences), None
-        before, self._decode = self._decode, None
         cached = [sequence.num_computed for sequence in sequences]
-        if num_decodes == num_seqs > 0:
-            if before is not None and before.seq_lens_kv.tolist() == cached:
-                batch = before.next_decode(self._rows, self._table)
-            else:
-                batch = AttentionBatch.from_decodes(self._rows, cached, self._table, self._sharing)
-            self._decode = batch
-            return batch
+        if num_decodes == len(sequences) > 0:
+            return self._build_decodes(sequences, cached)
+        self._update(sequences)
+        self._decode = None
         new = [sequence.num_planned for sequence in sequences]
         return AttentionBatch.from_rows(self._rows, cached, new, self._table, self._sharing)
+
+    def build_ahead(self, sequences: Sequence[RadixSequence]) -> AttentionBatch:
+        """The metadata of one token of each sequence, at least one, behind its planned ones."""
+        ends = [sequence.num_computed + sequence.num_planned for sequence in sequences]
+        return self._build_decodes(sequences, ends)
+
+    def _build_decodes(
+        self, sequences: Sequence[RadixSequence], cached: list[int]
+    ) -> AttentionBatch:
+        self._update(sequences)
+        before = self._decode
+        if before is not None and before.seq_lens_kv.tolist() == cached:
+            batch = before.next_decode(self._rows, self._table)
+        else:
+            batch = AttentionBatch.from_decodes(self._rows, cached, self._table, self._sharing)
+        self._decode = batch
+        return batch
+
+    def _update(self, sequences: Sequence[RadixSequence]) -> None:
+        """Take rows and page sharing of these sequences, unless they are those of the last step."""
+        if not sequences or self._sequences != list(sequences):
+            leases = [sequence.lease for sequence in sequences if sequence.lease is not None]
+            self._sharing = sharing_arrays(self._cache.sharing(leases), len(sequences))
+            self._rows = np.array([sequence.row for sequence in sequences], np.int64)
+            self._sequences, self._decode = list(sequences), None

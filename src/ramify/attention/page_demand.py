@@ -38,7 +38,7 @@ def validate_plannable(
                 f"the tokens are {type(sequence.tokens).__name__} but must be 32-bit integers; "
                 'use array("i", tokens)'
             )
-        if sequence.num_planned:
+        if sequence.is_planned:
             raise CacheError("the sequence is in a plan that was not committed or abandoned")
         if sequence.num_uncomputed < 1 or limit < 1:
             raise CacheError(
@@ -77,6 +77,7 @@ def split_decodes(
             lease is None
             or limit != 1
             or sequence.num_planned
+            or sequence.num_ahead
             or sequence.num_draft
             or sequence.media
             or not done < len(tokens) <= max_tokens

@@ -17,6 +17,7 @@ from ramify.attention.batch_reuse import BatchReuse
 from ramify.attention.branching import Branching
 from ramify.attention.page_demand import PlanEntry, pages_needed, split_decodes, validate_plannable
 from ramify.attention.partial_reuse import PartialReuse
+from ramify.attention.run_ahead import RunAhead
 from ramify.attention.sequence import RadixSequence
 from ramify.attention.window_release import WindowRelease
 from ramify.cache.call_guard import guarded
@@ -71,6 +72,7 @@ class RadixAttentionPlanner:
         self._by_lease: dict[int, RadixSequence] = {}  # by lease id
         self._awaiting_leader: list[RadixSequence] = []  # committed before their leader
         self._batches = BatchReuse(cache, table)
+        self.ahead = RunAhead(cache, table, self._batches)
         self._branching = Branching(
             cache, table, self._window, self._batches, self._by_lease, self._order
         )
@@ -284,7 +286,7 @@ class RadixAttentionPlanner:
 
     def _is_in_flight(self, sequence: RadixSequence) -> bool:
         """Whether it is in a plan, or committed but waiting for its leader to publish."""
-        return bool(sequence.num_planned) or sequence in self._awaiting_leader
+        return sequence.is_planned or sequence in self._awaiting_leader
 
     # -- after the forward pass --------------------------------------------------------------
 
@@ -369,7 +371,7 @@ class RadixAttentionPlanner:
         if sequence.lease is None:
             return self.can_allocate([sequence], num_tokens)
         total = len(sequence.tokens) + num_tokens
-        if sequence.num_planned or not sequence.num_computed < total <= self.table.max_tokens:
+        if sequence.is_planned or not sequence.num_computed < total <= self.table.max_tokens:
             return False
         held = len(sequence.lease.pages) + len(sequence.private)
         return -(-total // self.page_size) - held <= self.num_available
@@ -494,5 +496,5 @@ class RadixAttentionPlanner:
         if sequence.row is not None:
             self.table.release(sequence.row)
         sequence.lease, sequence.row, sequence.private = None, None, []
-        sequence.num_computed = sequence.num_planned = 0
+        sequence.num_computed = sequence.num_planned = sequence.num_ahead = 0
         sequence.num_read = sequence.num_shared = sequence.num_copied = 0

@@ -29,7 +29,8 @@ def repair_planner(planner: RadixAttentionPlanner, sequences: Iterable[RadixSequ
     num_pins = repair(planner.cache)
     for sequence in [*planner._by_lease.values(), *planner._awaiting_leader, *sequences]:
         sequence.lease, sequence.row, sequence.private, sequence.source = None, None, [], None
-        sequence.num_computed = sequence.num_planned = sequence.num_draft = 0
+        sequence.num_computed = sequence.num_planned = sequence.num_ahead = 0
+        sequence.num_draft = 0
         sequence.num_read = sequence.num_shared = sequence.num_copied = 0
     planner.table.reset()
     planner._by_lease.clear()

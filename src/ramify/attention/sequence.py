@@ -35,6 +35,7 @@ class RadixSequence:
     reuse: bool = True
     num_computed: int = 0  # committed tokens: their K/V is in the pages
     num_planned: int = 0  # tokens computed by the plan that is not committed yet
+    num_ahead: int = 0  # 1: a second plan, behind that one, computes the token after it
     num_read: int = 0  # cache-hit tokens: computed before the first plan
     num_copied: int = 0  # of `num_read`: copied from part of a cached page
     num_shared: int = 0  # tokens attached in flight: another sequence computes them
@@ -75,6 +76,11 @@ class RadixSequence:
             max_shared=self.max_shared,
             session=self.session,
         )
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether a plan is not committed yet."""
+        return bool(self.num_planned or self.num_ahead)
 
     def shareable(self, num_tokens: int) -> int:
         """How many of the first `num_tokens` tokens others may reuse: drafts never."""
