@@ -2,6 +2,7 @@
 
     python benchmarks/step_overhead.py                        running {1, 64, 256} x waiting {0, 1k, 10k}
     python benchmarks/step_overhead.py --running 256 --waiting 0 --steps 500 --json out.json
+    python benchmarks/step_overhead.py --overlap              each step begun before the one in front has ended
 
 Every running request decodes with about 1,000 tokens of context in pages of 16; the waiting ones
 find no free row. The executor answers at once. All cells take turns, a few steps each, so that a
@@ -18,15 +19,15 @@ import json
 import random
 import statistics
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
-import ramify.engine.core as engine_core
 from ramify.attention.batch import AttentionBatch
 from ramify.config import EngineConfig, resolve
+from ramify.engine import step_pipeline
 from ramify.engine.core import EngineCore
 from ramify.engine.step import SampledTokens, StepPlan, StepResult
 from ramify.params import SamplingParams
@@ -41,15 +42,19 @@ class InstantExecutor:
 
     def __init__(self) -> None:
         self.spent = 0.0
-        self._result = StepResult({}, {})
+        self._results = deque[StepResult]()
 
     def begin(self, plan: StepPlan) -> None:
-        start = time.thread_time()
-        self._result = StepResult({draw.request_id: LONE for draw in plan.samples}, {})
-        self.spent += time.thread_time() - start
+        self._results.clear()
+        self._answer(plan)
 
     def finish(self) -> StepResult:
-        return self._result
+        return self._results.popleft()
+
+    def _answer(self, plan: StepPlan) -> None:
+        start = time.thread_time()
+        self._results.append(StepResult({draw.request_id: LONE for draw in plan.samples}, {}))
+        self.spent += time.thread_time() - start
 
     def zero_pages(self, pages: Sequence[int]) -> None:
         raise AssertionError("no step fails")
@@ -58,17 +63,26 @@ class InstantExecutor:
         pass  # prompts that leave the common head inside a page
 
 
+class OverlappingInstant(InstantExecutor):
+    """The same, for an engine that begins steps ahead."""
+
+    def begin_ahead(self, plan: StepPlan) -> None:
+        self._answer(plan)
+
+
 class Cell:
     """An engine with a number of decoding requests and a number of waiting requests."""
 
-    def __init__(self, num_running: int, num_waiting: int, shared: int, context: int) -> None:
+    def __init__(
+        self, num_running: int, num_waiting: int, shared: int, context: int, *, overlap: bool
+    ) -> None:
         self.name = f"{num_running} x {num_waiting:,}"
         tokens = num_running * (context + NEW_TOKENS)
         engine_config = EngineConfig.of(
             kv_cache_tokens=2 * tokens, max_num_seqs=num_running, max_batch_tokens=8192
         )
         config = resolve(engine_config, model_max_len=32_768, token_bytes=1, free_memory=0)
-        self.device = InstantExecutor()
+        self.device = OverlappingInstant() if overlap else InstantExecutor()
         self.core: EngineCore = EngineCore(config, self.device, vocab_size=32_000)
         rng = random.Random(1)
         head = [rng.randrange(32_000) for _ in range(shared)]
@@ -98,10 +112,14 @@ class Cell:
         core, planner = self.core, self.core.planner
         undo = [
             timed(core.scheduler, "schedule", spent, "schedule"),
+            timed(core.scheduler, "schedule_ahead", spent, "schedule"),
             timed(planner, "plan", spent, "plan"),
+            timed(planner.ahead, "plan", spent, "plan"),
+            timed(AttentionBatch, "next_decode", spent, "build"),
             timed(AttentionBatch, "from_rows", spent, "build"),
             timed(AttentionBatch, "from_decodes", spent, "build"),
-            timed(engine_core, "build_step_plan", spent, "step plan"),
+            timed(step_pipeline, "build_step_plan", spent, "step plan"),
+            timed(step_pipeline, "build_ahead_plan", spent, "step plan"),
             timed(core.results, "process", spent, "update"),
             timed(planner, "commit", spent, "commit"),
         ]
@@ -141,10 +159,11 @@ def main() -> None:
     parser.add_argument("--shared", type=int, default=500, help="tokens that all prompts share")
     parser.add_argument("--context", type=int, default=1_000)
     parser.add_argument("--steps", type=int, default=300, help="per cell; at most 800")
+    parser.add_argument("--overlap", action="store_true", help="begin each decode step ahead")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     cells = [
-        Cell(running, waiting, args.shared, args.context)
+        Cell(running, waiting, args.shared, args.context, overlap=args.overlap)
         for running in args.running
         for waiting in args.waiting
     ]

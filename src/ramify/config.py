@@ -15,6 +15,7 @@ from ramify.cache.policies import POLICIES
 from ramify.errors import ConfigError, PoolTooSmallError, UnknownOptionError
 from ramify.foreign_names import ENGINE_NAMES, PARAM_NAMES, python_advice
 from ramify.params import SAMPLING_FIELDS
+from ramify.scheduler_options import OVERLAP, SchedulerSection
 from ramify.tier_options import TierSection
 
 DTYPES = ("auto", "float32", "bfloat16")
@@ -129,51 +130,6 @@ class CacheSection:
         "auto",
         "Eviction policy: `auto` (learns from the traffic), `lru`, `lfu`, `slru`, "
         "`fifo`, `priority` (set by `llm.cache.core.set_priority`) or `cost`.",
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerSection:
-    """Limits of a step, and of the queue.
-
-    `coalesce_steps` defers new prompts for up to this many decode steps, until the waiting prompts
-    fill a step. It helps where short prompts trickle in while others decode: a step with one short
-    prompt costs almost as much as a step with several, and delays every decode. The price is a first
-    token that comes up to this many steps later.
-    """
-
-    # with more, a step on a few cores only gets longer, not more efficient
-    max_num_seqs: int = option(
-        64,
-        "Most requests that run at once.",
-    )
-    # GEMMs are near their peak, and a decode step waits for one chunk
-    max_batch_tokens: int = option(
-        512,
-        "Most new tokens per step. Longer prompts are computed in chunks of this size.",
-    )
-    coalesce_steps: int = option(
-        0,
-        "Hold new prompts back for at most this many decode steps until they fill a "
-        "step. 0: never. Helps where many short prompts arrive during decode; delays "
-        "their first token.",
-    )
-    # a step takes 10 ms to a second on CPUs; a preemption costs less than a page of recomputed tokens
-    fair_wait_steps: int = option(
-        8,
-        "Steps after which a waiting tenant with nothing running preempts a request of the tenant with "
-        "most; that request goes on later with the same tokens. 0: never.",
-    )
-    max_waiting: int | None = option(
-        None,
-        "Most sequences that may wait (`n` counts each); the next request is refused, unless its tenant has less "
-        "than an equal share of the queue. `None`: no limit.",
-    )
-    # more would wait for minutes
-    max_waiting_tokens: int | None = option(
-        None,
-        "Most prompt tokens that may wait; an empty queue takes any prompt. `None`: four times the "
-        "K/V pool if `max_waiting` is set, else no limit.",
     )
 
 
@@ -313,6 +269,7 @@ class EngineConfig:
         for name, choice, choices in (
             ("dtype", self.model.dtype, DTYPES),
             ("ops", self.model.ops, OPS),
+            ("overlap", self.scheduler.overlap, OVERLAP),
             ("quantize", self.model.quantize, QUANTIZE),
             ("activations", self.model.activations, ACTIVATIONS),
             ("kv_dtype", self.cache.kv_dtype, KV_DTYPES),
@@ -323,6 +280,9 @@ class EngineConfig:
         ):
             if choice not in choices:
                 raise ConfigError(f"{name}={choice!r} but it must be one of {choices}")
+        self.scheduler.check_overlap(
+            speculative=self.speculative.speculative, has_tiers=self.tiers.is_used
+        )
         self.tiers.validate(prefix_cache=self.cache.prefix_cache)
         backend = self.attention.attention_backend
         if not isinstance(backend, str):

@@ -11,7 +11,7 @@ from ramify.cache.types import CacheStats
 from ramify.config import ResolvedConfig
 from ramify.engine.request import Request
 from ramify.engine.scheduling.scheduler import Scheduler
-from ramify.engine.step import Executor
+from ramify.engine.step import Executor, OverlappingExecutor
 from ramify.engine.tier_parts import TierParts, TierStats
 from ramify.engine.tiered_executor import TieredExecutor
 from ramify.engine.tiering import EngineTiering
@@ -95,8 +95,13 @@ class EngineContext:
 
     def set_executor(self, executor: Executor) -> None:
         """Run the forward passes with `executor` from now on."""
-        tiering = self.tiering
+        tiering, may_overlap = self.tiering, self.config.requested.scheduler.overlap != "off"
         self.executor = executor if tiering is None else TieredExecutor(executor, tiering)
+        # None if no step may be begun ahead. With tiers none may: their threads write to pages, in no
+        # order with the steps.
+        self.overlapping: OverlappingExecutor | None = None
+        if may_overlap and isinstance(self.executor, OverlappingExecutor):
+            self.overlapping = self.executor
 
     def reset(self) -> None:
         """Replace block table, planner and scheduler with empty ones; keep the cache.

@@ -1,8 +1,8 @@
 """The step loop: schedule → plan → execute → commit → update. Knows no tensors.
 
-`EngineCore` holds the loop and the calls of its owner. Its state is in `context`, the beginning and
-end of requests in `lifecycle`, commit and update in `result_processor`, and what happens when a call
-raises in `failure_recovery`.
+`EngineCore` has the calls of the engine's owner. Its state is in `context`, the beginning and end of
+requests in `lifecycle`, the steps in flight in `step_pipeline`, commit and update in
+`result_processor`, and what happens when a call raises in `failure_recovery`.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from ramify.engine.request import DetokenizerFactory, Request
 from ramify.engine.request_options import RequestOptions
 from ramify.engine.result_processor import ResultProcessor
 from ramify.engine.scheduling.queue_limits import QueueLimits
-from ramify.engine.scheduling.scheduler import ScheduledStep, Scheduler
-from ramify.engine.scheduling.step_plan import build_step_plan
+from ramify.engine.scheduling.scheduler import Scheduler
 from ramify.engine.scheduling.validation import (
     resolve_max_len,
     validate_generated,
     validate_token_ids,
     validate_token_options,
 )
-from ramify.engine.speculation.drafter import Drafter, create_drafter, propose_drafts
-from ramify.engine.step import Executor, StepPlan
+from ramify.engine.speculation.drafter import Drafter, create_drafter
+from ramify.engine.step import Executor
+from ramify.engine.step_pipeline import StepPipeline
 from ramify.engine.tier_events import TierEvents
 from ramify.engine.tier_parts import TierParts
 from ramify.engine.tiering import EngineTiering
@@ -122,6 +122,7 @@ class EngineCore:
         self.results = ResultProcessor(
             self.context, self.lifecycle, self.recovery, self.drafter, clock
         )
+        self.pipeline = StepPipeline(self.context, self.recovery, self.results, self.drafter, clock)
         self._clock = clock
 
     @property
@@ -156,6 +157,7 @@ class EngineCore:
 
     @executor.setter
     def executor(self, executor: Executor) -> None:
+        self.settle()
         self.context.set_executor(executor)
 
     @property
@@ -439,37 +441,15 @@ class EngineCore:
         if tiering is not None:
             tiering.poll()
             self.scheduler.wake(tiering.take_awake())
-        planned = self._plan_step()
-        if planned is None:
-            if tiering is not None:
-                tiering.wait()
-            return
-        scheduled, plan = planned
-        if tiering is not None:
-            tiering.planned(scheduled.requests)
-        try:
-            if copies := scheduled.batch.page_copies:
-                self.executor.copy_pages([(copy.source, copy.target) for copy in copies])
-            self.executor.begin(plan)
-            result = self.executor.finish()
-        except BaseException as error:  # noqa: BLE001 - re-raises KeyboardInterrupt, SystemExit
-            self.recovery.step_failed(scheduled, error)
-            return
-        self.results.process(scheduled, result)
-        self.recovery.step_succeeded()
-        if tiering is not None:
-            tiering.computed(scheduled.batch, is_idle=not self.scheduler.has_unfinished)
+        self.pipeline.run()
 
-    def _plan_step(self) -> tuple[ScheduledStep, StepPlan] | None:
-        """Draft, schedule and plan the next step; None when there is nothing to do."""
-        if self.drafter is not None:
-            propose_drafts(self.drafter, self.scheduler.running)
-        scheduled = self.scheduler.schedule()
-        if scheduled is None:
-            return None
-        self.recovery.active_requests = scheduled.requests
-        now = self._clock()
-        for request in scheduled.requests:
-            if request.first_step_s is None:
-                request.first_step_s = now
-        return scheduled, build_step_plan(scheduled)
+    @guarded
+    def settle(self) -> None:
+        """Wait for the step that `step` has begun ahead, and apply its result; the next `step` returns it.
+
+        Before weights or executor are replaced. Without overlap no step is in flight between two calls.
+        """
+        try:
+            self.pipeline.settle()
+        except BaseException as error:  # noqa: BLE001 - re-raises KeyboardInterrupt, SystemExit
+            self.recovery.recover(error)

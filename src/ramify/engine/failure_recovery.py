@@ -98,6 +98,13 @@ class FailureRecovery:
         for request in scheduled.requests:
             self._count_failure(request, error)
 
+    def ahead_failed(self, scheduled: ScheduledStep, error: Exception) -> None:
+        """Count a step that could not be begun ahead: it is planned again, and counts for no request."""
+        self.counts.failed_steps += 1
+        logger.warning(
+            "a step of %d requests could not be begun ahead: %s", len(scheduled.requests), error
+        )
+
     def requests_failed(self, scheduled: ScheduledStep, reasons: dict[int, str]) -> None:
         """Roll back the requests of a step that failed, and those that read their pages.
 

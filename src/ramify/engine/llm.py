@@ -16,7 +16,6 @@ from ramify.config import (
     EngineConfig,
     ModelSection,
     ResolvedConfig,
-    SchedulerSection,
 )
 from ramify.engine.cache_admin.view import CacheView
 from ramify.engine.cache_admin.warmup import WARM_PARAMS, WarmPrompt
@@ -33,6 +32,7 @@ from ramify.engine.weight_reload import swap_weights, validate_running_mode
 from ramify.errors import ConfigError, EngineStoppedError
 from ramify.outputs import RequestOutput, StepOutput
 from ramify.params import SamplingParams
+from ramify.scheduler_options import SchedulerSection
 
 if TYPE_CHECKING:  # what needs tensors is loaded with the model
     from ramify.engine.execution.assembly import LocalEngine

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,6 +53,13 @@ class EmbeddingSpec(NamedTuple):
     num_rows: int
 
 
+class LateToken(NamedTuple):
+    """An input token that the step before samples: the plan is made before it is known."""
+
+    row: int  # of the plan's `token_ids`, which has a 0 there
+    request_id: int  # of the sample in the step before; any token id if that sample failed
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
     """Inputs of a forward pass over T query rows and of its sampling."""
@@ -64,6 +71,7 @@ class StepPlan:
     request_ids: tuple[int, ...]  # in batch order
     embeddings: tuple[EmbeddingSpec, ...] = ()
     all_rows: bool = True  # whether rows that nothing is sampled from need hidden states
+    late_tokens: tuple[LateToken, ...] = ()  # only of a step that is begun ahead
 
 
 class SampledTokens(NamedTuple):
@@ -115,3 +123,21 @@ class Executor(Protocol):
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy all K/V of the first page of each pair to the second."""
+
+
+@runtime_checkable
+class OverlappingExecutor(Executor, Protocol):
+    """An executor that takes a second step while the first one runs.
+
+    It computes both in order, and what else it is called for too: a page that the host gives back
+    and zeroes, copies or plans anew is one that the steps begun before have read and written.
+    """
+
+    def begin_ahead(self, plan: StepPlan) -> None:
+        """Begin a step behind the one in flight, which samples `plan.late_tokens`.
+
+        `finish` returns the older step. If it raises, the newer one is dropped too. `begin` drops both.
+
+        Raises:
+            Exception: the step was not begun; the one in flight is as it was.
+        """

@@ -26,10 +26,12 @@ from ramify.engine.execution.sampler import rejection_sample, sample_from_cdf
 from ramify.engine.identity import EngineIdentity
 from ramify.engine.logits.grammar import GrammarCompiler
 from ramify.engine.request import DetokenizerFactory
+from ramify.engine.step import Executor
 from ramify.engine.text.detokenizer import Detokenizer
 from ramify.engine.text.end_tokens import end_token_ids
 from ramify.engine.text.tokenizer import Tokenizer
 from ramify.engine.text.tokenizer_files import has_tokenizer
+from ramify.engine.threaded_executor import ThreadedExecutor
 from ramify.errors import CheckpointError, ConfigError, ModelError
 from ramify.kv.pool import KVPool
 from ramify.models.checkpoint.find import find_checkpoint
@@ -142,10 +144,15 @@ class LocalEngine:
             lambda: step_model(self.config, self.runner, self.model_config),
         )
         by_rejection = requested.speculative.speculative_sampling == "rejection"
+        executor: Executor = LocalExecutor(
+            self.runner, rejection_sample if by_rejection else sample_from_cdf
+        )
+        if requested.scheduler.overlap == "on":
+            executor = ThreadedExecutor(executor)
         try:
             self.core = EngineCore(
                 self.config,
-                LocalExecutor(self.runner, rejection_sample if by_rejection else sample_from_cdf),
+                executor,
                 vocab_size=config.vocab_size,
                 eos_token_ids=eos_token_ids,
                 namespace=self._namespace(self.path, self.decoder, self.weights_epoch),

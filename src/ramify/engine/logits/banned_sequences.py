@@ -24,6 +24,11 @@ class BannedSequences:
         self._by_start = by_start
         self._start_lens = sorted({len(start) for start in by_start})
 
+    @property
+    def reads_output(self) -> bool:
+        """Whether `after` depends on the output."""
+        return bool(self._start_lens)
+
     def tail(self, output_ids: Sequence[int]) -> Sequence[int]:
         """The end of an output, as much of it as decides what `after` returns."""
         return output_ids[-self._start_lens[-1] :] if self._start_lens else ()

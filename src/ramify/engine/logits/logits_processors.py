@@ -178,6 +178,13 @@ class LogitsProcessor:
             or params.min_tokens
         )
 
+    @property
+    def reads_output(self) -> bool:
+        """Whether a step's transform depends on the tokens of the output, not only on their number."""
+        return (
+            self._matcher is not None or self._token_counts is not None or self._banned.reads_output
+        )
+
     def advance(self, output_ids: Sequence[int]) -> bool:
         """Catch up with the output; returns whether the structured output is complete.
 
@@ -203,8 +210,14 @@ class LogitsProcessor:
         banned = self._banned.after(output_ids)
         return without_tokens(self._allowed, banned) if banned else self._allowed
 
-    def for_step(self, output_ids: Sequence[int], draft: tuple[int, ...]) -> LogitsTransform:
-        """The transform of a step that samples after the output and after each accepted draft token."""
+    def for_step(
+        self, output_ids: Sequence[int], draft: tuple[int, ...], *, num_late: int = 0
+    ) -> LogitsTransform:
+        """The transform of a step that samples after the output and after each accepted draft token.
+
+        Args:
+            num_late: tokens behind `output_ids` that are not known yet; 0 if `reads_output`.
+        """
         if self._token_counts is not None:
             self._token_counts = self._token_counts.plus(
                 output_ids[self._token_counts.num_output :]
@@ -238,7 +251,7 @@ class LogitsProcessor:
             bias_ids=self._bias_ids,
             bias=self._bias,
             stop_token_ids=self._stop_token_ids,
-            num_rows_without_stop=max(0, self._params.min_tokens - len(output_ids)),
+            num_rows_without_stop=max(0, self._params.min_tokens - len(output_ids) - num_late),
             token_bitmasks=masks,
         )
 

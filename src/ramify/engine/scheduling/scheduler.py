@@ -11,10 +11,14 @@ from ramify.attention.planner import RadixAttentionPlanner
 from ramify.engine.request import Request
 from ramify.engine.scheduling.prefill import MIN_CHUNK, PrefillSelector, PrefixLoads, Work
 from ramify.engine.scheduling.row_fairness import RowFairness
+from ramify.engine.scheduling.run_ahead import select_ahead
 from ramify.engine.scheduling.waiting_queue import PRIORITY_TOKENS, WaitingQueue
 from ramify.errors import OutOfPagesError
 
 PREFILL_SHARE = 8  # prefill gets 1 / PREFILL_SHARE of a budget that decodes alone would fill
+# Steps in a row that are planned ahead while the first waiting request found no pages. After these the
+# queue is read again: leases outside the engine may have ended.
+MAX_AHEAD_WHILE_BLOCKED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +90,10 @@ class Scheduler:
         self._num_deferred_steps = 0  # in a row, see `coalesce_steps`
         self._fairness = RowFairness(self.waiting, fair_wait_steps)
         self._blocked: Request | None = None
+        self._is_queue_blocked = (
+            False  # the last step had a row for a waiting request, but no pages
+        )
+        self._num_ahead = 0  # steps that were planned ahead since
         min_chunk = min(MIN_CHUNK, max(1, max_batch_tokens // 4))
         self._prefill = PrefillSelector(planner, self.waiting, min_chunk, max_batch_tokens, loads)
 
@@ -117,6 +125,7 @@ class Scheduler:
     def remove(self, request: Request) -> None:
         """Remove a request that ends; its published pages stay cached."""
         self._requeued.discard(request)
+        self._is_queue_blocked = False
         if self._loads is not None:
             self._loads.forget(request)
         # A child that has not begun is in neither queue: its parent still computes the prompt.
@@ -142,9 +151,11 @@ class Scheduler:
         """Rank requests again that were held for a load."""
         for request in requests:
             if request in self.waiting and request.is_held:
+                self._is_queue_blocked = False
                 self.waiting.add(request, self._prefill.num_uncached(request))
 
     def _enqueue(self, request: Request) -> None:
+        self._is_queue_blocked = False
         self.waiting.add(request, self._prefill.num_uncached(request))
         if request.num_failed_steps:
             self._requeued.add(request)
@@ -169,6 +180,40 @@ class Scheduler:
         except BaseException:
             self._undo_admissions(admitted, len(admitted))
             raise
+
+    def schedule_ahead(self) -> ScheduledStep | None:
+        """Plan one more token of each running request, behind the step in flight.
+
+        Nobody is admitted or preempted, and no prompt goes on.
+
+        Returns:
+            None if the next step depends on the result of the one in flight, or has no work.
+        """
+        if self.next_isolated() is not None or self._may_admit():
+            return None
+        requests = select_ahead(self.running)
+        if not 0 < len(requests) <= self.max_batch_tokens:
+            return None
+        try:
+            batch = self.planner.ahead.plan([request.sequence for request in requests])
+        except OutOfPagesError:  # to preempt, all must be known
+            return None
+        self._step += 1
+        self.waiting.step, self._num_ahead = self._step, self._num_ahead + 1
+        self._mark_scheduled([(request, 1) for request in requests], [])
+        self.num_tokens += batch.num_tokens
+        return ScheduledStep(tuple(requests), batch)
+
+    def _may_admit(self) -> bool:
+        """Whether the next step may admit a waiting request."""
+        if not self.waiting:
+            return False
+        starving = self._fairness.starving_request(self.running, self._step + 1)
+        if self.waiting.has_parked or starving is not None:
+            return True
+        if len(self.running) >= self.max_num_seqs:
+            return False
+        return not self._is_queue_blocked or self._num_ahead >= MAX_AHEAD_WHILE_BLOCKED
 
     def _make_room_for_starving(self) -> Request | None:
         """The request to admit first, if a tenant starves; preempts another's if it has to."""
@@ -297,6 +342,8 @@ class Scheduler:
                 first=first,
             )
             used = sum(num_new for _, num_new in work + admitted)
+        if admit:
+            self._is_queue_blocked, self._num_ahead = rows > 0 and used == 0, 0
         left = budget - used
         if left < num_decodes:  # take turns: requests that have paused longest go first
             turn = self._round_robin % num_decodes

@@ -8,7 +8,13 @@ import numpy as np
 
 from ramify.engine.request import Request
 from ramify.engine.scheduling.scheduler import ScheduledStep
-from ramify.engine.step import EmbeddingSpec, PromptLogprobSpec, SampleSpec, StepPlan
+from ramify.engine.step import (
+    EmbeddingSpec,
+    LateToken,
+    PromptLogprobSpec,
+    SampleSpec,
+    StepPlan,
+)
 
 
 def build_step_plan(scheduled: ScheduledStep) -> StepPlan:
@@ -64,6 +70,46 @@ def build_step_plan(scheduled: ScheduledStep) -> StepPlan:
     )
 
 
+def build_ahead_plan(scheduled: ScheduledStep) -> StepPlan:
+    """The plan of a step of `Scheduler.schedule_ahead`: a token of each request, of most a late one."""
+    samples: list[SampleSpec] = []
+    late: list[LateToken] = []
+    ids = np.zeros(len(scheduled.requests), np.int64)
+    for row, request in enumerate(scheduled.requests):
+        sequence, params = request.sequence, request.params
+        is_late = bool(sequence.num_planned)
+        if is_late:
+            late.append(LateToken(row, request.id))
+        else:
+            ids[row] = sequence.tokens[-1]
+        processor, logits = request.logits_processor, None
+        if processor is not None:
+            logits = processor.for_step(request.output_ids, (), num_late=int(is_late))
+            logits = None if logits.is_identity else logits
+        end = sequence.num_computed + sequence.num_planned + 1
+        samples.append(
+            SampleSpec(
+                request.id, row, end, params, request.seed, _num_logprobs(request), (), logits
+            )
+        )
+    request_ids = tuple([request.id for request in scheduled.requests])
+    return StepPlan(
+        scheduled.batch,
+        ids,
+        tuple(samples),
+        (),
+        request_ids,
+        all_rows=False,
+        late_tokens=tuple(late),
+    )
+
+
+def _num_logprobs(request: Request) -> int | None:
+    """Most likely tokens to report with each sample; None: no log probability."""
+    num_logprobs = request.params.logprobs
+    return 0 if num_logprobs is None and request.verify_cold else num_logprobs
+
+
 def _are_pruned(embeddings: list[EmbeddingSpec], samples: list[SampleSpec]) -> bool:
     """Whether a step for these samples alone would leave out a row of the embeddings."""
     if not embeddings:
@@ -77,9 +123,7 @@ def _sample_specs(request: Request, stop: int, end: int) -> list[SampleSpec]:
     draft, samples = request.draft, []
     row, position = stop - 1 - len(draft), end - len(draft)
     for member in (request, *request.pending_children):
-        num_logprobs = member.params.logprobs
-        if num_logprobs is None and member.verify_cold:
-            num_logprobs = 0
+        num_logprobs = _num_logprobs(member)
         processor = member.logits_processor
         logits = None if processor is None else processor.for_step(member.output_ids, draft)
         if logits is not None and logits.is_identity:
