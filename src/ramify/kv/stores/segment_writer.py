@@ -40,6 +40,9 @@ RETRY_S = 60.0
 # or more than half a segment (eviction would free too little).
 MIN_HOT_SHARE, MAX_COPIED_SHARE = 0.1, 0.5
 
+# No block is left on the disk, or for this user.
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+
 FooterRow = tuple[int, int, bytes, bytes, int, int, int]
 
 
@@ -350,13 +353,9 @@ class SegmentWriter:
         num_copied = 0
         while self._table.allocated_bytes() + self.foreign_bytes > self._budget_bytes:
             if self._foreign:
-                with suppress(FileNotFoundError):
-                    self._ops.unlink(self._foreign[0].path)
-                self._foreign.pop(0)
+                self._delete_foreign()
                 continue
-            victim = next(
-                (segment for segment in self._table.segments() if segment is not self._active), None
-            )
+            victim = self._next_victim()
             if victim is None:
                 break
             count = self._copy_hot_pages(victim, num_copied)
@@ -364,15 +363,43 @@ class SegmentWriter:
             # A durable page stays durable: its copy is on disk before its file is deleted.
             if count and not self.sync():
                 raise OSError(errno.EIO, self._off_reason)
-            # Deleted before it is forgotten: if that fails, its pages stay.
-            try:
-                self._delete(victim)
-                self._table.count("evicted", self._table.evict(victim))
-                self._ops.sync_directory(self._directory)
-            except OSError:
-                # The file may be there after a restart, with pages that moved on or are not listed.
-                self._table.note_hidden()
-                raise
+            self._evict(victim)
+
+    def evict_next(self) -> bool:
+        """Delete the segment that is evicted next, hot pages too, for its blocks; False: there is none.
+
+        Raises:
+            OSError: it could not be deleted.
+        """
+        victim = self._next_victim()
+        if self._foreign:
+            self._delete_foreign()
+        elif victim is not None:
+            self._evict(victim)
+        else:
+            return False
+        return True
+
+    def _next_victim(self) -> Segment | None:
+        return next(
+            (segment for segment in self._table.segments() if segment is not self._active), None
+        )
+
+    def _delete_foreign(self) -> None:
+        with suppress(FileNotFoundError):
+            self._ops.unlink(self._foreign[0].path)
+        self._foreign.pop(0)
+
+    def _evict(self, victim: Segment) -> None:
+        # Deleted before it is forgotten: if that fails, its pages stay.
+        try:
+            self._delete(victim)
+            self._table.count("evicted", self._table.evict(victim))
+            self._ops.sync_directory(self._directory)
+        except OSError:
+            # The file may be there after a restart, with pages that moved on or are not listed.
+            self._table.note_hidden()
+            raise
 
     def _copy_hot_pages(self, victim: Segment, num_copied: int) -> int:
         """Write pages of a segment again that were read since they were written; returns how many."""

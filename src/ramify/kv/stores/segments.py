@@ -28,7 +28,7 @@ from ramify.kv.stores.segment_listing import SegmentSearch
 from ramify.kv.stores.segment_options import SegmentOptions, codec_of, identity_of
 from ramify.kv.stores.segment_reader import SegmentReader
 from ramify.kv.stores.segment_table import SegmentTable
-from ramify.kv.stores.segment_writer import SegmentWriter
+from ramify.kv.stores.segment_writer import FULL, SegmentWriter
 from ramify.kv.stores.store_directory import StoreDirectory
 
 logger = logging.getLogger(__name__)
@@ -258,7 +258,7 @@ class SegmentStore:
             # What is before the position must be on disk before the log says that it is void.
             self._writer.sync()
             try:
-                self._removals.append(on_disk, self._writer.position)
+                self._record_removals(on_disk)
             except OSError as error:
                 logger.warning(
                     "removed pages could not be recorded (%s): every page in %s is deleted",
@@ -267,6 +267,21 @@ class SegmentStore:
                 )
                 self._delete_all()
             return count
+
+    def _record_removals(self, names: Sequence[bytes]) -> None:
+        """Append to the removal log; on a full disk in place of the segments that would be evicted next.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        while True:
+            try:
+                self._removals.append(names, self._writer.position)
+            except OSError as error:
+                if error.errno not in FULL or not self._writer.evict_next():
+                    raise
+            else:
+                return
 
     def scan(self) -> Iterator[tuple[bytes, RecordHeader | None, memoryview]]:
         """Read and verify every listed page: name, header (None: damaged), and the page until the next."""
