@@ -13,7 +13,7 @@ from ramify.kv.stores.file_ops import O_DIRECT, FileSize, OsFileOps
 Buffers = Sequence[memoryview | bytes]
 KINDS = (
     "open", "close", "read", "write", "allocate", "truncate", "datasync", "sync_directory",
-    "unlink", "size", "names", "lock",
+    "unlink", "rename", "size", "names", "lock",
 )  # fmt: skip
 
 
@@ -83,6 +83,10 @@ class FailingOps(OsFileOps):
         self._next("unlink")
         super().unlink(path)
 
+    def rename(self, source: Path, target: Path) -> None:
+        self._next("rename")
+        super().rename(source, target)
+
     def size(self, path: Path) -> FileSize:
         self._next("size")
         return super().size(path)
@@ -143,6 +147,7 @@ class PowerLossOps(OsFileOps):
         self._undo: dict[Path, list[tuple[int, bytes | None]]] = {}
         self._created: list[Path] = []
         self._unlinked: list[tuple[Path, bytes]] = []
+        self._replaced: list[tuple[Path, bytes]] = []
         self.datasync_fails = False
 
     def open(self, path: Path, flags: int) -> int:
@@ -195,6 +200,7 @@ class PowerLossOps(OsFileOps):
     def sync_directory(self, path: Path) -> None:
         self._created = [created for created in self._created if created.parent != path]
         self._unlinked = [entry for entry in self._unlinked if entry[0].parent != path]
+        self._replaced = [entry for entry in self._replaced if entry[0].parent != path]
 
     def unlink(self, path: Path) -> None:
         if path not in self._created:
@@ -203,6 +209,12 @@ class PowerLossOps(OsFileOps):
             self._created.remove(path)
         self._undo.pop(path, None)
         super().unlink(path)
+
+    def rename(self, source: Path, target: Path) -> None:
+        self._replaced.append((target, target.read_bytes()))
+        self._undo[target] = self._undo.pop(source, [])
+        self._created = [path for path in self._created if path != source]
+        super().rename(source, target)
 
     def lose_power(self, rng: random.Random) -> None:
         """Undo any subset of what was not synced, newest first."""
@@ -223,4 +235,7 @@ class PowerLossOps(OsFileOps):
                 path.unlink()
         for path, content in self._unlinked:
             if not path.exists() and rng.random() < 0.5:
+                path.write_bytes(content)
+        for path, content in self._replaced[:1]:
+            if path.exists() and rng.random() < 0.5:
                 path.write_bytes(content)

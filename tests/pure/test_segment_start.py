@@ -161,6 +161,51 @@ def test_an_identity_that_a_crash_cut_is_written_again(tmp_path: Path, content: 
     assert listed.identity == store._directory.identity
 
 
+@pytest.mark.parametrize("is_hidden", [False, True])
+def test_the_log_of_removals_is_as_long_as_their_records(tmp_path: Path, is_hidden: bool) -> None:
+    """Whatever is removed over time: entries go with the segments of their records, and no page comes back.
+
+    With pages on disk that are not listed every removal is recorded, also of pages that never were there.
+    """
+    store = opened(tmp_path, budget_bytes=3 * SEGMENT_BYTES)
+    sizes = []
+    for first in range(0, 900, 10):
+        put(store, range(first, first + 5))
+        if is_hidden:
+            store._table.note_hidden()
+        store.remove_many(
+            [hash_of(number) for number in range(first, first + 9)], deadline=math.inf
+        )
+        put(store, [first + 1])
+        sizes += [path.stat().st_size for path in tmp_path.glob("*/removed.log")]
+    [identity] = {path.parent for path in segment_files(tmp_path)}
+    (identity / "removed.new").write_bytes(b"of a process that was killed")
+    store.close()
+
+    found = hits(opened(tmp_path, budget_bytes=3 * SEGMENT_BYTES), range(900))
+
+    num_slots = slots_per_segment()
+    assert max(sizes) <= 2 * 32 * (4 * num_slots) + 32 * 9
+    assert len(found) > num_slots // 4 and {number % 10 for number in found} == {1}
+
+
+def test_a_log_of_removals_that_is_damaged_is_not_compacted(tmp_path: Path) -> None:
+    """Else the removals that nobody can read any more would be forgotten, and their pages come back."""
+    store = opened(tmp_path)
+    put(store, range(40))
+    store.remove_many([hash_of(1)], deadline=math.inf)
+    [log] = tmp_path.glob("*/removed.log")
+    content = bytearray(log.read_bytes())
+    content[3] ^= 1
+    log.write_bytes(content)
+    for number in range(2, 20):
+        store.remove_many([hash_of(number)], deadline=math.inf)
+        store.maintain()
+    store.close()
+
+    assert hits(opened(tmp_path), range(40)) == []
+
+
 def test_removals_of_pages_that_are_not_on_disk_cost_nothing(tmp_path: Path) -> None:
     """Most pages that an eviction removes were never written: no fsync, and a log that does not grow."""
     ops = FailingOps(no_fault)

@@ -68,6 +68,10 @@ class FileOps(Protocol):
         """Remove a file's name."""
         ...
 
+    def rename(self, source: Path, target: Path) -> None:
+        """Put a file in the place of another one, at once."""
+        ...
+
     def size(self, path: Path) -> FileSize:
         """The size of a file."""
         ...
@@ -133,6 +137,10 @@ class OsFileOps:
     def unlink(self, path: Path) -> None:
         """See FileOps."""
         path.unlink()
+
+    def rename(self, source: Path, target: Path) -> None:
+        """See FileOps."""
+        source.replace(target)
 
     def size(self, path: Path) -> FileSize:
         """See FileOps."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import numpy as np
 from ramify.kv.stores.file_ops import FileOps
 from ramify.kv.stores.removal_log import Position, RemovalLog
 from ramify.kv.stores.segment import OpenedSegment, number_of, open_segment
-from ramify.kv.stores.segment_format import Geometry
+from ramify.kv.stores.segment_format import Geometry, join_name
 from ramify.kv.stores.segment_reader import SegmentReader
 from ramify.kv.stores.segment_table import SegmentTable
 from ramify.kv.stores.store_directory import StoreDirectory
@@ -85,6 +86,40 @@ class SegmentSearch:
         numbers = [number_of(path.name) or 0 for path in self._directory.segment_paths()]
         numbers += [number for number, _ in removed.values()]
         return SegmentListing(segments, unlisted, removed, max(numbers, default=0) + 1)
+
+    def voided(self, removed: Mapping[bytes, Position], end: Position) -> dict[bytes, Position]:
+        """Those of these removals that void a record which is on disk, or may be in a damaged file.
+
+        Args:
+            end: of the segment that the writer appends to.
+
+        Raises:
+            OSError: the directory cannot be read.
+        """
+        found: dict[bytes, Position] = {}
+        for path in self._directory.segment_paths():
+            number = number_of(path.name) or 0
+            try:
+                opened = open_segment(
+                    self._ops, path, self._geometry, self._directory.identity.digest
+                )
+            except OSError:
+                opened = None
+            is_whole = opened is not None and (
+                opened.segment.is_sealed or (number, opened.segment.num_used) == end
+            )
+            if opened is None or not is_whole:
+                # Behind a damaged header there may be records of any page.
+                found |= {
+                    name: position for name, position in removed.items() if position > (number, 0)
+                }
+                continue
+            for entry in opened.entries:
+                name = join_name(int(entry["high"]), int(entry["low"]))
+                position = removed.get(name)
+                if position is not None and (number, int(entry["slot"])) < position:
+                    found[name] = position
+        return found
 
     def _load(self, removals: RemovalLog) -> dict[bytes, Position]:
         """What the removal log voids; if some of it is not known, every page is dropped."""

@@ -33,6 +33,8 @@ from ramify.kv.stores.store_directory import StoreDirectory
 
 logger = logging.getLogger(__name__)
 
+# A segment may have as many bytes as so many logs of removals before these are compacted: 1 MiB.
+REMOVAL_LOG_SHARE = 256
 # What is no error by kind in the totals.
 _PLAIN_TOTALS = frozenset(
     {"written", "durable", "hit", "absent", "late", "late_writes", "refused", "evicted", "copied",
@@ -97,7 +99,12 @@ class SegmentStore:
         direct = not options.read_only and directory.supports_direct()
         self._table = SegmentTable()
         self._reader = SegmentReader(self._ops, self._geometry, self._codec, direct=direct)
-        self._removals = RemovalLog(self._ops, directory.path, key)
+        self._removals = RemovalLog(
+            self._ops,
+            directory.path,
+            key,
+            free_bytes=self._geometry.segment_bytes // REMOVAL_LOG_SHARE,
+        )
         try:
             self._list_pages()
             self.start_report = self._describe_start(direct)
@@ -109,7 +116,7 @@ class SegmentStore:
     def _list_pages(self) -> None:
         ops, geometry = self._ops, self._geometry
         options, directory = self.options, self._directory
-        search = SegmentSearch(
+        self._search = SegmentSearch(
             ops,
             directory,
             geometry,
@@ -118,7 +125,7 @@ class SegmentStore:
             page_bytes=options.page_bytes,
             read_only=options.read_only,
         )
-        listing = search.find(self._removals)
+        listing = self._search.find(self._removals)
         self._table.load(listing.segments, listing.removed)
         if listing.has_hidden_pages:
             self._table.note_hidden()
@@ -220,7 +227,7 @@ class SegmentStore:
                 self._put(key, page, deadline) for key, page in zip(keys, pages, strict=True)
             ]
             if not self.options.read_only:
-                self._writer.maintain()
+                self._maintain_files()
         return outcomes
 
     def _put(self, key: PageKey, page: memoryview, deadline: float) -> WriteOutcome:
@@ -333,9 +340,23 @@ class SegmentStore:
             if self._unavailable:
                 return
             if not self.options.read_only:
-                self._writer.maintain()
+                self._maintain_files()
             elif self._directory.has_key or self._open_late():
                 self._follower.maintain()
+
+    def _maintain_files(self) -> None:
+        self._writer.maintain()
+        if self._removals.is_due:
+            try:
+                self._removals.compact(
+                    lambda removed: self._search.voided(removed, self._writer.position)
+                )
+            except OSError as error:
+                logger.warning(
+                    "the log of removed pages in %s stays as long as it is: %s",
+                    self._directory.path,
+                    error,
+                )
 
     def _open_late(self) -> bool:
         """Open the pages of a writer that made the directory after this reader; whether it has."""
