@@ -100,10 +100,16 @@ class Bench:
         )
 
     def add(
-        self, prompt: Sequence[int], *, priority: int = 0, tenant: str = "", **params: Any
+        self,
+        prompt: Sequence[int],
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        session: str = "",
+        **params: Any,
     ) -> int:
         request_id = self.core.add_request(
-            prompt, SamplingParams(**params), priority=priority, tenant=tenant
+            prompt, SamplingParams(**params), priority=priority, tenant=tenant, session=session
         )
         self.tokens[request_id] = []
         return request_id

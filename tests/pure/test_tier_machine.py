@@ -15,6 +15,7 @@ from hypothesis.stateful import (
 )
 
 from ramify.cache.key import CacheKey
+from ramify.cache.sessions import end_session
 from ramify.engine.weight_reload import swap_weights
 from ramify.kv.stores.memory import FaultyStore, StoreFaults
 from ramify.kv.stores.page_store import ReadOutcome
@@ -106,12 +107,21 @@ class TierMachine(RuleBasedStateMachine):
     # -- requests ------------------------------------------------------------------------------
 
     @rule(
-        stem=st.sampled_from(STEMS), tail=st.text("xyz", max_size=3), tenant=st.sampled_from("ab")
+        stem=st.sampled_from(STEMS),
+        tail=st.text("xyz", max_size=3),
+        tenant=st.sampled_from("ab"),
+        session=st.sampled_from(["", "s"]),
     )
-    def a_request_comes(self, stem: str, tail: str, tenant: str) -> None:
+    def a_request_comes(self, stem: str, tail: str, tenant: str, session: str = "") -> None:
         prompt = [ord(letter) % 50 for letter in stem + tail][: self.longest]
-        request_id = self.bench.add(prompt, max_tokens=2, ignore_eos=True, tenant=tenant)
+        request_id = self.bench.add(
+            prompt, max_tokens=2, ignore_eos=True, tenant=tenant, session=session
+        )
         self.prompts[request_id] = prompt
+
+    @rule(tenant=st.sampled_from("ab"))
+    def a_session_ends(self, tenant: str) -> None:
+        end_session(self.bench.core.cache, tenant, "s")
 
     @rule(count=st.integers(1, 4))
     def steps(self, count: int) -> None:
