@@ -235,6 +235,25 @@ def test_what_a_killed_import_leaves_is_deleted_by_the_next_writer(
     assert run("import", archive, "--cache-dir", target).exit_code == 0
 
 
+def test_an_import_without_room_leaves_nothing(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message names the directory that is full, not the archive; another attempt works."""
+    archive, target = tmp_path / "pages.tar", tmp_path / "other"
+    run("export", archive, "--cache-dir", directory)
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tarfile.TarFile, "extractfile", fail)
+        failed = run("import", archive, "--cache-dir", target)
+
+    assert failed.exit_code == 2 and "other has no room" in " ".join(failed.stderr.split())
+    assert [path.name for path in target.iterdir()] == ["lock"]
+    assert run("import", archive, "--cache-dir", target).exit_code == 0
+
+
 def test_an_import_is_alone(directory: Path, tmp_path: Path) -> None:
     """Beside another import, or a server, it is refused before it unpacks anything, and deletes nothing."""
     archive, target = tmp_path / "pages.tar", tmp_path / "other"

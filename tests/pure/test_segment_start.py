@@ -169,7 +169,7 @@ def test_the_log_of_removals_is_as_long_as_their_records(tmp_path: Path, is_hidd
     """
     store = opened(tmp_path, budget_bytes=3 * SEGMENT_BYTES)
     sizes = []
-    for first in range(0, 900, 10):
+    for first in range(0, 600, 10):
         put(store, range(first, first + 5))
         if is_hidden:
             store._table.note_hidden()
@@ -182,7 +182,7 @@ def test_the_log_of_removals_is_as_long_as_their_records(tmp_path: Path, is_hidd
     (identity / "removed.new").write_bytes(b"of a process that was killed")
     store.close()
 
-    found = hits(opened(tmp_path, budget_bytes=3 * SEGMENT_BYTES), range(900))
+    found = hits(opened(tmp_path, budget_bytes=3 * SEGMENT_BYTES), range(600))
 
     num_slots = slots_per_segment()
     assert max(sizes) <= 2 * 32 * (4 * num_slots) + 32 * 9

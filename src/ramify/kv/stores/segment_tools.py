@@ -19,6 +19,7 @@ from ramify.kv.stores.payload_codec import cache_key_tag
 from ramify.kv.stores.removal_log import FILE_NAME as REMOVAL_FILE
 from ramify.kv.stores.segment import number_of
 from ramify.kv.stores.segment_options import SegmentOptions, identity_of
+from ramify.kv.stores.segment_writer import FULL
 from ramify.kv.stores.segments import SegmentStore
 from ramify.kv.stores.store_directory import (
     IDENTITY_FILE,
@@ -239,6 +240,11 @@ def _unpack(archive: Path, directory: Path) -> None:
                     while block := content.read(1 << 20):
                         file.write(block)
     except (OSError, tarfile.TarError) as error:
+        if isinstance(error, OSError) and error.errno in FULL:
+            raise ConfigError(
+                f"{directory.parent} has no room to unpack {archive} ({error}): free as many bytes as "
+                "the archive has, beside those of its pages, or name another --cache-dir"
+            ) from error
         raise ConfigError(f"{archive} cannot be read: {error}") from error
 
 
