@@ -1,1 +1,7 @@
-"""Triton kernels: `paged_attention`, imported by `attention.backends.triton` inside its calls."""
+"""Triton kernels for CUDA, imported by what launches them inside its calls: triton may be missing.
+
+- `paged_attention`: attention of `attention.backends.triton`.
+- `norm`, `activation`, `rope_kv`, `gemm`: operations of `models.ops.triton_ops`, with their launches.
+- `sampling`, `sample_batch`: the sampler and its launch.
+- `rounding`, `launch`: what they share; `launch` imports no triton.
+"""

@@ -1,0 +1,172 @@
+"""`SampleBatch`: the sampling parameters of a step's rows on a device, and the launch of the sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ramify.kernels.triton.sampling import sample_rows, top_logprobs
+
+BLOCK = 2048  # ids that a program reads at a time
+ENTRIES = 256  # biases or seen tokens likewise
+NO_IDS: NDArray[np.int32] = np.zeros(0, np.int32)
+NO_VALUES: NDArray[np.float32] = np.zeros(0, np.float32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampleRow:
+    """How to sample from a row of logits; the meaning of each field is that of `SamplingParams`."""
+
+    position: int  # of the token to draw; with the seed it decides the random number
+    seed: int = 0
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+    mask: NDArray[np.uint8] | None = None  # a `TokenBitmask`; None allows all
+    bias_ids: NDArray[np.int32] = field(default_factory=lambda: NO_IDS)  # distinct
+    bias: NDArray[np.float32] = field(default_factory=lambda: NO_VALUES)
+    seen_ids: NDArray[np.int32] = field(default_factory=lambda: NO_IDS)  # distinct
+    seen_counts: NDArray[np.int32] = field(default_factory=lambda: NO_IDS)  # in the output
+
+
+class SampledRows(NamedTuple):
+    """Results of a step's rows, on the device."""
+
+    tokens: Tensor  # [rows] int32
+    statuses: (
+        Tensor  # [rows] int32: `OK`, `NOT_FINITE` or `NOTHING_LEFT` of `kernels.triton.sampling`
+    )
+    logprobs: Tensor  # [rows] float32, of the tokens, from the logits as they came
+    log_sums: Tensor  # [rows] float32: log of the sum of the logits' exponentials
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampleBatch:
+    """The arguments of `sample_rows` on one device; which shapes they have is written there."""
+
+    vocab_size: int
+    floats: Tensor
+    ints: Tensor
+    seeds: Tensor
+    masks: Tensor
+    bias_starts: Tensor
+    bias_ids: Tensor
+    bias: Tensor
+    seen_starts: Tensor
+    seen_ids: Tensor
+    seen_counts: Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[SampleRow], vocab_size: int, device: torch.device) -> SampleBatch:
+        """Upload the parameters of some rows."""
+
+        def upload(array: NDArray[np.generic]) -> Tensor:
+            tensor = torch.from_numpy(array)
+            if device.type == "cuda":
+                tensor = tensor.pin_memory()
+            return tensor.to(device, non_blocking=True)
+
+        def starts(length: Callable[[SampleRow], int]) -> Tensor:
+            return upload(np.array([0, *accumulate(map(length, rows))], np.int32))
+
+        def joined(part: Callable[[SampleRow], NDArray[np.generic]], dtype: type) -> Tensor:
+            # never empty, because a kernel gets an address
+            return upload(np.concatenate([*map(part, rows), np.zeros(1)]).astype(dtype))
+
+        num_words = -(-vocab_size // 32)
+        masked = [row.mask for row in rows if row.mask is not None]
+        masks = np.zeros((max(1, len(masked)), num_words * 4), np.uint8)
+        for words, mask in zip(masks, masked, strict=False):
+            words[: len(mask)] = mask
+        mask_rows = accumulate(int(row.mask is not None) for row in rows)
+        return cls(
+            vocab_size,
+            upload(
+                np.array(
+                    [
+                        (row.temperature, row.top_p, row.min_p, row.repetition, row.presence, row.frequency)
+                        for row in rows
+                    ],
+                    np.float32,
+                ).reshape(-1, 6)
+            ),
+            upload(
+                np.array(
+                    [
+                        (
+                            vocab_size if row.top_k is None else min(row.top_k, vocab_size),
+                            -1 if row.mask is None else number - 1,
+                            row.position,
+                        )
+                        for row, number in zip(rows, mask_rows, strict=True)
+                    ],
+                    np.int32,
+                ).reshape(-1, 3)
+            ),
+            upload(np.array([row.seed for row in rows], np.int64)),
+            upload(masks.view(np.int32)),
+            starts(lambda row: len(row.bias_ids)),
+            joined(lambda row: row.bias_ids, np.int32),
+            joined(lambda row: row.bias, np.float32),
+            starts(lambda row: len(row.seen_ids)),
+            joined(lambda row: row.seen_ids, np.int32),
+            joined(lambda row: row.seen_counts, np.int32),
+        )  # fmt: skip
+
+    def sample(
+        self, logits: Tensor, *, edited: Tensor | None = None, block: int = BLOCK
+    ) -> SampledRows:
+        """Draw a token from each row of logits [rows, vocab_size] float32, contiguous; not changed.
+
+        Args:
+            edited: scratch like logits, for rows with biases or penalties; None allocates it.
+            block: ids that a program reads at a time, a power of two; part of the arithmetic.
+        """
+        rows, device = len(self.seeds), logits.device
+        assert logits.shape == (rows, self.vocab_size) and logits.is_contiguous()
+        assert logits.dtype == torch.float32
+        tokens, statuses = (torch.empty(rows, dtype=torch.int32, device=device) for _ in range(2))
+        logprobs, log_sums = (torch.empty(rows, device=device) for _ in range(2))
+        if rows:
+            sample_rows[(rows,)](
+                logits, torch.empty_like(logits) if edited is None else edited,
+                self.masks, self.floats, self.ints, self.seeds,
+                self.bias_starts, self.bias_ids, self.bias,
+                self.seen_starts, self.seen_ids, self.seen_counts,
+                tokens, statuses, logprobs, log_sums,
+                VOCAB=self.vocab_size, MASK_WORDS=self.masks.shape[1], BLOCK=block, ENTRIES=ENTRIES,
+                num_warps=8, enable_fp_fusion=False,
+            )  # fmt: skip
+        return SampledRows(tokens, statuses, logprobs, log_sums)
+
+
+def likeliest(
+    logits: Tensor, rows: Tensor, log_sums: Tensor, num_top: int, *, block: int = BLOCK
+) -> tuple[Tensor, Tensor]:
+    """The `num_top` likeliest ids of some rows and their log probabilities, each [R, num_top].
+
+    Args:
+        logits: [n, vocab_size] float32, contiguous.
+        rows: [R] int32, of logits.
+        log_sums: [n] float32, of `SampledRows`.
+    """
+    shape = len(rows), num_top
+    ids = torch.empty(shape, dtype=torch.int32, device=logits.device)
+    logprobs = torch.empty(shape, device=logits.device)
+    if ids.numel():
+        top_logprobs[(len(rows),)](
+            logits, rows, log_sums, ids, logprobs, num_top,
+            VOCAB=logits.shape[1], BLOCK=block, num_warps=8, enable_fp_fusion=False,
+        )  # fmt: skip
+    return ids, logprobs
