@@ -24,6 +24,7 @@ class Step:
     q: Tensor  # [T, num_heads, head_dim]
     planes: dict[str, Tensor]
     selected: Tensor | None
+    sinks: Tensor | None = None
 
     def take(self, rows: slice, batch: AttentionBatch) -> "Step":
         """The query rows `rows`, as another batch over the same planes."""
@@ -110,7 +111,7 @@ def step_of(
         for row, position in enumerate(batch.positions.tolist()):
             keys = torch.randperm(position + 1, generator=noise)[:num_selected].sort().values
             selected[row, : len(keys)] = keys.int()
-    return Step(batch, q.to(spec.dtype), planes, selected)
+    return Step(batch, q.to(spec.dtype), planes, selected, sinks_of(spec))
 
 
 def batch_of(
@@ -129,12 +130,20 @@ def triton(spec: AttentionSpec, *, split: bool = True, tiles: TileShapes = TILES
     return TritonBackend(spec, CPU, tiles=tiles, saturating_programs=1 << 20 if split else 0)
 
 
+def sinks_of(spec: AttentionSpec) -> Tensor | None:
+    """A sink for each head: usual, without weight, with nearly all of it, with all of it."""
+    if not spec.sinks:
+        return None
+    return torch.tensor([0.5, -200.0, 20.0, 300.0]).repeat(spec.num_heads)[: spec.num_heads]
+
+
 def run(backend: AttentionBackend, step: Step, *, padding: int = 0, layer: int = 0) -> Tensor:
     rows = torch.cat([step.q, step.q.new_full((padding, *step.q.shape[1:]), 7.0)])
     planes, selected = step.planes, step.selected
     if selected is not None:
         selected = torch.cat([selected, selected.new_full((padding, selected.shape[1]), -1)])
-    return backend.run(backend.plan(step.batch), layer, rows, planes, selected=selected)
+    plan = backend.plan(step.batch)
+    return backend.run(plan, layer, rows, planes, selected=selected, sinks=step.sinks)
 
 
 def assert_same_bits(actual: Tensor, expected: Tensor) -> None:

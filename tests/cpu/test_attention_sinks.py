@@ -125,7 +125,7 @@ def test_other_backends_say_why_not() -> None:
         spec = spec_of(sinks=True, exact=exact)
         choice = select_backend("auto", spec, CPU)
         assert choice.name in WITH_SINKS
-        for name in set(BACKENDS) - set(WITH_SINKS):
+        for name in set(BACKENDS) - set(WITH_SINKS) - {"triton"}:  # its own tests have sinks
             assert backend_class(name).supports(spec, CPU) is not None
     reason = backend_class("sdpa").supports(spec_of(sinks=True), CPU)
     assert reason is not None

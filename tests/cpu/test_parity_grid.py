@@ -48,6 +48,8 @@ FEATURES: dict[str, dict[str, object]] = {
     "mla, more heads than a tile has rows": MLA | {"num_heads": 20, "page_size": 3},
     "mla, sparse": MLA | {"sparse": True},
     "sparse": {"sparse": True, "page_size": 3},
+    "sinks": {"sinks": True, "num_heads": 4},
+    "sinks and window, exact": {"sinks": True, "num_heads": 4, "windows": (40,), "exact": True},
     "exact": {"exact": True},
     "exact, mla": MLA | {"exact": True},
 }
@@ -55,12 +57,12 @@ FEATURES: dict[str, dict[str, object]] = {
 MIXED = [(0, 5), (37, 1), (130, 1), (63, 1), (60, 9)]
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 SKIPPED_ON_CPU = {  # no feature is skipped by accident: the reason must have one of these words
-    "sdpa": ("soft_cap", "value_dim", "kv_dtype", "kind=mla", "sparse", "exact"),
+    "sdpa": ("soft_cap", "value_dim", "kv_dtype", "kind=mla", "sparse", "exact", "sinks"),
     "cpu": ("float8_e5m2",),
     "blocked": ("value_dim", "kv_dtype", "kind=mla", "sparse"),
-    "flex": ("sparse", "exact"),
-    "varlen": ("device cpu",),
-    "flashinfer": ("device cpu",),
+    "flex": ("sparse", "exact", "sinks"),
+    "varlen": ("device cpu", "sinks"),
+    "flashinfer": ("device cpu", "sinks"),
     "triton": (),
     "eager": (),
 }

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -36,6 +37,7 @@ KINDS: dict[str, dict[str, object]] = {
     },
     "int8": {"kv_dtype": torch.int8, "num_heads": 2, "num_kv_heads": 1},
     "soft_cap": {"soft_cap": 2.0, "num_heads": 3, "num_kv_heads": 1},
+    "sinks and window": {"sinks": True, "windows": (50,), "num_heads": 4, "num_kv_heads": 1},
     "mla": MLA,
     "mla, bfloat16": MLA | {"dtype": torch.bfloat16},
     "sparse": {"sparse": True, "num_heads": 2, "num_kv_heads": 1},
@@ -85,7 +87,7 @@ def test_reading_a_shared_prefix_once_changes_no_bit(kind: str) -> None:
     lengths = [cached + new for cached, new in shares]
     rows = sharing_rows(lengths, shared, spec.page_size)
     step = step_of(spec, shares, rows=rows, sharing=shared)
-    unshared = Step(batch_of(spec, shares, rows), step.q, step.planes, step.selected)
+    unshared = replace(step, batch=batch_of(spec, shares, rows))
     grouping, plain = triton(spec), triton(spec)
     expected = run(plain, unshared)
 

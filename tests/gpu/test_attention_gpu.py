@@ -52,6 +52,8 @@ FEATURES: dict[str, dict[str, object]] = {
     "mla, int8": MLA | {"kv_dtype": torch.int8},
     "mla, sparse": MLA | {"sparse": True},
     "sparse": BF16 | {"sparse": True},
+    "sinks": BF16 | {"sinks": True, "num_heads": 8},
+    "sinks and window": BF16 | {"sinks": True, "num_heads": 8, "windows": (700,)},
     "exact": BF16 | {"exact": True},
     "exact, float32": {"head_dim": 64, "exact": True},
     "exact, mla": MLA | {"exact": True},
@@ -63,6 +65,7 @@ EXACT: dict[str, dict[str, object]] = {
     name: FEATURES[name] for name in ("exact", "exact, float32", "exact, mla")
 } | {
     "int8": BF16 | {"exact": True, "kv_dtype": torch.int8},
+    "sinks": BF16 | {"exact": True, "windows": (700,), "sinks": True},
     "window and soft_cap": BF16 | {"exact": True, "windows": (700,), "soft_cap": 20.0},
 }
 
@@ -70,7 +73,8 @@ EXACT: dict[str, dict[str, object]] = {
 def on_gpu(step: Step) -> Step:
     selected = None if step.selected is None else step.selected.to(GPU)
     planes = {name: plane.to(GPU) for name, plane in step.planes.items()}
-    return replace(step, q=step.q.to(GPU), planes=planes, selected=selected)
+    sinks = None if step.sinks is None else step.sinks.to(GPU)
+    return replace(step, q=step.q.to(GPU), planes=planes, selected=selected, sinks=sinks)
 
 
 def made(name: str, spec: AttentionSpec) -> AttentionBackend:

@@ -24,7 +24,6 @@ from ramify.attention.spec import (
     AttentionSpec,
     not_exact,
     reason_no_cuda,
-    reason_no_sinks,
     unprobed_exactness,
 )
 from ramify.attention.staging_buffers import StagingBuffers, next_power_of_two
@@ -143,8 +142,6 @@ class TritonBackend:
             return f"dtype={spec.dtype}"
         if spec.plane_dtype not in PLANE_DTYPES:
             return f"kv_dtype={spec.plane_dtype}"
-        if (reason := reason_no_sinks(spec)) is not None:
-            return reason
         return None if device.type != "cuda" else _reason_not_capable(spec, device)
 
     def exactness(self) -> list[Exactness]:
@@ -223,7 +220,7 @@ class TritonBackend:
         options: dict[str, Any] = {"enable_fp_fusion": not spec.exact}
         q = q.contiguous()
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-            inputs, tiles = (window, q, planes, selected, out), self.tiles
+            inputs, tiles = (window, q, planes, selected, sinks, out), self.tiles
             for items, programs, rows, warps in (
                 ("prefill_items", plan.prefill_programs, tiles.prefill_rows, tiles.prefill_warps),
                 ("decode_items", plan.decode_programs, tiles.decode_rows, tiles.decode_warps),
@@ -233,10 +230,11 @@ class TritonBackend:
             if plan.merge_programs:
                 arrays = plan.arrays
                 merge_split_kv[plan.merge_programs, spec.num_heads](
-                    plan.partial_acc, plan.partial_ml, out, arrays["split_tokens"],
+                    plan.partial_acc, plan.partial_ml, q if sinks is None else sinks, out,
+                    arrays["split_tokens"],
                     arrays["positions"], arrays["split_offsets"],
                     HEADS=spec.num_heads, DIM_V=spec.v_head_dim, BLOCK_DV=_padded_dim(spec.v_head_dim),
-                    WINDOW=window, SPLIT=self.tiles.split_keys, num_warps=4, **options,
+                    WINDOW=window, SPLIT=self.tiles.split_keys, SINKS=spec.sinks, num_warps=4, **options,
                 )  # fmt: skip
         return out
 
@@ -245,7 +243,7 @@ class TritonBackend:
         plan: TritonPlan,
         items: str,
         launch: tuple[int, int, int],
-        inputs: tuple[int, Tensor, Mapping[str, Tensor], Tensor | None, Tensor],
+        inputs: tuple[int, Tensor, Mapping[str, Tensor], Tensor | None, Tensor | None, Tensor],
         options: dict[str, Any],
     ) -> None:
         """Launch the attention kernel on the prefill or decode items.
@@ -256,7 +254,7 @@ class TritonBackend:
         from ramify.kernels.triton.paged_attention import TYPES, paged_attention
 
         programs, rows, warps = launch
-        window, q, planes, selected, out = inputs
+        window, q, planes, selected, sinks, out = inputs
         spec, tiles, arrays = self.spec, self.tiles, plan.arrays
         latent = spec.kind == "mla"
         names = ("latent", "latent", "rope") if latent else ("k", "v", "k")
@@ -273,6 +271,7 @@ class TritonBackend:
             q if k_scale is None else k_scale,
             q if v_scale is None else v_scale,
             q if rope_scale is None else rope_scale,
+            q if sinks is None else sinks,
             out, plan.partial_acc, plan.partial_ml,
             arrays[items], arrays["tokens"], arrays["positions"], arrays["split_offsets"],
             table, keys, table.shape[1], keys.shape[-1], spec.scale,
@@ -288,6 +287,7 @@ class TritonBackend:
             LATENT=latent, SPARSE=spec.sparse,
             BLOCK_M=rows, BLOCK_N=tiles.block_keys,
             SPLIT_BLOCKS=tiles.split_keys // tiles.block_keys, MERGE_PER_SPLIT=spec.exact,
+            SINKS=spec.sinks,
             num_warps=warps, num_stages=2, **options,
         )  # fmt: skip
 

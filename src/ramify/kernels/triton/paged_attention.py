@@ -75,6 +75,14 @@ def _merge_state(m_i, l_i, new_m, new_l):
 
 
 @triton.jit
+def _join_sink(m_i, l_i, sink):
+    """Add a sink, a logit without a value, to a row: the factor of its sums, and its sum of weights."""
+    merged_m = tl.maximum(m_i, sink * _LOG2E)
+    scale = tl.exp2(m_i - merged_m)
+    return scale, l_i * scale + tl.exp2(sink * _LOG2E - merged_m)
+
+
+@triton.jit
 def _attend_blocks(
     query, query_rope, k, v, rope, k_scale, v_scale, rope_scale, scale,
     pages, selection, num_selected, kv_head, position, first, last, from_block, to_block,
@@ -156,7 +164,7 @@ def _attend_blocks(
 
 @triton.jit(do_not_specialize=["table_width", "num_selected"])
 def paged_attention(
-    q, k, v, rope, k_scale, v_scale, rope_scale, out, partial_acc, partial_ml,
+    q, k, v, rope, k_scale, v_scale, rope_scale, sinks, out, partial_acc, partial_ml,
     items, tokens, positions, split_offsets, block_table, selected, table_width, num_selected,
     scale,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEADS_TILE: tl.constexpr,
@@ -168,7 +176,7 @@ def paged_attention(
     K_SCALED: tl.constexpr, V_SCALED: tl.constexpr, ROPE_SCALED: tl.constexpr,
     LATENT: tl.constexpr, SPARSE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_BLOCKS: tl.constexpr,
-    MERGE_PER_SPLIT: tl.constexpr,
+    MERGE_PER_SPLIT: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Attention of a tile of query rows over all of its splits, or over one.
 
@@ -179,6 +187,7 @@ def paged_attention(
         q: [T, KV_HEADS * GROUP, DIM_K + DIM_ROPE].
         k, v: [slots, KV_HEADS, DIM_K] and [slots, KV_HEADS, DIM_V]; with LATENT k is the latent,
             which is the value too, and `rope` [slots, DIM_ROPE] is the rest of the key.
+        sinks: with SINKS [KV_HEADS * GROUP] float32: exp(sink) joins a row's sum of weights.
         out: [T, KV_HEADS * GROUP, DIM_V]; written by items that cover all splits.
         partial_acc, partial_ml: float32 [partials, heads, DIM_V] and [partials, heads, 2].
         items: [programs, ITEM_FIELDS] int32; an item without tokens does nothing.
@@ -276,6 +285,10 @@ def paged_attention(
             tl.store(partial_ml + row * 2, m_i, mask=row_mask)
             tl.store(partial_ml + row * 2 + 1, l_i, mask=row_mask)
     else:
+        if SINKS:
+            sink = tl.load(sinks + kv_head * GROUP + in_group, mask=row_mask, other=0.0)
+            sink_scale, l_i = _join_sink(m_i, l_i, sink)
+            acc = acc * sink_scale[:, None]
         # a row that attends to no key gets zeros; and -0.0 becomes 0.0
         output = acc / tl.where(l_i > 0, l_i, 1.0)[:, None] + 0.0
         out_at = out + q_row[:, None] * DIM_V + dim_v[None, :]
@@ -284,9 +297,9 @@ def paged_attention(
 
 @triton.jit
 def merge_split_kv(
-    partial_acc, partial_ml, out, split_tokens, positions, split_offsets,
+    partial_acc, partial_ml, sinks, out, split_tokens, positions, split_offsets,
     HEADS: tl.constexpr, DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
-    WINDOW: tl.constexpr, SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr, SPLIT: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of a row of `out` in ascending order, as `paged_attention` with MERGE_PER_SPLIT.
 
@@ -312,6 +325,9 @@ def merge_split_kv(
         split_l = tl.load(partial_ml + row * 2 + 1)
         m_i, l_i, old_scale, new_scale = _merge_state(m_i, l_i, split_m, split_l)
         acc = acc * old_scale + split_acc * new_scale
+    if SINKS:
+        sink_scale, l_i = _join_sink(m_i, l_i, tl.load(sinks + head))
+        acc = acc * sink_scale
     output = acc / tl.where(l_i > 0, l_i, 1.0) + 0.0
     out_at = out + (token * HEADS + head) * DIM_V + dim
     tl.store(out_at, output.to(out.dtype.element_ty), mask=dim < DIM_V)
