@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ramify.attention import mla
+from ramify.attention.backend import backend_class
 from ramify.attention.backends.eager import EagerBackend
 from ramify.attention.batch import AttentionBatch, Extend
 from ramify.attention.mla import (
@@ -145,6 +146,59 @@ def test_ab4_every_configuration_with_a_prefix_equals_full_recompute(
     assert out.shape == (num_tokens + 3, 3, value_dim)
     assert not out[num_tokens:].any()
     assert float((out[:num_tokens].double() - recomputed(case)).abs().max()) < 2e-5
+
+
+@pytest.mark.parametrize("path", ["absorbed", "expanded"])
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
+def test_every_backend_of_the_absorbed_path_agrees(backend: str, path: MlaPath) -> None:
+    """Torch's operations, the compiled kernels and Triton's, and the path that uses none of them."""
+    case = case_of(shares=((0, 5), (37, 1), (15, 2)))
+    reason = backend_class(backend).supports(case.spec, CPU)
+    if reason is not None:
+        pytest.skip(reason)
+    attention = attention_of(case, path=path)
+    attention.backend = backend_class(backend)(case.spec, CPU)
+
+    out = attention.run(attention.plan(case.batch), 0, case.query, case.planes)
+
+    assert (
+        float((out[: case.batch.num_tokens] - run(case, path="absorbed")[:-3]).abs().max()) < 2e-5
+    )
+
+
+class LatentsOfQueries:
+    """In place of a backend that has no arithmetic on the meta device."""
+
+    def plan(self, batch: AttentionBatch) -> AttentionBatch:
+        return batch
+
+    def run(
+        self, plan: AttentionBatch, layer: int, q: Tensor, planes: Any, **options: Any
+    ) -> Tensor:
+        assert plan.num_tokens == len(q)
+        return q[..., :20]
+
+
+def test_a_step_stays_on_its_device() -> None:
+    """Every tensor of a plan and of a run is on the device: torch refuses to mix two."""
+    meta, case = torch.device("meta"), case_of(shares=((0, 5), (37, 1)))
+    w_uk, w_uv = case.query.up.w_uk.to(meta), case.query.up.w_uv.to(meta)
+    up = UpProjection(
+        w_uk, w_uv, lambda x: per_head_matmul(x, w_uk), lambda x: per_head_matmul(x, w_uv)
+    )
+    query = MlaQuery(case.query.q_nope[:6].to(meta), case.query.q_rope[:6].to(meta), up)
+    backend: Any = LatentsOfQueries()
+    attention = MlaAttention(
+        backend, case.spec, nope_dim=10, value_dim=12, costs=EXPANDED_IS_FREE, device=meta
+    )
+
+    plan = attention.plan(case.batch)
+    out = attention.run(plan, 0, query, {name: x.to(meta) for name, x in case.planes.items()})
+
+    assert out.device == meta and out.shape == (6, 3, 12)
+    [request], rows = plan.expanded, plan.absorbed_rows
+    assert rows is not None and rows.shape == (1,)
+    assert {rows.device, request.slots.device, request.query_positions.device} == {meta}
 
 
 @pytest.mark.parametrize("path", ["absorbed", "expanded"])

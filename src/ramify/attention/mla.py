@@ -34,6 +34,7 @@ from ramify.errors import ConfigError
 from ramify.kv.block_table import PagedBlockTable
 from ramify.kv.layout import read_plane
 
+CPU = torch.device("cpu")
 CHUNK_KEYS = 512  # 67 MB of float32 K and V at 128 heads of 128 + 128
 MAX_SCORES = 1 << 22  # float32 scores in flight, 16 MB
 COST_ROWS, COST_KEYS, COST_TRIALS = 64, 256, 5
@@ -103,6 +104,7 @@ class MlaAttention:
         path: `absorbed` and `expanded` are for tests and benchmarks.
         chunk_keys: keys expanded at a time.
         costs: None measures them on first use.
+        device: of the queries and planes.
 
     Raises:
         ConfigError: `path="expanded"` cannot serve `spec` (see `reason_not_expanded`), or `spec`
@@ -120,6 +122,7 @@ class MlaAttention:
         path: MlaPath = "auto",
         chunk_keys: int = CHUNK_KEYS,
         costs: MlaCostModel | None = None,
+        device: torch.device = CPU,
     ) -> None:
         if spec.kind != "mla":
             raise ConfigError(f"kind={spec.kind!r} but latent attention needs kind='mla'")
@@ -130,7 +133,10 @@ class MlaAttention:
         reason = reason_not_expanded(spec)
         if path == "expanded" and reason is not None:
             raise ConfigError(f"path='expanded' cannot be used: {reason}; use path='auto'")
+        if index is not None and index.device != device:
+            raise ConfigError(f"device={device} but the index is on {index.device}; use one device")
         self.backend, self.spec, self.index = backend, spec, index
+        self.device = device
         self._nope_dim, self._value_dim = nope_dim, value_dim
         self._path: MlaPath = "absorbed" if reason is not None else path
         self._chunk_keys = chunk_keys
@@ -151,16 +157,15 @@ class MlaAttention:
     def plan(self, batch: AttentionBatch) -> MlaPlan:
         """Choose the path of every request and plan the backend's part. Called once per step."""
         index = None if self.index is None else self.index.plan(batch)
-        device = torch.device("cpu") if self.index is None else self.index.device
         expanded = [seq for seq in range(batch.num_seqs) if self._expands(batch, seq)]
         if not expanded:
             return MlaPlan(self.backend.plan(batch), None, [], index)
-        requests = request_slices(batch, device)
+        requests = request_slices(batch, self.device)
         absorbed = [seq for seq in range(batch.num_seqs) if seq not in set(expanded)]
         rows = [np.arange(requests[seq].start, requests[seq].stop) for seq in absorbed]
         return MlaPlan(
             self.backend.plan(batch.select(absorbed)),
-            torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *rows])),
+            torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *rows])).to(self.device),
             [requests[seq] for seq in expanded],
             index,
         )
@@ -238,7 +243,7 @@ class MlaAttention:
         draw = torch.Generator().manual_seed(0)
 
         def random(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=draw).to(spec.dtype)
+            return torch.randn(shape, generator=draw).to(self.device, spec.dtype)
 
         # scaled, since large scores would make softmax weights denormal, which are slow
         w_uk = random(spec.num_heads, self._nope_dim, latent) * latent**-0.5
@@ -257,7 +262,7 @@ class MlaAttention:
         table = PagedBlockTable.of([list(range(num_pages))], spec.page_size)
         rows = COST_ROWS
         batch = AttentionBatch.build([Extend(0, 0, keys - rows, rows)], table)
-        [request] = request_slices(batch, torch.device("cpu"))
+        [request] = request_slices(batch, self.device)
         query = MlaQuery(
             random(rows, spec.num_heads, self._nope_dim),
             random(rows, spec.num_heads, spec.head_dim - latent),
@@ -267,6 +272,7 @@ class MlaAttention:
         absorbed, expanded = _best_seconds(
             partial(self._absorbed, plan, 0, query, planes, None),
             partial(self._expanded, request, query, planes),
+            wait=torch.cuda.synchronize if self.device.type == "cuda" else None,
         )
         # multiply-adds of a row or key in the up projection, and of a pair in attention
         up_count = spec.num_heads * latent * (self._nope_dim + self._value_dim)
@@ -322,13 +328,21 @@ def merge_state(
     return out * torch.exp(lse - merged) + other * torch.exp(other_lse - merged), merged
 
 
-def _best_seconds(*calls: Callable[[], object]) -> list[float]:
-    """The shortest time of each call in `COST_TRIALS` rounds, after a warm-up round."""
+def _best_seconds(
+    *calls: Callable[[], object], wait: Callable[[], object] | None = None
+) -> list[float]:
+    """The shortest time of each call in `COST_TRIALS` rounds, after a warm-up round.
+
+    Args:
+        wait: returns when a device that works by itself is done.
+    """
     best = [math.inf] * len(calls)
     for trial in range(COST_TRIALS + 1):
         for index, call in enumerate(calls):
             start = time.perf_counter()
             call()
+            if wait is not None:
+                wait()
             if trial:
                 best[index] = min(best[index], time.perf_counter() - start)
     return best

@@ -179,6 +179,7 @@ class SparseIndex:
         q = torch.randn(num_rows, num_heads, head_dim, generator=draw)
         weights = torch.randn(num_rows, num_heads, generator=draw)
         keys = torch.randn(2 * KEY_TILE, head_dim, generator=draw)
+        q, weights, keys = (rows.to(self.device) for rows in (q, weights, keys))
         op = partial(self._batched_scores, keys=keys)
         return probe_batch_invariance(op, (q, weights), counts)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ramify.attention.backend import AttentionBackend
-from ramify.attention.mla import MlaAttention
+from ramify.attention.mla import CPU, MlaAttention
 from ramify.attention.paged import PagedBackend
 from ramify.attention.sparse_index import SparseIndex
 from ramify.attention.spec import AttentionSpec
@@ -76,9 +76,16 @@ def attention_spec(
 
 
 def build_attention(
-    config: ModelConfig, spec: AttentionSpec, backend: AttentionBackend
+    config: ModelConfig,
+    spec: AttentionSpec,
+    backend: AttentionBackend,
+    device: torch.device = CPU,
 ) -> PagedBackend:
-    """The backend itself, or for MLA models the backend wrapped in `MlaAttention`, with its sparse index."""
+    """The backend itself, or for MLA models the backend wrapped in `MlaAttention`, with its sparse index.
+
+    Args:
+        device: the backend's.
+    """
     mla = config.mla
     if mla is None:
         return backend
@@ -88,7 +95,14 @@ def build_attention(
             top_k=mla.index.top_k,
             num_heads=mla.index.num_heads,
             head_dim=mla.index.head_dim,
-            device=torch.device("cpu"),
+            device=device,
             exact=spec.exact,
         )
-    return MlaAttention(backend, spec, nope_dim=mla.nope_dim, value_dim=mla.value_dim, index=index)
+    return MlaAttention(
+        backend,
+        spec,
+        nope_dim=mla.nope_dim,
+        value_dim=mla.value_dim,
+        index=index,
+        device=device,
+    )
