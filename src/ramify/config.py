@@ -22,7 +22,7 @@ DTYPES = ("auto", "float32", "bfloat16")
 QUANTIZE = ("off", "int8", "int4", "widen")
 ACTIVATIONS = ("int16", "int8")
 KV_DTYPES = ("auto", "int8", "fp8")
-OPS = ("auto", "cpu", "torch")
+OPS = ("auto", "cpu", "torch", "triton")
 SPECULATIVE_METHODS = ("off", "ngram", "tree", "auto")
 SPECULATIVE_SAMPLING = ("exact", "rejection")
 MAY_BE_NONE = (
@@ -88,7 +88,8 @@ class ModelSection:
     ops: str = option(
         "auto",
         "Operations of the model: `cpu` (compiled kernels), `torch` (plain torch, attention "
-        "included) or `auto`; `ramify info` lists all, with reasons.",
+        "included), `triton` (kernels for CUDA, not yet run on a GPU) or `auto`; `ramify info` "
+        "lists all, with reasons.",
     )
 
 

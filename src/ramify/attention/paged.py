@@ -52,6 +52,12 @@ class PagedAttention:
         """
         names = [plane.name for plane in self.pool.layout.planes]
         self.pool.write_kv(layer, self.slots, **dict(zip(names, kv, strict=True)))
+        return self.attend(layer, q, rows=rows, sinks=sinks)
+
+    def attend(
+        self, layer: int, q: Any, *, rows: Tensor | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Attend to the K/V of a layer, which is written; arguments as for a call."""
         plan = self.plan
         if rows is not None:
             if not len(rows):

@@ -9,5 +9,6 @@ Families import `protocol` and `mlp`; nothing here imports a family. Read in thi
 - `probe`: keep an operation batched if its rows are independent, else run it row by row.
 - `torch_linear`, `quantized`: strategies for x @ weight.T, and weights that are integer codes.
 - `weight_rounding`: matrices rounded to 8 or 4 bits at load.
+- `triton_ops`: `TritonOps`, Triton's kernels on CUDA; norms, activations, rope, exact GEMMs.
 - `cpu`: `CpuOps`, compiled CPU kernels where there is one.
 """

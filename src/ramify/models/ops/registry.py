@@ -14,9 +14,10 @@ from ramify.models.ops.cpu.cpu_ops import CpuOps
 from ramify.models.ops.protocol import Ops
 from ramify.models.ops.quantized import Weight
 from ramify.models.ops.torch_ops import CPU, TorchOps
+from ramify.models.ops.triton_ops import TritonOps
 
-# In the order of "auto".
-OPS: Mapping[str, type[TorchOps]] = {"cpu": CpuOps, "torch": TorchOps}
+# In the order of "auto". Triton's kernels have not run on a GPU yet: torch is before them.
+OPS: Mapping[str, type[TorchOps]] = {"cpu": CpuOps, "torch": TorchOps, "triton": TritonOps}
 
 
 class OpsFactory(Protocol):

@@ -44,6 +44,7 @@ from ramify.models.ops.protocol import (
     LmHead,
     Norm,
     RowOp,
+    SelfAttention,
     Shard,
 )
 from ramify.models.ops.quantized import Weight, as_tensor, concat_weights
@@ -207,7 +208,7 @@ class TorchOps:
         qk_norm: tuple[Norm, Norm] | None = None,
         qk_norm_form: QkNormForm = "head",
         sinks: str | None = None,
-    ) -> SplitAttention:
+    ) -> SelfAttention:
         """See `Ops`."""
         rotate = self.rope(rope, dim=heads.head_dim, num_heads=heads.num_q)
         norms = None

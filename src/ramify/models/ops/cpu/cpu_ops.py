@@ -33,6 +33,7 @@ from ramify.models.ops.protocol import (
     Linear,
     Norm,
     RowOp,
+    SelfAttention,
     Shard,
 )
 from ramify.models.ops.quantized import QuantizedWeight, Weight
@@ -162,7 +163,7 @@ class CpuOps(TorchOps):
         qk_norm: tuple[Norm, Norm] | None = None,
         qk_norm_form: QkNormForm = "head",
         sinks: str | None = None,
-    ) -> SplitAttention:
+    ) -> SelfAttention:
         """See `Ops`."""
         in_torch = partial(
             super().attention,

@@ -1,0 +1,301 @@
+"""`TritonOps`: a decoder's operations by Triton's kernels where there is one, else in torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ramify.attention.exactness import BATCHED, Exactness, dtype_name
+from ramify.attention.paged import PagedAttention, PagedBackend
+from ramify.kernels.triton.launch import reason_no_triton
+from ramify.kv.pool import KVPool
+from ramify.models.configs.dense_variant import QkNormForm
+from ramify.models.configs.moe import SWIGLU_ALPHA, SWIGLU_LIMIT
+from ramify.models.configs.rope import RopeConfig
+from ramify.models.ops.functional import GATED_ACTIVATIONS
+from ramify.models.ops.layer_loop import LayerLoop
+from ramify.models.ops.protocol import (
+    Activation,
+    Attended,
+    DecoderLayer,
+    ForwardStep,
+    FusableLayer,
+    FusableMlp,
+    FusableParts,
+    Heads,
+    LayerStack,
+    Linear,
+    Norm,
+    RowOp,
+    SelfAttention,
+    Shard,
+)
+from ramify.models.ops.quantized import QuantizedWeight
+from ramify.models.ops.rotary_table import RotaryTable
+from ramify.models.ops.torch_ops import TorchOps
+
+if TYPE_CHECKING:
+    from ramify.kernels.triton.rope_kv import HeadNorms
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class TritonOps(TorchOps):
+    """RMS norms, gated activations, rope with K/V write; and if exact, batch-invariant GEMMs.
+
+    Without `exact`, matrices are multiplied by torch. Other operations are those of `TorchOps`, whose
+    arguments these are.
+    """
+
+    @classmethod
+    def supports(cls, dtype: torch.dtype, device: torch.device) -> str | None:
+        """CUDA with Triton, or CPU with Triton's interpreter."""
+        if (reason := reason_no_triton(device)) is not None:
+            return reason
+        if find_spec("triton") is None:
+            return "triton is not installed: install it, or a CUDA build of torch"
+        return None if dtype in FLOATS else f"dtype {dtype}: the kernels compute floats"
+
+    def linear(
+        self,
+        *names: str,
+        norm: Norm | None = None,
+        activation: Activation | None = None,
+        shard: Shard = "none",
+        dtype: torch.dtype | None = None,
+    ) -> Linear:
+        """See `Ops`."""
+        weight, bias = self._matrix(names, dtype)
+        if not self.exact or self._strategy is not None or isinstance(weight, QuantizedWeight):
+            return super().linear(
+                *names, norm=norm, activation=activation, shard=shard, dtype=dtype
+            )
+        from ramify.kernels.triton.gemm import BatchInvariantGemm
+
+        gemm = BatchInvariantGemm(weight, bias)
+        operation = "linear" if bias is None else "linear with bias"
+        shape = (weight.shape[0], weight.shape[1])
+        reason = "tiles and splits of one shape"
+        self._record(Exactness(operation, shape, dtype_name(weight.dtype), "triton", reason))
+        return self._compose(norm, gemm, activation, len(weight), dtype or self.dtype)
+
+    def norm(self, norm: Norm) -> RowOp:
+        """See `Ops`."""
+        from ramify.kernels.triton.norm import MAX_WIDTH
+
+        weight = self.weight(f"{norm.name}.weight")
+        if norm.kind != "rms" or len(weight) > MAX_WIDTH:
+            return super().norm(norm)
+        self._record_kernel("rms_norm", (len(weight),))
+        return RmsNorm(weight, norm.eps, norm.offset)
+
+    def attention(
+        self,
+        layer: int,
+        heads: Heads,
+        rope: RopeConfig,
+        *,
+        qk_norm: tuple[Norm, Norm] | None = None,
+        qk_norm_form: QkNormForm = "head",
+        sinks: str | None = None,
+    ) -> SelfAttention:
+        """See `Ops`."""
+        split = super().attention(
+            layer, heads, rope, qk_norm=qk_norm, qk_norm_form=qk_norm_form, sinks=sinks
+        )
+        norms = None
+        if qk_norm is not None:
+            q_norm, k_norm = qk_norm
+            is_alike = (q_norm.eps, q_norm.offset) == (k_norm.eps, k_norm.offset)
+            if qk_norm_form == "width" or q_norm.kind != "rms" or not is_alike:
+                return split
+            from ramify.kernels.triton.rope_kv import HeadNorms
+
+            norms = HeadNorms(
+                self.weight(f"{q_norm.name}.weight"),
+                self.weight(f"{k_norm.name}.weight"),
+                q_norm.eps,
+                q_norm.offset,
+                is_after_rope=qk_norm_form == "after_rope",
+            )
+        table = self._table(rope, heads.head_dim)
+        of_model = None if sinks is None else self.weight(sinks)
+        return RopeKvAttention(layer, heads, table, norms, of_model, split)
+
+    def stack(self, layers: Sequence[DecoderLayer]) -> LayerStack:
+        """See `Ops`."""
+        parts = [layer.fusable for layer in layers if isinstance(layer, FusableLayer)]
+        if len(parts) == len(layers) and all(map(_adds_before_norms, parts)):
+            return FusedAdditions(layers, parts)
+        return super().stack(layers)
+
+    def _compose(
+        self,
+        norm: Norm | None,
+        matrix: RowOp,
+        activation: Activation | None,
+        width: int,
+        dtype: torch.dtype,
+    ) -> Linear:
+        row_norm = None if norm is None else self.norm(norm)
+        if activation is None:
+            return TritonLinear(row_norm, matrix, None)
+        if activation not in GATED_ACTIVATIONS:
+            return super()._compose(norm, matrix, activation, width, dtype)
+        self._record_kernel(activation, (width // 2,))
+        return TritonLinear(row_norm, matrix, GatedActivation(activation))
+
+    def _record_kernel(self, operation: str, shape: tuple[int, ...]) -> None:
+        reason = "a program a row" if self.exact else "exact=False"
+        strategy = "triton" if self.exact else BATCHED
+        self._record(Exactness(operation, shape, dtype_name(self.dtype), strategy, reason))
+
+
+@dataclass(frozen=True, slots=True)
+class RmsNorm:
+    """An RMS norm, alone or of the sum of hidden rows and what is added to them."""
+
+    weight: Tensor
+    eps: float
+    offset: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, width] -> [T, width]."""
+        from ramify.kernels.triton.norm import add_rms_norm
+
+        return add_rms_norm(x, self.weight, self.eps, self.offset)
+
+    def add(self, hidden: Tensor, x: Tensor) -> Tensor:
+        """hidden += x, in place; the norm of that."""
+        from ramify.kernels.triton.norm import add_rms_norm
+
+        return add_rms_norm(x, self.weight, self.eps, self.offset, residual=hidden)
+
+
+@dataclass(frozen=True, slots=True)
+class GatedActivation:
+    """act(gate) * up of rows [T, 2 * width]."""
+
+    kind: str
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, 2 * width] -> [T, width]."""
+        from ramify.kernels.triton.activation import gated_activation
+
+        return gated_activation(x, self.kind, alpha=SWIGLU_ALPHA, limit=SWIGLU_LIMIT)
+
+
+@dataclass(frozen=True, slots=True)
+class TritonLinear:
+    """A `Linear`: norm, matrix, activation; the matrix adds to a residual itself if it can."""
+
+    norm: RowOp | None
+    matrix: RowOp
+    activation: Callable[[Tensor], Tensor] | None  # of whole rows
+
+    def product(self, x: Tensor) -> Tensor:
+        """Matrix and activation, of rows behind the norm."""
+        y = self.matrix(x)
+        return y if self.activation is None else self.activation(y)
+
+    def __call__(
+        self,
+        x: Tensor,
+        step: ForwardStep | None = None,  # noqa: ARG002 - for adapters
+        *,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """See `Linear`."""
+        y = self.product(x if self.norm is None else self.norm(x))
+        return y if residual is None else residual.add_(y)
+
+
+@dataclass(frozen=True, slots=True)
+class RopeKvAttention:
+    """A `SelfAttention` whose rope writes K/V to the pages of the step's `PagedAttention`."""
+
+    layer: int
+    heads: Heads
+    table: RotaryTable
+    norms: HeadNorms | None
+    sinks: Tensor | None  # [num_q] float32
+    split: SelfAttention  # for other attentions, and steps that prune rows
+
+    def __call__(self, qkv: Tensor, step: ForwardStep) -> Attended:
+        """See `SelfAttention`."""
+        paged = step.attention
+        if not isinstance(paged, PagedAttention) or step.output_rows is not None:
+            return self.split(qkv, step)
+        pool = paged.pool
+        if pool.layout.format != "nhd" or pool.layout.planes[0].shape[-1] != self.heads.head_dim:
+            return self.split(qkv, step)
+        from ramify.kernels.triton.rope_kv import rope_kv
+
+        q, k, v = rope_kv(
+            qkv.contiguous(),
+            (self.heads.num_q, self.heads.num_kv),
+            step.positions,
+            (self.table.cos, self.table.sin),
+            paged.slots,
+            pool.planes(self.layer),
+            self.norms,
+        )
+        out = paged.attend(self.layer, q, sinks=self.sinks)
+        return Attended(out.flatten(1), (k, v))
+
+
+class FusedAdditions:
+    """A `LayerStack` in which the next norm adds what attention and MLP return to hidden."""
+
+    def __init__(self, layers: Sequence[DecoderLayer], parts: Sequence[FusableParts]) -> None:
+        self._loop, self._parts = LayerLoop(layers), list(parts)
+
+    def __call__(self, hidden: Tensor, step: ForwardStep) -> Tensor:
+        """See `LayerStack`."""
+        if step.output_rows is not None:
+            return self._loop(hidden, step)
+        added: Tensor | None = None
+        for parts in self._parts:
+            mlp = parts.mlp
+            assert isinstance(mlp, FusableMlp)
+            rows = parts.attention(_normed_product(parts.qkv, hidden, added), step).rows
+            added = _product(parts.o_proj, rows)
+            added = _product(mlp.down, _normed_product(mlp.gate_up, hidden, added))
+        return hidden if added is None else hidden.add_(added)
+
+    def warm_up(self, backend: PagedBackend, pool: KVPool) -> None:
+        """See `LayerStack`: kernels are compiled in the first step."""
+
+
+def _normed_product(linear: Linear, hidden: Tensor, added: Tensor | None) -> Tensor:
+    """linear(hidden += added)."""
+    assert isinstance(linear, TritonLinear) and isinstance(linear.norm, RmsNorm)
+    x = linear.norm(hidden) if added is None else linear.norm.add(hidden, added)
+    return linear.product(x)
+
+
+def _product(linear: Linear, x: Tensor) -> Tensor:
+    assert isinstance(linear, TritonLinear)
+    return linear.product(x)
+
+
+def _adds_before_norms(parts: FusableParts) -> bool:
+    """Whether a layer adds to hidden right before an RMS norm, twice."""
+    mlp = parts.mlp
+    if not isinstance(mlp, FusableMlp) or parts.is_parallel or parts.scale != 1.0:
+        return False
+    if parts.after_attention is not None or parts.after_mlp is not None:
+        return False
+    normed = all(
+        isinstance(linear, TritonLinear) and isinstance(linear.norm, RmsNorm)
+        for linear in (parts.qkv, mlp.gate_up)
+    )
+    return normed and all(
+        isinstance(linear, TritonLinear) and linear.norm is None
+        for linear in (parts.o_proj, mlp.down)
+    )

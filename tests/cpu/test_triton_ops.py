@@ -1,0 +1,88 @@
+"""A decoder over Triton's operations in the interpreter, beside the same over torch's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ramify.attention.backends.eager import EagerBackend
+from ramify.attention.batch import AttentionBatch, Extend
+from ramify.attention.exactness import ProbeStore
+from ramify.attention.paged import PagedAttention
+from ramify.kv.block_table import PagedBlockTable
+from ramify.kv.pool import KVPool
+from ramify.models.decoders.decoder import Decoder
+from ramify.models.kv_cache_spec import attention_spec, kv_layout
+from ramify.models.loader import load_model
+from ramify.models.ops.protocol import ForwardStep
+from ramify.models.ops.triton_ops import FusedAdditions
+from ramify.testing import write_tiny_checkpoint
+
+pytest.importorskip("triton", reason="the interpreter of Triton's kernels comes with triton")
+
+PAGE = 4
+TOKENS = torch.arange(11) * 7 % 290
+
+
+def logits_in_steps(model: Decoder, steps: list[int], kv_dtype: torch.dtype) -> Tensor:
+    """Logits of all tokens over a paged cache, computed in steps of these lengths."""
+    config = model.config
+    spec = attention_spec(config, dtype=model.dtype, page_size=PAGE, exact=True, kv_dtype=kv_dtype)
+    pool = KVPool(kv_layout(config), 4, PAGE, dtype=kv_dtype)
+    backend, table = EagerBackend(spec, torch.device("cpu")), PagedBlockTable.of([[2, 0, 3]], PAGE)
+    logits, start = [], 0
+    with torch.inference_mode():
+        for length in steps:
+            batch = AttentionBatch.build([Extend(0, 0, start, length)], table)
+            slots = torch.from_numpy(batch.slot_mapping.copy())
+            attention = PagedAttention(backend, pool, batch, slots)
+            positions = torch.arange(start, start + length)
+            hidden = model.forward(
+                TOKENS[start : start + length], ForwardStep(positions, attention)
+            )
+            logits.append(model.logits(hidden))
+            start += length
+    return torch.cat(logits)
+
+
+def loaded(path: Path, ops: str, **options: Any) -> Decoder:
+    model = load_model(path, ops=ops, store=ProbeStore(None), **options)
+    assert isinstance(model, Decoder)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "kv_dtype"),
+    [
+        ("llama", torch.float32, torch.float32),
+        ("qwen3", torch.float32, torch.int8),
+        ("qwen2", torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_logits_are_those_of_torch_and_the_same_in_any_chunks(
+    family: Any, dtype: torch.dtype, kv_dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Norms, exact GEMMs, activation, rope with K/V write; whole, in chunks and token by token."""
+    name: Any = str(dtype).removeprefix("torch.")
+    path = write_tiny_checkpoint(
+        tmp_path,
+        family,
+        tokenizer=False,
+        dtype=name,
+        num_hidden_layers=2,
+    )
+    model = loaded(path, "triton")
+
+    whole = logits_in_steps(model, [11], kv_dtype)
+
+    assert isinstance(model.layers, FusedAdditions)
+    assert torch.equal(logits_in_steps(model, [6, 4, 1], kv_dtype), whole)
+    expected = logits_in_steps(loaded(path, "torch"), [11], kv_dtype)
+    tolerance = 1e-4 if dtype == torch.float32 else 0.15
+    assert float((whole - expected).abs().max()) < tolerance * float(expected.abs().max())
+    report = {entry.operation: entry.strategy for entry in model.exactness()}
+    assert report["linear"] == report["rms_norm"] == report["silu_mul"] == "triton"
