@@ -1,101 +1,100 @@
-"""The Triton kernels compile for real GPUs, on a machine without: types and shared memory."""
+"""Triton's kernels compile for GPUs that are not there: types, registers, shared memory.
 
+`python -m tests.cpu.test_triton_compiles`, from the root, prints the table of all.
+"""
+
+from __future__ import annotations
+
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
+from tests.cpu.compiled_kernels import ARCHS, CASES, MAX_SHARED, NOT_ON_AMPERE, NUM_REGISTERS, Usage
+
 pytest.importorskip("triton", reason="the compiler comes with triton")
 
-# The backend's own launch, with the compiler instead of the launcher.
-COMPILE = """
-import sys
-from pathlib import Path
-import torch, triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from ramify.kernels.triton import paged_attention
-from ramify.attention.spec import AttentionSpec
-from ramify.attention.backends.triton import TritonBackend
-from tests.cpu.attention_cases import batch_of, planes_of, spec_of
+ROOT = Path(__file__).resolve().parents[2]
+# In the default tier: one launch of each kernel, on one architecture.
+QUICK = ("norm 4096", "silu_mul", "rope, K/V", "gemm", "sampling", "attention, exact")
 
-NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "i8",
-         torch.uint8: "u8", torch.int32: "i32"}
-ARCH, SHARED = int(sys.argv[1]), int(sys.argv[2])
 
-class Compiled:
-    def __init__(self, kernel):
-        self.kernel = kernel
-    def __getitem__(self, grid):
-        return self.launch
-    def launch(self, *args, num_warps=4, num_stages=3, enable_fp_fusion=True, **constants):
-        names = self.kernel.arg_names
-        signature, aligned = {}, {}
-        for index, (name, value) in enumerate(zip(names, args)):
-            if isinstance(value, torch.Tensor):
-                signature[name] = "*" + NAMES[value.dtype]
-                aligned[index,] = [["tt.divisibility", 16]]
-            else:
-                signature[name] = "fp32" if isinstance(value, float) else "i32"
-        signature |= dict.fromkeys(constants, "constexpr")
-        signature = {name: signature[name] for name in names}
-        source = ASTSource(self.kernel, signature, constants, aligned)
-        options = dict(num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=enable_fp_fusion)
-        compiled = triton.compile(source, target=GPUTarget("cuda", ARCH, 32), options=options)
-        assert compiled.metadata.shared <= SHARED, (constants, compiled.metadata.shared)
-        if not enable_fp_fusion:
-            assert "fma.rn.f32" not in compiled.asm["ptx"] or constants["TYPE"] == paged_attention.tl.float32
-        print(constants.get("BLOCK_M"), compiled.metadata.shared)
+def compile_in_process(archs: Iterable[int], cases: Iterable[str], cache: Path) -> list[Usage]:
+    """Compile in a process in which Triton does not interpret."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    process = subprocess.run(
+        [sys.executable, "-m", "tests.cpu.compiled_kernels", ",".join(map(str, archs)), ";".join(cases)],
+        capture_output=True, text=True, check=False, timeout=290, env=environment, cwd=ROOT,
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr[-3000:]
+    return [Usage(**json.loads(line)) for line in process.stdout.splitlines()]
 
-paged_attention.paged_attention = Compiled(paged_attention.paged_attention)
-paged_attention.merge_split_kv = Compiled(paged_attention.merge_split_kv)
-WIDE = dict(num_heads=8, num_kv_heads=2, head_dim=128, page_size=16)
-for changes in eval(sys.argv[3]):
-    spec = spec_of(**(WIDE | changes))
-    backend = TritonBackend(spec, torch.device("cpu"), saturating_programs=1 << 20)
-    backend._interpreted = False
-    rows = [list(range(64))]
-    for cached, new in ((1000, 1), (0, 200)):
-        batch = batch_of(spec, [(cached, new)], [rows[0][: -(-(cached + new) // 16)]])
-        planes = planes_of(spec, rows, [1000], torch.Generator())
-        q = torch.zeros(new, spec.num_heads, spec.head_dim, dtype=spec.dtype)
-        selected = torch.zeros(new, 64, dtype=torch.int32) if spec.sparse else None
-        backend.run(backend.plan(batch), 0, q, planes, selected=selected)
-"""
-BF16 = "'dtype': torch.bfloat16"
-MLA = "'kind': 'mla', 'num_heads': 16, 'num_kv_heads': 1, 'head_dim': 576, 'value_dim': 512"
-CASES = {
-    "exact": f"{{'exact': True, {BF16}}}, {{'exact': True}}",
-    "free": f"{{{BF16}, 'windows': (100,), 'soft_cap': 30.0}}, {{}}",
-    "head dims": f"{{{BF16}, 'head_dim': 80}}, {{{BF16}, 'head_dim': 256, 'exact': True}}",
-    "scales": f"{{{BF16}, 'kv_dtype': torch.int8}}, "
-    f"{{{BF16}, 'kv_dtype': torch.float8_e4m3fn, 'exact': True}}",
-    "mla": f"{{{BF16}, {MLA}, 'exact': True}}, {{{BF16}, {MLA}, 'sparse': True}}",
-}
+
+def table(usages: Iterable[Usage]) -> str:
+    """Markdown: a line for each launch, for each architecture registers × threads and shared memory."""
+    by_launch: dict[tuple[str, str, int], list[Usage]] = {}
+    seen: dict[tuple[str, str, int], int] = {}
+    for usage in usages:
+        # a kernel may be launched in two shapes in a case
+        of_arch = usage.case, usage.kernel, usage.arch
+        seen[of_arch] = seen.get(of_arch, 0) + 1
+        by_launch.setdefault((usage.case, usage.kernel, seen[of_arch]), []).append(usage)
+    lines = [
+        f"| launch | kernel | warps | {' | '.join(f'sm_{arch}' for arch in ARCHS)} |",
+        "|---" * (3 + len(ARCHS)) + "|",
+    ]
+    for (case, kernel, _), launch in by_launch.items():
+        cells = {
+            usage.arch: f"{usage.registers} regs, {usage.shared:,} B"
+            + (f", {usage.spilled} spilled" if usage.spilled else "")
+            for usage in launch
+        }
+        columns = " | ".join(cells.get(arch, "—") for arch in ARCHS)
+        lines.append(f"| {case} | `{kernel}` | {launch[0].warps} | {columns} |")
+    return "\n".join(lines)
+
+
+def check(usages: list[Usage]) -> None:
+    """No spills, shared memory and registers within those of a thread block, no fusing where exact."""
+    print("\n" + table(usages))  # noqa: T201
+    for usage in usages:
+        assert usage.spilled == 0, usage
+        assert usage.shared <= MAX_SHARED[usage.arch], usage
+        assert usage.registers * usage.warps * 32 <= NUM_REGISTERS, usage
+        # float32 matmuls are chains of fused operations, of one order
+        is_exact = "exact" in usage.case and "float32" not in usage.case
+        assert not (is_exact and usage.has_fma), usage
+
+
+def test_every_kernel_compiles(tmp_path: Path) -> None:
+    """A launch of each kernel, for a Hopper."""
+    usages = compile_in_process([90], QUICK, tmp_path)
+
+    check(usages)
+    from tests.cpu.compiled_kernels import LAUNCHED
+
+    assert {usage.kernel for usage in usages} == LAUNCHED
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_kernels_compile_for_a_hopper(case: str, tmp_path: Path) -> None:
-    """Every launch of a decode step and of a chunk fits the shared memory of a thread block."""
-    _compile(90, 227 << 10, CASES[case], tmp_path)
+def test_every_launch_compiles_for_every_architecture(case: str, tmp_path: Path) -> None:
+    """Ampere, Hopper and Blackwell."""
+    usages = compile_in_process(ARCHS, [case], tmp_path)
+
+    check(usages)
+    archs = set(ARCHS) - ({80} if case in NOT_ON_AMPERE else set())
+    assert {usage.arch for usage in usages} == archs
 
 
-def test_kernels_compile_for_an_ampere(tmp_path: Path) -> None:
-    """Compute capability 8.0, the oldest that `supports` accepts."""
-    _compile(80, 163 << 10, CASES["exact"], tmp_path)
+if __name__ == "__main__":
+    import tempfile
 
-
-def _compile(arch: int, shared: int, changes: str, cache: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    root = Path(__file__).resolve().parents[2]
-    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": f"{root / 'src'}:{root}"}
-
-    process = subprocess.run(
-        [sys.executable, "-c", COMPILE, str(arch), str(shared), f"[{changes}]"],
-        capture_output=True, text=True, check=False, timeout=280, env=environment,
-    )  # fmt: skip
-
-    assert process.returncode == 0, process.stderr[-3000:]
-    assert len(process.stdout.splitlines()) >= 3
+    with tempfile.TemporaryDirectory() as folder:
+        compiled = compile_in_process(ARCHS, CASES, Path(folder))
+    print(table(compiled))  # noqa: T201
+    print(f"\ncompiled in {sum(usage.seconds for usage in compiled):.0f} s")  # noqa: T201
