@@ -182,11 +182,11 @@ def test_the_log_of_removals_is_as_long_as_their_records(tmp_path: Path, is_hidd
     (identity / "removed.new").write_bytes(b"of a process that was killed")
     store.close()
 
-    found = hits(opened(tmp_path, budget_bytes=3 * SEGMENT_BYTES), range(600))
+    numbers = hits(opened(tmp_path, budget_bytes=3 * SEGMENT_BYTES), range(600))
 
     num_slots = slots_per_segment()
     assert max(sizes) <= 2 * 32 * (4 * num_slots) + 32 * 9
-    assert len(found) > num_slots // 4 and {number % 10 for number in found} == {1}
+    assert len(numbers) > num_slots // 4 and {number % 10 for number in numbers} == {1}
 
 
 def test_a_log_of_removals_that_is_damaged_is_not_compacted(tmp_path: Path) -> None:

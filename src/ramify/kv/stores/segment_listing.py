@@ -96,7 +96,7 @@ class SegmentSearch:
         Raises:
             OSError: the directory cannot be read.
         """
-        found: dict[bytes, Position] = {}
+        positions: dict[bytes, Position] = {}
         for path in self._directory.segment_paths():
             number = number_of(path.name) or 0
             try:
@@ -110,7 +110,7 @@ class SegmentSearch:
             )
             if opened is None or not is_whole:
                 # Behind a damaged header there may be records of any page.
-                found |= {
+                positions |= {
                     name: position for name, position in removed.items() if position > (number, 0)
                 }
                 continue
@@ -118,8 +118,8 @@ class SegmentSearch:
                 name = join_name(int(entry["high"]), int(entry["low"]))
                 position = removed.get(name)
                 if position is not None and (number, int(entry["slot"])) < position:
-                    found[name] = position
-        return found
+                    positions[name] = position
+        return positions
 
     def _load(self, removals: RemovalLog) -> dict[bytes, Position]:
         """What the removal log voids; if some of it is not known, every page is dropped."""
