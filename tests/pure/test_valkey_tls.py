@@ -2,6 +2,7 @@
 
 import socket
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -145,6 +146,29 @@ def test_a_port_of_the_other_kind_is_named(server: TlsServer) -> None:
         assert "it does not answer to TLS; name its port for TLS" in store.start_report
     with connected(f"redis://{HOST}:{server.port}") as store:
         assert "a port for TLS needs valkeys://" in store.start_report
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [(b"HTTP/1.1 400 Bad Request\r\n\r\n", "does not speak TLS"), (b"", "ended the connection")],
+)
+def test_somebody_else_at_the_port_is_a_reason(answer: bytes, words: str) -> None:
+    """Who speaks another protocol, or hangs up."""
+    listener = socket.create_server((HOST, 0))
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        connection.recv(1000)
+        connection.sendall(answer)
+        connection.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    with connected(f"rediss://{HOST}:{listener.getsockname()[1]}") as store:
+        thread.join()
+        listener.close()
+
+        assert "out of reach" in store.start_report and words in store.start_report
 
 
 def test_a_client_shows_its_certificate(server: TlsServer, tmp_path: Path) -> None:
