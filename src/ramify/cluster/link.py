@@ -6,7 +6,8 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
 from typing import Any
 
 from ramify.cluster.credentials import Credentials, import_grpc
@@ -44,6 +45,7 @@ CHANNEL_OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.use_local_subchannel_pool", 1),
 )
+REST_S = 1.0  # to read what a replica has sent that takes no more messages
 # In gRPC's words, which come with the status of any failed connection.
 TLS_FAILURES = ("handshake", "Hostname Verification")
 
@@ -77,6 +79,10 @@ class Link:
         self._ping_s, self._dead_s = ping_s, dead_s
         self._channel: Any = None
         self._call: Any = None
+        # A failed write ends the call's `read`, but not its iterator: what the replica has sent before its
+        # end is still read, then the status says why. gRPC keeps a call whose messages nobody reads for
+        # ever (grpc/grpc#36066).
+        self._messages: AsyncGenerator[bytes, None] | None = None
         self._outbox: deque[bytes] = deque()
         self._num_unsent = 0
         self._has_unsent = asyncio.Event()
@@ -107,19 +113,20 @@ class Link:
         else:
             self._channel = grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
         self._call = self._channel.stream_stream(METHOD)(metadata=self._credentials.metadata())
+        self._messages = aiter(self._call)
         try:
             async with asyncio.timeout(timeout_s):
-                await self._call.write(encode(hello))
-                body = await self._call.read()
-            if body is grpc.aio.EOF:
+                # Where it had ended before the hello was written, its status says why.
+                with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                    await self._call.write(encode(hello))
+                body = await anext(self._messages, None)
+            if body is None:
                 raise self._ended(await self._call.code(), await self._call.details())
             message = decode_from_replica(body)
         except TimeoutError:
             raise LinkError(f"{self.address} did not answer within {timeout_s:g} s") from None
         except grpc.aio.AioRpcError as error:
             raise self._ended(error.code(), error.details()) from None
-        except asyncio.InvalidStateError:  # it had ended before the hello was written
-            raise self._ended(await self._call.code(), await self._call.details()) from None
         except WireError as error:
             raise RefusedError(f"{self.address} is no replica: {error}") from error
         if isinstance(message, Refused):
@@ -188,6 +195,8 @@ class Link:
         """Close the connection; nothing is received any more."""
         if self._call is not None:
             self._call.cancel()
+        if self._messages is not None:
+            await self._messages.aclose()
         if self._channel is not None:
             channel, self._channel = self._channel, None
             await channel.close()
@@ -197,17 +206,17 @@ class Link:
         return self._reason
 
     async def _read(self) -> str:
+        assert self._messages is not None, "open comes first"
         grpc = import_grpc()
         try:
-            while (body := await self._call.read()) is not grpc.aio.EOF:
+            async for body in self._messages:
                 self._last_s = time.monotonic()
                 message = decode_from_replica(body)
                 if not isinstance(message, Pong):
                     self._receive(message)
                 if self._is_over.is_set():
                     return self._reason
-            details = await self._call.details()
-            return str(details or "the replica has closed the connection")
+            return "the replica has closed the connection"
         except grpc.aio.AioRpcError as error:
             return str(error.details() or error.code())
         except WireError as error:
@@ -224,6 +233,7 @@ class Link:
                     self._num_unsent -= len(body)
                 self._has_unsent.clear()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            await asyncio.sleep(REST_S)
             details = getattr(error, "details", str)()
             return str(details or "the connection was closed")
 
