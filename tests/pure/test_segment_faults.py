@@ -307,39 +307,6 @@ def test_a_file_size_limit_stops_writing_only(tmp_path: Path) -> None:
     assert hits(store, range(3)) == [0, 1, 2]
 
 
-def test_a_removal_that_cannot_be_recorded_deletes_every_page(tmp_path: Path) -> None:
-    """A page that must not come back takes all others with it, rather than coming back."""
-    ops = FailingOps(no_fault)
-    store = opened(tmp_path, ops=ops)
-    put(store, range(20))
-    ops.plan = always("write")
-
-    store.remove_many([hash_of(3)], deadline=math.inf)
-
-    ops.plan = no_fault
-    assert hits(store, range(20)) == [] and segment_files(tmp_path) == []
-
-
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-def test_a_removal_on_a_full_disk_takes_the_place_of_one_segment(tmp_path: Path, code: int) -> None:
-    """The least recently used segment makes room for it; no restart brings the removed page back."""
-    ops = FailingOps(no_fault)
-    store = opened(tmp_path, ops=ops)
-    numbers = range(3 * PER_SEGMENT)
-    put(store, numbers)
-    removed, before = 2 * PER_SEGMENT + 1, ops.calls["unlink"]
-    ops.plan = lambda kind, _: (
-        OSError(code, "full") if kind == "write" and ops.calls["unlink"] == before else None
-    )
-
-    store.remove_many([hash_of(removed)], deadline=math.inf)
-    ops.plan = no_fault
-    store.close()
-
-    left = [number for number in numbers[PER_SEGMENT:] if number != removed]
-    assert hits(opened(tmp_path), numbers) == left
-
-
 def test_pages_that_cannot_be_deleted_close_the_store(tmp_path: Path) -> None:
     """If not even that is possible the store answers no further call, and says what to delete."""
     ops = FailingOps(no_fault)

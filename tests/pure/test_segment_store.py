@@ -353,39 +353,6 @@ def test_a_second_writer_is_refused_with_the_first_ones_pid(tmp_path: Path) -> N
     assert put(store, [2]) == [WriteOutcome.WRITTEN]
 
 
-def test_a_reader_follows_the_writer(tmp_path: Path) -> None:
-    """Every five seconds a read-only store sees what was written, sealed, removed and evicted."""
-    now = [0.0]
-    store = opened(tmp_path, budget_bytes=3 * SEGMENT_BYTES)
-    reader = opened(tmp_path, read_only=True, clock=lambda: now[0])
-    reader.maintain()
-
-    def seen(count: int) -> list[int]:
-        now[0] += 5
-        reader.maintain()
-        return hits(reader, range(count))
-
-    put(store, range(3))
-    assert hits(reader, range(3)) == []
-    assert seen(3) == [0, 1, 2]
-    store.remove_many([hash_of(1)], deadline=math.inf)
-    put(store, range(3, slots_per_segment() + 2))
-    assert seen(40) == [0, *range(2, slots_per_segment() + 2)]
-    put(store, [1])
-    assert seen(40) == list(range(slots_per_segment() + 2))
-    put(store, range(100, 100 + 4 * slots_per_segment()))
-    assert seen(40) == hits(store, range(40)) != list(range(slots_per_segment() + 2))
-    store.clear(deadline=math.inf)
-    assert seen(200) == [] and reader.counts().num_pages == 0
-    put(store, range(3))
-    store.close()
-    assert seen(3) == [0, 1, 2]
-    store = opened(tmp_path)
-    put(store, [5])
-    assert seen(6) == [0, 1, 2, 5]
-    assert reader.counts().errors == ()
-
-
 def test_a_killed_process_leaves_no_lock(tmp_path: Path) -> None:
     """The lock of a process that was killed is free at once."""
     code = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 
 from ramify.kv.stores.file_ops import FileOps, FileSize
@@ -16,6 +17,8 @@ from ramify.kv.stores.store_directory import StoreDirectory
 logger = logging.getLogger(__name__)
 
 FOLLOW_S = 5.0
+# Two writes this close together may leave a file the same time of change.
+SAME_TIME_S = 1.0
 
 
 class SegmentFollower:
@@ -70,7 +73,8 @@ class SegmentFollower:
                 )
             except FileNotFoundError:
                 continue  # deleted since it was listed
-            self._sizes[number] = size
+            if time.time() - size.modified_s > SAME_TIME_S:
+                self._sizes[number] = size
             # None: the writer has created the file and not yet written its preamble.
             if opened is not None and self._table.extend(opened):
                 self._reader.files.forget(number)
