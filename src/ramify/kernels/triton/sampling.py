@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.random import philox_impl
 
 from ramify.kernels.triton.rounding import is_nan
 
@@ -25,13 +26,14 @@ _LOWEST = tl.constexpr(-1e30)  # below every maximum that is used; finite
 
 @triton.jit
 def philox_uniform(seed, position):
-    """A float64 in (0, 1) by Philox4x32-10: key `seed` (64 bits), counter (position, 0, 0, 0).
+    """A float64 in [0, 1): that of `engine.execution.sampler.philox_uniform` without a stream.
 
-    The first word of the result, w, gives (w + 0.5) / 2 ** 32.
+    Philox4x64-10, key (seed, position), counter (1, 0, 0, 0); 53 bits of the first word.
     """
-    zero = position * 0
-    word, _, _, _ = tl.philox(seed, position, zero, zero, zero)
-    return (word.to(tl.float64) + 0.5) * 2.3283064365386963e-10
+    seed_word, position_word = seed.to(tl.uint64), position.to(tl.uint64)
+    zero = seed_word ^ seed_word
+    word, _, _, _ = philox_impl(zero + 1, zero, zero, zero, seed_word, position_word)
+    return (word >> 11).to(tl.float64) * 1.1102230246251565e-16
 
 
 @triton.jit
