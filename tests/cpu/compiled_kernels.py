@@ -60,8 +60,8 @@ class Usage:
 class Compiler:
     """Stands in for a kernel: compiles it for each launch instead of launching it."""
 
-    def __init__(self, kernel: Any, case: str, archs: tuple[int, ...], usages: list[Usage]) -> None:
-        self._kernel, self._case, self._archs, self._usages = kernel, case, archs, usages
+    def __init__(self, kernel: Any, case: str, arch: int, usages: list[Usage]) -> None:
+        self._kernel, self._case, self._arch, self._usages = kernel, case, arch, usages
 
     def __getitem__(self, grid: object) -> Callable[..., None]:
         return self._launch
@@ -81,19 +81,18 @@ class Compiler:
                 signature[name] = "fp32" if isinstance(value, float) else "i32"
         signature |= dict.fromkeys(keywords, "constexpr")
         signature = {name: signature[name] for name in names}
-        for arch in self._archs:
-            source = ASTSource(self._kernel, signature, keywords, attributes)
-            start = time.perf_counter()
-            compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-            seconds = time.perf_counter() - start
-            registers, spilled = _resources(compiled.asm["cubin"])
-            self._usages.append(
-                Usage(
-                    self._case, self._kernel.__name__, arch, compiled.metadata.num_warps,
-                    registers, spilled, compiled.metadata.shared, round(seconds, 2),
-                    "fma.rn.f32" in compiled.asm["ptx"],
-                )
-            )  # fmt: skip
+        source = ASTSource(self._kernel, signature, keywords, attributes)
+        start = time.perf_counter()
+        compiled = triton.compile(source, target=GPUTarget("cuda", self._arch, 32), options=options)
+        seconds = time.perf_counter() - start
+        registers, spilled = _resources(compiled.asm["cubin"])
+        self._usages.append(
+            Usage(
+                self._case, self._kernel.__name__, self._arch, compiled.metadata.num_warps,
+                registers, spilled, compiled.metadata.shared, round(seconds, 2),
+                "fma.rn.f32" in compiled.asm["ptx"],
+            )
+        )  # fmt: skip
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
@@ -113,9 +112,7 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 
 
 @contextmanager
-def compiler_for(
-    module: ModuleType, case: str, archs: tuple[int, ...], usages: list[Usage]
-) -> Iterator[None]:
+def compiler_for(module: ModuleType, case: str, arch: int, usages: list[Usage]) -> Iterator[None]:
     """Put compilers in the place of a module's kernels that it launches."""
     from triton.runtime.jit import JITFunction
 
@@ -125,7 +122,7 @@ def compiler_for(
         if isinstance(value, JITFunction) and name in LAUNCHED
     }
     for name, kernel in kernels.items():
-        setattr(module, name, Compiler(kernel, case, archs, usages))
+        setattr(module, name, Compiler(kernel, case, arch, usages))
     try:
         yield
     finally:
@@ -143,14 +140,15 @@ def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.empty(*shape, dtype=dtype)
 
 
-def attention(**changes: object) -> None:
+def attention(arch: int, **changes: object) -> None:
     """A decode step with split keys, and a chunk."""
-    from ramify.attention.backends.triton import TritonBackend
+    from ramify.attention.backends.triton import TileShapes, TritonBackend
     from tests.cpu.attention_cases import batch_of, planes_of, spec_of
 
     base: dict[str, object] = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 128, "page_size": 16}
     spec = spec_of(**(base | {"dtype": BF16} | changes))
-    backend = TritonBackend(spec, CPU, saturating_programs=1 << 20)
+    tiles = TileShapes.of(spec, (arch // 10, arch % 10))
+    backend = TritonBackend(spec, CPU, tiles=tiles, saturating_programs=1 << 20)
     backend._interpreted = False
     pages = list(range(64))
     planes = planes_of(spec, [pages], [1000], torch.Generator())
@@ -195,7 +193,7 @@ def gemm(dtype: torch.dtype) -> None:
         bound(empty(16, 4096, dtype=dtype), residual=empty(16, 4096, dtype=dtype))
 
 
-def sampling() -> None:
+def sampling(_: int) -> None:
     from ramify.kernels.triton.sample_batch import SampleBatch, SampleRow, likeliest
 
     vocab_size = 128_256
@@ -204,10 +202,10 @@ def sampling() -> None:
     likeliest(logits, torch.zeros(1, dtype=torch.int32), sampled.log_sums, 5)
 
 
-MLA: dict[str, object] = {
+MLA: dict[str, Any] = {
     "kind": "mla", "num_heads": 16, "num_kv_heads": 1, "head_dim": 576, "value_dim": 512,
 }  # fmt: skip
-ATTENTION: dict[str, dict[str, object]] = {
+ATTENTION: dict[str, dict[str, Any]] = {
     "exact": {"exact": True},
     "exact, float32": {"exact": True, "dtype": FP32},
     "free": {},
@@ -215,6 +213,7 @@ ATTENTION: dict[str, dict[str, object]] = {
     "window and cap": {"windows": (100,), "soft_cap": 30.0},
     "sinks and window, exact": {"windows": (128,), "sinks": True, "exact": True},
     "head_dim 80": {"head_dim": 80},
+    "head_dim 256": {"head_dim": 256},
     "head_dim 256, exact": {"head_dim": 256, "exact": True},
     "int8 K/V": {"kv_dtype": torch.int8},
     "float8 K/V, exact": {"kv_dtype": torch.float8_e4m3fn, "exact": True},
@@ -222,19 +221,19 @@ ATTENTION: dict[str, dict[str, object]] = {
     "mla": MLA,
     "mla, sparse": MLA | {"sparse": True},
 }
-# name → module of the kernels, launches
-CASES: dict[str, tuple[str, Callable[[], None]]] = {
-    "norm 4096": ("norm", lambda: norm(4096, BF16)),
-    "norm 16384, float32": ("norm", lambda: norm(16384, FP32)),
-    "silu_mul": ("activation", lambda: activation("silu_mul")),
-    "gelu_tanh_mul": ("activation", lambda: activation("gelu_tanh_mul")),
-    "gelu_mul": ("activation", lambda: activation("gelu_mul")),
-    "clamped_swiglu_mul": ("activation", lambda: activation("clamped_swiglu_mul")),
-    "rope, K/V": ("rope_kv", lambda: rope(BF16, is_normed=False)),
-    "QK norm, rope, int8 K/V": ("rope_kv", lambda: rope(torch.int8, is_normed=True)),
-    "rope, float8 K/V": ("rope_kv", lambda: rope(torch.float8_e4m3fn, is_normed=False)),
-    "gemm": ("gemm", lambda: gemm(BF16)),
-    "gemm, float32": ("gemm", lambda: gemm(FP32)),
+# name → module of the kernels, and what launches them as for an architecture
+CASES: dict[str, tuple[str, Callable[[int], None]]] = {
+    "norm 4096": ("norm", lambda _: norm(4096, BF16)),
+    "norm 16384, float32": ("norm", lambda _: norm(16384, FP32)),
+    "silu_mul": ("activation", lambda _: activation("silu_mul")),
+    "gelu_tanh_mul": ("activation", lambda _: activation("gelu_tanh_mul")),
+    "gelu_mul": ("activation", lambda _: activation("gelu_mul")),
+    "clamped_swiglu_mul": ("activation", lambda _: activation("clamped_swiglu_mul")),
+    "rope, K/V": ("rope_kv", lambda _: rope(BF16, is_normed=False)),
+    "QK norm, rope, int8 K/V": ("rope_kv", lambda _: rope(torch.int8, is_normed=True)),
+    "rope, float8 K/V": ("rope_kv", lambda _: rope(torch.float8_e4m3fn, is_normed=False)),
+    "gemm": ("gemm", lambda _: gemm(BF16)),
+    "gemm, float32": ("gemm", lambda _: gemm(FP32)),
     "sampling": ("sample_batch", sampling),
     **{
         f"attention, {name}": ("paged_attention", partial(attention, **changes))
@@ -251,12 +250,14 @@ def compile_cases(names: tuple[str, ...], archs: tuple[int, ...]) -> Iterator[Us
 
     for name in names:
         module, launch = CASES[name]
-        usages: list[Usage] = []
-        supported = tuple(arch for arch in archs if arch > 80 or name not in NOT_ON_AMPERE)
         kernels = import_module(f"ramify.kernels.triton.{module}")
-        with compiler_for(kernels, name, supported, usages):
-            launch()
-        yield from usages
+        for arch in archs:
+            if arch == 80 and name in NOT_ON_AMPERE:
+                continue
+            usages: list[Usage] = []
+            with compiler_for(kernels, name, arch, usages):
+                launch(arch)
+            yield from usages
 
 
 def main() -> None:

@@ -14,7 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.cpu.compiled_kernels import ARCHS, CASES, MAX_SHARED, NOT_ON_AMPERE, NUM_REGISTERS, Usage
+from tests.cpu.compiled_kernels import (
+    ARCHS,
+    CASES,
+    LAUNCHED,
+    MAX_SHARED,
+    NOT_ON_AMPERE,
+    NUM_REGISTERS,
+    Usage,
+    compile_cases,
+)
 
 pytest.importorskip("triton", reason="the compiler comes with triton")
 
@@ -76,8 +85,6 @@ def test_every_kernel_compiles(tmp_path: Path) -> None:
     usages = compile_in_process([90], QUICK, tmp_path)
 
     check(usages)
-    from tests.cpu.compiled_kernels import LAUNCHED
-
     assert {usage.kernel for usage in usages} == LAUNCHED
 
 
@@ -92,9 +99,6 @@ def test_every_launch_compiles_for_every_architecture(case: str, tmp_path: Path)
 
 
 if __name__ == "__main__":
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        compiled = compile_in_process(ARCHS, CASES, Path(folder))
+    compiled = list(compile_cases(tuple(CASES), ARCHS))
     print(table(compiled))  # noqa: T201
     print(f"\ncompiled in {sum(usage.seconds for usage in compiled):.0f} s")  # noqa: T201

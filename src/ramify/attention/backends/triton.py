@@ -33,6 +33,7 @@ MAX_HEAD_DIM = 256
 MAX_LATENT = 512
 FLOAT8 = {torch.float8_e4m3fn: 4, torch.float8_e5m2: 5}
 PLANE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, *FLOAT8)
+HOPPER = (9, 0)
 WAVES = 4  # with fewer programs per multiprocessor, keys are split
 
 
@@ -51,16 +52,22 @@ class TileShapes:
     prefill_warps: int
 
     @classmethod
-    def of(cls, spec: AttentionSpec) -> TileShapes:
-        """The default shapes. One for both kinds if exact: other instructions give other bits."""
+    def of(cls, spec: AttentionSpec, capability: tuple[int, int] = HOPPER) -> TileShapes:
+        """The default shapes. One for both kinds if exact: other instructions give other bits.
+
+        Args:
+            capability: of the device. Before Hopper, operands of a product lie in registers.
+        """
         wide = max(spec.v_head_dim, spec.head_dim) > 128
         if spec.kind == "mla":
             return cls(16, 16 if spec.exact else 32, 32, 512, 8, 8)
         if _compute_dtype(spec) == torch.float32:
             return cls(16, 16, 32, 512, 8, 8)
+        keys, is_old = 32 if wide else 64, capability < HOPPER
         if spec.exact:
-            return cls(64, 64, 32 if wide else 64, 512, 8, 8)
-        return cls(16, 64 if wide else 128, 32 if wide else 64, 512, 4, 8)
+            rows = 32 if wide or is_old else 64
+            return cls(rows, rows, keys, 512, 8, 8)
+        return cls(16, 64 if wide or is_old else 128, keys, 512, 4, 8)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,11 +108,12 @@ class TritonBackend:
         self.spec, self.device = spec, device
         self._inputs = RunInputs(spec)
         self._interpreted = device.type == "cpu"
-        self.tiles = tiles or TileShapes.of(spec)
+        on_gpu = device.type == "cuda"
+        capability = torch.cuda.get_device_capability(device) if on_gpu else HOPPER
+        self.tiles = tiles or TileShapes.of(spec, capability)
         decode_rows, prefill_rows = self.tiles.decode_rows, self.tiles.prefill_rows
         head_tiles = -(-spec.gqa_group_size // min(spec.gqa_group_size, decode_rows))
         if saturating_programs is None:
-            on_gpu = device.type == "cuda"
             sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1
             saturating_programs = WAVES * sms
         decode_tokens = max(1, decode_rows // spec.gqa_group_size)
