@@ -13,6 +13,7 @@ from ramify.attention.backends.eager import EagerBackend
 from ramify.attention.batch import AttentionBatch, Extend
 from ramify.attention.exactness import ProbeStore
 from ramify.attention.paged import PagedAttention
+from ramify.engine.llm import LLM
 from ramify.kv.block_table import PagedBlockTable
 from ramify.kv.pool import KVPool
 from ramify.models.decoders.decoder import Decoder
@@ -20,6 +21,7 @@ from ramify.models.kv_cache_spec import attention_spec, kv_layout
 from ramify.models.loader import load_model
 from ramify.models.ops.protocol import ForwardStep
 from ramify.models.ops.triton_ops import FusedAdditions
+from ramify.params import SamplingParams
 from ramify.testing import write_tiny_checkpoint
 
 pytest.importorskip("triton", reason="the interpreter of Triton's kernels comes with triton")
@@ -47,6 +49,21 @@ def logits_in_steps(model: Decoder, steps: list[int], kv_dtype: torch.dtype) -> 
             logits.append(model.logits(hidden))
             start += length
     return torch.cat(logits)
+
+
+def test_an_engine_answers_as_over_torch(tmp_path: Path) -> None:
+    """Attention, norms, GEMMs and rope of Triton in one engine: cold and warm, the same tokens."""
+    path = write_tiny_checkpoint(tmp_path, "llama", num_hidden_layers=2)
+    prompts = [[5, 6, 7, 8, 9, 10, 11], [5, 6, 7, 8, 9, 12]]
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    options: dict[str, Any] = {"kv_cache_tokens": 128, "page_size": PAGE}
+    expected = LLM(path, ops="torch", **options).generate(prompts, params)
+    llm = LLM(path, ops="triton", attention_backend="triton", **options)
+
+    for is_warm in (False, True):
+        outputs = llm.generate(prompts, params)
+        assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
+        assert not is_warm or outputs[0].cache.read_tokens
 
 
 def loaded(path: Path, ops: str, **options: Any) -> Decoder:
