@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import openai
 import pytest
@@ -100,11 +100,21 @@ def ending(processes: list[Process]) -> Iterator[None]:
             process.kill()
 
 
+class Server(Protocol):
+    """What clients know of a server that is killed and started again."""
+
+    num_kills: int
+    is_down: bool
+
+    @property
+    def url(self) -> str: ...
+
+
 class Clients:
     """Conversations through a server, each turn with the answers before it."""
 
-    def __init__(self, server: Process) -> None:
-        self.server = server
+    def __init__(self, server: Server, num_conversations: int = NUM_CONVERSATIONS) -> None:
+        self.server, self.num_conversations = server, num_conversations
         self.num_ended = self.num_cut = 0
         self._lock = threading.Lock()
 
@@ -114,7 +124,7 @@ class Clients:
         """Text, prompt tokens and output tokens of each turn, by conversation."""
         with ThreadPoolExecutor(NUM_CLIENTS) as threads:
             return list(
-                threads.map(lambda number: self._talk(number, after), range(NUM_CONVERSATIONS))
+                threads.map(lambda number: self._talk(number, after), range(self.num_conversations))
             )
 
     def _talk(self, number: int, after: Callable[[int], None]) -> list[tuple[str, int, int]]:

@@ -27,6 +27,7 @@ from ramify.cluster.credentials import Credentials
 from ramify.cluster.inspection import replica_facts
 from tests.certificates import Authority, write
 from tests.e2e.conftest import START_S, is_ready
+from tests.e2e.test_cluster_faults import STOP_S, Clients
 from tests.e2e.test_replicas import has_ended, until
 
 pytestmark = [
@@ -37,7 +38,8 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
 ]
 
-ENGINE = "ramify.cluster.local_child"
+ENGINE, SERVER = "ramify.cluster.local_child", "ServeReplica:test:server"
+NUM_CONVERSATIONS = 20  # of four requests each
 ENVIRONMENT = {**os.environ, "NO_COLOR": "1"}
 
 
@@ -211,6 +213,66 @@ def test_an_answer_survives_its_engine(deployment: Deployment) -> None:
     until(lambda: len(deployment.engines() - {busy}) == 2, "no engine in its place")
     until(lambda: deployment.log.count(" has come, at ") == 3, "it does not join")
     assert deployment.text(**options) == undisturbed
+
+
+class Faults:
+    """Kills an engine, stops another one, and kills the server; `Server` of `Clients`."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        self.url, self._deployment = deployment.url, deployment
+        self.num_kills, self.is_down = 0, False
+        self.num_done = 0
+
+    def run(self) -> None:
+        """All of them, one after the other."""
+        for do in (self._kill, self._stop, self._restart):
+            do()
+            self.num_done += 1
+
+    def _kill(self) -> None:
+        num_come = self._num_come
+        os.kill(min(self._deployment.engines()), signal.SIGKILL)
+        until(lambda: self._num_come > num_come, "no engine in its place")
+
+    @property
+    def _num_come(self) -> int:
+        return self._deployment.log.count(" has come, at ")
+
+    def _stop(self) -> None:
+        pid = max(self._deployment.engines())
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(STOP_S)
+        os.kill(pid, signal.SIGCONT)
+
+    def _restart(self) -> None:
+        below = descendants(self._deployment.process.pid)
+        [server] = [pid for pid, line in below.items() if SERVER in line]
+        self.is_down, self.num_kills = True, self.num_kills + 1
+        os.kill(server, signal.SIGKILL)
+        until(lambda: not is_ready(self.url), "the server lives on")
+        until(lambda: is_ready(self.url), "no server in its place")
+        self.is_down = False
+
+
+def test_every_request_ends_once_whatever_dies(deployment: Deployment) -> None:
+    """An engine is killed, one is stopped for ten seconds, the server is killed: texts and usage are equal.
+
+    Only what the dead server held is sent again by clients.
+    """
+    faults = Faults(deployment)
+    wanted = Clients(faults, NUM_CONVERSATIONS).run()
+    before = deployment.engines()
+
+    thread = threading.Thread(target=faults.run)
+    thread.start()
+    while thread.is_alive():
+        assert Clients(faults, NUM_CONVERSATIONS).run() == wanted
+    thread.join()
+
+    assert faults.num_done == 3
+    assert Clients(faults, NUM_CONVERSATIONS).run() == wanted
+    assert len(deployment.engines()) == len(before) == 2
+    assert len(deployment.engines() - before) == 1
 
 
 def test_another_file_replaces_engines_one_at_a_time(deployment: Deployment) -> None:
