@@ -16,7 +16,7 @@ from ramify.engine.cache_admin.calls import ReadStats
 from ramify.engine.cache_admin.warmup import WARM_PARAMS, WarmPrompt
 from ramify.engine.context import EngineStats
 from ramify.engine.core import EngineCore
-from ramify.engine.description import EngineDescription
+from ramify.engine.description import EngineDescription, summary
 from ramify.engine.identity import EngineIdentity
 from ramify.engine.request_options import RequestOptions
 from ramify.engine.scheduling.queue_limits import QueueLimits
@@ -105,6 +105,10 @@ class AsyncLLM:
         self._lock = threading.Lock()
         # If nobody closes it: the thread must not be in a step when the interpreter ends.
         self._finalizer = weakref.finalize(self, _end, self._engine_thread)
+
+    def __repr__(self) -> str:
+        description = None if self._engine is None else self._engine.description
+        return f"<{type(self).__name__}: {summary(self.config, description)}>"
 
     @property
     def description(self) -> EngineDescription:

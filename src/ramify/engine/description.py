@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ramify.config import ResolvedConfig
 from ramify.models.configs.pooling import PoolingConfig
 
 
@@ -20,3 +21,15 @@ class EngineDescription:
     pooling: PoolingConfig = field(default_factory=PoolingConfig)
     # Architecture of a model that reads images or audio, of which only the text decoder is loaded.
     wrapper: str | None = None
+
+
+def summary(config: ResolvedConfig, description: EngineDescription | None) -> str:
+    """Model and sizes of an engine in a line; `description` is None without a checkpoint."""
+    parts = ["an engine without a checkpoint"]
+    if description is not None:
+        parts = [str(config.requested.model.model), description.dtype]
+    if config.requested.attention.exact:
+        parts.append("exact")
+    parts.append(f"context {config.max_model_len:,} tokens")
+    parts.append(f"pool {config.kv_cache_tokens:,} tokens in pages of {config.page_size}")
+    return ", ".join(parts)

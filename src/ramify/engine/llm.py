@@ -22,6 +22,7 @@ from ramify.engine.cache_admin.warmup import WARM_PARAMS, WarmPrompt
 from ramify.engine.call_turns import loop_call, whole_call
 from ramify.engine.context import EngineStats
 from ramify.engine.core import EngineCore
+from ramify.engine.description import summary
 from ramify.engine.embedding import embedding_of, embedding_params
 from ramify.engine.hit_verifier import HitVerifier
 from ramify.engine.offline import CLOSED, BatchOptions, OfflineDriver
@@ -121,6 +122,12 @@ class LLM:
         if self._open_driver is not None:
             self._open_driver.close()
             self._open_driver = self._engine = None
+
+    def __repr__(self) -> str:
+        if self._open_driver is None:
+            return f"<{type(self).__name__}: closed>"
+        description = None if self._engine is None else self._engine.description
+        return f"<{type(self).__name__}: {summary(self.config, description)}>"
 
     def __enter__(self) -> Self:
         return self

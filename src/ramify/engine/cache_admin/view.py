@@ -18,6 +18,7 @@ from ramify.cache.pins import Pin
 from ramify.cache.prefix_cache import PrefixCache
 from ramify.cache.sessions import end_session
 from ramify.cache.types import CacheStats, Node
+from ramify.engine.cache_admin.drawing import draw_tree
 from ramify.engine.cache_admin.warmup import (
     WarmPrompt,
     WarmupResult,
@@ -30,13 +31,14 @@ from ramify.engine.core import EngineCore
 from ramify.engine.prefix_namespaces import owner_of_namespace, owner_of_node
 from ramify.engine.scheduling.validation import validate_token_ids
 from ramify.engine.text.prompt_inputs import Prefix, prefix_token_ids, stable_prefix_ids
-from ramify.errors import ConfigError, InvalidParamsError, PinError
+from ramify.errors import ConcurrentCallError, ConfigError, InvalidParamsError, PinError
 from ramify.outputs import Explanation, RequestOutput
 
 if TYPE_CHECKING:
     from ramify.engine.text.tokenizer import Tokenizer
 
 PREVIEW_CHARS = 60  # of the text of a node
+DRAWN_NODES = 40  # by `print(llm.cache)`
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +70,15 @@ _COPIED_FIELDS = {field.name for field in fields(TreeNode)} & (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class TreeView:
-    """The nodes with most hits, in depth-first order."""
+    """The nodes with most hits, in depth-first order; printed as a tree."""
 
     nodes: tuple[TreeNode, ...]
     num_nodes: int  # in the whole cache
+
+    def __repr__(self) -> str:
+        return draw_tree(self.nodes, self.num_nodes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +104,21 @@ class CacheView:
     ) -> None:
         self._engine, self._tokenizer, self._compute = engine, tokenizer, compute
         self.turns = engine.turns
+
+    def __repr__(self) -> str:
+        try:
+            stats = self.core.stats()
+        except ConcurrentCallError:
+            return f"<{type(self).__name__}: in use by another thread>"
+        num_kept = stats.num_pages - stats.free_pages
+        return (
+            f"<{type(self).__name__}: {num_kept:,} of {stats.num_pages:,} pages of {stats.page_size} "
+            f"tokens in use, {stats.num_nodes:,} nodes, hit rate {stats.hit_rate:.0%}>"
+        )
+
+    @whole_call
+    def __str__(self) -> str:
+        return f"{self!r}\n{self.tree(DRAWN_NODES)!r}"
 
     @property
     def core(self) -> PrefixCache:

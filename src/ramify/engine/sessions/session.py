@@ -112,6 +112,12 @@ class _BaseSession(Generic[Engine]):
         # Calls of `aclose`: an answer that was begun before the last of them is not pinned.
         self._num_closed = 0
 
+    def __repr__(self) -> str:
+        count = len(self._transcript.messages)
+        size = f"{count:,} message{'s' * (count != 1)}, " if count else ""
+        pinned = ", pinned" if self._pinned is not None else ""
+        return f"<{type(self).__name__}: {size}{len(self._transcript.token_ids):,} tokens{pinned}>"
+
     @property
     def token_ids(self) -> tuple[int, ...]:
         """All token ids so far; in a conversation, up to the last answer."""
