@@ -17,6 +17,7 @@ from ramify.cache.pins import Pin
 from ramify.cache.types import CacheStats
 from ramify.cluster.wire import RemoteError, WireError
 from ramify.engine.cache_admin import calls
+from ramify.engine.cache_admin.branch_view import BranchView
 from ramify.engine.cache_admin.view import ClearResult, TreeView
 from ramify.engine.context import EngineStats
 from ramify.errors import InvalidParamsError, RamifyError
@@ -153,6 +154,7 @@ _RESULTS: dict[type, Any] = {
     calls.ExplainToTenant: Explanation | None,
     calls.EvictAnswers: None,
     calls.ReadTree: TreeView,
+    calls.ReadBranches: BranchView,
     calls.ClearCache: ClearResult,
     calls.PinPrefix: WirePin,
     calls.Unpin: None,

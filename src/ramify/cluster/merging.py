@@ -8,6 +8,7 @@ from typing import Any
 
 from ramify.cache.pins import Pin
 from ramify.engine.cache_admin import calls
+from ramify.engine.cache_admin.branch_view import BranchView
 from ramify.engine.cache_admin.view import TreeNode, TreeView
 from ramify.outputs import Explanation
 
@@ -50,6 +51,8 @@ def merged(call: Any, results: Sequence[tuple[int, Any]]) -> Any:
             return [renumbered_pin(pin, slot) for slot, pins in results for pin in pins]
         case calls.ReadTree():
             return _merged_tree(call.max_nodes, results)
+        case calls.ReadBranches():
+            return merged_branches(results)
         case _:
             return values[0]
 
@@ -93,3 +96,20 @@ def _merged_tree(max_nodes: int, results: Sequence[tuple[int, TreeView]]) -> Tre
             for node in view.nodes[:share]
         ]
     return TreeView(tuple(nodes[:max_nodes]), sum(view.num_nodes for _, view in results))
+
+
+def merged_branches(results: Sequence[tuple[int, BranchView]]) -> BranchView:
+    """The branches of all replicas, each with the number of its replica, one tree after the other."""
+    nodes = [
+        replace(
+            node,
+            id=cluster_id(node.id, slot),
+            parent=cluster_id(node.parent, slot) if node.parent else 0,
+            replica=slot,
+        )
+        for slot, view in results
+        for node in view.nodes
+    ]
+    counts = [view.num_nodes for _, view in results if view.num_nodes is not None]
+    is_cut = any(view.is_cut for _, view in results)
+    return BranchView(tuple(nodes), is_cut, sum(counts) if counts else None)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ramify.cluster.dispatch import Dispatch
-from ramify.cluster.merging import summed
+from ramify.cluster.merging import merged_branches, split_id, summed
 from ramify.cluster.remote_replica import RemoteReplica
 from ramify.engine.cache_admin import calls
+from ramify.engine.cache_admin.branch_view import BranchQuery, BranchView
+from ramify.errors import ConfigError, NoReplicaError
 from ramify.server.replicas import ClusterStats, ReplicaState, ReplicaStats, RoutingCounts
 
 
@@ -80,6 +83,27 @@ class ClusterView:
             name: 0 if explanation is None else explanation.read_tokens
             for name, explanation in answers.items()
         }
+
+    async def branches(self, query: BranchQuery, timeout_s: float) -> BranchView:
+        """See `Replicas`."""
+        connected = [
+            replica for replica in self._dispatch.replicas.values() if replica.welcome is not None
+        ]
+        if query.below:
+            local, slot = split_id(query.below)
+            for replica in connected:
+                if replica.slot == slot:
+                    call = calls.ReadBranches(replace(query, below=local))
+                    async with asyncio.timeout(timeout_s):
+                        return merged_branches([(slot, await replica.call(call))])
+            raise ConfigError(f"node {query.below} is of no engine that is connected")
+        share = -(-query.max_nodes // max(1, len(connected)))
+        answers = await self._ask(calls.ReadBranches(replace(query, max_nodes=share)), timeout_s)
+        slots = {replica.name: replica.slot for replica in connected}
+        results = [(slots[name], view) for name, view in answers.items() if name in slots]
+        if not results:
+            raise NoReplicaError(1.0, "none answers")
+        return merged_branches(results)
 
     async def _ask(self, call: Any, timeout_s: float) -> dict[str, Any]:
         """The results of the connected replicas that answer in time, by name."""

@@ -100,6 +100,7 @@ AnyCall = (
     | calls.ExplainToTenant
     | calls.EvictAnswers
     | calls.ReadTree
+    | calls.ReadBranches
     | calls.ClearCache
     | calls.PinPrefix
     | calls.Unpin

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from ramify.cache import CacheKey, Node, Salt
+from ramify.cache.branches import Branch
 from ramify.cache.inspection import NodeInfo
 from ramify.cache.key import namespace_of, namespace_parts
 
@@ -68,7 +69,7 @@ class PrefixNamespaces:
             keys.append(CacheKey(ids, namespace_of(base=self.base, tenant=tenant, salt=salt)))
         return keys
 
-    def is_stale(self, node: NodeInfo) -> bool:
+    def is_stale(self, node: NodeInfo | Branch) -> bool:
         """Whether no request can hit the node any more, since it belongs to other weights."""
         if node.salt is not None or node.namespace == self.base:
             return node.namespace != self.base
@@ -76,7 +77,7 @@ class PrefixNamespaces:
         return node.namespace != namespace_of(base=self.base, tenant=tenant, salt=salt)
 
 
-def owner_of_node(node: Node | NodeInfo) -> tuple[str, str]:
+def owner_of_node(node: Node | NodeInfo | Branch) -> tuple[str, str]:
     """Tenant and salt that a node's end belongs to; empty if it is shared by all."""
     return owner_of_namespace(node.namespace if node.salt is None else node.salt)
 

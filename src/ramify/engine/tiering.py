@@ -269,6 +269,15 @@ class EngineTiering:
             for store in self._parts.stores
         }
 
+    def tiers_of(self, hashes: Sequence[bytes]) -> list[str]:
+        """For each page, the fastest store of this machine that lists it; empty: none does."""
+        tiers = [""] * len(hashes)
+        for store in reversed(self._parts.near):
+            for index, is_listed in enumerate(self._parts.listed(store, hashes)):
+                if is_listed and not self._removals.has(hashes[index]):
+                    tiers[index] = store.tier
+        return tiers
+
     def wait_for_probes(self, limit_s: float) -> None:
         """Wait until every tier is measured, at most `limit_s`."""
         end_s, mover = time.monotonic() + limit_s, self._parts.mover

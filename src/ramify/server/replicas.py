@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from ramify.engine.cache_admin.branch_view import BranchQuery, BranchView
 from ramify.engine.context import EngineStats
 
 
@@ -81,6 +82,15 @@ class Replicas(Protocol):
 
     async def stats(self, timeout_s: float) -> ClusterStats:
         """Of the connected replicas; of one that does not answer in time, the last that it had."""
+        ...
+
+    async def branches(self, query: BranchQuery, timeout_s: float) -> BranchView:
+        """Branches of the trees of the replicas that answer in time; `query.below` names a replica, too.
+
+        Raises:
+            ConfigError: there is no such node, or the tenant may not see it.
+            NoReplicaError: no replica answers.
+        """
         ...
 
     async def cached_tokens(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ramify.cache.pins import Pin
 from ramify.cache.types import CacheStats
+from ramify.engine.cache_admin.branch_view import BranchQuery, BranchView
 from ramify.engine.cache_admin.calls import (
     CheckCache,
     ClearCache,
@@ -23,6 +24,7 @@ from ramify.engine.cache_admin.calls import (
     ListPins,
     PinPrefix,
     PinPublicPrefixes,
+    ReadBranches,
     ReadCacheStats,
     ReadTree,
     RunsInEngine,
@@ -63,6 +65,9 @@ class AsyncCacheView:
     ) -> None:
         self._engine, self._tokenizer, self._compute = engine, tokenizer, compute
         self._vocab_size, self._page_size = vocab_size, page_size
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: await its calls, such as stats() and tree()>"
 
     async def stats(self) -> CacheStats:
         """See `CacheView.stats`."""
@@ -132,6 +137,10 @@ class AsyncCacheView:
                 for node in dump.nodes
             ),
         )
+
+    async def branches(self, query: BranchQuery) -> BranchView:
+        """See `CacheView.branches`."""
+        return await self._engine.run(ReadBranches(query))
 
     async def clear(
         self,

@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from ramify.cache.pins import Pin
 from ramify.cache.types import CacheStats
+from ramify.engine.cache_admin.branch_view import BranchQuery, BranchView, view_branches
 from ramify.engine.cache_admin.view import CacheView, ClearResult, TreeView
 from ramify.engine.cache_admin.warmup import WarmupResult, pin_public_prefixes
 from ramify.engine.context import EngineStats
@@ -106,6 +107,15 @@ class ReadTree(Struct, frozen=True, tag=True):
 
     def __call__(self, core: EngineCore) -> TreeView:
         return _view(core).tree(self.max_nodes)
+
+
+class ReadBranches(Struct, frozen=True, tag=True):
+    """`view_branches`: a part of the tree, without texts."""
+
+    query: BranchQuery
+
+    def __call__(self, core: EngineCore) -> BranchView:
+        return view_branches(core, self.query)
 
 
 class ClearCache(Struct, frozen=True, tag=True):

@@ -18,6 +18,7 @@ from ramify.cache.pins import Pin
 from ramify.cache.prefix_cache import PrefixCache
 from ramify.cache.sessions import end_session
 from ramify.cache.types import CacheStats, Node
+from ramify.engine.cache_admin.branch_view import BranchQuery, BranchView, view_branches
 from ramify.engine.cache_admin.drawing import draw_tree
 from ramify.engine.cache_admin.warmup import (
     WarmPrompt,
@@ -219,6 +220,11 @@ class CacheView:
             raise ConfigError(f"max_nodes={max_nodes!r} but it must be an integer >= 1")
         dump = top_nodes(self.core, max_nodes)
         return TreeView(tuple(map(self._tree_node, dump.nodes)), dump.num_nodes)
+
+    @whole_call
+    def branches(self, query: BranchQuery) -> BranchView:
+        """A part of the tree, for charts: see `view_branches`; `with_texts` adds the texts."""
+        return view_branches(self._engine, query)
 
     @whole_call
     def clear(
