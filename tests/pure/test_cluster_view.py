@@ -311,3 +311,29 @@ def test_a_resumed_answer_says_so(api: str, is_equal: bool) -> None:
     assert answer.status == 200, answer.body
     usage = answer.json["usage"]["ramify_cache"]
     assert usage.get("resumed") == (None if is_equal else True)
+
+
+def test_branches_of_all_replicas_and_below_a_node_of_one() -> None:
+    """Ids name the replica as well; a tenant sees its own at each."""
+
+    async def main() -> None:
+        keys = ApiKeys.of("a", "b", admin="o")
+        bench = ClusterServer(chat_template=TOOL_TEMPLATE, routes=LeastLoaded(), keys=keys)
+        path = "/v1/cache/branches"
+        async with bench.serving():
+            for key in ("a", "b"):
+                await bench.post("/v1/chat/completions", chat(f"{key} {LONG}"), key=key)
+            everything = (await bench.call("GET", path, key="o")).json
+            below = [
+                (await bench.call("GET", f"{path}?below={node['id']}", key="o")).json["nodes"][0]
+                for node in everything["nodes"]
+            ]
+            own = (await bench.call("GET", path, key="a")).json["nodes"]
+            nowhere = everything["nodes"][0]["id"] + 5  # of a sixth replica further on
+            missing = await bench.call("GET", f"{path}?below={nowhere}", key="o")
+        assert [node["id"] for node in below] == [node["id"] for node in everything["nodes"]]
+        assert {node["replica"] for node in everything["nodes"]} == {0, 1}
+        assert {node["tenant"] for node in everything["nodes"]} > {own[0]["tenant"]}
+        assert missing.status == 404
+
+    run(main())

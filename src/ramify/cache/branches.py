@@ -21,7 +21,7 @@ from ramify.errors import ConfigError
 
 MAX_VISITS: Final = 2048  # nodes and roots that a call looks at: 2 to 4 ms
 MAX_HASHED_TOKENS: Final = 1 << 16  # of a call: 2 ms
-PREVIEW_ATOMS: Final = 64
+PREVIEW_ATOMS: Final = 160
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,11 +42,12 @@ from ramify.server.openai.responses.protocol import (
     InputTokensRequest,
     ResponsesRequest,
 )
-from ramify.server.operations import cache_admin, loads, weights
+from ramify.server.operations import activity_report, cache_admin, loads, tree_branches, weights
 from ramify.server.operations.cache_admin import PinRequest
+from ramify.server.page import endpoints as page
 
 Handler = Callable[[RequestContext], Awaitable[Response]]
-JSON, TEXT = "application/json", "text/plain"
+JSON, TEXT, HTML = "application/json", "text/plain", "text/html"
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,15 +165,19 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     _admin("/v1/cache", "GET", cache_admin.stats, "Statistics of the cache."),
     _admin("/v1/cache", "DELETE", cache_admin.clear, "Evict everything, or what all parameters match.", parameters=cache_admin.CLEAR_PARAMETERS),
     _admin("/v1/cache/tree", "GET", cache_admin.tree, "The radix tree's top nodes.", parameters=(("max_nodes", "integer"),)),
+    Endpoint("/v1/cache/branches", "GET", tree_branches.branches, "A part of the radix tree; a tenant sees its own.", parameters=tree_branches.PARAMETERS),
     _admin("/v1/cache/pins", "GET", cache_admin.pins, "Pinned prefixes."),
     _admin("/v1/cache/pins", "POST", cache_admin.pin, "Pin a prefix.", PinRequest),
     _admin("/v1/cache/pins/{name}", "DELETE", cache_admin.unpin, "Unpin a prefix."),
     Endpoint("/v1/cache/explain", "POST", cache_admin.explain, "What a request to any path above would hit; runs nothing.", dict),
+    Endpoint("/v1/activity", "GET", activity_report.activity, "What runs, and the last ten minutes; a tenant sees its own.", while_draining=True),
     _admin("/v1/weights", "POST", weights.replace, "Replace the weights, of several engines one at a time.", weights.WeightsRequest),
     _admin("/reset_prefix_cache", "POST", cache_admin.reset, "Evict everything."),
     _admin("/v1/loads", "GET", loads.loads, "What each engine has to do, in SGLang's form.", parameters=loads.PARAMETERS, while_draining=True),
     _admin("/metrics", "GET", cache_admin.metrics, "Metrics for Prometheus.", media=TEXT, while_draining=True),
-    _open("/", "GET", version, "Same as /version; clients probe it."),
+    _open("/", "GET", page.root, "The live page for a browser, else the same as /version; clients probe it."),
+    _open("/ui", "GET", page.page, "The live page.", media=HTML),
+    _open("/ui/{name}", "GET", page.asset, "A script or style of the live page.", media=HTML),
     _open("/livez", "GET", livez, "Whether the process is alive."),
     _open("/readyz", "GET", readyz, "Whether requests are served."),
     _open("/health", "GET", readyz, "Same as /readyz."),

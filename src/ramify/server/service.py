@@ -15,6 +15,7 @@ from ramify.errors import EngineStoppedError, NoReplicaError, ReplicaLostError
 from ramify.models.configs.pooling import PoolingConfig
 from ramify.models.configs.sampling_defaults import SamplingDefaults
 from ramify.outputs import Explanation, StepOutput
+from ramify.server.activity import Activity
 from ramify.server.engine_client import EngineClient
 from ramify.server.errors import ApiError, ContextLengthError
 from ramify.server.generation import Generation, GenerationRequest
@@ -28,6 +29,7 @@ from ramify.server.history.stored_requests import (
     first_difference,
     is_fully_reused,
 )
+from ramify.server.live_requests import LiveRequests
 from ramify.server.model_dialects.call_text import calls_text
 from ramify.server.model_dialects.events import CallStart, ReasoningDelta
 from ramify.server.model_dialects.output_format import named
@@ -107,6 +109,7 @@ class RequestService:
         self.history: ExpiringStore[HistoryEntry] = ExpiringStore()  # by response id
         self.conversations: ExpiringStore[StoredConversation] = ExpiringStore()
         self.quotas = QuotaMeter()
+        self.live, self.activity = LiveRequests(), Activity()
         self.has_several_tenants = False  # set by the server that has the keys
         self.unknown_fields = UnknownFieldLog()
         self.started_s = int(time.time())
@@ -199,7 +202,11 @@ class RequestService:
         """
         prompt, num_tokens = request.prompt, len(request.prompt.ids)
         self.quotas.acquire(caller, num_tokens, request.params.n)
-        generation = None
+        generation, id_ = None, prefix + secrets.token_hex(16)
+        live = self.live.arrive(
+            id_, caller.tenant, num_prompt=num_tokens, max_tokens=request.params.max_tokens
+        )
+        self._observe_live()
         try:
             events = self.engine.stream(
                 prompt.ids,
@@ -219,7 +226,7 @@ class RequestService:
             )
             first_output = await anext(aiter(events), None)
             generation = Generation(
-                id=prefix + secrets.token_hex(16),
+                id=id_,
                 request=request,
                 caller=caller,
                 created=int(time.time()),
@@ -233,10 +240,16 @@ class RequestService:
                 after_end=self._after_end,
                 abort=self.engine.abort,
             )
+            self.activity.begun(caller.tenant, generation.cache, self.live.begin(live, generation))
             return generation
         finally:
             if generation is None:
+                self.live.end(id_)
                 self.quotas.release(caller, num_tokens, 0, request.params.n)
+
+    def _observe_live(self) -> None:
+        live = self.live
+        self.activity.observe(num_running=live.num_running, num_waiting=live.num_waiting)
 
     def _pin_share(self, caller: Caller) -> float | None:
         """Share of the pool that a caller may pin; None: no limit of its own."""
@@ -296,6 +309,8 @@ class RequestService:
         num_computed = generation.num_output if output is None else output.usage.completion_tokens
         num_computed += 0 if generation.cache is None else generation.cache.computed
         self.quotas.release(caller, len(request.prompt.ids), num_computed, request.params.n)
+        self.live.end(generation.id)
+        self.activity.ended(caller.tenant, generation.num_output)
         if request.is_remembered:
             entry = request.history_entry.without_text()
             self.history.put(caller.tenant, generation.id, entry)

@@ -14,7 +14,7 @@ from ramify.engine.prefix_namespaces import owner_of_namespace, owner_of_node
 if TYPE_CHECKING:
     from ramify.engine.text.tokenizer import Tokenizer
 
-MAX_CHARS = 240  # of the text of a node
+MAX_CHARS = 480  # of the text of a node
 POOL, EVICTED = "pool", "evicted"
 EVERYBODY = ("", "")  # tenant and salt of what all share
 

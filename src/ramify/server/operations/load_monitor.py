@@ -90,6 +90,7 @@ class LoadMonitor:
             except (NoReplicaError, ReplicaLostError):  # the engine is elsewhere, and may come back
                 before = None
             else:
+                self._service.activity.sample(snapshot.engine.cache)
                 line = None if before is None else snapshot.line(before, now_s - before_s)
                 if line is not None:
                     self._write_line(line)

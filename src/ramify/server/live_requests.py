@@ -1,0 +1,95 @@
+"""`LiveRequests`: what waits and runs now, for the tenant that sent it and the operator."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ramify.server.generation import Generation
+
+
+@dataclass(slots=True)
+class LiveRequest:
+    """A request between its arrival at the engine and its end."""
+
+    id: str  # of its response
+    tenant: str
+    num_prompt: int
+    max_tokens: int | None  # of its answer
+    arrival_s: float
+    generation: Generation | None = None  # since its first token
+
+    def as_json(self, now_s: float) -> dict[str, Any]:
+        """What the page shows of it: counts, no text."""
+        payload: dict[str, Any] = {
+            "id": self.id,
+            "tenant": self.tenant,
+            "state": "waiting" if self.generation is None else "running",
+            "age_s": round(now_s - self.arrival_s, 3),
+            "prompt_tokens": self.num_prompt,
+            "max_tokens": self.max_tokens,
+        }
+        generation = self.generation
+        if generation is not None:
+            payload["output_tokens"] = generation.num_output
+            if (usage := generation.cache) is not None:
+                payload |= {"read": usage.read, "shared": usage.shared, "computed": usage.computed}
+            if generation.placement is not None:
+                payload["replica"] = generation.placement.replica
+        return payload
+
+
+class LiveRequests:
+    """The live requests of a server, by id.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._requests: dict[str, LiveRequest] = {}
+        self.num_running = 0  # those with a token
+
+    def arrive(
+        self, id_: str, tenant: str, *, num_prompt: int, max_tokens: int | None
+    ) -> LiveRequest:
+        """Count a request; `end` must follow."""
+        request = LiveRequest(id_, tenant, num_prompt, max_tokens, self._clock())
+        self._requests[id_] = request
+        return request
+
+    def begin(self, request: LiveRequest, generation: Generation) -> float:
+        """A request has its first token; returns the seconds since it arrived."""
+        request.generation = generation
+        self.num_running += 1
+        return self._clock() - request.arrival_s
+
+    def end(self, id_: str) -> None:
+        """A request has ended, or was refused. Idempotent."""
+        request = self._requests.pop(id_, None)
+        if request is not None and request.generation is not None:
+            self.num_running -= 1
+
+    @property
+    def num_waiting(self) -> int:
+        """Those without a token yet."""
+        return len(self._requests) - self.num_running
+
+    def of(self, tenant: str | None) -> Iterator[LiveRequest]:
+        """Those of a tenant, or, with None, all; oldest first."""
+        for request in self._requests.values():
+            if tenant in (None, request.tenant):
+                yield request
+
+    def as_json(self, tenant: str | None, most: int) -> dict[str, Any]:
+        """How many run and wait, and the oldest of them."""
+        requests, now_s = [*self.of(tenant)], self._clock()
+        num_running = sum(request.generation is not None for request in requests)
+        return {
+            "running": num_running,
+            "waiting": len(requests) - num_running,
+            "requests": [request.as_json(now_s) for request in requests[:most]],
+        }
