@@ -19,7 +19,7 @@ TORCH_ARGS ?=
 export PYTHON TORCH_ARGS
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-full test-pure check format options bench bench-attention bench-core bench-engine \
+.PHONY: help venv demo browser test test-full test-pure check format options bench bench-attention bench-core bench-engine \
   bench-quantised bench-decode bench-step bench-tool-loop bench-first-token bench-busy-cores bench-cluster bench-replicas bench-router bench-memory bench-families bench-analysis perf attack clients soak-core soak-engine accuracy cover-core gpu-check native bench-routing bench-prediction \
   test-native test-wheel clean FORCE
 
@@ -40,6 +40,9 @@ test-full: $(DEV) $(GEMMA)  ## every test and every random example; without ARGS
 	@commit=$$(git rev-parse HEAD) && \
 	  RAMIFY_TESTS=full $(BIN)/python -m pytest -n auto --dist loadfile -m "" --durations=25 $(ARGS) && \
 	  $(if $(ARGS),true,$(BIN)/python scripts/full_run.py record $$commit)
+
+browser:  ## Chromium and axe-core for the tests of the live page
+	@sh scripts/install_browser.sh build/browser
 
 test-pure: $(DEV)  ## the tests that need no torch
 	@$(BIN)/python -m pytest tests/pure $(ARGS)
