@@ -14,6 +14,7 @@ from ramify.models.checkpoint.tensor_names import EMBEDDING, HEAD, LINEARS
 from ramify.models.checkpoint.weight_source import WeightSource
 from ramify.models.configs.model_config import ModelConfig
 from ramify.models.ops.quantized import QuantizedWeight, Weight, as_tensor
+from ramify.models.ops.weight_part import WeightPart
 from ramify.models.ops.weight_rounding import INT4_GROUP, quantize_weight
 
 INT8_GROUP = 64
@@ -50,6 +51,10 @@ class ChangedWeights(WeightSource):
 
     def __getitem__(self, name: str) -> Weight:
         return self._change(name, self._source[name])
+
+    def read_part(self, name: str, part: WeightPart) -> Weight:
+        """The part of the source, changed: groups that are rounded together begin with it."""
+        return self._change(name, self._source.read_part(name, part))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """See `WeightSource`."""

@@ -8,6 +8,7 @@ import torch
 
 from ramify.errors import ConfigError
 from ramify.models.ops.quantized import QuantizedWeight, Weight
+from ramify.models.ops.weight_part import WeightPart, read_part
 
 
 class WeightsOnDevice(Mapping[str, Weight]):
@@ -21,7 +22,13 @@ class WeightsOnDevice(Mapping[str, Weight]):
         self._weights, self._device = weights, device
 
     def __getitem__(self, name: str) -> Weight:
-        weight = self._weights[name]
+        return self._moved(name, self._weights[name])
+
+    def read_part(self, name: str, part: WeightPart) -> Weight:
+        """See `PartlyReadable`."""
+        return self._moved(name, read_part(self._weights, name, part))
+
+    def _moved(self, name: str, weight: Weight) -> Weight:
         if isinstance(weight, QuantizedWeight):
             raise ConfigError(
                 f"{name} is quantised, and only the CPU multiplies by integers; use "

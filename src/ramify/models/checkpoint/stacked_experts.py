@@ -12,6 +12,7 @@ from ramify.models.checkpoint.tensors import CheckpointTensors
 from ramify.models.checkpoint.weight_source import WeightSource
 from ramify.models.configs.model_config import ModelConfig
 from ramify.models.ops.quantized import Weight
+from ramify.models.ops.weight_part import WeightPart, cut
 from ramify.models.packed_formats.fp4 import mxfp4
 
 MXFP4 = "MXFP4"
@@ -61,6 +62,12 @@ class StackedExperts(WeightSource):
         blocks, scales = (_gate_above_up(part, name) for part in parts)
         rows, width = self._shapes[name]
         return mxfp4(stacks[0].removesuffix("_blocks"), blocks, scales, (rows, width), self._dtype)
+
+    def read_part(self, name: str, part: WeightPart) -> Weight:
+        """See `WeightSource`; reads an expert whole."""
+        return (
+            cut(self[name], part) if name in self._stacks else self._tensors.read_part(name, part)
+        )
 
     def shape(self, name: str) -> tuple[int, ...]:
         """See `WeightSource`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -54,15 +55,28 @@ class StoredTensor:
         Raises:
             CheckpointError: the file has become shorter, or the type is unknown.
         """
-        return self._read(self.shape, self.offset, self.num_bytes)
+        return self._read(self.shape, [(self.offset, self.num_bytes)])
 
     def read_part(self, index: int) -> Tensor:
         """`self.read()[index]`; reads no more of the file."""
         num_bytes = self.num_bytes // self.shape[0]
-        return self._read(self.shape[1:], self.offset + index * num_bytes, num_bytes)
+        return self._read(self.shape[1:], [(self.offset + index * num_bytes, num_bytes)])
 
-    def _read(self, shape: tuple[int, ...], offset: int, num_bytes: int) -> Tensor:
-        dtype = DTYPES.get(self.dtype)
+    def read_ranges(self, axis: int, ranges: Sequence[tuple[int, int]]) -> Tensor:
+        """These rows (axis 0) or columns (axis 1), one range after the other; reads no more of the file."""
+        size = sum(end - begin for begin, end in ranges)
+        shape = (*self.shape[:axis], size, *self.shape[axis + 1 :])
+        width = self.num_bytes // max(1, prod(self.shape[: axis + 1]))  # bytes of a row, or column
+        spans = [
+            (self.offset + (row * self.shape[axis] + begin) * width, (end - begin) * width)
+            for row in range(prod(self.shape[:axis]))
+            for begin, end in ranges
+        ]
+        return self._read(shape, spans)
+
+    def _read(self, shape: tuple[int, ...], spans: Sequence[tuple[int, int]]) -> Tensor:
+        """The bytes of spans (offset in the file, length), one after the other, as a tensor."""
+        dtype, num_bytes = DTYPES.get(self.dtype), sum(length for _, length in spans)
         if dtype is None or dtype.itemsize * prod(shape) != num_bytes:
             raise CheckpointError(
                 f"{self.file}: tensor {shortened(self.name)} has the type {self.dtype}, which is not read; "
@@ -72,12 +86,14 @@ class StoredTensor:
         rest = data.numpy().data
         try:
             with self.file.open("rb", buffering=0) as file:
-                file.seek(offset)
-                while rest:
-                    count = file.readinto(rest)
-                    if not count:
-                        raise EOFError(f"it ends inside the tensor {shortened(self.name)}")
-                    rest = rest[count:]
+                for offset, length in spans:
+                    file.seek(offset)
+                    span, rest = rest[:length], rest[length:]
+                    while span:
+                        count = file.readinto(span)
+                        if not count:
+                            raise EOFError(f"it ends inside the tensor {shortened(self.name)}")
+                        span = span[count:]
         except (OSError, EOFError) as error:
             raise CheckpointError(
                 f"{self.file} is corrupt or truncated ({error}); download it again"

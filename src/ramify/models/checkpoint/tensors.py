@@ -18,6 +18,7 @@ from ramify.models.checkpoint.tensor_names import EMBEDDING, HEAD, HEAD_LAYER, T
 from ramify.models.checkpoint.weight_source import WeightSource
 from ramify.models.configs.model_config import ModelConfig
 from ramify.models.ops.quantized import Weight
+from ramify.models.ops.weight_part import WeightPart, cut
 from ramify.models.packed_formats.affine import WidenedWeight
 
 logger = logging.getLogger(__name__)
@@ -86,6 +87,13 @@ class CheckpointTensors(WeightSource):
     def widened(self) -> Mapping[str, str]:
         """See `WeightSource`."""
         return self._widened
+
+    def read_part(self, name: str, part: WeightPart) -> Weight:
+        """See `WeightSource`; a quantised weight is read whole."""
+        entry = self._entries[name]
+        if isinstance(entry, PackedLayer):
+            return cut(self[name], part)
+        return entry.stored.read_ranges(part.axis, part.ranges).to(entry.dtype)
 
     def part(self, name: str, index: int) -> Tensor:
         """`self[name][index]` of a tensor that is not quantised; reads no more of the file."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ramify.models.configs.model_config import ModelConfig
 from ramify.models.ops.quantized import QuantizedWeight, Weight, as_tensor
+from ramify.models.ops.weight_part import WeightPart, cut, read_part
 
 
 class OrderedWeights(Mapping[str, Weight]):
@@ -36,6 +37,11 @@ class OrderedWeights(Mapping[str, Weight]):
     def __getitem__(self, name: str) -> Weight:
         made = self._made.get(name)
         return self._weights[name] if made is None else made()
+
+    def read_part(self, name: str, part: WeightPart) -> Weight:
+        """See `PartlyReadable`; reads the whole of a tensor whose rows are reordered."""
+        made = self._made.get(name)
+        return read_part(self._weights, name, part) if made is None else cut(made(), part)
 
     def _order_layer(self, config: ModelConfig, layer: int) -> None:
         variant, prefix = config.variant, f"model.layers.{layer}."

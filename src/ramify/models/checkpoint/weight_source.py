@@ -10,6 +10,7 @@ from math import prod
 import torch
 
 from ramify.models.ops.quantized import Weight
+from ramify.models.ops.weight_part import WeightPart, cut
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,10 @@ class WeightSource(Mapping[str, Weight]):
     @abstractmethod
     def kind(self, name: str) -> str:
         """Type of a weight as it is stored: "BF16", "Q4_K", "gptq, 4 bits, groups of 128"."""
+
+    def read_part(self, name: str, part: WeightPart) -> Weight:
+        """`cut(self[name], part)`; a source that can reads no more of its files."""
+        return cut(self[name], part)
 
     @property
     @abstractmethod
