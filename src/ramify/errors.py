@@ -41,6 +41,7 @@ RamifyError
 ├─ ConcurrentCallError            a second thread called what one thread at a time may use
 ├─ DrainingError                  the engine is shutting down and takes no new requests
 └─ EngineStoppedError             the engine was closed, or a bug has ended it
+   └─ RankLostError               a process of tensor parallelism has gone
 """
 
 from __future__ import annotations
@@ -487,3 +488,11 @@ class RolloutError(RamifyError):
 
 class EngineStoppedError(RamifyError):
     """The engine was closed, or a bug has ended it."""
+
+
+class RankLostError(EngineStoppedError):
+    """A process of tensor parallelism has ended or does not answer, and its engine has ended with it."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"{reason}; the engine has ended: make another one, or restart the server")
+        self.reason = reason

@@ -25,7 +25,7 @@ from ramify.engine.context import EngineContext
 from ramify.engine.lifecycle import RequestLifecycle
 from ramify.engine.request import Request
 from ramify.engine.scheduling.scheduler import ScheduledStep
-from ramify.errors import OutOfPagesError, StepMemoryError
+from ramify.errors import EngineStoppedError, OutOfPagesError, StepMemoryError
 from ramify.outputs import FinishReason
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,15 @@ class FailureRecovery:
     # -- a forward pass fails ------------------------------------------------------------------
 
     def step_failed(self, scheduled: ScheduledStep, error: BaseException) -> None:
-        """Roll back a step whose forward pass raised; re-raise KeyboardInterrupt and the like."""
+        """Roll back a step whose forward pass raised; re-raise KeyboardInterrupt and the like.
+
+        Raises:
+            EngineStoppedError: the executor has ended; the requests are queued, nothing was erased.
+        """
+        if isinstance(error, EngineStoppedError):
+            with suppress(EngineStoppedError):
+                self._roll_back(scheduled.requests)
+            raise error
         self.roll_back(scheduled.requests)
         if not isinstance(error, Exception):
             self._handled_error = error
@@ -147,6 +155,8 @@ class FailureRecovery:
         """
         try:
             self._roll_back(requests)
+        except EngineStoppedError:
+            raise
         except BaseException as error:
             self.rebuild(error)
             if not isinstance(error, Exception):
@@ -164,10 +174,10 @@ class FailureRecovery:
                 written[id(sequence)] = pages[sequence.num_computed // page_size :]
         planned = [request.sequence for request in requests if request.sequence.row is not None]
         abandoned = set(map(id, context.planner.abandon(planned)))
-        context.executor.zero_pages(sorted({page for key in abandoned for page in written[key]}))
         context.scheduler.requeue(
             [request for request in running if id(request.sequence) in abandoned]
         )
+        context.executor.zero_pages(sorted({page for key in abandoned for page in written[key]}))
 
     def _halve_token_budget(self, scheduled: ScheduledStep) -> bool:
         """Allow half the step's tokens from now on; False if it had one."""
@@ -276,7 +286,10 @@ class FailureRecovery:
         Raises:
             BaseException: KeyboardInterrupt and the like, after the rebuild.
             OutOfPagesError: leases outside the engine hold the pages; nothing was rebuilt.
+            EngineStoppedError: the executor has ended; nothing was rebuilt.
         """
+        if isinstance(error, EngineStoppedError):
+            raise error
         if error is self._handled_error:
             self._handled_error = None
             raise error

@@ -12,6 +12,7 @@ from ramify.errors import (
     OverloadedError,
     PromptTooLongError,
     RamifyError,
+    RankLostError,
     ReplicaLostError,
     RequestError,
     RequestTooLargeError,
@@ -19,6 +20,7 @@ from ramify.errors import (
     shortened,
 )
 
+RESTART_S = 30  # `Retry-After` of a server that has to be started again
 PINNED_S = 30  # `Retry-After` while pins hold the pages of a request
 
 # HTTP status → `error.type` of the two APIs.
@@ -158,6 +160,8 @@ def as_api_error(error: BaseException) -> ApiError:
             503,
             "the engine has stopped; this server has to be started again",
             code="engine_stopped",
+            # What has ended the engine was not the request.
+            retry_after_s=RESTART_S if isinstance(error, RankLostError) else None,
         )
     if isinstance(error, PromptTooLongError):
         return ContextLengthError(error.num_tokens, error.limit, param="messages")

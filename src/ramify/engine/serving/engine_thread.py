@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -217,6 +218,15 @@ class EngineThread:
                 self._state = EngineState.STOPPED
             self._end_unless_running()
 
+    def end_with(self, error: EngineStoppedError) -> None:
+        """End the thread after this step, since its executor has ended; readers get this error."""
+
+        def end() -> None:
+            raise error
+
+        with suppress(EngineStoppedError):  # it has ended already
+            self._post(Command(end, lambda stopped: None))
+
     def join(self, timeout_s: float | None = None) -> None:
         """Wait until the thread has ended; returns at once if called in that thread."""
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -287,6 +297,11 @@ class EngineThread:
         try:
             while self._run_once():
                 pass
+        except EngineStoppedError as error:  # its executor has ended
+            logger.error("%s", error)
+            self.error = error
+            with self._changed:
+                self._state = EngineState.DEAD
         except BaseException as error:
             logger.exception("the engine has ended by a bug")
             self.error = EngineStoppedError(

@@ -1,0 +1,70 @@
+"""An executor that has ended, as one whose processes have gone, ends its engine: no retry, no rebuild."""
+
+import asyncio
+
+import pytest
+
+from ramify.errors import EngineStoppedError, RankLostError
+from ramify.params import SamplingParams
+from ramify.server.errors import as_api_error
+from tests.pure.async_bench import AsyncBench, run
+from tests.pure.engine_bench import Bench
+
+PROMPT = [3, 1, 4, 1, 5]
+REASON = "rank 1 of 2 (process 17) was ended by SIGKILL"
+
+
+def test_a_step_whose_executor_has_ended_raises() -> None:
+    """Again in every later step; nothing is computed again, and nothing rebuilt."""
+    bench = Bench(fail_at=range(1, 100), error=RankLostError(REASON))
+    bench.core.add_request(PROMPT, SamplingParams(max_tokens=9, ignore_eos=True))
+    bench.core.step()
+
+    for _ in range(2):
+        with pytest.raises(RankLostError, match="SIGKILL; the engine has ended: make another"):
+            bench.core.step()
+
+    failures = bench.core.stats().failures
+    assert (failures.failed_steps, failures.rebuilds) == (0, 0)
+
+
+def test_readers_get_the_loss_and_the_engine_is_dead() -> None:
+    """The error of the reader is that of the executor, and so is that of every later request."""
+    bench = AsyncBench(fail_at=range(1, 100), error=RankLostError(REASON))
+
+    async def main() -> None:
+        llm = bench.llm
+        with pytest.raises(RankLostError):
+            await llm.generate(PROMPT, SamplingParams(max_tokens=9, ignore_eos=True))
+        with pytest.raises(RankLostError):
+            await llm.generate(PROMPT)
+        assert str(llm.health().state) == "dead"
+        assert REASON in str(llm.health().error)
+
+    run(main())
+
+
+def test_an_idle_engine_ends_too() -> None:
+    """Also if its thread has not begun: whoever asks for its health sees it, before a request fails."""
+    bench = AsyncBench()
+
+    async def main() -> None:
+        llm = bench.llm
+        llm._engine_thread.end_with(RankLostError(REASON))
+        await asyncio.wrap_future(llm._engine_thread.ended)
+        assert str(llm.health().state) == "dead"
+        llm._engine_thread.end_with(RankLostError("another"))  # nothing comes of it
+        with pytest.raises(EngineStoppedError, match="SIGKILL"):
+            await llm.generate(PROMPT)
+
+    run(main())
+
+
+def test_the_server_says_when_to_come_back() -> None:
+    """503 with `Retry-After`, without process ids; of an engine that was closed there is no such time."""
+    response = as_api_error(RankLostError(REASON))
+
+    assert (response.status, response.code) == (503, "engine_stopped")
+    assert response.headers == {"Retry-After": "30"}
+    assert "17" not in response.message
+    assert as_api_error(EngineStoppedError("closed")).headers == {}
