@@ -15,6 +15,7 @@ from ramify.cache.policies import POLICIES
 from ramify.errors import ConfigError, PoolTooSmallError, UnknownOptionError
 from ramify.foreign_names import ENGINE_NAMES, PARAM_NAMES, python_advice
 from ramify.params import SAMPLING_FIELDS
+from ramify.rank_options import RankSection
 from ramify.scheduler_options import OVERLAP, SchedulerSection
 from ramify.tier_options import TierSection
 
@@ -98,10 +99,7 @@ class CacheSection:
     """The page pool and the prefix cache in it."""
 
     # short enough to share most of a prefix, long enough for cheap tables
-    page_size: int = option(
-        16,
-        "Tokens per page, the unit of allocation and sharing.",
-    )
+    page_size: int = option(16, "Tokens per page, the unit of allocation and sharing.")
     kv_cache_tokens: int | None = option(
         None,
         "Size of the K/V pool in tokens, rounded down to pages. `None`: as `kv_cache_memory` says.",
@@ -196,6 +194,7 @@ class EngineConfig:
     """All sections; `EngineConfig.of` makes it from flat options."""
 
     model: ModelSection = field(default_factory=ModelSection)
+    ranks: RankSection = field(default_factory=RankSection)
     cache: CacheSection = field(default_factory=CacheSection)
     tiers: TierSection = field(default_factory=TierSection)
     scheduler: SchedulerSection = field(default_factory=SchedulerSection)
@@ -281,6 +280,7 @@ class EngineConfig:
         ):
             if choice not in choices:
                 raise ConfigError(f"{name}={choice!r} but it must be one of {choices}")
+        self.ranks.validate()
         self.scheduler.check_overlap(
             speculative=self.speculative.speculative, has_tiers=self.tiers.is_used
         )
@@ -320,6 +320,7 @@ def _plain(value: object) -> object:
 
 SECTIONS: dict[str, type[Any]] = {
     "model": ModelSection,
+    "ranks": RankSection,
     "cache": CacheSection,
     "tiers": TierSection,
     "scheduler": SchedulerSection,

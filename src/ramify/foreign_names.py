@@ -12,7 +12,7 @@ from collections.abc import Mapping
 _CONTEXT = "use `max_model_len`"
 _POOL = "use `kv_cache_tokens` or `kv_cache_memory`"
 _CPU = "Ramify runs on CPU; device='cuda' is one GPU, by plain torch operations"
-_ONE_PROCESS = "parallel processes are not served yet; one process uses all cores"
+_ONE_PROCESS = "not served yet; `tensor_parallel_size` shares a model between processes"
 _THREADS = "set OMP_NUM_THREADS in the environment"
 _QUANTIZED = "use `quantize`; a checkpoint that is quantised says so itself"
 _LORA = "LoRA is not served yet; merge the adapter into the weights"
@@ -98,13 +98,10 @@ ENGINE_NAMES: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         (
-            "tensor_parallel_size",
             "pipeline_parallel_size",
             "data_parallel_size",
             "enable_expert_parallel",
             "distributed_executor_backend",
-            "tp_size",
-            "tp",
             "dp_size",
             "dp",
             "pp_size",
@@ -115,6 +112,7 @@ ENGINE_NAMES: Mapping[str, str] = {
         ),
         _ONE_PROCESS,
     ),
+    **dict.fromkeys(("tp_size", "tp"), "use `tensor_parallel_size`"),
     **dict.fromkeys(
         ("n_threads", "threads", "n_threads_batch", "threads_batch", "num_threads"), _THREADS
     ),

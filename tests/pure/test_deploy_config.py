@@ -86,7 +86,6 @@ def test_an_empty_file_is_one_engine_of_the_tiny_model(tmp_path: Path) -> None:
         ({"engine": {"kv_cache_token": 1}}, ("'kv_cache_token'", "kv_cache_tokens")),
         ({"tensor_parallel": 2}, ("'tensor_parallel'", "one process", "resources.threads")),
         ({"resources": {"tensor-parallel-size": 2}}, ("tensor-parallel-size", "one process")),
-        ({"engine": {"tensor_parallel_size": 2}}, ("'tensor_parallel_size'", "one process")),
         ({"autoscaling_config": {}}, ("'autoscaling_config'", "`scaling`")),
     ],
 )
@@ -104,6 +103,7 @@ def test_unknown_names_are_refused_by_name(document: object, names: tuple[str, .
     [
         ([], ("mapping", "list")),
         ({"replicas": 0}, ("replicas.min is 0", "1..1024")),
+        ({"engine": {"tensor_parallel_size": 2}}, ("tensor_parallel_size is 2", "one process")),
         ({"replicas": {"min": 3, "max": 2}}, ("replicas.max is 2", "3..1024")),
         ({"replicas": "two"}, ("$.replicas",)),
         ({"ingress": {"port": 0}}, ("ingress.port is 0", "1..65535")),

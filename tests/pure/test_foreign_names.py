@@ -56,7 +56,8 @@ OTHER_WORDS = {
         ("max_num_batched_tokens", "use max_batch_tokens"),
         ("enable_prefix_caching", "on by default"),
         ("disable_radix_cache", "prefix_cache=False"),
-        ("tensor_parallel_size", "not served yet"),
+        ("pipeline_parallel_size", "not served yet; tensor_parallel_size"),
+        ("tp_size", "use tensor_parallel_size"),
         ("device_map", "runs on CPU"),
         ("n_gpu_layers", "runs on CPU"),
         ("quantization", "use quantize"),
@@ -172,7 +173,7 @@ def test_advice_has_flags_on_the_command_line() -> None:
 @pytest.mark.parametrize(
     ("command", "flag", "ours"),
     [
-        ("serve", "--tensor-parallel-size", "not served yet"),
+        ("serve", "--pipeline-parallel-size", "not served yet"),
         ("serve", "--max-seq-len", "use --max-model-len"),
         ("serve", "--n-ctx", "use --max-model-len"),
         ("serve", "-c", "use --max-model-len"),

@@ -39,6 +39,8 @@ MEASURE_LIMIT_S = 3.0  # for the first reads of all cache tiers
     "max_num_seqs",
     "max_model_len",
     "device",
+    "tensor_parallel_size",
+    "rank_timeout_s",
     "ops",
     "attention_backend",
     "exact",
@@ -133,6 +135,7 @@ def _collect_info(llm: LLM) -> dict[str, dict[str, Any]]:
             "chosen": llm.engine.device_choice.reason,
             "vector instructions": torch.backends.cpu.get_cpu_capability(),
             "threads": torch.get_num_threads(),
+            **_ranks(llm),
         },
         "model": {
             "path": str(llm.engine.path),
@@ -170,6 +173,19 @@ def _collect_info(llm: LLM) -> dict[str, dict[str, Any]]:
             "free": _mib(llm.engine.device_choice.free_memory()),
         },
         **_tiers(llm),
+    }
+
+
+def _ranks(llm: LLM) -> dict[str, str]:
+    """How the model is shared between processes; nothing for one process."""
+    ranks, spec = llm.engine.ranks, llm.engine.attention_spec
+    if ranks is None:
+        return {}
+    weights = [llm.engine.num_weight_bytes, *ranks.weight_bytes()]
+    return {
+        "ranks": f"{ranks.size} processes; figures of memory are those of rank 0",
+        "heads of a rank": f"{spec.num_heads} of queries, {spec.num_kv_heads} of K/V",
+        "weights by rank": ", ".join(map(_mib, weights)),
     }
 
 

@@ -47,6 +47,7 @@ Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
 # Headings of help pages by section.
 PANELS = {
     "model": "Model",
+    "ranks": "Model",
     "attention": "Model",
     "cache": "Cache",
     "tiers": "Cache",

@@ -17,7 +17,7 @@ from ramify.errors import ConfigError, MissingPackageError, UnknownOptionError
 MAX_REPLICAS = MAX_THREADS = 1024
 NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?")
 ONE_PROCESS = (
-    "an engine computes in one process, so there is nothing to place in a group; leave it out, and "
+    "an engine of a cluster computes in one process, so there is nothing to place in a group; leave it out, and "
     "give `resources.cpus` and `resources.threads` what one engine can use"
 )
 # What to use in place of a name that other launchers have.
@@ -149,7 +149,10 @@ class DeployConfig(Section, frozen=True, kw_only=True):
             )
         if "model" in self.engine:
             raise ConfigError("engine.model is given; the model stands beside `engine`, as `model`")
-        EngineConfig.of(model=self.model, **self.engine)
+        engine = EngineConfig.of(model=self.model, **self.engine)
+        if engine.ranks.tensor_parallel_size > 1:
+            size = engine.ranks.tensor_parallel_size
+            raise ConfigError(f"engine.tensor_parallel_size is {size}; {ONE_PROCESS}")
         return self
 
 

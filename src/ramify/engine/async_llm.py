@@ -78,6 +78,8 @@ class AsyncLLM:
             config, progress=progress, memory_parts=memory_parts
         )
         self._attach_core(self._engine.core, self._engine.tokenizer)
+        if self._engine.ranks is not None:
+            self._engine.ranks.on_loss(weakref.WeakMethod(self._engine_thread.end_with))
 
     @classmethod
     def from_core(cls, core: EngineCore, tokenizer: Tokenizer | None = None) -> AsyncLLM:
@@ -463,6 +465,8 @@ class AsyncLLM:
         self._engine_thread.stop()
         await asyncio.shield(asyncio.wrap_future(self._engine_thread.ended))
         self._engine_thread.join()
+        if self._engine is not None:
+            self._engine.close()
         self._finalizer.detach()
 
     async def __aenter__(self) -> Self:

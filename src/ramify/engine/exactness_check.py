@@ -197,6 +197,11 @@ class ExactnessCheck:
     def __init__(self, llm: LLM, prompts: Sequence[TokenIds], num_new: int = 8) -> None:
         if not prompts or num_new < 1:
             raise ConfigError(f"{len(prompts)} prompts and {num_new} new tokens; 1 or more needed")
+        if (ranks := llm.engine.ranks) is not None:
+            raise ConfigError(
+                f"an exactness check has a K/V pool of its own, in one process, and tensor_parallel_size="
+                f"{ranks.size}; compare answers that are cold and warm, or check with 1"
+            )
         self._llm, self._page_size = llm, llm.config.page_size
         self.prompts, self.num_new = list(prompts), num_new
         longest, limit = max(map(len, self.prompts)) + 2 * num_new + 3, llm.config.max_model_len

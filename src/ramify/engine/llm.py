@@ -121,6 +121,8 @@ class LLM:
         """
         if self._open_driver is not None:
             self._open_driver.close()
+            if self._engine is not None:
+                self._engine.close()
             self._open_driver = self._engine = None
 
     def __repr__(self) -> str:

@@ -21,6 +21,7 @@ from ramify.engine.execution.identity import identity_of
 from ramify.engine.execution.local_executor import LocalExecutor
 from ramify.engine.execution.open_tiers import open_tiers
 from ramify.engine.execution.prefill_probe import step_model
+from ramify.engine.execution.ranks.open_ranks import Ranks, check_ranks, open_ranks
 from ramify.engine.execution.runner import ModelRunner
 from ramify.engine.execution.sampler import rejection_sample, sample_from_cdf
 from ramify.engine.identity import EngineIdentity
@@ -38,6 +39,7 @@ from ramify.models.checkpoint.find import find_checkpoint
 from ramify.models.checkpoint.tensors import checkpoint_shapes
 from ramify.models.configs.model_config import ModelConfig
 from ramify.models.configs.pooling import PoolingConfig
+from ramify.models.configs.sharding import rank_config
 from ramify.models.decoders.decoder import CausalDecoder
 from ramify.models.gguf.config import read_pooling
 from ramify.models.gguf.container import is_gguf
@@ -85,19 +87,23 @@ class LocalEngine:
         check_computable(
             device, exact=exact, is_mla=config.mla is not None, has_tiers=requested.tiers.is_used
         )
+        num_ranks = requested.ranks.tensor_parallel_size
+        check_ranks(requested, config, device)
+        rank_model = rank_config(config, num_ranks)
         dtype = resolve_dtype(requested.model.dtype, config)
         self.kv_dtype = kv_dtype = resolve_kv_dtype(requested.cache.kv_dtype, dtype)
-        layout = kv_layout(config)
+        layout = kv_layout(rank_model)
         self.config: ResolvedConfig = resolve(
             requested,
             model_max_len=config.max_model_len,
             default_max_len=config.default_model_len,
             token_bytes=layout.token_bytes(kv_dtype),
-            free_memory=self.device_choice.free_memory() // memory_parts,
+            free_memory=self.device_choice.free_memory()
+            // (memory_parts * (num_ranks if device.type == "cpu" else 1)),
             window=longest_window(config),
         )
         self.attention_spec: AttentionSpec = attention_spec(
-            config,
+            rank_model,
             page_size=self.config.page_size,
             dtype=dtype,
             exact=exact,
@@ -116,14 +122,31 @@ class LocalEngine:
             last=COMPILED_BACKENDS if requested.model.ops == "torch" else (),
         )
         self.tokenizer: Tokenizer | None = _load_tokenizer(self.path)
-        self.decoder: CausalDecoder = self._load_model(self.path, progress=progress)
-        pool = KVPool(
-            layout, self.config.num_pages, self.config.page_size, dtype=kv_dtype, device=device
-        )
-        self.attention: PagedBackend = build_attention(
-            config, self.attention_spec, self.backend_choice.backend
-        )
-        self.runner = ModelRunner(self.decoder, pool, self.attention)
+        self.ranks: Ranks | None = None
+        if num_ranks > 1:
+            self.ranks = open_ranks(
+                self.path,
+                self.config,
+                self.device_choice.device,
+                ops=self.ops_choice.name,
+                attention=self.backend_choice.name,
+            )
+        try:
+            self.decoder: CausalDecoder = self._load_model(self.path, progress=progress)
+            pool = KVPool(
+                layout, self.config.num_pages, self.config.page_size, dtype=kv_dtype, device=device
+            )
+            self.attention: PagedBackend = build_attention(
+                rank_model, self.attention_spec, self.backend_choice.backend
+            )
+            self.runner = (
+                ModelRunner(self.decoder, pool, self.attention)
+                if self.ranks is None
+                else self.ranks.runner(self.decoder, pool, self.attention)
+            )
+        except BaseException:
+            self.close()
+            raise
         tokenizer = self.tokenizer
         eos_token_ids = config.eos_token_ids
         if tokenizer is not None:
@@ -165,9 +188,14 @@ class LocalEngine:
                 tiers.mover.close(CLOSE_LIMIT_S)
             raise
 
+    def close(self) -> None:
+        """End the other processes of tensor parallelism; no step may follow."""
+        if self.ranks is not None:
+            self.ranks.close()
+
     @property
     def num_weight_bytes(self) -> int:
-        """Bytes of the weights: packed, or in their compute dtype."""
+        """Bytes of the weights in this process: packed, or in their compute dtype."""
         if self.decoder.loaded:
             return sum(weight.num_bytes for weight in self.decoder.loaded.values())
         shapes = checkpoint_shapes(self.path, self.model_config).values()
@@ -224,6 +252,11 @@ class LocalEngine:
             ConfigError: old and new weights do not fit into memory together. (The old weights are
                 dropped only after the new ones are loaded, so a failure loses nothing.)
         """
+        if self.ranks is not None:
+            raise ConfigError(
+                f"weights are replaced in one process, and tensor_parallel_size={self.ranks.size}; start "
+                "another engine with the new checkpoint"
+            )
         path = find_checkpoint(model, offline=self.config.requested.model.offline)
         config = read_config(path)
         if config != self.model_config:
@@ -283,7 +316,11 @@ class LocalEngine:
             path,
             dtype=requested.model.dtype,
             exact=requested.attention.exact,
-            ops=self.ops_choice.factory,
+            ops=(
+                self.ops_choice.factory
+                if self.ranks is None
+                else self.ranks.operations(self.ops_choice.factory, self.model_config)
+            ),
             quantize=requested.model.quantize,
             activations=requested.model.activations,
             progress=progress,
@@ -304,6 +341,8 @@ class LocalEngine:
             later["activations"] = activations
         if self.device_choice.device.type != "cpu":
             later["device"] = self.device_choice.name
+        if self.ranks is not None:
+            later["ranks"] = self.ranks.size
         return namespace_of(
             model=_fingerprint(path),
             weight_types=_weight_types(decoder),

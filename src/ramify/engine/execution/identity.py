@@ -38,7 +38,7 @@ def identity_of(
     Raises:
         CheckpointError: a file of the checkpoint cannot be read.
     """
-    requested = config.requested
+    requested, num_ranks = config.requested, config.requested.ranks.tensor_parallel_size
     folder = cache_folder()
     store = DigestStore(None if folder is None else folder / "checkpoint-digests.json")
     strategies = sorted(f"{op.operation} {op.shape} {op.dtype} {op.strategy}" for op in exactness)
@@ -54,6 +54,7 @@ def identity_of(
         arithmetic=" | ".join(
             [
                 *([] if device == "cpu" else [f"device {device}"]),
+                *([] if num_ranks == 1 else [f"ranks {num_ranks}"]),
                 f"ops {ops}",
                 f"attention {attention}",
                 f"activations {requested.model.activations}",

@@ -108,3 +108,11 @@ class ModelRunner:
             return []
         rows: list[int] = torch.nonzero(~torch.isfinite(hidden).all(-1))[:, 0].tolist()
         return rows
+
+    def zero_pages(self, pages: Sequence[int]) -> None:
+        """See `KVPool.zero_pages`."""
+        self.pool.zero_pages(pages)
+
+    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy all K/V of the first page of each pair to the second."""
+        self.pool.copy_pages([page for page, _ in pairs], [page for _, page in pairs])
