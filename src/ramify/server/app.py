@@ -26,9 +26,9 @@ from ramify.server.health import Readiness
 from ramify.server.http.body_budget import BodyBudget
 from ramify.server.http.browser_guard import BrowserGuard, BrowserRules, origin_name
 from ramify.server.http.wire import (
-    ANTHROPIC_PING,
-    PING,
     PING_S,
+    PINGS,
+    Dialect,
     KeepAliveResponse,
     error_response,
     request_id,
@@ -130,8 +130,8 @@ class Server:
 
     def _routes(self, endpoint: Endpoint) -> list[Route]:
         async def serve(request: Request) -> Any:
-            is_anthropic = endpoint.uses_anthropic(request)
-            headers = _id_headers(request, is_anthropic)
+            dialect = endpoint.dialect_of(request)
+            headers = _id_headers(request, dialect)
             context = self._context(request, headers)
             try:
                 context = replace(context, caller=self.caller(request))
@@ -143,12 +143,12 @@ class Server:
                     response = await endpoint.handler(context)
             except Exception as error:  # noqa: BLE001 - every failure has a response
                 await context.close()
-                response = _rejection(error, endpoint, headers, is_anthropic=is_anthropic)
+                response = _rejection(error, endpoint, headers, dialect)
             except BaseException:
                 await context.close()
                 raise
             count = partial(self.metrics.count_response, endpoint.path)
-            ping = ANTHROPIC_PING if is_anthropic else PING
+            ping = PINGS[dialect]
             return KeepAliveResponse(
                 response, context.close, count=count, ping_s=self.ping_s, ping=ping
             )
@@ -190,15 +190,15 @@ class Server:
     def _refuse(self, scope: Scope, error: ApiError) -> Response:
         """The response to a request that `BrowserRules` refuse."""
         request = Request(scope)
-        anthropic = _is_anthropic(request)
-        headers = _id_headers(request, anthropic)
+        dialect = dialect_at(request)
+        headers = _id_headers(request, dialect)
         log_rejected(error, "-", headers["x-request-id"])
         self.metrics.count_response("-", error.status)
-        return error_response(error, anthropic=anthropic, headers=headers)
+        return error_response(error, dialect=dialect, headers=headers)
 
     async def _http_error(self, request: Request, error: Exception) -> Response:
-        anthropic = _is_anthropic(request)
-        headers = _id_headers(request, anthropic)
+        dialect = dialect_at(request)
+        headers = _id_headers(request, dialect)
         if isinstance(error, HTTPException):
             messages = {
                 404: f"there is nothing at {request.url.path[:200]}",
@@ -208,7 +208,7 @@ class Server:
             if error.status_code == 405:
                 headers["Allow"] = ", ".join(sorted(allowed_methods(request)))
             error = ApiError(error.status_code, message)
-        return error_response(error, anthropic=anthropic, headers=headers)
+        return error_response(error, dialect=dialect, headers=headers)
 
 
 def allowed_methods(request: Request) -> set[str]:
@@ -220,14 +220,17 @@ def allowed_methods(request: Request) -> set[str]:
     return methods
 
 
-def _is_anthropic(request: Request) -> bool:
-    """Whether errors at a request's path have Anthropic's form."""
-    is_messages = request.url.path.startswith(("/v1/messages", "/messages"))
-    return is_messages or VERSION_HEADER in request.headers
+def dialect_at(request: Request) -> Dialect:
+    """The form of errors at a request's path, which may be none of the server's."""
+    path = request.url.path
+    if path.startswith("/api/"):
+        return "ollama"
+    is_messages = path.startswith(("/v1/messages", "/messages"))
+    return "anthropic" if is_messages or VERSION_HEADER in request.headers else "openai"
 
 
 def _rejection(
-    error: Exception, endpoint: Endpoint, headers: dict[str, str], *, is_anthropic: bool
+    error: Exception, endpoint: Endpoint, headers: dict[str, str], dialect: Dialect
 ) -> Response:
     """The response for an error, which is logged.
 
@@ -238,10 +241,10 @@ def _rejection(
         failure.param = endpoint.prompt_field or failure.param
         error = failure
     log_rejected(failure, endpoint.path, headers["x-request-id"])
-    return error_response(error, anthropic=is_anthropic, headers=headers)
+    return error_response(error, dialect=dialect, headers=headers)
 
 
-def _id_headers(request: Request, is_anthropic: bool) -> dict[str, str]:
+def _id_headers(request: Request, dialect: Dialect) -> dict[str, str]:
     """The request's id in a header, or in two: Anthropic's clients read another."""
     name = request_id(request)
-    return {"x-request-id": name} | ({"request-id": name} if is_anthropic else {})
+    return {"x-request-id": name} | ({"request-id": name} if dialect == "anthropic" else {})

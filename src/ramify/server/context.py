@@ -18,11 +18,14 @@ from ramify.server.health import Readiness
 from ramify.server.http.body_budget import BodyBudget, BodyReservation
 from ramify.server.http.wire import (
     CLIENT_GONE,
+    EVENT_STREAM,
+    NDJSON,
     header_text,
+    json_line,
     json_response,
     read_body,
     sse_event,
-    sse_response,
+    stream_response,
 )
 from ramify.server.operations.metrics import Metrics
 from ramify.server.prompts.jobs import PromptWorkers
@@ -50,7 +53,7 @@ class ResponseBuilder(Protocol):
         ...
 
     def events(self) -> AsyncIterator[dict[str, Any]]:
-        """Yield the data of server-sent events; an event's `type`, if it has one, is its name."""
+        """Yield the values of a stream; an event's `type`, if it has one, is its name."""
         ...
 
 
@@ -209,19 +212,25 @@ class RequestContext:
         stream: bool | None,
         on_error: Callable[[ApiError], bytes],
         end: bytes = b"",
+        is_ndjson: bool = False,
     ) -> Response:
-        """The response of a builder, whole or as server-sent events; `end` closes a stream."""
+        """The response of a builder, whole or as a stream, which `end` closes.
+
+        Args:
+            is_ndjson: the stream is lines of JSON, not server-sent events.
+        """
         if not stream:
             return self.json(await self.until_done_or_disconnect(builder.body()))
 
         async def events() -> AsyncGenerator[bytes]:
             async for event in builder.events():
-                yield sse_event(event, event.get("type"))
+                yield json_line(event) if is_ndjson else sse_event(event, event.get("type"))
             if end:
                 yield end
 
         headers = self.headers | cache_header(self.generations)
-        return sse_response(events(), on_error=on_error, headers=headers)
+        media = NDJSON if is_ndjson else EVENT_STREAM
+        return stream_response(events(), on_error=on_error, headers=headers, media=media)
 
     async def close(self) -> None:
         """Release the body, and abort the generations that are still live."""

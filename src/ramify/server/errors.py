@@ -23,7 +23,7 @@ from ramify.errors import (
 RESTART_S = 30  # `Retry-After` of a server that has to be started again
 PINNED_S = 30  # `Retry-After` while pins hold the pages of a request
 
-# HTTP status → `error.type` of the two APIs.
+# HTTP status → `error.type` of OpenAI's and Anthropic's APIs.
 OPENAI_ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -51,7 +51,7 @@ def _sendable(text: str, limit: int) -> str:
 
 
 class ApiError(RamifyError):
-    """An error response: HTTP status and body in the form of either API.
+    """An error response: HTTP status and body in the form of each API.
 
     Args:
         status: of HTTP.
@@ -100,6 +100,10 @@ class ApiError(RamifyError):
         prefix = f"{self.param}: " if self.param else ""
         error = {"type": error_type, "message": prefix + self.message}
         return {"type": "error", "error": error, "request_id": request_id}
+
+    def ollama(self) -> dict[str, Any]:
+        """The body in Ollama's form."""
+        return {"error": f"{self.param}: {self.message}" if self.param else self.message}
 
 
 class ContextLengthError(ApiError):

@@ -20,7 +20,7 @@ from ramify.server import model_list, sessions
 from ramify.server.anthropic import endpoints as anthropic
 from ramify.server.anthropic.protocol import VERSION_HEADER, CountRequest, MessageRequest
 from ramify.server.context import RequestContext
-from ramify.server.http.wire import json_response
+from ramify.server.http.wire import EVENT_STREAM, NDJSON, Dialect, json_response
 from ramify.server.openai import embeddings
 from ramify.server.openai import endpoints as openai
 from ramify.server.openai.protocol import (
@@ -56,11 +56,11 @@ class Endpoint:
 
     Args:
         body: type of the request's body.
-        streams: the response can be a stream of server-sent events.
+        streams: the response can be a stream: of server-sent events, Ollama's of lines of JSON.
         admin: needs the operator's key.
         is_open: needs no key; answers at any time.
         while_draining: is served while the server shuts down.
-        dialect: form of errors; by header: Anthropic's for a request with its version header.
+        api: form of errors and pings; by header: Anthropic's for a request with its version header.
         parameters: names and types of the query's parameters.
         media: type of the response's body.
         aliases: further paths, which the OpenAPI document leaves out.
@@ -76,7 +76,7 @@ class Endpoint:
     admin: bool = False
     is_open: bool = False
     while_draining: bool = False
-    dialect: Literal["openai", "anthropic", "by_header"] = "openai"
+    api: Dialect | Literal["by_header"] = "openai"
     parameters: tuple[tuple[str, str], ...] = ()
     media: str = JSON
     aliases: tuple[str, ...] = ()
@@ -89,11 +89,11 @@ class Endpoint:
         is_api = without_version != self.path and not self.path.startswith("/v1/cache")
         return (self.path, *((without_version,) if is_api else ()), *self.aliases)
 
-    def uses_anthropic(self, request: Request) -> bool:
-        """True if a request is answered in Anthropic's form, errors and pings included."""
-        if self.dialect == "by_header":
-            return VERSION_HEADER in request.headers
-        return self.dialect == "anthropic"
+    def dialect_of(self, request: Request) -> Dialect:
+        """The API in whose form a request is answered, errors and pings included."""
+        if self.api == "by_header":
+            return "anthropic" if VERSION_HEADER in request.headers else "openai"
+        return self.api
 
 
 async def livez(context: RequestContext) -> Response:
@@ -128,7 +128,7 @@ async def openapi(_: RequestContext) -> Response:
 
 _open = partial(Endpoint, is_open=True)
 _admin = partial(Endpoint, admin=True)
-_anthropic = partial(Endpoint, dialect="anthropic")
+_anthropic = partial(Endpoint, api="anthropic")
 _PAGE = (("limit", "integer"), ("order", "string"), ("after", "string"))
 
 # fmt: off
@@ -152,9 +152,9 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint("/v1/conversations/{name}/items/{item}", "DELETE", conversations.delete_item, "Delete an item."),
     _anthropic("/v1/messages", "POST", anthropic.messages, "Answer, in Anthropic's form.", MessageRequest, streams=True),
     _anthropic("/v1/messages/count_tokens", "POST", anthropic.count_tokens, "Count a prompt's tokens.", CountRequest),
-    Endpoint("/v1/sessions/{name:path}", "DELETE", sessions.delete_session, "End a session: its pages are evicted first.", dialect="by_header"),
-    Endpoint("/v1/models", "GET", model_list.list_models, "The models that are served.", dialect="by_header", parameters=model_list.PAGE_PARAMETERS),
-    Endpoint("/v1/models/{name:path}", "GET", model_list.get_model, "A model.", dialect="by_header"),
+    Endpoint("/v1/sessions/{name:path}", "DELETE", sessions.delete_session, "End a session: its pages are evicted first.", api="by_header"),
+    Endpoint("/v1/models", "GET", model_list.list_models, "The models that are served.", api="by_header", parameters=model_list.PAGE_PARAMETERS),
+    Endpoint("/v1/models/{name:path}", "GET", model_list.get_model, "A model.", api="by_header"),
     Endpoint("/tokenize", "POST", openai.tokenize, "Text to token ids.", TokenizeRequest),
     Endpoint("/tokenizer_info", "GET", openai.tokenizer_info, "Chat template and special tokens."),
     Endpoint("/v1/embeddings", "POST", embeddings.embeddings, "Unit vectors of texts.", EmbeddingsRequest),
@@ -219,7 +219,7 @@ def openapi_document(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
 def _operation(endpoint: Endpoint, path: str) -> dict[str, Any]:
     answer: dict[str, Any] = {endpoint.media: {"schema": {}}}
     if endpoint.streams:
-        answer["text/event-stream"] = {"schema": {}}
+        answer[NDJSON if endpoint.api == "ollama" else EVENT_STREAM] = {"schema": {}}
     error = {
         "description": "what is wrong with the request, or with the server",
         "content": {JSON: {"schema": {"$ref": "#/components/schemas/Error"}}},

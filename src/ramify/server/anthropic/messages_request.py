@@ -18,7 +18,7 @@ from ramify.server.anthropic.tools import tool_set
 from ramify.server.anthropic.turns import read_messages
 from ramify.server.conversation.conversation import CacheOptions, Conversation
 from ramify.server.conversation.parts import Message, TextPart
-from ramify.server.conversation.to_generation import to_generation
+from ramify.server.conversation.to_generation import to_generation, within_context
 from ramify.server.errors import ApiError
 from ramify.server.generation import GenerationRequest
 from ramify.server.grammars.constraint import CallChoice, schema_format
@@ -76,7 +76,7 @@ def messages_to_generation(
         is_streamed=bool(request.stream),
         warnings=(*conversation.warnings, *warnings),
     )
-    return _within_context(to_generation(conversation, service, tenant), service)
+    return within_context(to_generation(conversation, service, tenant), service)
 
 
 def _answer_format(request: MessageRequest, warnings: list[str]) -> StructuredOutput | None:
@@ -86,18 +86,6 @@ def _answer_format(request: MessageRequest, warnings: list[str]) -> StructuredOu
     if output_format is None:
         return None
     return schema_format(output_format.schema, where, warnings, strict=False)
-
-
-def _within_context(request: GenerationRequest, service: RequestService) -> GenerationRequest:
-    """The request without a limit of output tokens that exceeds the room that the prompt leaves.
-
-    Agents send the same large limit with every request, whatever the context of the model is.
-    """
-    config, params = service.engine.config, request.params
-    room = min(config.max_model_len, config.kv_cache_tokens) - len(request.prompt.ids)
-    if params.max_tokens is None or params.max_tokens <= room:
-        return request
-    return replace(request, params=replace(params, max_tokens=None))
 
 
 def read_count_request(request: CountRequest, service: RequestService) -> Conversation:

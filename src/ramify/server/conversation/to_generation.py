@@ -70,6 +70,18 @@ def to_generation(
     )
 
 
+def within_context(request: GenerationRequest, service: RequestService) -> GenerationRequest:
+    """The request without a limit of output tokens that exceeds the room that the prompt leaves.
+
+    Agents send the same large limit with every request, whatever the context of the model is.
+    """
+    config, params = service.engine.config, request.params
+    room = min(config.max_model_len, config.kv_cache_tokens) - len(request.prompt.ids)
+    if params.max_tokens is None or params.max_tokens <= room:
+        return request
+    return replace(request, params=replace(params, max_tokens=None))
+
+
 def rendered(
     conversation: Conversation, service: RequestService, tenant: str = ""
 ) -> tuple[HistoryEntry, list[str]]:

@@ -1,4 +1,4 @@
-"""The wire format: read bodies, encode JSON and server-sent events, send errors and keep-alive pings."""
+"""The wire format: read bodies, encode JSON and streams of it, send errors and keep-alive pings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -27,10 +27,15 @@ PING_S = 15.0
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _NOT_PRINTABLE = re.compile(r"[^ -~]")
 EVENT_STREAM = "text/event-stream"
+NDJSON = "application/x-ndjson"  # a line of JSON for each value
 CLIENT_GONE = "the client went away"
-PING = b": ping\n\n"  # a comment, which clients skip
 DONE = b"data: [DONE]\n\n"  # the end of a stream of OpenAI's
-ANTHROPIC_PING = b'event: ping\ndata: {"type":"ping"}\n\n'
+Dialect = Literal["openai", "anthropic", "ollama"]
+PINGS: Mapping[Dialect, bytes] = {
+    "openai": b": ping\n\n",  # a comment, which clients skip
+    "anthropic": b'event: ping\ndata: {"type":"ping"}\n\n',
+    "ollama": b" ",  # before the next line, whose JSON may begin with white space
+}
 STREAM_HEADERS = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",
@@ -94,7 +99,7 @@ def json_response(
 
 
 def error_response(
-    error: BaseException, *, anthropic: bool, headers: Mapping[str, str]
+    error: BaseException, *, dialect: Dialect, headers: Mapping[str, str]
 ) -> Response:
     """The response for an exception, in the form of an API.
 
@@ -104,21 +109,27 @@ def error_response(
     x_request_id = headers["x-request-id"]
     if api_error.status >= 500 and not isinstance(error, ApiError) and api_error.code is None:
         logger.error("request %s failed", x_request_id, exc_info=error)
-    body = api_error.anthropic(x_request_id) if anthropic else api_error.openai()
+    if dialect == "openai":
+        body = api_error.openai()
+    else:
+        is_ollama = dialect == "ollama"
+        body = api_error.ollama() if is_ollama else api_error.anthropic(x_request_id)
     return json_response(body, status=api_error.status, headers={**headers, **api_error.headers})
 
 
-def sse_response(
+def stream_response(
     events: AsyncGenerator[bytes],
     *,
     on_error: Callable[[ApiError], bytes],
     headers: Mapping[str, str],
+    media: str = EVENT_STREAM,
 ) -> Response:
-    """A streamed response of server-sent events; `KeepAliveResponse` adds pings and clean-up.
+    """A streamed response; `KeepAliveResponse` adds pings and clean-up.
 
     Args:
-        events: whole events, as `sse_event` makes them.
+        events: whole events or lines, as `sse_event` and `json_line` make them.
         on_error: encodes the error with which a stream breaks off.
+        media: `EVENT_STREAM` or `NDJSON`.
     """
 
     async def body() -> AsyncIterator[bytes]:
@@ -134,11 +145,11 @@ def sse_response(
                 logger.error("a stream failed", exc_info=error)
             yield on_error(api_error)
 
-    return StreamingResponse(body(), media_type=EVENT_STREAM, headers={**STREAM_HEADERS, **headers})
+    return StreamingResponse(body(), media_type=media, headers={**STREAM_HEADERS, **headers})
 
 
 class KeepAliveResponse:
-    """Sends a response, pings its client while an event stream is silent, then calls `close`.
+    """Sends a response, pings its client while a stream is silent, then calls `close`.
 
     Whether the client took all of it goes to `count`: as the response's status, or 499.
 
@@ -160,7 +171,7 @@ class KeepAliveResponse:
         *,
         count: Callable[[int], None],
         ping_s: float = PING_S,
-        ping: bytes = PING,
+        ping: bytes = PINGS["openai"],
     ) -> None:
         self.response, self._close = response, close
         self._ping_s, self._ping_bytes = ping_s, ping
@@ -180,7 +191,7 @@ class KeepAliveResponse:
             )
             self._is_sent = not self._is_open
 
-        is_stream = self.response.media_type == EVENT_STREAM
+        is_stream = self.response.media_type in (EVENT_STREAM, NDJSON)
         pinger = asyncio.ensure_future(self._ping(send)) if is_stream else None
         try:
             await self.response(scope, receive, send_and_track)
@@ -207,6 +218,11 @@ def sse_event(value: object, event: str | None = None) -> bytes:
     """Encode one server-sent event."""
     name = b"" if event is None else b"event: " + event.encode() + b"\n"
     return name + b"data: " + encode_json(value) + b"\n\n"
+
+
+def json_line(value: object) -> bytes:
+    """Encode one line of `NDJSON`."""
+    return encode_json(value) + b"\n"
 
 
 def log_safe(value: Any) -> str:

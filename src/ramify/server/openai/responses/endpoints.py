@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from ramify.server.context import RequestContext
 from ramify.server.errors import ApiError
-from ramify.server.http.wire import sse_event, sse_response, whole_number
+from ramify.server.http.wire import sse_event, stream_response, whole_number
 from ramify.server.openai.responses.compaction import (
     compacted_response,
     compaction_request,
@@ -81,7 +81,7 @@ async def get_response(context: RequestContext) -> Response:
             if event["sequence_number"] > int(text):
                 yield sse_event(event, event["type"])
 
-    return sse_response(events(), on_error=_error_event, headers=context.headers)
+    return stream_response(events(), on_error=_error_event, headers=context.headers)
 
 
 async def delete_response(context: RequestContext) -> Response:
