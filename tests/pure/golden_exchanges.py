@@ -1,4 +1,4 @@
-"""The recorded exchanges over the server's three APIs, and its OpenAPI document.
+"""The recorded exchanges over the server's four APIs, and its OpenAPI document.
 
 `python -m tests.pure.golden_exchanges`, from the repository root, records them anew, in
 `tests/pure/golden`. What then differs in git is what a user of the server sees.
@@ -18,6 +18,7 @@ from tests.pure import (
     golden_chat,
     golden_families,
     golden_messages,
+    golden_ollama,
     golden_responses,
     golden_servers,
 )
@@ -29,6 +30,7 @@ GROUPS: Mapping[str, Sequence[DialogueGroup]] = {
     "chat": [golden_chat.GROUP],
     "messages": [golden_messages.GROUP],
     "responses": [golden_responses.GROUP],
+    "ollama": [golden_ollama.GROUP],
     "servers": golden_servers.GROUPS,
     "families": golden_families.GROUPS,
 }

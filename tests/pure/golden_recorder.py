@@ -39,7 +39,8 @@ RANDOM_DIGITS = re.compile(r"(?<![0-9a-f])(?:[0-9a-f]{32}|[0-9a-f]{24})(?![0-9a-
 DIGITS = re.compile(r"(?<![0-9a-f])(?:[0-9a-f]{32}|[0-9a-f]{24}|[0-9a-f]{9})(?![0-9a-f])")
 SHORT_CALL_ID = re.compile(r'(?<=")[0-9a-f]{9}(?=")')
 TIME = re.compile(
-    r'("(?:created|created_at|completed_at|expires_at|evicted_ago_s)":)(?:[\d.e-]+|"\d{4}-[^"]*")'
+    r'("(?:created|created_at|completed_at|expires_at|modified_at|evicted_ago_s|\w+_duration)":)'
+    r'(?:[\d.e-]+|"\d{4}-[^"]*")'
 )
 
 
@@ -237,6 +238,9 @@ def body_lines(text: str) -> list[str]:
     """The lines of a body, from which its text can be made again."""
     if is_json(text) and "\n" not in text:
         return [text]
+    values = text.removesuffix("\n").split("\n")
+    if text.endswith("\n") and all(map(is_json, values)):
+        return values
     lines, again = [], ""
     for event in text.removesuffix("\n\n").split("\n\n"):
         name, _, data = event.rpartition("data: ")

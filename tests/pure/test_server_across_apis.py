@@ -8,7 +8,7 @@ import pytest
 from tests.pure.server_bench import TOOL_TEMPLATE, Answer, ask, chat
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+RESPONSES, MESSAGES, OLLAMA = "/v1/responses", "/v1/messages", "/api/chat"
 WARNING = "x-ramify-warning"
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: chat("Hi"),
@@ -18,6 +18,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/responses/input_tokens": {"input": "Hi"},
     "/v1/responses/compact": {"input": "Hi"},
     MESSAGES: chat("Hi", model="tiny", max_tokens=4),
+    OLLAMA: {"model": "tiny", "messages": chat("Hi")["messages"], "stream": False},
     "/v1/messages/count_tokens": chat("Hi", model="tiny"),
 }
 LIST_SCHEMA = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
@@ -95,7 +96,7 @@ def test_values_that_change_nothing_pass(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", [RESPONSES, "/v1/responses/input_tokens", "/v1/responses/compact", "/tokenize"]
+    "path", [RESPONSES, "/v1/responses/input_tokens", "/v1/responses/compact", "/tokenize", OLLAMA]
 )
 def test_unknown_fields_are_named(path: str) -> None:
     """At every path that renders a prompt."""
@@ -106,6 +107,7 @@ TOOLS: dict[str, dict[str, Any]] = {
     CHAT: {"type": "function", "function": {"name": "f", "parameters": LIST_SCHEMA}},
     RESPONSES: {"type": "function", "name": "f", "parameters": LIST_SCHEMA},
     MESSAGES: {"name": "f", "input_schema": LIST_SCHEMA},
+    OLLAMA: {"type": "function", "function": {"name": "f", "parameters": LIST_SCHEMA}},
 }
 
 

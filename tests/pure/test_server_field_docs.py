@@ -10,6 +10,9 @@ from ramify.server.anthropic.endpoints import FIELDS as MESSAGE_FIELDS
 from ramify.server.anthropic.protocol import MessageRequest
 from ramify.server.errors import ApiError
 from ramify.server.model_dialects.table import CALL_FORMATS
+from ramify.server.ollama.endpoints import FIELDS as OLLAMA_FIELDS
+from ramify.server.ollama.options import KNOWN, OTHER_SAMPLERS, SILENT
+from ramify.server.ollama.protocol import GenerateRequest, OllamaChatRequest
 from ramify.server.openai.protocol import ChatRequest, CompletionRequest
 from ramify.server.openai.responses.protocol import ResponsesRequest
 from ramify.server.openai.unsupported import CHAT_FIELDS, COMPLETION_FIELDS, RESPONSES_FIELDS
@@ -22,6 +25,8 @@ APIS: dict[str, tuple[type[msgspec.Struct], UnsupportedFields]] = {
     "Completions": (CompletionRequest, COMPLETION_FIELDS),
     "Responses": (ResponsesRequest, RESPONSES_FIELDS),
     "Messages": (MessageRequest, MESSAGE_FIELDS),
+    "Ollama chat": (OllamaChatRequest, OLLAMA_FIELDS),
+    "Ollama generate": (GenerateRequest, OLLAMA_FIELDS),
 }
 
 
@@ -31,15 +36,21 @@ def section(title: str) -> str:
     return match[1]
 
 
-BOTH = "Both completion endpoints"
+# Section → that with the fields which several of them have.
+SHARED = {
+    "Chat completions": "Both completion endpoints",
+    "Completions": "Both completion endpoints",
+    "Ollama chat": "Ollama",
+    "Ollama generate": "Ollama",
+}
 
 
 def documented(title: str) -> list[tuple[str, str]]:
     """Each field with what becomes of it, from the first table of an API's section.
 
-    The completion endpoints have a table of the fields of both.
+    The completion endpoints, and those of Ollama, have a table of the fields of both.
     """
-    shared = section(BOTH) if "ompletions" in title else ""
+    shared = section(SHARED[title]) if title in SHARED else ""
     tables = [shared, section(title).partition("|\n\n")[0]]
     return [
         (name, treatment)
@@ -69,6 +80,15 @@ def test_what_becomes_of_a_field_is_right(title: str) -> None:
         assert treatment in ("honoured", "mapped", "ignored", "refused"), name
         if name not in fields:
             assert treatment == ("refused" if name in unsupported.refused else "ignored"), name
+
+
+def test_every_option_of_ollama_has_one_row() -> None:
+    """Those that are honoured or mapped are fields of `ModelOptions`."""
+    rows = documented("Ollama options")
+
+    assert sorted(name for name, _ in rows) == sorted(KNOWN | SILENT | OTHER_SAMPLERS.keys())
+    served = {name for name, treatment in rows if treatment != "ignored"}
+    assert served == KNOWN - {"num_ctx"}
 
 
 def test_every_format_of_tool_calls_has_a_row() -> None:

@@ -11,7 +11,7 @@ from tests.pure.server_bench import Answer, ServerBench, chat, run
 SECRET = "zanzibar-quokka"  # in ann's prompts only
 PROMPT = f"The password of the vault is {SECRET}. " * 8
 KEYS = ApiKeys.of("key-ann", "key-bob", admin="key-admin")
-OPEN = {"/", "/livez", "/readyz", "/health", "/ping", "/version", "/openapi.json"}
+OPEN = {"/", "/livez", "/readyz", "/health", "/ping", "/version", "/openapi.json", "/api/version"}
 ADMIN = {"/v1/cache", "/v1/cache/tree", "/v1/cache/pins", "/v1/cache/pins/{name}"} | {
     "/v1/loads",
     "/reset_prefix_cache",
@@ -45,7 +45,10 @@ def test_every_path_needs_a_key_that_is_known(endpoint: Any) -> None:
             continue
         assert answer.status == 401, answer.body
         assert answer.headers["www-authenticate"] == "Bearer"
-        assert answer.json["error"]["type"] == "authentication_error"
+        if path.startswith("/api/"):
+            assert "an API key is needed" in answer.json["error"] or "known" in answer.json["error"]
+        else:
+            assert answer.json["error"]["type"] == "authentication_error"
         assert (answer.json.get("type") == "error") == path.startswith("/v1/messages")
         assert b"ann" not in answer.body
 

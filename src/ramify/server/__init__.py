@@ -1,10 +1,10 @@
-"""The HTTP server: OpenAI's and Anthropic's APIs over one engine. Only `cli` imports it.
+"""The HTTP server: OpenAI's, Anthropic's and Ollama's APIs over one engine. Only `cli` imports it.
 
 A request goes through `app` (keys, errors, disconnects) → `routes` (the table of endpoints) →
-`openai.endpoints` or `anthropic.endpoints` → `*_request` (typed body to `Conversation`) →
+`openai.endpoints`, `anthropic.endpoints` or `ollama.endpoints` → `*_request` (typed body to `Conversation`) →
 `conversation` (from there to `GenerationRequest`, the same for all APIs) →
 `service` (quotas, pins, history; starts it in the engine) → `generation` (one request in flight: its
-events, answers and cache usage) → `*_response` (JSON or server-sent events). Read in this order.
+events, answers and cache usage) → `*_response` (JSON, server-sent events or lines). Read in this order.
 
 - `context`: `RequestContext`, which every endpoint gets. `model_list`: the endpoints of `/v1/models`.
 - `prompts`: chat templates, token ids, threads for both. `grammars`, `answers`: of answers, and their parts.

@@ -223,10 +223,9 @@ def allowed_methods(request: Request) -> set[str]:
 def dialect_at(request: Request) -> Dialect:
     """The form of errors at a request's path, which may be none of the server's."""
     path = request.url.path
-    if path.startswith("/api/"):
-        return "ollama"
-    is_messages = path.startswith(("/v1/messages", "/messages"))
-    return "anthropic" if is_messages or VERSION_HEADER in request.headers else "openai"
+    if path.startswith(("/v1/messages", "/messages")) or VERSION_HEADER in request.headers:
+        return "anthropic"
+    return "ollama" if path.startswith("/api/") else "openai"
 
 
 def _rejection(

@@ -21,6 +21,15 @@ from ramify.server.anthropic import endpoints as anthropic
 from ramify.server.anthropic.protocol import VERSION_HEADER, CountRequest, MessageRequest
 from ramify.server.context import RequestContext
 from ramify.server.http.wire import EVENT_STREAM, NDJSON, Dialect, json_response
+from ramify.server.ollama import embed as ollama_embed
+from ramify.server.ollama import endpoints as ollama
+from ramify.server.ollama.protocol import (
+    EmbeddingRequest,
+    EmbedRequest,
+    GenerateRequest,
+    OllamaChatRequest,
+    ShowRequest,
+)
 from ramify.server.openai import embeddings
 from ramify.server.openai import endpoints as openai
 from ramify.server.openai.protocol import (
@@ -129,6 +138,7 @@ async def openapi(_: RequestContext) -> Response:
 _open = partial(Endpoint, is_open=True)
 _admin = partial(Endpoint, admin=True)
 _anthropic = partial(Endpoint, api="anthropic")
+_ollama = partial(Endpoint, api="ollama")
 _PAGE = (("limit", "integer"), ("order", "string"), ("after", "string"))
 
 # fmt: off
@@ -155,6 +165,18 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint("/v1/sessions/{name:path}", "DELETE", sessions.delete_session, "End a session: its pages are evicted first.", api="by_header"),
     Endpoint("/v1/models", "GET", model_list.list_models, "The models that are served.", api="by_header", parameters=model_list.PAGE_PARAMETERS),
     Endpoint("/v1/models/{name:path}", "GET", model_list.get_model, "A model.", api="by_header"),
+    _ollama("/api/chat", "POST", ollama.chat, "Answer a conversation, in Ollama's form.", OllamaChatRequest, streams=True),
+    _ollama("/api/generate", "POST", ollama.generate, "Answer a question, or continue a text.", GenerateRequest, streams=True, prompt_field="prompt"),
+    _ollama("/api/embed", "POST", ollama_embed.embed, "Unit vectors of texts.", EmbedRequest, prompt_field="input"),
+    _ollama("/api/embeddings", "POST", ollama_embed.embeddings, "The vector of a text.", EmbeddingRequest, prompt_field="prompt"),
+    _ollama("/api/tags", "GET", ollama.tags, "The names of the model that is served."),
+    _ollama("/api/ps", "GET", ollama.ps, "The same: the model is loaded."),
+    _ollama("/api/show", "POST", ollama.show, "The model's template, sizes and capabilities.", ShowRequest),
+    _ollama("/api/pull", "POST", ollama.unmanaged, "400: models are not managed here."),
+    _ollama("/api/create", "POST", ollama.unmanaged, "400: models are not managed here."),
+    _ollama("/api/push", "POST", ollama.unmanaged, "400: models are not managed here."),
+    _ollama("/api/copy", "POST", ollama.unmanaged, "400: models are not managed here."),
+    _ollama("/api/delete", "DELETE", ollama.unmanaged, "400: models are not managed here."),
     Endpoint("/tokenize", "POST", openai.tokenize, "Text to token ids.", TokenizeRequest),
     Endpoint("/tokenizer_info", "GET", openai.tokenizer_info, "Chat template and special tokens."),
     Endpoint("/v1/embeddings", "POST", embeddings.embeddings, "Unit vectors of texts.", EmbeddingsRequest),
@@ -175,7 +197,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     _admin("/reset_prefix_cache", "POST", cache_admin.reset, "Evict everything."),
     _admin("/v1/loads", "GET", loads.loads, "What each engine has to do, in SGLang's form.", parameters=loads.PARAMETERS, while_draining=True),
     _admin("/metrics", "GET", cache_admin.metrics, "Metrics for Prometheus.", media=TEXT, while_draining=True),
-    _open("/", "GET", page.root, "The live page for a browser, else the same as /version; clients probe it."),
+    _open("/", "GET", page.root, "The live page for a browser, else the text by which clients of Ollama know a server.", media=TEXT),
     _open("/ui", "GET", page.page, "The live page.", media=HTML),
     _open("/ui/{name}", "GET", page.asset, "A script or style of the live page.", media=HTML),
     _open("/livez", "GET", livez, "Whether the process is alive."),
@@ -183,6 +205,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     _open("/health", "GET", readyz, "Same as /readyz."),
     _open("/ping", "GET", readyz, "Same as /readyz."),
     _open("/version", "GET", version, "The server's version."),
+    _open("/api/version", "GET", ollama.version, "The version of Ollama whose API this is.", api="ollama"),
     _open("/openapi.json", "GET", openapi, "This document."),
 )
 # fmt: on
@@ -205,7 +228,7 @@ def openapi_document(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
         "info": {
             "title": "Ramify",
             "version": __version__,
-            "description": "OpenAI's and Anthropic's APIs, with the reason for every cache miss.",
+            "description": "OpenAI's, Anthropic's and Ollama's APIs, with the reason for every cache miss.",
         },
         "paths": paths,
         "components": {

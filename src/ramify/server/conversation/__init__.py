@@ -7,6 +7,6 @@ In reading order:
 - `to_generation`: from a `Conversation` to the `GenerationRequest` that the engine gets.
 
 Each API has a reader that makes a `Conversation`: `openai.chat_request`, `openai.responses.request`,
-`anthropic.messages_request`. `openai`, `anthropic` and `operations.cache_admin` import this room; it
+`anthropic.messages_request`, `ollama.chat_request`. `openai`, `anthropic`, `ollama` and `operations.cache_admin` import this room; it
 imports `service` and the rooms below.
 """

@@ -9,5 +9,6 @@
 - `endpoints`: the handlers of the routes.
 
 Read in this order. `routes` and `operations.cache_admin` import it. `anthropic.protocol`
-takes scalar types from `openai.protocol`, `anthropic.endpoints` checks fields with `openai.unsupported`.
+takes scalar types from `openai.protocol`, `anthropic.endpoints` checks fields with `openai.unsupported`;
+`ollama` takes scalar types, plain prompts and embeddings.
 """

@@ -39,7 +39,7 @@ async def embeddings(context: RequestContext) -> Response:
     _check_dimensions(request.dimensions, service.embedding_size)
     texts = _prefixed(service.pooling.prompt_text(request.prompt_name), inputs)
     params = prompt_paths(request.input, inputs, "input")
-    outputs, usage = await _embed(context, request.model, texts, params)
+    outputs, usage = await embed_inputs(context, request.model, texts, params)
     vectors = [
         embedding_of(
             output, num_dims=request.dimensions, is_normalised=service.pooling.is_normalised
@@ -68,7 +68,7 @@ async def score(context: RequestContext) -> Response:
     names = prompt_paths(request.text_1, first, "text_1")
     names += prompt_paths(request.text_2, second, "text_2")
     texts = _prefixed(context.service.pooling.prompt_text(None), [*first, *second])
-    outputs, usage = await _embed(context, request.model, texts, names)
+    outputs, usage = await embed_inputs(context, request.model, texts, names)
     vectors = np.stack([embedding_of(output) for output in outputs])
     scores = np.sum(vectors[: len(first)] * vectors[len(first) :], axis=1)
     data = [
@@ -91,7 +91,7 @@ async def rerank(context: RequestContext) -> Response:
         *_prefixed(pooling.role_text("document", "passage", "corpus"), texts),
     ]
     names = ["query", *(f"documents[{number}]" for number in range(len(texts)))]
-    outputs, usage = await _embed(context, request.model, inputs, names)
+    outputs, usage = await embed_inputs(context, request.model, inputs, names)
     vectors = np.stack([embedding_of(output) for output in outputs])
     scores = vectors[1:] @ vectors[0]
     order = np.argsort(-scores, kind="stable")[: request.top_n]
@@ -123,7 +123,7 @@ def _document_text(number: int, document: str | dict[str, Any]) -> str:
     return text
 
 
-async def _embed(
+async def embed_inputs(
     context: RequestContext,
     model: str | None,
     inputs: Sequence[Any],

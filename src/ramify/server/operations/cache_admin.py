@@ -19,6 +19,10 @@ from ramify.server.conversation.to_generation import rendered
 from ramify.server.errors import ApiError
 from ramify.server.http.request_body import convert_value, decode_body
 from ramify.server.http.wire import json_response, whole_number
+from ramify.server.ollama.chat_request import chat_to_generation as ollama_chat_to_generation
+from ramify.server.ollama.endpoints import FIELDS as OLLAMA_FIELDS
+from ramify.server.ollama.generate_request import generate_to_generation
+from ramify.server.ollama.protocol import GenerateRequest, OllamaChatRequest
 from ramify.server.openai.chat_request import chat_to_generation
 from ramify.server.openai.completions import completion_to_generations
 from ramify.server.openai.protocol import (
@@ -39,7 +43,16 @@ from ramify.server.request_fields.unsupported_fields import decode_request
 from ramify.server.service import RequestService
 
 MAX_NODES = 2000
-AnyRequest = ChatRequest | CompletionRequest | ResponsesRequest | CountRequest
+AnyRequest = (
+    ChatRequest
+    | CompletionRequest
+    | ResponsesRequest
+    | CountRequest
+    | OllamaChatRequest
+    | GenerateRequest
+)
+# Fields that only Ollama's API has.
+OLLAMA_ONLY = frozenset({"context", "format", "options", "raw", "think"})
 READ_S = 2.0  # a scrape does not wait for a long step
 CLEAR_PARAMETERS = (
     ("prefix", "string"),
@@ -257,6 +270,8 @@ def decode_any_request(
 ) -> tuple[AnyRequest, str]:
     """Decode a request of any API, recognised by its fields; returns its `cache_salt` as well.
 
+    A body of /api/generate that has none of `OLLAMA_ONLY`, nor `system`, is one of /v1/completions.
+
     Args:
         model: of a request to Anthropic's API that names none.
 
@@ -266,6 +281,11 @@ def decode_any_request(
     fields = decode_body(body, dict[str, Any])
     salt = fields.get("cache_salt")
     salt = salt if isinstance(salt, str) else ""
+    is_ollama = not OLLAMA_ONLY.isdisjoint(fields)
+    if "prompt" in fields and (is_ollama or "system" in fields):
+        return decode_request(body, GenerateRequest, OLLAMA_FIELDS)[0], salt
+    if "messages" in fields and is_ollama:
+        return decode_request(body, OllamaChatRequest, OLLAMA_FIELDS)[0], salt
     if "prompt" in fields:
         return decode_request(body, CompletionRequest, COMPLETION_FIELDS)[0], salt
     if "input" in fields:
@@ -289,6 +309,10 @@ def render_any_request(
         case ResponsesRequest():
             translated = response_to_generation(request, earlier, service, tenant)
             return translated.generation_request.prompt
+        case OllamaChatRequest():
+            return ollama_chat_to_generation(request, service, tenant).prompt
+        case GenerateRequest():
+            return generate_to_generation(request, service, tenant).prompt
         case CountRequest():
             conversation = read_count_request(request, service)
             entry, _ = rendered(conversation, service, tenant)

@@ -5,18 +5,17 @@ from __future__ import annotations
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from ramify import __version__
 from ramify.server.context import RequestContext
-from ramify.server.http.wire import json_response
+from ramify.server.ollama import endpoints as ollama
 from ramify.server.page.assets import HEADERS, PAGE, page_assets
 
 
 async def root(context: RequestContext) -> Response:
-    """GET /: the page for a browser, the version for a client that probes."""
+    """GET /: the page for a browser, for a client that probes the text that it looks for."""
     if "text/html" in context.request.headers.get("accept", ""):
         response = _asset(context, PAGE)
     else:
-        response = json_response({"version": __version__})
+        response = await ollama.running(context)
     response.headers["Vary"] = "Accept"
     return response
 
