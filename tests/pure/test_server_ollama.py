@@ -12,6 +12,7 @@ from ramify.models.configs.sampling_defaults import SamplingDefaults
 from ramify.server.ollama.options import OLLAMA_DEFAULTS
 from ramify.server.tenants import ApiKeys
 from tests.pure.golden_chat import CALL_TEXT, FIND, LONG, SCHEMA, THOUGHT_TEXT, TWO_CALLS
+from tests.pure.golden_recorder import Script
 from tests.pure.live_server import live
 from tests.pure.server_bench import TOOL_TEMPLATE, Answer, ServerBench, ask, chat, gated, run
 
@@ -307,6 +308,25 @@ def test_a_context_goes_on_with_the_very_tokens() -> None:
     # Of the answer's last token nothing was computed yet.
     assert second["ramify_cache"]["read"] == len(first["context"]) - 1
     assert [part.path for part in bench.ended[1].request.prompt.segments] == ["context", "prompt"]
+
+
+def test_a_context_has_the_thoughts() -> None:
+    """They stay cached, though the template drops them from the next turn of a chat."""
+    template = TOOL_TEMPLATE.replace("if message.reasoning_content", "if false")
+    bench = ServerBench(page_size=1, chat_template=template)
+    bench.device.next_token = Script(bench, THOUGHT_TEXT)
+    request = question(options={"num_predict": 200})
+
+    async def main() -> tuple[Answer, Answer]:
+        async with bench.running():
+            first = await bench.post(GENERATE, request)
+            await bench.until_idle()
+            context = first.json["context"]
+            return first, await bench.post(GENERATE, request | {"context": context})
+
+    first, second = (answer.json for answer in run(main()))
+    assert (first["thinking"], "Hm." in first["response"]) == ("Hm.", False)
+    assert second["ramify_cache"]["read"] >= len(first["context"]) - 1
 
 
 @pytest.mark.parametrize("text", ["Ann.", "Ann STOP there"])

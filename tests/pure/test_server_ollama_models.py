@@ -1,10 +1,13 @@
 """What Ollama's API says of the model: names, list, template, sizes; and vectors of texts."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ramify.engine.text.tokenizer import Tokenizer
 from ramify.models.configs.fields import read_json
 from ramify.server.ollama.checkpoint_facts import CheckpointFacts, read_facts
 from ramify.server.ollama.endpoints import RUNNING
@@ -13,9 +16,10 @@ from tests.pure.test_server_ollama import CHAT, GENERATE, WARNING, body
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny:latest"])
-def test_a_name_may_have_the_tag(name: str) -> None:
-    """The answer names the model as the request did."""
-    assert ask(CHAT, body() | {"model": name}).json["model"] == name
+@pytest.mark.parametrize("path", [CHAT, "/v1/chat/completions"])
+def test_a_name_may_have_the_tag(path: str, name: str) -> None:
+    """In any API; the answer names the model as the request did."""
+    assert ask(path, body(max_tokens=4) | {"model": name}).json["model"] == name
 
 
 @pytest.mark.parametrize(
@@ -80,6 +84,32 @@ def test_embeddings_are_those_of_openais_api() -> None:
     assert ask("/api/embed", long).json["prompt_eval_count"] == 2047
     assert ask("/api/embed", long | {"truncate": False}).status == 400
     assert ask("/api/embed", {"model": "tiny", "input": []}).json["embeddings"] == []
+
+
+def test_a_cut_input_has_the_special_token_at_its_end(tmp_path: Path) -> None:
+    """Of a tokenizer that writes one there: the vector of the last token is its own."""
+    content = json.loads((TINY / "tokenizer.json").read_text())
+    sequence = [{"Sequence": {"id": "A", "type_id": 0}}]
+    end = {"id": "<|end|>", "ids": [2], "tokens": ["<|end|>"]}
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [*sequence, {"SpecialToken": {"id": "<|end|>", "type_id": 0}}],
+        "pair": [*sequence, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<|end|>": end},
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    shutil.copy(TINY / "tokenizer_config.json", tmp_path)
+    bench = ServerBench(tokenizer=Tokenizer.load(tmp_path))
+
+    async def main() -> None:
+        async with bench.running():
+            await bench.post("/api/embed", {"model": "tiny", "input": ["Q z " * 3000, "Q z"]})
+
+    run(main())
+    long, short = (ended.request.prompt.ids.tolist() for ended in bench.ended)
+    assert len(long) == 2047
+    assert long[-2:] == [long[-2], 2] and 2 not in long[:-1]
+    assert short[-1] == 2
 
 
 def test_probes_see_an_ollama() -> None:

@@ -38,6 +38,7 @@ from ramify.server.request_fields.unsupported_fields import UnknownFieldLog
 from ramify.server.tenants import TENANT_PIN_SHARE, Caller, QuotaMeter
 
 ANY_NAME = "*"  # among the model names: requests may send any name
+LATEST = ":latest"  # the tag that clients of Ollama give to a name without one
 MAX_NAME_CHARS = 256
 MAX_BYTES_PER_TOKEN = 16
 # Longer prompts are refused before their tokens become Python objects.
@@ -132,12 +133,15 @@ class RequestService:
     def check_model(self, name: str | None) -> str:
         """The model name for the response to a request: as it was sent, or the server's own.
 
+        A name may have the tag `LATEST`, under which Ollama's list of models has it.
+
         Raises:
             ApiError: 404, this server has no model of that name.
         """
         if name is None:
             return self.model
-        if name not in self.names and not (self.serves_any_name and len(name) <= MAX_NAME_CHARS):
+        is_served = name in self.names or name.removesuffix(LATEST) in self.names
+        if not is_served and not (self.serves_any_name and len(name) <= MAX_NAME_CHARS):
             raise ApiError(
                 404,
                 f"the model {name!r} is not served here; this server has {', '.join(self.names)}",

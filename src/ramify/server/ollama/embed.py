@@ -14,6 +14,7 @@ from ramify.server.ollama.names import check_model
 from ramify.server.ollama.protocol import EmbeddingRequest, EmbedRequest
 from ramify.server.ollama.response import NS
 from ramify.server.openai.embeddings import embed_inputs
+from ramify.server.prompts.jobs import stop_if_abandoned
 from ramify.server.request_fields.unsupported_fields import UnsupportedFields
 from ramify.server.service import RequestService
 
@@ -29,7 +30,8 @@ async def embed(context: RequestContext) -> Response:
     texts = [request.input] if isinstance(request.input, str) else request.input or []
     if texts in ([], [""]):  # clients have a model loaded so
         return context.json({"model": model, "embeddings": []})
-    inputs: Sequence[Any] = [service.pooling.prompt_text(None) + text for text in texts]
+    prefix = service.pooling.prompt_text(None)
+    inputs: Sequence[Any] = [prefix + text if text else text for text in texts]
     if request.truncate is not False:
         inputs = await context.in_prompt_thread(_truncated, inputs, service)
     is_list = isinstance(request.input, list)
@@ -67,11 +69,19 @@ async def embeddings(context: RequestContext) -> Response:
 
 
 def _truncated(texts: Sequence[str], service: RequestService) -> list[Any]:
-    """The texts; of those that the context does not hold, the token ids of their beginning."""
-    most, shortest = service.max_model_len - 1, service.max_prompt_bytes // service.max_model_len
-    return [
-        text
-        if len(text.encode("utf-8", "replace")) <= most
-        else service.tokenizer.encode(text[: most * shortest])[:most].tolist()
-        for text in texts
-    ]
+    """The texts; of those that the context does not hold, the token ids of their beginning.
+
+    A special token that the tokenizer puts at the end stays there: the vector may be its own.
+    """
+    most, tokenizer = service.max_model_len - 1, service.tokenizer
+    max_chars = most * (service.max_prompt_bytes // service.max_model_len)
+    inputs: list[Any] = []
+    for text in texts:
+        stop_if_abandoned()
+        if len(text.encode("utf-8", "replace")) <= most:  # a token has a byte at least
+            inputs.append(text)
+            continue
+        ids = tokenizer.encode(text[:max_chars]).tolist()
+        end = ids[-1:] if ids[-1] in tokenizer.special_token_ids else []
+        inputs.append(ids if len(ids) <= most else ids[: most - len(end)] + end)
+    return inputs

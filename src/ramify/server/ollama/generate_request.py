@@ -49,7 +49,7 @@ def generate_to_generation(
     generation_request = to_generation(replace(options, messages=messages), service, tenant)
     if request.context:
         generation_request = _continued(generation_request, request.context, service)
-    return within_context(generation_request, service)
+    return within_context(_shared_whole(generation_request), service)
 
 
 def _refuse_fields(request: GenerateRequest, model: str) -> None:
@@ -103,6 +103,17 @@ def _request_of(prompt: RenderedPrompt, text: str, options: Conversation) -> Gen
     )
 
 
+def _shared_whole(request: GenerationRequest) -> GenerationRequest:
+    """The request with prompt and answer cached as they are: a next one goes on from their ids.
+
+    The next turn of a chat drops the thoughts of this one, and may open the answer otherwise.
+    """
+    entry = request.history_entry
+    prompt = replace(entry.prompt, num_stable_tokens=len(entry.prompt.ids))
+    entry = replace(entry, prompt=prompt, max_shared=None)
+    return replace(request, history_entry=entry, is_chat=False)
+
+
 def _continued(
     request: GenerationRequest, context: list[int], service: RequestService
 ) -> GenerationRequest:
@@ -135,11 +146,7 @@ def _continued(
                 if part.start >= cut
             ),
         ),
-        num_stable_tokens=max(len(ids), prompt.num_stable_tokens + shift),
         num_earlier_tokens=0,
         tools_behind_system=None,
     )
-    entry = replace(
-        request.history_entry, prompt=continued, max_shared=continued.max_shared_tokens()
-    )
-    return replace(request, history_entry=entry)
+    return replace(request, history_entry=replace(request.history_entry, prompt=continued))

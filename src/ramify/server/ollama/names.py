@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from ramify.server.errors import ApiError
-from ramify.server.service import RequestService
-
-LATEST = ":latest"
+from ramify.server.service import LATEST, RequestService
 
 
 def tagged(name: str) -> str:
@@ -17,18 +15,14 @@ def check_model(name: str | None, service: RequestService) -> str:
     """The model name for the response to a request: as it was sent.
 
     Raises:
-        ApiError: 400, the request names none; 404, this server has no model of that name, with and
-            without the tag.
+        ApiError: 400, the request names none; 404, this server has no model of that name, in the words
+            by which clients know to offer a pull.
     """
     if not name:
         raise ApiError(400, "model is required")
-    for candidate in (name, name.removesuffix(LATEST)):
-        if candidate in service.names:
-            return name
-    if service.serves_any_name:
+    try:
         return service.check_model(name)
-    raise ApiError(
-        404,
-        f"model '{name}' not found; this server has {', '.join(map(tagged, service.names))}",
-        code="model_not_found",
-    )
+    except ApiError as error:
+        names = ", ".join(map(tagged, service.names))
+        message = f"model '{name}' not found; this server has {names}"
+        raise ApiError(error.status, message, code=error.code) from None
