@@ -70,6 +70,7 @@ CLIENTS: dict[str, Sequence[str]] = {
     "openai_agents": ["openai-agents"],
     "inspect_ai": ["inspect-ai", "openai", "anthropic"],
     "llm": ["llm"],
+    "ollama": ["ollama", "langchain-ollama", "llm", "llm-ollama"],
     "lm_eval": [TORCH, "lm-eval[api]", "transformers"],
     "guidellm": [TORCH, "guidellm"],
     "vllm_events": [VLLM],  # its types of KV events; see `install_vllm`
