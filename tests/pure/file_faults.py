@@ -13,7 +13,7 @@ from ramify.kv.stores.file_ops import O_DIRECT, FileSize, OsFileOps
 Buffers = Sequence[memoryview | bytes]
 KINDS = (
     "open", "close", "read", "write", "allocate", "truncate", "datasync", "sync_directory",
-    "unlink", "rename", "size", "names", "lock",
+    "unlink", "rename", "size", "names", "lock", "is_at",
 )  # fmt: skip
 
 
@@ -98,6 +98,10 @@ class FailingOps(OsFileOps):
     def lock(self, fd: int) -> bool:
         self._next("lock")
         return super().lock(fd)
+
+    def is_at(self, fd: int, path: Path) -> bool:
+        self._next("is_at")
+        return super().is_at(fd, path)
 
 
 def _cut(fault: str | None, buffers: Buffers) -> list:

@@ -86,6 +86,37 @@ def test_a_lower_budget_holds_before_anything_is_written(tmp_path: Path) -> None
     assert store.counts().evicted_pages == 6 * PER_SEGMENT - store.counts().num_pages
 
 
+def test_a_process_whose_lock_was_removed_writes_no_more(tmp_path: Path) -> None:
+    """Another one may have taken its place: what that writes stays, and the first one goes on reading."""
+    first = opened(tmp_path)
+    put(first, range(5))
+    (tmp_path / "lock").unlink()
+    (tmp_path / "lock").touch()
+    second = opened(tmp_path)
+    put(second, range(10, 15))
+
+    refused = put(first, range(20, 25))
+    first.maintain()
+    first.close()
+    put(second, range(15, 18))
+    second.close()
+
+    assert set(refused) == {WriteOutcome.REFUSED}
+    assert "lock was removed" in first.counts().writing_off
+    assert hits(opened(tmp_path), range(30)) == [*range(5), *range(10, 18)]
+
+
+def test_no_page_is_acknowledged_in_a_directory_that_was_deleted(tmp_path: Path) -> None:
+    """Its open files would take pages that no restart finds."""
+    store = opened(tmp_path / "cache")
+    put(store, range(5))
+    shutil.rmtree(tmp_path / "cache")
+
+    assert set(put(store, range(5, 9))) == {WriteOutcome.REFUSED}
+    store.close()
+    assert not (tmp_path / "cache").exists()
+
+
 @pytest.mark.parametrize("content", [b"", b'{"fields": {"wei'])
 def test_an_identity_that_a_crash_cut_is_written_again(tmp_path: Path, content: bytes) -> None:
     """Tools need it; the pages are found with and without."""

@@ -80,6 +80,10 @@ class FileOps(Protocol):
         """Names in a directory, sorted."""
         ...
 
+    def is_at(self, fd: int, path: Path) -> bool:
+        """Whether a path names the file that is open; False: nothing is there, or another file."""
+        ...
+
     def lock(self, fd: int) -> bool:
         """Take the exclusive lock of a file until it is closed; whether no other process holds it."""
         ...
@@ -150,6 +154,13 @@ class OsFileOps:
     def names(self, path: Path) -> list[str]:
         """See FileOps."""
         return sorted(os.listdir(path))  # noqa: PTH208 - names, not paths
+
+    def is_at(self, fd: int, path: Path) -> bool:
+        """See FileOps."""
+        try:
+            return os.path.samestat(os.fstat(fd), path.stat())
+        except (FileNotFoundError, NotADirectoryError):
+            return False
 
     def lock(self, fd: int) -> bool:
         """See FileOps."""

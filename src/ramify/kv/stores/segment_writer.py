@@ -176,6 +176,15 @@ class SegmentWriter:
         self._num_unsynced = 0
         return True
 
+    def stop(self, reason: str) -> None:
+        """Write nothing any more, not even a footer: the files are somebody else's, or gone."""
+        if self._off_for_good:
+            return
+        self._resume = None
+        if self._active is not None:
+            self._release_active()
+        self._turn_off(OSError(errno.ESTALE, reason), forever=True)
+
     def close(self) -> None:
         """Seal the active segment."""
         self._seal_left_open()

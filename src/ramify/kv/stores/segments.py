@@ -223,6 +223,7 @@ class SegmentStore:
         check_call(keys, pages, self.page_bytes)
         with self._write_lock:
             self._check_available()
+            self._check_lock()
             outcomes = [
                 self._put(key, page, deadline) for key, page in zip(keys, pages, strict=True)
             ]
@@ -344,7 +345,13 @@ class SegmentStore:
             elif self._directory.has_key or self._open_late():
                 self._follower.maintain()
 
+    def _check_lock(self) -> None:
+        # A page in a file that was deleted, or that another process writes, survives nothing.
+        if not self.options.read_only and (reason := self._directory.check_lock()):
+            self._writer.stop(reason)
+
     def _maintain_files(self) -> None:
+        self._check_lock()
         self._writer.maintain()
         if self._removals.is_due:
             try:
@@ -401,7 +408,7 @@ class SegmentStore:
             if self._unavailable == "closed":
                 return
             if not self._unavailable and not self.options.read_only:
-                self._writer.maintain()
+                self._maintain_files()
                 self._writer.close()
             self._unavailable = "closed"
             self._reader.files.close()

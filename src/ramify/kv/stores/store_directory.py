@@ -117,6 +117,15 @@ class StoreDirectory:
                 self._ops.close(self._lock_fd)
             self._lock_fd = -1
 
+    def check_lock(self) -> str:
+        """Why this process is no longer the one writer; empty: it is."""
+        path = self.root / LOCK_FILE
+        # A disk that does not say is no reason to stop: writes show their own errors.
+        with suppress(OSError):
+            if not self._ops.is_at(self._lock_fd, path):
+                return f"{path} was removed, so that another process may write there; start again"
+        return ""
+
     def find_key(self) -> bool:
         """Look again for the key of a directory that had none; whether it has one.
 
