@@ -311,6 +311,24 @@ def test_pages_of_an_ended_session_are_written_no_more_and_stay_where_they_are(
     assert bench.outputs[again].token_ids == tuple(expected(A, 3, ends=()))
 
 
+def test_pages_that_a_tenants_share_evicts_come_back_from_the_tier() -> None:
+    """They leave the pool for want of room, as any others do."""
+    bench = TierBench()
+    for prompt in (A, B):
+        bench.core.add_request(prompt, _params(), tenant="ann", cache_share=0.5)
+        while bench.core.has_unfinished:
+            bench.core.step()
+    bench.settle()
+    evictions = bench.core.cache.stats().evictions
+
+    again = bench.core.add_request(A, _params(), tenant="ann", cache_share=0.5)
+    bench.tokens[again] = []
+    bench.run()
+
+    assert evictions["predicate"] > 0
+    assert bench.read_tokens(again) == 32
+
+
 def test_other_weights_never_read_the_pages_of_the_old_ones() -> None:
     """Pages of the old weights, in the pool or being read, are not used and not written."""
     bench = TierBench(works_in_wait=False)

@@ -10,6 +10,7 @@ owner. What is loaded for waiting requests is in `tier_loads`.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Final, NamedTuple
 
 from ramify.cache.events import CacheEvent
@@ -51,6 +52,7 @@ class WriteQueue:
         self._removed: list[bytes] = []  # hashes whose copies must go
         self._refused: set[bytes] = set()  # hashes of namespaces that are never copied
         self._tenants: dict[bytes, bytes] = {}  # by hash of the namespace
+        self._demotes_all = False
 
     @property
     def num_urgent(self) -> int:
@@ -73,6 +75,15 @@ class WriteQueue:
     def refuse_namespace(self, namespace_hash: bytes) -> None:
         """Never copy pages of a namespace: its K/V may be wrong, or no request reads it any more."""
         self._refused.add(namespace_hash)
+
+    @contextmanager
+    def demoting(self) -> Iterator[None]:
+        """Copy out what is evicted until the block ends, whatever the reason: it is for want of pages."""
+        self._demotes_all = True
+        try:
+            yield
+        finally:
+            self._demotes_all = False
 
     def set_tenant(self, namespace_hash: bytes, tenant: bytes) -> None:
         """Name the tenant of a namespace, for the records of its pages."""
@@ -100,7 +111,7 @@ class WriteQueue:
             parent = page_hash
 
     def _evicted(self, event: CacheEvent) -> None:
-        is_kept = event.reason in DEMOTING
+        is_kept = self._demotes_all or event.reason in DEMOTING
         is_removed = not is_kept and event.reason not in LEAVING
         for index, page in enumerate(event.pages):
             name, self._names[page] = self._names[page], None

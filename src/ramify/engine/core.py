@@ -13,6 +13,7 @@ import secrets
 import time
 from array import array
 from collections.abc import Callable, Container, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -239,13 +240,14 @@ class EngineCore:
             if options.cache_share is not None and self.planner.share and not request.is_finished:
                 num_uncached = request.rank - request.virtual_arrival
                 num_cached = len(ids) - num_uncached if request.sequence.reuse else 0
-                enforce_cache_share(
-                    self.cache,
-                    request.sequence.key(len(ids)),
-                    options.tenant,
-                    share=options.cache_share,
-                    num_cached=num_cached,
-                )
+                with nullcontext() if self.tiering is None else self.tiering.demoting():
+                    enforce_cache_share(
+                        self.cache,
+                        request.sequence.key(len(ids)),
+                        options.tenant,
+                        share=options.cache_share,
+                        num_cached=num_cached,
+                    )
             if self.tiering is not None and self.planner.share and not request.is_finished:
                 self.tiering.prefetch(request)
         except BaseException:  # Ctrl-C: leave no half-queued request behind

@@ -10,6 +10,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 from ramify.attention.batch import AttentionBatch
 from ramify.cache.key import CacheKey, namespace_hash
@@ -82,6 +83,10 @@ class EngineTiering:
         self.wait_for_probes(START_LIMIT_S)
 
     # -- copies out ----------------------------------------------------------------------------
+
+    def demoting(self) -> AbstractContextManager[None]:
+        """See `WriteQueue.demoting`."""
+        return self._queue.demoting()
 
     def before_writes(self) -> None:
         """Take copies of evicted pages: what the executor does next may overwrite them."""
