@@ -13,7 +13,7 @@ import pytest
 from ramify.errors import ConfigError, StoreUnavailableError
 from ramify.kv.stores.circuit_breaker import CircuitBreaker
 from ramify.kv.stores.page_store import PageKey, ReadOutcome, WriteOutcome
-from ramify.kv.stores.valkey import ValkeyStore
+from ramify.kv.stores.valkey import MAX_OWED, ValkeyStore
 from ramify.kv.stores.valkey_link import ValkeyLink, shown_url
 from tests.pure.store_cases import IDENTITY, get, hash_of, hits, key, page, put
 from tests.pure.valkey_server import ValkeyServer
@@ -189,25 +189,29 @@ def test_a_stopped_server_costs_a_bounded_wait(server: ValkeyServer) -> None:
     assert hits(store, range(3)) == [0, 1, 2]
 
 
+@pytest.mark.parametrize(("num_others", "left"), [(0, [0, 1]), (MAX_OWED, [])])
 def test_what_was_removed_while_the_server_was_stopped_does_not_come_back(
-    server: ValkeyServer,
+    server: ValkeyServer, num_others: int, left: list[int]
 ) -> None:
-    """A removal that the server did not hear of is made before the server is used again."""
+    """A removal that the server did not hear of is made before it is used again; too many are one of all."""
     clock = Clock()
     store = connected(server, clock=clock)
     put(store, range(4))
     server.pause()
+    others = [b"%016d" % number for number in range(num_others)]
 
     with pytest.raises(StoreUnavailableError):
         store.remove_many([hash_of(2)], deadline=soon())
     with pytest.raises(StoreUnavailableError):
-        store.remove_many([hash_of(3)], deadline=soon())
+        store.remove_many([hash_of(3), *others], deadline=soon())
+    assert len(store._owed) <= MAX_OWED
     server.resume()
     clock.now += 1
     store.maintain()
 
-    assert hits(store, range(4)) == [0, 1]
-    assert hits(connected(server), range(4)) == [0, 1]
+    assert hits(store, range(4)) == left
+    assert hits(connected(server), range(4)) == left
+    assert put(store, [3]) == [WriteOutcome.WRITTEN] and hits(store, [3]) == [3]
 
 
 def test_a_call_in_flight_does_not_reopen_a_store_that_owes_a_clear(
