@@ -12,7 +12,7 @@ import numpy as np
 from ramify.kv.stores.file_ops import FileOps
 from ramify.kv.stores.removal_log import Position, RemovalLog
 from ramify.kv.stores.segment import OpenedSegment, number_of, open_segment
-from ramify.kv.stores.segment_format import Geometry, join_name
+from ramify.kv.stores.segment_format import Geometry, join_name, split_name
 from ramify.kv.stores.segment_reader import SegmentReader
 from ramify.kv.stores.segment_table import SegmentTable
 from ramify.kv.stores.store_directory import StoreDirectory
@@ -97,6 +97,7 @@ class SegmentSearch:
             OSError: the directory cannot be read.
         """
         positions: dict[bytes, Position] = {}
+        lows = np.array([split_name(name)[1] for name in removed], np.uint64)
         for path in self._directory.segment_paths():
             number = number_of(path.name) or 0
             try:
@@ -114,7 +115,7 @@ class SegmentSearch:
                     name: position for name, position in removed.items() if position > (number, 0)
                 }
                 continue
-            for entry in opened.entries:
+            for entry in opened.entries[np.isin(opened.entries["low"], lows)]:
                 name = join_name(int(entry["high"]), int(entry["low"]))
                 position = removed.get(name)
                 if position is not None and (number, int(entry["slot"])) < position:
