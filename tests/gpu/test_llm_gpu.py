@@ -13,8 +13,10 @@ PROMPTS = [[*STEM, 70 + i, 71] for i in range(4)] + [[5, 6, 7]]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize("backend", ["auto", "sdpa"])
-def test_answers_are_those_of_the_cpu(family: str, backend: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ops", "backend"), [("auto", "auto"), ("auto", "sdpa"), ("triton", "auto")]
+)
+def test_answers_are_those_of_the_cpu(family: str, ops: str, backend: str, tmp_path: Path) -> None:
     """Greedy answers in float32, cold and from the cache, are those of the engine on the CPU."""
     path = write_tiny_checkpoint(tmp_path / family, family)  # type: ignore[arg-type]
     params = SamplingParams(max_tokens=16, ignore_eos=True)
@@ -25,6 +27,7 @@ def test_answers_are_those_of_the_cpu(family: str, backend: str, tmp_path: Path)
         device="cuda",
         exact=False,
         dtype="float32",
+        ops=ops,
         attention_backend=backend,
     )
 
