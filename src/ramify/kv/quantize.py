@@ -30,7 +30,8 @@ def quantize(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         codes [..., width] in `dtype`, and scales [...] float32.
     """
     rows = values.float()
-    scale = rows.abs().amax(-1) / SCALED_DTYPES[dtype]
+    # By a tensor: CUDA multiplies by the reciprocal of a number, and would round otherwise.
+    scale = rows.abs().amax(-1) / rows.new_full((), SCALED_DTYPES[dtype])
     # clamp keeps NaN and infinity.
     scale = scale.clamp(min=torch.finfo(torch.float32).tiny)
     codes = rows / scale[..., None]
