@@ -63,6 +63,7 @@ def add_rms_norm(
     """
     rows, width = x.shape
     assert width <= MAX_WIDTH, f"width {width} exceeds {MAX_WIDTH}"
+    assert residual is None or residual.is_contiguous()
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not rows:
         return out

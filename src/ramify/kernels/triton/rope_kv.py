@@ -25,20 +25,30 @@ from ramify.kv.quantize import SCALED_DTYPES
 HEADS_TILE = 8  # heads of a program
 _NORM_BEFORE = tl.constexpr(1)
 _NORM_AFTER = tl.constexpr(2)
-FLOATS, INT8, FLOAT8 = 0, 1, 2
+FLOATS, INT8, FLOAT8 = 0, 1, 2  # what planes hold
+_FLOATS = tl.constexpr(FLOATS)
 _INT8 = tl.constexpr(INT8)
 _FLOAT8 = tl.constexpr(FLOAT8)
 
 
 @triton.jit
+def _load_weight(q_norm, k_norm, is_q, dim, in_half):
+    """Half of the norm's weights of q or of k: [1, dim] float32."""
+    q_weight = tl.load(q_norm + dim, mask=in_half, other=0.0)
+    k_weight = tl.load(k_norm + dim, mask=in_half, other=0.0)
+    return tl.where(is_q, q_weight.to(tl.float32), k_weight.to(tl.float32))[None, :]
+
+
+@triton.jit
 def _head_norm(
-    first, second, weight, dim, eps, offset, like, HALF: tl.constexpr, HAS_OFFSET: tl.constexpr
-):
-    """RMS norm of heads [heads, dim], given in halves."""
+    first, second, q_norm, k_norm, is_q, dim, eps, offset, like,
+    HALF: tl.constexpr, HAS_OFFSET: tl.constexpr,
+):  # fmt: skip
+    """RMS norm of heads of q or of k [heads, dim], given in halves."""
     mean = (tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF)
     scale = tl.div_rn(tl.full(mean.shape, 1.0, tl.float32), tl.sqrt_rn(mean + eps))[:, None]
-    w_first = tl.load(weight + dim, mask=dim < HALF, other=0.0).to(tl.float32)[None, :]
-    w_second = tl.load(weight + HALF + dim, mask=dim < HALF, other=0.0).to(tl.float32)[None, :]
+    w_first = _load_weight(q_norm, k_norm, is_q, dim, dim < HALF)
+    w_second = _load_weight(q_norm + HALF, k_norm + HALF, is_q, dim, dim < HALF)
     if HAS_OFFSET:
         first, second = first * scale * (offset + w_first), second * scale * (offset + w_second)
     else:
@@ -49,20 +59,11 @@ def _head_norm(
 
 @triton.jit
 def _store_kv(
-    plane,
-    scale_plane,
-    at,
-    scale_at,
-    first,
-    second,
-    mask,
-    in_head,
-    HALF: tl.constexpr,
-    KIND: tl.constexpr,
-    MAX_CODE: tl.constexpr,
-):
+    plane, scale_plane, at, scale_at, first, second, mask, in_head,
+    HALF: tl.constexpr, KIND: tl.constexpr, MAX_CODE: tl.constexpr,
+):  # fmt: skip
     """Write heads [heads, dim], given in halves, to a plane: floats, or codes and their scale."""
-    if KIND == 0:
+    if KIND == _FLOATS:
         tl.store(plane + at, first.to(plane.dtype.element_ty), mask=mask)
         tl.store(plane + at + HALF, second.to(plane.dtype.element_ty), mask=mask)
     else:
@@ -119,14 +120,9 @@ def rope_and_write_kv(
     second = tl.load(qkv + source + HALF, mask=mask, other=0.0).to(tl.float32)
     if not is_v:
         if NORM == _NORM_BEFORE:
-            if is_q:
-                first, second = _head_norm(
-                    first, second, q_norm, dim, eps, offset, qkv, HALF, HAS_OFFSET
-                )
-            else:
-                first, second = _head_norm(
-                    first, second, k_norm, dim, eps, offset, qkv, HALF, HAS_OFFSET
-                )
+            first, second = _head_norm(
+                first, second, q_norm, k_norm, is_q, dim, eps, offset, qkv, HALF, HAS_OFFSET
+            )
         angle = tl.load(positions + row) * HALF + dim
         c = tl.load(cos + angle, mask=dim < HALF, other=0.0).to(tl.float32)[None, :]
         s = tl.load(sin + angle, mask=dim < HALF, other=0.0).to(tl.float32)[None, :]
@@ -135,14 +131,9 @@ def rope_and_write_kv(
         second = round_to(round_to(second * c, qkv) + round_to(first * s, qkv), qkv)
         first = rotated
         if NORM == _NORM_AFTER:
-            if is_q:
-                first, second = _head_norm(
-                    first, second, q_norm, dim, eps, offset, qkv, HALF, HAS_OFFSET
-                )
-            else:
-                first, second = _head_norm(
-                    first, second, k_norm, dim, eps, offset, qkv, HALF, HAS_OFFSET
-                )
+            first, second = _head_norm(
+                first, second, q_norm, k_norm, is_q, dim, eps, offset, qkv, HALF, HAS_OFFSET
+            )
         tl.store(qkv + source, first.to(qkv.dtype.element_ty), mask=mask)
         tl.store(qkv + source + HALF, second.to(qkv.dtype.element_ty), mask=mask)
     if not is_q:
@@ -152,33 +143,9 @@ def rope_and_write_kv(
         scale_at = slot * NUM_KV + head
         at = scale_at[:, None] * (2 * HALF) + dim[None, :]
         if is_v:
-            _store_kv(
-                v,
-                v_scale,
-                at,
-                scale_at,
-                first,
-                second,
-                mask,
-                in_head,
-                HALF,
-                KIND,
-                MAX_CODE,
-            )
+            _store_kv(v, v_scale, at, scale_at, first, second, mask, in_head, HALF, KIND, MAX_CODE)
         else:
-            _store_kv(
-                k,
-                k_scale,
-                at,
-                scale_at,
-                first,
-                second,
-                mask,
-                in_head,
-                HALF,
-                KIND,
-                MAX_CODE,
-            )
+            _store_kv(k, k_scale, at, scale_at, first, second, mask, in_head, HALF, KIND, MAX_CODE)
 
 
 @dataclass(frozen=True, slots=True)
