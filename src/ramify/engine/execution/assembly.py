@@ -17,6 +17,7 @@ from ramify.engine.core import CLOSE_LIMIT_S, EngineCore
 from ramify.engine.description import EngineDescription
 from ramify.engine.execution.content_digest import checkpoint_files
 from ramify.engine.execution.device import DeviceChoice, check_computable, choose_device
+from ramify.engine.execution.device_executor import DeviceExecutor
 from ramify.engine.execution.identity import identity_of
 from ramify.engine.execution.local_executor import LocalExecutor
 from ramify.engine.execution.open_tiers import open_tiers
@@ -167,10 +168,13 @@ class LocalEngine:
             lambda: step_model(self.config, self.runner, self.model_config),
         )
         by_rejection = requested.speculative.speculative_sampling == "rejection"
-        executor: Executor = LocalExecutor(
-            self.runner, rejection_sample if by_rejection else sample_from_cdf
-        )
-        if requested.scheduler.overlap == "on":
+        executor: Executor
+        if device.type == "cpu":
+            sample_fn = rejection_sample if by_rejection else sample_from_cdf
+            executor = LocalExecutor(self.runner, sample_fn)
+        else:
+            executor = DeviceExecutor(self.runner, by_rejection=by_rejection)
+        if device.type == "cpu" and requested.scheduler.overlap == "on":
             executor = ThreadedExecutor(executor)
         try:
             self.core = EngineCore(

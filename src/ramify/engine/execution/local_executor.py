@@ -28,6 +28,16 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in message for words in NO_MEMORY)
 
 
+def nonfinite_problem(plan: StepPlan, row: int) -> tuple[int, str]:
+    """The request of a hidden row that is not finite, and what to tell it."""
+    seq = int(np.searchsorted(plan.batch.cu_seqlens_q, row, side="right")) - 1
+    request_id = plan.request_ids[seq]
+    return request_id, (
+        f"the hidden state of request {request_id} at position {plan.batch.positions[row]} is not "
+        "finite; the weights or the K/V are damaged"
+    )
+
+
 class LocalExecutor:
     """Forward pass and sampling in the caller's thread.
 
@@ -109,12 +119,8 @@ class LocalExecutor:
         """What is wrong with the requests that have a hidden row which is not finite, by request id."""
         failed: dict[int, str] = {}
         for index in self.runner.nonfinite_rows(hidden):
-            seq = int(np.searchsorted(plan.batch.cu_seqlens_q, index, side="right")) - 1
-            failed.setdefault(
-                plan.request_ids[seq],
-                f"the hidden state of request {plan.request_ids[seq]} at position "
-                f"{plan.batch.positions[index]} is not finite; the weights or the K/V are damaged",
-            )
+            request_id, reason = nonfinite_problem(plan, index)
+            failed.setdefault(request_id, reason)
         return failed
 
     def zero_pages(self, pages: Sequence[int]) -> None:

@@ -54,8 +54,11 @@ class ModelRunner:
         return None if len(rows) > max_rows else torch.tensor(sorted(rows), dtype=torch.int64)
 
     @torch.inference_mode()
-    def forward(self, plan: StepPlan) -> Tensor:
+    def forward(self, plan: StepPlan, late_ids: Tensor | None = None) -> Tensor:
         """Hidden rows [T, hidden] of the step; writes its K/V to the pool.
+
+        Args:
+            late_ids: [L] int64 on the device, the token ids of `plan.late_tokens`, which has L.
 
         Unless `plan.all_rows`, rows outside `output_rows` may be those before the last layer. Such a
         row is not finite if its hidden state, or its K/V of the last layer, is not.
@@ -73,6 +76,8 @@ class ModelRunner:
         tensors = map(torch.from_numpy, (token_ids, positions, slots))
         on_device = tensors if self.pool.device.type == "cpu" else self._upload(*tensors)
         ids, at, written = on_device
+        if late_ids is not None:
+            ids.index_copy_(0, self._indices([late.row for late in plan.late_tokens]), late_ids)
         attention = PagedAttention(self.backend, self.pool, batch, written)
         step = ForwardStep(at, attention, self.output_rows(plan))
         hidden = self.model.forward(ids, step)
