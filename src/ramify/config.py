@@ -86,6 +86,12 @@ class ModelSection:
         "Device that computes: `cpu`, `cuda`, `cuda:1`, or `auto`, which is the CPU. CUDA needs `exact=False`, "
         "weights that are not quantised and no MLA, has no cache tiers, and has not run on a GPU yet.",
     )
+    # never run where it counts
+    decode_graphs: bool = option(
+        False,
+        "Capture decode steps as CUDA graphs, one for each bucket of batch sizes; needs `device=cuda`. Has not run "
+        "on a GPU yet.",
+    )
     ops: str = option(
         "auto",
         "Operations of the model: `cpu` (compiled kernels), `torch` (plain torch, attention "
@@ -252,6 +258,7 @@ class EngineConfig:
             ("prefix_cache", self.cache.prefix_cache),
             ("partial_pages", self.cache.partial_pages),
             ("exact", self.attention.exact),
+            ("decode_graphs", self.model.decode_graphs),
         ):
             if not isinstance(flag, bool):
                 raise ConfigError(f"{name}={flag!r} but it must be True or False")

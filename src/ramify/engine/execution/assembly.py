@@ -16,6 +16,7 @@ from ramify.config import EngineConfig, ResolvedConfig, resolve
 from ramify.engine.core import CLOSE_LIMIT_S, EngineCore
 from ramify.engine.description import EngineDescription
 from ramify.engine.execution.content_digest import checkpoint_files
+from ramify.engine.execution.decode_sources import BackendSource, DecodeSource, TorchSource
 from ramify.engine.execution.device import DeviceChoice, check_computable, choose_device
 from ramify.engine.execution.device_executor import DeviceExecutor
 from ramify.engine.execution.identity import identity_of
@@ -25,6 +26,8 @@ from ramify.engine.execution.prefill_probe import step_model
 from ramify.engine.execution.ranks.open_ranks import Ranks, check_ranks, open_ranks
 from ramify.engine.execution.runner import ModelRunner
 from ramify.engine.execution.sampler import rejection_sample, sample_from_cdf
+from ramify.engine.execution.staged_upload import CudaStream
+from ramify.engine.execution.step_graphs import CudaGraphs, DecodeGraphs
 from ramify.engine.identity import EngineIdentity
 from ramify.engine.logits.grammar import GrammarCompiler
 from ramify.engine.request import DetokenizerFactory
@@ -88,6 +91,11 @@ class LocalEngine:
         check_computable(
             device, exact=exact, is_mla=config.mla is not None, has_tiers=requested.tiers.is_used
         )
+        if requested.model.decode_graphs and device.type != "cuda":
+            raise ConfigError(
+                f"decode_graphs=True captures CUDA graphs, and this engine computes on {device}; leave "
+                "decode_graphs out, or use device='cuda'"
+            )
         num_ranks = requested.ranks.tensor_parallel_size
         check_ranks(requested, config, device)
         rank_model = rank_config(config, num_ranks)
@@ -173,7 +181,8 @@ class LocalEngine:
             sample_fn = rejection_sample if by_rejection else sample_from_cdf
             executor = LocalExecutor(self.runner, sample_fn)
         else:
-            executor = DeviceExecutor(self.runner, by_rejection=by_rejection)
+            decode = self._decode_graphs() if requested.model.decode_graphs else None
+            executor = DeviceExecutor(self.runner, by_rejection=by_rejection, decode=decode)
         if device.type == "cpu" and requested.scheduler.overlap == "on":
             executor = ThreadedExecutor(executor)
         try:
@@ -313,6 +322,21 @@ class LocalEngine:
         self.path, self.decoder, self.runner.model = path, decoder, decoder
         self.weights_epoch += 1
         return namespace
+
+    def _decode_graphs(self) -> DecodeGraphs:
+        """Graphs over the plans of Triton's kernels, or over attention in torch operations."""
+        spec, pool, num_rows = self.attention_spec, self.runner.pool, self.config.max_num_seqs
+        source: DecodeSource
+        if self.backend_choice.name == "triton":
+            source = BackendSource(self.attention, pool)
+        else:
+            reason = TorchSource.supports(spec)
+            if reason is not None:
+                raise ConfigError(f"decode_graphs=True: {reason}; leave decode_graphs out")
+            max_pages = self.config.max_table_pages
+            source = TorchSource(spec, pool, num_rows=num_rows, max_pages=max_pages)
+        graphs = CudaGraphs(pool.device)
+        return DecodeGraphs(self.runner, source, graphs, CudaStream(), num_rows=num_rows)
 
     def _load_model(self, path: Path, *, progress: bool) -> CausalDecoder:
         requested = self.config.requested

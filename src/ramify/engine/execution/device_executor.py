@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -18,9 +19,10 @@ from ramify.engine.execution.device_sampler import (
     sample_rows,
     token_logprob_of,
 )
-from ramify.engine.execution.host_copies import to_host
+from ramify.engine.execution.host_copies import to_device, to_host
 from ramify.engine.execution.local_executor import SCORED_ROWS, is_out_of_memory, nonfinite_problem
 from ramify.engine.execution.runner import ModelRunner
+from ramify.engine.execution.step_graphs import DecodeGraphs
 from ramify.engine.step import PromptLogprobSpec, StepPlan, StepResult
 from ramify.errors import StepMemoryError
 from ramify.outputs import TokenLogprob
@@ -49,10 +51,17 @@ class DeviceExecutor:
 
     Args:
         by_rejection: draft tokens are accepted by rejection sampling, see `rejection_sample`.
+        decode: runs decode steps; None: the runner runs them as all others.
     """
 
-    def __init__(self, runner: ModelRunner, *, by_rejection: bool = False) -> None:
-        self.runner, self._by_rejection = runner, by_rejection
+    def __init__(
+        self,
+        runner: ModelRunner,
+        *,
+        by_rejection: bool = False,
+        decode: DecodeGraphs | None = None,
+    ) -> None:
+        self.runner, self._by_rejection, self._decode = runner, by_rejection, decode
         self._launched: deque[_LaunchedStep] = deque()  # oldest first
 
     def begin(self, plan: StepPlan) -> None:
@@ -97,11 +106,9 @@ class DeviceExecutor:
     def _queue(self, plan: StepPlan, before: _LaunchedStep | None) -> _LaunchedStep:
         runner, device = self.runner, self.runner.pool.device
         late_ids = None if before is None else _late_ids(plan, before)
-        hidden = runner.forward(plan, late_ids)
+        hidden, logits = self._forward(plan, late_ids)
         are_finite = hidden.isfinite().all(-1)
-        rows = [spec.row + at for spec in plan.samples for at in range(len(spec.draft) + 1)]
-        if rows:
-            logits = runner.logits(hidden, rows)
+        if logits is not None:
             sampled = sample_rows(logits, plan.samples, by_rejection=self._by_rejection)
         else:
             none = are_finite.new_empty(0)
@@ -126,6 +133,14 @@ class DeviceExecutor:
             done = torch.cuda.Event()
             done.record(torch.cuda.current_stream(device))
         return _LaunchedStep(plan, sampled.tokens, on_host, flags, prompt_scores, embeddings, done)
+
+    def _forward(self, plan: StepPlan, late_ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Hidden rows [T, hidden_size], and logits of the rows to sample from; None without any."""
+        if self._decode is not None and self._decode.can_run(plan):
+            return self._decode.run(plan, late_ids)
+        hidden = self.runner.forward(plan, late_ids)
+        rows = [spec.row + at for spec in plan.samples for at in range(len(spec.draft) + 1)]
+        return hidden, self.runner.logits(hidden, rows) if rows else None
 
     def _score_prompt(self, hidden: Tensor, spec: PromptLogprobSpec) -> list[Scores]:
         chunks: list[Scores] = []
@@ -168,14 +183,14 @@ def _late_ids(plan: StepPlan, before: _LaunchedStep) -> Tensor | None:
     """The tokens that the step before samples for `plan.late_tokens`, on the device."""
     if not plan.late_tokens:
         return None
-    last_rows, end = dict[int, int](), 0
-    for spec in before.plan.samples:
-        end += len(spec.draft) + 1
-        last_rows[spec.request_id] = end - 1
-    rows = [last_rows[late.request_id] for late in plan.late_tokens]
-    if rows == [*range(len(before.device_tokens))]:
-        return before.device_tokens
-    return before.device_tokens[torch.tensor(rows, device=before.device_tokens.device)]
+    tokens, samples = before.device_tokens, before.plan.samples
+    wanted = [late.request_id for late in plan.late_tokens]
+    if len(tokens) == len(samples) and wanted == [spec.request_id for spec in samples]:
+        return tokens
+    ends = accumulate(len(spec.draft) + 1 for spec in samples)
+    last_rows = {spec.request_id: end - 1 for spec, end in zip(samples, ends, strict=True)}
+    rows = np.array([last_rows[request_id] for request_id in wanted], np.int64)
+    return tokens[to_device(rows, tokens.device)]
 
 
 def _prompt_logprobs(spec: PromptLogprobSpec, chunks: list[Scores]) -> tuple[TokenLogprob, ...]:

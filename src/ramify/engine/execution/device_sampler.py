@@ -35,6 +35,11 @@ def sample_rows(logits: Tensor, specs: Sequence[SampleSpec], *, by_rejection: bo
         by_rejection: draft tokens are accepted by rejection sampling.
     """
     are_finite = logits.amax(1).isfinite()  # a NaN is larger than all numbers
+    if all(
+        spec.num_logprobs is None and spec.logits is None and spec.params.temperature == 0.0
+        for spec in specs
+    ):
+        return SampledRows(logits.argmax(1), are_finite, are_finite)
     rows = _rows_of(specs)
     reporting = [row for row, spec, _ in rows if spec.num_logprobs is not None]
     scores = logits[_indices(reporting, logits)] if reporting else None
@@ -91,25 +96,28 @@ def collect_samples(
     failed: dict[int, str] = {}
     tokens, are_finite = rows.tokens.tolist(), rows.are_finite.tolist()
     are_allowed = rows.are_allowed.tolist()
+    if len(tokens) == len(specs) and rows.scores is None and all(are_finite) and all(are_allowed):
+        ids = [spec.request_id for spec in specs]
+        return {key: SampledTokens((token,)) for key, token in zip(ids, tokens, strict=True)}, {}
     start = num_reported = 0
     for spec in specs:
         num_rows = len(spec.draft) + 1
         first_reported = num_reported
         if spec.num_logprobs is not None:
             num_reported += num_rows
-        row, ids = start, list[int]()
+        row, accepted = start, list[int]()
         start += num_rows
         reachable = num_rows if spec.logits is None else spec.logits.num_rows
         for at in range(reachable):
             if not (are_finite[row + at] and are_allowed[row + at]):
                 failed[spec.request_id] = _problem(spec, at, is_finite=are_finite[row + at])
                 break
-            ids.append(tokens[row + at])
-            if at < len(spec.draft) and ids[-1] != spec.draft[at]:
+            accepted.append(tokens[row + at])
+            if at < len(spec.draft) and accepted[-1] != spec.draft[at]:
                 break
         if spec.request_id not in failed:
-            logprobs = _logprobs(rows, spec, ids, first_reported)
-            sampled[spec.request_id] = SampledTokens(tuple(ids), logprobs)
+            logprobs = _logprobs(rows, spec, accepted, first_reported)
+            sampled[spec.request_id] = SampledTokens(tuple(accepted), logprobs)
     return sampled, failed
 
 

@@ -1,0 +1,107 @@
+"""What a decode step costs the host with the executor of a device, its forward pass left out.
+
+    python benchmarks/device_overhead.py                         64 running requests, greedy and sampled
+    python benchmarks/device_overhead.py --running 8 64 --steps 500
+
+A whole step of the engine: schedule, plan, upload, replay, sample, commit, update. The graph of the
+forward pass is captured once and then answers with the same logits, so that what is left is Python and
+the launches of a step. On a CPU the sampling itself is in the figures. Goal: 1 ms at 64 requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from ramify import LLM, SamplingParams
+from ramify.engine.execution.decode_sources import TorchSource
+from ramify.engine.execution.device_executor import DeviceExecutor
+from ramify.engine.execution.staged_upload import HostStream
+from ramify.engine.execution.step_graphs import DecodeGraphs, Outputs
+from ramify.testing import write_tiny_checkpoint
+
+CONTEXT, WARM_STEPS = 500, 20
+KINDS = {"greedy": {}, "top-p": {"temperature": 0.8, "top_p": 0.9, "seed": 1}}
+
+
+class FrozenStep:
+    """A captured function that is never run again."""
+
+    def __init__(self, outputs: Outputs) -> None:
+        self._outputs = outputs
+
+    def replay(self) -> Outputs:
+        """See `CapturedStep`; copies, since sampling may overwrite logits."""
+        return tuple([output.clone() for output in self._outputs])
+
+
+class FrozenGraphs:
+    """A `GraphDevice` that runs a function once."""
+
+    def capture(self, run: Callable[[], Outputs]) -> FrozenStep:
+        """See `GraphDevice`."""
+        return FrozenStep(run())
+
+    def drop(self) -> None:
+        """See `GraphDevice`."""
+
+
+def measure(
+    checkpoint: Path, num_running: int, options: dict[str, float], steps: int
+) -> list[float]:
+    """Seconds of the engine's thread for each of `steps` decode steps."""
+    num_new = steps + WARM_STEPS + 8
+    llm = LLM(
+        checkpoint,
+        kv_cache_tokens=num_running * (CONTEXT + num_new + 32),
+        max_num_seqs=num_running,
+        max_batch_tokens=4096,
+        max_model_len=CONTEXT + num_new + 32,
+        ops="torch",
+        exact=False,
+    )
+    engine = llm.engine
+    runner, max_pages = engine.runner, engine.config.max_table_pages
+    source = TorchSource(
+        engine.attention_spec, runner.pool, num_rows=num_running, max_pages=max_pages
+    )
+    decode = DecodeGraphs(runner, source, FrozenGraphs(), HostStream(), num_rows=num_running)
+    engine.core.executor = DeviceExecutor(runner, decode=decode)
+    params = SamplingParams(max_tokens=num_new, ignore_eos=True, **options)  # type: ignore[arg-type]
+    for at in range(num_running):
+        llm.add_request([3 + (7 * at + i) % 200 for i in range(CONTEXT)], params)
+    while decode.num_replayed < WARM_STEPS:
+        llm.step()
+    spent: list[float] = []
+    for _ in range(steps):
+        start = time.thread_time()
+        llm.step()
+        spent.append(time.thread_time() - start)
+    return spent
+
+
+def main() -> None:
+    """Print the least and the median time of a step for each kind of sampling."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--running", type=int, nargs="*", default=[64])
+    parser.add_argument("--steps", type=int, default=200)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"{'running':>8} {'kind':>8} {'least ms':>9} {'median ms':>10}")
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = write_tiny_checkpoint(folder, "llama", num_hidden_layers=1)
+        for num_running in args.running:
+            for kind, options in KINDS.items():
+                spent = measure(checkpoint, num_running, options, args.steps)
+                least, median = min(spent) * 1e3, statistics.median(spent) * 1e3
+                print(f"{num_running:>8} {kind:>8} {least:9.3f} {median:10.3f}")
+
+
+if __name__ == "__main__":
+    main()
