@@ -228,24 +228,57 @@ def test_an_interrupt_leaves_no_step_in_flight(where: str, monkeypatch: pytest.M
     bench.assert_nothing_leaked()
 
 
-def test_new_weights_wait_for_the_step_in_flight() -> None:
-    """The step that was begun with the old weights ends before they are replaced; its token counts."""
+@pytest.mark.parametrize("fails", [False, True])
+def test_new_weights_wait_for_the_step_in_flight_and_drop_it(fails: bool) -> None:
+    """The step that was begun with the old weights ends before they are replaced; no token of it counts."""
     bench = Bench()
     device = LateDevice(bench.device)
     overlapping(bench, device)
     key = bench.add(PROMPTS[0], max_tokens=6, ignore_eos=True)
     bench.step()
-    num_computed = device.num_computed
+    num_computed, num_emitted = device.num_computed, len(bench.tokens[key])
 
     def swap() -> bytes:
         assert device.num_computed == num_computed + 1
+        if fails:
+            raise RuntimeError("no weights")
         return b"new"
 
-    assert swap_weights(bench.core, swap) == 1
+    if fails:
+        with pytest.raises(RuntimeError, match="no weights"):
+            swap_weights(bench.core, swap)
+    else:
+        assert swap_weights(bench.core, swap) == 1
+    assert len(bench.core.live[0].output_ids) == num_emitted == 1
     output = bench.run()[key]
 
     assert list(output.token_ids) == expected(PROMPTS[0], 6, ends=())
-    assert output.cache.recomputed_tokens == len(PROMPTS[0]) + 1
+    assert output.cache.recomputed_tokens == (0 if fails else len(PROMPTS[0]))
+    bench.assert_nothing_leaked()
+
+
+def test_another_executor_computes_what_was_in_flight_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The step of the old executor is dropped, even if it fails, and its pages are written again."""
+    bench = Bench()
+    device = LateDevice(bench.device)
+    overlapping(bench, device)
+    keys = [bench.add(prompt, max_tokens=9, ignore_eos=True) for prompt in PROMPTS]
+    bench.step()
+
+    def fails() -> None:
+        monkeypatch.undo()
+        raise RuntimeError("late")
+
+    monkeypatch.setattr(device, "finish", fails)
+    bench.core.executor = LateDevice(bench.device)
+
+    outputs = bench.run()
+
+    for key, prompt in zip(keys, PROMPTS, strict=True):
+        assert list(outputs[key].token_ids) == expected(prompt, 9, ends=())
+    assert bench.core.stats().failures.failed_steps == 0
     bench.assert_nothing_leaked()
 
 

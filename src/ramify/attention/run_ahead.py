@@ -87,3 +87,10 @@ class RunAhead:
         """Drop the second plan of sequences that still have it; they keep their pages."""
         for sequence in sequences:
             sequence.num_ahead = 0
+
+    @guarded
+    def undo(self, sequences: Sequence[RadixSequence]) -> None:
+        """Drop the promoted plan of sequences: its token is to be planned again; they keep their pages."""
+        for sequence in sequences:
+            assert sequence.num_planned == 1 == sequence.num_uncomputed, "nothing was promoted"
+            sequence.num_planned = 0

@@ -158,7 +158,7 @@ class EngineCore:
 
     @executor.setter
     def executor(self, executor: Executor) -> None:
-        self.settle()
+        self.drop_step()
         self.context.set_executor(executor)
 
     @property
@@ -446,12 +446,12 @@ class EngineCore:
         self.pipeline.run()
 
     @guarded
-    def settle(self) -> None:
-        """Wait for the step that `step` has begun ahead, and apply its result; the next `step` returns it.
+    def drop_step(self) -> None:
+        """Wait for the step that `step` has begun ahead, and drop it; the next `step` computes it again.
 
         Before weights or executor are replaced. Without overlap no step is in flight between two calls.
         """
         try:
-            self.pipeline.settle()
+            self.pipeline.drop()
         except BaseException as error:  # noqa: BLE001 - re-raises KeyboardInterrupt, SystemExit
             self.recovery.recover(error)

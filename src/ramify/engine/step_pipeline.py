@@ -14,6 +14,7 @@ them, are taken with no step in flight, by the code that knows of one step only.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -25,6 +26,8 @@ from ramify.engine.scheduling.scheduler import ScheduledStep
 from ramify.engine.scheduling.step_plan import build_ahead_plan, build_step_plan
 from ramify.engine.speculation.drafter import Drafter, propose_drafts
 from ramify.engine.step import StepResult
+
+logger = logging.getLogger(__name__)
 
 # Steps without one ahead after `begin_ahead` has failed: the failing step is then one that can be
 # rolled back, or its requests isolated.
@@ -91,11 +94,17 @@ class StepPipeline:
         if step is not None:
             self._end(step, self._begin_ahead(step))
 
-    def settle(self) -> None:
-        """End the step in flight, if there is one, and apply its result."""
+    def drop(self) -> None:
+        """Wait for the step in flight and forget what it has computed: it is planned again."""
         step = self._take_in_flight()
-        if step is not None:
-            self._end(step, None)
+        if step is None:
+            return
+        planned = [request.sequence for request in step.still_planned().requests]
+        self._context.planner.ahead.undo(planned)
+        try:
+            self._context.executor.finish()
+        except Exception as error:  # noqa: BLE001 - what it had computed is not wanted
+            logger.warning("a step that was begun ahead failed, and is planned again: %s", error)
 
     def _take_in_flight(self) -> BegunStep | None:
         """The step in flight; None if there is none, or all its requests have ended or were requeued."""

@@ -34,7 +34,7 @@ def swap_weights(core: EngineCore, swap: Callable[[], bytes]) -> int:
         swap: installs the weights and returns the namespace of their K/V. If it raises, nothing
             changes.
     """
-    core.settle()  # the step in flight computes with the old weights
+    core.drop_step()  # it computes with the old weights
     core.namespaces.base, old = swap(), core.namespaces.base
     verifier, scheduler = core.hit_verifier, core.scheduler
     verifier.pending.clear()  # the old weights' logprobs
