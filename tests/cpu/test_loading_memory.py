@@ -28,10 +28,10 @@ print(status("VmHWM") - before)
 """
 
 
-def peak_of_loading(path: Path, ops: str) -> int:
+def peak_of_loading(path: Path, ops: str, program: str = PEAK) -> int:
     """Bytes that become resident while a process loads a checkpoint in float32, at most at once."""
     run = subprocess.run(
-        [sys.executable, "-c", PEAK, str(path), ops],
+        [sys.executable, "-c", program, str(path), ops],
         capture_output=True,
         text=True,
         # glibc maps tensors of more than 32 MiB, as real models have, and returns them when they are

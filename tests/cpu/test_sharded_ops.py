@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,28 @@ from ramify.engine.execution.ranks.rank_runner import RankRunner
 from ramify.errors import ConfigError
 from ramify.models.configs.sharding import check_divisible
 from ramify.models.loader import read_config
+from ramify.testing import write_tiny_checkpoint
 from tests.cpu.deepseek_cases import CONFIGS, save_oracle
 from tests.cpu.models.family_cases import CASES, VOCAB_SIZE, write_checkpoint
 from tests.cpu.models.test_dense_families import NUM_TOKENS, logits_of
 from tests.cpu.rank_threads import RankThreads
-from tests.cpu.test_fused_attention import NUM_PAGES, PAGE
+from tests.cpu.test_fused_attention import NUM_PAGES, PAGE, plan_of
+from tests.cpu.test_loading_memory import PEAK, peak_of_loading
+
+# In place of `load_model` in the program that measures: rank 1 of 2, which is never run.
+LOAD_RANK = """
+from functools import partial
+from ramify.models.loader import load_model, read_config
+from ramify.models.ops.registry import OPS
+from ramify.models.ops.sharded.rank_group import RankGroup
+from ramify.models.ops.sharded.sharded_ops import ShardedOps
+
+def load_rank(path, dtype, ops):
+    group = RankGroup(None, 1, 2, in_order=True)
+    config = read_config(path)
+    make = partial(ShardedOps, config=config, group=group, inner=OPS[ops])
+    return load_model(path, dtype=dtype, ops=make)
+"""
 
 
 def write(case: str, path: Path) -> None:
@@ -66,3 +84,57 @@ def test_ranks_compute_what_one_process_does(
 
     assert (whole - expected).abs().max() <= 1e-4 * expected.abs().max()
     assert torch.equal(whole, chunks)
+
+
+def test_a_row_that_is_not_finite_on_a_rank_is_on_all(tmp_path: Path) -> None:
+    """Each rank sees its own K/V only; rank 0 decides for all."""
+    write_checkpoint("Llama", tmp_path)
+    ranks = threads_of(tmp_path, 2, "torch")
+    ids = torch.arange(40).numpy()
+
+    @torch.inference_mode()
+    def compute(runner: RankRunner) -> list[int]:
+        hidden = runner.forward(replace(plan_of([(0, 40)]), token_ids=ids))
+        hidden[7 + 20 * runner.rank] = torch.nan  # as `mark_nonfinite_rows` does
+        return runner.nonfinite_on_any_rank(hidden)
+
+    assert ranks.on_all(compute) == [[7, 27], [7, 27]]
+
+
+def test_two_ranks_in_bfloat16_are_as_close_as_a_process(tmp_path: Path) -> None:
+    """To float32: the error of logits is at most 1.2 times that of one process; chunks have the same bits."""
+    write_checkpoint("Llama", tmp_path)
+    exact = logits_by_steps(threads_of(tmp_path, 1, "torch"), [NUM_TOKENS])
+    single = logits_by_steps(threads_of(tmp_path, 1, "torch", "bfloat16"), [NUM_TOKENS])
+    ranks = threads_of(tmp_path, 2, "torch", "bfloat16")
+
+    whole = logits_by_steps(ranks, [NUM_TOKENS])
+    chunks = logits_by_steps(ranks, [1, 8, 41, NUM_TOKENS])
+
+    error, their_error = ((x - exact).square().mean().sqrt() for x in (whole, single))
+    assert error <= 1.2 * their_error
+    assert torch.equal(whole, chunks)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's memory counters")
+def test_a_rank_of_two_loads_in_little_more_than_its_half(tmp_path: Path) -> None:
+    """The peak of loading is at most 1.2 times the bytes of the part."""
+    write_tiny_checkpoint(
+        tmp_path,
+        "llama",
+        tokenizer=False,
+        hidden_size=768,
+        intermediate_size=2304,
+        num_attention_heads=12,
+        num_key_value_heads=12,
+        num_hidden_layers=14,
+        vocab_size=4096,
+    )
+    num_bytes = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
+    assert num_bytes > 200 << 20
+
+    program = PEAK.replace("load_model(model,", "load_rank(model,").replace(
+        "from ramify.models.loader import load_model", LOAD_RANK
+    )
+
+    assert peak_of_loading(tmp_path, "torch", program) <= 1.2 * num_bytes / 2

@@ -103,8 +103,10 @@ def threads() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def engines(checkpoint: Path) -> Iterator[Engines]:
     threads = torch.get_num_threads()
-    with LLM(checkpoint, **OPTIONS) as single:
-        with LLM(checkpoint, tensor_parallel_size=2, **OPTIONS) as shared:
+    # Compiled kernels are for the full run: two processes would compile them at once.
+    options = OPTIONS | {"ops": "torch"}
+    with LLM(checkpoint, **options) as single:
+        with LLM(checkpoint, tensor_parallel_size=2, **options) as shared:
             yield Engines(single, shared)
             processes = shared.engine.ranks.process_ids if shared.engine.ranks else []
         wait_until_gone(processes)

@@ -115,7 +115,8 @@ def open_ranks(
     if device.type == "cpu":
         num_cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(min(torch.get_num_threads(), max(1, num_cores // size)))
-    processes = RankProcesses(size, timeout_s=timeout_s)
+    call_limit_s = None if device.type == "cpu" else timeout_s
+    processes = RankProcesses(size, timeout_s=timeout_s, call_limit_s=call_limit_s)
     specs = [
         RankSpec(
             rank=rank,

@@ -19,6 +19,8 @@ import threading
 from multiprocessing.connection import Connection
 from typing import Any
 
+from ramify.errors import RamifyError
+
 PARENT_GONE = 3  # exit codes
 FAILED = 2
 PR_SET_PDEATHSIG = 1
@@ -39,6 +41,8 @@ def main(connection: Connection) -> int:
     ).start()
     try:
         _follow(spec, connection, orders)
+    except RamifyError as error:  # says all itself
+        _report(connection, "failed", f"{type(error).__name__}: {error}")
     except BaseException as error:
         logger.exception("rank %d of %d has failed", spec.rank, spec.size)
         _report(connection, "failed", f"{type(error).__name__}: {error}")

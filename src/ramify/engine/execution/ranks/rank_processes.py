@@ -42,10 +42,11 @@ class RankProcesses:
     Args:
         size: ranks, rank 0 included.
         timeout_s: of a sum over ranks.
+        call_limit_s: of a whole call, for a device whose sums have no limit of their own; None: no limit.
     """
 
-    def __init__(self, size: int, *, timeout_s: float) -> None:
-        self.size = size
+    def __init__(self, size: int, *, timeout_s: float, call_limit_s: float | None = None) -> None:
+        self.size, self._call_limit_s = size, call_limit_s
         self.folder = Path(tempfile.mkdtemp(prefix="ramify-ranks-"))
         self._state = RankState(size - 1)
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -115,30 +116,36 @@ class RankProcesses:
             raise self._state.lost.result()
         result: Future[T] = Future()
         self._calls.put(partial(_fulfil, result, own))
-        self._wait(result)
+        self._wait(result, self._call_limit_s)
         error = result.exception()
         if error is not None:
             self._lose(error)
             raise self._state.lost.result() from error
         return result.result()
 
-    def _wait(self, result: Future[Any]) -> None:
+    def _wait(self, result: Future[Any], limit_s: float | None = None) -> None:
         """Wait for a result, or for the loss of a rank; an interrupt comes afterwards."""
         lost, interrupt = self._state.lost, None
         while not (result.done() or lost.done()):
             try:
-                wait([result, lost], return_when=FIRST_COMPLETED)
+                done, _ = wait([result, lost], limit_s, FIRST_COMPLETED)
+                if not done:
+                    self._state.lose(self._watch.no_answer(set()))
             except BaseException as error:  # noqa: BLE001 - raised below
                 interrupt = error
         if interrupt is not None:
             raise interrupt
-        if not result.done():
+        if lost.done():  # also if there is a result: a sum that was given up may have any value
+            self._end()
             raise lost.result()
 
     def _lose(self, error: BaseException) -> None:
         """End all ranks, since a call has failed here."""
-        wait([self._state.lost], timeout=REASON_S)
         reason = f"rank 0 of {self.size} has failed: {type(error).__name__}: {error}"
+        if isinstance(error, OSError) or is_of_a_collective(
+            reason
+        ):  # maybe for another rank's fault
+            wait([self._state.lost], timeout=REASON_S)
         if is_of_a_collective(reason):
             reason = self._watch.no_answer(set())
         self._state.lose(reason)
@@ -156,7 +163,7 @@ class RankProcesses:
 
     def close(self) -> None:
         """End the processes. May be called twice; every later call raises RankLostError."""
-        self._state.lose("the engine was closed", is_expected=True)
+        self._state.lose("the engine was closed")
         self._end()
 
 

@@ -40,7 +40,7 @@ class RankRunner(ModelRunner):
         elif order == "logits":
             super().logits(self._last_hidden, *arguments)
         elif order == "nonfinite_rows":
-            self._nonfinite_rows(self._last_hidden)
+            self.nonfinite_on_any_rank(self._last_hidden)
         elif order == "zero_pages":
             super().zero_pages(*arguments)
         else:
@@ -48,13 +48,18 @@ class RankRunner(ModelRunner):
             super().copy_pages(*arguments)
 
     @property
+    def rank(self) -> int:
+        """The number of this rank."""
+        return self._group.rank
+
+    @property
     def _last_hidden(self) -> Tensor:
         assert self._hidden is not None, "no step before"
         return self._hidden
 
     @torch.inference_mode()
-    def _nonfinite_rows(self, hidden: Tensor) -> list[int]:
-        """See `ModelRunner.nonfinite_rows`: those of any rank, since each sees its own K/V only."""
+    def nonfinite_on_any_rank(self, hidden: Tensor) -> list[int]:
+        """Indices, ascending, of rows that have an inf or NaN on a rank: each sees its own K/V only."""
         flags = torch.zeros(len(hidden), dtype=torch.bool, device=hidden.device)
         flags[super().nonfinite_rows(hidden)] = True
         rows: list[int] = torch.nonzero(self._group.any(flags))[:, 0].tolist()
@@ -98,15 +103,16 @@ class LeadRunner(RankRunner):
         return self._hidden
 
     def logits(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
-        """See `ModelRunner.logits`; `hidden` is that of the last step."""
+        """See `ModelRunner.logits`, on the host; `hidden` is that of the last step."""
         assert hidden is self._hidden, "rows of another step"
-        own = partial(super().logits, hidden, rows)
-        return self._followers.call("logits", ([*rows],), own)
+        compute = super().logits
+        # On the host: the wait for a device is part of the call, whose limit then covers the step.
+        return self._followers.call("logits", ([*rows],), lambda: compute(hidden, rows).cpu())
 
     def nonfinite_rows(self, hidden: Tensor) -> list[int]:
         """See `ModelRunner.nonfinite_rows`; `hidden` is that of the last step."""
         assert hidden is self._hidden, "rows of another step"
-        own = partial(self._nonfinite_rows, hidden)
+        own = partial(self.nonfinite_on_any_rank, hidden)
         return self._followers.call("nonfinite_rows", (), own)
 
     def zero_pages(self, pages: Sequence[int]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import pickle
 import signal
 import subprocess
@@ -15,12 +14,10 @@ from typing import Any
 
 from ramify.errors import RankLostError
 
-OTHERS_S = 1.0  # after a rank has failed, for others to say that it was not its fault
+OTHERS_S = 0.5  # after a rank has failed, for others to say that it was not its fault
 END_S = 5.0  # for a process that was killed to be gone
 # Parts of what torch says when a sum over ranks fails.
 COLLECTIVES = ("gloo", "nccl")
-
-logger = logging.getLogger(__name__)
 
 
 class RankState:
@@ -47,13 +44,10 @@ class RankState:
         if len(values) == self._num_processes:
             self._reports[kind].set_result([values[number] for number in sorted(values)])
 
-    def lose(self, reason: str, *, is_expected: bool = False) -> None:
+    def lose(self, reason: str) -> None:
         """Set the reason why the engine ends, unless there is another."""
-        error = RankLostError(reason)
         with suppress(InvalidStateError):
-            self.lost.set_result(error)
-            if not is_expected:
-                logger.error("%s", error)
+            self.lost.set_result(RankLostError(reason))
 
 
 class RankWatch:

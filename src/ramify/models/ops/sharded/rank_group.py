@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -113,8 +114,11 @@ def connect(
     store = c10d.FileStore(str(folder / "ranks"), size)
     store.set_timeout(timeout)
     if device.type == "cuda":
+        # NCCL's own answer to a rank that hangs is to end the process. The engine's comes before
+        # (`RankProcesses`), and 2 is to end the communicator only.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
         options = c10d.ProcessGroupNCCL.Options()
-        options._timeout = timeout  # noqa: SLF001
+        options._timeout = 10 * timeout  # noqa: SLF001
         group = c10d.ProcessGroupNCCL(store, rank, size, options)
     else:
         options = c10d.ProcessGroupGloo._Options()  # noqa: SLF001
