@@ -59,6 +59,7 @@ class RankThreads:
         page_size: int,
         dtype: str = "float32",
         exact: bool = True,
+        quantize: str = "off",
     ) -> None:
         self._threads = ThreadPoolExecutor(size)
         parts, self._barrier = [None] * size, threading.Barrier(size)
@@ -71,7 +72,12 @@ class RankThreads:
             if size > 1:
                 sharded = partial(ShardedOps, config=config, group=group, inner=OPS[ops])
             decoder = load_model(
-                path, dtype=dtype, ops=sharded, exact=exact, store=ProbeStore(None)
+                path,
+                dtype=dtype,
+                ops=sharded,
+                exact=exact,
+                quantize=quantize,
+                store=ProbeStore(None),
             )
             own = rank_config(config, size)
             spec = attention_spec(own, page_size=page_size, dtype=decoder.dtype, exact=exact)

@@ -45,8 +45,12 @@ def write(case: str, path: Path) -> None:
         save_oracle(case, path, vocab_size=VOCAB_SIZE)
 
 
-def threads_of(path: Path, size: int, ops: str, dtype: str = "float32") -> RankThreads:
-    return RankThreads(path, size, ops=ops, num_pages=NUM_PAGES, page_size=PAGE, dtype=dtype)
+def threads_of(
+    path: Path, size: int, ops: str, dtype: str = "float32", *, quantize: str = "off"
+) -> RankThreads:
+    return RankThreads(
+        path, size, ops=ops, num_pages=NUM_PAGES, page_size=PAGE, dtype=dtype, quantize=quantize
+    )
 
 
 def logits_by_steps(ranks: RankThreads, ends: list[int]) -> Tensor:
@@ -113,6 +117,23 @@ def test_two_ranks_in_bfloat16_are_as_close_as_a_process(tmp_path: Path) -> None
 
     error, their_error = ((x - exact).square().mean().sqrt() for x in (whole, single))
     assert error <= 1.2 * their_error
+    assert torch.equal(whole, chunks)
+
+
+@pytest.mark.parametrize("ops", ["torch", "cpu"])
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_two_ranks_round_weights_as_finely(quantize: str, ops: str, tmp_path: Path) -> None:
+    """Groups begin with the part: the error of logits is at most 1.3 times that of one process."""
+    write_checkpoint("Llama", tmp_path)
+    exact = logits_by_steps(threads_of(tmp_path, 1, ops), [NUM_TOKENS])
+    single, ranks = (threads_of(tmp_path, size, ops, quantize=quantize) for size in (1, 2))
+
+    whole = logits_by_steps(ranks, [NUM_TOKENS])
+    chunks = logits_by_steps(ranks, [1, 8, 41, NUM_TOKENS])
+
+    theirs = logits_by_steps(single, [NUM_TOKENS])
+    error, their_error = ((x - exact).square().mean().sqrt() for x in (whole, theirs))
+    assert 0 < error <= 1.3 * their_error
     assert torch.equal(whole, chunks)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -196,7 +197,6 @@ def test_weights_are_not_replaced_in_many_processes(engines: Engines, checkpoint
         ({"tensor_parallel_size": "2"}, "an integer of 1 to 64"),
         ({"tensor_parallel_size": 3}, "4 attention heads, .* use 1, 2, 4$"),
         ({"tensor_parallel_size": 2, "cache_host": "1MB"}, "cache tiers copy pages of one process"),
-        ({"tensor_parallel_size": 2, "quantize": "int8"}, "leave one of them out"),
         ({"tensor_parallel_size": 2, "rank_timeout_s": 0}, "above 0"),
     ],
 )
@@ -297,3 +297,19 @@ def test_no_process_outlives_the_engines(checkpoint: Path) -> None:
 
     assert run.returncode == -signal.SIGKILL, run.stderr
     wait_until_gone([int(run.stdout)])
+
+
+@pytest.mark.usefixtures("threads")
+def test_processes_end_with_an_engine_that_is_dropped(checkpoint: Path) -> None:
+    """Without `close`, and without the garbage collector."""
+    llm = LLM(checkpoint, tensor_parallel_size=2, ops="torch", **OPTIONS)
+    answer(llm, prompts()[:1])
+    assert llm.engine.ranks is not None
+    processes = llm.engine.ranks.process_ids
+
+    gc.disable()
+    try:
+        del llm
+        wait_until_gone(processes)
+    finally:
+        gc.enable()

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from ramify.errors import CheckpointError
 from ramify.models.checkpoint.stored_tensor import StoredTensor, stored_tensors
 from ramify.models.loader import open_weights, read_config
-from ramify.models.ops.quantized import QuantizedWeight
+from ramify.models.ops.quantized import QuantizedWeight, WeightFormat
 from ramify.models.ops.weight_part import WeightPart, cut, read_part
 from ramify.testing import write_tiny_checkpoint
 
@@ -85,16 +85,43 @@ def test_a_source_reads_parts_in_the_dtype_that_it_computes_in(tmp_path: Path) -
         assert read.dtype == torch.bfloat16
 
 
-def test_rows_of_a_quantised_matrix_are_a_part_and_columns_are_not() -> None:
-    """Groups of a row belong together."""
-    weight = QuantizedWeight.int8(torch.randn(6, 8))
+def quantised(groups: int, *, has_min: bool, has_factors: bool) -> QuantizedWeight:
+    """A matrix [6, 512] of 8-bit codes."""
+    return QuantizedWeight(
+        WeightFormat(8, 512 // groups, has_min),
+        torch.randint(-128, 128, (6, 512)).to(torch.int8),
+        torch.rand(6, groups),
+        torch.rand(6, groups) if has_min else None,
+        torch.float32,
+        torch.rand(6, 1 + has_min, 2).half() if has_factors else None,
+    )
+
+
+@pytest.mark.parametrize("groups", [1, 2, 16])
+@pytest.mark.parametrize(("has_min", "has_factors"), [(False, False), (True, False), (True, True)])
+def test_parts_of_a_quantised_matrix(groups: int, has_min: bool, has_factors: bool) -> None:
+    """Rows, and whole groups of columns, are what the whole is there."""
+    weight = quantised(groups, has_min=has_min, has_factors=has_factors and groups > 1)
+    whole = weight.dequantize()
 
     rows = cut(weight, WeightPart(0, ((1, 3), (5, 6))))
+    columns = cut(weight, WeightPart(1, ((256, 512),)))
 
     assert isinstance(rows, QuantizedWeight)
-    assert torch.equal(rows.dequantize(), weight.dequantize()[[1, 2, 5]])
-    with pytest.raises(ValueError, match="columns"):
-        cut(weight, WeightPart(1, ((0, 4),)))
+    assert isinstance(columns, QuantizedWeight)
+    assert torch.equal(rows.dequantize(), whole[[1, 2, 5]])
+    assert torch.equal(columns.dequantize(), whole[:, 256:])
+    if columns.factors is not None and weight.factors is not None:
+        assert torch.equal(columns.factors, weight.factors[:, :, 1:])
+
+
+@pytest.mark.parametrize(("groups", "ends"), [(16, (16, 512)), (16, (0, 40)), (2, (128, 256))])
+def test_columns_that_are_no_whole_groups_are_refused(groups: int, ends: tuple[int, int]) -> None:
+    """A group has one scale."""
+    weight = quantised(groups, has_min=False, has_factors=False)
+
+    with pytest.raises(ValueError, match=f"no whole groups of {512 // groups}"):
+        cut(weight, WeightPart(1, (ends,)))
 
 
 def test_a_stored_tensor_of_an_unknown_type_is_refused(tmp_path: Path) -> None:

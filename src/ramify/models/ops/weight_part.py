@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
 
 from ramify.models.ops.quantized import QuantizedWeight, Weight
+
+FACTOR_WIDTH = 256  # columns that share a factor of K-quants
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +55,33 @@ def cut(weight: Weight, part: WeightPart) -> Weight:
     """A copy of that part, contiguous.
 
     Raises:
-        ValueError: columns of a quantised matrix, whose groups may not be cut.
+        ValueError: columns of a quantised matrix that are no whole groups.
     """
     if isinstance(weight, QuantizedWeight):
         if part.axis:
-            raise ValueError(f"columns {part.ranges} of a quantised matrix")
+            [(begin, end)] = part.ranges
+            return _columns(weight, begin, end)
         return weight.rows(torch.cat([torch.arange(*ends) for ends in part.ranges]))
     return torch.cat([weight.narrow(part.axis, a, b - a) for a, b in part.ranges], part.axis)
+
+
+def _columns(weight: QuantizedWeight, begin: int, end: int) -> QuantizedWeight:
+    codes = weight.codes[:, begin:end].contiguous()
+    if weight.scales.shape[1] == 1:  # a scale for each row
+        return replace(weight, format=weight.format.with_group(end - begin), codes=codes)
+    width, unit = weight.shape[1], weight.group_size
+    if weight.factors is not None:
+        unit = FACTOR_WIDTH
+    if begin % unit or (end % unit and end != width):
+        raise ValueError(f"columns {begin} to {end} of {width} are no whole groups of {unit}")
+    groups = slice(begin // weight.group_size, -(-end // weight.group_size))
+    factors = weight.factors
+    if factors is not None:
+        factors = factors[:, :, begin // unit : -(-end // unit)].contiguous()
+    return replace(
+        weight,
+        codes=codes,
+        scales=weight.scales[:, groups].contiguous(),
+        mins=None if weight.mins is None else weight.mins[:, groups].contiguous(),
+        factors=factors,
+    )

@@ -88,11 +88,6 @@ def check_ranks(requested: EngineConfig, config: ModelConfig, device: torch.devi
             f"cache tiers copy pages of one process, and tensor_parallel_size={size}; leave the options "
             "of the tiers out, or use 1"
         )
-    if requested.model.quantize in ("int8", "int4"):
-        raise ConfigError(
-            f"quantize={requested.model.quantize!r} with tensor_parallel_size={size}: ranks cannot share "
-            "the inputs of a quantised matrix; leave one of them out"
-        )
 
 
 def open_ranks(

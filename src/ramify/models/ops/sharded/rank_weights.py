@@ -41,7 +41,7 @@ class RankWeights(Mapping[str, Weight]):
         """Read a weight, or its part.
 
         Raises:
-            ConfigError: it is quantised, and the part is of its columns.
+            ConfigError: it is quantised, and the part is no whole groups of its columns.
         """
         if name in self._hidden:
             raise KeyError(name)
@@ -52,8 +52,8 @@ class RankWeights(Mapping[str, Weight]):
             return read_part(self._weights, stored, part)
         except ValueError as error:
             raise ConfigError(
-                f"{stored} is quantised, and ranks cannot share the inputs of such a matrix ({error}); use "
-                "quantize='widen', or tensor_parallel_size=1"
+                f"{stored} is quantised, and ranks cannot share its groups: {error}; use another "
+                "tensor_parallel_size, or quantize='widen'"
             ) from error
 
     def __iter__(self) -> Iterator[str]:
