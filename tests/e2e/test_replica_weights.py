@@ -9,6 +9,7 @@ import sys
 import threading
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.e2e.conftest import Running, Start, is_ready, start_server
+from tests.e2e.conftest import Running, is_ready, start_server
 from tests.e2e.test_cluster import replicas_of
 from tests.e2e.test_replicas import until
 
@@ -44,9 +45,14 @@ def second(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pair(start: Start) -> Running:
-    """A server over two local replicas of one thread."""
-    return start("--replicas", "2", "--threads-per-replica", "1", "--kv-cache-tokens", "16384")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server over two local replicas of one thread; nobody else's, since its weights are replaced."""
+    options = ("--replicas", "2", "--threads-per-replica", "1", "--kv-cache-tokens", "16384")
+    running = start_server(tmp_path_factory.mktemp("pair") / "log", *options)
+    yield running
+    for client in running.clients.values():
+        client.close()
+    assert running.stop() == 0, running.log
 
 
 def ask(running: Running, prompt: str) -> tuple[str, int, int]:
