@@ -11,7 +11,10 @@ from tests.pure.server_bench import Answer, ServerBench, chat, run
 SECRET = "zanzibar-quokka"  # in ann's prompts only
 PROMPT = f"The password of the vault is {SECRET}. " * 8
 KEYS = ApiKeys.of("key-ann", "key-bob", admin="key-admin")
-OPEN = {"/", "/livez", "/readyz", "/health", "/ping", "/version", "/openapi.json", "/api/version"}
+OPEN = {"/", "/ui", "/ui/{name}", "/livez", "/readyz", "/health", "/ping", "/version"} | {
+    "/openapi.json",
+    "/api/version",
+}
 ADMIN = {"/v1/cache", "/v1/cache/tree", "/v1/cache/pins", "/v1/cache/pins/{name}"} | {
     "/v1/loads",
     "/reset_prefix_cache",
@@ -28,9 +31,10 @@ def operations() -> list[Any]:
 
 @pytest.mark.parametrize("endpoint", operations())
 def test_every_path_needs_a_key_that_is_known(endpoint: Any) -> None:
-    """401 in the form of the API; health, version and OpenAPI document are open."""
+    """401 in the form of the API; health, versions, live page and OpenAPI document are open."""
     bench = ServerBench(keys=KEYS)
-    path = endpoint.path.replace("{name:path}", "x").replace("{name}", "x")
+    path = endpoint.path.replace("/ui/{name}", "/ui/app.js")
+    path = path.replace("{name:path}", "x").replace("{name}", "x")
 
     async def main() -> list[Answer]:
         async with bench.running():

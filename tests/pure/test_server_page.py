@@ -9,6 +9,7 @@ from typing import Any
 
 from ramify.server.activity import BUCKET_S, NUM_BUCKETS, Activity
 from ramify.server.generation import CacheUsage
+from ramify.server.ollama.endpoints import RUNNING
 from ramify.server.page.assets import FILES, page_assets
 from ramify.server.tenants import ApiKeys, Caller, hash_key
 from tests.pure.server_bench import ServerBench, chat, run
@@ -29,8 +30,8 @@ async def texts(bench: ServerBench, key: str | None) -> str:
     return "".join(node["text"] for node in answer.json["nodes"])
 
 
-def test_the_root_is_the_page_for_a_browser_and_the_text_of_ollama_for_a_client() -> None:
-    """`GET /` keeps its answer for clients that probe; `/ui` is the page for all."""
+def test_the_root_is_the_page_for_a_browser_and_a_text_for_a_client() -> None:
+    """`GET /` answers clients that probe as Ollama does; `/ui` is the page for all."""
 
     async def main() -> None:
         async with ServerBench().running() as bench:
@@ -38,7 +39,7 @@ def test_the_root_is_the_page_for_a_browser_and_the_text_of_ollama_for_a_client(
             page = await bench.call("GET", "/", headers=BROWSER)
             ui = await bench.call("GET", "/ui")
 
-        assert probe.body == b"Ollama is running"
+        assert probe.body.decode() == RUNNING
         assert page.body == ui.body
         assert page.headers["content-type"] == "text/html; charset=utf-8"
         assert probe.headers["vary"] == page.headers["vary"] == "Accept"
