@@ -177,7 +177,7 @@ class LocalEngine:
         )
         by_rejection = requested.speculative.speculative_sampling == "rejection"
         executor: Executor
-        if device.type == "cpu":
+        if device.type == "cpu" or self.ranks is not None:  # rank 0 samples on the host
             sample_fn = rejection_sample if by_rejection else sample_from_cdf
             executor = LocalExecutor(self.runner, sample_fn)
         else:

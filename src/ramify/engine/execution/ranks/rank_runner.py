@@ -96,8 +96,9 @@ class LeadRunner(RankRunner):
         super().__init__(model, pool, backend, group)
         self._followers = followers
 
-    def forward(self, plan: StepPlan) -> Tensor:
-        """See `ModelRunner.forward`."""
+    def forward(self, plan: StepPlan, late_ids: Tensor | None = None) -> Tensor:
+        """See `ModelRunner.forward`; a plan of ranks has no late tokens."""
+        assert late_ids is None, "ranks run no step ahead on a device"
         own = partial(super().forward, plan)
         self._hidden = self._followers.call("forward", (_without_sampling(plan),), own)
         return self._hidden
