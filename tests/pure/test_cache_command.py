@@ -235,6 +235,22 @@ def test_what_a_killed_import_leaves_is_deleted_by_the_next_writer(
     assert run("import", archive, "--cache-dir", target).exit_code == 0
 
 
+def test_a_directory_of_several_engines_names_theirs(directory: Path, tmp_path: Path) -> None:
+    """To the tools, to a writer and to a reader, which would find nothing there."""
+    root = tmp_path / "engines"
+    root.mkdir()
+    directory.rename(root / "replica-1")
+
+    result = run("ls", "--cache-dir", root)
+
+    assert result.exit_code == 2
+    assert f"name one of them, as {root}/replica-1" in " ".join(result.stderr.split())
+    for read_only in (False, True):
+        with pytest.raises(ConfigError, match="replica-1"):
+            opened(root, read_only=read_only)
+    assert run("ls", "--cache-dir", root / "replica-1").exit_code == 0
+
+
 def test_an_import_without_room_leaves_nothing(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

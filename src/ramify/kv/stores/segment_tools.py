@@ -26,6 +26,7 @@ from ramify.kv.stores.store_directory import (
     IMPORT_PREFIX,
     KEY_FILE,
     IdentityDirectory,
+    check_has_no_replicas,
     check_is_cache_directory,
     delete_unpacked,
     list_identities,
@@ -54,10 +55,11 @@ def identities(root: Path) -> list[IdentityDirectory]:
     """Every identity in a cache directory.
 
     Raises:
-        ConfigError: there is no such directory.
+        ConfigError: there is no such directory, or each of several engines has one below it.
     """
     if not root.is_dir():
         raise ConfigError(f"there is no directory {root}; name one that --cache-dir was set to")
+    check_has_no_replicas(root, os.listdir(root))  # noqa: PTH208 - names, not paths
     return list_identities(OsFileOps(), root)
 
 

@@ -42,6 +42,8 @@ IMPORT_PREFIX = "import-"
 _IDENTITY_NAME = re.compile(r"[0-9a-f]{32}")
 # As `tempfile.mkdtemp` draws them.
 _IMPORT_NAME = re.compile(IMPORT_PREFIX + "[a-z0-9_]{8}")
+# A directory of one of several engines; see `ramify.cluster.tier_shares`.
+_REPLICA_NAME = re.compile(r"replica-[0-9]{1,4}")
 # What a new ext4 file system has.
 _EMPTY_DISK_NAME = "lost+found"
 _MAX_SMALL_FILE_BYTES = 1 << 20
@@ -87,6 +89,9 @@ class StoreDirectory:
         if read_only:
             if not root.is_dir():
                 raise ConfigError(f"the cache directory {root} does not exist; leave out read-only")
+            # A directory that cannot be listed may still have a sub-directory that can be read.
+            with suppress(OSError):
+                check_has_no_replicas(root, os.listdir(root))  # noqa: PTH208 - names, not paths
             key = self._read_key()
             self.has_key = key is not None
             # Until there is one, no page is found under the names that this one gives.
@@ -301,11 +306,26 @@ def check_is_cache_directory(root: Path, names: Sequence[str]) -> None:
     Raises:
         ConfigError: it has files, and none of them is a cache directory's lock.
     """
+    check_has_no_replicas(root, names)
     others = [name for name in names if name != _EMPTY_DISK_NAME]
     if others and LOCK_FILE not in names:
         raise ConfigError(
             f"the directory {root} has files ({others[0]}, ...) and is no cache directory; "
             "name an empty or a new directory"
+        )
+
+
+def check_has_no_replicas(root: Path, names: Sequence[str]) -> None:
+    """Refuse a directory below which each of several engines has its own.
+
+    Raises:
+        ConfigError: it is one; names a directory below it.
+    """
+    replicas = sorted(name for name in names if _REPLICA_NAME.fullmatch(name))
+    if replicas and LOCK_FILE not in names:
+        raise ConfigError(
+            f"the directory {root} has a cache directory for each of {len(replicas)} engines; name one "
+            f"of them, as {root / replicas[0]}"
         )
 
 
