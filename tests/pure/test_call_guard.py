@@ -12,7 +12,7 @@ import pytest
 
 from ramify.attention.planner import RadixAttentionPlanner
 from ramify.cache import CacheKey, PrefixCache
-from ramify.cache.inspection import count_pages, nodes_under, top_nodes
+from ramify.cache.inspection import count_pages, nodes_under, pages_by_use, top_nodes
 from ramify.cache.maintenance import evict_suffix, evict_suspect_prefix, reset
 from ramify.engine.core import EngineCore
 from ramify.errors import ConcurrentCallError, LeaseError, OutOfPagesError, PinError
@@ -108,6 +108,7 @@ FUNCTIONS: dict[str, Callable[[State], object]] = {
     "top_nodes": lambda s: top_nodes(s.cache, 1),
     "nodes_under": lambda s: nodes_under(s.cache, KEY),
     "count_pages": lambda s: count_pages(s.cache, lambda node: True),
+    "pages_by_use": lambda s: pages_by_use(s.cache),
     "evict_suffix": lambda s: evict_suffix(s.cache, KEY, 2),
     "evict_suspect_prefix": lambda s: evict_suspect_prefix(s.cache, KEY),
     "reset": lambda s: reset(s.cache),

@@ -202,7 +202,7 @@ def test_a_cleared_cache_has_no_names() -> None:
 
     queue.put(event("cleared", [], b""))
 
-    assert (queue.take_urgent(), queue.take_lazy(4), [*queue.named_pages()]) == ([], [], [])
+    assert (queue.take_urgent(), queue.take_lazy(4), queue.name_of(0)) == ([], [], None)
 
 
 def test_a_page_waits_for_every_removal_of_it() -> None:

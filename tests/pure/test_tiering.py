@@ -10,7 +10,7 @@ from ramify.cache.sessions import end_session
 from ramify.engine.tiering import MAX_REMOVED_PAGES
 from ramify.engine.weight_reload import swap_weights
 from ramify.kv.mover_jobs import Removal
-from ramify.kv.stores.memory import FaultyStore, StoreFaults
+from ramify.kv.stores.memory import FaultyStore, MemoryStore, StoreFaults
 from ramify.kv.stores.page_store import ReadOutcome
 from ramify.outputs import TierMiss
 from ramify.params import SamplingParams
@@ -309,6 +309,26 @@ def test_pages_of_an_ended_session_are_written_no_more_and_stay_where_they_are(
     assert bench.core.cache.stats().evictions["session_ended"] == 8
     assert bench.read_tokens(again) == (0 if num_uses == 1 else 32)
     assert bench.outputs[again].token_ids == tuple(expected(A, 3, ends=()))
+
+
+def test_the_pages_that_were_used_last_are_written_first_at_the_end() -> None:
+    """There may be no time for all; those of an ended session come behind all others."""
+    bench = TierBench(pool_tokens=128)
+    first, second, ended = [5] * 9, [6] * 9, [8] * 9
+    branch = [*first[:4], *[7] * 5]
+    for prompt in (first, second, branch, ended):
+        bench.core.add_request(prompt, _params(), session="s" if prompt is ended else "")
+        while bench.core.has_unfinished:
+            bench.core.step()
+    end_session(bench.core.cache, "", "s")
+
+    assert bench.tiering.flush()
+
+    [store] = bench.stores
+    assert isinstance(store, MemoryStore)
+    # The page that the branch shares was used twice, so that it is written before.
+    in_order = [*_hashes(bench, branch), *_hashes(bench, second), _hashes(bench, first)[1]]
+    assert [*store._pages] == [*in_order, *_hashes(bench, ended)]
 
 
 def test_pages_that_a_tenants_share_evicts_come_back_from_the_tier() -> None:

@@ -10,7 +10,9 @@ from itertools import islice
 from ramify.cache.call_guard import guarded
 from ramify.cache.key import CacheKey
 from ramify.cache.packed import ATOM_BYTES
+from ramify.cache.pages import Pages
 from ramify.cache.prefix_cache import PrefixCache
+from ramify.cache.tree import SESSION_ENDED
 from ramify.cache.types import Node
 
 MAX_SIBLINGS = 1024  # children of a node that a dump visits, newest first
@@ -123,6 +125,24 @@ def count_pages(cache: PrefixCache, predicate: Callable[[Node], bool]) -> int:
         for node in tree.nodes()
         if tree.resident[node] and predicate(tree.node(node))
     )
+
+
+@guarded
+def pages_by_use(cache: PrefixCache) -> list[int]:
+    """Cached pages: last used first, each before those that follow it; of ended sessions behind all others.
+
+    Cost: a visit to every node, and a sort.
+    """
+    tree = cache._tree  # noqa: SLF001
+    nodes = [node for node in tree.nodes() if tree.owned[node] and not tree.leader[node]]
+    nodes.sort(
+        key=lambda node: (
+            tree.session[node] == SESSION_ENDED,
+            -tree.last_access[node],
+            tree.start[node],
+        )
+    )
+    return [page for node in nodes for page in Pages(tree.pages[node])[-tree.owned[node] :]]
 
 
 def time_before(cache: PrefixCache, age_s: float) -> float:

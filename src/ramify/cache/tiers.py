@@ -68,10 +68,6 @@ class WriteQueue:
         """The name of a page in the tree; None: it must not be copied."""
         return self._names[page]
 
-    def named_pages(self) -> Iterator[tuple[int, PageName]]:
-        """Every page in the tree that may be copied, with its name."""
-        return ((page, name) for page, name in enumerate(self._names) if name is not None)
-
     def refuse_namespace(self, namespace_hash: bytes) -> None:
         """Never copy pages of a namespace: its K/V may be wrong, or no request reads it any more."""
         self._refused.add(namespace_hash)

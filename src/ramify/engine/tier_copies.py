@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from ramify.cache.inspection import pages_by_use
 from ramify.cache.prefix_cache import PrefixCache
 from ramify.cache.promotion import attach_sink
 from ramify.cache.tiers import PageName, WriteQueue
@@ -20,7 +21,7 @@ class CopiesOut:
     """The pages that go out. For the engine's thread, between two calls of the executor."""
 
     def __init__(self, cache: PrefixCache, counts: TierCounts) -> None:
-        self.queue = WriteQueue(cache.num_pages)
+        self._cache, self.queue = cache, WriteQueue(cache.num_pages)
         self.detach = attach_sink(cache, self.queue)
         self._counts = counts
         self.events = TierEvents()
@@ -64,8 +65,8 @@ class CopiesOut:
                 break
 
     def take_everything(self) -> None:
-        """Queue every page of the tree that may be copied."""
-        self.queue.add_lazy([page for page, _ in self.queue.named_pages()])
+        """Queue every page of the tree that may be copied, last used first: there may be no time for all."""
+        self.queue.add_lazy(pages_by_use(self._cache))
 
     def ended(self, result: Written) -> None:
         """Free the buffer of a write, and count it."""
