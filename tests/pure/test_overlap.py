@@ -160,6 +160,39 @@ def test_a_request_that_needs_no_token_runs_ahead(params: dict[str, Any]) -> Non
     assert allowed is None or set(output.token_ids) <= set(allowed)
 
 
+@pytest.mark.parametrize(
+    ("params", "others"),
+    [
+        ({"max_tokens": 0, "prompt_embedding": True}, [(3, [39], 5), (7, [28], 6)]),
+        ({"max_tokens": 2, "n": 2}, [(3, [15, 20], 13), (7, [8], 5), (11, [21], 13)]),
+    ],
+)
+def test_the_end_of_a_prompt_is_not_computed_ahead(
+    params: dict[str, Any], others: list[tuple[int, list[int], int]]
+) -> None:
+    """A prompt of which a last token is left while others decode has its embedding and its children."""
+    prompt = [29, 30] if params["max_tokens"] == 0 else [17, 20]
+    begin = 5 if params["max_tokens"] == 0 else 9
+    answers = []
+    for is_overlapping in (False, True):
+        bench = Bench(max_batch_tokens=2)
+        if is_overlapping:
+            overlapping(bench, LateDevice(bench.device))
+        key = -1
+        for num_steps in range(80):
+            for first, tokens, max_tokens in others:
+                if first == num_steps:
+                    bench.add(tokens, max_tokens=max_tokens, ignore_eos=True)
+            if begin == num_steps:
+                key = bench.add(prompt, seed=1, ignore_eos=True, **params)
+            bench.step()
+        output = bench.outputs[key]
+        answers.append((output.completions, output.prompt_embedding))
+        bench.assert_nothing_leaked()
+
+    assert answers[0] == answers[1]
+
+
 def test_min_tokens_counts_the_token_in_flight() -> None:
     """Stop tokens are forbidden in as many rows as `min_tokens` leaves, late tokens counted."""
     processor = LogitsProcessor(

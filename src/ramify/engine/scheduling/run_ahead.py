@@ -30,7 +30,8 @@ def select_ahead(running: Iterable[Request]) -> list[Request]:
 
     Returns:
         None of them if one needs the result: it has more of its prompt to compute, drafts, or
-        `needs_sampled_token`.
+        `needs_sampled_token`. Neither if one pauses before the last token of its prompt: a step that
+        ends a prompt may begin children, score prompt tokens or make an embedding.
     """
     requests: list[Request] = []
     for request in running:
@@ -39,8 +40,10 @@ def select_ahead(running: Iterable[Request]) -> list[Request]:
         num_left = len(sequence.tokens) - sequence.num_computed - sequence.num_planned
         if num_left != (not is_planned) or request.draft:
             return []
-        if not is_planned:
-            requests.append(request)  # it paused in the step in flight
+        if not is_planned:  # it pauses in the step in flight
+            if not request.output_ids:
+                return []
+            requests.append(request)
         elif needs_sampled_token(request):
             return []
         elif not ends_with_next_token(request):
