@@ -315,6 +315,23 @@ def test_another_executor_computes_what_was_in_flight_again(
     bench.assert_nothing_leaked()
 
 
+def test_new_weights_wait_for_a_step_that_was_dropped() -> None:
+    """The step of a request that was aborted still computes; weights are not replaced meanwhile."""
+    bench = Bench()
+    device = LateDevice(bench.device)
+    overlapping(bench, device)
+    key = bench.add(PROMPTS[0], max_tokens=6, ignore_eos=True)
+    bench.step()
+    bench.abort(key)
+
+    def swap() -> bytes:
+        assert device.num_computed == 2
+        return b"new"
+
+    assert swap_weights(bench.core, swap) == 0
+    bench.assert_nothing_leaked()
+
+
 def test_a_step_whose_requests_were_aborted_is_dropped() -> None:
     """An engine whose last request is aborted is idle; the next request finds nothing of the step."""
     bench = Bench()

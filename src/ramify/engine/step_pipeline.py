@@ -96,9 +96,10 @@ class StepPipeline:
 
     def drop(self) -> None:
         """Wait for the step in flight and forget what it has computed: it is planned again."""
-        step = self._take_in_flight()
+        step, self._in_flight = self._in_flight, None
         if step is None:
             return
+        # Also where all its requests have ended: until it is finished it computes.
         planned = [request.sequence for request in step.still_planned().requests]
         self._context.planner.ahead.undo(planned)
         try:
