@@ -127,7 +127,7 @@ def logits_of(runner: ModelRunner, ends: list[int]) -> Tensor:
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize("ops", ["cpu", "torch"])
 def test_logits_are_those_of_transformers_however_the_prompt_is_cut(ops: str) -> None:
     """float32 within 1e-4 of the largest logit, bfloat16 near; in chunks the same bits."""
     if ops == "cpu":
