@@ -66,6 +66,21 @@ def test_an_engine_answers_as_over_torch(tmp_path: Path) -> None:
         assert not is_warm or outputs[0].cache.read_tokens
 
 
+@pytest.mark.parametrize("case", ["Gemma2", "Cohere qk_norm", "GptOss", "StableLm parallel"])
+def test_logits_of_other_families_are_those_of_torch(case: str, tmp_path: Path) -> None:
+    """Norms with an offset and behind the MLP, layer norms, experts, sinks, parallel blocks."""
+    pytest.importorskip("transformers", reason="writes the checkpoint; the extra ramify[hf]")
+    from tests.cpu.models.family_cases import write_checkpoint
+    from tests.cpu.models.test_dense_families import logits_of, runner_of
+
+    write_checkpoint(case, tmp_path)
+
+    expected = logits_of(runner_of(tmp_path, "torch", "float32"), [6])
+    logits = logits_of(runner_of(tmp_path, "triton", "float32"), [6])
+
+    assert float((logits - expected).abs().max()) < 1e-4 * float(expected.abs().max())
+
+
 def loaded(path: Path, ops: str, **options: Any) -> Decoder:
     model = load_model(path, ops=ops, store=ProbeStore(None), **options)
     assert isinstance(model, Decoder)
