@@ -51,14 +51,21 @@ def logits_in_steps(model: Decoder, steps: list[int], kv_dtype: torch.dtype) -> 
     return torch.cat(logits)
 
 
-def test_an_engine_answers_as_over_torch(tmp_path: Path) -> None:
-    """Attention, norms, GEMMs and rope of Triton in one engine: cold and warm, the same tokens."""
-    path = write_tiny_checkpoint(tmp_path, "llama", num_hidden_layers=2)
+@pytest.mark.parametrize("family", ["llama", "deepseek"])
+def test_an_engine_answers_as_over_torch(family: str, tmp_path: Path) -> None:
+    """Attention (MLA too), norms, GEMMs and rope of Triton in one engine: cold and warm, the same tokens."""
+    if family == "deepseek":
+        pytest.importorskip("transformers", reason="writes the checkpoint; the extra ramify[hf]")
+        from tests.cpu.deepseek_cases import save_oracle
+
+        save_oracle("v3", tmp_path)
+    else:
+        write_tiny_checkpoint(tmp_path, "llama", num_hidden_layers=2)
     prompts = [[5, 6, 7, 8, 9, 10, 11], [5, 6, 7, 8, 9, 12]]
-    params = SamplingParams(max_tokens=4, ignore_eos=True)
-    options: dict[str, Any] = {"kv_cache_tokens": 128, "page_size": PAGE}
-    expected = LLM(path, ops="torch", **options).generate(prompts, params)
-    llm = LLM(path, ops="triton", attention_backend="triton", **options)
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    options: dict[str, Any] = {"kv_cache_tokens": 128, "page_size": PAGE, "dtype": "float32"}
+    expected = LLM(tmp_path, ops="torch", **options).generate(prompts, params)
+    llm = LLM(tmp_path, ops="triton", attention_backend="triton", **options)
 
     for is_warm in (False, True):
         outputs = llm.generate(prompts, params)
