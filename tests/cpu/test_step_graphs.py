@@ -265,5 +265,5 @@ def test_graphs_need_cuda(tmp_path: Path) -> None:
     """On a CPU there is nothing to capture; the error says what to leave out."""
     checkpoint = write_tiny_checkpoint(tmp_path, "llama", num_hidden_layers=1)
 
-    with pytest.raises(ConfigError, match=r"decode_graphs=True .* leave decode_graphs out"):
+    with pytest.raises(ConfigError, match=r"decode_graphs=True .* cpu .* leave decode_graphs out"):
         engine(checkpoint, decode_graphs=True)

@@ -16,11 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from ramify.config import EngineConfig
-from ramify.engine.execution.ranks.open_ranks import check_ranks
 from ramify.engine.llm import LLM
 from ramify.errors import ConfigError, EngineStoppedError, RankLostError
-from ramify.models.loader import read_config
 from ramify.outputs import RequestOutput
 from ramify.params import SamplingParams
 from ramify.testing import write_tiny_checkpoint
@@ -209,14 +206,6 @@ def test_what_ranks_cannot_share_is_refused(
     """Before a process is started, with the value, the limit and the way out."""
     with pytest.raises(ConfigError, match=words):
         LLM(checkpoint, **OPTIONS | options)
-
-
-def test_graphs_capture_one_process(checkpoint: Path) -> None:
-    """Refused before a device is asked for."""
-    options = EngineConfig.of(tensor_parallel_size=2, decode_graphs=True)
-
-    with pytest.raises(ConfigError, match="decode_graphs=True captures the work of one process"):
-        check_ranks(options, read_config(checkpoint), torch.device("cpu"))
 
 
 def test_an_engine_ends_with_a_process_that_is_killed(engines: Engines) -> None:

@@ -91,12 +91,12 @@ class LocalEngine:
         check_computable(
             device, exact=exact, is_mla=config.mla is not None, has_tiers=requested.tiers.is_used
         )
-        if requested.model.decode_graphs and device.type != "cuda":
-            raise ConfigError(
-                f"decode_graphs=True captures CUDA graphs, and this engine computes on {device}; leave "
-                "decode_graphs out, or use device='cuda'"
-            )
         num_ranks = requested.ranks.tensor_parallel_size
+        if requested.model.decode_graphs and (device.type != "cuda" or num_ranks > 1):
+            raise ConfigError(
+                f"decode_graphs=True captures the CUDA graphs of one device, and this engine computes on "
+                f"{device} with tensor_parallel_size={num_ranks}; leave decode_graphs out"
+            )
         check_ranks(requested, config, device)
         rank_model = rank_config(config, num_ranks)
         dtype = resolve_dtype(requested.model.dtype, config)

@@ -88,11 +88,11 @@ class DeviceExecutor:
 
     def zero_pages(self, pages: Sequence[int]) -> None:
         """See `Executor.zero_pages`."""
-        self.runner.pool.zero_pages(pages)
+        self.runner.zero_pages(pages)
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         """See `Executor.copy_pages`."""
-        self.runner.pool.copy_pages([page for page, _ in pairs], [page for _, page in pairs])
+        self.runner.copy_pages(pairs)
 
     # -- on the device -----------------------------------------------------------------------
 

@@ -83,11 +83,6 @@ def check_ranks(requested: EngineConfig, config: ModelConfig, device: torch.devi
                 f"tensor_parallel_size={size} from {device} on needs cuda:{first + size - 1}, but the last "
                 f"of {count} devices is cuda:{count - 1}; use at most {count - first}"
             )
-    if requested.model.decode_graphs:
-        raise ConfigError(
-            f"decode_graphs=True captures the work of one process, and tensor_parallel_size={size}; "
-            "leave one of them out"
-        )
     if requested.tiers.is_used:
         raise ConfigError(
             f"cache tiers copy pages of one process, and tensor_parallel_size={size}; leave the options "
