@@ -1,14 +1,17 @@
 """The executor of a device on the CPU: tokens, log probabilities and failures of the executor of the host."""
 
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from ramify import LLM, SamplingParams, StructuredOutput
 from ramify.engine.execution.device_executor import DeviceExecutor
 from ramify.engine.execution.device_sampler import sample_rows
+from ramify.engine.execution.kernel_sampler import sample_by_kernels
 from ramify.engine.logits.logits_processors import LogitsProcessor
 from ramify.engine.step import SampleSpec
 from ramify.outputs import RequestOutput, TokenLogprob
@@ -188,3 +191,25 @@ def test_sampling_reads_nothing_back(by_rejection: bool) -> None:
     assert rows.scores is not None
     assert [scores.shape for scores in rows.scores] == [(2,), (2, 3), (2, 3)]
     assert rows.tokens.device.type == "meta"
+
+
+def test_kernels_sample_what_torch_samples() -> None:
+    """Triton's sampler, interpreted: tokens of every kind of row, flags and log probabilities."""
+    num_rows = sum(1 + len(spec.draft) for spec in specs())
+    logits = torch.randn(num_rows, 300, generator=torch.Generator().manual_seed(3))
+    logits[0, 7] = torch.nan
+    logits[6, 9] = torch.inf
+
+    with np.errstate(invalid="ignore"):  # of the damaged rows, in the interpreter
+        rows = sample_by_kernels(logits.clone(), specs())
+
+    wanted = sample_rows(logits.clone(), specs(), by_rejection=False)
+    usable = wanted.are_allowed.tolist()
+    assert rows.are_finite.tolist() == wanted.are_finite.tolist()
+    assert rows.are_allowed.tolist() == usable
+    assert usable.count(False) == 2
+    assert [*compress(rows.tokens.tolist(), usable)] == [*compress(wanted.tokens.tolist(), usable)]
+    assert rows.scores is not None
+    assert wanted.scores is not None
+    for scores, references in zip(rows.scores, wanted.scores, strict=True):
+        assert torch.equal(scores[1:], references[1:])  # row 0 is damaged

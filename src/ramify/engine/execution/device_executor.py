@@ -20,10 +20,11 @@ from ramify.engine.execution.device_sampler import (
     token_logprob_of,
 )
 from ramify.engine.execution.host_copies import to_device, to_host
+from ramify.engine.execution.kernel_sampler import has_sampling_kernels, sample_by_kernels
 from ramify.engine.execution.local_executor import SCORED_ROWS, is_out_of_memory, nonfinite_problem
 from ramify.engine.execution.runner import ModelRunner
 from ramify.engine.execution.step_graphs import DecodeGraphs
-from ramify.engine.step import PromptLogprobSpec, StepPlan, StepResult
+from ramify.engine.step import PromptLogprobSpec, SampleSpec, StepPlan, StepResult
 from ramify.errors import StepMemoryError
 from ramify.outputs import TokenLogprob
 
@@ -62,6 +63,7 @@ class DeviceExecutor:
         decode: DecodeGraphs | None = None,
     ) -> None:
         self.runner, self._by_rejection, self._decode = runner, by_rejection, decode
+        self._has_kernels = has_sampling_kernels(runner.pool.device)
         self._launched: deque[_LaunchedStep] = deque()  # oldest first
 
     def begin(self, plan: StepPlan) -> None:
@@ -109,7 +111,7 @@ class DeviceExecutor:
         hidden, logits = self._forward(plan, late_ids)
         are_finite = hidden.isfinite().all(-1)
         if logits is not None:
-            sampled = sample_rows(logits, plan.samples, by_rejection=self._by_rejection)
+            sampled = self._sample(logits, plan.samples)
         else:
             none = are_finite.new_empty(0)
             sampled = SampledRows(none.long(), none, none)
@@ -133,6 +135,11 @@ class DeviceExecutor:
             done = torch.cuda.Event()
             done.record(torch.cuda.current_stream(device))
         return _LaunchedStep(plan, sampled.tokens, on_host, flags, prompt_scores, embeddings, done)
+
+    def _sample(self, logits: Tensor, specs: Sequence[SampleSpec]) -> SampledRows:
+        if self._has_kernels and not (self._by_rejection and any(spec.draft for spec in specs)):
+            return sample_by_kernels(logits, specs)
+        return sample_rows(logits, specs, by_rejection=self._by_rejection)
 
     def _forward(self, plan: StepPlan, late_ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Hidden rows [T, hidden_size], and logits of the rows to sample from; None without any."""

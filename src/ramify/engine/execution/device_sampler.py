@@ -40,7 +40,7 @@ def sample_rows(logits: Tensor, specs: Sequence[SampleSpec], *, by_rejection: bo
         for spec in specs
     ):
         return SampledRows(logits.argmax(1), are_finite, are_finite)
-    rows = _rows_of(specs)
+    rows = rows_of(specs)
     reporting = [row for row, spec, _ in rows if spec.num_logprobs is not None]
     scores = logits[_indices(reporting, logits)] if reporting else None
     transformed: list[TransformedRow] = [
@@ -154,7 +154,7 @@ def token_logprob_of(
     return TokenLogprob(token, float(logprobs[row]), dict(zip(ids, values, strict=True)))
 
 
-def _rows_of(specs: Sequence[SampleSpec]) -> list[tuple[int, SampleSpec, int]]:
+def rows_of(specs: Sequence[SampleSpec]) -> list[tuple[int, SampleSpec, int]]:
     """(row, its spec, number of draft tokens before it) of every row."""
     rows: list[tuple[int, SampleSpec, int]] = []
     for spec in specs:
