@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from ramify.server.generation import Generation
@@ -14,7 +15,7 @@ from ramify.server.generation import Generation
 class LiveRequest:
     """A request between its arrival at the engine and its end."""
 
-    id: str  # of its response
+    number: int
     tenant: str
     num_prompt: int
     max_tokens: int | None  # of its answer
@@ -24,7 +25,7 @@ class LiveRequest:
     def as_json(self, now_s: float) -> dict[str, Any]:
         """What the page shows of it: counts, no text."""
         payload: dict[str, Any] = {
-            "id": self.id,
+            "id": None if self.generation is None else self.generation.id,
             "tenant": self.tenant,
             "state": "waiting" if self.generation is None else "running",
             "age_s": round(now_s - self.arrival_s, 3),
@@ -42,7 +43,7 @@ class LiveRequest:
 
 
 class LiveRequests:
-    """The live requests of a server, by id.
+    """The live requests of a server.
 
     Args:
         clock: monotonic seconds.
@@ -50,27 +51,34 @@ class LiveRequests:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._requests: dict[str, LiveRequest] = {}
+        self._requests: dict[int, LiveRequest] = {}
+        self._begun: dict[str, int] = {}  # id of a response → number of its request
+        self._numbers = count()
         self.num_running = 0  # those with a token
 
-    def arrive(
-        self, id_: str, tenant: str, *, num_prompt: int, max_tokens: int | None
-    ) -> LiveRequest:
-        """Count a request; `end` must follow."""
-        request = LiveRequest(id_, tenant, num_prompt, max_tokens, self._clock())
-        self._requests[id_] = request
+    def arrive(self, tenant: str, *, num_prompt: int, max_tokens: int | None) -> LiveRequest:
+        """Count a request; `withdraw`, or `begin` and `end`, must follow."""
+        number = next(self._numbers)
+        request = LiveRequest(number, tenant, num_prompt, max_tokens, self._clock())
+        self._requests[number] = request
         return request
+
+    def withdraw(self, request: LiveRequest) -> None:
+        """A request was refused, or its client left before its first token."""
+        self._requests.pop(request.number, None)
 
     def begin(self, request: LiveRequest, generation: Generation) -> float:
         """A request has its first token; returns the seconds since it arrived."""
         request.generation = generation
+        self._begun[generation.id] = request.number
         self.num_running += 1
         return self._clock() - request.arrival_s
 
-    def end(self, id_: str) -> None:
-        """A request has ended, or was refused. Idempotent."""
-        request = self._requests.pop(id_, None)
-        if request is not None and request.generation is not None:
+    def end(self, generation: Generation) -> None:
+        """A request that had begun has ended. Idempotent."""
+        number = self._begun.pop(generation.id, None)
+        if number is not None:
+            del self._requests[number]
             self.num_running -= 1
 
     @property

@@ -206,9 +206,9 @@ class RequestService:
         """
         prompt, num_tokens = request.prompt, len(request.prompt.ids)
         self.quotas.acquire(caller, num_tokens, request.params.n)
-        generation, id_ = None, prefix + secrets.token_hex(16)
+        generation = None
         live = self.live.arrive(
-            id_, caller.tenant, num_prompt=num_tokens, max_tokens=request.params.max_tokens
+            caller.tenant, num_prompt=num_tokens, max_tokens=request.params.max_tokens
         )
         self._observe_live()
         try:
@@ -230,7 +230,7 @@ class RequestService:
             )
             first_output = await anext(aiter(events), None)
             generation = Generation(
-                id=id_,
+                id=prefix + secrets.token_hex(16),
                 request=request,
                 caller=caller,
                 created=int(time.time()),
@@ -248,7 +248,7 @@ class RequestService:
             return generation
         finally:
             if generation is None:
-                self.live.end(id_)
+                self.live.withdraw(live)
                 self.quotas.release(caller, num_tokens, 0, request.params.n)
 
     def _observe_live(self) -> None:
@@ -313,7 +313,7 @@ class RequestService:
         num_computed = generation.num_output if output is None else output.usage.completion_tokens
         num_computed += 0 if generation.cache is None else generation.cache.computed
         self.quotas.release(caller, len(request.prompt.ids), num_computed, request.params.n)
-        self.live.end(generation.id)
+        self.live.end(generation)
         self.activity.ended(caller.tenant, generation.num_output)
         if request.is_remembered:
             entry = request.history_entry.without_text()

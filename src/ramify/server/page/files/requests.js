@@ -48,7 +48,7 @@ function row(request, hasTenants, hasReplicas) {
     ["shared", request.shared ?? 0],
     ["computed", request.computed ?? 0],
   ];
-  const cells = [element("td", {}, element("code", {}, request.id.slice(-10)))];
+  const cells = [element("td", {}, element("code", {}, request.id?.slice(-10) ?? "–"))];
   if (hasTenants) cells.push(element("td", {}, request.tenant || "–"));
   if (hasReplicas) cells.push(element("td", {}, String(request.replica ?? "–")));
   const output = count(request.output_tokens ?? 0);
