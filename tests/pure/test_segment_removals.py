@@ -111,6 +111,22 @@ def test_a_log_of_removals_that_is_damaged_is_not_compacted(tmp_path: Path) -> N
     assert hits(opened(tmp_path), range(40)) == []
 
 
+def test_a_log_of_removals_without_a_whole_entry_is_not_compacted(tmp_path: Path) -> None:
+    """An entry that is appended behind the damage shows at the next start that some are not known."""
+    store = opened(tmp_path)
+    put(store, range(40))
+    store.remove_many([hash_of(number) for number in range(20)], deadline=math.inf)
+    [log] = tmp_path.glob("*/removed.log")
+    log.write_bytes(bytes(byte ^ 1 for byte in log.read_bytes()))
+    store._removals._compact_at_bytes = 0
+
+    store.maintain()
+    store.remove_many([hash_of(20)], deadline=math.inf)
+    store.close()
+
+    assert hits(opened(tmp_path), range(40)) == []
+
+
 def test_removals_of_pages_that_are_not_on_disk_cost_nothing(tmp_path: Path) -> None:
     """Most pages that an eviction removes were never written: no fsync, and a log that does not grow."""
     ops = FailingOps(no_fault)

@@ -65,12 +65,14 @@ class RemovalLog:
             size = self._ops.size(self._path).num_bytes
             fd = self._ops.open(self._path, os.O_RDONLY)
         except FileNotFoundError:
+            self._num_bytes = 0
             return {}
         try:
             content = read_exactly(self._ops, fd, size, 0)
         finally:
             self._ops.close(fd)
         removed: dict[bytes, Position] = {}
+        self._num_bytes = 0
         for start in range(0, len(content) - _ENTRY_BYTES + 1, _ENTRY_BYTES):
             entry = content[start : start + _ENTRY_BYTES]
             if entry[_ENTRY.size :] != self._check(entry[: _ENTRY.size]):
