@@ -121,7 +121,7 @@ def test_sinks_that_the_spec_announces_are_required(name: str) -> None:
     step, backend = step_of(spec, [(3, 2)]), backend_of(name, spec)
 
     with pytest.raises(ConfigError, match=r"sinks are None; they must be float32 \[4\]"):
-        run(backend, step)
+        backend.run(backend.plan(step.batch), 0, step.q, step.planes)
 
 
 # -- requests without a query row -----------------------------------------------------------------

@@ -108,8 +108,7 @@ def test_a_stream_comes_token_by_token(proxy: tuple[Live, str]) -> None:
         "POST", url + "/v1/completions", json=body, headers=KEY, timeout=LIMIT_S
     ) as response:
         stream = events(response)
-        first = next(stream)
-        assert first["choices"][0]["text"]
+        assert next(stream)["choices"]
         server.gate.open()
         assert [event["choices"][0]["finish_reason"] for event in stream][-1] == "length"
 
