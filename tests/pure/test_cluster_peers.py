@@ -143,7 +143,7 @@ def test_random_bytes_on_the_port() -> None:
     [
         (
             {"protocol_version": 99},
-            f"protocol_version is 99 at the server and {PROTOCOL_VERSION} at the replica",
+            f"protocol_version is 99 at the server and {wire.PROTOCOL_VERSION} at the replica",
         ),
         ({"page_size": 16}, "page_size is 16 at the server and 4 at the replica"),
         ({"tokenizer_digest": "ab"}, "tokenizer_digest is 'ab' at the server and None"),
